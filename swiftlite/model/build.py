@@ -1,4 +1,4 @@
-"""From a family and a config.json to the model on this rank."""
+"""Build this rank's part of a model from a family and a config.json."""
 
 from typing import Any
 
@@ -71,7 +71,7 @@ def build_config(
         context_parallel_size=layout.context_parallel_size,
         expert_model_parallel_size=layout.expert_model_parallel_size,
         expert_tensor_parallel_size=layout.expert_tensor_parallel_size,
-        # Rows are padded to the longest of their own micro-batch; what shapes cross, `pipeline.py` says.
+        # Rows are padded to the longest of their micro-batch; `pipeline.py` knows the shapes.
         variable_seq_lengths=layout.pipeline_model_parallel_size > 1,
         # gloo matches messages to one rank in order and sends from the buffer it is given: with two stages batched
         # messages would swap activations and gradients, and a freed buffer would be sent as garbage.
@@ -136,20 +136,21 @@ def build_model(
     mtp_loss: MtpLoss = "ce",
     kernels: Kernels | None = None,
 ) -> list[GPTModel]:
-    """The model's part on this rank, one per virtual pipeline stage, on the device, in `dtype`; weights are unset.
+    """Build this rank's part of the model, one chunk per virtual pipeline stage, on the device, with uninitialized
+    weights.
 
     Args:
         architecture: from `Family.architecture`.
         hf_config: config.json, for the rotary frequencies.
         mesh: the model's ranks and layout; need not be the active one.
-        heads: the MTP heads that it gets.
-        freeze_trunk: no gradient is computed for the trunk; `Trainable` says which parameters learn.
-        drafting: what MTP layers are fed; of no consequence where nothing is computed.
-        mtp_loss: what the heads learn, see GPTModel.
-        kernels: what computes its layers; unset: what suits the device.
+        heads: its MTP heads.
+        freeze_trunk: whether the trunk has no gradients; `Trainable` defines the trained parameters.
+        drafting: inputs of MTP layers; irrelevant for models that are not computed.
+        mtp_loss: loss of the heads, see GPTModel.
+        kernels: kernels of its layers; default: those for the device.
 
     Raises:
-        OptionError: the model cannot be laid out so.
+        OptionError: the model does not support the layout.
     """
     if kernels is None:
         is_float32 = dtype is torch.float32
@@ -198,7 +199,7 @@ def _stage(
     drafting: Drafting,
     modules: Modules,
 ) -> dict[str, Any]:
-    """What this rank holds of a virtual stage, as arguments of GPTModel."""
+    """Return this rank's part of a virtual stage as arguments of GPTModel."""
     layout = mesh.layout
     pp_rank = mesh.pp.rank()
     per_stage = decoder_layers_per_stage(layout, config.num_layers)

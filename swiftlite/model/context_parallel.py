@@ -25,7 +25,7 @@ from swiftlite.runtime.device import on_device
 
 
 class Segment(NamedTuple):
-    """Consecutive queries of a rank, and the keys that the last of them sees: the prefix of its own sequence."""
+    """Consecutive queries of a rank, and the keys of the last one: the prefix of its sequence."""
 
     num_queries: int
     key_start: int
@@ -38,10 +38,10 @@ def sequence_lengths(num_tokens: int, cu_seqlens: torch.Tensor | None = None) ->
 
 
 def describe_packed(cu_seqlens: torch.Tensor | None) -> PackedSeqParams | None:
-    """megatron-core's descriptor of a packed row, None of padded rows.
+    """Return megatron-core's descriptor of a packed row; None for padded rows.
 
     Args:
-        cu_seqlens: with padding, as all that cuts or attends wants it; on the host, where each layer reads it.
+        cu_seqlens: with padding, as splitting and attention require; on the host, where each layer reads it.
     """
     if cu_seqlens is None:
         return None
@@ -56,9 +56,9 @@ def describe_packed(cu_seqlens: torch.Tensor | None) -> PackedSeqParams | None:
 
 
 def padded_cu_seqlens(packed: PackedSeqParams | None) -> torch.Tensor | None:
-    """Where the sequences of a packed row start: with their padding, if the descriptor tells that apart.
+    """Return the starts of the sequences of a packed row, including padding if the descriptor distinguishes it.
 
-    None of padded rows, which have no descriptor.
+    None for padded rows, which have no descriptor.
     """
     if packed is None:
         return None
@@ -80,13 +80,13 @@ def shared_row(
 
 
 def _runs(lengths: Sequence[int], rank: int, size: int) -> Iterator[tuple[int, int, int]]:
-    """The consecutive tokens that rank `rank` of `size` holds, in its order; a run may be empty.
+    """Return the runs of consecutive tokens on rank `rank` of `size`, in its order; a run may be empty.
 
-    Each is (start of its sequence, its own start, its end), in the whole row. In the example above, rank 0 has
+    Each is (start of its sequence, start of the run, end of the run) in the whole row. In the example above, rank 0 has
     (0, 0, 2), (0, 6, 8), (8, 8, 9) and (8, 11, 12).
 
     Raises:
-        ValueError: a length is no multiple of 2 * size.
+        ValueError: a length is not a multiple of 2 * size.
     """
     start = 0
     for length in lengths:
@@ -105,10 +105,10 @@ def _chunk_length(length: int, size: int) -> int:
 
 @lru_cache(maxsize=64)  # every layer asks again for the row of its micro-batch
 def zigzag_positions(lengths: tuple[int, ...], rank: int, size: int, device: torch.device) -> torch.Tensor:
-    """Which tokens of the whole row rank `rank` of `size` holds, in its order: int64 [S / size].
+    """Return the positions in the whole row of the tokens on rank `rank` of `size`, in its order: int64 [S / size].
 
     Raises:
-        ValueError: a length is no multiple of 2 * size.
+        ValueError: a length is not a multiple of 2 * size.
     """
     positions = [torch.arange(start, end) for _, start, end in _runs(lengths, rank, size)]
     return on_device(torch.cat(positions), device)
@@ -116,7 +116,7 @@ def zigzag_positions(lengths: tuple[int, ...], rank: int, size: int, device: tor
 
 @lru_cache(maxsize=16)
 def _gathered_order(lengths: tuple[int, ...], size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where each token of all ranks' parts, one after the other, stands in the row; and the inverse.
+    """Return the position in the row of each token of all ranks' concatenated parts, and the inverse permutation.
 
     In the example above the first is 0 1 6 7 8 11 2 3 4 5 9 10.
     """
@@ -150,14 +150,14 @@ def seen_by(segments: Sequence[Segment], row: torch.Tensor) -> list[torch.Tensor
 def shard_sequence(
     tensor: torch.Tensor, dim: int, rank: int, size: int, cu_seqlens: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The part of a whole row that rank `rank` of `size` holds.
+    """Return the part of whole rows on rank `rank` of `size`.
 
     Args:
         tensor: whole rows, S tokens along `dim`.
-        cu_seqlens: of a packed row, int [num_sequences + 1]: where each padded sequence starts, and S.
+        cu_seqlens: for a packed row, int [num_sequences + 1]: the start of each padded sequence, and S.
 
     Raises:
-        ValueError: a sequence is no multiple of 2 * size, or the sequences are not the row.
+        ValueError: the length of a sequence is not a multiple of 2 * size, or the sequences do not cover the row.
     """
     if size == 1:
         return tensor
@@ -200,8 +200,10 @@ class _GatherSequence(torch.autograd.Function):
 
 
 def _gather_chunks(row: torch.Tensor, local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """`row` of one sequence, filled: the first chunks of all ranks stand in it as they are gathered, and only the
-    second ones, which come in the order of ranks and so from the end, are copied."""
+    """Fill `row` of one sequence from gathered chunks.
+
+    The first chunks of all ranks are gathered in place. Only the second ones, which are ordered by rank and so from the
+    end, are copied."""
     first, second = local.split(_chunk_length(row.size(0), group.size()))
     early, late = row.chunk(2)
     dist.all_gather_into_tensor(early, first, group=group)

@@ -99,7 +99,7 @@ def _forward_heads(model: GPTModel, new: CachedPass, mtp_input_ids: Sequence[tor
 
 
 def _rotary_emb(model: GPTModel, new: CachedPass, offset: int = 0) -> torch.Tensor:
-    """Look up cosines and sines [2, T, 1, 1, R] at the positions of a pass; each row begins at `offset`."""
+    """Look up cosines and sines [2, T, 1, 1, R] at the positions of a pass; each row starts at `offset`."""
     return model.rotary_pos_emb([new.cache.capacity], offset)[:, new.position_ids[0]]
 
 

@@ -13,11 +13,11 @@ from swiftlite.model.tower import TowerInputs
 
 
 def forward(model: torch.nn.Module, batch: Batch, balance: Balance | None = None, trunk: TrunkOutput | None = None):
-    """What the model makes of a micro-batch: Losses on the last pipeline stage.
+    """Compute a micro-batch; returns Losses on the last pipeline stage.
 
     Args:
-        balance: of the global batch; without it routers learn no load-balancing loss.
-        trunk: what the trunk makes of the micro-batch, if it is known already.
+        balance: load balance of the global batch; without it routers have no load-balancing loss.
+        trunk: output of the trunk for the micro-batch, if it is known.
     """
     return model(
         batch.tokens_KBS[0],

@@ -167,21 +167,16 @@ class GPTModel(McoreGPTModel):
 
         Attention is causal: rows are padded at the end, so no mask is needed.
 
-        Args:
-            input_ids: [B, S].
-            position_ids: [B, S].
-            labels: [B, S], labels[b, s] the token at s + 1, IGNORE_INDEX where nothing is to be learned. On the host;
-                otherwise the loss waits for the device (`model.loss.losses.select`).
-            mtp_input_ids: [B, S] for each depth k, the token at s + k. Unset: `input_ids` shifted inside each sequence,
-                which is right unless context-parallel ranks share the row.
-            mtp_labels: [B, S] for each depth k, the token at s + k + 1; unset as above.
-            packed_seq_params: of a packed row, B = 1: its sequences, none of which sees another.
-            sequences: int64 [K, B, S], `Batch.sequence_KBS`; without it no router counts its load.
-            balance: of the global batch; without it no router has a load-balancing loss.
-            trunk: `trunk_output` of these tokens and labels, if it is known already; not on a pipeline.
-            tower_inputs: of the micro-batch, for a model with a tower.
-            axes_3BS: int64, positions of the tokens along three axes, for rotary embeddings with sections. Unset: the
-                positions in the sequence.
+        Args: input_ids: [B, S]. position_ids: [B, S]. labels: [B, S], labels[b, s] the token at s + 1, IGNORE_INDEX
+        where ignored. On the host; otherwise the loss waits for the device (`model.loss.losses.select`). mtp_input_ids:
+        [B, S] for each depth k, the token at s + k. Default: `input_ids` shifted within each sequence, which is correct
+        unless context-parallel ranks split the row. mtp_labels: [B, S] for each depth k, the token at s + k + 1;
+        default as above. packed_seq_params: the sequences of a packed row (B = 1), between which there is no attention.
+        sequences: int64 [K, B, S], `Batch.sequence_KBS`; without it no router counts its load. balance: load balance of
+        the global batch; without it routers have no load-balancing loss. trunk: `trunk_output` of these tokens and
+        labels, if it is known; not on a pipeline. tower_inputs: inputs of the micro-batch for a model with a tower.
+        axes_3BS: int64, positions of the tokens along three axes, for rotary embeddings with sections. Default: the
+        positions in the sequence.
 
         Returns:
             Losses with labels, Logits without. Before the last pipeline stage: the states for the next one, in wire
@@ -319,7 +314,7 @@ class GPTModel(McoreGPTModel):
         return [Placed(with_zeros_IH, item_BS) for item_BS in tower_inputs.item_KBS]
 
     def _embed(self, input_ids: torch.Tensor, position_ids: torch.Tensor, placed: Placed | None) -> torch.Tensor:
-        """Look up embeddings [S, B, H]; in the place of placeholders the tower's outputs."""
+        """Look up embeddings [S, B, H], with the tower's outputs instead of placeholder tokens."""
         embeddings_SBH = self.embedding(input_ids=input_ids, position_ids=position_ids)
         if placed is None:
             return embeddings_SBH
@@ -344,7 +339,7 @@ class GPTModel(McoreGPTModel):
 
         Args:
             input_ids, position_ids: [B, S].
-            placed: outputs of the tower that stand for some of the tokens.
+            placed: outputs of the tower for placeholder tokens.
         """
         if not self.pre_process:
             return None
@@ -394,15 +389,15 @@ class GPTModel(McoreGPTModel):
         cache: Cache | None = None,
         placed: Sequence[Placed | None] | None = None,
     ) -> list[torch.Tensor]:
-        """Return the states [S, B, H] of each MTP depth, after its output norm; depth k feeds depth k + 1.
+        """Return the states [S, B, H] of each MTP depth after its output norm; depth k + 1 continues from depth k.
 
         Args:
             hidden_SBH: the trunk's (`StageStates.head_input_SBH`).
             mtp_input_ids: [B, S] for each depth.
             rotary_embs: `rotary_emb` for each depth.
             tokens: the router targets for each depth.
-            cache: of the rows whose tokens these are, in decoding.
-            placed: outputs of the tower that stand for some of the tokens of each depth.
+            cache: cache of the rows in decoding.
+            placed: outputs of the tower for placeholder tokens of each depth.
         """
         tokens = tokens or [None] * self.heads.drafts
         placed = placed or [None] * self.heads.drafts

@@ -32,11 +32,10 @@ from swiftlite.runtime.compat import MTP_INNER_LAYER
 
 
 class MultiTokenPredictionLayer(McoreMultiTokenPredictionLayer):
-    """megatron-core's layer, given the embeddings of its own depth.
+    """megatron-core's MTP layer with the embeddings of its depth as input.
 
-    The stock layer shifts the token ids itself, through `roll_tensor`, which across context-parallel ranks sends one
-    message per packed sequence; here the whole row is shifted before it is cut (`data/batch.py`).
-    """
+    The stock layer shifts token ids with `roll_tensor`, which across context-parallel ranks sends one message per
+    packed sequence. Here the whole row is shifted before it is split (`data/batch.py`)."""
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, hidden_states: torch.Tensor, decoder_input: torch.Tensor, **closure: Any
@@ -59,16 +58,15 @@ class MultiTokenPredictionLayer(McoreMultiTokenPredictionLayer):
         padding_mask: RoutedTokens | None = None,
         **closure: Any,
     ) -> torch.Tensor:
-        """What is computed again: the projection, the decoder layer and the output norm, in their precision.
+        """Compute the recomputed part: the projection, the decoder layer and the output norm, in their precision.
 
-        The stock method enters the FP8 context itself and leaves out FP4; both are entered anew each time. It hands no
-        padding mask on to the decoder layer (up to 0.16).
-        """
+        The stock method enters the FP8 context and not that of FP4; here both are entered each time. Up to 0.16 it does
+        not pass the padding mask to the decoder layer."""
 
         def with_padding_mask(_: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
             return args, kwargs | {"padding_mask": padding_mask}
 
-        # A node of its own: what this layer sends back is summed before it meets the gradient of the output layer, as
+        # A separate node: this layer's gradients are summed before the gradient of the output layer is added, as
         # when it is recomputed. Otherwise the last bit would tell (a + b) + c from a + (b + c).
         hidden_states = hidden_states.view_as(hidden_states)
         decoder_layer = getattr(self, MTP_INNER_LAYER)
@@ -102,10 +100,10 @@ class MultiTokenPredictionLayer(McoreMultiTokenPredictionLayer):
 
 
 class UnrolledLayer(MultiTokenPredictionLayer):
-    """A head that drafts several tokens, computed as engines do: step j (from 1) from position s stands at s + j - 1,
-    and sees what `DraftAttention` says.
+    """A head that drafts several tokens as engines do: step j (from 1) of position s is at position s + j - 1, with the
+    attention of `DraftAttention`.
 
-    For example, with three steps, what is computed from position s (the trunk's state there, t the row's tokens):
+    Example: three steps computed from position s (t are the row's tokens):
 
         step 1   trunk's state, t[s + 1]   at position s        predicts t[s + 2]
         step 2   state of step 1, t[s + 2] at position s + 1    predicts t[s + 3]
@@ -113,14 +111,14 @@ class UnrolledLayer(MultiTokenPredictionLayer):
     """
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any):
-        # Later steps read the keys of the first, so neither these nor what made them may be computed anew in between.
+        # Later steps read the keys of the first step, so these must not be recomputed in between.
         kept = [module for module in config.recompute_modules or () if module not in ("core_attn", "mla_up_proj")]
         config = copy.copy(config)
         config.recompute_modules = kept
         super().__init__(config, *args, **kwargs)
 
     def _postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Nothing: the norm is left to `forward_steps`, since not every engine recycles what it makes."""
+        """Do nothing: `forward_steps` applies the norm, because not every engine recycles its output."""
         return hidden_states
 
     def forward_steps(
@@ -134,15 +132,15 @@ class UnrolledLayer(MultiTokenPredictionLayer):
         cache: Cache | None,
         recycles_before_norm: bool,
     ) -> list[torch.Tensor]:
-        """States [S, B, H] of each step, after the output norm.
+        """Return the states [S, B, H] of each step, after the output norm.
 
         Args:
-            hidden_SBH: the trunk's.
-            decoder_inputs_SBH: of each step, embeddings of the tokens j places further on.
-            rotary_pos_embs: of each step, `RotaryEmbedding`'s from position j - 1 on.
-            tokens: of each step, what the router is told.
-            cache: as `GPTModel.forward` takes it, of whole rows.
-            recycles_before_norm: a step continues from the state before the output norm, not from the one after it.
+            hidden_SBH: states of the trunk.
+            decoder_inputs_SBH: for each step j, embeddings of the tokens j positions later.
+            rotary_pos_embs: for each step j, rotary embeddings from position j - 1 on.
+            tokens: the router targets of each step.
+            cache: cache of whole rows, as for `GPTModel.forward`.
+            recycles_before_norm: whether a step continues from the state before the output norm instead of after it.
         """
         steps = partial(
             self._steps,

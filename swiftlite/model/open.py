@@ -1,4 +1,4 @@
-"""From a Hugging Face model (`families/resolved.py`) to its part on this rank."""
+"""Load a Hugging Face model (`families/resolved.py`) into its part on this rank."""
 
 from typing import Any
 

@@ -1,10 +1,10 @@
-"""Shift a packed row inside each of its sequences, where a rank holds only its context-parallel part of the row.
+"""Shift a packed row within each of its sequences if a rank holds only its context-parallel part of the row.
 
-Where the whole row is at hand, shift it before it is cut: `data/batch.py` does, and the result is the same. This is for
-frameworks that hand out parts. megatron-core's `roll_tensor` walks over the sequences in Python and sends two messages
-for each.
+If the whole row is available, shift it before splitting, as `data/batch.py` does; the result is the same. This module
+is for frameworks that distribute parts. megatron-core's `roll_tensor` iterates over the sequences in Python and sends
+two messages for each.
 
-Shapes: T the tokens of this rank's part, N sequences that are not empty.
+Shapes: T tokens of this rank's part, N non-empty sequences.
 """
 
 import torch
@@ -19,31 +19,28 @@ def roll_packed(
     fill: float,
     cp_group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """What stands `-shift` tokens later in the same sequence; `fill` where the sequence has ended.
+    """Return the values `-shift` tokens later in the same sequence, and `fill` past its end.
 
-    With context parallelism ring neighbours tell each other their boundary tokens in one exchange for all sequences
-    (one for each token of `shift`), in which all ranks of the group take part.
+    With context parallelism ring neighbors exchange their boundary tokens, once for all sequences (once per token of
+    `shift`); collective over the group.
 
-    Args:
-        tensor: [..., T], ids, labels or weights; several in one exchange when stacked. Without context parallelism T is
-            the whole row. With it, the zigzag: of each sequence, in order, chunks r and 2 * cp - 1 - r of 2 * cp equal
-            ones, r being this rank.
-        cu_seqlens: int [num_sequences + 1], global: where each sequence starts in the whole row, before it was cut,
-            its padding counted, and the length of the whole row. The same on every rank.
-        shift: -1 or less; what is later comes earlier.
-        cp_group: unset: the row is whole.
+    Args: tensor: [..., T], ids, labels or weights; stack several for a single exchange. Without context parallelism T
+    is the whole row. With it, the zigzag layout: of each sequence, in order, chunks r and 2 * cp - 1 - r of 2 * cp
+    equal ones, where r is this rank. cu_seqlens: int [num_sequences + 1], global: the start of each padded sequence in
+    the whole row, and the length of the whole row. The same on every rank. shift: negative; moves later values to
+    earlier positions. cp_group: default: the row is whole.
 
     Raises:
-        ValueError: `cu_seqlens` is not of this row, or a sequence does not divide by 2 * cp.
+        ValueError: `cu_seqlens` does not match the row, or the length of a sequence is not divisible by 2 * cp.
     """
     size, rank = (1, 0) if cp_group is None else (cp_group.size(), cp_group.rank())
     lengths = cu_seqlens.diff()
     _check(tensor, cu_seqlens, lengths, shift, size)
     first_N = (cu_seqlens[:-1] // size)[lengths > 0].to(tensor.device, torch.int64)
     end_N = (cu_seqlens[1:] // size)[lengths > 0].to(tensor.device, torch.int64)
-    second_N = (first_N + end_N) // 2  # where the later chunk begins; of no use in a whole row
+    second_N = (first_N + end_N) // 2  # start of the later chunk; unused for a whole row
     for _ in range(-shift):
-        # Right but for the last token of each chunk: its successor is another rank's, or there is none. The two chunks
+        # Correct except for the last token of each chunk: its successor is on another rank, or missing. The two chunks
         # of the last rank are neighbours.
         rolled = tensor.roll(-1, dims=-1)
         rolled[..., end_N - 1] = fill

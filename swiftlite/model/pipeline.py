@@ -30,18 +30,18 @@ def run_pipeline(
     tells_shapes: bool = False,
     **options: Any,
 ) -> list[Any]:
-    """Send micro-batches through all stages, and unless `forward_only` their gradients back.
+    """Run micro-batches through all stages, and their gradients back unless `forward_only`.
 
     Args:
         model: the chunks of this rank, one per virtual pipeline stage.
-        iterators: one for each chunk, since each walks over the micro-batches for itself.
-        shapes: rows and tokens of each micro-batch, before context-parallel ranks cut it.
-        tells_shapes: stages tell each other the shape of each tensor, by a message before it that the host waits for;
-            for passes that send other states than training (`model/decode.py`).
-        options: further ones of megatron-core's schedules.
+        iterators: one per chunk, because each iterates over the micro-batches separately.
+        shapes: rows and tokens of each micro-batch, before the split over context-parallel ranks.
+        tells_shapes: whether stages send the shape of each tensor in a message that the host waits for, for passes with
+            other states than training (`model/decode.py`).
+        options: further options of megatron-core's schedules.
 
     Returns:
-        What `forward_step`'s function gave beside the loss, for each micro-batch; nothing before the last stage.
+        The output of `forward_step`'s function apart from the loss, for each micro-batch; empty before the last stage.
     """
     config = get_model_config(model[0])
     schedule = get_forward_backward_func(mesh.pp.size(), num_virtual_stages(mesh.layout))
@@ -66,15 +66,15 @@ def run_pipeline(
 
 
 class _KnownShapes(P2PCommunicator):
-    """megatron-core's, which is told what crosses, in order, instead of asking for the shape of each tensor.
+    """megatron-core's communicator with known shapes instead of a message before every tensor.
 
-    The stock one exchanges a message before every tensor and waits for the GPU twice (p2p_communication.py:214-242 of
+    The stock class exchanges shapes before every tensor and waits for the GPU twice (p2p_communication.py:214-242 of
     0.16.1).
 
     Args:
-        received: shapes of the states from the rank before.
-        sent: of those to the rank behind.
-        gradients: of what comes back from there.
+        received: shapes of the states from the previous rank, in order.
+        sent: shapes of the states to the next rank.
+        gradients: shapes of the gradients from the next rank.
     """
 
     def __init__(
@@ -104,12 +104,11 @@ class _KnownShapes(P2PCommunicator):
 def _crossing(
     model: Sequence[torch.nn.Module], mesh: Mesh, shapes: Sequence[Sequence[int]]
 ) -> tuple[list[Shape], list[Shape], list[Shape]]:
-    """The shapes that `_KnownShapes` is told, of all micro-batches.
+    """Return the shapes for `_KnownShapes` of all micro-batches.
 
-    Each rank computes (micro-batch, chunk) in the order of megatron-core's table, backward with its chunks the other
-    way round, and sends each result at once. With two ranks and two chunks each, rank 0 is sent what chunk 0 of rank 1
-    makes, for its own chunk 1; chunk 1 of rank 1 has the loss, and sends nothing.
-    """
+    Each rank computes (micro-batch, chunk) in the order of megatron-core's table, backward with reversed chunks, and
+    sends each result immediately. With two ranks and two chunks each, rank 0 receives the output of chunk 0 of rank 1
+    for its chunk 1; chunk 1 of rank 1 has the loss and sends nothing."""
     config: Any = get_model_config(model[0])
     heads: Any = get_attr_wrapped_model(model[0], "heads", allow_none=False)
     drafting: Any = get_attr_wrapped_model(model[0], "drafting", allow_none=False)

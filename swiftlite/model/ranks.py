@@ -1,4 +1,4 @@
-"""What the ranks of a mesh report to each other around the pipeline: parts of rows put together, results of its end."""
+"""Exchange results between the ranks of a mesh: gather parts of rows, and broadcast results of the last stage."""
 
 from collections.abc import Sequence
 
@@ -10,10 +10,10 @@ from swiftlite.runtime.mesh import Mesh
 
 
 def whole_rows(tensor_BS: torch.Tensor, mesh: Mesh, cu_seqlens: torch.Tensor | None = None) -> torch.Tensor:
-    """Rows of which context-parallel ranks hold parts, put together again on each.
+    """Gather rows that are split over context-parallel ranks on each of them.
 
     Args:
-        cu_seqlens: of the whole row if it is a packed one.
+        cu_seqlens: starts of the sequences if the whole row is packed.
     """
     if mesh.cp.size() == 1:
         return tensor_BS
@@ -23,7 +23,7 @@ def whole_rows(tensor_BS: torch.Tensor, mesh: Mesh, cu_seqlens: torch.Tensor | N
 
 
 def from_last_stage(tensor: torch.Tensor, mesh: Mesh) -> torch.Tensor:
-    """What the last pipeline stage has in this tensor, on every stage; in place."""
+    """Broadcast this tensor from the last pipeline stage to all stages, in place."""
     if mesh.pp.size() > 1:
         dist.broadcast(tensor, group=mesh.pp, group_src=mesh.pp.size() - 1)
     return tensor
@@ -44,7 +44,7 @@ def sum_up(parts: Sequence[torch.Tensor], shape: tuple[int, ...], mesh: Mesh) ->
 
 
 def to_all_ranks(tensor: torch.Tensor, mesh: Mesh) -> torch.Tensor:
-    """What each rank of a mesh has in this tensor, on every rank of the job; in place, collective over all of them."""
+    """Broadcast this tensor from the ranks of a mesh to all ranks of the job, in place; collective over the job."""
     if len(mesh.ranks) < dist.get_world_size():
         dist.broadcast(tensor, src=mesh.ranks[0])
     return tensor

@@ -1,7 +1,7 @@
-"""Which module stands at which place of the model.
+"""Select the modules of each part of the model.
 
-A family names the kinds of its layers (`families/layer.py`); here every kind has the modules that compute it, made of
-the classes that `kernels.py` chooses.
+A family names the kinds of its layers (`families/layer.py`). This module maps every kind to its modules, built from the
+classes that `kernels.py` selects.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,7 +1,7 @@
-"""Outputs of a tower, such as an image tower, in the place of the embeddings of placeholder tokens.
+"""Replace the embeddings of placeholder tokens by the outputs of a tower, such as an image tower.
 
-The trunk and the MTP heads see a tower's outputs alike: a head whose token is a placeholder gets the output that stands
-for it. Which output that is, `data/batch.py` has shifted with the tokens, so the tower runs once for all of them.
+Trunk and MTP heads use the same outputs: a head whose token is a placeholder receives the corresponding output.
+`data/batch.py` shifts the indices of outputs with the tokens, so the tower runs once for all depths.
 
 Shapes: K the trunk and each MTP depth, B rows, S tokens of a row on this rank, I items of the micro-batch, H hidden
 size.
@@ -17,11 +17,11 @@ from swiftlite.data.batch import ITEM, Batch
 
 @dataclass(frozen=True)
 class TowerInputs:
-    """What a micro-batch brings the tower of a model.
+    """The inputs of a model's tower for a micro-batch.
 
     Attributes:
-        items: what the tower takes, by name (`Batch.items`).
-        item_KBS: int64; the output of the tower that stands for the token, -1 where the token has its own embedding.
+        items: inputs of the tower, by name (`Batch.items`).
+        item_KBS: int64; index of the tower's output for the token, -1 for tokens with their own embedding.
     """
 
     items: Mapping[str, torch.Tensor]
@@ -36,10 +36,10 @@ class TowerInputs:
 
 @dataclass(frozen=True)
 class Placed:
-    """Outputs of a tower, and the tokens of the trunk or of one MTP depth that they stand for.
+    """Outputs of a tower with the tokens of the trunk or of one MTP depth that they replace.
 
     Attributes:
-        output_IH: all outputs of the micro-batch, and a last row of zeros, which stands for no token.
+        output_IH: all outputs of the micro-batch, and a last row of zeros for other tokens.
         item_BS: int64; as `TowerInputs.item_KBS`.
     """
 

@@ -1,22 +1,22 @@
-"""What routers are told of the tokens they route: which are real, to which sequence each belongs, how much they weigh.
+"""Describe the tokens of routers: which are padding, their sequence, and their weight in the load-balancing loss.
 
-The load-balancing loss of a router, over n tokens of which n_i chose expert i with scores p (E experts, k a token):
+The load-balancing loss of a router over n tokens, of which n_i chose expert i with scores p (E experts, k per token),
+is
 
     L = E * sum_i( n_i / (k * n) * mean(p_i) )
 
-It is taken over the tokens of a micro-batch (`aux_loss`; Switch Transformer, arXiv 2101.03961) or over each sequence
-(`seq_aux_loss`; DeepSeek-V3, arXiv 2412.19437, equations 17 to 20). The papers do not say how those of different
-lengths add up; theirs are all as long. Here they count by their tokens, as the next-token loss does: a micro-batch or
-sequence of n tokens, of T in the whole global batch, with n / T. So in a step
+It is computed over the tokens of a micro-batch (`aux_loss`; Switch Transformer, arXiv 2101.03961) or over each sequence
+(`seq_aux_loss`; DeepSeek-V3, arXiv 2412.19437, equations 17 to 20). The papers assume equal lengths. Here they are
+weighted by tokens, like the next-token loss: a micro-batch or sequence with n of the T tokens in the global batch has
+the weight n / T. In a step
 
     loss = next-token and MTP losses + moe_aux_loss_coeff * sum over routers of sum( n / T * L )
 
 For example, sequences of 6 and 2 tokens with L of 1.0 and 2.0 give 6/8 * 1.0 + 2/8 * 2.0 = 1.25, whether or not they
 are in one micro-batch.
 
-Padding is no token. MTP depth k has as many tokens less in a sequence as it looks ahead: at the last k positions it is
-fed what is not there. A layer that is unrolled is one router, whose steps weigh `Heads.weights`.
-"""
+Padding does not count. MTP depth k has k tokens less in a sequence, because its last k positions have no input token.
+An unrolled layer is one router, whose steps are weighted by `Heads.weights`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -28,11 +28,11 @@ from swiftlite.heads import Heads
 
 @dataclass(frozen=True)
 class Balance:
-    """What the load-balancing losses of a global batch are divided and multiplied by.
+    """Normalization of the load-balancing losses of a global batch.
 
     Attributes:
-        tokens: of the trunk and of each MTP depth, in the whole global batch.
-        divisor: what all gradients are divided by at the end of the step; it is the next-token loss's, not this one's.
+        tokens: number of tokens of the trunk and of each MTP depth in the global batch.
+        divisor: divisor of all gradients at the end of the step, that of the next-token loss.
     """
 
     tokens: Sequence[int]
@@ -41,16 +41,16 @@ class Balance:
 
 @dataclass(frozen=True)
 class RoutedTokens:
-    """The tokens that a router is given at one time, on this rank.
+    """The tokens of one call of a router on this rank.
 
-    megatron-core's layers hand it on in the place of a padding mask. It goes with the micro-batch, so it is right
-    however a pipeline interleaves micro-batches, and where layers are computed again.
+    megatron-core's layers pass it on instead of a padding mask. It belongs to the micro-batch, so it stays correct when
+    a pipeline interleaves micro-batches and when layers are recomputed.
 
     Attributes:
-        sequence_SB: int64; which sequence of the micro-batch a token belongs to, -1 for none: there is padding.
-        num_sequences: of the micro-batch, on all its ranks.
-        load_weight: how much a token counts as load: 1, in the later steps of an unrolled layer by `Heads.weights`.
-        mean_weight: weight of a token in the mean over the global batch; 0 where there is no loss.
+        sequence_SB: int64; index of the token's sequence in the micro-batch, -1 for padding.
+        num_sequences: number of sequences of the micro-batch on all its ranks.
+        load_weight: weight of a token's load: 1, or `Heads.weights` in later steps of an unrolled layer.
+        mean_weight: weight of a token in the mean over the global batch; 0 without a loss.
         divisor: see `Balance`.
     """
 
@@ -62,7 +62,7 @@ class RoutedTokens:
 
     @property
     def sequence_T(self) -> torch.Tensor:
-        """In the order in which routers have tokens."""
+        """Return the shape in the order of the routers' tokens."""
         return self.sequence_SB.flatten()
 
 
@@ -94,13 +94,13 @@ def tokens_times_loss(
     num_groups: int,
     ranks: torch.distributed.ProcessGroup,
 ) -> torch.Tensor:
-    """This rank's part of `sum(n * L)` over groups of tokens, a scalar: of each token, its scores times the load.
+    """Return this rank's part of `sum(n * L)` over groups of tokens, a scalar: scores times load, summed over tokens.
 
     Args:
-        scores_TE: of each token (T) and expert (E); they add up to 1.
+        scores_TE: score of each expert (E) for each token (T); they sum to 1.
         chosen_TE: bool, the experts of each token.
-        group_T: from 0 to `num_groups` - 1, or -1 for tokens that do not count.
-        ranks: those that share the tokens.
+        group_T: group from 0 to `num_groups` - 1, or -1 for tokens that do not count.
+        ranks: ranks that the tokens are split over.
     """
     num_experts = scores_TE.size(1)
     row_T = group_T + 1  # row 0 of the counts is for what does not count

@@ -45,12 +45,12 @@ class LabelTarget:
         group: Group,
         share_C1: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the losses [C] of a chunk in float32, and put the gradient in the place of its logits.
+        """Return the losses [C] of a chunk in float32, and overwrite its logits with the gradient.
 
         Args:
-            rows: the chunk's positions.
+            rows: positions of the chunk.
             weight_VH: the output matrix.
-            share_C1: what the gradient is multiplied by; None for 1.
+            share_C1: factor of the gradient; None for 1.
         """
         function = _cross_entropy_ if group is not None else _fused_cross_entropy_
         return function(logits_CV, self.label_N[rows], share_C1, group)
@@ -71,7 +71,7 @@ class TrunkTarget:
         group: Group,
         share_C1: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """As `LabelTarget.loss_`."""
+        """See `LabelTarget.loss_`."""
         trunk_CV = self.trunk_NH[rows] @ weight_VH.t()
         function = _distance_ if group is not None else _fused_distance_
         return function(logits_CV, trunk_CV, self.distance, share_C1, group)

@@ -51,11 +51,11 @@ def select(labels_BS: torch.Tensor, device: torch.device) -> Selected:
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """What one head (the trunk's, or one MTP depth's) says about each of its targets.
+    """Losses and predictions of one head (the trunk's or one MTP depth's) for each target.
 
     Attributes:
-        loss_BS: in nats, but with tv a probability; float32; 0 and without gradient where the target is ignored.
-        prediction_BS: the head's most likely token there, int64; -1 where the target is ignored.
+        loss_BS: float32, in nats, with tv a probability; 0 without gradient where the target is ignored.
+        prediction_BS: the head's most likely token, int64; -1 where the target is ignored.
     """
 
     loss_BS: torch.Tensor
@@ -115,19 +115,19 @@ def distillation_loss(
     tp_group: dist.ProcessGroup,
     tokens_V: torch.Tensor | None = None,
 ) -> TokenLoss:
-    """How far a head is from the trunk's own distribution of the same token; the head alone gets a gradient.
+    """Distance of a head from the trunk's distribution of the same token; only the head gets a gradient.
 
-    "kl" is KL(trunk || head). Rejection sampling accepts what a head drafts with the probability that is their overlap,
-    the sum of min(head, trunk): "tv" is 1 - overlap, "nla" is -log(overlap), and "lk_hybrid" is near to kl where they
-    overlap little and near to tv where they overlap well. For a trunk that gives two words 0.75 and 0.25, and a head
-    that gives them 0.5 each, the overlap is 0.75, "kl" is 0.75 ln 1.5 + 0.25 ln 0.5 = 0.13, "tv" 0.25, "nla" 0.29 and
+    "kl" is KL(trunk || head). Rejection sampling accepts a head's draft with a probability equal to their overlap, the
+    sum of min(head, trunk): "tv" is 1 - overlap, "nla" is -log(overlap), and "lk_hybrid" is close to kl for a small
+    overlap and close to tv for a large one. For a trunk with probabilities 0.75 and 0.25 for two tokens, and a head
+    with 0.5 for each, the overlap is 0.75, "kl" is 0.75 ln 1.5 + 0.25 ln 0.5 = 0.13, "tv" 0.25, "nla" 0.29 and
     "lk_hybrid" 0.24.
 
     Args:
-        logits_NV: the head's; the memory of float32 ones is used for the gradient, so nothing may read them later.
-        trunk_logits: the trunk's, [n, V], at some of the N positions; called for at most MAX_POSITIONS.
-        selected: which positions those are.
-        tokens_V: the tokens of these logits, where they are not the whole vocabulary.
+        logits_NV: logits of the head; float32 ones are overwritten with the gradient, so they must not be read later.
+        trunk_logits: returns the trunk's logits [n, V] at some of the N positions, at most MAX_POSITIONS per call.
+        selected: the selected positions.
+        tokens_V: the tokens of these logits if they are not the whole vocabulary.
     """
     with torch.no_grad():
         prediction_N = vocab_parallel_argmax(logits_NV, sharing(tp_group), tokens_V)
@@ -137,7 +137,8 @@ def distillation_loss(
 
 
 class _Distillation(torch.autograd.Function):
-    """The losses [N], and in the place of the head's logits their gradient [N, V]; of the trunk nothing is kept."""
+    """Return the losses [N], and overwrite the head's logits with their gradient [N, V]; nothing of the trunk is
+    stored."""
 
     @staticmethod
     def forward(
@@ -164,7 +165,7 @@ class _Distillation(torch.autograd.Function):
 
 
 def cross_entropy_(logits_NV: torch.Tensor, label_N: torch.Tensor, group: Group) -> torch.Tensor:
-    """[N], minus the log of what each word gets; in the place of the logits their gradient, softmax minus one-hot."""
+    """Return the cross-entropy [N], and overwrite the logits with their gradient, softmax minus one-hot."""
     if group is None:
         return _whole_cross_entropy_(logits_NV, label_N)
     _below_largest_(logits_NV, group)
@@ -249,7 +250,7 @@ DISTANCES = {"kl": _kl_, "tv": _tv_, "nla": _nla_, "lk_hybrid": _lk_hybrid_}
 def _kl_and_probabilities_(
     head_NV: torch.Tensor, trunk_NV: torch.Tensor, group: Group
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """KL(trunk || head) [N], and h and t in the place of the logits."""
+    """Return KL(trunk || head) [N], and overwrite the logits with the probabilities h and t."""
     log_h = _log_softmax_(head_NV, group)
     log_t = _log_softmax_(trunk_NV, group)
     difference = log_t - log_h
@@ -264,7 +265,7 @@ def _half_norm(difference_NV: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def _gradient_of_overlap_(h: torch.Tensor, t: torch.Tensor, group: Group) -> torch.Tensor:
-    """The gradient with respect to the head's logits, in the place of h; t is used up.
+    """Overwrite h with the gradient with respect to the head's logits; t is overwritten as well.
 
     With respect to h it is d = 1 where h < t, else 0; with respect to the logits, h * (d - sum(h * d)).
     """
@@ -274,7 +275,7 @@ def _gradient_of_overlap_(h: torch.Tensor, t: torch.Tensor, group: Group) -> tor
 
 
 def _log_softmax_(logits_NV: torch.Tensor, group: Group) -> torch.Tensor:
-    """In place, over the whole vocabulary."""
+    """Compute the softmax in place, over the whole vocabulary."""
     _below_largest_(logits_NV, group)
     log_sum_N = _sum_over_ranks(logits_NV.exp().sum(dim=-1), group).log()
     return logits_NV.sub_(log_sum_N[:, None])
@@ -304,7 +305,7 @@ def _sum_over_ranks(part_N: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def laid_out(loss_N: torch.Tensor, prediction_N: torch.Tensor, selected: Selected) -> TokenLoss:
-    """As [B, S] again, what was computed at the selected positions."""
+    """Scatter values at the selected positions back to [B, S]."""
     # By indices: the gradient of what a mask says is of a size that the host would wait for.
     where = (selected.row_N, selected.pos_N)
     loss_BS = loss_N.new_zeros(selected.shape).index_put(where, loss_N)
