@@ -1,4 +1,4 @@
-"""How functions that fuse many operations on a GPU are compiled. On a CPU they run as they are (`runtime/cpu.py`)."""
+"""Compile functions that fuse many operations on a GPU. On a CPU they run uncompiled (`runtime/cpu.py`)."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar

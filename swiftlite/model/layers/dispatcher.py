@@ -1,6 +1,6 @@
-"""How tokens come to their experts where one rank holds all of them.
+"""Dispatch tokens to experts if one rank holds all experts.
 
-Shapes: T tokens, K experts of each token, E experts, P = T * K pairs of a token and one of its experts, H hidden size.
+Shapes: T tokens, K experts of each token, E experts, P = T * K pairs of a token and an expert, H hidden size.
 """
 
 from typing import Any

@@ -41,10 +41,10 @@ class SequentialMLP(McoreSequentialMLP):
     def forward(
         self, permuted_local_hidden_states: torch.Tensor, tokens_per_expert: torch.Tensor, permuted_probs: torch.Tensor
     ) -> tuple[torch.Tensor, None]:
-        """Outputs [T, H] for tokens [T, H] that stand in order of their experts.
+        """Return outputs [T, H] for tokens [T, H] sorted by expert.
 
         Args:
-            tokens_per_expert: how many of the tokens are each expert's.
+            tokens_per_expert: number of tokens of each expert.
             permuted_probs: [T], the weight of each token's expert.
         """
         counts = tokens_per_expert.tolist()
@@ -57,11 +57,11 @@ class SequentialMLP(McoreSequentialMLP):
 
 
 class GroupedMLP(AddsGradients, SequentialMLP):
-    """The same experts, with the same parameters, in a product for each of their two matrices.
+    """The same experts, with the same parameters, as one grouped product per matrix.
 
-    On a GPU the time to start a product for each of a hundred experts is most of a step. Nothing is copied to the host,
-    unless adapters are added: each takes the tokens of its own expert. Matrices that are not aligned need a call each.
-    """
+    On a GPU launching a product for each of a hundred experts takes most of a step. Nothing is copied to the host
+    unless there are adapters, each of which is called with the tokens of its expert. Unaligned matrices need one call
+    each."""
 
     works_with_overlap = True
     gradient_accumulation_fusion = False
@@ -76,7 +76,7 @@ class GroupedMLP(AddsGradients, SequentialMLP):
     def forward(
         self, permuted_local_hidden_states: torch.Tensor, tokens_per_expert: torch.Tensor, permuted_probs: torch.Tensor
     ) -> tuple[torch.Tensor, None]:
-        """As `SequentialMLP`."""
+        """See `SequentialMLP`."""
         hidden_TH = permuted_local_hidden_states
         if not len(hidden_TH) or not self.is_aligned:
             return super().forward(hidden_TH, tokens_per_expert, permuted_probs)
@@ -84,7 +84,7 @@ class GroupedMLP(AddsGradients, SequentialMLP):
         return (output_TH * permuted_probs[:, None]).to(hidden_TH.dtype), None
 
     def products(self, hidden_TH: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
-        """What the experts make of their tokens."""
+        """Return the experts' outputs for their tokens."""
         ends = on_device(tokens_per_expert.cumsum(0, dtype=torch.int32), hidden_TH.device)
         counts = tokens_per_expert.tolist() if self.has_adapters() else []
 
@@ -116,8 +116,10 @@ class GroupedMLP(AddsGradients, SequentialMLP):
         return torch.cat(parts)
 
     def weights(self, linear: str) -> list[torch.Tensor]:
-        """Of each expert the weight of "linear_fc1" or "linear_fc2", as if these were about to be called: with
-        `overlap_param_gather` that is when weights arrive (distributed_data_parallel.py:384 of 0.16.1)."""
+        """Return the weights of "linear_fc1" or "linear_fc2" of all experts, after running the modules' pre-forward
+        hooks.
+
+        With `overlap_param_gather` these hooks wait for the weights (distributed_data_parallel.py:384 of 0.16.1)."""
         linears = [getattr(expert, linear) for expert in self.local_experts]
         for each in linears:
             for hook in each._forward_pre_hooks.values():
@@ -132,12 +134,12 @@ def _fused_swiglu(gate_up: Any) -> Any:
 def grouped_linear(
     hidden_TI: torch.Tensor, ends: torch.Tensor, weights: Sequence[torch.Tensor], adds_gradients: bool = False
 ) -> torch.Tensor:
-    """[T, out] of tokens that stand in order of their experts.
+    """Return [T, out] for tokens sorted by expert.
 
     Args:
-        ends: [E] int32, where each expert's tokens end.
+        ends: [E] int32, end of each expert's tokens.
         weights: [out, in] of each expert.
-        adds_gradients: whether the backward pass adds the weights' gradients to their `main_grad` itself.
+        adds_gradients: whether the backward pass accumulates the weights' gradients in `main_grad`.
     """
     output = _GroupedLinear.apply(hidden_TI, ends, adds_gradients, *weights)
     assert output is not None
@@ -171,9 +173,9 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 def added(weights: Sequence[Any], grad_EOI: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Add the gradients of all experts' matrices to their `main_grad`, and return what autograd is given instead.
+    """Accumulate the gradients of all experts' matrices in `main_grad`, and return placeholders for autograd.
 
-    megatron-core's DistributedDataParallel adds each by a hook of its own: 256 launches in a layer of 128 experts.
+    megatron-core's DistributedDataParallel adds each in a separate hook: 256 launches in a layer with 128 experts.
     """
     main_EOI = together([weight.main_grad for weight in weights])
     if main_EOI is None:

@@ -1,4 +1,4 @@
-"""From `Kernels`, a value, to classes: the only place that chooses them."""
+"""Select the classes for a `Kernels` value; no other module does."""
 
 import inspect
 from collections.abc import Callable
@@ -24,13 +24,13 @@ VarlenKernel = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Modules:
-    """What stands at each place of a layer, as megatron-core's specs take it.
+    """The modules of a layer, in the form of megatron-core's specs.
 
     Attributes:
-        keeping_norm: `norm` whose output has its input as well, see `norm.keeping`.
-        down_projection: of latent attention, whose columns are gathered afterwards.
-        experts: of one rank.
-        core_attention, draft_attention: of decoder layers and heads; of heads that are unrolled.
+        keeping_norm: `norm` that also returns its input, see `norm.keeping`.
+        down_projection: down-projection of latent attention, whose columns are gathered afterwards.
+        experts: experts of one rank.
+        core_attention, draft_attention: attention of decoder layers and heads; attention of unrolled heads.
     """
 
     norm: type
@@ -73,7 +73,7 @@ def modules_of(kernels: Kernels) -> Modules:
         keeping_norm=keeping(norm),
         column=column,
         row=row,
-        # megatron-core's own: it accepts no subclass here. There is no bias; these gradients go through autograd.
+        # megatron-core's own class: it does not accept a subclass here. There is no bias; gradients go through autograd.
         down_projection=McoreColumnParallelLinear,
         experts=experts,
         core_attention=ModuleSpec(module=attention, params=params),
@@ -82,7 +82,7 @@ def modules_of(kernels: Kernels) -> Modules:
 
 
 def _activate(impl: FlashImpl) -> None:
-    """In this process, for all models: torch has one."""
+    """Set torch's attention implementation for all models of this process."""
     from torch.nn import attention  # whose first releases have none of it
 
     if attention.current_flash_attention_impl() != impl:
@@ -90,10 +90,10 @@ def _activate(impl: FlashImpl) -> None:
 
 
 def varlen_kernel(kernels: Kernels) -> VarlenKernel | None:
-    """`kernel(q_TND, k_TGD, v_TGD, cu_q, cu_k, max_q, max_k, scale=)` over all sequences of a packed row; None where
-    each is a call of its own.
+    """Return `kernel(q_TND, k_TGD, v_TGD, cu_q, cu_k, max_q, max_k, scale=)` for all sequences of a packed row; None if
+    each sequence is a separate call.
 
-    Causal from the lower right: the last query of a sequence sees its last key.
+    The causal mask is aligned to the lower right: the last query of a sequence sees its last key.
     """
     if kernels.attention == "flash_attn":
         from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
@@ -123,7 +123,7 @@ def _other_sizes(kernels: Kernels) -> tuple[Sizes, ...]:
 
 
 def prefix_kernel(kernels: Kernels) -> PrefixKernel | None:
-    """The same kernel in two halves, of which the first says the sums of exponentials; None where there is none."""
+    """Return the kernel in two halves, of which the first also returns the log-sum-exp; None if there is none."""
     if kernels.attention == "flash_attn":
         return fill_values_in_halves(_flash_attn_in_halves(kernels.is_deterministic))
     if kernels.attention == "torch_varlen":
@@ -132,7 +132,7 @@ def prefix_kernel(kernels: Kernels) -> PrefixKernel | None:
 
 
 def _flash_attn_in_halves(is_deterministic: bool) -> PrefixKernel:
-    """Of flash-attn 2 (flash_attn_interface.py of 2.8)."""
+    """Return the kernel of flash-attn 2 (flash_attn_interface.py of 2.8)."""
     from flash_attn import flash_attn_interface as package  # pyright: ignore[reportMissingImports]
 
     options = {"softcap": 0.0, "alibi_slopes": None, "window_size_left": -1, "window_size_right": -1}
@@ -157,7 +157,7 @@ def _flash_attn_in_halves(is_deterministic: bool) -> PrefixKernel:
 
 
 def _torch_forward(query, key, value, cu_q, cu_k, longest_q, longest_k, scale):
-    """As torch/nn/attention/varlen.py calls it (2.13)."""
+    """Return torch's kernel, called as in torch/nn/attention/varlen.py (2.13)."""
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
         query, key, value, cu_q, cu_k, longest_q, longest_k, 0.0, True, return_debug_mask=False, scale=scale
     )
@@ -165,7 +165,7 @@ def _torch_forward(query, key, value, cu_q, cu_k, longest_q, longest_k, scale):
 
 
 def _torch_backward(grad, query, key, value, out, lse, cu_q, cu_k, longest_q, longest_k, scale):
-    seed = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of a dropout that there is none of
+    seed = torch.zeros(2, dtype=torch.uint64, device=query.device)  # unused, because there is no dropout
     return torch.ops.aten._flash_attention_backward(
         *(grad, query, key, value, out, lse, cu_q, cu_k, longest_q, longest_k, 0.0, True, seed, seed[:0]), scale=scale
     )

@@ -1,7 +1,7 @@
-"""Adapters beside megatron-core's linear layers: put in by `add_adapters`, added to the weights by `merged`.
+"""Add adapters to megatron-core's linear layers with `add_adapters`, and merge them into weights with `merged`.
 
-A layer keeps its module, its name and its weight. The adapter is a child of it whose output is added to the layer's by
-a forward hook, so every kind of layer takes one. A step that starts with B = 0 gives the bits of the base.
+A layer keeps its module, name and weight. The adapter is a child module whose output a forward hook adds to the
+layer's, so every kind of layer supports it. With B = 0 the output is bitwise identical to the base.
 
 Shapes: S sequence, B batch, R rank times the HF parts of the layer.
 """
@@ -47,11 +47,11 @@ from swiftlite.model.gpt import GPTModel
 
 
 class Linear(Protocol):
-    """What an adapter asks of its layer, megatron-core's own or Transformer Engine's.
+    """The interface of a layer for its adapter, megatron-core's or Transformer Engine's.
 
     Attributes:
-        weight: [out, in], of which a rank may have some of the rows (`partition_dim` 0) or of the columns (1).
-        explicit_expert_comm: whether sums over ranks are its caller's.
+        weight: [out, in], of which a rank may hold some of the rows (`partition_dim` 0) or of the columns (1).
+        explicit_expert_comm: whether the caller reduces over ranks.
     """
 
     weight: nn.Parameter
@@ -62,12 +62,12 @@ class Linear(Protocol):
 
 
 class Base(NamedTuple):
-    """What a layer computed without its adapter.
+    """The result of a layer without its adapter.
 
     Attributes:
         output: [S, B, out].
-        weight: of the layer.
-        bias: of the layer, where the output includes it.
+        weight: weight of the layer.
+        bias: bias of the layer, if the output includes it.
     """
 
     output: torch.Tensor
@@ -76,13 +76,12 @@ class Base(NamedTuple):
 
 
 class Adapter(nn.Module):
-    """The adapter of one linear layer: an A and a B for each HF part that gets one.
+    """The adapter of one linear layer: an A and a B for each adapted HF part.
 
-    Where the layer's rows are split among ranks, B is split with them and A is whole on each; where its columns are, A
-    is split and B whole. Between the two stand `rank` numbers per token, and what ranks exchange is only those. Of
-    experts, and wherever the layer leaves the sum over ranks to its caller, the whole one of the two has its gradient
-    summed instead.
-    """
+    If the layer's rows are split over ranks, B is split in the same way and each rank has the whole A; if its columns
+    are split, A is split and B is whole. Between the two there are `rank` numbers per token, and ranks exchange only
+    these. For experts, and for layers whose caller reduces over ranks, the gradient of the whole matrix is reduced
+    instead."""
 
     def __init__(self, linear: Linear, layer: Binding, lora: Lora):
         """An adapter that is still empty.
@@ -95,7 +94,7 @@ class Adapter(nn.Module):
         self.scaling, self.dropout = lora.scaling, lora.dropout
         self.group, self.is_expert = linear.tp_group, linear.is_expert
         self.is_column = weight.partition_dim == 0
-        # A row-parallel layer of experts says so too where nobody shares the expert.
+        # A row-parallel layer of experts sets this even if the expert is not split.
         self.sequence_parallel = linear.sequence_parallel and self.group.size() > 1
         self.caller_sums = linear.explicit_expert_comm or getattr(linear, "disable_grad_reduce", False)
 
@@ -121,12 +120,12 @@ class Adapter(nn.Module):
 
     def _describe_split(self, weight: torch.Tensor, kind: str, dim: int, is_split: bool) -> None:
         """Tell megatron-core along which axis ranks share the parameters of a kind."""
-        # Experts on whom no other tensor-parallel rank has a part are no duplicates of each other.
+        # Experts that are not split over tensor-parallel ranks are not duplicates of each other.
         all_differ = self.is_expert and self.group.size() == 1
         for parameter in self.parts(kind):
             set_tensor_model_parallel_attributes(parameter, is_split or all_differ, dim, 1)
             parameter.allreduce = getattr(weight, "allreduce", True)  # type: ignore[attr-defined]
-            # megatron-core sums these gradients over tensor-parallel ranks, each of which sees a part of the row.
+            # megatron-core sums these gradients over tensor-parallel ranks, each of which has a part of the row.
             is_cut = self.sequence_parallel and not self.caller_sums and not is_split
             parameter.sequence_parallel = is_cut  # type: ignore[attr-defined]
 
@@ -211,12 +210,12 @@ class DoraAdapter(Adapter):
         return added + change.to(base.output.dtype) * product
 
     def merged(self, weight: torch.Tensor) -> torch.Tensor:
-        """As `Adapter.merged`, the rows at their learned lengths."""
+        """See `Adapter.merged`; rows have their learned lengths."""
         whole = super().merged(weight)
         return whole * self.factors(whole)[:, None]
 
     def factors(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return the factors m / |W + B A| of rows [out]: 1 for rows without an adapter of their own.
+        """Return the factors m / |W + B A| of rows [out]; 1 for rows without an adapter.
 
         Args:
             whole: W + B A, float32.
@@ -224,7 +223,7 @@ class DoraAdapter(Adapter):
         magnitudes = torch.cat(self.parts(MAGNITUDE))
         if self.caller_sums and not self.is_column:
             magnitudes = _summed(magnitudes, self.group)
-        # In one precision with the magnitudes, so that they begin as factors of 1.
+        # In the precision of the magnitudes, so that the initial factors are 1.
         lengths = self._lengths(whole).to(magnitudes.dtype).float()
         order = cast(torch.Tensor | None, self.order)
         if order is None:
@@ -244,7 +243,7 @@ class DoraAdapter(Adapter):
             magnitude.copy_(own)
 
     def _lengths(self, whole: torch.Tensor) -> torch.Tensor:
-        """Compute the lengths [out] of rows, of which ranks may hold parts."""
+        """Compute the lengths [out] of rows, which may be split over ranks."""
         lengths = torch.linalg.norm(whole, dim=1)
         if self.is_column or self.group.size() == 1:
             return lengths
@@ -254,7 +253,7 @@ class DoraAdapter(Adapter):
 
 
 def _summed(whole: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The same, its gradient the sum over ranks."""
+    """Return the tensor, with its gradient summed over ranks."""
     if group.size() == 1:
         return whole
     copied = copy_to_tensor_model_parallel_region(whole, group=group)
@@ -264,7 +263,7 @@ def _summed(whole: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def _parts(layer: Binding) -> list[tuple[str | None, int]]:
-    """The rows of a layer on this rank from top to bottom: of which HF tensor, and how many."""
+    """Return the rows of a layer on this rank from top to bottom, as (HF tensor, number of rows)."""
     if layer.row.join.axis == 1:
         (key,) = layer.row.hf
         return [(key, layer.shard.tensor.size(0))]
@@ -290,15 +289,15 @@ def _order(parts: Sequence[tuple[str | None, int]], modules: Sequence[str], leng
 
 
 def add_adapters(chunks: Sequence[GPTModel], lora: Lora, rows: Sequence[Row], seed: int = 42) -> int:
-    """Give the model's linear layers their adapters, which change nothing before they have learned; collective.
+    """Add adapters to the model's linear layers, initially without effect; collective.
 
     Args:
-        chunks: the bare model, loaded.
-        rows: the bridge's, of the whole model.
-        seed: of the numbers that the A's begin with, the same for every layout.
+        chunks: the bare model with loaded weights.
+        rows: the bridge's rows of the whole model.
+        seed: seed of the initial A's, which are the same for every layout.
 
     Returns:
-        The number of adapters on this rank, one for each HF part.
+        The number of adapters on this rank, one per HF part.
     """
     layers = {row.mcore: row for row in adapted_rows(rows, lora)}
     adapter_class = DoraAdapter if lora.has_magnitudes else Adapter
@@ -339,7 +338,8 @@ def bind_adapters(chunks: Sequence[nn.Module], lora: Lora, rows: Sequence[Row]) 
 
 @torch.no_grad()
 def _draw(binding: Binding, seed: int) -> None:
-    """Begin as PEFT does: A uniform, B zero; each HF tensor from a generator of its own, so no layout matters."""
+    """Initialize like PEFT: A uniform, B zero. Each HF tensor has a separate generator, so the layout does not
+    matter."""
     ((key, shape),) = binding.row.hf.items()
     if key.endswith(HF_MAGNITUDE):
         return
@@ -394,7 +394,7 @@ def gather_adapters(chunks: Sequence[nn.Module], lora: Lora, rows: Sequence[Row]
 
 
 def gather_saved(chunks: Sequence[nn.Module], lora: Lora, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
-    """What learned in full beside the adapters, as `gather_adapters`."""
+    """Gather the modules that were trained in full, like `gather_adapters`."""
     names = saved_names(lora, rows)
     return _gather(chunks, [row for row in rows if row.mcore in names])
 

@@ -19,8 +19,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class _Checkpoint(CheckpointFunction):
-    """megatron-core's, which after an exception goes on telling its CUDA graphs that a checkpoint is being made
-    (tensor_parallel/random.py:508 of 0.16.1)."""
+    """megatron-core's function with its state restored after an exception.
+
+    The stock function leaves a flag for CUDA graphs set (tensor_parallel/random.py:508 of 0.16.1)."""
 
     @staticmethod
     def forward(ctx, *args):
@@ -90,13 +91,15 @@ class TransformerBlock(McoreTransformerBlock):
         layer_offset: int = 0,
         **inputs: Any,
     ) -> torch.Tensor:
-        """The layers of this stage: `uniform` keeps the input of every `recompute_num_layers` of them, the last run
-        being shorter if need be; `block` recomputes the first `recompute_num_layers`, each for itself.
+        """Compute the layers of this stage with recomputation.
+
+        `uniform` stores the input of every run of `recompute_num_layers` layers (the last run may be shorter); `block`
+        recomputes the first `recompute_num_layers`, one at a time.
 
         Args:
-            extract_layer_indices: layers whose states are wanted too, since megatron-core 0.17; there are none.
-            layer_offset: to count those from the first stage.
-            inputs: what all layers get alike; no cross attention.
+            extract_layer_indices: layers whose states are returned as well, since megatron-core 0.17; not used.
+            layer_offset: number of layers on previous stages.
+            inputs: inputs shared by all layers, without cross attention.
         """
         assert not extract_layer_indices
         num_layers, is_uniform = self.config.recompute_num_layers, self.config.recompute_method == "uniform"

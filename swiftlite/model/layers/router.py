@@ -17,20 +17,19 @@ from swiftlite.runtime.mesh import Mesh
 
 
 class TopKRouter(McoreTopKRouter):
-    """megatron-core's, with a load-balancing loss that weighs what its coefficient says, and buffers that no cast
-    changes.
+    """megatron-core's router with a correctly weighted load-balancing loss and buffers that stay in float32.
 
-    The stock loss is multiplied by all tokens of the micro-batch, while the step divides by those that are learned
-    (`calculate_per_token_loss`, moe/router.py:452 of 0.16.1): on prompts with short answers it weighs many times too
-    much. And padding is load there. Ours is in `balance.py`.
+    The stock loss is multiplied by all tokens of the micro-batch, while the step divides by trained tokens
+    (`calculate_per_token_loss`, moe/router.py:452 of 0.16.1), so for prompts with short answers its weight is many
+    times too large. It also counts padding. `balance.py` has the loss used here.
 
-    Float16Module casts a model with `bfloat16()`. The stock router turns its expert bias back to float32 at the next
-    forward pass, when the numbers are rounded already (GLM-4.5's biases are near 0, their differences near 1e-3); and
-    its counts of tokens stop growing at 256, where bfloat16 has no odd numbers any more.
+    Float16Module casts a model with `bfloat16()`. The stock router converts its expert bias back to float32 at the next
+    forward pass, after it was rounded (GLM-4.5's biases are near 0, with differences near 1e-3), and its token counts
+    stop growing at 256, because bfloat16 cannot represent 257.
 
     Attributes:
-        tokens: those that are routed next; None where nobody learns from the load.
-        mean_loss: the load-balancing loss of this rank's tokens since it was last set to None, without coefficient.
+        tokens: tokens of the next call; None without a load-balancing loss.
+        mean_loss: load-balancing loss of this rank's tokens since it was last set to None, without coefficient.
     """
 
     tokens: RoutedTokens | None = None
@@ -90,12 +89,11 @@ class TopKRouter(McoreTopKRouter):
 
 
 class MoELayer(McoreMoELayer):
-    """megatron-core's, whose router is told which tokens it routes.
+    """megatron-core's layer that passes token information to its router.
 
-    The stock layer takes nothing but a mask. It is given its groups by the stock TransformerLayer only if it is
-    megatron-core's own class; this one finds the same in the active mesh. Where one rank holds all experts, tokens are
-    sorted without waiting for the GPU (`dispatcher.py`).
-    """
+    The stock layer only supports a mask. The stock TransformerLayer passes process groups only to megatron-core's own
+    class; this class reads the same groups from the active mesh. If one rank holds all experts, tokens are sorted
+    without waiting for the GPU (`dispatcher.py`)."""
 
     router: TopKRouter
 
@@ -112,11 +110,11 @@ class MoELayer(McoreMoELayer):
     def forward(
         self, hidden_states: torch.Tensor, intermediate_tensors: None = None, padding_mask: RoutedTokens | None = None
     ) -> tuple[torch.Tensor, None]:
-        """The experts' states of the tokens.
+        """Return the experts' outputs for the tokens.
 
         Args:
-            intermediate_tensors: of megatron-core's CUDA graphs, which are not used.
-            padding_mask: what the router is to know of the tokens.
+            intermediate_tensors: for megatron-core's CUDA graphs, which are not used.
+            padding_mask: the router's information about the tokens.
         """
         stock_forward = super().forward
 

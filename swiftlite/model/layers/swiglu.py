@@ -14,7 +14,7 @@ class SwiGLU:
     """
 
     def __init__(self, config: Any):
-        """As megatron-core makes what a spec names; there is nothing to configure."""
+        """Accept the arguments with which megatron-core builds modules of specs; none is used."""
 
     def __call__(self, gate_up: torch.Tensor) -> torch.Tensor:
         """[..., ffn] of [..., 2 * ffn]."""

@@ -53,7 +53,7 @@ class RMSNorm(TERMSNorm):
 
 
 class _Linear(AddsGradients):
-    """Its products add to `main_grad`, of any precision; megatron-core's hook is told so, and loses no overlap."""
+    """Let products accumulate in `main_grad` of any precision; megatron-core's hook still overlaps communication."""
 
     works_with_overlap = True
     is_expert = explicit_expert_comm = False  # as adapters ask of megatron-core's own; experts have those (specs.py)
@@ -89,7 +89,7 @@ class GroupedMLP(experts.GroupedMLP):
             borrower.linear.fuse_wgrad_accumulation = True
 
     def products(self, hidden_TH: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
-        """As `experts.GroupedMLP`; in FP8 the tokens of each expert are filled up with zeros."""
+        """See `experts.GroupedMLP`; in FP8 the tokens of each expert are padded with zeros."""
         counts = padded = tokens_per_expert.tolist()
         is_low = FP8GlobalStateManager.is_fp8_enabled()
         if is_low:
@@ -181,7 +181,7 @@ class CoreAttention(attention.CoreAttention):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> torch.Tensor:
-        """As `attention.CoreAttention`; no context parallelism."""
+        """See `attention.CoreAttention`; context parallelism is not supported."""
         if attention_mask is not None:
             return super().forward(query_SBND, key_SBGD, value_SBGD, attention_mask)
         mask_type = AttnMaskType.causal

@@ -46,10 +46,10 @@ def add_gradients_in_place(model: torch.nn.Module, overlap_grad_reduce: bool) ->
 
 
 class ColumnParallelLinear(AddsGradients, McoreColumnParallelLinear):
-    """megatron-core's, with the bias added before the product is rounded.
+    """megatron-core's layer with the bias added before the product is rounded.
 
-    The stock layer rounds twice (product, then sum), 0.01 in bfloat16 logits of a tiny Qwen2. torch's own linear needs
-    no more than a tensor-parallel size of 1: then there is no communication to overlap with.
+    The stock layer rounds twice (product, then sum), which changes bfloat16 logits of a tiny Qwen2 by 0.01. With a
+    tensor-parallel size of 1 torch's own linear is used, because there is no communication to overlap with.
     """
 
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, **options: Any) -> torch.Tensor:
@@ -117,7 +117,7 @@ class VocabParallelEmbedding(AddsGradients, McoreVocabParallelEmbedding):
     def in_place_of(
         cls, stock: McoreVocabParallelEmbedding, config: TransformerConfig, tp_group: dist.ProcessGroup
     ) -> "VocabParallelEmbedding":
-        """The same embedding, with the same weight."""
+        """megatron-core's embedding with the same weight."""
         with torch.device("meta"):
             embedding = cls(
                 stock.num_embeddings,
@@ -141,7 +141,7 @@ class VocabParallelEmbedding(AddsGradients, McoreVocabParallelEmbedding):
         return reduce_from_tensor_model_parallel_region(part, group=self.tp_group)
 
     def _rows(self, input_: torch.Tensor) -> torch.Tensor:
-        """Of the tokens whose rows are on this rank; zeros for the others."""
+        """Return the embeddings of tokens whose rows are on this rank; zeros for others."""
         group: Any = self.tp_group
         if group.size() == 1:
             return _lookup(input_, self.weight)
