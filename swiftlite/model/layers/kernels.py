@@ -73,7 +73,7 @@ def modules_of(kernels: Kernels) -> Modules:
         keeping_norm=keeping(norm),
         column=column,
         row=row,
-        # megatron-core's own class: it does not accept a subclass here. There is no bias; gradients go through autograd.
+        # megatron-core accepts no subclass here. There is no bias; gradients go through autograd.
         down_projection=McoreColumnParallelLinear,
         experts=experts,
         core_attention=ModuleSpec(module=attention, params=params),
