@@ -41,11 +41,11 @@ of latent attention take ten times as long. Counted for an H100, not measured.""
 
 
 class Offsets(NamedTuple):
-    """Where one kernel finds the queries and keys of all segments of all rows.
+    """The queries and keys of all segments of all rows for one kernel call.
 
     Attributes:
-        keys_T: which keys of the row, in the order of segments; None: all, as they stand.
-        cu_q, cu_k: where each segment starts, int32 [segments + 1], on the device.
+        keys_T: indices of the keys in the row, in the order of segments; None: all keys in place.
+        cu_q, cu_k: start of each segment, int32 [segments + 1], on the device.
     """
 
     keys_T: torch.Tensor | None
@@ -71,15 +71,15 @@ def offsets(segments: tuple[Segment, ...], num_rows: int, num_keys: int, device:
 class CoreAttention(MegatronModule):
     """Causal attention for dense rows (one sequence each, padded at the end) and packed rows, at any CP size.
 
-    Under context parallelism each rank holds the zigzag of context_parallel.py, gathers all keys and values (the
-    gradients are reduce-scattered), and computes its two chunks of each sequence against the keys before them. Latent
-    attention gathers what it makes them of, and hands in those of the whole row.
+    With context parallelism each rank holds the zigzag parts of context_parallel.py, gathers all keys and values (their
+    gradients are reduce-scattered), and computes its two chunks of each sequence with the preceding keys. Latent
+    attention gathers the latents and passes keys and values of the whole row.
 
-    The constructor takes what megatron-core's SelfAttention and MLASelfAttention pass (transformer/attention.py of
-    0.16.1).
+    The constructor takes the arguments of megatron-core's SelfAttention and MLASelfAttention (transformer/attention.py
+    of 0.16.1).
 
     Args:
-        varlen: computes all sequences of a packed row in one call, see `kernels.varlen_kernel`.
+        varlen: kernel for all sequences of a packed row in one call, see `kernels.varlen_kernel`.
         prefix: the same kernel in two halves, see `kernels.prefix_kernel`.
     """
 
@@ -103,7 +103,7 @@ class CoreAttention(MegatronModule):
         k_channels = k_channels or config.kv_channels
         assert k_channels is not None
         self.softmax_scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(k_channels)
-        assert pg_collection is not None  # upstream's annotation leaves room for what it never is
+        assert pg_collection is not None  # upstream's annotation is wider than the actual type
         self.cp_group = pg_collection.cp
 
     def forward(
@@ -116,21 +116,21 @@ class CoreAttention(MegatronModule):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> torch.Tensor:
-        """Attend; a missing mask means causal, which is all that rows padded at the end need.
+        """Compute attention; without a mask it is causal, which is sufficient for rows padded at the end.
 
         Args:
-            query_SBND: or [T, N, D] of a packed row, as megatron-core passes it; keys and values likewise, of this rank
-                or of all context-parallel ones.
-            attention_mask: megatron-core's convention, [B or 1, 1, S, S], True where attention is forbidden. Dense
-                rows without context parallelism only. Or the cache of rows that grow, of which these are new tokens.
-            packed_seq_params: of a packed row (`qkv_format` thd): where its padded sequences start, in the whole row;
-                none sees another.
+            query_SBND: or [T, N, D] for a packed row, as megatron-core passes it; the same for keys and values, of this
+                rank or of all context-parallel ranks.
+            attention_mask: in megatron-core's convention, [B or 1, 1, S, S], True where attention is masked; only for
+                dense rows without context parallelism. Or the cache of growing rows, of which these are new tokens.
+            packed_seq_params: for a packed row (`qkv_format` thd): starts of its padded sequences in the whole row,
+                between which there is no attention.
 
         Returns:
-            [S, B, N * D], [T, N * D] of a packed row, as Transformer Engine's.
+            [S, B, N * D], or [T, N * D] for a packed row, like Transformer Engine.
 
         Raises:
-            ValueError: a mask where there can be none, or sequences that are not the row.
+            ValueError: a mask is not supported here, or the sequences do not cover the row.
         """
         assert attention_bias is None
         if isinstance(attention_mask, Cache):
@@ -221,9 +221,9 @@ class CoreAttention(MegatronModule):
     def _attend_step(
         self, query_T1ND: torch.Tensor, key_BCGD: torch.Tensor, value_BCGD: torch.Tensor, cache: Cache
     ) -> torch.Tensor:
-        """`_attend_cached` of one token of each row, in one call.
+        """Compute `_attend_cached` for one token of each row in one call.
 
-        The heads that share a key stand as queries of one head: torch would repeat the keys for them.
+        Heads that share a key are treated as queries of one head, because torch would otherwise repeat the keys.
         """
         visible_BS = cache.visible()
         key, value = (kept[:, : visible_BS.size(1)].transpose(1, 2) for kept in (key_BCGD, value_BCGD))
@@ -275,13 +275,13 @@ class CoreAttention(MegatronModule):
         own_keys: Sequence[torch.Tensor] = (),
         own_values: Sequence[torch.Tensor] = (),
     ) -> torch.Tensor:
-        """[S, 1, N, D] from a kernel for each segment, over keys and values where they stand.
+        """Return [S, 1, N, D] with one kernel call per segment, over keys and values in place.
 
-        `_attend_varlen` would have the keys that two segments share twice: a copy of more than all of them, which
-        stays until the backward pass.
+        `_attend_varlen` would copy keys that two segments share, which takes more memory than all keys until the
+        backward pass.
 
         Args:
-            own_keys, own_values: that a query sees beside, see `merged_attention.attend`.
+            own_keys, own_values: additional keys and values of each query, see `merged_attention.attend`.
         """
         assert self.prefix is not None
         query, key, value = (tensor.squeeze(1) for tensor in (query_S1ND, key_S1GD, value_S1GD))
@@ -301,7 +301,8 @@ def for_each_query_head(keys_BGSD: torch.Tensor, num_heads: int) -> torch.Tensor
 
 
 def is_for_slices(query_SBND: torch.Tensor, key_SBGD: torch.Tensor, segments: Sequence[Segment]) -> bool:
-    """Whether each segment has a kernel of its own: where segments share keys, and are of one sequence or long."""
+    """Return whether each segment is a separate kernel call: if segments share keys and belong to one sequence or are
+    long."""
     num_queries, num_rows = query_SBND.shape[:2]
     if num_rows > 1 or num_queries == key_SBGD.size(0):
         return False

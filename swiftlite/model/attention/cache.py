@@ -1,15 +1,15 @@
-"""What the model keeps of rows that grow token by token, so that nothing is computed twice.
+"""Cache keys, values and states of rows that grow token by token.
 
-A pass takes the new tokens of all rows side by side, as one flat row without padding between them. For example, of the
-rows "the cat" and "a dog ran", continued by one token each:
+A pass processes the new tokens of all rows as one flat row without padding. For example, for the rows "the cat" and "a
+dog ran", each continued by one token:
 
     pass 1    the cat a dog ran    positions 0 1 0 1 2
     pass 2    sat off              positions 2 3
 
-Here rows are whole on every rank, with context parallelism too: its ranks hold the same weights, and take other rows.
+Rows are whole on every rank. Context-parallel ranks hold the same weights and process different rows.
 
-megatron-core's own (inference/contexts of 0.16.1) wants all rows at one position in its static form and CUDA kernels in
-its dynamic one, and neither goes with sequence parallelism or our latent attention.
+megatron-core's static context (inference/contexts of 0.16.1) requires all rows at the same position, its dynamic one
+requires CUDA kernels, and neither supports sequence parallelism or our latent attention.
 
 Shapes: T tokens of a pass, B rows, C capacity.
 """
@@ -35,14 +35,14 @@ class Span(NamedTuple):
 
 
 class Cache:
-    """Keep of one batch of rows, on one rank: keys and values of every layer or its state, and what the heads read.
+    """The cache of one batch of rows on one rank: keys and values or the state of every layer, and the heads' inputs.
 
     Args:
         num_rows: B.
-        capacity: the most tokens that a row may come to.
+        capacity: maximum number of tokens of a row.
 
     Attributes:
-        spans: what the coming pass takes, in this order; tokens behind them are padding.
+        spans: tokens of the next pass, in this order; further tokens are padding.
     """
 
     def __init__(self, num_rows: int, capacity: int, device: torch.device):
@@ -74,7 +74,7 @@ class Cache:
         return self.num_tokens == len(self.spans)
 
     def lengths(self, num_tokens: int) -> tuple[int, ...]:
-        """Lengths of the spans, and of the padding behind them in a pass of `num_tokens`."""
+        """Return the lengths of the spans and of the padding after them in a pass of `num_tokens`."""
         return (*map(len, self.spans), num_tokens - self.num_tokens)
 
     def keep(self, name: Name, new_T: torch.Tensor) -> torch.Tensor:
@@ -99,7 +99,7 @@ class Cache:
         kept[self._span_rows()] = new
 
     def state(self, name: Name, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return a module's state of each row of this pass, [spans, *shape]; zeros for rows that begin."""
+        """Return a module's state of each row of this pass, [spans, *shape]; zeros for new rows."""
         kept = self._kept.get(name)
         if kept is None:
             return torch.zeros(len(self.spans), *shape, dtype=dtype, device=self.device)
@@ -116,7 +116,7 @@ class Cache:
         return not keepers.isdisjoint(layer.modules())
 
     def by_row(self, new_T: torch.Tensor) -> torch.Tensor:
-        """[B, ...] of a pass with at most one token of each row; zeros where there is none."""
+        """Return [B, ...] for a pass with at most one token per row; zeros for rows without a token."""
         by_row = new_T.new_zeros(self.num_rows, *new_T.shape[1:])
         by_row[self._row_T] = new_T[: self.num_tokens]
         return by_row
@@ -126,7 +126,7 @@ class Cache:
         return self._padded(rows_B[self._row_T], num_tokens)
 
     def visible(self) -> torch.Tensor:
-        """Which keys the one token of each row sees, bool [B, longest]: those up to its own."""
+        """Return the visible keys of each row's token, bool [B, longest]: those up to its own."""
         longest = max((span.end for span in self.spans), default=1)
         last_B = self._position_T.new_zeros(self.num_rows)
         last_B[self._row_T] = self._position_T

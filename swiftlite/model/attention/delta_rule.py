@@ -1,16 +1,17 @@
-"""The gated delta rule, linear attention's recurrence: in plain torch on any device, on CUDA by the kernels of
-flash-linear-attention where they are installed.
+"""Compute the gated delta rule, the recurrence of linear attention, in torch or with flash-linear-attention's CUDA
+kernels.
 
-A head keeps a state S [D, E] that answers keys with values. Each token lets it fade, corrects what it says to the
-token's key, and reads it with the token's query:
+A head has a state S [D, E] that maps keys to values. Each token decays the state, corrects its value for the token's
+key, and reads it with the token's query:
 
     S = exp(g) S
     S = S + beta * k (v - k S)
     out = q S
 
-Token by token that is slow, so tokens are taken in chunks of C. Inside a chunk all corrections follow from one
-triangular system (the WY form of Yang et al., Gated Delta Networks, 2024), for all chunks at once; only the state goes
-from chunk to chunk. No chunk holds tokens of two sequences, so packed rows are exact.
+Processing single tokens is slow, so tokens are processed in chunks of C. The corrections within a chunk are the
+solution of a triangular system (the WY form of Yang et al., Gated Delta Networks, 2024), which is solved for all chunks
+at once; only the state is passed from chunk to chunk. No chunk contains tokens of two sequences, so packed rows are
+exact.
 
 Shapes: T tokens of all sequences, M chunks, C tokens of a chunk, N heads, D key channels, E value channels.
 """
@@ -37,14 +38,14 @@ def gated_delta_rule(
     lengths: Sequence[int],
     states: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What each token reads, and the state behind each sequence; computed in float32.
+    """Return the output of each token and the final state of each sequence; computed in float32.
 
     Args:
-        query_TND: of one sequence behind the other.
+        query_TND: queries of concatenated sequences.
         log_decay_TN: g, at most 0.
-        beta_TN: how much of the correction is made, from 0 to 1.
-        lengths: of the sequences; their sum is T.
-        states: [number of sequences, N, D, E] before their first tokens; zeros if there are none.
+        beta_TN: weight of the correction, from 0 to 1.
+        lengths: lengths of the sequences; their sum is T.
+        states: [number of sequences, N, D, E], initial states; default: zeros.
 
     Returns:
         [T, N, E] in the dtype of the values, and states as above in float32.
@@ -105,7 +106,7 @@ def by_kernel(
     lengths: Sequence[int],
     states: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`gated_delta_rule` by a kernel that takes packed rows [1, T, N, *] and where their sequences begin."""
+    """Compute `gated_delta_rule` with a kernel for packed rows [1, T, N, *] and the starts of their sequences."""
     dtype = value_TNE.dtype
     read, states = kernel(
         query_TND.to(dtype)[None],
@@ -138,14 +139,14 @@ def _solve(overlap: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Chunks:
-    """How the tokens of some sequences are laid out in chunks.
+    """The layout of sequences in chunks.
 
     Attributes:
-        places_MC: the token of each place of each chunk; of a place without one the chunk's first.
-        is_token_MC: which places hold a token; None where all do.
-        place_T: where each token is among all places; by a mask the host would wait for their number.
-        turns: who goes on from a state at the same time: chunks, and their sequences.
-        order_M: where each chunk is among those of all turns, one turn behind the other.
+        places_MC: token of each slot of each chunk; empty slots have the chunk's first token.
+        is_token_MC: whether a slot has a token; None if all have.
+        place_T: slot of each token; with a mask the host would wait for the number of tokens.
+        turns: chunks that are processed at the same time, and their sequences.
+        order_M: position of each chunk in the concatenated turns.
     """
 
     places_MC: torch.Tensor
@@ -172,11 +173,11 @@ class _Chunks:
 
 @lru_cache(maxsize=16)  # every layer asks again for the rows of its micro-batch
 def _chunks(lengths: tuple[int, ...], device: torch.device) -> _Chunks:
-    """Chunks of sequences of these lengths, of as many tokens as CHUNK, or as the longest sequence has.
+    """Return the chunks of sequences with these lengths, with CHUNK tokens, or the length of the longest sequence if
+    smaller.
 
-    Example: sequences of 100 and 30 tokens make chunks of tokens 0 to 63, 64 to 99 and 100 to 129. In the first turn
-    chunks 0 and 2 go on from the states of sequences 0 and 1, in the second turn chunk 1 from that of sequence 0.
-    """
+    Example: sequences of 100 and 30 tokens give chunks of tokens 0 to 63, 64 to 99 and 100 to 129. The first turn
+    processes chunks 0 and 2 with the states of sequences 0 and 1, the second turn chunk 1 with that of sequence 0."""
     chunk = min(CHUNK, max(lengths))
     places, filled = [], []
     turns: list[list[tuple[int, int]]] = []

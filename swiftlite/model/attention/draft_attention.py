@@ -41,14 +41,14 @@ MAX_QUERIES = 1024
 
 @dataclass
 class Draft:
-    """The keys and values that the steps of one forward pass have left so far, in order.
+    """The keys and values of the previous steps of a forward pass, in order.
 
-    It is handed to attention in the place of a mask: what a query sees depends on the steps before.
+    It is passed to attention instead of a mask, because the visible keys of a query depend on previous steps.
 
     Attributes:
-        keys: of the first step those of the whole row, of later ones this rank's, [S, B, G, D].
-        values: likewise.
-        cache: of rows whose tokens these are; none in training.
+        keys: those of the whole row for the first step, those of this rank for later steps, [S, B, G, D].
+        values: the same for values.
+        cache: cache of the rows; None in training.
     """
 
     cache: Cache | None = None
@@ -61,7 +61,7 @@ class Draft:
         return not self.keys
 
     def add(self, key_SBGD: torch.Tensor, value_SBGD: torch.Tensor) -> None:
-        """Those of one more step."""
+        """Add the keys and values of another step."""
         self.keys.append(key_SBGD)
         self.values.append(value_SBGD)
 
@@ -110,7 +110,7 @@ class DraftAttention(CoreAttention):
         return out if packed_seq_params is None else out.squeeze(1)
 
     def _attend_merged(self, query_SBND: torch.Tensor, draft: Draft, segments: tuple[Segment, ...]) -> torch.Tensor:
-        """As `_attend_steps`, by a kernel over the prefixes of all segments."""
+        """Compute `_attend_steps` with a kernel over the prefixes of all segments."""
         assert self.prefix is not None
         key_SBGD, value_SBGD = draft.keys[0], draft.values[0]
         later = draft.keys[1:], draft.values[1:]
@@ -143,7 +143,7 @@ def _visible(steps: Sequence[torch.Tensor], segments: Sequence[Segment]) -> list
 
 
 def _allowed(segment: Segment, num_steps: int, device: torch.device) -> torch.Tensor:
-    """Which of `_visible` each query sees: the table at the top of this file, True for x."""
+    """Return the mask of `_visible` for each query: the table at the top of this file, True for x."""
     num_keys = segment.key_end - segment.key_start
     prefix = torch.ones(segment.num_queries, num_keys, dtype=torch.bool, device=device)
     prefix = prefix.tril(num_keys - segment.num_queries)
@@ -152,7 +152,7 @@ def _allowed(segment: Segment, num_steps: int, device: torch.device) -> torch.Te
 
 
 def _short_segments(segments: Sequence[Segment]) -> Iterator[Segment]:
-    """The same queries in runs of at most MAX_QUERIES, in order."""
+    """Split the queries into runs of at most MAX_QUERIES, in order."""
     for segment in segments:
         num_before = segment.key_end - segment.num_queries  # end of the keys before the first query
         for start in range(0, segment.num_queries, MAX_QUERIES):

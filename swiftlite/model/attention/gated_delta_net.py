@@ -1,11 +1,11 @@
-"""Gated delta net, the linear attention of Qwen3-Next and Qwen3.5, behind megatron-core's interface for attention.
+"""Implement gated delta net, the linear attention of Qwen3-Next and Qwen3.5, with megatron-core's interface for
+attention.
 
-megatron-core's own wants kernels of another package, and neither takes packed rows nor parts of them (ssm/
+megatron-core's own class requires kernels of another package, and does not support packed or split rows (ssm/
 gated_delta_net.py of 0.16.1).
 
-Shapes: S tokens of a row, B rows, H hidden size, T tokens of all rows, one row behind the other, G groups of heads on
-this rank, N value heads on this rank, D key channels, E value channels.
-"""
+Shapes: S tokens of a row, B rows, H hidden size, T tokens of all rows, concatenated, G groups of heads on this rank, N
+value heads on this rank, D key channels, E value channels."""
 
 from collections.abc import Sequence
 from itertools import chain
@@ -37,12 +37,12 @@ Qwen3.5 is published with the third in float32."""
 class GatedDeltaNet(MegatronModule):
     """Linear attention for dense rows (one sequence each, padded at the end) and packed rows.
 
-    Tensor-parallel ranks share the groups of heads. Context-parallel ranks gather what is projected of their parts and
-    compute whole rows, of which each keeps its part.
+    Groups of heads are split over tensor-parallel ranks. Context-parallel ranks gather the projections of their parts,
+    compute whole rows, and keep their parts.
 
     Args:
         sizes: the kind of attention with its sizes.
-        unused: what megatron-core's layers give to other attention.
+        unused: arguments of megatron-core's layers for other attention.
     """
 
     def __init__(
@@ -105,10 +105,10 @@ class GatedDeltaNet(MegatronModule):
 
         Args:
             hidden_states: [S, B, H]; with sequence parallelism S is this rank's part, with context parallelism the row
-                is laid out in megatron-core's zigzag.
-            attention_mask: the cache of rows that grow, of which these are new tokens.
-            packed_seq_params: of a packed row: where its padded sequences start, in the whole row.
-            unused: what megatron-core's layers give to other attention.
+                has megatron-core's zigzag layout.
+            attention_mask: the cache of growing rows, of which these are new tokens.
+            packed_seq_params: for a packed row: starts of its padded sequences in the whole row.
+            unused: arguments of megatron-core's layers for other attention.
         """
         qkvz_SBP, _ = self.in_proj_qkvz(hidden_states)
         ba_SBP, _ = self.in_proj_ba(hidden_states)
@@ -160,11 +160,11 @@ class GatedDeltaNet(MegatronModule):
         before: torch.Tensor | None = None,
         states: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """[T, N * E], and what the next tokens of each sequence need: the convolution's last inputs, the state.
+        """Return [T, N * E], and the convolution's last inputs and the state of each sequence for its next tokens.
 
         Args:
-            lengths: of the sequences; their sum is T.
-            before, states: of each sequence; unset where it begins.
+            lengths: lengths of the sequences; their sum is T.
+            before, states: those of each sequence; None at its start.
         """
         key, value, per_group = self.sizes.key_head_dim, self.sizes.value_head_dim, self.values_per_group
         qkvz_TGP = qkvz_TP.unflatten(-1, (self.groups, -1))
@@ -240,13 +240,14 @@ class GatedRMSNorm(nn.Module):
 def causal_conv1d(
     inputs_TC: torch.Tensor, weight_C1K: torch.Tensor, lengths: Sequence[int], before: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each channel's convolution over the last K tokens of its own sequence, and the last K - 1 inputs of each.
+    """Return each channel's convolution over the last K tokens of its sequence, and the last K - 1 inputs of each
+    sequence.
 
-    Example with K = 3: sequences a b and c d e are laid out as . . a b . . c d e, the convolution gives seven numbers,
-    of which the third and fourth reach from one sequence into the other and are dropped.
+    Example with K = 3: the sequences a b and c d e are laid out as . . a b . . c d e. The convolution has seven
+    outputs, of which the third and fourth mix both sequences and are dropped.
 
     Args:
-        before: [number of sequences, K - 1, C] inputs before their first tokens; zeros if there are none.
+        before: [number of sequences, K - 1, C], inputs before the first tokens; default: zeros.
     """
     reach = weight_C1K.size(-1) - 1
     if before is None:
@@ -268,7 +269,7 @@ def _unit(heads: torch.Tensor) -> torch.Tensor:
 
 
 def _shared(tensor: torch.Tensor) -> nn.Parameter:
-    """A parameter of which each tensor-parallel rank has its part along the first axis."""
+    """Return a parameter that is split over tensor-parallel ranks along the first axis."""
     parameter = nn.Parameter(tensor)
     set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
     return parameter

@@ -1,6 +1,6 @@
-"""Kernels that take keys and values of one size, made to take smaller values: filled up with zeros, which add nothing.
+"""Let kernels for keys and values of equal size process smaller values, which are padded with zeros.
 
-Shapes: as in merged_attention.py, values and results with a size of their own.
+Shapes: as in merged_attention.py, with a separate size of values and results.
 """
 
 from collections.abc import Callable, Collection
@@ -31,7 +31,7 @@ def fill_values(kernel: Callable[..., Any], others: Collection[Sizes] = ()) -> C
 
 
 def fill_values_in_halves(kernel: PrefixKernel, others: Collection[Sizes] = ()) -> PrefixKernel:
-    """The same of a kernel in two halves. What is kept between them is not filled up."""
+    """Do the same for a kernel in two halves; tensors stored between them are not padded."""
 
     def forward(query_TND, key_KGD, value_KGD, *rest):
         out_TND, lse_NT = kernel.forward(query_TND, key_KGD, _as_wide(value_KGD, key_KGD, others), *rest)

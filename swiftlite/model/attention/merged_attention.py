@@ -1,12 +1,13 @@
-"""Attention of queries to a prefix by a kernel, and to a few keys of their own, in one softmax and without a mask.
+"""Combine a kernel's attention to a prefix with attention to a few additional keys per query, in one softmax without a
+mask.
 
-A kernel that also says the logarithm of the sum of a query's exponentials can be given the rest afterwards:
+If the kernel returns a query's log-sum-exp, the additional keys can be merged afterwards:
 
     lse = log(exp(lse of the prefix) + sum of exp(own scores))
     out = exp(lse of the prefix - lse) * out of the prefix + sum of exp(own score - lse) * own value
 
-Its backward pass works from `out` and `lse`; given these two of both together, it computes the prefix's gradients of
-both together. Without keys of their own this is the kernel alone.
+Its backward pass uses `out` and `lse`; given the merged ones, it computes the gradients of the prefix correctly.
+Without additional keys this is the kernel itself.
 
 Shapes: T queries of all segments, K keys of them, N query heads, G key-value heads, D head size.
 """
@@ -43,12 +44,12 @@ class Slice(NamedTuple):
 
 
 def in_slices(kernel: PrefixKernel, slices: Sequence[Slice]) -> PrefixKernel:
-    """One that calls `kernel` for each slice, and has no places of its own.
+    """Return a kernel that calls `kernel` for each slice and ignores `places`.
 
-    Keys may be in several slices: their gradients are added up.
+    Keys may be in several slices; their gradients are summed.
 
     Args:
-        slices: all queries, in order; those of a sequence by growing prefixes of its keys, sequences in order.
+        slices: all queries in order, with growing prefixes of keys within a sequence.
     """
 
     def forward(query_TND, key_KGD, value_KGD, scale):
@@ -94,11 +95,11 @@ def attend(
     own_values: Sequence[torch.Tensor],
     scale: float,
 ) -> torch.Tensor:
-    """[T, N, D].
+    """Return attention [T, N, D].
 
     Args:
         places: cu_q, cu_k, longest_q, longest_k of the kernel.
-        own_keys, own_values: [T, G, D] each, of which a query sees the one in its place.
+        own_keys, own_values: [T, G, D] each; a query sees the key at its position.
     """
     out = _Merged.apply(kernel, places, scale, query_TND, key_KGD, value_KGD, *own_keys, *own_values)
     assert out is not None
@@ -157,11 +158,11 @@ def _merge(
     own: Sequence[torch.Tensor],
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What queries find in the prefix and in their own keys, and the logarithms [T, N] of the sums of both.
+    """Return the merged output and the log-sum-exp [T, N].
 
     Args:
-        prefix_TND, prefix_TN: the same of the prefix alone.
-        own: keys, then values.
+        prefix_TND, prefix_TN: output and log-sum-exp of the prefix.
+        own: additional keys, then values.
     """
     keys, values = own[: len(own) // 2], own[len(own) // 2 :]
     scores = [_scores(query_TND, key_TGD, scale) for key_TGD in keys]

@@ -32,15 +32,16 @@ from swiftlite.model.context_parallel import gather_sequence, shared_row
 
 @dataclass
 class MLATransformerConfig(McoreMLATransformerConfig):
-    """megatron-core's, with what it cannot say about rotary embeddings.
+    """megatron-core's config with additional settings of rotary embeddings.
 
-    Of megatron-core's own fields for them, `rotary_scaling_factor` and `mscale_all_dim` make the softmax scale, and are
-    set here from `hf_rope`; the others are not used.
+    Of megatron-core's fields for them, `rotary_scaling_factor` and `mscale_all_dim` determine the softmax scale and are
+    set from `hf_rope`; the others are not used.
 
     Args:
-        hf_rope: the keys of config.json that fix the frequencies, as RotaryEmbedding takes them, for a head of
+        hf_rope: the keys of config.json for the frequencies, as RotaryEmbedding expects them, for a head of
             `qk_pos_emb_head_dim`.
-        rope_interleave: channels 2i and 2i + 1 turn together, as in DeepSeek's files; otherwise i and i + R / 2.
+        rope_interleave: whether channels 2i and 2i + 1 are rotated together, as in DeepSeek's files; otherwise i and
+            i + R / 2.
     """
 
     hf_rope: dict[str, Any] = field(default_factory=dict)
@@ -97,13 +98,13 @@ class MLASelfAttention(McoreMLASelfAttention):
     ) -> tuple[Any, Any]:
         """Outputs [S, B, H], and no bias.
 
-        The stock method refuses them, each of its layers makes its own. What it hands on unseen to
-        `get_query_key_value_tensors` are position ids and the states of cross attention; cosines and sines take the
-        place of those, the ranks that share rows of these.
+        The stock method refuses rotary embeddings, because each of its layers computes them. It passes position ids and
+        the states of cross attention unchanged to `get_query_key_value_tensors`; cosines and sines are passed instead
+        of the former, and the context-parallel ranks instead of the latter.
 
         Args:
-            rotary_pos_emb: `RotaryEmbedding`'s, of this rank's part of the row.
-            kwargs: as megatron-core's layers call attention.
+            rotary_pos_emb: output of `RotaryEmbedding` for this rank's part of the row.
+            kwargs: as passed by megatron-core's layers.
         """
         result: Any = super().forward(
             hidden_states,
@@ -162,12 +163,12 @@ class MLASelfAttention(McoreMLASelfAttention):
         return query, key, value, query_latent, latent
 
     def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, Any]:
-        """What stands where: as the spec says. Since megatron-core 0.19 the stock method refuses norms of latents where
-        `qk_layernorm` is not set, which we must not do (MLATransformerConfig), and a norm that is not used."""
+        """Build the submodules of the spec. Since megatron-core 0.19 the stock method refuses norms of latents without
+        `qk_layernorm`, which must not be set here (MLATransformerConfig), and an unused norm."""
         return vars(submodules)
 
     def _whole(self, columns: torch.Tensor) -> torch.Tensor:
-        """All columns of a down-projection, of which each rank computed some."""
+        """Gather the columns of a down-projection, of which each rank computed some."""
         return gather_from_tensor_model_parallel_region(columns, group=self.tp_group)
 
     def _gather(

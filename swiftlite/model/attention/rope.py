@@ -32,7 +32,7 @@ def rope_config(hf_config: dict[str, Any]) -> LlamaConfig:
         values = {key: hf_config[key] for key in ROPE_KEYS if hf_config.get(key) is not None}
         if values.get("head_dim"):  # Llama's class asks that heads divide the hidden size, which others do not
             values["hidden_size"] = values["head_dim"] * values["num_attention_heads"]
-        if "rope_parameters" in values:  # of positions in images, which text has not
+        if "rope_parameters" in values:  # about positions in images, which text does not have
             given = values["rope_parameters"]
             values["rope_parameters"] = {key: given[key] for key in given if not key.startswith("mrope_")}
         return LlamaConfig.from_dict(values)
@@ -40,7 +40,7 @@ def rope_config(hf_config: dict[str, Any]) -> LlamaConfig:
 
 @contextmanager
 def _refusing() -> Iterator[None]:
-    """What transformers makes of values that it does not expect is an exception of any kind."""
+    """Convert exceptions of transformers for unexpected values to a UserError."""
     try:
         yield
     except Exception as error:
@@ -52,17 +52,17 @@ _HINT = "copy rope_parameters (or rope_scaling, rope_theta) from the model's sou
 
 
 class RotaryEmbedding:
-    """Cosines and sines of rotary embeddings, made once for all layers; the frequencies are transformers'.
+    """Cosines and sines of rotary embeddings, computed once for all layers with transformers' frequencies.
 
-    megatron-core makes them again in every layer, for queries and keys apart, with frequencies of its own.
+    megatron-core recomputes them in every layer, separately for queries and keys, with its own frequencies.
 
     Args:
-        hf_config: the model's config.json, or the part of it that fixes the frequencies.
-        device: of what it makes.
-        dtype: of what it makes; all is computed in float32.
+        hf_config: the model's config.json, or its part about the frequencies.
+        device: device of the result.
+        dtype: dtype of the result; computed in float32.
 
     Raises:
-        UserError: a type that transformers does not know.
+        UserError: transformers does not know the type.
     """
 
     def __init__(self, hf_config: dict[str, Any], device: torch.device, dtype: torch.dtype):
@@ -81,7 +81,7 @@ class RotaryEmbedding:
         self._stated = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
 
     def __call__(self, lengths: Sequence[int], offset: int = 0) -> torch.Tensor:
-        """Of a row that holds sequences of these lengths, one after the other: [2, S, 1, 1, R] as `rotate` takes them.
+        """Return [2, S, 1, 1, R] for `rotate`, for a row of concatenated sequences with these lengths.
 
         Args:
             offset: position of each sequence's first token.
@@ -99,12 +99,10 @@ class RotaryEmbedding:
         return self._turns(angles, scaling)[:, :, None, None]
 
     def at(self, axes_3BS: torch.Tensor) -> torch.Tensor:
-        """Of tokens at these positions along three axes, int64: [2, S, B, 1, R] as `rotate` takes them.
+        """Return [2, S, B, 1, R] for `rotate`, for tokens at these positions (int64) along three axes.
 
-        Raises:
-            UserError: config.json does not say which channels turn with which axis, or a type whose frequencies depend
-                on the length of the sequence.
-        """
+        Raises: UserError: config.json does not assign channels to axes, or the type has frequencies that depend on the
+        length of the sequence."""
         if self.rope_type in LENGTH_DEPENDENT:
             problem = f"config.json: rope_type {self.rope_type!r} is not supported with positions of three axes"
             raise UserError(problem, _HINT)
@@ -134,7 +132,7 @@ class RotaryEmbedding:
 
 
 def _axis_of_angle(stated: Mapping[str, Any], num_angles: int) -> torch.Tensor:
-    """Which of three axes each angle is of, int64: the sections of one axis after those of the other, or interleaved.
+    """Return the axis (of three) of each angle, int64: consecutive sections of the axes, or interleaved.
 
     For example, sections 4, 2, 2 are 0 0 0 0 1 1 2 2, interleaved 0 1 2 0 1 2 0 0.
 

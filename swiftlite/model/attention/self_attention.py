@@ -9,7 +9,8 @@ from swiftlite.model.attention.rope import rotation
 
 
 class SelfAttention(McoreSelfAttention):
-    """megatron-core's, which would make cosines and sines of its own from angles, in every layer twice."""
+    """megatron-core's attention with precomputed cosines and sines; the stock class computes them twice in every
+    layer."""
 
     def forward(
         self,
@@ -21,12 +22,12 @@ class SelfAttention(McoreSelfAttention):
     ) -> tuple[Any, Any]:
         """Outputs [S, B, H], and no bias.
 
-        What the stock method hands on unseen to `get_query_key_value_tensors` are the states of cross attention, which
-        there are none of here; rotary embeddings take their place.
+        The stock method passes the states of cross attention unchanged to `get_query_key_value_tensors`. There is no
+        cross attention here, so rotary embeddings are passed instead.
 
         Args:
-            rotary_pos_emb: `RotaryEmbedding`'s, of this rank's part of the row.
-            kwargs: as megatron-core's layers call attention.
+            rotary_pos_emb: output of `RotaryEmbedding` for this rank's part of the row.
+            kwargs: as passed by megatron-core's layers.
         """
         result: Any = super().forward(hidden_states, attention_mask, key_value_states=rotary_pos_emb, **kwargs)
         return result

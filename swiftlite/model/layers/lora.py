@@ -271,8 +271,9 @@ def _parts(layer: Binding) -> list[tuple[str | None, int]]:
 
 
 def _order(parts: Sequence[tuple[str | None, int]], modules: Sequence[str], lengths: Counter) -> torch.Tensor:
-    """For each row of the layer its place where the rows of `modules` stand one module after the other; behind all of
-    them for a row of another module."""
+    """Return the position of each row of the layer in the concatenated rows of `modules`.
+
+    Rows of other modules are placed after all of them."""
     places: dict[str | None, int] = {}
     behind = 0
     for module in modules:
