@@ -96,9 +96,12 @@ def _spread(seconds: Sequence[float]) -> dict[str, float] | None:
 class Choice:
     """The recommended number of draft tokens at one concurrency.
 
-    Attributes: ratios: for each number above 0, its median tokens per second divided by that of the faster server
-    without drafts. drift: relative speed-up of the server without drafts from the beginning to the end. reason: one
-    sentence."""
+    Attributes:
+        ratios: for each number above 0, its median tokens per second divided by that of the faster server without
+            drafts.
+        drift: relative speed-up of the server without drafts from the beginning to the end.
+        reason: one sentence.
+    """
 
     num_speculative_tokens: int
     ratios: dict[int, float]

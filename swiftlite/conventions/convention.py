@@ -15,10 +15,13 @@ from swiftlite.heads.drafting import Drafting
 class Convention:
     """How one engine drafts with one family's heads.
 
-    Attributes: draft: the class that runs the heads, as the engine prints it. heads: which of several heads draft.
-    each: every head drafts its own step. first: the first one drafts every step. last: all are loaded into the same
-    parameters, so the last one drafts every step. one: a checkpoint with more heads is refused. drafting: inputs of the
-    heads."""
+    Attributes:
+        draft: the class that runs the heads, as the engine prints it.
+        heads: which of several heads draft. each: every head drafts its own step. first: the first one drafts every
+            step. last: all are loaded into the same parameters, so the last one drafts every step. one: a
+            checkpoint with more heads is refused.
+        drafting: inputs of the heads.
+    """
 
     draft: str
     heads: Literal["each", "first", "last", "one"] = "each"

@@ -62,18 +62,23 @@ class Completion:
 class EngineConfig:
     """The configuration of an engine.
 
-    Args: model: see `resolve_served`. torch_dtype: bfloat16 or float32. trust_remote_code: whether Python files of the
-    model may run. num_speculative_tokens: number of draft tokens per step; 0 disables drafts, None uses one per head.
-    max_model_len: maximum length of prompt and completion; None is the model's limit. max_batch_size: maximum number of
-    prompts processed at once, if the engine supports batches. in_this_process: whether vLLM on a CPU computes in this
-    process instead of a subprocess, which starts in a third of the time; its thread settings and process groups remain,
-    so nothing else should compute here. engine_kwargs: the engine's own keyword arguments, which override all others;
-    None removes a key. speculative_config: the engine's own speculative options, instead of those derived from the
-    checkpoint. devices: GPUs for the engine, such as those without a training process; empty: the first ones.
-    weight_transport: transport of live weights, if the engine supports several. file: the temporary directory. nccl:
-    from GPU to GPU. ipc: on a shared GPU. draws_drafts: whether drafts are sampled at a temperature above 0, for
-    engines that need this setting at start and otherwise draft the most likely token. Greedy requests are not
-    affected."""
+    Args:
+        model: see `resolve_served`.
+        torch_dtype: bfloat16 or float32.
+        trust_remote_code: whether Python files of the model may run.
+        num_speculative_tokens: number of draft tokens per step; 0 disables drafts, None uses one per head.
+        max_model_len: maximum length of prompt and completion; None is the model's limit.
+        max_batch_size: maximum number of prompts processed at once, if the engine supports batches.
+        in_this_process: whether vLLM on a CPU computes in this process instead of a subprocess, which starts in a
+            third of the time; its thread settings and process groups remain, so nothing else should compute here.
+        engine_kwargs: the engine's own keyword arguments, which override all others; None removes a key.
+        speculative_config: the engine's own speculative options, instead of those derived from the checkpoint.
+        devices: GPUs for the engine, such as those without a training process; empty: the first ones.
+        weight_transport: transport of live weights, if the engine supports several. file: the temporary directory.
+            nccl: from GPU to GPU. ipc: on a shared GPU.
+        draws_drafts: whether drafts are sampled at a temperature above 0, for engines that need this setting at
+            start and otherwise draft the most likely token. Greedy requests are not affected.
+    """
 
     model: HfModel
     torch_dtype: Literal["bfloat16", "float32"] = "bfloat16"

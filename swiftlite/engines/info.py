@@ -38,27 +38,39 @@ class Plugin:
 class EngineInfo:
     """One engine.
 
-    Attributes: name: its value in --infer_backend. label: the engine's official name. package: the Python package; an
-    engine without it counts as not installed. distributions: possible names of its pip distribution. install: command
-    to install it. adapter: name of the `Engine` class, which is called with an `EngineConfig`. convention: name of the
-    function that takes a `Family` and returns the `Convention` with which the engine runs its heads, or None for a
-    family that was not measured. measured: prefix of the version in which conventions were measured; "" if nothing
-    depends on it. is_required: whether its package is a dependency of swiftlite. takes_draft_confidence: whether the
-    engine supports `Sampling.draft_confidence`. takes_live_weights: whether its server accepts new weights while
-    serving. serves_adapters: whether its server was tested to answer with adapters like the merged model. is_batched:
-    whether the engine processes several prompts at once. options_class: class of the engine's own options in
-    args/fields.py, part of the commands' classes; None if there are none. Every name starts with the engine's.
-    read_speculative_config: function that takes a command's options and returns the user's speculative options by the
-    engine's own names, or None if there are none. rules: functions that yield (problem, hint) for invalid options.
-    server: name of the function that returns a `ServerCommand`; it takes `DeployArgs`, an `HfModel`, whether the server
-    drafts, and a `DraftSchedule` or None. "": the engine has no server, and `deploy` does not support it. client: name
-    of the `Client` class that `bench` uses. "": `bench` does not support the engine. dry_load: name of the function
-    that takes an `EngineConfig` and returns a `LoadReport`, called in a subprocess. "": `doctor` does not support the
-    engine. known_report: name of the function that takes an `HfModel` and returns a `LoadReport` if the engine is not
-    installed. "": nothing is known. command_needs_no_install: whether the server's command can be printed without an
-    installed engine. plugin: what the engine needs to serve swiftlite's checkpoints; None if nothing. drawing_problem:
-    name of the function that returns why this engine verifies drafts incorrectly at a temperature above 0 on this
-    machine, or None. "": it is correct everywhere."""
+    Attributes:
+        name: its value in --infer_backend.
+        label: the engine's official name.
+        package: the Python package; an engine without it counts as not installed.
+        distributions: possible names of its pip distribution.
+        install: command to install it.
+        adapter: name of the `Engine` class, which is called with an `EngineConfig`.
+        convention: name of the function that takes a `Family` and returns the `Convention` with which the engine
+            runs its heads, or None for a family that was not measured.
+        measured: prefix of the version in which conventions were measured; "" if nothing depends on it.
+        is_required: whether its package is a dependency of swiftlite.
+        takes_draft_confidence: whether the engine supports `Sampling.draft_confidence`.
+        takes_live_weights: whether its server accepts new weights while serving.
+        serves_adapters: whether its server was tested to answer with adapters like the merged model.
+        is_batched: whether the engine processes several prompts at once.
+        options_class: class of the engine's own options in args/fields.py, part of the commands' classes; None if
+            there are none. Every name starts with the engine's.
+        read_speculative_config: function that takes a command's options and returns the user's speculative options
+            by the engine's own names, or None if there are none.
+        rules: functions that yield (problem, hint) for invalid options.
+        server: name of the function that returns a `ServerCommand`; it takes `DeployArgs`, an `HfModel`, whether
+            the server drafts, and a `DraftSchedule` or None. "": the engine has no server, and `deploy` does not
+            support it.
+        client: name of the `Client` class that `bench` uses. "": `bench` does not support the engine.
+        dry_load: name of the function that takes an `EngineConfig` and returns a `LoadReport`, called in a
+            subprocess. "": `doctor` does not support the engine.
+        known_report: name of the function that takes an `HfModel` and returns a `LoadReport` if the engine is not
+            installed. "": nothing is known.
+        command_needs_no_install: whether the server's command can be printed without an installed engine.
+        plugin: what the engine needs to serve swiftlite's checkpoints; None if nothing.
+        drawing_problem: name of the function that returns why this engine verifies drafts incorrectly at a
+            temperature above 0 on this machine, or None. "": it is correct everywhere.
+    """
 
     name: str
     label: str

@@ -49,8 +49,10 @@ def resolve(name: str | Path) -> HfModel:
     Args:
         name: a directory, or a name that `local_model` resolves.
 
-    Raises: UserError: it is not available, there is no config.json (with a separate message for training runs), or the
-    model is not supported."""
+    Raises:
+        UserError: it is not available, there is no config.json (with a separate message for training runs), or the
+            model is not supported.
+    """
     directory = local_model(str(name))
     is_of_run = any((place / "args.json").is_file() for place in (directory, directory.parent))
     if is_of_run and not (directory / "config.json").is_file():

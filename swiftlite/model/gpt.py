@@ -167,20 +167,25 @@ class GPTModel(McoreGPTModel):
 
         Attention is causal: rows are padded at the end, so no mask is needed.
 
-        Args: input_ids: [B, S]. position_ids: [B, S]. labels: [B, S], labels[b, s] the token at s + 1, IGNORE_INDEX
-        where ignored. On the host; otherwise the loss waits for the device (`model.loss.losses.select`). mtp_input_ids:
-        [B, S] for each depth k, the token at s + k. Default: `input_ids` shifted within each sequence, which is correct
-        unless context-parallel ranks split the row. mtp_labels: [B, S] for each depth k, the token at s + k + 1;
-        default as above. packed_seq_params: the sequences of a packed row (B = 1), between which there is no attention.
-        sequences: int64 [K, B, S], `Batch.sequence_KBS`; without it no router counts its load. balance: load balance of
-        the global batch; without it routers have no load-balancing loss. trunk: `trunk_output` of these tokens and
-        labels, if it is known; not on a pipeline. tower_inputs: inputs of the micro-batch for a model with a tower.
-        axes_3BS: int64, positions of the tokens along three axes, for rotary embeddings with sections. Default: the
-        positions in the sequence.
+        Args:
+            input_ids: [B, S].
+            position_ids: [B, S].
+            labels: [B, S], labels[b, s] the token at s + 1, IGNORE_INDEX where ignored. On the host; otherwise the
+                loss waits for the device (`model.loss.losses.select`).
+            mtp_input_ids: [B, S] for each depth k, the token at s + k. Default: `input_ids` shifted within each
+                sequence, which is correct unless context-parallel ranks split the row.
+            mtp_labels: [B, S] for each depth k, the token at s + k + 1; default as above.
+            packed_seq_params: the sequences of a packed row (B = 1), between which there is no attention.
+            sequences: int64 [K, B, S], `Batch.sequence_KBS`; without it no router counts its load.
+            balance: load balance of the global batch; without it routers have no load-balancing loss.
+            trunk: `trunk_output` of these tokens and labels, if it is known; not on a pipeline.
+            tower_inputs: inputs of the micro-batch for a model with a tower.
+            axes_3BS: int64, positions of the tokens along three axes, for rotary embeddings with sections. Default:
+                the positions in the sequence.
 
         Returns:
             Losses with labels, Logits without. Before the last pipeline stage: the states for the next one, in wire
-            form (`StageStates.to_wire`).
+                form (`StageStates.to_wire`).
 
         Raises:
             UserError: the model has a tower, and there are no inputs for it.

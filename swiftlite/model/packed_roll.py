@@ -24,11 +24,14 @@ def roll_packed(
     With context parallelism ring neighbors exchange their boundary tokens, once for all sequences (once per token of
     `shift`); collective over the group.
 
-    Args: tensor: [..., T], ids, labels or weights; stack several for a single exchange. Without context parallelism T
-    is the whole row. With it, the zigzag layout: of each sequence, in order, chunks r and 2 * cp - 1 - r of 2 * cp
-    equal ones, where r is this rank. cu_seqlens: int [num_sequences + 1], global: the start of each padded sequence in
-    the whole row, and the length of the whole row. The same on every rank. shift: negative; moves later values to
-    earlier positions. cp_group: default: the row is whole.
+    Args:
+        tensor: [..., T], ids, labels or weights; stack several for a single exchange. Without context parallelism T
+            is the whole row. With it, the zigzag layout: of each sequence, in order, chunks r and 2 * cp - 1 - r of
+            2 * cp equal ones, where r is this rank.
+        cu_seqlens: int [num_sequences + 1], global: the start of each padded sequence in the whole row, and the
+            length of the whole row. The same on every rank.
+        shift: negative; moves later values to earlier positions.
+        cp_group: default: the row is whole.
 
     Raises:
         ValueError: `cu_seqlens` does not match the row, or the length of a sequence is not divisible by 2 * cp.

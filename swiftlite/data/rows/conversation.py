@@ -130,10 +130,16 @@ class Conversation:
 def parse_row(row: object, *, system: str | None = None, needs_answer: bool = True, source: str = "") -> Conversation:
     """Recognise a row's format by its fields and check every turn.
 
-    Args: row: one JSON object or table row; fields that are None count as absent, unknown ones are ignored unless they
-    look like a misspelled known one. system: system prompt for rows without one. needs_answer: whether the last turn
-    must be the assistant's, as in training. source: `file:line`, kept on the result. Raises: RowError: naming the
-    field."""
+    Args:
+        row: one JSON object or table row; fields that are None count as absent, unknown ones are ignored unless
+            they look like a misspelled known one.
+        system: system prompt for rows without one.
+        needs_answer: whether the last turn must be the assistant's, as in training.
+        source: `file:line`, kept on the result.
+
+    Raises:
+        RowError: naming the field.
+    """
     if is_deeper(row, MAX_DEPTH):  # a table's; JSON has been looked at
         raise RowError("row", f"is nested more than {MAX_DEPTH} deep")
     if not isinstance(row, dict):

@@ -16,8 +16,10 @@ from swiftlite.hub.name import served_name
 def server_command(args: DeployArgs, model: HfModel, drafts: bool, schedule: DraftSchedule | None) -> ServerCommand:
     """Return the command of SGLang's server for a model.
 
-    Raises: UserError: SGLang would not draft with the checkpoint's heads, or the file of its schedule cannot be written
-    next to --draft_schedule."""
+    Raises:
+        UserError: SGLang would not draft with the checkpoint's heads, or the file of its schedule cannot be written
+            next to --draft_schedule.
+    """
     given: dict[str, Any] = {
         "model_path": str(model.directory.absolute()),
         "served_model_name": served_name(args.model),

@@ -30,14 +30,16 @@ _SHORT = 60
 class ServedVllm:
     """See `Engine`. `close` leaves the server running.
 
-    Args: url: address of the server, such as http://127.0.0.1:8000. api_key: key of the server; default: VLLM_API_KEY
-    of this process. timeout: maximum seconds for a request, such as loading a bucket of weights or draining in-flight
-    requests; for a batch of prompts, for the next finished one. The default equals that of the other ranks of a trainer
-    (--distributed_timeout_minutes).
+    Args:
+        url: address of the server, such as http://127.0.0.1:8000.
+        api_key: key of the server; default: VLLM_API_KEY of this process.
+        timeout: maximum seconds for a request, such as loading a bucket of weights or draining in-flight requests; for
+            a batch of prompts, for the next finished one. The default equals that of the other ranks of a trainer
+            (--distributed_timeout_minutes).
 
     Raises:
-        UserError: no server responds in time; the key is wrong, the server was started without --live_weights, or an
-            update of its weights has failed or is running.
+        UserError: no server responds in time; the key is wrong, the server was started without --live_weights, or
+            an update of its weights has failed or is running.
     """
 
     def __init__(self, url: str, api_key: str | None = None, timeout: float = 600):

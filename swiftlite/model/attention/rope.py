@@ -101,8 +101,10 @@ class RotaryEmbedding:
     def at(self, axes_3BS: torch.Tensor) -> torch.Tensor:
         """Return [2, S, B, 1, R] for `rotate`, for tokens at these positions (int64) along three axes.
 
-        Raises: UserError: config.json does not assign channels to axes, or the type has frequencies that depend on the
-        length of the sequence."""
+        Raises:
+            UserError: config.json does not assign channels to axes, or the type has frequencies that depend on the
+                length of the sequence.
+        """
         if self.rope_type in LENGTH_DEPENDENT:
             problem = f"config.json: rope_type {self.rope_type!r} is not supported with positions of three axes"
             raise UserError(problem, _HINT)
