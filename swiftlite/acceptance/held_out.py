@@ -24,21 +24,21 @@ from swiftlite.log import logger
 from swiftlite.runtime.mesh import Mesh
 
 MAX_CACHED_TOKENS = 8192
-"""Most tokens whose keys and values a rank keeps at once: rows that are continued together, or one that is longer."""
+"""Maximum number of tokens in a rank's KV cache, over all rows of a batch; a single longer row is still processed."""
 PROGRESS_SECONDS = 5
-"""Time between two lines of progress."""
+"""Interval of progress messages."""
 NUM_ANSWERS = 12
-"""Prompts, the first ones, whose answers are kept token by token."""
+"""Number of prompts whose answers are stored token by token; the first ones."""
 When = Literal["before", "after"]
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """What the model is asked.
+    """A held-out prompt.
 
     Attributes:
-        text: for readers.
-        channel: its domain, which has figures of its own; "" if it has no name.
+        text: the prompt as text, for display.
+        channel: domain with separate figures; "" if it has no name.
     """
 
     token_ids: Sequence[int]
@@ -97,7 +97,7 @@ class HeldOut:
         )
 
     def summary(self) -> dict[str, float]:
-        """What has been measured so far, by names for metrics."""
+        """Return the measured values by metric name; empty before the first measurement."""
         return read_summary(self.path) if self.path.exists() else {}
 
     @torch.no_grad()
@@ -138,7 +138,7 @@ class HeldOut:
     def _put_together(
         self, counts: Mapping[str, DraftCounts], answers: Mapping[int, Sequence[WrittenToken]]
     ) -> tuple[dict[str, DraftCounts], dict[int, Sequence[WrittenToken]]]:
-        """What all ranks have that have prompts of their own."""
+        """Sum counts and merge answers over the data-parallel ranks, which have different prompts."""
         summed: dict[str, DraftCounts] = {}
         for channel, mine in counts.items():
             drafts, drafted, *accepted = self._sum(mine.drafts, mine.drafted, *mine.accepted_per_position)
@@ -174,14 +174,14 @@ class HeldOut:
             numbers = numbers[num_rows:]
 
     def _sum(self, *numbers: int) -> list[int]:
-        """Over the ranks that have prompts of their own."""
+        """Sum over the data-parallel ranks, which have different prompts."""
         sums = torch.tensor(numbers, device=self.mesh.device.torch_device)
         dist.all_reduce(sums, group=self.mesh.dp_cp)
         return sums.tolist()
 
 
 class _Progress:
-    """A line at the beginning, and one whenever some time has passed."""
+    """Log a line at the start and one every `PROGRESS_SECONDS`."""
 
     def __init__(self, when: When, num_prompts: int):
         self.when = when
@@ -192,7 +192,7 @@ class _Progress:
         self._log(f"continuing {num_prompts} held-out prompts")
 
     def show(self, num_done: int, num_tokens: int) -> None:
-        """Prompts and new tokens of the present batch."""
+        """Report prompts and new tokens of the current batch."""
         now = time.perf_counter()
         if now - self.shown >= PROGRESS_SECONDS:
             self.shown = now
@@ -201,7 +201,7 @@ class _Progress:
             self._log(f"{done}, {speed:.0f} tokens/s")
 
     def add(self, num_done: int, num_tokens: int) -> None:
-        """Those of a batch that is finished."""
+        """Add prompts and new tokens of a finished batch."""
         self.num_done += num_done
         self.num_tokens += num_tokens
 

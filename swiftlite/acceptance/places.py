@@ -1,5 +1,6 @@
-"""Where in its row a prediction stands: how much text comes before the token that it is of, and how far into the answer
-that token is. Heads may be weak at the beginning of an answer, or behind a long prompt.
+"""Count predictions by the length of their context and by their position in the answer.
+
+Heads may be weak at the start of an answer, or after a long prompt.
 
 Shapes: K MTP depths, S tokens of a row, P `PLACES`, N `NUM_BUCKETS`.
 """
@@ -11,17 +12,17 @@ import torch
 from swiftlite.data.batch import shift_left
 
 PLACES = ("by_context", "by_position")
-"""Tokens before the predicted one, in its sequence; and those of them that are of the same answer."""
+"""Number of tokens before the predicted one in its sequence, and in its answer."""
 NUM_BUCKETS = 24
 
 
 def bucket_of(count: torch.Tensor) -> torch.Tensor:
-    """The bucket of each count: 0 of 0 to 15, 1 of 16 to 31, 2 of 32 to 63, and so on by doubling."""
+    """Return the bucket of each count: 0 for 0 to 15, 1 for 16 to 31, 2 for 32 to 63; each is twice as wide."""
     return (count // 8).clamp(min=1).double().log2().long().clamp(max=NUM_BUCKETS - 1)
 
 
 def bounds_of(bucket: int) -> tuple[int, int]:
-    """The smallest and the largest count of a bucket."""
+    """Return the smallest and the largest count of a bucket."""
     return (8 << bucket if bucket else 0), (16 << bucket) - 1
 
 
@@ -32,17 +33,17 @@ def tally(
     position_S: torch.Tensor,
     cu_seqlens: torch.Tensor | None,
 ) -> torch.Tensor:
-    """How many predictions there are, and how many are right, by place and depth: int64 [P, N, K, 2].
+    """Count all and correct predictions by place and depth: int64 [P, N, K, 2].
 
     Args:
-        valid_KS: where depth k predicts a token that is learned; at position s that is the one at s + k + 1.
-        hits_KS: where it says what the trunk says.
-        learned_S: whether the token at s + 1 is learned; each run of such tokens is an answer.
-        position_S: of s in its sequence.
+        valid_KS: whether depth k predicts a label; at position s it predicts the token at s + k + 1.
+        hits_KS: whether it agrees with the trunk.
+        learned_S: whether the token at s + 1 is a label; each run of labels is an answer.
+        position_S: position of s in its sequence.
         cu_seqlens: as in `Batch`.
 
-    For example, an answer of 3 tokens behind a prompt of 5: the last of them, at 7, has 7 tokens before it, 2 of the
-    answer.
+    Example: an answer of 3 tokens follows a prompt of 5. Its last token, at position 7, has 7 tokens before it, 2 of
+    them in the answer.
     """
     number_S = torch.arange(len(learned_S), device=learned_S.device)
     last_outside_S = torch.where(learned_S, -1, number_S).cummax(0).values

@@ -1,7 +1,7 @@
-"""acceptance.json: the share of drafts that is accepted, before and after a run, and by the engines that served it.
-Beside it drafts.json: some held-out answers with who wrote each token, for people to look at.
+"""Read and write acceptance.json and drafts.json; no other module does.
 
-This module is the only one that reads and writes these files.
+acceptance.json has the acceptance rates before and after a run, and those of engines that served it. drafts.json has
+some held-out answers with the author of each token, for reports.
 """
 
 import json
@@ -18,12 +18,12 @@ from swiftlite.json_file import read_json
 ACCEPTANCE_FILE = "acceptance.json"
 ANSWERS_FILE = "drafts.json"
 AT_TEMPERATURE = "_at_temperature_"
-"""Between an engine's name and the temperature, above 0, at which it answered."""
+"""Separates an engine's name from a temperature above 0 in keys."""
 
 
 @dataclass(frozen=True)
 class MeasuredPrompts:
-    """What was counted on so many prompts."""
+    """Draft counts, and the number of prompts they were measured on."""
 
     num_prompts: int
     counts: DraftCounts
@@ -39,11 +39,11 @@ def add_run_acceptance(
     generated: MeasuredPrompts,
     by_channel: Mapping[str, MeasuredPrompts] | None = None,
 ) -> None:
-    """Put what a run has measured into its file. "before" begins the file anew.
+    """Write a run's own measurement to its file. "before" replaces the file.
 
     Args:
         acceptance_per_depth: teacher-forced, over the held-out rows.
-        generated: what an engine would have counted on held-out prompts, continued greedily.
+        generated: the counts of an engine that continues the held-out prompts greedily.
         by_channel: the same for the prompts of each channel that has a name.
     """
     content: dict[str, Any] = {"depths": len(acceptance_per_depth)}
@@ -60,11 +60,11 @@ def add_run_acceptance(
 
 
 def add_run_answers(path: Path, when: Literal["before", "after"], answers: Sequence[Mapping[str, Any]]) -> None:
-    """Put answers into the file beside acceptance.json. "before" begins the file anew.
+    """Write answers to drafts.json next to acceptance.json. "before" replaces the file.
 
     Args:
-        path: of acceptance.json.
-        answers: `prompt`, `channel` and `tokens` (`answers.describe`) of each.
+        path: path of acceptance.json.
+        answers: `prompt`, `channel` and `tokens` (`answers.describe`) of each answer.
     """
     content = read_answers(path.parent) if when == "after" else {}
     content[when] = list(answers)
@@ -73,8 +73,9 @@ def add_run_answers(path: Path, when: Literal["before", "after"], answers: Seque
 
 
 def read_answers(run: Path) -> dict[str, Any]:
-    """By "before" and "after" the answers that a run has kept; nothing where there is no such file, or a damaged one:
-    they are for looking at alone.
+    """Return the stored answers of a run by "before" and "after".
+
+    They are only displayed, so a missing or damaged file gives an empty result.
     """
     try:
         content = read_json(run / ANSWERS_FILE)
@@ -84,7 +85,7 @@ def read_answers(run: Path) -> dict[str, Any]:
 
 
 def read_summary(path: Path) -> dict[str, float]:
-    """The shares of drafted tokens that a run's model accepted, by names for metrics."""
+    """Return the acceptance rates of a run by metric name."""
     content = read_acceptance(path)
     return {
         f"acceptance_{when}": content[when]["generated"]["acceptance_rate"]
@@ -94,22 +95,22 @@ def read_summary(path: Path) -> dict[str, float]:
 
 
 def named(backend: str, temperature: float) -> str:
-    """What an engine's counts at a temperature are called in files; greedily that is its name."""
+    """Return the key of an engine's counts at a temperature; for greedy decoding the engine's name."""
     return f"{backend}{AT_TEMPERATURE}{temperature:g}" if temperature else backend
 
 
 def in_words(name: str) -> str:
-    """The same for readers."""
+    """Return a key of `named` in words."""
     return name.replace(AT_TEMPERATURE, " at temperature ")
 
 
 def add_engine_acceptance(
     path: Path, backend: str, num_prompts: int, counts: DraftCounts, temperature: float = 0.0
 ) -> None:
-    """Put an engine's counts into a run's file, beside the run's own and those at other temperatures.
+    """Add an engine's counts to a run's file; the run's own and those at other temperatures stay.
 
     Raises:
-        UserError: it is not such a file.
+        UserError: the file is not an acceptance.json.
     """
     content = read_acceptance(path)
     content.setdefault("engines", {})[named(backend, temperature)] = MeasuredPrompts(num_prompts, counts).to_json()
@@ -117,10 +118,10 @@ def add_engine_acceptance(
 
 
 def read_acceptance(path: Path) -> dict[str, Any]:
-    """The content of a run's acceptance.json.
+    """Return the content of a run's acceptance.json.
 
     Raises:
-        UserError: it is not such a file.
+        UserError: the file is not an acceptance.json.
     """
     try:
         content = read_json(path)

@@ -29,7 +29,7 @@ def sum_up(
     trunk_BS = whole_rows(losses.main.prediction_BS, mesh, cu_seqlens)
     for depth, (head, weight_BS) in enumerate(zip((losses.main, *losses.mtp), loss_scale_KBS, strict=True)):
         if depth > 0:
-            # What comes round from another sequence stands where this depth has no target.
+            # Values rolled in from another sequence are at positions where this depth has no target.
             trunk_BS = trunk_BS.roll(-1, dims=1)
         prediction_BS = whole_rows(head.prediction_BS, mesh, cu_seqlens)
         valid_BS = prediction_BS != -1

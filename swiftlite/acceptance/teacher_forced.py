@@ -1,4 +1,4 @@
-"""How often each head agrees with its trunk on given rows, by channel: no engine, one pass over each row."""
+"""Measure how often each head agrees with the trunk on given rows, by channel; one forward pass per row, no engine."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from swiftlite.model.open import open_model
 from swiftlite.runtime.mesh import Mesh
 
 ALL = "all"
-"""Names the sum over all channels."""
+"""Key of the sum over all channels."""
 
 
 @torch.no_grad()
@@ -33,18 +33,18 @@ def teacher_forced(
     row_length: int = 4096,
     num_drafts: int | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """The rows of one model, by channel, and `all` of them together.
+    """Measure rows, by channel and in total (`all`).
 
     Args:
-        mesh: not split: this rank holds the whole model.
-        row_length: most tokens of a forward pass, or the longest sample if that has more.
-        num_drafts: tokens drafted in each step of the walk; unset: as many as the heads were trained for.
+        mesh: must not be split; this rank holds the whole model.
+        row_length: maximum number of tokens in a forward pass; a longer sample is processed alone.
+        num_drafts: draft tokens per step of the simulated decoding; default: the depth the heads were trained for.
 
     Returns:
         For each channel `samples`, `loss`, and per MTP depth `targets`, `loss` and `acceptance`: the share of its
-        predictions that are the trunk's own for the same token; empty lists of a model without heads. Beside them
-        `replayed`: `DraftCounts.to_json` of an engine's walk over the same rows, which skips what it has accepted;
-        and the same acceptance by place, `places.describe`.
+        predictions that equal the trunk's for the same token; lists are empty without heads. Also `replayed`, the
+        `DraftCounts.to_json` of speculative decoding over the same rows, which skips accepted tokens, and the
+        acceptance by place (`places.describe`).
     """
     heads = hf_model.heads
     (model,), _ = open_model(hf_model, mesh, dtype=getattr(torch, torch_dtype))
@@ -63,13 +63,13 @@ def teacher_forced(
 
 @dataclass(frozen=True)
 class _Measured:
-    """What rows come to; of two rows, the sum.
+    """Measurements of some rows; adding two gives those of both.
 
     Attributes:
-        num_samples: in them.
-        sums: `statistics.sum_up`.
-        walk: of an engine over them.
-        table: `places.tally`.
+        num_samples: number of samples in the rows.
+        sums: see `statistics.sum_up`.
+        walk: counts of simulated speculative decoding.
+        table: see `places.tally`.
     """
 
     num_samples: int

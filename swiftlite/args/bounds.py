@@ -21,7 +21,7 @@ Length = Annotated[int, Interval(ge=2)]
 Seed = Annotated[int, Interval(ge=0, lt=2**32)]
 Port = Annotated[int, Interval(ge=1, le=65535)]
 
-# Below infinity: a number that is not finite is no setting.
+# Below infinity: infinity and NaN are not valid settings.
 PositiveFloat = Annotated[float, Interval(gt=0, lt=math.inf)]
 NonNegativeFloat = Annotated[float, Interval(ge=0, lt=math.inf)]
 Fraction = Annotated[float, Interval(ge=0, le=1)]
@@ -58,7 +58,7 @@ def out_of_bounds(args: Any) -> dict[str, Interval]:
 
 
 def in_words(bounds: Interval) -> str:
-    """What comes after "must be", such as "at least 0 and below 1"."""
+    """Return bounds in words to follow "must be", such as "at least 0 and below 1"."""
     words = [f"at least {bounds.ge}" if bounds.gt is None else f"above {bounds.gt}"]
     if bounds.le is not None:
         words.append(f"at most {bounds.le}")

@@ -19,12 +19,12 @@ def as_typed(value: Any) -> str:
 
 
 def command_line(command: str, args_class: type, values: Mapping[str, Any], always: Collection[str] = ()) -> str:
-    """A command that says these options again, with *** for a key.
+    """Return the command line that sets these options, with *** for keys and tokens.
 
     Args:
-        command: its words.
-        values: by name; those that are the class's own defaults are left out, and what is no option of it.
-        always: options that are named although they are defaults.
+        command: command words, such as "megatron sft".
+        values: values by option name; defaults of the class and names that are not options of it are omitted.
+        always: options to include even at their default.
     """
     words = ["swiftlite", *command.split()]
     for name, option in options(args_class).items():

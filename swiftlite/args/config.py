@@ -68,13 +68,13 @@ _TAKES: dict[Any, str] = {
 
 
 def convert(option: Option, value: Any) -> Any:
-    """A value of the option's type. Whether a number keeps its bounds is left to the rules.
+    """Convert a value to the option's type. The rules check the bounds of numbers.
 
     Args:
-        value: a string from the command line (a list of strings for a list), or what a YAML or JSON file held.
+        value: a string from the command line (a list of strings for a list), or a value from a YAML or JSON file.
 
     Raises:
-        UserError: the problem begins with what the option takes; the caller puts the option's name before it.
+        UserError: the value is invalid. The problem is a phrase to follow the option's name, which the caller adds.
     """
     kind, may_be_none = split_type(option.type)
     choices = typing.get_args(kind) if typing.get_origin(kind) is Literal else ()

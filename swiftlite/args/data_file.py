@@ -1,19 +1,19 @@
-"""`FILE` and `FILE#N`, as --dataset and --val_dataset take them; NAME#N of the hub (hub/name.py) is cut the same."""
+"""Split `FILE#N`, the format of --dataset and --val_dataset; NAME#N of the hub (hub/name.py) has the same rules."""
 
 from pathlib import Path
 
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".txt")
-"""Of files with rows; a .txt file is one row, a text."""
+"""Extensions of data files; a .txt file is one row with a text."""
 
 MAX_DIGITS = 15
-"""More rows than that has no file, and int() refuses 5000 digits."""
+"""No file has more rows, and int() raises on 5000 digits."""
 
 
 def split_sample(spec: str) -> tuple[str, str]:
-    """The file, and what stands behind its #: the rows to take; "" where all are taken.
+    """Return the file and the number of rows after its #; "" means all rows.
 
-    A # is part of the name where there is a file of that name, and where what follows cannot be a number of rows: in
-    the name of a directory, or before an ending.
+    A # belongs to the name if a file of that name exists, or if the text after it cannot be a number of rows, as in
+    the name of a directory or before an extension.
     """
     file, _, sample = spec.rpartition("#")
     if not file or Path(spec).is_file():
@@ -24,5 +24,5 @@ def split_sample(spec: str) -> tuple[str, str]:
 
 
 def is_number_of_rows(sample: str) -> bool:
-    """Whether this stands for a number."""
+    """Return whether the text is a valid number of rows."""
     return sample.isdecimal() and len(sample) <= MAX_DIGITS

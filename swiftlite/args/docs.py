@@ -1,4 +1,4 @@
-"""What `--help` and docs/options say: titles, types, defaults and docstrings, read from the argument classes.
+"""Read titles, types, defaults and docstrings of options from the argument classes, for `--help` and docs/options.
 
 A string under a field is not kept by Python, so it is read from the class's source file with `ast`, on demand.
 """

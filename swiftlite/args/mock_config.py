@@ -1,4 +1,4 @@
-"""What the value of `--sft_mock_dataset_config_json` may be. Pure text, no files.
+"""Parse the value of `--sft_mock_dataset_config_json` without reading files.
 
     {"mode": "file", "path": "lengths.csv"}
     {"mode": "distribution", "type": "lognormal", "min_seq_len": 1024, "max_seq_len": 8192, "mean_seq_len": 4096,

@@ -13,7 +13,7 @@ from swiftlite.heads.drafting import Drafting
 
 @dataclass(frozen=True)
 class Convention:
-    """How one engine drafts with one family's heads.
+    """The way an engine drafts with the heads of a family.
 
     Attributes:
         draft: the class that runs the heads, as the engine prints it.

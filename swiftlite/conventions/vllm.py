@@ -30,7 +30,7 @@ _DRAFTS: dict[str, tuple[str, Literal["each", "first"]]] = {
 
 
 def convention(family: Family) -> Convention | None:
-    """Return the line of a family; None if there is none."""
+    """Return the convention of a family; None if it was not measured."""
     if family.name not in _DRAFTS:
         return None
     draft, heads = _DRAFTS[family.name]

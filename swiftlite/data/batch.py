@@ -54,10 +54,10 @@ class Extra:
 
 
 def shift_left(tensor_BS: torch.Tensor, fill: float, cu_seqlens: torch.Tensor | None = None) -> torch.Tensor:
-    """What stands one token later, result[b, s] = tensor[b, s + 1], and `fill` at the end of each sequence.
+    """Shift by one token: result[b, s] = tensor[b, s + 1], and `fill` at the end of each sequence.
 
     Args:
-        cu_seqlens: where the sequences of a packed row start, see `Batch`; without it each row is one sequence.
+        cu_seqlens: starts of the sequences of a packed row, see `Batch`; without it each row is one sequence.
     """
     shifted = tensor_BS.roll(-1, dims=1)
     last_S = -1 if cu_seqlens is None else cu_seqlens[1:].long() - 1
@@ -68,7 +68,7 @@ def shift_left(tensor_BS: torch.Tensor, fill: float, cu_seqlens: torch.Tensor | 
 def ahead(
     tensor_BS: torch.Tensor, num_drafts: int, fill: float, cu_seqlens: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """[K, B, S]: the tensor itself for the trunk, and for MTP depth k what stands k tokens later in its sequence."""
+    """Stack the tensor with its shifts [K, B, S]: 0 for the trunk, k shifted by k tokens for MTP depth k."""
     views = [tensor_BS]
     for _ in range(num_drafts):
         views.append(shift_left(views[-1], fill, cu_seqlens))
@@ -82,22 +82,22 @@ class Batch:
     Attributes:
         tokens_KBS: int64; for the trunk, the pad token after the end of a sequence. For depth k, the token k positions
             later in the same row or packed sequence, and 0 past its end.
-        labels_KBS: int64; `labels[k, b, s]` is the token at s + k + 1 of the same sequence, -100 where that does not
-            train or there is none. `micro_batches.on_this_rank` keeps them on the host, where targets are counted.
+        labels_KBS: int64; `labels[k, b, s]` is the token at s + k + 1 of the same sequence; -100 if it is ignored or
+            does not exist. `micro_batches.on_this_rank` keeps them on the host, where targets are counted.
         loss_scale_KBS: float32; weight of `labels[k, b, s]`, 0 where that is -100.
         position_ids_BS: int64; 0, 1, 2, ... in every sequence.
-        sequence_KBS: int64; the number of the sequence that `tokens[k, b, s]` belongs to, counted through the
-            micro-batch; -1 where there is no token, in padding and at the last k positions of each sequence.
+        sequence_KBS: int64; index in the micro-batch of the sequence that `tokens[k, b, s]` belongs to; -1 for padding
+            and at the last k positions of each sequence, where there is no token.
         num_tokens: tokens without padding.
-        squares: sum of the squared lengths of the samples; with `num_tokens`, what a step costs.
-        cu_seqlens: int32 [N + 1], or [N + 2] where padding fills the row up: where each sequence of a packed row
-            starts, its padding counted, and last S. It is on the host, since shapes follow from it, and stays that of
-            the whole row when the row is cut over ranks. None: the rows are padded.
-        num_sequences: N, without those that are padding alone.
-        extras: tensors of the training method by name, see `Extra`. The sequences of one sample follow each other: of
-            pairs, sequence 2p is the preferred answer of pair p and sequence 2p + 1 the other one.
-        items: those among them that have one entry per item.
-        on_host: the same batch before it was moved to a device; None: it was not moved.
+        squares: sum of the squared lengths of the samples; with `num_tokens` it determines the cost of a step.
+        cu_seqlens: int32 [N + 1], or [N + 2] if padding fills the row: the start of each sequence of a packed row
+            including its padding, and S. It is on the host, because shapes depend on it, and describes the whole
+            row even after the row was split over ranks. None: the rows are padded.
+        num_sequences: N, without sequences that are only padding.
+        extras: tensors of the training method by name, see `Extra`. The sequences of one sample are adjacent: for
+            pairs, sequence 2p is the preferred answer of pair p and sequence 2p + 1 the rejected one.
+        items: extras with one entry per item.
+        on_host: the same batch before it was moved to a device; None if it was not moved.
     """
 
     tokens_KBS: torch.Tensor
@@ -120,7 +120,7 @@ class Batch:
         return None if axes_K3BS is None else axes_K3BS[0]
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
-        """The batch with its tensors of one entry per token replaced: moved to a device, cut along the last axis."""
+        """Apply a function to the tensors with one entry per token, for example to move or split them."""
         return replace(
             self,
             tokens_KBS=function(self.tokens_KBS),
@@ -294,7 +294,7 @@ def _ahead_of_tokens(
     """Return the values of `_per_token` for the trunk and each MTP depth, [K, *shape, B, S]."""
     num_rows, length = position_ids_BS.shape
     numbers_last = torch.from_numpy(per_token).view(num_rows, length, -1)
-    rows = numbers_last.movedim(-1, 0).reshape(-1, length)  # each number of a token in a row of its own
+    rows = numbers_last.movedim(-1, 0).reshape(-1, length)  # one row per entry of a token
     shifted = ahead(rows, num_drafts, extra.default, cu_seqlens)
     return shifted.view(1 + num_drafts, *extra.shape, num_rows, length).to(extra.dtype)
 

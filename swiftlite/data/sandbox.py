@@ -1,6 +1,7 @@
-"""A chat template is a program that came with a model. The sandbox of jinja2 keeps it from Python, files and network,
-this one from taking all memory. Nothing bounds its time: a loop may run for ever. Rows of `--streaming` are rendered
-beside training, without a bound on memory.
+"""Limit the memory of chat templates, which are untrusted programs.
+
+jinja2's sandbox denies access to Python, files and the network; this module limits memory. Time is not limited: a loop
+may run forever. Rows of `--streaming` are rendered in the training process, without a memory limit.
 """
 
 import os
@@ -14,17 +15,17 @@ from swiftlite.data.rows.conversation import RowError
 from swiftlite.errors import clip
 
 MAX_MEGABYTES = 1000
-"""That a template may take; a conversation of ten million characters needs less than a tenth of it."""
+"""Memory limit of a template; a conversation of ten million characters needs less than a tenth of it."""
 MAX_CHARACTERS = 10_000_000
-"""Of one conversation. Tokenizing takes up to 500 bytes for each."""
+"""Maximum length of a conversation. Tokenizing takes up to 500 bytes per character."""
 
 
 @contextmanager
 def running_the_template() -> Iterator[None]:
-    """Inside, a chat template may divide by zero, call itself for ever, or multiply a text by 10**10.
+    """Contain failures of a chat template, such as a division by zero, endless recursion or `'a' * 10**10`.
 
     Raises:
-        RowError: whatever it raised, or it wanted more than MAX_MEGABYTES.
+        RowError: the template raised an exception, or exceeded MAX_MEGABYTES.
     """
     try:
         with _bounded_memory(MAX_MEGABYTES * 1_000_000):
@@ -33,16 +34,16 @@ def running_the_template() -> Iterator[None]:
         problem = f"the chat template wants more than {MAX_MEGABYTES} MB of memory"
         raise RowError("messages", problem, "read the template before you use this model") from None
     except Exception as error:
-        # On one line: whoever wrote the template must not write lines of ours.
+        # On one line, so that the template cannot forge log lines.
         problem = " ".join(str(error).split()) or type(error).__name__
         raise RowError("messages", f"the chat template fails: {clip(problem, 200)}") from None
 
 
 def check_length(text: str) -> None:
-    """Refuse what no tokenizer should be given.
+    """Check the length of a conversation before it is tokenized.
 
     Raises:
-        RowError: the text of a conversation has more than MAX_CHARACTERS.
+        RowError: it has more than MAX_CHARACTERS.
     """
     if len(text) > MAX_CHARACTERS:
         problem = f"they are {len(text):,} characters long, and a row may have {MAX_CHARACTERS:,}"
@@ -50,18 +51,17 @@ def check_length(text: str) -> None:
 
 
 def run_templates_unbounded() -> None:
-    """Take no notice of memory in this thread from now on: its process trains, and what bounds a template would bound
-    the memory of a step as well."""
+    """Disable the limit in this thread, because its process trains and the limit would apply to training as well."""
     _thread.is_unbounded = True
 
 
 @contextmanager
 def _bounded_memory(num_bytes: int) -> Iterator[None]:
-    """Inside, this process may take so much more than it has; what wants more gets a MemoryError.
+    """Limit the additional memory of this process; exceeding it raises a MemoryError.
 
-    The limit is the kernel's, because no hook of jinja2 sees all: 'a' * n, 'a'.center(n), '%99999d' % 1, x ~ x ~ x ...
-    Only Linux keeps to it, and says how much a process has. It is one for all threads: those inside share it, and
-    the last one to leave takes it away.
+    The limit is the kernel's, because no hook of jinja2 covers 'a' * n, 'a'.center(n), '%99999d' % 1, x ~ x ~ x ...
+    Only Linux enforces it and reports the memory of a process. All threads share one limit, which the last thread to
+    leave removes.
     """
     if sys.platform != "linux" or getattr(_thread, "is_unbounded", False):
         yield
@@ -74,7 +74,7 @@ def _bounded_memory(num_bytes: int) -> Iterator[None]:
 
 
 class _Limit:
-    """The limit of this process, and how many threads are inside."""
+    """The memory limit of this process, and the number of threads that use it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -87,7 +87,7 @@ class _Limit:
             if not self._num_inside:
                 self._before = resource.getrlimit(resource.RLIMIT_AS)
                 self._limit = 0
-            # Each thread that starts takes address space of its own: whoever comes later is given as much as the first.
+            # Each new thread takes address space, so the limit is raised for threads that enter later.
             self._limit = max(self._limit, _address_space() + num_bytes)
             # The user's own limit (`ulimit -v`) may be lower.
             bounds = (self._limit, *self._before)
@@ -107,7 +107,7 @@ _limit = _Limit()
 
 
 def _address_space() -> int:
-    """Bytes that count for RLIMIT_AS. Every row asks several times, and `open` would take 10 microseconds more."""
+    """Return the bytes that count towards RLIMIT_AS. Called several times per row; `open` would take 10 us longer."""
     file = os.open("/proc/self/statm", os.O_RDONLY)
     try:
         pages, _, _ = os.read(file, 100).partition(b" ")

@@ -72,7 +72,7 @@ def training_flops(
         trunk_is_read: whether cached states replace the trunk, with `heads_only`.
 
     Raises:
-        UserError: a model_type that is not known.
+        UserError: the model_type is unknown.
     """
     architecture = architecture_of(hf_config)
     hidden, block, num_drafts = architecture.outside.hidden, architecture.mtp_block, heads.drafts

@@ -1,6 +1,6 @@
-"""What one rank holds of a virtual pipeline stage: parameters, and bytes that autograd keeps of one forward pass.
+"""Count parameters and activation bytes of a virtual pipeline stage on one rank.
 
-What a decoder layer counts is its own answer (`families/layer.py`); here stand the modules around layers.
+Decoder layers count themselves (`families/layer.py`); this module counts the modules around them.
 """
 
 import itertools
@@ -20,7 +20,7 @@ from swiftlite.plan.kernels import CHUNK
 
 @dataclass(frozen=True)
 class Kept:
-    """Bytes that autograd keeps of one forward pass on a rank, and what they are."""
+    """Activation bytes of one forward pass on a rank, with their name."""
 
     name: str
     bytes: int
@@ -32,13 +32,12 @@ def total(entries: Iterable[Kept]) -> int:
 
 
 def share(number: int, ranks: int) -> int:
-    """An equal part, rounded up."""
+    """Return an equal share, rounded up."""
     return -(-number // ranks)
 
 
 class ModelOnRank:
-    """A model on one rank: what its parts outside the decoder layers count, in parameters and in bytes that autograd
-    keeps."""
+    """Parameters and activation bytes of a model on one rank, without its decoder layers."""
 
     def __init__(self, architecture: Architecture, setup: Setup):
         self.setup, self.rank = setup, rank_of(architecture, setup)
@@ -51,13 +50,13 @@ class ModelOnRank:
         self.is_trunk_frozen = setup.mtp_mode == "heads_only"
 
     def rank_in(self, layer: int) -> Rank:
-        """This rank in a decoder layer, from 0."""
+        """Return this rank as seen by a decoder layer (from 0)."""
         low = self.setup.low_precision
         return self.low_rank if low and low.is_in_layer(layer, len(self.layers)) else self.rank
 
     @property
     def vocabularies(self) -> list[int]:
-        """This rank's words of each loss that a backward pass begins from: the trunk's, then the heads'."""
+        """Vocabulary entries of this rank in each trained loss: the trunk's, then those of the heads."""
         of_trunk = [] if self.is_trunk_frozen else [self.vocab]
         return of_trunk + [self.drafted or self.vocab] * self.setup.heads.drafts
 
@@ -130,7 +129,7 @@ class ModelOnRank:
 
 
 class VirtualStage:
-    """What one rank computes of a virtual stage.
+    """The part of a virtual stage on one rank.
 
     Args:
         holds: letters as in a layout string, "Ett" or "tmL".
@@ -145,7 +144,7 @@ class VirtualStage:
         self.num_mtp_layers = holds.count("m")
         self.is_first, self.is_last = "E" in holds, "L" in holds
         ends_trunk = bool(self.layers) and last_layer == len(model.layers)
-        # With MTP layers the final norm stands behind the last decoder layer, else before the loss.
+        # With MTP layers the final norm follows the last decoder layer; otherwise it precedes the loss.
         self.has_final_norm = ends_trunk if model.num_mtp_layers else self.is_last
 
     def describe(self) -> str:
@@ -204,7 +203,7 @@ class VirtualStage:
         return count
 
     def _saved_parameters(self, lora: Lora) -> ParameterCount:
-        """What of this stage learns in full beside adapters."""
+        """Count the parameters of this stage that are trained in full in addition to adapters."""
         model = self.model
         rows = [*model.outside.rows(), *itertools.chain(*map(model.architecture.layer_rows, self.layer_numbers))]
         number = 0

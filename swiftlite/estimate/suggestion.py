@@ -37,7 +37,7 @@ def _candidates(architecture: Architecture, setup: Setup) -> Iterator[Setup]:
         layout = _resized(setup.layout, tp, ep, pp)
         if not is_possible(layout, architecture, setup) or process_problems(layout, setup.num_gpus):
             continue
-        shares = setup.use_distributed_optimizer or setup.num_gpus > tp * pp  # else there is nobody to share with
+        shares = setup.use_distributed_optimizer or setup.num_gpus > tp * pp  # else no ranks to share with
         for recompute in recomputes:
             yield dataclasses.replace(setup, layout=layout, recompute=recompute, use_distributed_optimizer=shares)
 

@@ -1,4 +1,4 @@
-"""What rules look at: the model's config.json, directories of runs, the number of processes; never weights."""
+"""Collect what rules check besides options: config.json, run directories, the number of processes; no weights."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,44 +21,44 @@ from swiftlite.methods.method import Method
 
 @dataclass(frozen=True)
 class Facts:
-    """What rules look at beside the options."""
+    """Inputs of rules besides the options."""
 
     world_size: int
     """Processes of the run."""
     hf_config: dict[str, Any]
-    """The model's config.json; empty when there is none to read (another rule says so)."""
+    """The model's config.json; empty if there is none, which another rule reports."""
     directory: Path = Path()
-    """The model's small files, or where they would lie; of no meaning without --model."""
+    """Directory of the model's small files; unused without --model."""
     names: Mapping[str, str] = field(default_factory=dict)
-    """What the options say of models, by option; none that is empty."""
+    """Model names and paths by option, without empty ones."""
 
     @property
     def architecture(self) -> Architecture | None:
-        """What its family reads from it; None where that is too little to look at."""
+        """The architecture that the family reads from config.json; None if it is incomplete."""
         return known_architecture(self.hf_config)
 
     @property
     def heads(self) -> Heads:
-        """The MTP heads that it promises."""
+        """The MTP heads in config.json."""
         return Heads.from_config(self.hf_config)
 
     def described(self, option: str) -> tuple[Path, dict[str, Any]]:
-        """The directory and config.json of the model that this option names, which are asked for where a rule looks.
+        """Return directory and config.json of the model that an option names; downloads them if necessary.
 
         Raises:
-            UserError: it is a name, and cannot be had.
+            UserError: the model is not available.
         """
         directory = description_of(self.names.get(option, ""))
         return directory, read_hf_config(directory)
 
 
 def read_facts(args: Any, world_size: int = 1) -> Facts:
-    """Read what a command's rules look at.
+    """Collect the facts for a command's rules.
 
-    A run that `export --to_hf` reads is never a name of the hub.
+    The run that `export --to_hf` reads is always a directory, not a name of the hub.
 
     Raises:
-        UserError: --model is a name, and cannot be had.
+        UserError: --model is a name of the hub that is not available.
     """
     names = models_in(args)
     if "model" not in names:
@@ -69,7 +69,7 @@ def read_facts(args: Any, world_size: int = 1) -> Facts:
 
 
 def read_hf_config(directory: Path) -> dict[str, Any]:
-    """config.json of a Hugging Face model directory; {} when it is absent or not an object."""
+    """Return the config.json of a Hugging Face model directory; {} if it is missing or not an object."""
     try:
         content = read_json(directory / "config.json")
     except (OSError, ValueError):
@@ -78,7 +78,7 @@ def read_hf_config(directory: Path) -> dict[str, Any]:
 
 
 def config_directory(model: Path) -> Path:
-    """Where the model's config.json lies: a run and its checkpoint-N keep their source's in source/."""
+    """Return the directory of the model's config.json; that of a run and its checkpoint-N is source/."""
     if (model / "config.json").exists():
         return model
     for run in (model, model.parent):
@@ -88,14 +88,14 @@ def config_directory(model: Path) -> Path:
 
 
 def run_checkpoints(directory: Path) -> list[Path]:
-    """checkpoint-N directories of a run, oldest first."""
+    """Return the checkpoint-N directories of a run, oldest first."""
     directories = [path for path in directory.glob("checkpoint-*") if path.is_dir()]
     found = [path for path in directories if path.name.removeprefix("checkpoint-").isdigit()]
     return sorted(found, key=lambda path: int(path.name.removeprefix("checkpoint-")))
 
 
 def is_run(path: Path) -> bool:
-    """Whether this is an sft run, or what `export --to_mcore` wrote: both keep their model's config.json in source/."""
+    """Return whether this is a training run or an output of `export --to_mcore`; both have source/config.json."""
     return (path / "source" / "config.json").is_file()
 
 
@@ -103,7 +103,7 @@ def method_of_run(run: Path) -> Method | None:
     """Return the first method of the command that made this run, or the run of this checkpoint.
 
     Returns:
-        None where args.json cannot be read.
+        None if args.json cannot be read.
     """
     if run.name.startswith("checkpoint-"):
         run = run.parent
@@ -114,22 +114,23 @@ def method_of_run(run: Path) -> Method | None:
 
 
 def near_path(path: Path) -> str:
-    """A hint for a path that does not exist: the file or directory beside it with almost the same name."""
+    """Return a hint for a path that does not exist: a sibling with almost the same name."""
     if not path.parent.is_dir():
         return f"the directory {path.parent} does not exist either"
     suggestion = near(path.name, sorted(entry.name for entry in path.parent.iterdir()))
-    # The same ending alone makes no name near: nosuch.jsonl is not ok.jsonl.
+    # The same extension does not make names similar: nosuch.jsonl and ok.jsonl.
     if not suggestion or not near(path.stem, [Path(suggestion).stem]):
         return ""
     return f"did you mean {path.parent / suggestion}?"
 
 
 def model_of_run(run: Path) -> str | None:
-    """The Hugging Face model that a run, or the run of a checkpoint, began with, if it is still there; a name of the
-    hub with the run's own commit.
+    """Return the Hugging Face model that a run (or a checkpoint's run) started from; None if it no longer exists.
+
+    A name of the hub includes the commit of the run.
 
     Raises:
-        UserError: it is a name, and the hub or its cache does not have it.
+        UserError: it is a name that neither the hub nor its cache has.
     """
     if run.name.startswith("checkpoint-"):
         run = run.parent

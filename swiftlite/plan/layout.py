@@ -1,6 +1,6 @@
-"""Arithmetic on a parallel layout: which rank holds what, and whether it fits a model. Pure; no torch.
+"""Compute which rank holds which part of a model, and check a parallel layout. Pure functions; no torch.
 
-What ranks share of a layer is the layer's own answer (`families/layer.py`).
+Layers define which of their dimensions are split (`families/layer.py`).
 """
 
 import dataclasses
@@ -17,20 +17,20 @@ Group = TypeVar("Group")
 
 
 def layout_of(args: Any) -> ParallelLayout:
-    """The layout among a command's options, alone."""
+    """Return the layout options of a command."""
     return group_of(args, ParallelLayout)
 
 
 def group_of(args: Any, group: type[Group]) -> Group:
-    """One group of a command's options, alone."""
+    """Return one option group of a command."""
     return group(**{field.name: getattr(args, field.name) for field in dataclasses.fields(group)})  # type: ignore[arg-type]
 
 
 def parse_stages(pipeline_model_parallel_layout: str) -> list[str]:
-    """Stages of a layout string with repetitions written out: "Et*2|(t|)*2mL" is ["Ett", "t", "t", "mL"].
+    """Return the stages of a layout string with repetitions expanded: "Et*2|(t|)*2mL" is ["Ett", "t", "t", "mL"].
 
     Raises:
-        ValueError: a character that stands for nothing, a number that is none of layers.
+        ValueError: unknown character, or a repetition count that is too large.
     """
     text = re.sub(r"[\s,]", "", pipeline_model_parallel_layout)
     for pattern in (r"\(([^()]*)\)\*(\d+)", r"([A-Za-z|])\*(\d+)"):
@@ -43,7 +43,7 @@ def parse_stages(pipeline_model_parallel_layout: str) -> list[str]:
 
 
 def num_virtual_stages(layout: ParallelLayout) -> int | None:
-    """Virtual stages per pipeline rank as megatron-core counts them: None without interleaving."""
+    """Return the virtual stages per pipeline rank in megatron-core's convention: None without interleaving."""
     number = layout.num_virtual_stages_per_pipeline_rank or 1
     if layout.pipeline_model_parallel_layout:
         number = len(parse_stages(layout.pipeline_model_parallel_layout)) // layout.pipeline_model_parallel_size
@@ -51,7 +51,7 @@ def num_virtual_stages(layout: ParallelLayout) -> int | None:
 
 
 def mtp_pipeline_rank(layout: ParallelLayout) -> int:
-    """The pipeline rank that computes the MTP layers: the last one, unless the layout string says otherwise."""
+    """Return the pipeline rank of the MTP layers: the last one, unless the layout string assigns them elsewhere."""
     size = layout.pipeline_model_parallel_size
     if layout.pipeline_model_parallel_layout:
         for number, stage in enumerate(parse_stages(layout.pipeline_model_parallel_layout)):
@@ -61,9 +61,9 @@ def mtp_pipeline_rank(layout: ParallelLayout) -> int:
 
 
 def mtp_is_with_last_layer(layout: ParallelLayout) -> bool:
-    """Whether the stage of the MTP layers also has the last decoder layer; only the layout string can part them.
+    """Return whether the stage of the MTP layers has decoder layers; only a layout string can separate them.
 
-    True of a string that stands for no layout, which `layout_problems` says.
+    True for an invalid string, which `layout_problems` reports.
     """
     try:
         stages = parse_stages(layout.pipeline_model_parallel_layout or "")
@@ -73,21 +73,21 @@ def mtp_is_with_last_layer(layout: ParallelLayout) -> bool:
 
 
 def data_parallel_size(layout: ParallelLayout, world_size: int) -> int:
-    """Replicas of the model, when `process_problems` has found nothing."""
+    """Return the number of replicas of the model; requires that `process_problems` is empty."""
     return world_size // _product(_MODEL_SIZES, layout)
 
 
 def ranks_of(layout: ParallelLayout, world_size: int) -> range:
-    """The first ranks of a job, as many as a model of this layout can use: for TP2 among 3, ranks 0 and 1.
+    """Return the ranks of a job that a layout can use: ranks 0 and 1 of 3 for a tensor-parallel size of 2.
 
-    All of them where the layout needs more than there are, which `process_problems` says.
+    Returns all ranks if the layout requires more, which `process_problems` reports.
     """
     unit = math.lcm(_product(_MODEL_SIZES, layout), _product(_EXPERT_SIZES, layout))
     return range(world_size - world_size % unit or world_size)
 
 
 def process_problems(layout: ParallelLayout, world_size: int) -> list[Problem]:
-    """Why the processes do not divide into replicas, or into groups that share experts: (problem, hint) each."""
+    """Return problems (problem, hint) if the processes do not divide into replicas or expert-parallel groups."""
     problems = []
     for names in (_MODEL_SIZES, _EXPERT_SIZES):
         size = _product(names, layout)
@@ -108,24 +108,27 @@ def _product(names: Sequence[str], layout: ParallelLayout) -> int:
 
 
 def length_multiple(layout: ParallelLayout) -> int:
-    """What the length of a row must be a multiple of, so that every rank gets an equal part."""
+    """Return the number that must divide the length of a row, so that all ranks have equal parts."""
     return sequence_multiple(layout) * (layout.tensor_model_parallel_size if layout.sequence_parallel else 1)
 
 
 def sequence_multiple(layout: ParallelLayout) -> int:
-    """What the length of a sequence in a packed row must be a multiple of: context-parallel ranks hold two chunks of
-    each."""
+    """Return the number that must divide the length of a sequence in a packed row.
+
+    Each context-parallel rank holds two chunks of each sequence.
+    """
     return 2 * layout.context_parallel_size if layout.context_parallel_size > 1 else 1
 
 
 def decoder_layers_per_stage(layout: ParallelLayout, num_layers: int) -> list[int]:
-    """Decoder layers of each stage, virtual stages counted, in the order in which a row passes them.
+    """Return the number of decoder layers of each (virtual) stage, in the order of the forward pass.
 
-    24 layers on 4 pipeline ranks with 2 virtual stages each: [3, 3, 3, 3, 3, 3, 3, 3], of which the first rank computes
-    numbers 0 and 4. On 4 ranks without, and --decoder_first_pipeline_num_layers 3: [3, 7, 7, 7].
+    Example: 24 layers on 4 pipeline ranks with 2 virtual stages each give [3, 3, 3, 3, 3, 3, 3, 3]; the first rank
+    computes stages 0 and 4. On 4 ranks without virtual stages, --decoder_first_pipeline_num_layers 3 gives
+    [3, 7, 7, 7].
 
     Raises:
-        ValueError: they cannot be shared so; in the user's words.
+        ValueError: the layers do not divide; the message is for users.
     """
     if layout.pipeline_model_parallel_layout:
         return [stage.count("t") for stage in parse_stages(layout.pipeline_model_parallel_layout)]
@@ -142,12 +145,12 @@ def decoder_layers_per_stage(layout: ParallelLayout, num_layers: int) -> list[in
 def states_sent(
     layout: ParallelLayout, num_layers: int, num_drafts: int, heads_take_before_norm: bool = False
 ) -> list[int]:
-    """Count the states that each stage but the last sends to the next one (`model.stage_states.StageStates`).
+    """Count the states that each stage except the last sends to the next one (`model.stage_states.StageStates`).
 
-    Et*2|t*2|m|L with one head that takes the state before the final norm: [1, 2, 2].
+    Example: Et*2|t*2|m|L with one head that reads the state before the final norm gives [1, 2, 2].
 
     Args:
-        num_drafts: of the heads; 0 without any.
+        num_drafts: number of drafts of the heads; 0 without heads.
     """
     per_stage = decoder_layers_per_stage(layout, num_layers)
     of_heads = len(per_stage) - layout.pipeline_model_parallel_size + mtp_pipeline_rank(layout)
@@ -162,13 +165,15 @@ def states_sent(
 
 
 def length_divisor(layout: ParallelLayout) -> int:
-    """Into how many parts ranks cut the length of a row between layers."""
+    """Return the number of parts into which a row is split between layers."""
     return layout.context_parallel_size * (layout.tensor_model_parallel_size if layout.sequence_parallel else 1)
 
 
 def _decoder_layers_per_rank(layout: ParallelLayout, num_layers: int) -> list[int]:
-    """Decoder layers of each pipeline rank: the first and the last may have numbers of their own, the others share the
-    rest evenly."""
+    """Return the decoder layers of each pipeline rank.
+
+    Options may set the numbers of the first and the last rank; the other ranks share the rest evenly.
+    """
     num_ranks = layout.pipeline_model_parallel_size
     stated: dict[int, int] = {}
     if layout.decoder_first_pipeline_num_layers is not None:
@@ -185,10 +190,10 @@ def _decoder_layers_per_rank(layout: ParallelLayout, num_layers: int) -> list[in
 
 
 def layout_problems(layout: ParallelLayout, architecture: Architecture | None, mtp_num_layers: int) -> list[Problem]:
-    """Why this model cannot be laid out so: (problem, hint) each.
+    """Return the problems (problem, hint) of a layout for a model.
 
     Args:
-        architecture: None for a model that is not known; then only the layout itself is looked at.
+        architecture: None for an unknown model; then only the layout itself is checked.
     """
     return [
         *_tensor_problems(layout, architecture),
@@ -203,7 +208,7 @@ def _tower_problems(layout: ParallelLayout, architecture: Architecture | None, m
     pp = layout.pipeline_model_parallel_size
     if pp == 1 or not mtp_num_layers or architecture is None or architecture.tower is None:
         return []
-    # Its outputs do not cross to other stages.
+    # Tower outputs are not sent to other stages.
     problem = f"--pipeline_model_parallel_size {pp}: the MTP heads of a model with a tower must be on its stage"
     return [(problem, "use --pipeline_model_parallel_size 1, or --mtp_num_layers 0")]
 
@@ -235,7 +240,7 @@ def _tensor_problems(layout: ParallelLayout, architecture: Architecture | None) 
 
 
 def _tensor_split(architecture: Architecture) -> list[tuple[str, int]]:
-    """What tensor-parallel ranks share in equal parts: (name in config.json, number), each once."""
+    """Return the sizes that tensor parallelism divides: (name in config.json, number), without duplicates."""
     split: list[tuple[str, int]] = []
     for part in architecture.sublayers:
         split += part.tensor_split.items()
@@ -244,7 +249,7 @@ def _tensor_split(architecture: Architecture) -> list[tuple[str, int]]:
 
 
 def _divisors_to_use(count: int, size: int) -> str:
-    """A hint: the numbers below `size` that divide `count`."""
+    """Return a hint with the numbers below `size` that divide `count`."""
     return f"use {choices([str(number) for number in range(1, size) if count % number == 0])}"
 
 
@@ -276,7 +281,7 @@ _EXAMPLE = "for example Et*2|t*2mL for 4 layers and one head on 2 ranks"
 
 
 def _other_pipeline_flag(layout: ParallelLayout) -> str:
-    """The first option but the layout string that says who holds which layers; empty if none is given."""
+    """Return the first option, apart from the layout string, that distributes layers; empty if none is set."""
     if layout.decoder_first_pipeline_num_layers is not None:
         return "decoder_first_pipeline_num_layers"
     if layout.decoder_last_pipeline_num_layers is not None:
@@ -285,7 +290,7 @@ def _other_pipeline_flag(layout: ParallelLayout) -> str:
 
 
 def _even_pipeline_problems(layout: ParallelLayout, architecture: Architecture | None) -> list[Problem]:
-    """Problems of a pipeline without a layout string."""
+    """Return the problems of a pipeline without a layout string."""
     flag, virtual_stages = _other_pipeline_flag(layout), layout.num_virtual_stages_per_pipeline_rank
     means_nothing = flag == "num_virtual_stages_per_pipeline_rank" and virtual_stages == 1
     if layout.pipeline_model_parallel_size == 1 and flag and not means_nothing:
@@ -302,7 +307,7 @@ def _even_pipeline_problems(layout: ParallelLayout, architecture: Architecture |
 
 
 def _letter_problems(flag: str, stages: Sequence[str], wanted: Mapping[str, int]) -> list[Problem]:
-    """What a layout string has too many or too few of, or in another order."""
+    """Report wrong numbers or a wrong order of the letters in a layout string."""
     names = {"E": "embedding", "t": "decoder layer", "m": "MTP layer", "L": "loss"}
     whole = "".join(stages)
     problems = []
@@ -316,7 +321,7 @@ def _letter_problems(flag: str, stages: Sequence[str], wanted: Mapping[str, int]
 
 
 def _mtp_stage_problems(flag: str, stages: Sequence[str], pp: int) -> list[Problem]:
-    """Why the MTP layers cannot stand where a layout string puts them."""
+    """Report a layout string that assigns the MTP layers to an unsupported stage."""
     with_mtp = [number for number, stage in enumerate(stages) if "m" in stage]
     if not with_mtp:
         return []
@@ -352,5 +357,5 @@ def _expert_problems(layout: ParallelLayout, architecture: Architecture | None) 
 
 
 def choices(words: list[str]) -> str:
-    """`a, b or c`."""
+    """Join words as in `a, b or c`."""
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"

@@ -160,7 +160,7 @@ def _level_within(items: Sequence[_Item], number: int, packing_length: int) -> l
     """
     groups: list[_Group] = [[] for _ in range(number)]
     rooms = [packing_length] * number
-    heap = [(0.0, group) for group in range(number)]  # work so far, and of which group
+    heap = [(0.0, group) for group in range(number)]  # work so far, and the group
     for item in items:
         too_full = []
         while heap and rooms[heap[0][1]] < item.size:

@@ -23,7 +23,7 @@ def parse_pair(row: object, *, system: str | None = None, source: str = "") -> C
         RowError: naming the field; also where the answers are equal, or follow different turns.
     """
     if not isinstance(row, dict):
-        return parse_row(row, system=system, source=source)  # which says what it is
+        return parse_row(row, system=system, source=source)  # which is part of the message
     given = {name: value for name, value in row.items() if value is not None and value != ""}
     shared = {name: given[name] for name in SHARED if name in given}
     if "rejected_response" in given or "rejected_messages" in given:

@@ -30,7 +30,7 @@ def parse_rated(row: object, *, system: str | None = None, source: str = "") -> 
         RowError: naming the field.
     """
     if not isinstance(row, dict):
-        return parse_row(row, system=system, source=source)  # which says what it is
+        return parse_row(row, system=system, source=source)  # which is part of the message
     for name in ("chosen", "rejected", "rejected_response", "rejected_messages"):
         if row.get(name):
             raise RowError(
