@@ -71,7 +71,7 @@ def to_hf(args: ExportArgs, mesh: Mesh) -> None:
 
     Raises:
         UserError: there is no checkpoint, --output_dir cannot be created, the audit of the result found a problem, or
-            its acceptance is below a limit (nothing remains).
+            its acceptance is below a limit; nothing is written.
     """
     checkpoint = resolve_checkpoint(Path(args.model))
     check_source(checkpoint.parent)

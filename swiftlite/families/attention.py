@@ -97,7 +97,7 @@ class GroupedQueryAttention:
     def kept(self, rank: Rank) -> int:
         queries, keys = self._widths(rank)
         if rank.cp > 1:
-            # Queries and the result; keys and values come from all context-parallel ranks, in tensors of their own.
+            # Queries and the result; keys and values of all context-parallel ranks are in separate tensors.
             core = 2 * queries + 2 * keys * rank.cp
         else:
             # Queries, keys and the result; the values are a view of what the projection made, so all of that stays.
@@ -235,7 +235,7 @@ class LatentAttention:
             for size in (self.q_lora_rank, self.kv_lora_rank)
         )
         down = of_query + rank.cp * of_key
-        # Queries, and keys and values of all context-parallel ranks, each a copy of its own: what a fused kernel keeps.
+        # A fused kernel keeps copies of queries, and of keys and values of all context-parallel ranks.
         # On a CPU that takes equal sizes of keys and values; others keep the matrix of scores there.
         up = heads * (self._key_size + rank.cp * (self._key_size + self.v_head_dim))
         if "mla_up_proj" in rank.recomputed:

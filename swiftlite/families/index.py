@@ -64,7 +64,7 @@ def get(hf_config: HfConfig, hf_dir: str | Path | None = None) -> Family:
     except UserError as error:
         if hf_dir is None:
             raise
-        raise UserError(f"{Path(hf_dir)}/{error.problem}", error.hint) from None  # it begins with config.json
+        raise UserError(f"{Path(hf_dir)}/{error.problem}", error.hint) from None  # the message starts with config.json
     return family
 
 
@@ -108,7 +108,7 @@ def _countable(family: Family, hf_config: HfConfig) -> Architecture | None:
         for part in architecture.sublayers:
             part.parameters(Rank())
             part.kept(Rank())
-    except (KeyError, IndexError, TypeError, ZeroDivisionError):  # a size or a layer is missing, or is no number
+    except (KeyError, IndexError, TypeError, ZeroDivisionError):  # a size or a layer is missing, or not a number
         return None
     return architecture
 

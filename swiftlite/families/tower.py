@@ -1,7 +1,7 @@
-"""What a tower says of itself: the module before the trunk that makes embeddings of something else than tokens.
+"""Define the interface of a tower, a module before the trunk that computes embeddings of inputs other than tokens.
 
-A new kind is a frozen dataclass with these answers and a line in `model/specs.py`. The families of swiftlite name none:
-of those published with an image tower, the tower is copied unchanged (`Family.language_model`).
+A new kind is a frozen dataclass with these methods and a line in `model/specs.py`. No family of swiftlite has one; the
+tower of families that are published with one is copied unchanged (`Family.language_model`).
 """
 
 from typing import Protocol
@@ -14,7 +14,7 @@ class Tower(Protocol):
     """The sizes of a tower, such as an image tower. Its rank holds all of it, on the stage of the embedding."""
 
     def rows(self) -> list[Row]:
-        """Return its bridge rows, names whole; those of Megatron begin with `tower.`."""
+        """Return its bridge rows with full names; Megatron names start with `tower.`."""
         ...
 
     def parameters(self, rank: Rank) -> ParameterCount:

@@ -1,7 +1,7 @@
-"""Lines and bars as SVG inside of a page: no script, its text is text, and its colours are the page's own.
+"""Draw line and bar charts as inline SVG without scripts, with text as text.
 
-matplotlib draws with stand-in colours, which then become the variables of templates/style.css; so a figure follows the
-dark mode of its reader. Lines differ by their dashes and bars by their hatching as well, not by colour alone.
+matplotlib draws with placeholder colours, which are replaced by the CSS variables of templates/style.css, so charts
+follow the dark mode of the browser. Lines also differ by their dashes and bars by their hatching.
 """
 
 import io
@@ -120,13 +120,13 @@ def draw_lines(
 
 
 def draw_bars(name: str, title: str, groups: Sequence[str], bars: Sequence[Bars], *, what: str, y: str) -> Figure:
-    """Groups of bars with their shares of 1 beside them, one group below the other.
+    """Draw groups of horizontal bars with their percentages, one group below the other.
 
     Args:
-        groups: names, such as those of channels.
-        bars: those that no group has are left out, but one must be had.
-        what: a group is, such as "channel".
-        y: what the bars show.
+        groups: names of the groups, such as channels.
+        bars: bars without a value in any group are omitted; at least one must have a value.
+        what: kind of group, such as "channel".
+        y: label of the values.
     """
     bars = [each for each in bars if set(each.heights) != {None}]
     thickness = 0.8 / len(bars)
@@ -163,7 +163,7 @@ def draw_bars(name: str, title: str, groups: Sequence[str], bars: Sequence[Bars]
 
 
 def share(value: float | None) -> str:
-    """A share of 1 in percent; a dash where there is none."""
+    """Format a share as a percentage; a dash if there is none."""
     return "–" if value is None else f"{100 * value:.1f}\u00a0%"
 
 
@@ -173,7 +173,7 @@ def number(value: float) -> str:
 
 
 def thin(points: Points, most: int) -> Points:
-    """Every so many of the points, the last one among them, `most` or few more."""
+    """Thin points evenly to about `most`, including the last one."""
     stride = max(1, -(-len(points) // most))
     chosen = list(points[::stride])
     if (len(points) - 1) % stride:
@@ -199,7 +199,7 @@ def as_svg(figure: mpl_figure.Figure) -> bytes:
 
 
 def _inline(figure: mpl_figure.Figure, name: str, title: str) -> Markup:
-    """The SVG element alone, with ids of its own, the page's colours, and its title for screen readers."""
+    """Return the SVG element with unique ids, the page's colours, and its title for screen readers."""
     text = as_svg(figure).decode()
     text = re.sub(r"\s*<(metadata|style)\b.*?</\1>", "", text, flags=re.DOTALL)  # the style would be the whole page's
     _, _, content = text[text.index("<svg") :].partition(">")

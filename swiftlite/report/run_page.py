@@ -23,13 +23,13 @@ MAX_BAD_ROWS = 50
 
 
 def write_run_page(directory: Path, path: Path | None = None) -> Path:
-    """Tell of the run in a directory.
+    """Write the page of a run.
 
     Args:
-        path: of the page; beside run_report.json if there is none.
+        path: path of the page; default: next to run_report.json.
 
     Returns:
-        Where the page is.
+        The path of the page.
     """
     path = path or directory / PAGE_FILE
     write_durably(path, render(run_page(read_run(directory))))

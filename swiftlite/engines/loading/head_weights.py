@@ -37,7 +37,7 @@ class Trunk(torch.nn.Module):
     config: PreTrainedConfig
 
     def load_weights(self, weights: Weights) -> Any:
-        """As the engine's class."""
+        """Same signature as the engine's class."""
         if heads_of(self.config).layers > 0:
             weights = ((name, tensor) for name, tensor in weights if not name.startswith("mtp."))
         trunk: Any = super()

@@ -45,7 +45,7 @@ class MtpHead(nn.Module):
         self.final_layernorm = deepcopy(decoder.norm)
         self.eh_proj = nn.Linear(2 * size, size, bias=False, device=decoder.device, dtype=decoder.dtype)
         self.transformer_layer = deepcopy(decoder.layers[number])
-        self.transformer_layer.self_attn.layer_idx = 0  # every head has a cache of its own, of one layer
+        self.transformer_layer.self_attn.layer_idx = 0  # each head has a separate cache of one layer
 
     def forward(self, embedding_BSH: torch.Tensor, hidden_BSH: torch.Tensor, **layer_kwargs: Any) -> torch.Tensor:
         """State [B, S, H] before the output norm.
@@ -111,12 +111,12 @@ def _read(row: Row, checkpoint: Checkpoint) -> torch.Tensor:
 
 
 class MtpCandidateGenerator(CandidateGenerator):
-    """Drafts with MTP heads, through the interface of drafters in transformers' assisted generation.
+    """Draft with MTP heads through the interface of transformers' assisted generation.
 
-    Depth k (from 0) at position i receives the state of depth k - 1 at i, the token at i + k + 1 and, through its
-    cache, those of all earlier positions; it predicts the token at i + k + 2. Rotary positions are the trunk's.
+    Depth k (from 0) at position i receives the state of depth k - 1 at i, the token at i + k + 1 and, through its KV
+    cache, all earlier positions. It predicts the token at i + k + 2. Rotary positions equal those of the trunk.
 
-    Two heads, after the trunk has read t0 .. t3 and chosen t4; d marks a draft:
+    Example with two heads, after the trunk has processed t0 .. t3 and chosen t4; d marks a draft:
 
         position              0   1   2   3
         inputs of depth 0    h0  h1  h2  h3    the trunk's states
@@ -124,28 +124,29 @@ class MtpCandidateGenerator(CandidateGenerator):
         inputs of depth 1    s0  s1  s2  s3    depth 0's states
                              t2  t3  t4  d5    from position 3 it drafts d6
 
-    Position 3 of depth 1 rests on a draft, so it is dropped from depth 1's cache. But depth 0 keeps position 3, so s3
-    will not be computed again: it waits for the next round. In general depth k drops its last k positions, and one
-    state waits for it. If then d5 is right and t6 follows, the next round is
+    Position 3 of depth 1 depends on a draft, so it is removed from the cache of depth 1. Depth 0 keeps position 3, so
+    s3 is not computed again and is stored for the next round. In general, depth k removes its last k positions, and one
+    state is stored for it. If d5 is accepted and t6 follows, the next round is
 
-        depth 0 at 4, 5 is fed h4 t5, h5 t6 and drafts d7; depth 1 at 3, 4, 5 is fed s3 t5, s4 t6, s5 d7 and drafts d8
+        depth 0 at 4, 5 receives h4 t5, h5 t6 and drafts d7
+        depth 1 at 3, 4, 5 receives s3 t5, s4 t6, s5 d7 and drafts d8
 
-    A depth that is not run, because a draft before it was not sure enough, keeps its cache; what the depth before it
-    keeps waits for it.
+    A depth that is skipped, because an earlier draft was below the confidence threshold, keeps its cache; the states of
+    the depth before it are stored for it.
 
-    With more tokens than heads, the last head drafts the rest alone: its own state takes the place of the state of the
-    depth before, one position further each time. With one head this is what vLLM does.
+    With more tokens than heads, the last head drafts the rest: its own state replaces the state of the previous depth,
+    one position further each time. With one head this is the algorithm of vLLM.
 
     Args:
         decoder: the trunk without its output layer; must be the one whose states `get_candidates` is given.
         output_layer: the trunk's, shared by all heads, or a `DraftOutput` of it.
         heads: from `load_heads`.
         num_tokens: tokens to draft per round.
-        drafting: what the heads are fed, `MtpLayout.drafting` of the family.
-        logits_processor: drafts are drawn from the heads' logits behind it; None takes the likeliest token.
-        generator: of the random numbers; None is torch's own.
-        confidence: nothing is drafted behind a draft that its head gives a smaller probability; that draft itself is
-            still proposed. 0 always drafts `num_tokens`.
+        drafting: inputs of the heads, `MtpLayout.drafting` of the family.
+        logits_processor: applied to the heads' logits before drafts are sampled; None drafts the most likely token.
+        generator: random number generator; None is torch's default.
+        confidence: drafting stops after a draft with a smaller probability, which is still proposed. 0 always drafts
+            `num_tokens`.
     """
 
     requires_model_outputs = True
@@ -189,13 +190,13 @@ class MtpCandidateGenerator(CandidateGenerator):
         """Append the drafts to `input_ids` [1, S].
 
         Args:
-            model_outputs: of the trunk's last pass; `hidden_states[-1]` [1, positions of that pass, H], as
+            model_outputs: outputs of the trunk's last pass; `hidden_states[-1]` [1, positions of that pass, H], as
                 `Drafting` says, of which the first belong to tokens that were kept.
-            is_first_iteration: a new sequence, which the trunk has not seen yet: nothing is drafted.
+            is_first_iteration: whether the sequence is new to the trunk; then nothing is drafted.
 
         Returns:
-            The ids, and the logits [1, drafts, V] that they were drawn from; None where the likeliest tokens were
-            taken, so that each draft counts as certain.
+            The ids, and the logits [1, drafts, V] that drafts were sampled from; None if the most likely tokens were
+            drafted, which verification treats as certain.
         """
         if is_first_iteration:
             self._reset()

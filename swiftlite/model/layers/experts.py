@@ -57,7 +57,7 @@ class SequentialMLP(McoreSequentialMLP):
 
 
 class GroupedMLP(AddsGradients, SequentialMLP):
-    """The same experts, with the same parameters, as one grouped product per matrix.
+    """Experts computed as one grouped product per matrix, with the same parameters.
 
     On a GPU launching a product for each of a hundred experts takes most of a step. Nothing is copied to the host
     unless there are adapters, each of which is called with the tokens of its expert. Unaligned matrices need one call
