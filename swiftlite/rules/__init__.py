@@ -1,8 +1,9 @@
-"""The rules that options keep, checked before torch loads; may use `args`, `plan` and what lies in small files.
+"""Rules for options, checked before torch loads. They may use `args`, `plan` and the contents of small files.
 
-A rule is a small function with the rule's name that yields (problem, hint) in the user's words. `check` runs all rules
-of a command and reports every problem together. A setting that is merely without effect is a note, not a problem. One
-file per command, `sft_*.py` for the subjects of the largest; `common.py` for what they share.
+A rule is a small function, named after its requirement, that yields (problem, hint) in the user's terms. `check` runs
+all rules of a command and reports every problem together. A setting without effect is a note, not a problem. Each
+command has one file. `common.py` has the rules that commands share; `training/sft_*.py` divide the largest command by
+subject.
 """
 
 from typing import Any
@@ -37,13 +38,13 @@ def check(args: Any, world_size: int = 1) -> list[str]:
         Notes: settings that have no effect, and why.
 
     Raises:
-        OptionError: every problem found.
+        OptionError: an option is invalid; the error lists every problem.
     """
     problems: list[Problem] = list(common.texts_can_be(args))
-    if problems:  # no rule could look at them
+    if problems:  # the rules require valid texts
         raise OptionError(problems)
     facts = read_facts(args, world_size)
-    if found := impossible_values(facts.hf_config):  # nor can a rule count with these
+    if found := impossible_values(facts.hf_config):  # the rules compute with these values
         where = config_directory(facts.directory) / "config.json"
         raise OptionError([(f"{where}: {problem}", "copy it from the model's source again") for problem in found])
     module = rules_of(args)

@@ -1,4 +1,4 @@
-"""Rules that more than one command has."""
+"""Rules that several commands share."""
 
 import math
 import os
@@ -23,7 +23,7 @@ from swiftlite.plan.layout import layout_of, layout_problems, process_problems
 
 _PATHS = ("model", "output_dir", "dataset", "val_dataset", "baseline", "mtp_graft_from", "result_path")
 _PATHS += ("ref_model", "ref_logprobs_cache", "cache_trunk_states", "acceptance_json", "adapters", "runs", "output")
-# Linux takes 255 and 4095. What is written beside a path has a longer name while it is written.
+# Linux allows 255 and 4095 bytes. The temporary file next to a path has a longer name.
 _MAX_NAME = 235
 _MAX_PATH = 4000
 TRAIN_HEADS = "train heads first: swiftlite megatron sft --mtp_num_layers 1"
@@ -37,10 +37,10 @@ def numbers_are_in_range(args: Any, facts: Facts) -> Iterator[Problem]:
 
 
 def left_out(args: Any, command: str, why: Mapping[str, str]) -> Iterator[Problem]:
-    """Problems with options that a command has only because it shares a class with another one.
+    """Yield a problem for each given option that a command has only because it shares a class with another command.
 
     Args:
-        why: by name of each such option, why it cannot be.
+        why: by name of each such option, the reason why the command does not support it.
     """
     known = options(type(args))
     for name, reason in why.items():
@@ -49,7 +49,7 @@ def left_out(args: Any, command: str, why: Mapping[str, str]) -> Iterator[Proble
 
 
 def texts_can_be(args: Any) -> Iterator[Problem]:
-    """Texts that can be written to a file, paths that a file can have; asked about another one, Python raises."""
+    """Reject texts that cannot be written to a file and paths that no file can have. Python raises for them later."""
     for option, given in vars(args).items():
         for text in given if isinstance(given, list) else [given]:
             if not isinstance(text, str):
@@ -108,9 +108,9 @@ def _absent_model(model: str) -> Problem:
 
 
 def family_takes_the_model(args: Any, facts: Facts) -> Iterator[Problem]:
-    """What reading the model would refuse, so that a dry run refuses it too."""
+    """Reject a model that `get_family` rejects, so that a dry run rejects it as well."""
     if not facts.hf_config:
-        return  # another rule says so
+        return  # another rule reports it
     try:
         get_family(facts.hf_config, facts.directory)
     except UserError as error:
@@ -118,7 +118,7 @@ def family_takes_the_model(args: Any, facts: Facts) -> Iterator[Problem]:
 
 
 def file_problems(flag: str, name: str) -> Iterator[Problem]:
-    """What keeps one data file, FILE or FILE#N, from being read."""
+    """Yield the problems that prevent a data file, FILE or FILE#N, from being read."""
     file, sample = split_sample(name)
     path = Path(file)
     dataset = dataset_name(file)
@@ -158,7 +158,7 @@ def output_dir_is_given(args: Any, facts: Facts) -> Iterator[Problem]:
 
 
 def no_heads(facts: Facts) -> str:
-    """What the config.json of the model lacks, in words."""
+    """Return the statement that the model's config.json declares no MTP layer."""
     return f"{facts.directory / 'config.json'} promises no MTP layer ({depth_key(facts.hf_config)})"
 
 
@@ -168,7 +168,7 @@ def baseline_is_a_model(args: EvaluateArgs | ExportArgs, facts: Facts) -> Iterat
 
 
 def graft_has_heads(args: SftArgs | ExportArgs, facts: Facts) -> Iterator[Problem]:
-    """--mtp_graft_from names a model of the same type that promises heads."""
+    """Require that --mtp_graft_from names a model of the same type whose config.json declares heads."""
     if args.mtp_graft_from is None:
         return
     base, config = facts.described("mtp_graft_from")
@@ -189,7 +189,7 @@ def graft_has_heads(args: SftArgs | ExportArgs, facts: Facts) -> Iterator[Proble
 def layout_fits(args: Any, facts: Facts) -> Iterator[Problem]:
     layout = layout_of(args)
     if out_of_bounds(layout):
-        return  # another rule says so
+        return  # another rule reports it
     heads = heads_of(args, facts.heads) if isinstance(args, SftArgs) else facts.heads
     yield from layout_problems(layout, facts.architecture, heads.layers)
     yield from process_problems(layout, facts.world_size)
@@ -220,16 +220,16 @@ def recompute_options_fit(args: SftArgs | DoctorArgs, facts: Facts) -> Iterator[
 
 
 def changed(args: Any, names: Iterable[str]) -> list[str]:
-    """Those of the options that have another value than their default."""
+    """Return the options among `names` that differ from their defaults."""
     known = options(type(args))
     return [name for name in names if vars(args)[name] != known[name].default]
 
 
 def without_effect(args: Any, idle: dict[str, tuple[bool, str]]) -> Iterator[str]:
-    """A note for each setting that is not its default and has no effect.
+    """Yield a note for each option that differs from its default and has no effect.
 
     Args:
-        idle: by name of an option, whether it has no effect, and why.
+        idle: by name of an option, whether it has no effect, and the reason.
     """
     values = vars(args)
     known = options(type(args))

@@ -23,7 +23,7 @@ def engine_is_installed(args: DeployArgs, facts: Facts) -> Iterator[Problem]:
 
 
 def given_of_drafting(args: DeployArgs) -> list[str]:
-    """Names of the options that say how to draft and were given."""
+    """Return the names of the given options that control drafting."""
     own = ["draft_schedule"] if args.draft_schedule is not None else []
     return [*own, *engine.given_of_speculation(args)]
 
@@ -87,7 +87,7 @@ def one_gpu_has_one_worker(args: DeployArgs, facts: Facts) -> Iterator[Problem]:
 
 
 def live_weights_reach_whole_layers(args: DeployArgs, facts: Facts) -> Iterator[Problem]:
-    """See `engines.loading.weight_update.unsupported_layout`."""
+    """Require workers that read every tensor, see `engines.loading.weight_update.unsupported_layout`."""
     kwargs = ENGINES[args.infer_backend].engine_kwargs(args)
     for name, usual in (("pipeline_parallel_size", 1), ("enable_expert_parallel", False)):
         value = kwargs.get(name) or usual
@@ -99,7 +99,10 @@ def live_weights_reach_whole_layers(args: DeployArgs, facts: Facts) -> Iterator[
 
 
 def live_weights_are_guarded(args: DeployArgs, facts: Facts) -> Iterator[Problem]:
-    """Of several keys none would guard the routes of weights, see `engines/vllm/live/guard.py`."""
+    """Require one key, unless the server listens on a loopback address.
+
+    With several keys the routes that replace weights would not be guarded, see `engines/vllm/live/guard.py`.
+    """
     if not args.live_weights:
         return
     option = ENGINES[args.infer_backend].kwargs_option

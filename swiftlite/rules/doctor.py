@@ -28,12 +28,12 @@ def model_to_audit_is_a_directory(args: DoctorArgs, facts: Facts) -> Iterator[Pr
         yield f"--model {path} is no directory", near or "give the directory of a Hugging Face model"
 
 
-# Options that are for every engine; others of --engine are an engine's own.
+# Options of --engine that apply to every engine; each other one belongs to one engine.
 OF_ENGINES = ("trust_remote_code", "torch_dtype", "num_speculative_tokens")
 
 
 def owners() -> dict[str, EngineInfo]:
-    """The engines' own options that doctor has, each with its engine."""
+    """Return the options of doctor that belong to one engine, each with its engine."""
     known = options(DoctorArgs)
     found = {}
     for info in ENGINES.values():
@@ -82,7 +82,7 @@ def plan_fits_the_model(args: DoctorArgs, facts: Facts) -> Iterator[Problem]:
             "give a Hugging Face model's",
         )
     if any(True for _ in common.numbers_are_in_range(args, facts)) or not facts.hf_config:
-        return  # the plan has nothing to stand on; this or another rule says so
+        return  # no plan can be computed; this or another rule reports why
     layout = layout_of(args)
     setup = planned_setup(args, facts.hf_config)
     yield from layout_problems(layout, facts.architecture, setup.heads.layers)
@@ -161,7 +161,7 @@ def reference_fits_the_plan(args: DoctorArgs, facts: Facts) -> Iterator[Problem]
 def kernels_are_planned(args: DoctorArgs, facts: Facts) -> Iterator[Problem]:
     if not args.plan:
         return
-    # A plan is one for GPUs that have what it takes.
+    # A plan assumes GPUs with Transformer Engine and a kernel for packed rows.
     machine = Machine(is_cuda=True, has_transformer_engine=True, packed_kernel="torch_varlen")
     yield from kernel_problems(planned_kernels(args), machine, is_float32=args.torch_dtype == "float32")
     low = low_precision_of(planned_kernels(args))

@@ -1,4 +1,4 @@
-"""Rules of the options that name an engine, or reach it as they are."""
+"""Rules for options that select an engine or are passed to it."""
 
 import json
 from collections.abc import Iterator
@@ -15,12 +15,12 @@ EngineCommand = DeployArgs | GenerationCommand
 
 
 def given(args: EngineCommand, names: tuple[str, ...]) -> dict[str, object]:
-    """The options among these that were given, with their values."""
+    """Return the options among `names` that were given, with their values."""
     return {name: vars(args)[name] for name in names if vars(args)[name] is not None}
 
 
 def given_of_speculation(args: EngineCommand) -> dict[str, object]:
-    """Options that say how to draft, of every engine."""
+    """Return the given options that control drafting in any engine, with their values."""
     names = ["num_speculative_tokens"]
     if not isinstance(args, DeployArgs):
         names.append("draft_confidence")
@@ -30,13 +30,13 @@ def given_of_speculation(args: EngineCommand) -> dict[str, object]:
 
 
 def missing_engine(info: EngineInfo, option: str = "infer_backend") -> Iterator[Problem]:
-    """A problem, if this engine is not installed."""
+    """Yield a problem if this engine is not installed."""
     if not info.is_installed:
         yield f"--{option} {info.name}, but it is not installed", info.install
 
 
 def engine_is_installed(args: GenerationCommand | EvaluateArgs, facts: Facts) -> Iterator[Problem]:
-    if args.infer_backend in ENGINES:  # evaluate needs none
+    if args.infer_backend in ENGINES:  # evaluate also has --infer_backend none
         yield from missing_engine(ENGINES[args.infer_backend])
 
 
@@ -60,7 +60,7 @@ def options_of_engines_agree(args: EngineCommand, facts: Facts) -> Iterator[Prob
 
 
 def engine_kwargs_leave_what_has_an_option(args: EngineCommand, facts: Facts) -> Iterator[Problem]:
-    """Given twice, they would be checked once."""
+    """Reject engine kwargs that have an option, because rules check only the option."""
     info = ENGINES[args.infer_backend]
     kwargs = info.engine_kwargs(args)
     for name in info.option_names:

@@ -41,7 +41,7 @@ def export_source_fits(args: ExportArgs, facts: Facts) -> Iterator[Problem]:
 
 
 def export_output_can_take_its_name(args: ExportArgs, facts: Facts) -> Iterator[Problem]:
-    """It is written beside its place, and renamed when it is whole."""
+    """Require an --output_dir that a rename can replace: an export is written next to it and renamed when complete."""
     given = Path(args.output_dir)
     directory = given.resolve()
     if not args.output_dir or not directory.is_dir():
@@ -58,7 +58,10 @@ def export_output_can_take_its_name(args: ExportArgs, facts: Facts) -> Iterator[
 
 
 def export_output_is_outside_of_checkpoints(args: ExportArgs, facts: Facts) -> Iterator[Problem]:
-    """A run deletes its old checkpoints, and whatever lies in them; `source/` holds what a run has put there alone."""
+    """Reject an --output_dir inside a run's checkpoints or `source/`.
+
+    A run deletes its old checkpoints with all files in them, and only the run itself writes to `source/`.
+    """
     given = Path(args.output_dir)
     for directory in (given.resolve(), *given.resolve().parents):
         is_inside = directory.name == "source" or directory.name.startswith("checkpoint-")

@@ -13,7 +13,7 @@ from swiftlite.rules import common, engine
 
 def speculation_has_heads(args: GenerationCommand, facts: Facts) -> Iterator[Problem]:
     if isinstance(args, InferArgs) and args.adapters:
-        return  # they may bring heads
+        return  # adapters may include heads
     config = facts.directory / "config.json"
     if args.speculative == "mtp" and config.is_file() and facts.hf_config and not facts.heads.layers:
         yield f"--speculative mtp, but {common.no_heads(facts)}", f"leave it out, or {common.TRAIN_HEADS}"

@@ -1,4 +1,4 @@
-"""Rules of `megatron dpo`: those of `megatron sft`, and those of pairs and of the reference model."""
+"""Rules of `megatron dpo`: those of `megatron sft`, and rules for pairs and the reference model."""
 
 import math
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ def options_of_sft_are_left_out(args: DpoArgs, facts: Facts) -> Iterator[Problem
 
 
 def pairs_have_room(args: DpoArgs, facts: Facts) -> Iterator[Problem]:
-    """A packed row has to hold both answers of a pair."""
+    """Require packed rows that are long enough for both answers of a pair."""
     if not args.packing or out_of_bounds(args):
         return
     multiple = sequence_multiple(layout_of(args))
@@ -70,7 +70,7 @@ def reference_fits_its_layout(args: DpoArgs, facts: Facts) -> Iterator[Problem]:
 
 
 def reference_layout_problems(args: DpoArgs | DoctorArgs, facts: Facts) -> Iterator[Problem]:
-    """Why the reference model cannot be laid out as asked, beyond what is wrong with the model's own layout."""
+    """Yield the problems with the layout of the reference model that the layout of the trained model does not have."""
     config = facts.described("ref_model")[1] if args.ref_model else facts.hf_config
     architecture = known_architecture(config) if config else None
     layout = reference_layout(args)
@@ -79,19 +79,19 @@ def reference_layout_problems(args: DpoArgs | DoctorArgs, facts: Facts) -> Itera
     of_model = layout_of(args)
     of_model = [*layout_problems(of_model, facts.architecture, 0), *process_problems(of_model, facts.world_size)]
     for problem, hint in problems:
-        if (problem, hint) not in of_model:  # which another rule says
+        if (problem, hint) not in of_model:  # another rule reports those of the trained model
             yield f"the reference model: {problem}", hint or "see --ref_tensor_model_parallel_size and its like"
 
 
 def without_reference(args: DpoArgs) -> dict[str, tuple[bool, str]]:
-    """Return the options of the reference model, each with whether it has no effect, and why."""
+    """Return the options of the reference model, each with whether it has no effect and the reason."""
     idle = (not preference_of(args).needs_reference, f"--loss_type is {args.loss_type}, which has no reference model")
     names = ("ref_model", "ref_tensor_model_parallel_size", "ref_pipeline_model_parallel_size", "ref_logprobs_cache")
     return dict.fromkeys(names, idle)
 
 
 def settings_have_an_effect(args: DpoArgs, facts: Facts) -> Iterator[str]:
-    """Settings that --loss_type makes idle, when they were changed from their defaults."""
+    """Yield a note for each changed option that has no effect with this --loss_type."""
     loss = f"--loss_type is {args.loss_type}"
     not_simpo = (args.loss_type != "simpo", loss)
     idle = {
@@ -105,6 +105,6 @@ def settings_have_an_effect(args: DpoArgs, facts: Facts) -> Iterator[str]:
 
 
 SHARED = (*sft.RULES, options_of_sft_are_left_out, reference_is_a_model, reference_fits_its_layout)
-"""Rules of all methods of the command."""
+"""Rules of `megatron dpo` for every --loss_type."""
 RULES = (*SHARED, pairs_have_room)
 NOTES = (*sft.NOTES, settings_have_an_effect)

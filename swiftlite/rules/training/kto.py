@@ -1,4 +1,4 @@
-"""Rules of `megatron dpo --loss_type kto`: those of `megatron dpo`, without those of pairs."""
+"""Rules of `megatron dpo --loss_type kto`: those of `megatron dpo` without the rules for pairs."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from swiftlite.rules.training import dpo, sft
 
 
 def settings_have_an_effect(args: DpoArgs, facts: Facts) -> Iterator[str]:
-    """Settings of losses over pairs, when they were changed from their defaults."""
+    """Yield a note for each changed option of losses over pairs, which have no effect here."""
     idle = (True, f"--loss_type is {args.loss_type}")
     yield from common.without_effect(args, dict.fromkeys(("label_smoothing", "simpo_gamma", "cpo_alpha"), idle))
 

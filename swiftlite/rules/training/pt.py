@@ -1,4 +1,4 @@
-"""Rules of `megatron pt`: those of `megatron sft`, and what is said here of documents."""
+"""Rules of `megatron pt`: those of `megatron sft`, and rules for documents."""
 
 from collections.abc import Iterator
 

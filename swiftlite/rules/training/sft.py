@@ -1,7 +1,7 @@
-"""Rules of `megatron sft`: those of batches, optimizer and layout, and the list of all.
+"""Rules of `megatron sft`: those for batches, optimizer, kernels and layout, and the list of all rules.
 
-By subject: `sft_data.py` (files, packing, streaming), `sft_heads.py` (MTP), `sft_lora.py` (adapters), `sft_report.py`,
-`sft_resume.py`.
+The other subjects are in `sft_data.py` (files, packing, streaming), `sft_heads.py` (MTP), `sft_lora.py` (adapters),
+`sft_report.py` (--report_to) and `sft_resume.py` (--resume).
 """
 
 import math
@@ -33,11 +33,11 @@ from swiftlite.runtime.environment import sees_gpu
 
 def global_batch_divides(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     if packing_of(args) == "step":
-        return  # it counts samples, and each rank gets as many as level the work
+        return  # the batch size counts samples, which are divided over ranks by their work
     layout = layout_of(args)
     micro = args.micro_batch_size
     if micro < 1 or args.global_batch_size < 1 or out_of_bounds(layout):
-        return  # another rule says so
+        return  # another rule reports it
     if process_problems(layout, facts.world_size):
         return
     data_parallel = data_parallel_size(layout, facts.world_size)
@@ -55,11 +55,11 @@ def global_batch_divides(args: SftArgs, facts: Facts) -> Iterator[Problem]:
 def virtual_stages_have_micro_batches(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     layout = layout_of(args)
     if out_of_bounds(args) or layout_problems(layout, facts.architecture, facts.heads.layers):
-        return  # other rules say so
+        return  # other rules report it
     if num_virtual_stages(layout) is None or process_problems(layout, facts.world_size):
         return
     if packing_of(args) == "step":
-        return  # the schedule rounds their number up
+        return  # the schedule rounds the number of micro-batches up
     unit = args.micro_batch_size * data_parallel_size(layout, facts.world_size)
     number = args.global_batch_size // unit
     pp = args.pipeline_model_parallel_size
@@ -112,7 +112,7 @@ def min_lr_is_below_lr(args: SftArgs, facts: Facts) -> Iterator[Problem]:
 
 
 def sft_settings_without_effect(args: SftArgs, facts: Facts) -> Iterator[str]:
-    """Every setting that another one makes idle, when it was changed from its default."""
+    """Yield a note for each changed option that has no effect because of another option or the model."""
     no_heads = (heads_of(args, facts.heads).layers == 0, "the model has no MTP layers")
     streamed_or_mock = "--streaming" if args.streaming else FLAG
     is_read_whole = not args.streaming and args.sft_mock_dataset_config_json is None

@@ -1,4 +1,4 @@
-"""Rules of `megatron sft` on what it reads, packs and streams."""
+"""Rules of `megatron sft` for datasets, packing and streaming."""
 
 import math
 from collections.abc import Iterator
@@ -69,7 +69,7 @@ def conversations_stay_whole(args: SftArgs, facts: Facts) -> Iterator[Problem]:
 def packing_has_room(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     if not args.packing or out_of_bounds(args):
         return
-    # Context-parallel ranks share each sample, padded for it: 2046 tokens take 2048 in a row that 2 ranks share.
+    # Each sample is padded so that context-parallel ranks can share it: with 2 ranks, 2046 tokens take 2048.
     multiple = sequence_multiple(layout_of(args))
     longest = math.ceil(args.max_length / multiple) * multiple
     length = args.packing_length or args.max_length

@@ -1,4 +1,4 @@
-"""Rules of `megatron sft` on MTP heads: whether there are any, and where their weights come from."""
+"""Rules of `megatron sft` for MTP heads: their number, their training and the source of their weights."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -80,7 +80,7 @@ def draft_vocab_can_be_learned(args: SftArgs, facts: Facts) -> Iterator[Problem]
     if not facts.hf_config or not heads.layers or not (args.draft_vocab or heads.draft_vocab):
         return
     if args.draft_vocab and args.tuner_type == "lora":
-        return  # `heads_and_adapters_go_together` says so
+        return  # `heads_and_adapters_go_together` reports it
     asked = (
         f"--draft_vocab {args.draft_vocab}" if args.draft_vocab else "the checkpoint's heads have a draft vocabulary"
     )
@@ -109,7 +109,7 @@ def draft_for_is_measured(args: SftArgs, facts: Facts) -> Iterator[Problem]:
 
 
 def trunk_states_come_again(args: SftArgs, facts: Facts) -> Iterator[Problem]:
-    """States are kept by micro-batch, so micro-batches must be the same in every epoch."""
+    """Require the same micro-batches in every epoch, because hidden states are cached by micro-batch."""
     if args.cache_trunk_states is None:
         return
     flag = "--cache_trunk_states"

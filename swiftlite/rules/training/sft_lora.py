@@ -1,4 +1,4 @@
-"""Rules of `megatron sft` on adapters."""
+"""Rules of `megatron sft` for adapters."""
 
 from collections.abc import Iterator
 from itertools import chain
@@ -111,13 +111,13 @@ def heads_and_adapters_go_together(args: SftArgs, facts: Facts) -> Iterator[Prob
 
 
 def _alike(some: list[Row], rows: list[Row]) -> list[Row]:
-    """The rows of the same modules in all layers."""
+    """Return the rows of the same modules in all layers."""
     kinds = {numberless(row.mcore) for row in some}
     return [row for row in rows if numberless(row.mcore) in kinds]
 
 
 def _rows(args: SftArgs, facts: Facts) -> list[Row]:
-    """The rows of the run's model; none where it cannot be read, which another rule says."""
+    """Return the rows of the run's model; [] if the model cannot be read, which another rule reports."""
     family = FAMILIES.get(str(facts.hf_config.get("model_type")))
     if family is None or facts.architecture is None:
         return []

@@ -26,6 +26,6 @@ def report_to_can_be(args: SftArgs, facts: Facts) -> Iterator[Problem]:
 
 
 def _is_installed(package: str) -> bool:
-    """A folder of that name, such as the one in which wandb keeps its runs, is no package."""
+    """Return whether a package is installed. A folder with its name, such as wandb's folder of runs, does not count."""
     spec = importlib.util.find_spec(package)
     return spec is not None and spec.origin is not None

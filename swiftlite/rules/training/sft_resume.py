@@ -1,4 +1,4 @@
-"""Rules of `megatron sft --resume`: whether there is a run to go on with, and whether this is still the same one."""
+"""Rules of `megatron sft --resume`: there must be a run to resume, and the options must still describe the same run."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from swiftlite.plan.facts import Facts, run_checkpoints
 from swiftlite.plan.heads import heads_defaults
 from swiftlite.runtime.lock import holder_of, in_use
 
-# What a run may change when it goes on: how often it reports and saves, and how its work is cut up.
+# Options that a resumed run may change: length, reports, evaluations, checkpoints, and how the work is split.
 _FREE = {
     *(field.name for field in dataclasses.fields(RunArgs)),
     *(field.name for field in dataclasses.fields(ParallelLayout)),
@@ -95,7 +95,10 @@ def resume_has_steps_left(args: SftArgs, facts: Facts) -> Iterator[Problem]:
 
 
 def resume_keeps_the_options(args: SftArgs, facts: Facts) -> Iterator[Problem]:
-    """With other data, another objective or other heads it would be another run under the first one's name."""
+    """Reject changes of options that are not in `_FREE`.
+
+    With other data, another objective or other heads it would be a different run under the same name.
+    """
     for name, before, now in _changed_options(args, facts):
         if name not in _FREE:
             yield (
@@ -123,14 +126,14 @@ def steps_change_the_learning_rate(args: SftArgs, facts: Facts) -> Iterator[str]
 
 
 def _changed_options(args: SftArgs, facts: Facts) -> Iterator[tuple[str, Any, Any]]:
-    """Options with another value than args.json of the run has: (name, before, now); none of another command's run."""
+    """Yield (name, value in args.json, value now) of the changed options; none if another command began the run."""
     saved = _saved_options(args)
     if saved is None or _command_before(args) != method_of(args).words:
         return
     defaults = heads_defaults(args, facts.heads)
     for name, now in vars(args).items():
         before = saved.get(name, now)
-        if name in defaults:  # to spell out what is done anyway changes nothing
+        if name in defaults:  # setting an option to the value that None stands for changes nothing
             before = defaults[name] if before is None else before
             now = defaults[name] if now is None else now
         is_same_place = name == "model" and Path(str(before)).resolve() == Path(str(now)).resolve()
@@ -139,13 +142,13 @@ def _changed_options(args: SftArgs, facts: Facts) -> Iterator[tuple[str, Any, An
 
 
 def _command_before(args: SftArgs) -> str | None:
-    """Return the words of the command that began the run that is resumed; None where nothing says so."""
+    """Return the words of the command that began the resumed run; None if unknown."""
     saved = _saved_options(args)
     return None if saved is None else command_of_run(saved).words
 
 
 def _saved_options(args: SftArgs) -> dict[str, Any] | None:
-    """The content of args.json of the run that is resumed; None where there is none that can be read."""
+    """Return the content of args.json of the resumed run; None if there is no such run or the file cannot be read."""
     if not args.resume or not run_checkpoints(Path(args.output_dir or ".")):
         return None
     try:
