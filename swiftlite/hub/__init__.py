@@ -1,4 +1,4 @@
-"""Names in the place of directories: models and datasets of the Hugging Face hub, and GGUF files. No torch at import.
+"""Models and datasets of the Hugging Face hub, and GGUF files, given by name instead of a directory. Imports no torch.
 
-`model.py` is where the name of a model becomes a directory. Read `name.py` next.
+`model.py` resolves the name of a model to a directory. Read `name.py` next.
 """

@@ -1,6 +1,6 @@
-"""Which commit a name stands for: asked once, then the same for this process, those that it starts, and a resumed run.
+"""Resolve each name of the hub to a commit once; this process, its subprocesses and a resumed run use that commit.
 
-They are kept in an environment variable, because that is what a launcher hands to its ranks.
+The commits are kept in an environment variable, because a launcher passes its environment to its ranks.
 """
 
 import json
@@ -15,43 +15,43 @@ from swiftlite.json_file import read_json
 from swiftlite.log import logger
 
 VARIABLE = "SWIFTLITE_COMMITS"
-"""JSON: by `HubName.key`, a commit."""
+"""Environment variable with a JSON object of commits by `HubName.key`."""
 
 COMMITS_FILE = "commits.json"
-"""Beside args.json of a run: the same, of the names in args.json."""
+"""File next to args.json of a run: a JSON object of the commits of the names in args.json, by `HubName.key`."""
 
 
 def known() -> dict[str, str]:
-    """The commits that have been asked for, by `HubName.key`."""
+    """Return the commits that have been resolved, by `HubName.key`."""
     return json.loads(os.environ.get(VARIABLE) or "{}")
 
 
 def keep(commits: Mapping[str, str]) -> None:
-    """From here on these names stand for these commits."""
+    """Use these commits, by `HubName.key`, from now on."""
     os.environ[VARIABLE] = json.dumps(known() | dict(commits))
 
 
 def revision_of(name: HubName) -> str:
-    """What to ask the hub for: the commit where it is known."""
+    """Return the revision to request from the hub, which is the commit if it is known."""
     return known().get(name.key) or name.revision or "main"
 
 
 def note(name: HubName, commit: str) -> None:
-    """Remember what the hub said, and say it once."""
+    """Store the commit that the hub returned, and log it if it is new."""
     if known().get(name.key) != commit:
         keep({name.key: commit})
         logger.info("%s is at commit %s", name, commit)
 
 
 def write_commits(run_dir: Path, names: Iterable[HubName]) -> None:
-    """Write the commits of the names in a run's args.json beside it; nothing where all are directories and files."""
+    """Write the commits of the names in a run's args.json next to it; write no file if none of them has a commit."""
     commits = {name.key: known()[name.key] for name in names if name.key in known()}
     if commits:
         write_durably(run_dir / COMMITS_FILE, json.dumps(commits, indent=2).encode() + b"\n")
 
 
 def read_commits(run_dir: Path) -> dict[str, str]:
-    """The commits that a run began with; {} where it has none.
+    """Return the commits that a run began with; {} if it has none.
 
     Raises:
         UserError: the file is damaged.
@@ -69,10 +69,10 @@ def read_commits(run_dir: Path) -> dict[str, str]:
 
 
 def check_commits(run_dir: Path) -> None:
-    """A run that goes on does so with the commits that it began with.
+    """Check that a resumed run uses the commits that it began with.
 
     Raises:
-        UserError: a name stands for another one now.
+        UserError: a name now resolves to another commit.
     """
     for key, commit in read_commits(run_dir).items():
         now = known().get(key, commit)

@@ -1,6 +1,6 @@
-"""GGUF files, de-quantised once by transformers into Hugging Face directories, which are kept beside the hub's cache.
+"""Convert each GGUF file once to a Hugging Face directory, with transformers, and keep it next to the hub's cache.
 
-A directory is found by the content of the file and the release of transformers that wrote it; it is whole or absent.
+The SHA-256 of the file and the version of transformers name the directory. A directory is complete or absent.
 """
 
 import hashlib
@@ -19,11 +19,11 @@ from swiftlite.errors import UserError, reason_of
 from swiftlite.log import logger
 
 PACKAGES = ("gguf", "accelerate")
-"""That transformers reads GGUF files with."""
+"""Packages that transformers requires to read GGUF files."""
 
 
 def gguf_description(file: Path) -> Path:
-    """The directory that `gguf_model` has made, or one with config.json and tokenizer alone.
+    """Return the directory that `gguf_model` made, or one with only the config files and the tokenizer.
 
     Raises:
         UserError: transformers cannot read the file.
@@ -36,7 +36,7 @@ def gguf_description(file: Path) -> Path:
 
 
 def gguf_model(file: Path) -> Path:
-    """A Hugging Face directory of the model, its weights in float32 as transformers makes them.
+    """Return a Hugging Face directory of the model, with float32 weights de-quantised by transformers.
 
     Raises:
         UserError: transformers cannot read the file, or the directory cannot be written.
@@ -59,13 +59,13 @@ def _directory(file: Path) -> Path:
 
 @cache
 def _digest(file: Path, size: int, modified: int) -> str:
-    """SHA-256 of a file; its size and time are there so that a file that changes is read again."""
+    """Return the SHA-256 of a file. Its size and time are part of the cache key, so a changed file is read again."""
     with file.open("rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def _make(file: Path, directory: Path, write: Callable[[Path, Path], None]) -> Path:
-    """Let `write` fill a directory beside its place, then give it its name; other processes wait and take the same."""
+    """Let `write` fill a temporary directory, then rename it. Other processes wait and use the same directory."""
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise UserError(f"{file} cannot be read without {' and '.join(missing)}", f"pip install {' '.join(missing)}")
@@ -75,7 +75,7 @@ def _make(file: Path, directory: Path, write: Callable[[Path, Path], None]) -> P
         with FileLock(writing.with_suffix(".lock")):
             if not directory.is_dir():
                 _write_whole(file, directory, writing, write)
-    except OSError as error:  # of writing; what reading raises is a UserError already
+    except OSError as error:  # from writing, because errors of reading are UserErrors already
         raise UserError(
             f"{file} cannot be de-quantised into {directory.parent}: {reason_of(error)}",
             "make room, or export HF_HOME=DIR on another disk",
@@ -84,8 +84,8 @@ def _make(file: Path, directory: Path, write: Callable[[Path, Path], None]) -> P
 
 
 def _write_whole(file: Path, directory: Path, writing: Path, write: Callable[[Path, Path], None]) -> None:
-    """Fill `writing`, and rename it to `directory` once it is whole."""
-    shutil.rmtree(writing, ignore_errors=True)  # of a process that was killed
+    """Fill `writing`, and rename it to `directory` when it is complete."""
+    shutil.rmtree(writing, ignore_errors=True)  # left by a killed process
     try:
         writing.mkdir()
         write(file, writing)
@@ -103,7 +103,7 @@ def _write_description(file: Path, directory: Path) -> None:
     try:
         config = AutoConfig.from_pretrained(**named)
         tokenizer = AutoTokenizer.from_pretrained(**named)
-    except Exception as error:  # a parser of untrusted bytes raises anything
+    except Exception as error:  # a parser of untrusted bytes can raise anything
         raise _unreadable(file, error) from None
     config.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
@@ -122,9 +122,9 @@ def _write_model(file: Path, directory: Path) -> None:
     except Exception as error:
         raise _unreadable(file, error) from None
     loaded, report = cast(tuple[Any, dict[str, Any]], read)
-    if missing := sorted(report["missing_keys"]):  # transformers has drawn them at random
+    if missing := sorted(report["missing_keys"]):  # transformers initialized them at random
         raise UserError(f"{file} lacks {len(missing)} tensors, such as {missing[0]}", "copy it from its source again")
-    # transformers does not save a model that it has read from GGUF; it does save another one with the same parameters.
+    # transformers does not save a model that it read from GGUF, but it saves a new one with the same parameters.
     with torch.device("meta"):
         plain = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory), dtype=torch.float32)
     plain.load_state_dict(loaded.state_dict(), assign=True)

@@ -1,7 +1,7 @@
-"""The one place where the name of a model becomes a directory. What is a directory already stays what it is.
+"""Resolve the name of a model to a directory, for all other modules. A directory is returned unchanged.
 
-Rules look at config.json before anything large moves, so there are two depths: `description_of` has the small files,
-`local_model` the weights too.
+Rules read config.json before anything large is downloaded. Therefore `description_of` fetches only the small files, and
+`local_model` also fetches the weights.
 """
 
 from pathlib import Path
@@ -15,16 +15,16 @@ _WEIGHTS = (*_DESCRIPTION, "*.safetensors")
 
 
 def description_of(name: str) -> Path:
-    """A directory with config.json, tokenizer and generation files of a model, perhaps without weights.
+    """Return a directory with config.json, tokenizer and generation files of a model, possibly without weights.
 
     Args:
         name: a directory, `org/name`, `org/name@revision`, or a file that ends in .gguf.
 
     Returns:
-        The path itself where it is no name of the hub and no GGUF file, whether it exists or not.
+        For a name of the hub or a GGUF file: a directory in the cache. Otherwise the given path, which may be missing.
 
     Raises:
-        UserError: it cannot be had, with what to type next.
+        UserError: the files are not available; the hint says what to type next.
     """
     hub_name = model_name(name)
     if hub_name is not None:
@@ -37,10 +37,10 @@ def description_of(name: str) -> Path:
 
 
 def local_model(name: str) -> Path:
-    """The same directory with the weights.
+    """Return a directory of a model with its weights, for the same names as `description_of`.
 
     Raises:
-        UserError: it cannot be had, or has no safetensors.
+        UserError: the model is not available, or has no safetensors.
     """
     hub_name = model_name(name)
     if hub_name is not None:
@@ -60,5 +60,5 @@ def local_model(name: str) -> Path:
 
 
 def is_gguf(name: str) -> bool:
-    """Whether this is a GGUF file that is here."""
+    """Return whether the name is an existing GGUF file."""
     return name.endswith(".gguf") and Path(name).is_file()

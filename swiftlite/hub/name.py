@@ -1,4 +1,4 @@
-"""What a user may write: `org/name`, `org/name@revision`; of a dataset also `org/name:subset/split@revision`."""
+"""Parse names of the hub: `org/name`, `org/name@revision`, and for a dataset `org/name:subset/split@revision`."""
 
 import re
 from dataclasses import dataclass, replace
@@ -20,13 +20,13 @@ _DATASET = re.compile(_REPOSITORY + _SUBSET + _REVISION)
 
 @dataclass(frozen=True)
 class HubName:
-    """A repository of the hub, as a user named it.
+    """A repository of the hub, as the user named it.
 
     Attributes:
         repository: `org/name`.
         revision: branch, tag or commit; empty: main.
-        subset: of a dataset; empty: the one that it has by default.
-        split: of a dataset.
+        subset: subset of a dataset; empty: its default subset.
+        split: split of a dataset.
     """
 
     kind: Literal["model", "dataset"]
@@ -41,16 +41,16 @@ class HubName:
 
     @property
     def key(self) -> str:
-        """Repository and revision alone, under which its commit is kept."""
+        """Key of the commit, without subset and split: `models/org/name@main`."""
         return f"{self.kind}s/{self.repository}@{self.revision or 'main'}"
 
     def at(self, commit: str) -> Self:
-        """The same, at a commit."""
+        """Return the same name at a commit."""
         return replace(self, revision=commit)
 
 
 def model_name(text: str) -> HubName | None:
-    """The model of the hub that this names; None where it is a path."""
+    """Return the model of the hub that the text names; None if it is a path."""
     found = _MODEL.fullmatch(text)
     if found is None or text.endswith(".gguf") or _is_path(text):
         return None
@@ -58,7 +58,7 @@ def model_name(text: str) -> HubName | None:
 
 
 def dataset_name(text: str) -> HubName | None:
-    """The dataset of the hub that this names, without its #N; None where it is a file."""
+    """Return the dataset of the hub that the text, without its #N, names; None if it is a file."""
     found = _DATASET.fullmatch(text)
     if found is None or text.endswith(DATA_SUFFIXES) or _is_path(text):
         return None
@@ -68,31 +68,34 @@ def dataset_name(text: str) -> HubName | None:
 
 
 def served_name(text: str) -> str | None:
-    """What an engine's server calls a model of the hub; None where its directory is the name, as engines have it."""
+    """Return the name of a hub model on an engine's server; None for a path, which engines use as the name."""
     name = model_name(text)
     return name and name.repository
 
 
 def models_in(args: Any) -> dict[str, str]:
-    """What a command's options say of models, by option: paths and names."""
+    """Return the paths and names of models in a command's options, by option."""
     values = vars(args)
     return {option: values[option] for option in MODEL_OPTIONS if values.get(option)}
 
 
 def dataset_names(args: Any) -> list[HubName]:
-    """The datasets of the hub that a command's options name."""
+    """Return the datasets of the hub that a command's options name."""
     given = chain.from_iterable(vars(args).get(option, ()) for option in _DATASET_OPTIONS)
     names = [dataset_name(split_sample(text)[0]) for text in given]
     return [name for name in names if name is not None]
 
 
 def hub_names(args: Any) -> list[HubName]:
-    """All models and datasets of the hub that a command's options name."""
+    """Return all models and datasets of the hub that a command's options name."""
     models = [model_name(text) for text in models_in(args).values()]
     return [name for name in models if name is not None] + dataset_names(args)
 
 
 def _is_path(text: str) -> bool:
-    """What exists is a path. So is what would lie in a directory that is here: a slip in a path asks no network."""
+    """Return whether a text is a path: it exists, or its parent directory exists and it has neither @ nor `:`.
+
+    The second case keeps a typo in a path from becoming a request to the hub.
+    """
     is_bare = not {"@", ":"} & set(text)
     return Path(text).exists() or (is_bare and Path(text).parent.exists())

@@ -1,4 +1,4 @@
-"""A directory to a repository of the hub, in one commit."""
+"""Upload a directory to a repository of the hub, in one commit."""
 
 from pathlib import Path
 
@@ -9,27 +9,27 @@ from swiftlite.log import logger
 
 
 def has_token() -> bool:
-    """Whether this account can write to some repository: HF_TOKEN, or `hf auth login`."""
+    """Return whether there is a token for the hub, from HF_TOKEN or `hf auth login`."""
     from huggingface_hub import get_token
 
     return get_token() is not None
 
 
 def is_offline() -> bool:
-    """Whether a variable forbids to ask the hub."""
+    """Return whether an environment variable forbids requests to the hub."""
     from huggingface_hub import constants
 
     return constants.HF_HUB_OFFLINE
 
 
 def push(directory: Path, name: HubName, *, is_private: bool) -> None:
-    """Make the repository if there is none, and replace its files by those of the directory, all or none of them.
+    """Upload the directory in one commit, which also deletes the old *.safetensors and *.index.json of the repository.
 
     Args:
-        is_private: of a repository that is made; one that is there stays as it is.
+        is_private: visibility of a repository that is created; an existing repository keeps its own.
 
     Raises:
-        UserError: the hub does not take it; the directory is as it was.
+        UserError: the upload failed; the directory is unchanged.
     """
     from huggingface_hub import HfApi
 

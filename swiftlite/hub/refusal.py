@@ -1,4 +1,4 @@
-"""What the hub's client raises, as a UserError that says what to type next."""
+"""Convert the exceptions of the hub's client to UserErrors that say what to type next."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,10 +11,10 @@ _LOG_IN = "hf auth login, or set HF_TOKEN, of an account that may read it"
 
 @contextmanager
 def refusals(name: HubName, doing: str = "read") -> Iterator[None]:
-    """Around calls of huggingface_hub and datasets.
+    """Convert the exceptions of calls to huggingface_hub and datasets.
 
     Raises:
-        UserError: in the place of whatever they raised.
+        UserError: instead of their exceptions.
     """
     from huggingface_hub import constants, errors
 
@@ -42,7 +42,7 @@ def refusals(name: HubName, doing: str = "read") -> Iterator[None]:
         raise _refused(name, error, doing) from None
     except errors.HFValidationError as error:
         raise UserError(f"{name} is no name that the hub could have: {reason_of(error)}", "ORG/NAME") from None
-    except errors.HTTPError as error:  # of a connection  # pyright: ignore[reportPrivateImportUsage]
+    except errors.HTTPError as error:  # connection failed  # pyright: ignore[reportPrivateImportUsage]
         raise _unreachable(name, error, doing) from None
     except OSError as error:
         if is_of_storage(error):

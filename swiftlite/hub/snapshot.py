@@ -1,4 +1,4 @@
-"""Files of one commit of a repository, in the hub's own cache."""
+"""Download files of one commit of a repository into the hub's own cache."""
 
 from functools import cache
 from pathlib import Path
@@ -8,19 +8,19 @@ from swiftlite.hub import commits
 from swiftlite.hub.name import HubName
 from swiftlite.hub.refusal import refusals
 
-# Of folders, such as original/ or onnx/, transformers reads nothing; Mistral's consolidated.* are the weights again.
+# transformers reads no subfolders, such as original/ or onnx/; Mistral's consolidated.* duplicate the weights.
 _LEFT_OUT = ["*/*", "consolidated*"]
 
 
 @cache
 def snapshot(name: HubName, files: tuple[str, ...], shows_progress: bool = False) -> Path:
-    """The directory with these files. It is called as its commit; one whose files are all here is not asked for again.
+    """Return the directory with these files, named after their commit. A known commit that is cached needs no request.
 
     Args:
         files: patterns of names at the top of the repository.
 
     Raises:
-        UserError: they cannot be had.
+        UserError: the files are not available.
     """
     from huggingface_hub import snapshot_download
 
@@ -38,7 +38,7 @@ def snapshot(name: HubName, files: tuple[str, ...], shows_progress: bool = False
 
 
 def _silent_bar() -> Any:
-    """The class of a progress bar for small files, which are here before a bar could be read."""
+    """Return the class of an invisible progress bar, because small files arrive before a bar can be read."""
     from tqdm.auto import tqdm
 
     class SilentBar(tqdm):
