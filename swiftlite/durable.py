@@ -1,4 +1,4 @@
-"""Files that survive a crash and a power cut: old, whole or absent."""
+"""Write files that survive a crash and a power cut: a file is old, complete or absent."""
 
 import os
 from pathlib import Path
@@ -7,10 +7,10 @@ from swiftlite.errors import UserError
 
 
 def write_durably(path: Path, content: bytes, writer: str = "") -> None:
-    """Write a small file so that after a crash it is either absent, old or whole.
+    """Write a small file atomically: after a crash it is absent, old or complete.
 
     Args:
-        writer: distinguishes processes that may write the same file at the same time.
+        writer: suffix that distinguishes processes that write the same file at the same time.
     """
     temporary = path.with_name(f".{path.name}{writer}.incomplete")
     try:
@@ -21,15 +21,15 @@ def write_durably(path: Path, content: bytes, writer: str = "") -> None:
         temporary.replace(path)
     except OSError as error:
         temporary.unlink(missing_ok=True)  # a full disk needs the space
-        error.filename = str(path)  # a write that fails does not say of which file
+        error.filename = str(path)  # the error of a failed write has no file name
         raise
 
 
 def check_writable(flag: str, directory: Path) -> None:
-    """Make a directory and try a small file in it, before an hour of work is to be written there.
+    """Create a directory and write a small test file in it, before an hour of work has to be written there.
 
     Raises:
-        UserError: it cannot be; names the flag.
+        UserError: the directory cannot be written; the error names the flag.
     """
     trial = directory / ".trial"
     try:
@@ -43,13 +43,13 @@ def check_writable(flag: str, directory: Path) -> None:
 
 
 def flush_to_disk(directory: Path) -> None:
-    """Let a directory and all below it survive a power cut."""
+    """Flush a directory and everything below it to disk, so that they survive a power cut."""
     for path in (*directory.rglob("*"), directory):
         sync(path)
 
 
 def sync(path: Path) -> None:
-    """Let what is in a file, or the names in a directory, survive a power cut."""
+    """Flush the content of a file, or the names in a directory, to disk, so that they survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""Errors that a user can mend. They print without a traceback; every other exception keeps its own."""
+"""Errors that a user can fix. They are printed without a traceback; all other exceptions keep theirs."""
 
 import errno
 import os
@@ -7,12 +7,12 @@ _OF_STORAGE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE,
 
 
 class UserError(Exception):
-    """Something the user gave cannot be: says what, why, and what to type next.
+    """An error in what the user gave: says what is wrong, why, and what to type next.
 
     Args:
-        problem: what was given and why it cannot be, in the user's words (flag, path, file:line).
+        problem: what was given and why it is invalid, in the user's terms (flag, path, file:line).
         hint: the next thing to do; printed indented below the problem.
-        exit_code: 1 for a failed run, 2 for options that cannot be.
+        exit_code: 1 for a failed run, 2 for invalid options.
     """
 
     def __init__(self, problem: str, hint: str = "", exit_code: int = 1):
@@ -26,7 +26,7 @@ class UserError(Exception):
 
 
 def clip(text: str, length: int) -> str:
-    """A text for a message, cut if it is longer: it may be a whole document."""
+    """Return a text for a message, cut to `length` characters, because it can be a whole document."""
     return text if len(text) <= length else text[: length - 3] + "..."
 
 
@@ -34,12 +34,12 @@ _CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if
 
 
 def _printable(text: str) -> str:
-    """What files may hold and no terminal should get: half a surrogate pair as `\\ud83d`, an escape as `\\x1b`."""
+    """Escape what is unsafe on a terminal: half a surrogate pair becomes `\\ud83d`, an escape character `\\x1b`."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8").translate(_CONTROL)
 
 
 class OptionError(UserError):
-    """One or more options that cannot be; all problems of a command line are reported together.
+    """One or more invalid options; all problems of a command line are reported together.
 
     Args:
         problems: pairs of (problem, hint); an empty hint is left out.
@@ -56,9 +56,9 @@ class OptionError(UserError):
 
 
 def is_of_storage(error: BaseException) -> bool:
-    """Whether a disk or a network file system failed: nothing that a change of options or of the program would mend.
+    """Return whether a disk or a network file system failed, so that no change of options or code can fix it.
 
-    Of some errors torch keeps only the words: "open file failed with strerror: No space left on device".
+    For some of these errors torch keeps only the message: "open file failed with strerror: No space left on device".
     """
     if isinstance(error, OSError):
         return error.errno in _OF_STORAGE
@@ -66,13 +66,13 @@ def is_of_storage(error: BaseException) -> bool:
 
 
 def is_of_memory(error: BaseException) -> bool:
-    """Whether a GPU or the machine had no room for a tensor; of a CPU torch keeps only the words."""
-    name = type(error).__name__  # torch's class, without torch
+    """Return whether a GPU or the host ran out of memory. For the host torch keeps only the message."""
+    name = type(error).__name__  # torch's class, compared by name because torch is not imported here
     return isinstance(error, MemoryError) or name == "OutOfMemoryError" or "can't allocate memory" in str(error)
 
 
 def reason_of(error: BaseException) -> str:
-    """Why a file could not be written or read, in a few words: a full disk by that name."""
+    """Return a short reason why a file could not be written or read, which names a full disk as such."""
     text = (str(error).strip().splitlines() or [type(error).__name__])[-1]
     if any(os.strerror(number) in text for number in (errno.ENOSPC, errno.EDQUOT)):
         return f"the disk is full ({text[:200]})"

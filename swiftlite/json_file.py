@@ -1,5 +1,7 @@
-"""JSON that nobody vouches for: what the standard library reads, where every fault of a text is a JSONDecodeError and
-nothing is so deep that code which walks through it would end in a RecursionError.
+"""Read untrusted JSON: every invalid text raises a JSONDecodeError.
+
+It accepts what the standard library accepts, except values that are nested so deeply that code that walks through them
+could raise a RecursionError.
 """
 
 import errno
@@ -8,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 MAX_DEPTH = 100
-"""Lists and objects within each other. Tools of real rows nest some 20; Python gives up near 1000."""
+"""Maximum depth of nested lists and objects. Tools in real rows nest about 20 deep; Python fails near 1000."""
 
 
 def parse_json(text: str) -> Any:
-    """The value that a text is.
+    """Return the value of a JSON text.
 
     Raises:
-        JSONDecodeError: it is none, is nested too deeply, or has a number of too many digits.
+        JSONDecodeError: the text is not JSON, is nested too deeply, or has a number with too many digits.
     """
     value, end = decode_json(text, skip_space(text, 0))
     end = skip_space(text, end)
@@ -25,7 +27,7 @@ def parse_json(text: str) -> Any:
 
 
 def decode_json(text: str, position: int) -> tuple[Any, int]:
-    """The value that begins at a place in a text, and where it ends.
+    """Return the value that starts at a position in a text, and the position where it ends.
 
     Raises:
         JSONDecodeError: see `parse_json`.
@@ -45,11 +47,11 @@ def decode_json(text: str, position: int) -> tuple[Any, int]:
 
 
 def read_json(path: Path) -> Any:
-    """The value in a file.
+    """Return the value in a JSON file.
 
     Raises:
-        OSError: there is no such file, or it is none that ends: a pipe, a device.
-        ValueError: it is not UTF-8, or not JSON (JSONDecodeError).
+        OSError: the file does not exist, or is not a regular file: a pipe or a device may never end.
+        ValueError: the file is not UTF-8, or not JSON (JSONDecodeError).
     """
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "not a regular file", str(path))
@@ -57,14 +59,14 @@ def read_json(path: Path) -> Any:
 
 
 def skip_space(text: str, position: int) -> int:
-    """Where the white space that JSON allows at a place ends."""
+    """Return the position after the JSON white space that starts at `position`."""
     while position < len(text) and text[position] in " \t\r\n":
         position += 1
     return position
 
 
 def is_deeper(value: Any, depth: int) -> bool:
-    """Whether more than `depth` lists and objects stand within each other."""
+    """Return whether lists and objects are nested more than `depth` deep."""
     level = [value]
     for _ in range(depth):
         inner: list[Any] = []

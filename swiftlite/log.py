@@ -1,4 +1,4 @@
-"""One logger for the whole product. Rank 0 speaks; warnings and errors of other ranks are kept, with the rank."""
+"""One logger for the package. Rank 0 logs everything; other ranks log only warnings and errors, with their rank."""
 
 import logging
 import sys
@@ -9,7 +9,7 @@ logger = logging.getLogger("swiftlite")
 
 
 class _Formatter(logging.Formatter):
-    """Lines without keys and tokens, whatever is logged."""
+    """A formatter that hides keys and tokens in every line."""
 
     def format(self, record: logging.LogRecord) -> str:
         return redact_text(super().format(record))
@@ -34,8 +34,8 @@ def setup(rank: int = 0, level: int = logging.INFO) -> None:
     """Send the logger to stderr, so that stdout stays free for results.
 
     Args:
-        rank: this process's global rank; above 0 only warnings pass.
-        level: lowest level shown on rank 0.
+        rank: this process's global rank; ranks above 0 log only warnings and errors.
+        level: lowest level logged on rank 0.
     """
     handler = _Handler()
     prefix = "swiftlite: " if rank == 0 else f"swiftlite[rank {rank}]: "

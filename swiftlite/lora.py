@@ -1,8 +1,8 @@
-"""Low-rank adapters (LoRA) as one value: which linear layers get one, and what it does to them.
+"""LoRA settings as one value: the linear layers with low-rank adapters, and the scaling of the adapters.
 
 A layer with weight W computes W x + scaling * B A x, with A [rank, in] and B [out, rank]. With DoRA each row of
-W + scaling * B A is given a length that is learned, its magnitude. Names of layers are Hugging
-Face's, as PEFT takes them: `q_proj`, or as much of a whole name as is wanted.
+W + scaling * B A is scaled to a trained length, its magnitude. Layers have their Hugging Face names, which match as in
+PEFT: `q_proj`, or more of the full name, from a dot on.
 """
 
 from collections.abc import Mapping
@@ -11,26 +11,26 @@ from math import sqrt
 from typing import Any, Literal
 
 ALL_LINEAR = "all-linear"
-"""Every linear layer but the output layer."""
+"""Every linear layer except the output layer."""
 PART = ".adapter."
-"""In the Megatron name of every parameter that an adapter has, and of no other."""
+"""Part of the Megatron name of every adapter parameter, and of no other parameter."""
 HeadsTuner = Literal["full", "lora", "frozen"]
 
 
 @dataclass(frozen=True)
 class Lora:
-    """Adapters of a model.
+    """LoRA settings of a model.
 
     Attributes:
         rank: rows of A and columns of B.
-        alpha: weight of the adapters before it is divided by the rank, or by its root.
-        dropout: share of the numbers that an adapter takes in which are zero, in training.
-        is_rank_stabilised: whether the weight is divided by the root of the rank.
-        has_magnitudes: whether the rows of the sum have lengths that are learned, DoRA.
+        alpha: the scaling is alpha / rank.
+        dropout: share of an adapter's inputs that are zeroed in training.
+        is_rank_stabilised: whether the scaling is alpha / sqrt(rank) instead.
+        has_magnitudes: whether the lengths of the rows of W + scaling * B A are trained (DoRA).
         targets: layers that get an adapter, or ALL_LINEAR.
-        saved: modules of the trunk that learn in full beside them.
+        saved: modules of the trunk that are trained in full, in addition to the adapters.
         on_trunk: whether the trunk gets adapters.
-        heads: how MTP heads learn.
+        heads: how MTP heads are trained.
     """
 
     rank: int
@@ -45,32 +45,32 @@ class Lora:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "Lora":
-        """Of `dataclasses.asdict`, once it has been JSON."""
+        """Build from the dict that `dataclasses.asdict` produced, with JSON's lists back to tuples."""
         return cls(**{**content, "targets": tuple(content["targets"]), "saved": tuple(content["saved"])})
 
     @property
     def scaling(self) -> float:
-        """What B A x is multiplied by."""
+        """Factor of B A x."""
         return self.alpha / (sqrt(self.rank) if self.is_rank_stabilised else self.rank)
 
     def adapts(self, module: str) -> bool:
-        """Whether a linear layer gets an adapter.
+        """Return whether a linear layer gets an adapter.
 
         Args:
-            module: its whole Hugging Face name, `model.layers.0.self_attn.q_proj`.
+            module: its full Hugging Face name, such as `model.layers.0.self_attn.q_proj`.
         """
         return ALL_LINEAR in self.targets or is_named(module, self.targets)
 
     def saves(self, module: str) -> bool:
-        """Whether a module of the trunk learns in full."""
+        """Return whether a module of the trunk is trained in full."""
         return is_named(module, self.saved)
 
 
 def is_named(module: str, names: tuple[str, ...]) -> bool:
-    """Whether a module has one of these names, whole or from a dot on, as PEFT compares them."""
+    """Return whether one of these names is the module's name, in full or from a dot on, as PEFT compares them."""
     return any(module == name or module.endswith(f".{name}") for name in names)
 
 
 def is_adapter(mcore_name: str) -> bool:
-    """Whether a parameter belongs to an adapter."""
+    """Return whether a parameter belongs to an adapter."""
     return PART in mcore_name

@@ -1,6 +1,6 @@
-"""Keys, tokens and passwords among options: *** in a line that is logged and in a file that describes a run.
+"""Replace keys, tokens and passwords with *** in log lines and in files that describe a run.
 
-Recognised by their names, such as api_key, hf_token or ssl_keyfile_password; max_tokens is none.
+Their names identify them, such as api_key, hf_token or ssl_keyfile_password. max_tokens is not a secret.
 """
 
 import re
@@ -11,14 +11,14 @@ _NAME = r"[\w-]*(?:api[_-]?key|token|secret|password|passwd|credentials?)"
 _STRING = r""""(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'"""
 # "api_key": VALUE, in JSON or Python.
 _IN_DICT = rf"""["']{_NAME}["']\s*:\s*)({_STRING}|\[[^\]]*\]|[^\s,}}"']+"""
-# --api-key VALUE, --hf_token=VALUE, API_KEY=VALUE; a shell's word may be quoted in parts: 'it'"'"'s'.
+# --api-key VALUE, --hf_token=VALUE, API_KEY=VALUE; parts of a shell word can be quoted: 'it'"'"'s'.
 _IN_SHELL = rf"""(?:--{_NAME}(?:=|\s+)|\b{_NAME}=))((?:{_STRING}|[^\s,}}"'])+"""
 _IN_TEXT = tuple(re.compile(f"({pattern})", re.IGNORECASE) for pattern in (_IN_DICT, _IN_SHELL))
 _UNTOLD = ("null", "none", "true", "false")
 
 
 def redact(value: Any) -> Any:
-    """The same options, lists or numbers, without what a name says is secret."""
+    """Return the same options, lists or numbers, with *** for each value whose name identifies a secret."""
     if isinstance(value, dict):
         return {name: HIDDEN if _is_secret(name, part) else redact(part) for name, part in value.items()}
     if isinstance(value, list | tuple):
@@ -27,7 +27,7 @@ def redact(value: Any) -> Any:
 
 
 def redact_text(text: str) -> str:
-    """A line, also of a command or an error, without values that a name says are secret."""
+    """Return a line, also of a command or an error, with *** for each value whose name identifies a secret."""
     for pattern in _IN_TEXT:
         text = pattern.sub(_hide, text)
     return text
