@@ -1,7 +1,7 @@
-"""A training run, phase by phase: `megatron sft`, `pt`, `dpo`. What a method adds is its `Training` (`methods/`).
+"""Execute a training run, phase by phase: `megatron sft`, `pt` and `dpo`.
 
-Three names to keep apart: a `Trainable` says which parameters learn, a `Learner` holds the model with its optimizer, a
-`Trainer` takes the steps.
+The parts that differ by method are in its `Training` (`methods/`). Three similar names: a `Trainable` selects the
+trained parameters, a `Learner` holds the model with its optimizer, and a `Trainer` takes the steps.
 """
 
 import copy
@@ -53,7 +53,7 @@ def run(args: SftArgs, after_step: phases.AfterStep | None = None) -> int:
     """Train with the method that the options choose.
 
     Args:
-        after_step: called on every rank after each step with its number and the weights as they are then.
+        after_step: called on every rank after each step with its number and the weights after it.
 
     Returns:
         0, or 128 plus the number of the signal that stopped the run (a checkpoint was saved).
@@ -68,10 +68,10 @@ def run(args: SftArgs, after_step: phases.AfterStep | None = None) -> int:
 
 
 def prepare(args: SftArgs, mesh: Mesh, models: Mapping[str, HfModel]) -> phases.Run:
-    """Read data and model, and make what trains it; nothing is written but caches.
+    """Read data and model, and create everything that training needs. Only caches are written.
 
     Args:
-        models: of the options, see `resolve_options`.
+        models: resolved models of the options, see `resolve_options`.
 
     Raises:
         UserError: data, model or checkpoint cannot be used, or the ranks do not agree.
@@ -115,10 +115,10 @@ def prepare(args: SftArgs, mesh: Mesh, models: Mapping[str, HfModel]) -> phases.
     rows_to_fit = None
     if checkpoint is None and plan.mtp_init == "fit_last_layer":
         chosen = samples_to_fit(data.train, hf_model.config["hidden_size"])
-        # Rejected answers and companions are no text that heads should imitate.
+        # Heads must not imitate rejected answers and companions.
         rows_to_fit = batches.evaluation([replace(sample, others=(), companion=None) for sample in chosen])
     learner = make_learner(args, mesh, hf_model, plan, schedule, trainable, rows_to_fit, models.get("mtp_graft_from"))
-    if checkpoint is None:  # so the weights of this report are those that training starts from
+    if checkpoint is None:  # a resumed run replaces the weights of this report
         logger.info("%s", learner.weights_report)
     prepared = phases.Run(
         args=args,
@@ -142,7 +142,7 @@ def prepare(args: SftArgs, mesh: Mesh, models: Mapping[str, HfModel]) -> phases.
 
 
 def adapter_state(run: phases.Run, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what checkpoints say of adapters and the model that they belong to; collective where a run starts.
+    """Return the state of checkpoints that describes the adapters and their base model; collective in a new run.
 
     Args:
         state: what `phases.restore` returned.
@@ -160,7 +160,7 @@ def make_trainer(
     state: Mapping[str, Any],
     after_step: phases.AfterStep | None = None,
 ) -> Trainer:
-    """Return the trainer of a run that has been restored.
+    """Return the trainer of a restored run.
 
     Args:
         state: what `phases.restore` returned.
@@ -209,7 +209,7 @@ def make_trainer(
 def open_cache(
     args: SftArgs, mesh: Mesh, hf_model: HfModel, batches: Batches, learner: Learner, data: Data
 ) -> TrunkStates | None:
-    """The cache of --cache_trunk_states; None without."""
+    """Open the cache of --cache_trunk_states; return None without this option."""
     if args.cache_trunk_states is None:
         return None
     directory = Path(args.cache_trunk_states)
@@ -217,18 +217,18 @@ def open_cache(
 
 
 def open_train_batches(run: phases.Run, state: Mapping[str, Any]) -> tuple[GetBatches, Callable[[], dict[str, Any]]]:
-    """Two functions: one gives the micro-batches of a step, the other what a checkpoint keeps of the data."""
+    """Return two functions: one for the micro-batches of a step, one for the data state of a checkpoint."""
     args = run.args
     if args.streaming:
         streamed = open_streamed_batches(run, state.get("stream"))
         return streamed.train, streamed.state
     sampler = Sampler(len(run.rows), run.plan.global_batch_size, args.seed, args.dataset_shuffle)
-    get_data_state = dict  # empty, because the step alone says which rows the sampler takes
+    get_data_state = dict  # empty, because the rows of the sampler depend only on the step
     return partial(run.batches.train, run.rows, sampler), get_data_state
 
 
 def make_held_out(run: phases.Run) -> HeldOut:
-    """Return the held-out prompts of the run, to be continued as its options say."""
+    """Return the held-out prompts of the run, with the options for continuing them."""
     args = run.args
     prompts, eos_token_ids = training_of(args).held_out_prompts(run)
     return HeldOut(
@@ -244,13 +244,13 @@ def make_held_out(run: phases.Run) -> HeldOut:
 
 
 def open_streamed_batches(run: phases.Run, state: dict[str, Any] | None) -> StreamedBatches:
-    """The rows of --streaming, from where a checkpoint's state says."""
+    """Open the rows of --streaming, at the position in a checkpoint's state if there is one."""
     if not reads(run.mesh):
         return StreamedBatches(run.batches, None, None, run.mesh)
     args, group = run.args, run.mesh.dp
     stream = Stream(
         args.dataset,
-        copy.deepcopy(run.encoder),  # a thread of the stream uses it, and a tokenizer must not be in use twice
+        copy.deepcopy(run.encoder),  # a thread of the stream uses it; two threads must not share a tokenizer
         readers=Readers(group.rank(), group.size(), partial(gather, group=group, device=run.mesh.device.torch_device)),
         probabilities=args.interleave_prob,
         seed=args.seed,

@@ -1,9 +1,12 @@
-"""`--cache_trunk_states`: with `--mtp_mode heads_only` the trunk says the same of a micro-batch in every epoch, so what
-it said is read from a directory instead of computed again.
+"""Cache the hidden states of a frozen trunk (`--cache_trunk_states`).
 
-The directory holds one safetensors file per micro-batch (and part of its row, where ranks share rows), named by the
-sha256 of its tokens and labels. So any run over the same rows reads it: another epoch, order of rows, loss or number
-of drafts. `cache.json` says whose states they are. The bits are those that were computed, so nothing else changes.
+With `--mtp_mode heads_only` the trunk produces the same hidden states for a micro-batch in every epoch. They are read
+from a directory instead of computed again.
+
+The directory holds one safetensors file per micro-batch (and per part of its row, if ranks share rows), named by the
+sha256 of its tokens, labels and other inputs of the trunk. Any run over the same rows reads it: another epoch, order of
+rows, loss or number of drafts. `cache.json` describes the model and the settings of the states. The states are bitwise
+identical to computed ones, so the results of training do not change.
 """
 
 import hashlib
@@ -49,27 +52,27 @@ from swiftlite.train.learner import Learner
 FLAG = "--cache_trunk_states"
 MANIFEST = "cache.json"
 LOSS_BYTES = 4 + 8
-"""Of a token: float32 and int64, as `TokenLoss`."""
+"""Bytes per token: float32 and int64, as in `TokenLoss`."""
 HEADER_BYTES = 344
-"""Of a file, at most: names, types and shapes of its tensors, and their sha256."""
+"""Maximum header size of a file: names, dtypes and shapes of its tensors, and their sha256."""
 ABANDONED_SECONDS = 3600
-"""Writing one file takes seconds."""
+"""Age at which an incomplete file counts as abandoned. Writing one file takes seconds."""
 
 
 @dataclass(frozen=True)
 class TrunkStates:
-    """The cache of a run; `open_trunk_states` makes one.
+    """The cache of a run, created by `open_trunk_states`.
 
     Attributes:
-        directory: of the files.
-        mesh: the ranks of the run, which all go through their micro-batches in step.
+        directory: directory of the files.
+        mesh: the ranks of the run, which process their micro-batches in lockstep.
     """
 
     directory: Path
     mesh: Mesh
 
     def output_of(self, model: torch.nn.Module, batch: Batch) -> TrunkOutput:
-        """What the trunk makes of a micro-batch: read, or computed and written; collective over all ranks.
+        """Return the trunk's output for a micro-batch, read or computed and written; collective over all ranks.
 
         Raises:
             UserError: a file is damaged, or cannot be written.
@@ -94,9 +97,9 @@ class TrunkStates:
         return output
 
     def _name(self, batch: Batch) -> str:
-        """sha256 of what the trunk is given and of its labels, and the part of the row that this rank has."""
+        """Return the stem of the file: sha256 of the trunk's inputs and labels, and this rank's part of the row."""
         tp_rank = self.mesh.tp.rank() if self.mesh.layout.sequence_parallel else 0
-        batch = batch.on_host or batch  # tokens read back from a GPU would wait for all that it has to do
+        batch = batch.on_host or batch  # a copy from the GPU would wait for its queued kernels
         given = [batch.tokens_KBS[0], batch.labels_KBS[0], batch.position_ids_BS]
         if batch.cu_seqlens is not None:
             given.append(batch.cu_seqlens)
@@ -111,11 +114,11 @@ class TrunkStates:
 def open_trunk_states(
     directory: Path, mesh: Mesh, batches: Batches, hf_model: HfModel, learner: Learner, data: Data, torch_dtype: str
 ) -> TrunkStates:
-    """The cache in a directory, which is made where it is not there; collective.
+    """Open the cache in a directory, which is created if it does not exist; collective.
 
     Raises:
-        UserError: the directory holds something else, another model's states or other rows'; the disk is too small; or
-            machines do not share the directory.
+        UserError: the directory holds other files, or states of another model or of other rows; the disk is too small;
+            or the machines do not share the directory.
     """
     manifest = _manifest(batches.plan, hf_model.config, learner, data, torch_dtype)
     if dist.get_rank() == 0:
@@ -133,7 +136,7 @@ def open_trunk_states(
 def _manifest(
     plan: Plan, hf_config: Mapping[str, Any], learner: Learner, data: Data, torch_dtype: str
 ) -> dict[str, str]:
-    """What the states depend on, by the words in which a difference is reported; collective."""
+    """Return everything that the states depend on; the keys are the terms of the error message. Collective."""
     mine = {name: value for name, value in learner.hashes.items() if not is_of_heads(name)}
     trunks: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(trunks, _sha256(mine))
@@ -153,10 +156,10 @@ def _manifest(
 
 
 def _check_is_same(directory: Path, manifest: Mapping[str, str]) -> None:
-    """The directory is empty, or has this run's states.
+    """Check that the directory is empty or has this run's states.
 
     Raises:
-        UserError: it has something else.
+        UserError: the directory has other content.
     """
     hint = "name another directory; or delete this one, if nothing else needs it"
     try:
@@ -174,17 +177,17 @@ def _check_is_same(directory: Path, manifest: Mapping[str, str]) -> None:
 
 
 def _delete_abandoned(directory: Path) -> None:
-    """Delete what runs that were killed have left half written; another run may be writing now."""
+    """Delete incomplete files of killed runs, but not recent ones, because another run could be writing them."""
     for path in directory.glob(".*.incomplete"):
         if time.time() - path.stat().st_mtime > ABANDONED_SECONDS:
             path.unlink(missing_ok=True)
 
 
 def _check_disk(directory: Path, batches: Batches, learner: Learner, data: Data) -> None:
-    """Say how large the cache becomes.
+    """Log the final size of the cache.
 
     Raises:
-        UserError: larger than the disk has room.
+        UserError: the disk has too little free space.
     """
     lengths = _lengths(batches, data)
     needed = _bytes_of_files(lengths, learner.chunks[0], batches.plan.layout)
@@ -205,34 +208,34 @@ def _check_disk(directory: Path, batches: Batches, learner: Learner, data: Data)
 
 
 def _lengths(batches: Batches, data: Data) -> list[int]:
-    """Tokens of each micro-batch that is written, with its padding: equal rows are one."""
+    """Return the number of tokens, with padding, of each micro-batch that is written; equal rows count once."""
     held_out = batches.rows(data.val)
     rows = [*batches.rows(data.train), *held_out]
     if len(held_out) % batches.plan.global_batch_size:
-        rows.append([])  # of padding alone: the last evaluation batch is filled up
+        rows.append([])  # padding only, because the last evaluation batch is filled up
     lengths = {digest(row): batches.length_of(row) for row in rows}
     return list(lengths.values())
 
 
 def _bytes_of_files(lengths: Sequence[int], model: GPTModel, layout: ParallelLayout) -> int:
-    """Size of all files.
+    """Return the size of all files in bytes.
 
     Args:
-        lengths: tokens of each micro-batch.
+        lengths: number of tokens of each micro-batch.
     """
     num_states = 2 if model.drafting.takes_before_norm else 1
     state_bytes = num_states * model.config.hidden_size * next(model.parameters()).element_size()
-    # Tensor-parallel ranks that share rows by position have parts of the states, and each the loss of all positions.
+    # With sequence parallelism each tensor-parallel rank has a part of the states and the loss of all positions.
     num_losses = layout.tensor_model_parallel_size if layout.sequence_parallel else 1
     num_files = len(lengths) * num_losses * layout.context_parallel_size
     return sum(lengths) * (state_bytes + num_losses * LOSS_BYTES) + num_files * HEADER_BYTES
 
 
 def _write(path: Path, output: TrunkOutput) -> None:
-    """Write what the trunk made.
+    """Write the trunk's output.
 
     Raises:
-        UserError: the disk takes no more.
+        UserError: the file cannot be written.
     """
     tensors = {
         "states_SBH": output.states.to_wire(),
@@ -249,13 +252,13 @@ def _write(path: Path, output: TrunkOutput) -> None:
 
 
 def _read(path: Path, has_prenorm: bool, device: torch.device) -> TrunkOutput:
-    """Read what `_write` wrote.
+    """Read the output that `_write` wrote.
 
     Args:
-        has_prenorm: the heads read the trunk's state before its final norm, so that it was written too.
+        has_prenorm: whether the heads read the trunk's state before its final norm, so the file has it too.
 
     Raises:
-        UserError: the file is another.
+        UserError: the file is damaged or belongs to another micro-batch.
     """
     try:
         content = path.read_bytes()
@@ -275,7 +278,7 @@ def _sha256(value: Any) -> str:
 
 
 def _sha256_of(file_name: str, tensors: Mapping[str, torch.Tensor]) -> str:
-    sha = hashlib.sha256(file_name.encode())  # which says of what micro-batch they are
+    sha = hashlib.sha256(file_name.encode())  # the name identifies the micro-batch
     for name in sorted(tensors):
         sha.update(_bytes_of(tensors[name]))
     return sha.hexdigest()

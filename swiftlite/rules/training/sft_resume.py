@@ -133,7 +133,7 @@ def _changed_options(args: SftArgs, facts: Facts) -> Iterator[tuple[str, Any, An
     defaults = heads_defaults(args, facts.heads)
     for name, now in vars(args).items():
         before = saved.get(name, now)
-        if name in defaults:  # setting an option to the value that None stands for changes nothing
+        if name in defaults:  # None and the default that it selects are the same setting
             before = defaults[name] if before is None else before
             now = defaults[name] if now is None else now
         is_same_place = name == "model" and Path(str(before)).resolve() == Path(str(now)).resolve()
@@ -148,7 +148,7 @@ def _command_before(args: SftArgs) -> str | None:
 
 
 def _saved_options(args: SftArgs) -> dict[str, Any] | None:
-    """Return the content of args.json of the resumed run; None if there is no such run or the file cannot be read."""
+    """Return the content of args.json of the resumed run; None if it is missing or damaged."""
     if not args.resume or not run_checkpoints(Path(args.output_dir or ".")):
         return None
     try:
