@@ -1,4 +1,4 @@
-"""What SECURITY.md promises, and which tests hold it; those that have no other place are here."""
+"""Test the guarantees of SECURITY.md. `GUARANTEES` lists the tests; those without another place are in this file."""
 
 import json
 import os
@@ -26,28 +26,28 @@ from tests.messages import naming
 from tests.tiny import make_tiny_hf
 
 ROOT = Path(__file__).parents[1]
-# The first words of each promise -> the tests that hold it.
-PROMISES = {
+# The first words of each guarantee -> its tests.
+GUARANTEES = {
     "Python files that come": ["tests/test_security.py::test_python_files_of_a_model_do_not_run"],
-    "Weights are read from safetensors": ["tests/test_security.py::test_pickled_weights_are_not_opened"],
-    "A checkpoint cannot run code": [
+    "Weights are read only from": ["tests/test_security.py::test_pickled_weights_are_not_opened"],
+    "A checkpoint cannot execute code:": [
         "tests/train/test_checkpoint.py::test_code_in_the_metadata_does_not_run",
         "tests/train/test_checkpoint.py::test_code_in_what_is_no_tensor_does_not_run",
         "tests/train/test_checkpoint.py::test_code_in_the_common_file_does_not_run",
     ],
-    "A chat template reaches": [
+    "A chat template cannot access": [
         "tests/data/test_sandbox.py::test_a_template_reaches_nothing_of_python",
         "tests/data/test_sandbox.py::test_a_template_does_not_take_all_memory",
     ],
-    "A YAML file makes": ["tests/test_security.py::test_a_yaml_file_makes_plain_values"],
-    "A shard, checkpoint or digest": [
+    "YAML files produce plain values": ["tests/test_security.py::test_a_yaml_file_makes_plain_values"],
+    "Shards, checkpoints and digests are": [
         "tests/bridge/test_tensors.py::test_index_may_not_point_elsewhere",
         "tests/train/test_checkpoint.py::test_code_in_what_is_no_tensor_does_not_run",
         "tests/train/test_checkpoint.py::test_a_manifest_that_is_damaged_or_names_what_is_gone",
         "tests/train/test_source.py::test_links_out_of_a_model_are_not_followed",
         "tests/train/test_source.py::test_links_out_of_a_run_are_not_followed",
     ],
-    "What is damaged or hostile": [
+    "Damaged or malicious files cause": [
         "tests/faults/test_rows.py::test_any_row",
         "tests/faults/test_chat_templates.py::test_any_template",
         "tests/faults/test_model_files.py::test_any_header",
@@ -60,7 +60,7 @@ PROMISES = {
     "A conversation of more than": [
         "tests/data/test_sandbox.py::test_a_conversation_of_more_than_ten_million_characters_is_a_bad_row"
     ],
-    "No command asks the network": [
+    "Commands use the network only": [
         "tests/test_security.py::test_no_command_asks_the_network",
         "tests/hub/test_name.py::test_names_of_models",
         "tests/hub/test_name.py::test_names_of_datasets",
@@ -72,14 +72,14 @@ PROMISES = {
         "tests/e2e/test_engines.py::test_deploy_becomes_the_server",
         "tests/test_security.py::test_the_servers_of_bench_listen_to_this_machine_alone",
     ],
-    "Keys and tokens among": [
+    "Keys and tokens in options,": [
         "tests/test_redact.py::test_options",
         "tests/test_redact.py::test_lines",
         "tests/cli/test_main.py::test_how_a_command_ends_is_how_the_process_ends",
         "tests/serve/test_deploy.py::test_a_key_is_not_logged_and_not_in_the_process_list",
         "tests/serve/test_answers.py::test_what_answers_are_made_with",
     ],
-    "A single key for vLLM's server": [
+    "A single API key for": [
         "tests/serve/test_deploy.py::test_a_key_is_not_logged_and_not_in_the_process_list",
     ],
     "Environment variables such as": [
@@ -90,15 +90,15 @@ PROMISES = {
 }
 
 
-def test_every_promise_names_its_tests():
-    section = (ROOT / "SECURITY.md").read_text(encoding="utf-8").split("## What is promised")[1].split("\n## ")[0]
-    promises = re.findall(r"^- (.*)", section, re.MULTILINE)
-    assert len(promises) == len(PROMISES)
-    for promise, beginning in zip(promises, PROMISES, strict=True):
-        assert promise.startswith(beginning)
+def test_every_guarantee_names_its_tests():
+    section = (ROOT / "SECURITY.md").read_text(encoding="utf-8").split("## Guarantees")[1].split("\n## ")[0]
+    guarantees = re.findall(r"^- (.*)", section, re.MULTILINE)
+    assert len(guarantees) == len(GUARANTEES)
+    for guarantee, start in zip(guarantees, GUARANTEES, strict=True):
+        assert guarantee.startswith(start)
 
 
-@pytest.mark.parametrize("test", sorted({test for tests in PROMISES.values() for test in tests}))
+@pytest.mark.parametrize("test", sorted({test for tests in GUARANTEES.values() for test in tests}))
 def test_the_tests_that_are_named_exist(test):
     file, _, name = test.partition("::")
     assert f"\ndef {name}(" in (ROOT / file).read_text(encoding="utf-8")

@@ -141,7 +141,7 @@ class GreedyRows:
         def tokens_ahead(depth: int) -> torch.Tensor:
             tokens: list[int] = []
             for row, start, end in spans:
-                # Beyond what is known a head's input is never looked at: no rule needed for it there.
+                # A head's inputs beyond the known tokens are not used, so any token will do.
                 known = batch.rows[row].tokens + [0] * depth
                 tokens += known[start + depth : end + depth]
             return flat(tokens)

@@ -147,13 +147,13 @@ def _settle_environment(args: object) -> None:
     # the speed from a small model's training; spinning for long makes it 8 times slower where another program runs.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ["OMP_WAIT_POLICY"] = "passive"
-        os.environ.setdefault("GOMP_SPINCOUNT", "30000")  # of GNU's OpenMP, which torch brings along
+        os.environ.setdefault("GOMP_SPINCOUNT", "30000")  # for GNU OpenMP, which torch includes
     if isinstance(args, SftArgs):
-        # Rows of all lengths would leave the allocator with pieces that none of the next fits into.
+        # Rows of varying lengths fragment the memory of the allocator.
         if "PYTORCH_ALLOC_CONF" not in os.environ:
             os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-        # GPUs before Blackwell start kernels of one queue in order: only so does a product not overtake the message
-        # that is to be sent beside it.
+        # GPUs before Blackwell start the kernels of a single queue in order, so that a matrix product does not start
+        # before the communication that overlaps with it.
         if args.tensor_model_parallel_size > 1 and not any("B200" in model for model in gpu_models()):
             os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         if args.deterministic_mode:

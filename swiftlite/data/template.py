@@ -100,7 +100,7 @@ class ChatTemplate:
         tokenizer: any transformers tokenizer; one without offsets (not "fast") is tokenized piece by piece.
         loss_scale: `default` trains every assistant turn, `last_round` those after the last user turn, `all` every
             token.
-        vocab_size: tokens that the model has an embedding of; unset: not looked at.
+        vocab_size: number of tokens with an embedding; unset: not checked.
     Raises:
         UserError: the tokenizer has no chat template, or one that does not render a plain exchange.
     """

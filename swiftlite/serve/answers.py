@@ -39,8 +39,8 @@ NOT_OF_ANSWERS = {
     "drop_truncated",
     "max_bad_rows",
 }
-# Of each weight file so many bytes at so many places are compared: fine-tuning changes nearly all of them, and files of
-# 5 GB are seen in milliseconds.
+# Number and size of the blocks of each weight file that are compared. Fine-tuning changes nearly all of them, and a
+# file of 5 GB takes milliseconds.
 BLOCK_BYTES, NUM_BLOCKS = 4096, 256
 
 

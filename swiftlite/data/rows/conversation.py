@@ -140,7 +140,7 @@ def parse_row(row: object, *, system: str | None = None, needs_answer: bool = Tr
     Raises:
         RowError: naming the field.
     """
-    if is_deeper(row, MAX_DEPTH):  # a table's; JSON has been looked at
+    if is_deeper(row, MAX_DEPTH):  # only tables; the depth of JSON was checked
         raise RowError("row", f"is nested more than {MAX_DEPTH} deep")
     if not isinstance(row, dict):
         hint = "rename the file to .json if it is one array" if isinstance(row, list) else ""

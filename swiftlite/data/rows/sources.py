@@ -70,11 +70,10 @@ class FileRows:
 
 
 def find_rows(spec: str) -> DataFile | HubRows:
-    """Take `FILE`, `FILE#N` or a name of the hub apart. Whether one can write it so, rules have looked at, on the first
-    rank.
+    """Parse `FILE`, `FILE#N` or a name of the hub. Rules have checked its format on the first rank.
 
     Raises:
-        UserError: no such file.
+        UserError: the file does not exist.
     """
     name, sample = split_sample(spec)
     path = Path(name)

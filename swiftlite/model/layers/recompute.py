@@ -55,8 +55,8 @@ def checkpoint(
         # The result has a gradient only if an argument has one: under a frozen trunk the layer would not learn.
         hidden_states = hidden_states.detach().requires_grad_()
     if config.distribute_saved_activations:
-        # megatron-core puts the part in the place of the tensor's data (random.py:529), and the input of an MTP layer
-        # is also the output layer's, that of a stage also the pipeline schedule's.
+        # megatron-core replaces the data of the tensor by this rank's part (random.py:529), but the output layer also
+        # uses the input of an MTP layer, and the pipeline schedule that of a stage.
         hidden_states = hidden_states.clone()
     if config.fp8 or config.fp4:
         # Transformer Engine's own, which restores the state of its quantisers too; both precisions are its autocast.

@@ -120,7 +120,7 @@ def broadcast(
     """A replica's micro-batches on each of its ranks, with the arrays that its stage uses; the others are constant.
 
     Args:
-        micro_batches: on the rank that is first in both groups; elsewhere not looked at.
+        micro_batches: only used on the rank that is first in both groups.
         fields: for each pipeline rank (`stage_fields`).
         pipeline_group: ranks that hold the stages in order.
         stage_group: ranks that hold the same stage: its tensor- and context-parallel ranks.

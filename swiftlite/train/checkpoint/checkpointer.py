@@ -401,8 +401,8 @@ def sharded_model(chunks: Sequence[MegatronModule], mesh: Mesh) -> dict[str, Any
     states = {}
     for name, chunk in zip(_chunk_names(chunks), chunks, strict=True):
         state = chunk.sharded_state_dict(metadata={"dp_cp_group": mesh.dp_cp})
-        # Beside weights Transformer Engine's layers keep what FP8 needs, which is not used here. Local ones have the
-        # name and nothing under it; it is written, as megatron-core does, and never read.
+        # Transformer Engine's layers also have FP8 state, which is not saved here. Local layers have the key with an
+        # empty value, which is written as megatron-core does, and never read.
         state = {key: value for key, value in state.items() if not (_is_extra(key) and value.data is not None)}
         states[name] = with_adapters(state, chunk, mesh)
     return states
