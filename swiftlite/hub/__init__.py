@@ -1,4 +1,4 @@
-"""Models and datasets of the Hugging Face hub, and GGUF files, given by name instead of a directory. Imports no torch.
+"""Models and datasets of the Hugging Face hub and GGUF files, given by name, not as a directory. No torch at import.
 
 `model.py` resolves the name of a model to a directory. Read `name.py` next.
 """

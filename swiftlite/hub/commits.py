@@ -51,7 +51,7 @@ def write_commits(run_dir: Path, names: Iterable[HubName]) -> None:
 
 
 def read_commits(run_dir: Path) -> dict[str, str]:
-    """Return the commits that a run began with; {} if it has none.
+    """Return the commits that a run started with; {} if it has none.
 
     Raises:
         UserError: the file is damaged.
@@ -69,7 +69,7 @@ def read_commits(run_dir: Path) -> dict[str, str]:
 
 
 def check_commits(run_dir: Path) -> None:
-    """Check that a resumed run uses the commits that it began with.
+    """Check that a resumed run uses the commits that it started with.
 
     Raises:
         UserError: a name now resolves to another commit.

@@ -158,7 +158,7 @@ def output_dir_is_given(args: Any, facts: Facts) -> Iterator[Problem]:
 
 
 def no_heads(facts: Facts) -> str:
-    """Return the statement that the model's config.json declares no MTP layer."""
+    """Return the message that the model's config.json declares no MTP layer."""
     return f"{facts.directory / 'config.json'} promises no MTP layer ({depth_key(facts.hf_config)})"
 
 

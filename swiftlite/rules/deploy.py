@@ -99,7 +99,7 @@ def live_weights_reach_whole_layers(args: DeployArgs, facts: Facts) -> Iterator[
 
 
 def live_weights_are_guarded(args: DeployArgs, facts: Facts) -> Iterator[Problem]:
-    """Require one key, unless the server listens on a loopback address.
+    """Require a key on a non-loopback address, and reject several keys on any address.
 
     With several keys the routes that replace weights would not be guarded, see `engines/vllm/live/guard.py`.
     """

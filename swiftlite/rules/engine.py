@@ -1,4 +1,4 @@
-"""Rules for options that select an engine or are passed to it."""
+"""Rules for options that select an engine or are passed to it unchanged."""
 
 import json
 from collections.abc import Iterator

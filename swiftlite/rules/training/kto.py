@@ -9,7 +9,7 @@ from swiftlite.rules.training import dpo, sft
 
 
 def settings_have_an_effect(args: DpoArgs, facts: Facts) -> Iterator[str]:
-    """Yield a note for each changed option of losses over pairs, which have no effect here."""
+    """Yield a note for each changed option that only losses over pairs use."""
     idle = (True, f"--loss_type is {args.loss_type}")
     yield from common.without_effect(args, dict.fromkeys(("label_smoothing", "simpo_gamma", "cpo_alpha"), idle))
 

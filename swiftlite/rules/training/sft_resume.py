@@ -1,4 +1,4 @@
-"""Rules of `megatron sft --resume`: there must be a run to resume, and the options must still describe the same run."""
+"""Rules of `megatron sft` for --output_dir and --resume: two runs must not mix, and a resumed run keeps its options."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -126,7 +126,7 @@ def steps_change_the_learning_rate(args: SftArgs, facts: Facts) -> Iterator[str]
 
 
 def _changed_options(args: SftArgs, facts: Facts) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (name, value in args.json, value now) of the changed options; none if another command began the run."""
+    """Yield (name, value in args.json, value now) of the changed options; none if another command started the run."""
     saved = _saved_options(args)
     if saved is None or _command_before(args) != method_of(args).words:
         return
@@ -142,7 +142,7 @@ def _changed_options(args: SftArgs, facts: Facts) -> Iterator[tuple[str, Any, An
 
 
 def _command_before(args: SftArgs) -> str | None:
-    """Return the words of the command that began the resumed run; None if unknown."""
+    """Return the words of the command that started the resumed run; None if unknown."""
     saved = _saved_options(args)
     return None if saved is None else command_of_run(saved).words
 
