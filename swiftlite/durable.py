@@ -1,6 +1,7 @@
 """Write files that survive a crash and a power cut: a file is old, complete or absent."""
 
 import os
+import tempfile
 from pathlib import Path
 
 from swiftlite.errors import UserError
@@ -31,11 +32,13 @@ def check_writable(flag: str, directory: Path) -> None:
     Raises:
         UserError: the directory cannot be written; the error names the flag.
     """
-    trial = directory / ".trial"
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        write_durably(trial, b"\0" * 4096)
-        trial.unlink()
+        # Several processes may check the same directory, so each uses a different name.
+        with tempfile.NamedTemporaryFile(dir=directory, prefix=".trial-") as trial:
+            trial.write(b"\0" * 4096)
+            trial.flush()
+            os.fsync(trial.fileno())
     except OSError as error:
         raise UserError(
             f"{flag} {directory} cannot be written: {error.strerror}", "make room, or name another place"

@@ -2,6 +2,7 @@
 
 import resource
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,12 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path):
     for place in ("/proc/out", str(tmp_path / "file" / "out")):
         with pytest.raises(UserError, match=naming(f"--output_dir {place}")):
             check_writable("--output_dir", Path(place))
+
+
+def test_several_threads_may_check_one_directory(tmp_path):
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda _: check_writable("--output_dir", tmp_path), range(200)))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_is_written_is_on_disk_before_it_has_its_name(tmp_path, synced):

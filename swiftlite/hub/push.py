@@ -1,11 +1,15 @@
 """Upload a directory to a repository of the hub, in one commit."""
 
+import glob
 from pathlib import Path
 
 from swiftlite.errors import UserError
 from swiftlite.hub.name import HubName
 from swiftlite.hub.refusal import refusals
 from swiftlite.log import logger
+
+WEIGHTS = (".safetensors", ".index.json")
+"""Extensions of weight files and their index."""
 
 
 def has_token() -> bool:
@@ -23,7 +27,10 @@ def is_offline() -> bool:
 
 
 def push(directory: Path, name: HubName, *, is_private: bool) -> None:
-    """Upload the directory in one commit, which also deletes the old *.safetensors and *.index.json of the repository.
+    """Upload the directory in one commit.
+
+    The commit also deletes *.safetensors and *.index.json files of an earlier model, such as superfluous shards. Files
+    in subfolders stay.
 
     Args:
         is_private: visibility of a repository that is created; an existing repository keeps its own.
@@ -37,11 +44,13 @@ def push(directory: Path, name: HubName, *, is_private: bool) -> None:
     try:
         with refusals(name, "write to"):
             api.create_repo(name.repository, private=is_private, exist_ok=True)
+            # A pattern such as *.safetensors would match in subfolders too.
+            old = [path for path in api.list_repo_files(name.repository) if "/" not in path and path.endswith(WEIGHTS)]
             commit = api.upload_folder(
                 repo_id=name.repository,
                 folder_path=directory,
                 commit_message="Model exported by swiftlite",
-                delete_patterns=["*.safetensors", "*.index.json"],
+                delete_patterns=[glob.escape(path) for path in old],
             )
     except UserError as error:
         private = " --private" if is_private else ""

@@ -128,7 +128,7 @@ def open_trunk_states(
         _check_disk(directory, batches, learner, data)
         write_durably(directory / MANIFEST, (json.dumps(manifest, indent=2) + "\n").encode())
     dist.barrier()
-    if not (directory / MANIFEST).exists():
+    if not _has_manifest(directory, manifest):
         raise UserError(f"{FLAG} {directory} is another directory on each machine", "name one that they share")
     return TrunkStates(directory, mesh)
 
@@ -155,6 +155,17 @@ def _manifest(
     }
 
 
+def _has_manifest(directory: Path, manifest: Mapping[str, str]) -> bool:
+    """Return whether a directory has exactly this manifest.
+
+    A rank of another machine would otherwise read states of another model from an old cache at the same path.
+    """
+    try:
+        return read_json(directory / MANIFEST) == manifest
+    except (OSError, ValueError):
+        return False
+
+
 def _check_is_same(directory: Path, manifest: Mapping[str, str]) -> None:
     """Check that the directory is empty or has this run's states.
 
@@ -165,7 +176,8 @@ def _check_is_same(directory: Path, manifest: Mapping[str, str]) -> None:
     try:
         found = read_json(directory / MANIFEST)
     except FileNotFoundError:
-        if any(directory.iterdir()):
+        # Another run that checks the directory at the same time has a hidden file in it.
+        if any(not path.name.startswith(".") for path in directory.iterdir()):
             raise UserError(f"{FLAG} {directory} is not empty, and has no {MANIFEST}", hint) from None
         return
     except (OSError, ValueError):

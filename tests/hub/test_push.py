@@ -60,11 +60,11 @@ def test_a_repository_is_public_if_asked_and_stays_what_it_was(hub, tiny, tmp_pa
 
 def test_shards_of_an_earlier_push_do_not_stay(hub, tiny, tmp_path):
     """An engine would read them too."""
-    other = {"model-00001-of-00002.safetensors": b"x", "model.safetensors.index.json": b"{}", "notes.md": b"kept"}
-    hub.add("me/old", other)
+    kept = {"notes.md": b"kept", "adapter/adapter_model.safetensors": b"kept"}
+    hub.add("me/old", {"model-00001-of-00002.safetensors": b"x", "model.safetensors.index.json": b"{}"} | kept)
     answers(hub, tmp_path / "home", pushing(tiny, "me/old"), HF_TOKEN=TOKEN)
     repository = hub.repositories["models/me/old"]
-    assert repository.commits[repository.resolve("main")] == files_of(tiny) | {"notes.md": b"kept"}
+    assert repository.commits[repository.resolve("main")] == files_of(tiny) | kept
 
 
 def test_a_push_that_fails_says_how_to_go_on(hub, tiny, tmp_path):

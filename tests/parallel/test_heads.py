@@ -167,3 +167,21 @@ def test_the_disk_must_have_room_for_what_all_ranks_write(tmp_path, name):
         else:
             with pytest.raises(ProcessRaisedException, match=naming("--cache_trunk_states GB")):
                 launch(2, train_with_room_for, free, other)
+
+
+def train_in(directories: list[str], args: SftArgs) -> int:
+    """Train with a different current directory on each rank, as on machines with local disks."""
+    os.chdir(directories[int(os.environ["RANK"])])
+    return training.run(args)
+
+
+def test_an_old_cache_of_another_machine_is_refused(tmp_path):
+    args = options_of_a_cache(tmp_path)
+    other = make_tiny_hf(tmp_path / "other", "qwen3", depth=1, with_tokenizer=True, num_key_value_heads=2, seed=5)
+    machines = [str(tmp_path / name) for name in ("first", "second")]
+    for machine in machines:
+        Path(machine).mkdir()
+    old = replace(args, model=str(other), output_dir=str(tmp_path / "old"), cache_trunk_states="second/cache")
+    assert launch(2, train_in, [str(tmp_path)] * 2, old) == [0, 0]
+    with pytest.raises(ProcessRaisedException, match=naming("--cache_trunk_states cache machine")):
+        launch(2, train_in, machines, replace(args, cache_trunk_states="cache"))

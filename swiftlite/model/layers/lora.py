@@ -206,7 +206,7 @@ class DoraAdapter(Adapter):
             product = product - base.bias
         with torch.no_grad():
             whole = super().merged(base.weight)
-        change = self.factors(whole) - 1  # before it is rounded: bfloat16 has two digits beside a 1
+        change = self.factors(whole) - 1  # subtract 1 before rounding: bfloat16 has about two digits
         return added + change.to(base.output.dtype) * product
 
     def merged(self, weight: torch.Tensor) -> torch.Tensor:
