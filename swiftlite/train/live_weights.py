@@ -1,6 +1,6 @@
-"""The weights of a run during training, for an engine that is running: `sft.run(args, after_step=...)` hands them out.
+"""Send the weights of a training run to a running engine, from the `after_step` of `train.run.run`.
 
-The engine's side is `engines/loading/weight_update.py`; neither knows the other.
+The engine's side is `engines/loading/weight_update.py`; the two do not import each other.
 """
 
 from collections import deque

@@ -31,6 +31,7 @@ from swiftlite.train.metrics.sinks import Sink
 from swiftlite.train.objective import Objective, PreparedObjective
 
 GetBatches = Callable[[int], Sequence[Batch]]
+"""From the step (from 0) to this rank's micro-batches; all data-parallel ranks must return the same number."""
 
 
 @dataclass

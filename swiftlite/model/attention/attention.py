@@ -323,14 +323,14 @@ def slices_of(segments: tuple[Segment, ...], device: torch.device) -> tuple[merg
 
 
 def whole_row(rows_SBGD: torch.Tensor, lengths: tuple[int, ...], group: dist.ProcessGroup) -> torch.Tensor:
-    """Keys or values of the whole row, from those of this rank; where they are of the whole row, themselves."""
+    """Gather keys or values of the whole row from this rank's part; returns them unchanged if they are complete."""
     return rows_SBGD if rows_SBGD.size(0) == sum(lengths) else gather_sequence(rows_SBGD, lengths, group)
 
 
 def for_kernel(
     query_SBND: torch.Tensor, key_SBGD: torch.Tensor, value_SBGD: torch.Tensor, segments: tuple[Segment, ...]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[Any, ...]]:
-    """Queries, keys and values of all segments of all rows, and where they start, as kernels take them."""
+    """Return queries, keys and values of all segments of all rows, and their starts, in the format of kernels."""
     keys_T, *places = offsets(segments, query_SBND.size(1), key_SBGD.size(0), query_SBND.device)
     if keys_T is not None:
         key_SBGD, value_SBGD = key_SBGD.index_select(0, keys_T), value_SBGD.index_select(0, keys_T)
@@ -338,10 +338,10 @@ def for_kernel(
 
 
 def side_by_side(rows_SBND: torch.Tensor) -> torch.Tensor:
-    """[B * S, N, D], one row after the other."""
+    """Concatenate rows: [B * S, N, D]."""
     return rows_SBND.transpose(0, 1).flatten(0, 1)
 
 
 def of_rows(side_by_side: torch.Tensor, like_SBND: torch.Tensor) -> torch.Tensor:
-    """The inverse: [S, B, N, D]."""
+    """Invert `side_by_side`: [S, B, N, D]."""
     return side_by_side.unflatten(0, (like_SBND.size(1), -1)).transpose(0, 1)

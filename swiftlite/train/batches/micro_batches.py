@@ -106,7 +106,7 @@ class Batches:
 
     Args:
         data_parallel_rank: the rank, `mesh.dp.rank()`.
-        pad_token_id: any token of the vocabulary; what follows a sample is never seen.
+        pad_token_id: any token of the vocabulary, because padding is masked.
         flops: operations of a step, by which the work of ranks is balanced where each step is packed separately.
         extras: tensors that the training method adds to batches.
     """

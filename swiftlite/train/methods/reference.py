@@ -1,8 +1,9 @@
 """Compute log-probabilities under the reference model once, before the first step, and store them on disk.
 
 A frozen model gives the same log-probabilities for a pair in every epoch. The reference model is therefore opened
-before training on a mesh with its own layout, scores all pairs, and is closed. The samples carry two numbers per pair.
-These are stored under the sha256 of the pair's tokens, so that resumed runs and other runs read the same bits.
+before training on a mesh with its own layout, scores the pairs of the training steps, and is closed. The samples carry
+two numbers per pair. These are stored under the sha256 of the pair's tokens, so that resumed runs and other runs read
+the same bits.
 
 Pairs are scored in slices. All ranks synchronize after each slice, so that ranks outside the reference model's mesh
 wait for at most one slice, and its scores are written, so that a killed run keeps them."""
