@@ -14,6 +14,7 @@ from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.durable import write_durably
 from swiftlite.errors import UserError
 from swiftlite.json_file import read_json
+from swiftlite.log import logger
 
 ACCEPTANCE_FILE = "acceptance.json"
 ANSWERS_FILE = "drafts.json"
@@ -75,13 +76,19 @@ def add_run_answers(path: Path, when: Literal["before", "after"], answers: Seque
 def read_answers(run: Path) -> dict[str, Any]:
     """Return the stored answers of a run by "before" and "after".
 
-    They are only displayed, so a missing or damaged file gives an empty result.
+    They are only displayed, so a missing file gives an empty result, and a damaged one also a warning.
     """
+    path = run / ANSWERS_FILE
     try:
-        content = read_json(run / ANSWERS_FILE)
-    except (OSError, ValueError):
+        content = read_json(path)
+    except FileNotFoundError:
         return {}
-    return content if isinstance(content, dict) else {}
+    except (OSError, ValueError):
+        content = None
+    if not isinstance(content, dict):
+        logger.warning("%s is damaged and left out", path)
+        return {}
+    return content
 
 
 def read_summary(path: Path) -> dict[str, float]:

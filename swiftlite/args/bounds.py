@@ -1,7 +1,7 @@
-"""Types of numbers with the bounds that their values keep. Fields have these types, rules ask whether they hold.
+"""Define types of numbers with bounds. Fields of options have these types, and rules check the bounds.
 
-The bounds are those of `annotated_types`, pydantic's own vocabulary: to import pydantic here would nearly double the
-time that `--help` takes. It is loaded when there is a number to look at.
+The bounds are `annotated_types`, which pydantic understands. Importing pydantic here would nearly double the time of
+`--help`, so it is imported when a number is checked.
 """
 
 import math
@@ -16,8 +16,12 @@ if TYPE_CHECKING:
 
 PositiveInt = Annotated[int, Interval(ge=1)]
 NonNegativeInt = Annotated[int, Interval(ge=0)]
+MtpDepth = Annotated[int, Interval(ge=0, le=64)]
+"""Number of MTP layers, far above any published model; larger values take minutes to plan."""
+DraftDepth = Annotated[int, Interval(ge=1, le=64)]
+"""Number of draft tokens per step in training."""
 Length = Annotated[int, Interval(ge=2)]
-"""Tokens of a row: one to read and one to predict at least."""
+"""Number of tokens in a row: at least one input and one label."""
 Seed = Annotated[int, Interval(ge=0, lt=2**32)]
 Port = Annotated[int, Interval(ge=1, le=65535)]
 

@@ -210,7 +210,7 @@ class ComparisonArgs:
     """Runs"""
 
     runs: list[str] = field(default_factory=list)
-    """Directories of runs (--output_dir of megatron sft), finished or not. The flag itself is optional."""
+    """Directories of training runs (their --output_dir), finished or not. The flag itself is optional."""
     output: str | None = None
     """HTML file to write. Default: run_report.html in the run; for several runs, runs.html in the current directory."""
 

@@ -39,13 +39,13 @@ class ModelArgs:
 class HeadShapeArgs:
     """Multi-Token Prediction"""
 
-    mtp_num_layers: bounds.NonNegativeInt | None = None
+    mtp_num_layers: bounds.MtpDepth | None = None
     """Number of MTP layers, which predict tokens 2, 3, ... ahead. Default: the number in the checkpoint; with
     heads_only at least 1. 0 removes the heads."""
     mtp_mode: MtpMode = "joint"
     """joint: train trunk and heads together. heads_only: train the heads on a frozen trunk, which the run report
     verifies by hash."""
-    mtp_unroll: bounds.PositiveInt = 1
+    mtp_unroll: bounds.DraftDepth = 1
     """Number of draft tokens that a single MTP layer is trained for, applied to its own state from the second token on,
     as in engines. `infer` drafts this number by default."""
     draft_vocab: bounds.NonNegativeInt | None = None

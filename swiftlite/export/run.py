@@ -15,7 +15,7 @@ from swiftlite.bridge.adapters.files import AdapterBase
 from swiftlite.bridge.audit import audit_hf, mtp_keys
 from swiftlite.bridge.hf_config import dtype_change, write_patched
 from swiftlite.bridge.rows import shapes_of
-from swiftlite.bridge.tensors import describe
+from swiftlite.bridge.tensors import describe, some
 from swiftlite.bridge.transfer import WeightsReport, graft_heads, save_hf
 from swiftlite.durable import flush_to_disk, sync
 from swiftlite.errors import UserError
@@ -302,7 +302,7 @@ def _audit(directory: Path, hf_model: HfModel, source_keys: Iterable[str]) -> No
     problems += [f"{key} of the source model was not written" for key in sorted(trunk - written)]
     problems += [f"{key} is not in the source model" for key in sorted(written - trunk)]
     if problems:
-        lines = "\n  ".join(problems)
+        lines = "\n  ".join(some(problems))
         raise UserError(
             f"the export is not what its config promises, so it was removed:\n  {lines}", "please report this"
         )

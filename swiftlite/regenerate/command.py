@@ -90,6 +90,8 @@ def _gold(chats: Sequence[Conversation], gold_fraction: float) -> list[NumberedR
 
 
 def _check_output_dir(directory: Path) -> None:
+    if (directory / "args.json").exists():
+        raise UserError(f"--output_dir {directory} holds a training run", "name another directory")
     check_writable("--output_dir", directory)
     answers = directory / ANSWERS
     has_answers = answers.exists() and (not answers.is_file() or answers.stat().st_size > 0)

@@ -17,9 +17,9 @@ def there_are_runs(args: ReportArgs, facts: Facts) -> Iterator[Problem]:
         if path.is_file():
             yield f"--runs {path} is a file", f"give the directory of the run: {path.parent}"
         elif not path.exists():
-            yield f"--runs {path} does not exist", near_path(path) or "give the --output_dir of megatron sft"
+            yield f"--runs {path} does not exist", near_path(path) or "give the --output_dir of a training run"
         elif not (path / "args.json").is_file():
-            yield f"--runs {path} has no args.json: it is no run", "give the --output_dir of megatron sft"
+            yield f"--runs {path} has no args.json: it is no run", "give the --output_dir of a training run"
     if len({Path(name).resolve() for name in args.runs}) < len(args.runs):
         yield "--runs names a run twice", "name it once"
 

@@ -56,6 +56,8 @@ def test_a_number_is_above_its_bound_and_finite(lr):
         ({"split_dataset_ratio": 1.0, "lr_warmup_fraction": 1.01}, ["split_dataset_ratio", "lr_warmup_fraction"]),
         ({"mtp_unroll_beta": 0.0, "seed": 2**32}, ["mtp_unroll_beta", "seed"]),
         ({"mtp_num_layers": None, "min_lr": None}, []),
+        ({"mtp_num_layers": 64, "mtp_unroll": 64}, []),
+        ({"mtp_num_layers": 65, "mtp_unroll": 65}, ["mtp_num_layers", "mtp_unroll"]),
         ({"mtp_num_layers": -1, "min_lr": -1.0}, ["mtp_num_layers", "min_lr"]),
     ],
 )

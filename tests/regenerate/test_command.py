@@ -167,6 +167,14 @@ def test_other_options_are_refused(model, dataset, tmp_path, change, told):
     assert files(tmp_path / "out") == before
 
 
+def test_a_training_run_is_not_written_to(model, dataset, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "args.json").write_text("{}")
+    with pytest.raises(UserError, match=naming("--output_dir")):
+        run(args(model, dataset))
+    assert list(files(tmp_path / "out")) == ["args.json"]
+
+
 def test_other_prompts_are_refused(model, dataset, tmp_path):
     given = args(model, dataset)
     run(given)

@@ -86,8 +86,10 @@ def test_damaged_files_are_named_and_left_out(tmp_path, capsys):
     (run / "run_report.json").write_text('{"steps": ')
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": ')
+    (run / "drafts.json").write_text('{"before": ')
     assert main(["report", str(run)]) == 0
     warned = capsys.readouterr().err
     assert has_line(warned, f"{run / 'run_report.json'}")
     assert has_line(warned, f"{run / 'metrics.jsonl'} 1")
+    assert has_line(warned, f"{run / 'drafts.json'}")
     assert (run / "run_report.html").is_file()

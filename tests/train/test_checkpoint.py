@@ -187,7 +187,7 @@ def test_a_checkpoint_is_found_by_itself_and_in_its_run(open_chunks, mesh, tmp_p
     assert resolve_checkpoint(tmp_path) == resolve_checkpoint(tmp_path / "checkpoint-4") == tmp_path / "checkpoint-4"
 
 
-@pytest.mark.parametrize("content", ["", "{", None])
+@pytest.mark.parametrize("content", ["", "{", "[]", None])
 def test_a_state_that_cannot_be_read_is_named(tmp_path, content):
     if content is not None:
         (tmp_path / "trainer_state.json").write_text(content)

@@ -71,7 +71,7 @@ def test_a_place_that_cannot_be_made_is_named(hf_dir, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "content", [None, "", "[]", '{"a": 1}', '{"a": {}}', '{"a": {"dtype": "load"}}', "[" * 100_000]
+    "content", [None, "", "[]", "{}", '{"a": 1}', '{"a": {}}', '{"a": {"dtype": "load"}}', "[" * 100_000]
 )
 def test_a_list_of_tensors_that_cannot_be_is_named(tmp_path, content):
     if content is not None:

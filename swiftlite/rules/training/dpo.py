@@ -15,7 +15,7 @@ from swiftlite.rules.training import sft
 
 _OF_SFT_ALONE = {
     "loss_scale": "only the last answers of a row train",
-    "streaming": "rows are read before the first step, for the reference model",
+    "streaming": "all rows are read before the first step",
     "sft_mock_dataset_config_json": "random tokens are no pairs",
     "sequence_packing_scheduler": "it balances single sequences",
     "cache_trunk_states": "the trunk learns",

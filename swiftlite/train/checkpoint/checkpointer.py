@@ -136,11 +136,15 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     path = checkpoint / STATE_FILE
     try:
         content = read_json(path)
+        if not isinstance(content, dict):
+            raise UserError(f"{path} is damaged: it is not a JSON object", _USE_ANOTHER)
         state = _State.model_validate(content)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the whole file"
         raise UserError(f"{path} is damaged: {where}: {first['msg']}", _USE_ANOTHER) from None
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing", _USE_ANOTHER) from None
     except (OSError, ValueError) as error:
         raise UserError(f"{path} is damaged: {error}", _USE_ANOTHER) from None
     number = checkpoint.name.removeprefix("checkpoint-")

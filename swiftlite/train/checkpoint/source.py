@@ -106,6 +106,8 @@ def source_tensors(source: Path) -> dict[str, dict[str, Any]]:
         raise UserError(f"{path} cannot be read: {error.strerror}", _RESTORE) from None
     except ValidationError as error:
         raise UserError(f"{path} is damaged: {error.errors()[0]['msg']}", _RESTORE) from None
+    if not tensors:
+        raise UserError(f"{path} is damaged: it lists no tensors", _RESTORE)
     for key, tensor in tensors.items():
         dtype = tensor.get("dtype")
         if not isinstance(dtype, str) or not isinstance(getattr(torch, dtype, None), torch.dtype):
