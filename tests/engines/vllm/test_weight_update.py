@@ -99,9 +99,13 @@ def test_other_tensors_are_refused_and_leave_an_engine_that_answers_no_more(tmp_
 
 
 def test_an_engine_that_does_not_draft_takes_no_heads(tmp_path):
-    update, trunk, heads = make(tmp_path, FakeLLM(), drafts=False)
+    llm = FakeLLM()
+    update, trunk, heads = make(tmp_path, llm, drafts=False)
     refused(update, [trunk], [heads])
+    assert llm.calls == []
     update.run([trunk], None)
+    assert "finish" in llm.calls
+    assert update.is_whole
 
 
 @pytest.mark.parametrize(("stages", "shares_experts"), [(2, False), (1, True)])
