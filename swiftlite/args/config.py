@@ -217,7 +217,7 @@ def _read_yaml(path: str, text: str) -> dict[str, tuple[Any, str]]:
     for key_node, value_node in node.value:
         where = f"{path}:{key_node.start_mark.line + 1}"
         if not isinstance(key_node, yaml.ScalarNode):
-            raise UserError(f"{where}: a list or a mapping stands where a name should", "write `option: value`", 2)
+            raise UserError(f"{where}: expected an option name, found a list or a mapping", "write `option: value`", 2)
         key = key_node.value
         if key in entries:
             raise UserError(f"{where}: {key} was given before, at {entries[key][1]}", "keep one of the two", 2)
@@ -234,7 +234,9 @@ def _construct(loader_class: Any, node: Any, where: str) -> Any:
     import yaml
 
     if _is_larger(node, _MAX_VALUES):
-        raise UserError(f"{where}: its aliases stand for more than {_MAX_VALUES} values", "write it out", 2)
+        raise UserError(
+            f"{where}: its aliases expand to more than {_MAX_VALUES} values", "write the values without aliases", 2
+        )
     loader = loader_class("")
     try:
         value = loader.construct_document(node)
@@ -289,7 +291,7 @@ def values_from_file(
         if name not in known:
             suggestion = near(name, known)
             hint = f"did you mean {suggestion}?" if suggestion else ""
-            problems.append((f"{where}: {key} is no option of this command", hint))
+            problems.append((f"{where}: {key} is not an option of this command", hint))
             continue
         try:
             values[name] = convert(known[name], value)

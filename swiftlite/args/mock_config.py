@@ -35,7 +35,7 @@ def check_mock_config(config: dict[str, Any]) -> None:
     if mode not in ("file", "distribution"):
         raise UserError(f'{FLAG}: "mode" is {json.dumps(mode)}, not "file" or "distribution"', EXAMPLES["file"])
     if unknown := sorted(config.keys() - KEYS[mode]):
-        raise UserError(f'{FLAG}: "{unknown[0]}" is no key of mode {mode}', EXAMPLES[mode])
+        raise UserError(f'{FLAG}: "{unknown[0]}" is not a key of mode {mode}', EXAMPLES[mode])
     if missing := sorted(KEYS[mode] - config.keys()):
         raise UserError(f'{FLAG}: mode {mode} needs "{missing[0]}"', EXAMPLES[mode])
     if mode == "file":

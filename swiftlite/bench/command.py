@@ -82,9 +82,9 @@ def load(args: BenchArgs, model: HfModel, template: ChatTemplate) -> list[list[i
     asked = [chat.prompt() for chat in load_prompts(args.val_dataset, system=args.system)][: args.max_prompts]
     if len(asked) < max(args.concurrency):
         raise UserError(
-            f"--concurrency {max(args.concurrency)}, but --val_dataset has {len(asked)} prompts: so many are never "
-            "under way",
-            "give more rows, or a lower number",
+            f"--concurrency {max(args.concurrency)}, but --val_dataset has {len(asked)} prompts, so this "
+            "concurrency is not reached",
+            "add rows to --val_dataset, or lower --concurrency",
         )
     prompts = [encode_prompt(template, chat) for chat in asked]
     limit = args.max_model_len or model.config["max_position_embeddings"]

@@ -142,8 +142,8 @@ def changes_with_load(args: BenchArgs, choices: dict[int, Choice]) -> bool:
 def warnings(choices: dict[int, Choice]) -> list[str]:
     """Return a warning if the machine's speed changed a lot."""
     return [
-        f"{concurrency} at once: without drafts, tokens/s at the end were {1 + choice.drift:.2f}x those at the "
-        "beginning: something else was at work here; ratios are no better than that"
+        f"concurrency {concurrency}: without drafts, tokens/s at the end were {1 + choice.drift:.2f}x those at the "
+        "start: the load of the machine changed, and ratios are not more accurate than that"
         for concurrency, choice in choices.items()
         if abs(choice.drift) > MUCH_DRIFT
     ]
