@@ -40,11 +40,11 @@ class DeclaredEncoding(Encoding, Protocol):
     def find(self, key: str, entries: Mapping[str, Entry]) -> tuple[str, Entry] | None:
         """Return the tensor whose codes are under this key: its name, and the entry that a reader sees.
 
-        The entry has the shape of the tensor and a dtype of floating point, and lies where the codes do. None: the key
-        holds no codes of this encoding.
+        The entry has the shape of the tensor, a floating-point dtype and the file position of the codes. None if the
+        key does not hold codes of this encoding.
 
         Raises:
-            UserError: it does, but a tensor that belongs to them is missing or does not fit.
+            UserError: a tensor that belongs to the codes is missing or has another shape.
         """
         ...
 
