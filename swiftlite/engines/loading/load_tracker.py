@@ -24,29 +24,29 @@ WRITES = (
     torch.ops.aten.fill_.Tensor,
     torch.ops.aten.zero_.default,
 )
-"""Operations by which weight loaders put numbers into (a part of) their first argument."""
+"""Operations with which weight loaders write to their first argument, or a part of it."""
 
 CARRIED = ("visual.",)
-"""Beginnings of the names, in both engines, of parameters beside a language model (Qwen3.5's vision tower). Training
-carries them through (`Family.is_carried`), so no transfer brings them, and the engine keeps its own."""
+"""Name prefixes, in both engines, of parameters outside of the language model (Qwen3.5's vision tower). Training does
+not change them (`Family.is_carried`), so they are not transferred, and the engine keeps its own."""
 
 Part = tuple[int, torch.Size, tuple[int, ...]]
 """Offset, shape and strides of a part of a storage."""
 
 
 class LoadTracker(TorchDispatchMode):
-    """A context in which a model loads tensors; every copy and every fill that its loader makes is recorded."""
+    """Context manager for loading a model; records every copy and fill of its weight loader."""
 
     def __init__(self) -> None:
         super().__init__()
-        # By storage: the parts that were written, each with the keys of the tensors that its numbers come from.
+        # By storage: the written parts, each with the keys of its source tensors.
         self._written: dict[int, dict[Part, set[str]]] = defaultdict(dict)
 
     def unfilled(self, model: nn.Module, elsewhere: Iterable[str] = ()) -> dict[str, int]:
         """Return parameters that were not written completely: name -> number of unwritten elements.
 
         Args:
-            elsewhere: suffixes of parameters that are filled elsewhere, which are left out.
+            elsewhere: suffixes of parameters that are filled in another way, which are omitted.
         """
         left = {}
         for name, parameter in model.named_parameters():
@@ -61,16 +61,16 @@ class LoadTracker(TorchDispatchMode):
 
 
 class RunningLoad(LoadTracker):
-    """For a model that is running; one for all buckets of a transfer."""
+    """Tracker for a running model; one instance covers all buckets of a transfer."""
 
     def __init__(self) -> None:
         super().__init__()
-        # By storage, where each expected tensor starts in it, in bytes, and its name; sorted. Several may share one.
+        # By storage: byte offset and name of each expected tensor, sorted. Several tensors may share a storage.
         self._expected: dict[int, list[tuple[int, str]]] = defaultdict(list)
         self._unread: set[str] = set()
 
     def expect(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Tensors that are to be read: of a safetensors file, or pieces of one buffer that came over a network."""
+        """Expect tensors to be read: those of a safetensors file, or views of one received buffer."""
         self._unread |= tensors.keys()
         for name, tensor in tensors.items():
             self._expected[_storage(tensor)].append((_start(tensor), name))
@@ -78,14 +78,14 @@ class RunningLoad(LoadTracker):
             places.sort()
 
     def take_unread(self) -> list[str]:
-        """Names of expected tensors that no operation has read; they are expected no more."""
+        """Return the names of expected tensors that were not read, and clear all expectations."""
         unread = sorted(self._unread)
         self._unread.clear()
         self._expected.clear()
         return unread
 
     def unfilled(self, model: nn.Module, elsewhere: Iterable[str] = ()) -> dict[str, int]:
-        """See `LoadTracker`; of the language model alone."""
+        """See `LoadTracker`; only parameters of the language model."""
         left = super().unfilled(model, elsewhere)
         return {name: count for name, count in left.items() if not name.startswith(CARRIED)}
 
@@ -98,7 +98,7 @@ class RunningLoad(LoadTracker):
         return func(*args, **(kwargs or {}))
 
     def _note_read(self, tensor: torch.Tensor) -> None:
-        """Record a read of a part of an expected tensor: the last one in its storage that starts at or before it."""
+        """Mark the expected tensor as read that contains this one: the last one that starts at or before it."""
         places = self._expected.get(_storage(tensor), [])
         not_behind = bisect(places, _start(tensor), key=lambda place: place[0])
         if not_behind:
@@ -122,9 +122,9 @@ class DryLoad(LoadTracker):
         self._tensors = {
             key: torch.empty(entry.shape, dtype=entry.dtype, device="meta") for key, entry in entries.items()
         }
-        # By storage: which keys its numbers come from.
+        # By storage: the keys of its source tensors.
         self._keys: dict[int, set[str]] = defaultdict(set)
-        self._kept: list[torch.Tensor] = []  # a storage that is freed would give its number to another one
+        self._kept: list[torch.Tensor] = []  # the identifier of a freed storage could be reused
         for key, tensor in self._tensors.items():
             self._keys[_storage(tensor)].add(key)
         self.keys = set(entries)
@@ -132,11 +132,11 @@ class DryLoad(LoadTracker):
         self.replaced: set[str] = set()
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(HF key, tensor on the meta device), as an engine's loader is given them."""
+        """Yield (HF key, tensor on the meta device) for an engine's loader."""
         yield from self._tensors.items()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        # Some classes put a parameter on their own device, into which nothing can be copied that has no numbers.
+        # Some classes create a parameter on another device, to which meta tensors cannot be copied.
         is_without_numbers = func is COPY and args[1].is_meta and not args[0].is_meta
         result = args[0] if is_without_numbers else func(*args, **(kwargs or {}))
         keys = set().union(*(self._keys.get(_storage(tensor), ()) for tensor in _tensors((args, kwargs))))
