@@ -60,8 +60,10 @@ def shift_left(tensor_BS: torch.Tensor, fill: float, cu_seqlens: torch.Tensor | 
         cu_seqlens: starts of the sequences of a packed row, see `Batch`; without it each row is one sequence.
     """
     shifted = tensor_BS.roll(-1, dims=1)
-    last_S = -1 if cu_seqlens is None else cu_seqlens[1:].long() - 1
-    shifted[:, last_S] = fill
+    if cu_seqlens is None:
+        shifted[:, -1] = fill
+    else:
+        shifted[:, cu_seqlens[1:].long() - 1] = fill
     return shifted
 
 
@@ -115,7 +117,7 @@ class Batch:
 
     @property
     def axes_3BS(self) -> torch.Tensor | None:
-        """Positions of the trunk's tokens along three axes (`AXES`), int64; None where one is enough."""
+        """Positions of the trunk's tokens along three axes (`AXES`), int64; None if one axis is enough."""
         axes_K3BS = self.extras.get(AXES)
         return None if axes_K3BS is None else axes_K3BS[0]
 
@@ -163,7 +165,8 @@ def collate(
         extras: tensors that the training method adds.
     """
     num_rows = max(1, len(sequences))
-    length = _round_up(max(1, *map(len, sequences)) if sequences else 1, pad_to_multiple_of)
+    longest = max(map(len, sequences), default=1)
+    length = _round_up(max(1, longest), pad_to_multiple_of)
     starts = range(0, num_rows * length, length)
     position_ids_BS = torch.arange(length).repeat(num_rows, 1)
     return _lay_out(sequences, starts, position_ids_BS, pad_token_id, num_drafts, extras)
@@ -178,7 +181,7 @@ def collate_packed(
     pad_to_multiple_of: int = 1,
     extras: Sequence[Extra] = (),
 ) -> Batch:
-    """Return one row of all sequences, each padded for itself; what fills the row up is a sequence of its own.
+    """Return one row of all sequences, each padded separately; the padding at the end of the row is one more sequence.
 
     Args:
         sequences: none gives a row of padding.
@@ -235,7 +238,7 @@ def _lay_out(
         is_idle[here] = not sequence.trains_heads
 
     def rows(array: np.ndarray, num_shifts: int, fill: float) -> torch.Tensor:
-        """[1 + num_shifts, B, S]."""
+        """Return an array and its shifts, [1 + num_shifts, B, S]."""
         return ahead(torch.from_numpy(array).view_as(position_ids_BS), num_shifts, fill, cu_seqlens)
 
     labels_KBS = rows(labels, num_drafts + 1, fill=IGNORED)[1:]  # the trunk itself predicts one token ahead

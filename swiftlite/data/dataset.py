@@ -63,7 +63,7 @@ class DataReport:
     bad_rows: list[str] = field(default_factory=list)
     """`file:line: field: problem` of each row that --max_bad_rows allowed to be left out."""
     notes: list[str] = field(default_factory=list)
-    """Where the data did not allow what the options asked for."""
+    """Options that the data could not satisfy."""
 
     @property
     def total(self) -> Counts:
@@ -71,6 +71,13 @@ class DataReport:
 
     def as_dict(self) -> dict[str, Any]:
         return {"total": asdict(self.total), **asdict(self)}
+
+    def log(self) -> None:
+        """Log one line per file and one per note."""
+        for spec, counts in self.files.items():
+            logger.info("%s: %s", spec, counts)
+        for note in self.notes:
+            logger.warning("%s", note)
 
 
 @dataclass(frozen=True)
@@ -122,13 +129,12 @@ def load_train_val(
         UserError: a file that cannot be read, more bad rows than allowed, no row left.
     """
     report = DataReport()
-    val_flag = "--val_dataset" if offered is None or "val_dataset" in offered else "--dataset"
     train_rows = _read(dataset, report, system, seed, parse=encoder.parse)
     val_rows = _read(val_dataset, report, system, seed, parse=encoder.parse)
     conversations = train_rows.conversations + val_rows.conversations
     encoded = list(encode_all(encoder, conversations, num_proc))
     bad_rows = train_rows.bad_rows + val_rows.bad_rows + [row.bad for row in encoded if row.bad]
-    _check_bad_rows(bad_rows, max_bad_rows, offered is None or "max_bad_rows" in offered)
+    _check_bad_rows(bad_rows, max_bad_rows, _is_offered("max_bad_rows", offered))
     report.bad_rows = [str(bad) for bad in bad_rows]
     if encoder.truncation_strategy == "error":
         _check_lengths(encoded, encoder.max_length)
@@ -140,11 +146,12 @@ def load_train_val(
     if dataset:
         train = _kept(train_rows, train_encoded, "--dataset", encoder, offered)
     if val_dataset:
+        val_flag = "--val_dataset" if _is_offered("val_dataset", offered) else "--dataset"
         val = _kept(val_rows, val_encoded, val_flag, encoder, offered)
     else:
         held_out = split(len(train), split_dataset_ratio, seed)
         if split_dataset_ratio > 0 and not len(held_out):
-            report.notes.append("one row is all there is; none is held out for evaluation")
+            report.notes.append("--split_dataset_ratio: there is only one row; none is held out for evaluation")
         val = [train[index] for index in held_out]
         train = [train[index] for index in np.delete(np.arange(len(train)), held_out)]
 
@@ -153,27 +160,24 @@ def load_train_val(
         drawn = _draw(train, dataset, Mixture(interleave_prob, seed))
         left_out = {row.number for row in train} - {row.number for row in drawn}
         train = drawn
-    for number, (spec, row) in enumerate(zip(train_rows.specs + val_rows.specs, encoded, strict=True)):
-        if number in left_out:
-            report.files[spec].not_sampled += 1
-        else:
-            _count(row, report.files[spec])
+    _count_rows(train_rows.specs + val_rows.specs, encoded, left_out, report)
     samples = list(chain.from_iterable(row.samples for row in train))
     val_samples = list(chain.from_iterable(row.samples for row in val))
     report.train_samples = len(samples)
     report.val_samples = len(val_samples)
-    for spec, counts in report.files.items():
-        logger.info("%s: %s", spec, counts)
-    for note in report.notes:
-        logger.warning("%s", note)
+    report.log()
     val_conversations = [row.conversation for row in val]
     return Data(samples, val_samples, val_conversations, report, digest([*samples, *val_samples]))
+
+
+def _is_offered(option: str, offered: Collection[str] | None) -> bool:
+    return offered is None or option in offered
 
 
 def load_prompts(
     files: Sequence[str], *, system: str | None = None, seed: int = 42, max_bad_rows: int | None = None
 ) -> list[Conversation]:
-    """Conversations to ask a model, from rows that may or may not hold an answer.
+    """Read conversations to ask a model, from rows with or without an answer.
 
     `.prompt()` leaves the last assistant turn out, `.answer()` is its text.
 
@@ -191,7 +195,7 @@ def load_prompts(
 
 
 def split(num_samples: int, ratio: float, seed: int) -> np.ndarray:
-    """Sorted indices of the held-out samples: the ratio, but at least one and not all.
+    """Return sorted indices of the held-out samples: the ratio, but at least one and not all.
 
     Args:
         ratio: at least 0 and below 1.
@@ -233,6 +237,19 @@ def _read(
     return rows
 
 
+def _count_rows(specs: Sequence[str], encoded: Sequence[Encoded], left_out: set[int], report: DataReport) -> None:
+    """Add each row to the counts of its file.
+
+    Args:
+        left_out: numbers of the rows that `--interleave_prob` does not draw.
+    """
+    for number, (spec, row) in enumerate(zip(specs, encoded, strict=True)):
+        if number in left_out:
+            report.files[spec].not_sampled += 1
+        else:
+            _count(row, report.files[spec])
+
+
 def _count(row: Encoded, counts: Counts) -> None:
     """Add an encoded row to its file's counts, whose `rows` already include it."""
     if row.bad is not None:
@@ -251,19 +268,23 @@ def _special_token_notes(encoded: Sequence[Encoded]) -> list[str]:
     named = [row for row in encoded if row.special_token]
     if not named:
         return []
-    rows = "1 row has" if len(named) == 1 else f"{len(named)} rows have"
-    return [f"{rows} special tokens in what is said; {special_token_note(named[0])}"]
+    return [f"rows with special tokens in their text: {len(named)}; {special_token_note(named[0])}"]
 
 
 def _check_bad_rows(bad_rows: list[BadRow], max_bad_rows: int, can_be_left_out: bool = True) -> None:
     if len(bad_rows) <= max_bad_rows:
         return
     first = bad_rows[0]
-    skip = f"--max_bad_rows {len(bad_rows)} leaves {'it' if len(bad_rows) == 1 else 'them'} out"
-    hint = "\n    ".join(line for line in (first.hint, skip if can_be_left_out else "") if line)
+    hints = [first.hint] if first.hint else []
+    if can_be_left_out:
+        hints.append(f"use --max_bad_rows {len(bad_rows)} to skip bad rows")
+    hint = "\n    ".join(hints)
     if len(bad_rows) == 1:
         raise UserError(str(first), hint)
-    lines = [f"{len(bad_rows)} bad rows" + (f", --max_bad_rows {max_bad_rows}" if can_be_left_out else "")]
+    title = f"{len(bad_rows)} bad rows"
+    if can_be_left_out:
+        title += f", --max_bad_rows {max_bad_rows}"
+    lines = [title]
     lines += [f"  {bad}" for bad in bad_rows[:SHOWN_ROWS]]
     if len(bad_rows) > SHOWN_ROWS:
         lines.append(f"  and {len(bad_rows) - SHOWN_ROWS} more")
@@ -276,7 +297,7 @@ def _check_lengths(encoded: list[Encoded], max_length: int) -> None:
         return
     raise UserError(
         f"{long[0].source} has {long[0].length} tokens, over --max_length {max_length}; rows over it: {len(long)}",
-        f"--max_length {max(row.length for row in long)} takes all; or --truncation_strategy delete, left or right",
+        f"use --max_length {max(row.length for row in long)}, or --truncation_strategy delete, left or right",
     )
 
 
@@ -301,27 +322,29 @@ def _kept(
         return kept
     lengths = [row.length for row in encoded if row.bad is None]
     if not lengths:
-        raise UserError(f"{flag}: no row is left, all are bad", "see which with --max_bad_rows 0")
+        raise UserError(f"{flag}: all rows are bad", "use --max_bad_rows 0 to see why")
     max_length = encoder.max_length
     if encoder.truncation_strategy == "delete":
+        shortest = min(lengths)
         raise UserError(
-            f"{flag}: all {len(lengths)} rows are over --max_length {max_length}, the shortest is {min(lengths)} long",
-            f"--max_length {min(lengths)} or more, or --truncation_strategy right",
+            f"{flag}: all {len(lengths)} rows are over --max_length {max_length}; the shortest has {shortest} tokens",
+            f"use --max_length {shortest} or more, or --truncation_strategy right",
         )
-    cut, hint = f"--max_length {max_length}", "give a larger --max_length"
-    if offered is None or "truncation_strategy" in offered:
+    cut, hint = f"--max_length {max_length}", "use a larger --max_length"
+    if _is_offered("truncation_strategy", offered):
         hint += ", or another --truncation_strategy"
-    elif "max_length" not in offered:
-        cut, hint = f"{max_length} tokens", "give rows with shorter questions"
-    raise UserError(f"{flag}: cut to {cut}, none of {len(lengths)} rows keeps a token that trains", hint)
+    elif not _is_offered("max_length", offered):
+        cut, hint = f"{max_length} tokens", "use rows with shorter questions"
+    raise UserError(f"{flag}: truncated to {cut}, none of {len(lengths)} rows has a token to train on", hint)
 
 
 def _draw(rows: Sequence[_Kept], files: Sequence[str], mixture: Mixture) -> list[_Kept]:
-    """The rows that the mixture takes of the files, in the order in which it does."""
+    """Return the rows that the mixture draws from the files, in that order."""
     by_file: dict[str, list[_Kept]] = {file: [] for file in files}
     for row in rows:
         by_file[row.spec].append(row)
     taken = interleave([len(by_file[file]) for file in files], mixture)
     if not taken:
-        raise UserError("--interleave_prob: the file that is drawn first has no row to train on", "give it more rows")
+        empty = files[mixture.part(0)]
+        raise UserError(f"--interleave_prob: {empty} has no row to train on", "add rows to it, or remove it")
     return [by_file[files[part]][place] for part, place in taken]

@@ -24,7 +24,7 @@ class DraftVocab:
 
 
 def choose(counts_V: np.ndarray, size: int) -> DraftVocab:
-    """The tokens with the highest counts; of equals those with the lowest ids.
+    """Return the tokens with the highest counts; of equal ones those with the lowest ids.
 
     Args:
         counts_V: how often each token of the vocabulary is to be said.
@@ -65,11 +65,11 @@ def choose_from(data: Data, size: int, vocab_size: int, num_ranks: int = 1) -> t
     if data.val:
         held_out = count((sample.labels for sample in data.val), vocab_size)
         share = covered(held_out, chosen.ids)
-        words += f" and {share:.2%} of the held-out ones: at most that share of drafts can be right"
+        words += f" and {share:.2%} of the held-out ones, which bounds the acceptance rate"
     logger.info("%s", words)
     rows_per_rank = vocab_size // num_ranks
     if len({token // rows_per_rank for token in chosen.ids}) < num_ranks:
         raise UserError(
-            f"--draft_vocab {size}: a tensor-parallel rank holds none of these tokens", "choose more of them"
+            f"--draft_vocab {size}: a tensor-parallel rank holds none of these tokens", "use a larger --draft_vocab"
         )
     return chosen.ids

@@ -28,7 +28,7 @@ class Encoded:
     bad: BadRow | None = None
     source: str = ""
     special_token: str = ""
-    """One that stands in what somebody says."""
+    """The first special token in the text of a turn, or an empty string."""
 
 
 class Encoder(Protocol):
@@ -79,7 +79,7 @@ class ConversationEncoder:
         return (sample.with_extras(**row.extras),)
 
     def _answers(self, row: Conversation) -> list[Sample]:
-        """The sample of the row, or both of a pair.
+        """Return the sample of the row, or both of a pair.
 
         Raises:
             RowError: as `ChatTemplate.encode`; the answers of a pair are equal as tokens.
@@ -88,12 +88,12 @@ class ConversationEncoder:
         if row.rejected is not None:
             answers.append(replace(self.template.encode(row.other()), trains_heads=False))
         if _are_equal(answers):
-            raise RowError("row", "its two answers are the same tokens: a tie teaches nothing", "leave the row out")
+            raise RowError("row", "both answers have the same tokens, so there is nothing to learn", "remove the row")
         return answers
 
 
 def _are_equal(answers: Sequence[Sample]) -> bool:
-    """Whether the two samples of a pair are one and the same; a sample alone is none."""
+    """Return whether both samples of a pair are identical; False for a single sample."""
     return len(answers) > 1 and np.array_equal(answers[0].input_ids, answers[1].input_ids)
 
 
@@ -120,8 +120,8 @@ class DocumentEncoder:
     def __post_init__(self) -> None:
         if self.append_eos and self.tokenizer.eos_token_id is None:
             raise UserError(
-                "the tokenizer of this model has no eos token to put behind documents",
-                "name one in its tokenizer_config.json, or --append_eos false",
+                "--append_eos requires an eos token; this model's tokenizer has none",
+                "set eos_token in its tokenizer_config.json, or use --append_eos false",
             )
 
     @cached_property
@@ -136,12 +136,13 @@ class DocumentEncoder:
         try:
             check_ids(ids, self.tokenizer, self.vocab_size, "text")
             if len(ids) < 2:
-                raise RowError("text", "is one token, before which there is nothing to learn it from")
+                raise RowError("text", "has one token; a document requires two or more")
         except RowError as error:
             return Encoded(bad=BadRow(row.source, error.problem, error.hint), source=row.source)
         document = make_sample(ids, np.ones(len(ids)), row.source, row.channel)
         found = self._special_tokens.search(text)
-        return Encoded(len(ids), self._cut(document), source=row.source, special_token=found[0] if found else "")
+        special_token = found[0] if found else ""
+        return Encoded(len(ids), self._cut(document), source=row.source, special_token=special_token)
 
     def _cut(self, document: Sample) -> tuple[Sample, ...]:
         if len(document) <= self.max_length:
@@ -191,7 +192,7 @@ def _encode_in_worker(row: Conversation) -> Encoded:
 
 
 def encode_all(encoder: Encoder, rows: list[Conversation], num_proc: int) -> Iterator[Encoded]:
-    """Encoded rows, in order."""
+    """Encode rows, in order."""
     if num_proc <= 1:
         yield from map(encoder, rows)
         return

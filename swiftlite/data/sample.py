@@ -62,7 +62,7 @@ def make_sample(
     source: str = "",
     channel: str | None = None,
 ) -> Sample:
-    """Labels follow from the weights: a token trains where its weight is above 0."""
+    """Make a sample whose labels follow from the weights: a token trains if its weight is above 0."""
     ids = np.asarray(input_ids, dtype=np.int32)
     loss_scale = np.array(weights, dtype=np.float32)
     loss_scale[:1] = 0
@@ -78,16 +78,21 @@ def truncate(sample: Sample, max_length: int, strategy: Literal["left", "right"]
     """Cut to `max_length` tokens: `left` loses the beginning, `right` the end. May leave no label."""
     if len(sample) <= max_length:
         return sample
-    kept = slice(len(sample) - max_length, None) if strategy == "left" else slice(max_length)
+    kept = slice(max_length)
+    if strategy == "left":
+        kept = slice(len(sample) - max_length, None)
     cut = make_sample(sample.input_ids[kept], sample.loss_scale[kept])
     extras = {}
     for name, value in sample.extras.items():
-        extras[name] = value[kept] if isinstance(value, np.ndarray) else value
+        if isinstance(value, np.ndarray):
+            value = value[kept]
+        extras[name] = value
     return replace(sample, input_ids=cut.input_ids, labels=cut.labels, loss_scale=cut.loss_scale, extras=extras)
 
 
 def digest(samples: Iterable[Sample]) -> str:
-    """sha256 over tokens, labels and weights in order: equal on two ranks only if they would train on the same data."""
+    """Compute the sha256 over tokens, labels and weights in order: equal on two ranks only if they train on the same
+    data."""
     sha = hashlib.sha256()
     for sample in samples:
         for sequence in sample.sequences:

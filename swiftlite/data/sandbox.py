@@ -31,7 +31,7 @@ def running_the_template() -> Iterator[None]:
         with _bounded_memory(MAX_MEGABYTES * 1_000_000):
             yield
     except MemoryError:
-        problem = f"the chat template wants more than {MAX_MEGABYTES} MB of memory"
+        problem = f"the chat template requires more than {MAX_MEGABYTES} MB of memory"
         raise RowError("messages", problem, "read the template before you use this model") from None
     except Exception as error:
         # On one line, so that the template cannot forge log lines.
@@ -46,8 +46,8 @@ def check_length(text: str) -> None:
         RowError: it has more than MAX_CHARACTERS.
     """
     if len(text) > MAX_CHARACTERS:
-        problem = f"they are {len(text):,} characters long, and a row may have {MAX_CHARACTERS:,}"
-        raise RowError("messages", problem, "split it; tokenizing it whole would take up to 500 bytes a character")
+        problem = f"have {len(text):,} characters, over the limit of {MAX_CHARACTERS:,}"
+        raise RowError("messages", problem, "split the row; tokenizing takes up to 500 bytes per character")
 
 
 def run_templates_unbounded() -> None:

@@ -28,14 +28,14 @@ Tools = list[Any]  # JSON schemas; Any because transformers declares an invarian
 Span = tuple[int, int]
 
 KNOWN_TAILS = 64
-"""Where no special token is in sight, the text before every answer is another one: only the last of them are kept."""
+"""Number of texts kept. Without a special token, the text before every answer is different."""
 MARK = "@@swiftlite marks this turn@@"
 GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
-OTHER_WAYS = '--loss_scale last_round trains the last answer alone; or give that turn "loss": false'
+OTHER_WAYS = 'use --loss_scale last_round to train on the last answer only, or give that turn "loss": false'
 
 
 def load_tokenizer(hf_dir: str | Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model's directory.
+    """Load the tokenizer of a model's directory.
 
     Raises:
         UserError: it has none (transformers would make an empty one up), or one that cannot be read.
@@ -46,19 +46,19 @@ def load_tokenizer(hf_dir: str | Path, trust_remote_code: bool = False) -> PreTr
         if str(error) == _config_problem(hf_dir, trust_remote_code):
             problem = " ".join(str(error).split())
             path = Path(hf_dir) / "config.json"
-            raise UserError(f"{path}: transformers refuses it: {problem}", "copy it from the model's source") from error
+            raise UserError(f"{path}: transformers rejects it: {problem}", "copy it from the model's source") from error
         raise UserError(f"the tokenizer in {hf_dir} cannot be read: {error}", "copy its files again") from error
     names = {"tokenizer.json", *tokenizer.vocab_files_names.values()}
     if not any((Path(hf_dir) / name).is_file() for name in names):
         raise UserError(
-            f"{hf_dir} has no tokenizer: none of {', '.join(sorted(names))} is there",
-            "copy the tokenizer's files from the model that this one was made from",
+            f"{hf_dir} has no tokenizer: none of {', '.join(sorted(names))} exists",
+            "copy the tokenizer's files from the base model",
         )
     return tokenizer
 
 
 def _config_problem(hf_dir: str | Path, trust_remote_code: bool) -> str:
-    """Return transformers' error about config.json, which it reads before a tokenizer; empty if there is none."""
+    """Return transformers' error about config.json, which it reads before a tokenizer; empty without an error."""
     try:
         AutoConfig.from_pretrained(hf_dir, trust_remote_code=trust_remote_code)
     except Exception as error:  # as many kinds
@@ -89,7 +89,7 @@ def check_ids(ids: list[int], tokenizer: PreTrainedTokenizerBase, vocab_size: in
             field,
             f"token {largest} ({token!r}) is beyond vocab_size {vocab_size} of config.json; "
             f"the tokenizer has {len(tokenizer)} tokens",
-            "copy the tokenizer's files of this very model",
+            "copy the tokenizer's files that belong to this model",
         )
 
 
@@ -117,14 +117,14 @@ class ChatTemplate:
         if not tokenizer.chat_template:
             raise UserError(
                 f"the tokenizer of {tokenizer.name_or_path or 'this model'} has no chat template",
-                "put a chat_template.jinja into the model's directory, as its instruct version has",
+                "copy chat_template.jinja of the instruct model into the model's directory",
             )
         found = self._find_turn_end()
         self._appends_eos = not found
         self._turn_end = found or str(tokenizer.eos_token or "")
 
     def encode_prompt(self, messages: list[Message], tools: Tools | None = None) -> list[int]:
-        """Tokens to ask a model with: what `encode` puts before the answer to the same turns.
+        """Return the tokens of a prompt, which `encode` puts before the answer to the same turns.
 
         (Unless an earlier answer shares a token with the text around it; that needs a template without special tokens.)
 
@@ -151,10 +151,12 @@ class ChatTemplate:
     def end_token_id(self) -> int | None:
         """The token that ends the assistant's turns, if it is one; a base model's eos token is often another."""
         ids = self._ids(self._turn_end)
-        return ids[0] if len(ids) == 1 else None
+        if len(ids) != 1:
+            return None
+        return ids[0]
 
     def encode(self, conversation: Conversation) -> Sample:
-        """Tokens, labels and weights of a conversation that ends with the assistant's turn.
+        """Encode a conversation that ends with the assistant's turn: its tokens, labels and weights.
 
         The end-of-turn token trains with its turn. Where a template ends turns by nothing, the tokenizer's eos token
         is put after the last one, or the model would never learn to stop.
@@ -174,7 +176,7 @@ class ChatTemplate:
         usual_weight = 1.0 if trains_all else 0.0
         turns = [turn for turn, weight in weights.items() if weight != usual_weight]
         if not trains_all and not turns:
-            raise RowError("messages", "nothing trains: the assistant's turns all have loss false")
+            raise RowError("messages", "have no turn to train on: every assistant turn has loss false")
         spans = [self._trim(text, span) for span in self._locate(conversation, turns, text)]
         if not trains_all:
             for turn, (start, end) in zip(turns, spans, strict=True):
@@ -209,17 +211,17 @@ class ChatTemplate:
         _, mark, end = text.partition(MARK)
         if not mark:
             raise UserError(
-                "the chat template leaves out what the assistant says",
-                "it may be meant for prompts alone; use the template of an instruct model",
+                "the chat template drops the text of assistant turns",
+                "it may be for prompts only; use the template of an instruct model",
             )
         return end.rstrip()
 
     def _check_complete(self, conversation: Conversation, text: str) -> None:
-        """Templates pass over what they do not know in silence: a system turn, tools, calls."""
+        """Check what templates drop silently: system turns, tools and calls."""
         for i, message in enumerate(conversation.messages):
             role = message["role"]
             if role in ("system", "user") and message["content"].strip() not in text:
-                raise RowError(f"messages[{i}]", f"the chat template leaves out or changes this {role} turn")
+                raise RowError(f"messages[{i}]", f"the chat template drops or changes this {role} turn")
             for call in message.get("tool_calls", ()):
                 if call["function"]["name"] not in text:
                     raise RowError(f"messages[{i}].tool_calls", "the chat template does not render tool calls")
@@ -232,7 +234,7 @@ class ChatTemplate:
     # Which characters train
 
     def _turn_weights(self, conversation: Conversation) -> dict[int, float]:
-        """Index of each assistant turn that may train, and its weight."""
+        """Return the index of each assistant turn that may train, and its weight."""
         messages = conversation.messages
         given = conversation.weights or [1.0] * len(messages)
         first = 0
@@ -241,7 +243,7 @@ class ChatTemplate:
         return {i: given[i] for i in range(first, len(messages)) if messages[i]["role"] == "assistant"}
 
     def _locate(self, conversation: Conversation, turns: list[int], text: str) -> list[Span]:
-        """Characters of the given turns in the text."""
+        """Return the characters of the given turns in the text."""
         if not turns:
             return []
         messages = conversation.messages
@@ -266,16 +268,18 @@ class ChatTemplate:
         return [(int(start), int(end)) for start, end in blocks[0]]
 
     def _turn_span(self, messages: list[Message], tools: Tools | None, turn: int, text: str) -> Span:
-        """The text between the prompt that would ask for this turn and the rest of the conversation."""
+        """Return the text between the prompt that asks for this turn and the rest of the conversation."""
         where = f"messages[{turn}]"
         prompt = self._render(messages[:turn], tools, add_generation_prompt=True)
         if not text.startswith(prompt):
             same = next(i for i, character in enumerate(prompt) if text[i : i + 1] != character)
             around = slice(max(0, same - 20), same + 20)
-            problem = "the prompt for this turn is not how the rendered conversation begins: "
+            problem = "the prompt for this turn is not a prefix of the rendered conversation: "
             problem += f"{prompt[around]!r} against {text[around]!r}"
-            is_last = turn == len(messages) - 1
-            raise RowError(where, problem, "mend add_generation_prompt in the chat template" if is_last else OTHER_WAYS)
+            hint = OTHER_WAYS
+            if turn == len(messages) - 1:
+                hint = "fix add_generation_prompt in the chat template"
+            raise RowError(where, problem, hint)
         if turn == len(messages) - 1:
             return len(prompt), len(text)
         so_far = self._render(messages[: turn + 1], tools)
@@ -304,7 +308,7 @@ class ChatTemplate:
     # Which tokens train
 
     def _tokenize(self, text: str, spans: list[Span], names: list[str]) -> tuple[list[int], list[Span]]:
-        """Tokens of the text, and which of them each span is.
+        """Tokenize the text, and return which tokens each span is.
 
         The text is tokenized whole where that leaves the borders of spans between tokens, and the prompt of the last
         span the tokens it has alone, as an engine will see it. Else it is cut there, which is what a model does that
@@ -330,12 +334,12 @@ class ChatTemplate:
             if not found:
                 given = text[slice(*span)]
                 problem = f"the tokenizer turns {clip(given, 40)!r} into {clip(self._decode(self._ids(given)), 40)!r}"
-                raise RowError(name, problem, "it does not know these characters")
+                raise RowError(name, problem, "its vocabulary lacks these characters")
             ranges.append(found)
         return tokens.ids, ranges
 
     def _tokenize_pieces(self, text: str, cuts: set[int]) -> "_Tokens":
-        """Tokens of the text, cut at these places, each piece tokenized alone."""
+        """Tokenize the text, cut at these places, each piece separately."""
         tokens = _Tokens([], [], {})
         is_fast = bool(self.tokenizer.is_fast)
         inner_cuts = sorted(cuts - {0, len(text)})
@@ -351,14 +355,16 @@ class ChatTemplate:
         return tokens
 
     def _token_range(self, tokens: "_Tokens", text: str, span: Span) -> Span | None:
-        """The tokens that are this span; None if one lies across its border, for then they decode to other text."""
+        """Return the tokens of this span; None if one lies across its border, since they would decode to other text."""
         start, end = span
         first = tokens.index(start)
         last = tokens.index(end)
-        return (first, last) if self._gives_back(tokens.ids, first, last, text[start:end]) else None
+        if not self._gives_back(tokens.ids, first, last, text[start:end]):
+            return None
+        return first, last
 
     def _prompt_stands_alone(self, tokens: "_Tokens", text: str, end: int) -> bool:
-        """Whether the tokens before `end` are those of that text alone.
+        """Return whether the tokens before `end` are those of that text alone.
 
         They are not when the next character decides how white space is grouped: GPT-2 keeps two newlines together at
         the end of a text, but not before a word. Special tokens divide a text, so the tokens from the last one on are
@@ -368,7 +374,8 @@ class ChatTemplate:
         special = (i for i in reversed(range(num_before)) if tokens.ids[i] in self._added_tokens)
         first = next(special, 0)
         found = tokens.ids[first:num_before]
-        tail = text[tokens.starts[first] if first else 0 : end]
+        start = tokens.starts[first] if first else 0
+        tail = text[start:end]
         if tail not in self._known_tails:
             if len(self._known_tails) == KNOWN_TAILS:
                 del self._known_tails[next(iter(self._known_tails))]
@@ -405,34 +412,34 @@ class _Tokens:
     indices: dict[int, int]
 
     def index(self, position: int) -> int:
-        """The first token that starts at or after a place in the text."""
+        """Return the first token that starts at or after a place in the text."""
         if position in self.indices:  # exact, while the offsets of some tokenizers leave spaces out
             return self.indices[position]
         return bisect.bisect_left(self.starts, position)
 
 
 def _bare(text: str) -> str:
-    """Text without what tokenizers change: white space, and the ways to write a character."""
+    """Remove what tokenizers change: white space, and the ways to write a character."""
     return "".join(unicodedata.normalize("NFKC", text).split())
 
 
 def _check_turn(message: Message, path: str, text: str) -> None:
-    """A trained turn must hold all that the row says; templates are free to drop or rewrite it."""
+    """Check that a trained turn holds all that the row says; templates are free to drop or rewrite it."""
     head, _, answer = message["content"].rpartition("</think>")
     thinking = message.get("reasoning_content") or head.strip().removeprefix("<think>")
     if thinking.strip() not in text:
         raise RowError(
             path,
-            "the chat template leaves out the thinking of this turn, so the turn cannot train as it was written",
-            OTHER_WAYS + "; or take the thinking out of it",
+            "the chat template drops the thinking of this turn, so the turn cannot be trained as written",
+            OTHER_WAYS + ", or remove its thinking",
         )
     if answer.strip() not in text:
-        raise RowError(path, "the chat template leaves out or changes the text of this turn")
+        raise RowError(path, "the chat template drops or changes the text of this turn")
 
 
 def stop_token_ids(template: ChatTemplate, hf_dir: str | Path) -> tuple[int, ...]:
-    """Tokens that end an answer: the template's end of a turn, the tokenizer's eos, and what generation_config.json and
-    config.json name."""
+    """Return the tokens that end an answer: the template's end of a turn, the tokenizer's eos, and the eos tokens of
+    generation_config.json and config.json."""
     eos: Any = template.tokenizer.eos_token_id
     ids = {eos, template.end_token_id}
     for name in ("generation_config.json", "config.json"):

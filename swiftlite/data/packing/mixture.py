@@ -6,7 +6,7 @@ from functools import lru_cache
 import numpy as np
 
 BLOCK = 1024
-"""Rows that are drawn at once, each block from a seed of its own, so that any row can be looked up."""
+"""Number of rows drawn at once. Each block has its own seed, so that any row can be looked up."""
 
 
 class Mixture:
@@ -29,11 +29,11 @@ class Mixture:
         return len(self._probabilities)
 
     def part(self, row: int) -> int:
-        """The part that a row is of."""
+        """Return the part that a row belongs to."""
         return int(self._block(row // BLOCK)[row % BLOCK])
 
     def counts(self, row: int) -> list[int]:
-        """Rows of each part among the first `row` ones."""
+        """Count the rows of each part among the first `row` ones."""
         block, rest = divmod(row, BLOCK)
         while len(self._counts) <= block:
             drawn = np.bincount(self._block(len(self._counts) - 1), minlength=self.num_parts)
@@ -42,7 +42,7 @@ class Mixture:
         return (self._counts[block] + inside).tolist()
 
     def place(self, row: int) -> tuple[int, int]:
-        """The part of a row, and how many rows of that part come before it."""
+        """Return the part of a row, and the number of rows of that part before it."""
         part = self.part(row)
         return part, self.counts(row)[part]
 
@@ -55,7 +55,7 @@ class Mixture:
 
 
 def interleave(lengths: Sequence[int], mixture: Mixture) -> list[tuple[int, int]]:
-    """(part, place) of the rows that are taken until a part that is drawn has no more.
+    """Return (part, place) of the rows drawn until a drawn part has no row left.
 
     Example: parts of 3 and 1 rows, drawn 0, 1, 0, 1, ...: rows 0 of part 0, 0 of part 1 and 1 of part 0 are taken.
 

@@ -31,19 +31,19 @@ class PackedRows:
         return len(self.offsets) - 1
 
     def __getitem__(self, row: int) -> np.ndarray:
-        """Indices of a row's sequences, ascending."""
+        """Return the indices of a row's sequences, ascending."""
         if not 0 <= row < len(self):
             raise IndexError(row)
         return self.order[self.offsets[row] : self.offsets[row + 1]]
 
 
 def padded(lengths: np.ndarray, multiple: int) -> np.ndarray:
-    """Lengths rounded up, so that ranks can share each sequence by position (`plan.layout.sequence_multiple`)."""
+    """Round lengths up, so that ranks can share each sequence by position (`plan.layout.sequence_multiple`)."""
     return -(-lengths // multiple) * multiple
 
 
 def check_lengths(lengths: Sequence[int] | np.ndarray, packing_length: int, multiple: int = 1) -> np.ndarray:
-    """Padded lengths, int64 `[num_sequences]`.
+    """Return padded lengths, int64 `[num_sequences]`.
 
     Raises:
         UserError: a sequence without tokens, or too long for a row even alone; names its index.
@@ -55,16 +55,19 @@ def check_lengths(lengths: Sequence[int] | np.ndarray, packing_length: int, mult
         return result
     index = wrong[0]
     if given[index] < 1:
-        raise UserError(f"sequence {index} has {given[index]} tokens; a packed row has none to give it")
-    rounded = f", {result[index]} when padded to a multiple of {multiple}" if multiple > 1 else ""
+        raise UserError(f"sequence {index} has {given[index]} tokens; it must have at least 1")
+    problem = f"sequence {index} has {given[index]} tokens"
+    if multiple > 1:
+        problem += f", {result[index]} when padded to a multiple of {multiple}"
     raise UserError(
-        f"sequence {index} has {given[index]} tokens{rounded}: over --packing_length {packing_length}",
-        f"--packing_length {result.max()} takes all; or cut them: --max_length {packing_length // multiple * multiple}",
+        f"{problem}: over --packing_length {packing_length}",
+        f"use --packing_length {result.max()}, or --max_length {packing_length // multiple * multiple}",
     )
 
 
 def pack(lengths: Sequence[int] | np.ndarray, packing_length: int, *, multiple: int = 1) -> PackedRows:
-    """Best-fit-decreasing: each sequence, the longest first, goes into the fullest row that still has room for it.
+    """Pack by best-fit-decreasing: each sequence, the longest first, goes into the fullest row that still has room for
+    it.
 
     Sequences of one length are alike, and so are rows with the same room. The loop is over pairs of these; the indices
     are dealt out afterwards, all at once.
@@ -95,11 +98,24 @@ def pack(lengths: Sequence[int] | np.ndarray, packing_length: int, *, multiple: 
     if not len(sizes):
         return PackedRows(np.empty(0, np.int64), np.zeros(1, np.int64))
     by_size = np.argsort(-sizes, kind="stable")  # ties stay in order of index
-    distinct, counts = np.unique(sizes, return_counts=True)
+    dealt, num_rows = _deal(sizes, packing_length)
+    first_rows, num_rows_dealt, num_sequences = np.array(dealt).T
+    row_numbers = _join_ranges(first_rows, num_rows_dealt)
+    row_of = np.empty(len(sizes), np.int64)
+    row_of[by_size] = np.repeat(row_numbers, np.repeat(num_sequences, num_rows_dealt))
+    return _in_order(row_of, num_rows)
 
+
+def _deal(sizes: np.ndarray, packing_length: int) -> tuple[list[tuple[int, int, int]], int]:
+    """Deal sequences to rows, the longest first, by length and without their indices.
+
+    Returns:
+        (first row, number of rows, sequences for each) of each deal, and the number of rows.
+    """
+    distinct, counts = np.unique(sizes, return_counts=True)
     num_rows = 0
     open_rows = _OpenRows(smallest_size=int(distinct[0]))
-    dealt: list[tuple[int, int, int]] = []  # in the order of `by_size`: first row, number of rows, sequences for each
+    dealt: list[tuple[int, int, int]] = []
     for size, count in zip(distinct[::-1].tolist(), counts[::-1].tolist(), strict=True):
         while count:
             room, rows = open_rows.take(size)
@@ -121,12 +137,7 @@ def pack(lengths: Sequence[int] | np.ndarray, packing_length: int, *, multiple: 
                 others = others[1:]
                 count = 0
             open_rows.put(room, others)
-
-    first_rows, num_rows_dealt, num_sequences = np.array(dealt).T
-    row_numbers = _join_ranges(first_rows, num_rows_dealt)
-    row_of = np.empty(len(sizes), np.int64)
-    row_of[by_size] = np.repeat(row_numbers, np.repeat(num_sequences, num_rows_dealt))
-    return _in_order(row_of, num_rows)
+    return dealt, num_rows
 
 
 class _OpenRows:
@@ -151,7 +162,7 @@ class _OpenRows:
         self._rows[room].append(rows)
 
     def take(self, size: int) -> tuple[int, range]:
-        """The least room that holds `size` tokens, and rows that have it, which are open no more; no rows if none."""
+        """Return the smallest room that holds `size` tokens, and its rows, which are removed; no rows if none fits."""
         place = bisect.bisect_left(self._rooms, size)
         if place == len(self._rooms):
             return 0, range(0)
@@ -164,7 +175,7 @@ class _OpenRows:
 
 
 def _join_ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Ranges one after the other: starts `[5, 0]` and lengths `[3, 2]` give `[5, 6, 7, 0, 1]`."""
+    """Concatenate ranges: starts `[5, 0]` and lengths `[3, 2]` give `[5, 6, 7, 0, 1]`."""
     places = np.cumsum(lengths) - lengths  # start of each range in the result: [0, 3]
     return np.repeat(starts - places, lengths) + np.arange(lengths.sum())
 

@@ -6,7 +6,7 @@ from swiftlite.data.rows.conversation import RowError
 
 
 def padding_error(row: dict[str, Any]) -> RowError | None:
-    """Tables give every struct of a column the same fields, so fields of other rows' tools come as nulls in this one.
+    """Return the error of a row with nulls from other rows: tables give every struct of a column the same fields.
 
     Returns:
         The error of a row that holds such nulls.
@@ -18,7 +18,7 @@ def padding_error(row: dict[str, Any]) -> RowError | None:
             nested.append((f"messages[{number}].tool_calls", function.get("arguments")))
     for path, value in nested:
         if value is not None and _holds_null(value):
-            problem = "has nulls: Parquet has padded it with fields of other rows"
+            problem = "has nulls: Parquet padded it with fields of other rows"
             return RowError(path, problem, "store it as JSON text (json.dumps) in a text column")
     return None
 

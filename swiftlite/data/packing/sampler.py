@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 NO_INDEX = -1
-"""Fills the last evaluation batch up; stands for no sample."""
+"""Index without a sample, which fills the last evaluation batch."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Sampler:
     _orders: dict[int, np.ndarray] = field(default_factory=dict, repr=False, compare=False)
 
     def global_batch(self, step: int) -> np.ndarray:
-        """Indices of a step's samples, int64 `[global_batch_size]`; steps count from 0."""
+        """Return the indices of a step's samples, int64 `[global_batch_size]`; steps count from 0."""
         positions = np.arange(self.global_batch_size, dtype=np.int64) + step * self.global_batch_size
         epochs, places = np.divmod(positions, self.num_samples)
         batch = np.empty_like(positions)
@@ -43,15 +43,17 @@ class Sampler:
             self._orders.clear()
             # RandomState, because numpy promises its stream for good and Generator's only within a version: a run
             # resumed under another numpy must see the same order.
-            random = np.random.RandomState([self.seed, epoch])
-            self._orders[epoch] = random.permutation(self.num_samples) if self.shuffle else np.arange(self.num_samples)
+            order = np.arange(self.num_samples)
+            if self.shuffle:
+                order = np.random.RandomState([self.seed, epoch]).permutation(self.num_samples)
+            self._orders[epoch] = order
         return self._orders[epoch]
 
 
 def micro_batches(
     global_batch: np.ndarray, micro_batch_size: int, data_parallel_rank: int, data_parallel_size: int
 ) -> np.ndarray:
-    """The micro-batches of one data-parallel rank, `[num_micro_batches, micro_batch_size]`.
+    """Return the micro-batches of one data-parallel rank, `[num_micro_batches, micro_batch_size]`.
 
     Micro-batch m of all ranks together is the m-th run of the global batch, as in Megatron's own samplers; so the
     samples of a step do not depend on the layout.
@@ -63,7 +65,7 @@ def micro_batches(
 
 
 def evaluation_batches(num_samples: int, global_batch_size: int) -> np.ndarray:
-    """Every sample once, in order, `[num_batches, global_batch_size]`; `NO_INDEX` fills the last batch up."""
+    """Return every sample once, in order, `[num_batches, global_batch_size]`; `NO_INDEX` fills the last batch."""
     num_batches = -(-num_samples // global_batch_size)
     indices = np.full(num_batches * global_batch_size, NO_INDEX, np.int64)
     indices[:num_samples] = np.arange(num_samples)

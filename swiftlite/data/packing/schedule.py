@@ -40,14 +40,14 @@ class MicroBatchSchedule:
         return self.work.shape[1]
 
     def micro_batch(self, index: int, rank: int) -> np.ndarray:
-        """Indices of the sequences of a rank's micro-batch, ascending.
+        """Return the indices of the sequences of a rank's micro-batch, ascending.
 
         It is empty only where there are fewer sequences than micro-batches of all ranks.
         """
         return self.rows[index * self.data_parallel_size + rank]
 
     def rank(self, rank: int) -> list[np.ndarray]:
-        """The sequences of each micro-batch of a rank."""
+        """Return the sequences of each micro-batch of a rank."""
         return [self.micro_batch(index, rank) for index in range(self.num_micro_batches)]
 
     @property
@@ -141,7 +141,8 @@ def _level(items: Sequence[_Item], num_groups: int, at_least: int) -> list[_Grou
 
 
 def _micro_batches(items: Sequence[_Item], number: int, packing_length: int) -> list[_Group] | None:
-    """A rank's sequences, longest first, in this many micro-batches, most work first; None if they do not fit."""
+    """Group a rank's sequences, longest first, into this many micro-batches, most work first; None if they do not
+    fit."""
     if sum(item.size for item in items) > number * packing_length:
         return None
     groups = _level_within(items, number, packing_length)
@@ -153,7 +154,7 @@ def _micro_batches(items: Sequence[_Item], number: int, packing_length: int) -> 
 
 
 def _level_within(items: Sequence[_Item], number: int, packing_length: int) -> list[_Group] | None:
-    """Groups level in work as by `_level`, of at most `packing_length` tokens; None if an item finds no place so.
+    """Group as `_level` does, with at most `packing_length` tokens per group; None if an item does not fit.
 
     Example: tokens 5, 4, 3, 2 as work, two groups of 7. The first three give `[5]` and `[4, 3]`; 2 goes to the first,
     which has less work. With 5, 4, 3, 3 the second 3 has no place: None.
@@ -177,7 +178,7 @@ def _level_within(items: Sequence[_Item], number: int, packing_length: int) -> l
 
 
 def _packed(items: Sequence[_Item], number: int, packing_length: int) -> list[_Group] | None:
-    """Groups as full as `packing.pack` makes them, whatever their work; None if these are more than `number`."""
+    """Group by length alone, as `packing.pack` does; None if that takes more than `number` groups."""
     rows = pack([item.size for item in items], packing_length)
     if len(rows) > number:
         return None
@@ -191,7 +192,7 @@ def _packed(items: Sequence[_Item], number: int, packing_length: int) -> list[_G
 
 
 def _as_schedule(ranks: Sequence[Sequence[_Group]], work: np.ndarray) -> MicroBatchSchedule:
-    """The schedule of each rank's micro-batches.
+    """Build the schedule from each rank's micro-batches.
 
     Example: rank 0 has `[[0], [2]]`, rank 1 has `[[3], [4, 1]]`. The first of both ranks come first, then the second of
     both, `[0]`, `[3]`, `[2]`, `[1, 4]`: `order` is `[0, 3, 2, 1, 4]` and `offsets` is `[0, 1, 2, 3, 5]`.

@@ -54,7 +54,8 @@ class Readers:
 
     def say(self, owner: int, text: str) -> str:
         """Return the text of one reader on all readers; collective."""
-        return bytes(self.gather(list(text.encode()) if owner == self.rank else [])[owner]).decode()
+        sent = list(text.encode()) if owner == self.rank else []
+        return bytes(self.gather(sent)[owner]).decode()
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ class FilePart(Iterator[UnparsedRow]):
         self.files = files
         self.rows_per_epoch = rows_per_epoch
         self.num_read = num_read
-        self.first = num_read % rows_per_epoch if rows_per_epoch else num_read
+        self.first = _place(num_read, rows_per_epoch)
         self._num_to_pass = self.first
         self._rows: Iterator[tuple[int, UnparsedRow]] = self._read()
 
@@ -128,7 +129,7 @@ class FilePart(Iterator[UnparsedRow]):
     def _read(self) -> Iterator[tuple[int, UnparsedRow]]:
         """Yield (position, row) from the start of an epoch.
 
-        Example: for a part with 5 rows of which 7 were read, positions 0 and 1 are skipped, then 2, 3, 4, 0, ...
+        Example: for a part with 5 rows after 7 reads, positions 0 and 1 are skipped, then 2, 3, 4, 0, ...
         follow."""
         at_least = self.first
         while True:
@@ -139,7 +140,7 @@ class FilePart(Iterator[UnparsedRow]):
             if num_rows < at_least or self.rows_per_epoch not in (0, num_rows):
                 raise _changed("--dataset")
             if not num_rows:
-                raise UserError(f"{', '.join(file.name for file in self.files)} holds no rows")
+                raise UserError(f"{', '.join(file.name for file in self.files)} has no rows")
             self.rows_per_epoch = num_rows
             at_least = 0
 
@@ -234,11 +235,13 @@ class Stream(Iterator[StreamSample]):
             if not self._readers.owns(entry.row):
                 continue
             part, number = self._mixture.place(entry.row)
-            place = number % self.rows_per_epoch[part] if self.rows_per_epoch[part] else number
+            place = _place(number, self.rows_per_epoch[part])
             wanted.setdefault((part, place), []).append(entry)
         for number, part in enumerate(self._parts):
             last = max((place for of_part, place in wanted if of_part == number), default=-1)
-            rows = part.up_to_first() if last <= part.first else enumerate(part.one_epoch())
+            rows = part.up_to_first()
+            if last > part.first:
+                rows = enumerate(part.one_epoch())
             for place, (parse, source) in itertools.islice(rows, last + 1):
                 for entry in wanted.pop((number, place), ()):
                     self._hold(entry, self._encode(parse(), source))
@@ -257,9 +260,8 @@ class Stream(Iterator[StreamSample]):
             said = [iter(numbers) for numbers in self._readers.gather(chunk.rows_per_epoch + chunk.said)]
             for numbers in said:
                 if list(itertools.islice(numbers, len(self._parts))) != chunk.rows_per_epoch:
-                    raise UserError(
-                        "--dataset differs between the nodes of this run", "give all of them the same files"
-                    )
+                    problem = "--dataset differs between the nodes of this run"
+                    raise UserError(problem, "use the same files on each node")
             self.rows_per_epoch = chunk.rows_per_epoch
             for row in range(chunk.first, chunk.first + CHUNK_ROWS * self._readers.size):
                 encoded = next(own) if self._readers.owns(row) else Encoded()
@@ -294,26 +296,29 @@ class Stream(Iterator[StreamSample]):
         problem, hint = "", ""
         if why == TOO_LONG:
             problem = f"{encoded.source} has {encoded.length} tokens, over --max_length {self._encoder.max_length}"
-            hint = f"--max_length {encoded.length} or more; or --truncation_strategy delete, left or right"
+            hint = f"use --max_length {encoded.length} or more, or --truncation_strategy delete, left or right"
         else:
             self._num_bad += 1
             if self._num_bad <= self._max_bad_rows:
                 return
-            allowed = f"; {self._max_bad_rows} before it were left out" if self._max_bad_rows else ""
-            skip = f"--max_bad_rows {self._num_bad} leaves it out, but no more after it"
-            problem = f"{encoded.bad}{allowed}"
-            hint = "\n    ".join(line for line in (encoded.bad.hint if encoded.bad else "", skip) if line)
+            problem = str(encoded.bad)
+            if self._max_bad_rows:
+                problem += f"; {self._max_bad_rows} bad rows before it were skipped"
+            hint = f"use --max_bad_rows {self._num_bad} to skip it, but no bad row after it"
+            if encoded.bad and encoded.bad.hint:
+                hint = f"{encoded.bad.hint}\n    {hint}"
         owner = self._readers.owner(row)
         raise UserError(self._readers.say(owner, problem), self._readers.say(owner, hint))
 
     def _check_all_parts_have_rows(self) -> None:
         for part, num_rows, num_kept in zip(self._parts, self.rows_per_epoch, self._num_kept, strict=True):
             if num_rows and not num_kept:
-                of_files = "--dataset" if len(self._parts) == 1 else f"--dataset {part.files[0].name}"
+                flag = "--dataset"
+                if len(self._parts) > 1:
+                    flag = f"--dataset {part.files[0].name}"
                 raise UserError(
-                    f"{of_files}: of {num_rows} rows none is left to train on",
-                    f"those over --max_length {self._encoder.max_length} are dropped: give more, "
-                    "or --truncation_strategy right",
+                    f"{flag}: all {num_rows} rows are bad or over --max_length {self._encoder.max_length}",
+                    "use a larger --max_length, or --truncation_strategy right",
                 )
 
     # In the thread
@@ -334,8 +339,10 @@ class Stream(Iterator[StreamSample]):
 
     def _outcome(self, encoded: Encoded, is_first_epoch: bool) -> list[int]:
         """Return the numbers that this reader sends for a row."""
+        if encoded.bad and is_first_epoch:
+            return [BAD]
         if encoded.bad:
-            return [BAD if is_first_epoch else BAD_AGAIN]
+            return [BAD_AGAIN]
         if not encoded.samples and self._encoder.truncation_strategy == "error":
             return [TOO_LONG]
         return [len(encoded.samples), *map(len, encoded.samples)]
@@ -347,7 +354,7 @@ class Stream(Iterator[StreamSample]):
         encoded = self._encoder(parsed)
         if encoded.special_token and not self._has_warned:
             self._has_warned = True
-            logger.warning("%s; no further row is named", special_token_note(encoded))
+            logger.warning("%s; further rows are not reported", special_token_note(encoded))
         return encoded
 
 
@@ -358,7 +365,9 @@ def _parts_of(files: Sequence[str], num_parts: int) -> list[list[DataFile]]:
         file = find_rows(name)
         assert not isinstance(file, HubRows), "rules let no dataset of the hub be streamed"
         found.append(file)
-    return [found] if num_parts == 1 else [[file] for file in found]
+    if num_parts == 1:
+        return [found]
+    return [[file] for file in found]
 
 
 def _ahead(chunks: Iterator[Chunk]) -> Iterator[Chunk]:
@@ -374,5 +383,12 @@ def _ahead(chunks: Iterator[Chunk]) -> Iterator[Chunk]:
         pool.shutdown(cancel_futures=True)
 
 
+def _place(number: int, rows_per_epoch: int) -> int:
+    """Return the place of a row in its epoch; before the first epoch has ended, `rows_per_epoch` is 0."""
+    if not rows_per_epoch:
+        return number
+    return number % rows_per_epoch
+
+
 def _changed(what: str) -> UserError:
-    return UserError(f"{what} is not what this run has read before", "resume with the same files, or start anew")
+    return UserError(f"{what} has changed since this run read it", "resume with the same files, or start a new run")

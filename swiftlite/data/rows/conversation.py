@@ -33,7 +33,7 @@ SHAREGPT_ROLES = {
 LARGEST_WEIGHT = 1e6
 """Of a turn, in the loss. Weights are float32, and beyond 3.4e38 infinite; their sums overflow long before."""
 SURROGATE = re.compile("[\ud800-\udfff]")
-HALF_A_PAIR = "half of a surrogate pair, as \\ud83d alone, is no character"
+HALF_A_PAIR = "contains half of a surrogate pair, such as \\ud83d, which is not a character"
 
 # Who may speak after whom; None is the start. A second user or assistant turn in a row is nearly always a lost turn
 # between them, and chat templates answer it by raising or by merging the two.
@@ -110,15 +110,19 @@ class Conversation:
         return replace(self, weights=[0.0] * (len(self.messages) - 1) + self.weights[-1:])
 
     def answer(self) -> str | None:
-        """Text of the last turn where that is the assistant's: the reference for what a model answers."""
+        """Return the text of the last turn if it is the assistant's: the reference for a model's answer."""
         last = self.messages[-1]
-        return last["content"] if last["role"] == "assistant" else None
+        if last["role"] != "assistant":
+            return None
+        return last["content"]
 
     def as_row(self) -> dict[str, Any]:
-        """A row of a dataset that is read as this conversation."""
+        """Return a row of a dataset that is read as this conversation."""
         messages = []
         for message, weight in zip(self.messages, self.weights, strict=True):
-            messages.append(message if weight == 1 else message | {"loss_scale": weight})
+            if weight != 1:
+                message = message | {"loss_scale": weight}
+            messages.append(message)
         row: dict[str, Any] = {"messages": messages}
         if self.tools:
             row["tools"] = self.tools
@@ -149,7 +153,7 @@ def parse_row(row: object, *, system: str | None = None, needs_answer: bool = Tr
     row = {key: value for key, value in given.items() if value is not None and value != ""}
     for media in MEDIA:
         if row.get(media):
-            raise RowError(media, "swiftlite trains on text alone")
+            raise RowError(media, "is not supported; swiftlite trains on text only")
 
     _check_spelling(row)
     if "messages" in row:
@@ -162,8 +166,10 @@ def parse_row(row: object, *, system: str | None = None, needs_answer: bool = Tr
         turns = _from_query(row, needs_answer)
     else:
         found = clip(", ".join(map(str, given)), 200) or "nothing"
-        plain = "; plain text is for swiftlite megatron pt" if "text" in given else ""
-        raise RowError("row", f"has none of the known fields, only {found}", f"rows are {FORMATS}{plain}")
+        hint = f"rows are {FORMATS}"
+        if "text" in given:
+            hint += "; plain text is for swiftlite megatron pt"
+        raise RowError("row", f"has none of the known fields, only {found}", hint)
 
     if "system" in row:
         if turns and turns[0].message["role"] == "system":
@@ -188,10 +194,10 @@ def parse_row(row: object, *, system: str | None = None, needs_answer: bool = Tr
 
 
 def _check_spelling(row: dict[str, Any]) -> None:
-    """A field named almost as a known one that the row lacks is that field: passing it over would train on half."""
+    """Reject a field whose name is almost that of a known field missing in the row: ignoring it would lose data."""
     if misspelt := _misspelt(frozenset(row)):
         name, meant = misspelt
-        raise RowError(name, "is no field of a row", f"did you mean {meant}? A field of your own needs another name")
+        raise RowError(name, f"is an unknown field (did you mean {meant}?)", "rename the field if it is your own")
 
 
 @lru_cache(maxsize=256)
@@ -224,7 +230,7 @@ def _from_messages(row: dict[str, Any], name: str) -> list[_Turn]:
         if not message.get("tool_calls"):
             message.pop("tool_calls", None)
         elif role != "assistant":
-            raise RowError(f"{path}.tool_calls", f"stands on a {role} turn; only the assistant calls tools")
+            raise RowError(f"{path}.tool_calls", f"is on a {role} turn; only the assistant calls tools")
         content = message.get("content", "")
         if role == "system" and content == "":
             continue  # many exporters write an empty system turn for "none"
@@ -301,13 +307,16 @@ def _check_order(turns: list[_Turn], needs_answer: bool) -> None:
     for turn in turns:
         role = turn.message["role"]
         if before not in ORDER[role]:
-            place = "comes first" if before is None else f"follows {before}"
-            raise RowError(turn.path, f"wrong order: {role} {place}")
+            if before is None:
+                raise RowError(turn.path, f"wrong order: {role} comes first")
+            raise RowError(turn.path, f"wrong order: {role} follows {before}")
         before = role
-    if before in (None, "system"):
-        raise RowError(turns[-1].path if turns else "row", "there is no user turn")
+    if not turns:
+        raise RowError("row", "has no user turn")
+    if before == "system":
+        raise RowError(turns[-1].path, "is the last turn; the row has no user turn")
     if needs_answer and before != "assistant":
-        raise RowError(turns[-1].path, f"the last turn is the {before}'s, not the assistant's: nothing to train on")
+        raise RowError(turns[-1].path, f"is the last turn and the {before}'s; it must be the assistant's")
 
 
 def _weight(message: Message, path: str) -> float:
@@ -317,28 +326,36 @@ def _weight(message: Message, path: str) -> float:
     if loss is None and scale is None:
         return 1.0
     if loss is not None and scale is not None:
-        raise RowError(f"{path}.loss", "stands beside loss_scale; give one of them")
-    name, value = ("loss", loss) if loss is not None else ("loss_scale", scale)
+        raise RowError(f"{path}.loss", "is given together with loss_scale; give only one")
+    name, value = "loss", loss
+    if loss is None:
+        name, value = "loss_scale", scale
     if name == "loss" and not isinstance(value, bool):
-        raise RowError(f"{path}.loss", f"is {shown(value)}, not true or false; a weight goes in loss_scale")
+        raise RowError(f"{path}.loss", f"is {shown(value)}, not true or false", "use loss_scale for a weight")
     is_number = isinstance(value, int | float) and 0 <= value <= LARGEST_WEIGHT
     if name == "loss_scale" and (isinstance(value, bool) or not is_number):
         raise RowError(f"{path}.loss_scale", f"is {shown(value)}, not a number from 0 to {LARGEST_WEIGHT:g}")
     if value and message.get("role") != "assistant":
-        raise RowError(f"{path}.{name}", "stands on a turn that is not the assistant's", "--loss_scale all trains all")
+        raise RowError(
+            f"{path}.{name}", "is on a turn that is not the assistant's", "use --loss_scale all to train on every turn"
+        )
     return float(value or 0)
 
 
 def _tool_calls(value: Any, path: str) -> list[Message]:
-    """Calls in the shape chat templates expect: arguments as an object, because templates pass them to `tojson`."""
+    """Return calls in the shape chat templates expect: arguments as an object, because templates pass them to
+    `tojson`."""
     calls = _parsed(value, path)
-    calls = [calls] if isinstance(calls, dict) else calls
     if calls is None:
         return []
+    if isinstance(calls, dict):
+        calls = [calls]
     result = []
     for i, call in enumerate(_expect(list, calls, path, "a list of calls")):
         at = f"{path}[{i}]"
-        function = call.get("function", call) if isinstance(call, dict) else None
+        function = None
+        if isinstance(call, dict):
+            function = call.get("function", call)
         if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
             raise RowError(at, 'is not a call {"function": {"name": "...", "arguments": {...}}}')
         arguments = _parsed(function.get("arguments", function.get("parameters")) or {}, f"{at}.arguments")
@@ -369,7 +386,7 @@ def _list_of_objects(value: Any, path: str) -> list[dict[str, Any]]:
 
 
 def _parsed(value: Any, path: str) -> Any:
-    """Tables hold nested fields as JSON text; everybody else gives them as they are."""
+    """Parse JSON text, which is how tables hold nested fields; return any other value unchanged."""
     if not isinstance(value, str):
         return value
     try:
@@ -386,7 +403,7 @@ def _text(value: Any, path: str, may_be_empty: bool = False) -> str:
     if _is_parts(value):
         others = sorted({str(part["type"]) for part in value} - {"text"})
         if others:
-            raise RowError(path, f"holds parts of type {', '.join(others)}; swiftlite trains on text alone")
+            raise RowError(path, f"has parts of type {', '.join(others)}; swiftlite trains on text only")
         value = "".join(_part_text(part, f"{path}[{i}].text") for i, part in enumerate(value))
     if value is None:
         value = ""
@@ -398,11 +415,13 @@ def _text(value: Any, path: str, may_be_empty: bool = False) -> str:
 
 def _part_text(part: dict[str, Any], path: str) -> str:
     text = part.get("text")
-    return "" if text is None else _expect(str, text, path, "text")
+    if text is None:
+        return ""
+    return _expect(str, text, path, "text")
 
 
 def shown(value: object) -> str:
-    """A value for a message, which may be a whole document."""
+    """Format a value for a message; it may be a whole document."""
     return clip(repr(value), 80)
 
 

@@ -21,7 +21,7 @@ def parse_document(row: object, *, system: str | None = None, source: str = "") 
     """
     hint = 'rows are {"text": "..."}'
     if not isinstance(row, dict):
-        raise RowError("row", "is no object", hint)
+        raise RowError("row", "is not an object", hint)
     field, text = _text_of(row, hint)
     if not isinstance(text, str):
         raise RowError(field, f"is {type(text).__name__}, not text", hint)
@@ -31,7 +31,7 @@ def parse_document(row: object, *, system: str | None = None, source: str = "") 
         raise RowError(field, HALF_A_PAIR)
     channel = row.get("channel")
     if channel is not None and not isinstance(channel, str):
-        raise RowError("channel", "is no text")
+        raise RowError("channel", "is not text")
     return Conversation([{"role": "assistant", "content": text}], [1.0], channel=channel, source=source)
 
 
@@ -44,6 +44,6 @@ def _text_of(row: dict[str, Any], hint: str) -> tuple[str, Any]:
             return "messages[0].content", turn.get("content")
     if row.get("text") is None:
         if messages or row.get("query") or row.get("conversations") or row.get("instruction"):
-            raise RowError("row", "is a conversation, not a document", f"swiftlite megatron sft learns from it; {hint}")
+            raise RowError("row", "is a conversation, not a document", f"use swiftlite megatron sft; here {hint}")
         raise RowError("text", "is missing", hint)
     return "text", row["text"]

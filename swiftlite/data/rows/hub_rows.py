@@ -59,7 +59,7 @@ def commit_of_dataset(name: HubName) -> str:
         UserError: the dataset does not exist, or the hub cannot be reached.
     """
     if importlib.util.find_spec("datasets") is None:
-        raise UserError(f"{name} is a dataset of the hub, which the package datasets reads", INSTALL)
+        raise UserError(f"{name} is a dataset of the hub, which requires the package datasets", INSTALL)
     return snapshot(replace(name, subset="", split="train"), _CARD).name
 
 
@@ -102,6 +102,6 @@ def _load(name: HubName, commit: str) -> list[Path]:
         # Missing subset or split, files without rows, a script: the first line of the error says which.
         except (ValueError, RuntimeError, DatasetsError) as error:
             reason = clip(" ".join(str(error.__cause__ or error).split()), 400)
-            hint = "ORG/NAME:SUBSET/SPLIT names both, ORG/NAME:/SPLIT the split alone"
+            hint = "use ORG/NAME:SUBSET/SPLIT, or ORG/NAME:/SPLIT without a subset"
             raise UserError(f"{name} cannot be read: {reason}", hint) from None
     return [Path(file["filename"]) for file in cast(list[dict[str, str]], dataset.cache_files)]

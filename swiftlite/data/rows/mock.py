@@ -50,7 +50,7 @@ class MockSamples(Sequence[Sample]):
 
 
 def mock_lengths(config: dict[str, Any], *, seed: int = 42, num_samples: int = NUM_SAMPLES) -> np.ndarray:
-    """Lengths that a value of the option describes, int64.
+    """Return the lengths that a value of the option describes, int64.
 
     Raises:
         UserError: names the key that cannot be, or the file and line.
@@ -68,17 +68,18 @@ def _read_lengths(path: Path) -> np.ndarray:
     """Read one length per line, after an optional header."""
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
-        raise UserError(f"{FLAG}: {path}: {reason}", "one length on each line, as 1024") from None
+    except OSError as error:
+        raise UserError(f"{FLAG}: {path}: {error.strerror}", "write one length per line, such as 1024") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{FLAG}: {path}: not UTF-8", "write one length per line, such as 1024") from None
     lengths = []
     for number, line in enumerate(lines, start=1):
         text = line.strip()
         if not text or (number == 1 and not any(character.isdecimal() for character in text)):
             continue
         if not text.isascii() or not text.isdecimal() or not 0 < int(text) < 2**31:
-            raise UserError(f"{path}:{number}: {text!r} is no length", "one whole number of at least 1 on each line")
+            raise UserError(f"{path}:{number}: invalid length {text!r}", "write one integer of at least 1 per line")
         lengths.append(int(text))
     if not lengths:
-        raise UserError(f"{path} holds no lengths", "one length on each line, as 1024")
+        raise UserError(f"{path} has no lengths", "write one length per line, such as 1024")
     return np.array(lengths, np.int64)

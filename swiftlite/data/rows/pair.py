@@ -10,11 +10,11 @@ from swiftlite.data.rows.conversation import Conversation, RowError, parse_row
 
 FORMATS = '{"query": "...", "response": "...", "rejected_response": "..."}, or prompt, chosen and rejected'
 SHARED = ("system", "tools", "channel")
-"""Fields of a row that stand beside the turns."""
+"""Fields of a row apart from its turns."""
 
 
 def parse_pair(row: object, *, system: str | None = None, source: str = "") -> Conversation:
-    """The conversation that ends with the preferred answer; `rejected` is the assistant's other turn.
+    """Return the conversation that ends with the preferred answer; `rejected` is the assistant's other turn.
 
     Args:
         row, system, source: as for `parse_row`.
@@ -29,31 +29,37 @@ def parse_pair(row: object, *, system: str | None = None, source: str = "") -> C
     if "rejected_response" in given or "rejected_messages" in given:
         rest = {name: value for name, value in given.items() if not name.startswith("rejected_")}
         chosen, rejected = rest, _other_row(given, rest, shared)
-        fields = ("response", "rejected_response" if "rejected_response" in given else "rejected_messages")
+        fields = ("response", "rejected_messages")
+        if "rejected_response" in given:
+            fields = ("response", "rejected_response")
     elif "chosen" in row or "rejected" in row:
         chosen, rejected = ({**_turns(given, name), **shared} for name in ("chosen", "rejected"))
         fields = ("chosen", "rejected")
     else:
         found = ", ".join(map(str, row)) or "nothing"
-        hint = "--loss_type kto learns from single answers with a label; or " if "label" in row else ""
-        raise RowError("row", f"has no rejected answer, only {found[:200]}", f"{hint}rows are {FORMATS}")
+        hint = f"rows are {FORMATS}"
+        if "label" in row:
+            hint = f"use --loss_type kto for single answers with a label; or {hint}"
+        raise RowError("row", f"has no rejected answer, only {found[:200]}", hint)
 
     preferred = _parse(chosen, "", system, source)
     other = _parse(rejected, fields[1], system, source)
     if preferred.messages[:-1] != other.messages[:-1]:
-        raise RowError(fields[1], "follows other turns than the preferred answer", "the two differ in the last turn")
+        raise RowError(
+            fields[1], "follows other turns than the preferred answer", "let the two differ in the last turn only"
+        )
     if preferred.messages[-1] == other.messages[-1]:
-        raise RowError(fields[1], f"is the same as {fields[0]}: a tie teaches nothing", "leave the row out")
+        raise RowError(fields[1], f"is the same as {fields[0]}, so there is nothing to learn", "remove the row")
     return replace(preferred.with_last_turn_alone(), rejected=other.messages[-1])
 
 
 def _other_row(given: dict[str, Any], rest: dict[str, Any], shared: dict[str, Any]) -> dict[str, Any]:
-    """The row that ends with the rejected answer, of a row as ms-swift has it."""
+    """Return the row that ends with the rejected answer, from a row in the format of ms-swift."""
     if "rejected_response" not in given:
         return {"messages": given["rejected_messages"], **shared}
     text = given["rejected_response"]
     if not isinstance(text, str) or not text.strip():
-        raise RowError("rejected_response", "is empty or no text")
+        raise RowError("rejected_response", "is empty or not text")
     conversation = parse_row(rest)
     turns = [*conversation.messages[:-1], {"role": "assistant", "content": text}]
     beside = {name: value for name, value in shared.items() if name != "system"}  # among the turns by now
@@ -61,13 +67,13 @@ def _other_row(given: dict[str, Any], rest: dict[str, Any], shared: dict[str, An
 
 
 def _turns(given: dict[str, Any], name: str) -> dict[str, Any]:
-    """The row that ends with one answer, of a row as TRL has it."""
+    """Return the row that ends with one answer, from a row in the format of TRL."""
     answer, prompt = given.get(name), given.get("prompt")
     if not answer or (isinstance(answer, str) and not answer.strip()):
         raise RowError(name, "is empty or missing", f"rows are {FORMATS}")
     if isinstance(answer, str):
         if prompt is None:
-            raise RowError("prompt", f"is missing beside {name}, which is a text", "or give lists of messages")
+            raise RowError("prompt", f"is missing, and {name} is a text", "add prompt, or use lists of messages")
         if isinstance(prompt, str):
             return {"query": prompt, "response": answer}
         answer = [{"role": "assistant", "content": answer}]
@@ -76,14 +82,15 @@ def _turns(given: dict[str, Any], name: str) -> dict[str, Any]:
     )
     if prompt is None or not begins_with_answer:  # a longer list contains the prompt
         return {"messages": answer}
-    before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    if not isinstance(before, list):
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    if not isinstance(prompt, list):
         raise RowError("prompt", "is neither a text nor a list of messages")
-    return {"messages": [*before, *answer]}
+    return {"messages": [*prompt, *answer]}
 
 
 def _parse(row: dict[str, Any], field: str, system: str | None, source: str) -> Conversation:
-    """`parse_row`, whose errors name the field of the answer."""
+    """Call `parse_row`, and name the field of the answer in its errors."""
     try:
         return parse_row(row, system=system, source=source)
     except RowError as error:

@@ -34,7 +34,7 @@ def parse_rated(row: object, *, system: str | None = None, source: str = "") -> 
     for name in ("chosen", "rejected", "rejected_response", "rejected_messages"):
         if row.get(name):
             raise RowError(
-                name, "makes this row a pair", f"--loss_type sigmoid learns from pairs; here rows are {FORMATS}"
+                name, "makes this row a pair", f"use --loss_type sigmoid for pairs; here rows are {FORMATS}"
             )
     label = _label_of(row.get("label"))
     rest = {name: value for name, value in row.items() if name != "label"}
@@ -50,12 +50,14 @@ def _label_of(value: object) -> bool:
         return value
     if isinstance(value, str) and value.strip().lower() in ("true", "false"):
         return value.strip().lower() == "true"
-    problem = "is missing" if value is None or value == "" else f"is {shown(value)}, not true or false"
+    problem = f"is {shown(value)}, not true or false"
+    if value is None or value == "":
+        problem = "is missing"
     raise RowError("label", problem, f"rows are {FORMATS}")
 
 
 def _from_completion(row: dict[str, Any]) -> dict[str, Any]:
-    """The row as `parse_row` knows it, of a row as TRL has it."""
+    """Convert a row in the format of TRL to one that `parse_row` accepts."""
     prompt, completion = row.get("prompt"), row["completion"]
     shared = {name: row[name] for name in SHARED if row.get(name)}
     for name, value in (("prompt", prompt), ("completion", completion)):
@@ -63,10 +65,13 @@ def _from_completion(row: dict[str, Any]) -> dict[str, Any]:
             raise RowError(name, "is missing, or neither a text nor a list of messages", f"rows are {FORMATS}")
     if isinstance(prompt, str) and isinstance(completion, str):
         return {"query": prompt, "response": completion, **shared}
-    before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    answer = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
-    assert isinstance(before, list)
-    return {"messages": [*before, *answer], **shared}
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    if isinstance(completion, str):
+        completion = [{"role": "assistant", "content": completion}]
+    assert isinstance(prompt, list)
+    assert isinstance(completion, list)
+    return {"messages": [*prompt, *completion], **shared}
 
 
 def mismatch(samples: Sequence[Sample], max_length: int, strategy: TruncationStrategy, seed: int) -> list[Sample]:
@@ -85,8 +90,8 @@ def mismatch(samples: Sequence[Sample], max_length: int, strategy: TruncationStr
     questions = [_question_of(sample).tobytes() for sample in samples]
     if len(set(questions)) < 2:
         raise UserError(
-            "--loss_type kto compares with answers to other questions, and all rows have the same one",
-            "give more rows, with --dataset or --val_dataset",
+            "--loss_type kto requires rows with different questions; all rows have the same one",
+            "add rows with --dataset or --val_dataset",
         )
     end = "left" if strategy == "left" else "right"
     found = []
@@ -137,7 +142,7 @@ def _question_of(sample: Sample) -> np.ndarray:
 
 
 def _join(asked: Sample, answered: Sample) -> Sample:
-    """The question of one sample before the answer of the other."""
+    """Join the question of one sample with the answer of the other."""
     end, start = _start_of_answer(asked), _start_of_answer(answered)
     ids = np.concatenate([asked.input_ids[:end], answered.input_ids[start:]])
     weights = np.concatenate([asked.loss_scale[:end], answered.loss_scale[start:]])

@@ -50,11 +50,12 @@ class DataFile:
         return str(self.path)
 
     def rows(self) -> Iterator[tuple[int, Any]]:
-        """(line, row), as its reader gives them."""
+        """Yield (line, row), as its reader gives them."""
         return READERS[self.path.suffix.lower()](self.path)
 
     def unparsed_rows(self) -> Iterator[tuple[int, Callable[[], Any]]]:
-        """(line, what parses that row), for a reader that needs few of the rows; of .jsonl and .parquet files."""
+        """Yield (line, function that parses that row), for a reader that needs few of the rows of .jsonl and .parquet
+        files."""
         return UNPARSED_READERS[self.path.suffix.lower()](self.path)
 
 
@@ -78,11 +79,15 @@ def find_rows(spec: str) -> DataFile | HubRows:
     name, sample = split_sample(spec)
     path = Path(name)
     dataset = dataset_name(name)
-    if dataset is not None and (not sample or is_number_of_rows(sample)):
-        return HubRows(dataset, int(sample) if sample else None)
-    if not path.is_file() or (sample and not is_number_of_rows(sample)):
-        raise UserError(f"{spec} does not exist", "every node reads the files of its own disk")
-    return DataFile(path, int(sample) if sample else None)
+    is_valid = not sample or is_number_of_rows(sample)
+    num_rows = None
+    if sample and is_valid:
+        num_rows = int(sample)
+    if dataset is not None and is_valid:
+        return HubRows(dataset, num_rows)
+    if not path.is_file() or not is_valid:
+        raise UserError(f"{spec} does not exist", "each node reads the files on its own disk")
+    return DataFile(path, num_rows)
 
 
 def read_rows(
@@ -115,11 +120,11 @@ def read_rows(
         else:
             rows.conversations.append(parsed)
     if not rows.num_rows:
-        raise UserError(f"{file.name} holds no rows")
+        raise UserError(f"{file.name} has no rows")
     if file.sample is not None:
         num_good = len(rows.conversations)
         if file.sample > num_good:
-            rows.note = f"{file.name}#{file.sample}: it has {num_good} good rows; all are taken"
+            rows.note = f"{file.name}#{file.sample}: the file has only {num_good} good rows; all are used"
         # RandomState, because numpy promises its stream for good and Generator's only within a version.
         order = np.random.RandomState(seed).permutation(num_good)[: file.sample]
         rows.conversations = [rows.conversations[i] for i in np.sort(order)]
@@ -144,10 +149,10 @@ def check_row(
 
 
 def _check_columns(where: str, names: list[str]) -> None:
-    """Refuse two columns with the same name, of which a row would silently contain the last."""
+    """Reject two columns with the same name: a row would silently contain only the last."""
     for name, number in Counter(names).items():
         if number > 1:
-            raise UserError(f"{where}: {number} columns are called {name!r}", "rename or remove all but one")
+            raise UserError(f"{where}: {number} columns have the name {name!r}", "rename or remove all but one")
 
 
 # Readers yield (line, row), counting lines from 1; a row that cannot be read alone comes as its RowError.
@@ -161,7 +166,8 @@ def _read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
 def _lines_of_jsonl(path: Path) -> Iterator[tuple[int, Callable[[], Any]]]:
     with path.open("rb") as file:  # bytes: text mode would also split at a lone \r
         for number, raw in enumerate(file, start=1):
-            raw = raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw
+            if number == 1:
+                raw = raw.removeprefix(b"\xef\xbb\xbf")
             if raw.strip():
                 yield number, partial(_parse_line, raw, path)
 
@@ -176,7 +182,7 @@ def _parse_line(raw: bytes, path: Path) -> Any:
 
 
 def _read_json(path: Path) -> Iterator[tuple[int, Any]]:
-    """One array of rows, or rows one after the other."""
+    """Read one array of rows, or rows one after the other."""
     text = _decode(path)
     position = skip_space(text, 0)
     is_array = text.startswith("[", position)
@@ -203,7 +209,7 @@ def _read_json(path: Path) -> Iterator[tuple[int, Any]]:
         raise _not_json(path, text, position, "the array is not closed by ]")
     rest = skip_space(text, position + 1)
     if rest < len(text):
-        raise _not_json(path, text, rest, "something follows the array")
+        raise _not_json(path, text, rest, "unexpected text after the array")
 
 
 def _read_csv(path: Path) -> Iterator[tuple[int, Any]]:
@@ -249,7 +255,7 @@ def _row_of_batch(batch: Any, index: int, path: Path, number: int) -> Any:
 
 
 def _batches_of_parquet(path: Path) -> Iterator[tuple[int, Any]]:
-    """(number of its first row, batch)."""
+    """Yield (number of its first row, batch)."""
     import pyarrow.parquet
 
     number = 1
@@ -276,12 +282,14 @@ def _naming_parquet(path: Path, num_read: int) -> Iterator[None]:
         yield
     # Damage shows as an error of pyarrow or of the disk, text that is not UTF-8 and dates before the year 1 as these.
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
-        place = f"{path}: after row {num_read}" if num_read else f"{path}"
+        place = str(path)
+        if num_read:
+            place += f": after row {num_read}"
         raise UserError(f"{place}: not Parquet: {error}", "write or copy the file again") from None
 
 
 def _read_txt(path: Path) -> Iterator[tuple[int, Any]]:
-    """All of the file is one document."""
+    """Read the whole file as one document."""
     yield 1, {"text": _decode(path)}
 
 
@@ -311,7 +319,8 @@ def _decode(path: Path) -> str:
 def _encoding_hint(path: Path) -> str:
     with path.open("rb") as file:
         is_utf16 = file.read(2) in (b"\xff\xfe", b"\xfe\xff")
-    return f"convert it: iconv -f {'UTF-16' if is_utf16 else 'LATIN1'} -t UTF-8 {path} > new{path.suffix}"
+    encoding = "UTF-16" if is_utf16 else "LATIN1"
+    return f"convert it: iconv -f {encoding} -t UTF-8 {path} > new{path.suffix}"
 
 
 def _not_json(path: Path, text: str, position: int, problem: str) -> UserError:
