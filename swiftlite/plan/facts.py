@@ -8,6 +8,7 @@ from typing import Any
 from swiftlite.args.commands import ExportArgs
 from swiftlite.args.config import near
 from swiftlite.bridge.hf_config import as_asked
+from swiftlite.errors import UserError
 from swiftlite.families.architecture import Architecture
 from swiftlite.families.index import known_architecture
 from swiftlite.heads import Heads
@@ -48,7 +49,7 @@ class Facts:
         Raises:
             UserError: the model is not available.
         """
-        directory = description_of(self.names.get(option, ""))
+        directory = _directory_of(option, self.names.get(option, ""))
         return directory, read_hf_config(directory)
 
 
@@ -64,8 +65,22 @@ def read_facts(args: Any, world_size: int = 1) -> Facts:
     if "model" not in names:
         return Facts(world_size, {}, names=names)
     is_of_run = isinstance(args, ExportArgs) and not args.to_mcore
-    directory = Path(args.model) if is_of_run else description_of(args.model)
+    directory = Path(args.model)
+    if not is_of_run:
+        directory = _directory_of("model", args.model)
     return Facts(world_size, read_hf_config(config_directory(directory)), directory, names)
+
+
+def _directory_of(option: str, name: str) -> Path:
+    """Return the directory of the model that an option names, see `description_of`.
+
+    Raises:
+        UserError: the model is not available; names the option, because the name may be a path with a typo.
+    """
+    try:
+        return description_of(name)
+    except UserError as error:
+        raise UserError(f"--{option} {name}: {error.problem}", error.hint, error.exit_code) from None
 
 
 def read_hf_config(directory: Path) -> dict[str, Any]:
@@ -74,7 +89,9 @@ def read_hf_config(directory: Path) -> dict[str, Any]:
         content = read_json(directory / "config.json")
     except (OSError, ValueError):
         return {}
-    return as_asked(content, directory) if isinstance(content, dict) else {}
+    if not isinstance(content, dict):
+        return {}
+    return as_asked(content, directory)
 
 
 def config_directory(model: Path) -> Path:
@@ -141,4 +158,6 @@ def model_of_run(run: Path) -> str | None:
     name = model_name(model)
     if name is not None:
         model = str(name.at(read_commits(run).get(name.key, name.revision)))
-    return model if (description_of(model) / "config.json").is_file() else None
+    if not (description_of(model) / "config.json").is_file():
+        return None
+    return model

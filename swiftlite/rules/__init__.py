@@ -46,7 +46,7 @@ def check(args: Any, world_size: int = 1) -> list[str]:
     facts = read_facts(args, world_size)
     if found := impossible_values(facts.hf_config):  # the rules compute with these values
         where = config_directory(facts.directory) / "config.json"
-        raise OptionError([(f"{where}: {problem}", "copy it from the model's source again") for problem in found])
+        raise OptionError([(f"--model: {where}: {problem}", "download config.json again") for problem in found])
     module = rules_of(args)
     for rule in module.RULES:
         problems += rule(args, facts)
@@ -63,7 +63,9 @@ def rules_of(args: Any) -> Any:
 
     RULES yield a problem and a hint, NOTES a line about a setting without effect; both take the options and `Facts`.
     """
-    return method_of(args).load_rules() if isinstance(args, SftArgs) else _MODULES[type(args)]
+    if isinstance(args, SftArgs):
+        return method_of(args).load_rules()
+    return _MODULES[type(args)]
 
 
 _MODULES: dict[type, Any] = {

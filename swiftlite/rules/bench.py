@@ -11,20 +11,20 @@ from swiftlite.rules import common, deploy, engine
 
 def there_are_prompts(args: BenchArgs, facts: Facts) -> Iterator[Problem]:
     if not args.val_dataset:
-        yield "--val_dataset is required", "give files with prompts like those that will be served"
+        yield "--val_dataset is required", "give files with prompts like those in production: --val_dataset FILE"
 
 
 def numbers_of_tokens_can_be_compared(args: BenchArgs, facts: Facts) -> Iterator[Problem]:
     numbers = args.num_speculative_tokens
     text = ",".join(map(str, numbers))
     if min(numbers, default=0) < 0:
-        yield f"--num_speculative_tokens {text}: one cannot draft {min(numbers)} tokens", ""
+        yield f"--num_speculative_tokens {text}: {min(numbers)} is negative", "for example --num_speculative_tokens 0,1"
     if len(set(numbers)) < len(numbers):
-        yield f"--num_speculative_tokens {text} names a number twice", "name it once; --rounds repeats what is measured"
+        yield f"--num_speculative_tokens {text} contains a number twice", "use --rounds to repeat measurements"
     if 0 not in numbers or len(set(numbers)) < 2:
         yield (
-            f"--num_speculative_tokens {text}: drafting is compared with not drafting",
-            "give 0 and another: --num_speculative_tokens 0,1",
+            f"--num_speculative_tokens {text}: bench compares decoding with and without drafts",
+            "give 0 and at least one other number: --num_speculative_tokens 0,1",
         )
 
 
@@ -32,27 +32,27 @@ def concurrency_can_be(args: BenchArgs, facts: Facts) -> Iterator[Problem]:
     numbers = args.concurrency
     text = ",".join(map(str, numbers))
     if not numbers or min(numbers) < 1:
-        yield f"--concurrency {text}: at least one request must be under way", "for example --concurrency 1,8"
+        yield f"--concurrency {text} must contain numbers of at least 1", "for example --concurrency 1,8"
     if len(set(numbers)) < len(numbers):
-        yield f"--concurrency {text} names a number twice", "name it once; --rounds repeats what is measured"
+        yield f"--concurrency {text} contains a number twice", "use --rounds to repeat measurements"
     if args.max_prompts < max(numbers, default=0):
         yield (
-            f"--concurrency {max(numbers)} with --max_prompts {args.max_prompts}: so many are never under way",
-            f"--max_prompts {4 * max(numbers)}",
+            f"--concurrency {max(numbers)} must not exceed --max_prompts {args.max_prompts}",
+            f"use --max_prompts {4 * max(numbers)}",
         )
 
 
 def bench_has_heads(args: BenchArgs, facts: Facts) -> Iterator[Problem]:
     if facts.hf_config and not facts.heads.layers:
-        yield f"{common.no_heads(facts)}: there is nothing to compare", common.TRAIN_HEADS
+        yield common.no_heads(facts), common.TRAIN_HEADS
 
 
 def speculative_config_leaves_the_number(args: BenchArgs, facts: Facts) -> Iterator[Problem]:
     for info in ENGINES.values():
         if "num_speculative_tokens" in (info.speculative_config(args) or {}):
             yield (
-                f"--{info.name}_speculative_config has num_speculative_tokens, of which bench tries several",
-                "leave it out there, and give --num_speculative_tokens",
+                f"--{info.name}_speculative_config contains num_speculative_tokens, which bench sets",
+                "remove it there and use --num_speculative_tokens",
             )
 
 

@@ -1,8 +1,10 @@
 """Rules that several commands share."""
 
+import dataclasses
+import functools
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +29,17 @@ _PATHS += ("ref_model", "ref_logprobs_cache", "cache_trunk_states", "acceptance_
 _MAX_NAME = 235
 _MAX_PATH = 4000
 TRAIN_HEADS = "train heads first: swiftlite megatron sft --mtp_num_layers 1"
+_GIVE_A_MODEL = "give the directory of a Hugging Face model"
+Rule = Callable[[Any, Facts], Iterator[Any]]
 
 
 def numbers_are_in_range(args: Any, facts: Facts) -> Iterator[Problem]:
     for name, bounds in out_of_bounds(args).items():
         value = vars(args)[name]
-        is_number = not isinstance(value, float) or math.isfinite(value)
-        yield f"--{name} {value} must be {'' if is_number else 'a finite number, '}{in_words(bounds)}", ""
+        allowed = in_words(bounds)
+        if isinstance(value, float) and not math.isfinite(value):
+            allowed = f"a finite number, {allowed}"
+        yield f"--{name} {value} must be {allowed}", ""
 
 
 def left_out(args: Any, command: str, why: Mapping[str, str]) -> Iterator[Problem]:
@@ -45,21 +51,41 @@ def left_out(args: Any, command: str, why: Mapping[str, str]) -> Iterator[Proble
     known = options(type(args))
     for name, reason in why.items():
         if getattr(args, name) != known[name].default:
-            yield f"--{name} is no option of {command}: {reason}", f"leave --{name} out"
+            yield f"--{name} is not supported by {command}: {reason}", f"remove --{name}"
+
+
+def without_options(rules: Iterable[Rule], names: Iterable[str]) -> tuple[Rule, ...]:
+    """Return the same rules, which see the options `names` at their defaults.
+
+    `left_out` rejects these options; advice about how to use them would contradict it.
+    """
+    return tuple(_without_options(rule, tuple(names)) for rule in rules)
+
+
+def _without_options(rule: Rule, names: tuple[str, ...]) -> Rule:
+    @functools.wraps(rule)
+    def of_the_rest(args: Any, facts: Facts) -> Iterator[Any]:
+        known = options(type(args))
+        return rule(dataclasses.replace(args, **{name: known[name].default for name in names}), facts)
+
+    return of_the_rest
 
 
 def texts_can_be(args: Any) -> Iterator[Problem]:
     """Reject texts that cannot be written to a file and paths that no file can have. Python raises for them later."""
     for option, given in vars(args).items():
-        for text in given if isinstance(given, list) else [given]:
+        texts = given if isinstance(given, list) else [given]
+        for text in texts:
             if not isinstance(text, str):
                 continue
             encoded = text.encode(errors="backslashreplace")
             if "\0" in text or encoded.decode() != text:
-                yield f"--{option} {text!r} holds bytes that are no UTF-8 text, or a NUL", "write it in UTF-8"
+                yield f"--{option} {text!r} contains NUL or bytes that are not valid UTF-8", "write it in UTF-8"
             elif option in _PATHS and _is_too_long(text):
-                problem = f"--{option} {text[:40]}...: a name in it is over {_MAX_NAME} bytes, or all over {_MAX_PATH}"
-                yield problem, "name a shorter path"
+                yield (
+                    f"--{option} {text[:40]}... is too long: at most {_MAX_NAME} bytes per name, {_MAX_PATH} per path",
+                    "give a shorter path",
+                )
 
 
 def _is_too_long(path: str) -> bool:
@@ -70,40 +96,40 @@ def hf_model_is_a_directory(args: Any, facts: Facts) -> Iterator[Problem]:
     if not args.model:
         yield (
             "--model is required",
-            "give a directory (config.json, safetensors, tokenizer), a name of the hub (ORG/NAME), or a GGUF file",
+            "give a directory (config.json, safetensors, tokenizer), a model on the hub (ORG/NAME), or a GGUF file",
         )
         return
     path = facts.directory
     if not path.exists():
         yield _absent_model(args.model)
     elif path.is_file():
-        is_of_a_model = (path.parent / "config.json").is_file()
-        there = f"give the directory that holds it: --model {path.parent}"
-        yield (
-            f"--model {path} is a file",
-            there if is_of_a_model else "give a directory with config.json, ORG/NAME or a .gguf file",
-        )
+        hint = "give a directory with config.json, ORG/NAME or a .gguf file"
+        if (path.parent / "config.json").is_file():
+            hint = f"give its directory: --model {path.parent}"
+        yield f"--model {path} is a file", hint
     elif is_run(path) or (is_run(path.parent) and path in run_checkpoints(path.parent)):
         yield (
-            f"--model {path} holds megatron-core checkpoints, not a Hugging Face model",
+            f"--model {path} contains megatron-core checkpoints, not a Hugging Face model",
             f"convert it first: swiftlite export --to_hf --model {path} --output_dir DIR",
         )
     elif not (path / "config.json").is_file():
-        yield f"--model {path} has no config.json", "give the directory of a Hugging Face model"
+        yield f"--model {path} has no config.json", _GIVE_A_MODEL
     elif not facts.hf_config:
         yield (
-            f"{path / 'config.json'} is no JSON object with a model's settings",
-            "copy config.json from the model's source again",
+            f"--model {path}: config.json is not a JSON object with a model's settings",
+            "download config.json again",
         )
     elif path == Path(args.model) and not any(path.glob("*.safetensors")):
-        hint = "save it with transformers' save_pretrained, which writes safetensors" if any(path.glob("*.bin")) else ""
-        yield f"--model {path} has no *.safetensors file", hint or "download the weights beside config.json"
+        hint = "download the weights to this directory"
+        if any(path.glob("*.bin")):
+            hint = "convert the weights: load and save the model with transformers' save_pretrained"
+        yield f"--model {path} has no *.safetensors file", hint
 
 
 def _absent_model(model: str) -> Problem:
-    hub = "give the directory of a Hugging Face model, or a name of the hub: ORG/NAME"
+    hub = "give the directory of a Hugging Face model, or a model on the hub: ORG/NAME"
     if model_name(f"{model}@main"):
-        hub = f"{Path(model).parent} is a directory here; if a name of the hub is meant: --model {model}@main"
+        hub = f"for the model {model} on the hub: --model {model}@main"
     return f"--model {model} does not exist", near_path(Path(model)) or hub
 
 
@@ -114,7 +140,7 @@ def family_takes_the_model(args: Any, facts: Facts) -> Iterator[Problem]:
     try:
         get_family(facts.hf_config, facts.directory)
     except UserError as error:
-        yield error.problem, error.hint
+        yield f"--model {args.model}: {error.problem}", error.hint
 
 
 def file_problems(flag: str, name: str) -> Iterator[Problem]:
@@ -123,7 +149,7 @@ def file_problems(flag: str, name: str) -> Iterator[Problem]:
     path = Path(file)
     dataset = dataset_name(file)
     if file != name and not (is_number_of_rows(sample) and int(sample) > 0):
-        yield f"{flag} {name}: after # comes the number of rows to take", f"for example {file}#500"
+        yield f"invalid value for {flag}: {name}: # must be followed by a number of rows", f"for example {file}#500"
     if dataset is not None:
         try:
             commit_of_dataset(dataset)
@@ -131,40 +157,48 @@ def file_problems(flag: str, name: str) -> Iterator[Problem]:
             yield f"{flag} {error.problem}", error.hint
     elif path.is_dir():
         inside = sorted(entry.name for entry in path.iterdir() if entry.suffix in DATA_SUFFIXES)
-        hint = f"name the files: {' '.join(str(path / entry) for entry in inside[:3])}" if inside else ""
-        yield f"{flag} {file} is a directory", hint or f"name files that end in {', '.join(DATA_SUFFIXES)}"
+        hint = f"give files that end in {', '.join(DATA_SUFFIXES)}"
+        if inside:
+            hint = f"give files: {flag} {' '.join(str(path / entry) for entry in inside[:3])}"
+        yield f"{flag} {file} is a directory", hint
     elif not path.exists():
-        is_name = dataset_name(f"{file}@main") is not None
-        hub = f"if a dataset of the hub is meant: {flag} {file}@main" if is_name else ""
+        hub = f"give a file ({', '.join(DATA_SUFFIXES)}) or a dataset on the hub (ORG/NAME)"
+        if dataset_name(f"{file}@main") is not None:
+            hub = f"for the dataset {file} on the hub: {flag} {file}@main"
         yield f"{flag} {file} does not exist", near_path(path) or hub
     elif path.suffix not in DATA_SUFFIXES:
-        yield f"{flag} {file} ends in none of {', '.join(DATA_SUFFIXES)}", "rename it, or convert it to JSON lines"
+        problem = f"{flag} {file} has an unknown extension, not one of {', '.join(DATA_SUFFIXES)}"
+        yield problem, "rename it, or convert it to JSON lines"
     elif path.stat().st_size == 0:
         yield f"{flag} {file} is empty", "write one JSON object per line"
 
 
 def output_dir_is_given(args: Any, facts: Facts) -> Iterator[Problem]:
     if not args.output_dir:
-        yield "--output_dir is required", "name the directory to write"
+        yield "--output_dir is required", "give the directory to write: --output_dir DIR"
         return
     directory = Path(args.output_dir)
     if directory.exists() and not directory.is_dir():
-        yield f"--output_dir {args.output_dir} is a file", "name a directory"
+        yield f"--output_dir {args.output_dir} is a file", "give a directory"
         return
     place = next(path for path in (directory, *directory.absolute().parents) if path.exists())
-    if not place.is_dir() or not os.access(place, os.W_OK):
-        why = "may not be written" if place.is_dir() else "is a file"
-        yield f"--output_dir {args.output_dir} cannot be made: {place} {why}", "name a place you may write"
+    why = ""
+    if not place.is_dir():
+        why = "is a file"
+    elif not os.access(place, os.W_OK):
+        why = "is not writable"
+    if why:
+        yield f"--output_dir {args.output_dir} cannot be created: {place} {why}", "give a directory that you can write"
 
 
 def no_heads(facts: Facts) -> str:
-    """Return the message that the model's config.json declares no MTP layer."""
-    return f"{facts.directory / 'config.json'} promises no MTP layer ({depth_key(facts.hf_config)})"
+    """Return the message that the config.json of --model declares no MTP layer."""
+    return f"--model: {facts.directory / 'config.json'} declares no MTP layer ({depth_key(facts.hf_config)})"
 
 
 def baseline_is_a_model(args: EvaluateArgs | ExportArgs, facts: Facts) -> Iterator[Problem]:
     if args.baseline is not None and not (facts.described("baseline")[0] / "config.json").is_file():
-        yield f"--baseline {args.baseline} has no config.json", "give the directory of a Hugging Face model"
+        yield f"--baseline {args.baseline} has no config.json", _GIVE_A_MODEL
 
 
 def graft_has_heads(args: SftArgs | ExportArgs, facts: Facts) -> Iterator[Problem]:
@@ -173,16 +207,16 @@ def graft_has_heads(args: SftArgs | ExportArgs, facts: Facts) -> Iterator[Proble
         return
     base, config = facts.described("mtp_graft_from")
     if not base.is_dir():
-        yield f"--mtp_graft_from {base} is not a directory", near_path(base)
+        yield f"--mtp_graft_from {base} is not a directory", near_path(base) or _GIVE_A_MODEL
     elif not config:
-        yield f"--mtp_graft_from {base} has no config.json", "give the directory of a Hugging Face model"
+        yield f"--mtp_graft_from {base} has no config.json", _GIVE_A_MODEL
     elif not Heads.from_config(config).layers:
-        yield f"--mtp_graft_from {base}: its config.json promises no MTP layer", "give a model that has heads"
+        yield f"--mtp_graft_from {base}: its config.json declares no MTP layer", "give a model with MTP heads"
     elif facts.hf_config and config.get("model_type") != facts.hf_config.get("model_type"):
         yield (
-            f"--mtp_graft_from {base} is of type {config.get('model_type')}, --model of type "
+            f"--mtp_graft_from {base} has model_type {config.get('model_type')}, but --model has "
             f"{facts.hf_config.get('model_type')}",
-            "heads read their trunk's states: take them from the model that --model was fine-tuned from",
+            "heads read the hidden states of their trunk: give the model that --model was fine-tuned from",
         )
 
 
@@ -206,16 +240,19 @@ def recompute_options_fit(args: SftArgs | DoctorArgs, facts: Facts) -> Iterator[
     architecture = facts.architecture
     for module in args.recompute_modules:
         if module not in known:
-            yield f"--recompute_modules {module} is none of {', '.join(known)}", ""
+            yield f"invalid value for --recompute_modules: {module}", f"use {' or '.join(known)}"
         elif module in of_some_models and architecture and module not in architecture.recompute_modules:
-            yield f"--recompute_modules {module}, but the model has no {of_some_models[module]}", "leave it out"
+            yield f"--recompute_modules {module}: the model has no {of_some_models[module]}", f"remove {module}"
     if args.distribute_saved_activations:
         if args.recompute_granularity != "full":
-            yield "--distribute_saved_activations needs --recompute_granularity full", "add it"
+            yield (
+                "--distribute_saved_activations requires --recompute_granularity full",
+                "add --recompute_granularity full",
+            )
         if args.tensor_model_parallel_size == 1 or args.sequence_parallel:
             yield (
-                "--distribute_saved_activations needs tensor-parallel ranks that hold whole activations",
-                "use --tensor_model_parallel_size 2 or more and --sequence_parallel false, or leave it out",
+                "--distribute_saved_activations requires tensor parallelism without sequence parallelism",
+                "use --tensor_model_parallel_size 2 or more and --sequence_parallel false, or remove it",
             )
 
 

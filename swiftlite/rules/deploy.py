@@ -19,37 +19,41 @@ def engine_is_installed(args: DeployArgs, facts: Facts) -> Iterator[Problem]:
     if info.command_needs_no_install and args.dry_run:
         return
     for problem, hint in engine.missing_engine(info):
-        yield problem, hint + OR_PRINT_IT if info.command_needs_no_install else hint
+        if info.command_needs_no_install:
+            hint += OR_PRINT_IT
+        yield problem, hint
 
 
 def given_of_drafting(args: DeployArgs) -> list[str]:
     """Return the names of the given options that control drafting."""
-    own = ["draft_schedule"] if args.draft_schedule is not None else []
-    return [*own, *engine.given_of_speculation(args)]
+    names = list(engine.given_of_speculation(args))
+    if args.draft_schedule is not None:
+        names.insert(0, "draft_schedule")
+    return names
 
 
 def speculation_has_heads(args: DeployArgs, facts: Facts) -> Iterator[Problem]:
     if not facts.hf_config or facts.heads.layers:
         return
     why = common.no_heads(facts)
-    hint = f"leave it out, or {common.TRAIN_HEADS}"
+    hint = f"remove it, or {common.TRAIN_HEADS}"
     if args.speculative == "mtp":
-        yield f"--speculative mtp, but {why}", hint
+        yield f"--speculative mtp requires MTP heads; {why}", hint
     elif args.speculative is None:
         for name in given_of_drafting(args):
-            yield f"--{name}, but {why}", hint
+            yield f"--{name} requires MTP heads; {why}", hint
 
 
 def speculative_options_have_speculation(args: DeployArgs, facts: Facts) -> Iterator[Problem]:
     if args.speculative == "none":
         for name in given_of_drafting(args):
-            yield f"--{name} with --speculative none", "leave one of them out"
+            yield f"--{name} has no effect with --speculative none", "remove one of the two"
 
 
 def tokens_to_draft_are_said_once(args: DeployArgs, facts: Facts) -> Iterator[Problem]:
     if args.draft_schedule is not None:
         for name in engine.given_of_speculation(args):
-            yield f"--draft_schedule and --{name} both say how many tokens to draft", "leave one of them out"
+            yield f"--draft_schedule and --{name} both set the number of draft tokens", "remove one of the two"
 
 
 def adapters_have_an_engine(args: DeployArgs, facts: Facts) -> Iterator[Problem]:
@@ -57,8 +61,8 @@ def adapters_have_an_engine(args: DeployArgs, facts: Facts) -> Iterator[Problem]
     if args.adapters is not None and not info.serves_adapters:
         able = choices([f"--infer_backend {other.name}" for other in ENGINES.values() if other.serves_adapters])
         yield (
-            f"--adapters with {info.label}, which was not found to answer with them as the merged model does",
-            f"{able}; or export --to_hf, which adds them to the weights",
+            f"--adapters is not supported with {info.label}: its answers were not verified against the merged model",
+            f"use {able}, or merge them: swiftlite export --to_hf",
         )
 
 
@@ -66,14 +70,14 @@ def live_weights_have_an_engine(args: DeployArgs, facts: Facts) -> Iterator[Prob
     info = ENGINES[args.infer_backend]
     if args.live_weights and not info.takes_live_weights:
         able = choices([f"--infer_backend {other.name}" for other in ENGINES.values() if other.takes_live_weights])
-        yield f"--live_weights with {info.label}, whose server is given none", able
+        yield f"--live_weights is not supported with {info.label}", f"use {able}"
 
 
 def weight_transport_has_live_weights(args: DeployArgs, facts: Facts) -> Iterator[Problem]:
     if args.weight_transport != "file" and not args.live_weights:
         yield (
-            f"--weight_transport {args.weight_transport}, but no --live_weights",
-            "add --live_weights, or leave this out",
+            f"--weight_transport {args.weight_transport} requires --live_weights",
+            "add --live_weights, or remove --weight_transport",
         )
 
 
@@ -81,7 +85,7 @@ def one_gpu_has_one_worker(args: DeployArgs, facts: Facts) -> Iterator[Problem]:
     number = ENGINES[args.infer_backend].engine_kwargs(args).get("tensor_parallel_size", 1)
     if args.weight_transport == "ipc" and number != 1:
         yield (
-            f"--weight_transport ipc with tensor_parallel_size {number}: weights come through the memory of one GPU",
+            f"--weight_transport ipc does not support tensor_parallel_size {number}: it uses the memory of one GPU",
             "use --weight_transport nccl",
         )
 
@@ -93,8 +97,8 @@ def live_weights_reach_whole_layers(args: DeployArgs, facts: Facts) -> Iterator[
         value = kwargs.get(name) or usual
         if args.live_weights and value != usual:
             yield (
-                f"--live_weights with {name} {value}: workers that hold some layers or experts are given none",
-                "use tensor_parallel_size alone",
+                f"--live_weights does not support {name} {value}: each worker must hold all layers and experts",
+                "use only tensor_parallel_size",
             )
 
 
@@ -111,13 +115,13 @@ def live_weights_are_guarded(args: DeployArgs, facts: Facts) -> Iterator[Problem
     one_key = f"""--{option} '{{"api_key": "..."}}'"""
     for name in ("middleware", "weight_transfer_config"):
         if name in kwargs:
-            yield f"--live_weights and --{option} with {name!r}, which it sets", "leave one of them out"
+            yield f"--live_weights sets {name!r}, which --{option} contains", "remove one of the two"
     if isinstance(key, list):
-        yield "--live_weights with several api_keys", f"give one: {one_key}"
+        yield "--live_weights does not support several api_keys", f"give one: {one_key}"
     elif not key and args.host not in HERE:
         yield (
-            f"--live_weights with --host {args.host} and no key: whoever reaches the port could replace the weights",
-            f"leave --host at 127.0.0.1, or add {one_key}",
+            f"--live_weights with --host {args.host} requires an api_key: any client could replace the weights",
+            f"use --host 127.0.0.1, or add {one_key}",
         )
 
 

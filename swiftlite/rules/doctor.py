@@ -24,8 +24,10 @@ from swiftlite.rules.training import dpo, sft_lora
 def model_to_audit_is_a_directory(args: DoctorArgs, facts: Facts) -> Iterator[Problem]:
     if args.model is not None and not facts.directory.is_dir():
         path = Path(args.model)
-        near = "" if path.exists() else near_path(path)
-        yield f"--model {path} is no directory", near or "give the directory of a Hugging Face model"
+        hint = "give the directory of a Hugging Face model"
+        if not path.exists():
+            hint = near_path(path) or hint
+        yield f"--model {path} is not a directory", hint
 
 
 # Options of --engine that apply to every engine; each other one belongs to one engine.
@@ -47,14 +49,14 @@ def plan_options_have_plan(args: DoctorArgs, facts: Facts) -> Iterator[Problem]:
     others = {"model", "plan", "engine", *OF_ENGINES, *owners()}
     for name, option in options(DoctorArgs).items():
         if name not in others and getattr(args, name) != option.default:
-            yield f"--{name} {as_typed(getattr(args, name))} without a plan", "add --plan"
+            yield f"--{name} {as_typed(getattr(args, name))} requires --plan", "add --plan"
 
 
 def engine_options_have_engine(args: DoctorArgs, facts: Facts) -> Iterator[Problem]:
     if args.engine and args.plan:
-        yield "--engine and --plan are two different questions", "ask one at a time"
+        yield "--engine and --plan cannot be combined", "use one of them"
     if args.engine and args.model is None:
-        yield f"--engine {args.engine} needs a model", "add --model DIRECTORY, a Hugging Face model's"
+        yield f"--engine {args.engine} requires --model", "add --model DIRECTORY"
     if args.engine and not ENGINES[args.engine].known_report:
         yield from engine.missing_engine(ENGINES[args.engine], "engine")
     own = owners()
@@ -66,20 +68,21 @@ def engine_options_have_engine(args: DoctorArgs, facts: Facts) -> Iterator[Probl
         if name in own:
             owner = own[name].name
         if args.engine is None:
-            yield f"--{name} {as_typed(value)} without an engine", f"add --engine {owner}"
+            yield f"--{name} {as_typed(value)} requires --engine {owner}", f"add --engine {owner}"
         elif args.engine != owner:
-            yield f"--{name} {as_typed(value)} with --engine {args.engine}", f"it is for --engine {owner}"
+            problem = f"--{name} {as_typed(value)} is not supported with --engine {args.engine}"
+            yield problem, f"use --engine {owner}, or remove --{name}"
 
 
 def plan_fits_the_model(args: DoctorArgs, facts: Facts) -> Iterator[Problem]:
     if not args.plan:
         return
     if args.model is None:
-        yield "--plan needs a model", "add --model DIRECTORY, a Hugging Face model's; its config.json is enough"
+        yield "--plan requires --model", "add --model DIRECTORY; only its config.json is read"
     elif facts.directory.is_dir() and not facts.hf_config:
         yield (
-            f"--model {args.model} has no config.json that is a JSON object with a model's settings",
-            "give a Hugging Face model's",
+            f"--model {args.model} has no config.json, or it is not a JSON object with a model's settings",
+            "give the directory of a Hugging Face model",
         )
     if any(True for _ in common.numbers_are_in_range(args, facts)) or not facts.hf_config:
         return  # no plan can be computed; this or another rule reports why
@@ -87,7 +90,7 @@ def plan_fits_the_model(args: DoctorArgs, facts: Facts) -> Iterator[Problem]:
     setup = planned_setup(args, facts.hf_config)
     yield from layout_problems(layout, facts.architecture, setup.heads.layers)
     for problem, _ in process_problems(layout, setup.num_gpus):
-        yield f"--num_gpus {args.num_gpus}: {problem}", "leave --num_gpus out for the fewest that this layout takes"
+        yield f"--num_gpus {args.num_gpus}: {problem}", "remove --num_gpus for the minimum of this layout"
 
 
 def speed_has_a_gpu(args: DoctorArgs, facts: Facts) -> Iterator[Problem]:
@@ -95,27 +98,30 @@ def speed_has_a_gpu(args: DoctorArgs, facts: Facts) -> Iterator[Problem]:
         return
     if args.gpu_type is None:
         if args.global_batch_size:
-            yield f"--global_batch_size {args.global_batch_size}: memory is the same for all", "add --gpu_type H100"
+            yield f"--global_batch_size {args.global_batch_size} requires --gpu_type", "add --gpu_type H100"
         return
     if args.gpu_type not in GPUS:
-        known = ", ".join(GPUS)
-        yield f"--gpu_type {args.gpu_type} is none that is known here", f"use one of {known}"
+        yield f"unknown GPU: --gpu_type {args.gpu_type}", f"use one of {', '.join(GPUS)}"
     if args.num_gpus is None:
-        yield f"--gpu_type {args.gpu_type} without a number of GPUs to lay the model out on", "add --num_gpus 8"
+        yield f"--gpu_type {args.gpu_type} requires --num_gpus", "add --num_gpus 8"
     if args.loss_type:
         yield (
-            f"--gpu_type {args.gpu_type} with --loss_type {args.loss_type}: speed is estimated for megatron sft alone",
-            "leave one of the two out",
+            f"--gpu_type {args.gpu_type} does not support --loss_type {args.loss_type}: speed is estimated only for "
+            "megatron sft",
+            "remove one of the two",
         )
     low = low_precision_of(planned_kernels(args))
     if low and args.gpu_type in GPUS and GPUS[args.gpu_type].capability < low.capability:
         yield (
-            f"{low.flag}: Transformer Engine has it from compute capability {low.capability} on, {args.gpu_type} has "
+            f"{low.flag} requires compute capability {low.capability}, but --gpu_type {args.gpu_type} has "
             f"{GPUS[args.gpu_type].capability}",
-            "leave it out, or plan for another --gpu_type",
+            "remove it, or use another --gpu_type",
         )
     if args.torch_dtype == "float32":
-        yield f"--gpu_type {args.gpu_type} with --torch_dtype float32: speed is estimated for bfloat16", "leave it out"
+        yield (
+            f"--gpu_type {args.gpu_type} does not support --torch_dtype float32: speed is estimated only for bfloat16",
+            "remove --torch_dtype",
+        )
 
 
 def draft_vocab_has_heads(args: DoctorArgs, facts: Facts) -> Iterator[Problem]:
@@ -124,11 +130,11 @@ def draft_vocab_has_heads(args: DoctorArgs, facts: Facts) -> Iterator[Problem]:
     size = facts.hf_config.get("vocab_size", 0)
     if args.mtp_mode != "heads_only":
         yield (
-            f"--draft_vocab {args.draft_vocab}, which heads learn behind a trunk that stays",
+            f"--draft_vocab {args.draft_vocab} requires a frozen trunk",
             "add --mtp_mode heads_only",
         )
     elif args.draft_vocab >= size:
-        yield f"--draft_vocab {args.draft_vocab}, but the model's whole vocabulary is {size}", "choose fewer"
+        yield f"--draft_vocab {args.draft_vocab} must be below the model's vocab_size {size}", "use a smaller number"
 
 
 def heads_are_planned(args: DoctorArgs, facts: Facts) -> Iterator[Problem]:
@@ -136,10 +142,10 @@ def heads_are_planned(args: DoctorArgs, facts: Facts) -> Iterator[Problem]:
         return
     layers = planned_setup(args, facts.hf_config).heads.layers
     if args.mtp_mode == "heads_only" and layers == 0:
-        yield "--mtp_mode heads_only with --mtp_num_layers 0, so nothing would learn", "leave --mtp_num_layers out"
+        yield "--mtp_mode heads_only with --mtp_num_layers 0 trains nothing", "remove --mtp_num_layers"
     if args.mtp_unroll > 1 and layers != 1:
         yield (
-            f"--mtp_unroll {args.mtp_unroll} applies one MTP layer again and again, but there are {layers}",
+            f"--mtp_unroll {args.mtp_unroll} requires exactly one MTP layer, but there are {layers}",
             "add --mtp_num_layers 1",
         )
 
@@ -149,8 +155,7 @@ def reference_fits_the_plan(args: DoctorArgs, facts: Facts) -> Iterator[Problem]
         return
     if args.loss_type is None or args.loss_type in WITHOUT_REFERENCE:
         for name in common.changed(args, _OF_REFERENCE):
-            why = f"--loss_type is {args.loss_type}" if args.loss_type else "without --loss_type"
-            yield f"--{name}, but the plan has no reference model: {why}", "add --loss_type sigmoid"
+            yield f"--{name} requires a --loss_type with a reference model", "use --loss_type sigmoid"
         return
     yield from dpo.reference_is_a_model(args, facts)
     if facts.hf_config and not any(True for _ in common.numbers_are_in_range(args, facts)):
@@ -175,7 +180,8 @@ _OF_REFERENCE = ("ref_model", "ref_tensor_model_parallel_size", "ref_pipeline_mo
 
 def a_plan_of_pairs_trains_the_trunk(args: DoctorArgs, facts: Facts) -> Iterator[Problem]:
     if args.plan and args.loss_type and args.mtp_mode == "heads_only":
-        yield "--loss_type plans megatron dpo, which has no --mtp_mode heads_only", "leave one of the two out"
+        problem = "--loss_type plans megatron dpo, which does not support --mtp_mode heads_only"
+        yield problem, "remove one of the two"
 
 
 def adapters_are_planned(args: DoctorArgs, facts: Facts) -> Iterator[Problem]:

@@ -32,7 +32,7 @@ def given_of_speculation(args: EngineCommand) -> dict[str, object]:
 def missing_engine(info: EngineInfo, option: str = "infer_backend") -> Iterator[Problem]:
     """Yield a problem if this engine is not installed."""
     if not info.is_installed:
-        yield f"--{option} {info.name}, but it is not installed", info.install
+        yield f"--{option} {info.name}: {info.label} is not installed", info.install
 
 
 def engine_is_installed(args: GenerationCommand | EvaluateArgs, facts: Facts) -> Iterator[Problem]:
@@ -44,14 +44,16 @@ def options_have_their_engine(args: EngineCommand, facts: Facts) -> Iterator[Pro
     for info in ENGINES.values():
         if info.name != args.infer_backend:
             for name in given(args, info.option_names):
-                yield f"--{name} with --infer_backend {args.infer_backend}", f"add --infer_backend {info.name}"
+                problem = f"--{name} is not supported with --infer_backend {args.infer_backend}"
+                yield problem, f"use --infer_backend {info.name}, or remove --{name}"
 
 
 def draft_confidence_has_its_engine(args: GenerationCommand | EvaluateArgs, facts: Facts) -> Iterator[Problem]:
     takers = [info.name for info in ENGINES.values() if info.takes_draft_confidence]
     if args.draft_confidence not in (None, []) and args.infer_backend not in takers:
-        what = f"--draft_confidence {as_typed(args.draft_confidence)} with --infer_backend {args.infer_backend}"
-        yield f"{what}, which always drafts as many", f"add --infer_backend {' or '.join(takers)}"
+        flag = f"--draft_confidence {as_typed(args.draft_confidence)}"
+        problem = f"{flag} is not supported with --infer_backend {args.infer_backend}"
+        yield problem, f"use --infer_backend {' or '.join(takers)}, or remove --draft_confidence"
 
 
 def options_of_engines_agree(args: EngineCommand, facts: Facts) -> Iterator[Problem]:
@@ -66,9 +68,10 @@ def engine_kwargs_leave_what_has_an_option(args: EngineCommand, facts: Facts) ->
     for name in info.option_names:
         own = name.removeprefix(f"{info.name}_")
         if own in kwargs:
-            value = kwargs[own]
-            text = f"'{json.dumps(value)}'" if isinstance(value, dict) else as_typed(value)
-            yield f"--{info.kwargs_option} has {own!r}, which is checked nowhere", f"--{name} {text}"
+            text = as_typed(kwargs[own])
+            if isinstance(kwargs[own], dict):
+                text = f"'{json.dumps(kwargs[own])}'"
+            yield f"--{info.kwargs_option} contains {own!r}, which has its own option", f"use --{name} {text}"
 
 
 def adapters_are_a_directory(args: InferArgs | DeployArgs, facts: Facts) -> Iterator[Problem]:
@@ -76,6 +79,8 @@ def adapters_are_a_directory(args: InferArgs | DeployArgs, facts: Facts) -> Iter
         return
     directory = Path(args.adapters)
     if not (directory / "adapter_config.json").is_file():
-        what = "does not exist" if not directory.exists() else "has no adapter_config.json"
-        hint = near_path(directory) if not directory.exists() else ""
-        yield f"--adapters {directory} {what}", hint or "give what export --to_hf --merge_lora false has written"
+        hint = "give the --output_dir of swiftlite export --to_hf --merge_lora false"
+        if directory.exists():
+            yield f"--adapters {directory} has no adapter_config.json", hint
+        else:
+            yield f"--adapters {directory} does not exist", near_path(directory) or hint

@@ -11,27 +11,27 @@ from swiftlite.rules import common, engine
 
 def there_are_rows(args: EvaluateArgs, facts: Facts) -> Iterator[Problem]:
     if not args.dataset:
-        yield "--dataset is required", "give files of rows that the model was not trained on: --dataset val.jsonl"
+        yield "--dataset is required", "give files with rows that the model was not trained on: --dataset val.jsonl"
     for name in args.dataset:
         yield from common.file_problems("--dataset", name)
 
 
 def there_are_heads(args: EvaluateArgs, facts: Facts) -> Iterator[Problem]:
     if facts.hf_config and not facts.heads.layers:
-        yield f"{common.no_heads(facts)}: there is nothing to measure", common.TRAIN_HEADS
+        yield common.no_heads(facts), common.TRAIN_HEADS
 
 
 def output_dir_can_be(args: EvaluateArgs, facts: Facts) -> Iterator[Problem]:
     if not args.output_dir:
-        yield "--output_dir is required", "evaluation.json, .svg and .html go there: --output_dir evaluation"
+        yield "--output_dir is required", "evaluation.json, .svg and .html are written there: --output_dir evaluation"
     elif Path(args.output_dir).is_file():
-        yield f"--output_dir {args.output_dir} is a file", "name a directory"
+        yield f"--output_dir {args.output_dir} is a file", "give a directory"
 
 
 def confidences_are_probabilities(args: EvaluateArgs, facts: Facts) -> Iterator[Problem]:
     for value in args.draft_confidence:
         if not 0 <= value <= 1:
-            yield f"--draft_confidence {value:g}: a probability is at least 0 and at most 1", ""
+            yield f"--draft_confidence {value:g} must be at least 0 and at most 1", ""
 
 
 def evaluate_settings_without_effect(args: EvaluateArgs, facts: Facts) -> Iterator[str]:

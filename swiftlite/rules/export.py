@@ -14,8 +14,10 @@ from swiftlite.rules import common
 
 def export_has_one_direction(args: ExportArgs, facts: Facts) -> Iterator[Problem]:
     if args.to_hf == args.to_mcore:
-        given = "both --to_hf and --to_mcore" if args.to_hf else "neither --to_hf nor --to_mcore"
-        yield given, "give one: --to_hf for a Hugging Face model, --to_mcore for a megatron-core checkpoint"
+        yield (
+            "exactly one of --to_hf and --to_mcore is required",
+            "--to_hf writes a Hugging Face model, --to_mcore a megatron-core checkpoint",
+        )
 
 
 def export_source_fits(args: ExportArgs, facts: Facts) -> Iterator[Problem]:
@@ -23,21 +25,22 @@ def export_source_fits(args: ExportArgs, facts: Facts) -> Iterator[Problem]:
         yield from common.hf_model_is_a_directory(args, facts)
         return
     if not args.model:
-        yield "--model is required", "give a run's output_dir, or one of its checkpoint-N"
+        yield "--model is required", "give the --output_dir of a run, or one of its checkpoint-N"
         return
     path = Path(args.model)
     if not path.exists():
         yield f"--model {path} does not exist", near_path(path) or "give the --output_dir of a training run"
     elif path.is_file():
-        yield f"--model {path} is a file", f"give the directory that holds it: --model {path.parent}"
+        yield f"--model {path} is a file", f"give its directory: --model {path.parent}"
     elif not args.to_hf or (path.name.startswith("checkpoint-") and is_run(path.parent)):
         return
     elif not is_run(path):
-        hint = "it is a Hugging Face model already; --to_mcore goes the other way" if facts.hf_config else ""
-        hint = hint or "give the --output_dir of a training run"
+        hint = "give the --output_dir of a training run"
+        if facts.hf_config:
+            hint = "it is already a Hugging Face model; --to_mcore converts it to a checkpoint"
         yield f"--model {path} is not a training run: it has no source/config.json", hint
     elif not run_checkpoints(path):
-        yield f"--model {path} is a run without any checkpoint-N", "let it reach its first checkpoint (--save_steps)"
+        yield f"--model {path} is a run without a checkpoint-N", "train until its first checkpoint (--save_steps)"
 
 
 def export_output_can_take_its_name(args: ExportArgs, facts: Facts) -> Iterator[Problem]:
@@ -46,15 +49,15 @@ def export_output_can_take_its_name(args: ExportArgs, facts: Facts) -> Iterator[
     directory = given.resolve()
     if not args.output_dir or not directory.is_dir():
         return
-    name_one_in_it = f"name a directory in it: --output_dir {given / 'export'}"
+    inside = f"use a directory in it: --output_dir {given / 'export'}"
     if any(directory.iterdir()):
-        yield f"--output_dir {given} is not empty", "name a new directory, or delete this one"
+        yield f"--output_dir {given} is not empty", "use a new directory, or delete this one"
     elif directory.is_mount():
-        yield f"--output_dir {given} is a mount point, whose place no other directory can take", name_one_in_it
+        yield f"--output_dir {given} is a mount point, which cannot be replaced", inside
     elif directory == Path.cwd():
-        yield f"--output_dir {given} is the working directory, whose place another one would take", name_one_in_it
+        yield f"--output_dir {given} is the working directory, which would be replaced", inside
     elif not os.access(directory.parent, os.W_OK):
-        yield f"--output_dir {given} is written beside its place, and {directory.parent} is not yours", name_one_in_it
+        yield f"--output_dir {given} is first written to {directory.parent}, which is not writable", inside
 
 
 def export_output_is_outside_of_checkpoints(args: ExportArgs, facts: Facts) -> Iterator[Problem]:
@@ -67,7 +70,8 @@ def export_output_is_outside_of_checkpoints(args: ExportArgs, facts: Facts) -> I
         is_inside = directory.name == "source" or directory.name.startswith("checkpoint-")
         if args.output_dir and is_inside and is_run(directory.parent):
             run = directory.parent
-            yield f"--output_dir {given} lies in {directory}, which is the run's own", f"name another: {run / 'export'}"
+            problem = f"--output_dir {given} is in {directory}, which belongs to the run"
+            yield problem, f"use --output_dir {run / 'export'}"
 
 
 def acceptance_can_be_measured(args: ExportArgs, facts: Facts) -> Iterator[Problem]:
@@ -75,17 +79,19 @@ def acceptance_can_be_measured(args: ExportArgs, facts: Facts) -> Iterator[Probl
     if not asked:
         return
     flags = " and ".join(asked)
-    if not args.to_hf or args.mtp == "strip":
-        yield f"{flags}: there are no heads to export" if args.to_hf else f"{flags} without --to_hf", "leave it out"
+    if not args.to_hf:
+        yield f"{flags} requires --to_hf", f"remove {flags}"
+    elif args.mtp == "strip":
+        yield f"{flags} requires heads, which --mtp strip removes", f"remove {flags}"
     if not args.val_dataset:
-        yield f"{flags} needs rows to measure on", "add --val_dataset FILE"
+        yield f"{flags} requires --val_dataset", "add --val_dataset FILE"
     yield from common.val_dataset_files_exist(args, facts)
     if facts.world_size > 1:
-        yield f"{flags} with {facts.world_size} processes: one measures", "export with one process"
+        yield f"{flags} does not support {facts.world_size} processes", "use one process"
     yield from common.baseline_is_a_model(args, facts)
     if args.max_regression is not None and not args.baseline and not model_of_run(Path(args.model)):
         yield (
-            "--max_regression compares with the model that the run began with, and that is not there any more",
+            "--max_regression requires the model that the run started from, which no longer exists",
             "add --baseline DIR",
         )
 
@@ -96,13 +102,13 @@ def push_can_be_tried(args: ExportArgs, facts: Facts) -> Iterator[Problem]:
     flag = f"--push_to_hub {args.push_to_hub}"
     is_bare = "@" not in args.push_to_hub and model_name(f"{args.push_to_hub}@main") is not None
     if not is_bare:
-        yield f"{flag} is no name of a repository", "for example --push_to_hub ORG/NAME"
+        yield f"{flag} is not the name of a repository", "use --push_to_hub ORG/NAME"
     elif not args.to_hf:
-        yield f"{flag} without --to_hf", "add --to_hf: the hub takes Hugging Face models"
+        yield f"{flag} requires --to_hf", "add --to_hf"
     elif not has_token():
-        yield f"{flag} needs a token that may write", "hf auth login, or set HF_TOKEN"
+        yield f"{flag} requires a token with write access", "hf auth login, or set HF_TOKEN"
     elif is_offline():
-        yield f"{flag}, but HF_HUB_OFFLINE forbids to ask the hub", "unset HF_HUB_OFFLINE"
+        yield f"{flag} requires access to the hub, which HF_HUB_OFFLINE disables", "unset HF_HUB_OFFLINE"
 
 
 def draft_vocab_can_be_chosen(args: ExportArgs, facts: Facts) -> Iterator[Problem]:
@@ -112,26 +118,32 @@ def draft_vocab_can_be_chosen(args: ExportArgs, facts: Facts) -> Iterator[Proble
     size = facts.hf_config.get("vocab_size")
     method = method_of_run(Path(args.model))
     if not args.to_hf:
-        yield f"{flag} without --to_hf", "leave it out; megatron sft --draft_vocab trains with it"
+        yield f"{flag} requires --to_hf", "remove it; to train with it: swiftlite megatron sft --draft_vocab"
     elif method and not method.imitates_rows:
         yield (
-            f"{flag} counts the answers that heads have learned from, and this run is one of {method.words}, whose "
-            "rows are no such answers",
-            "export without it, and train the heads of that: swiftlite megatron sft --mtp_mode heads_only "
+            f"{flag} counts tokens in answers of the training rows, which {method.words} does not support",
+            "export without it, then train its heads: swiftlite megatron sft --mtp_mode heads_only "
             f"{flag} --dataset FILE",
         )
     elif args.mtp == "strip" or args.mtp_graft_from:
-        yield f"{flag} is for the run's own heads", "leave one of the two out"
+        other = "--mtp_graft_from"
+        if args.mtp == "strip":
+            other = "--mtp strip"
+        yield f"{flag} cannot be combined with {other}", "remove one of the two"
     elif not facts.heads.layers:
         yield f"{flag}: the run has no heads", common.TRAIN_HEADS
     elif facts.heads.draft_vocab:
-        yield f"{flag}: the run's heads draft {len(facts.heads.draft_vocab)} tokens already", "leave it out"
+        draft_vocab_size = len(facts.heads.draft_vocab)
+        yield f"{flag}: the run's heads already have a draft vocabulary of {draft_vocab_size} tokens", "remove it"
     elif size and args.draft_vocab >= size:
-        yield f"{flag}, but the model's whole vocabulary is {size}", "choose fewer, or leave it out"
+        yield f"{flag} must be below the model's vocab_size {size}", "use a smaller number, or remove it"
 
 
 def export_settings_without_effect(args: ExportArgs, facts: Facts) -> Iterator[str]:
-    unmeasured = (args.min_acceptance is None and args.max_regression is None, "no acceptance is asked for")
+    unmeasured = (
+        args.min_acceptance is None and args.max_regression is None,
+        "neither --min_acceptance nor --max_regression is given",
+    )
     not_compared = (args.max_regression is None, "--max_regression is not given")
     not_pushed = (args.push_to_hub is None, "--push_to_hub is not given")
     idle = {"val_dataset": unmeasured, "force": unmeasured, "baseline": not_compared, "hub_private_repo": not_pushed}
@@ -142,15 +154,15 @@ def adapters_alone_take_no_other_wish(args: ExportArgs, facts: Facts) -> Iterato
     if args.merge_lora:
         return
     if args.to_mcore:
-        yield "--merge_lora false is for --to_hf: a Hugging Face model has no adapters", "leave it out"
+        yield "--merge_lora false requires --to_hf", "remove it, or use --to_hf"
     names = ("mtp_graft_from", "torch_dtype", "draft_vocab", "min_acceptance", "max_regression", "push_to_hub")
     for name in common.changed(args, (*names, "max_shard_size_gb")):
-        yield f"--{name} with --merge_lora false, which writes adapters alone", "leave one of the two out"
+        yield f"--{name} does not apply to --merge_lora false, which writes only adapters", "remove one of the two"
 
 
 def graft_is_not_stripped(args: ExportArgs, facts: Facts) -> Iterator[Problem]:
     if args.mtp_graft_from is not None and args.mtp == "strip":
-        yield "--mtp_graft_from brings heads that --mtp strip leaves out", "leave one of them out"
+        yield "--mtp_graft_from cannot be combined with --mtp strip", "remove one of the two"
 
 
 RULES = (

@@ -16,23 +16,24 @@ def speculation_has_heads(args: GenerationCommand, facts: Facts) -> Iterator[Pro
         return  # adapters may include heads
     config = facts.directory / "config.json"
     if args.speculative == "mtp" and config.is_file() and facts.hf_config and not facts.heads.layers:
-        yield f"--speculative mtp, but {common.no_heads(facts)}", f"leave it out, or {common.TRAIN_HEADS}"
+        problem = f"--speculative mtp requires MTP heads; {common.no_heads(facts)}"
+        yield problem, f"remove it, or {common.TRAIN_HEADS}"
 
 
 def speculative_options_have_speculation(args: GenerationCommand, facts: Facts) -> Iterator[Problem]:
     if args.speculative == "mtp":
         return
     for name, value in engine.given_of_speculation(args).items():
-        yield f"--{name} {as_typed(value)} without speculation", "add --speculative mtp"
+        yield f"--{name} {as_typed(value)} requires --speculative mtp", "add --speculative mtp"
 
 
 def what_is_measured_has_speculation(args: InferArgs, facts: Facts) -> Iterator[Problem]:
     if args.speculative == "mtp":
         return
     if args.compare:
-        yield "--compare has nothing to compare without speculation", "add --speculative mtp"
+        yield "--compare requires --speculative mtp", "add --speculative mtp"
     if args.acceptance_json is not None:
-        yield "--acceptance_json has no acceptance to add without speculation", "add --speculative mtp"
+        yield "--acceptance_json requires --speculative mtp", "add --speculative mtp"
 
 
 def acceptance_json_fits(args: InferArgs, facts: Facts) -> Iterator[Problem]:
@@ -41,19 +42,19 @@ def acceptance_json_fits(args: InferArgs, facts: Facts) -> Iterator[Problem]:
     if not Path(args.acceptance_json).is_file():
         yield f"--acceptance_json {args.acceptance_json} does not exist", "give the acceptance.json of a training run"
     if not args.val_dataset:
-        yield "--acceptance_json needs prompts to measure on", "add --val_dataset FILE"
+        yield "--acceptance_json requires --val_dataset", "add --val_dataset FILE"
 
 
 def comparison_has_prompts(args: InferArgs, facts: Facts) -> Iterator[Problem]:
     if args.compare and not args.val_dataset:
-        yield "--compare runs the same prompts twice, and a chat on stdin has none to repeat", "add --val_dataset FILE"
+        yield "--compare requires --val_dataset", "add --val_dataset FILE"
 
 
 def settings_without_effect(args: GenerationCommand, facts: Facts) -> Iterator[str]:
     info = ENGINES[args.infer_backend]
     idle = {
-        "max_batch_size": (not info.is_batched, f"{info.label} answers one prompt at a time"),
-        "top_p": (args.temperature == 0, "--temperature 0 is greedy"),
+        "max_batch_size": (not info.is_batched, f"{info.label} generates for one prompt at a time"),
+        "top_p": (args.temperature == 0, "--temperature 0 decodes greedily"),
     }
     yield from common.without_effect(args, idle)
 
@@ -62,8 +63,8 @@ def length_is_the_models(args: GenerationCommand, facts: Facts) -> Iterator[str]
     longest = facts.hf_config.get("max_position_embeddings")
     if longest and args.max_model_len and args.max_model_len > longest:
         yield (
-            f"--max_model_len {args.max_model_len} is beyond what the model was made for: max_position_embeddings "
-            f"{longest} in {facts.directory / 'config.json'}"
+            f"--max_model_len {args.max_model_len} exceeds max_position_embeddings {longest} in "
+            f"{facts.directory / 'config.json'}"
         )
 
 

@@ -12,7 +12,7 @@ from swiftlite.rules import common, engine, infer
 
 def there_are_rows(args: RegenerateArgs, facts: Facts) -> Iterator[Problem]:
     if not args.dataset:
-        yield "--dataset is required", "give files of rows to answer anew: --dataset train.jsonl"
+        yield "--dataset is required", "give files whose answers to regenerate: --dataset train.jsonl"
     for name in args.dataset:
         yield from common.file_problems("--dataset", name)
 
@@ -23,13 +23,13 @@ def dataset_is_not_the_result(args: RegenerateArgs, facts: Facts) -> Iterator[Pr
     directory = Path(args.output_dir).resolve()
     for name in args.dataset:
         if Path(split_sample(name)[0]).resolve().parent == directory:
-            yield f"--dataset {name} is in --output_dir {args.output_dir}", "name another directory for the new rows"
+            yield f"--dataset {name} is in --output_dir {args.output_dir}", "use another --output_dir"
 
 
 def answers_can_differ(args: RegenerateArgs, facts: Facts) -> Iterator[Problem]:
     if args.num_answers > 1 and args.temperature == 0:
-        problem = f"--num_answers {args.num_answers} with --temperature 0, which answers the same each time"
-        yield problem, "add --temperature 0.7, or leave --num_answers out"
+        problem = f"--num_answers {args.num_answers} requires --temperature above 0: greedy answers are identical"
+        yield problem, "add --temperature 0.7, or remove --num_answers"
 
 
 RULES = (

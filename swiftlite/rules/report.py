@@ -11,7 +11,7 @@ from swiftlite.rules import common
 
 def there_are_runs(args: ReportArgs, facts: Facts) -> Iterator[Problem]:
     if not args.runs:
-        yield "--runs is required", "give the --output_dir of a run, or of several: swiftlite report run other-run"
+        yield "--runs is required", "give the --output_dir of one or more runs: swiftlite report run other-run"
     for name in args.runs:
         path = Path(name)
         if path.is_file():
@@ -19,9 +19,9 @@ def there_are_runs(args: ReportArgs, facts: Facts) -> Iterator[Problem]:
         elif not path.exists():
             yield f"--runs {path} does not exist", near_path(path) or "give the --output_dir of a training run"
         elif not (path / "args.json").is_file():
-            yield f"--runs {path} has no args.json: it is no run", "give the --output_dir of a training run"
+            yield f"--runs {path} is not a run: it has no args.json", "give the --output_dir of a training run"
     if len({Path(name).resolve() for name in args.runs}) < len(args.runs):
-        yield "--runs names a run twice", "name it once"
+        yield "--runs contains a run twice", "give each run once"
 
 
 def output_can_be(args: ReportArgs, facts: Facts) -> Iterator[Problem]:
@@ -29,11 +29,11 @@ def output_can_be(args: ReportArgs, facts: Facts) -> Iterator[Problem]:
         return
     path = Path(args.output)
     if path.is_dir():
-        yield f"--output {path} is a directory", f"name a file: --output {path / 'runs.html'}"
+        yield f"--output {path} is a directory", f"give a file: --output {path / 'runs.html'}"
     elif path.is_file() and not _is_page(path):
-        yield f"--output {path} exists and is not a page; it would be overwritten", "name another file"
+        yield f"--output {path} exists and is not an HTML page", "use another file"
     elif not path.parent.is_dir():
-        yield f"--output {path}: there is no directory {path.parent}", "make it, or name another file"
+        yield f"--output {path}: the directory {path.parent} does not exist", "create it, or use another file"
 
 
 def _is_page(path: Path) -> bool:

@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from swiftlite.args.commands import DoctorArgs
-from tests.messages import mentions
-from tests.rules.good import SFT, change_config, problems_of
+from swiftlite import rules
+from swiftlite.args.commands import DoctorArgs, EvaluateArgs
+from swiftlite.errors import UserError
+from tests.messages import mentions, naming
+from tests.rules.good import BENCH, DEPLOY, INFER, SFT, change_config, problems_of
 
 
 @pytest.mark.parametrize(
@@ -41,6 +43,45 @@ def test_model_and_output_dir(here, change, problem, hint):
     assert len(problems) == 1
     assert mentions(problems[0][0], problem)
     assert mentions(problems[0][1], hint)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "hint"),
+    [
+        ("nope.jsonl", ".jsonl .parquet ORG/NAME"),
+        ("tarin.jsonl", "train.jsonl"),
+        ("no/such.jsonl", "no"),
+        ("plain/rows", "--dataset plain/rows@main"),
+        ("plain", "--dataset"),
+        ("train.jsonl#0", "train.jsonl#500"),
+    ],
+)
+def test_a_dataset_that_cannot_be_read_has_a_next_step(here, dataset, hint):
+    ((problem, advice),) = problems_of(dataclasses.replace(SFT, dataset=[dataset]))
+    assert mentions(problem, f"--dataset {dataset}")
+    assert mentions(advice, hint)
+
+
+@pytest.mark.parametrize("option", ["model", "mtp_graft_from"])
+def test_a_name_that_the_hub_does_not_have_comes_with_its_option(here, monkeypatch, option):
+    """`p3/m` may be a path with a typo: only the option tells which one."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    args = dataclasses.replace(SFT, **{option: "p3/m"}, mtp_init="graft")
+    with pytest.raises(UserError, match=naming(f"--{option} p3/m")):
+        rules.check(args)
+
+
+@pytest.mark.parametrize(
+    "args", [INFER, dataclasses.replace(DEPLOY, speculative="mtp"), BENCH, EvaluateArgs(dataset=["val.jsonl"])]
+)
+def test_a_model_without_heads_is_named_with_its_option(here, args):
+    problems = problems_of(dataclasses.replace(args, model="plain"))
+    assert any(mentions(problem, "--model plain/config.json") for problem, _ in problems)
+
+
+def test_a_size_that_config_json_lacks_is_named_with_the_option(here):
+    change_config(hidden_size=None)
+    assert any(mentions(problem, "--model plain/config.json hidden_size") for problem, _ in problems_of(SFT))
 
 
 @pytest.mark.parametrize(

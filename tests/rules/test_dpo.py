@@ -77,6 +77,22 @@ def test_what_cannot_be_is_named(here, args, problem, hint):
     assert mentions(found[0][1], hint)
 
 
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("streaming", True),
+        ("loss_scale", "all"),
+        ("sequence_packing_scheduler", "dp_balanced"),
+        ("cache_trunk_states", "cache"),
+    ],
+)
+def test_an_unsupported_option_has_no_advice_on_its_use(here, option, value):
+    """`--streaming` is rejected; "add --packing" next to that would contradict it."""
+    ((problem, hint),) = problems_of(replace(DPO, **{option: value}))
+    assert mentions(problem, f"--{option} megatron dpo")
+    assert mentions(hint, f"--{option}")
+
+
 def test_a_reference_with_other_words_is_named(here):
     Path("ref").mkdir()
     Path("ref/config.json").write_text(json.dumps(json.loads(Path("plain/config.json").read_text())))

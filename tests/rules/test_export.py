@@ -32,7 +32,7 @@ def test_good_options_pass_without_a_note(here, args):
     [
         ({"to_hf": False}, "--to_hf --to_mcore", ""),
         ({"to_mcore": True}, "--to_hf --to_mcore", ""),
-        ({"model": ""}, "--model", "output_dir"),
+        ({"model": ""}, "--model", "--output_dir"),
         ({"model": "rum"}, "--model rum", "run"),
         ({"model": "run/args.json"}, "--model run/args.json", "--model run"),
         ({"model": "plain"}, "--model plain", ""),

@@ -27,6 +27,11 @@ def test_good_options_pass(here):
         (replace(PT, loss_scale="all"), "--loss_scale megatron pt", ""),
         (replace(PT, system="Be brief."), "--system megatron pt", ""),
         (
+            replace(PT, sft_mock_dataset_config_json={"mode": "no such mode"}),
+            "--sft_mock_dataset_config_json megatron pt",
+            "--sft_mock_dataset_config_json",
+        ),
+        (
             replace(SFT, truncation_strategy="split"),
             "--truncation_strategy split",
             "megatron pt",

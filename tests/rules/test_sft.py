@@ -49,7 +49,7 @@ def test_min_lr_is_below_lr(here):
 def test_global_batch_size_names_near_sizes(here, batch, micro, world_size, hint):
     args = dataclasses.replace(SFT, global_batch_size=batch, micro_batch_size=micro)
     ((problem, told),) = problems_of(args, world_size)
-    assert mentions(problem, f"--global_batch_size {batch} micro_batch_size {micro} {world_size}")
+    assert mentions(problem, f"--global_batch_size {batch} --micro_batch_size {micro} {world_size}")
     assert mentions(told, hint)
     sizes = [int(word.strip(",")) for word in hint.split() if word.strip(",").isdigit()]
     for size in sizes:
@@ -108,7 +108,7 @@ def test_a_model_that_is_not_known_is_not_looked_at(here, change):
     args = dataclasses.replace(SFT, **parallel, recompute_modules=["moe", "mla_up_proj"], moe_aux_loss_coeff=0.5)
     problems = [problem for problem, _ in problems_of(args, world_size=5) if not mentions(problem, "5")]
     assert len(problems) == 1
-    assert problems[0].startswith("plain/config.json")
+    assert mentions(problems[0], "--model plain/config.json")
 
 
 @pytest.mark.parametrize(

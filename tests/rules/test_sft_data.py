@@ -122,7 +122,7 @@ def test_good_options_pass_without_a_note(here, change):
         ),
         (
             {"interleave_prob": [1.0, 1.0], "dataset": [], "sft_mock_dataset_config_json": MOCK},
-            "--interleave_prob --dataset",
+            "--interleave_prob --sft_mock_dataset_config_json",
             "--interleave_prob",
         ),
         (
@@ -161,7 +161,7 @@ def test_resuming_keeps_the_rows(here):
     Path("out/args.json").write_text(json.dumps(dataclasses.asdict(dataclasses.replace(SFT, packing=True))))
     ((problem, hint),) = problems_of(resumed, world_size=2)
     assert mentions(problem, "--resume --context_parallel_size 2 1")
-    assert hint == "--context_parallel_size 1"
+    assert mentions(hint, "--context_parallel_size 1")
     assert rules.check(dataclasses.replace(resumed, context_parallel_size=1)) == []
 
 

@@ -15,7 +15,7 @@ from tests.rules.good import SFT, problems_of
     [
         (
             ["tensorbord"],
-            "--report_to tensorbord tensorboard",
+            "--report_to tensorbord",
             "tensorboard",
         ),
         (["tensorboard", "none"], "--report_to none", ""),

@@ -109,7 +109,7 @@ def test_resume_packs_the_same_rows(here, options, packs_in_advance):
         return
     ((problem, hint),) = problems_of(again, 2)
     assert mentions(problem, "--resume --context_parallel_size 2 1")
-    assert hint == "--context_parallel_size 1"
+    assert mentions(hint, "--context_parallel_size 1")
 
 
 @pytest.mark.parametrize("content", ["{", "[]", None])

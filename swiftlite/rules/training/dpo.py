@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from swiftlite.args.bounds import out_of_bounds
 from swiftlite.args.commands import DoctorArgs, DpoArgs
 from swiftlite.args.config import Problem
-from swiftlite.families.index import known_architecture
+from swiftlite.families.index import FAMILIES, known_architecture
 from swiftlite.plan.facts import Facts, near_path
 from swiftlite.plan.layout import layout_of, layout_problems, process_problems, ranks_of, sequence_multiple
 from swiftlite.plan.preference import SMOOTHED, preference_of, reference_layout
@@ -14,11 +14,11 @@ from swiftlite.rules import common
 from swiftlite.rules.training import sft
 
 _OF_SFT_ALONE = {
-    "loss_scale": "only the last answers of a row train",
+    "loss_scale": "only the last answers of a row are trained",
     "streaming": "all rows are read before the first step",
-    "sft_mock_dataset_config_json": "random tokens are no pairs",
+    "sft_mock_dataset_config_json": "random tokens are not pairs",
     "sequence_packing_scheduler": "it balances single sequences",
-    "cache_trunk_states": "the trunk learns",
+    "cache_trunk_states": "it requires a frozen trunk",
 }
 
 
@@ -26,8 +26,8 @@ def options_of_sft_are_left_out(args: DpoArgs, facts: Facts) -> Iterator[Problem
     yield from common.left_out(args, "megatron dpo", _OF_SFT_ALONE)
     if args.mtp_mode == "heads_only":
         yield (
-            "--mtp_mode heads_only: preferences train the trunk, which would be frozen",
-            "swiftlite megatron sft trains heads alone",
+            "--mtp_mode heads_only is not supported by megatron dpo, which trains the trunk",
+            "to train only the heads: swiftlite megatron sft --mtp_mode heads_only",
         )
 
 
@@ -40,8 +40,8 @@ def pairs_have_room(args: DpoArgs, facts: Facts) -> Iterator[Problem]:
     length = args.packing_length or args.max_length
     if length < longest:
         yield (
-            f"a packed row of {length} tokens has no room for two answers of --max_length {args.max_length}",
-            f"--packing_length {longest}",
+            f"a packed row of {length} tokens must hold two answers of --max_length {args.max_length}",
+            f"use --packing_length {longest}",
         )
 
 
@@ -52,14 +52,17 @@ def reference_is_a_model(args: DpoArgs | DoctorArgs, facts: Facts) -> Iterator[P
     if not config:
         yield (
             f"--ref_model {args.ref_model} has no config.json",
-            near_path(directory) or "give a model's directory",
+            near_path(directory) or "give the directory of a Hugging Face model",
         )
     elif known_architecture(config) is None:
-        yield f"--ref_model {args.ref_model}: {config.get('model_type')} is no known kind of model", ""
+        yield (
+            f"--ref_model {args.ref_model}: unknown model_type {config.get('model_type')}",
+            f"known: {', '.join(FAMILIES)}",
+        )
     elif facts.hf_config and config.get("vocab_size") != facts.hf_config.get("vocab_size"):
         yield (
-            f"--ref_model {args.ref_model} has {config.get('vocab_size')} tokens, --model "
-            f"{facts.hf_config.get('vocab_size')}: it would read other words",
+            f"--ref_model {args.ref_model} has vocab_size {config.get('vocab_size')}, --model has "
+            f"{facts.hf_config.get('vocab_size')}",
             "give a model with the same tokenizer",
         )
 
@@ -71,8 +74,10 @@ def reference_fits_its_layout(args: DpoArgs, facts: Facts) -> Iterator[Problem]:
 
 def reference_layout_problems(args: DpoArgs | DoctorArgs, facts: Facts) -> Iterator[Problem]:
     """Yield the problems with the layout of the reference model that the layout of the trained model does not have."""
-    config = facts.described("ref_model")[1] if args.ref_model else facts.hf_config
-    architecture = known_architecture(config) if config else None
+    config = facts.hf_config
+    if args.ref_model:
+        _, config = facts.described("ref_model")
+    architecture = known_architecture(config)
     layout = reference_layout(args)
     num_ranks = len(ranks_of(layout, facts.world_size))
     problems = [*layout_problems(layout, architecture, 0), *process_problems(layout, num_ranks)]
@@ -80,12 +85,15 @@ def reference_layout_problems(args: DpoArgs | DoctorArgs, facts: Facts) -> Itera
     of_model = [*layout_problems(of_model, facts.architecture, 0), *process_problems(of_model, facts.world_size)]
     for problem, hint in problems:
         if (problem, hint) not in of_model:  # another rule reports those of the trained model
-            yield f"the reference model: {problem}", hint or "see --ref_tensor_model_parallel_size and its like"
+            yield (
+                f"the reference model: {problem}",
+                hint or "use --ref_tensor_model_parallel_size and --ref_pipeline_model_parallel_size",
+            )
 
 
 def without_reference(args: DpoArgs) -> dict[str, tuple[bool, str]]:
     """Return the options of the reference model, each with whether it has no effect and the reason."""
-    idle = (not preference_of(args).needs_reference, f"--loss_type is {args.loss_type}, which has no reference model")
+    idle = (not preference_of(args).needs_reference, f"--loss_type {args.loss_type} has no reference model")
     names = ("ref_model", "ref_tensor_model_parallel_size", "ref_pipeline_model_parallel_size", "ref_logprobs_cache")
     return dict.fromkeys(names, idle)
 
@@ -104,7 +112,8 @@ def settings_have_an_effect(args: DpoArgs, facts: Facts) -> Iterator[str]:
     yield from common.without_effect(args, without_reference(args) | idle)
 
 
-SHARED = (*sft.RULES, options_of_sft_are_left_out, reference_is_a_model, reference_fits_its_layout)
+_RULES_OF_SFT = common.without_options(sft.RULES, _OF_SFT_ALONE)
+SHARED = (*_RULES_OF_SFT, options_of_sft_are_left_out, reference_is_a_model, reference_fits_its_layout)
 """Rules of `megatron dpo` for every --loss_type."""
 RULES = (*SHARED, pairs_have_room)
 NOTES = (*sft.NOTES, settings_have_an_effect)

@@ -9,9 +9,9 @@ from swiftlite.rules import common
 from swiftlite.rules.training import sft
 
 _OF_SFT_ALONE = {
-    "loss_scale": "all tokens of a document train",
+    "loss_scale": "all tokens of a document are trained",
     "system": "documents have no turns",
-    "sft_mock_dataset_config_json": "random tokens are no documents",
+    "sft_mock_dataset_config_json": "random tokens are not documents",
 }
 
 
@@ -19,5 +19,5 @@ def options_of_sft_are_left_out(args: PtArgs, facts: Facts) -> Iterator[Problem]
     yield from common.left_out(args, "megatron pt", _OF_SFT_ALONE)
 
 
-RULES = (*sft.RULES, options_of_sft_are_left_out)
+RULES = (*common.without_options(sft.RULES, _OF_SFT_ALONE), options_of_sft_are_left_out)
 NOTES = sft.NOTES

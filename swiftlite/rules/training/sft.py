@@ -46,8 +46,8 @@ def global_batch_divides(args: SftArgs, facts: Facts) -> Iterator[Problem]:
         smallest = max(args.global_batch_size // unit, 1) * unit
         near_sizes = [str(smallest + more * unit) for more in range(3)]
         yield (
-            f"--global_batch_size {args.global_batch_size} does not divide into "
-            f"micro_batch_size x data parallel = {micro} x {data_parallel}",
+            f"--global_batch_size {args.global_batch_size} must be a multiple of "
+            f"--micro_batch_size x data parallel = {micro} x {data_parallel}",
             f"use {choices(near_sizes)}",
         )
 
@@ -65,7 +65,7 @@ def virtual_stages_have_micro_batches(args: SftArgs, facts: Facts) -> Iterator[P
     pp = args.pipeline_model_parallel_size
     if args.global_batch_size % unit == 0 and number % pp:
         yield (
-            f"virtual pipeline stages need a multiple of {pp} micro-batches per step, but there are {number} = "
+            f"virtual pipeline stages require a multiple of {pp} micro-batches per step, but there are {number} = "
             f"--global_batch_size {args.global_batch_size} / {unit}",
             f"use --global_batch_size {math.ceil(number / pp) * pp * unit}",
         )
@@ -90,31 +90,33 @@ def te_attention_has_whole_rows(args: SftArgs, facts: Facts) -> Iterator[Problem
     if args.context_parallel_size > 1:
         flag = f"--context_parallel_size {args.context_parallel_size}"
         yield (
-            f"--attention_backend te with {flag}: its attention is not told of other ranks here",
+            f"--attention_backend te does not support {flag}",
             hint,
         )
     if args.mtp_unroll > 1:
         flag = f"--mtp_unroll {args.mtp_unroll}"
-        yield f"--attention_backend te with {flag}: it shows later steps of a head no keys of the first", hint
+        yield f"--attention_backend te does not support {flag}", hint
 
 
 def overlap_has_its_optimizer(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     needed = ("use_distributed_optimizer", "overlap_grad_reduce")
     missing = [f"--{name} true" for name in needed if not vars(args)[name]]
     if args.overlap_param_gather and missing:
-        yield f"--overlap_param_gather needs {' and '.join(missing)}", f"add {' '.join(missing)}"
+        yield f"--overlap_param_gather requires {' and '.join(missing)}", f"add {' '.join(missing)}"
 
 
 def min_lr_is_below_lr(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     lr = lr_of(args, facts.heads)
     if args.min_lr is not None and args.min_lr > lr:
-        yield f"--min_lr {args.min_lr} is above --lr {lr}", "the learning rate decays from --lr to --min_lr"
+        yield f"--min_lr {args.min_lr} must not exceed --lr {lr}", "the learning rate decays from --lr to --min_lr"
 
 
 def sft_settings_without_effect(args: SftArgs, facts: Facts) -> Iterator[str]:
     """Yield a note for each changed option that has no effect because of another option or the model."""
     no_heads = (heads_of(args, facts.heads).layers == 0, "the model has no MTP layers")
-    streamed_or_mock = "--streaming" if args.streaming else FLAG
+    streamed_or_mock = FLAG
+    if args.streaming:
+        streamed_or_mock = "--streaming"
     is_read_whole = not args.streaming and args.sft_mock_dataset_config_json is None
     not_split = (not is_read_whole, f"{streamed_or_mock} is given")
     if args.val_dataset:
@@ -123,7 +125,10 @@ def sft_settings_without_effect(args: SftArgs, facts: Facts) -> Iterator[str]:
     if args.split_dataset_ratio == 0:
         why = "--split_dataset_ratio is 0"
     nothing_held_out = (not holds_out(args), f"nothing is held out: {why}")
-    unmeasured = no_heads if no_heads[0] else nothing_held_out
+    unmeasured = nothing_held_out
+    if no_heads[0]:
+        unmeasured = no_heads
+    is_measured = args.acceptance_samples > 0
     not_full = (args.recompute_granularity != "full", "--recompute_granularity is not full")
     architecture = facts.architecture
     no_experts = (architecture is not None and not architecture.has_experts, "the model has no experts")
@@ -136,7 +141,7 @@ def sft_settings_without_effect(args: SftArgs, facts: Facts) -> Iterator[str]:
         "mtp_clip_grad": no_heads,
         "clip_grad": (
             args.mtp_mode == "heads_only" and args.mtp_clip_grad is not None,
-            "heads alone learn, and --mtp_clip_grad clips them",
+            "only heads are trained, and --mtp_clip_grad clips them",
         ),
         "mtp_unroll": no_heads,
         "draft_for": no_heads,
@@ -146,13 +151,13 @@ def sft_settings_without_effect(args: SftArgs, facts: Facts) -> Iterator[str]:
         "mtp_init": (args.mtp_num_layers == 0, "--mtp_num_layers is 0"),
         "eval_steps": nothing_held_out,
         "eval_iters": nothing_held_out,
-        "acceptance_samples": unmeasured if args.acceptance_samples > 0 else (False, ""),
-        "micro_batch_size": (packing_of(args) == "step", "micro-batches are as many as --packing_length needs"),
+        "acceptance_samples": (is_measured and unmeasured[0], unmeasured[1]),
+        "micro_batch_size": (packing_of(args) == "step", "--packing_length determines the micro-batches"),
         "packing_length": (not args.packing, "--packing is not given"),
         "padding_free": (args.packing, "--packing leaves no padding"),
         "streaming_buffer_size": (not args.streaming, "--streaming is not given"),
-        "dataset_shuffle": (args.streaming, "--streaming goes in the order of the files"),
-        "dataset_num_proc": (args.streaming, "--streaming tokenizes while training goes on"),
+        "dataset_shuffle": (args.streaming, "--streaming reads files in order"),
+        "dataset_num_proc": (args.streaming, "--streaming tokenizes during training"),
         "recompute_method": not_full,
         "recompute_num_layers": not_full,
         "recompute_modules": (args.recompute_granularity != "selective", "--recompute_granularity is not selective"),

@@ -20,7 +20,7 @@ from swiftlite.rules import common
 def dataset_files_exist(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     if args.sft_mock_dataset_config_json is not None:
         if args.dataset:
-            yield "--dataset and --sft_mock_dataset_config_json: one run trains on one of them", "leave one out"
+            yield "--dataset cannot be combined with --sft_mock_dataset_config_json", "remove one of the two"
         return
     if not args.dataset:
         yield "--dataset is required", "give one or more files: --dataset train.jsonl"
@@ -34,9 +34,9 @@ def streamed_files_have_rows(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     for name in args.dataset:
         file, sample = split_sample(name)
         if sample:
-            yield f"--dataset {name} with --streaming: a sample needs the whole file", f"give the file: {file}"
+            yield f"--dataset {name}: --streaming does not support samples", f"give the file: --dataset {file}"
         elif Path(file).suffix.lower() not in (".jsonl", ".parquet"):
-            yield f"--dataset {name} with --streaming: only .jsonl and .parquet are read row by row", "convert it"
+            yield f"--dataset {name}: --streaming supports only .jsonl and .parquet", "convert it to JSON lines"
 
 
 def mock_dataset_is_described(args: SftArgs, facts: Facts) -> Iterator[Problem]:
@@ -49,20 +49,20 @@ def mock_dataset_is_described(args: SftArgs, facts: Facts) -> Iterator[Problem]:
         yield error.problem, error.hint
         return
     if mock["mode"] == "file" and not Path(mock["path"]).is_file():
-        yield f"{FLAG}: {mock['path']} is no file", "one length on each line, as 1024"
+        yield f"{FLAG}: {mock['path']} does not exist", "write one length per line, such as 1024"
     longest = mock.get("max_seq_len", 0)
     if longest > args.max_length:
         yield (
-            f"{FLAG}: samples of up to {longest} tokens, over --max_length {args.max_length}",
-            f"--max_length {longest}",
+            f"{FLAG}: max_seq_len {longest} exceeds --max_length {args.max_length}",
+            f"use --max_length {longest}",
         )
 
 
 def conversations_stay_whole(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     if args.truncation_strategy == "split" and not method_of(args).splits_long_rows:
         yield (
-            "--truncation_strategy split: the rest of a conversation would answer what it no longer holds",
-            "delete, left or right; plain text is split by swiftlite megatron pt",
+            "--truncation_strategy split does not support conversations",
+            "use delete, left or right; swiftlite megatron pt splits plain text",
         )
 
 
@@ -76,10 +76,10 @@ def packing_has_room(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     if longest > length:
         shared = ""
         if multiple > 1:
-            shared = f", which {args.context_parallel_size} context-parallel ranks share as {longest}"
+            shared = f" (padded to {longest} for --context_parallel_size {args.context_parallel_size})"
         yield (
-            f"a sample may have --max_length {args.max_length} tokens{shared}, a packed row --packing_length {length}",
-            f"--packing_length {longest}, or --max_length {length // multiple * multiple}",
+            f"--max_length {args.max_length}{shared} must not exceed --packing_length {length}",
+            f"use --packing_length {longest}, or --max_length {length // multiple * multiple}",
         )
 
 
@@ -87,23 +87,24 @@ def attention_takes_packed_rows(args: SftArgs, facts: Facts) -> Iterator[Problem
     if packing_of(args) == "none" or facts.architecture is None:
         return
     if not all(attention.takes_packed_rows for attention in facts.architecture.attentions):
-        option = "--packing" if args.packing else "--padding_free"
-        problem = f"{option}: not every attention of this model keeps the sequences of a packed row apart"
-        yield problem, f"leave {option} out"
+        option = "--padding_free"
+        if args.packing:
+            option = "--packing"
+        yield f"{option} is not supported by every attention layer of this model", f"remove {option}"
 
 
 def packing_options_go_together(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     balanced = args.sequence_packing_scheduler != "none"
     if balanced and not args.packing:
-        yield f"--sequence_packing_scheduler {args.sequence_packing_scheduler} needs --packing", "add --packing"
+        yield f"--sequence_packing_scheduler {args.sequence_packing_scheduler} requires --packing", "add --packing"
     if not args.streaming:
         return
     if not args.packing:
-        yield "--streaming needs --packing: a stream has no batches but of packed rows", "add --packing"
+        yield "--streaming requires --packing", "add --packing"
     if args.train_iters is None:
-        yield "--streaming needs --train_iters: how many rows the files hold shows at their end", "add --train_iters N"
+        yield "--streaming requires --train_iters: the number of rows is not known in advance", "add --train_iters N"
     if args.sft_mock_dataset_config_json is not None:
-        yield "--streaming reads --dataset, not --sft_mock_dataset_config_json", "leave --streaming out"
+        yield "--streaming does not support --sft_mock_dataset_config_json", "remove --streaming"
 
 
 def mixture_has_its_shares(args: SftArgs, facts: Facts) -> Iterator[Problem]:
@@ -112,25 +113,25 @@ def mixture_has_its_shares(args: SftArgs, facts: Facts) -> Iterator[Problem]:
         return
     given = " ".join(f"{share:g}" for share in shares)
     if args.sft_mock_dataset_config_json is not None:
-        yield "--interleave_prob mixes files of --dataset, not random tokens", "leave --interleave_prob out"
+        yield f"--interleave_prob does not support {FLAG}", "remove --interleave_prob"
     elif len(shares) != len(args.dataset) or len(shares) < 2:
         yield (
-            f"--interleave_prob {given}: {len(shares)} shares of {len(args.dataset)} --dataset",
-            "give one number for each of several files, such as --interleave_prob 0.7 0.3",
+            f"--interleave_prob {given} has {len(shares)} numbers for {len(args.dataset)} files of --dataset",
+            "give two or more files and one number for each: --interleave_prob 0.7 0.3",
         )
     elif len(set(args.dataset)) < len(args.dataset):
-        yield "--interleave_prob with a file that --dataset names twice", "name it once, with a larger share"
+        yield "--interleave_prob does not support a file twice in --dataset", "give it once, with a larger share"
     if not all(share > 0 and math.isfinite(share) for share in shares):
-        yield f"--interleave_prob {given}: each share must be a number above 0", "leave out what is not to be read"
+        yield f"--interleave_prob {given}: each number must be above 0", "remove files that are not to be read"
 
 
 def held_out_rows_are_trained_on(args: SftArgs, facts: Facts) -> Iterator[str]:
     trained = {Path(split_sample(name)[0]).resolve() for name in args.dataset}
     for name in args.val_dataset:
         if Path(split_sample(name)[0]).resolve() in trained:
-            yield f"{name} is in --dataset and in --val_dataset: its evaluation measures memory"
+            yield f"{name} is in both --dataset and --val_dataset: its evaluation measures memorization"
 
 
 def streams_hold_nothing_out(args: SftArgs, facts: Facts) -> Iterator[str]:
     if args.streaming and not args.val_dataset:
-        yield "--streaming without --val_dataset: nothing is held out, so nothing is evaluated"
+        yield "--streaming without --val_dataset: no rows are held out, so there are no evaluations"

@@ -18,7 +18,8 @@ from swiftlite.plan.heads import (
     new_heads_learn_alone,
     why_no_fit,
 )
-from swiftlite.plan.layout import layout_of
+from swiftlite.plan.layout import choices, layout_of
+from swiftlite.rules import common
 
 
 def mtp_weights_have_a_source(args: SftArgs, facts: Facts) -> Iterator[Problem]:
@@ -31,28 +32,31 @@ def mtp_weights_have_a_source(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     if not present:
         yield (
             f"--mtp_num_layers {wanted}, but the checkpoint has no MTP weights",
-            "add --mtp_init fit_last_layer to start from its last layer, or --mtp_init random",
+            "add --mtp_init fit_last_layer to initialize from its last layer, or --mtp_init random",
         )
     else:
         yield (
             f"--mtp_num_layers {wanted}, but the checkpoint has MTP depth {present}",
-            f"leave --mtp_num_layers out to train its {present}, or make all {wanted} anew with "
-            "--mtp_init fit_last_layer or random",
+            f"remove --mtp_num_layers to train its {present}; for {wanted} new ones: --mtp_init fit_last_layer or random",
         )
 
 
 def mtp_options_have_heads(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     if not facts.hf_config or heads_of(args, facts.heads).layers != 0:
         return
-    why = "--mtp_num_layers is 0" if args.mtp_num_layers == 0 else "the checkpoint has none"
+    why = "the checkpoint has none"
+    if args.mtp_num_layers == 0:
+        why = "--mtp_num_layers is 0"
     if args.mtp_mode == "heads_only":
-        yield f"--mtp_mode heads_only trains MTP heads alone, but {why}", _add_heads(args)
+        yield f"--mtp_mode heads_only requires MTP heads, but {why}", _add_heads(args)
     elif args.mtp_init not in (None, "checkpoint") and args.mtp_num_layers is None:
-        yield f"--mtp_init {args.mtp_init} has no head to fill: {why}, --mtp_num_layers is not set", _add_heads(args)
+        yield f"--mtp_init {args.mtp_init} requires --mtp_num_layers: {why}", _add_heads(args)
 
 
 def _add_heads(args: SftArgs) -> str:
-    init = args.mtp_init if args.mtp_init not in (None, "checkpoint") else "fit_last_layer"
+    init = args.mtp_init
+    if init in (None, "checkpoint"):
+        init = "fit_last_layer"
     return f"add --mtp_num_layers 1 --mtp_init {init}"
 
 
@@ -60,8 +64,8 @@ def one_layer_is_unrolled(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     layers = heads_of(args, facts.heads).layers
     if facts.hf_config and args.mtp_unroll > 1 and layers > 1:
         yield (
-            f"--mtp_unroll {args.mtp_unroll} applies one MTP layer again and again, but there are {layers}",
-            "leave --mtp_unroll out, or start from one layer: --mtp_num_layers 1 --mtp_init fit_last_layer",
+            f"--mtp_unroll {args.mtp_unroll} requires exactly one MTP layer, but there are {layers}",
+            "remove --mtp_unroll, or train one new layer: --mtp_num_layers 1 --mtp_init fit_last_layer",
         )
 
 
@@ -69,8 +73,8 @@ def fit_has_something_to_fit_to(args: SftArgs, facts: Facts) -> Iterator[Problem
     why = why_no_fit(args)
     if args.mtp_init == "fit_last_layer" and why:
         yield (
-            f"--mtp_init fit_last_layer fits to what training rows give the last decoder layer, but {why}",
-            "--mtp_init copy_last_layer starts without a fit",
+            f"--mtp_init fit_last_layer requires inputs of the last decoder layer on training rows, but {why}",
+            "use --mtp_init copy_last_layer, which copies the layer without a fit",
         )
 
 
@@ -81,30 +85,31 @@ def draft_vocab_can_be_learned(args: SftArgs, facts: Facts) -> Iterator[Problem]
         return
     if args.draft_vocab and args.tuner_type == "lora":
         return  # `heads_and_adapters_go_together` reports it
-    asked = (
-        f"--draft_vocab {args.draft_vocab}" if args.draft_vocab else "the checkpoint's heads have a draft vocabulary"
-    )
+    vocab = "the draft vocabulary of the checkpoint's heads"
+    if args.draft_vocab:
+        vocab = f"--draft_vocab {args.draft_vocab}"
     size = facts.hf_config.get("vocab_size", 0)
     if not method_of(args).imitates_rows:
-        yield f"{asked}, which heads learn behind a trunk that stays", f"{whole}; swiftlite megatron sft trains others"
+        yield f"{vocab} requires a frozen trunk", f"{whole}; or train heads: swiftlite megatron sft"
     elif args.mtp_mode != "heads_only":
-        yield f"{asked}, which heads learn behind a trunk that stays", f"add --mtp_mode heads_only; {whole}"
+        yield f"{vocab} requires a frozen trunk", f"add --mtp_mode heads_only; {whole}"
     elif mtp_loss_of(args) == "ce":
-        yield f"{asked}, and --mtp_loss ce asks for tokens outside of it", f"leave --mtp_loss out; {whole}"
+        yield f"{vocab} does not support --mtp_loss ce, whose targets include all tokens", f"remove --mtp_loss; {whole}"
     elif args.draft_vocab and args.streaming:
-        yield f"{asked} counts the training rows, and --streaming reads them later", "leave one of the two out"
+        yield f"{vocab} counts tokens in all rows and does not support --streaming", "remove one of the two"
     elif args.draft_vocab and args.sft_mock_dataset_config_json:
-        yield f"{asked} counts the answers of training rows, and made-up samples have none", "leave --draft_vocab out"
+        problem = f"{vocab} counts tokens in answers and does not support --sft_mock_dataset_config_json"
+        yield problem, "remove --draft_vocab"
     elif args.draft_vocab and args.draft_vocab >= size:
-        yield f"{asked}, but the model's whole vocabulary is {size}", "choose fewer, or leave it out"
+        yield f"{vocab} must be below the model's vocab_size {size}", "use a smaller number, or remove it"
 
 
 def draft_for_is_measured(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     family = FAMILIES.get(str(facts.hf_config.get("model_type")))
     if args.draft_for and family and CONVENTIONS[args.draft_for](family) is None:
         yield (
-            f"--draft_for {args.draft_for}: what it feeds the heads of a {family.name} has not been measured",
-            "leave it out: heads are then trained for vllm",
+            f"--draft_for {args.draft_for} is not supported for {family.name}: not measured with this engine",
+            "remove it to train heads for vllm",
         )
 
 
@@ -114,46 +119,46 @@ def trunk_states_come_again(args: SftArgs, facts: Facts) -> Iterator[Problem]:
         return
     flag = "--cache_trunk_states"
     if Path(args.cache_trunk_states).is_file():
-        yield f"{flag} {args.cache_trunk_states} is a file", "name a directory, which may be new"
+        yield f"{flag} {args.cache_trunk_states} is a file", "give a directory, which may be new"
     if args.mtp_mode != "heads_only":
-        yield f"{flag} keeps what a trunk says that stays as it is", "add --mtp_mode heads_only, or leave it out"
+        yield f"{flag} requires a frozen trunk", "add --mtp_mode heads_only, or remove it"
     if layout_of(args).pipeline_model_parallel_size > 1:
-        yield f"{flag} with a pipeline: its stages would wait for each other all the same", "use tensor parallelism"
+        yield f"{flag} does not support pipeline parallelism", "use --tensor_model_parallel_size"
     if args.streaming or args.sft_mock_dataset_config_json:
-        yield f"{flag} needs rows that are known beforehand", "give files with --dataset, without --streaming"
+        yield f"{flag} requires files with a fixed set of rows", "give files with --dataset, without --streaming"
     if args.micro_batch_size > 1 and args.sequence_packing_scheduler == "none":
         yield (
-            f"{flag} with --micro_batch_size {args.micro_batch_size}: other rows would meet in every epoch",
-            "--micro_batch_size 1, with --packing true to fill it",
+            f"{flag} does not support --micro_batch_size {args.micro_batch_size}: micro-batches differ in every epoch",
+            "use --micro_batch_size 1 and --packing true",
         )
     if args.sequence_packing_scheduler != "none":
-        yield f"{flag} with --sequence_packing_scheduler: each step is packed anew", "leave one of the two out"
-    if args.moe_aux_loss_coeff or args.moe_router_bias_update_rate:
-        yield f"{flag}: a trunk that is read has no routers to balance", "leave out the options that balance them"
+        yield f"{flag} does not support --sequence_packing_scheduler", "remove one of the two"
+    for name in common.changed(args, ("moe_aux_loss_coeff", "moe_router_bias_update_rate")):
+        yield f"{flag} does not support --{name}: routers of a cached trunk do not run", f"remove --{name}"
 
 
 def heads_learn_slowly(args: SftArgs, facts: Facts) -> Iterator[str]:
     if args.lr is None or args.lr >= LR_OF_NEW_HEADS / 30:
         return
     if new_heads_learn_alone(args, facts.heads):
-        yield f"--lr {args.lr:g} is small for new heads, which hardly move with it; left out, it is {LR_OF_NEW_HEADS:g}"
+        yield f"--lr {args.lr:g} is small for new heads; without --lr it is {LR_OF_NEW_HEADS:g}"
 
 
 def a_frozen_trunk_is_rounded(args: SftArgs, facts: Facts) -> Iterator[str]:
     stored = facts.hf_config.get("dtype") or facts.hf_config.get("torch_dtype")
     if args.mtp_mode == "heads_only" and args.torch_dtype == "bfloat16" and stored == "float32":
         yield (
-            "--torch_dtype bfloat16 rounds the trunk, which the checkpoint has in float32: the heads learn behind a "
-            "rounded one, and so it is exported; --torch_dtype float32 keeps it to the bit"
+            "--torch_dtype bfloat16 rounds the float32 trunk of the checkpoint, also in exports; --torch_dtype float32 "
+            "keeps it bitwise identical"
         )
 
 
 def graft_is_asked_for_once(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     if args.mtp_init == "graft" and args.mtp_graft_from is None:
-        yield "--mtp_init graft does not say whose heads to take", "add --mtp_graft_from DIR"
+        yield "--mtp_init graft requires --mtp_graft_from", "add --mtp_graft_from DIR"
     elif args.mtp_init != "graft" and args.mtp_graft_from is not None:
         yield (
-            f"--mtp_graft_from without --mtp_init graft: heads come from {mtp_init_of(args, facts.heads)}",
+            f"--mtp_graft_from requires --mtp_init graft, but --mtp_init is {mtp_init_of(args, facts.heads)}",
             "add --mtp_init graft",
         )
     elif args.mtp_graft_from is not None and facts.hf_config:
@@ -163,15 +168,15 @@ def graft_is_asked_for_once(args: SftArgs, facts: Facts) -> Iterator[Problem]:
         if grafted.draft_vocab and args.draft_vocab is None:
             yield (
                 f"--mtp_graft_from {args.mtp_graft_from} has heads with a draft vocabulary",
-                "say which tokens they draft now: --draft_vocab N, or 0 for all",
+                "add --draft_vocab N, or --draft_vocab 0 for all tokens",
             )
         if grafted.drafting and args.draft_for is None:
             yield (
-                f"--mtp_graft_from {args.mtp_graft_from} has heads that were trained for one engine",
-                "say which one will run them: --draft_for vllm, sglang or transformers",
+                f"--mtp_graft_from {args.mtp_graft_from} has heads trained for one engine",
+                f"add the engine that will run them: --draft_for {choices(list(CONVENTIONS))}",
             )
         if wanted and present and wanted != present:
             yield (
-                f"--mtp_graft_from {args.mtp_graft_from} has MTP depth {present}, this run {wanted}",
-                f"--mtp_num_layers {present}",
+                f"--mtp_graft_from {args.mtp_graft_from} has MTP depth {present}, but --mtp_num_layers is {wanted}",
+                f"use --mtp_num_layers {present}",
             )

@@ -32,7 +32,7 @@ def lora_options_have_adapters(args: SftArgs | DoctorArgs, facts: Facts) -> Iter
     known = [name for name in _OPTIONS if hasattr(args, name)]
     given = [f"--{name}" for name in common.changed(args, known)]
     if given:
-        yield f"{', '.join(given)} without adapters: --tuner_type is full", "add --tuner_type lora"
+        yield f"{', '.join(given)} requires --tuner_type lora", "add --tuner_type lora"
 
 
 def target_modules_are_layers(args: SftArgs, facts: Facts) -> Iterator[Problem]:
@@ -40,17 +40,17 @@ def target_modules_are_layers(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     if args.tuner_type != "lora" or not rows:
         return
     if not args.target_modules:
-        yield "--target_modules names no layer", "leave it out, which is all-linear"
+        yield "--target_modules is empty", "remove it for all-linear"
     linear = list(map(module_of, shapes_of(filter(is_linear, rows))))
     known = ", ".join(sorted({leaf_of(module) for module in linear}))
     for name in args.target_modules:
         if name == ALL_LINEAR or any(is_named(module, (name,)) for module in linear):
             continue
         if name in ("lm_head", "embed_tokens"):
-            hint = f"--lora_modules_to_save {name} trains it in full"
+            hint = f"use --lora_modules_to_save {name} to train it in full"
         else:
-            hint = f"linear layers of this model: {known}; or all-linear"
-        yield f"--target_modules {name}: no linear layer that gets adapters has this name", hint
+            hint = f"use all-linear, or linear layers of this model: {known}"
+        yield f"--target_modules {name}: unknown linear layer", hint
 
 
 def modules_to_save_are_whole(args: SftArgs, facts: Facts) -> Iterator[Problem]:
@@ -63,16 +63,16 @@ def modules_to_save_are_whole(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     for name in args.lora_modules_to_save:
         found = [row for row in trunk if any(is_named(module, (name,)) for module in modules_of(row))]
         if not found:
-            yield f"--lora_modules_to_save {name}: no module of the trunk has this name", f"known: {', '.join(known)}"
+            yield f"--lora_modules_to_save {name}: unknown module of the trunk", f"known: {', '.join(known)}"
         elif any(is_linear(row) for row in found):
             yield (
-                f"--lora_modules_to_save {name} is a linear layer inside a decoder layer, which gets an adapter",
-                f"--target_modules {name}; in full learn: {', '.join(known)}",
+                f"--lora_modules_to_save {name} is a linear layer of a decoder layer, which only supports an adapter",
+                f"use --target_modules {name}; modules to train in full: {', '.join(known)}",
             )
         elif len(found) < len(_alike(found, trunk)):
             yield (
-                f"--lora_modules_to_save {name} is of some layers alone",
-                f"name it without the layer: {name.rpartition('.')[2]}",
+                f"--lora_modules_to_save {name} must include the module in all layers",
+                f"use --lora_modules_to_save {name.rpartition('.')[2]}",
             )
 
 
@@ -80,8 +80,8 @@ def rank_is_low(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     hidden = facts.hf_config.get("hidden_size")
     if args.tuner_type == "lora" and isinstance(hidden, int) and args.lora_rank > hidden:
         yield (
-            f"--lora_rank {args.lora_rank} is above the model's hidden_size {hidden}: that is no low rank",
-            "--tuner_type full trains the matrices themselves",
+            f"--lora_rank {args.lora_rank} must not exceed the model's hidden_size {hidden}",
+            "use a smaller rank, or --tuner_type full",
         )
 
 
@@ -90,24 +90,25 @@ def heads_and_adapters_go_together(args: SftArgs, facts: Facts) -> Iterator[Prob
         return
     if args.draft_vocab:
         yield (
-            f"--draft_vocab {args.draft_vocab} is for heads that learn in full, behind a trunk that stays",
-            "leave it out; or train heads first, without --tuner_type: swiftlite megatron sft --mtp_mode heads_only",
+            f"--draft_vocab {args.draft_vocab} does not support --tuner_type lora",
+            "remove it; or train heads first, without --tuner_type: swiftlite megatron sft --mtp_mode heads_only",
         )
         return
     tuner = heads_tuner_of(args, facts.heads)
-    starts_anew = mtp_init_of(args, facts.heads) not in ("checkpoint", "graft")
-    if starts_anew and tuner != "full":
+    has_new_heads = mtp_init_of(args, facts.heads) not in ("checkpoint", "graft")
+    if has_new_heads and tuner != "full":
         yield (
-            f"--mtp_tuner {tuner} with heads that start anew: they have to learn in full first",
-            "leave --mtp_tuner out, or train heads first: --tuner_type full --mtp_mode heads_only",
+            f"--mtp_tuner {tuner} does not support new heads, which must first be trained in full",
+            "remove --mtp_tuner, or train heads first: --tuner_type full --mtp_mode heads_only",
         )
     elif args.mtp_mode == "heads_only" and tuner != "lora":
-        yield (
-            f"--mtp_mode heads_only leaves no adapter to learn where --mtp_tuner is {tuner}",
-            "leave --tuner_type out" if tuner == "full" else "add --mtp_tuner lora",
-        )
+        hint = "add --mtp_tuner lora"
+        if tuner == "full":
+            hint = "remove --tuner_type"
+        yield f"--mtp_mode heads_only with --tuner_type lora requires --mtp_tuner lora, not {tuner}", hint
     elif args.mtp_mode == "heads_only" and args.lora_modules_to_save:
-        yield "--lora_modules_to_save are modules of the trunk, which --mtp_mode heads_only keeps", "leave one out"
+        problem = "--lora_modules_to_save names modules of the trunk, which --mtp_mode heads_only freezes"
+        yield problem, "remove one of the two"
 
 
 def _alike(some: list[Row], rows: list[Row]) -> list[Row]:

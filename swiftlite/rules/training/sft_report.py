@@ -14,15 +14,16 @@ def report_to_can_be(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     text = " ".join(args.report_to)
     for name in args.report_to:
         if name not in known:
-            suggestion = near(name, known)
-            hint = f"did you mean {suggestion}?" if suggestion else ""
+            hint = f"use {', '.join(known)}"
+            if suggestion := near(name, known):
+                hint = f"did you mean {suggestion}?"
             if name == "none":
-                hint = "none stands alone"
-            yield f"--report_to {text}: {name} is none of {', '.join(known)}", hint
+                hint = "use none alone: --report_to none"
+            yield f"--report_to {text}: unknown tracker {name}", hint
         elif name in TRACKERS and not _is_installed(name):
             yield f"--report_to {name}: the {name} package is not installed", f"pip install {name}"
     if len(set(args.report_to)) < len(args.report_to):
-        yield f"--report_to {text} names a place twice", "name it once"
+        yield f"--report_to {text} contains a tracker twice", "give each tracker once"
 
 
 def _is_installed(package: str) -> bool:

@@ -44,13 +44,13 @@ def output_dir_fits_resume(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     has_begun = (directory / "args.json").exists()
     if not args.resume and checkpoints:
         yield (
-            f"--output_dir {directory} already holds a run (newest: {checkpoints[-1].name}); two would mix",
-            "add --resume to go on from there, or name another directory",
+            f"--output_dir {directory} already contains a run (newest: {checkpoints[-1].name})",
+            "add --resume to continue from there, or use another directory",
         )
     elif not args.resume and has_begun:
         yield (
-            f"--output_dir {directory} already holds a run that wrote no checkpoint; two would mix",
-            "add --resume to start it again, delete it, or name another directory",
+            f"--output_dir {directory} already contains a run without a checkpoint",
+            "add --resume to start it again, delete it, or use another directory",
         )
 
 
@@ -58,29 +58,27 @@ def output_dir_is_not_the_model(args: SftArgs, facts: Facts) -> Iterator[Problem
     if not args.output_dir or not args.model:
         return
     directory, model = Path(args.output_dir).resolve(), Path(args.model).resolve()
-    goes_on = args.resume and bool(run_checkpoints(directory)) and directory != model
+    resumes = args.resume and bool(run_checkpoints(directory)) and directory != model
     is_model = (model / "config.json").is_file()
-    if is_model and directory.is_relative_to(model) and not goes_on:
-        yield (
-            f"--output_dir {args.output_dir} is {'' if directory == model else 'inside '}--model {args.model}, which "
-            "has to stay as it is",
-            "name another directory",
-        )
+    if is_model and directory.is_relative_to(model) and not resumes:
+        problem = f"--output_dir {args.output_dir} must not be --model {args.model} or a directory in it"
+        yield problem, "use another directory"
 
 
 def resume_knows_the_options(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     path = Path(args.output_dir) / "args.json"
     if args.resume and run_checkpoints(path.parent) and _saved_options(args) is None:
-        yield (
-            f"--resume: {path}, what this run began with, is {'damaged' if path.exists() else 'not there'}",
-            "put it back; or start anew from an export of the newest checkpoint",
-        )
+        state = "does not exist"
+        if path.exists():
+            state = "is not valid JSON"
+        yield f"--resume: {path} {state}", "restore it, or start a new run from an export of the newest checkpoint"
 
 
 def resume_keeps_the_command(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     before, now = _command_before(args), method_of(args).words
     if before not in (None, now):
-        yield f"--resume: {args.output_dir} is a run of {before}", f"swiftlite {before}, or another --output_dir"
+        problem = f"--resume: {args.output_dir} is a run of {before}"
+        yield problem, f"use swiftlite {before}, or another --output_dir"
 
 
 def resume_has_steps_left(args: SftArgs, facts: Facts) -> Iterator[Problem]:
@@ -91,7 +89,8 @@ def resume_has_steps_left(args: SftArgs, facts: Facts) -> Iterator[Problem]:
         return
     done = int(checkpoints[-1].name.removeprefix("checkpoint-"))
     if done > args.train_iters:
-        yield f"--train_iters {args.train_iters}, but {checkpoints[-1]} is past it", f"--train_iters {done} or more"
+        problem = f"--train_iters {args.train_iters} is less than the steps of {checkpoints[-1]}"
+        yield problem, f"use --train_iters {done} or more"
 
 
 def resume_keeps_the_options(args: SftArgs, facts: Facts) -> Iterator[Problem]:
@@ -102,8 +101,8 @@ def resume_keeps_the_options(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     for name, before, now in _changed_options(args, facts):
         if name not in _FREE:
             yield (
-                f"--resume with --{name} {as_typed(now)}, but this run began with {as_typed(before)}",
-                f"leave it as it was (all of it: {Path(args.output_dir) / 'args.json'}), or start another --output_dir",
+                f"--resume does not support a change of --{name} from {as_typed(before)} to {as_typed(now)}",
+                f"use --{name} {as_typed(before)} (see {Path(args.output_dir) / 'args.json'}), or another --output_dir",
             )
 
 
@@ -113,16 +112,15 @@ def resume_packs_the_same_rows(args: SftArgs, facts: Facts) -> Iterator[Problem]
     for name, before, now in _changed_options(args, facts):
         if name == "context_parallel_size":
             yield (
-                f"--resume with --context_parallel_size {now}, but this run began with {before}: each sample of a "
-                "packed row is padded for it, so other rows would come",
-                f"--context_parallel_size {before}",
+                f"--resume does not support a change of --context_parallel_size from {before} to {now} with --packing",
+                f"use --context_parallel_size {before}",
             )
 
 
 def steps_change_the_learning_rate(args: SftArgs, facts: Facts) -> Iterator[str]:
     for name, before, now in _changed_options(args, facts):
         if name in ("train_iters", "num_train_epochs"):
-            yield f"--{name} was {before} and is {now}: the learning rate follows the new schedule from here on"
+            yield f"--{name} changed from {before} to {now}: the learning rate follows the new schedule"
 
 
 def _changed_options(args: SftArgs, facts: Facts) -> Iterator[tuple[str, Any, Any]]:
@@ -134,8 +132,10 @@ def _changed_options(args: SftArgs, facts: Facts) -> Iterator[tuple[str, Any, An
     for name, now in vars(args).items():
         before = saved.get(name, now)
         if name in defaults:  # None and the default that it selects are the same setting
-            before = defaults[name] if before is None else before
-            now = defaults[name] if now is None else now
+            if before is None:
+                before = defaults[name]
+            if now is None:
+                now = defaults[name]
         is_same_place = name == "model" and Path(str(before)).resolve() == Path(str(now)).resolve()
         if before != now and not is_same_place:
             yield name, before, now
@@ -144,7 +144,9 @@ def _changed_options(args: SftArgs, facts: Facts) -> Iterator[tuple[str, Any, An
 def _command_before(args: SftArgs) -> str | None:
     """Return the words of the command that started the resumed run; None if unknown."""
     saved = _saved_options(args)
-    return None if saved is None else command_of_run(saved).words
+    if saved is None:
+        return None
+    return command_of_run(saved).words
 
 
 def _saved_options(args: SftArgs) -> dict[str, Any] | None:
@@ -155,4 +157,6 @@ def _saved_options(args: SftArgs) -> dict[str, Any] | None:
         saved = read_json(Path(args.output_dir or ".") / "args.json")
     except (OSError, ValueError):
         return None
-    return saved if isinstance(saved, dict) else None
+    if not isinstance(saved, dict):
+        return None
+    return saved
