@@ -14,7 +14,7 @@ ROOT = Path(swiftlite.__file__).parent
 # Lower levels first; names on one level do not know each other.
 LEVELS = (
     {"errors", "json_file", "redact"},
-    {"durable", "log"},
+    {"atomic", "log"},
     {"heads", "lora"},
     {"args"},
     {"methods"},
@@ -36,7 +36,7 @@ LEVELS = (
 MEGATRON = ("runtime", "model", "acceptance", "train", "bridge/placement.py")
 DECLARED = ("bridge/join.py", "bridge/encoding/quantization.py", "bridge/rows.py")  # what families declare with
 WITHOUT_TORCH = (
-    "durable.py",
+    "atomic.py",
     "errors.py",
     "heads",
     "json_file.py",

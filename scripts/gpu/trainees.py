@@ -160,7 +160,7 @@ def shape(name: str, tiny: bool) -> dict[str, Any]:
     return config | smaller
 
 
-def whole_rows(number: int, length: int, vocab_size: int) -> list[Sample]:
+def all_gather_rows(number: int, length: int, vocab_size: int) -> list[Sample]:
     """Rows of one length, of which every token is learned."""
     random = np.random.RandomState(0)
     return [make_sample(random.randint(0, vocab_size, length), np.ones(length)) for _ in range(number)]
@@ -236,7 +236,7 @@ def trainee(
                 train_batches=partial(batches.train, rows, sampler),
                 eval_batches=[],
                 count_flops=lambda tokens, squares, counts: flops.step(tokens, squares, counts[0]),
-                sinks=[],
+                metric_loggers=[],
                 logging_steps=1,
                 checkpointer=None,
             )

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from swiftlite.durable import write_durably
+from swiftlite.atomic import atomic_write
 
 HERE = Path(__file__).parent
 DOCS = HERE.parents[1] / "docs"
@@ -101,7 +101,7 @@ def main() -> None:
     parser.add_argument("out", type=Path, help="what measure.sh wrote")
     args = parser.parse_args()
     for language in ("en", "zh"):
-        write_durably(DOCS / language / "results.md", render(args.out, language).encode())
+        atomic_write(DOCS / language / "results.md", render(args.out, language).encode())
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from swiftlite.model.attention.cache import Cache, Span
 from swiftlite.model.decode import CachedPass, forward_cached
 from swiftlite.model.gpt import GPTModel
 from swiftlite.model.pipeline import run_pipeline
-from swiftlite.model.ranks import from_last_stage
+from swiftlite.model.ranks import broadcast_from_last_stage
 from swiftlite.runtime.mesh import Mesh
 
 MAX_PASS_TOKENS = 2048
@@ -176,7 +176,7 @@ class GreedyRows:
         predictions = torch.empty(num_predictions, sum(counts), dtype=torch.int64, device=device)
         if results:
             torch.cat(results, dim=1, out=predictions)
-        return from_last_stage(predictions, self.mesh).cpu().split(counts, dim=1)
+        return broadcast_from_last_stage(predictions, self.mesh).cpu().split(counts, dim=1)
 
 
 def _unseen(rows: Sequence[GreedyRow]) -> Iterator[Span]:

@@ -133,9 +133,9 @@ class HeldOut:
                 counts[self.prompts[number].channel] += count_steps(steps, self.num_drafts)
                 if number < NUM_ANSWERS:
                     answers[number] = written_tokens(row.tokens[row.first :], steps)
-        return self._put_together(counts, answers)
+        return self._assemble(counts, answers)
 
-    def _put_together(
+    def _assemble(
         self, counts: Mapping[str, DraftCounts], answers: Mapping[int, Sequence[WrittenToken]]
     ) -> tuple[dict[str, DraftCounts], dict[int, Sequence[WrittenToken]]]:
         """Sum counts and merge answers over the data-parallel ranks, which have different prompts."""
@@ -143,10 +143,10 @@ class HeldOut:
         for channel, mine in counts.items():
             drafts, drafted, *accepted = self._sum(mine.drafts, mine.drafted, *mine.accepted_per_position)
             summed[channel] = DraftCounts(drafts, drafted, tuple(accepted))
-        of_ranks: list[dict[int, Sequence[WrittenToken]]] = [{} for _ in range(self.mesh.dp_cp.size())]
-        dist.all_gather_object(of_ranks, answers, group=self.mesh.dp_cp)
+        rank_answers: list[dict[int, Sequence[WrittenToken]]] = [{} for _ in range(self.mesh.dp_cp.size())]
+        dist.all_gather_object(rank_answers, answers, group=self.mesh.dp_cp)
         together: dict[int, Sequence[WrittenToken]] = {}
-        for some in of_ranks:
+        for some in rank_answers:
             together |= some
         return summed, together
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from swiftlite.acceptance.counts import DraftCounts
-from swiftlite.durable import write_durably
+from swiftlite.atomic import atomic_write
 from swiftlite.errors import UserError
 from swiftlite.json_file import read_json
 from swiftlite.log import logger
@@ -70,7 +70,7 @@ def add_run_answers(path: Path, when: Literal["before", "after"], answers: Seque
     content = read_answers(path.parent) if when == "after" else {}
     content[when] = list(answers)
     lines = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
-    write_durably(path.with_name(ANSWERS_FILE), lines.encode(errors="replace") + b"\n")
+    atomic_write(path.with_name(ANSWERS_FILE), lines.encode(errors="replace") + b"\n")
 
 
 def read_answers(run: Path) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def named(backend: str, temperature: float) -> str:
     return f"{backend}{AT_TEMPERATURE}{temperature:g}" if temperature else backend
 
 
-def in_words(name: str) -> str:
+def describe(name: str) -> str:
     """Return a key of `named` in words."""
     return name.replace(AT_TEMPERATURE, " at temperature ")
 
@@ -143,4 +143,4 @@ _GIVE_IT = "give --acceptance_json the file in the --output_dir of a training ru
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:
-    write_durably(path, json.dumps(content, indent=2).encode() + b"\n")
+    atomic_write(path, json.dumps(content, indent=2).encode() + b"\n")

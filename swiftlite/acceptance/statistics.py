@@ -8,11 +8,11 @@ Shapes: B batch, S sequence (this context-parallel rank's part).
 import torch
 
 from swiftlite.model.gpt import Losses
-from swiftlite.model.ranks import whole_rows
+from swiftlite.model.ranks import all_gather_rows
 from swiftlite.runtime.mesh import Mesh
 
 
-def sum_up(
+def all_reduce_sum(
     losses: Losses, loss_scale_KBS: torch.Tensor, mesh: Mesh, cu_seqlens: torch.Tensor | None = None
 ) -> torch.Tensor:
     """The sums of one micro-batch, float64 [1 + drafts, 3].
@@ -26,12 +26,12 @@ def sum_up(
     """
     counts_here = mesh.cp.rank() == 0
     rows = []
-    trunk_BS = whole_rows(losses.main.prediction_BS, mesh, cu_seqlens)
+    trunk_BS = all_gather_rows(losses.main.prediction_BS, mesh, cu_seqlens)
     for depth, (head, weight_BS) in enumerate(zip((losses.main, *losses.mtp), loss_scale_KBS, strict=True)):
         if depth > 0:
             # Values rolled in from another sequence are at positions where this depth has no target.
             trunk_BS = trunk_BS.roll(-1, dims=1)
-        prediction_BS = whole_rows(head.prediction_BS, mesh, cu_seqlens)
+        prediction_BS = all_gather_rows(head.prediction_BS, mesh, cu_seqlens)
         valid_BS = prediction_BS != -1
         hits_BS = valid_BS & (prediction_BS == trunk_BS)
         loss = (head.loss_BS.detach() * weight_BS).sum().double()

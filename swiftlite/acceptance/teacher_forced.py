@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from swiftlite.acceptance import places
+from swiftlite.acceptance import by_position
 from swiftlite.acceptance.counts import DraftCounts, replay
-from swiftlite.acceptance.statistics import sum_up
+from swiftlite.acceptance.statistics import all_reduce_sum
 from swiftlite.data.batch import collate_packed, shift_left
 from swiftlite.data.packing.packing import pack
 from swiftlite.data.sample import Sample
@@ -44,7 +44,7 @@ def teacher_forced(
         For each channel `samples`, `loss`, and per MTP depth `targets`, `loss` and `acceptance`: the share of its
         predictions that equal the trunk's for the same token; lists are empty without heads. Also `replayed`, the
         `DraftCounts.to_json` of speculative decoding over the same rows, which skips accepted tokens, and the
-        acceptance by place (`places.describe`).
+        acceptance by place (`by_position.describe`).
     """
     heads = hf_model.heads
     (model,), _ = open_model(hf_model, mesh, dtype=getattr(torch, torch_dtype))
@@ -67,9 +67,9 @@ class _Measured:
 
     Attributes:
         num_samples: number of samples in the rows.
-        sums: see `statistics.sum_up`.
+        sums: see `statistics.all_reduce_sum`.
         walk: counts of simulated speculative decoding.
-        table: see `places.tally`.
+        table: see `by_position.tally`.
     """
 
     num_samples: int
@@ -96,7 +96,7 @@ class _Measured:
             "samples": self.num_samples,
             "loss": loss / max(targets, 1),
             "heads": heads,
-            **places.describe(self.table),
+            **by_position.describe(self.table),
             "replayed": self.walk.to_json(),
         }
 
@@ -107,7 +107,7 @@ def _measure(
     """One packed row, and the walk over it of an engine that drafts `num_drafts` of the `depth` tokens."""
     batch = collate_packed(samples, 0, num_drafts=depth).map(lambda tensor: tensor.to(mesh.device.torch_device))
     losses = forward(model, batch)
-    sums = sum_up(losses, batch.loss_scale_KBS, mesh, batch.cu_seqlens).cpu()
+    sums = all_reduce_sum(losses, batch.loss_scale_KBS, mesh, batch.cu_seqlens).cpu()
     trunk_BS = losses.main.prediction_BS
     learned_S = trunk_BS[0] != -1
     agrees_KS = torch.zeros(depth, len(learned_S), dtype=torch.bool, device=learned_S.device)
@@ -116,7 +116,7 @@ def _measure(
         trunk_BS = shift_left(trunk_BS, fill=-1, cu_seqlens=batch.cu_seqlens)
         agrees_KS[number] = head.prediction_BS[0] == trunk_BS[0]
         counted_KS[number] = head.prediction_BS[0] != -1
-    table = places.tally(counted_KS, agrees_KS, learned_S, batch.position_ids_BS[0], batch.cu_seqlens)
+    table = by_position.tally(counted_KS, agrees_KS, learned_S, batch.position_ids_BS[0], batch.cu_seqlens)
     walk = DraftCounts(0, 0, ())
     if depth:
         walk = replay(agrees_KS[:num_drafts].cpu(), counted_KS[:num_drafts].cpu())

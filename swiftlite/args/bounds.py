@@ -61,7 +61,7 @@ def out_of_bounds(args: Any) -> dict[str, Interval]:
     return {}
 
 
-def in_words(bounds: Interval) -> str:
+def describe(bounds: Interval) -> str:
     """Return bounds in words to follow "must be", such as "at least 0 and below 1"."""
     words = [f"at least {bounds.ge}" if bounds.gt is None else f"above {bounds.gt}"]
     if bounds.le is not None:

@@ -9,7 +9,7 @@ from swiftlite.args.docs import options
 from swiftlite.redact import redact_text
 
 
-def as_typed(value: Any) -> str:
+def shell_line(value: Any) -> str:
     """The value as one would type it behind its flag."""
     if isinstance(value, bool):
         return str(value).lower()
@@ -37,5 +37,5 @@ def command_line(command: str, args_class: type, values: Mapping[str, Any], alwa
         elif isinstance(value, list):
             words += map(str, value or ["none"])
         else:
-            words.append(as_typed(value))
+            words.append(shell_line(value))
     return redact_text(shlex.join(words))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, Union
 
 from swiftlite.args.docs import Choices, Option, options
-from swiftlite.durable import write_durably
+from swiftlite.atomic import atomic_write
 from swiftlite.errors import OptionError, UserError, clip
 from swiftlite.json_file import MAX_DEPTH, parse_json
 
@@ -320,4 +320,4 @@ def write_config(args: Any, path: str | Path, command: str = "") -> None:
     """
     entries = {COMMAND_KEY: command} if command else {}
     content = json.dumps(entries | dataclasses.asdict(args), indent=2, ensure_ascii=False) + "\n"
-    write_durably(Path(path), content.encode())
+    atomic_write(Path(path), content.encode())

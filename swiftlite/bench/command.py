@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from swiftlite.args.commands import BenchArgs, deploy_args
+from swiftlite.atomic import atomic_write, check_writable
 from swiftlite.bench import report
-from swiftlite.bench.measure import ServerResult, in_words, measure
+from swiftlite.bench.measure import ServerResult, describe, measure
 from swiftlite.bench.page import bench_chart, bench_page
 from swiftlite.bench.server import free_url
 from swiftlite.data.dataset import load_prompts
 from swiftlite.data.template import ChatTemplate, load_tokenizer, stop_token_ids
-from swiftlite.durable import check_writable, write_durably
 from swiftlite.engines.engine import Sampling
 from swiftlite.engines.index import ENGINES
-from swiftlite.engines.interrupt import ends_at_sigterm
+from swiftlite.engines.interrupt import raises_at_sigterm
 from swiftlite.engines.prompts import encode_prompt
 from swiftlite.engines.served_model import resolve_served
 from swiftlite.errors import UserError
@@ -53,14 +53,14 @@ def run(args: BenchArgs) -> None:
     surroundings = report.describe_surroundings(args) | {"prompts": len(prompts)}
     servers: list[ServerResult] = []
     content: dict[str, Any] = {}
-    with ends_at_sigterm():
+    with raises_at_sigterm():
         for k in [*numbers, 0]:
             is_last = len(servers) == len(numbers)
             log = output_dir / f"server_{k}{'_again' if is_last else ''}.log"
-            logger.info("%s: starting a server; its log: %s", in_words(k), log)
+            logger.info("%s: starting a server; its log: %s", describe(k), log)
             servers.append(measure(args, k, url, commands[k], prompts, sampling, log))
             content = surroundings | report.to_json(args, servers, is_complete=is_last)
-            write_durably(output_dir / report.BENCH_JSON, json.dumps(content, indent=2).encode() + b"\n")
+            atomic_write(output_dir / report.BENCH_JSON, json.dumps(content, indent=2).encode() + b"\n")
             for name in DRAWN:  # of an earlier run
                 (output_dir / name).unlink(missing_ok=True)
     choices = report.choose_all(servers)
@@ -68,8 +68,8 @@ def run(args: BenchArgs) -> None:
     print(report.recommendations(args, choices))
     for warning in report.warnings(choices):
         logger.warning("%s", warning)
-    write_durably(output_dir / "bench.svg", bench_chart(content))
-    write_durably(output_dir / "bench.html", render(bench_page(content)))
+    atomic_write(output_dir / "bench.svg", bench_chart(content))
+    atomic_write(output_dir / "bench.html", render(bench_page(content)))
     logger.info("%s, bench.svg and bench.html", output_dir / report.BENCH_JSON)
 
 

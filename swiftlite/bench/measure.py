@@ -14,7 +14,7 @@ from pkgutil import resolve_name
 import aiohttp
 
 from swiftlite.args.commands import BenchArgs
-from swiftlite.bench.figures import ConcurrencyResult, Round
+from swiftlite.bench.results import ConcurrencyResult, Round
 from swiftlite.bench.server import serve
 from swiftlite.engines.client import Answer, Client
 from swiftlite.engines.engine import Sampling
@@ -68,7 +68,7 @@ def measure(
             measured = asyncio.run(_ask(args, url, num_speculative_tokens, prompts, sampling))
         except aiohttp.ClientError as error:
             raise server.failure(f"the server stopped answering: {error}") from None
-    return ServerResult(num_speculative_tokens, redact_text(command.as_typed()), seconds_to_start, measured)
+    return ServerResult(num_speculative_tokens, redact_text(command.shell_line()), seconds_to_start, measured)
 
 
 async def _ask(
@@ -77,21 +77,21 @@ async def _ask(
     measured = []
     async with connect(args.infer_backend, url, sampling, num_speculative_tokens) as client:
         # The first answers pay for kernels and memory that later ones find ready.
-        await ask_all(client, prompts, max(args.concurrency), WARM_UP)
+        await generate_all(client, prompts, max(args.concurrency), WARM_UP)
         for concurrency in args.concurrency:
             counts_before, cached_before = await client.draft_counts(), await client.cached_tokens()
             rounds: list[Round] = []
             for number in range(args.rounds):
                 # Each round recomputes prompts, which share prefixes only within the round.
                 salt = WARM_UP if args.repeat_prompts else f"{concurrency} {number}"
-                rounds.append(await ask_all(client, prompts, concurrency, salt))
+                rounds.append(await generate_all(client, prompts, concurrency, salt))
             counts = (await client.draft_counts()).since(counts_before)
             cached = await client.cached_tokens() - cached_before
             asked = args.rounds * sum(map(len, prompts))
             result = ConcurrencyResult(concurrency, rounds, counts if num_speculative_tokens else None, cached / asked)
             measured.append(result)
             speeds = ", ".join(f"{speed:.1f}" for speed in result.speeds)
-            logger.info("%s, %d at once: %s tokens/s", in_words(num_speculative_tokens), concurrency, speeds)
+            logger.info("%s, %d at once: %s tokens/s", describe(num_speculative_tokens), concurrency, speeds)
     return measured
 
 
@@ -110,7 +110,7 @@ async def connect(backend: str, url: str, sampling: Sampling, num_speculative_to
         yield make_client(session, sampling, num_speculative_tokens)
 
 
-async def ask_all(client: Client, prompts: Sequence[Sequence[int]], concurrency: int, salt: str) -> Round:
+async def generate_all(client: Client, prompts: Sequence[Sequence[int]], concurrency: int, salt: str) -> Round:
     """Every prompt once, `concurrency` of them under way until none is left."""
     answers: dict[int, Answer] = {}
     waiting = iter(enumerate(prompts))
@@ -125,6 +125,6 @@ async def ask_all(client: Client, prompts: Sequence[Sequence[int]], concurrency:
     return Round([answers[number] for number in range(len(prompts))], seconds)
 
 
-def in_words(num_speculative_tokens: int) -> str:
+def describe(num_speculative_tokens: int) -> str:
     """Return a description of a server for messages and the chart."""
     return f"drafting {num_speculative_tokens or 'nothing'}"

@@ -5,8 +5,8 @@ from typing import Any
 
 from matplotlib import figure as mpl_figure
 
-from swiftlite.args.command_line import as_typed
-from swiftlite.bench.measure import in_words
+from swiftlite.args.command_line import shell_line
+from swiftlite.bench.measure import describe
 from swiftlite.bench.report import milliseconds
 from swiftlite.report.figure import Line, as_svg, draw_lines, number
 from swiftlite.report.page import Figure, Page, Section, Table, Tile
@@ -68,7 +68,7 @@ def bench_chart(content: Mapping[str, Any]) -> bytes:
 
 def _named(servers: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     """Return the measurements of each server, by its number of draft tokens."""
-    named = {in_words(server["num_speculative_tokens"]): server["measured"] for server in servers[:-1]}
+    named = {describe(server["num_speculative_tokens"]): server["measured"] for server in servers[:-1]}
     return named | {AGAIN: servers[-1]["measured"]}
 
 
@@ -121,6 +121,6 @@ def _table(servers: Mapping[str, list[dict[str, Any]]], num_prompts: int) -> Tab
 def _surroundings(content: Mapping[str, Any]) -> list[Table]:
     tables = []
     for title, name in (("Options", "options"), ("Versions", "versions"), ("Machine", "machine")):
-        rows = [[key, as_typed(value)] for key, value in content[name].items()]
+        rows = [[key, shell_line(value)] for key, value in content[name].items()]
         tables.append(Table(title, ["what", "value"], rows))
     return tables

@@ -8,8 +8,8 @@ from typing import Any
 
 from swiftlite.args.command_line import command_line
 from swiftlite.args.commands import BenchArgs, DeployArgs, deploy_args
-from swiftlite.bench.figures import Choice, ConcurrencyResult, choose
 from swiftlite.bench.measure import ServerResult
+from swiftlite.bench.results import Choice, ConcurrencyResult, choose
 from swiftlite.engines.client import Answer
 from swiftlite.engines.index import ENGINES
 from swiftlite.redact import redact
@@ -151,14 +151,14 @@ def warnings(choices: dict[int, Choice]) -> list[str]:
 
 def deploy_line(args: BenchArgs, choice: Choice) -> str:
     """The command that starts the server of a choice, with *** for a key."""
-    return _as_typed(deploy_args(args, choice.num_speculative_tokens))
+    return _shell_line(deploy_args(args, choice.num_speculative_tokens))
 
 
 def schedule_line(args: BenchArgs) -> str:
     """The command that starts a server which drafts at every load what was chosen for it, with *** for a key."""
     bench_json = str(Path(args.output_dir) / BENCH_JSON)
-    return _as_typed(replace(deploy_args(args, 1), num_speculative_tokens=None, draft_schedule=bench_json))
+    return _shell_line(replace(deploy_args(args, 1), num_speculative_tokens=None, draft_schedule=bench_json))
 
 
-def _as_typed(args: DeployArgs) -> str:
+def _shell_line(args: DeployArgs) -> str:
     return command_line("deploy", DeployArgs, asdict(args), always=("infer_backend",))

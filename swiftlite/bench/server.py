@@ -53,7 +53,7 @@ def serve(command: ServerCommand, url: str, log: Path) -> Iterator[Server]:
     with log.open("wb") as stream:
         # A separate session: Ctrl-C reaches only this process, and remaining children can be found.
         process = subprocess.Popen(
-            [sys.executable, "-m", "swiftlite.bench.warden", str(os.getpid()), *command.words],
+            [sys.executable, "-m", "swiftlite.bench.watchdog", str(os.getpid()), *command.words],
             # Unbuffered, so that the log has what is printed in the order of time, errors last.
             env={**os.environ, "PYTHONUNBUFFERED": "1", **command.variables},
             stdin=subprocess.DEVNULL,

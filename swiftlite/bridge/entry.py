@@ -31,7 +31,7 @@ class Entry:
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
 
-    def stretches(self, box: Box) -> Iterator[tuple[int, int]]:
+    def contiguous_ranges(self, box: Box) -> Iterator[tuple[int, int]]:
         """Yield the contiguous byte ranges of a box in the file, in order, as (offset, length).
 
         Example: rows 1 and 2, columns 3 to 5, of a bfloat16 tensor [4, 10] that starts at byte 100 of the file. A row

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from swiftlite.atomic import atomic_write
 from swiftlite.bridge.rows import HfConfig
-from swiftlite.durable import write_durably
 from swiftlite.errors import UserError
 from swiftlite.heads import KEYS, depth_key
 from swiftlite.json_file import parse_json, read_json
@@ -37,10 +37,10 @@ def read_config(hf_dir: str | Path) -> dict[str, Any]:
     Raises:
         UserError: the file is missing, or it is not a JSON object.
     """
-    return as_asked(_read(hf_dir), Path(hf_dir))
+    return with_architecture_names(_read(hf_dir), Path(hf_dir))
 
 
-def as_asked(content: HfConfig, hf_dir: Path) -> dict[str, Any]:
+def with_architecture_names(content: HfConfig, hf_dir: Path) -> dict[str, Any]:
     """The content of a config.json as everybody asks for it, see `read_config`."""
     hf_config = _unwrapped(content)
     key = depth_key(hf_config)
@@ -113,7 +113,7 @@ def write_patched(source_dir: str | Path, out_dir: str | Path, changes: Mapping[
         content = (json.dumps(hf_config, indent=2) + "\n").encode()  # as transformers writes it
     else:
         content = (Path(source_dir) / "config.json").read_bytes()
-    write_durably(Path(out_dir) / "config.json", content)
+    atomic_write(Path(out_dir) / "config.json", content)
     return difference
 
 
@@ -122,10 +122,10 @@ def _patch_wrapped(hf_config: HfConfig, changes: Mapping[str, Any]) -> tuple[dic
     text = hf_config.get(_TEXT)
     if not isinstance(text, dict):
         return patch(hf_config, changes)
-    of_wrapper = {key: value for key, value in changes.items() if key in hf_config}
-    of_text = {key: value for key, value in changes.items() if key in text or key not in hf_config}
-    new_text, text_difference = patch(text, of_text)
-    patched, difference = patch(hf_config, of_wrapper)
+    wrapper_changes = {key: value for key, value in changes.items() if key in hf_config}
+    text_changes = {key: value for key, value in changes.items() if key in text or key not in hf_config}
+    new_text, text_difference = patch(text, text_changes)
+    patched, difference = patch(hf_config, wrapper_changes)
     if text_difference:
         patched[_TEXT] = new_text
     return patched, difference + [f"{_TEXT}.{line}" for line in text_difference]

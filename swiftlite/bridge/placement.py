@@ -188,7 +188,7 @@ def all_ranks_see(directory: Path) -> bool:
     return seen
 
 
-def bring_to_first_rank(pieces: Iterable[Piece]) -> Iterator[Piece]:
+def gather_on_first_rank(pieces: Iterable[Piece]) -> Iterator[Piece]:
     """On the first rank the pieces of all ranks, one at a time, on the others none; collective, to the end."""
     if is_first_rank():
         yield from pieces

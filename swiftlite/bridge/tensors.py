@@ -21,12 +21,12 @@ from typing import IO, Any, Self
 
 import torch
 
+from swiftlite.atomic import atomic_write, sync
 from swiftlite.bridge.encoding.encoding import DeclaredEncoding, Encoding, Found, Plain, WritableEncoding, find_tensors
 from swiftlite.bridge.encoding.expert_stack import unfold
 from swiftlite.bridge.encoding.index import encoding_of
 from swiftlite.bridge.entry import Box, Entry, TensorTypes
 from swiftlite.bridge.hf_config import read_config
-from swiftlite.durable import sync, write_durably
 from swiftlite.errors import UserError
 from swiftlite.json_file import parse_json, read_json
 
@@ -200,7 +200,7 @@ class Checkpoint:
     def _read_box(self, entry: Entry, box: Box, contiguous: torch.Tensor) -> None:
         descriptor = self._files.descriptor(self.hf_dir / entry.file)
         memory = _bytes_of(contiguous)
-        for offset, length in entry.stretches(box):
+        for offset, length in entry.contiguous_ranges(box):
             if os.preadv(descriptor, [memory[:length]], offset) != length:
                 raise UserError(f"{self.hf_dir / entry.file}: became shorter while it was read")
             memory = memory[length:]
@@ -306,7 +306,7 @@ class ShardedFiles:
     def _write_box(self, entry: Entry, box: Box, part: torch.Tensor) -> None:
         descriptor = self._files.descriptor(self._temporary(entry.file))
         memory = _bytes_of(part.cpu().contiguous())
-        for offset, length in entry.stretches(box):
+        for offset, length in entry.contiguous_ranges(box):
             _write_fully(descriptor, memory[:length], offset)
             memory = memory[length:]
 
@@ -326,7 +326,7 @@ class ShardedFiles:
                 "metadata": {"total_size": sum(entry.nbytes for entry in self.entries.values())},
                 "weight_map": {key: entry.file for key, entry in sorted(self.entries.items())},
             }
-            write_durably(self.out_dir / INDEX_NAME, json.dumps(index, indent=2).encode() + b"\n")
+            atomic_write(self.out_dir / INDEX_NAME, json.dumps(index, indent=2).encode() + b"\n")
         sync(self.out_dir)
 
     def discard(self) -> None:

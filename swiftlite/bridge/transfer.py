@@ -341,7 +341,7 @@ def save_hf(
     try:
         pieces = _pieces(bindings, tensors)
         if not placement.all_ranks_see(out_dir):
-            pieces = placement.bring_to_first_rank(pieces)
+            pieces = placement.gather_on_first_rank(pieces)
         for piece in pieces:
             files.write(*piece)
         if placement.is_first_rank():
@@ -413,7 +413,7 @@ def stream_hf(
                 dtype, shape = tensors[key]
                 bucket[key] = torch.empty(shape, dtype=dtype, device=device)
         mine = itertools.chain.from_iterable(pieces[key] for key in keys)
-        for key, index, tensor in placement.bring_to_first_rank(mine):
+        for key, index, tensor in placement.gather_on_first_rank(mine):
             bucket[key][index] = tensor
         if placement.is_first_rank():
             yield bucket
@@ -428,7 +428,7 @@ def gather_hf(bindings: Sequence[Binding], rows: Sequence[Row]) -> dict[str, tor
     """
     shapes = shapes_of(rows)
     tensors: dict[str, torch.Tensor] = {}
-    for key, index, tensor in placement.bring_to_first_rank(_pieces(bindings, ())):
+    for key, index, tensor in placement.gather_on_first_rank(_pieces(bindings, ())):
         if key not in tensors:
             tensors[key] = torch.empty(shapes[key], dtype=tensor.dtype)
         tensors[key][index] = tensor

@@ -60,7 +60,7 @@ def main(argv: list[str]) -> int:
     # They would list who got which signal, between the failed rank's own words and our one line about it.
     for name in ("multiprocessing.api", "agent.server.api"):
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
-    _adopt_orphans()
+    _become_subreaper()
     with tempfile.TemporaryDirectory(prefix="swiftlite_") as folder:
         os.environ[failure.FOLDER] = folder
         os.environ[failure.LAUNCHER] = str(os.getpid())
@@ -145,7 +145,7 @@ def _first_failure(failures: "dict[int, ProcessFailure]") -> _FirstFailure:
     for rank, failed in failures.items():
         if Path(failed.error_file).is_file():
             reports[rank] = Failure(**failed.error_file_data)
-    rank = _rank_to_believe(failures, reports)
+    rank = _rank_at_fault(failures, reports)
     report = reports.get(rank)
     code = report.code if report else failures[rank].exitcode
     lost_connection = report.message if report and report.is_lost else ""
@@ -154,7 +154,7 @@ def _first_failure(failures: "dict[int, ProcessFailure]") -> _FirstFailure:
     return _FirstFailure(rank, code, f"with exit code {code}", lost_connection)
 
 
-def _rank_to_believe(failures: "dict[int, ProcessFailure]", reports: dict[int, Failure]) -> int:
+def _rank_at_fault(failures: "dict[int, ProcessFailure]", reports: dict[int, Failure]) -> int:
     """The rank that broke.
 
     Example: rank 2 runs out of memory and is killed. Ranks 0 and 1 lose their connection to it and report that; rank 3
@@ -249,7 +249,7 @@ class _Nodes:
             _kill_children()
 
 
-def _adopt_orphans() -> None:
+def _become_subreaper() -> None:
     """Make this process the parent of what killed ranks leave behind, such as megatron-core's checkpoint writers."""
     PR_SET_CHILD_SUBREAPER = 36
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

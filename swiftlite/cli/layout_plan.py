@@ -3,7 +3,7 @@
 import shlex
 from operator import itemgetter
 
-from swiftlite.args.command_line import as_typed
+from swiftlite.args.command_line import shell_line
 from swiftlite.args.commands import DoctorArgs, SftArgs
 from swiftlite.args.docs import options
 from swiftlite.errors import UserError
@@ -61,7 +61,7 @@ def report_layouts(args: DoctorArgs, facts: Facts) -> bool:
     step = shown[0].step
     print(f"\nthe first: {step.tokens_per_step} tokens in {step.seconds.total:.3f} s")
     print(text_table(_arithmetic(shown[0], gpu), indent="  "))
-    print(f"\n  swiftlite megatron sft --model {shlex.quote(as_typed(args.model))} ... {_flags(shown[0].args)}")
+    print(f"\n  swiftlite megatron sft --model {shlex.quote(shell_line(args.model))} ... {_flags(shown[0].args)}")
     return True
 
 
@@ -145,7 +145,7 @@ def _flags(args: DoctorArgs) -> str:
     """Options of megatron sft that make a run of it."""
     shared = [name for name in options(DoctorArgs) if name in options(SftArgs)]
     names = [name for name in changed(args, shared) if name not in ("model", "global_batch_size")]
-    flags = [f"--{name} {as_typed(getattr(args, name))}" for name in names]
+    flags = [f"--{name} {shell_line(getattr(args, name))}" for name in names]
     return " ".join([*flags, f"--global_batch_size {global_batch_size(args)}"])
 
 

@@ -29,23 +29,23 @@ from swiftlite.plan.kernels import largest_head, this_machine
 from swiftlite.plan.run import make_plan, make_schedule, render
 from swiftlite.redact import redact_text
 from swiftlite.runtime.environment import gpu_models, sees_gpu
-from swiftlite.runtime.parent import end_with_parent
+from swiftlite.runtime.parent import exit_with_parent
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command line; returns the exit code."""
-    _hear_signals()
+    _handle_signals()
     try:
         return _run(sys.argv[1:] if argv is None else argv)
     except UserError as error:
         failure.report(error, error.exit_code)
-        _say_once(f"swiftlite: {error}")
+        _log_once(f"swiftlite: {error}")
         return error.exit_code
     except KeyboardInterrupt:
-        _say_once("swiftlite: interrupted")
+        _log_once("swiftlite: interrupted")
         return 130
     except _Stopped as stopped:
-        _say_once(f"swiftlite: stopped by {stopped}")
+        _log_once(f"swiftlite: stopped by {stopped}")
         return stopped.code
     except Exception as error:
         if is_of_storage(error):
@@ -66,7 +66,7 @@ _LESS_MEMORY = (
 def _fail(error: Exception, hint: str) -> int:
     """End with a failure of the machine: its reason and what to do, no traceback."""
     failure.report(error, 1)
-    _say_once(f"swiftlite: {reason_of(error)}\n    {hint}")
+    _log_once(f"swiftlite: {reason_of(error)}\n    {hint}")
     return 1
 
 
@@ -83,13 +83,13 @@ class _Stopped(SystemExit):
         return signal.Signals(self.number).name
 
 
-def _hear_signals() -> None:
+def _handle_signals() -> None:
     """End with the launcher if this is one of its ranks; else with a word, and its resources given back, when stopped.
 
     A rank may wait in a collective, where Python's handlers do not run; there a signal ends it at once.
     """
     if launcher := os.environ.get(failure.LAUNCHER):
-        end_with_parent(int(launcher))
+        exit_with_parent(int(launcher))
         return
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -221,7 +221,7 @@ def _show(text: str) -> int:
     return 0
 
 
-def _say_once(text: str) -> None:
+def _log_once(text: str) -> None:
     """Print to stderr, once for all ranks of this machine that end with the same message."""
     folder = os.environ.get(failure.FOLDER)
     if folder:

@@ -2,7 +2,7 @@
 
 from swiftlite.args.commands import DoctorArgs
 from swiftlite.estimate import memory
-from swiftlite.estimate.reference_memory import AskingMemory, estimate_asking
+from swiftlite.estimate.reference_memory import ReferenceMemory, estimate_reference
 from swiftlite.estimate.setup import Setup
 from swiftlite.methods.dpo import WITHOUT_REFERENCE
 from swiftlite.plan.facts import Facts
@@ -21,7 +21,7 @@ def report_reference(args: DoctorArgs, facts: Facts, setup: Setup, stages: list[
     if args.loss_type is None or args.loss_type in WITHOUT_REFERENCE:
         return True
     config = facts.described("ref_model")[1] if args.ref_model else facts.hf_config
-    asking = estimate_asking(args, setup, stages, config)
+    asking = estimate_reference(args, setup, stages, config)
     print("\nGB on one rank before the first step, while the reference model is asked; it is closed for training")
     print(text_table([_COLUMNS, *(_row(part, stages) for part in asking)], indent="  ", numbers=True))
     print("  (model: weights, gradients and float32 weights, without the optimizer's moments)")
@@ -35,11 +35,11 @@ def report_reference(args: DoctorArgs, facts: Facts, setup: Setup, stages: list[
     return fits
 
 
-def _ranks(part: AskingMemory) -> str:
+def _ranks(part: ReferenceMemory) -> str:
     return f"rank {part.first}" if part.first == part.last else f"ranks {part.first}-{part.last}"
 
 
-def _row(part: AskingMemory, stages: list[memory.StageMemory]) -> tuple[str, ...]:
+def _row(part: ReferenceMemory, stages: list[memory.StageMemory]) -> tuple[str, ...]:
     sizes = (part.reference, part.layer, part.logits, part.total, stages[part.stage].total)
     return (
         _ranks(part).split()[1],

@@ -41,8 +41,8 @@ def count(labels: Iterable[np.ndarray], vocab_size: int) -> np.ndarray:
         labels: labels of each sample; negative where ignored.
     """
     counts_V = np.zeros(vocab_size, np.int64)
-    for of_sample in labels:
-        counts_V += np.bincount(of_sample[of_sample >= 0], minlength=vocab_size)
+    for sample_labels in labels:
+        counts_V += np.bincount(sample_labels[sample_labels >= 0], minlength=vocab_size)
     return counts_V
 
 

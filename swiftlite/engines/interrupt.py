@@ -10,7 +10,7 @@ class Terminated(SystemExit):
 
 
 @contextmanager
-def ends_at_sigterm() -> Iterator[None]:
+def raises_at_sigterm() -> Iterator[None]:
     """Let SIGTERM, for example from a batch system, end this process like Ctrl-C, after its engines.
 
     Raises:

@@ -19,7 +19,7 @@ class ServerCommand:
     words: list[str]
     variables: dict[str, str] = field(default_factory=dict)
 
-    def as_typed(self) -> str:
+    def shell_line(self) -> str:
         """The command as a line for a shell."""
         return shlex.join([*(f"{name}={value}" for name, value in self.variables.items()), *self.words])
 

@@ -19,7 +19,7 @@ def is_split_by_columns(name: str) -> bool:
 
 def adapter_parameters(rows: Iterable[Row], lora: Lora, rank: Rank) -> ParameterCount:
     """The adapters of these rows on a rank: one of A and B is split with the layer, the other whole."""
-    dense, of_experts = 0, 0
+    dense, expert_total = 0, 0
     for row in adapted_rows(rows, lora):
         is_expert = ".experts." in row.mcore
         ranks = rank.etp if is_expert else rank.tp
@@ -31,10 +31,10 @@ def adapter_parameters(rows: Iterable[Row], lora: Lora, rank: Rank) -> Parameter
                 if lora.has_magnitudes:
                     number += size_out if is_split_by_columns(row.mcore) else size_out // ranks
         if is_expert:
-            of_experts += number
+            expert_total += number
         else:
             dense += number
-    return ParameterCount(dense, of_experts // rank.ep)
+    return ParameterCount(dense, expert_total // rank.ep)
 
 
 def adapter_macs(layer: Layer, rows: Sequence[Row], lora: Lora) -> int:
@@ -44,7 +44,7 @@ def adapter_macs(layer: Layer, rows: Sequence[Row], lora: Lora) -> int:
     return count.dense + (count.expert * layer.mlp.topk // experts if experts else 0)
 
 
-def kept_products(layer: Layer, rows: Iterable[Row], lora: Lora, rank: Rank) -> int:
+def adapter_activation_bytes(layer: Layer, rows: Iterable[Row], lora: Lora, rank: Rank) -> int:
     """Bytes that DoRA keeps of a layer for the backward pass: what lengths are given to, as large as the outputs.
 
     Args:
@@ -52,17 +52,17 @@ def kept_products(layer: Layer, rows: Iterable[Row], lora: Lora, rank: Rank) -> 
     """
     if not lora.has_magnitudes:
         return 0
-    dense, of_experts = 0, 0
+    dense, expert_total = 0, 0
     for row in adapted_rows(rows, lora):
         size = sum(shape[0] for shape in row.hf.values())
         is_whole, is_expert = is_split_by_columns(row.mcore), ".experts." in row.mcore
         if is_expert:
-            of_experts += size if is_whole else size // rank.etp
+            expert_total += size if is_whole else size // rank.etp
         else:
             dense += size * rank.sequence_tokens if is_whole else size // rank.tp * rank.tokens
-    if of_experts:
-        of_experts = of_experts // layer.mlp.experts * rank.sequence_tokens * rank.etp * layer.mlp.topk
-    return (dense + of_experts) * rank.itemsize
+    if expert_total:
+        expert_total = expert_total // layer.mlp.experts * rank.sequence_tokens * rank.etp * layer.mlp.topk
+    return (dense + expert_total) * rank.itemsize
 
 
 def saved_parameters(rows: Iterable[Row], lora: Lora, rank: Rank) -> dict[str, int]:

@@ -76,28 +76,28 @@ def training_flops(
     """
     architecture = architecture_of(hf_config)
     hidden, block, num_drafts = architecture.outside.hidden, architecture.mtp_block, heads.drafts
-    of_trunk, of_output_layer = (1, 2) if heads_only else (3, 3)
+    trunk_passes, output_passes = (1, 2) if heads_only else (3, 3)
     if trunk_is_read:
-        of_trunk = 0
-    of_matrices, of_heads = of_trunk, 3
+        trunk_passes = 0
+    matrix_passes, head_passes = trunk_passes, 3
     trunk = _PER_MAC * sum(layer.macs_per_token() for layer in architecture.layers)
     mtp_layer = _PER_MAC * (block.macs_per_token() + 2 * hidden**2)  # and its projection
     adapters, head_adapters = 0, 0
     if lora is not None:
-        of_matrices, of_heads = min(of_trunk, 2), 3 if lora.heads == "full" else 2
-        of_output_layer = 3 if not heads_only and _output_layer_learns(architecture, lora) else 2
+        matrix_passes, head_passes = min(trunk_passes, 2), 3 if lora.heads == "full" else 2
+        output_passes = 3 if not heads_only and _output_layer_learns(architecture, lora) else 2
         for number, layer in enumerate(architecture.layers):
             adapters += 3 * _PER_MAC * adapter_macs(layer, architecture.layer_rows(number), lora)
         head_adapters = 3 * _PER_MAC * adapter_macs(block, lift(block.rows(), "mtp.", ""), lora)
     # Of n * (n + 1) / 2 pairs, at two operations: n ** 2 and n times the same number.
     trunk_pairs = sum(layer.attention.macs_per_pair() for layer in architecture.layers)
-    square = of_trunk * trunk_pairs + 3 * block.attention.macs_per_pair() * num_drafts
+    square = trunk_passes * trunk_pairs + 3 * block.attention.macs_per_pair() * num_drafts
     vocabulary = _PER_MAC * architecture.outside.vocab * hidden
     drafted = _PER_MAC * len(heads.draft_vocab) * hidden or vocabulary
     return Flops(
-        linear=of_matrices * trunk + adapters + (of_heads * mtp_layer + head_adapters) * num_drafts + square,
+        linear=matrix_passes * trunk + adapters + (head_passes * mtp_layer + head_adapters) * num_drafts + square,
         square=square,
-        targets=((of_trunk if heads_only else of_output_layer) * vocabulary, *[of_output_layer * drafted] * num_drafts),
+        targets=((trunk_passes if heads_only else output_passes) * vocabulary, *[output_passes * drafted] * num_drafts),
     )
 
 

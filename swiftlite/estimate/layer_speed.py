@@ -79,11 +79,11 @@ class LayerSpeed:
         products = self._products(block, low)
         forward = self._forward(block, products)
         backward = self._backward(block, products, learns)
-        of_projection = Seconds(
+        projection_seconds = Seconds(
             products=projection.forward(self.gpu) + projection.backward(self.gpu, learns),
             elementwise=memory_seconds(self.gpu, sum(projection.quantising())),
         )
-        return forward + backward + of_projection + Seconds(recompute=self._recomputed(block, products, forward))
+        return forward + backward + projection_seconds + Seconds(recompute=self._recomputed(block, products, forward))
 
     def _forward(self, layer: Layer, products: list[Product]) -> Seconds:
         gather, exchange = self._tensor_collective(), self._expert_exchange(layer)
@@ -125,7 +125,7 @@ class LayerSpeed:
 
     def _elementwise(self, layer: Layer) -> float:
         """Return the seconds of operations other than products, forward and backward: passes over memory."""
-        return memory_seconds(self.gpu, _BYTES_MOVED * layer.kept(self.rank))
+        return memory_seconds(self.gpu, _BYTES_MOVED * layer.activation_bytes(self.rank))
 
     def _tensor_collective(self, low: LowPrecision | None = None) -> float:
         """Seconds of gathering, or summing and scattering, a layer's states over tensor-parallel ranks."""
@@ -140,14 +140,14 @@ class LayerSpeed:
 
     def _context_gather(self, layer: Layer) -> float:
         """Seconds of gathering keys and values, or what they are made of, from the ranks that share a row."""
-        of_row = layer.attention.gathered(self.rank) * self.rank.cp
-        return collective_seconds(self.gpu, self.rank.cp, self.rank.tp, of_row)
+        row_bytes = layer.attention.gathered(self.rank) * self.rank.cp
+        return collective_seconds(self.gpu, self.rank.cp, self.rank.tp, row_bytes)
 
     def _expert_exchange(self, layer: Layer) -> float:
         """Seconds of sending each token to the ranks of its experts, or back."""
         if not layer.mlp.experts:
             return 0
-        states = self.rank.kept_states(self.architecture.outside.hidden)
+        states = self.rank.hidden_state_bytes(self.architecture.outside.hidden)
         return exchange_seconds(self.gpu, self.rank.ep, self.rank.etp, states * layer.mlp.topk)
 
     def _recomputed(self, layer: Layer, products: list[Product], forward: Seconds) -> float:
@@ -163,7 +163,7 @@ class LayerSpeed:
             if product.module in modules:
                 seconds += product.forward(self.gpu) + memory_seconds(self.gpu, product.quantising()[0])
         if modules & set(layer.mlp.recompute_modules):
-            seconds += memory_seconds(self.gpu, _BYTES_MOVED * layer.mlp.kept(self.rank)) / 3
+            seconds += memory_seconds(self.gpu, _BYTES_MOVED * layer.mlp.activation_bytes(self.rank)) / 3
             seconds += forward.tensor_parallel / 2 + forward.expert_parallel
         return seconds
 

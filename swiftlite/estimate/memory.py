@@ -84,7 +84,7 @@ def _stage_memory(model: "ModelOnRank", virtual_stages: Sequence["VirtualStage"]
     parameters = sum((stage.parameters() for stage in virtual_stages), ParameterCount())
     trained = sum((stage.trained_parameters() for stage in virtual_stages), ParameterCount())
     passes = [stage.forward_pass() for stage in virtual_stages]
-    waiting = _most_waiting([each.kept + each.logits for each in passes], rank, pp)
+    waiting = _most_waiting([each.activation_bytes + each.logits for each in passes], rank, pp)
     logits = _bytes_in_flight(waiting, [each.logits for each in passes])
     return StageMemory(
         holds=" | ".join(stage.describe() for stage in virtual_stages),
@@ -93,7 +93,7 @@ def _stage_memory(model: "ModelOnRank", virtual_stages: Sequence["VirtualStage"]
         weights=parameters.total * setup.parameter_bytes,
         gradients=trained.total * FLOAT32,
         optimizer=_optimizer_bytes(trained, setup),
-        activations=_bytes_in_flight(waiting, [each.kept for each in passes]),
+        activations=_bytes_in_flight(waiting, [each.activation_bytes for each in passes]),
         in_flight=sum(waiting),
         recomputed=max(each.recomputed for each in passes),
         quantised=sum(stage.quantised_weights() for stage in virtual_stages),

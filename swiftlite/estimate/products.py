@@ -85,9 +85,9 @@ def products_of(
     Args:
         low: precision of the products that support it, including grouped experts.
     """
-    experts, of_mlp = layer.mlp.experts, layer.mlp.recompute_modules[0]
+    experts, mlp_module = layer.mlp.experts, layer.mlp.recompute_modules[0]
     for name, size_out, size_in in layer.matrices:
-        module = of_mlp if name.startswith("mlp.") else "mla_up_proj" if "_up_proj." in name else ""
+        module = mlp_module if name.startswith("mlp.") else "mla_up_proj" if "_up_proj." in name else ""
         tokens, ranks, number = float(rank.tokens), rank.tp, 1
         if ".router." in name or name.endswith(".gate_weight"):
             tokens, ranks = rank.sequence_tokens, 1

@@ -20,7 +20,7 @@ from swiftlite.plan.preference import reference_layout
 
 
 @dataclass(frozen=True)
-class AskingMemory:
+class ReferenceMemory:
     """The memory of a range of ranks while the reference model is evaluated, in bytes.
 
     Attributes:
@@ -67,9 +67,9 @@ def reference_setup(args: DoctorArgs, setup: Setup) -> Setup:
     )
 
 
-def estimate_asking(
+def estimate_reference(
     args: DoctorArgs, setup: Setup, stages: list[StageMemory], reference_config: HfConfig
-) -> list[AskingMemory]:
+) -> list[ReferenceMemory]:
     """Return the memory of the ranks while the reference model is evaluated, grouped by their stages of both models.
 
     Args:
@@ -88,7 +88,7 @@ def estimate_asking(
     for (place, reference_place), ranks in pairs.items():
         here, there = stages[place], None if reference_place is None else reference[reference_place]
         found.append(
-            AskingMemory(
+            ReferenceMemory(
                 first=ranks[0],
                 last=ranks[-1],
                 stage=place,

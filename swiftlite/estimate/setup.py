@@ -86,7 +86,7 @@ def planned_kernels(args: DoctorArgs) -> KernelArgs:
 def _planned_lora(args: DoctorArgs) -> Lora | None:
     if args.tuner_type != "lora":
         return None
-    of_heads = args.mtp_tuner or ("lora" if args.mtp_num_layers is None else "full")
+    heads_tuner = args.mtp_tuner or ("lora" if args.mtp_num_layers is None else "full")
     on_trunk = args.mtp_mode != "heads_only"
     targets, saved = tuple(args.target_modules), tuple(args.lora_modules_to_save)
     return Lora(
@@ -96,7 +96,7 @@ def _planned_lora(args: DoctorArgs) -> Lora | None:
         targets=targets,
         saved=saved,
         on_trunk=on_trunk,
-        heads=of_heads,
+        heads=heads_tuner,
     )
 
 

@@ -72,9 +72,9 @@ class Step:
             parts = [self._virtual_stage(held[number], firsts[number]) for number in numbers]
             stages.append(sum(parts, Seconds()))
         slowest = max(stages, key=lambda stage: stage.total)
-        of_step = slowest * self.num_micro_batches
-        of_step += Seconds(pipeline=self._bubble(slowest.total) + self._sends())
-        return of_step + self._gradients(slowest.total) + self._optimizer() + self._quantised_weights()
+        step_seconds = slowest * self.num_micro_batches
+        step_seconds += Seconds(pipeline=self._bubble(slowest.total) + self._sends())
+        return step_seconds + self._gradients(slowest.total) + self._optimizer() + self._quantised_weights()
 
     @property
     def tokens_per_second(self) -> float:
@@ -157,7 +157,7 @@ class Step:
         if pp == 1:
             return 0
         virtual = num_virtual_stages(self.layout) or 1
-        states = self.rank.kept_states(self.architecture.outside.hidden)
+        states = self.rank.hidden_state_bytes(self.architecture.outside.hidden)
         one = STARTS + states / bandwidth(self.gpu, pp, self.setup.num_gpus // pp)
         exposed = 1 if virtual == 1 else self.software.exposed_sends
         return exposed * 2 * virtual * self.num_micro_batches * one

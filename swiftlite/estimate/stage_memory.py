@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from swiftlite.bridge.rows import Row, lift
-from swiftlite.estimate.adapters import adapter_parameters, kept_products, saved_parameters
+from swiftlite.estimate.adapters import adapter_activation_bytes, adapter_parameters, saved_parameters
 from swiftlite.estimate.products import low_precision_weights
 from swiftlite.estimate.setup import Setup, low_rank_of, rank_of
 from swiftlite.families.architecture import Architecture
@@ -19,14 +19,14 @@ from swiftlite.plan.kernels import CHUNK
 
 
 @dataclass(frozen=True)
-class Kept:
+class Activation:
     """Activation bytes of one forward pass on a rank, with their name."""
 
     name: str
     bytes: int
 
 
-def total(entries: Iterable[Kept]) -> int:
+def total(entries: Iterable[Activation]) -> int:
     """Return the bytes of all entries."""
     return sum(entry.bytes for entry in entries)
 
@@ -57,8 +57,8 @@ class ModelOnRank:
     @property
     def vocabularies(self) -> list[int]:
         """Vocabulary entries of this rank in each trained loss: the trunk's, then those of the heads."""
-        of_trunk = [] if self.is_trunk_frozen else [self.vocab]
-        return of_trunk + [self.drafted or self.vocab] * self.setup.heads.drafts
+        trunk_vocabularies = [] if self.is_trunk_frozen else [self.vocab]
+        return trunk_vocabularies + [self.drafted or self.vocab] * self.setup.heads.drafts
 
     def embedding(self) -> ParameterCount:
         """The embedding, or an output layer that is not tied to it."""
@@ -74,15 +74,15 @@ class ModelOnRank:
         projection = Row("mtp.eh_proj.weight", {"mtp.fc.weight": (self.hidden, 2 * self.hidden)})
         return [projection, *lift(self.architecture.mtp_block.rows(), "mtp.", "mtp.")]
 
-    def kept_layer(self, number: int) -> int:
+    def layer_activation_bytes(self, number: int) -> int:
         """Decoder layer `number`, with what its adapters keep."""
         layer, rank, lora = self.layers[number], self.rank_in(number), self.setup.lora
-        kept = layer.kept(rank)
+        num_bytes = layer.activation_bytes(rank)
         if lora and lora.has_magnitudes:  # asked first: a layer of DeepSeek-V3 has 770 rows
-            kept += kept_products(layer, self.architecture.layer_rows(number), lora, rank)
-        return kept
+            num_bytes += adapter_activation_bytes(layer, self.architecture.layer_rows(number), lora, rank)
+        return num_bytes
 
-    def kept_draft(self, head: int) -> list[Kept]:
+    def draft_activations(self, head: int) -> list[Activation]:
         """List one run of an MTP layer, which drafts token number `head` (from 0)."""
         rank = self.low_rank
         if self.setup.heads.unroll > 1:  # later steps read the keys of the first, see `model.mtp.UnrolledLayer`
@@ -90,35 +90,35 @@ class ModelOnRank:
         block, lora = self.architecture.mtp_block, self.setup.lora
         is_first_of_frozen = self.is_trunk_frozen and head == 0
         return [
-            Kept("token ids", 0 if self.is_trunk_frozen else 8 * rank.tokens),
-            Kept("enorm input", self._kept_head_norm(rank, has_gradient=not self.is_trunk_frozen)),
-            Kept("hnorm input", self._kept_head_norm(rank, has_gradient=not is_first_of_frozen)),
-            Kept("eh_proj input", rank.kept_input(rank.sequence_tokens, 2 * self.hidden)),
-            Kept("decoder layer", block.kept(rank)),
-            Kept("adapters", kept_products(block, self.head_rows(), lora, rank) if lora else 0),
-            Kept("output norm input", self._kept_head_norm(rank, has_gradient=True)),
+            Activation("token ids", 0 if self.is_trunk_frozen else 8 * rank.tokens),
+            Activation("enorm input", self._head_norm_bytes(rank, has_gradient=not self.is_trunk_frozen)),
+            Activation("hnorm input", self._head_norm_bytes(rank, has_gradient=not is_first_of_frozen)),
+            Activation("eh_proj input", rank.input_activation_bytes(rank.sequence_tokens, 2 * self.hidden)),
+            Activation("decoder layer", block.activation_bytes(rank)),
+            Activation("adapters", adapter_activation_bytes(block, self.head_rows(), lora, rank) if lora else 0),
+            Activation("output norm input", self._head_norm_bytes(rank, has_gradient=True)),
         ]
 
-    def _kept_head_norm(self, rank: Rank, has_gradient: bool) -> int:
+    def _head_norm_bytes(self, rank: Rank, has_gradient: bool) -> int:
         """Count the bytes of one norm of an MTP layer.
 
         Args:
             has_gradient: its input has a gradient, unlike a frozen embedding or a frozen trunk's state. Without one,
                 only the weight learns; a fused norm keeps its input for that too.
         """
-        kept = rank.kept_norm(rank.sequence_tokens, self.hidden)
+        num_bytes = rank.norm_activation_bytes(rank.sequence_tokens, self.hidden)
         if has_gradient or rank.is_fused:
-            return kept
-        return kept - rank.sequence_tokens * FLOAT32 * (self.hidden + 1)
+            return num_bytes
+        return num_bytes - rank.sequence_tokens * FLOAT32 * (self.hidden + 1)
 
-    def kept_loss(self) -> list[Kept]:
+    def loss_activations(self) -> list[Activation]:
         """List one loss without its logits."""
         states = self.rank.tokens * self.hidden * self.rank.itemsize
         return [
-            Kept("states for the output layer's gradient", 0 if self.is_trunk_frozen else states),
-            Kept("gradient of the states, made in chunks", states if self.setup.is_fused else 0),
+            Activation("states for the output layer's gradient", 0 if self.is_trunk_frozen else states),
+            Activation("gradient of the states, made in chunks", states if self.setup.is_fused else 0),
             # Of each position row, place and label, its number among the states, its weight, and a mask.
-            Kept("labelled positions", self.rank.tokens * (3 * 8 + 8 + 4 + 1)),
+            Activation("labelled positions", self.rank.tokens * (3 * 8 + 8 + 4 + 1)),
         ]
 
     def rotary_bytes(self) -> int:
@@ -182,14 +182,14 @@ class VirtualStage:
         model, low = self.model, self.model.setup.low_precision
         if low is None:
             return 0
-        of_trunk = 0
+        trunk_vocabularies = 0
         for number in self.layer_numbers:
             if low.is_in_layer(number, len(model.layers)):
-                of_trunk += low_precision_weights(model.layers[number], model.rank)
+                trunk_vocabularies += low_precision_weights(model.layers[number], model.rank)
         projection = 2 * model.hidden * model.hidden // model.rank.tp
-        of_head = projection + low_precision_weights(model.architecture.mtp_block, model.rank)
+        head_weights = projection + low_precision_weights(model.architecture.mtp_block, model.rank)
         per_weight = low.quantised.weights / (2 if model.is_trunk_frozen else 1)
-        return int(of_trunk * per_weight + self.num_mtp_layers * of_head * low.quantised.weights)
+        return int(trunk_vocabularies * per_weight + self.num_mtp_layers * head_weights * low.quantised.weights)
 
     def _adapter_parameters(self) -> ParameterCount:
         model, lora = self.model, self.model.setup.lora
@@ -223,60 +223,64 @@ class VirtualStage:
 
     def forward_pass(self) -> "ForwardPass":
         model, rank = self.model, self.model.rank
-        kept, recomputed = self._kept_layers()
-        kept += self._kept_around_layers()
+        entries, recomputed = self._layer_activations()
+        entries += self._activations_outside_layers()
         if not self.is_last:
-            return ForwardPass(tuple(kept), recomputed)
+            return ForwardPass(tuple(entries), recomputed)
         vocabularies = model.vocabularies
-        kept += model.kept_loss() * len(vocabularies)
-        kept.append(Kept("draft vocabulary's rows of the output matrix", model.drafted * model.hidden * rank.itemsize))
+        entries += model.loss_activations() * len(vocabularies)
+        entries.append(
+            Activation("draft vocabulary's rows of the output matrix", model.drafted * model.hidden * rank.itemsize)
+        )
         at_once = min(rank.tokens, CHUNK) if rank.is_fused else rank.tokens
         num_logits = at_once * max(vocabularies, default=0)
         rounded = num_logits * rank.itemsize if rank.itemsize < FLOAT32 else 0
         if rank.is_fused:
-            return ForwardPass(tuple(kept), recomputed, passing_logits=num_logits * FLOAT32 + rounded)
+            return ForwardPass(tuple(entries), recomputed, passing_logits=num_logits * FLOAT32 + rounded)
         logits = rank.tokens * sum(vocabularies) * FLOAT32
-        return ForwardPass(tuple(kept), recomputed, logits=logits, passing_logits=rounded)
+        return ForwardPass(tuple(entries), recomputed, logits=logits, passing_logits=rounded)
 
-    def _kept_around_layers(self) -> list[Kept]:
+    def _activations_outside_layers(self) -> list[Activation]:
         """List what is kept of the trunk outside its layers."""
         model, rank = self.model, self.model.rank
-        kept = []
+        entries = []
         if self.layers or self.num_mtp_layers:
-            kept.append(Kept("rotary embeddings", model.rotary_bytes()))
+            entries.append(Activation("rotary embeddings", model.rotary_bytes()))
         if model.is_trunk_frozen:
-            return kept
+            return entries
         # Norms in float32 keep the very tensor that a later stage receives.
         keeps_received = rank.itemsize < FLOAT32 and not rank.is_fused
         if self.is_first:
-            kept.append(Kept("token ids", 8 * rank.tokens))
+            entries.append(Activation("token ids", 8 * rank.tokens))
         elif keeps_received and model.setup.recompute.recompute_granularity != "full":
-            kept.append(Kept("states from the stage before", rank.kept_states(model.hidden)))
+            entries.append(Activation("states from the stage before", rank.hidden_state_bytes(model.hidden)))
         if self.has_final_norm:
-            kept.append(Kept("final norm input", rank.kept_norm(rank.sequence_tokens, model.hidden)))
-        return kept
+            entries.append(
+                Activation("final norm input", rank.norm_activation_bytes(rank.sequence_tokens, model.hidden))
+            )
+        return entries
 
-    def _kept_layers(self) -> tuple[list[Kept], int]:
+    def _layer_activations(self) -> tuple[list[Activation], int]:
         """List what is kept of decoder and MTP layers, and count the most bytes that are recomputed at one time."""
         model = self.model
-        states = model.rank.kept_states(model.hidden)
+        states = model.rank.hidden_state_bytes(model.hidden)
         layers = []
         if not model.is_trunk_frozen:
-            layers = [model.kept_layer(number) for number in self.layer_numbers]
-        kept, again = _recompute(model.setup, layers, states)
+            layers = [model.layer_activation_bytes(number) for number in self.layer_numbers]
+        trunk_bytes, again = _recompute(model.setup, layers, states)
         unroll = model.setup.heads.unroll
-        drafts = [total(model.kept_draft(draft)) for draft in range(self.num_mtp_layers * unroll)]
+        drafts = [total(model.draft_activations(draft)) for draft in range(self.num_mtp_layers * unroll)]
         # All steps of an unrolled layer share one checkpoint.
         mtp_layers = [sum(drafts[start : start + unroll]) for start in range(0, len(drafts), unroll)]
-        kept_of_mtp, again_of_mtp = _recompute(model.setup, mtp_layers, (1 + unroll) * states)
-        return [Kept("decoder layers", kept), Kept("MTP layers", kept_of_mtp)], max(again, again_of_mtp)
+        mtp_bytes, mtp_again = _recompute(model.setup, mtp_layers, (1 + unroll) * states)
+        return [Activation("decoder layers", trunk_bytes), Activation("MTP layers", mtp_bytes)], max(again, mtp_again)
 
 
 @dataclass(frozen=True)
 class ForwardPass:
     """Bytes of one forward pass of a virtual stage on one rank."""
 
-    entries: tuple[Kept, ...]
+    entries: tuple[Activation, ...]
     """Kept until its backward pass, without logits."""
     recomputed: int
     """The most that its backward pass computes again at one time."""
@@ -286,7 +290,7 @@ class ForwardPass:
     """Logits that are gone after a loss: of one loss before they are float32, or of one chunk of it."""
 
     @property
-    def kept(self) -> int:
+    def activation_bytes(self) -> int:
         """The sum of `entries`."""
         return total(self.entries)
 

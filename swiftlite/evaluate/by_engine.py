@@ -20,7 +20,7 @@ from swiftlite.evaluate.confidence import by_confidence
 
 
 @dataclass(frozen=True)
-class EngineFigures:
+class EngineStats:
     """The measurement of one engine.
 
     Attributes:
@@ -48,7 +48,7 @@ def by_engine(
     max_prompts: int,
     temperature: float = 0.0,
     confidences: Sequence[float] = (),
-) -> EngineFigures:
+) -> EngineStats:
     """Start the engine once, and let it answer.
 
     Args:
@@ -74,7 +74,7 @@ def by_engine(
         drawn, _ = _ask(engine, prompts, replace(greedy, temperature=temperature)) if temperature else ({}, [])
         counted, answers = _ask(engine, prompts, greedy)
         measured = by_confidence(engine, ids, greedy, confidences)
-        return EngineFigures(counted, drawn, answers, engine.num_speculative_tokens, measured)
+        return EngineStats(counted, drawn, answers, engine.num_speculative_tokens, measured)
     finally:
         engine.close()
 

@@ -9,17 +9,17 @@ from transformers import PreTrainedTokenizerBase
 from swiftlite.acceptance.report import named
 from swiftlite.acceptance.teacher_forced import ALL, teacher_forced
 from swiftlite.args.commands import EvaluateArgs
+from swiftlite.atomic import atomic_write, check_writable
 from swiftlite.data.dataset import Data
-from swiftlite.durable import check_writable, write_durably
 from swiftlite.engines.engine import EngineConfig
 from swiftlite.engines.index import ENGINES
-from swiftlite.engines.interrupt import ends_at_sigterm
+from swiftlite.engines.interrupt import raises_at_sigterm
 from swiftlite.engines.served_model import resolve_served
-from swiftlite.evaluate.by_engine import EngineFigures, by_engine
+from swiftlite.evaluate.by_engine import EngineStats, by_engine
 from swiftlite.evaluate.confidence import confidence_table
-from swiftlite.evaluate.figures import REPLAYED, ModelFigures, compare_with_engine, table
 from swiftlite.evaluate.page import evaluation_chart, evaluation_page
-from swiftlite.evaluate.places import place_tables
+from swiftlite.evaluate.position_tables import position_tables
+from swiftlite.evaluate.rates import REPLAYED, ModelFigures, compare_with_engine, table
 from swiftlite.evaluate.rows import load_rows
 from swiftlite.families.resolved import HfModel
 from swiftlite.hub.name import models_in
@@ -40,7 +40,7 @@ def run(args: EvaluateArgs) -> None:
     rows = {name: _read_rows(args, model) for name, model in models.items()}
     output_dir = Path(args.output_dir)
     check_writable("--output_dir", output_dir)
-    served: dict[str, EngineFigures] = {}
+    served: dict[str, EngineStats] = {}
     if args.infer_backend in ENGINES:
         for name, model in models.items():
             if model.heads.layers:
@@ -54,9 +54,9 @@ def run(args: EvaluateArgs) -> None:
             forced = teacher_forced(model, data.val, torch_dtype=args.torch_dtype, mesh=mesh)
             results[name] = {"teacher_forced": _without_walks(forced), "replayed": _walks(forced)}
             if name in served:
-                results[name] |= _beside_the_engine(args, model, served[name], mesh)
+                results[name] |= _compare_with_engine(args, model, served[name], mesh)
     print(table(results))
-    if by_place := place_tables(results):
+    if by_place := position_tables(results):
         print(f"\n{by_place}")
     report: dict[str, dict[str, Any]] = {
         name: {"directory": names[name], **measured} for name, measured in results.items()
@@ -65,9 +65,9 @@ def run(args: EvaluateArgs) -> None:
     if confidences:
         print(f"\n{confidence_table(confidences)}")
         report["model"]["by_draft_confidence"] = confidences
-    write_durably(output_dir / "evaluation.json", json.dumps(report, indent=2).encode() + b"\n")
-    write_durably(output_dir / "evaluation.svg", evaluation_chart(results))
-    write_durably(output_dir / "evaluation.html", render(evaluation_page(results, names, confidences)))
+    atomic_write(output_dir / "evaluation.json", json.dumps(report, indent=2).encode() + b"\n")
+    atomic_write(output_dir / "evaluation.svg", evaluation_chart(results))
+    atomic_write(output_dir / "evaluation.html", render(evaluation_page(results, names, confidences)))
     logger.info("%s, evaluation.svg and evaluation.html", output_dir / "evaluation.json")
 
 
@@ -84,7 +84,7 @@ def _read_rows(args: EvaluateArgs, model: HfModel) -> tuple[PreTrainedTokenizerB
     )
 
 
-def _serve(args: EvaluateArgs, model: HfModel, tokenizer: PreTrainedTokenizerBase, data: Data) -> EngineFigures:
+def _serve(args: EvaluateArgs, model: HfModel, tokenizer: PreTrainedTokenizerBase, data: Data) -> EngineStats:
     """Return the engine's answers and counts."""
     config = EngineConfig(
         model=model,
@@ -93,7 +93,7 @@ def _serve(args: EvaluateArgs, model: HfModel, tokenizer: PreTrainedTokenizerBas
         num_speculative_tokens=args.num_speculative_tokens,
         draws_drafts=args.temperature > 0,
     )
-    with ends_at_sigterm():  # the engine's processes end with this one
+    with raises_at_sigterm():  # the engine's processes end with this one
         return by_engine(
             args.infer_backend,
             config,
@@ -106,7 +106,7 @@ def _serve(args: EvaluateArgs, model: HfModel, tokenizer: PreTrainedTokenizerBas
         )
 
 
-def _beside_the_engine(args: EvaluateArgs, model: HfModel, served: EngineFigures, mesh: Mesh) -> ModelFigures:
+def _compare_with_engine(args: EvaluateArgs, model: HfModel, served: EngineStats, mesh: Mesh) -> ModelFigures:
     """Return the engine's counts and, if its drafts are those the heads were trained for, the replay of its answers."""
     engine = args.infer_backend
     counted = served.by_channel

@@ -8,8 +8,8 @@ from matplotlib import figure as mpl_figure
 from swiftlite.acceptance.report import AT_TEMPERATURE
 from swiftlite.acceptance.teacher_forced import ALL
 from swiftlite.evaluate.confidence import COLUMNS, confidence_rows
-from swiftlite.evaluate.figures import REPLAYED, ModelFigures, in_words, rates
-from swiftlite.evaluate.places import place_sections
+from swiftlite.evaluate.position_tables import position_sections
+from swiftlite.evaluate.rates import REPLAYED, ModelFigures, describe, rates
 from swiftlite.report.figure import Bars, as_svg, draw_bars, share
 from swiftlite.report.page import Figure, Page, Section, Table, Tile
 
@@ -38,10 +38,10 @@ def evaluation_page(
         found = {name: _first(figures, method) for name, figures in results.items()}
         before = found.get("baseline")
         note = "" if before is None else f"{share(before)} in the baseline"
-        tiles.append(Tile(f"{in_words(method)}, depth 1", share(found["model"]), note))
+        tiles.append(Tile(f"{describe(method)}, depth 1", share(found["model"]), note))
     sections = [
         Section(
-            in_words(method).capitalize(),
+            describe(method).capitalize(),
             _meaning(method),
             figures=_figures(results, method),
             tables=[_table(results, method)],
@@ -54,7 +54,7 @@ def evaluation_page(
     lead = f"How often the heads of {directories['model']} are right"
     if "baseline" in directories:
         lead += f", beside those of {directories['baseline']}"
-    return Page("Evaluation of heads", f"{lead}.", tiles, [*sections, *place_sections(results)])
+    return Page("Evaluation of heads", f"{lead}.", tiles, [*sections, *position_sections(results)])
 
 
 def evaluation_chart(results: Mapping[str, ModelFigures]) -> bytes:
@@ -73,7 +73,7 @@ def evaluation_chart(results: Mapping[str, ModelFigures]) -> bytes:
         for number, (label, heights) in enumerate(bars.items()):
             axis.bar([place + number * width for place in range(len(channels))], heights, width, label=label)
         axis.set_xticks([place + 0.4 - width / 2 for place in range(len(channels))], channels)
-        axis.set(title=in_words(method), ylabel="accepted, %", ylim=(0, 100))
+        axis.set(title=describe(method), ylabel="accepted, %", ylim=(0, 100))
         axis.legend(fontsize="small")
     return as_svg(chart)
 
@@ -118,7 +118,7 @@ def _figures(results: Mapping[str, ModelFigures], method: str) -> list[Figure]:
         for name, shares in by_name.items():
             heights = [each[number] if number < len(each) else None for each in shares]
             bars.append(Bars(name, heights))
-        title = f"{in_words(method).capitalize()}, depth {number + 1}"
+        title = f"{describe(method).capitalize()}, depth {number + 1}"
         drawn.append(draw_bars(f"{method}-{number + 1}", title, channels, bars, what="channel", y="accepted"))
     return drawn
 

@@ -54,16 +54,16 @@ def write(
     MTP heads, whatever of them learned, are written whole: the heads' adapters are added to their weights.
     """
     rows = _trunk_rows(hf_model)
-    of_trunk = gather_adapters(chunks, lora, rows)
+    trunk_tensors = gather_adapters(chunks, lora, rows)
     saved = gather_saved(chunks, lora, rows)
-    of_heads: dict[str, torch.Tensor] = {}
+    head_tensors: dict[str, torch.Tensor] = {}
     with merged(chunks):
         for bucket in stream_hf(chunks, hf_model.family, hf_model.config, "heads"):
-            of_heads |= bucket
+            head_tensors |= bucket
     if dist.get_rank() == 0:
-        write_adapter(directory, lora, base, of_trunk, saved)
+        write_adapter(directory, lora, base, trunk_tensors, saved)
         if heads.layers:
-            write_heads(directory, base, of_heads, heads, hf_model.config["model_type"])
+            write_heads(directory, base, head_tensors, heads, hf_model.config["model_type"])
 
 
 def _trunk_rows(hf_model: HfModel) -> list[Row]:

@@ -13,12 +13,12 @@ import yaml
 from swiftlite.acceptance.report import ACCEPTANCE_FILE, read_acceptance
 from swiftlite.args.data_file import split_sample
 from swiftlite.errors import clip
-from swiftlite.export.origin import Origin
+from swiftlite.export.provenance import Provenance
 from swiftlite.heads import Heads
 from swiftlite.hub.name import HubName
 
 
-def model_card(repository: str, origin: Origin, heads: Heads, measured: Path | None) -> str:
+def model_card(repository: str, provenance: Provenance, heads: Heads, measured: Path | None) -> str:
     """The text of README.md.
 
     Args:
@@ -27,34 +27,34 @@ def model_card(repository: str, origin: Origin, heads: Heads, measured: Path | N
             where they are another's, or draft other tokens than they did there.
     """
     sections = [
-        _front_matter(origin, heads),
+        _front_matter(provenance, heads),
         f"# {repository}\n",
-        f"{_what_it_is(origin, heads)}\n",
+        f"{_what_it_is(provenance, heads)}\n",
         *(_acceptance(measured) if measured else ()),
         *_serving(repository, heads),
     ]
     return "\n".join(sections).rstrip() + "\n"
 
 
-def _front_matter(origin: Origin, heads: Heads) -> str:
+def _front_matter(provenance: Provenance, heads: Heads) -> str:
     """Metadata for the hub's pages and search."""
     fields: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
-    if isinstance(origin.model, HubName):
-        fields["base_model"] = origin.model.repository
-    datasets = [name.repository for name in origin.datasets if isinstance(name, HubName)]
+    if isinstance(provenance.model, HubName):
+        fields["base_model"] = provenance.model.repository
+    datasets = [name.repository for name in provenance.datasets if isinstance(name, HubName)]
     if datasets:
         fields["datasets"] = sorted(set(datasets))
     fields["tags"] = ["swiftlite", "multi-token-prediction", "speculative-decoding"] if heads.layers else ["swiftlite"]
     return f"---\n{yaml.safe_dump(fields, sort_keys=False)}---\n"
 
 
-def _what_it_is(origin: Origin, heads: Heads) -> str:
+def _what_it_is(provenance: Provenance, heads: Heads) -> str:
     """Model, data and heads, a line each."""
-    lines = [f"- Base model: {_shown(origin.model, origin.commits)}"]
-    data = ", ".join(_shown(name, origin.commits) for name in origin.datasets)
+    lines = [f"- Base model: {_shown(provenance.model, provenance.commits)}"]
+    data = ", ".join(_shown(name, provenance.commits) for name in provenance.datasets)
     lines.append(f"- Data: {data or 'random tokens'}")
-    trained = ", of the heads alone: the trunk is unchanged" if origin.heads_only else ""
-    lines.append(f"- Steps: {origin.steps}{trained}")
+    trained = ", of the heads alone: the trunk is unchanged" if provenance.heads_only else ""
+    lines.append(f"- Steps: {provenance.steps}{trained}")
     if heads.layers:
         drafts = f"{heads.drafts} token{'s' if heads.drafts > 1 else ''}"
         lines.append(f"- Multi-Token Prediction heads: depth {heads.layers}, which draft {drafts} a step")

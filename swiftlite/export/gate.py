@@ -5,7 +5,7 @@ from pathlib import Path
 from swiftlite.acceptance.teacher_forced import ALL, teacher_forced
 from swiftlite.args.commands import ExportArgs
 from swiftlite.errors import UserError
-from swiftlite.evaluate.figures import rates
+from swiftlite.evaluate.rates import rates
 from swiftlite.evaluate.rows import load_rows
 from swiftlite.families.resolved import HfModel, resolve
 from swiftlite.log import logger

@@ -11,19 +11,19 @@ import torch
 import torch.distributed as dist
 
 from swiftlite.args.commands import ExportArgs
+from swiftlite.atomic import fsync_tree, sync
 from swiftlite.bridge.adapters.files import AdapterBase
 from swiftlite.bridge.audit import audit_hf, mtp_keys
 from swiftlite.bridge.hf_config import dtype_change, write_patched
 from swiftlite.bridge.rows import shapes_of
 from swiftlite.bridge.tensors import describe, some
 from swiftlite.bridge.transfer import WeightsReport, graft_heads, save_hf
-from swiftlite.durable import flush_to_disk, sync
 from swiftlite.errors import UserError
 from swiftlite.export import adapter
 from swiftlite.export.card import model_card
 from swiftlite.export.draft_vocab import restrict_heads
 from swiftlite.export.gate import check_acceptance
-from swiftlite.export.origin import origin_of
+from swiftlite.export.provenance import provenance_of
 from swiftlite.families.resolved import HfModel, resolve
 from swiftlite.heads import Heads, depth_key
 from swiftlite.heads.draft_vocab import TOKEN_MAP_FILE
@@ -75,7 +75,7 @@ def to_hf(args: ExportArgs, mesh: Mesh) -> None:
     """
     checkpoint = resolve_checkpoint(Path(args.model))
     check_source(checkpoint.parent)
-    origin = origin_of(checkpoint) if args.push_to_hub else None
+    provenance = provenance_of(checkpoint) if args.push_to_hub else None
     hf_model = resolve(checkpoint.parent / "source")
     graft_from = _resolve_graft(args)
     state = read_state(checkpoint)
@@ -112,9 +112,9 @@ def to_hf(args: ExportArgs, mesh: Mesh) -> None:
         if dist.get_rank() == 0:
             _audit(writing, hf_model, dtypes)
             check_acceptance(args, writing, args.torch_dtype or state["torch_dtype"], mesh)
-            if args.push_to_hub and origin:
+            if args.push_to_hub and provenance:
                 measured = checkpoint.parent if _has_measured_heads(args, checkpoint) else None
-                card = model_card(args.push_to_hub, origin, heads, measured)
+                card = model_card(args.push_to_hub, provenance, heads, measured)
                 (writing / "README.md").write_text(card, encoding="utf-8")
     family = hf_model.family.name
     logger.info("wrote %s: %s with %d MTP layers, from %s", output_dir, family, heads.layers, checkpoint)
@@ -246,7 +246,7 @@ def _whole_or_absent(output_dir: Path) -> Iterator[Path]:
                     result.rmdir()  # an empty one; where it is a mount point, that shows now
             yield writing
             with _named(output_dir):
-                flush_to_disk(writing)
+                fsync_tree(writing)
                 writing.rename(result)
                 sync(result.parent)
         finally:

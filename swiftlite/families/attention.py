@@ -91,10 +91,10 @@ class GroupedQueryAttention:
         _, keys = self._widths(rank)
         return rank.itemsize * rank.tokens * 2 * keys
 
-    def kept_input(self, rank: Rank) -> int:
-        return rank.kept_input(rank.sequence_tokens, self.hidden)
+    def input_activation_bytes(self, rank: Rank) -> int:
+        return rank.input_activation_bytes(rank.sequence_tokens, self.hidden)
 
-    def kept(self, rank: Rank) -> int:
+    def activation_bytes(self, rank: Rank) -> int:
         queries, keys = self._widths(rank)
         if rank.cp > 1:
             # Queries and the result; keys and values of all context-parallel ranks are in separate tensors.
@@ -102,13 +102,13 @@ class GroupedQueryAttention:
         else:
             # Queries, keys and the result; the values are a view of what the projection made, so all of that stays.
             core = 2 * queries + keys + (queries * (1 + self.output_gate) + 2 * keys)
-        kept = rank.itemsize * rank.tokens * core
+        num_bytes = rank.itemsize * rank.tokens * core
         if self.output_gate:
-            kept += rank.tokens * 2 * queries * rank.itemsize  # its sigmoid, and the product
-        kept += _softmax_statistics(rank, self.heads)
+            num_bytes += rank.tokens * 2 * queries * rank.itemsize  # its sigmoid, and the product
+        num_bytes += _softmax_statistics(rank, self.heads)
         if self.qk_norm:
-            kept += self._kept_norms(rank)
-        return kept
+            num_bytes += self._qk_norm_bytes(rank)
+        return num_bytes
 
     def _widths(self, rank: Rank) -> tuple[int, int]:
         """Return the channels of queries and of keys on a rank; values have the same number as keys."""
@@ -118,13 +118,15 @@ class GroupedQueryAttention:
         queries, keys = self._widths(rank)
         return (2 * (queries + keys) + self.output_gate * queries) * self.hidden
 
-    def _kept_norms(self, rank: Rank) -> int:
+    def _qk_norm_bytes(self, rank: Rank) -> int:
         _, keys = self._widths(rank)
         heads, groups = self.heads // rank.tp, self.groups // rank.tp
-        kept = rank.kept_norm(rank.tokens * heads, self.head_dim) + rank.kept_norm(rank.tokens * groups, self.head_dim)
+        num_bytes = rank.norm_activation_bytes(rank.tokens * heads, self.head_dim) + rank.norm_activation_bytes(
+            rank.tokens * groups, self.head_dim
+        )
         if not (rank.copies_norm_inputs or rank.copies_views) and rank.cp == 1:
-            kept -= rank.tokens * keys * rank.itemsize  # the norm's input and the values are views of one tensor
-        return kept
+            num_bytes -= rank.tokens * keys * rank.itemsize  # the norm's input and the values are views of one tensor
+        return num_bytes
 
 
 @dataclass(frozen=True)
@@ -221,20 +223,22 @@ class LatentAttention:
     def gathered(self, rank: Rank) -> int:
         return rank.itemsize * rank.tokens * self._key_latents
 
-    def kept_input(self, rank: Rank) -> int:
+    def input_activation_bytes(self, rank: Rank) -> int:
         """The down-projections are never of low precision; queries that are projected directly are."""
         is_kept_twice = rank.quantised is not None and self.q_lora_rank is None
-        return rank.kept_states(self.hidden) + is_kept_twice * rank.kept_input(rank.sequence_tokens, self.hidden)
+        return rank.hidden_state_bytes(self.hidden) + is_kept_twice * rank.input_activation_bytes(
+            rank.sequence_tokens, self.hidden
+        )
 
-    def kept(self, rank: Rank) -> int:
+    def activation_bytes(self, rank: Rank) -> int:
         heads = self.heads // rank.tp
         tokens = rank.sequence_tokens
         # Every context-parallel rank unfolds keys and values of the whole row from its latent.
-        of_query, of_key = (
-            rank.kept_norm(tokens, size) + rank.kept_input(tokens, size) if size else 0
+        grad_query, grad_key = (
+            rank.norm_activation_bytes(tokens, size) + rank.input_activation_bytes(tokens, size) if size else 0
             for size in (self.q_lora_rank, self.kv_lora_rank)
         )
-        down = of_query + rank.cp * of_key
+        down = grad_query + rank.cp * grad_key
         # A fused kernel keeps copies of queries, and of keys and values of all context-parallel ranks.
         # On a CPU that takes equal sizes of keys and values; others keep the matrix of scores there.
         up = heads * (self._key_size + rank.cp * (self._key_size + self.v_head_dim))

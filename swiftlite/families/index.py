@@ -107,7 +107,7 @@ def _countable(family: Family, hf_config: HfConfig) -> Architecture | None:
             layer.parameters(Rank())
         for part in architecture.sublayers:
             part.parameters(Rank())
-            part.kept(Rank())
+            part.activation_bytes(Rank())
     except (KeyError, IndexError, TypeError, ZeroDivisionError):  # a size or a layer is missing, or not a number
         return None
     return architecture

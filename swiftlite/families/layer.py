@@ -43,11 +43,11 @@ class Sublayer(Protocol):
         """Multiply-adds of a forward pass for each token, on all ranks together; without those of pairs."""
         ...
 
-    def kept_input(self, rank: Rank) -> int:
+    def input_activation_bytes(self, rank: Rank) -> int:
         """Return the bytes of the input that autograd saves on a rank."""
         ...
 
-    def kept(self, rank: Rank) -> int:
+    def activation_bytes(self, rank: Rank) -> int:
         """Return the bytes that autograd saves on a rank for the backward pass, apart from the input."""
         ...
 
@@ -146,8 +146,8 @@ class Layer:
         """Multiply-adds of a forward pass for each token, without those of pairs of tokens."""
         return self.attention.macs_per_token() + self.mlp.macs_per_token()
 
-    def kept(self, rank: Rank) -> int:
+    def activation_bytes(self, rank: Rank) -> int:
         """Bytes that autograd keeps on a rank: two norms, the input of each half, and what the halves keep."""
-        norms = 2 * rank.kept_norm(rank.sequence_tokens, self.attention.hidden)
-        inputs = self.attention.kept_input(rank) + self.mlp.kept_input(rank)
-        return norms + inputs + self.attention.kept(rank) + self.mlp.kept(rank)
+        norms = 2 * rank.norm_activation_bytes(rank.sequence_tokens, self.attention.hidden)
+        inputs = self.attention.input_activation_bytes(rank) + self.mlp.input_activation_bytes(rank)
+        return norms + inputs + self.attention.activation_bytes(rank) + self.mlp.activation_bytes(rank)

@@ -116,10 +116,10 @@ class GatedDeltaNet:
         keys, values = self._widths(rank)
         return rank.itemsize * rank.tokens * (2 * keys + 2 * values + 2 * self.value_heads // rank.tp)
 
-    def kept_input(self, rank: Rank) -> int:
-        return rank.kept_states(self.hidden)
+    def input_activation_bytes(self, rank: Rank) -> int:
+        return rank.hidden_state_bytes(self.hidden)
 
-    def kept(self, rank: Rank) -> int:
+    def activation_bytes(self, rank: Rank) -> int:
         """Bytes saved by torch; the CUDA kernels save less."""
         keys, values = self._widths(rank)
         heads, groups = self.value_heads // rank.tp, self.key_heads // rank.tp
@@ -132,10 +132,10 @@ class GatedDeltaNet:
         if "core_attn" in rank.recomputed:
             rule = heads * (2 * FLOAT32 * self.key_head_dim + FLOAT32 + rank.itemsize) + rank.itemsize * values
         else:
-            rule = FLOAT32 * heads * self._kept_by_rule()
+            rule = FLOAT32 * heads * self._delta_rule_bytes()
         return rank.tokens * rank.cp * (mixed + gated + per_head + rule)  # context-parallel ranks compute whole rows
 
-    def _kept_by_rule(self) -> int:
+    def _delta_rule_bytes(self) -> int:
         """Numbers that the rule keeps of a token for each value head."""
         key, value = self.key_head_dim, self.value_head_dim
         return 6 * key + 3 * value + 6 * CHUNK + 2 * key * value // CHUNK + 4

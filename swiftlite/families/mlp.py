@@ -55,13 +55,13 @@ class Mlp:
     def macs_per_token(self) -> int:
         return _matrices(self.hidden, self.ffn)
 
-    def kept_input(self, rank: Rank) -> int:
+    def input_activation_bytes(self, rank: Rank) -> int:
         if "mlp" in rank.recomputed:
-            return rank.kept_states(self.hidden)
-        return rank.kept_input(rank.sequence_tokens, self.hidden)
+            return rank.hidden_state_bytes(self.hidden)
+        return rank.input_activation_bytes(rank.sequence_tokens, self.hidden)
 
-    def kept(self, rank: Rank) -> int:
-        return 0 if "mlp" in rank.recomputed else _kept_gated(rank, self.ffn // rank.tp)
+    def activation_bytes(self, rank: Rank) -> int:
+        return 0 if "mlp" in rank.recomputed else _gated_activation_bytes(rank, self.ffn // rank.tp)
 
 
 @dataclass(frozen=True)
@@ -142,12 +142,14 @@ class MixtureOfExperts:
         chosen = self.topk * _matrices(self.hidden, self.ffn)
         return router + chosen + _matrices(self.hidden, self.shared_ffn) + self.shared_gate * self.hidden
 
-    def kept_input(self, rank: Rank) -> int:
+    def input_activation_bytes(self, rank: Rank) -> int:
         """The router's, which is never of low precision; shared experts then keep another."""
         is_kept_twice = rank.quantised is not None and self.shared_ffn > 0 and "moe" not in rank.recomputed
-        return rank.kept_states(self.hidden) + is_kept_twice * rank.kept_input(rank.sequence_tokens, self.hidden)
+        return rank.hidden_state_bytes(self.hidden) + is_kept_twice * rank.input_activation_bytes(
+            rank.sequence_tokens, self.hidden
+        )
 
-    def kept(self, rank: Rank) -> int:
+    def activation_bytes(self, rank: Rank) -> int:
         """Assume that the router gives every rank the same number of tokens."""
         if "moe" in rank.recomputed:
             return 0
@@ -162,7 +164,7 @@ class MixtureOfExperts:
             # Each pass quantizes their weights again and stores them (`model/layers/te.py`).
             experts += int(self.experts // rank.ep * _matrices(self.hidden, ffn) * rank.quantised.weights)
         gate = self.shared_gate * rank.tokens * (self.hidden + 2) * rank.itemsize  # output and score, before they meet
-        return scores + experts + _kept_gated(rank, self.shared_ffn // rank.tp) + gate
+        return scores + experts + _gated_activation_bytes(rank, self.shared_ffn // rank.tp) + gate
 
 
 def gated_rows(hf_prefix: str, hidden: int, ffn: int, mcore_prefix: str | None = None) -> list[Row]:
@@ -184,6 +186,8 @@ def _matrices(hidden: int, ffn: int) -> int:
     return 3 * hidden * ffn
 
 
-def _kept_gated(rank: Rank, ffn: int) -> int:
+def _gated_activation_bytes(rank: Rank, ffn: int) -> int:
     """Gate and up in one tensor, the gate's activation unless it is fused, and the product, an input."""
-    return rank.tokens * (2 if rank.is_fused else 3) * ffn * rank.itemsize + rank.kept_input(rank.tokens, ffn)
+    return rank.tokens * (2 if rank.is_fused else 3) * ffn * rank.itemsize + rank.input_activation_bytes(
+        rank.tokens, ffn
+    )

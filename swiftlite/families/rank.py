@@ -68,15 +68,15 @@ class Rank:
         """Whether norms save their input in float32 in addition to the original one."""
         return self.itemsize < FLOAT32 and not self.is_fused
 
-    def kept_states(self, width: int) -> int:
+    def hidden_state_bytes(self, width: int) -> int:
         """Bytes of one state of `width` numbers for each of `sequence_tokens`."""
         return self.sequence_tokens * width * self.itemsize
 
-    def kept_input(self, tokens: int, width: int) -> int:
+    def input_activation_bytes(self, tokens: int, width: int) -> int:
         """Bytes that a linear layer keeps of its input for the gradient of its weight."""
         return int(tokens * width * (self.quantised.copy if self.quantised else self.itemsize))
 
-    def kept_norm(self, tokens: int, width: int) -> int:
+    def norm_activation_bytes(self, tokens: int, width: int) -> int:
         """Bytes that a norm keeps: its input in float32, the scale, and the result before the weight; a fused one its
         input as it is, and the scale."""
         if self.is_fused:

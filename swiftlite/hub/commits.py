@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from swiftlite.durable import write_durably
+from swiftlite.atomic import atomic_write
 from swiftlite.errors import UserError
 from swiftlite.hub.name import HubName
 from swiftlite.json_file import read_json
@@ -47,7 +47,7 @@ def write_commits(run_dir: Path, names: Iterable[HubName]) -> None:
     """Write the commits of the names in a run's args.json next to it; write no file if none of them has a commit."""
     commits = {name.key: known()[name.key] for name in names if name.key in known()}
     if commits:
-        write_durably(run_dir / COMMITS_FILE, json.dumps(commits, indent=2).encode() + b"\n")
+        atomic_write(run_dir / COMMITS_FILE, json.dumps(commits, indent=2).encode() + b"\n")
 
 
 def read_commits(run_dir: Path) -> dict[str, str]:

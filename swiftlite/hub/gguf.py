@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from filelock import FileLock
 
-from swiftlite.durable import flush_to_disk, sync
+from swiftlite.atomic import fsync_tree, sync
 from swiftlite.errors import UserError, reason_of
 from swiftlite.log import logger
 
@@ -89,7 +89,7 @@ def _write_whole(file: Path, directory: Path, writing: Path, write: Callable[[Pa
     try:
         writing.mkdir()
         write(file, writing)
-        flush_to_disk(writing)
+        fsync_tree(writing)
         writing.rename(directory)
         sync(directory.parent)
     finally:

@@ -55,11 +55,14 @@ def build_config(
     recompute = recompute or RecomputeArgs()
     moe = moe or MoeArgs()
     config_class = MLATransformerConfig if mcore_config.get("multi_latent_attention") else TransformerConfig
-    of_architecture: dict[str, Any] = {**mcore_config, "activation_func": _ACTIVATIONS[mcore_config["activation_func"]]}
+    architecture_fields: dict[str, Any] = {
+        **mcore_config,
+        "activation_func": _ACTIVATIONS[mcore_config["activation_func"]],
+    }
     is_interleaved = num_virtual_stages(layout) is not None
     is_full = recompute.recompute_granularity == "full"
     return config_class(
-        **of_architecture,
+        **architecture_fields,
         mtp_num_layers=mtp_num_layers or None,
         tensor_model_parallel_size=layout.tensor_model_parallel_size,
         sequence_parallel=layout.sequence_parallel,

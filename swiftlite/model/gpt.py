@@ -369,7 +369,7 @@ class GPTModel(McoreGPTModel):
 
         Returns:
             The trunk's states [S, B, H]; from the final norm on, if heads read the state before it, both in wire form
-            [2S, B, H] (`norm.keeping`).
+            [2S, B, H] (`norm.returning_input`).
         """
         # megatron-core hands both masks to every layer. Attention here is always causal and routers mask nothing, so
         # they carry the KV cache and the router targets.

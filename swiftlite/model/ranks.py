@@ -9,7 +9,7 @@ from swiftlite.model.context_parallel import unshard_sequence
 from swiftlite.runtime.mesh import Mesh
 
 
-def whole_rows(tensor_BS: torch.Tensor, mesh: Mesh, cu_seqlens: torch.Tensor | None = None) -> torch.Tensor:
+def all_gather_rows(tensor_BS: torch.Tensor, mesh: Mesh, cu_seqlens: torch.Tensor | None = None) -> torch.Tensor:
     """Gather rows that are split over context-parallel ranks on each of them.
 
     Args:
@@ -22,14 +22,14 @@ def whole_rows(tensor_BS: torch.Tensor, mesh: Mesh, cu_seqlens: torch.Tensor | N
     return unshard_sequence(parts, -1, cu_seqlens)
 
 
-def from_last_stage(tensor: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+def broadcast_from_last_stage(tensor: torch.Tensor, mesh: Mesh) -> torch.Tensor:
     """Broadcast this tensor from the last pipeline stage to all stages, in place."""
     if mesh.pp.size() > 1:
         dist.broadcast(tensor, group=mesh.pp, group_src=mesh.pp.size() - 1)
     return tensor
 
 
-def sum_up(parts: Sequence[torch.Tensor], shape: tuple[int, ...], mesh: Mesh) -> torch.Tensor:
+def all_reduce_sum(parts: Sequence[torch.Tensor], shape: tuple[int, ...], mesh: Mesh) -> torch.Tensor:
     """Add up the statistics of all micro-batches of all ranks; the sum is on the CPU of every rank.
 
     Args:
@@ -40,17 +40,17 @@ def sum_up(parts: Sequence[torch.Tensor], shape: tuple[int, ...], mesh: Mesh) ->
     for part in parts:
         sums += part
     dist.all_reduce(sums, group=mesh.dp_cp)
-    return from_last_stage(sums, mesh).cpu()
+    return broadcast_from_last_stage(sums, mesh).cpu()
 
 
-def to_all_ranks(tensor: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+def broadcast_from_mesh(tensor: torch.Tensor, mesh: Mesh) -> torch.Tensor:
     """Broadcast this tensor from the ranks of a mesh to all ranks of the job, in place; collective over the job."""
     if len(mesh.ranks) < dist.get_world_size():
         dist.broadcast(tensor, src=mesh.ranks[0])
     return tensor
 
 
-def largest(value: int, mesh: Mesh, group: dist.ProcessGroup | None = None) -> int:
+def all_reduce_max(value: int, mesh: Mesh, group: dist.ProcessGroup | None = None) -> int:
     """The largest value that any rank of the group (unset: of all) has."""
     number = torch.tensor(value, device=mesh.device.torch_device)
     dist.all_reduce(number, op=dist.ReduceOp.MAX, group=group)

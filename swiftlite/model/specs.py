@@ -157,7 +157,7 @@ def decoder_spec(
     config: TransformerConfig, layers: Sequence[Layer], drafting: Drafting, modules: Modules = LOCAL
 ) -> TransformerBlockSubmodules:
     """The trunk, or the pipeline stage of it that holds these decoder layers."""
-    norm = modules.keeping_norm if config.mtp_num_layers and drafting.takes_before_norm else modules.norm
+    norm = modules.norm_returning_input if config.mtp_num_layers and drafting.takes_before_norm else modules.norm
     return TransformerBlockSubmodules(
         layer_specs=[decoder_layer_spec(layer, modules) for layer in layers], layer_norm=ModuleSpec(module=norm)
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 from swiftlite.args.commands import ExportArgs
 from swiftlite.args.config import near
-from swiftlite.bridge.hf_config import as_asked
+from swiftlite.bridge.hf_config import with_architecture_names
 from swiftlite.errors import UserError
 from swiftlite.families.architecture import Architecture
 from swiftlite.families.index import known_architecture
@@ -91,7 +91,7 @@ def read_hf_config(directory: Path) -> dict[str, Any]:
         return {}
     if not isinstance(content, dict):
         return {}
-    return as_asked(content, directory)
+    return with_architecture_names(content, directory)
 
 
 def config_directory(model: Path) -> Path:

@@ -153,11 +153,11 @@ def states_sent(
         num_drafts: number of drafts of the heads; 0 without heads.
     """
     per_stage = decoder_layers_per_stage(layout, num_layers)
-    of_heads = len(per_stage) - layout.pipeline_model_parallel_size + mtp_pipeline_rank(layout)
+    heads_stage = len(per_stage) - layout.pipeline_model_parallel_size + mtp_pipeline_rank(layout)
     sent = []
     for stage in range(len(per_stage) - 1):
         has_norm = not any(per_stage[stage + 1 :])
-        if num_drafts and stage >= of_heads:
+        if num_drafts and stage >= heads_stage:
             sent.append(1 + num_drafts)
         else:
             sent.append(2 if num_drafts and heads_take_before_norm and has_norm else 1)

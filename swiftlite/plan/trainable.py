@@ -44,7 +44,7 @@ def _everything(name: str) -> bool:
     return True
 
 
-def is_of_heads(name: str) -> bool:
+def is_head_parameter(name: str) -> bool:
     """Whether a parameter belongs to the MTP heads."""
     return name.startswith("mtp.")
 
@@ -52,7 +52,7 @@ def is_of_heads(name: str) -> bool:
 WHOLE_MODEL = Trainable(_everything, "the whole model")
 JOINT = Trainable(_everything, "trunk and MTP heads together")
 HEADS_ONLY = Trainable(
-    is_of_heads, "MTP heads alone, the trunk stays bit for bit", "--mtp_mode heads_only", freezes_trunk=True
+    is_head_parameter, "MTP heads alone, the trunk stays bit for bit", "--mtp_mode heads_only", freezes_trunk=True
 )
 
 
@@ -72,13 +72,13 @@ def trainable_of(args: SftArgs, heads: Heads, lora: Lora | None = None, saved: C
 
 
 def _adapters(lora: Lora, heads: Heads, saved: Collection[str]) -> Trainable:
-    of_any_layer = {numberless(name) for name in saved}
+    layer_patterns = {numberless(name) for name in saved}
     learns_in_heads = lora.heads == "full"
 
     def learns(name: str) -> bool:
-        if is_adapter(name) or numberless(name) in of_any_layer:
+        if is_adapter(name) or numberless(name) in layer_patterns:
             return True
-        return learns_in_heads and is_of_heads(name)
+        return learns_in_heads and is_head_parameter(name)
 
     return Trainable(learns, _words(lora, heads), "--tuner_type lora", freezes_trunk=not lora.on_trunk)
 
@@ -86,12 +86,16 @@ def _adapters(lora: Lora, heads: Heads, saved: Collection[str]) -> Trainable:
 def _words(lora: Lora, heads: Heads) -> str:
     """Return the description of the trained parameters for the plan."""
     adapters = f"adapters of rank {lora.rank} beside {', '.join(lora.targets)}"
-    of_heads = {"full": "MTP heads in full", "lora": "adapters in the MTP heads too", "frozen": "the MTP heads stay"}
+    descriptions = {
+        "full": "MTP heads in full",
+        "lora": "adapters in the MTP heads too",
+        "frozen": "the MTP heads stay",
+    }
     words = [adapters if lora.on_trunk else f"in the MTP heads alone {adapters}"]
     if lora.saved:
         words.append(f"{', '.join(lora.saved)} in full")
     if heads.layers and lora.on_trunk:
-        words.append(of_heads[lora.heads])
+        words.append(descriptions[lora.heads])
     return "; ".join(words)
 
 

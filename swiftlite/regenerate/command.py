@@ -8,20 +8,20 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from swiftlite.args.commands import RegenerateArgs
+from swiftlite.atomic import atomic_write, check_writable
 from swiftlite.data.dataset import load_prompts
 from swiftlite.data.rows.conversation import Conversation
-from swiftlite.durable import check_writable, write_durably
-from swiftlite.engines.interrupt import ends_at_sigterm
+from swiftlite.engines.interrupt import raises_at_sigterm
 from swiftlite.engines.prompts import encode_prompt, sequence_length
 from swiftlite.engines.served_model import resolve_served
 from swiftlite.errors import UserError
 from swiftlite.log import logger
-from swiftlite.regenerate.ask import ask_all, names_of, read_answers
 from swiftlite.regenerate.dialogue import Dialogues, answered_turns, distinct, longest_prompt
-from swiftlite.regenerate.report import in_words, make_report
+from swiftlite.regenerate.generate import generate_all, names_of, read_answers
+from swiftlite.regenerate.report import make_report, summary_line
 from swiftlite.regenerate.rows import NumberedRow, gold_rows, make_rows
 from swiftlite.serve.answers import AnswersFile, as_line, describe
-from swiftlite.serve.infer import engine_config, read_for_asking, says_how_to_go_on, summary
+from swiftlite.serve.infer import engine_config, logs_how_to_resume, read_for_asking, summary
 
 ANSWERS, DATASET, REPORT = "answers.jsonl", "dataset.jsonl", "report.json"
 
@@ -49,20 +49,20 @@ def run(args: RegenerateArgs) -> None:
     output_dir = Path(args.output_dir)
     _check_output_dir(output_dir)
     with (
-        ends_at_sigterm(),
+        raises_at_sigterm(),
         AnswersFile(output_dir / ANSWERS, names_of(dialogues), made_with, "--output_dir") as file,
     ):
         if file.num_answers and file.missing:
             logger.info("%s; only the others are generated", file)
         read_answers(file, dialogues)
-        with says_how_to_go_on(file):
-            result = ask_all(args.infer_backend, config, dialogues, file, template, sampling)
+        with logs_how_to_resume(file):
+            result = generate_all(args.infer_backend, config, dialogues, file, template, sampling)
         file.finish()
         for line in summary(result) if result else []:
             logger.info("%s", line)
         rows = make_rows(dialogues, gold, args.gold_fraction, args.seed)
         report = make_report(dialogues, rows, chats, len(asking))
-        for line in in_words(report, args):
+        for line in summary_line(report, args):
             logger.info("%s", line)
         if not rows.regenerated:
             raise UserError("no answer is left to make a row of", "see above what became of them")
@@ -103,7 +103,7 @@ def _check_output_dir(directory: Path) -> None:
 
 def _write(path: Path, content: bytes) -> None:
     try:
-        write_durably(path, content)
+        atomic_write(path, content)
     except OSError as error:
         problem = f"--output_dir: {path} cannot be written: {error.strerror}"
         raise UserError(problem, "make room and run the same command: all answers are there") from None

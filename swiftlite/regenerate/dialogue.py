@@ -61,7 +61,7 @@ def answered_turns(chat: Conversation) -> list[int]:
     return turns
 
 
-def prompt_behind(chat: Conversation, answers: Sequence[str]) -> Conversation:
+def prompt_after(chat: Conversation, answers: Sequence[str]) -> Conversation:
     """Return the next prompt after these answers to the first turns of a conversation.
 
     The model's answers are trained. Other assistant turns, tool calls, are not, because the model did not generate
@@ -82,7 +82,7 @@ def prompt_behind(chat: Conversation, answers: Sequence[str]) -> Conversation:
 def longest_prompt(chat: Conversation) -> Conversation:
     """The prompt of a conversation's last turn, with the row's own answers to the turns before it."""
     turns = answered_turns(chat)
-    return prompt_behind(chat, [chat.messages[place]["content"] for place in turns[:-1]])
+    return prompt_after(chat, [chat.messages[place]["content"] for place in turns[:-1]])
 
 
 def distinct(chats: Mapping[int, Conversation]) -> dict[int, Conversation]:
@@ -93,7 +93,7 @@ def distinct(chats: Mapping[int, Conversation]) -> dict[int, Conversation]:
     """
     found: dict[str, int] = {}
     for row, chat in chats.items():
-        asked = prompt_behind(chat, [""] * (len(answered_turns(chat)) - 1))
+        asked = prompt_after(chat, [""] * (len(answered_turns(chat)) - 1))
         found.setdefault(json.dumps([asked.messages, asked.tools], sort_keys=True), row)
     return {row: chats[row] for row in found.values()}
 
@@ -131,7 +131,7 @@ class Dialogues:
         """Row and answer of every conversation."""
         return itertools.product(self.chats, range(self._num_answers))
 
-    def said(self, row: int, answer: int) -> list[RegeneratedTurn]:
+    def turns_so_far(self, row: int, answer: int) -> list[RegeneratedTurn]:
         """The answers of one conversation; one that is not kept is the last."""
         said = []
         for turn in range(self._num_turns[row]):
@@ -149,12 +149,12 @@ class Dialogues:
 
     def kept(self, row: int, answer: int) -> list[str]:
         """Return the kept answers of one conversation."""
-        return [said.response for said in self.said(row, answer) if self.is_kept(said)]
+        return [said.response for said in self.turns_so_far(row, answer) if self.is_kept(said)]
 
     @property
     def num_open(self) -> int:
         """Number of missing answers of unfinished conversations."""
-        open_rows = {each for each in self if all(map(self.is_kept, self.said(*each)))}
+        open_rows = {each for each in self if all(map(self.is_kept, self.turns_so_far(*each)))}
         missing = [request for request in self.requests if request not in self.answers]
         return sum((request.row, request.answer) in open_rows for request in missing)
 
@@ -163,11 +163,11 @@ class Dialogues:
         kept = self.kept(request.row, request.answer)
         if len(kept) < request.turn:
             return None
-        return prompt_behind(self.chats[request.row], kept[: request.turn])
+        return prompt_after(self.chats[request.row], kept[: request.turn])
 
     def end(self, row: int, answer: int) -> End:
         """Return how a conversation ended, after all requests."""
-        said = self.said(row, answer)
+        said = self.turns_so_far(row, answer)
         if said and not said[-1].response.strip():
             return "empty"
         if said and not self.is_kept(said[-1]):

@@ -23,7 +23,7 @@ def make_report(
     """
     said = []
     for row, answer in dialogues:
-        said += dialogues.said(row, answer)
+        said += dialogues.turns_so_far(row, answer)
     ends = Counter(dialogues.end(*each) for each in dialogues)
     finish_reasons = Counter(each.finish_reason for each in said)
     num_gold = len(rows.gold)
@@ -58,7 +58,7 @@ def lengths(numbers: Sequence[int]) -> dict[str, int]:
     return {"sum": sum(numbers), **dict(zip(("min", "median", "p90", "max"), percentiles, strict=True))}
 
 
-def in_words(report: dict[str, Any], args: RegenerateArgs) -> list[str]:
+def summary_line(report: dict[str, Any], args: RegenerateArgs) -> list[str]:
     """The report as lines for the log; what is 0 is not mentioned."""
     dataset, ends, answers, rows = (report[name] for name in ("dataset", "conversations", "answers", "rows"))
     lines = [f"{dataset['asked']} of {dataset['rows']} rows asked"]

@@ -9,7 +9,7 @@ import numpy as np
 
 from swiftlite.data.rows.conversation import Conversation
 from swiftlite.log import logger
-from swiftlite.regenerate.dialogue import Dialogues, prompt_behind
+from swiftlite.regenerate.dialogue import Dialogues, prompt_after
 
 NumberedRow = tuple[int, dict[str, Any]]
 """The number of the row of --dataset that a row comes from, and the row."""
@@ -68,8 +68,8 @@ def _regenerated_rows(dialogues: Dialogues) -> list[NumberedRow]:
         if not kept:
             continue
         chat = dialogues.chats[number]
-        said = dialogues.said(number, answer)[: len(kept)]
-        row = prompt_behind(chat, kept[:-1]).with_answer(kept[-1]).as_row() | {
+        said = dialogues.turns_so_far(number, answer)[: len(kept)]
+        row = prompt_after(chat, kept[:-1]).with_answer(kept[-1]).as_row() | {
             "source": chat.source,
             "kind": "regenerated",
             "answer": answer + 1,

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from swiftlite.args.commands import ReportArgs
-from swiftlite.durable import write_durably
+from swiftlite.atomic import atomic_write
 from swiftlite.errors import UserError, reason_of
 from swiftlite.log import logger
 from swiftlite.report.comparison import comparison_page
@@ -29,7 +29,7 @@ def run(args: ReportArgs) -> None:
             "give directories as megatron sft has left them",
         ) from error
     try:
-        write_durably(path, content)
+        atomic_write(path, content)
     except OSError as error:
         raise UserError(f"--output {path} cannot be written: {reason_of(error)}", "name another file") from None
     logger.info("%s: open it in a browser", path)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 
-from swiftlite.args.command_line import as_typed
+from swiftlite.args.command_line import shell_line
 from swiftlite.args.commands import SftArgs
 from swiftlite.args.docs import options
 from swiftlite.report.figure import Line, draw_lines, number, share
@@ -83,7 +83,7 @@ def _differences(runs: dict[str, RunFiles]) -> Table:
         if name == "output_dir":  # it has to differ
             continue
         given = [run.options.get(name, option.default) for run in runs.values()]
-        values = ["unset" if value is None else as_typed(value) for value in given]
+        values = ["unset" if value is None else shell_line(value) for value in given]
         if len(set(values)) > 1:
             rows.append([f"--{name}", *values])
     return Table("Options that differ", ["option", *runs], rows)

@@ -113,9 +113,9 @@ def draw_lines(
         if is_share or has_ticks:
             axis.set_ylim(bottom=0)
         svg = _inline(figure, name, title)
-    told = [f"{line.name}: {_from_to(line.points, is_share)}" for line in lines]
+    summaries = [f"{line.name}: {_from_to(line.points, is_share)}" for line in lines]
     return Figure(
-        name, title, "; ".join(told) + ".", svg, [line.name for line in lines], _table_of(lines, x, y, is_share)
+        name, title, "; ".join(summaries) + ".", svg, [line.name for line in lines], _table_of(lines, x, y, is_share)
     )
 
 
@@ -158,8 +158,8 @@ def draw_bars(name: str, title: str, groups: Sequence[str], bars: Sequence[Bars]
     for number, group in enumerate(groups):
         rows.append([group, *(share(each.heights[number]) for each in bars)])
     table = Table(title, [what, *(each.name for each in bars)], rows)
-    told = [f"{each.name}: {_lowest_to_highest(groups, each.heights)}" for each in bars]
-    return Figure(name, title, "; ".join(told) + ".", svg, [each.name for each in bars], table, is_bars=True)
+    summaries = [f"{each.name}: {_lowest_to_highest(groups, each.heights)}" for each in bars]
+    return Figure(name, title, "; ".join(summaries) + ".", svg, [each.name for each in bars], table, is_bars=True)
 
 
 def share(value: float | None) -> str:
@@ -223,11 +223,11 @@ def _from_to(points: Points, is_share: bool) -> str:
 
 def _lowest_to_highest(groups: Sequence[str], heights: Sequence[float | None]) -> str:
     known = [(height, group) for height, group in zip(heights, groups, strict=True) if height is not None]
-    lowest, of_lowest = min(known)
-    highest, of_highest = max(known)
+    lowest, lowest_name = min(known)
+    highest, highest_name = max(known)
     if lowest == highest:
         return share(lowest)
-    return f"{share(lowest)} ({of_lowest}) to {share(highest)} ({of_highest})"
+    return f"{share(lowest)} ({lowest_name}) to {share(highest)} ({highest_name})"
 
 
 def _table_of(lines: Sequence[Line], x: str, y: str, is_share: bool) -> Table:

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from swiftlite.acceptance.report import in_words
-from swiftlite.args.command_line import as_typed, command_line
+from swiftlite.acceptance.report import describe
+from swiftlite.args.command_line import command_line, shell_line
 from swiftlite.args.docs import options
-from swiftlite.durable import write_durably
+from swiftlite.atomic import atomic_write
 from swiftlite.methods.index import command_of_run
 from swiftlite.report.figure import Bars, Line, draw_bars, draw_lines, number, share
 from swiftlite.report.metrics import curve
@@ -32,7 +32,7 @@ def write_run_page(directory: Path, path: Path | None = None) -> Path:
         The path of the page.
     """
     path = path or directory / PAGE_FILE
-    write_durably(path, render(run_page(read_run(directory))))
+    atomic_write(path, render(run_page(read_run(directory))))
     return path
 
 
@@ -74,7 +74,7 @@ def tiles(run: RunFiles) -> Iterator[Tile]:
         yield Tile("drafts accepted", _change(before, after, "acceptance_rate", share), _accepted(after or before))
         yield Tile("tokens per step", _change(before, after, "mean_accepted_length", lambda value: f"{value:.2f}"))
     for name, counts in run.acceptance.get("engines", {}).items():
-        yield Tile(f"accepted in {in_words(name)}", share(counts["acceptance_rate"]), _accepted(counts))
+        yield Tile(f"accepted in {describe(name)}", share(counts["acceptance_rate"]), _accepted(counts))
     for name, title in (("eval_loss", "held-out loss"), ("loss", "training loss")):
         value = run.last(name)
         if value is not None:
@@ -116,7 +116,7 @@ def _acceptance_section(run: RunFiles) -> Section | None:
         title = "Agreement on training rows"
         figures.append(draw_lines("agreement", title, training, x="step", y="agreement", is_share=True))
     measured = {when: run.generated(when) for when in WHENS if run.generated(when)}
-    measured |= {in_words(name): counts for name, counts in run.acceptance.get("engines", {}).items()}
+    measured |= {describe(name): counts for name, counts in run.acceptance.get("engines", {}).items()}
     if measured:
         figures.append(position_bars(measured))
     if channels := _channel_bars(run):
@@ -264,7 +264,7 @@ def _run_section(run: RunFiles) -> Section:
     known = options(method.args_class)
     changed = {name: value for name, value in run.options.items() if name in known and value != known[name].default}
     if changed:
-        rows = [[f"--{name}", as_typed(value)] for name, value in changed.items()]
+        rows = [[f"--{name}", shell_line(value)] for name, value in changed.items()]
         tables.append(Table("Options that are not the defaults", ["option", "value"], rows))
     commands = [command_line(method.words, method.args_class, run.options)] if run.options else []
     return Section("The run", commands=commands, tables=tables)

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from swiftlite.args.bounds import in_words, out_of_bounds
-from swiftlite.args.command_line import as_typed
+from swiftlite.args.bounds import describe, out_of_bounds
+from swiftlite.args.command_line import shell_line
 from swiftlite.args.commands import BenchArgs, DoctorArgs, EvaluateArgs, ExportArgs, InferArgs, SftArgs
 from swiftlite.args.config import Problem
 from swiftlite.args.data_file import DATA_SUFFIXES, is_number_of_rows, split_sample
@@ -36,7 +36,7 @@ Rule = Callable[[Any, Facts], Iterator[Any]]
 def numbers_are_in_range(args: Any, facts: Facts) -> Iterator[Problem]:
     for name, bounds in out_of_bounds(args).items():
         value = vars(args)[name]
-        allowed = in_words(bounds)
+        allowed = describe(bounds)
         if isinstance(value, float) and not math.isfinite(value):
             allowed = f"a finite number, {allowed}"
         yield f"--{name} {value} must be {allowed}", ""
@@ -235,14 +235,14 @@ def val_dataset_files_exist(args: SftArgs | InferArgs | ExportArgs | BenchArgs, 
 
 
 def recompute_options_fit(args: SftArgs | DoctorArgs, facts: Facts) -> Iterator[Problem]:
-    of_some_models = {"moe": "experts", "mla_up_proj": "latent attention"}
-    known = ("core_attn", "mlp", *of_some_models)
+    needed_kind = {"moe": "experts", "mla_up_proj": "latent attention"}
+    known = ("core_attn", "mlp", *needed_kind)
     architecture = facts.architecture
     for module in args.recompute_modules:
         if module not in known:
             yield f"invalid value for --recompute_modules: {module}", f"use {' or '.join(known)}"
-        elif module in of_some_models and architecture and module not in architecture.recompute_modules:
-            yield f"--recompute_modules {module}: the model has no {of_some_models[module]}", f"remove {module}"
+        elif module in needed_kind and architecture and module not in architecture.recompute_modules:
+            yield f"--recompute_modules {module}: the model has no {needed_kind[module]}", f"remove {module}"
     if args.distribute_saved_activations:
         if args.recompute_granularity != "full":
             yield (
@@ -272,4 +272,4 @@ def without_effect(args: Any, idle: dict[str, tuple[bool, str]]) -> Iterator[str
     known = options(type(args))
     for name, (is_idle, why) in idle.items():
         if is_idle and values[name] != known[name].default:
-            yield f"--{name} {as_typed(values[name])} has no effect: {why}"
+            yield f"--{name} {shell_line(values[name])} has no effect: {why}"

@@ -50,7 +50,7 @@ def speculative_options_have_speculation(args: DeployArgs, facts: Facts) -> Iter
             yield f"--{name} has no effect with --speculative none", "remove one of the two"
 
 
-def tokens_to_draft_are_said_once(args: DeployArgs, facts: Facts) -> Iterator[Problem]:
+def tokens_to_draft_are_given_once(args: DeployArgs, facts: Facts) -> Iterator[Problem]:
     if args.draft_schedule is not None:
         for name in engine.given_of_speculation(args):
             yield f"--draft_schedule and --{name} both set the number of draft tokens", "remove one of the two"
@@ -132,7 +132,7 @@ RULES = (
     engine.options_have_their_engine,
     speculation_has_heads,
     speculative_options_have_speculation,
-    tokens_to_draft_are_said_once,
+    tokens_to_draft_are_given_once,
     engine.adapters_are_a_directory,
     adapters_have_an_engine,
     live_weights_have_an_engine,

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from swiftlite.args.command_line import as_typed
+from swiftlite.args.command_line import shell_line
 from swiftlite.args.commands import DoctorArgs
 from swiftlite.args.config import Problem
 from swiftlite.args.docs import options
@@ -49,7 +49,7 @@ def plan_options_have_plan(args: DoctorArgs, facts: Facts) -> Iterator[Problem]:
     others = {"model", "plan", "engine", *OF_ENGINES, *owners()}
     for name, option in options(DoctorArgs).items():
         if name not in others and getattr(args, name) != option.default:
-            yield f"--{name} {as_typed(getattr(args, name))} requires --plan", "add --plan"
+            yield f"--{name} {shell_line(getattr(args, name))} requires --plan", "add --plan"
 
 
 def engine_options_have_engine(args: DoctorArgs, facts: Facts) -> Iterator[Problem]:
@@ -68,9 +68,9 @@ def engine_options_have_engine(args: DoctorArgs, facts: Facts) -> Iterator[Probl
         if name in own:
             owner = own[name].name
         if args.engine is None:
-            yield f"--{name} {as_typed(value)} requires --engine {owner}", f"add --engine {owner}"
+            yield f"--{name} {shell_line(value)} requires --engine {owner}", f"add --engine {owner}"
         elif args.engine != owner:
-            problem = f"--{name} {as_typed(value)} is not supported with --engine {args.engine}"
+            problem = f"--{name} {shell_line(value)} is not supported with --engine {args.engine}"
             yield problem, f"use --engine {owner}, or remove --{name}"
 
 

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from swiftlite.args.command_line import as_typed
+from swiftlite.args.command_line import shell_line
 from swiftlite.args.commands import DeployArgs, EvaluateArgs, GenerationCommand, InferArgs
 from swiftlite.args.config import Problem
 from swiftlite.engines.index import ENGINES
@@ -51,7 +51,7 @@ def options_have_their_engine(args: EngineCommand, facts: Facts) -> Iterator[Pro
 def draft_confidence_has_its_engine(args: GenerationCommand | EvaluateArgs, facts: Facts) -> Iterator[Problem]:
     takers = [info.name for info in ENGINES.values() if info.takes_draft_confidence]
     if args.draft_confidence not in (None, []) and args.infer_backend not in takers:
-        flag = f"--draft_confidence {as_typed(args.draft_confidence)}"
+        flag = f"--draft_confidence {shell_line(args.draft_confidence)}"
         problem = f"{flag} is not supported with --infer_backend {args.infer_backend}"
         yield problem, f"use --infer_backend {' or '.join(takers)}, or remove --draft_confidence"
 
@@ -68,7 +68,7 @@ def engine_kwargs_leave_what_has_an_option(args: EngineCommand, facts: Facts) ->
     for name in info.option_names:
         own = name.removeprefix(f"{info.name}_")
         if own in kwargs:
-            text = as_typed(kwargs[own])
+            text = shell_line(kwargs[own])
             if isinstance(kwargs[own], dict):
                 text = f"'{json.dumps(kwargs[own])}'"
             yield f"--{info.kwargs_option} contains {own!r}, which has its own option", f"use --{name} {text}"

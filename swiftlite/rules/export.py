@@ -150,7 +150,7 @@ def export_settings_without_effect(args: ExportArgs, facts: Facts) -> Iterator[s
     yield from common.without_effect(args, idle)
 
 
-def adapters_alone_take_no_other_wish(args: ExportArgs, facts: Facts) -> Iterator[Problem]:
+def adapter_export_is_alone(args: ExportArgs, facts: Facts) -> Iterator[Problem]:
     if args.merge_lora:
         return
     if args.to_mcore:
@@ -176,7 +176,7 @@ RULES = (
     acceptance_can_be_measured,
     common.graft_has_heads,
     graft_is_not_stripped,
-    adapters_alone_take_no_other_wish,
+    adapter_export_is_alone,
     draft_vocab_can_be_chosen,
     push_can_be_tried,
 )

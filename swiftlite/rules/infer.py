@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from swiftlite.args.command_line import as_typed
+from swiftlite.args.command_line import shell_line
 from swiftlite.args.commands import GenerationCommand, InferArgs
 from swiftlite.args.config import Problem
 from swiftlite.engines.index import ENGINES
@@ -24,7 +24,7 @@ def speculative_options_have_speculation(args: GenerationCommand, facts: Facts) 
     if args.speculative == "mtp":
         return
     for name, value in engine.given_of_speculation(args).items():
-        yield f"--{name} {as_typed(value)} requires --speculative mtp", "add --speculative mtp"
+        yield f"--{name} {shell_line(value)} requires --speculative mtp", "add --speculative mtp"
 
 
 def what_is_measured_has_speculation(args: InferArgs, facts: Facts) -> Iterator[Problem]:

@@ -25,14 +25,14 @@ def define_te_general_gemm() -> None:
         moe_utils.te_general_gemm = None  # type: ignore[attr-defined]
 
 
-def disbelieve_mocked_te() -> None:
+def ignore_mocked_te() -> None:
     """transformer/multi_latent_attention.py:54 imports mocks where Transformer Engine is absent and takes them for the
     real thing; :183 asks isinstance of one, so that every latent attention ends in a TypeError."""
     if find_spec("transformer_engine") is None:
         multi_latent_attention.HAVE_TE = False
 
 
-def let_blocks_recompute() -> None:
+def enable_block_recompute() -> None:
     """Call the block's own method `_checkpointed_forward` again.
 
     transformer/transformer_block.py:625 of 0.19 calls a function; up to 0.17 it called this method, which
@@ -52,7 +52,7 @@ def _checkpointed_forward(block: torch.nn.Module, **inputs: Any) -> Any:
     return own(**inputs)
 
 
-def start_no_results_server() -> None:
+def skip_results_server() -> None:
     """dist_checkpointing/strategies/filesystem_async.py:49 starts a server process before the first save, to which
     writers report; a signal to the process group ends it, and the save with it. train/checkpoint/files.py has the
     writers report to a file, but is asked only after the server was started, unless something is here already."""
@@ -115,7 +115,7 @@ def lay_out(ranks: range) -> Iterator[None]:
 def install() -> None:
     """Apply the fixes that this installation needs; a second call has no effect."""
     define_te_general_gemm()
-    disbelieve_mocked_te()
-    let_blocks_recompute()
-    start_no_results_server()
+    ignore_mocked_te()
+    enable_block_recompute()
+    skip_results_server()
     clip_gradients_together()

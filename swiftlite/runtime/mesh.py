@@ -34,7 +34,7 @@ class Mesh:
     Each group is torch's: `mesh.tp.rank()`, `mesh.tp.size()`. All groups of all meshes end with the session.
 
     A rank outside a mesh holds no part of its model and has no groups of it (`mesh.is_here` is False). It skips the
-    computation of the model's ranks and receives their results (`model.ranks.to_all_ranks`).
+    computation of the model's ranks and receives their results (`model.ranks.broadcast_from_mesh`).
 
     Attributes:
         device: the device of this rank.

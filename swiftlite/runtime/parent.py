@@ -7,7 +7,7 @@ import signal
 _PR_SET_PDEATHSIG = 1
 
 
-def end_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
+def exit_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
     """Let Linux send this process a signal when its parent ends, even by kill -9; no effect on other systems.
 
     The kernel drops this setting in children of this process, and when the process changes its user.

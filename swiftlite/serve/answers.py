@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from swiftlite.args.commands import GenerationCommand
+from swiftlite.atomic import atomic_write
 from swiftlite.data.rows.conversation import Conversation
-from swiftlite.durable import write_durably
 from swiftlite.engines.engine import Sampling
 from swiftlite.errors import UserError
 from swiftlite.families.resolved import HfModel
@@ -122,7 +122,7 @@ class AnswersFile:
             return
         in_order = [line for _, line in sorted(zip(places, lines, strict=True))]
         try:
-            write_durably(self.path.resolve(), b"".join(in_order))  # a link stays one
+            atomic_write(self.path.resolve(), b"".join(in_order))  # a link stays one
         except OSError as error:  # all answers are there
             logger.warning("%s is in the order in which answers were finished: %s", self.path, error.strerror)
 
@@ -142,7 +142,7 @@ class AnswersFile:
     def _check_made_with(self, made_with: dict[str, Any]) -> None:
         if os.fstat(self._file).st_size == 0:
             try:
-                write_durably(self._args_path, json.dumps(made_with, indent=2).encode() + b"\n")
+                atomic_write(self._args_path, json.dumps(made_with, indent=2).encode() + b"\n")
             except OSError as error:
                 self.path.unlink(missing_ok=True)
                 raise self._unwritable(error) from None

@@ -32,10 +32,10 @@ def run(args: DeployArgs) -> None:
     if args.speculative != "none":
         log_untrained_drafts(model, args.num_speculative_tokens)
     if args.dry_run:
-        print(command.as_typed())
+        print(command.shell_line())
         return
     check_address(args.host, args.port)
-    logger.info("starting %s", command.as_typed())
+    logger.info("starting %s", command.shell_line())
     logger.info("when it says that startup is complete, it answers at port %d; Ctrl-C ends it", args.port)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -18,13 +18,13 @@ from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.acceptance.report import add_engine_acceptance, read_acceptance
 from swiftlite.args.commands import GenerationCommand, InferArgs
 from swiftlite.args.data_file import split_sample
+from swiftlite.atomic import atomic_write
 from swiftlite.data.dataset import load_prompts
 from swiftlite.data.rows.conversation import Conversation
 from swiftlite.data.template import ChatTemplate, load_tokenizer, stop_token_ids
-from swiftlite.durable import write_durably
 from swiftlite.engines.engine import Completion, EngineConfig, OnAnswer, Sampling, start_engine
 from swiftlite.engines.index import ENGINES
-from swiftlite.engines.interrupt import Terminated, ends_at_sigterm
+from swiftlite.engines.interrupt import Terminated, raises_at_sigterm
 from swiftlite.engines.prompts import encode_prompt, needed_length
 from swiftlite.engines.served_model import log_untrained_drafts, resolve_served
 from swiftlite.errors import UserError
@@ -70,7 +70,7 @@ def run(args: InferArgs) -> None:
     if args.acceptance_json:
         read_acceptance(Path(args.acceptance_json))
     base = resolve_served(args.model)
-    with ends_at_sigterm(), with_adapters(base, args.adapters) as model:
+    with raises_at_sigterm(), with_adapters(base, args.adapters) as model:
         template, sampling = read_for_asking(args, model)
         if args.val_dataset:
             _answer_files(args, model, template, sampling)
@@ -118,7 +118,7 @@ def _answer_files(args: InferArgs, model: HfModel, template: ChatTemplate, sampl
         if len(missing) < len(prompts):
             logger.info("%s; only the others are generated, measured and compared", file)
         if missing:
-            with says_how_to_go_on(file):
+            with logs_how_to_resume(file):
                 result, plain = _answer(
                     args,
                     config,
@@ -156,7 +156,7 @@ def _report(args: InferArgs, result: Answers, plain: Answers | None) -> None:
 
 
 @contextmanager
-def says_how_to_go_on(file: AnswersFile) -> Iterator[None]:
+def logs_how_to_resume(file: AnswersFile) -> Iterator[None]:
     """Whatever ends the block, what is in the file is said, and how to get the rest.
 
     Raises:
@@ -256,7 +256,7 @@ def _chat(args: InferArgs, model: HfModel, template: ChatTemplate, sampling: Sam
             text = decode(template.tokenizer, completion)
             messages.append({"role": "assistant", "content": text})
             if args.result_path:
-                write_durably(Path(args.result_path), as_line({"messages": messages}))
+                atomic_write(Path(args.result_path), as_line({"messages": messages}))
             print(text, flush=True)
         counts = engine.draft_counts()
     finally:
@@ -326,7 +326,7 @@ def _check_chat_path(path: Path) -> None:
     if path.exists() and (not path.is_file() or path.stat().st_size):
         raise UserError(f"--result_path {path} holds something already", "name another file, or delete it")
     try:
-        write_durably(path, b"")
+        atomic_write(path, b"")
         path.unlink()
     except OSError as error:
         raise UserError(f"--result_path {path} cannot be written: {error.strerror}", "name another file") from None

@@ -16,23 +16,23 @@ from megatron.core.optimizer_param_scheduler import ParamGroupOverride
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 
-from swiftlite.plan.trainable import is_of_heads
+from swiftlite.plan.trainable import is_head_parameter
 
 _OF_HEADS = "is_of_heads"
 """A key of torch's `param_groups`."""
 
 
-def heads_in_groups_of_their_own() -> dict[ParamKey, ParamGroupOverride]:
+def separate_head_groups() -> dict[ParamKey, ParamGroupOverride]:
     """Overrides for `get_megatron_optimizer`: no group then holds parameters of both trunk and heads."""
 
     def belongs_to_heads(parameter: torch.nn.Parameter, name: str) -> bool:
-        return is_of_heads(name.replace("module.", ""))  # without the names of wrappers
+        return is_head_parameter(name.replace("module.", ""))  # without the names of wrappers
 
     key = ParamKey(with_name_predicate=ParamWithNamePredicate(name=_OF_HEADS, fn=belongs_to_heads))
     return {key: cast(ParamGroupOverride, {_OF_HEADS: True})}
 
 
-class ClippedApart(ChainedOptimizer):
+class SeparateClipping(ChainedOptimizer):
     """An optimizer that clips the gradients of trunk and MTP heads each by their own norm.
 
     Attributes:
@@ -40,7 +40,7 @@ class ClippedApart(ChainedOptimizer):
     """
 
     def __init__(self, optimizer: MegatronOptimizer, mtp_clip_grad: float, device: torch.device):
-        """Take over an optimizer made with `heads_in_groups_of_their_own`.
+        """Take over an optimizer made with `separate_head_groups`.
 
         Args:
             mtp_clip_grad: largest norm of the heads' gradients; 0 does not clip them.
@@ -61,18 +61,18 @@ class ClippedApart(ChainedOptimizer):
         if self.prepare_grads():
             return False, None, None
         # One copy to the host for both norms: each would wait for the GPU.
-        squares = torch.stack([self._square(of_heads) for of_heads in (True, False)])
+        squares = torch.stack([self._square(are_heads) for are_heads in (True, False)])
         self.mtp_grad_norm, trunk_norm = (math.sqrt(square) for square in squares.tolist())
         config: Any = self.config
-        self._clip(of_heads=True, largest=self.mtp_clip_grad, norm=self.mtp_grad_norm)
-        self._clip(of_heads=False, largest=config.clip_grad, norm=trunk_norm)
+        self._clip(are_heads=True, largest=self.mtp_clip_grad, norm=self.mtp_grad_norm)
+        self._clip(are_heads=False, largest=config.clip_grad, norm=trunk_norm)
         return self.step_with_ready_grads(), trunk_norm, None
 
-    def _square(self, of_heads: bool) -> torch.Tensor:
+    def _square(self, are_heads: bool) -> torch.Tensor:
         """Return the square of the gradients' norm over all ranks, a float64 scalar on the device."""
         square = torch.zeros((), dtype=torch.float64, device=self.device)
         for part in self.chained_optimizers:
-            gradients: Any = [parameter.grad for parameter in _parameters(part, of_heads) if _counts(parameter, part)]
+            gradients: Any = [parameter.grad for parameter in _parameters(part, are_heads) if _counts(parameter, part)]
             local = torch.zeros(1, device=self.device)
             if gradients:
                 local, _ = clip_grads.multi_tensor_applier(clip_grads.l2_norm_impl, local.int(), [gradients], False)
@@ -82,16 +82,16 @@ class ClippedApart(ChainedOptimizer):
             square += local[0]
         return square
 
-    def _clip(self, *, of_heads: bool, largest: float, norm: float) -> None:
+    def _clip(self, *, are_heads: bool, largest: float, norm: float) -> None:
         """Scale gradients of this norm down to `largest`, unless that is 0."""
         if largest > 0:
             for part in self.chained_optimizers:
-                clip_grad_by_total_norm_fp32(_parameters(part, of_heads), max_norm=largest, total_norm=norm)
+                clip_grad_by_total_norm_fp32(_parameters(part, are_heads), max_norm=largest, total_norm=norm)
 
 
-def _parameters(part: MegatronOptimizer, of_heads: bool) -> list[torch.Tensor]:
+def _parameters(part: MegatronOptimizer, are_heads: bool) -> list[torch.Tensor]:
     """Return the tensors that torch's optimizer updates: parameters, their float32 copies, or flat shards of either."""
-    groups = [group for group in part.param_groups if group.get(_OF_HEADS, False) == of_heads]
+    groups = [group for group in part.param_groups if group.get(_OF_HEADS, False) == are_heads]
     return list(chain.from_iterable(group["params"] for group in groups))
 
 

@@ -29,7 +29,7 @@ from swiftlite.model.context_parallel import gather_sequence, sequence_lengths
 from swiftlite.model.forward import forward
 from swiftlite.model.gpt import GPTModel
 from swiftlite.model.loss.losses import IGNORE_INDEX
-from swiftlite.model.ranks import whole_rows
+from swiftlite.model.ranks import all_gather_rows
 from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.batches.micro_batches import run_batches
 
@@ -115,7 +115,7 @@ class _Fit:
         if self.target_SBH is None:
             return  # with --mtp_unroll the projection runs once in each step, and is fitted to the first
         input_SBH = self._whole(args[0])
-        sequence_SB = whole_rows(self.batch.sequence_KBS[self.depth + 1], self.mesh, self.batch.cu_seqlens).T
+        sequence_SB = all_gather_rows(self.batch.sequence_KBS[self.depth + 1], self.mesh, self.batch.cu_seqlens).T
         is_token_SB = sequence_SB >= 0
         # [s] of the target is what the last layer was given at s + depth + 1, inside the same sequence. What `roll`
         # wraps around from the beginning is masked: no sequence continues there.

@@ -26,7 +26,7 @@ class Objective(Protocol):
     """
 
     @property
-    def remedy(self) -> str:
+    def nonfinite_hint(self) -> str:
         """Hint, in terms of options, for a loss that is not finite."""
         ...
 

@@ -19,7 +19,7 @@ from swiftlite.model.gpt import GPTModel
 from swiftlite.model.layers.tensor_parallel import add_gradients_in_place
 from swiftlite.plan.run import Plan, Schedule
 from swiftlite.runtime.mesh import Mesh
-from swiftlite.train.clipping import ClippedApart, heads_in_groups_of_their_own
+from swiftlite.train.clipping import SeparateClipping, separate_head_groups
 
 
 def wrap_model(
@@ -86,7 +86,7 @@ def _adamw(args: SftArgs, plan: Plan, model: Sequence[DistributedDataParallel], 
     overrides = get_standard_config_overrides(config)
     mtp_clip_grad = args.mtp_clip_grad if plan.heads.layers else None
     if mtp_clip_grad is not None:
-        overrides |= heads_in_groups_of_their_own()
+        overrides |= separate_head_groups()
     optimizer = get_megatron_optimizer(
         config,
         list(model),
@@ -100,7 +100,7 @@ def _adamw(args: SftArgs, plan: Plan, model: Sequence[DistributedDataParallel], 
         if isinstance(part.optimizer, torch.optim.AdamW):
             for group in part.optimizer.param_groups:
                 group["fused"] = True
-    return optimizer if mtp_clip_grad is None else ClippedApart(optimizer, mtp_clip_grad, mesh.device.torch_device)
+    return optimizer if mtp_clip_grad is None else SeparateClipping(optimizer, mtp_clip_grad, mesh.device.torch_device)
 
 
 def _learning_rate(

@@ -38,11 +38,11 @@ from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.batches.micro_batches import Batches, SampleRows
 from swiftlite.train.checkpoint.checkpointer import load_checkpoint, read_state
 from swiftlite.train.checkpoint.source import describe_tensors, dtypes_of, source_tensors, write_source
-from swiftlite.train.learner import Learner
+from swiftlite.train.hidden_state_cache import HiddenStateCache
 from swiftlite.train.live_weights import LiveWeights
 from swiftlite.train.metrics.run_report import check_frozen, compare_tensors, write_report
+from swiftlite.train.train_state import TrainState
 from swiftlite.train.trainer import Trainer, whole_parameters
-from swiftlite.train.trunk_states import TrunkStates
 
 VERSIONS = ("torch", "megatron-core", "transformers")
 """Packages that numbers depend on."""
@@ -76,9 +76,9 @@ class Run:
     rows: SampleRows
     encoder: Encoder
     checkpoint: Path | None
-    learner: Learner
+    train_state: TrainState
     data_state: Mapping[str, str]
-    trunk_states: TrunkStates | None
+    hidden_state_cache: HiddenStateCache | None
 
     @property
     def output_dir(self) -> Path:
@@ -225,8 +225,8 @@ def restore(run: Run) -> dict[str, Any]:
         )
     if run.is_first_rank:
         check_run_files(run)
-    load_checkpoint(run.checkpoint, run.mesh, run.learner.chunks, run.learner.optimizer)
-    run.learner.scheduler.step(increment=state["step"])
+    load_checkpoint(run.checkpoint, run.mesh, run.train_state.chunks, run.train_state.optimizer)
+    run.train_state.scheduler.step(increment=state["step"])
     logger.info("going on from %s", run.checkpoint)
     return state
 
@@ -294,9 +294,9 @@ def report(run: Run, outcome: Outcome) -> None:
     Raises:
         UserError: one of them has changed.
     """
-    learner = run.learner
-    with whole_parameters(learner.wrapped):
-        tensors = compare_tensors(learner.chunks, learner.hashes, learner.trainable)
+    train_state = run.train_state
+    with whole_parameters(train_state.wrapped):
+        tensors = compare_tensors(train_state.chunks, train_state.hashes, train_state.trainable)
     if run.is_first_rank:
         measured = {
             "steps": run.schedule.steps,
@@ -307,9 +307,9 @@ def report(run: Run, outcome: Outcome) -> None:
             "versions": versions_of(VERSIONS),
             "machine": describe_machine(),
         }
-        write_report(run.output_dir, measured, run.data, learner.weights_report, tensors)
+        write_report(run.output_dir, measured, run.data, train_state.weights_report, tensors)
         write_page(run)
-    check_frozen(tensors, learner.trainable)
+    check_frozen(tensors, train_state.trainable)
     paths = ("--model", str(run.output_dir), "--output_dir", f"{run.output_dir}-hf")
     logger.info("done. Next: swiftlite export --to_hf %s", shlex.join(paths))
 
@@ -327,5 +327,5 @@ def write_page(run: Run) -> None:
 def hand_out_weights(run: Run, after_step: AfterStep) -> Callable[[int], None]:
     """Return a callback for each step that passes the weights to `after_step`, with the dtypes of an export."""
     dtypes = dtypes_of(describe_tensors(run.hf_model, run.graft_from))
-    weights = LiveWeights(run.learner.wrapped, run.hf_model, dtypes)
+    weights = LiveWeights(run.train_state.wrapped, run.hf_model, dtypes)
     return lambda step: after_step(step, weights)

@@ -1,7 +1,7 @@
 """Execute a training run, phase by phase: `megatron sft`, `pt` and `dpo`.
 
 The parts that differ by method are in its `Training` (`methods/`). Three similar names: a `Trainable` selects the
-trained parameters, a `Learner` holds the model with its optimizer, and a `Trainer` takes the steps.
+trained parameters, a `TrainState` holds the model with its optimizer, and a `Trainer` takes the steps.
 """
 
 import copy
@@ -42,11 +42,11 @@ from swiftlite.train.checkpoint.base_digest import shared_digest_of
 from swiftlite.train.checkpoint.checkpointer import Checkpointer
 from swiftlite.train.checkpoint.source import check_model_links
 from swiftlite.train.head_fit import samples_to_fit
-from swiftlite.train.learner import Learner, make_learner
+from swiftlite.train.hidden_state_cache import HiddenStateCache, open_hidden_state_cache
 from swiftlite.train.methods.training import training_of
-from swiftlite.train.metrics.sinks import open_sinks
+from swiftlite.train.metrics.loggers import open_metric_loggers
+from swiftlite.train.train_state import TrainState, make_train_state
 from swiftlite.train.trainer import GetBatches, Trainer
-from swiftlite.train.trunk_states import TrunkStates, open_trunk_states
 
 
 def run(args: SftArgs, after_step: phases.AfterStep | None = None) -> int:
@@ -117,9 +117,11 @@ def prepare(args: SftArgs, mesh: Mesh, models: Mapping[str, HfModel]) -> phases.
         chosen = samples_to_fit(data.train, hf_model.config["hidden_size"])
         # Heads must not imitate rejected answers and companions.
         rows_to_fit = batches.evaluation([replace(sample, others=(), companion=None) for sample in chosen])
-    learner = make_learner(args, mesh, hf_model, plan, schedule, trainable, rows_to_fit, models.get("mtp_graft_from"))
+    train_state = make_train_state(
+        args, mesh, hf_model, plan, schedule, trainable, rows_to_fit, models.get("mtp_graft_from")
+    )
     if checkpoint is None:  # a resumed run replaces the weights of this report
-        logger.info("%s", learner.weights_report)
+        logger.info("%s", train_state.weights_report)
     prepared = phases.Run(
         args=args,
         mesh=mesh,
@@ -134,9 +136,9 @@ def prepare(args: SftArgs, mesh: Mesh, models: Mapping[str, HfModel]) -> phases.
         rows=rows,
         encoder=encoder,
         checkpoint=checkpoint,
-        learner=learner,
+        train_state=train_state,
         data_state=data_state,
-        trunk_states=open_cache(args, mesh, hf_model, batches, learner, data),
+        hidden_state_cache=open_cache(args, mesh, hf_model, batches, train_state, data),
     )
     return training.prepare(prepared)
 
@@ -165,13 +167,13 @@ def make_trainer(
     Args:
         state: what `phases.restore` returned.
     """
-    args, learner = run.args, run.learner
+    args, train_state = run.args, run.train_state
     train_batches, get_data_state = open_train_batches(run, state)
     checkpointer = Checkpointer(
         run.output_dir,
         run.mesh,
-        learner.chunks,
-        learner.optimizer,
+        train_state.chunks,
+        train_state.optimizer,
         {
             "mtp_num_layers": run.plan.heads.layers,
             "torch_dtype": args.torch_dtype,
@@ -182,22 +184,22 @@ def make_trainer(
         is_async=args.async_save,
     )
     checkpointer.clean_up()
-    sinks = []
+    metric_loggers = []
     if run.is_first_rank:
         config = redact(asdict(args))
-        sinks = open_sinks(run.output_dir, state["step"], run.schedule.steps, args.report_to, config)
+        metric_loggers = open_metric_loggers(run.output_dir, state["step"], run.schedule.steps, args.report_to, config)
     return Trainer(
         mesh=run.mesh,
-        model=learner.wrapped,
+        model=train_state.wrapped,
         objective=training_of(args).make_objective(run),
-        optimizer=learner.optimizer,
-        scheduler=learner.scheduler,
+        optimizer=train_state.optimizer,
+        scheduler=train_state.scheduler,
         plan=run.plan,
         schedule=run.schedule,
         train_batches=train_batches,
         eval_batches=run.batches.evaluation(run.data.val, args.eval_iters),
         count_flops=lambda tokens, squares, counts: run.batches.flops.step(tokens, squares, counts[0]),
-        sinks=sinks,
+        metric_loggers=metric_loggers,
         logging_steps=args.logging_steps,
         checkpointer=checkpointer,
         get_data_state=get_data_state,
@@ -207,13 +209,13 @@ def make_trainer(
 
 
 def open_cache(
-    args: SftArgs, mesh: Mesh, hf_model: HfModel, batches: Batches, learner: Learner, data: Data
-) -> TrunkStates | None:
+    args: SftArgs, mesh: Mesh, hf_model: HfModel, batches: Batches, train_state: TrainState, data: Data
+) -> HiddenStateCache | None:
     """Open the cache of --cache_trunk_states; return None without this option."""
     if args.cache_trunk_states is None:
         return None
     directory = Path(args.cache_trunk_states)
-    return open_trunk_states(directory, mesh, batches, hf_model, learner, data, args.torch_dtype)
+    return open_hidden_state_cache(directory, mesh, batches, hf_model, train_state, data, args.torch_dtype)
 
 
 def open_train_batches(run: phases.Run, state: Mapping[str, Any]) -> tuple[GetBatches, Callable[[], dict[str, Any]]]:

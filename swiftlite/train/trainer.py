@@ -20,14 +20,14 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from swiftlite.data.batch import Batch
 from swiftlite.errors import UserError
 from swiftlite.model.layers.router import take_load_balancing_loss
-from swiftlite.model.ranks import from_last_stage, largest, sum_up
+from swiftlite.model.ranks import all_reduce_max, all_reduce_sum, broadcast_from_last_stage
 from swiftlite.plan.run import Plan, Schedule
 from swiftlite.runtime.device import on_device
 from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.batches.micro_batches import run_batches
 from swiftlite.train.checkpoint.checkpointer import Checkpointer
-from swiftlite.train.clipping import ClippedApart
-from swiftlite.train.metrics.sinks import Sink
+from swiftlite.train.clipping import SeparateClipping
+from swiftlite.train.metrics.loggers import MetricLogger
 from swiftlite.train.objective import Objective, PreparedObjective
 
 GetBatches = Callable[[int], Sequence[Batch]]
@@ -47,7 +47,7 @@ class Trainer:
         eval_batches: this rank's share of the held-out rows.
         count_flops: operations of a step over all ranks of a replica, for the metrics, from the tokens of its
             sequences, the sum of their squared lengths, and what the objective counted.
-        sinks: where metrics go.
+        metric_loggers: receivers of the metrics.
         checkpointer: writes the checkpoints; None writes none.
         get_data_state: returns what a checkpoint keeps of the data, on the first rank.
         after_step: called on every rank with the number of each step, once it is taken and logged.
@@ -64,7 +64,7 @@ class Trainer:
     train_batches: GetBatches
     eval_batches: Sequence[Batch]
     count_flops: Callable[[int, int, list], float]
-    sinks: Sequence[Sink]
+    metric_loggers: Sequence[MetricLogger]
     logging_steps: int
     checkpointer: Checkpointer | None
     get_data_state: Callable[[], Mapping[str, Any]] = dict
@@ -84,7 +84,7 @@ class Trainer:
                     self.log(step, metrics)
                 if self.after_step:
                     self.after_step(step)
-                stopping = largest(stop.received, self.mesh)  # all stop at the same step
+                stopping = all_reduce_max(stop.received, self.mesh)  # all stop at the same step
                 # Before the save: a run that resumes from this checkpoint assumes that the step is complete.
                 if step % self.plan.eval_steps == 0 and step < self.schedule.steps and not stopping:
                     self.log(step, self.evaluate())
@@ -112,10 +112,10 @@ class Trainer:
         """
         parameters = chain.from_iterable(chunk.parameters() for chunk in self.model)
         norms = torch.stack([torch.linalg.vector_norm(each.detach(), dtype=torch.float32) for each in parameters])
-        if largest(int(not norms.isfinite().all()), self.mesh):
+        if all_reduce_max(int(not norms.isfinite().all()), self.mesh):
             raise UserError(
                 f"step {step}: the update left weights that are not finite, or nearly; this step was not saved",
-                f"{self.objective.remedy}; --resume goes on from the checkpoint before it",
+                f"{self.objective.nonfinite_hint}; --resume goes on from the checkpoint before it",
             )
 
     def _finish_checkpoint(self) -> None:
@@ -124,10 +124,10 @@ class Trainer:
             self.checkpointer.finish()
 
     def close(self) -> None:
-        """Wait for the last checkpoint and close all sinks."""
+        """Wait for the last checkpoint and close all metric loggers."""
         self._finish_checkpoint()
-        for sink in self.sinks:
-            sink.close()
+        for metric_logger in self.metric_loggers:
+            metric_logger.close()
 
     def step(self, step: int) -> dict[str, float]:
         """One optimizer step (counted from 1) over one global batch; returns its metrics."""
@@ -159,7 +159,7 @@ class Trainer:
             "tflops_per_second": flops_per_second / 1e12,
             "peak_memory_gb": self.mesh.device.peak_memory / 1e9,
         }
-        if isinstance(self.optimizer, ClippedApart):
+        if isinstance(self.optimizer, SeparateClipping):
             metrics["mtp_grad_norm"] = self.optimizer.mtp_grad_norm
         peak, is_bfloat16 = self.mesh.device.peak_flops, self.model[0].config.params_dtype is torch.bfloat16
         if peak and is_bfloat16:
@@ -167,7 +167,7 @@ class Trainer:
         if not all(map(math.isfinite, metrics.values())):
             raise UserError(
                 f"step {step}: {_render(metrics)}; no further step was taken",
-                f"{self.objective.remedy}, or look at the rows of this step; --resume starts before it",
+                f"{self.objective.nonfinite_hint}, or look at the rows of this step; --resume starts before it",
             )
         return metrics
 
@@ -204,7 +204,7 @@ class Trainer:
         """The targets of the whole global batch, the same on every rank."""
         counts = on_device(self.objective.count_targets(batches), self.mesh.device.torch_device)
         dist.all_reduce(counts, group=self.mesh.dp)
-        return from_last_stage(counts, self.mesh)
+        return broadcast_from_last_stage(counts, self.mesh)
 
     def _run(
         self, batches: Sequence[Batch], objective: Objective, counts: torch.Tensor, *, forward_only: bool
@@ -214,7 +214,7 @@ class Trainer:
         if batches:
             forward_step = objective.make_forward_step(counts, self.mesh)
             parts = run_batches(self.model, self.mesh, batches, forward_step, forward_only=forward_only)
-        return sum_up(parts, objective.sums_shape, self.mesh)
+        return all_reduce_sum(parts, objective.sums_shape, self.mesh)
 
     def _sum_over_data_parallel(self, *values: int) -> list[int]:
         total = on_device(torch.tensor(values), self.mesh.device.torch_device)
@@ -222,15 +222,15 @@ class Trainer:
         return total.tolist()
 
     def summarize(self, figures: Mapping[str, float]) -> None:
-        """Tell all sinks what the run came to."""
-        for sink in self.sinks:
-            sink.summarize(figures)
+        """Send the summary of the run to all metric loggers."""
+        for metric_logger in self.metric_loggers:
+            metric_logger.summarize(figures)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Give metrics to all sinks."""
+        """Send metrics to all metric loggers."""
         if metrics:
-            for sink in self.sinks:
-                sink.log(step, metrics)
+            for metric_logger in self.metric_loggers:
+                metric_logger.log(step, metrics)
 
 
 def seed_of_step(seed: int, step: int) -> int:

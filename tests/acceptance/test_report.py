@@ -8,7 +8,7 @@ from swiftlite.acceptance.report import (
     add_engine_acceptance,
     add_run_acceptance,
     add_run_answers,
-    in_words,
+    describe,
     read_acceptance,
     read_answers,
     read_summary,
@@ -83,7 +83,7 @@ def test_engines_stand_beside_each_other_and_replace_their_own(path):
     engines = content.pop("engines")
     assert content == of_the_run
     assert list(engines) == ["vllm", "sglang", "vllm_at_temperature_0.7"]
-    assert mention_each([in_words(name) for name in engines], ["vllm", "sglang", "vllm 0.7"])
+    assert mention_each([describe(name) for name in engines], ["vllm", "sglang", "vllm 0.7"])
     assert engines["vllm_at_temperature_0.7"]["prompts"] == 4
     assert engines["sglang"] == {"prompts": 3, **COUNTS.to_json()}
     assert engines["vllm"]["prompts"] == 5

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from swiftlite.args.bounds import bounds_of, in_words, out_of_bounds
+from swiftlite.args.bounds import bounds_of, describe, out_of_bounds
 from swiftlite.args.commands import BenchArgs, DeployArgs, SftArgs
 from swiftlite.args.docs import options
 from swiftlite.args.fields import ParallelLayout
@@ -35,12 +35,12 @@ def test_every_number_has_bounds(command):
     ],
 )
 def test_bounds_in_words(args_class, name, words):
-    assert mentions(in_words(bounds_of(args_class)[name]), words)
+    assert mentions(describe(bounds_of(args_class)[name]), words)
 
 
 def test_what_bounds_include_shows_in_their_words():
     names = ("lr", "min_lr", "split_dataset_ratio", "lr_warmup_fraction", "mtp_unroll_beta")
-    words = [in_words(bounds_of(SftArgs)[name]) for name in names]
+    words = [describe(bounds_of(SftArgs)[name]) for name in names]
     assert len(set(words)) == len(names), words
 
 

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("aiohttp")
 
 from swiftlite.args.commands import BenchArgs
-from swiftlite.bench.measure import ask_all, measure
+from swiftlite.bench.measure import generate_all, measure
 from swiftlite.bench.server import free_url
 from swiftlite.engines.client import Answer
 from swiftlite.engines.engine import Sampling
@@ -56,7 +56,7 @@ class Counting:
 
 def test_prompts_are_answered_in_order_so_many_at_once():
     client = Counting()
-    done = asyncio.run(ask_all(client, [[number] for number in range(1, 8)], 3, "x"))
+    done = asyncio.run(generate_all(client, [[number] for number in range(1, 8)], 3, "x"))
     assert [answer.text for answer in done.answers] == [f"{number} x" for number in range(1, 8)]
     assert client.most == 3
     assert done.seconds > 0

@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("aiohttp")
 
-from swiftlite.bench.measure import in_words
+from swiftlite.bench.measure import describe
 from swiftlite.bench.page import AGAIN, bench_page
 from swiftlite.bench.report import to_json
 from swiftlite.report.page import Page, render
@@ -36,7 +36,7 @@ def test_what_was_chosen_comes_first(page):
 
 
 def test_each_server_has_a_line_in_each_figure_and_rows_in_the_table(page):
-    names = [in_words(0), in_words(1), in_words(2), AGAIN]
+    names = [describe(0), describe(1), describe(2), AGAIN]
     figures = page.sections[1].figures
     assert [list(figure.series) for figure in figures] == [names] * 3
     assert figures[0].table.rows == [

@@ -10,10 +10,10 @@ pytest.importorskip("aiohttp")
 
 from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.args.commands import BenchArgs, DeployArgs, deploy_args
-from swiftlite.bench.figures import ConcurrencyResult, Round
-from swiftlite.bench.measure import ServerResult, in_words
+from swiftlite.bench.measure import ServerResult, describe
 from swiftlite.bench.page import AGAIN, bench_chart
 from swiftlite.bench.report import choose_all, deploy_line, recommendations, table, to_json, warnings
+from swiftlite.bench.results import ConcurrencyResult, Round
 from swiftlite.cli.parse import parse
 from swiftlite.engines.client import Answer
 from swiftlite.engines.draft_schedule import read_schedule
@@ -114,5 +114,5 @@ def test_a_run_that_was_cut_short_recommends_nothing():
 def test_the_chart_names_every_server():
     chart = bench_chart(to_json(ARGS, SERVERS, is_complete=True)).decode()
     assert chart.startswith("<?xml")
-    for name in (in_words(0), in_words(1), in_words(2), AGAIN):
+    for name in (describe(0), describe(1), describe(2), AGAIN):
         assert f"<!-- {name} -->" in chart

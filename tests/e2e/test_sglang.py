@@ -20,7 +20,7 @@ from openai import OpenAI
 from safetensors.torch import load_file, save_file
 
 from swiftlite.acceptance.counts import DraftCounts
-from swiftlite.bench.measure import ask_all, connect
+from swiftlite.bench.measure import connect, generate_all
 from swiftlite.bench.server import serve
 from swiftlite.engines.client import Answer
 from swiftlite.engines.engine import Sampling
@@ -249,5 +249,5 @@ def test_the_printed_command_starts_the_server(talking, tmp_path):
 async def ask(prompts: list[list[int]]) -> tuple[list[list[Answer]], DraftCounts]:
     """Two rounds of `bench`, and what was drafted in both."""
     async with connect("sglang", URL, Sampling(NEW_TOKENS), 1) as client:
-        rounds = [await ask_all(client, prompts, concurrency, f"{concurrency}") for concurrency in (1, 2)]
+        rounds = [await generate_all(client, prompts, concurrency, f"{concurrency}") for concurrency in (1, 2)]
         return [each.answers for each in rounds], await client.draft_counts()

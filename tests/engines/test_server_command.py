@@ -20,4 +20,4 @@ def test_keyword_arguments_as_flags(options, words):
 
 def test_a_line_for_a_shell():
     command = ServerCommand(["python", "-m", "a server"], {"NAME": "1"})
-    assert command.as_typed() == "NAME=1 python -m 'a server'"
+    assert command.shell_line() == "NAME=1 python -m 'a server'"

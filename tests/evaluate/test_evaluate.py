@@ -23,9 +23,9 @@ from swiftlite.engines.served_model import resolve_served
 from swiftlite.errors import UserError
 from swiftlite.evaluate.by_engine import by_engine
 from swiftlite.evaluate.confidence import confidence_rows, confidence_table
-from swiftlite.evaluate.figures import compare_with_engine, table
 from swiftlite.evaluate.page import evaluation_chart, evaluation_page
-from swiftlite.evaluate.places import place_tables
+from swiftlite.evaluate.position_tables import position_tables
+from swiftlite.evaluate.rates import compare_with_engine, table
 from swiftlite.evaluate.rows import load_rows
 from swiftlite.families.resolved import resolve
 from swiftlite.heads import Heads
@@ -257,9 +257,9 @@ def test_table_and_picture():
     )
     places = {"from": 16, "to": 31, "heads": [{"targets": 8, "acceptance": 0.5}, {"targets": 6, "acceptance": 0.25}]}
     results["model"]["teacher_forced"]["all"]["by_context"] = [places]
-    assert mention_each(place_tables(results).splitlines(), ["1 2", "16 31 8 50.0% 25.0%"])
+    assert mention_each(position_tables(results).splitlines(), ["1 2", "16 31 8 50.0% 25.0%"])
     results["baseline"]["teacher_forced"]["all"]["by_context"] = [places | {"heads": places["heads"][:1]}]
-    assert has_line(place_tables(results), "50.0% +0.0")
+    assert has_line(position_tables(results), "50.0% +0.0")
     picture = evaluation_chart(results)
     assert picture.startswith(b"<?xml")
     assert evaluation_chart(results | {"baseline": {}}) != picture

@@ -11,7 +11,7 @@ from swiftlite.args.commands import ExportArgs, SftArgs
 from swiftlite.args.config import write_config
 from swiftlite.errors import UserError
 from swiftlite.export.card import model_card
-from swiftlite.export.origin import Origin, origin_of
+from swiftlite.export.provenance import Provenance, provenance_of
 from swiftlite.export.run import to_hf, to_mcore
 from swiftlite.heads import Heads
 from swiftlite.hub.name import HubName
@@ -21,7 +21,9 @@ from tests.tiny import make_tiny_hf
 MODEL = HubName("model", "org/base", "v1")
 DATA = HubName("dataset", "org/rows", subset="small")
 COMMIT = "a" * 40
-ORIGIN = Origin(MODEL, (DATA, "/home/someone/private/rows.jsonl#50"), {MODEL.key: COMMIT}, steps=70, heads_only=True)
+ORIGIN = Provenance(
+    MODEL, (DATA, "/home/someone/private/rows.jsonl#50"), {MODEL.key: COMMIT}, steps=70, heads_only=True
+)
 
 
 def test_the_card_says_what_it_was_made_from(tmp_path):
@@ -101,7 +103,7 @@ def test_heads_before_the_end_of_a_run_have_not(run, tmp_path, mesh):
 
 
 def test_a_model_without_heads_promises_no_drafts():
-    text = model_card("me/new", Origin("base", (), {}, steps=1, heads_only=False), Heads(), None)
+    text = model_card("me/new", Provenance("base", (), {}, steps=1, heads_only=False), Heads(), None)
     assert "speculative" not in text
     data = ModelCard(text).data.to_dict()
     assert data["tags"] == ["swiftlite"]
@@ -113,4 +115,4 @@ def test_a_run_that_cannot_say(tmp_path, text):
     if text is not None:
         (tmp_path / "args.json").write_text(text)
     with pytest.raises(UserError, match=naming(f"--push_to_hub {tmp_path / 'args.json'}")):
-        origin_of(tmp_path / "checkpoint-5")
+        provenance_of(tmp_path / "checkpoint-5")

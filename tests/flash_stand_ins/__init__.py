@@ -72,9 +72,9 @@ def backward(grad, query, key, value, out, sums, cu_q, cu_k, scale: float) -> li
         of_scores = p * (of_out @ v.mT - (of_out * done).sum(-1, keepdim=True)) * scale
         for place, part in zip(found, (of_scores @ k, of_scores.mT @ q, p.mT @ of_out), strict=True):
             place.append(part.transpose(0, 1))
-    of_query, of_key, of_value = map(torch.cat, found)
-    of_key, of_value = (t.unflatten(1, (key.size(1), -1)).sum(2) for t in (of_key, of_value))
-    return [of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype)]
+    grad_query, grad_key, grad_value = map(torch.cat, found)
+    grad_key, grad_value = (t.unflatten(1, (key.size(1), -1)).sum(2) for t in (grad_key, grad_value))
+    return [grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype)]
 
 
 def varlen_fwd(query, key, value, out, cu_q, cu_k, *others: Any):

@@ -93,10 +93,10 @@ class RunningMean:
     def gathered(self, rank: Rank) -> int:
         return 0  # it takes no parts of rows
 
-    def kept_input(self, rank: Rank) -> int:
-        return rank.kept_states(self.hidden)
+    def input_activation_bytes(self, rank: Rank) -> int:
+        return rank.hidden_state_bytes(self.hidden)
 
-    def kept(self, rank: Rank) -> int:
+    def activation_bytes(self, rank: Rank) -> int:
         return rank.tokens * (self.hidden // rank.tp) * rank.itemsize  # what the last projection takes
 
 

@@ -22,7 +22,7 @@ from swiftlite.heads import Heads
 from swiftlite.model.build import build_model
 from swiftlite.model.context_parallel import shard_sequence, unshard_sequence
 from swiftlite.model.gpt import GPTModel, Logits
-from swiftlite.model.ranks import from_last_stage, to_all_ranks
+from swiftlite.model.ranks import broadcast_from_last_stage, broadcast_from_mesh
 from swiftlite.runtime.distributed import session
 from swiftlite.runtime.mesh import Mesh
 from tests.messages import naming
@@ -96,7 +96,7 @@ def compute_logits(model: GPTModel, mesh: Mesh) -> torch.Tensor:
         p2p_communicator=P2PCommunicator(mesh.pp, model.config),
         pg_collection=mesh.groups,
     )
-    return from_last_stage(found[0] if found else torch.empty(2, *TOKENS_BS.shape, model.vocab_size), mesh)
+    return broadcast_from_last_stage(found[0] if found else torch.empty(2, *TOKENS_BS.shape, model.vocab_size), mesh)
 
 
 def gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
@@ -154,7 +154,7 @@ def share_ranks(hf_dir: Path) -> list[torch.Tensor]:
             if name in models:
                 with meshes[name].active():
                     result = compute_logits(models[name], meshes[name])
-            logits.append(to_all_ranks(result, meshes[name]))
+            logits.append(broadcast_from_mesh(result, meshes[name]))
         return [*logits, compute_logits(whole, mesh)]
 
 

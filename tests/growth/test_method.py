@@ -89,7 +89,7 @@ class ReinforceObjective:
     mtp_loss_scaling_factor: float
 
     @property
-    def remedy(self) -> str:
+    def nonfinite_hint(self) -> str:
         return "lower --lr"
 
     @property

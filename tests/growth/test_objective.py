@@ -36,7 +36,7 @@ from swiftlite.plan.run import make_plan, make_schedule
 from swiftlite.runtime.distributed import session
 from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.batches.micro_batches import Batches
-from swiftlite.train.metrics.sinks import MetricsFile
+from swiftlite.train.metrics.loggers import MetricsFile
 from swiftlite.train.objective import Objective
 from swiftlite.train.optim import make_optimizer, wrap_model
 from swiftlite.train.trainer import Trainer
@@ -54,7 +54,7 @@ class PreferenceObjective:
     beta: float
 
     @property
-    def remedy(self) -> str:
+    def nonfinite_hint(self) -> str:
         """What to type when the loss is no number any more."""
         return "lower --lr"
 
@@ -127,7 +127,7 @@ def train(hf_dir: Path, metrics_file: Path, mesh: Mesh) -> list[dict[str, float]
         train_batches=partial(batches.train, rows, sampler),
         eval_batches=batches.evaluation(HELD_OUT, None),
         count_flops=lambda tokens, squares, counts: flops.step(tokens, squares, [tokens]),
-        sinks=[MetricsFile(metrics_file, 0, schedule.steps)] if mesh.dp.rank() == 0 else [],
+        metric_loggers=[MetricsFile(metrics_file, 0, schedule.steps)] if mesh.dp.rank() == 0 else [],
         logging_steps=1,
         checkpointer=None,
     )

@@ -25,7 +25,7 @@ from swiftlite.heads import Heads
 from swiftlite.model.build import build_model
 from swiftlite.model.layers.router import TopKRouter, take_load_balancing_loss
 from swiftlite.model.pipeline import run_pipeline
-from swiftlite.model.ranks import from_last_stage
+from swiftlite.model.ranks import broadcast_from_last_stage
 from swiftlite.plan.layout import layout_of
 from swiftlite.runtime.distributed import session
 from swiftlite.runtime.mesh import Mesh
@@ -137,7 +137,7 @@ def step(directory: Path, mesh: Mesh, batches: Sequence[Batch], heads: Heads = H
         run_pipeline(
             wrapped,
             mesh,
-            objective.make_forward_step(from_last_stage(counts, mesh), mesh),
+            objective.make_forward_step(broadcast_from_last_stage(counts, mesh), mesh),
             [iter(here) for _ in wrapped],
             shapes=[batch.position_ids_BS.shape for batch in batches],
             forward_only=False,

@@ -6,7 +6,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from swiftlite import families
 from swiftlite.bridge.hf_config import read_config
-from swiftlite.estimate.adapters import kept_products
+from swiftlite.estimate.adapters import adapter_activation_bytes
 from swiftlite.families.rank import Rank
 from swiftlite.lora import Lora, is_adapter
 from swiftlite.model.layers.lora import add_adapters
@@ -16,7 +16,7 @@ from tests.tiny import make_tiny_hf
 LORA, DORA = Lora(4, 8.0), Lora(4, 8.0, has_magnitudes=True)
 
 
-def kept(hf_dir, mesh, lora: Lora) -> int:
+def activation_bytes(hf_dir, mesh, lora: Lora) -> int:
     """Bytes of the states that autograd saves in a forward pass, each storage once; not of parameters, and not of
     vectors, of which there is one for a layer and not one for a token."""
     model = load_megatron(hf_dir, mesh, torch.bfloat16)
@@ -45,9 +45,9 @@ def test_dora_keeps_one_tensor_for_each_layer_beside_what_lora_keeps(tmp_path, m
     architecture = families.get(read_config(hf_dir)).architecture(read_config(hf_dir))
     rank = Rank(rows=2, length=24)
     counted = [
-        kept_products(layer, architecture.layer_rows(number), DORA, rank)
+        adapter_activation_bytes(layer, architecture.layer_rows(number), DORA, rank)
         for number, layer in enumerate(architecture.layers)
     ]
-    found = kept(hf_dir, mesh, DORA) - kept(hf_dir, mesh, LORA)
+    found = activation_bytes(hf_dir, mesh, DORA) - activation_bytes(hf_dir, mesh, LORA)
     assert found == sum(counted)
     assert sum(counted) > 0

@@ -155,8 +155,10 @@ def as_kernel() -> PrefixKernel:
         return flash_stand_ins.forward(query, key, value, cu_q, cu_k, scale)
 
     def backward(grad, query, key, value, out, lse, cu_q, cu_k, longest_q, longest_k, scale):
-        of_query, of_key, of_value = flash_stand_ins.backward(grad, query, key, value, out, lse, cu_q, cu_k, scale)
-        return of_query, of_key, of_value
+        grad_query, grad_key, grad_value = flash_stand_ins.backward(
+            grad, query, key, value, out, lse, cu_q, cu_k, scale
+        )
+        return grad_query, grad_key, grad_value
 
     return fill_values_in_halves(PrefixKernel(forward, backward))
 

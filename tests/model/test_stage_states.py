@@ -5,7 +5,7 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from swiftlite.args.fields import ParallelLayout
-from swiftlite.model.layers.norm import RMSNorm, keeping
+from swiftlite.model.layers.norm import RMSNorm, returning_input
 from swiftlite.model.stage_states import StageStates
 from swiftlite.plan.layout import states_sent
 
@@ -49,7 +49,7 @@ def test_what_is_sent_shares_no_memory(has_prenorm, num_heads):
 
 
 def test_a_final_norm_before_heads_that_read_its_input_gives_both():
-    norm = keeping(RMSNorm)(TransformerConfig(num_layers=1, hidden_size=H, num_attention_heads=1), H)
+    norm = returning_input(RMSNorm)(TransformerConfig(num_layers=1, hidden_size=H, num_attention_heads=1), H)
     hidden_SBH = torch.randn(S, B, H)
     states = StageStates.from_wire(norm(hidden_SBH), has_prenorm=True)
     assert torch.equal(states.head_input_SBH, hidden_SBH)

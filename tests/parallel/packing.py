@@ -24,7 +24,7 @@ from swiftlite.heads import Heads
 from swiftlite.model.build import build_model
 from swiftlite.model.gpt import Losses
 from swiftlite.model.pipeline import run_pipeline
-from swiftlite.model.ranks import from_last_stage, sum_up, whole_rows
+from swiftlite.model.ranks import all_gather_rows, all_reduce_sum, broadcast_from_last_stage
 from swiftlite.plan.layout import length_multiple, sequence_multiple
 from swiftlite.runtime.distributed import session
 from swiftlite.runtime.mesh import Mesh
@@ -193,14 +193,16 @@ def forward_backward(
         options: of `run_pipeline`.
     """
     losses = []
-    train_step = objective.make_forward_step(from_last_stage(objective.count_targets(batches), mesh), mesh)
+    train_step = objective.make_forward_step(broadcast_from_last_stage(objective.count_targets(batches), mesh), mesh)
 
     def forward_step(iterator: Iterator[Batch], chunk: torch.nn.Module):
         batch = next(iterator)
         output, loss_func = train_step(iter([batch]), chunk)
 
         def collect(output: Losses):
-            heads = [whole_rows(head.loss_BS.detach(), mesh, batch.cu_seqlens) for head in (output.main, *output.mtp)]
+            heads = [
+                all_gather_rows(head.loss_BS.detach(), mesh, batch.cu_seqlens) for head in (output.main, *output.mtp)
+            ]
             losses.append(torch.cat(heads))
             return loss_func(output)
 
@@ -215,4 +217,4 @@ def forward_backward(
         forward_only=False,
         **options,
     )
-    return losses, sum_up(parts, objective.sums_shape, mesh)
+    return losses, all_reduce_sum(parts, objective.sums_shape, mesh)

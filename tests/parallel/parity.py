@@ -36,10 +36,10 @@ from swiftlite.plan.trainable import HEADS_ONLY, trainable_of
 from swiftlite.runtime.distributed import session
 from swiftlite.train.batches.micro_batches import Batches
 from swiftlite.train.checkpoint.checkpointer import Checkpointer, load_checkpoint
+from swiftlite.train.hidden_state_cache import HiddenStateCache
 from swiftlite.train.methods.next_token import NextTokenObjective
 from swiftlite.train.optim import make_optimizer, wrap_model
 from swiftlite.train.trainer import Trainer, whole_parameters
-from swiftlite.train.trunk_states import TrunkStates
 from tests.parallel.launch import launch, open_store, prepare_session
 from tests.tiny import HYBRID, make_tiny_hf
 
@@ -257,7 +257,7 @@ def compute(job: Job) -> list[dict[str, float]]:
         flops = training_flops(hf_config, plan.heads)
         batches = Batches(plan, mesh.dp.rank(), 0, flops)
         rows = batches.rows(samples)
-        trunk_states = TrunkStates(Path(args.cache_trunk_states), mesh) if args.cache_trunk_states else None
+        trunk_states = HiddenStateCache(Path(args.cache_trunk_states), mesh) if args.cache_trunk_states else None
         checkpointer = Checkpointer(
             job.out_dir,
             mesh,
@@ -277,7 +277,7 @@ def compute(job: Job) -> list[dict[str, float]]:
             train_batches=partial(batches.train, rows, Sampler(len(rows), plan.global_batch_size, args.seed, False)),
             eval_batches=[],
             count_flops=lambda tokens, squares, counts: flops.step(tokens, squares, counts[0]),
-            sinks=[],
+            metric_loggers=[],
             logging_steps=1,
             checkpointer=checkpointer,
         )

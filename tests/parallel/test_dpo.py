@@ -15,7 +15,7 @@ from swiftlite.args.commands import DoctorArgs, DpoArgs
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.errors import UserError
 from swiftlite.estimate.memory import estimate
-from swiftlite.estimate.reference_memory import estimate_asking
+from swiftlite.estimate.reference_memory import estimate_reference
 from swiftlite.estimate.setup import planned_setup
 from swiftlite.families.resolved import resolve
 from swiftlite.train import phases
@@ -168,7 +168,7 @@ class Logits(TorchDispatchMode):
 
 
 def hold_both(args: DpoArgs) -> dict[str, int]:
-    """Bytes of what this rank holds while the reference model is asked, by names of `AskingMemory`."""
+    """Bytes of what this rank holds while the reference model is asked, by names of `ReferenceMemory`."""
     with phases.open_session(args, resolve(args.model)) as mesh:
         run = prepare(args, mesh)
         model = reference.open_reference(run)
@@ -178,10 +178,10 @@ def hold_both(args: DpoArgs) -> dict[str, int]:
         with logits:
             long = next(pair for pair in run.data.train if min(map(len, pair.sequences)) == LENGTH)
             log_probabilities(chunks, model.mesh, model.batches, [long])
-        wrapped: Any = run.learner.wrapped  # `buffers` is taken for torch's method
-        held = [parameter for chunk in run.learner.chunks for parameter in chunk.parameters()]
+        wrapped: Any = run.train_state.wrapped  # `buffers` is taken for torch's method
+        held = [parameter for chunk in run.train_state.chunks for parameter in chunk.parameters()]
         held += [buffer.grad_data for chunk in wrapped for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-        held += [tensor for group in run.learner.optimizer.param_groups for tensor in group["params"]]
+        held += [tensor for group in run.train_state.optimizer.param_groups for tensor in group["params"]]
         each_once = {tensor.untyped_storage().data_ptr(): tensor.nbytes for tensor in held}
         frozen = [parameter for chunk in chunks for parameter in chunk.parameters()]
         return {
@@ -200,7 +200,7 @@ def test_a_plan_counts_both_models(tmp_path, torch_dtype):
     planned = DoctorArgs(plan=True, loss_type="sigmoid", fused_kernels="none", **options)
     hf_config = read_config(args.model)
     setup = planned_setup(planned, hf_config)
-    asking = estimate_asking(planned, setup, estimate(hf_config, setup), read_config(str(args.ref_model)))
+    asking = estimate_reference(planned, setup, estimate(hf_config, setup), read_config(str(args.ref_model)))
     assert [(part.first, part.stage, part.reference_stage) for part in asking] == [(0, 0, 0), (1, 0, 1)]
     for part, measured in zip(asking, launch(2, hold_both, args), strict=True):
         assert {name: getattr(part, name) for name in measured} == measured

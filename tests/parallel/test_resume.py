@@ -16,7 +16,7 @@ from swiftlite.plan.trainable import trainable_of
 from swiftlite.runtime.distributed import session
 from swiftlite.train.checkpoint.checkpointer import sharded_model
 from swiftlite.train.checkpoint.optimizer_state import slots_of, state_to_load
-from swiftlite.train.learner import make_learner
+from swiftlite.train.train_state import make_train_state
 from tests.parallel import parity
 from tests.parallel.launch import launch
 from tests.parallel.parity import BOUNDS, CASES, TP2_SP, Job, Result
@@ -229,9 +229,9 @@ def bytes_to_load(hf_dir: Path) -> tuple[int, int]:
         hf_model = resolve(hf_dir)
         plan = make_plan(args, 2, hf_model.heads)
         trainable = trainable_of(args, plan.heads)
-        learner = make_learner(args, mesh, hf_model, plan, make_schedule(args, 8), trainable)
-        slots = slots_of(learner.optimizer)
-        tensors = state_to_load(slots, dict(sharded_model(learner.chunks, mesh)))
+        train_state = make_train_state(args, mesh, hf_model, plan, make_schedule(args, 8), trainable)
+        slots = slots_of(train_state.optimizer)
+        tensors = state_to_load(slots, dict(sharded_model(train_state.chunks, mesh)))
         laid_out = sum(tensor.data.nbytes for tensor in tensors.values() if tensor.data is not None)
         return laid_out, sum(4 * len(slot.kinds) * slot.parameter.numel() for slot in slots)
 

@@ -192,7 +192,7 @@ def test_a_head_over_a_frozen_trunk_keeps_named_entries():
     """bfloat16, not fused: a norm keeps its input in float32 and the scale only where its input has a gradient."""
     setup = Setup(heads=Heads(2), mtp_mode="heads_only", max_length=100)
     model = ModelOnRank(architecture_of(CONFIGS["qwen3"]), setup)
-    first, second = ({entry.name: entry.bytes for entry in model.kept_draft(head)} for head in range(2))
+    first, second = ({entry.name: entry.bytes for entry in model.draft_activations(head)} for head in range(2))
     frozen, learning = 100 * 2 * 128, 100 * (4 * 128 + 2 * 128 + 4)
     norms = ("enorm input", "hnorm input", "output norm input")
     assert [first[name] for name in norms] == [frozen, frozen, learning]

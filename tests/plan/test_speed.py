@@ -50,7 +50,7 @@ class PlainMlp(Mlp):
     def parameters(self, rank):
         return ParameterCount(2 * self.hidden * self.ffn // rank.tp)
 
-    def kept(self, rank):
+    def activation_bytes(self, rank):
         return rank.tokens * 2 * self.ffn // rank.tp * rank.itemsize
 
 

@@ -112,7 +112,7 @@ def test_the_same_command_again_starts_no_engine(model, dataset, tmp_path, said,
     run(given)
     before = files(tmp_path / "out")
     assert sorted(before) == ["answers.jsonl", "answers.jsonl.args.json", "dataset.jsonl", "report.json"]
-    monkeypatch.setattr("swiftlite.regenerate.ask.start_engine", lambda *_: pytest.fail("an engine was started"))
+    monkeypatch.setattr("swiftlite.regenerate.generate.start_engine", lambda *_: pytest.fail("an engine was started"))
     run(given)
     assert files(tmp_path / "out") == before
     # What is made of the answers may change.

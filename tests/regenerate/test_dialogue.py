@@ -5,7 +5,7 @@ from typing import Literal
 import pytest
 
 from swiftlite.data.rows.conversation import Conversation, parse_row
-from swiftlite.regenerate.dialogue import Dialogues, RegeneratedTurn, Request, answered_turns, distinct, prompt_behind
+from swiftlite.regenerate.dialogue import Dialogues, RegeneratedTurn, Request, answered_turns, distinct, prompt_after
 
 
 def turn(role: str, content: str, **fields) -> dict:
@@ -48,8 +48,8 @@ def test_turns_that_are_answered(messages, turns):
 
 def test_a_prompt_holds_what_the_model_said_before_it():
     row = chat([SYSTEM, *ASKED], channel="code")
-    assert prompt_behind(row, []).messages == [SYSTEM, ASKED[0]]
-    second = prompt_behind(row, ["mine"])
+    assert prompt_after(row, []).messages == [SYSTEM, ASKED[0]]
+    second = prompt_after(row, ["mine"])
     assert second.messages == [SYSTEM, ASKED[0], turn("assistant", "mine"), ASKED[2]]
     assert (second.channel, second.source) == ("code", "a.jsonl:1")
     assert row.messages == [SYSTEM, *ASKED]
@@ -57,13 +57,13 @@ def test_a_prompt_holds_what_the_model_said_before_it():
 
 def test_of_an_answer_nothing_but_its_place_is_taken_over():
     first = turn("assistant", "a1", reasoning_content="hm", loss_scale=3)
-    asked = prompt_behind(chat([ASKED[0], first, *ASKED[2:]]), ["mine"])
+    asked = prompt_after(chat([ASKED[0], first, *ASKED[2:]]), ["mine"])
     assert asked.messages[1] == turn("assistant", "mine")
     assert asked.weights == [1.0, 1.0, 1.0]
 
 
 def test_calls_of_tools_stay_and_do_not_train():
-    asked = prompt_behind(chat(CALLED), ["mine"])
+    asked = prompt_after(chat(CALLED), ["mine"])
     assert asked.messages == [*CALLED[:3], turn("assistant", "mine"), CALLED[4]]
     assert asked.weights == [1.0, 0.0, 1.0, 1.0, 1.0]
 

@@ -6,7 +6,7 @@ import pytest
 from swiftlite.args.commands import RegenerateArgs
 from swiftlite.data.rows.conversation import parse_row
 from swiftlite.regenerate.dialogue import Dialogues, RegeneratedTurn, Request
-from swiftlite.regenerate.report import in_words, lengths, make_report
+from swiftlite.regenerate.report import lengths, make_report, summary_line
 from swiftlite.regenerate.rows import make_rows
 from tests.messages import mention_each
 
@@ -54,7 +54,7 @@ def test_what_became_of_everything():
         },
         "rows": {"total": 3, "regenerated": 3, "gold": 0, "gold_fraction": 0.0, "equal": 0},
     }
-    lines = in_words(report, RegenerateArgs(max_new_tokens=64, drop_truncated=True))
+    lines = summary_line(report, RegenerateArgs(max_new_tokens=64, drop_truncated=True))
     assert mention_each(lines, ["5 7 1", "7 1 20 p90 64", "--max_new_tokens 64 2", "1", "1", "3 0"])
 
 

@@ -92,7 +92,7 @@ def step_and_save(shim: str, out_dir: Path) -> None:
             train_batches=lambda step: [batch],
             eval_batches=[],
             count_flops=lambda tokens, squares, counts: flops.step(tokens, squares, counts[0]),
-            sinks=[],
+            metric_loggers=[],
             logging_steps=1,
             checkpointer=None,
         )

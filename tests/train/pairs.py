@@ -85,7 +85,7 @@ def first_step(args: DpoArgs, mesh: Mesh) -> tuple[dict[str, float], dict[str, t
     run.output_dir.mkdir(exist_ok=True)
     metrics = training.make_trainer(run, {"step": 0}).step(1)
     out_dir, hf_model = Path(args.output_dir) / "gradients", run.hf_model
-    save_gradients(run.learner.wrapped, run.learner.chunks, out_dir, hf_model.family, hf_model.config)
+    save_gradients(run.train_state.wrapped, run.train_state.chunks, out_dir, hf_model.family, hf_model.config)
     return metrics, load_file(out_dir / "model.safetensors"), list(run.data.train)
 
 

@@ -161,7 +161,7 @@ def test_an_export_says_what_the_run_has_learned(options, mesh, hf_dir, tmp_path
     trainer = training.make_trainer(run, phases.restore(run))
     trainer.fit(0)
     trainer.close()
-    ours = log_probabilities(run.learner.chunks, mesh, run.batches, run.data.val)
+    ours = log_probabilities(run.train_state.chunks, mesh, run.batches, run.data.val)
     export = tmp_path / "export"
     to_hf(ExportArgs(model=args.output_dir, output_dir=str(export), to_hf=True, merge_lora=merge_lora), mesh)
     if merge_lora:
@@ -272,7 +272,7 @@ def test_few_micro_batches_are_in_memory(options, mesh, monkeypatch):
     trainer.evaluate()
     assert max(most) <= 3 < len(run.data.val)
     most.clear()
-    log_probabilities(run.learner.chunks, mesh, run.batches, run.data.train)
+    log_probabilities(run.train_state.chunks, mesh, run.batches, run.data.train)
     assert max(most) <= 3 < len(run.data.train)
 
 

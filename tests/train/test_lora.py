@@ -34,7 +34,7 @@ LORA |= {"lr_warmup_fraction": 0.0, "lr": 1e-2, "weight_decay": 0.1}
 
 def adapters_of(run) -> dict[str, torch.Tensor]:
     rows = run.hf_model.family.rows(run.hf_model.config, run.plan.heads.layers)
-    return {key: tensor.clone() for key, tensor in gather_adapters(run.learner.chunks, run.plan.lora, rows).items()}
+    return {key: tensor.clone() for key, tensor in gather_adapters(run.train_state.chunks, run.plan.lora, rows).items()}
 
 
 def peft_model(hf_dir, **config):
@@ -167,7 +167,7 @@ def test_adapters_learn_what_pefts_learn(options, mesh, tmp_path, family, change
 def test_before_the_first_step_every_bit_is_the_base_s(options, mesh, tmp_path, family, use_dora):
     base = make_tiny_hf(tmp_path / "base", family, depth=1, with_tokenizer=True)
     run = prepare(options(model=str(base), tuner_type="lora", use_dora=use_dora), mesh)
-    (chunk,) = run.learner.chunks
+    (chunk,) = run.train_state.chunks
     assert any(name.startswith("mtp.") and is_adapter(name) for name, _ in chunk.named_parameters())
     logits = []
     for without in (nullcontext(), merged([chunk])):
@@ -176,7 +176,7 @@ def test_before_the_first_step_every_bit_is_the_base_s(options, mesh, tmp_path, 
         logits.append([made.main, *made.mtp])
     assert all(torch.equal(adapted, plain) for adapted, plain in zip(*logits, strict=True))
     weights = {name: tensor for name, tensor in chunk.state_dict().items() if ".adapter." not in name}
-    (other,) = prepare(options(model=str(base)), mesh).learner.chunks
+    (other,) = prepare(options(model=str(base)), mesh).train_state.chunks
     assert all(torch.equal(weights[name], parameter) for name, parameter in other.named_parameters())
 
 
@@ -191,7 +191,7 @@ def test_heads_beside_adapters(options, mesh, tmp_path, hf_dir, tuner, learns, u
     run = train(args, mesh)
     report = json.loads((run / "run_report.json").read_text())["tensors"]
     assert report["frozen_but_changed"] == report["trained_but_unchanged"] == []
-    chunk = prepare(replace(args, output_dir=str(tmp_path / "other")), mesh).learner.chunks[0]
+    chunk = prepare(replace(args, output_dir=str(tmp_path / "other")), mesh).train_state.chunks[0]
     parameters = dict(chunk.named_parameters())
     assert any(name.startswith("mtp.") and ".adapter." in name for name in parameters) == (tuner == "lora")
     for name, parameter in parameters.items():
@@ -249,7 +249,7 @@ def test_recomputed_layers_drop_the_same(options, mesh, tmp_path):
 def test_a_mask_takes_one_number_however_many_tokens_there_are(options, mesh):
     """Tensor-parallel ranks have different tokens of experts, and the same ones of the layers after these."""
     run = prepare(options(tuner_type="lora", lora_dropout=0.5), mesh)
-    (adapter, *_) = (module for module in run.learner.chunks[0].modules() if isinstance(module, Adapter))
+    (adapter, *_) = (module for module in run.train_state.chunks[0].modules() if isinstance(module, Adapter))
     after = set()
     for num_tokens in (0, 3, 7):
         torch.manual_seed(1)

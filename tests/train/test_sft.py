@@ -60,7 +60,7 @@ def test_each_phase_writes_its_own_files(options, mesh, tmp_path):
     assert report["steps"] == 4
     assert report["evaluation"] == outcome.evaluation
     assert report["tensors"]["trained_but_unchanged"] == []
-    num_parameters = len(list(run.learner.chunks[0].parameters()))
+    num_parameters = len(list(run.train_state.chunks[0].parameters()))
     assert report["weights"] == {"loaded": num_parameters, "initialised": {}, "dropped": []}
     acceptance = json.loads((run.output_dir / "acceptance.json").read_text())
     assert list(acceptance) == ["depths", "before", "after"]
@@ -164,13 +164,13 @@ def test_heads_that_config_does_not_promise_are_not_dropped_in_silence(options, 
         prepare(options(), mesh)
     run = prepare(options(mtp_num_layers=0), mesh)
     assert run.plan.heads.layers == 0
-    assert any(key.startswith("mtp.") for key in run.learner.weights_report.dropped)
+    assert any(key.startswith("mtp.") for key in run.train_state.weights_report.dropped)
 
 
 def test_heads_that_are_grafted_come_from_the_other_model(options, mesh, tmp_path):
     base = make_tiny_hf(tmp_path / "base", "qwen3", depth=1, with_tokenizer=True, seed=1)
     run = prepare(options(mtp_init="graft", mtp_graft_from=str(base)), mesh)
-    (chunk,) = run.learner.chunks
+    (chunk,) = run.train_state.chunks
     found = chunk.state_dict()["mtp.layers.0.eh_proj.weight"]
     expected = load_file(base / "model.safetensors")["mtp.fc.weight"]
     assert found.equal(expected)

@@ -15,7 +15,7 @@ from swiftlite.log import logger
 from swiftlite.redact import redact
 from swiftlite.train import phases
 from swiftlite.train import run as training
-from swiftlite.train.metrics.trackers import TRACKERS, PatientTracker, TrackedRun, open_trackers
+from swiftlite.train.metrics.trackers import TRACKERS, TolerantTracker, TrackedRun, open_trackers
 from tests.messages import has_line
 from tests.train.prepared import prepare
 
@@ -220,6 +220,6 @@ def test_damaged_ids_begin_a_run_of_its_own(monkeypatch, tmp_path, content, expe
     monkeypatch.setitem(TRACKERS, "wandb", remember)
     (tmp_path / "trackers.json").write_text(content)
     (tracker,) = open_trackers(["tensorboard", "wandb"], tmp_path, {}, 1)
-    assert isinstance(tracker, PatientTracker)
+    assert isinstance(tracker, TolerantTracker)
     assert seen == [expected]
     assert json.loads((tmp_path / "trackers.json").read_text())["wandb"] == "abc"

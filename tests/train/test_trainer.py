@@ -35,7 +35,7 @@ def make_trainer(options, mesh):
     def make(after_step=None, **changed) -> Trainer:
         run = prepare(options(**changed), mesh)
         trainer = training.make_trainer(run, phases.restore(run))
-        return replace(trainer, sinks=[Listed()], after_step=after_step)
+        return replace(trainer, metric_loggers=[Listed()], after_step=after_step)
 
     return make
 
@@ -52,7 +52,7 @@ def test_when_a_run_logs_saves_and_evaluates(make_trainer):
     trainer.close()
     assert steps == [1, 2, 3, 4, 5, 6, 7]
     assert checkpoints(trainer) == {"checkpoint-3", "checkpoint-6", "checkpoint-7"}
-    *lines, last = trainer.sinks[0].lines
+    *lines, last = trainer.metric_loggers[0].lines
     trained = [step for step, names in lines if "grad_norm" in names]
     evaluated = [step for step, names in lines if "eval_loss" in names]
     assert (trained, evaluated) == ([2, 4, 6, 7], [4])  # the last step always; its evaluation is the caller's
@@ -68,7 +68,7 @@ def test_what_is_said_of_a_step_is_said_before_it_is_saved(make_trainer):
         def log(self, step, metrics) -> None:
             seen.append((step, "checkpoint-2" in checkpoints(trainer)))
 
-    replace(trainer, sinks=[Watching()]).fit(0)
+    replace(trainer, metric_loggers=[Watching()]).fit(0)
     assert seen == [(1, False), (2, False), (2, False), (3, True), (4, True)]
 
 
@@ -155,7 +155,7 @@ def test_nothing_held_out_is_no_evaluation(make_trainer):
     trainer = make_trainer(split_dataset_ratio=0.0)
     assert trainer.evaluate() == {}
     trainer.log(1, {})
-    assert trainer.sinks[0].lines == []
+    assert trainer.metric_loggers[0].lines == []
 
 
 def test_a_loss_that_is_no_number_ends_the_run(make_trainer):

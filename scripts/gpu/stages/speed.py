@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from result import Results, Settings, read
 from trainees import (
+    all_gather_rows,
     free_memory,
     lognormal_rows,
     medians,
@@ -29,7 +30,6 @@ from trainees import (
     slowest,
     trainee,
     waits,
-    whole_rows,
 )
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -103,7 +103,7 @@ def swiftlite(case: Case, settings: Settings, results: Results, lengths: str = "
         mtp_init="random",
         **options,
     )
-    rows = whole_rows(steps * ROWS, length, vocab)
+    rows = all_gather_rows(steps * ROWS, length, vocab)
     if lengths == "lognormal":
         rows = lognormal_rows(steps * ROWS * length, length, vocab)
     with trainee(config, args, rows) as trainer:

@@ -14,10 +14,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
+from swiftlite.atomic import atomic_write
 from swiftlite.bridge.adapters.rows import HF_MAGNITUDE, leaf_of
 from swiftlite.bridge.hf_config import digest_of_trunk, read_config
 from swiftlite.bridge.tensors import ADAPTER_CONFIG, Checkpoint, some
-from swiftlite.durable import write_durably
 from swiftlite.errors import UserError
 from swiftlite.heads import Heads
 from swiftlite.json_file import read_json
@@ -109,9 +109,9 @@ def write_adapter(
         "bias": "none",
         "inference_mode": True,
     }
-    write_durably(directory / ADAPTER_CONFIG, (json.dumps(config, indent=2) + "\n").encode())
+    atomic_write(directory / ADAPTER_CONFIG, (json.dumps(config, indent=2) + "\n").encode())
     content = {_PREFIX + key: tensor.contiguous() for key, tensor in (*tensors.items(), *saved.items())}
-    write_durably(directory / TENSORS_FILE, save(content, metadata={"format": "pt", _DIGEST: base.sha256}))
+    atomic_write(directory / TENSORS_FILE, save(content, metadata={"format": "pt", _DIGEST: base.sha256}))
 
 
 def write_heads(
@@ -120,7 +120,7 @@ def write_heads(
     """Write MTP heads, tensors by their HF names."""
     promise = heads.config_change({"model_type": model_type})
     metadata = {"format": "pt", _DIGEST: base.sha256, _PROMISE: json.dumps(promise)}
-    write_durably(directory / HEADS_FILE, save(dict(tensors), metadata=metadata))
+    atomic_write(directory / HEADS_FILE, save(dict(tensors), metadata=metadata))
 
 
 @dataclass(frozen=True)
@@ -225,8 +225,8 @@ def read_adapter(directory: Path) -> SavedAdapter:
         with safe_open(directory / TENSORS_FILE, "pt") as file:
             digest = (file.metadata() or {}).get(_DIGEST, "")
             tensors = {key.removeprefix(_PREFIX): file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-        heads, promise, of_heads = _read_heads(directory / HEADS_FILE)
-        if digest and of_heads and digest != of_heads:
+        heads, promise, heads_digest = _read_heads(directory / HEADS_FILE)
+        if digest and heads_digest and digest != heads_digest:
             raise ValueError(f"{HEADS_FILE} is of another base than {TENSORS_FILE}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         raise UserError(
@@ -259,7 +259,9 @@ def read_adapter(directory: Path) -> SavedAdapter:
             raise UserError(
                 f"--adapters {directory}: {module} has magnitudes {shape} for {b.size(0)} rows", "export them again"
             )
-    return SavedAdapter(directory, rank, lora.scaling, pairs, magnitudes, tensors, heads, promise, digest or of_heads)
+    return SavedAdapter(
+        directory, rank, lora.scaling, pairs, magnitudes, tensors, heads, promise, digest or heads_digest
+    )
 
 
 def _read_heads(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any], str]:

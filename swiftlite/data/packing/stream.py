@@ -194,7 +194,7 @@ class Stream(Iterator[StreamSample]):
         self._num_bad: int = state["num_bad"]
         counts = self._mixture.counts(self.num_read)
         files_of_parts = _parts_of(files, self._mixture.num_parts)
-        self._parts = [FilePart(*of_part) for of_part in zip(files_of_parts, self.rows_per_epoch, counts, strict=True)]
+        self._parts = [FilePart(*fields) for fields in zip(files_of_parts, self.rows_per_epoch, counts, strict=True)]
         self._held: dict[tuple[int, int], Sample] = {}  # by row and piece
         self._entries = self._read()
 
@@ -238,7 +238,7 @@ class Stream(Iterator[StreamSample]):
             place = _place(number, self.rows_per_epoch[part])
             wanted.setdefault((part, place), []).append(entry)
         for number, part in enumerate(self._parts):
-            last = max((place for of_part, place in wanted if of_part == number), default=-1)
+            last = max((place for fields, place in wanted if fields == number), default=-1)
             rows = part.up_to_first()
             if last > part.first:
                 rows = enumerate(part.one_epoch())

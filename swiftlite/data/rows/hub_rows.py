@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
+from swiftlite.atomic import atomic_write
 from swiftlite.data.packing.padding import padding_error
-from swiftlite.durable import write_durably
 from swiftlite.errors import UserError, clip
 from swiftlite.hub.name import HubName
 from swiftlite.hub.refusal import refusals
@@ -82,7 +82,7 @@ def fetch_rows(name: HubName) -> list[Path]:
     if not files or not all(file.is_file() for file in files):
         files = _load(name, commit)
         listed = [str(file.relative_to(cache)) for file in files]  # so that a cache may be moved
-        write_durably(note, json.dumps(listed).encode())
+        atomic_write(note, json.dumps(listed).encode())
     return files
 
 

@@ -33,9 +33,7 @@ def parse_rated(row: object, *, system: str | None = None, source: str = "") -> 
         return parse_row(row, system=system, source=source)  # which is part of the message
     for name in ("chosen", "rejected", "rejected_response", "rejected_messages"):
         if row.get(name):
-            raise RowError(
-                name, "makes this row a pair", f"use --loss_type sigmoid for pairs; here rows are {FORMATS}"
-            )
+            raise RowError(name, "makes this row a pair", f"use --loss_type sigmoid for pairs; here rows are {FORMATS}")
     label = _label_of(row.get("label"))
     rest = {name: value for name, value in row.items() if name != "label"}
     if "completion" in rest:

@@ -101,9 +101,9 @@ def _sources(name: str, experts: ExpertMapping) -> dict[str, tuple]:
     `mtp.layers.0.self_attn.qkv_proj.weight` is filled from `...q_proj.weight` at ("q",), and so on;
     `mtp.norm.weight` from itself at ().
     """
-    of_experts = [entry for entry in experts if entry[0] in name]
-    if of_experts:
-        return {name.replace(joined, part): (name, shard, expert) for joined, part, expert, shard in of_experts}
+    expert_entries = [entry for entry in experts if entry[0] in name]
+    if expert_entries:
+        return {name.replace(joined, part): (name, shard, expert) for joined, part, expert, shard in expert_entries}
     for joined, parts in _JOINED.items():
         if f".{joined}." in name:
             return {name.replace(joined, part): (shard,) for part, shard in parts.items()}

@@ -39,7 +39,7 @@ class Channel(Protocol):
         """End the transfer; fails unless every tensor found a parameter and every parameter a tensor."""
         ...
 
-    def forget_cached(self) -> bool:
+    def reset_prefix_cache(self) -> bool:
         """Drop keys and values of the old weights; returns whether that could be done."""
         ...
 
@@ -114,7 +114,7 @@ class WeightUpdate:
         if draft is not None:
             self._transfer("draft", draft, self._draft)
         # What was computed with the old weights must not answer for the new ones.
-        if not self._channel.forget_cached():
+        if not self._channel.reset_prefix_cache():
             raise UserError(f"{self._name} keeps keys and values of the old weights: a request is still running")
         self._is_torn = False
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from swiftlite.durable import check_writable, write_durably
+from swiftlite.atomic import atomic_write, check_writable
 from swiftlite.engines.draft_schedule import DraftSchedule
 from swiftlite.engines.loading.load_report import LoadReport
 from swiftlite.engines.served_model import fed_otherwise, log_fed_otherwise, require_heads
@@ -87,7 +87,7 @@ def schedule_options(schedule: DraftSchedule, bench_json: Path) -> dict[str, Any
     path = bench_json.with_suffix(".sglang.json")
     slots = {str(begin): {"candidate_steps": [number]} for begin, number in schedule.numbers.items()}
     check_writable("--draft_schedule", path.parent)
-    write_durably(path, json.dumps(slots).encode() + b"\n")
+    atomic_write(path, json.dumps(slots).encode() + b"\n")
     return {"speculative_adaptive": True, "speculative_adaptive_config": str(path.absolute())}
 
 

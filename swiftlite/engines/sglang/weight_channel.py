@@ -30,16 +30,16 @@ class SglangChannel:
     def send(self, bucket: Bucket) -> None:
         # Heads wait in the worker until they are whole, because draft classes refuse parts.
         with bucket_file(bucket) as path:
-            self._tell(LOAD if self._part == "target" else KEEP, str(path))
+            self._notify(LOAD if self._part == "target" else KEEP, str(path))
 
     def finish(self) -> None:
-        self._tell(FINISH, self._part)
+        self._notify(FINISH, self._part)
         _check(self._engine.end_weight_update())
 
-    def forget_cached(self) -> bool:
+    def reset_prefix_cache(self) -> bool:
         return self._engine.flush_cache().success
 
-    def _tell(self, load_format: str, word: str) -> None:
+    def _notify(self, load_format: str, word: str) -> None:
         """Call `weight_transfer.take` in each worker, with one name and no numbers."""
         payload: Any = MultiprocessingSerializer.serialize([(word, torch.empty(0))])
         request = UpdateWeightsFromTensorReqInput(

@@ -110,7 +110,7 @@ class TransformersEngine:
             self._count(num_drafted, num_accepted)
             if num_drafted > num_accepted:
                 assert begin is not None
-                self._take_back(new_ids, num_drafted - num_accepted, cache, begin)
+                self._roll_back(new_ids, num_drafted - num_accepted, cache, begin)
             fed = before if self._drafting.takes_before_norm else after
             for token in tokens.tolist():
                 ids = torch.cat((ids, ids.new_tensor([[token]])), dim=1)
@@ -143,7 +143,7 @@ class TransformersEngine:
             after = self._decoder(input_ids=ids, past_key_values=cache, use_cache=True).last_hidden_state
         return before[0], after
 
-    def _take_back(self, ids: torch.Tensor, number: int, cache: DynamicCache, begin: RecurrentStates) -> None:
+    def _roll_back(self, ids: torch.Tensor, number: int, cache: DynamicCache, begin: RecurrentStates) -> None:
         """Remove the last `number` ids of the previous pass from the cache.
 
         Keys and values are truncated. A recurrent state covers all previous tokens, so it is restored to the state
@@ -152,7 +152,7 @@ class TransformersEngine:
             cache.crop(-number)
             return
         crop_keys(cache, ids.shape[1])
-        begin.put_back()
+        begin.restore()
         self._states(ids[:, : ids.shape[1] - number], cache)
 
     def _count(self, num_drafted: int, num_accepted: int) -> None:

@@ -17,7 +17,7 @@ class RecurrentStates:
         self.layers: list[Any] = [layer for layer in cache.layers if isinstance(layer, LinearAttentionCacheLayerMixin)]
         self._kept = [(_copy(layer.conv_states), _copy(layer.recurrent_states)) for layer in self.layers]
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Give the layers what they had."""
         for layer, (conv_states, recurrent_states) in zip(self.layers, self._kept, strict=True):
             for number in conv_states:

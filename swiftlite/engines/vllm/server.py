@@ -19,7 +19,7 @@ from swiftlite.families.resolved import HfModel
 from swiftlite.hub.name import served_name
 from swiftlite.log import logger
 
-GUARD = "swiftlite.engines.vllm.live.guard.KeyOnEveryRoute"
+GUARD = "swiftlite.engines.vllm.live.guard.ApiKeyGuard"
 
 
 def server_command(args: DeployArgs, model: HfModel, drafts: bool, schedule: DraftSchedule | None) -> ServerCommand:

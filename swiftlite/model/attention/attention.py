@@ -264,7 +264,7 @@ class CoreAttention(MegatronModule):
         """[S, B, N, D] from one kernel over all segments of all rows."""
         assert self.varlen is not None
         query, key, value, places = for_kernel(query_SBND, key_SBGD, value_SBGD, segments)
-        return of_rows(self.varlen(query, key, value, *places, scale=self.softmax_scale), query_SBND)
+        return tokens_to_rows(self.varlen(query, key, value, *places, scale=self.softmax_scale), query_SBND)
 
     def _attend_slices(
         self,
@@ -334,14 +334,14 @@ def for_kernel(
     keys_T, *places = offsets(segments, query_SBND.size(1), key_SBGD.size(0), query_SBND.device)
     if keys_T is not None:
         key_SBGD, value_SBGD = key_SBGD.index_select(0, keys_T), value_SBGD.index_select(0, keys_T)
-    return side_by_side(query_SBND), side_by_side(key_SBGD), side_by_side(value_SBGD), tuple(places)
+    return rows_to_tokens(query_SBND), rows_to_tokens(key_SBGD), rows_to_tokens(value_SBGD), tuple(places)
 
 
-def side_by_side(rows_SBND: torch.Tensor) -> torch.Tensor:
+def rows_to_tokens(rows_SBND: torch.Tensor) -> torch.Tensor:
     """Concatenate rows: [B * S, N, D]."""
     return rows_SBND.transpose(0, 1).flatten(0, 1)
 
 
-def of_rows(side_by_side: torch.Tensor, like_SBND: torch.Tensor) -> torch.Tensor:
-    """Invert `side_by_side`: [S, B, N, D]."""
-    return side_by_side.unflatten(0, (like_SBND.size(1), -1)).transpose(0, 1)
+def tokens_to_rows(rows_to_tokens: torch.Tensor, like_SBND: torch.Tensor) -> torch.Tensor:
+    """Invert `rows_to_tokens`: [S, B, N, D]."""
+    return rows_to_tokens.unflatten(0, (like_SBND.size(1), -1)).transpose(0, 1)

@@ -28,8 +28,8 @@ from swiftlite.model.attention.attention import (
     CoreAttention,
     for_kernel,
     is_for_slices,
-    of_rows,
-    side_by_side,
+    rows_to_tokens,
+    tokens_to_rows,
     whole_row,
 )
 from swiftlite.model.attention.cache import Cache
@@ -117,9 +117,9 @@ class DraftAttention(CoreAttention):
         if is_for_slices(query_SBND, key_SBGD, segments):
             return self._attend_slices(query_SBND, key_SBGD, value_SBGD, segments, *later)
         query, key, value, places = for_kernel(query_SBND, key_SBGD, value_SBGD, segments)
-        own_keys, own_values = ([side_by_side(step) for step in steps] for steps in later)
+        own_keys, own_values = ([rows_to_tokens(step) for step in steps] for steps in later)
         out = merged_attention.attend(self.prefix, query, key, value, places, own_keys, own_values, self.softmax_scale)
-        return of_rows(out, query_SBND)
+        return tokens_to_rows(out, query_SBND)
 
     def _attend_steps(self, query_SBND: torch.Tensor, draft: Draft, segments: Sequence[Segment]) -> torch.Tensor:
         """[S, B, N, D]: the query of each position over the first step's prefix and its own place in the later ones."""
@@ -139,7 +139,7 @@ def _visible(steps: Sequence[torch.Tensor], segments: Sequence[Segment]) -> list
     first, *later = steps
     num_queries = [segment.num_queries for segment in segments]
     parts = zip(seen_by(segments, first), *(step.split(num_queries) for step in later), strict=True)
-    return [torch.cat(of_segment) for of_segment in parts]
+    return [torch.cat(segment_parts) for segment_parts in parts]
 
 
 def _allowed(segment: Segment, num_steps: int, device: torch.device) -> torch.Tensor:

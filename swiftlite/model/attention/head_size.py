@@ -40,8 +40,8 @@ def fill_values_in_halves(kernel: PrefixKernel, others: Collection[Sizes] = ()) 
     def backward(grad_TND, query_TND, key_KGD, value_KGD, out_TND, *rest):
         value_size = value_KGD.size(-1)
         wide_grad, wide_value, wide_out = (_as_wide(t, key_KGD, others) for t in (grad_TND, value_KGD, out_TND))
-        of_query, of_key, of_value = kernel.backward(wide_grad, query_TND, key_KGD, wide_value, wide_out, *rest)
-        return of_query, of_key, of_value[..., :value_size]
+        grad_query, grad_key, grad_value = kernel.backward(wide_grad, query_TND, key_KGD, wide_value, wide_out, *rest)
+        return grad_query, grad_key, grad_value[..., :value_size]
 
     return PrefixKernel(forward, backward)
 

@@ -62,25 +62,25 @@ def in_slices(kernel: PrefixKernel, slices: Sequence[Slice]) -> PrefixKernel:
         return out_TND, torch.cat(sums, dim=1)
 
     def backward(grad_TND, query_TND, key_KGD, value_KGD, out_TND, lse_NT, scale):
-        of_query, of_row = torch.empty_like(query_TND), [torch.empty_like(key_KGD), torch.empty_like(value_KGD)]
+        grad_query, grad_row = torch.empty_like(query_TND), [torch.empty_like(key_KGD), torch.empty_like(value_KGD)]
         filled = len(key_KGD)  # from here on there is a gradient
         for queries, keys, places in reversed(slices):
             own = (tensor[queries] for tensor in (grad_TND, query_TND))
             seen = (tensor[keys] for tensor in (key_KGD, value_KGD))
             lse = lse_NT[:, queries].contiguous()
-            of_query[queries], *of_seen = kernel.backward(*own, *seen, out_TND[queries], lse, *places, scale)
+            grad_query[queries], *grads_seen = kernel.backward(*own, *seen, out_TND[queries], lse, *places, scale)
             is_first = keys.stop <= filled
-            for of_keys, part in zip(of_row, of_seen, strict=True):
+            for grad_keys, part in zip(grad_row, grads_seen, strict=True):
                 if is_first:
-                    of_keys[keys.stop : filled] = 0
-                    of_keys[keys] = part
+                    grad_keys[keys.stop : filled] = 0
+                    grad_keys[keys] = part
                 else:
-                    of_keys[keys] += part
+                    grad_keys[keys] += part
             filled = min(filled, keys.start)
-        for of_keys in of_row:
-            of_keys[:filled] = 0
-        of_key, of_value = of_row
-        return of_query, of_key, of_value
+        for grad_keys in grad_row:
+            grad_keys[:filled] = 0
+        grad_key, grad_value = grad_row
+        return grad_query, grad_key, grad_value
 
     return PrefixKernel(forward, backward)
 
@@ -131,24 +131,24 @@ class _Merged(torch.autograd.Function):
     def backward(ctx, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query_TND, key_KGD, value_KGD, out_TND, lse_TN, *own = ctx.saved_tensors
         grad_TND = grad_outputs[0].contiguous()
-        of_query, of_key, of_value = ctx.kernel.backward(
+        grad_query, grad_key, grad_value = ctx.kernel.backward(
             grad_TND, query_TND, key_KGD, value_KGD, out_TND, lse_TN.mT.contiguous(), *ctx.places, ctx.scale
         )
         if not own:
-            return None, None, None, of_query, of_key, of_value
-        of_query = of_query.to(lse_TN.dtype)
+            return None, None, None, grad_query, grad_key, grad_value
+        grad_query = grad_query.to(lse_TN.dtype)
         wide_query, wide_grad = query_TND.to(lse_TN.dtype), grad_TND.to(lse_TN.dtype)
         shared_TN = (wide_grad * out_TND).sum(-1)
         keys, values = own[: len(own) // 2], own[len(own) // 2 :]
-        of_keys, of_values = [], []
+        grad_keys, grad_values = [], []
         for key_TGD, value_TGD in zip(keys, values, strict=True):
             share_TN = (_scores(query_TND, key_TGD, ctx.scale) - lse_TN).exp()
-            of_share = (wide_grad * _per_head(value_TGD, query_TND)).sum(-1)
-            of_score = (share_TN * (of_share - shared_TN) * ctx.scale)[..., None]
-            of_query += of_score * _per_head(key_TGD, query_TND)
-            of_keys.append(_per_group(of_score * wide_query, key_TGD))
-            of_values.append(_per_group(share_TN[..., None] * wide_grad, value_TGD))
-        return None, None, None, of_query.to(query_TND.dtype), of_key, of_value, *of_keys, *of_values
+            grad_share = (wide_grad * _per_head(value_TGD, query_TND)).sum(-1)
+            grad_score = (share_TN * (grad_share - shared_TN) * ctx.scale)[..., None]
+            grad_query += grad_score * _per_head(key_TGD, query_TND)
+            grad_keys.append(_per_group(grad_score * wide_query, key_TGD))
+            grad_values.append(_per_group(share_TN[..., None] * wide_grad, value_TGD))
+        return None, None, None, grad_query.to(query_TND.dtype), grad_key, grad_value, *grad_keys, *grad_values
 
 
 def _merge(

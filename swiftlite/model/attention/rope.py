@@ -96,7 +96,7 @@ class RotaryEmbedding:
         frequencies, scaling = self._frequencies(length)
         positions = torch.arange(offset, offset + length, dtype=torch.float32, device=self.device)
         angles = torch.outer(positions, on_device(frequencies, self.device))
-        return self._turns(angles, scaling)[:, :, None, None]
+        return self._axis_angles(angles, scaling)[:, :, None, None]
 
     def at(self, axes_3BS: torch.Tensor) -> torch.Tensor:
         """Return [2, S, B, 1, R] for `rotate`, for tokens at these positions (int64) along three axes.
@@ -112,9 +112,9 @@ class RotaryEmbedding:
         axis_of_angle = on_device(_axis_of_angle(self._stated, len(frequencies)), self.device)
         positions_SBA = axes_3BS.float()[axis_of_angle].movedim(0, -1).transpose(0, 1)  # A angles: R / 2
         angles = positions_SBA * on_device(frequencies, self.device)
-        return self._turns(angles, scaling)[:, :, :, None]
+        return self._axis_angles(angles, scaling)[:, :, :, None]
 
-    def _turns(self, angles: torch.Tensor, scaling: float) -> torch.Tensor:
+    def _axis_angles(self, angles: torch.Tensor, scaling: float) -> torch.Tensor:
         """Compute [2, ..., R] of angles [..., R / 2]."""
         cosine = angles.cos() * scaling
         sine = angles.sin() * scaling

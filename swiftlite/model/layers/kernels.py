@@ -15,7 +15,7 @@ from swiftlite.model.attention.head_size import Sizes, fill_values, fill_values_
 from swiftlite.model.attention.merged_attention import PrefixKernel
 from swiftlite.model.layers.compiled import raise_version_limit
 from swiftlite.model.layers.experts import GroupedMLP, SequentialMLP
-from swiftlite.model.layers.norm import FusedRMSNorm, RMSNorm, keeping
+from swiftlite.model.layers.norm import FusedRMSNorm, RMSNorm, returning_input
 from swiftlite.model.layers.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from swiftlite.plan.kernels import FlashImpl, Kernels
 
@@ -27,14 +27,14 @@ class Modules:
     """The modules of a layer, in the form of megatron-core's specs.
 
     Attributes:
-        keeping_norm: `norm` that also returns its input, see `norm.keeping`.
+        keeping_norm: `norm` that also returns its input, see `norm.returning_input`.
         down_projection: down-projection of latent attention, whose columns are gathered afterwards.
         experts: experts of one rank.
         core_attention, draft_attention: attention of decoder layers and heads; attention of unrolled heads.
     """
 
     norm: type
-    keeping_norm: type
+    norm_returning_input: type
     column: type
     row: type
     down_projection: type
@@ -70,7 +70,7 @@ def modules_of(kernels: Kernels) -> Modules:
     params = {"varlen": varlen_kernel(kernels), "prefix": prefix_kernel(kernels)}
     return Modules(
         norm=norm,
-        keeping_norm=keeping(norm),
+        norm_returning_input=returning_input(norm),
         column=column,
         row=row,
         # megatron-core accepts no subclass here. There is no bias; gradients go through autograd.

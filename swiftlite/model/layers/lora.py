@@ -237,9 +237,13 @@ class DoraAdapter(Adapter):
         lengths = self._lengths(weight.float())
         order = torch.arange(len(lengths)) if self.order is None else cast(torch.Tensor, self.order)
         magnitudes = self.parts(MAGNITUDE)
-        of_modules = lengths.new_zeros(sum(map(len, magnitudes)) + 1)  # the last place is of rows without an adapter
-        of_modules[order] = lengths
-        for magnitude, own in zip(magnitudes, of_modules[:-1].split([len(each) for each in magnitudes]), strict=True):
+        module_lengths = lengths.new_zeros(
+            sum(map(len, magnitudes)) + 1
+        )  # the last place is of rows without an adapter
+        module_lengths[order] = lengths
+        for magnitude, own in zip(
+            magnitudes, module_lengths[:-1].split([len(each) for each in magnitudes]), strict=True
+        ):
             magnitude.copy_(own)
 
     def _lengths(self, whole: torch.Tensor) -> torch.Tensor:

@@ -66,7 +66,7 @@ fused_zero_centered_norm = compiled(zero_centered_norm)
 
 
 @cache
-def keeping(norm: Any) -> type:
+def returning_input(norm: Any) -> type:
     """Make the trunk's final norm where MTP heads read the state before it.
 
     Its output is both states in wire form [2S, B, H], so that a pipeline sends both to the stage of the heads.

@@ -81,10 +81,13 @@ def reference_layout_problems(args: DpoArgs | DoctorArgs, facts: Facts) -> Itera
     layout = reference_layout(args)
     num_ranks = len(ranks_of(layout, facts.world_size))
     problems = [*layout_problems(layout, architecture, 0), *process_problems(layout, num_ranks)]
-    of_model = layout_of(args)
-    of_model = [*layout_problems(of_model, facts.architecture, 0), *process_problems(of_model, facts.world_size)]
+    model_problems = layout_of(args)
+    model_problems = [
+        *layout_problems(model_problems, facts.architecture, 0),
+        *process_problems(model_problems, facts.world_size),
+    ]
     for problem, hint in problems:
-        if (problem, hint) not in of_model:  # another rule reports those of the trained model
+        if (problem, hint) not in model_problems:  # another rule reports those of the trained model
             yield (
                 f"the reference model: {problem}",
                 hint or "use --ref_tensor_model_parallel_size and --ref_pipeline_model_parallel_size",

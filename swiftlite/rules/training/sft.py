@@ -209,9 +209,9 @@ RULES = (
     sft_lora.rank_is_low,
     sft_lora.heads_and_adapters_go_together,
     sft_heads.draft_for_is_measured,
-    sft_heads.trunk_states_come_again,
+    sft_heads.trunk_states_repeat,
     common.graft_has_heads,
-    sft_heads.graft_is_asked_for_once,
+    sft_heads.graft_is_given_once,
     sft_report.report_to_can_be,
 )
 NOTES = (

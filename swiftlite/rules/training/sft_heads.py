@@ -113,7 +113,7 @@ def draft_for_is_measured(args: SftArgs, facts: Facts) -> Iterator[Problem]:
         )
 
 
-def trunk_states_come_again(args: SftArgs, facts: Facts) -> Iterator[Problem]:
+def trunk_states_repeat(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     """Require the same micro-batches in every epoch, because hidden states are cached by micro-batch."""
     if args.cache_trunk_states is None:
         return
@@ -153,7 +153,7 @@ def a_frozen_trunk_is_rounded(args: SftArgs, facts: Facts) -> Iterator[str]:
         )
 
 
-def graft_is_asked_for_once(args: SftArgs, facts: Facts) -> Iterator[Problem]:
+def graft_is_given_once(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     if args.mtp_init == "graft" and args.mtp_graft_from is None:
         yield "--mtp_init graft requires --mtp_graft_from", "add --mtp_graft_from DIR"
     elif args.mtp_init != "graft" and args.mtp_graft_from is not None:

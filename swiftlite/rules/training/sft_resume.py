@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from swiftlite.args.command_line import as_typed
+from swiftlite.args.command_line import shell_line
 from swiftlite.args.commands import SftArgs
 from swiftlite.args.config import Problem
 from swiftlite.args.fields import DistributedArgs, ParallelLayout, RecomputeArgs, RunArgs
@@ -101,8 +101,8 @@ def resume_keeps_the_options(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     for name, before, now in _changed_options(args, facts):
         if name not in _FREE:
             yield (
-                f"--resume does not support a change of --{name} from {as_typed(before)} to {as_typed(now)}",
-                f"use --{name} {as_typed(before)} (see {Path(args.output_dir) / 'args.json'}), or another --output_dir",
+                f"--resume does not support a change of --{name} from {shell_line(before)} to {shell_line(now)}",
+                f"use --{name} {shell_line(before)} (see {Path(args.output_dir) / 'args.json'}), or another --output_dir",
             )
 
 

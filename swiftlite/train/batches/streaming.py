@@ -50,10 +50,10 @@ class StreamedSteps(Iterator[tuple[list[StreamSample], list[MicroBatches]]]):
         if plan.packing == "step":
             entries = list(itertools.islice(self._stream, plan.global_batch_size))
             schedule = self._batches.schedule([entry.length for entry in entries])
-            of_ranks = []
+            rank_batches = []
             for rank in range(plan.data_parallel_size):
-                of_ranks.append([indices.tolist() for indices in schedule.rank(rank)])
-            return entries, of_ranks
+                rank_batches.append([indices.tolist() for indices in schedule.rank(rank)])
+            return entries, rank_batches
         rows = list(itertools.islice(self._rows, plan.global_batch_size))
         row_sizes = [len(row) for row in rows]
         return list(itertools.chain(*rows)), [
@@ -102,7 +102,7 @@ class StreamedBatches:
         assert self.stream is not None
         assert self.steps is not None
         group = self.mesh.dp
-        entries, of_ranks = next(self.steps)
+        entries, rank_batches = next(self.steps)
         owners = [self.stream.owner(entry) for entry in entries]
         # `exchange` numbers samples by who has them: those of the first rank, then those of the second, ...
         by_owner = sorted(range(len(entries)), key=owners.__getitem__)
@@ -111,11 +111,11 @@ class StreamedBatches:
         for index in by_owner:
             lengths[owners[index]].append(entries[index].length)
         assignment = []
-        for of_rank in of_ranks:
-            assignment.append([number_of[index] for index in itertools.chain(*of_rank)])
+        for batches in rank_batches:
+            assignment.append([number_of[index] for index in itertools.chain(*batches)])
         own = self.stream.take(entries[index] for index in by_owner)
         arriving = iter(exchange(own, lengths, assignment, group, self.mesh.device.torch_device))
-        return [list(itertools.islice(arriving, len(indices))) for indices in of_ranks[group.rank()]]
+        return [list(itertools.islice(arriving, len(indices))) for indices in rank_batches[group.rank()]]
 
 
 def reads(mesh: Mesh) -> bool:

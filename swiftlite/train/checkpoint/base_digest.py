@@ -45,4 +45,4 @@ def _hash_some(checkpoint: Checkpoint, keys: list[str]) -> dict[str, str]:
             break
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
-    return dict(chain.from_iterable(of_rank.items() for of_rank in everyone))
+    return dict(chain.from_iterable(rank_digests.items() for rank_digests in everyone))

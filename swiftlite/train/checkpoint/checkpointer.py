@@ -25,8 +25,8 @@ from megatron.core.transformer.module import MegatronModule
 from pydantic import BaseModel, Field, ValidationError
 from torch.distributed.checkpoint.api import CheckpointException
 
+from swiftlite.atomic import fsync_tree, sync
 from swiftlite.bridge.tensors import some
-from swiftlite.durable import flush_to_disk, sync
 from swiftlite.errors import UserError, is_of_storage, reason_of
 from swiftlite.json_file import read_json
 from swiftlite.log import logger
@@ -283,7 +283,7 @@ class Checkpointer:
             (temporary / STATE_FILE).write_text(json.dumps(state, indent=2))
             write_common(temporary)
             write_manifest(temporary, dict(chain.from_iterable(rank.items() for rank in written)))
-            flush_to_disk(temporary)
+            fsync_tree(temporary)
             if final.exists():
                 _delete(final)
             temporary.rename(final)

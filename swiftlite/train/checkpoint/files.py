@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
-from swiftlite.runtime.parent import end_with_parent
+from swiftlite.runtime.parent import exit_with_parent
 
 MANIFEST_FILE = "SHA256SUMS"  # as sha256sum writes it: `sha256sum -c SHA256SUMS` verifies a checkpoint too
 _HASHING_THREADS = 4
@@ -85,7 +85,7 @@ def write_buckets(trainer: int, transforms: list[Any], rank: int, buckets: Seque
         buckets: (path, file name, data) as planned by megatron-core.
     """
     if os.getpid() != trainer:
-        end_with_parent(trainer)
+        exit_with_parent(trainer)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)  # they are for the trainer, which waits for what is written here
     with ThreadPoolExecutor(len(buckets)) as threads:

@@ -136,7 +136,7 @@ def set_state(slots: Sequence[Slot], loaded: dict[str, torch.Tensor], step: int)
             part = slot.part(kind)
             whole = loaded.pop(f"{number}.{kind}", None)
             if slot.group is not None:
-                whole = _hand_out(slot, whole, owner)
+                whole = _distribute(slot, whole, owner)
             assert whole is not None
             part.copy_(whole.view(-1)[slot.start : slot.start + part.numel()].view(part.shape))
         slot.set_step(step)
@@ -196,7 +196,7 @@ def _gather(slot: Slot, kind: str, owner: int) -> torch.Tensor | None:
     return whole.view(slot.parameter.shape).cpu() if slot.group.rank() == owner else None
 
 
-def _hand_out(slot: Slot, whole: torch.Tensor | None, owner: int) -> torch.Tensor:
+def _distribute(slot: Slot, whole: torch.Tensor | None, owner: int) -> torch.Tensor:
     """Return the whole parameter's numbers, which the owner has, on every rank that shares it."""
     assert slot.group is not None
     received = torch.empty(slot.parameter.shape, device=slot.parameter.device)
@@ -214,9 +214,9 @@ def _owners(slots: Sequence[Slot]) -> list[int]:
     numbers: dict[dist.ProcessGroup, list[int]] = {}  # that each rank of a group has
     owners = []
     for slot in slots:
-        of_ranks = numbers.setdefault(slot.group, [0] * slot.group.size()) if slot.group else [0]
-        owners.append(of_ranks.index(min(of_ranks)))
-        of_ranks[owners[-1]] += slot.parameter.numel()
+        rank_numels = numbers.setdefault(slot.group, [0] * slot.group.size()) if slot.group else [0]
+        owners.append(rank_numels.index(min(rank_numels)))
+        rank_numels[owners[-1]] += slot.parameter.numel()
     return owners
 
 

@@ -10,10 +10,10 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from safetensors.torch import save
 
+from swiftlite.atomic import atomic_write
 from swiftlite.bridge.encoding.index import encoding_of
 from swiftlite.bridge.hf_config import quantization_change, write_patched
 from swiftlite.bridge.tensors import Checkpoint, describe
-from swiftlite.durable import write_durably
 from swiftlite.errors import UserError
 from swiftlite.families.resolved import HfModel
 from swiftlite.heads import Heads
@@ -50,7 +50,7 @@ def write_source(hf_model: HfModel, run_dir: Path, heads: Heads, graft_from: HfM
     changes = heads.config_change(hf_model.config) | quantization_change(hf_model.config)
     write_patched(hf_model.directory, source, changes)
     tensors = describe_tensors(hf_model, graft_from)
-    write_durably(source / TENSORS_FILE, json.dumps(tensors, indent=1).encode())
+    atomic_write(source / TENSORS_FILE, json.dumps(tensors, indent=1).encode())
     _write_carried(hf_model, source)
     return source
 
@@ -60,7 +60,7 @@ def _write_carried(hf_model: HfModel, source: Path) -> None:
         keys = [key for key in checkpoint.entries if hf_model.family.is_carried(key)]
         if keys:
             tensors = {key: checkpoint.read(key) for key in keys}
-            write_durably(source / CARRIED_FILE, save(tensors, metadata={"format": "pt"}))
+            atomic_write(source / CARRIED_FILE, save(tensors, metadata={"format": "pt"}))
 
 
 def carried_file(source: Path) -> Path | None:

@@ -24,7 +24,7 @@ from swiftlite.model.forward import forward_step_of
 from swiftlite.model.forward_step import ForwardStep
 from swiftlite.model.gpt import Losses
 from swiftlite.model.loss.balance import Balance
-from swiftlite.model.ranks import sum_up
+from swiftlite.model.ranks import all_reduce_sum
 from swiftlite.plan.preference import Preference, preference_of
 from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.batches.micro_batches import MicroBatches, run_batches
@@ -57,7 +57,7 @@ def measure_kl(model: Sequence[torch.nn.Module], mesh: Mesh, companions: Sequenc
         return ratio_P.sum(), torch.ones((), dtype=torch.int32, device=sums.device), sums
 
     parts = run_batches(model, mesh, companions, forward_step_of(sum_ratios), forward_only=True)
-    total, number = sum_up(parts, (2,), mesh).tolist()
+    total, number = all_reduce_sum(parts, (2,), mesh).tolist()
     return max(total / number, 0.0) if number else 0.0
 
 
@@ -85,7 +85,7 @@ class KtoObjective:
         return replace(self, kl=measure_kl(model, mesh, batches.companions))
 
     @property
-    def remedy(self) -> str:
+    def nonfinite_hint(self) -> str:
         return "lower --lr or --mtp_loss_scaling_factor"
 
     @property

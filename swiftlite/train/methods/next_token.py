@@ -17,9 +17,9 @@ from swiftlite.model.gpt import Losses
 from swiftlite.model.loss.balance import Balance
 from swiftlite.model.loss.losses import IGNORE_INDEX
 from swiftlite.runtime.mesh import Mesh
+from swiftlite.train.hidden_state_cache import HiddenStateCache
 from swiftlite.train.methods.mtp_loss import add_heads, count_labels, head_coefficients
 from swiftlite.train.phases import Run
-from swiftlite.train.trunk_states import TrunkStates
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,11 @@ class NextTokenObjective:
 
     heads: Heads
     mtp_loss_scaling_factor: float
-    trunk_states: TrunkStates | None = None
+    hidden_state_cache: HiddenStateCache | None = None
     """Cached hidden states of a frozen trunk; None computes them in each step."""
 
     @property
-    def remedy(self) -> str:
+    def nonfinite_hint(self) -> str:
         return "lower --lr or --mtp_loss_scaling_factor"
 
     @property
@@ -64,12 +64,12 @@ class NextTokenObjective:
 
         def forward_step(batches: Iterator[Batch], model: torch.nn.Module) -> tuple[object, Callable]:
             batch = next(batches)
-            trunk = self.trunk_states.output_of(model, batch) if self.trunk_states else None
+            trunk = self.hidden_state_cache.output_of(model, batch) if self.hidden_state_cache else None
             output = forward(model, batch, balance, trunk)
 
             def loss_func(losses: Losses) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
                 num_targets = int((batch.labels_KBS[0] != IGNORE_INDEX).sum())
-                sums = statistics.sum_up(losses, batch.loss_scale_KBS, mesh, batch.cu_seqlens)
+                sums = statistics.all_reduce_sum(losses, batch.loss_scale_KBS, mesh, batch.cu_seqlens)
                 number = torch.full((), num_targets, dtype=torch.int32, device=sums.device)
                 return total_loss(losses, batch.loss_scale_KBS, coefficients), number, sums
 
@@ -90,4 +90,4 @@ def total_loss(losses: Losses, loss_scale_KBS: torch.Tensor, coefficients: Seque
 
 def next_token_objective(run: Run) -> NextTokenObjective:
     """Return the objective of a run."""
-    return NextTokenObjective(run.plan.heads, run.args.mtp_loss_scaling_factor, run.trunk_states)
+    return NextTokenObjective(run.plan.heads, run.args.mtp_loss_scaling_factor, run.hidden_state_cache)

@@ -143,7 +143,7 @@ class PreferenceObjective:
     mtp_loss_scaling_factor: float
 
     @property
-    def remedy(self) -> str:
+    def nonfinite_hint(self) -> str:
         return "lower --lr or --mtp_loss_scaling_factor"
 
     @property

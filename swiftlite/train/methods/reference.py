@@ -21,11 +21,11 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
+from swiftlite.atomic import atomic_write, check_writable
 from swiftlite.bridge.tensors import describe
 from swiftlite.data.batch import Batch
 from swiftlite.data.packing.sampler import Sampler
 from swiftlite.data.sample import Sample, digest
-from swiftlite.durable import check_writable, write_durably
 from swiftlite.errors import UserError
 from swiftlite.families.resolved import HfModel
 from swiftlite.heads import Heads
@@ -33,7 +33,7 @@ from swiftlite.log import logger
 from swiftlite.model.forward import forward_step_of
 from swiftlite.model.gpt import GPTModel, Losses
 from swiftlite.model.open import open_model
-from swiftlite.model.ranks import from_last_stage, to_all_ranks
+from swiftlite.model.ranks import broadcast_from_last_stage, broadcast_from_mesh
 from swiftlite.plan.layout import data_parallel_size, ranks_of
 from swiftlite.plan.preference import reference_layout
 from swiftlite.plan.run import row_multiple_of
@@ -101,7 +101,7 @@ class Reference:
             numbers = torch.zeros(len(keys), 2, device=self.mesh.device.torch_device)
             if self.mesh.is_here:
                 numbers = log_probabilities(chunks, self.mesh, self.batches, [missing[key] for key in keys])
-            found = to_all_ranks(numbers, self.mesh).tolist()
+            found = broadcast_from_mesh(numbers, self.mesh).tolist()
             scored = {key: (chosen, rejected) for key, (chosen, rejected) in zip(keys, found, strict=True)}
             answers |= scored
             if dist.get_rank() == 0:
@@ -186,7 +186,7 @@ class Reference:
             "digests": torch.from_numpy(digests.copy()),
             "log_probabilities": torch.tensor(list(answers.values()), dtype=torch.float32),
         }
-        write_durably(path, save(tensors, {"manifest": json.dumps(dict(manifest))}))
+        atomic_write(path, save(tensors, {"manifest": json.dumps(dict(manifest))}))
 
     def _write_all(self, answers: Mapping[str, tuple[float, float]], manifest: Mapping[str, str]) -> None:
         """Write all numbers into one file, and delete the slices that it holds."""
@@ -244,7 +244,7 @@ def log_probabilities(
     for index, log_p_P2 in zip(mine, parts, strict=False):  # no parts before the last stage
         found[index : index + 1] = log_p_P2
     dist.all_reduce(found, group=mesh.dp)  # each pair has one rank's number, and zeros
-    return from_last_stage(found, mesh)
+    return broadcast_from_last_stage(found, mesh)
 
 
 def score_with_reference(

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from swiftlite.atomic import atomic_write
 from swiftlite.bridge.transfer import WeightsReport
 from swiftlite.data.dataset import Data
-from swiftlite.durable import write_durably
 from swiftlite.errors import UserError
-from swiftlite.plan.trainable import Trainable, is_of_heads
+from swiftlite.plan.trainable import Trainable, is_head_parameter
 
 REPORT_FILE = "run_report.json"
 
@@ -24,7 +24,7 @@ class Hashed(NamedTuple):
     before: str
     after: str
     learns: bool
-    is_of_heads: bool
+    is_head_parameter: bool
 
     @property
     def has_changed(self) -> bool:
@@ -48,7 +48,7 @@ def compare_tensors(
         `trunk_sha256_...` is one hash over all tensors outside of MTP heads.
     """
     mine = {
-        label: Hashed(before[label], _sha256(parameter), trainable.learns(name), is_of_heads(name))
+        label: Hashed(before[label], _sha256(parameter), trainable.learns(name), is_head_parameter(name))
         for label, name, parameter in _parameters(chunks)
     }
     ranks: list[dict[str, Hashed]] = [{} for _ in range(dist.get_world_size())]
@@ -61,7 +61,7 @@ def compare_tensors(
         chosen = (learns, has_changed)
         return [name for name, tensor in tensors.items() if (tensor.learns, tensor.has_changed) == chosen]
 
-    trunk = {name: tensor for name, tensor in sorted(tensors.items()) if not tensor.is_of_heads}
+    trunk = {name: tensor for name, tensor in sorted(tensors.items()) if not tensor.is_head_parameter}
     return {
         "trained_tensors": len(names(learns=True, has_changed=True)),
         "trained_but_unchanged": names(learns=True, has_changed=False),
@@ -125,4 +125,4 @@ def write_report(
         },
         "tensors": tensors,
     }
-    write_durably(output_dir / REPORT_FILE, (json.dumps(content, indent=2) + "\n").encode())
+    atomic_write(output_dir / REPORT_FILE, (json.dumps(content, indent=2) + "\n").encode())

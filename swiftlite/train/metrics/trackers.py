@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from swiftlite.durable import write_durably
+from swiftlite.atomic import atomic_write
 from swiftlite.errors import UserError, clip, reason_of
 from swiftlite.json_file import read_json
 from swiftlite.log import logger
@@ -147,7 +147,7 @@ class MLflow:
 TRACKERS: dict[str, Callable[[TrackedRun], Tracker]] = {"wandb": Wandb, "swanlab": SwanLab, "mlflow": MLflow}
 
 
-class PatientTracker:
+class TolerantTracker:
     """A tracker that is dropped at its first failure, so that training continues without it."""
 
     def __init__(self, name: str, tracker: Tracker):
@@ -173,7 +173,7 @@ class PatientTracker:
             logger.warning("--report_to %s: %s; the run goes on without it", self.name, reason_of(error))
 
 
-def open_trackers(names: list[str], output_dir: Path, config: Mapping[str, Any], first: int) -> list[PatientTracker]:
+def open_trackers(names: list[str], output_dir: Path, config: Mapping[str, Any], first: int) -> list[TolerantTracker]:
     """Return the trackers among these names.
 
     Args:
@@ -186,7 +186,7 @@ def open_trackers(names: list[str], output_dir: Path, config: Mapping[str, Any],
     path = output_dir / IDS_FILE
     known = _known_ids(path) if first else {}
     ids = dict(known)
-    trackers: list[PatientTracker] = []
+    trackers: list[TolerantTracker] = []
     for name in names:
         if name not in TRACKERS:
             continue
@@ -198,9 +198,9 @@ def open_trackers(names: list[str], output_dir: Path, config: Mapping[str, Any],
                 continue
             raise UserError(f"--report_to {name}: {reason_of(error)}", _OFFLINE[name]) from error
         ids[name] = tracker.id
-        trackers.append(PatientTracker(name, tracker))
+        trackers.append(TolerantTracker(name, tracker))
     if trackers:
-        write_durably(path, json.dumps(ids, indent=2).encode() + b"\n")
+        atomic_write(path, json.dumps(ids, indent=2).encode() + b"\n")
     return trackers
 
 

@@ -16,7 +16,7 @@ OPEN = ("/health", "/ping", "/version", "/metrics")
 """What those ask who watch a server."""
 
 
-class KeyOnEveryRoute(AuthenticationMiddleware):
+class ApiKeyGuard(AuthenticationMiddleware):
     """Allow all requests if there is no key."""
 
     def __init__(self, app: ASGIApp):

@@ -56,5 +56,5 @@ class VllmChannel:
     def finish(self) -> None:
         self._client.finish_weight_update()
 
-    def forget_cached(self) -> bool:
+    def reset_prefix_cache(self) -> bool:
         return self._client.reset_prefix_cache()

@@ -7,7 +7,7 @@ from pathlib import Path
 from swiftlite.errors import UserError
 
 
-def write_durably(path: Path, content: bytes, writer: str = "") -> None:
+def atomic_write(path: Path, content: bytes, writer: str = "") -> None:
     """Write a small file atomically: after a crash it is absent, old or complete.
 
     Args:
@@ -45,7 +45,7 @@ def check_writable(flag: str, directory: Path) -> None:
         ) from None
 
 
-def flush_to_disk(directory: Path) -> None:
+def fsync_tree(directory: Path) -> None:
     """Flush a directory and everything below it to disk, so that they survive a power cut."""
     for path in (*directory.rglob("*"), directory):
         sync(path)

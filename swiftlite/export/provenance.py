@@ -13,7 +13,7 @@ from swiftlite.json_file import read_json
 
 
 @dataclass(frozen=True)
-class Origin:
+class Provenance:
     """A model and data, as names of the hub or as paths.
 
     Attributes:
@@ -28,7 +28,7 @@ class Origin:
     heads_only: bool
 
 
-def origin_of(checkpoint: Path) -> Origin:
+def provenance_of(checkpoint: Path) -> Provenance:
     """Read what the run of a checkpoint began with.
 
     Raises:
@@ -44,7 +44,7 @@ def origin_of(checkpoint: Path) -> Origin:
             f"--push_to_hub: {run / 'args.json'}, which says what the model was made from, is not there or damaged",
             "export without it, and push by hand: hf upload ORG/NAME DIR",
         ) from None
-    return Origin(
+    return Provenance(
         model=model_name(model) or model,
         datasets=tuple(dataset_name(split_sample(name)[0]) or name for name in given),
         commits=read_commits(run),

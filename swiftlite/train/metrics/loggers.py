@@ -8,14 +8,14 @@ from typing import Any, ClassVar, Protocol
 
 from tqdm import tqdm
 
-from swiftlite.durable import write_durably
+from swiftlite.atomic import atomic_write
 from swiftlite.errors import UserError, reason_of
 from swiftlite.log import logger
 from swiftlite.report.metrics import METRICS_FILE, metrics_of
 from swiftlite.train.metrics.trackers import open_trackers
 
 
-class Sink(Protocol):
+class MetricLogger(Protocol):
     """One place that takes the metrics of a step, and what the whole run came to."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
@@ -85,7 +85,7 @@ class MetricsFile:
                 continue
             if not (metrics["step"] == first == last and _is_evaluation(metrics)):
                 kept.append(line)
-        write_durably(path, b"".join(line + b"\n" for line in kept))
+        atomic_write(path, b"".join(line + b"\n" for line in kept))
         self.path = path
         self.file = path.open("a", buffering=1)
 
@@ -128,9 +128,9 @@ class TensorBoard:
         self.writer.close()
 
 
-def open_sinks(
+def open_metric_loggers(
     output_dir: Path, first: int, last: int, report_to: list[str], config: Mapping[str, Any] | None = None
-) -> list[Sink]:
+) -> list[MetricLogger]:
     """Return all destinations for the steps after `first`.
 
     Args:
@@ -140,10 +140,10 @@ def open_sinks(
     Raises:
         UserError: one of them cannot be opened.
     """
-    sinks: list[Sink] = [ProgressBar(last), MetricsFile(output_dir / METRICS_FILE, first, last)]
+    metric_loggers: list[MetricLogger] = [ProgressBar(last), MetricsFile(output_dir / METRICS_FILE, first, last)]
     if "tensorboard" in report_to:
         try:
-            sinks.append(TensorBoard(output_dir / "tensorboard", first))
+            metric_loggers.append(TensorBoard(output_dir / "tensorboard", first))
         except ImportError:
             logger.info("no TensorBoard files: the tensorboard package is not installed (pip install tensorboard)")
-    return [*sinks, *open_trackers(report_to, output_dir, config or {}, first)]
+    return [*metric_loggers, *open_trackers(report_to, output_dir, config or {}, first)]

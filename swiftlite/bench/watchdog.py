@@ -1,6 +1,6 @@
 """Run a server for `bench` such that it ends with `bench`, even if that is killed.
 
-    python -m swiftlite.bench.warden PROCESS_ID_OF_BENCH COMMAND ...
+    python -m swiftlite.bench.watchdog PROCESS_ID_OF_BENCH COMMAND ...
 
 It leads a session, so the server and all that the server starts, engines and workers too, can be killed as one group.
 """
@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 
-from swiftlite.runtime.parent import end_with_parent
+from swiftlite.runtime.parent import exit_with_parent
 
 
 def main(parent: int, words: list[str]) -> int:
@@ -28,7 +28,7 @@ def main(parent: int, words: list[str]) -> int:
             server.terminate()
 
     signal.signal(signal.SIGTERM, stop)
-    end_with_parent(parent, signal.SIGTERM)
+    exit_with_parent(parent, signal.SIGTERM)
     servers.append(subprocess.Popen(words))
     code = servers[0].wait()
     return code if code >= 0 else 128 - code

@@ -29,7 +29,7 @@ from swiftlite.train.optim import make_optimizer, wrap_model
 
 
 @dataclass(frozen=True)
-class Learner:
+class TrainState:
     """A model and what changes it, on this rank.
 
     Attributes:
@@ -49,7 +49,7 @@ class Learner:
     hashes: Mapping[str, str]
 
 
-def make_learner(
+def make_train_state(
     args: SftArgs,
     mesh: Mesh,
     hf_model: HfModel,
@@ -58,7 +58,7 @@ def make_learner(
     trainable: Trainable,
     rows_to_fit: Sequence[Batch] | None = None,
     graft_from: HfModel | None = None,
-) -> Learner:
+) -> TrainState:
     """Open --model as the options say, and make everything that training it needs; collective.
 
     Args:
@@ -96,7 +96,7 @@ def make_learner(
     hashes = hash_tensors(chunks)
     wrapped = wrap_model(chunks, mesh, dtype, plan.distributed)
     optimizer, scheduler = make_optimizer(args, plan, schedule, wrapped, mesh)
-    return Learner(chunks, wrapped, optimizer, scheduler, report, trainable, hashes)
+    return TrainState(chunks, wrapped, optimizer, scheduler, report, trainable, hashes)
 
 
 def _check_no_head_is_forgotten(args: SftArgs, hf_model: HfModel, plan: Plan, report: WeightsReport) -> None:

@@ -3,19 +3,19 @@
 from collections.abc import Mapping
 from typing import Any
 
-from swiftlite.acceptance.places import PLACES
+from swiftlite.acceptance.by_position import PLACES
 from swiftlite.acceptance.teacher_forced import ALL
-from swiftlite.evaluate.figures import ModelFigures, share_cells
+from swiftlite.evaluate.rates import ModelFigures, share_cells
 from swiftlite.report.figure import Bars, draw_bars, share
 from swiftlite.report.page import Section, Table
 from swiftlite.report.table import text_table
 
 WORDS = dict(zip(PLACES, ("tokens before", "tokens of the answer before"), strict=True))
 Bucket = Mapping[str, Any]
-"""One of `acceptance.places.describe`."""
+"""One of `acceptance.by_position.describe`."""
 
 
-def place_tables(results: Mapping[str, ModelFigures]) -> str:
+def position_tables(results: Mapping[str, ModelFigures]) -> str:
     """A table for each place, with what changed against the baseline in points; "" of a model without heads.
 
     Args:
@@ -35,7 +35,7 @@ def place_tables(results: Mapping[str, ModelFigures]) -> str:
     return "\n\n".join(tables)
 
 
-def place_sections(results: Mapping[str, ModelFigures]) -> list[Section]:
+def position_sections(results: Mapping[str, ModelFigures]) -> list[Section]:
     """Return the tables as a section of a page; None for a model without heads."""
     figures, tables = [], []
     for place in PLACES:

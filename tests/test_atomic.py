@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from swiftlite.durable import check_writable, write_durably
+from swiftlite.atomic import atomic_write, check_writable
 from swiftlite.errors import UserError
 from tests.messages import naming
 
@@ -28,7 +28,7 @@ def test_several_threads_may_check_one_directory(tmp_path):
 
 
 def test_what_is_written_is_on_disk_before_it_has_its_name(tmp_path, synced):
-    write_durably(tmp_path / "small.json", b"new")
+    atomic_write(tmp_path / "small.json", b"new")
     (content,) = synced
     assert content.parent == tmp_path
     assert content.name != "small.json"
@@ -37,13 +37,13 @@ def test_what_is_written_is_on_disk_before_it_has_its_name(tmp_path, synced):
 def test_a_write_that_fails_leaves_what_was_there(tmp_path):
     """The kernel refuses to go beyond a size, as it does on a full disk."""
     path = tmp_path / "small.json"
-    write_durably(path, b"old")
+    atomic_write(path, b"old")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
     try:
         with pytest.raises(OSError, match="File too large"):
-            write_durably(path, b"x" * 1000)
+            atomic_write(path, b"x" * 1000)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, handler)

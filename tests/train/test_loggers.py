@@ -10,7 +10,7 @@ import pytest
 
 from swiftlite.errors import UserError
 from swiftlite.log import logger
-from swiftlite.train.metrics.sinks import MetricsFile, ProgressBar, TensorBoard, open_sinks
+from swiftlite.train.metrics.loggers import MetricsFile, ProgressBar, TensorBoard, open_metric_loggers
 from tests.messages import has_line, naming
 
 
@@ -19,11 +19,11 @@ def lines(path) -> list[dict]:
 
 
 def test_a_line_for_each_step_that_is_there_at_once(tmp_path):
-    sink = MetricsFile(tmp_path / "metrics.jsonl", 0, 9)
-    sink.log(1, {"loss": 2.5})
+    metric_logger = MetricsFile(tmp_path / "metrics.jsonl", 0, 9)
+    metric_logger.log(1, {"loss": 2.5})
     assert lines(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": 2.5}]  # before it is closed
-    sink.log(2, {"loss": 2.0, "grad_norm": 1.0})
-    sink.close()
+    metric_logger.log(2, {"loss": 2.0, "grad_norm": 1.0})
+    metric_logger.close()
     assert lines(tmp_path / "metrics.jsonl")[1] == {"step": 2, "loss": 2.0, "grad_norm": 1.0}
 
 
@@ -32,9 +32,9 @@ def test_a_resumed_run_cuts_the_lines_that_it_will_write_again(tmp_path, first, 
     """Steps after the checkpoint were logged and then lost with the process. A new run begins an empty file."""
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps({"step": step, "loss": 1 / step}) + "\n" for step in (1, 2, 3)))
-    sink = MetricsFile(path, first, 9)
-    sink.log(9, {"loss": 0.0})
-    sink.close()
+    metric_logger = MetricsFile(path, first, 9)
+    metric_logger.log(9, {"loss": 0.0})
+    metric_logger.close()
     assert [line["step"] for line in lines(path)] == [*kept, 9]
 
 
@@ -45,9 +45,9 @@ def test_the_last_evaluation_is_there_once(tmp_path):
     path.write_text(json.dumps(step) + "\n" + json.dumps(evaluation) + "\n")
     MetricsFile(path, 3, 6).close()
     assert lines(path) == [step, evaluation]
-    sink = MetricsFile(path, 3, 3)
-    sink.log(3, {"eval_loss": 2.0})
-    sink.close()
+    metric_logger = MetricsFile(path, 3, 3)
+    metric_logger.log(3, {"eval_loss": 2.0})
+    metric_logger.close()
     assert lines(path) == [step, evaluation]
 
 
@@ -75,10 +75,10 @@ def test_a_resumed_run_hides_the_scalars_that_it_will_write_again(tmp_path):
     """Read by TensorBoard itself."""
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     for first, loss in ((0, 1.0), (2, 0.5)):
-        sink = TensorBoard(tmp_path, first)
+        metric_logger = TensorBoard(tmp_path, first)
         for step in range(first + 1, 5):
-            sink.log(step, {"loss": loss})
-        sink.close()
+            metric_logger.log(step, {"loss": loss})
+        metric_logger.close()
     events = accumulator.EventAccumulator(str(tmp_path))
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 1), (2, 1), (3, 0.5), (4, 0.5)]
@@ -87,11 +87,11 @@ def test_a_resumed_run_hides_the_scalars_that_it_will_write_again(tmp_path):
 def test_tensorboard_is_left_out_where_it_is_not_installed(tmp_path, caplog, monkeypatch):
     caplog.set_level("INFO", logger=logger.name)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)  # as Python does for a module that is not there
-    sinks = open_sinks(tmp_path, 0, 10, ["tensorboard"])
-    assert [type(sink).__name__ for sink in sinks] == ["ProgressBar", "MetricsFile"]
+    metric_loggers = open_metric_loggers(tmp_path, 0, 10, ["tensorboard"])
+    assert [type(metric_logger).__name__ for metric_logger in metric_loggers] == ["ProgressBar", "MetricsFile"]
     assert has_line(caplog.text, "pip install tensorboard")
-    for sink in sinks:
-        sink.close()
+    for metric_logger in metric_loggers:
+        metric_logger.close()
 
 
 def test_what_a_full_disk_or_a_killed_process_left_is_left_out(tmp_path, caplog):
@@ -99,9 +99,9 @@ def test_what_a_full_disk_or_a_killed_process_left_is_left_out(tmp_path, caplog)
     whole = b'{"step": 1, "loss": 2.5}\n'
     path.write_bytes(whole + b"\n" + b"\0\0\0\n" + b"[1]\n" + b'{"loss": 1}\n' + b"\xff\n" + b'{"step": 2, "lo')
     logger.propagate = True
-    sink = MetricsFile(path, 5, 9)
-    sink.log(6, {"loss": 1.0})
-    sink.close()
+    metric_logger = MetricsFile(path, 5, 9)
+    metric_logger.log(6, {"loss": 1.0})
+    metric_logger.close()
     assert lines(path) == [{"step": 1, "loss": 2.5}, {"step": 6, "loss": 1.0}]
     assert has_line(caplog.text, "metrics.jsonl: 6")
 
@@ -113,10 +113,10 @@ def test_metrics_that_are_no_file(tmp_path):
 
 
 def test_a_full_disk_is_named(tmp_path):
-    sink = MetricsFile(tmp_path / "metrics.jsonl", 0, 9)
-    sink.close()
-    sink.file = Path("/dev/full").open("a", buffering=1)  # noqa: SIM115
+    metric_logger = MetricsFile(tmp_path / "metrics.jsonl", 0, 9)
+    metric_logger.close()
+    metric_logger.file = Path("/dev/full").open("a", buffering=1)  # noqa: SIM115
     with pytest.raises(UserError, match=r"metrics\.jsonl.*No space left on device"):
-        sink.log(1, {"loss": 1.0})
+        metric_logger.log(1, {"loss": 1.0})
     with contextlib.suppress(OSError):
-        sink.close()
+        metric_logger.close()

@@ -60,7 +60,7 @@ def tally(
 
 def describe(table: torch.Tensor) -> dict[str, list[dict[str, Any]]]:
     """A tally as evaluation.json has it: for each of PLACES its buckets that have predictions."""
-    return {name: _buckets(of_place.tolist()) for name, of_place in zip(PLACES, table, strict=True)}
+    return {name: _buckets(bucket_counts.tolist()) for name, bucket_counts in zip(PLACES, table, strict=True)}
 
 
 def _buckets(rows: list[list[list[int]]]) -> list[dict[str, Any]]:

@@ -26,11 +26,11 @@ from megatron.core.utils import unwrap_model
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
+from swiftlite.atomic import atomic_write, check_writable
 from swiftlite.bridge.hf_config import digest_of_trunk
 from swiftlite.data.batch import AXES, ITEM, Batch
 from swiftlite.data.dataset import Data
 from swiftlite.data.sample import digest
-from swiftlite.durable import check_writable, write_durably
 from swiftlite.errors import UserError
 from swiftlite.families.resolved import HfModel
 from swiftlite.json_file import read_json
@@ -38,16 +38,16 @@ from swiftlite.log import logger
 from swiftlite.model.context_parallel import describe_packed
 from swiftlite.model.gpt import GPTModel, TrunkOutput
 from swiftlite.model.loss.losses import TokenLoss
-from swiftlite.model.ranks import largest
+from swiftlite.model.ranks import all_reduce_max
 from swiftlite.model.stage_states import StageStates
 from swiftlite.model.tower import TowerInputs
 from swiftlite.plan.layout import ParallelLayout
 from swiftlite.plan.run import Plan
-from swiftlite.plan.trainable import is_of_heads
+from swiftlite.plan.trainable import is_head_parameter
 from swiftlite.runtime.device import on_device
 from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.batches.micro_batches import Batches
-from swiftlite.train.learner import Learner
+from swiftlite.train.train_state import TrainState
 
 FLAG = "--cache_trunk_states"
 MANIFEST = "cache.json"
@@ -60,8 +60,8 @@ ABANDONED_SECONDS = 3600
 
 
 @dataclass(frozen=True)
-class TrunkStates:
-    """The cache of a run, created by `open_trunk_states`.
+class HiddenStateCache:
+    """The cache of a run, created by `open_hidden_state_cache`.
 
     Attributes:
         directory: directory of the files.
@@ -80,7 +80,7 @@ class TrunkStates:
         bare = cast(GPTModel, unwrap_model(model))
         path = self.directory / f"{self._name(batch)}.safetensors"
         # Ranks share layers, so all of them compute or none does.
-        if not largest(int(not path.exists()), self.mesh):
+        if not all_reduce_max(int(not path.exists()), self.mesh):
             return _read(path, bare.drafting.takes_before_norm, self.mesh.device.torch_device)
         output = bare.trunk_output(
             batch.tokens_KBS[0],
@@ -111,33 +111,39 @@ class TrunkStates:
         return f"{sha.hexdigest()[:32]}-cp{self.mesh.cp.rank()}-tp{tp_rank}"
 
 
-def open_trunk_states(
-    directory: Path, mesh: Mesh, batches: Batches, hf_model: HfModel, learner: Learner, data: Data, torch_dtype: str
-) -> TrunkStates:
+def open_hidden_state_cache(
+    directory: Path,
+    mesh: Mesh,
+    batches: Batches,
+    hf_model: HfModel,
+    train_state: TrainState,
+    data: Data,
+    torch_dtype: str,
+) -> HiddenStateCache:
     """Open the cache in a directory, which is created if it does not exist; collective.
 
     Raises:
         UserError: the directory holds other files, or states of another model or of other rows; the disk is too small;
             or the machines do not share the directory.
     """
-    manifest = _manifest(batches.plan, hf_model.config, learner, data, torch_dtype)
+    manifest = _manifest(batches.plan, hf_model.config, train_state, data, torch_dtype)
     if dist.get_rank() == 0:
         check_writable(FLAG, directory)
         _check_is_same(directory, manifest)
         _delete_abandoned(directory)
-        _check_disk(directory, batches, learner, data)
-        write_durably(directory / MANIFEST, (json.dumps(manifest, indent=2) + "\n").encode())
+        _check_disk(directory, batches, train_state, data)
+        atomic_write(directory / MANIFEST, (json.dumps(manifest, indent=2) + "\n").encode())
     dist.barrier()
     if not _has_manifest(directory, manifest):
         raise UserError(f"{FLAG} {directory} is another directory on each machine", "name one that they share")
-    return TrunkStates(directory, mesh)
+    return HiddenStateCache(directory, mesh)
 
 
 def _manifest(
-    plan: Plan, hf_config: Mapping[str, Any], learner: Learner, data: Data, torch_dtype: str
+    plan: Plan, hf_config: Mapping[str, Any], train_state: TrainState, data: Data, torch_dtype: str
 ) -> dict[str, str]:
     """Return everything that the states depend on; the keys are the terms of the error message. Collective."""
-    mine = {name: value for name, value in learner.hashes.items() if not is_of_heads(name)}
+    mine = {name: value for name, value in train_state.hashes.items() if not is_head_parameter(name)}
     trunks: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(trunks, _sha256(mine))
     rows = sorted(digest([sample]) for sample in (*data.train, *data.val))
@@ -151,7 +157,7 @@ def _manifest(
         "packing": f"{plan.packing} {plan.packing_length}",
         "layout": f"tensor {layout.tensor_model_parallel_size} sequence {layout.sequence_parallel} "
         f"context {layout.context_parallel_size}",
-        "states": "before and after the norm" if learner.chunks[0].drafting.takes_before_norm else "after the norm",
+        "states": "before and after the norm" if train_state.chunks[0].drafting.takes_before_norm else "after the norm",
     }
 
 
@@ -195,14 +201,14 @@ def _delete_abandoned(directory: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def _check_disk(directory: Path, batches: Batches, learner: Learner, data: Data) -> None:
+def _check_disk(directory: Path, batches: Batches, train_state: TrainState, data: Data) -> None:
     """Log the final size of the cache.
 
     Raises:
         UserError: the disk has too little free space.
     """
     lengths = _lengths(batches, data)
-    needed = _bytes_of_files(lengths, learner.chunks[0], batches.plan.layout)
+    needed = _bytes_of_files(lengths, train_state.chunks[0], batches.plan.layout)
     there = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
     free = shutil.disk_usage(directory).free
     logger.info(
@@ -258,7 +264,7 @@ def _write(path: Path, output: TrunkOutput) -> None:
     try:
         # Data-parallel ranks may have equal micro-batches: padding, or rows that occur twice.
         writer = f"-{socket.gethostname()}-{os.getpid()}"
-        write_durably(path, save(tensors, {"sha256": _sha256_of(path.name, tensors)}), writer)
+        atomic_write(path, save(tensors, {"sha256": _sha256_of(path.name, tensors)}), writer)
     except OSError as error:
         raise UserError(f"{FLAG}: {path} cannot be written: {error.strerror}", "make room, then --resume") from None
 

@@ -48,7 +48,7 @@ def read_answers(file: AnswersFile, dialogues: Dialogues) -> None:
             raise UserError(problem, "delete the line") from None
 
 
-def ask_all(
+def generate_all(
     backend: str,
     config: EngineConfig,
     dialogues: Dialogues,

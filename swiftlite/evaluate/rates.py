@@ -19,9 +19,9 @@ def rates(method: str, figures: dict[str, Any]) -> list[float]:
     return figures["acceptance_per_position"]
 
 
-def in_words(method: str) -> str:
+def describe(method: str) -> str:
     """A method for readers."""
-    return report.in_words(method).replace("_", "-")
+    return report.describe(method).replace("_", "-")
 
 
 def compare_with_engine(engine: str, counted: dict[str, Any], walk: dict[str, Any], torch_dtype: str) -> str:

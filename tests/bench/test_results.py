@@ -3,7 +3,7 @@
 import pytest
 
 from swiftlite.acceptance.counts import DraftCounts
-from swiftlite.bench.figures import ConcurrencyResult, Round, choose
+from swiftlite.bench.results import ConcurrencyResult, Round, choose
 from swiftlite.engines.client import Answer
 from tests.messages import mentions
 
