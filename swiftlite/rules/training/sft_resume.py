@@ -102,7 +102,7 @@ def resume_keeps_the_options(args: SftArgs, facts: Facts) -> Iterator[Problem]:
         if name not in _FREE:
             yield (
                 f"--resume does not support a change of --{name} from {shell_line(before)} to {shell_line(now)}",
-                f"use --{name} {shell_line(before)} (see {Path(args.output_dir) / 'args.json'}), or another --output_dir",
+                f"use --{name} {shell_line(before)} (see {Path(args.output_dir, 'args.json')}) or another --output_dir",
             )
 
 
