@@ -50,7 +50,7 @@ def run(args: BenchArgs) -> None:
     commands = {k: deploy.server_command(replace(deploy_args(args, k), port=port), model) for k in numbers}
     output_dir = Path(args.output_dir)
     check_writable("--output_dir", output_dir)
-    surroundings = report.describe_surroundings(args) | {"prompts": len(prompts)}
+    environment = report.describe_environment(args) | {"prompts": len(prompts)}
     servers: list[ServerResult] = []
     content: dict[str, Any] = {}
     with raises_at_sigterm():
@@ -59,7 +59,7 @@ def run(args: BenchArgs) -> None:
             log = output_dir / f"server_{k}{'_again' if is_last else ''}.log"
             logger.info("%s: starting a server; its log: %s", describe(k), log)
             servers.append(measure(args, k, url, commands[k], prompts, sampling, log))
-            content = surroundings | report.to_json(args, servers, is_complete=is_last)
+            content = environment | report.to_json(args, servers, is_complete=is_last)
             atomic_write(output_dir / report.BENCH_JSON, json.dumps(content, indent=2).encode() + b"\n")
             for name in DRAWN:  # of an earlier run
                 (output_dir / name).unlink(missing_ok=True)

@@ -45,7 +45,7 @@ def bench_page(content: Mapping[str, Any]) -> Page:
     sections = [
         Section("What to start", commands=commands),
         Section("Speed", figures=_figures(servers), tables=[_table(servers, content["prompts"])]),
-        Section("How it was measured", tables=_surroundings(content)),
+        Section("How it was measured", tables=_environment(content)),
     ]
     return Page(f"Speed of {content['options']['model']}", lead, tiles, sections)
 
@@ -118,7 +118,7 @@ def _table(servers: Mapping[str, list[dict[str, Any]]], num_prompts: int) -> Tab
     return Table("Medians of rounds, and of requests with their 90th percentile", COLUMNS, rows)
 
 
-def _surroundings(content: Mapping[str, Any]) -> list[Table]:
+def _environment(content: Mapping[str, Any]) -> list[Table]:
     tables = []
     for title, name in (("Options", "options"), ("Versions", "versions"), ("Machine", "machine")):
         rows = [[key, shell_line(value)] for key, value in content[name].items()]

@@ -71,7 +71,7 @@ def _server_json(server: ServerResult, expected: Sequence[Answer] | None) -> dic
     return vars(server) | {"measured": [result.to_json(expected) for result in server.measured]}
 
 
-def describe_surroundings(args: BenchArgs) -> dict[str, Any]:
+def describe_environment(args: BenchArgs) -> dict[str, Any]:
     """Return the options, versions and machine of the measurement."""
     distributions = packages_distributions()
     return {
