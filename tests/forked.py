@@ -4,6 +4,7 @@ A forked process has everything else of its own: environment, directory, signals
 ran before it.
 """
 
+import gc
 import importlib
 import multiprocessing
 import os
@@ -119,6 +120,7 @@ def start_swiftlite(
 
 
 def _become_swiftlite(argv: Sequence[str], directory: Path, out: Path, err: Path, environment: Mapping[str, str]):
+    gc.freeze()  # otherwise every collection visits all modules, which takes half a second
     os.setsid()  # so that a signal to its group reaches what it starts, and nothing else
     os.environ.clear()
     os.environ.update(environment)
@@ -149,11 +151,14 @@ class Host:
     Args:
         modules: names; none of them may start a thread.
         environment: what is added to it before they are imported.
+        prepare: called after they are imported; of a module's top level.
     """
 
-    def __init__(self, modules: Sequence[str], environment: Mapping[str, str]):
+    def __init__(
+        self, modules: Sequence[str], environment: Mapping[str, str], prepare: Callable[[], None] | None = None
+    ):
         self._connection, theirs = multiprocessing.Pipe()
-        self._process = forkserver().Process(target=_host, args=(theirs, modules, environment))
+        self._process = forkserver().Process(target=_host, args=(theirs, modules, environment, prepare))
         self._process.start()
         theirs.close()
 
@@ -181,10 +186,15 @@ class Host:
         self._process.kill()
 
 
-def _host(calls: Connection, modules: Sequence[str], environment: Mapping[str, str]) -> None:
+def _host(
+    calls: Connection, modules: Sequence[str], environment: Mapping[str, str], prepare: Callable[[], None] | None
+) -> None:
     os.environ.update(environment)
     for name in modules:
         importlib.import_module(name)
+    if prepare:
+        prepare()
+    gc.freeze()
     fork = multiprocessing.get_context("fork")
     while True:
         try:

@@ -1,4 +1,5 @@
-"""Environments for the processes that tests start: in which SGLang runs on a CPU, and weights go between "GPUs"."""
+"""Environments for the processes that tests start: in which SGLang runs on a CPU, vLLM starts in half the time, and
+weights go between "GPUs"."""
 
 import os
 from pathlib import Path
@@ -20,6 +21,11 @@ def torchvision_environment() -> dict[str, str]:
 def gpu_link_environment() -> dict[str, str]:
     """With `gpu_links.py` among vLLM's plugins."""
     return _with_path("gpu_links")
+
+
+def forking_vllm_environment() -> dict[str, str]:
+    """With `vllm_forks.py` among vLLM's plugins; bound to no core, which all servers of a test session would share."""
+    return _with_path("vllm_forks") | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
 def _with_path(directory: str) -> dict[str, str]:

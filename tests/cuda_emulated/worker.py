@@ -62,6 +62,7 @@ def run(kind: Any, directory: Path, name: str) -> dict[str, Any]:
     with redirect_stdout(said), redirect_stderr(said):
         for command in commands:
             gc.collect()  # models and their groups refer to each other in circles
+            gc.freeze()  # otherwise every collection visits all modules, which takes half a second
             try:
                 codes.append(swiftlite(command))
             except Exception:

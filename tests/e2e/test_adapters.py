@@ -19,6 +19,7 @@ from swiftlite.engines.vllm.client import read_metrics
 from swiftlite.lora import Lora
 from swiftlite.serve import deploy
 from tests.engines.reference import Reference, write_trained
+from tests.stand_ins import forking_vllm_environment
 from tests.tiny import make_tiny_tokenizer
 
 pytestmark = [
@@ -71,7 +72,9 @@ def accepted(url: str) -> int:
         return read_metrics(response.read().decode(), 1).accepted
 
 
-def test_adapters_answer_as_the_merged_model_and_heads_draft(tmp_path):
+def test_adapters_answer_as_the_merged_model_and_heads_draft(tmp_path, monkeypatch):
+    for name, value in forking_vllm_environment().items():
+        monkeypatch.setenv(name, value)
     base, adapters, merged = tmp_path / "base", tmp_path / "tuned", tmp_path / "merged"
     tokenizer = make_tiny_tokenizer()
     prompts = write_trained(base, "qwen3", depth=1, vocab_size=len(tokenizer))[:6]

@@ -18,6 +18,7 @@ from swiftlite.args.commands import DeployArgs
 from swiftlite.cli.parse import parse
 from tests.e2e.conftest import Commands
 from tests.messages import has_line
+from tests.stand_ins import forking_vllm_environment
 from tests.tiny import make_tiny_hf
 
 pytestmark = [
@@ -28,7 +29,9 @@ NUM_PROMPTS, NEW_TOKENS, ROUNDS = 4, 16, 2
 
 
 @pytest.fixture
-def bench(commands: Commands) -> list[str]:
+def bench(commands: Commands, monkeypatch) -> list[str]:
+    for name, value in forking_vllm_environment().items():
+        monkeypatch.setenv(name, value)
     make_tiny_hf(commands.directory / "model", "mimo", depth=1, with_tokenizer=True)
     rows = [json.dumps({"query": f"What is {n} plus {n}?" * 12}) for n in range(NUM_PROMPTS + 1)]
     (commands.directory / "rows.jsonl").write_text("\n".join(rows))

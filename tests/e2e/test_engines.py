@@ -262,10 +262,11 @@ if __name__ == "__main__":
     print([c.token_ids for c in completions], (counts.drafts, counts.drafted, counts.accepted_per_position), sep="\\n")
     engine.close()
 """
-    script = tmp_path / "serve.py"  # vLLM starts its processes by running the main file again
+    script = tmp_path / "serve.py"
     script.write_text(code)
     traced = {"VLLM_CPU_CI_ENV": "1", "VLLM_CACHE_ROOT": str(tmp_path / "cache")}  # inductor would ask for real Triton
-    done = run_python(script, PYTHONPATH=os.pathsep.join((str(HERE / "triton_interpreter"), str(ROOT))), **traced)
+    path = os.pathsep.join(map(str, (HERE / "triton_interpreter", ROOT / "tests/vllm_forks", ROOT)))
+    done = run_python(script, PYTHONPATH=path, **traced)
     assert done.stdout.splitlines()[-2:] == [str(expected), str(expected_counts(counts))], done.stderr[-2000:]
 
 

@@ -17,6 +17,7 @@ from swiftlite.engines.draft_schedule import DraftSchedule
 from swiftlite.engines.engine import EngineConfig, Sampling, start_engine
 from swiftlite.engines.served_model import resolve_served
 from tests.forked import Host
+from tests.vllm_forks import vllm_forks
 from tests.weights_of import trunk_and_heads
 
 ENVIRONMENT = {
@@ -59,7 +60,7 @@ MODULES = [
 
 def start_host() -> Host:
     """Imports vLLM once for all that is called in it: that takes longer than a start of the engine."""
-    return Host(MODULES, ENVIRONMENT)
+    return Host(MODULES, ENVIRONMENT, vllm_forks.install)
 
 
 def serve(

@@ -48,6 +48,7 @@ def prepare_session(port: int) -> None:
     Models and their process groups refer to each other in circles; each group left over keeps its threads and sockets.
     """
     gc.collect()
+    gc.freeze()
     os.environ["MASTER_PORT"] = str(port)
 
 
@@ -70,6 +71,7 @@ def rank_environments(num_processes: int, port: int) -> list[dict[str, str]]:
 def _run(
     rank: int, environments: list[dict[str, str]], directory: str, function: Callable[..., Any], args: tuple
 ) -> None:
+    gc.freeze()  # otherwise every collection visits all modules, which takes half a second
     os.environ |= environments[rank]
     torch.set_num_threads(1)  # the processes share this machine's cores
     result = function(*args)
