@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# A finished model that must not move gets a head from nothing. Only the head's tensors train; the run report proves by
-# hash that every other one is bit-identical, and this prints what it says.
+# Train a new head for a model whose weights must not change. Only the tensors of the head are trained; the run report
+# proves by hash that all others are bitwise identical, and this script prints it.
 #
 # Hardware: 2 CPU cores, 2 GB of memory; no GPU
 # Time:     1 minute

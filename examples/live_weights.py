@@ -1,10 +1,10 @@
-"""Train beside an engine: every EVERY steps a running vLLM gets the weights as they are then, trunk and heads each in a
-transfer of its own, and says how many drafts it accepts with them. Nothing is restarted, nothing exported.
+"""Update a running vLLM while training: every EVERY steps it receives the current weights, trunk and heads in separate
+transfers, and reports how many drafts it accepts with them. There is no restart and no export.
 
 Hardware: 2 CPU cores, 4 GB of memory; no GPU
 Time:     8 minutes
-Expect:   a line every 50 steps; the share of drafts accepted rises from about a third, where heads that were drawn anew
-          are after one step, to nearly 0.9
+Expect:   a line every 50 steps; the share of drafts accepted rises from about a third, with randomly
+          initialized heads after one step, to nearly 0.9
 Before:   bash scripts/quickstart.sh --tiny && source .venv/bin/activate
 Run:      python examples/live_weights.py; further options are those of `swiftlite megatron sft`, and over two ranks
           torchrun --nproc_per_node 2 examples/live_weights.py --pipeline_model_parallel_size 2
@@ -45,12 +45,12 @@ OPTIONS = (
 def devices_of(words: str) -> tuple[int, ...]:
     places = words.split(",") if words else []
     if not all(place.isdigit() for place in places):
-        raise UserError(f"ENGINE_DEVICES={words} are not numbers of GPUs", "write them as ENGINE_DEVICES=6,7")
+        raise UserError(f"ENGINE_DEVICES={words} are not GPU indices", "for example ENGINE_DEVICES=6,7")
     return tuple(int(place) for place in places)
 
 
 class Service:
-    """An engine that goes on answering while its weights change."""
+    """An engine that serves requests while its weights are updated."""
 
     def __init__(self) -> None:
         template = ChatTemplate(load_tokenizer(MODEL))
@@ -82,7 +82,7 @@ def main() -> None:
 
     def sync(step: int, weights: LiveWeights) -> None:
         if step == 1 or step % EVERY == 0:
-            weights.send(service and service.engine)  # every rank takes part, the first one has the engine
+            weights.send(service and service.engine)  # collective; the first rank has the engine
             if service:
                 service.report(step)
 
@@ -91,7 +91,7 @@ def main() -> None:
         service.engine.close()
 
 
-if __name__ == "__main__":  # engines start their processes by importing this file
+if __name__ == "__main__":  # engines start subprocesses that import this file
     try:
         main()
     except UserError as error:

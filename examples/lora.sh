@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Adapters beside the trunk's linear layers and beside those of its head; the model itself stays. They go out twice:
-# added to the weights, and as a directory that PEFT reads, which `infer` takes beside the model.
+# Train LoRA adapters for the linear layers of trunk and head, with frozen model weights. Export them twice: merged into
+# the weights, and as a PEFT directory that `infer --adapters` loads.
 #
 # Hardware: 2 CPU cores, 2 GB of memory; no GPU
 # Time:     1 minute
-# Expect:   a loss that falls; frozen_but_changed is empty; the same answers from both exports
+# Expect:   a decreasing loss; frozen_but_changed is empty; the same answers from both exports
 # Before:   bash scripts/quickstart.sh --tiny && source .venv/bin/activate
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The same training as two processes, laid out two ways: each half of every matrix (tensor parallel), or each half of every
-# batch (data parallel). The losses of all three runs agree; only rounding differs.
+# Run the same training in two processes with two layouts: tensor parallel (half of every matrix each) and data parallel
+# (half of every batch each). The losses of all three runs differ only by rounding.
 #
 # Hardware: 2 CPU cores, 2 GB of memory; no GPU
 # Time:     2 minutes

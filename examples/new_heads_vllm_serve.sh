@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Heads for a family that ships none (Llama, Qwen2, Qwen3), served over HTTP by stock vLLM: train the head alone on a
-# finished model, export, `vllm serve`, one request, the server's own count of accepted drafts.
+# Train a head for a family that is published without heads (Llama, Qwen2, Qwen3) and serve it with stock vLLM: train the
+# head with a frozen trunk, export, start a server, send a request, print the server's count of accepted drafts.
 #
 # Hardware: 2 CPU cores, 4 GB of memory; no GPU
 # Time:     2 minutes
@@ -15,7 +15,7 @@ VAL=${VAL:-out/tiny/data/val.jsonl}
 OUT=${OUT:-out/new_heads_vllm_serve}
 PORT=${PORT:-8000}
 
-# --mtp_init leaves the head that MODEL may have aside and starts from a copy of its last decoder layer.
+# --mtp_init ignores an existing head of MODEL and starts from a copy of the last decoder layer.
 swiftlite megatron sft --model "$MODEL" --dataset "$TRAIN" --val_dataset "$VAL" --output_dir "$OUT/run" \
     --torch_dtype float32 --mtp_num_layers 1 --mtp_init copy_last_layer --mtp_mode heads_only \
     --micro_batch_size 16 --global_batch_size 16 --max_length 256 --train_iters 300 --lr 1e-3 \

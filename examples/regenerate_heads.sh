@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# The recommended data for heads: what the model itself answers. An engine never asks whether a draft is right about some
-# dataset, only whether the trunk would have said the same; so the questions of a dataset are answered anew, and the
-# answers train the heads, which stay on the trunk's own text. The trunk does not move.
+# Train heads on the model's own answers, the recommended data. An engine accepts a draft if the trunk would generate the
+# same token, not if it is correct in a dataset. So the model answers the questions of a dataset again, and the heads train
+# on these answers. The trunk is frozen.
 #
 # Hardware: 2 CPU cores, 3 GB of memory; no GPU
 # Time:     5 to 10 minutes
-# Expect:   two lines of acceptance, before and after: at each position more drafts are accepted after
+# Expect:   two lines of acceptance, before and after: the second one is higher at each position
 # Before:   bash scripts/quickstart.sh --tiny && source .venv/bin/activate
 set -euo pipefail
 cd "$(dirname "$0")/.."

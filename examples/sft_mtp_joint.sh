@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Trunk and a new MTP head trained together, then exported and asked; the number to look at is the acceptance at the end.
+# Train trunk and a new MTP head together, export both and generate with drafts. The result is the acceptance at the end.
 #
 # Hardware: 2 CPU cores, 2 GB of memory; no GPU
 # Time:     3 minutes
