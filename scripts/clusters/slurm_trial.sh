@@ -289,8 +289,8 @@ trial_rank() {
     pid=$(first_rank_on node2)
     kill -9 "$pid"
     ends "$job" 60 FAILED 137:0
-    log_says rank "ended first, with signal SIGKILL; the others were stopped"
-    log_says rank "on node2 ended first, with signal SIGKILL; the ranks here were stopped"
+    log_says rank "failed first, with signal SIGKILL; the others were stopped"
+    log_says rank "on node2 failed first, with signal SIGKILL; the ranks on this node were stopped"
     goes_on rank
 }
 

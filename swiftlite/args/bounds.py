@@ -35,7 +35,7 @@ ProperFraction = Annotated[float, Interval(ge=0, lt=1)]
 
 @cache
 def bounds_of(args_class: type) -> dict[str, Interval]:
-    """The bounds of the class's numbers by the names of their fields."""
+    """Return the bounds of the class's numbers by field name."""
     found = {}
     for name, kind in typing.get_type_hints(args_class, include_extras=True).items():
         for number in (kind, *typing.get_args(kind)):  # PositiveInt, or PositiveInt | None
@@ -45,10 +45,10 @@ def bounds_of(args_class: type) -> dict[str, Interval]:
 
 
 def out_of_bounds(args: Any) -> dict[str, Interval]:
-    """The bounds that are not kept, by the names of their fields.
+    """Return the violated bounds by field name.
 
     Args:
-        args: an instance of an argument class or of a group.
+        args: instance of an argument class or of a group.
     """
     from pydantic import ValidationError
 
@@ -63,7 +63,9 @@ def out_of_bounds(args: Any) -> dict[str, Interval]:
 
 def describe(bounds: Interval) -> str:
     """Return bounds in words to follow "must be", such as "at least 0 and below 1"."""
-    words = [f"at least {bounds.ge}" if bounds.gt is None else f"above {bounds.gt}"]
+    words = [f"at least {bounds.ge}"]
+    if bounds.gt is not None:
+        words = [f"above {bounds.gt}"]
     if bounds.le is not None:
         words.append(f"at most {bounds.le}")
     if bounds.lt is not None and bounds.lt != math.inf:

@@ -1,4 +1,4 @@
-"""Options as one would type them, the way back of `cli/parse.py`."""
+"""Format options as on a command line, the reverse of `cli/parse.py`."""
 
 import json
 import shlex
@@ -10,12 +10,14 @@ from swiftlite.redact import redact_text
 
 
 def shell_line(value: Any) -> str:
-    """The value as one would type it behind its flag."""
+    """Return a value as it is typed after its flag."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list):
         return " ".join(map(str, value)) or "none"
-    return "(unset)" if value is None else str(value)
+    if value is None:
+        return "(unset)"
+    return str(value)
 
 
 def command_line(command: str, args_class: type, values: Mapping[str, Any], always: Collection[str] = ()) -> str:

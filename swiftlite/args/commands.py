@@ -135,16 +135,21 @@ class BenchArgs(fields.VllmArgs, fields.BenchmarkArgs, fields.ModelArgs):
 
 def deploy_args(args: BenchArgs, num_speculative_tokens: int) -> DeployArgs:
     """Return the options with which `deploy` starts the server that `bench` measures."""
-    drafts = num_speculative_tokens > 0
-    given = args.vllm_speculative_config
-    config = {**given, "num_speculative_tokens": num_speculative_tokens} if given is not None and drafts else None
+    speculative: Literal["none", "mtp"] = "none"
+    num_tokens = config = None
+    if num_speculative_tokens > 0:
+        speculative = "mtp"
+        num_tokens = num_speculative_tokens
+        if args.vllm_speculative_config is not None:
+            config = {**args.vllm_speculative_config, "num_speculative_tokens": num_tokens}
+            num_tokens = None
     return DeployArgs(
         model=args.model,
         torch_dtype=args.torch_dtype,
         trust_remote_code=args.trust_remote_code,
         infer_backend=args.infer_backend,
-        speculative="mtp" if drafts else "none",
-        num_speculative_tokens=num_speculative_tokens if drafts and config is None else None,
+        speculative=speculative,
+        num_speculative_tokens=num_tokens,
         max_model_len=args.max_model_len,
         vllm_engine_kwargs=args.vllm_engine_kwargs,
         vllm_speculative_config=config,

@@ -1,4 +1,4 @@
-"""Values of options from text and from files, and back: one conversion for flags, YAML, JSON and a run's args.json."""
+"""Convert values of options from text and files, and back: the same for flags, YAML, JSON and a run's args.json."""
 
 import dataclasses
 import difflib
@@ -16,11 +16,11 @@ from swiftlite.errors import OptionError, UserError, clip
 from swiftlite.json_file import MAX_DEPTH, parse_json
 
 COMMAND_KEY = "command"
-"""Key of a run's args.json that says whose options these are; no option has this name."""
+"""Key of a run's args.json with the words of its command; no option has this name."""
 Args = TypeVar("Args")
 Problem = tuple[str, str]
 
-# Names that people bring from other trainers, where spelling alone would not lead to ours.
+# Option names of other trainers whose spelling differs from ours.
 _ELSEWHERE = {
     "batch_size": "global_batch_size",
     "eval_interval": "eval_steps",
@@ -40,7 +40,7 @@ _ELSEWHERE = {
 
 
 def near(word: str, words: Collection[str]) -> str:
-    """The one of `words` that `word` was probably meant to be, or ""."""
+    """Return the one of `words` that is most similar to `word`; empty if none is."""
     spellings = {name: ours for name, ours in _ELSEWHERE.items() if ours in set(words)} | {ours: ours for ours in words}
     if word in spellings:
         return spellings[word]
@@ -48,7 +48,7 @@ def near(word: str, words: Collection[str]) -> str:
 
 
 def split_type(kind: Any) -> tuple[Any, bool]:
-    """The type without its None, and whether None was there."""
+    """Return a type without None, and whether it included None."""
     if typing.get_origin(kind) in (Union, types.UnionType):
         inner = [arm for arm in typing.get_args(kind) if arm is not type(None)]
         assert len(inner) == 1, f"an option is one type or None, not {kind}"
@@ -56,13 +56,13 @@ def split_type(kind: Any) -> tuple[Any, bool]:
     return kind, False
 
 
-# What an option of each type takes, in the words of its problem.
-_TAKES: dict[Any, str] = {
+# Description of each type in messages.
+_EXPECTED: dict[Any, str] = {
     bool: "true or false",
-    int: "a whole number",
+    int: "an integer",
     float: "a number",
     str: "text",
-    list[str]: "one or more names",
+    list[str]: "one or more texts",
     dict[str, Any]: "a JSON object",
 }
 
@@ -74,39 +74,48 @@ def convert(option: Option, value: Any) -> Any:
         value: a string from the command line (a list of strings for a list), or a value from a YAML or JSON file.
 
     Raises:
-        UserError: the value is invalid. The problem is a phrase to follow the option's name, which the caller adds.
+        UserError: the value is invalid. The problem is a phrase to follow "invalid value for NAME: ", which the caller
+            adds.
     """
     kind, may_be_none = split_type(option.type)
-    choices = typing.get_args(kind) if typing.get_origin(kind) is Literal else ()
+    choices: tuple[str, ...] = ()
+    if typing.get_origin(kind) is Literal:
+        choices = typing.get_args(kind)
     if isinstance(value, str) and value in choices:  # "none" may be one of them
         return value
     empty = value is None or (isinstance(value, str) and value.lower() in ("none", "null"))
     if empty and may_be_none:
         return None
     if choices:
-        suggestion = near(str(value), choices)
-        hint = f"did you mean {suggestion}?" if suggestion else f"for example --{option.name} {choices[0]}"
-        raise UserError(f"takes {' or '.join(choices)}, not {_show(value)}", hint)
+        hint = f"use --{option.name} {choices[0]}"
+        if suggestion := near(str(value), choices):
+            hint = f"did you mean {suggestion}?"
+        raise UserError(f"expected {' or '.join(choices)}, not {_show(value)}", hint)
     if typing.get_origin(kind) is list and (empty or value in (["none"], ["null"])):
         return []
     if kind in (list[int], list[float]):
         (number_kind,) = typing.get_args(kind)
         return [_validated(number_kind, number) for number in _numbers(value)]
     if kind == list[str]:
-        return _validated(kind, [value] if isinstance(value, str) else value)
+        if isinstance(value, str):
+            value = [value]
+        return _validated(kind, value)
     if typing.get_origin(kind) is dict:
         example = f"""for example --{option.name} '{{"key": 1}}'"""
         return _as_json(_validated(kind, _from_json(value, example), example), example)
     if kind is bool and isinstance(value, str) and value.lower() in ("true", "false"):
         return value.lower() == "true"
-    return _validated(kind, value, "put it in quotes" if kind is str and value is not None else "")
+    hint = ""
+    if kind is str and value is not None:
+        hint = "put it in quotes"
+    return _validated(kind, value, hint)
 
 
 def _validated(kind: Any, value: Any, hint: str = "") -> Any:
-    """The value in the type. Only a number may come as text; pydantic would also take 2.0 for an int, or 1 for true.
+    """Return the value in a type. Only numbers may be texts; pydantic would also accept 2.0 for an int, or 1 for true.
 
     Raises:
-        UserError: it is of another type.
+        UserError: the value has another type.
     """
     from pydantic import TypeAdapter, ValidationError
 
@@ -114,19 +123,23 @@ def _validated(kind: Any, value: Any, hint: str = "") -> Any:
     try:
         valid = TypeAdapter(kind).validate_python(value, strict=not is_number_as_text)
     except ValidationError:
-        raise UserError(f"takes {_TAKES[kind]}, not {_show(value)}", hint) from None
-    if kind is int and abs(valid) >= 2**63:  # no arithmetic with floats would take it
-        raise UserError(f"takes {_TAKES[kind]} below 2^63, not {_show(value)}")
+        raise UserError(f"expected {_EXPECTED[kind]}, not {_show(value)}", hint) from None
+    if kind is int and abs(valid) >= 2**63:  # arithmetic with floats would overflow
+        raise UserError(f"expected {_EXPECTED[kind]} below 2^63, not {_show(value)}")
     return valid
 
 
 def _show(value: Any) -> str:
-    return "null" if value is None else clip(repr(value), 200)
+    if value is None:
+        return "null"
+    return clip(repr(value), 200)
 
 
 def _numbers(value: Any) -> Iterator[Any]:
-    """Single numbers: `0,1,2` and `0 1 2` from the command line are the same; a file may hold numbers."""
-    for entry in value if isinstance(value, list) else [value]:
+    """Yield single numbers: `0,1,2` and `0 1 2` from the command line are the same; a file may contain numbers."""
+    if not isinstance(value, list):
+        value = [value]
+    for entry in value:
         if isinstance(entry, str):
             yield from filter(None, entry.split(","))
         else:
@@ -134,52 +147,55 @@ def _numbers(value: Any) -> Iterator[Any]:
 
 
 def _from_json(value: Any, example: str) -> Any:
-    """The content of JSON text; anything but text as it is."""
+    """Return the content of JSON text; other values unchanged."""
     if not isinstance(value, str):
         return value
     try:
         return parse_json(value)
     except json.JSONDecodeError as error:
-        raise UserError(f"takes JSON; at character {error.pos + 1} of {_show(value)}: {error.msg}", example) from None
+        problem = f"expected JSON; at character {error.pos + 1} of {_show(value)}: {error.msg}"
+        raise UserError(problem, example) from None
 
 
 def _as_json(value: Any, example: str) -> Any:
-    """A value that args.json can hold: YAML has dates, sets and bytes as well."""
+    """Return a value that args.json can contain: YAML also has dates, sets and bytes."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except (TypeError, ValueError) as error:
-        raise UserError(f"takes a JSON object: {error}", example) from None
+        raise UserError(f"expected a JSON object: {error}", example) from None
     return value
 
 
 def read_file(path: str) -> dict[str, tuple[Any, str]]:
-    """A YAML or JSON file of options: name -> (value, "file:line", or "file" for JSON).
+    """Read a YAML or JSON file of options: name -> (value, "file:line", or "file" for JSON).
 
     Raises:
-        UserError: missing, not parseable, or not a mapping; exit code 2.
+        UserError: the file is missing, invalid, or not a mapping; exit code 2.
     """
     file = Path(path)
+    if file.is_dir():
+        raise UserError(f"the configuration file {path} is a directory", "give a YAML or JSON file", 2)
     if not file.is_file():
-        what = "is a directory" if file.is_dir() else "does not exist"
-        raise UserError(f"the configuration file {path} {what}", "give a YAML or JSON file, or start with a --flag", 2)
+        raise UserError(f"the configuration file {path} does not exist", "give a YAML or JSON file, or a --option", 2)
     try:
         text = file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 text: byte {error.start}", exit_code=2) from None
+        raise UserError(f"{path} is not valid UTF-8: byte {error.start}", "save it as UTF-8", 2) from None
     if file.suffix == ".json":
         return _read_json(path, text)
     if file.suffix in (".yaml", ".yml"):
         return _read_yaml(path, text)
-    raise UserError(f"the configuration file {path} is neither .yaml, .yml nor .json", "rename it", 2)
+    raise UserError(f"the configuration file {path} must end in .yaml, .yml or .json", "rename it", 2)
 
 
 def _read_json(path: str, text: str) -> dict[str, tuple[Any, str]]:
     try:
         content = parse_json(text)
     except json.JSONDecodeError as error:
-        raise UserError(f"{path}:{error.lineno}: not JSON: {error.msg}", exit_code=2) from None
+        problem = f"{path}:{error.lineno}: invalid JSON: {error.msg}"
+        raise UserError(problem, f"fix it at column {error.colno}, or use a .yaml file", 2) from None
     if not isinstance(content, dict):
-        raise UserError(f"{path} holds no JSON object", 'write {"option": value, ...}', 2)
+        raise UserError(f"{path} is not a JSON object", 'write {"option": value, ...}', 2)
     return {key: (value, path) for key, value in content.items()}
 
 
@@ -192,7 +208,7 @@ def _read_yaml(path: str, text: str) -> dict[str, tuple[Any, str]]:
         """PyYAML follows YAML 1.1, where 1e-5 is a string; in a training configuration it is a learning rate."""
 
         def fetch_flow_collection_start(self, TokenClass: Any) -> None:
-            if self.flow_level >= MAX_DEPTH:  # its time goes with the square of the depth
+            if self.flow_level >= MAX_DEPTH:  # parsing time grows with the square of the depth
                 raise yaml.MarkedYAMLError(problem=f"nested more than {MAX_DEPTH} deep", problem_mark=self.get_mark())
             super().fetch_flow_collection_start(TokenClass)
 
@@ -202,34 +218,47 @@ def _read_yaml(path: str, text: str) -> dict[str, tuple[Any, str]]:
     try:
         node = yaml.compose(text, Loader)
     except yaml.MarkedYAMLError as error:
-        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise UserError(f"{path}{line}: not YAML: {error.problem}", exit_code=2) from None
+        raise _not_yaml(_marked(path, error), str(error.problem)) from None
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
-        raise UserError(f"{path}:{line}: not YAML: {error.reason}: #x{error.character:04x}", exit_code=2) from None
+        raise _not_yaml(f"{path}:{line}", f"{error.reason}: #x{error.character:04x}") from None
     except RecursionError:
-        raise UserError(f"{path}: not YAML: nested too deeply", exit_code=2) from None
+        raise _not_yaml(path, "nested too deeply") from None
     if node is None:
         return {}
     if not isinstance(node, yaml.MappingNode):
-        raise UserError(f"{path} holds no mapping", "write one `option: value` per line", 2)
+        raise UserError(f"{path} is not a mapping", _WRITE_YAML, 2)
     entries: dict[str, tuple[Any, str]] = {}
     for key_node, value_node in node.value:
         where = f"{path}:{key_node.start_mark.line + 1}"
         if not isinstance(key_node, yaml.ScalarNode):
-            raise UserError(f"{where}: expected an option name, found a list or a mapping", "write `option: value`", 2)
+            raise UserError(f"{where}: expected an option name, not a list or a mapping", _WRITE_YAML, 2)
         key = key_node.value
         if key in entries:
-            raise UserError(f"{where}: {key} was given before, at {entries[key][1]}", "keep one of the two", 2)
+            raise UserError(f"{where}: {key} is already set at {entries[key][1]}", "remove one of the two", 2)
         entries[key] = (_construct(Loader, value_node, where), where)
     return entries
 
 
+_WRITE_YAML = "write one `option: value` per line"
+
+
+def _not_yaml(where: str, reason: str) -> UserError:
+    return UserError(f"{where}: invalid YAML: {reason}", _WRITE_YAML, 2)
+
+
+def _marked(path: str, error: Any) -> str:
+    """Return the path with the line of a YAML error, if it has one."""
+    if error.problem_mark is None:
+        return path
+    return f"{path}:{error.problem_mark.line + 1}"
+
+
 def _construct(loader_class: Any, node: Any, where: str) -> Any:
-    """The value of a YAML node.
+    """Return the value of a YAML node.
 
     Raises:
-        UserError: it has none; whatever PyYAML raised.
+        UserError: the node has no valid value; instead of any exception of PyYAML.
     """
     import yaml
 
@@ -240,23 +269,24 @@ def _construct(loader_class: Any, node: Any, where: str) -> Any:
     loader = loader_class("")
     try:
         value = loader.construct_document(node)
-        repr(value)  # a number of 5000 digits, which may come as 0x..., has none
+        repr(value)  # raises for a number of 5000 digits, which may be written as 0x...
         return value
     except yaml.MarkedYAMLError as error:
-        line = f"{where.rpartition(':')[0]}:{error.problem_mark.line + 1}" if error.problem_mark else where
-        raise UserError(f"{line}: not YAML: {error.problem}", exit_code=2) from None
+        if error.problem_mark:
+            where = _marked(where.rpartition(":")[0], error)
+        raise _not_yaml(where, str(error.problem)) from None
     except Exception as error:  # `!!float ""` is an IndexError, `!!bool x` a KeyError
-        raise UserError(f"{where}: not YAML: {type(error).__name__}: {error}", exit_code=2) from None
+        raise _not_yaml(where, f"{type(error).__name__}: {error}") from None
     finally:
         loader.dispose()
 
 
 _MAX_VALUES = 10_000
-"""In the value of one option, with aliases written out."""
+"""Maximum number of nodes in the value of one option, with aliases expanded."""
 
 
 def _is_larger(node: Any, limit: int) -> bool:
-    """Whether a YAML node holds more nodes than that, each counted as often as it is named; so a loop does."""
+    """Return whether a YAML node contains more nodes than a limit, with aliases expanded; true for loops."""
     waiting = [node]
     for _ in range(limit):
         if not waiting:
@@ -264,17 +294,20 @@ def _is_larger(node: Any, limit: int) -> bool:
         value = waiting.pop().value
         if isinstance(value, list):
             for entry in value:
-                waiting += entry if isinstance(entry, tuple) else [entry]
+                if isinstance(entry, tuple):  # key and value of a mapping
+                    waiting += entry
+                else:
+                    waiting.append(entry)
     return bool(waiting)
 
 
 def values_from_file(
     args_class: type, path: str, choices: Choices | None = None, command: str = ""
 ) -> tuple[dict[str, Any], list[Problem]]:
-    """Return the file's options as values of their types, and what is wrong with the others.
+    """Return the file's options as values of their types, and the problems of the others.
 
     Args:
-        command: words of the command that reads it; a file of another command is a problem. "": any command's.
+        command: words of the command that reads the file; a file of another command is a problem. Empty: any command.
     """
     known = options(args_class, choices)
     values: dict[str, Any] = {}
@@ -282,29 +315,36 @@ def values_from_file(
     entries = read_file(path)
     written_for, where = entries.pop(COMMAND_KEY, (command, path))
     if not isinstance(written_for, str):
-        return {}, [(f"{where}: {COMMAND_KEY} takes text, not {_show(written_for)}", "write a command's words")]
-    if command and written_for != command:  # its options would all be unknown
-        hint = f"swiftlite {written_for} {shlex.quote(path)}"
-        return {}, [(f"{where}: these are options of {written_for}, not of {command}", hint)]
+        problem = f"{where}: invalid value for {COMMAND_KEY}: expected text, not {_show(written_for)}"
+        return {}, [(problem, f"write the words of a command, or remove {COMMAND_KEY}")]
+    if command and written_for != command:  # all its options would be unknown
+        hint = f"run swiftlite {written_for} {shlex.quote(path)}"
+        return {}, [(f"{where}: the file has options of {written_for}, not of {command}", hint)]
     for key, (value, where) in entries.items():
         name = str(key).replace("-", "_")
         if name not in known:
-            suggestion = near(name, known)
-            hint = f"did you mean {suggestion}?" if suggestion else ""
-            problems.append((f"{where}: {key} is not an option of this command", hint))
+            problems.append((f"{where}: unknown option {key}", _suggestion(name, known, command)))
             continue
         try:
             values[name] = convert(known[name], value)
         except UserError as error:
-            problems.append((f"{where}: {key} {error.problem}", error.hint))
+            problems.append((f"{where}: invalid value for {key}: {error.problem}", error.hint))
     return values, problems
 
 
+def _suggestion(name: str, known: Collection[str], command: str) -> str:
+    if suggestion := near(name, known):
+        return f"did you mean {suggestion}?"
+    if command:
+        return f"remove it, or see swiftlite {command} --help"
+    return "remove it"
+
+
 def from_config(args_class: type[Args], path: str | Path) -> Args:
-    """The arguments that a file holds; options that it leaves out have their defaults.
+    """Read arguments from a file; missing options have their defaults.
 
     Raises:
-        OptionError: unknown options and values of the wrong type, all together.
+        OptionError: lists all unknown options and invalid values.
     """
     values, problems = values_from_file(args_class, str(path))
     if problems:
@@ -316,8 +356,10 @@ def write_config(args: Any, path: str | Path, command: str = "") -> None:
     """Write the arguments as a JSON file that runs again: `swiftlite COMMAND FILE`.
 
     Args:
-        command: words of the command, which the file keeps; "" leaves them out.
+        command: words of the command to record; empty: none.
     """
-    entries = {COMMAND_KEY: command} if command else {}
-    content = json.dumps(entries | dataclasses.asdict(args), indent=2, ensure_ascii=False) + "\n"
+    entries = dataclasses.asdict(args)
+    if command:
+        entries = {COMMAND_KEY: command} | entries
+    content = json.dumps(entries, indent=2, ensure_ascii=False) + "\n"
     atomic_write(Path(path), content.encode())

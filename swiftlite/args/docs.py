@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 Choices = Mapping[str, Sequence[str]]
-"""By name of an option, the values that it takes where the class alone does not say, such as names of engines."""
+"""Allowed values of options that the class does not restrict, such as names of engines, by option name."""
 
 
 @dataclass(frozen=True)
@@ -31,17 +31,21 @@ class Option:
 
 
 def options(args_class: type, choices: Choices | None = None) -> dict[str, Option]:
-    """Every field of the class by name, in the order in which `--help` shows them."""
+    """Return the fields of the class by name, in the order of `--help`."""
     types = typing.get_type_hints(args_class)
     for name, values in (choices or {}).items():
         kind: Any = Literal[tuple(values)]
-        types[name] = kind | None if types[name] == str | None else kind
+        if types[name] == str | None:
+            kind = kind | None
+        types[name] = kind
     owners = {}
     for owner in reversed(args_class.__mro__):
         owners |= dict.fromkeys(inspect.get_annotations(owner), owner)
     found = {}
     for field in dataclasses.fields(args_class):
-        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        default = field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
         owner = owners[field.name]
         doc = _docstrings(owner.__module__)[owner.__name__].get(field.name, "")
         found[field.name] = Option(field.name, types[field.name], default, doc, owner.__name__)
@@ -49,7 +53,7 @@ def options(args_class: type, choices: Choices | None = None) -> dict[str, Optio
 
 
 def groups(args_class: type, choices: Choices | None = None) -> dict[str, list[Option]]:
-    """The options by the title of the class that declares them; the command's own class has the title "Options"."""
+    """Return the options by the title of the class that declares them; "Options" for the command's own class."""
     titles = {owner.__name__: title(owner) for owner in args_class.__mro__[:-1]} | {args_class.__name__: "Options"}
     found: dict[str, list[Option]] = {}
     for option in options(args_class, choices).values():
@@ -58,13 +62,13 @@ def groups(args_class: type, choices: Choices | None = None) -> dict[str, list[O
 
 
 def title(args_class: type) -> str:
-    """The class's docstring: a group's title, or what a command does."""
+    """Return the class's docstring: the title of a group, or the description of a command."""
     return _docstrings(args_class.__module__)[args_class.__name__].get("", "")
 
 
 @cache
 def _docstrings(module: str) -> dict[str, dict[str, str]]:
-    """Per class of the module: field name -> the string under it; "" -> the class's own docstring."""
+    """Return the strings under fields by class and field name; the class's own docstring has the name ""."""
     source = sys.modules[module].__file__
     assert source is not None, f"{module} has no source file"
     found = {}

@@ -56,7 +56,7 @@ COMPARED = ("torch", "megatron-core", "transformers")
 
 
 def packages() -> dict[str, tuple[str, ...]]:
-    """Packages shown with their version: a name and distributions, of which the first installed one counts."""
+    """Return the packages to show: names with their distributions, of which the first installed one counts."""
     names = {name: (name,) for name in (*COMPARED, "safetensors", "numpy")}
     names |= {info.name: info.distributions for info in ENGINES.values()}
     return names | {
@@ -86,7 +86,9 @@ def parts() -> list[InstalledPart]:
     """Return the tasks with the packages that they require."""
     found = [InstalledPart("train", (), "", is_core=True), InstalledPart("export", (), "", is_core=True)]
     for info in ENGINES.values():
-        needed = () if info.is_required else (info.name,)
+        needed = (info.name,)
+        if info.is_required:
+            needed = ()
         found.append(InstalledPart(f"infer, {info.name}", needed, info.install, info.is_required))
     for name in ("tensorboard", "wandb", "swanlab", "mlflow"):
         found.append(InstalledPart(f"report to {name}", (name,), f"pip install {name}"))
@@ -94,19 +96,25 @@ def parts() -> list[InstalledPart]:
 
 
 def run(args: DoctorArgs) -> int:
-    """Print the report; 1 when the main job cannot run here, the model breaks a promise, an engine would serve it
-    wrong or the plan does not fit."""
+    """Print the report and return the exit code: 1 if training is not possible on this machine, the model is invalid,
+    an engine would load it incorrectly, or the plan does not fit."""
+    return int(not _report(args))
+
+
+def _report(args: DoctorArgs) -> bool:
+    """Print the report; returns whether there is no problem."""
+    if args.plan and args.gpu_type:
+        return report_layouts(args, read_facts(args))
     if args.plan:
-        report = report_layouts if args.gpu_type else _report_plan
-        return 0 if report(args, read_facts(args)) else 1
+        return _report_plan(args, read_facts(args))
     is_well = _report_machine()
     if args.model is not None:
         is_well = _report_model(args) and is_well
-    return 0 if is_well else 1
+    return is_well
 
 
 def installed_version(names: tuple[str, ...]) -> str | None:
-    """Version of the first of these distributions that is installed."""
+    """Return the version of the first installed distribution; None if none is installed."""
     for name in names:
         try:
             return metadata.version(name)
@@ -116,7 +124,7 @@ def installed_version(names: tuple[str, ...]) -> str | None:
 
 
 def unmet_requirements(requirements: list[str]) -> list[tuple[str, str]]:
-    """(problem, what to type) for each requirement without an extra that is missing or at another version."""
+    """Return (problem, command) for each requirement without an extra that is missing or has another version."""
     unmet = []
     for requirement in map(Requirement, requirements):
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
@@ -125,7 +133,7 @@ def unmet_requirements(requirements: list[str]) -> list[tuple[str, str]]:
         if found is None:
             unmet.append((f"{requirement.name} is missing", f"pip install '{requirement}'"))
         elif not requirement.specifier.contains(found, prereleases=True):
-            problem = f"{requirement.name} is {found}, needed is {requirement.specifier}"
+            problem = f"{requirement.name} {found} is installed, but {requirement.specifier} is required"
             unmet.append((problem, f"pip install '{requirement}'"))
     return unmet
 
@@ -142,7 +150,7 @@ def _report_machine() -> bool:
     try:
         unmet = unmet_requirements(metadata.requires("swiftlite") or [])
     except metadata.PackageNotFoundError:
-        unmet = [("swiftlite runs from its source and is not installed", "pip install -e . in its checkout")]
+        unmet = [("swiftlite is not installed as a package", "pip install -e . in its checkout")]
     print()
     lines = []
     for part in parts():
@@ -150,7 +158,7 @@ def _report_machine() -> bool:
         if part.is_core and unmet:
             state = "does not work: " + "; ".join(problem for problem, _ in unmet)
         elif missing:
-            state = f"needs {', '.join(missing)} -> {part.fix}"
+            state = f"requires {', '.join(missing)} -> {part.fix}"
         else:
             state = "works"
         lines.append((part.name, state))
@@ -162,22 +170,26 @@ def _report_machine() -> bool:
 
 
 def tested_table() -> str:
-    """Releases that swiftlite was run with together; `>` marks what is installed here."""
+    """Return the table of tested combinations of releases; `>` marks the installed one."""
     python, _, _ = platform.python_version().rpartition(".")
     releases = [(installed_version((name,)) or "").partition("+")[0] for name in COMPARED]  # "+cpu" is a build
     here = (python, *releases)
-    marks = [" ", *(">" if row[: len(here)] == here else " " for row in TESTED)]
-    title = "tested together" if ">" in marks else "tested together; what is installed here was not"
+    marks = [" "] * (1 + len(TESTED))
+    title = "tested releases; the installed combination was not tested"
+    for number, row in enumerate(TESTED, 1):
+        if row[: len(here)] == here:
+            marks[number] = ">"
+            title = "tested releases"
     rows = [("python", *COMPARED, "vllm", "tests"), *(tuple(value or "-" for value in row) for row in TESTED)]
     lines = text_table(rows).splitlines()
     return "\n".join([title, *map("{} {}".format, marks, lines)])
 
 
 def _cuda() -> str:
-    """The driver and the CUDA version that torch was built for, read from files."""
+    """Return the driver and the CUDA version that torch was built for, read from files."""
     built = torch_cuda()
     if not has_nvidia_driver():
-        return "no NVIDIA driver here: everything runs on the CPU"
+        return "no NVIDIA driver: everything runs on the CPU"
     found = ", ".join(gpu_models()) or "an NVIDIA driver"
     if built is None:
         return f"{found}, but torch is built without CUDA -> pip install a CUDA build of torch: https://pytorch.org"
@@ -185,17 +197,19 @@ def _cuda() -> str:
 
 
 def _report_model(args: DoctorArgs) -> bool:
-    """Audit --model, and ask --engine about it."""
+    """Audit --model, and load it with --engine."""
     assert args.model is not None
     directory = local_model(args.model)
     print(f"\n{directory}")
     try:
         model = resolve(directory)
     except UserError as error:
-        print(f"  {error}")
+        print(f"  --model {args.model}: {error}")
         return False
-    is_whole = _report_audit(model)
-    return (args.engine is None or _report_engine(args, model)) and is_whole
+    is_valid = _report_audit(model)
+    if args.engine is None:
+        return is_valid
+    return _report_engine(args, model) and is_valid
 
 
 def _report_audit(model: HfModel) -> bool:
@@ -209,10 +223,13 @@ def _report_audit(model: HfModel) -> bool:
     except UserError as error:
         print(f"  {error}")
         return False
-    missing = f", {len(depth.missing)} tensors missing" if depth.missing else ""
-    verdict = f"{len(problems)} problems" if problems else "whole: keys, shapes, MTP depth, all numbers finite"
-    promise = f"{depth.promised} promised by config.json, {depth.depth} in the tensors{missing}"
-    lines = [("family", model.family.name), ("MTP depth", promise), ("audit", verdict)]
+    depths = f"{depth.promised} in config.json, {depth.depth} in the tensors"
+    if depth.missing:
+        depths += f", {len(depth.missing)} tensors missing"
+    verdict = "valid: keys, shapes, MTP depth, finite numbers"
+    if problems:
+        verdict = f"{len(problems)} problems"
+    lines = [("family", model.family.name), ("MTP depth", depths), ("audit", verdict)]
     if drafted:
         lines.insert(2, ("draft vocabulary", f"{len(drafted)} of {model.config['vocab_size']} tokens"))
     if not _has_tokenizer(directory):
@@ -224,12 +241,12 @@ def _report_audit(model: HfModel) -> bool:
 
 
 def _has_tokenizer(directory: Path) -> bool:
-    """Whether a file lies here that a tokenizer is made of, by the names that tokenizers of transformers give them."""
+    """Return whether a directory has a file of a tokenizer, by the names that transformers uses."""
     return any(any(directory.glob(name)) for name in ("tokenizer*", "vocab.*", "*.model", "*.tiktoken"))
 
 
 def _tokenizer_problems(directory: Path, hf_config: dict[str, Any]) -> list[str]:
-    """Yield tokens of the model's tokenizer that are not in the embedding; nothing without a tokenizer."""
+    """Report tokens of the tokenizer that are not in the embedding; nothing without a tokenizer."""
     from tokenizers import Tokenizer
 
     file = directory / "tokenizer.json"
@@ -243,7 +260,7 @@ def _tokenizer_problems(directory: Path, hf_config: dict[str, Any]) -> list[str]
     vocab_size = hf_config["vocab_size"]
     if largest < vocab_size:
         return []
-    return [f"tokenizer.json has tokens up to {largest}, config.json vocab_size {vocab_size}: text may end in an error"]
+    return [f"tokenizer.json has token ids up to {largest}, which vocab_size {vocab_size} in config.json excludes"]
 
 
 def _report_engine(args: DoctorArgs, model: HfModel) -> bool:
@@ -265,12 +282,17 @@ def _report_engine(args: DoctorArgs, model: HfModel) -> bool:
     except UserError as error:
         print(f"  {redact_text(str(error))}")  # it may quote the engine's options
         return False
-    heads = f", {report.num_drafting} of {report.num_mtp_heads} MTP heads"
+    draft = "none"
+    if report.draft:
+        draft = f"{report.draft}, {report.num_drafting} of {report.num_mtp_heads} MTP heads"
+    verdict = report.verdict
+    if report.problems:
+        verdict = f"{len(report.problems)} problems"
     lines = [
         ("engine", report.engine),
-        ("serves", report.target or "nothing: it stops before"),
-        ("drafts", f"{report.draft}{heads}" if report.draft else "nothing"),
-        ("verdict", f"{len(report.problems)} problems" if report.problems else report.verdict),
+        ("target model", report.target or "not loaded"),
+        ("draft model", draft),
+        ("verdict", verdict),
     ]
     print(text_table(lines, indent="  "))
     for line in (*report.problems, *report.notes):
@@ -290,16 +312,17 @@ def _report_plan(args: DoctorArgs, facts: Facts) -> bool:
     print(f"{args.model}\n{_describe(setup)}\n\nGB (1e9 bytes) on one rank of each pipeline stage")
     print(text_table([_COLUMNS, *map(_stage_row, range(len(stages)), stages)], indent="  ", numbers=True))
     if any(stage.in_flight > 1 for stage in stages):
-        print("  (xN): of N forward passes that wait for their backward pass")
+        print("  (xN): activations of N forward passes in flight")
     if setup.low_precision:
-        print(f"  weights: with {max(stage.quantised for stage in stages) / GB:.2f} GB of copies in low precision")
+        copies = max(stage.quantised for stage in stages)
+        print(f"  weights: including {copies / GB:.2f} GB of copies in low precision")
 
     gpu_memory_gb = args.gpu_memory_gb or memory.USUAL_GPU_MEMORY_GB
     most, usable = memory.largest(stages), memory.usable_bytes(gpu_memory_gb)
     fits = most.total <= usable
     print(
-        f"\n{'fits' if fits else 'does not fit'}: {most.total / GB:.1f} GB on stage {stages.index(most)}, of "
-        f"{usable / GB:.1f} GB; {memory.RESERVE:.0%} of {gpu_memory_gb:g} GB is left for CUDA, NCCL and fragments"
+        f"\n{memory.verdict(fits)}: {most.total / GB:.1f} GB on stage {stages.index(most)}, {usable / GB:.1f} GB "
+        f"usable; {memory.RESERVE:.0%} of {gpu_memory_gb:g} GB is reserved for CUDA, NCCL and fragmentation"
     )
     if not fits:
         print(_suggestion(hf_config, setup, gpu_memory_gb))
@@ -309,23 +332,25 @@ def _report_plan(args: DoctorArgs, facts: Facts) -> bool:
 
 
 def _cached_trunk(hf_config: dict[str, Any], setup: Setup) -> str:
-    """Print the estimated size and savings of --cache_trunk_states."""
+    """Describe the estimated size and savings of --cache_trunk_states."""
     first, later = (
         training_flops(hf_config, setup.heads, heads_only=True, trunk_is_read=is_read).per_token
         for is_read in (False, True)
     )
     drafting = FAMILIES[hf_config["model_type"]].mtp.drafting
-    num_states = 2 if drafting.takes_before_norm else 1  # such heads have other inputs than the loss
+    num_states = 1
+    if drafting.takes_before_norm:  # such heads have other inputs than the loss
+        num_states = 2
     state_bytes = num_states * architecture_of(hf_config).outside.hidden * setup.parameter_bytes
     gigabytes = 1e6 * state_bytes / GB
     return (
-        f"--cache_trunk_states: {gigabytes:.2f} GB on disk for a million tokens; an epoch that reads them computes "
-        f"{later / first:.0%} of one that does not"
+        f"--cache_trunk_states: {gigabytes:.2f} GB on disk per million tokens; epochs that read them require "
+        f"{later / first:.0%} of the FLOPs"
     )
 
 
 def _stage_row(number: int, stage: memory.StageMemory) -> tuple[str, ...]:
-    """One line of the table: what one rank of a pipeline stage needs, by _COLUMNS."""
+    """Return the row of the table with the memory of one rank of a pipeline stage, by _COLUMNS."""
     activations = f"{(stage.activations + stage.recomputed) / GB:.2f}"
     if stage.in_flight > 1:
         activations += f" (x{stage.in_flight})"
@@ -351,28 +376,45 @@ def _describe(setup: Setup) -> str:
         "data": data_parallel_size(layout, setup.num_gpus),
     }
     parts = [f"{name} parallel {size}" for name, size in sizes.items() if size > 1 or name == "data"]
-    experts = f", experts over {layout.expert_model_parallel_size}" if layout.expert_model_parallel_size > 1 else ""
-    heads = f", MTP depth {setup.heads.layers} ({setup.mtp_mode})" if setup.heads.layers else ""
-    if setup.heads.layers and setup.heads.unroll > 1:
-        heads += f" unrolled {setup.heads.unroll} times"
-    if setup.heads.draft_vocab:
-        heads += f" drafting {len(setup.heads.draft_vocab)} tokens"
+    experts = ""
+    if layout.expert_model_parallel_size > 1:
+        experts = f", expert parallel {layout.expert_model_parallel_size}"
     rows = f"micro-batches of {setup.micro_batch_size} x {setup.max_length} tokens"
-    gpus = f"{setup.num_gpus} GPU{'s' if setup.num_gpus > 1 else ''}"
+    gpus = f"{setup.num_gpus} GPUs"
+    if setup.num_gpus == 1:
+        gpus = "1 GPU"
     recompute = f"recompute {setup.recompute.recompute_granularity}"
-    fused = ", fused kernels" if setup.is_fused else ""
+    return f"{gpus} = {' x '.join(parts)}{experts}; {rows}, {recompute}{_kernels(setup)}{_heads(setup)}"
+
+
+def _heads(setup: Setup) -> str:
+    heads = setup.heads
+    if not heads.layers:
+        return ""
+    text = f", MTP depth {heads.layers} ({setup.mtp_mode})"
+    if heads.unroll > 1:
+        text += f" unrolled {heads.unroll} times"
+    if heads.draft_vocab:
+        text += f" with {len(heads.draft_vocab)} draft tokens"
+    return text
+
+
+def _kernels(setup: Setup) -> str:
+    fused = ""
+    if setup.is_fused:
+        fused = ", fused kernels"
     if setup.transformer_impl == "transformer_engine":
         fused += ", Transformer Engine"
     if setup.low_precision:
         fused += f", {setup.low_precision.described}"
-    return f"{gpus} = {' x '.join(parts)}{experts}; {rows}, {recompute}{fused}{heads}"
+    return fused
 
 
 def _suggestion(hf_config: dict[str, Any], setup: Setup, gpu_memory_gb: float) -> str:
-    """One command line that fits."""
+    """Describe options with which the run fits."""
     better = suggest(hf_config, setup, gpu_memory_gb)
     if better is None:
-        return "    no layout was found that does; lower --max_length or --micro_batch_size"
+        return "    no layout fits; use a smaller --max_length or --micro_batch_size"
     flags = []
     for part in (better.layout, better.recompute):
         default = type(part)()
@@ -380,6 +422,8 @@ def _suggestion(hf_config: dict[str, Any], setup: Setup, gpu_memory_gb: float) -
     if better.use_distributed_optimizer:
         flags.append("--use_distributed_optimizer true")
     total = memory.largest(memory.estimate(hf_config, better)).total
-    gpus = f"{better.num_gpus} GPUs" if better.num_gpus != setup.num_gpus else "the same GPUs"
+    gpus = f"{better.num_gpus} GPUs"
+    if better.num_gpus == setup.num_gpus:
+        gpus = "the same GPUs"
     words = " ".join(flags).replace("True", "true")
     return f"    fits with {total / GB:.1f} GB, on {gpus}: {words}"

@@ -33,17 +33,17 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 # Seconds that ranks have to save a checkpoint after SIGTERM or Ctrl-C before torchrun kills them; its default is 30.
-# (After a rank has failed the others have torchrun's 30: nothing they wait for will come.)
+# (After a rank has failed the others have torchrun's 30 seconds, because they cannot complete a step.)
 SHUTDOWN_SECONDS = 600
-# Seconds between two looks at whether another node has failed.
+# Interval in seconds at which launchers check whether another node has failed.
 POLL_SECONDS = 1
 # Seconds that ranks have to end by themselves when another node has failed: with 30 on that node, less than a minute.
 GRACE_SECONDS = 20
 # Ranks that end this many seconds after the first were stopped by torchrun.
 STOPPED_SECONDS = 20
-# Seconds in which a node that only lost connections waits for the one that broke them to say so.
+# Seconds that a node that only lost connections waits for the report of the failed node.
 REASON_SECONDS = 5
-# Seconds in which a node that failed reaches the store of node 0, to say so there.
+# Seconds that a failed node has to connect to the store of node 0 for its report.
 CONNECT_SECONDS = 60
 
 
@@ -57,7 +57,7 @@ def main(argv: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    # They would list who got which signal, between the failed rank's own words and our one line about it.
+    # torch lists the signals of all ranks between the failed rank's error and our line about it.
     for name in ("multiprocessing.api", "agent.server.api"):
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     _become_subreaper()
@@ -67,9 +67,11 @@ def main(argv: list[str]) -> int:
         options = run.parse_args(["--log-dir", folder, *argv])
         if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # nohup
             options.signals_to_handle = "SIGTERM,SIGINT,SIGQUIT"
-        is_one_node = options.nnodes == "1"
-        nodes = None if is_one_node else _Nodes(options)
-        store = _open_local_store(options) if is_one_node else None  # noqa: F841  (it is open as long as it has a name)
+        nodes = store = None
+        if options.nnodes == "1":
+            store = _open_local_store(options)  # noqa: F841  (it is open as long as it has a name)
+        else:
+            nodes = _Nodes(options)
         try:
             run.run(options)
             return 0
@@ -84,7 +86,7 @@ def main(argv: list[str]) -> int:
 
 
 def _stop(number: int, frame: FrameType | None = None) -> NoReturn:
-    """Say which signal ended the job, and end."""
+    """Print which signal ended the job, and exit."""
     print(f"swiftlite: stopped by {signal.Signals(number).name}", file=sys.stderr, flush=True)
     sys.exit(128 + number)
 
@@ -108,15 +110,17 @@ def _open_local_store(options: Namespace) -> "TCPStore":
 
 
 def _report(error: "ChildFailedError", nodes: "_Nodes | None") -> int:
-    """Say which rank ended the job, and return its exit code."""
+    """Print which rank ended the job, and return its exit code."""
     first = _first_failure(error.failures)
-    elsewhere = nodes.reason(wait=first.lost_connection != "") if nodes else None
+    elsewhere = None
+    if nodes:
+        elsewhere = nodes.reason(wait=first.lost_connection != "")
     if elsewhere is not None:
         who, how = elsewhere["who"], elsewhere["how"]
-        print(f"swiftlite: {who} ended first, {how}; the ranks here were stopped", file=sys.stderr)
+        print(f"swiftlite: {who} failed first, {how}; the ranks on this node were stopped", file=sys.stderr)
         return elsewhere["code"]
-    print(first.lost_connection, end="", file=sys.stderr)  # there is no better reason
-    print(f"swiftlite: rank {first.rank} ended first, {first.how}; the others were stopped", file=sys.stderr)
+    print(first.lost_connection, end="", file=sys.stderr)  # no rank has a better reason
+    print(f"swiftlite: rank {first.rank} failed first, {first.how}; the others were stopped", file=sys.stderr)
     if nodes:
         who = f"rank {first.rank} on {socket.gethostname()}"
         nodes.publish({"who": who, "how": first.how, "code": first.code})
@@ -125,7 +129,7 @@ def _report(error: "ChildFailedError", nodes: "_Nodes | None") -> int:
 
 @dataclass(frozen=True)
 class _FirstFailure:
-    """The rank to believe, and how it ended."""
+    """The rank that failed first, and how it ended."""
 
     rank: int
     code: int
@@ -136,10 +140,10 @@ class _FirstFailure:
 
 
 def _first_failure(failures: "dict[int, ProcessFailure]") -> _FirstFailure:
-    """The failure that made the others fail.
+    """Return the failure that caused the others.
 
     Args:
-        failures: every rank of this node that did not end well, as torchrun saw it.
+        failures: torchrun's record of every failed rank on this node.
     """
     reports = {}
     for rank, failed in failures.items():
@@ -147,15 +151,19 @@ def _first_failure(failures: "dict[int, ProcessFailure]") -> _FirstFailure:
             reports[rank] = Failure(**failed.error_file_data)
     rank = _rank_at_fault(failures, reports)
     report = reports.get(rank)
-    code = report.code if report else failures[rank].exitcode
-    lost_connection = report.message if report and report.is_lost else ""
+    code = failures[rank].exitcode
+    lost_connection = ""
+    if report:
+        code = report.code
+    if report and report.is_lost:
+        lost_connection = report.message
     if code < 0:
         return _FirstFailure(rank, 128 - code, f"with signal {signal.Signals(-code).name}", lost_connection)
     return _FirstFailure(rank, code, f"with exit code {code}", lost_connection)
 
 
 def _rank_at_fault(failures: "dict[int, ProcessFailure]", reports: dict[int, Failure]) -> int:
-    """The rank that broke.
+    """Return the rank whose failure caused the others.
 
     Example: rank 2 runs out of memory and is killed. Ranks 0 and 1 lose their connection to it and report that; rank 3
     still computes, and torchrun stops it. Only rank 2 ended by itself without a report, so it is rank 2.
@@ -173,7 +181,7 @@ def _rank_at_fault(failures: "dict[int, ProcessFailure]", reports: dict[int, Fai
 
 
 def _was_stopped(failed: "ProcessFailure", earliest: float) -> bool:
-    """Whether torchrun ended the rank: by SIGTERM at once, or by SIGKILL 30 seconds after the first one ended."""
+    """Return whether torchrun ended the rank: with SIGTERM, or with SIGKILL 30 seconds after the first one ended."""
     return failed.exitcode == -signal.SIGTERM or failed.timestamp - earliest >= STOPPED_SECONDS
 
 
@@ -197,19 +205,19 @@ class _Nodes:
         self.thread.start()
 
     def close(self) -> None:
-        """Listen no longer. A thread that Python finds inside the store's C++ as it exits would abort the process."""
+        """Stop listening. A thread inside the store's C++ would abort the process when Python exits."""
         self.over.set()
         self.thread.join(REASON_SECONDS)  # it may be waiting for a lost node 0
 
     def reason(self, wait: bool) -> dict | None:
-        """Who ended first on another node, as that node says: {"who", "how", "code"}; None if none did."""
+        """Return the report of another node that failed first: {"who", "how", "code"}; None if there is none."""
         deadline = time.monotonic() + REASON_SECONDS
         while wait and self.heard is None and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS / 10)
         return self.heard
 
     def publish(self, reason: dict) -> None:
-        """Let the other launchers know why this node ends."""
+        """Report to the other launchers why this node ends."""
         self.over.set()
         self.connected.wait(CONNECT_SECONDS)  # ranks may fail before this thread is connected
         if self.store is None:
@@ -217,7 +225,7 @@ class _Nodes:
         with suppress(RuntimeError):  # node 0 is lost: the others detect that
             self.store.compare_set(self.KEY, "", json.dumps(reason))
             if self.is_first:
-                time.sleep(2 * POLL_SECONDS)  # the store goes with this process
+                time.sleep(2 * POLL_SECONDS)  # the store ends with this process
 
     def _listen(self) -> None:
         from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
@@ -234,7 +242,7 @@ class _Nodes:
                 multi_tenant=True,
             )
         except RuntimeError:
-            return  # torchrun meets the same, and says so
+            return  # torchrun fails in the same way and reports it
         finally:
             self.connected.set()
         while self.heard is None:
@@ -250,13 +258,13 @@ class _Nodes:
 
 
 def _become_subreaper() -> None:
-    """Make this process the parent of what killed ranks leave behind, such as megatron-core's checkpoint writers."""
+    """Make this process the parent of orphans of killed ranks, such as megatron-core's checkpoint writers."""
     PR_SET_CHILD_SUBREAPER = 36
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def _end_children() -> None:
-    """Kill all that is left; what a killed process leaves behind is a child of this one in turn."""
+    """Kill all remaining children; the orphans of a killed process become children of this one."""
     deadline = time.monotonic() + 5  # a process stuck in a driver cannot be killed
     while (children := _kill_children()) and time.monotonic() < deadline:
         psutil.wait_procs(children, timeout=1)

@@ -12,7 +12,7 @@ import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-# The launcher's folder for what its ranks leave there; unset without a launcher of ours.
+# The launcher's folder for files of its ranks; unset without swiftlite's launcher.
 FOLDER = "SWIFTLITE_TOLD_DIR"
 # The launcher's process id.
 LAUNCHER = "SWIFTLITE_LAUNCHER_PID"
@@ -34,7 +34,7 @@ class Failure:
     Attributes:
         message: the traceback.
         timestamp: seconds since the epoch.
-        code: the exit code that the rank is about to end with.
+        code: exit code of the rank.
         is_lost: whether it only lost its connection to another rank; its stderr then has no traceback.
     """
 
@@ -48,7 +48,7 @@ def report(error: BaseException, code: int) -> bool:
     """Report to the launcher, if there is one, why this rank ends with `code`.
 
     Returns:
-        Whether the launcher now has the traceback and shows it if it is needed; if not, it belongs on stderr.
+        Whether the launcher has the traceback and prints it if necessary; otherwise the rank prints it to stderr.
     """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not file or FOLDER not in os.environ:
@@ -58,7 +58,7 @@ def report(error: BaseException, code: int) -> bool:
     incomplete = Path(f"{file}.incomplete")
     try:
         incomplete.write_text(json.dumps(asdict(failure)), encoding="utf-8")
-        incomplete.replace(file)  # whole or absent: a rank may be killed here, and the launcher must read it
+        incomplete.replace(file)  # atomic, because the launcher reads it even if the rank is killed here
     except OSError:  # the launcher has ended and removed its folder
         return False
     return is_lost

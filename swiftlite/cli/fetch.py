@@ -1,4 +1,4 @@
-"""Before a command starts: what its options name on the hub is brought here, once for all processes of this machine."""
+"""Download the models and datasets of a command's options from the hub, once for all processes of a machine."""
 
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,10 @@ def hold_commits(args: Any) -> None:
     """
     if not isinstance(args, SftArgs) or not args.resume:
         return
-    begun_with = commits.read_commits(Path(args.output_dir))
-    commits.keep(begun_with)
-    for key, commit in begun_with.items():
-        logger.info("--resume: %s stays at commit %s", key, commit)
+    recorded = commits.read_commits(Path(args.output_dir))
+    commits.keep(recorded)
+    for key, commit in recorded.items():
+        logger.info("--resume: using %s at commit %s", key, commit)
 
 
 def fetch(args: Any) -> None:
@@ -31,7 +31,7 @@ def fetch(args: Any) -> None:
     Raises:
         UserError: a download failed.
     """
-    if isinstance(args, DoctorArgs):  # a plan needs no weights
+    if isinstance(args, DoctorArgs):  # a plan requires no weights
         return
     for name in models_in(args).values():
         local_model(name)

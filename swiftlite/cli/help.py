@@ -1,4 +1,4 @@
-"""The text of `--help`: each field's own words, under its group, with type and default."""
+"""Build the text of `--help`: the docstring of each option under its group, with type and default."""
 
 import shutil
 import textwrap
@@ -17,29 +17,41 @@ def overview(prefix: str = "") -> str:
     lines = [f"  swiftlite {command.words:<{width}}  {command.line}" for command in chosen]
     return "\n".join(
         [
-            "Fine-tune with Multi-Token Prediction on megatron-core; export; serve with the trained heads.",
+            "usage: swiftlite COMMAND [FILE.yaml|FILE.json] [--option value ...]",
             "",
+            "Train, export and serve language models with Multi-Token Prediction heads.",
+            "",
+            "commands:",
             *lines,
             "",
-            "swiftlite COMMAND --help lists a command's options; swiftlite --version prints the version.",
+            "swiftlite COMMAND --help shows the options of a command.",
+            "swiftlite --version shows the version.",
         ]
     )
 
 
 def command_help(command: Command) -> str:
-    """Everything that a command takes."""
+    """Return the usage and all supported options of a command."""
     width = min(shutil.get_terminal_size().columns, 110)
-    first = f"{command.first_option.upper()} ..." if command.first_option else "[FILE.yaml|FILE.json]"
-    text = [f"swiftlite {command.words} {first} [--option value ...]", ""]
-    text += textwrap.wrap(title(command.args_class), width)
-    usage = "- and _ in names are the same."
+    first = "[FILE.yaml|FILE.json]"
+    if command.first_option:
+        first = f"{command.first_option.upper()} ..."
+    text = textwrap.wrap(f"usage: swiftlite {command.words} {first} [--option value ...]", width)
+    text += ["", *textwrap.wrap(title(command.args_class), width)]
+    usage = "- and _ are equivalent in option names."
     if not command.first_option:
-        usage = f"Options after the file override the file's; {usage}"
+        usage = f"Options override those of the file. {usage}"
     if command.is_parallel:
-        usage += " NPROC_PER_NODE, NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT start several processes."
+        usage += (
+            " For several processes, set the environment variables NPROC_PER_NODE, NNODES, NODE_RANK, MASTER_ADDR and "
+            "MASTER_PORT."
+        )
     text += ["", *textwrap.wrap(usage, width)]
-    for heading, members in groups(command.args_class, command.choices()).items():
-        text += ["", f"{heading}:"]
+    unsupported = command.unsupported()
+    for heading, group in groups(command.args_class, command.choices()).items():
+        members = [option for option in group if option.name not in unsupported]
+        if members:
+            text += ["", f"{heading}:"]
         for option in members:
             text.append(f"  --{option.name} {placeholder(option.type)}")
             words = textwrap.wrap(option.doc + default_words(option), width - 6, break_on_hyphens=False)
@@ -48,7 +60,7 @@ def command_help(command: Command) -> str:
 
 
 _LISTS = {list[int]: "INT[,INT ...]", list[float]: "NUMBER[,NUMBER ...]"}
-"""What stands after the flag of a list of numbers."""
+"""Placeholders after the flags of lists of numbers."""
 
 
 def placeholder(kind: Any) -> str:
@@ -64,16 +76,18 @@ def placeholder(kind: Any) -> str:
 
 
 def default_words(option: Option) -> str:
-    """The default in brackets; a field that may be unset says itself what that means."""
+    """Return the default in brackets; empty for an unset one, which the option's docstring explains."""
     if option.default in (None, "", []):
         return ""
     return f" [{default_text(option)}]"
 
 
 def default_text(option: Option) -> str:
-    """The default as it would be typed."""
+    """Return the default as it would be typed."""
     if isinstance(option.default, list):
-        separator = "," if option.type in _LISTS else " "
+        separator = " "
+        if option.type in _LISTS:
+            separator = ","
         return separator.join(map(str, option.default))
     if isinstance(option.default, bool):
         return str(option.default).lower()

@@ -27,13 +27,15 @@ class Processes:
     master_addr: str | None = None
     master_port: int | None = None
     rank: int | None = None
-    """This process's rank when torchrun has started it already, else None."""
+    """Rank of this process if torchrun started it; otherwise None."""
     started_world_size: int = 1
-    """Processes that torchrun has started; 1 when it has not."""
+    """Number of processes that torchrun started; 1 without torchrun."""
 
     @property
     def world_size(self) -> int:
-        return self.nproc_per_node * self.nnodes if self.rank is None else self.started_world_size
+        if self.rank is None:
+            return self.nproc_per_node * self.nnodes
+        return self.started_world_size
 
     @property
     def must_start(self) -> bool:
@@ -44,7 +46,7 @@ def read_environment(env: Mapping[str, str]) -> Processes:
     """Read the processes of this run from the environment.
 
     Raises:
-        OptionError: all values that are not numbers or contradict each other.
+        OptionError: lists all invalid or contradictory values.
     """
     problems: list[tuple[str, str]] = []
 
@@ -53,7 +55,7 @@ def read_environment(env: Mapping[str, str]) -> Processes:
         if not text:
             return default
         if not text.isdigit() or int(text) < lowest:
-            problem = f"{name}={text} is not a whole number of at least {lowest}"
+            problem = f"invalid value for {name}: {text} is not an integer of at least {lowest}"
             problems.append((problem, f"export {name}=NUMBER, or unset it"))
             return default
         return int(text)
@@ -70,23 +72,26 @@ def read_environment(env: Mapping[str, str]) -> Processes:
     node_rank = number("NODE_RANK", None, 0)
     port = number("MASTER_PORT", None, 1)
     if port is not None and port > 65535:
-        problems.append((f"MASTER_PORT={port} is above 65535", f"export MASTER_PORT={DEFAULT_MASTER_PORT}"))
+        problems.append((f"MASTER_PORT={port} must be at most 65535", f"export MASTER_PORT={DEFAULT_MASTER_PORT}"))
     if nnodes > 1 and not env.get("MASTER_ADDR"):
-        problems.append((f"NNODES={nnodes}, but MASTER_ADDR is not set", "export the address of node 0 on every node"))
+        hint = "export MASTER_ADDR=ADDRESS of node 0 on every node"
+        problems.append((f"NNODES={nnodes} requires MASTER_ADDR", hint))
     if nnodes > 1 and not env.get("NODE_RANK"):
-        hint = f"export 0 to {nnodes - 1}, another on every node"
-        problems.append((f"NNODES={nnodes}, but NODE_RANK is not set", hint))
+        hint = f"export NODE_RANK=0 to {nnodes - 1}, a different one on every node"
+        problems.append((f"NNODES={nnodes} requires NODE_RANK", hint))
     if node_rank is not None and node_rank >= nnodes:
-        problems.append((f"NODE_RANK={node_rank}, but NNODES={nnodes}", f"NODE_RANK goes from 0 to {nnodes - 1}"))
+        problem = f"NODE_RANK={node_rank} must be below NNODES={nnodes}"
+        problems.append((problem, f"export NODE_RANK=0 to {nnodes - 1}"))
     if problems:
         raise OptionError(problems)
     return Processes(nproc, nnodes, node_rank or 0, env.get("MASTER_ADDR") or None, port)
 
 
 def torchrun_command(processes: Processes, argv: list[str]) -> list[str]:
-    """The command line that runs `swiftlite argv` in these processes."""
-    is_one_node = processes.nnodes == 1
-    default_port = 0 if is_one_node else DEFAULT_MASTER_PORT  # 0: elastic.py finds a free one
+    """Return the command line that runs `swiftlite argv` in these processes."""
+    address, default_port = processes.master_addr, DEFAULT_MASTER_PORT
+    if processes.nnodes == 1:
+        address, default_port = LOOPBACK, 0  # 0: elastic.py selects a free one
     return [
         sys.executable,
         "-m",
@@ -94,7 +99,7 @@ def torchrun_command(processes: Processes, argv: list[str]) -> list[str]:
         f"--nproc-per-node={processes.nproc_per_node}",
         f"--nnodes={processes.nnodes}",
         f"--node-rank={processes.node_rank}",
-        f"--master-addr={LOOPBACK if is_one_node else processes.master_addr}",
+        f"--master-addr={address}",
         f"--master-port={processes.master_port or default_port}",
         "-m",
         "swiftlite",
@@ -103,7 +108,7 @@ def torchrun_command(processes: Processes, argv: list[str]) -> list[str]:
 
 
 def threads_per_process(nproc_per_node: int) -> int:
-    """An even share of the cores that this process may use, which a batch system may have cut."""
+    """Return an even share of the cores that this process may use, which a batch system may limit."""
     return max(1, len(os.sched_getaffinity(0)) // nproc_per_node)
 
 
@@ -111,14 +116,14 @@ def start(processes: Processes, argv: list[str]) -> NoReturn:
     """Replace this process by torchrun.
 
     Raises:
-        UserError: MASTER_PORT is taken on node 0.
+        UserError: MASTER_PORT is in use on node 0.
     """
     if processes.node_rank == 0 and (processes.nnodes > 1 or processes.master_port is not None):
         _refuse_taken_port(processes.master_port or DEFAULT_MASTER_PORT)
     env = dict(os.environ)
-    # torchrun would set 1 and warn; one process alone would take all cores.
+    # torchrun would set 1 and warn; without it each process would use all cores.
     env.setdefault("OMP_NUM_THREADS", str(threads_per_process(processes.nproc_per_node)))
-    env.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # what the hub has is here now; ranks only look it up
+    env.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # downloads are complete; ranks only read the cache
     sys.stdout.flush()
     sys.stderr.flush()
     os.execve(sys.executable, torchrun_command(processes, argv), env)
@@ -131,7 +136,7 @@ def _refuse_taken_port(port: int) -> None:
             probe.bind(("", port))
         except OSError as error:
             raise UserError(
-                f"MASTER_PORT={port} cannot be used here: {error.strerror}", f"export MASTER_PORT={_free_port()}", 2
+                f"MASTER_PORT={port} cannot be used: {error.strerror}", f"export MASTER_PORT={_free_port()}", 2
             ) from None
 
 

@@ -1,4 +1,4 @@
-"""`swiftlite doctor --plan --gpu_type`: layouts by their estimated speed, the arithmetic of the fastest, its flags."""
+"""Print `swiftlite doctor --plan --gpu_type`: layouts by estimated speed, the breakdown of the fastest, its options."""
 
 import shlex
 from operator import itemgetter
@@ -18,7 +18,7 @@ from swiftlite.rules.common import changed
 
 GB = 1e9
 _SHOWN = 6
-"""Layouts that are shown: the fastest, and those that differ from it and each other in a parallel size."""
+"""Number of layouts shown: the fastest for each combination of parallel sizes."""
 _SIZES = {
     "tensor": "tensor_model_parallel_size",
     "pipeline": "pipeline_model_parallel_size",
@@ -27,23 +27,23 @@ _SIZES = {
 }
 _WORDS = {
     "products": "matrix products of layers: {products:.0%} of {peak} in tiles that fill the GPU",
-    "attention": "pairs of tokens: {attention:.0%} of the peak",
+    "attention": "attention scores and values: {attention:.0%} of the peak",
     "elementwise": "norms, activations, sums: {hbm:.0%} of {memory:.2f} TB/s",
-    "vocabulary": "output layer and loss, the trunk's and the heads'",
-    "recompute": "forward passes that are computed again",
-    "tensor_parallel": "gathers and sums that nothing hides, of {link:.0f} GB/s {efficiency:.0%}",
-    "context_parallel": "keys and values of the row's other ranks",
-    "expert_parallel": "tokens sent to their experts and back",
-    "launches": "the GPU waits for Python to start kernels",
-    "pipeline": "stages wait for the first and after the last micro-batch, and for each other's states",
-    "data_parallel": "sums of gradients and gathers of weights that nothing hides",
-    "optimizer": "AdamW, the norm of gradients",
+    "vocabulary": "output layer and loss of trunk and heads",
+    "recompute": "recomputed forward passes",
+    "tensor_parallel": "exposed gathers and reductions: {efficiency:.0%} of {link:.0f} GB/s",
+    "context_parallel": "exchange of keys and values",
+    "expert_parallel": "all-to-all of tokens and experts",
+    "launches": "the GPU waits for kernel launches",
+    "pipeline": "pipeline bubble and exchange of states",
+    "data_parallel": "exposed reductions of gradients and gathers of weights",
+    "optimizer": "AdamW and the gradient norm",
 }
 
 
 def report_layouts(args: DoctorArgs, facts: Facts) -> bool:
-    """Print them; returns whether there is one that fits."""
-    assert args.model is not None  # rules say so
+    """Print the layouts; returns whether one fits."""
+    assert args.model is not None  # checked by rules
     assert args.gpu_type is not None
     hf_config, gpu = facts.hf_config, GPUS[args.gpu_type]
     gpu_memory_gb = args.gpu_memory_gb or gpu.memory_gb
@@ -56,10 +56,13 @@ def report_layouts(args: DoctorArgs, facts: Facts) -> bool:
     print(f"{args.model}\nESTIMATED, not measured: steps of {batch} on {_gpus(args)}; {len(found)} layouts fit\n")
     rows = [_row(candidate, hf_config, gpu) for candidate in shown]
     print(text_table([("tokens/s", "MFU", "GB", *_SIZES, "data", "micro-batches", "recompute"), *rows], indent="  "))
-    print(f"\nof each 100 seconds{'' if len(shown) == 1 else ', in the same order'}")
+    heading = "share of the step time"
+    if len(shown) > 1:
+        heading += ", in the same order"
+    print(f"\n{heading}")
     print(text_table(_splits(shown), indent="  ", numbers=True))
     step = shown[0].step
-    print(f"\nthe first: {step.tokens_per_step} tokens in {step.seconds.total:.3f} s")
+    print(f"\nfirst layout: {step.tokens_per_step} tokens in {step.seconds.total:.3f} s")
     print(text_table(_arithmetic(shown[0], gpu), indent="  "))
     print(f"\n  swiftlite megatron sft --model {shlex.quote(shell_line(args.model))} ... {_flags(shown[0].args)}")
     return True
@@ -70,7 +73,7 @@ def _gpus(args: DoctorArgs) -> str:
 
 
 def _different(found: list[Candidate]) -> list[Candidate]:
-    """The first of each set of parallel sizes."""
+    """Return the first layout for each combination of parallel sizes."""
     firsts: dict[tuple[int, ...], Candidate] = {}
     for candidate in found:
         firsts.setdefault(tuple(getattr(candidate.args, name) for name in _SIZES.values()), candidate)
@@ -117,7 +120,7 @@ def _splits(shown: list[Candidate]) -> list[tuple[str, ...]]:
 
 
 def _arithmetic(candidate: Candidate, gpu: Gpu) -> list[tuple[str, ...]]:
-    """Seconds of each part of a step, and what they are made of."""
+    """Return the seconds of each part of a step, with a description."""
     numbers = {
         "products": timing.PRODUCT_EFFICIENCY,
         "peak": _peak(candidate, gpu),
@@ -137,12 +140,17 @@ def _arithmetic(candidate: Candidate, gpu: Gpu) -> list[tuple[str, ...]]:
 def _peak(candidate: Candidate, gpu: Gpu) -> str:
     """Return the peak speed of bfloat16 and of the low precision."""
     peak, low = gpu.peak_flops / 1e12, candidate.step.setup.low_precision
-    words = f"{peak:.0f} TFLOP/s"
-    return f"{words}, {low.speedup * peak:.0f} in {'FP4' if low.is_fp4 else 'FP8'}," if low else words
+    text = f"{peak:.0f} TFLOP/s"
+    if low is None:
+        return text
+    name = "FP8"
+    if low.is_fp4:
+        name = "FP4"
+    return f"{text}, {low.speedup * peak:.0f} in {name},"
 
 
 def _flags(args: DoctorArgs) -> str:
-    """Options of megatron sft that make a run of it."""
+    """Return the options of megatron sft for this layout."""
     shared = [name for name in options(DoctorArgs) if name in options(SftArgs)]
     names = [name for name in changed(args, shared) if name not in ("model", "global_batch_size")]
     flags = [f"--{name} {shell_line(getattr(args, name))}" for name in names]
@@ -157,14 +165,14 @@ def _nothing_fits(args: DoctorArgs, hf_config: HfConfig, gpu: Gpu, gpu_memory_gb
     """
     if not has_layout(args, hf_config, gpu):
         raise UserError(
-            f"no layout of {_gpus(args)} divides --global_batch_size {global_batch_size(args)} evenly",
-            f"use a multiple of {args.num_gpus}, or give less of the layout",
+            f"--global_batch_size {global_batch_size(args)} is not divisible in any layout of {_gpus(args)}",
+            f"use a multiple of {args.num_gpus}, or set fewer sizes of the layout",
         )
     usable = memory.usable_bytes(gpu_memory_gb) / GB
-    words = f"does not fit: no layout of {_gpus(args)} needs less than {usable:.1f} GB of each"
+    words = f"does not fit: every layout of {_gpus(args)} requires more than {usable:.1f} GB per GPU"
     more = larger(args, hf_config, gpu, gpu_memory_gb)
     if more is None:
-        most = f"{1 << DOUBLINGS} times as many"
-        return f"{words}\n    nor of up to {most}; lower --max_length, or give less of the layout"
+        most = f"{1 << DOUBLINGS} times the number of GPUs"
+        return f"{words}, even with {most}\n    use a smaller --max_length, or set fewer sizes of the layout"
     flags = f"--num_gpus {more.num_gpus} --global_batch_size {more.global_batch_size}"
-    return f"{words}\n    one of {more.num_gpus} does: {flags}"
+    return f"{words}\n    use {flags}"

@@ -1,6 +1,6 @@
-"""`swiftlite ...`: find the command, read and check its options, start processes or run it. The commands: `table.py`.
+"""Entry point of `swiftlite`: find the command, parse and check its options, start processes or run it.
 
-A UserError is printed and ends with its code; any other exception keeps its traceback.
+The commands are in `table.py`. A UserError is printed and sets the exit code; other exceptions keep their traceback.
 """
 
 import hashlib
@@ -33,10 +33,12 @@ from swiftlite.runtime.parent import exit_with_parent
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command line; returns the exit code."""
+    """Run one command line and return the exit code."""
+    if argv is None:
+        argv = sys.argv[1:]
     _handle_signals()
     try:
-        return _run(sys.argv[1:] if argv is None else argv)
+        return _run(argv)
     except UserError as error:
         failure.report(error, error.exit_code)
         _log_once(f"swiftlite: {error}")
@@ -49,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
         return stopped.code
     except Exception as error:
         if is_of_storage(error):
-            return _fail(error, "make room or mend it, and run the same command again")
+            return _fail(error, "free disk space or fix the disk, then run the same command again")
         if is_of_memory(error):
             return _fail(error, _LESS_MEMORY)
         if failure.report(error, 1):
@@ -58,20 +60,20 @@ def main(argv: list[str] | None = None) -> int:
 
 
 _LESS_MEMORY = (
-    "fewer or shorter rows at a time need less memory (--micro_batch_size or --max_batch_size, --max_length); so do "
-    "--recompute_granularity full and more processes in training: swiftlite doctor --plan shows what takes it"
+    "use a smaller --micro_batch_size, --max_batch_size or --max_length, or for training --recompute_granularity full "
+    "or more processes; swiftlite doctor --plan estimates the memory"
 )
 
 
 def _fail(error: Exception, hint: str) -> int:
-    """End with a failure of the machine: its reason and what to do, no traceback."""
+    """Print a failure of the machine with its reason and a hint, without a traceback; returns the exit code."""
     failure.report(error, 1)
     _log_once(f"swiftlite: {reason_of(error)}\n    {hint}")
     return 1
 
 
 class _Stopped(SystemExit):
-    """SIGTERM or SIGHUP without a more specific handler; also raised in forked children, which end by it."""
+    """SIGTERM or SIGHUP without a more specific handler; also raised in forked children, which end with it."""
 
     code: int
 
@@ -84,9 +86,9 @@ class _Stopped(SystemExit):
 
 
 def _handle_signals() -> None:
-    """End with the launcher if this is one of its ranks; else with a word, and its resources given back, when stopped.
+    """End a rank together with its launcher; otherwise end with a message and released resources on a signal.
 
-    A rank may wait in a collective, where Python's handlers do not run; there a signal ends it at once.
+    A rank may wait in a collective, where Python's handlers do not run; there a signal ends it immediately.
     """
     if launcher := os.environ.get(failure.LAUNCHER):
         exit_with_parent(int(launcher))
@@ -117,12 +119,14 @@ def _run(argv: list[str]) -> int:
         rest = [f"--{command.first_option}", *rest]
     args, notes = parse(command.args_class, rest, command.words, command.choices())
     processes = launch.read_environment(os.environ)
-    world_size = processes.world_size if command.is_parallel else 1
+    world_size = 1
+    if command.is_parallel:
+        world_size = processes.world_size
     rank = processes.rank or 0
     log.setup(rank)
     _settle_environment(args)
     hold_commits(args)
-    # One rank speaks for all; another one might find files that rank 0, past its check, has written already.
+    # Only rank 0 checks: other ranks could find files that rank 0 has already written.
     if rank == 0:
         notes += rules.check(args, world_size)
     if isinstance(args, SftArgs) and args.dry_run:
@@ -143,8 +147,8 @@ def _run(argv: list[str]) -> int:
 
 def _settle_environment(args: object) -> None:
     """Set environment variables for torch and its subprocesses unless the user has set them."""
-    # Threads that wait for each other spin for less than a millisecond, then sleep. Sleeping at once takes a tenth of
-    # the speed from a small model's training; spinning for long makes it 8 times slower where another program runs.
+    # Waiting threads spin for less than a millisecond, then sleep. Without spinning, training of a small model is 10 %
+    # slower; long spinning makes it 8 times slower when another program runs.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ["OMP_WAIT_POLICY"] = "passive"
         os.environ.setdefault("GOMP_SPINCOUNT", "30000")  # for GNU OpenMP, which torch includes
@@ -157,15 +161,15 @@ def _settle_environment(args: object) -> None:
         if args.tensor_model_parallel_size > 1 and not any("B200" in model for model in gpu_models()):
             os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         if args.deterministic_mode:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch asks for it
-            os.environ.setdefault("NCCL_ALGO", "^NVLS")  # switches add what arrives first
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by torch
+            os.environ.setdefault("NCCL_ALGO", "^NVLS")  # switches add in order of arrival
             os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # Transformer Engine's attention
     if hasattr(args, "infer_backend"):
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # or vLLM's workers tell of the machine's NUMA nodes
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # vLLM's workers log the machine's NUMA nodes
 
 
 def _ignore_upstream_warnings() -> None:
-    # megatron-core warns a dozen times, per rank, that Transformer Engine and Apex are absent; doctor says it once.
+    # megatron-core warns many times per rank that Transformer Engine and Apex are missing; doctor prints it once.
     warnings.filterwarnings("ignore", module=r"megatron\.core\.")
     # megatron-core's checkpoint loader is the cause, but the CPU shim hides the name of its module.
     warnings.filterwarnings("ignore", message="Please use DTensor instead", category=FutureWarning)
@@ -177,10 +181,10 @@ def _ignore_upstream_warnings() -> None:
 
 def _log(notes: list[str], command: Command, processes: launch.Processes) -> None:
     if processes.must_start and not command.is_parallel:
-        notes = [*notes, f"NPROC_PER_NODE and NNODES have no effect: swiftlite {command.words} is one process"]
+        notes = [*notes, f"NPROC_PER_NODE and NNODES have no effect: swiftlite {command.words} runs in one process"]
     num_gpus = len(gpu_models())
     if command.is_parallel and processes.rank is None and processes.world_size == 1 and num_gpus > 1:
-        notes = [*notes, f"one process uses one GPU of {num_gpus}: export NPROC_PER_NODE={num_gpus} for all"]
+        notes = [*notes, f"using 1 of {num_gpus} GPUs: export NPROC_PER_NODE={num_gpus} to use all"]
     for note in notes:
         log.logger.warning(note)
 
@@ -189,18 +193,21 @@ def _dry_run(args: SftArgs, world_size: int) -> str:
     facts = read_facts(args, world_size)
     checkpoint, head = facts.heads, largest_head(facts.architecture)
     family = FAMILIES.get(str(facts.hf_config.get("model_type")))
-    heads = heads_for_engine(args, checkpoint, family) if family else None
+    heads = None
+    if family:
+        heads = heads_for_engine(args, checkpoint, family)
     if heads and heads.layers and args.draft_vocab:
-        # The plan shows how many tokens they can draft; which ones the run chooses from its rows.
+        # The plan shows the number of draft tokens; the run selects them from its rows.
         heads = replace(heads, draft_vocab=tuple(range(args.draft_vocab)))
     plan = make_plan(args, world_size, checkpoint, this_machine(sees_gpu()), head, heads=heads)
-    num_rows = None if args.packing else _count_rows(args.dataset)
-    schedule = make_schedule(args, num_rows) if num_rows else None
+    schedule = None
+    if not args.packing and (num_rows := _count_rows(args.dataset)):
+        schedule = make_schedule(args, num_rows)
     return render(args, plan, checkpoint, schedule)
 
 
 def _count_rows(dataset: list[str]) -> int | None:
-    """Rows of JSON-lines files, by their lines; None when another format is among them."""
+    """Return the number of rows of JSON-lines files; None if another format is among them."""
     total = 0
     for name in dataset:
         file, sample = split_sample(name)
@@ -208,7 +215,9 @@ def _count_rows(dataset: list[str]) -> int | None:
             return None
         with Path(file).open("rb") as lines:
             rows = sum(1 for line in lines if line.strip())
-        total += min(int(sample), rows) if sample else rows
+        if sample:
+            rows = min(int(sample), rows)
+        total += rows
     return total
 
 
@@ -217,12 +226,12 @@ def _show(text: str) -> int:
     try:
         print(text, flush=True)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python would report the error again at exit
     return 0
 
 
 def _log_once(text: str) -> None:
-    """Print to stderr, once for all ranks of this machine that end with the same message."""
+    """Print to stderr, once for all ranks of this machine with the same message."""
     folder = os.environ.get(failure.FOLDER)
     if folder:
         try:

@@ -1,6 +1,7 @@
-"""argv -> a frozen argument object. Flat flags from the class's fields; every problem is collected, none stops it.
+"""Parse argv into a frozen argument object, with one flag per field of its class; all problems are reported together.
 
-Standard library alone: tyro 1.0 and jsonargparse 4.53 add 0.1 s to every command and stop at the first bad value.
+Only the standard library is used: tyro 1.0 and jsonargparse 4.53 add 0.1 s to every command and stop at the first
+problem.
 """
 
 import typing
@@ -39,21 +40,21 @@ def parse(
         values, problems = values_from_file(args_class, argv[0], choices, command)
         argv = argv[1:]
     flags, strays = _split(argv)
-    problems += [(f"{stray} belongs to no option", "write --option value") for stray in strays]
+    problems += [(f"unexpected argument {stray}", "write --option value") for stray in strays]
     notes = []
     seen = set()
     for flag, texts in flags:
         name = flag.removeprefix("--").replace("-", "_")
         if name not in known:
-            problems.append((f"{flag} is no option of swiftlite {command}", _suggest(name, known, command)))
+            problems.append((f"unknown option {flag} for swiftlite {command}", _suggest(name, known, command)))
             continue
         if name in seen:
-            notes.append(f"--{name} is given twice; the last one counts: {' '.join(texts) or 'true'}")
+            notes.append(f"--{name} is given twice; using the last value: {' '.join(texts) or 'true'}")
         seen.add(name)
         try:
             values[name] = _value(known[name], texts)
         except UserError as error:
-            problems.append((f"--{name} {error.problem}", error.hint))
+            problems.append((f"invalid value for --{name}: {error.problem}", error.hint))
     if problems:
         raise OptionError(problems)
     return args_class(**values), notes
@@ -67,7 +68,10 @@ def _split(argv: Sequence[str]) -> tuple[list[tuple[str, list[str]]], list[str]]
         is_flag = word.startswith("--") or (word.startswith("-") and word[1:2].isalpha() and not _is_number(word))
         if is_flag:
             name, equals, value = word.partition("=")
-            flags.append((name, [value] if equals else []))
+            values = []
+            if equals:
+                values.append(value)
+            flags.append((name, values))
         elif flags:
             flags[-1][1].append(word)
         else:
@@ -87,15 +91,17 @@ def _value(option: Option, texts: list[str]) -> Any:
     kind, _ = split_type(option.type)
     if typing.get_origin(kind) is list:
         if not texts:
-            raise UserError("takes one or more values", "none stands for an empty list")
+            raise UserError("expected one or more values", f"write --{option.name} VALUE, or none for an empty list")
         return convert(option, texts)
     if kind is bool and not texts:
         return True
     if not texts:
-        example = "VALUE" if option.default in (None, "") else option.default
-        raise UserError("needs a value", f"write --{option.name} {example}")
+        example = option.default
+        if example in (None, ""):
+            example = "VALUE"
+        raise UserError("expected a value", f"write --{option.name} {example}")
     if len(texts) > 1:
-        raise UserError(f"takes one value, not {len(texts)}: {' '.join(texts)}", "put a text with spaces in quotes")
+        raise UserError(f"expected one value, not {len(texts)}: {' '.join(texts)}", "quote a text with spaces")
     return convert(option, texts[0])
 
 
@@ -103,5 +109,6 @@ def _suggest(name: str, known: dict[str, Option], command: str) -> str:
     positive = known.get(name.removeprefix("no_"))
     if positive is not None and positive.type is bool:
         return f"write --{positive.name} false"
-    suggestion = near(name, known)
-    return f"did you mean --{suggestion}?" if suggestion else f"swiftlite {command} --help lists all"
+    if suggestion := near(name, known):
+        return f"did you mean --{suggestion}?"
+    return f"see swiftlite {command} --help"

@@ -1,4 +1,4 @@
-"""`swiftlite doctor --plan --loss_type`: the table of the time while the reference model is asked."""
+"""Print `swiftlite doctor --plan --loss_type`: the memory while the reference model runs."""
 
 from swiftlite.args.commands import DoctorArgs
 from swiftlite.estimate import memory
@@ -13,38 +13,44 @@ _COLUMNS = ("ranks", "stage", "model", "reference stage", "weights", "a layer", 
 
 
 def report_reference(args: DoctorArgs, facts: Facts, setup: Setup, stages: list[memory.StageMemory]) -> bool:
-    """Print what ranks need before the first step; returns whether that fits. True for a run without a reference.
+    """Print the memory of ranks before the first step; returns whether it fits. True for a run without a reference.
 
     Args:
-        setup, stages: of the model, as trained.
+        setup, stages: of the trained model.
     """
     if args.loss_type is None or args.loss_type in WITHOUT_REFERENCE:
         return True
-    config = facts.described("ref_model")[1] if args.ref_model else facts.hf_config
+    config = facts.hf_config
+    if args.ref_model:
+        _, config = facts.described("ref_model")
     asking = estimate_reference(args, setup, stages, config)
-    print("\nGB on one rank before the first step, while the reference model is asked; it is closed for training")
+    print("\nGB on one rank before the first step, while the reference model runs; it is freed before training")
     print(text_table([_COLUMNS, *(_row(part, stages) for part in asking)], indent="  ", numbers=True))
     print("  (model: weights, gradients and float32 weights, without the optimizer's moments)")
     usable = memory.usable_bytes(args.gpu_memory_gb or memory.USUAL_GPU_MEMORY_GB)
     most = max(asking, key=lambda part: part.total)
     fits = most.total <= usable
-    words = "fits" if fits else "does not fit"
-    print(f"\n{words}: {most.total / GB:.1f} GB on {_ranks(most)}, of {usable / GB:.1f} GB")
+    print(f"\n{memory.verdict(fits)}: {most.total / GB:.1f} GB on {_ranks(most)}, {usable / GB:.1f} GB usable")
     if not fits:
-        print("    larger --ref_tensor_model_parallel_size or --ref_pipeline_model_parallel_size share it out")
+        print("    increase --ref_tensor_model_parallel_size or --ref_pipeline_model_parallel_size")
     return fits
 
 
 def _ranks(part: ReferenceMemory) -> str:
-    return f"rank {part.first}" if part.first == part.last else f"ranks {part.first}-{part.last}"
+    if part.first == part.last:
+        return f"rank {part.first}"
+    return f"ranks {part.first}-{part.last}"
 
 
 def _row(part: ReferenceMemory, stages: list[memory.StageMemory]) -> tuple[str, ...]:
     sizes = (part.reference, part.layer, part.logits, part.total, stages[part.stage].total)
+    reference_stage = "-"
+    if part.reference_stage is not None:
+        reference_stage = str(part.reference_stage)
     return (
         _ranks(part).split()[1],
         str(part.stage),
         f"{part.model / GB:.2f}",
-        "-" if part.reference_stage is None else str(part.reference_stage),
+        reference_stage,
         *(f"{size / GB:.2f}" for size in sizes),
     )

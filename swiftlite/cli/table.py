@@ -1,8 +1,8 @@
-"""The commands: words, argument class, the function that runs it (by name: nothing loads early), one line of help."""
+"""Define the table of commands: words, argument class, name of the function that runs it, and a line of help."""
 
 import difflib
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,16 +36,23 @@ class Command:
     is_parallel: bool
     """Whether it can run as several processes."""
     first_option: str = ""
-    """An option that words before any flag belong to; without one, the first word is a file of options."""
+    """Option that receives the words before any flag; if empty, the first word is a file of options."""
 
     def choices(self) -> Choices:
-        """Return the values of its option that takes an engine's name, from the index of engines; {} without one."""
+        """Return the allowed values of options that name an engine, from the indexes of engines and conventions."""
         if issubclass(self.args_class, SftArgs):
             return {"draft_for": list(CONVENTIONS)}
         if self.args_class not in ENGINE_OPTIONS:
             return {}
         option, names = ENGINE_OPTIONS[self.args_class]
         return {option: names()}
+
+    def unsupported(self) -> Mapping[str, str]:
+        """Return options that the argument class shares with other commands and this one rejects, with the reasons."""
+        method = training_commands().get(self.words)
+        if method is None:
+            return {}
+        return vars(method.load_rules()).get("UNSUPPORTED", {})
 
     def load(self) -> Callable[[Any], int | None]:
         module, function = self.target.split(":")
@@ -61,20 +68,18 @@ def commands() -> tuple[Command, ...]:
 
 
 OTHERS = (
-    Command("export", ExportArgs, "swiftlite.export.run:run", "a run to a Hugging Face model, or the other way", True),
-    Command("infer", InferArgs, "swiftlite.serve.infer:run", "generate, heads drafting, count what is accepted", False),
+    Command("export", ExportArgs, "swiftlite.export.run:run", "convert a run to a Hugging Face model, or back", True),
+    Command("infer", InferArgs, "swiftlite.serve.infer:run", "generate with MTP drafts and count accepted ones", False),
     Command(
-        "regenerate", RegenerateArgs, "swiftlite.regenerate.command:run", "a dataset answered anew, for heads", False
+        "regenerate", RegenerateArgs, "swiftlite.regenerate.command:run", "regenerate the answers of a dataset", False
     ),
-    Command("deploy", DeployArgs, "swiftlite.serve.deploy:run", "an engine's own server, heads drafting", False),
-    Command(
-        "evaluate", EvaluateArgs, "swiftlite.evaluate.command:run", "how often the heads are right, by channel", False
-    ),
-    Command("bench", BenchArgs, "swiftlite.bench.command:run", "how many tokens to draft, by measured speed", False),
-    Command("report", ReportArgs, "swiftlite.report.command:run", "runs to look at, in a browser", False, "runs"),
-    Command("doctor", DoctorArgs, "swiftlite.cli.doctor:run", "what works here, and is this model whole", False),
+    Command("deploy", DeployArgs, "swiftlite.serve.deploy:run", "start an engine's server with MTP drafts", False),
+    Command("evaluate", EvaluateArgs, "swiftlite.evaluate.command:run", "measure the acceptance of MTP heads", False),
+    Command("bench", BenchArgs, "swiftlite.bench.command:run", "measure a server's speed with MTP drafts", False),
+    Command("report", ReportArgs, "swiftlite.report.command:run", "write an HTML page of training runs", False, "runs"),
+    Command("doctor", DoctorArgs, "swiftlite.cli.doctor:run", "check the environment and validate a model", False),
 )
-# The option that takes an engine's name, and the names that it takes.
+# By command: the option that names an engine, and its allowed values.
 ENGINE_OPTIONS: dict[type, tuple[str, Callable[[], list[str]]]] = {
     InferArgs: ("infer_backend", lambda: names_with("adapter")),
     RegenerateArgs: ("infer_backend", lambda: names_with("adapter")),
@@ -89,7 +94,7 @@ def find(argv: list[str]) -> tuple[Command, list[str]]:
     """Return the command at the start of argv, and the rest of argv.
 
     Raises:
-        UserError: there is no such command; suggests a similar one.
+        UserError: the command is unknown; suggests a similar one.
     """
     for command in commands():
         words = command.words.split()
@@ -101,6 +106,6 @@ def find(argv: list[str]) -> tuple[Command, list[str]]:
     spellings |= {command.words: command.words for command in commands()}
     for attempt in (given, argv[0]):
         for near in difflib.get_close_matches(attempt, spellings, n=1):
-            raise UserError(f"`{given}` is no command", f"did you mean swiftlite {spellings[near]}?", exit_code=2)
+            raise UserError(f"unknown command: {given}", f"did you mean swiftlite {spellings[near]}?", exit_code=2)
     names = ", ".join(command.words for command in commands())
-    raise UserError(f"`{given}` is no command", f"commands: {names}", exit_code=2)
+    raise UserError(f"unknown command: {given}", f"commands: {names}", exit_code=2)

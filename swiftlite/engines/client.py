@@ -1,10 +1,9 @@
-"""Asking an engine's server: what a `Client` is, and the stream that it reads its answers from.
+"""Define the interface of clients for an engine's server, and read the stream of an answer.
 
-Each engine has one class (`vllm/client.py`, `sglang/client.py`). The bytes of an answer are kept with their times and
-read when the answer is whole: a client that parses while it waits would be measured too.
+Each engine has one class (`vllm/client.py`, `sglang/client.py`). Bytes are stored with their arrival times and parsed
+after the answer is complete, so that the time of parsing is not measured.
 
-vLLM's own client (`vllm bench serve`) is not used: SGLang's server is measured where vLLM is not installed, and it
-counts no drafts of SGLang's.
+vLLM's own client (`vllm bench serve`) is not used, because it requires vLLM and does not count SGLang's drafts.
 """
 
 import json
@@ -62,19 +61,19 @@ class Client(Protocol):
         ...
 
     async def draft_counts(self) -> DraftCounts:
-        """All that was drafted since the server was started."""
+        """Return the draft counts since the start of the server."""
         ...
 
     async def cached_tokens(self) -> int:
-        """Tokens of all prompts since then that were taken from the cache of prefixes instead of computed."""
+        """Return the number of prompt tokens since then that came from the prefix cache."""
         ...
 
 
 async def stream(session: aiohttp.ClientSession, path: str, request: dict[str, Any]) -> list[Event]:
-    """The server-sent events that answer a request.
+    """Send a request and return the server-sent events of its answer.
 
     Raises:
-        UserError: the server refuses, at once or half way.
+        UserError: the server rejects the request, immediately or in the middle of the answer.
     """
     lines: list[tuple[float, bytes]] = []
     start = time.perf_counter()
@@ -95,4 +94,6 @@ async def stream(session: aiohttp.ClientSession, path: str, request: dict[str, A
 
 
 def _refusal(text: str) -> UserError:
-    return UserError(f"the server refuses a prompt: {text.strip()[:500]}", "bench.json has what was measured before")
+    return UserError(
+        f"the server rejected a prompt: {text.strip()[:500]}", "bench.json contains the previous measurements"
+    )

@@ -21,11 +21,13 @@ def on_devices(devices: Sequence[int]) -> Iterator[None]:
         yield
         return
     before = os.environ.get("CUDA_VISIBLE_DEVICES")
-    visible = [str(place) for place in range(max(devices) + 1)] if before is None else before.split(",")
+    visible = list(map(str, range(max(devices) + 1)))
+    if before is not None:
+        visible = before.split(",")
     if before == "" or max(devices) >= len(visible):
         raise UserError(
-            f"an engine on GPU {max(devices)}, but CUDA_VISIBLE_DEVICES={before} leaves fewer",
-            "count the engine's devices from 0 among those that are visible",
+            f"invalid GPU {max(devices)} for the engine: CUDA_VISIBLE_DEVICES={before} has fewer",
+            "use indices of visible GPUs, starting at 0",
         )
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible[place] for place in devices)
     try:

@@ -12,7 +12,7 @@ from typing import Any
 from swiftlite.errors import UserError
 from swiftlite.json_file import read_json
 
-MEASURE = "measure again with swiftlite bench, and give the bench.json that it writes"
+MEASURE = "run swiftlite bench again and give its bench.json"
 
 
 @dataclass(frozen=True)
@@ -28,34 +28,37 @@ class DraftSchedule:
 
     @property
     def largest(self) -> int:
-        """The most tokens that are ever drafted."""
+        """Largest number of draft tokens per step."""
         return max(self.numbers.values())
 
     @property
     def is_constant(self) -> bool:
-        """Whether the load changes nothing."""
+        """Whether the number is the same at every load."""
         return len(set(self.numbers.values())) == 1
 
 
 def schedule_of(chosen: Mapping[int, int]) -> DraftSchedule:
-    """The schedule that follows from the numbers chosen at some concurrencies.
+    """Build the schedule from the numbers chosen at the measured concurrencies.
 
-    Each holds up to the next concurrency that was measured, the first one below it too. Equal neighbours are one.
+    Each number applies up to the next measured concurrency, and the first one also below. Equal neighbours are merged.
     """
     numbers: dict[int, int] = {}
     latest = None
+    begin = 1
     for concurrency, number in sorted(chosen.items()):
+        if numbers:
+            begin = concurrency
         if number != latest:
-            numbers[concurrency if numbers else 1] = number
+            numbers[begin] = number
         latest = number
     return DraftSchedule(numbers)
 
 
 def read_schedule(path: Path, backend: str) -> DraftSchedule:
-    """The schedule that follows from a bench.json.
+    """Read the schedule from a bench.json.
 
     Raises:
-        UserError: it is none, is not complete, or has measured another engine than `backend`.
+        UserError: the file is invalid, incomplete, or was measured with another engine than `backend`.
     """
     try:
         report = read_json(path)
@@ -64,19 +67,19 @@ def read_schedule(path: Path, backend: str) -> DraftSchedule:
     except OSError as error:
         raise UserError(f"--draft_schedule {path} cannot be read: {error.strerror}", MEASURE) from None
     except (ValueError, KeyError, TypeError):
-        raise UserError(f"--draft_schedule {path} is no bench.json", MEASURE) from None
+        raise UserError(f"--draft_schedule {path} is not a bench.json", MEASURE) from None
     if not chosen:
-        raise UserError(f"--draft_schedule {path}: this measurement was cut short", MEASURE)
+        raise UserError(f"--draft_schedule {path} is incomplete: the measurement was interrupted", MEASURE)
     if engine != backend:
         raise UserError(
-            f"--draft_schedule {path} was measured with --infer_backend {engine}, and {backend} is asked for",
-            "measure the engine that will serve: another spends other time on a draft",
+            f"--draft_schedule {path} was measured with --infer_backend {engine}, not {backend}",
+            f"measure again: swiftlite bench --infer_backend {backend}",
         )
     return schedule_of(chosen)
 
 
 def _chosen(recommendations: Sequence[Mapping[str, Any]]) -> dict[int, int]:
-    """Concurrency -> number of tokens.
+    """Return the number of draft tokens by concurrency.
 
     Raises:
         KeyError, TypeError, ValueError: the file is something else.

@@ -41,8 +41,11 @@ class Sampling:
     draft_confidence: float = 0.0
 
     def seed_of(self, place: int) -> int:
-        """The seed of the prompt at a place in the call; one for all would answer a repeated prompt alike."""
-        return self.seed + (self.numbers[place] if self.numbers else place)
+        """Return the seed of the prompt at a place in the call; repeated prompts have different seeds."""
+        number = place
+        if self.numbers:
+            number = self.numbers[place]
+        return self.seed + number
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,7 @@ OnAnswer = Callable[[int, Completion], None]
 
 
 class Engine(Protocol):
-    """A started engine; `close` gives its memory and processes back."""
+    """A started engine; `close` releases its memory and processes."""
 
     @property
     def num_speculative_tokens(self) -> int:
@@ -121,10 +124,17 @@ class Engine(Protocol):
         ...
 
     def draft_counts(self) -> DraftCounts:
-        """Steps, drafted and accepted tokens since the engine was started, as the engine itself counts them."""
+        """Return the engine's own counts of steps, drafted and accepted tokens since its start."""
         ...
 
     def close(self) -> None: ...
+
+
+def finish_reason(reason: str | None) -> Literal["stop", "length"]:
+    """Return the reason of a `Completion` for an engine's own, which has further ones besides stop."""
+    if reason == "stop":
+        return "stop"
+    return "length"
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], max_length: int) -> None:
@@ -139,8 +149,8 @@ def check_prompts(prompts: Sequence[Sequence[int]], max_length: int) -> None:
     for prompt in prompts:
         if not 0 < len(prompt) < max_length:
             raise UserError(
-                f"a prompt has {len(prompt)} tokens; with its answer it can have {max_length}",
-                "shorten it, or raise --max_model_len if the model has the positions",
+                f"a prompt has {len(prompt)} tokens, but prompt and answer together can have {max_length}",
+                "shorten it, or increase --max_model_len up to max_position_embeddings",
             )
 
 
@@ -156,5 +166,5 @@ def start_engine(name: str, config: EngineConfig) -> Engine:
         return start(config)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] != info.package:
-            raise  # the engine is there, something inside it is not: its own traceback says more
+            raise  # the engine is installed, but one of its dependencies is not
         raise UserError(f"--infer_backend {name}: {info.package} is not installed", info.install) from None

@@ -13,6 +13,6 @@ ENGINES: dict[str, EngineInfo] = {
 
 
 def names_with(part: str) -> list[str]:
-    """Engines whose record has this part: a `server` that `deploy` can start, a `client` by which `bench` asks it, a
-    `dry_load` for `doctor`. All have an `adapter`."""
+    """Return the engines whose record has a part: a `server` for `deploy`, a `client` for `bench`, a `dry_load` for
+    `doctor`. All have an `adapter`."""
     return [name for name, info in ENGINES.items() if vars(info)[part]]

@@ -108,7 +108,9 @@ class EngineInfo:
     @property
     def option_names(self) -> tuple[str, ...]:
         """The engine's own options."""
-        return tuple(options(self.options_class)) if self.options_class else ()
+        if self.options_class is None:
+            return ()
+        return tuple(options(self.options_class))
 
     @property
     def speculative_option_names(self) -> tuple[str, ...]:
@@ -116,18 +118,20 @@ class EngineInfo:
         return tuple(name for name in self.option_names if name != self.kwargs_option)
 
     def has_options_in(self, args: Any) -> bool:
-        """Whether the options of a command have the engine's own."""
+        """Return whether a command has the engine's own options."""
         return self.options_class is not None and isinstance(args, self.options_class)
 
     def engine_kwargs(self, args: Any) -> dict[str, Any]:
-        """The engine's keyword arguments that the user gave."""
+        """Return the engine's keyword arguments that the user gave."""
         if not self.has_options_in(args):
             return {}
         return vars(args)[self.kwargs_option] or {}
 
     def speculative_config(self, args: Any) -> dict[str, Any] | None:
         """Return the user's speculative options by the engine's own names; None if there are none."""
-        return self.read_speculative_config(args) if self.has_options_in(args) else None
+        if not self.has_options_in(args):
+            return None
+        return self.read_speculative_config(args)
 
     def problems(self, args: Any) -> Iterator[Problem]:
         """Yield the problems found by the engine's own rules."""
@@ -136,28 +140,29 @@ class EngineInfo:
                 yield from rule(args)
 
     def check_temperature(self, temperature: float) -> None:
-        """Make sure that drafts are verified rightly at a temperature.
+        """Check that drafts are verified correctly at a temperature.
 
         Raises:
-            UserError: they would not be.
+            UserError: they are not.
         """
-        problem = resolve_name(self.drawing_problem)() if temperature > 0 and self.drawing_problem else None
-        if problem:
+        if temperature <= 0 or not self.drawing_problem:
+            return
+        if problem := resolve_name(self.drawing_problem)():
             raise UserError(
-                f"--temperature {temperature} with speculation: {problem}",
-                "add --temperature 0, draft nothing, or use --infer_backend transformers",
+                f"--temperature {temperature} is not supported with drafts: {problem}",
+                "use --temperature 0, --speculative none, or --infer_backend transformers",
             )
 
     def convention_for(self, family: "Family") -> "Convention":
-        """Return how the engine drafts with the heads of a family.
+        """Return the convention with which the engine runs the heads of a family.
 
         Raises:
-            UserError: it was not measured.
+            UserError: the convention was not measured.
         """
         found = resolve_name(self.convention)(family)
         if found is None:
             raise UserError(
-                f"how {self.label} drafts with the heads of a {family.name} has not been measured",
-                f"measure it and add its line to {self.convention.partition(':')[0]}, or use another engine",
+                f"{self.label} is not supported for MTP heads of {family.name}: its inputs of the heads are unknown",
+                f"use another --infer_backend, or measure it and add it to {self.convention.partition(':')[0]}",
             )
         return found

@@ -6,12 +6,12 @@ from contextlib import contextmanager
 
 
 class Terminated(SystemExit):
-    """SIGTERM came; the process ends with 143, as it would have."""
+    """The process received SIGTERM; it exits with 143, as without this handler."""
 
 
 @contextmanager
 def raises_at_sigterm() -> Iterator[None]:
-    """Let SIGTERM, for example from a batch system, end this process like Ctrl-C, after its engines.
+    """Let SIGTERM, for example from a batch system, end this process like Ctrl-C, after its engines have closed.
 
     Raises:
         Terminated: at any point of the context.

@@ -1,4 +1,4 @@
-"""Makes sure that an engine's processes will find swiftlite's plugin for it."""
+"""Check that an engine's processes will find swiftlite's plugin."""
 
 import importlib.metadata
 import os
@@ -8,10 +8,10 @@ from swiftlite.errors import UserError
 
 
 def require_plugin(info: EngineInfo) -> None:
-    """An engine's processes find the plugin through the installed package, not through this process.
+    """Check that the plugin is installed and enabled, because an engine's processes find it by its entry point.
 
     Raises:
-        UserError: swiftlite is not installed as a package, or the engine was told to leave the plugin out.
+        UserError: swiftlite is not installed as a package, or a variable of the engine excludes the plugin.
     """
     plugin = info.plugin
     assert plugin is not None
@@ -19,12 +19,12 @@ def require_plugin(info: EngineInfo) -> None:
     name = installed.get(plugin.entry_point)
     if name is None:
         raise UserError(
-            f"{info.label} would not find swiftlite's plugin: swiftlite is not installed as a package",
-            "run pip install -e . in its directory",
+            f"{info.label} requires swiftlite's plugin, but swiftlite is not installed as a package",
+            "run pip install -e . in the directory of swiftlite",
         )
     allowed = os.environ.get(plugin.variable)
     if allowed is not None and name not in allowed.split(","):
         raise UserError(
-            f"{plugin.variable}={allowed} keeps {info.label} from loading swiftlite's plugin",
-            f"add {name} to it, or unset it",
+            f"{info.label} requires swiftlite's plugin, which {plugin.variable}={allowed} excludes",
+            f"add {name} to {plugin.variable}, or unset it",
         )

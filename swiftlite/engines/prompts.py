@@ -1,4 +1,4 @@
-"""Conversations as the prompts of an engine, and the room that they need."""
+"""Convert conversations to prompts of an engine, and compute the sequence length that they need."""
 
 from collections.abc import Sequence
 
@@ -16,11 +16,11 @@ def needed_length(
     num_speculative_tokens: int | None,
     max_model_len: int | None = None,
 ) -> int:
-    """Longest sequence that these prompts can become, within the model's limit.
+    """Return the maximum sequence length for these prompts and their answers, within the model's limit.
 
     Args:
         asked: the prompts as conversations.
-        max_model_len: the answer, if the user gave it.
+        max_model_len: the user's value, if set.
 
     Raises:
         UserError: a prompt leaves no room for an answer; names its row.
@@ -28,10 +28,12 @@ def needed_length(
     limit = max_model_len or model.config["max_position_embeddings"]
     for chat, prompt in zip(asked, prompts, strict=True):
         if len(prompt) >= limit:
-            name = "--max_model_len" if max_model_len else "max_position_embeddings"
+            name = "max_position_embeddings"
+            if max_model_len:
+                name = "--max_model_len"
             raise UserError(
                 f"{chat.source}: the prompt has {len(prompt)} tokens; {name} {limit} leaves no room for an answer",
-                "shorten it, or leave the row out",
+                "shorten it, or remove the row",
             )
     longest = max(map(len, prompts)) + max_new_tokens
     return sequence_length(model, longest, num_speculative_tokens, max_model_len)
@@ -52,7 +54,7 @@ def sequence_length(
 
 
 def encode_prompt(template: ChatTemplate, chat: Conversation) -> list[int]:
-    """A conversation as the tokens that ask for its next turn.
+    """Return the tokens that prompt for the next turn of a conversation.
 
     Raises:
         UserError: the template cannot render it; names its row.

@@ -1,7 +1,6 @@
-"""A Hugging Face model as an engine is about to read it: whether its files and its heads are whole.
+"""Check that the files and the heads of a Hugging Face model are complete before an engine reads them.
 
-Engines drop or invent MTP tensors in silence, and the text stays right: only the acceptance falls. So the files are
-checked here, before any engine starts.
+Engines silently drop MTP tensors or leave them random. The generated text stays correct and only the acceptance drops.
 """
 
 from pathlib import Path
@@ -21,7 +20,7 @@ def resolve_served(name: str | Path) -> HfModel:
     """Resolve a model for an engine.
 
     Raises:
-        UserError: as `resolve`; a file is damaged, which engines report by a traceback.
+        UserError: see `resolve`; or a file is damaged, which engines report with a traceback.
     """
     model = resolve(name)
     check_files(model)
@@ -46,8 +45,8 @@ def require_heads(model: HfModel) -> None:
     """
     if model.heads.layers == 0:
         raise UserError(
-            f"--speculative mtp: {model.directory / 'config.json'} promises no MTP heads",
-            "train some (swiftlite megatron sft --mtp_num_layers 1 ...), or leave --speculative out",
+            f"--speculative mtp requires MTP heads, but {model.directory / 'config.json'} declares none",
+            "train heads (swiftlite megatron sft --mtp_num_layers 1 ...), or remove --speculative",
         )
     with Checkpoint(model.directory, encoding_of(model.config)) as checkpoint:
         found = {key: entry.shape for key, entry in checkpoint.entries.items()}
@@ -61,9 +60,9 @@ def require_heads(model: HfModel) -> None:
     problems = compare_shapes(wanted, found_in_heads, copies)
     if problems:
         raise UserError(
-            f"{model.directory}: config.json promises {model.heads.layers} MTP heads, the tensors are others:\n  "
+            f"--model {model.directory}: tensors do not match the {model.heads.layers} MTP heads in config.json:\n  "
             + "\n  ".join(some(problems)),
-            "export the run again; an engine would draft with random numbers and accept nothing",
+            "export the run again, or download the model again",
         )
 
 
@@ -73,15 +72,17 @@ def fed_otherwise(model: HfModel, info: EngineInfo) -> str:
     difference = trained.difference(info.convention_for(model.family).drafting)
     if not difference or not model.heads.layers:
         return ""
-    who = "these heads were trained" if model.heads.drafting else "sft trains heads without --draft_for"
+    training = "sft without --draft_for"
+    if model.heads.drafting:
+        training = "the training of these heads"
     return (
-        f"{info.label} feeds the heads otherwise than {who}: {difference}. It accepts fewer of their drafts "
-        f"than of heads that sft --draft_for {info.name} has trained"
+        f"{info.label} uses other head inputs than {training}: {difference}. Heads trained with "
+        f"sft --draft_for {info.name} have a higher acceptance"
     )
 
 
 def log_fed_otherwise(model: HfModel, info: EngineInfo) -> None:
-    """Log it when an engine feeds the heads otherwise than training did."""
+    """Log a warning if head inputs differ between the engine and training."""
     text = fed_otherwise(model, info)
     if text:
         logger.warning("%s", text)
@@ -91,8 +92,8 @@ def log_untrained_drafts(model: HfModel, num_tokens: int | None) -> None:
     """Warn if more tokens are drafted than the heads were trained for; None means the trained number."""
     if (num_tokens or 0) > model.heads.drafts > 0:
         logger.info(
-            "drafting %d tokens with heads that were trained for %d: the last one goes on from its own state, so fewer "
-            "are accepted at each further position (sft --mtp_unroll trains it for that)",
+            "drafting %d tokens with heads trained for %d: acceptance is lower at further positions "
+            "(sft --mtp_unroll trains them)",
             num_tokens,
             model.heads.drafts,
         )

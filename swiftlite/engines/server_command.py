@@ -4,7 +4,10 @@ import json
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+from swiftlite.atomic import atomic_write, check_writable
 
 
 @dataclass(frozen=True)
@@ -14,18 +17,35 @@ class ServerCommand:
     Attributes:
         words: the program and its arguments.
         variables: additional environment variables.
+        files: text of files that the program reads, by path; must be written before it starts.
     """
 
     words: list[str]
     variables: dict[str, str] = field(default_factory=dict)
+    files: dict[Path, str] = field(default_factory=dict)
 
     def shell_line(self) -> str:
-        """The command as a line for a shell."""
-        return shlex.join([*(f"{name}={value}" for name, value in self.variables.items()), *self.words])
+        """Return the command as one line for a shell, which also writes the files."""
+        steps = [f"echo {shlex.quote(text)} > {shlex.quote(str(path))}" for path, text in self.files.items()]
+        variables = [f"{name}={value}" for name, value in self.variables.items()]
+        return " && ".join([*steps, shlex.join([*variables, *self.words])])
+
+    def write_files(self, flag: str) -> None:
+        """Write the files.
+
+        Args:
+            flag: option that the files belong to.
+
+        Raises:
+            UserError: a file cannot be written.
+        """
+        for path, text in self.files.items():
+            check_writable(flag, path.parent)
+            atomic_write(path, f"{text}\n".encode())
 
 
 def flags(options: Mapping[str, Any]) -> list[str]:
-    """Command-line flags of an engine from its keyword arguments; None leaves one out, dicts become JSON."""
+    """Convert an engine's keyword arguments to command-line flags; None omits a flag, dicts become JSON."""
     words: list[str] = []
     for name, value in options.items():
         flag = "--" + name.replace("_", "-")
@@ -35,6 +55,8 @@ def flags(options: Mapping[str, Any]) -> list[str]:
             words.append(flag.replace("--", "--no-", 1))
         elif isinstance(value, list):
             words += [flag, *map(str, value)]
+        elif isinstance(value, dict):
+            words += [flag, json.dumps(value)]
         elif value is not None:
-            words += [flag, json.dumps(value) if isinstance(value, dict) else str(value)]
+            words += [flag, str(value)]
     return words

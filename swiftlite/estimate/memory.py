@@ -159,6 +159,13 @@ def usable_bytes(gpu_memory_gb: float) -> int:
     return int(gpu_memory_gb * 1e9 * (1 - RESERVE))
 
 
+def verdict(fits: bool) -> str:
+    """Return whether a plan fits, for users."""
+    if fits:
+        return "fits"
+    return "does not fit"
+
+
 def largest(memory: Sequence[StageMemory]) -> StageMemory:
     """The stage that needs most."""
     return max(memory, key=lambda stage: stage.total)

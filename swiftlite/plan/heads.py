@@ -18,35 +18,45 @@ from swiftlite.plan.layout import layout_of, mtp_is_with_last_layer
 LR_OF_ADAPTERS = 1e-4
 """Peak learning rate of adapters."""
 LR_OF_NEW_HEADS = 1e-3
-"""Peak learning rate where heads alone learn, and start anew; measured on SmolLM2-135M. Heads that somebody has trained
-already would be thrown back by it."""
+"""Peak learning rate if only new heads are trained; measured on SmolLM2-135M. Too high for heads that are already
+trained."""
 LR_OF_GRAFTED_HEADS = 3e-4
-"""Where heads alone learn that were trained on another trunk. Measured on SmolLM2-135M behind a trunk that LoRA had
-changed, tokens per step of drafting: 1.37 before, after 154 steps 1.38 at 1e-5, 1.86 at 3e-4, 2.00 at 1e-3. That head
-had been trained for 120 steps only; one that was trained for long has more to lose."""
+"""Peak learning rate if only heads of another trunk are trained. Measured on SmolLM2-135M with a trunk changed by LoRA,
+in tokens per drafting step: 1.37 before, after 154 steps 1.38 at 1e-5, 1.86 at 3e-4, 2.00 at 1e-3. That head had been
+trained for only 120 steps; longer training has more to lose."""
 
 
 def heads_of(args: SftArgs, checkpoint: Heads) -> Heads:
-    """MTP heads of the run: as many layers as were asked for, else as the checkpoint has.
+    """Return the MTP heads of the run, by default with the checkpoint's number of layers.
 
-    A run of heads alone has at least one.
+    A run that trains only heads has at least one.
 
     Args:
-        checkpoint: the heads of the model directory.
+        checkpoint: heads of the model directory.
     """
-    layers = checkpoint.layers if args.mtp_num_layers is None else args.mtp_num_layers
-    if args.mtp_num_layers is None and args.mtp_mode == "heads_only":
-        layers = layers or 1
-    # `heads_for_engine` adds what --draft_for feeds them; which tokens --draft_vocab chooses the rows tell.
-    drafted = checkpoint.draft_vocab if layers and args.draft_vocab is None else ()
-    return Heads(layers, args.mtp_unroll, args.mtp_unroll_beta, drafted, checkpoint.drafting if layers else None)
+    layers = args.mtp_num_layers
+    if layers is None:
+        layers = checkpoint.layers
+        if args.mtp_mode == "heads_only":
+            layers = layers or 1
+    heads = Heads(layers, args.mtp_unroll, args.mtp_unroll_beta)
+    if not layers:
+        return heads
+    # `heads_for_engine` adds the inputs of --draft_for; the tokens of --draft_vocab depend on the rows.
+    if args.draft_vocab is None:
+        heads = replace(heads, draft_vocab=checkpoint.draft_vocab)
+    return replace(heads, drafting=checkpoint.drafting)
 
 
 def heads_for_engine(args: SftArgs, checkpoint: Heads, family: Family) -> Heads:
-    """Return the heads of the run, with the inputs that the engine of --draft_for gives them."""
+    """Return the heads of the run, with the head inputs of the engine of --draft_for."""
     heads = heads_of(args, checkpoint)
-    convention = CONVENTIONS[args.draft_for](family) if args.draft_for and heads.layers else None
-    return replace(heads, drafting=convention.drafting) if convention else heads
+    if not args.draft_for or not heads.layers:
+        return heads
+    convention = CONVENTIONS[args.draft_for](family)
+    if convention is None:
+        return heads
+    return replace(heads, drafting=convention.drafting)
 
 
 def mtp_init_of(args: SftArgs, checkpoint: Heads) -> MtpInit:
@@ -55,15 +65,17 @@ def mtp_init_of(args: SftArgs, checkpoint: Heads) -> MtpInit:
         return args.mtp_init
     if checkpoint.layers or args.mtp_mode != "heads_only":
         return "checkpoint"
-    return "copy_last_layer" if why_no_fit(args) else "fit_last_layer"
+    if why_no_fit(args):
+        return "copy_last_layer"
+    return "fit_last_layer"
 
 
 def why_no_fit(args: SftArgs) -> str:
     """Return why `fit_last_layer` is not possible; empty if it is."""
     if args.streaming:
-        return "--streaming reads training rows later"
+        return "--streaming reads rows only during training"
     if not mtp_is_with_last_layer(layout_of(args)):
-        return "--pipeline_model_parallel_layout has the last decoder layer on another stage than the heads"
+        return "--pipeline_model_parallel_layout has the last decoder layer and the heads on different stages"
     return ""
 
 
@@ -71,7 +83,9 @@ def mtp_loss_of(args: SftArgs) -> MtpLoss:
     """Return the loss of the heads."""
     if args.mtp_loss is not None:
         return args.mtp_loss
-    return "kl" if args.mtp_mode == "heads_only" else "ce"
+    if args.mtp_mode == "heads_only":
+        return "kl"
+    return "ce"
 
 
 def new_heads_learn_alone(args: SftArgs, checkpoint: Heads) -> bool:
@@ -83,14 +97,16 @@ def heads_tuner_of(args: SftArgs, checkpoint: Heads) -> HeadsTuner:
     """Return how the heads are trained with adapters."""
     if args.mtp_tuner is not None:
         return args.mtp_tuner
-    return "lora" if mtp_init_of(args, checkpoint) in ("checkpoint", "graft") else "full"
+    if mtp_init_of(args, checkpoint) in ("checkpoint", "graft"):
+        return "lora"
+    return "full"
 
 
 def lora_of(args: SftArgs, checkpoint: Heads) -> Lora | None:
-    """The adapters of the run; None where the model's own parameters learn.
+    """Return the adapters of the run; None if the model's own parameters are trained.
 
     Args:
-        checkpoint: the heads of the model directory.
+        checkpoint: heads of the model directory.
     """
     if args.tuner_type != "lora":
         return None
@@ -108,7 +124,7 @@ def lora_of(args: SftArgs, checkpoint: Heads) -> Lora | None:
 
 
 def lr_of(args: SftArgs, checkpoint: Heads) -> float:
-    """The peak learning rate."""
+    """Return the peak learning rate."""
     if args.lr is not None:
         return args.lr
     if new_heads_learn_alone(args, checkpoint):

@@ -16,20 +16,20 @@ from swiftlite.families.architecture import Architecture
 from swiftlite.plan.low_precision import LowPrecision, low_precision_of, precision_problems
 
 PackedKernel = Literal["flash_attn", "torch_varlen"]
-"""Who computes all sequences of a packed row in one call: the package flash-attn, or torch itself."""
+"""Implementation that computes all sequences of a packed row in one call: the package flash-attn, or torch."""
 FlashImpl = Literal["FA3", "FA4"]
 """Kernels that torch calls for its own attention once they are activated, by torch's names."""
 _IMPLS: dict[str, FlashImpl] = {"flash3": "FA3", "flash4": "FA4"}
 _PACKAGES = {"FA3": "flash_attn_interface of flash-attn 3", "FA4": "flash-attn-4"}
 CHUNK = 1024
-"""Positions whose logits `model/loss/chunked_loss.py` has in memory at one time, in float32."""
+"""Number of positions whose logits `model/loss/chunked_loss.py` has in memory at a time, in float32."""
 LARGEST_HEAD = 256
-"""Channels of a head that these take."""
+"""Maximum channels per head of packed kernels."""
 _WORDS = {
-    "sdpa": "torch's scaled_dot_product_attention, a call for each sequence",
-    "flash_attn": "flash-attn over packed rows, torch's scaled_dot_product_attention over padded ones",
-    "torch_varlen": "torch's varlen_attn over packed rows, its scaled_dot_product_attention over padded ones",
-    "te": "Transformer Engine's",
+    "sdpa": "torch's scaled_dot_product_attention, one call per sequence",
+    "flash_attn": "flash-attn for packed rows, torch's scaled_dot_product_attention for padded ones",
+    "torch_varlen": "torch's varlen_attn for packed rows, its scaled_dot_product_attention for padded ones",
+    "te": "Transformer Engine",
 }
 _UNSET = KernelArgs()
 
@@ -59,15 +59,25 @@ class Kernels:
     @property
     def described(self) -> dict[str, str]:
         """Return a description for reports."""
-        layers = "Transformer Engine" if self.transformer_impl == "transformer_engine" else "torch"
-        fused = "RMSNorm, SwiGLU, loss in chunks" if self.is_fused else "none"
-        experts = "a product for all of a rank" if self.has_grouped_experts else "a product for each"
-        products = "the model's"
+        described = {
+            "layers": "torch",
+            "attention": _WORDS[self.attention],
+            "fused": "none",
+            "experts": "one product per expert",
+            "precision": "that of the model",
+        }
+        if self.transformer_impl == "transformer_engine":
+            described["layers"] = "Transformer Engine"
+        if self.flash_impl:
+            described["attention"] += f", with {_PACKAGES[self.flash_impl]}"
+        if self.is_fused:
+            described["fused"] = "RMSNorm, SwiGLU, loss in chunks"
+        if self.has_grouped_experts:
+            described["experts"] = "one product for all experts of a rank"
         if low := self.low_precision:
             kept = f"the first {low.bf16_at_start} and last {low.bf16_at_end} layers in bfloat16"
-            products = f"{low.described}; {kept}"
-        attention = _WORDS[self.attention] + (f", by {_PACKAGES[self.flash_impl]}" if self.flash_impl else "")
-        return {"layers": layers, "attention": attention, "fused": fused, "experts": experts, "precision": products}
+            described["precision"] = f"{low.described}; {kept}"
+        return described
 
 
 @dataclass(frozen=True)
@@ -83,7 +93,9 @@ class Machine:
 def this_machine(is_cuda: bool) -> Machine:
     """Return the capabilities of this machine without importing packages."""
     has_transformer_engine = importlib.util.find_spec("transformer_engine") is not None
-    kernel: PackedKernel | None = "torch_varlen" if _torch_has("varlen.py", "window_size") else None
+    kernel: PackedKernel | None = None
+    if _torch_has("varlen.py", "window_size"):
+        kernel = "torch_varlen"
     if _has_file("flash_attn", "flash_attn_interface.py"):
         kernel = "flash_attn"
     return Machine(is_cuda, has_transformer_engine, kernel, tuple(_flash_impls()))
@@ -94,29 +106,34 @@ def _flash_impls() -> Iterator[FlashImpl]:
         return
     if importlib.util.find_spec("flash_attn_interface") is not None:
         yield "FA3"
-    if _has_file("flash_attn", "cute/interface.py"):  # the package of flash-attn 2 too, and either may be alone
+    if _has_file("flash_attn", "cute/interface.py"):  # flash-attn 2 has the same package name
         yield "FA4"
 
 
 def _has_file(package: str, path: str) -> bool:
     spec = importlib.util.find_spec(package)
-    places = spec.submodule_search_locations if spec else None
-    return any((Path(place) / path).exists() for place in places or ())
+    if spec is None:
+        return False
+    return any((Path(place) / path).exists() for place in spec.submodule_search_locations or ())
 
 
 def _torch_has(file: str, *words: str) -> bool:
-    """Whether a file of torch.nn.attention has all these: first releases of it take less."""
+    """Return whether a file of torch.nn.attention contains all words: its first releases support less."""
     torch = importlib.util.find_spec("torch")
     if torch is None or torch.origin is None:
         return False
     path = Path(torch.origin).parent / "nn" / "attention" / file
-    text = path.read_text() if path.exists() else ""
+    if not path.exists():
+        return False
+    text = path.read_text()
     return all(word in text for word in words)
 
 
 def largest_head(architecture: Architecture | None) -> int:
-    """Channels of the queries of a head; 0 where nothing is known of the model."""
-    config = architecture.mcore_config() if architecture else {}
+    """Return the channels of a head's queries; 0 for an unknown model."""
+    if architecture is None:
+        return 0
+    config = architecture.mcore_config()
     if config.get("multi_latent_attention"):
         return config["qk_head_dim"] + config["qk_pos_emb_head_dim"]
     return config.get("kv_channels") or 0
@@ -130,7 +147,7 @@ def choose(args: KernelArgs, machine: Machine, *, is_float32: bool, head: int = 
         head: `largest_head` of the model.
 
     Raises:
-        OptionError: an option is not available here; there is no silent fallback.
+        OptionError: an option is not available on this machine; there is no silent fallback.
     """
     if problems := list(kernel_problems(args, machine, is_float32=is_float32, head=head)):
         raise OptionError(problems)
@@ -139,8 +156,8 @@ def choose(args: KernelArgs, machine: Machine, *, is_float32: bool, head: int = 
         attention = "te"
     elif flash_impl:
         attention = "torch_varlen"
-    elif machine.packed_kernel and not list(_without_packed_kernel(args, machine, is_float32, head)):
-        attention = machine.packed_kernel if args.attention_backend in ("auto", "flash") else "sdpa"
+    elif args.attention_backend in ("auto", "flash"):
+        attention = _packed_kernel(args, machine, is_float32, head) or "sdpa"
     is_fused = machine.is_cuda and args.fused_kernels == "auto"
     is_grouped = is_fused and (args.transformer_impl == "transformer_engine" or not is_float32)  # torch's: 16 bits
     return Kernels(
@@ -154,18 +171,24 @@ def choose(args: KernelArgs, machine: Machine, *, is_float32: bool, head: int = 
     )
 
 
+def _packed_kernel(args: KernelArgs, machine: Machine, is_float32: bool, head: int) -> PackedKernel | None:
+    if any(_without_packed_kernel(args, machine, is_float32, head)):
+        return None
+    return machine.packed_kernel
+
+
 def kernel_problems(args: KernelArgs, machine: Machine, *, is_float32: bool, head: int = 0) -> Iterator[Problem]:
     """Yield unavailable options; arguments as for `choose`."""
     if args.transformer_impl == "transformer_engine":
         flag = "--transformer_impl transformer_engine"
         if not machine.is_cuda:
-            yield f"{flag}: its kernels run on NVIDIA GPUs, and torch finds none here", "leave it out"
+            yield f"{flag} requires an NVIDIA GPU, and torch finds none", "remove it"
         elif not machine.has_transformer_engine:
-            hint = "pip install --no-build-isolation 'transformer-engine[pytorch]', or leave it out"
+            hint = "pip install --no-build-isolation 'transformer-engine[pytorch]', or remove it"
             yield f"{flag}: the package transformer-engine is not installed", hint
     elif args.attention_backend == "te":
         yield (
-            "--attention_backend te is a part of Transformer Engine, but --transformer_impl is local",
+            "--attention_backend te requires --transformer_impl transformer_engine",
             "add --transformer_impl transformer_engine",
         )
     yield from precision_problems(args, is_float32)
@@ -177,17 +200,17 @@ def _without_packed_kernel(args: KernelArgs, machine: Machine, is_float32: bool,
     """Return why packed rows are not supported by one kernel."""
     flag, other = f"--attention_backend {args.attention_backend}", "use --attention_backend sdpa"
     if not machine.is_cuda:
-        yield f"{flag}: such kernels run on NVIDIA GPUs, and torch finds none here", other
+        yield f"{flag} requires an NVIDIA GPU, and torch finds none", other
     elif (impl := _IMPLS.get(args.attention_backend)) and impl not in machine.flash_impls:
-        yield f"{flag}: {_PACKAGES[impl]} is not installed, or torch cannot call it", other
+        yield f"{flag}: {_PACKAGES[impl]} is not installed, or this torch does not support it", other
     elif machine.packed_kernel is None:
-        yield f"{flag}: neither flash-attn nor a torch with varlen_attn is installed", other
+        yield f"{flag} requires flash-attn or a torch with varlen_attn", other
     if is_float32:
-        yield f"{flag} with --torch_dtype float32: such kernels compute in 16 bits", other
+        yield f"{flag} does not support --torch_dtype float32", other
     if head > LARGEST_HEAD:
-        yield f"{flag}: a head of this model has {head} channels, such kernels take {LARGEST_HEAD}", other
+        yield f"{flag} supports up to {LARGEST_HEAD} channels per head, but this model has {head}", other
 
 
 def automatic(is_cuda: bool, *, is_float32: bool, head: int = 0) -> Kernels:
-    """The kernels of what has no options for them."""
+    """Return the kernels of commands without options for them."""
     return choose(_UNSET, this_machine(is_cuda), is_float32=is_float32, head=head)

@@ -35,10 +35,10 @@ def parse_stages(pipeline_model_parallel_layout: str) -> list[str]:
     text = re.sub(r"[\s,]", "", pipeline_model_parallel_layout)
     for pattern in (r"\(([^()]*)\)\*(\d+)", r"([A-Za-z|])\*(\d+)"):
         if many := re.search(r"\*(\d{5,})", text):
-            raise ValueError(f"{many[1]} repetitions are more than any model has layers")
+            raise ValueError(f"{many[1]} repetitions exceed the layers of any model")
         text = re.sub(pattern, lambda match: match[1] * int(match[2]), text)
     if unknown := sorted(set(text) - set("EtmL|")):
-        raise ValueError(f"{unknown[0]!r} stands for nothing; known are E, t, m, L, |, brackets and *N")
+        raise ValueError(f"unknown character {unknown[0]!r}; known are E, t, m, L, |, brackets and *N")
     return text.split("|")
 
 
@@ -47,7 +47,9 @@ def num_virtual_stages(layout: ParallelLayout) -> int | None:
     number = layout.num_virtual_stages_per_pipeline_rank or 1
     if layout.pipeline_model_parallel_layout:
         number = len(parse_stages(layout.pipeline_model_parallel_layout)) // layout.pipeline_model_parallel_size
-    return number if number > 1 else None
+    if number == 1:
+        return None
+    return number
 
 
 def mtp_pipeline_rank(layout: ParallelLayout) -> int:
@@ -93,8 +95,10 @@ def process_problems(layout: ParallelLayout, world_size: int) -> list[Problem]:
         size = _product(names, layout)
         if world_size % size:
             flags = [f"--{name} {getattr(layout, name)}" for name in names if getattr(layout, name) > 1]
-            total = f" = {size}" if len(flags) > 1 else ""
-            problem = f"{' x '.join(flags)}{total} does not divide the number of processes, {world_size}"
+            product = " x ".join(flags)
+            if len(flags) > 1:
+                product += f" = {size}"
+            problem = f"{product} does not divide the number of processes, {world_size}"
             problems.append((problem, f"start {size} processes, or a multiple: NPROC_PER_NODE={size} swiftlite ..."))
     return problems
 
@@ -109,7 +113,14 @@ def _product(names: Sequence[str], layout: ParallelLayout) -> int:
 
 def length_multiple(layout: ParallelLayout) -> int:
     """Return the number that must divide the length of a row, so that all ranks have equal parts."""
-    return sequence_multiple(layout) * (layout.tensor_model_parallel_size if layout.sequence_parallel else 1)
+    return sequence_multiple(layout) * sequence_parallel_size(layout)
+
+
+def sequence_parallel_size(layout: ParallelLayout) -> int:
+    """Return the number of ranks that split rows by sequence parallelism; 1 without it."""
+    if not layout.sequence_parallel:
+        return 1
+    return layout.tensor_model_parallel_size
 
 
 def sequence_multiple(layout: ParallelLayout) -> int:
@@ -117,7 +128,9 @@ def sequence_multiple(layout: ParallelLayout) -> int:
 
     Each context-parallel rank holds two chunks of each sequence.
     """
-    return 2 * layout.context_parallel_size if layout.context_parallel_size > 1 else 1
+    if layout.context_parallel_size == 1:
+        return 1
+    return 2 * layout.context_parallel_size
 
 
 def decoder_layers_per_stage(layout: ParallelLayout, num_layers: int) -> list[int]:
@@ -137,7 +150,7 @@ def decoder_layers_per_stage(layout: ParallelLayout, num_layers: int) -> list[in
     for count in per_rank:
         if count % virtual_stages:
             raise ValueError(
-                f"{count} decoder layers of a pipeline rank do not divide into {virtual_stages} virtual stages"
+                f"{count} decoder layers of a pipeline rank are not divisible by {virtual_stages} virtual stages"
             )
     return [count // virtual_stages for count in per_rank] * virtual_stages
 
@@ -157,16 +170,18 @@ def states_sent(
     sent = []
     for stage in range(len(per_stage) - 1):
         has_norm = not any(per_stage[stage + 1 :])
+        number = 1
         if num_drafts and stage >= heads_stage:
-            sent.append(1 + num_drafts)
-        else:
-            sent.append(2 if num_drafts and heads_take_before_norm and has_norm else 1)
+            number += num_drafts
+        elif num_drafts and heads_take_before_norm and has_norm:
+            number += 1
+        sent.append(number)
     return sent
 
 
 def length_divisor(layout: ParallelLayout) -> int:
     """Return the number of parts into which a row is split between layers."""
-    return layout.context_parallel_size * (layout.tensor_model_parallel_size if layout.sequence_parallel else 1)
+    return layout.context_parallel_size * sequence_parallel_size(layout)
 
 
 def _decoder_layers_per_rank(layout: ParallelLayout, num_layers: int) -> list[int]:
@@ -181,10 +196,14 @@ def _decoder_layers_per_rank(layout: ParallelLayout, num_layers: int) -> list[in
     if layout.decoder_last_pipeline_num_layers is not None:
         stated[num_ranks - 1] = layout.decoder_last_pipeline_num_layers
     rest, sharing = num_layers - sum(stated.values()), num_ranks - len(stated)
-    is_even = rest % sharing == 0 if sharing else rest == 0
+    is_even = rest == 0
+    if sharing:
+        is_even = rest % sharing == 0
     if rest < 0 or not is_even:
-        beside = f" beside {' and '.join(map(str, stated.values()))}" if stated else ""
-        raise ValueError(f"{rest} decoder layers{beside} do not divide over {sharing} pipeline ranks")
+        layers = f"{num_layers} decoder layers"
+        if stated:
+            layers += f" without {' and '.join(map(str, stated.values()))}, {rest},"
+        raise ValueError(f"{layers} are not divisible by {sharing} pipeline ranks")
     share = rest // max(sharing, 1)
     return [stated.get(rank, share) for rank in range(num_ranks)]
 
@@ -217,24 +236,27 @@ def _context_problems(layout: ParallelLayout, architecture: Architecture | None)
     if layout.context_parallel_size == 1 or architecture is None:
         return
     if not all(attention.takes_parts_of_rows for attention in architecture.attentions):
-        problem = f"--context_parallel_size {layout.context_parallel_size}: not every attention of this model is made"
-        yield f"{problem} for parts of rows", "--context_parallel_size 1"
+        problem = f"--context_parallel_size {layout.context_parallel_size} is not supported by every attention layer"
+        yield f"{problem} of this model", "use --context_parallel_size 1"
 
 
 def _tensor_problems(layout: ParallelLayout, architecture: Architecture | None) -> list[Problem]:
     problems = []
     size = layout.tensor_model_parallel_size
-    for name, count in _tensor_split(architecture) if architecture else ():
+    split: list[tuple[str, int]] = []
+    if architecture:
+        split = _tensor_split(architecture)
+    for name, count in split:
         if count % size:
             problem = f"--tensor_model_parallel_size {size} does not divide the model's {name}, {count}"
             problems.append((problem, _divisors_to_use(count, size)))
     if layout.sequence_parallel and size == 1:
-        problem = "--sequence_parallel true with --tensor_model_parallel_size 1 has no ranks to share a row"
-        problems.append((problem, "leave it out, or raise --tensor_model_parallel_size"))
+        problem = "--sequence_parallel true requires --tensor_model_parallel_size 2 or more, not 1"
+        problems.append((problem, "remove it, or increase --tensor_model_parallel_size"))
     if architecture and size > 1 and not layout.sequence_parallel:
         needs = sorted({part.needs_sequence_parallel for part in architecture.sublayers} - {""})
         if needs:
-            problem = f"--tensor_model_parallel_size {size} of a model with {needs[0]} needs sequence parallelism"
+            problem = f"--tensor_model_parallel_size {size} requires --sequence_parallel true for {needs[0]}"
             problems.append((problem, "add --sequence_parallel true"))
     return problems
 
@@ -259,7 +281,7 @@ def _pipeline_problems(layout: ParallelLayout, architecture: Architecture | None
     flag = f"--pipeline_model_parallel_layout {layout.pipeline_model_parallel_layout}"
     other = _other_pipeline_flag(layout)
     if other:
-        return [(f"{flag} says all about the stages, --{other} too", f"leave --{other} out")]
+        return [(f"{flag} cannot be combined with --{other}", f"remove --{other}")]
     try:
         stages = parse_stages(layout.pipeline_model_parallel_layout)
     except ValueError as error:
@@ -269,8 +291,8 @@ def _pipeline_problems(layout: ParallelLayout, architecture: Architecture | None
         problem = f"{flag} has {len(stages)} stages, but --pipeline_model_parallel_size is 1"
         return [(problem, f"add --pipeline_model_parallel_size {len(stages)}")]
     if len(stages) % pp:
-        problem = f"{flag} has {len(stages)} stages, no multiple of --pipeline_model_parallel_size {pp}"
-        return [(problem, "write one stage per pipeline rank, or two, or three")]
+        problem = f"{flag} has {len(stages)} stages, not a multiple of --pipeline_model_parallel_size {pp}"
+        return [(problem, "write the same number of stages for each pipeline rank")]
     wanted = {"E": 1, "m": mtp_num_layers, "L": 1}
     if architecture:
         wanted["t"] = architecture.outside.num_layers
@@ -286,7 +308,9 @@ def _other_pipeline_flag(layout: ParallelLayout) -> str:
         return "decoder_first_pipeline_num_layers"
     if layout.decoder_last_pipeline_num_layers is not None:
         return "decoder_last_pipeline_num_layers"
-    return "num_virtual_stages_per_pipeline_rank" if layout.num_virtual_stages_per_pipeline_rank else ""
+    if layout.num_virtual_stages_per_pipeline_rank:
+        return "num_virtual_stages_per_pipeline_rank"
+    return ""
 
 
 def _even_pipeline_problems(layout: ParallelLayout, architecture: Architecture | None) -> list[Problem]:
@@ -294,15 +318,15 @@ def _even_pipeline_problems(layout: ParallelLayout, architecture: Architecture |
     flag, virtual_stages = _other_pipeline_flag(layout), layout.num_virtual_stages_per_pipeline_rank
     means_nothing = flag == "num_virtual_stages_per_pipeline_rank" and virtual_stages == 1
     if layout.pipeline_model_parallel_size == 1 and flag and not means_nothing:
-        hint = "add --pipeline_model_parallel_size 2 or more, or leave it out"
-        return [(f"--{flag} has no pipeline to cut", hint)]
+        hint = "add --pipeline_model_parallel_size 2 or more, or remove it"
+        return [(f"--{flag} requires --pipeline_model_parallel_size 2 or more", hint)]
     if architecture is None:
         return []
     try:
         decoder_layers_per_stage(layout, architecture.outside.num_layers)
     except ValueError as error:
-        hint = "change --pipeline_model_parallel_size, or say who holds what: --pipeline_model_parallel_layout"
-        return [(str(error), hint)]
+        problem = f"--pipeline_model_parallel_size {layout.pipeline_model_parallel_size}: {error}"
+        return [(problem, "change it, or distribute the layers with --pipeline_model_parallel_layout")]
     return []
 
 
@@ -314,9 +338,9 @@ def _letter_problems(flag: str, stages: Sequence[str], wanted: Mapping[str, int]
     for letter, name in names.items():
         count = whole.count(letter)
         if count != wanted.get(letter, count):
-            problems.append((f"{flag} has {count} of {letter} ({name}), the run has {wanted[letter]}", _EXAMPLE))
+            problems.append((f"{flag} has {count} of {letter} ({name}), but the run has {wanted[letter]}", _EXAMPLE))
     if not problems and not re.fullmatch("Et*m*L", whole):
-        problems.append((f"{flag}: the order is E, then every t, then every m, then L", _EXAMPLE))
+        problems.append((f"{flag}: the order must be E, then all t, then all m, then L", _EXAMPLE))
     return problems
 
 
@@ -326,14 +350,13 @@ def _mtp_stage_problems(flag: str, stages: Sequence[str], pp: int) -> list[Probl
     if not with_mtp:
         return []
     if len(with_mtp) > 1:
-        return [(f"{flag} spreads the MTP layers over {len(with_mtp)} stages", "put all m on one stage")]
+        return [(f"{flag} has MTP layers on {len(with_mtp)} stages", "put all m on one stage")]
     if with_mtp[0] < len(stages) - pp:
-        problem = f"{flag}: megatron-core computes MTP layers only on the last virtual stage of a rank"
+        problem = f"{flag}: megatron-core supports MTP layers only on the last virtual stage of a rank"
         return [(problem, "put m on one of the last stages")]
     if pp > 1 and with_mtp[0] % pp == 0:
-        both = "which would then hold two embeddings that nothing keeps equal"
-        problem = f"{flag}: the MTP layers stand on the first pipeline rank, {both}"
-        return [(problem, "put m on another rank's stage")]
+        problem = f"{flag}: MTP layers on the first pipeline rank are not supported: two embeddings could diverge"
+        return [(problem, "put m on a stage of another rank")]
     return []
 
 
@@ -342,8 +365,10 @@ def _expert_problems(layout: ParallelLayout, architecture: Architecture | None) 
     if ep * etp == 1 or architecture is None:
         return []
     if not architecture.has_experts:
-        flag = "expert_model_parallel_size" if ep > 1 else "expert_tensor_parallel_size"
-        return [(f"--{flag} {max(ep, etp)}, but the model has no experts", "leave it out")]
+        flag = f"--expert_tensor_parallel_size {etp}"
+        if ep > 1:
+            flag = f"--expert_model_parallel_size {ep}"
+        return [(f"{flag} requires experts, which the model does not have", "remove it")]
     problems: list[Problem] = []
     for layer in architecture.layers:
         experts = layer.mlp.experts
@@ -352,10 +377,14 @@ def _expert_problems(layout: ParallelLayout, architecture: Architecture | None) 
             problems.append((problem, _divisors_to_use(experts, ep)))
         for name, count in layer.mlp.expert_split.items():
             if count % etp:
-                problems.append((f"--expert_tensor_parallel_size {etp} does not divide {name}, {count}", ""))
+                problem = f"--expert_tensor_parallel_size {etp} does not divide {name}, {count}"
+                problems.append((problem, _divisors_to_use(count, etp)))
     return list(dict.fromkeys(problems))
 
 
 def choices(words: list[str]) -> str:
     """Join words as in `a, b or c`."""
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+    *others, last = words
+    if not others:
+        return last
+    return f"{', '.join(others)} or {last}"

@@ -7,7 +7,7 @@ from swiftlite.args.fields import ParallelLayout, PreferenceLoss
 from swiftlite.methods.dpo import WITHOUT_REFERENCE
 
 SMOOTHED = ("sigmoid", "robust", "simpo")
-"""The losses that know --label_smoothing."""
+"""Losses that support --label_smoothing."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Preference:
 
 
 def preference_of(args: SftArgs) -> Preference:
-    """Return the loss that the options of `megatron dpo` ask for."""
+    """Return the loss that the options of `megatron dpo` select."""
     assert isinstance(args, DpoArgs)
     return Preference(
         loss_type=args.loss_type,

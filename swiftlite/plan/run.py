@@ -16,13 +16,12 @@ from swiftlite.lora import Lora
 from swiftlite.methods.index import method_of
 from swiftlite.plan.heads import heads_of, lora_of, lr_of, mtp_init_of, mtp_loss_of
 from swiftlite.plan.kernels import Kernels, Machine, choose
-from swiftlite.plan.layout import data_parallel_size, group_of, layout_of, length_multiple
+from swiftlite.plan.layout import data_parallel_size, group_of, layout_of, length_divisor, length_multiple
 from swiftlite.plan.low_precision import LowPrecision
 from swiftlite.plan.trainable import trainable_of
 
 Packing = Literal["none", "micro_batch", "rows", "step"]
-"""What is packed: nothing; the samples of each micro-batch; all samples, into rows that batches are made of; or the
-samples of each step."""
+"""Packing of nothing, of the samples of each micro-batch, of all samples into rows, or of the samples of each step."""
 GPU_LENGTHS = 64
 
 
@@ -37,9 +36,9 @@ class Plan:
     global_batch_size: int
     packing: Packing
     packing_length: int
-    """Most tokens of a row, or of a micro-batch where each step is packed anew."""
+    """Maximum tokens of a row, or of a micro-batch if each step is packed."""
     row_multiple: int
-    """What the length of a row is filled up to a multiple of."""
+    """Rows are padded to a multiple of this length."""
     heads: Heads
     """MTP heads of the run."""
     mtp_init: MtpInit
@@ -47,7 +46,7 @@ class Plan:
     kernels: Kernels
     distributed: DistributedArgs
     lora: Lora | None
-    """Adapters that learn in the place of the model's own parameters."""
+    """Adapters that are trained instead of the model's own parameters."""
     lr: float
     min_lr: float
     save_steps: int
@@ -59,7 +58,7 @@ class Schedule:
     """Optimizer steps of a training run."""
 
     num_samples: int
-    """Training rows that remain after reading, tokenizing and packing; 0 where they are read while training goes on."""
+    """Training rows that remain after reading, tokenizing and packing; 0 if they are read during training."""
     steps: int
     warmup_steps: int
 
@@ -76,14 +75,16 @@ def make_plan(
     """Return layout and batches for `world_size` processes; the options have passed `rules.check`.
 
     Args:
-        checkpoint: the heads of the model directory.
-        machine: what there is to compute with; unset: a CPU.
+        checkpoint: heads of the model directory.
+        machine: capabilities of the machine; default: a CPU.
         head: `plan.kernels.largest_head` of the model.
-        heads: those of the run, with a draft vocabulary and the inputs that --draft_for asks for; unset: `heads_of`.
+        heads: heads of the run, with a draft vocabulary and the head inputs of --draft_for; default: `heads_of`.
 
     Raises:
-        OptionError: kernels that are not available.
+        OptionError: a kernel is not available.
     """
+    if heads is None:
+        heads = heads_of(args, checkpoint)
     layout = layout_of(args)
     replicas = data_parallel_size(layout, world_size)
     kernels = choose(group_of(args, KernelArgs), machine, is_float32=args.torch_dtype == "float32", head=head)
@@ -95,7 +96,7 @@ def make_plan(
         global_batch_size=args.global_batch_size,
         packing=packing_of(args),
         packing_length=args.packing_length or args.max_length,
-        heads=heads_of(args, checkpoint) if heads is None else heads,
+        heads=heads,
         mtp_init=mtp_init_of(args, checkpoint),
         mtp_loss=mtp_loss_of(args),
         row_multiple=row_multiple_of(layout, packing_of(args), machine.is_cuda, kernels.low_precision),
@@ -120,7 +121,9 @@ def distributed_of(args: DistributedArgs, num_replicas: int, is_cuda: bool) -> D
     default = is_cuda and num_replicas > 1
 
     def settled(value: bool | None, needed: bool = True) -> bool:
-        return default and needed if value is None else value
+        if value is None:
+            return default and needed
+        return value
 
     shares, overlaps = settled(args.use_distributed_optimizer), settled(args.overlap_grad_reduce)
     return replace(
@@ -136,13 +139,14 @@ def row_multiple_of(
 ) -> int:
     """Return the required multiple of a row's length.
 
-    Every rank gets an equal part, which is a multiple of the tokens that low-precision products require. On GPUs padded
+    Every rank has an equal part, which is a multiple of the tokens that low-precision products require. On GPUs padded
     rows have few distinct lengths, because cuDNN makes a plan for each."""
     needed = length_multiple(layout)
     if low_precision:
-        ranks = layout.context_parallel_size * (layout.tensor_model_parallel_size if layout.sequence_parallel else 1)
-        needed = math.lcm(needed, low_precision.tokens * ranks)
-    return math.lcm(needed, GPU_LENGTHS) if is_cuda and packing == "none" else needed
+        needed = math.lcm(needed, low_precision.tokens * length_divisor(layout))
+    if is_cuda and packing == "none":
+        needed = math.lcm(needed, GPU_LENGTHS)
+    return needed
 
 
 def holds_out(args: SftArgs) -> bool:
@@ -153,21 +157,27 @@ def holds_out(args: SftArgs) -> bool:
 
 def packing_of(args: SftArgs) -> Packing:
     """Return the kind of packing that the options select."""
+    if args.packing and args.sequence_packing_scheduler == "dp_balanced":
+        return "step"
     if args.packing:
-        return "step" if args.sequence_packing_scheduler == "dp_balanced" else "rows"
-    return "micro_batch" if args.padding_free else "none"
+        return "rows"
+    if args.padding_free:
+        return "micro_batch"
+    return "none"
 
 
 def _min_lr(args: SftArgs, lr: float) -> float:
     if args.lr_decay_style == "constant":
         return lr
-    return lr / 10 if args.min_lr is None else args.min_lr
+    if args.min_lr is None:
+        return lr / 10
+    return args.min_lr
 
 
 def make_schedule(args: SftArgs, num_samples: int) -> Schedule:
-    """Steps for this many rows: --train_iters, or enough for every row to be seen --num_train_epochs times.
+    """Return the steps for a number of rows: --train_iters, or --num_train_epochs passes over the rows.
 
-    The last batch of the last epoch is filled up from the next pass, so that every step has the same size.
+    The last batch of the last epoch is filled from the next pass, so that every step has the same size.
     """
     steps = args.train_iters or math.ceil(num_samples * args.num_train_epochs / args.global_batch_size)
     return Schedule(
@@ -178,10 +188,10 @@ def make_schedule(args: SftArgs, num_samples: int) -> Schedule:
 
 
 def render(args: SftArgs, plan: Plan, checkpoint: Heads, schedule: Schedule | None) -> str:
-    """The plan as --dry_run prints it.
+    """Return the text of --dry_run.
 
     Args:
-        schedule: None when the number of rows is not known yet.
+        schedule: None if the number of rows is not known yet.
     """
     sections = [
         ("model", _model_lines(args, plan, checkpoint)),
@@ -191,8 +201,10 @@ def render(args: SftArgs, plan: Plan, checkpoint: Heads, schedule: Schedule | No
     ]
     lines_of_all = itertools.chain.from_iterable(lines for _, lines in sections)
     width = max(len(name) for name, _ in lines_of_all)
-    read = "config.json was read and rows were counted" if schedule else "only config.json was read"
-    text = [f"the plan of this run; {read}, nothing was written"]
+    read = "only config.json was read"
+    if schedule:
+        read = "config.json was read and rows were counted"
+    text = [f"plan of this run; {read}, nothing was written"]
     for section, lines in sections:
         text.append(section)
         text += [f"  {name:<{width}}  {value}" for name, value in lines]
@@ -203,7 +215,7 @@ def _model_lines(args: SftArgs, plan: Plan, checkpoint: Heads) -> list[tuple[str
     heads = plan.heads
     sources = {
         "checkpoint": f"the checkpoint, which has {checkpoint.layers}",
-        "random": "random initialisation",
+        "random": "random initialization",
         "copy_last_layer": "a copy of the last decoder layer",
         "fit_last_layer": "a copy of the last decoder layer, its projection fitted to training rows",
         "graft": f"{args.mtp_graft_from}",
@@ -211,7 +223,7 @@ def _model_lines(args: SftArgs, plan: Plan, checkpoint: Heads) -> list[tuple[str
     if heads.layers:
         mtp = f"{heads.layers}, weights from {sources[plan.mtp_init]}"
     elif checkpoint.layers:
-        mtp = f"0, the {checkpoint.layers} of the checkpoint are dropped"
+        mtp = f"0, the {checkpoint.layers} of the checkpoint are removed"
     else:
         mtp = "0, the checkpoint has none"
     lines = [
@@ -223,9 +235,9 @@ def _model_lines(args: SftArgs, plan: Plan, checkpoint: Heads) -> list[tuple[str
     lines += method_of(args).describe(args)
     if heads.layers and heads.unroll > 1:
         weights = ", ".join(f"{weight:.3g}" for weight in heads.weights)
-        lines.append(("drafts", f"{heads.drafts} tokens with the one MTP layer, losses weighted {weights}"))
+        lines.append(("drafts", f"{heads.drafts} tokens with one MTP layer, loss weights {weights}"))
     if heads.layers and args.draft_for:
-        lines.append(("heads are fed", f"what {args.draft_for} feeds them"))
+        lines.append(("head inputs", f"those of {args.draft_for}"))
     if heads.draft_vocab:
         lines.append(("draft vocabulary", f"{len(heads.draft_vocab)} tokens"))
     if heads.layers and args.mtp_mode == "joint":
@@ -236,11 +248,11 @@ def _model_lines(args: SftArgs, plan: Plan, checkpoint: Heads) -> list[tuple[str
 def kernel_lines(kernels: Kernels) -> list[tuple[str, str]]:
     """Return a description of the kernels."""
     described = kernels.described
-    lines = [("layers are", described["layers"]), ("attention", described["attention"]), ("fused", described["fused"])]
+    lines = [("layers", described["layers"]), ("attention", described["attention"]), ("fused", described["fused"])]
     if kernels.low_precision:
         lines.append(("products", described["precision"]))
     if kernels.is_deterministic:
-        lines.append(("sums are made", "in one order"))
+        lines.append(("kernels", "deterministic"))
     return lines
 
 
@@ -249,34 +261,34 @@ def layout_lines(plan: Plan) -> list[tuple[str, str]]:
     layout = plan.layout
     lines = [("processes", _processes(plan))]
     if layout.sequence_parallel:
-        lines.append(("sequence parallel", "tensor-parallel ranks share rows by position"))
+        lines.append(("sequence parallel", "tensor-parallel ranks split rows by position"))
     if layout.pipeline_model_parallel_layout:
         lines.append(("stages", layout.pipeline_model_parallel_layout))
     elif layout.num_virtual_stages_per_pipeline_rank:
         lines.append(("virtual stages", f"{layout.num_virtual_stages_per_pipeline_rank} per pipeline rank"))
     if layout.expert_model_parallel_size * layout.expert_tensor_parallel_size > 1:
-        experts = f"shared by {layout.expert_model_parallel_size} ranks"
+        experts = f"distributed over {layout.expert_model_parallel_size} ranks"
         if layout.expert_tensor_parallel_size > 1:
-            experts += f", each one's matrices by {layout.expert_tensor_parallel_size}"
+            experts += f", matrices of each split over {layout.expert_tensor_parallel_size}"
         lines.append(("experts", experts))
     packed = {
         "none": "padded to the longest of a micro-batch",
-        "micro_batch": "one behind the other in each micro-batch",
+        "micro_batch": "concatenated in each micro-batch",
         "rows": "packed into rows",
-        "step": "packed anew for each step",
+        "step": "packed in each step",
     }
-    shared = {
-        "optimizer state": plan.distributed.use_distributed_optimizer,
-        "sums of gradients behind the backward pass": plan.distributed.overlap_grad_reduce,
-        "gathers of parameters behind the forward pass": plan.distributed.overlap_param_gather,
+    distributed = {
+        "sharded optimizer state": plan.distributed.use_distributed_optimizer,
+        "overlapped reduction of gradients": plan.distributed.overlap_grad_reduce,
+        "overlapped gather of parameters": plan.distributed.overlap_param_gather,
     }
-    if any(shared.values()):
-        lines.append(("ranks share", ", ".join(name for name, is_so in shared.items() if is_so)))
+    if any(distributed.values()):
+        lines.append(("data parallel", ", ".join(name for name, is_used in distributed.items() if is_used)))
     return [*lines, ("samples", packed[plan.packing]), ("global batch", _global_batch(plan))]
 
 
 def _processes(plan: Plan) -> str:
-    """The number of processes as a product: "8 = tensor parallel 2 x data parallel 4"."""
+    """Return the number of processes as a product: "8 = tensor parallel 2 x data parallel 4"."""
     if plan.world_size == 1:
         return "1"
     sizes = {
@@ -291,9 +303,12 @@ def _processes(plan: Plan) -> str:
 def _global_batch(plan: Plan) -> str:
     if plan.packing == "step":
         return (
-            f"{plan.global_batch_size} samples, in micro-batches of at most {plan.packing_length} tokens, level in work"
+            f"{plan.global_batch_size} samples, in micro-batches of at most {plan.packing_length} tokens with balanced "
+            "work"
         )
-    unit = f"rows of {plan.packing_length} tokens" if plan.packing == "rows" else "samples"
+    unit = "samples"
+    if plan.packing == "rows":
+        unit = f"rows of {plan.packing_length} tokens"
     number = plan.global_batch_size // (plan.micro_batch_size * plan.data_parallel_size)
     return (
         f"{plan.global_batch_size} {unit} = micro batch {plan.micro_batch_size} x data parallel "
@@ -303,18 +318,18 @@ def _global_batch(plan: Plan) -> str:
 
 def _step_lines(args: SftArgs, plan: Plan, schedule: Schedule | None) -> list[tuple[str, str]]:
     if args.train_iters:
-        steps = f"{args.train_iters}, by --train_iters"
+        steps = f"{args.train_iters} (--train_iters)"
     elif schedule:
         steps = f"at most {schedule.steps} = {schedule.num_samples} rows x {args.num_train_epochs:g} / global batch"
     else:
-        steps = f"rows kept x {args.num_train_epochs:g} / global batch, known once the data is read"
+        steps = f"rows kept x {args.num_train_epochs:g} / global batch, known after reading the data"
     learning_rate = f"{plan.lr:g} after {args.lr_warmup_fraction:g} of the steps"
     if args.lr_decay_style != "constant":
         learning_rate += f", {args.lr_decay_style} to {plan.min_lr:g}"
     dataset = " ".join(args.dataset) or "random tokens of the lengths of --sft_mock_dataset_config_json"
     if args.streaming:
-        dataset += ", read while training"
-    evaluates = "never: nothing is held out"
+        dataset += ", read during training"
+    evaluates = "never: no rows are held out"
     if holds_out(args):
         held_out = " ".join(args.val_dataset) or f"{args.split_dataset_ratio:g} of the rows"
         evaluates = f"every {plan.eval_steps} steps on {held_out}"
@@ -330,18 +345,18 @@ def _step_lines(args: SftArgs, plan: Plan, schedule: Schedule | None) -> list[tu
 
 def _written_lines(args: SftArgs, plan: Plan) -> list[tuple[str, str]]:
     lines = [
-        ("args.json", f"these options; runs again: swiftlite {method_of(args).words} args.json --output_dir OTHER"),
+        ("args.json", f"these options; to repeat: swiftlite {method_of(args).words} args.json --output_dir OTHER"),
         ("source/", "config, tokenizer and generation files of the model"),
         ("checkpoint-N/", "weights, optimizer, data position; `export --to_hf` and `--resume` read them"),
         ("metrics.jsonl", f"losses, every {args.logging_steps} steps"),
-        ("run_report.json", "rows kept and dropped, what changed"),
-        ("run_report.html", "all of it to look at, in a browser"),
+        ("run_report.json", "rows kept and dropped, changed parameters"),
+        ("run_report.html", "report page for a browser"),
     ]
     if plan.heads.layers and args.acceptance_samples:
         lines.append(("acceptance.json", f"draft acceptance before and after, on {args.acceptance_samples} prompts"))
-        lines.append(("drafts.json", "some of the answers, with who wrote each token"))
+        lines.append(("drafts.json", "some of the answers, with accepted and rejected drafts"))
     if commits.known():
-        lines.append((commits.COMMITS_FILE, "the commits that names of the Hugging Face hub stood for"))
+        lines.append((commits.COMMITS_FILE, "commits of models and datasets on the Hugging Face hub"))
     lines += method_of(args).describe_files(args)
     if "tensorboard" in args.report_to:
         lines.append(("tensorboard/", "the same metrics, if tensorboard is installed"))

@@ -12,15 +12,15 @@ from swiftlite.lora import Lora, is_adapter
 
 @dataclass(frozen=True)
 class Trainable:
-    """A choice of the parameters that learn; all others stay bit for bit, which a run proves by their hashes.
+    """A selection of trained parameters; the others stay bitwise identical, which a run verifies by their hashes.
 
     Attributes:
-        learns: whether a parameter does, by megatron-core's name for it in its chunk of the model, such as
+        learns: returns whether a parameter is trained, by its megatron-core name in its chunk of the model, such as
             "decoder.layers.0.mlp.linear_fc1.weight".
-        words: what learns, as the plan of a run says it.
-        option: the option that chose it, for errors; empty where all parameters learn.
-        freezes_trunk: no gradient passes through the trunk, so none is computed there. False where something inside it
-            learns, such as an adapter.
+        words: description in the plan of a run.
+        option: the option that selected it, for errors; empty if all parameters are trained.
+        freezes_trunk: whether no gradients are computed in the trunk. False if parts of it are trained, such as
+            adapters.
     """
 
     learns: Callable[[str], bool]
@@ -29,10 +29,10 @@ class Trainable:
     freezes_trunk: bool = False
 
     def apply(self, chunks: Iterable[Any]) -> None:
-        """Take the gradient from every parameter that does not learn; before an optimizer is made for the others.
+        """Disable gradients of all other parameters; must be called before an optimizer is created.
 
         Args:
-            chunks: the bare model, without wrappers, whose parameters have the names that `learns` takes.
+            chunks: the model without wrappers, whose parameters have the names for `learns`.
         """
         for chunk in chunks:
             for name, parameter in chunk.named_parameters():
@@ -45,15 +45,13 @@ def _everything(name: str) -> bool:
 
 
 def is_head_parameter(name: str) -> bool:
-    """Whether a parameter belongs to the MTP heads."""
+    """Return whether a parameter belongs to the MTP heads."""
     return name.startswith("mtp.")
 
 
 WHOLE_MODEL = Trainable(_everything, "the whole model")
 JOINT = Trainable(_everything, "trunk and MTP heads together")
-HEADS_ONLY = Trainable(
-    is_head_parameter, "MTP heads alone, the trunk stays bit for bit", "--mtp_mode heads_only", freezes_trunk=True
-)
+HEADS_ONLY = Trainable(is_head_parameter, "only MTP heads, the trunk is frozen", "--mtp_mode heads_only", freezes_trunk=True)
 
 
 def trainable_of(args: SftArgs, heads: Heads, lora: Lora | None = None, saved: Collection[str] = ()) -> Trainable:
@@ -68,7 +66,9 @@ def trainable_of(args: SftArgs, heads: Heads, lora: Lora | None = None, saved: C
         return _adapters(lora, heads, saved)
     if not heads.layers:
         return WHOLE_MODEL
-    return HEADS_ONLY if args.mtp_mode == "heads_only" else JOINT
+    if args.mtp_mode == "heads_only":
+        return HEADS_ONLY
+    return JOINT
 
 
 def _adapters(lora: Lora, heads: Heads, saved: Collection[str]) -> Trainable:
@@ -85,13 +85,11 @@ def _adapters(lora: Lora, heads: Heads, saved: Collection[str]) -> Trainable:
 
 def _words(lora: Lora, heads: Heads) -> str:
     """Return the description of the trained parameters for the plan."""
-    adapters = f"adapters of rank {lora.rank} beside {', '.join(lora.targets)}"
-    descriptions = {
-        "full": "MTP heads in full",
-        "lora": "adapters in the MTP heads too",
-        "frozen": "the MTP heads stay",
-    }
-    words = [adapters if lora.on_trunk else f"in the MTP heads alone {adapters}"]
+    adapters = f"adapters of rank {lora.rank} on {', '.join(lora.targets)}"
+    if not lora.on_trunk:
+        adapters += ", only in the MTP heads"
+    descriptions = {"full": "MTP heads in full", "lora": "adapters in the MTP heads", "frozen": "MTP heads frozen"}
+    words = [adapters]
     if lora.saved:
         words.append(f"{', '.join(lora.saved)} in full")
     if heads.layers and lora.on_trunk:
@@ -100,5 +98,5 @@ def _words(lora: Lora, heads: Heads) -> str:
 
 
 def numberless(name: str) -> str:
-    """The name without the numbers of layers, which count from 0 in each chunk."""
+    """Return the name without layer numbers, which start at 0 in each chunk."""
     return re.sub(r"\.\d+\.", ".#.", name)

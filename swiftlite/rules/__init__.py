@@ -62,6 +62,7 @@ def rules_of(args: Any) -> Any:
     """Return the module with RULES and NOTES of the command, or of the training method, that these options belong to.
 
     RULES yield a problem and a hint, NOTES a line about a setting without effect; both take the options and `Facts`.
+    A training method's module may have UNSUPPORTED: options of `megatron sft` that it rejects, with the reasons.
     """
     if isinstance(args, SftArgs):
         return method_of(args).load_rules()

@@ -35,6 +35,7 @@ def run(args: DeployArgs) -> None:
         print(command.shell_line())
         return
     check_address(args.host, args.port)
+    command.write_files("--draft_schedule")
     logger.info("starting %s", command.shell_line())
     logger.info("when it says that startup is complete, it answers at port %d; Ctrl-C ends it", args.port)
     sys.stdout.flush()

@@ -225,7 +225,34 @@ def test_options_of_another_command_are_one_problem(tmp_path):
         parse(InferArgs, [str(path)], "infer")
     ((problem, hint),) = raised.value.problems
     assert mentions(problem, f"{path} megatron sft infer")
-    assert hint == f"swiftlite megatron sft '{path}'"
+    assert hint.endswith(f"swiftlite megatron sft '{path}'")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "problem", "hint"),
+    [
+        ("a.json", '{"lr": 1, "xyzzy": 2}', "a.json xyzzy", "megatron sft --help"),
+        ("a.yaml", "lr: 1\nxyzzy: 2\n", "a.yaml:2 xyzzy", "megatron sft --help"),
+        ("a.yaml", "lerning_rate: 1\n", "a.yaml:1 lerning_rate", "lr"),
+        ("a.yaml", "lr: x\n", "a.yaml:1 lr 'x'", ""),
+    ],
+)
+def test_each_problem_of_a_file_has_a_next_step(tmp_path, name, text, problem, hint):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(OptionError) as raised:
+        parse(SftArgs, [str(tmp_path / name)], "megatron sft")
+    ((found, advice),) = raised.value.problems
+    assert mentions(found.replace(str(tmp_path) + "/", ""), problem)
+    assert mentions(advice, hint)
+
+
+def test_json_that_cannot_be_parsed_has_a_next_step(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_text('{"lr": 1,\n "seed" 2}')
+    with pytest.raises(UserError) as raised:
+        read_file(str(path))
+    assert mentions(raised.value.problem, f"{path}:2")
+    assert mentions(raised.value.hint, "9 .yaml")
 
 
 def test_a_command_that_is_no_text_is_named(tmp_path):

@@ -65,7 +65,7 @@ def test_unknown_command(swiftlite, argv, near):
     result = swiftlite(*argv)
     assert (result.returncode, result.stdout) == (2, "")
     given = " ".join(word for word in argv if not word.startswith("-"))
-    assert mentions(result.stderr, f"`{given}` {near}")
+    assert mentions(result.stderr, f"{given} {near}")
 
 
 def test_a_command_like_no_other(swiftlite):
@@ -79,7 +79,7 @@ def test_a_command_like_no_other(swiftlite):
 def test_help_of_a_command(swiftlite, command, flag):
     result = swiftlite(*command.words.split(), flag)
     assert (result.returncode, result.stderr) == (0, "")
-    assert result.stdout.startswith(f"swiftlite {command.words} ")
+    assert result.stdout.startswith(f"usage: swiftlite {command.words} ")
 
 
 def test_a_reader_that_closes_early_is_no_error(tmp_path):
@@ -203,7 +203,7 @@ def test_dry_run_of_a_sample(swiftlite, model):
 def test_bad_environment(swiftlite, model):
     result = swiftlite("megatron", "sft", "--model", "model", NPROC_PER_NODE="two", NNODES="2")
     assert result.returncode == 2
-    assert has_line(result.stderr, "NPROC_PER_NODE=two 1")
+    assert has_line(result.stderr, "NPROC_PER_NODE two 1")
     assert has_line(result.stderr, "NNODES=2 MASTER_ADDR")
 
 

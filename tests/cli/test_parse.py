@@ -107,7 +107,7 @@ def test_a_flag_without_its_value_shows_how_to_write_it():
 
 
 def test_the_file_comes_first(tmp_path):
-    with pytest.raises(UserError, match=naming("run.yaml --flag")):
+    with pytest.raises(UserError, match=naming("run.yaml --option")):
         parse(SftArgs, ["run.yaml", "--lr", "1"])
     with pytest.raises(OptionError, match=naming("--lr 2")):
         parse(SftArgs, ["--lr", "1", "run.yaml"])

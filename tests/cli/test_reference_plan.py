@@ -55,7 +55,7 @@ def test_ranks_that_the_reference_leaves_out(capsys, model):  # noqa: F811
     [
         (
             {"loss_type": "orpo", "ref_tensor_model_parallel_size": 2},
-            "--ref_tensor_model_parallel_size --loss_type orpo",
+            "--ref_tensor_model_parallel_size --loss_type",
         ),
         (
             {"ref_pipeline_model_parallel_size": 2, "num_gpus": 2},

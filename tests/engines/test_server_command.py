@@ -1,5 +1,7 @@
 """A server's command line, as its words and as a line for a shell."""
 
+import subprocess
+
 import pytest
 
 from swiftlite.engines.server_command import ServerCommand, flags
@@ -16,6 +18,16 @@ from swiftlite.engines.server_command import ServerCommand, flags
 )
 def test_keyword_arguments_as_flags(options, words):
     assert flags(options) == words
+
+
+def test_files_are_written_by_the_line_too(tmp_path):
+    path = tmp_path / "a file"
+    command = ServerCommand(["cat", str(path)], files={path: '{"a": 1}'})
+    done = subprocess.run(["bash", "-c", command.as_typed()], capture_output=True, text=True, check=True)
+    assert done.stdout == '{"a": 1}\n'
+    path.unlink()
+    command.write_files("--some_flag")
+    assert path.read_text() == done.stdout
 
 
 def test_a_line_for_a_shell():

@@ -54,7 +54,7 @@ def test_good_options_pass_without_a_note(here, args):
         (CHAIN | {"num_speculative_tokens": 2}, "--num_speculative_tokens 2 --sglang_speculative_num_steps", ""),
         (
             CHAIN | {"sglang_speculative_num_draft_tokens": 4},
-            "--sglang_speculative_num_draft_tokens 4 2 1 SGLang 3",
+            "--sglang_speculative_num_draft_tokens 4 2 1 3",
             "--sglang_speculative_num_draft_tokens 3",
         ),
         (TREE | {"sglang_speculative_num_draft_tokens": 14}, "--sglang_speculative_num_draft_tokens 14 2 3 12", "13"),

@@ -223,7 +223,7 @@ def test_stages_need_a_pipeline(here):
     [
         ({"transformer_impl": "transformer_engine"}, "--transformer_impl transformer_engine NVIDIA"),
         ({"attention_backend": "flash"}, "--attention_backend flash NVIDIA"),
-        ({"attention_backend": "te"}, "--attention_backend te --transformer_impl local"),
+        ({"attention_backend": "te"}, "--attention_backend te --transformer_impl transformer_engine"),
         ({"attention_backend": "te", "context_parallel_size": 2}, "--attention_backend te --context_parallel_size 2"),
         ({"attention_backend": "te", "mtp_unroll": 2}, "--attention_backend te --mtp_unroll 2"),
     ],

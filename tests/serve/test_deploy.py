@@ -5,6 +5,7 @@ import json
 import logging
 import shlex
 import socket
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -72,12 +73,31 @@ def test_sglang_reads_a_schedule_from_a_file(tmp_path):
     chosen = [{"concurrency": c, "num_speculative_tokens": k} for c, k in ((1, 3), (8, 1), (32, 0))]
     bench_json = tmp_path / "bench.json"
     bench_json.write_text(json.dumps({"options": {"infer_backend": "sglang"}, "recommendations": chosen}))
-    words = shlex.join(command(model, draft_schedule=str(bench_json)))
+    args = DeployArgs(model=str(model), infer_backend="sglang", draft_schedule=str(bench_json))
+    made = deploy.server_command(args, resolve_served(model))
+    words = shlex.join(made.words)
     config = tmp_path / "bench.sglang.json"
     assert "--speculative-num-steps 3 " in words
     assert f"--speculative-adaptive --speculative-adaptive-config {config}" in words
+    assert not config.exists()
+    made.write_files("--draft_schedule")
     steps = {number: slot["candidate_steps"] for number, slot in json.loads(config.read_text()).items()}
     assert steps == {"1": [3], "8": [1], "32": [0]}
+
+
+def test_a_dry_run_writes_no_file(tmp_path, capsys):
+    """The printed line writes the file of the schedule when it is run."""
+    model = make_tiny_hf(tmp_path / "model", "mimo", 1)
+    chosen = [{"concurrency": c, "num_speculative_tokens": k} for c, k in ((1, 3), (8, 1))]
+    bench_json = tmp_path / "bench.json"
+    bench_json.write_text(json.dumps({"options": {"infer_backend": "sglang"}, "recommendations": chosen}))
+    before = sorted(tmp_path.iterdir())
+    args = DeployArgs(model=str(model), infer_backend="sglang", draft_schedule=str(bench_json), dry_run=True)
+    deploy.run(args)
+    assert sorted(tmp_path.iterdir()) == before
+    first = capsys.readouterr().out.partition(" && ")[0]
+    subprocess.run(["bash", "-c", first], check=True)
+    assert json.loads((tmp_path / "bench.sglang.json").read_text())["8"] == {"candidate_steps": [1]}
 
 
 def write_adapters(directory, base, rank: int = 4, saved: tuple[str, ...] = (), heads: bool = False) -> str:

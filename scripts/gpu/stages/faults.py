@@ -66,7 +66,7 @@ def lose_a_rank(settings: Settings, results: Results) -> None:
     os.kill(ranks[1], signal.SIGKILL)
     status = process.wait(300)
     said = (settings.output_dir / "killed.log").read_text()
-    passed = status == 128 + signal.SIGKILL and "rank 1 ended first, with signal SIGKILL" in said
+    passed = status == 128 + signal.SIGKILL and "rank 1 failed first, with signal SIGKILL" in said
     ended = f"exit status {status} after {time.monotonic() - began:.0f} s"
     results.add("a rank that is killed", ended, passed, "137, and the rank is named")
 

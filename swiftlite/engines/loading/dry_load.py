@@ -23,7 +23,7 @@ def dry_load(info: EngineInfo, config: EngineConfig) -> LoadReport:
     """Return the load report of an engine for a checkpoint; takes a second in addition to the engine's imports.
 
     Raises:
-        UserError: there is no model of a known family, or the engine does not work on this machine.
+        UserError: the model's family is unknown, or the engine does not work on this machine.
     """
     check_files(config.model)
     if info.known_report and not info.is_installed:
@@ -31,11 +31,11 @@ def dry_load(info: EngineInfo, config: EngineConfig) -> LoadReport:
     options = {name: value for name, value in vars(config).items() if name != "model"}
     words = [sys.executable, "-W", "ignore", "-m", "swiftlite.engines.loading.dry_load"]
     command = [*words, info.dry_load, str(config.model.directory)]
-    # Options go by stdin, because everybody on the machine sees a command line, and one may be a key.
+    # Options are passed by stdin, because all users of a machine see command lines, and an option may be a key.
     done = subprocess.run(command, input=json.dumps(options), capture_output=True, text=True)
     if done.returncode != 0:
-        problem = f"{info.label} cannot be asked here:\n{done.stderr.strip()[-2000:]}"
-        raise UserError(problem, "the last line says why")
+        problem = f"--engine {info.name}: {info.label} failed on this machine:\n{done.stderr.strip()[-2000:]}"
+        raise UserError(problem, "the last line above is the cause")
     return LoadReport(**json.loads(done.stdout.splitlines()[-1]))
 
 

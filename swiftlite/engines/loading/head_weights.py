@@ -24,20 +24,20 @@ _JOINED = {
 
 
 def heads_of(hf_config: PreTrainedConfig) -> Heads:
-    """The MTP heads that a config promises."""
+    """Return the MTP heads that a config declares."""
     return Heads.from_config(vars(hf_config))
 
 
 class Trunk(torch.nn.Module):
-    """Goes before an engine's own class of a model, and keeps the heads from it, which are the draft's.
+    """Base class placed before an engine's own class of a model, to which it does not pass the weights of the heads.
 
-    All weights get through when config.json promises no heads: the engine then objects to heads, which it should.
+    If config.json declares no heads, all weights are passed, and the engine rejects those of heads.
     """
 
     config: PreTrainedConfig
 
     def load_weights(self, weights: Weights) -> Any:
-        """Same signature as the engine's class."""
+        """Load the weights of the trunk, with the signature of the engine's class."""
         if heads_of(self.config).layers > 0:
             weights = ((name, tensor) for name, tensor in weights if not name.startswith("mtp."))
         trunk: Any = super()
@@ -88,7 +88,7 @@ def fill(
         missing.clear()
     if missing or unknown:
         raise ValueError(
-            f"the checkpoint's MTP heads are not the {num_mtp_heads} that its config.json promises:"
+            f"the checkpoint's tensors do not match the {num_mtp_heads} MTP heads in config.json:"
             + "".join(f"\n  missing: {name}" for name in sorted(missing))
             + "".join(f"\n  unexpected: {name}" for name in unknown)
         )

@@ -37,32 +37,32 @@ class LoadReport:
     draft: str | None
     num_mtp_heads: int
     num_drafting: int
-    verdict: str = "every tensor has its place, every parameter its numbers"
+    verdict: str = "all tensors are read, all parameters are initialized"
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
 class LoadError(Exception):
-    """An engine's own objection, with the stage it came at."""
+    """An engine's own error, with the stage at which it was raised."""
 
 
 @contextmanager
 def stage(words: str) -> Iterator[None]:
-    """Says what was being done when an engine objected.
+    """Add the current stage to an engine's error.
 
     Raises:
-        LoadError: instead of whatever is raised inside.
+        LoadError: instead of any exception inside.
     """
     try:
         yield
-    except Exception as error:  # whatever it is, it would have ended the engine's start
+    except Exception as error:  # any exception would have ended the engine's start
         lines = str(error).strip().splitlines() or [""]
         raise LoadError(f"{words}: {type(error).__name__}: " + "\n      ".join(some(lines))) from error
 
 
 @dataclass
 class Loading:
-    """A dry load under way: what an engine's own loaders have made of a checkpoint so far.
+    """The state of a dry load: models and problems so far.
 
     Attributes:
         target, draft: the models that were built and filled.
@@ -101,26 +101,26 @@ class Loading:
             with stage(f"{label} cannot build {name}"):
                 filled = build()
             class_name = type(filled).__name__
-            with stage(f"{label}'s {class_name} stops at the checkpoint"), self.recorder:
+            with stage(f"{label}'s {class_name} cannot load the checkpoint"), self.recorder:
                 filled.load_weights(self.recorder.weights())
         self.problems += some(
-            f"{class_name} is left with {count} random numbers in {parameter}"
+            f"{class_name}: {count} uninitialized elements in {parameter}"
             for parameter, count in self.recorder.unfilled(filled, not_loaded).items()
         )
         return filled
 
     def note_that_target_drafts_for_itself(self) -> None:
-        """The draft is the target again."""
+        """Record the problem that the draft is the target."""
         self.problems.append(
-            f"the target drafts for itself: the draft is another {type(self.target).__name__} of the same directory, "
-            "so every draft is accepted and none is cheaper"
+            f"the draft model is the target itself ({type(self.target).__name__} of the same directory): all drafts "
+            "are accepted, but drafting is not faster"
         )
 
     def report(self, version: str, num_drafting: int) -> LoadReport:
-        """All of it.
+        """Return the report.
 
         Args:
-            version: the engine's.
+            version: version of the engine.
         """
         return LoadReport(
             engine=f"{self.info.name} {version}",
@@ -133,45 +133,49 @@ class Loading:
         )
 
     def _unread(self) -> list[str]:
-        """Keys that went nowhere; neither what follows from the config nor the copies that tied models have."""
+        """Describe keys that were not read, except derived tensors and the copies in tied models."""
         family = self.model.family
         copies = chain.from_iterable(row.hf_copies for row in family.rows(self.model.config))
         keys = (self.recorder.keys - self.recorder.used).difference(copies)
         left = sorted(key for key in keys if not family.is_derived(key) and not family.is_carried(key))
-        return [f"no class of {self.info.label} reads {key}" for key in some(left)]
+        return [f"{self.info.label} does not read {key}" for key in some(left)]
 
     def _other_version(self, version: str) -> list[str]:
-        """A note on a version whose conventions may be others: engines change them without a word."""
+        """Note that conventions were measured with another version: engines change them without notice."""
         measured = self.info.measured
         if self.draft is None or version.startswith(measured):
             return []
         return [
-            f"how {self.info.label} drafts was measured with {measured.rstrip('.')}, here is {version}: compare what "
-            "swiftlite evaluate counts with what the engine counts before you trust its drafts"
+            f"head inputs of {self.info.label} were measured with version {measured.rstrip('.')}, installed is "
+            f"{version}: compare the counts of swiftlite evaluate with those of the engine"
         ]
 
     def _fed_otherwise(self) -> list[str]:
-        """A note on heads that were trained on something else than the engine feeds them."""
-        note = fed_otherwise(self.model, self.info) if self.draft else ""
-        return [note] if note else []
+        """Note that head inputs differ between the engine and training."""
+        if self.draft is None:
+            return []
+        note = fed_otherwise(self.model, self.info)
+        if not note:
+            return []
+        return [note]
 
     def _unknown_class(self) -> list[str]:
-        """A note on a draft class other than the one whose convention was measured."""
+        """Note that the draft class is not the one whose convention was measured."""
         if self.draft is None:
             return []
         known = self.info.convention_for(self.model.family).draft
         found = type(self.draft).__name__
         if found == known:
             return []
-        return [f"swiftlite knows {known} here, not {found}: how it drafts has not been measured"]
+        return [f"the draft class is {found}, but head inputs were measured with {known}"]
 
 
 @contextmanager
 def one_rank(distributed: Any) -> Iterator[None]:
-    """Process groups of a single rank. It holds all of a model; which part of a tensor a rank has is not in question.
+    """Create process groups of a single rank, which holds the complete model.
 
     Args:
-        distributed: vLLM's module of that name, or SGLang's, which has its functions.
+        distributed: module of that name of vLLM, or of SGLang, which has the same functions.
     """
     with tempfile.TemporaryDirectory() as folder:
         distributed.init_distributed_environment(1, 0, f"file://{folder}/store", 0, "gloo")

@@ -138,10 +138,15 @@ class DryLoad(LoadTracker):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         # Some classes create a parameter on another device, to which meta tensors cannot be copied.
         is_without_numbers = func is COPY and args[1].is_meta and not args[0].is_meta
-        result = args[0] if is_without_numbers else func(*args, **(kwargs or {}))
+        if is_without_numbers:
+            result = args[0]
+        else:
+            result = func(*args, **(kwargs or {}))
         keys = set().union(*(self._keys.get(_storage(tensor), ()) for tensor in _tensors((args, kwargs))))
         if func in WRITES:
-            keys = self._keys.get(_storage(args[1]), set()) if func is COPY else set()
+            keys = set()
+            if func is COPY:
+                keys = self._keys.get(_storage(args[1]), keys)
             written, part = self._parts_of(args[0])
             self.replaced |= written.get(part, keys) - keys
             written[part] = set(keys)

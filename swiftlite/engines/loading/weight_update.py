@@ -32,15 +32,15 @@ class Channel(Protocol):
         ...
 
     def send(self, bucket: Bucket) -> None:
-        """Bring tensors to the workers, which have them when this returns."""
+        """Send tensors to the workers, which have received them when this returns."""
         ...
 
     def finish(self) -> None:
-        """End the transfer; fails unless every tensor found a parameter and every parameter a tensor."""
+        """End the transfer; fails if a tensor was not read or a parameter was not filled."""
         ...
 
     def reset_prefix_cache(self) -> bool:
-        """Drop keys and values of the old weights; returns whether that could be done."""
+        """Clear the KV cache of the old weights; returns whether this succeeded."""
         ...
 
 
@@ -51,12 +51,14 @@ def unsupported_layout(pipeline_stages: int, shares_experts: bool) -> str:
     some of the layers or experts skips the others, which is indistinguishable from a lost tensor."""
     if pipeline_stages > 1:
         return f"{pipeline_stages} pipeline stages"
-    return "experts on different workers (expert parallelism)" if shares_experts else ""
+    if shares_experts:
+        return "experts on different workers (expert parallelism)"
+    return ""
 
 
 @contextmanager
 def bucket_file(bucket: Bucket) -> Iterator[Path]:
-    """A safetensors file of a bucket in the temporary directory, gone when the context ends."""
+    """Write a bucket to a safetensors file in the temporary directory, which is deleted when the context ends."""
     with tempfile.TemporaryDirectory(prefix="swiftlite-weights-") as directory:
         path = Path(directory, "bucket.safetensors")
         save_file({key: tensor.contiguous() for key, tensor in bucket.items()}, path)
@@ -99,23 +101,25 @@ class WeightUpdate:
         self.check_layout()
         if draft is not None and not self._drafts:
             raise UserError(
-                "weights for MTP heads, and an engine that was started without them",
-                "start it with speculation, or send the trunk alone",
+                f"{self._name} was started without MTP heads and does not support new weights for them",
+                "start it with speculation, or send only the trunk",
             )
         if target is not None and self._drafted_rows_are_kept:
             raise UserError(
-                "weights for the trunk of an engine that drafts from a draft vocabulary, whose logits it would go on "
-                "computing with the old ones",
-                "start the engine again with the new weights",
+                f"{self._name} does not support new weights for the trunk of heads with a draft vocabulary",
+                "restart the engine with the new weights",
             )
         self._is_torn = True  # until the last transfer is through
         if target is not None:
             self._transfer("target", target, self._target)
         if draft is not None:
             self._transfer("draft", draft, self._draft)
-        # What was computed with the old weights must not answer for the new ones.
+        # The KV cache of the old weights must not be used with the new ones.
         if not self._channel.reset_prefix_cache():
-            raise UserError(f"{self._name} keeps keys and values of the old weights: a request is still running")
+            raise UserError(
+                f"{self._name} cannot clear the KV cache of the old weights: a request is still running",
+                "restart the engine, and wait for requests before the next update",
+            )
         self._is_torn = False
 
     @property
@@ -129,7 +133,8 @@ class WeightUpdate:
         """
         if self._is_torn:
             raise UserError(
-                "an update of the weights failed and left this engine with half of them", "start the engine again"
+                f"a previous weight update failed, and {self._name} has only part of the new weights",
+                "restart the engine",
             )
 
     def check_layout(self) -> None:
@@ -138,8 +143,8 @@ class WeightUpdate:
         """
         if self._layout:
             raise UserError(
-                f"new weights for a {self._name} with {self._layout} are not supported",
-                "start it with tensor parallelism alone",
+                f"{self._name} with {self._layout} does not support new weights",
+                "start it with only tensor parallelism",
             )
 
     def _transfer(self, part: Part, buckets: Iterable[Bucket], wanted: Mapping[str, Shape]) -> None:
@@ -158,6 +163,6 @@ def _check(wanted: Mapping[str, Shape], sent: Mapping[str, Shape]) -> None:
     problems = compare_shapes(wanted, sent)
     if problems:
         raise UserError(
-            "these are not the tensors that the engine was started with:\n  " + "\n  ".join(some(problems)),
-            "send the weights of the same model, its trunk as the target and its heads as the draft",
+            "tensors differ from those of the engine's model:\n  " + "\n  ".join(some(problems)),
+            "send weights of the same model: the trunk as target, the heads as draft",
         )

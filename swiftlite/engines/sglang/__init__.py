@@ -1,1 +1,1 @@
-"""SGLang 0.5.23: the engine, its server, what swiftlite adds to it as a plugin. Only `info.py` loads without it."""
+"""SGLang 0.5.23: the engine, its server and swiftlite's plugin. Only `info.py` can be imported without SGLang."""

@@ -1,4 +1,4 @@
-"""Asking SGLang's server: its own route, whose answers come with the counts of their drafts. Measured with 0.5.23."""
+"""Client of SGLang's server: its own route, whose answers include draft counts. Tested with 0.5.23."""
 
 from collections.abc import Sequence
 

@@ -30,25 +30,23 @@ from swiftlite.engines.sglang.engine import checked_options
 from swiftlite.engines.sglang.info import SGLANG
 from swiftlite.engines.sglang.weight_transfer import SHARED
 
-# Scales of keys and values in FP8 that a checkpoint may leave out: -1 means so (layers/quantization/kv_cache.py of
-# 0.5.23).
+# Scales of the KV cache in FP8 that a checkpoint may omit: -1 (layers/quantization/kv_cache.py of 0.5.23).
 OPTIONAL = (".k_scale", ".v_scale")
 
 
 def dry_load(config: EngineConfig) -> LoadReport:
-    """Let SGLang's loaders run on the checkpoint's headers; no tensor is read.
+    """Run SGLang's loaders on the checkpoint's headers; no tensor is read.
 
     Raises:
-        UserError: no model of a known family is there.
+        UserError: the model's family is unknown.
     """
     model = config.model
     drafts = model.heads.layers > 0 and config.num_speculative_tokens != 0
     loading = Loading(SGLANG, model)
-    problem = depth_problem(model, config.num_speculative_tokens) if drafts else None
-    if problem:
+    if drafts and (problem := depth_problem(model, config.num_speculative_tokens)):
         loading.problems.append(problem)
     with loading.until_it_objects():
-        with stage("SGLang refuses its options"):
+        with stage("SGLang rejected its options"):
             server_args = checked_options(_options(config, drafts))
         publish(server_args, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
         with one_rank(distributed):
@@ -60,43 +58,48 @@ def dry_load(config: EngineConfig) -> LoadReport:
                 loading.problems += _replaced(loading)
                 if type(loading.draft) is type(loading.target):
                     loading.note_that_target_drafts_for_itself()
-    known = SGLANG.convention_for(model.family)
-    num_drafting = known.num_drafting(model.heads.layers) if loading.draft is not None else 0
+    num_drafting = 0
+    if loading.draft is not None:
+        num_drafting = SGLANG.convention_for(model.family).num_drafting(model.heads.layers)
     return loading.report(sglang.__version__, num_drafting)
 
 
 def _replaced(loading: Loading) -> list[str]:
-    """Tensors of the checkpoint that the draft has taken, and then others in their place."""
+    """Describe tensors that the draft overwrites with others."""
     keys = sorted(key for key in loading.recorder.replaced if not key.endswith(SHARED))
-    return [f"{type(loading.draft).__name__} loads another tensor over {key}" for key in some(keys)]
+    return [f"{type(loading.draft).__name__} overwrites {key} with another tensor" for key in some(keys)]
 
 
 def _options(config: EngineConfig, drafts: bool) -> dict[str, Any]:
-    """SGLang's options for heads that may be broken: what is wrong with them is to be found out."""
+    """Return SGLang's options without checking the heads, whose problems the report shows."""
     num_tokens = config.num_speculative_tokens or 1
-    drafting = {
-        "speculative_algorithm": "NEXTN",
-        "speculative_num_steps": num_tokens,
-        "speculative_eagle_topk": 1,
-        "speculative_num_draft_tokens": num_tokens + 1,
-    }
+    drafting: dict[str, Any] = {}
+    if drafts:
+        drafting = {
+            "speculative_algorithm": "NEXTN",
+            "speculative_num_steps": num_tokens,
+            "speculative_eagle_topk": 1,
+            "speculative_num_draft_tokens": num_tokens + 1,
+        }
     return {
         "model_path": str(config.model.directory),
         "dtype": config.torch_dtype,
         "trust_remote_code": config.trust_remote_code,
         "skip_tokenizer_init": True,
         "log_level": "error",
-        **(drafting if drafts else {}),
+        **drafting,
         **cpu_options(drafts),
     }
 
 
 def _load(loading: Loading, server_args: Any, is_draft_model: bool = False) -> nn.Module:
-    with stage("SGLang refuses config.json"):
+    with stage("SGLang rejected config.json"):
         config = ModelConfig.from_server_args(server_args, is_draft_model=is_draft_model)
         load_config = LoadConfig()
         quantization = _get_quantization_config(config, load_config)
     build = partial(_initialize_model, config, load_config, quantization)
     with set_default_torch_dtype(config.dtype):
-        not_loaded = (*SHARED, *OPTIONAL) if is_draft_model else OPTIONAL
+        not_loaded = OPTIONAL
+        if is_draft_model:
+            not_loaded = (*SHARED, *OPTIONAL)
         return loading.fill(str(config.hf_config.architectures), build, not_loaded)

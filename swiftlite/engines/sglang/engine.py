@@ -16,7 +16,7 @@ import torch
 
 from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.engines.devices import on_devices
-from swiftlite.engines.engine import Completion, EngineConfig, OnAnswer, Sampling, check_prompts
+from swiftlite.engines.engine import Completion, EngineConfig, OnAnswer, Sampling, check_prompts, finish_reason
 from swiftlite.engines.loading.weight_update import Bucket, WeightUpdate, unsupported_layout
 from swiftlite.engines.plugin import require_plugin
 from swiftlite.engines.sglang.info import SGLANG
@@ -28,10 +28,10 @@ class SglangEngine:
     """See `Engine`.
 
     Attributes:
-        bucket_device: where the tensors of a bucket of new weights are wanted.
+        bucket_device: device of the tensors in a bucket of new weights.
 
     Raises:
-        UserError: SGLang refuses the options or cannot start, or it would draft with other heads than the checkpoint's.
+        UserError: SGLang rejects the options or cannot start, or it would not draft with the checkpoint's heads.
     """
 
     bucket_device = torch.device("cpu")
@@ -39,13 +39,13 @@ class SglangEngine:
     def __init__(self, config: EngineConfig):
         if config.weight_transport != "file":
             raise UserError(
-                f"weight_transport {config.weight_transport}: SGLang takes new weights from files", "use file"
+                f"weight_transport {config.weight_transport} is not supported by SGLang", "use weight_transport file"
             )
         os.environ.update(cpu_variables())  # read when SGLang is imported
         import sglang
 
         require_plugin(SGLANG)
-        # It would log an error only to say that it uses `report_lost_process`.
+        # SGLang logs an error because a custom handler, `report_lost_process`, is used.
         logging.getLogger("sglang.srt.entrypoints.engine").setLevel(logging.CRITICAL)
         server_args = checked_options(engine_options(config))
         with on_devices(config.devices):
@@ -62,8 +62,8 @@ class SglangEngine:
         self._weights = WeightUpdate("SGLang", channel, config.model, self.num_speculative_tokens > 0, layout)
 
     def _keep_sigterm(self) -> None:
-        """Leave SIGTERM to this process. With its first request SGLang would take it for itself: answer all that waits,
-        and end the process as if nothing had happened."""
+        """Restore this process's SIGTERM handler: with its first request SGLang installs one that drains requests and
+        exits with code 0."""
         before = signal.getsignal(signal.SIGTERM)
 
         async def begin() -> None:
@@ -90,7 +90,7 @@ class SglangEngine:
     async def _generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, on_answer: OnAnswer | None
     ) -> list[Completion]:
-        """A request for each prompt, all at once: a request for all would end with the last."""
+        """Send one request per prompt, so that each answer is available when it is finished."""
 
         async def answer(place: int, prompt: Sequence[int]) -> Completion:
             output: Any = await self._engine.async_generate(
@@ -106,8 +106,7 @@ class SglangEngine:
                 },
             )
             self._counts += draft_counts(output["meta_info"], self.num_speculative_tokens)
-            stopped = output["meta_info"]["finish_reason"]["type"] == "stop"
-            completion = Completion(output["output_ids"], "stop" if stopped else "length")
+            completion = Completion(output["output_ids"], finish_reason(output["meta_info"]["finish_reason"]["type"]))
             if on_answer:
                 on_answer(place, completion)
             return completion
@@ -115,7 +114,7 @@ class SglangEngine:
         return list(await asyncio.gather(*(answer(place, prompt) for place, prompt in enumerate(prompts))))
 
     def update_weights(self, target: Iterable[Bucket] | None = None, draft: Iterable[Bucket] | None = None) -> None:
-        """Give the running engine new weights, see `WeightUpdate.run`."""
+        """Send new weights to the running engine, see `WeightUpdate.run`."""
         self._weights.run(target, draft)
 
     def draft_counts(self) -> DraftCounts:
@@ -128,13 +127,13 @@ class SglangEngine:
 
 
 def engine_options(config: EngineConfig) -> dict[str, Any]:
-    """Keyword arguments for `sglang.Engine`.
+    """Return the keyword arguments for `sglang.Engine`.
 
     Args:
-        config: its speculative_config holds those of SGLang's four options of drafting that the user gave.
+        config: its speculative_config contains those of SGLang's four speculative options that the user gave.
 
     Raises:
-        UserError: the heads are not whole, or SGLang would draft with something else.
+        UserError: the heads are incomplete, or SGLang would not draft with them.
     """
     options: dict[str, Any] = {
         "model_path": str(config.model.directory),
@@ -143,7 +142,7 @@ def engine_options(config: EngineConfig) -> dict[str, Any]:
         "context_length": config.max_model_len,
         "max_running_requests": config.max_batch_size,
         "skip_tokenizer_init": True,  # token ids in, token ids out
-        "sampling_defaults": "openai",  # sampling is what the caller says, and nothing of the model's
+        "sampling_defaults": "openai",  # ignore the sampling settings in the model's directory
         "log_level": "error",
     }
     drafts = config.num_speculative_tokens != 0
@@ -164,35 +163,35 @@ def checked_options(options: Mapping[str, Any]) -> Any:  # a ServerArgs
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import ServerArgs
 
-    logging.getLogger("sglang").setLevel(logging.ERROR)  # its choices of a backend, ten lines
+    logging.getLogger("sglang").setLevel(logging.ERROR)  # below: ten lines about the choice of a backend
     load_plugins()
     try:
         server_args = ServerArgs(**{**options, "custom_sigquit_handler": report_lost_process})
         server_args.resolve_once()
         server_args.check_server_args()
     except (AssertionError, TypeError, ValueError, NotImplementedError) as error:
-        raise UserError(f"SGLang refuses its options: {error}", "see --sglang_engine_kwargs") from error
+        raise UserError(f"SGLang rejected its options: {error}", "see --sglang_engine_kwargs") from error
     return server_args
 
 
 def report_lost_process(signum: int, frame: object) -> None:
     """Raise an error in this process when one of SGLang's fails; SGLang's own handler would kill this one."""
-    raise UserError("a process of SGLang failed", "the cause is in its own log, above")
+    raise UserError("a process of SGLang failed", "see its log above for the cause")
 
 
 def draft_counts(meta_info: Mapping[str, Any], num_tokens: int) -> DraftCounts:
-    """The counts of one answer.
+    """Return the counts of one answer.
 
-    SGLang counts steps by how many of their drafts were right; it counts nothing for an answer of one token. With 2
-    tokens drafted, steps [2, 1, 3] are 2 without a right draft, 1 with the first alone, 3 with both: of 6 steps the
-    first draft was right in 4, the second in 3.
+    SGLang counts steps by their number of correct drafts, and none for an answer of one token. With 2 draft tokens,
+    [2, 1, 3] means 2 steps without a correct draft, 1 with only the first, and 3 with both: of 6 steps the first draft
+    was correct in 4, the second in 3.
 
     Args:
         meta_info: of an output of `Engine.generate`.
-        num_tokens: drafted per step.
+        num_tokens: number of draft tokens per step.
     """
     steps_by_hits = meta_info.get("spec_correct_drafts_histogram", [])
     steps_by_hits = [*steps_by_hits, *(0,) * (num_tokens + 1 - len(steps_by_hits))]
-    # A draft at position k was right in every step with k or more right ones.
+    # A draft at position k was correct in every step with k or more correct drafts.
     at_least = tuple(accumulate(reversed(steps_by_hits)))[::-1]
     return DraftCounts(at_least[0], meta_info.get("spec_num_proposed_drafts", 0), at_least[1:])

@@ -11,7 +11,7 @@ NUMBERS = ("sglang_speculative_num_steps", "sglang_speculative_eagle_topk", "sgl
 
 
 def read_speculative_config(args: SglangArgs) -> dict[str, Any] | None:
-    """SGLang's options of speculative decoding that were given, by SGLang's names; None when none were."""
+    """Return the given speculative options by SGLang's names; None if there are none."""
     given = {
         "speculative_algorithm": args.sglang_speculative_algorithm,
         "speculative_num_steps": args.sglang_speculative_num_steps,
@@ -26,10 +26,10 @@ def numbers_go_together(args: Any) -> Iterator[Problem]:
     missing = [f"--{name}" for name in NUMBERS if name not in numbers]
     if numbers and missing:
         words = " ".join(f"--{name} {value}" for name, value in numbers.items())
-        yield f"{words} without {' and '.join(missing)}: SGLang wants all three or none", "give all three, or none"
+        yield f"{words} requires {' and '.join(missing)}", "set all three, or none"
     if numbers and args.num_speculative_tokens is not None:
-        words = f"--num_speculative_tokens {args.num_speculative_tokens} and --{next(iter(numbers))}"
-        yield f"{words} both say how many tokens to draft", "leave the first out"
+        flags = f"--num_speculative_tokens {args.num_speculative_tokens} and --{next(iter(numbers))}"
+        yield f"{flags} both set the number of draft tokens", "remove --num_speculative_tokens"
 
 
 def numbers_agree(args: Any) -> Iterator[Problem]:
@@ -40,16 +40,16 @@ def numbers_agree(args: Any) -> Iterator[Problem]:
         return
     if topk == 1 and tokens != steps + 1:
         yield (
-            f"--sglang_speculative_num_draft_tokens {tokens} with {steps} steps of topk 1: SGLang would take "
-            f"{steps + 1}, a chain of drafts and the newest token",
-            f"--sglang_speculative_num_draft_tokens {steps + 1}",
+            f"--sglang_speculative_num_draft_tokens {tokens} must be {steps + 1} for {steps} steps with topk 1: the "
+            "chain of drafts and one verified token",
+            f"use --sglang_speculative_num_draft_tokens {steps + 1}",
         )
     drafted = topk + (steps - 1) * topk**2  # the first step drafts topk tokens, each later one topk behind each branch
     if topk > 1 and tokens > 1 + drafted:
         yield (
-            f"--sglang_speculative_num_draft_tokens {tokens}: {steps} steps of topk {topk} draft "
-            f"{drafted} tokens, one more is verified",
-            f"at most {1 + drafted}",
+            f"--sglang_speculative_num_draft_tokens {tokens} must be at most {1 + drafted}: {steps} steps with topk "
+            f"{topk} draft {drafted} tokens, and one more is verified",
+            f"use --sglang_speculative_num_draft_tokens {1 + drafted} or less",
         )
 
 
@@ -58,7 +58,7 @@ SGLANG = EngineInfo(
     label="SGLang",
     package="sglang",
     distributions=("sglang",),
-    install="pip install sglang, which comes for CUDA",
+    install="pip install sglang (requires CUDA)",
     adapter="swiftlite.engines.sglang.engine:SglangEngine",
     convention="swiftlite.conventions.sglang:convention",
     measured="0.5.23",

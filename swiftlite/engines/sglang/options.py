@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from swiftlite.atomic import atomic_write, check_writable
 from swiftlite.engines.draft_schedule import DraftSchedule
 from swiftlite.engines.loading.load_report import LoadReport
 from swiftlite.engines.served_model import fed_otherwise, log_fed_otherwise, require_heads
@@ -30,28 +29,29 @@ def depth_problem(model: HfModel, num_steps: int | None = None) -> str | None:
     known = SGLANG.convention_for(model.family)
     depth = model.heads.layers
     if depth > 1 and known.heads == "one":
-        return f"SGLang's {known.draft} refuses a checkpoint with {depth} MTP heads; it takes one"
+        return f"SGLang's {known.draft} supports one MTP head, but the checkpoint has {depth}"
     if depth > 1 and known.heads == "last":
         return (
-            f"SGLang's {known.draft} loads all {depth} MTP heads into one place: the last one would draft every token, "
-            f"and it was trained for token {depth}"
+            f"SGLang's {known.draft} overwrites all {depth} MTP heads with the last one, which was trained for token "
+            f"{depth}, and drafts every token with it"
         )
     if depth > 1 and (num_steps or 1) > 1:
-        return f"SGLang's {known.draft} runs the first of {depth} MTP heads at all {num_steps} steps; use 1"
+        return f"SGLang's {known.draft} runs the first of {depth} MTP heads at all {num_steps} steps; use 1 draft token"
     return None
 
 
 def speculative_options(
     model: HfModel, num_tokens: int | None = None, given: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """SGLang's four options of drafting by their names: those given, else what the checkpoint has.
+    """Return SGLang's four speculative options: the user's, otherwise those that fit the checkpoint.
 
     Args:
-        num_tokens: to draft per step, in a chain; None is what the heads were trained for, or what `given` says.
-        given: the options of these four that the user gave.
+        num_tokens: number of draft tokens per step, in a chain; None means the number in `given`, or the number that
+            the heads were trained for.
+        given: those of the four options that the user gave.
 
     Raises:
-        UserError: the heads are not whole, or SGLang would draft with something else.
+        UserError: the heads are incomplete, or SGLang would not draft with them.
     """
     require_heads(model)
     log_fed_otherwise(model, SGLANG)
@@ -59,10 +59,11 @@ def speculative_options(
     num_steps = given.get("speculative_num_steps", num_tokens)
     problem = depth_problem(model, num_steps)
     if problem:
-        raise UserError(problem, "serve it with --infer_backend vllm")
+        raise UserError(problem, "use --infer_backend vllm")
     if num_steps is None:
-        num_drafting = SGLANG.convention_for(model.family).num_drafting(model.heads.layers)
-        num_steps = model.heads.drafts if num_drafting == model.heads.layers else num_drafting
+        num_steps = SGLANG.convention_for(model.family).num_drafting(model.heads.layers)
+        if num_steps == model.heads.layers:
+            num_steps = model.heads.drafts
     return {
         "speculative_algorithm": "NEXTN",
         "speculative_num_steps": num_steps,
@@ -73,81 +74,83 @@ def speculative_options(
     }
 
 
-def schedule_options(schedule: DraftSchedule, bench_json: Path) -> dict[str, Any]:
-    """Return SGLang's options for an adaptive number of draft tokens, and write its file next to bench.json.
+def schedule_options(schedule: DraftSchedule, bench_json: Path) -> tuple[dict[str, Any], dict[Path, str]]:
+    """Return SGLang's options for an adaptive number of draft tokens, and the text of the file that they name.
 
     SGLang selects among the candidates of the nearest smaller number of requests by the recent acceptance; here each
-    number has one candidate, the fastest.
-
-    Raises:
-        UserError: the file cannot be written.
+    number has one candidate, the fastest. The file is next to bench.json.
     """
     if schedule.is_constant:
-        return {}
-    path = bench_json.with_suffix(".sglang.json")
+        return {}, {}
+    path = bench_json.with_suffix(".sglang.json").absolute()
     slots = {str(begin): {"candidate_steps": [number]} for begin, number in schedule.numbers.items()}
-    check_writable("--draft_schedule", path.parent)
-    atomic_write(path, json.dumps(slots).encode() + b"\n")
-    return {"speculative_adaptive": True, "speculative_adaptive_config": str(path.absolute())}
+    return {"speculative_adaptive": True, "speculative_adaptive_config": str(path)}, {path: json.dumps(slots)}
 
 
 def _token_map(model: HfModel) -> dict[str, str]:
-    """SGLang's option for heads with a draft vocabulary.
+    """Return SGLang's option for heads with a draft vocabulary.
 
     Raises:
-        UserError: the file that `export` writes for it is not there, or is another model's.
+        UserError: the file that `export` writes for it is missing, or belongs to another model.
     """
     if not model.heads.draft_vocab:
         return {}
     path = model.directory / TOKEN_MAP_FILE
     if not path.is_file() or tuple(torch.load(path, weights_only=True)) != model.heads.draft_vocab:
-        raise UserError(f"{path} is not the draft vocabulary that config.json has", "export the run again")
+        raise UserError(f"{path} does not contain the draft vocabulary in config.json", "export the run again")
     return {"speculative_token_map": str(path.absolute())}
 
 
 def known_report(model: HfModel) -> LoadReport:
     """Return the known facts about SGLang's draft classes, for machines without SGLang."""
     known = SGLANG.convention_for(model.family)
-    problem = depth_problem(model)
-    note = fed_otherwise(model, SGLANG)
+    draft = None
+    if model.heads.layers:
+        draft = known.draft
     return LoadReport(
-        engine="sglang 0.5.23, as known to swiftlite; it is not installed here, so its loader was not run",
+        engine="sglang 0.5.23 (not installed: its loaders were not run)",
         target=(model.config.get("architectures") or [None])[0],
-        draft=known.draft if model.heads.layers else None,
+        draft=draft,
         num_mtp_heads=model.heads.layers,
         num_drafting=known.num_drafting(model.heads.layers),
-        verdict="nothing known speaks against it",
-        problems=[problem] if problem else [],
-        notes=[note] if note else [],
+        verdict="no known problem",
+        problems=list(filter(None, [depth_problem(model)])),
+        notes=list(filter(None, [fed_otherwise(model, SGLANG)])),
     )
 
 
 def is_on_cpu() -> bool:
-    """Whether SGLang is installed here and computes on the CPU."""
+    """Return whether SGLang is installed and computes on the CPU."""
     return SGLANG.is_installed and not torch.accelerator.is_available()
 
 
 def drawing_problem() -> str | None:
     """Return why this SGLang verifies drafts incorrectly at a temperature above 0."""
-    return "SGLang on a CPU would verify drafts greedily" if is_on_cpu() else None
+    if not is_on_cpu():
+        return None
+    return "SGLang on a CPU verifies drafts greedily"
 
 
 def cpu_variables() -> dict[str, str]:
-    """Environment variables without which SGLang looks for a GPU."""
-    return {"SGLANG_USE_CPU_ENGINE": "1"} if is_on_cpu() else {}
+    """Return the environment variables without which SGLang requires a GPU."""
+    if not is_on_cpu():
+        return {}
+    return {"SGLANG_USE_CPU_ENGINE": "1"}
 
 
 def cpu_options(drafts: bool) -> dict[str, Any]:
-    """Options that SGLang needs on a CPU."""
+    """Return the options that SGLang requires on a CPU."""
     if not is_on_cpu():
         return {}
-    # Graphs are compiled for minutes. Without AMX it would take torch's attention, which cannot verify drafts; this one
-    # runs there too.
-    backend = "intel_amx" if drafts else None
+    # Compiling graphs takes minutes. Without AMX SGLang selects torch's attention, which cannot verify drafts; this
+    # backend also runs without AMX.
+    backend = None
+    if drafts:
+        backend = "intel_amx"
     return {
         "device": "cpu",
         "disable_cuda_graph": True,
-        "max_total_tokens": 32768,  # with keys and values in memory at once; of itself it takes most of the machine's
+        "max_total_tokens": 32768,  # of the KV cache, which by default takes most of the memory
         "prefill_attention_backend": backend,
         "decode_attention_backend": backend,
     }

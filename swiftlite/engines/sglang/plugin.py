@@ -42,9 +42,9 @@ def choose_draft(result: None, model_config: Any) -> None:
 
 
 def register() -> None:
-    """Tell transformers and SGLang about the classes; may be called again."""
+    """Register the classes with transformers and SGLang; may be called again."""
     AutoConfig.register("mimo", MiMoConfig, exist_ok=True)
-    # Read when a process of SGLang first looks for a model's class; what is in this package goes before SGLang's own.
+    # Read when a process of SGLang first looks up a model's class; classes of this package take precedence.
     os.environ.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", "swiftlite.engines.sglang.models")
     HookRegistry.register(
         "sglang.srt.configs.model_config.ModelConfig._config_draft_model", choose_draft, HookType.AFTER

@@ -1,4 +1,4 @@
-"""The command of SGLang's OpenAI-compatible server. It can be made where SGLang is not installed."""
+"""Build the command of SGLang's OpenAI-compatible server, also if SGLang is not installed."""
 
 import sys
 from pathlib import Path
@@ -17,8 +17,7 @@ def server_command(args: DeployArgs, model: HfModel, drafts: bool, schedule: Dra
     """Return the command of SGLang's server for a model.
 
     Raises:
-        UserError: SGLang would not draft with the checkpoint's heads, or the file of its schedule cannot be written
-            next to --draft_schedule.
+        UserError: SGLang would not draft with the checkpoint's heads.
     """
     given: dict[str, Any] = {
         "model_path": str(model.directory.absolute()),
@@ -30,11 +29,16 @@ def server_command(args: DeployArgs, model: HfModel, drafts: bool, schedule: Dra
         "context_length": args.max_model_len,
     }
     if drafts:
-        num_tokens = args.num_speculative_tokens if schedule is None else schedule.largest
+        num_tokens = args.num_speculative_tokens
+        if schedule is not None:
+            num_tokens = schedule.largest
         given |= speculative_options(model, num_tokens, SGLANG.speculative_config(args))
+    files: dict[Path, str] = {}
     if schedule is not None and args.draft_schedule is not None:
-        given |= schedule_options(schedule, Path(args.draft_schedule))
+        adaptive, files = schedule_options(schedule, Path(args.draft_schedule))
+        given |= adaptive
     given |= cpu_options(drafts)
-    # SGLang's switches are there or not; vLLM's have a --no- form.
-    given |= {name: None if value is False else value for name, value in SGLANG.engine_kwargs(args).items()}
-    return ServerCommand([sys.executable, "-m", "sglang.launch_server", *flags(given)], cpu_variables())
+    given |= SGLANG.engine_kwargs(args)
+    # SGLang's switches have no --no- form, unlike vLLM's.
+    given = {name: value for name, value in given.items() if value is not False}
+    return ServerCommand([sys.executable, "-m", "sglang.launch_server", *flags(given)], cpu_variables(), files)

@@ -28,9 +28,11 @@ class SglangChannel:
         _check(self._engine.begin_weight_update(part))
 
     def send(self, bucket: Bucket) -> None:
-        # Heads wait in the worker until they are whole, because draft classes refuse parts.
+        load_format = LOAD
+        if self._part == "draft":  # draft classes reject incomplete heads, so the worker collects all buckets
+            load_format = KEEP
         with bucket_file(bucket) as path:
-            self._notify(LOAD if self._part == "target" else KEEP, str(path))
+            self._notify(load_format, str(path))
 
     def finish(self) -> None:
         self._notify(FINISH, self._part)
@@ -55,4 +57,4 @@ class SglangChannel:
 def _check(answer: tuple[bool, str]) -> None:
     succeeded, message = answer
     if not succeeded:
-        raise UserError(f"SGLang did not take the weights: {message}", "start the engine again")
+        raise UserError(f"SGLang rejected the new weights: {message}", "restart the engine")

@@ -15,8 +15,8 @@ from torch import nn
 from swiftlite.engines.loading.load_tracker import RunningLoad
 
 LOAD, KEEP, FINISH = "swiftlite_load", "swiftlite_keep", "swiftlite_finish"
-"""Read a file into the model; keep what a file has; load what was kept, and say what the transfer left out."""
-# What SGLang takes from the target for every MTP draft (`set_embed_and_head` of the draft classes), loaded or not.
+"""Load a file into the model; keep the tensors of a file; load the kept tensors and report missing ones."""
+# SGLang shares these parameters of the target with every MTP draft (`set_embed_and_head` of the draft classes).
 SHARED = ("embed_tokens.weight", "lm_head.weight")
 
 
@@ -27,8 +27,8 @@ class _Transfer:
     unread: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def load(self, model: Any, tensors: dict[str, torch.Tensor]) -> None:
-        # A DeepSeek joins q_a_proj and kv_a_proj_with_mqa, and passes over the one that comes without the other: what
-        # nothing has read comes again with the next file.
+        # DeepSeek's loader joins q_a_proj and kv_a_proj_with_mqa and skips one without the other: unread tensors are
+        # passed again with the next file.
         tensors = self.unread | tensors
         self.filling.expect(tensors)
         with torch.no_grad(), self.filling:
@@ -36,12 +36,15 @@ class _Transfer:
         self.unread = {name: tensors[name] for name in self.filling.take_unread()}
 
     def problems(self, model: nn.Module, part: str) -> list[str]:
-        unfilled = self.filling.unfilled(model, SHARED if part == "draft" else ())
-        return [f"nothing reads {name}" for name in self.unread] + [f"nothing filled {name}" for name in unfilled]
+        elsewhere: tuple[str, ...] = ()
+        if part == "draft":
+            elsewhere = SHARED
+        unfilled = self.filling.unfilled(model, elsewhere)
+        return [f"not read: {name}" for name in self.unread] + [f"not filled: {name}" for name in unfilled]
 
 
 _transfers: WeakKeyDictionary[nn.Module, _Transfer] = WeakKeyDictionary()
-"""Those under way, by the model."""
+"""Transfers in progress by model."""
 
 
 def load_at_once(result: bool, weight: torch.Tensor) -> bool:
@@ -59,13 +62,13 @@ def take(
     named_tensors: Sequence[tuple[str, torch.Tensor]],
     load_format: str | None = None,
 ) -> tuple[bool, str]:
-    """Instead of `stock`, WeightUpdater.update_weights_from_tensor, for the three formats of this file.
+    """Replace WeightUpdater.update_weights_from_tensor (`stock`) for the three formats of this file.
 
     Args:
-        named_tensors: one; its name is the file, or with FINISH the part that was sent.
+        named_tensors: one tensor, whose name is the file, or with FINISH the part that was sent.
 
     Returns:
-        Whether it succeeded, and what there is to say. Nothing is raised: an error would end SGLang.
+        Whether it succeeded, and a message. Nothing is raised, because an exception would end SGLang.
     """
     if load_format not in (LOAD, KEEP, FINISH):
         return stock(updater, named_tensors=named_tensors, load_format=load_format)
@@ -83,6 +86,6 @@ def take(
             del _transfers[model]
             if problems := transfer.problems(model, word):
                 return False, f"{type(model).__name__}:\n  " + "\n  ".join(problems)
-    except Exception as error:  # whatever a model's loader objects to
+    except Exception as error:  # of any model's loader
         return False, f"{type(model).__name__}: {error}"
     return True, "Success"

@@ -1,1 +1,1 @@
-"""transformers with the MTP heads in plain torch around its trunk: the engine that is always there."""
+"""transformers with MTP heads in plain torch on top of its trunk: the engine that is always installed."""

@@ -1,7 +1,7 @@
-"""transformers as an engine: one prompt at a time, the trunk verifying what the MTP heads draft.
+"""Adapt transformers: one prompt at a time, with MTP heads that draft and the trunk that verifies.
 
-The verify loop is ours, because transformers chooses the drafter of `generate` in a private method and keeps no counts.
-The drafter itself follows transformers' protocol and works in its loop as well
+The loop is implemented here, because transformers selects the drafter of `generate` in a private method and does not
+count drafts. The drafter itself follows transformers' protocol and also works in its loop
 (tests/engines/transformers/test_mtp_heads.py).
 """
 
@@ -36,17 +36,21 @@ from swiftlite.families.resolved import HfModel
 
 
 class TransformersEngine:
-    """See `Engine`. Runs on the GPU when there is one.
+    """See `Engine`. Runs on the GPU if there is one.
 
     Raises:
-        UserError: no model there, or MTP heads that are not what its config promises.
+        UserError: the model is missing, or its MTP heads do not match its config.json.
     """
 
     def __init__(self, config: EngineConfig):
         if config.devices:
-            raise UserError("devices for transformers, which computes on this process's own", "leave them out")
+            raise UserError(
+                "devices are not supported by transformers, which uses this process's GPU", "remove devices"
+            )
         model = config.model
-        num_tokens = model.heads.drafts if config.num_speculative_tokens is None else config.num_speculative_tokens
+        num_tokens = config.num_speculative_tokens
+        if num_tokens is None:
+            num_tokens = model.heads.drafts
         if num_tokens or config.num_speculative_tokens is None:
             require_heads(model)
         self.num_speculative_tokens = num_tokens
@@ -55,9 +59,12 @@ class TransformersEngine:
         longest = trunk.config.max_position_embeddings
         self._max_length = min(config.max_model_len or longest, longest)
         self._drafting = model.family.mtp.drafting_of(model.heads)
-        self._heads = load_heads(model, self._decoder) if num_tokens else None
-        drafted = model.heads.draft_vocab
-        self._draft_output: Any = DraftOutput(self._output_layer, drafted) if drafted else self._output_layer
+        self._heads = None
+        if num_tokens:
+            self._heads = load_heads(model, self._decoder)
+        self._draft_output: Any = self._output_layer
+        if model.heads.draft_vocab:
+            self._draft_output = DraftOutput(self._output_layer, model.heads.draft_vocab)
         self._counts = DraftCounts(0, 0, (0,) * num_tokens)
 
     def generate(
@@ -75,7 +82,7 @@ class TransformersEngine:
         return completions
 
     def draft_counts(self) -> DraftCounts:
-        """See `Engine`. A draft counts as accepted also past a stop token or the last token wanted."""
+        """See `Engine`. Drafts after a stop token or after the maximum length also count as accepted."""
         return self._counts
 
     def close(self) -> None:
@@ -91,12 +98,14 @@ class TransformersEngine:
         cache = DynamicCache(config=self._decoder.config)
         processor = warpers(sampling)
         drafter = self._make_drafter(processor, generator, sampling.draft_confidence)
-        fed = None  # the trunk's states of its last pass, as the heads take them
+        fed = None  # the trunk's states of its last pass, before or after the norm
         while True:
             drafted_ids, drawn_from = _draft(drafter, ids, fed)
             drafts = drafted_ids[0, ids.shape[1] :]
             num_drafted = len(drafts)
-            begin = RecurrentStates(cache) if num_drafted else None
+            begin = None
+            if num_drafted:
+                begin = RecurrentStates(cache)
             new_ids = drafted_ids[:, cache.get_seq_length() :]
             before, after = self._states(new_ids, cache)
             logits = self._output_layer(after[0, -num_drafted - 1 :])
@@ -104,14 +113,18 @@ class TransformersEngine:
                 tokens = verify_greedily(drafts, logits)
             else:
                 p = processor(ids, logits.float()).softmax(dim=-1)  # pyright: ignore[reportArgumentType]
-                q = p[:0] if drawn_from is None else drawn_from[0].softmax(dim=-1)
+                q = p[:0]
+                if drawn_from is not None:
+                    q = drawn_from[0].softmax(dim=-1)
                 tokens = verify(drafts, q, p, generator)
             num_accepted = len(tokens) - 1
             self._count(num_drafted, num_accepted)
             if num_drafted > num_accepted:
                 assert begin is not None
                 self._roll_back(new_ids, num_drafted - num_accepted, cache, begin)
-            fed = before if self._drafting.takes_before_norm else after
+            fed = after
+            if self._drafting.takes_before_norm:
+                fed = before
             for token in tokens.tolist():
                 ids = torch.cat((ids, ids.new_tensor([[token]])), dim=1)
                 if token in sampling.stop_token_ids:
@@ -122,7 +135,7 @@ class TransformersEngine:
     def _make_drafter(
         self, processor: LogitsProcessorList | None, generator: torch.Generator, confidence: float
     ) -> MtpCandidateGenerator | None:
-        """One for a prompt; None without speculation."""
+        """Return the drafter for one prompt; None without speculation."""
         if self._heads is None:
             return None
         return MtpCandidateGenerator(
@@ -137,7 +150,7 @@ class TransformersEngine:
         )
 
     def _states(self, ids: torch.Tensor, cache: DynamicCache) -> tuple[torch.Tensor, torch.Tensor]:
-        """The trunk's states [1, S, H] before and after its final norm; transformers returns the second alone."""
+        """Return the trunk's states [1, S, H] before and after its final norm; transformers returns only the second."""
         before: list[torch.Tensor] = []
         with self._decoder.norm.register_forward_pre_hook(lambda norm, inputs: before.append(inputs[0])):
             after = self._decoder(input_ids=ids, past_key_values=cache, use_cache=True).last_hidden_state
@@ -162,16 +175,16 @@ class TransformersEngine:
 
 
 def load_trunk(config: EngineConfig) -> PreTrainedModel:
-    """The model without its MTP heads, on the GPU when there is one.
+    """Load the model without its MTP heads, on the GPU if there is one.
 
     Raises:
-        UserError: a tensor of the trunk is missing; transformers would put random numbers in its place.
+        UserError: a tensor of the trunk is missing, which transformers would initialize randomly.
     """
     model = config.model
     options: dict[str, Any] = {
         "dtype": getattr(torch, config.torch_dtype),
         "output_loading_info": True,
-        "experts_implementation": "eager",  # one expert after the other, in the order in which training sums them
+        "experts_implementation": "eager",  # one expert after another, summed in the same order as in training
     }
     model_class: Any = AutoModelForCausalLM
     source: Path | None = model.directory
@@ -186,21 +199,23 @@ def load_trunk(config: EngineConfig) -> PreTrainedModel:
         options["state_dict"] = _trunk_tensors(model, options["dtype"])
         source = None
     verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # it would list every MTP tensor as unexpected
+    logging.set_verbosity_error()  # transformers lists every MTP tensor as unexpected
     try:
         trunk, loaded = model_class.from_pretrained(source, **options)
     finally:
         logging.set_verbosity(verbosity)
     if loaded["missing_keys"]:
         raise UserError(
-            f"{model.directory} lacks tensors of the model:\n  " + "\n  ".join(some(sorted(loaded["missing_keys"]))),
+            f"{model.directory}: missing tensors:\n  " + "\n  ".join(some(sorted(loaded["missing_keys"]))),
             "copy, download or export the model again",
         )
-    return trunk.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+    if torch.cuda.is_available():
+        trunk = trunk.to("cuda")
+    return trunk.eval()
 
 
 def _unquantised_class(model_class: Any, model: HfModel, options: dict[str, Any]) -> tuple[Any, PreTrainedConfig]:
-    """The class of a quantised model's trunk, and its config without the quantisation."""
+    """Return the class of a quantised model's trunk, and its config without the quantisation."""
     config = options.pop("config", None)
     trust_remote_code = options.pop("trust_remote_code", False)
     if config is None:

@@ -1,4 +1,4 @@
-"""transformers' record."""
+"""Define transformers' record."""
 
 from swiftlite.engines.info import EngineInfo
 

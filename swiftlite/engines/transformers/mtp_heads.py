@@ -1,9 +1,8 @@
-"""MTP heads in plain torch around a transformers trunk, and the drafting that an engine does with them.
+"""Implement MTP heads in plain torch on top of a transformers trunk, and draft with them.
 
-transformers drops MTP tensors on load, and drafts with them (`use_mtp`) for two of these families, and for models of
-the published size only, so the heads are read here from the safetensors. Names inside a head are megatron-core's, its
-block is a copy of one of the trunk's decoder layers.
-Next: `engine.py`, which verifies what is drafted here.
+transformers drops MTP tensors on load. It drafts with them (`use_mtp`) only for two of these families and only at the
+published size, so the heads are read here from the safetensors. Names inside a head are megatron-core's; its block is a
+copy of one of the trunk's decoder layers. `engine.py` verifies the drafts.
 
 Shapes: B batch (always 1), S positions, H hidden size.
 """
@@ -29,7 +28,7 @@ from swiftlite.heads.drafting import Drafting
 
 
 class MtpHead(nn.Module):
-    """One depth: norms, the projection of [embedding, hidden], a decoder layer, an output norm.
+    """One depth: norms, the projection of [embedding, hidden], a decoder layer, and an output norm.
 
     Args:
         decoder: the trunk without its output layer (`model.get_decoder()`). One of its layers and its norm are copied:
@@ -48,12 +47,12 @@ class MtpHead(nn.Module):
         self.transformer_layer.self_attn.layer_idx = 0  # each head has a separate cache of one layer
 
     def forward(self, embedding_BSH: torch.Tensor, hidden_BSH: torch.Tensor, **layer_kwargs: Any) -> torch.Tensor:
-        """State [B, S, H] before the output norm.
+        """Return the state [B, S, H] before the output norm.
 
         Args:
-            embedding_BSH: of the token that follows the newest one seen so far, at each position.
-            hidden_BSH: state of the depth before, or of the trunk.
-            layer_kwargs: of the decoder layer.
+            embedding_BSH: embedding of the token after the newest one seen so far, at each position.
+            hidden_BSH: state of the previous depth, or of the trunk.
+            layer_kwargs: arguments of the decoder layer.
         """
         fused_BSH = self.eh_proj(torch.cat((self.enorm(embedding_BSH), self.hnorm(hidden_BSH)), dim=-1))
         return self.transformer_layer(fused_BSH, **layer_kwargs)
@@ -63,7 +62,7 @@ class DraftOutput(nn.Module):
     """The trunk's output layer for the tokens that heads can draft; all others have a logit of -inf.
 
     Args:
-        output_layer: the trunk's.
+        output_layer: output layer of the trunk.
         draft_vocab: ids of those tokens.
     """
 
@@ -74,14 +73,14 @@ class DraftOutput(nn.Module):
         self._vocab_size = len(output_layer.weight)
 
     def forward(self, hidden_BSH: torch.Tensor) -> torch.Tensor:
-        """Logits [B, S, V]."""
+        """Return logits [B, S, V]."""
         logits = F.linear(hidden_BSH, self._rows)
         whole = logits.new_full((*logits.shape[:-1], self._vocab_size), -torch.inf)
         return whole.index_copy_(-1, self._drafted, logits)
 
 
 def load_heads(model: HfModel, decoder: Any) -> nn.ModuleList:
-    """The checkpoint's MTP heads, on the decoder's device and in its dtype."""
+    """Load the checkpoint's MTP heads, on the decoder's device and in its dtype."""
     heads = nn.ModuleList()
     with Checkpoint(model.directory, encoding_of(model.config)) as checkpoint:
         for index in range(model.heads.layers):
@@ -100,7 +99,7 @@ def load_heads(model: HfModel, decoder: Any) -> nn.ModuleList:
 
 
 def _read(row: Row, checkpoint: Checkpoint) -> torch.Tensor:
-    """A row's tensors in the order of megatron-core, so that MiMo's [hidden, embedding] becomes [embedding, hidden]."""
+    """Read a row's tensors in the order of megatron-core: MiMo's [hidden, embedding] becomes [embedding, hidden]."""
     axis = row.join.axis
     sources = [checkpoint.read(key) for key in row.hf]
     lengths = [source.shape[axis] for source in sources]
@@ -209,8 +208,10 @@ class MtpCandidateGenerator(CandidateGenerator):
         hidden = model_outputs.hidden_states[-1][:, : end - begins[0]]
         for depth, head in enumerate(self._heads):
             fed = torch.cat((*self._waiting[depth], hidden), dim=1)
-            # Positions that the depth before keeps and this one does not, see above.
-            kept = max(end - depth, 0) if is_sure else begins[depth]
+            # Positions that the previous depth keeps and this one does not, see above.
+            kept = begins[depth]
+            if is_sure:
+                kept = max(end - depth, 0)
             kept_before = max(end - depth + 1, 0)
             if depth > 0:
                 self._waiting[depth] = [fed[:, kept - begins[depth] : kept_before - begins[depth]]]
@@ -221,19 +222,23 @@ class MtpCandidateGenerator(CandidateGenerator):
         for _ in range(len(self._heads), self._num_tokens):
             if not is_sure:
                 break
-            own = before if self._drafting.recycles_before_norm else hidden
+            own = hidden
+            if self._drafting.recycles_before_norm:
+                own = before
             before, hidden = self._run(self._heads[-1], self._caches[-1], own[:, -1:], ids[:, -1:])
             ids, is_sure = self._append_draft(ids, hidden, drawn_from)
         for depth, cache in enumerate(self._caches):
             surplus = cache.get_seq_length() - max(end - depth, 0)
             if surplus > 0:
                 cache.crop(-surplus)
-        return ids, torch.stack(drawn_from, dim=1) if drawn_from else None
+        if not drawn_from:
+            return ids, None
+        return ids, torch.stack(drawn_from, dim=1)
 
     def _run(
         self, head: Any, cache: DynamicCache, hidden: torch.Tensor, ids: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """States before and after the output norm; the second goes to the output layer and to the next depth."""
+        """Return states before and after the output norm; the output layer and the next depth use the second."""
         embedding = self._decoder.get_input_embeddings()(ids)
         begin = cache.get_seq_length()
         position_ids = torch.arange(begin, begin + ids.shape[1], device=ids.device)[None]
@@ -260,10 +265,10 @@ class MtpCandidateGenerator(CandidateGenerator):
     def _append_draft(
         self, ids: torch.Tensor, hidden: torch.Tensor, drawn_from: list[torch.Tensor]
     ) -> tuple[torch.Tensor, bool]:
-        """The ids with one draft more, and whether another may follow it.
+        """Return the ids with another draft, and whether drafting may continue.
 
         Args:
-            drawn_from: is given the logits [1, V] of the draft if it is drawn.
+            drawn_from: receives the logits [1, V] of the draft if it is sampled.
         """
         logits = self._output_layer(hidden[:, -1])
         if self._logits_processor is None:
@@ -274,5 +279,5 @@ class MtpCandidateGenerator(CandidateGenerator):
             draft = draw(logits[0].softmax(dim=-1), self._generator)
         ids = torch.cat((ids, draft[None]), dim=1)
         if self._confidence == 0:
-            return ids, True  # without waiting for a GPU
+            return ids, True  # without synchronizing with a GPU
         return ids, bool(logits[0].float().softmax(dim=-1)[draft] >= self._confidence)

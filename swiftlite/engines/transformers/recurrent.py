@@ -1,4 +1,4 @@
-"""The states of linear attention in a cache of transformers, which cannot be cut back to an earlier token."""
+"""Copy and restore states of linear attention in a transformers cache; they cannot be truncated to earlier tokens."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ class RecurrentStates:
         self._kept = [(_copy(layer.conv_states), _copy(layer.recurrent_states)) for layer in self.layers]
 
     def restore(self) -> None:
-        """Give the layers what they had."""
+        """Restore the copied states."""
         for layer, (conv_states, recurrent_states) in zip(self.layers, self._kept, strict=True):
             for number in conv_states:
                 layer.conv_states[number].copy_(conv_states[number])
@@ -26,7 +26,7 @@ class RecurrentStates:
 
 
 def crop_keys(cache: DynamicCache, number: int) -> None:
-    """Cut the last `number` tokens off the layers that keep keys and values."""
+    """Remove the last `number` tokens from the layers with a KV cache."""
     for layer in cache.layers:
         if isinstance(layer, DynamicLayer):
             layer.crop(-number)

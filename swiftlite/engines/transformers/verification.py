@@ -15,7 +15,7 @@ from swiftlite.engines.engine import Sampling
 
 
 def warpers(sampling: Sampling) -> LogitsProcessorList | None:
-    """Temperature and top-p, which trunk and heads are both behind; None when greedy, where nothing is drawn."""
+    """Return the temperature and top-p processors for trunk and heads; None for greedy decoding."""
     if sampling.temperature == 0:
         return None
     chosen: list[Any] = [TemperatureLogitsWarper(float(sampling.temperature))]
@@ -25,15 +25,15 @@ def warpers(sampling: Sampling) -> LogitsProcessorList | None:
 
 
 def draw(probabilities_V: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
-    """One token [1] of a distribution, which need not be normalised."""
+    """Sample one token [1] from a distribution, which need not be normalised."""
     return torch.multinomial(probabilities_V, 1, generator=generator)
 
 
 def verify_greedily(drafts_K: torch.Tensor, logits_KV: torch.Tensor) -> torch.Tensor:
-    """The drafts that are the trunk's likeliest tokens, up to the first that is not, and the trunk's token there.
+    """Return the drafts up to the first that is not the trunk's most likely token, and the trunk's token there.
 
     Args:
-        logits_KV: the trunk's, one row more than there are drafts.
+        logits_KV: logits of the trunk, with one row more than there are drafts.
     """
     likeliest = logits_KV.argmax(dim=-1)
     num_kept = int((likeliest[:-1] == drafts_K).cumprod(0).sum())
@@ -60,6 +60,7 @@ def verify(
     rest_V = p_KV[num_kept]
     if num_kept < len(drafts_K):
         left_V = (rest_V - q_KV[num_kept]).clamp(min=0)
-        # Of two equal distributions nothing is left: only rounding refuses a draft there.
-        rest_V = left_V if left_V.any() else rest_V
+        # Nothing is left of two equal distributions; only rounding can reject a draft there.
+        if left_V.any():
+            rest_V = left_V
     return torch.cat((drafts_K[:num_kept], draw(rest_V, generator)))

@@ -1,1 +1,1 @@
-"""vLLM 0.32: the engine, its server, what swiftlite adds to it as a plugin. Only `info.py` loads without it."""
+"""vLLM 0.32: the engine, its server and swiftlite's plugin. Only `info.py` can be imported without vLLM."""

@@ -1,4 +1,4 @@
-"""Asking vLLM's server: the OpenAI route, and drafts as /metrics counts them."""
+"""Client of vLLM's server: the OpenAI route, and the draft counts of /metrics."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -56,7 +56,7 @@ def read_answer(events: Sequence[Event]) -> Answer:
 
 
 def read_metrics(text: str, num_speculative_tokens: int) -> DraftCounts:
-    """vLLM's counters from what its /metrics says, over all its engines."""
+    """Return vLLM's draft counts from the text of /metrics, summed over all its engines."""
     counted = {"num_drafts": 0, "num_draft_tokens": 0}
     per_position = [0] * num_speculative_tokens
     for sample in _samples(text):
@@ -69,7 +69,7 @@ def read_metrics(text: str, num_speculative_tokens: int) -> DraftCounts:
 
 
 def read_cached_tokens(text: str) -> int:
-    """Tokens of prompts that came from the cache of prefixes, from what /metrics says, over all engines."""
+    """Return the prompt tokens that came from the prefix cache, from the text of /metrics, summed over all engines."""
     return sum(int(sample.value) for sample in _samples(text) if sample.name == "vllm:prefix_cache_hits_total")
 
 

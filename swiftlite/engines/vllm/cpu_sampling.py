@@ -23,8 +23,8 @@ def expand_batch_to_tokens(
     Args:
         x: [requests].
         cu_num_tokens: [requests], where each request's draft tokens end.
-        num_tokens: of all requests.
-        replace_from: the value of x that becomes `replace_to`: the temperature 0 of greedy requests divides nothing.
+        num_tokens: number of draft tokens of all requests.
+        replace_from: value of x that is replaced by `replace_to`, such as the temperature 0 of greedy requests.
 
     Returns:
         [num_tokens], in the type of x.

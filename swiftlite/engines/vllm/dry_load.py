@@ -21,27 +21,27 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from swiftlite.engines.engine import EngineConfig
 from swiftlite.engines.loading.load_report import Loading, LoadReport, one_rank, stage
 from swiftlite.engines.vllm.info import VLLM
-from swiftlite.engines.vllm.options import num_drafting_heads, num_tokens_to_draft
+from swiftlite.engines.vllm.options import asked_tokens, num_drafting_heads, num_tokens_to_draft
 from swiftlite.errors import UserError
 
-# What vLLM takes from the target for every MTP draft (v1/spec_decode/llm_base_proposer.py), loaded or not.
+# vLLM shares these parameters of the target with every MTP draft (v1/spec_decode/llm_base_proposer.py).
 SHARED = ("embed_tokens.weight", "lm_head.weight", "shared_head.head.weight")
 
-# Scales of attention in FP8 that a checkpoint may leave out: -1 means so (layers/quantization/kv_cache.py of 0.32).
+# Scales of attention in FP8 that a checkpoint may omit: -1 (layers/quantization/kv_cache.py of 0.32).
 OPTIONAL = (".attn.q_scale", ".attn.k_scale", ".attn.v_scale", ".attn.prob_scale")
 
 
 def dry_load(config: EngineConfig) -> LoadReport:
-    """Let vLLM's loaders run on the checkpoint's headers; no tensor is read.
+    """Run vLLM's loaders on the checkpoint's headers; no tensor is read.
 
     Raises:
-        UserError: no model of a known family is there.
+        UserError: the model's family is unknown.
     """
     model = config.model
     loading = Loading(VLLM, model)
     with loading.until_it_objects():
         speculative = _speculative_config(config, loading.problems)
-        with stage("vLLM refuses its options"):
+        with stage("vLLM rejected its options"):
             vllm_config = _vllm_config(config, speculative)
         with set_current_vllm_config(vllm_config), one_rank(distributed):
             loading.target = _load(loading, vllm_config, vllm_config.model_config)
@@ -51,27 +51,28 @@ def dry_load(config: EngineConfig) -> LoadReport:
             is_same_class = type(loading.draft) is type(loading.target)
             if is_same_class and Path(drafting.draft_model_config.model).samefile(model.directory):
                 loading.note_that_target_drafts_for_itself()
-    num_drafting = num_drafting_heads(model) if loading.draft is not None else 0
+    num_drafting = 0
+    if loading.draft is not None:
+        num_drafting = num_drafting_heads(model)
     return loading.report(vllm.__version__, num_drafting)
 
 
 def _speculative_config(config: EngineConfig, problems: list[str]) -> dict[str, Any] | None:
-    """vLLM's options of drafting for heads that may be broken: what is wrong with them is to be found out.
+    """Return vLLM's speculative options without checking the heads, whose problems the report shows.
 
     Args:
-        problems: gets a line when vLLM would run another head than the one trained for a step.
+        problems: receives a line if vLLM would run another head than the one trained for a step.
     """
     model, given = config.model, config.speculative_config
     if (given is None and model.heads.layers == 0) or config.num_speculative_tokens == 0:
         return None
     if given is not None and given.get("method") != "mtp":
         return given
-    num_tokens = config.num_speculative_tokens if given is None else given.get("num_speculative_tokens")
     try:
-        num_tokens = num_tokens_to_draft(model, num_tokens)
+        num_tokens = num_tokens_to_draft(model, asked_tokens(config))
     except UserError as error:
         problems.append(error.problem)
-        num_tokens = 1  # the rest can be found out all the same
+        num_tokens = 1  # the report shows the other problems as well
     return {"method": "mtp", **(given or {}), "num_speculative_tokens": num_tokens}
 
 
@@ -84,13 +85,13 @@ def _vllm_config(config: EngineConfig, speculative: dict[str, Any] | None) -> Vl
         "skip_tokenizer_init": True,
         "speculative_config": speculative,
     } | config.engine_kwargs
-    # One process holds all of it, without memory; which part of a tensor a rank has is not in question.
+    # One process holds the complete model on the meta device.
     options |= {f"{kind}_parallel_size": 1 for kind in ("tensor", "pipeline", "data")}
     return EngineArgs(**{name: value for name, value in options.items() if value is not None}).create_engine_config()
 
 
 def _load_draft(loading: Loading, vllm_config: VllmConfig) -> nn.Module | None:
-    """The draft model as vLLM makes and fills it; None where drafting needs no model."""
+    """Let vLLM build and fill the draft model; None if the method requires no model."""
     drafting = vllm_config.speculative_config
     if drafting is None or drafting.method not in ("mtp", "draft_model"):
         return None

@@ -1,7 +1,7 @@
-"""vLLM as an engine: real vLLM with `{"method": "mtp"}`, its options derived from the checkpoint (`options.py`).
+"""Adapt vLLM: `vllm.LLM` with `{"method": "mtp"}` and options derived from the checkpoint (`options.py`).
 
-vLLM keeps its own worker processes; this process only sends token ids. What vLLM lacks for our checkpoints is in
-`plugin.py`. Measured with vLLM 0.32.
+vLLM has its own worker processes; this process only sends token ids. `plugin.py` contains what vLLM lacks for
+swiftlite's checkpoints. Tested with vLLM 0.32.
 """
 
 import logging
@@ -14,7 +14,7 @@ import torch
 
 from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.engines.devices import on_devices
-from swiftlite.engines.engine import Completion, EngineConfig, OnAnswer, Sampling, check_prompts
+from swiftlite.engines.engine import Completion, EngineConfig, OnAnswer, Sampling, check_prompts, finish_reason
 from swiftlite.engines.loading.weight_update import Bucket, WeightUpdate, unsupported_layout
 from swiftlite.engines.plugin import require_plugin
 from swiftlite.engines.vllm.info import VLLM
@@ -34,15 +34,15 @@ class VllmEngine:
     """See `Engine`.
 
     Raises:
-        UserError: vLLM refuses the options or cannot start, or it would draft with other heads than the checkpoint's.
+        UserError: vLLM rejects the options or cannot start, or it would not draft with the checkpoint's heads.
     """
 
     def __init__(self, config: EngineConfig):
         require_plugin(VLLM)
-        # A start logs some hundred lines at INFO and thirty at WARNING, from four processes.
+        # vLLM's start logs about 100 lines at INFO and 30 at WARNING, from four processes.
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ.setdefault("PYTHONWARNINGS", "ignore::FutureWarning")
-        # It looks for Triton before it has read its own level.
+        # vLLM logs about Triton before it reads its own level.
         logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())
         from vllm import LLM
 
@@ -56,11 +56,11 @@ class VllmEngine:
             with outside_torchrun(), on_devices(config.devices):
                 self._llm = LLM(**options)
         except (TypeError, ValueError) as error:  # pydantic's are ValueErrors
-            raise UserError(f"vLLM refuses its options: {error}", "see --vllm_engine_kwargs") from error
+            raise UserError(f"vLLM rejected its options: {error}", "see --vllm_engine_kwargs") from error
         except RuntimeError as error:
             if "initialization failed" not in str(error):
                 raise
-            raise UserError("vLLM could not start", "the cause is in its own log, above") from error
+            raise UserError("vLLM could not start", "see its log above for the cause") from error
         vllm_config = self._llm.llm_engine.vllm_config
         self.num_speculative_tokens: int = vllm_config.num_speculative_tokens
         self._max_length: int = vllm_config.model_config.max_model_len
@@ -79,7 +79,7 @@ class VllmEngine:
         """See `Engine`.
 
         Raises:
-            UserError: also for sampling that this vLLM gets wrong when it verifies drafts.
+            UserError: also for sampling with which this vLLM verifies drafts incorrectly.
         """
         from vllm import SamplingParams, TokensPrompt
 
@@ -96,7 +96,7 @@ class VllmEngine:
             )
             for place in range(len(prompts))
         ]
-        # What `LLM.generate` does, but each answer is handed on when it is finished.
+        # As `LLM.generate`, but with a callback for each finished answer.
         asked = [TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts]
         request_ids = self._llm.enqueue(asked, parameters, use_tqdm=False)
         completions: dict[int, Completion] = {}
@@ -116,7 +116,7 @@ class VllmEngine:
         return self._transport.device
 
     def update_weights(self, target: Iterable[Bucket] | None = None, draft: Iterable[Bucket] | None = None) -> None:
-        """Give the running engine new weights, see `WeightUpdate.run`."""
+        """Send new weights to the running engine, see `WeightUpdate.run`."""
         self._weights.check_layout()
         self._transport.connect()
         self._weights.run(target, draft)
@@ -138,21 +138,21 @@ class VllmEngine:
     def close(self) -> None:
         """Stop vLLM's processes, if it has any, and wait for them."""
         self._transport.close()
-        # Of itself vLLM waits 5 s for the engine, which waits 5 s for its workers, and then kills them all.
+        # By default vLLM waits 5 s for the engine, which waits 5 s for its workers, and then kills all of them.
         self._llm.llm_engine.engine_core.shutdown(timeout=30)
 
 
 def _completion(output: Any) -> Completion:
     """Convert one of vLLM's RequestOutputs."""
     answer = output.outputs[0]
-    return Completion(list(answer.token_ids), "stop" if answer.finish_reason == "stop" else "length")
+    return Completion(list(answer.token_ids), finish_reason(answer.finish_reason))
 
 
 def engine_options(config: EngineConfig) -> dict[str, Any]:
-    """Keyword arguments for `vllm.LLM`.
+    """Return the keyword arguments for `vllm.LLM`.
 
     Raises:
-        UserError: the heads are not whole, or vLLM would run another head than the one trained for a step.
+        UserError: the heads are incomplete, or vLLM would run another head than the one trained for a step.
     """
     attention = attention_options(config.model, config.torch_dtype)
     options = {
@@ -163,9 +163,9 @@ def engine_options(config: EngineConfig) -> dict[str, Any]:
         "max_num_seqs": config.max_batch_size,
         "use_tqdm_on_load": False,
         "skip_tokenizer_init": True,  # token ids in, token ids out
-        "generation_config": "vllm",  # sampling is what the caller says, and nothing of the model's
-        "disable_log_stats": False,  # the counts of drafts are among the statistics
-        "enforce_eager": is_on_cpu(),  # compiling takes minutes and gains little there
+        "generation_config": "vllm",  # ignore the sampling settings in the model's directory
+        "disable_log_stats": False,  # the statistics include draft counts
+        "enforce_eager": is_on_cpu(),  # compilation takes minutes and saves little on a CPU
         **attention,
         "speculative_config": with_backend_of_trunk(speculative_config(config), attention),
         "weight_transfer_config": {"backend": BACKENDS[config.weight_transport]},
@@ -175,7 +175,7 @@ def engine_options(config: EngineConfig) -> dict[str, Any]:
 
 @contextmanager
 def outside_torchrun() -> Iterator[None]:
-    """Hide torchrun's variables: vLLM's processes would take them for theirs, and wait for a store in vain."""
+    """Hide torchrun's variables: vLLM's processes would use them and wait for a store that does not exist."""
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     parts = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_")
     hidden = {name: value for name, value in os.environ.items() if name in names or name.startswith(parts)}

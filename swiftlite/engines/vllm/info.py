@@ -11,8 +11,8 @@ from swiftlite.engines.info import EngineInfo, Plugin
 def speculative_tokens_are_given_once(args: Any) -> Iterator[Problem]:
     if args.num_speculative_tokens is not None and args.vllm_speculative_config is not None:
         yield (
-            "--num_speculative_tokens and --vllm_speculative_config both say how many tokens to draft",
-            'leave the first out, and write {"num_speculative_tokens": ...} in the second',
+            "--num_speculative_tokens and --vllm_speculative_config both set the number of draft tokens",
+            'remove --num_speculative_tokens and use {"num_speculative_tokens": ...} in --vllm_speculative_config',
         )
 
 

@@ -1,7 +1,7 @@
-"""vLLM's Llama, Mistral, Qwen2, Qwen3, Qwen3 MoE and Seed-OSS, opened from checkpoints with MTP heads, and the drafts
-that run the heads.
+"""vLLM's Llama, Mistral, Qwen2, Qwen3, Qwen3 MoE and Seed-OSS for checkpoints with MTP heads, and the drafts that run
+the heads.
 
-Registered by `plugin.py`; nothing else imports this file.
+Registered by `plugin.py`; no other module imports this file.
 
 Shapes: T tokens of all requests of a batch, H hidden size.
 """
@@ -31,27 +31,27 @@ from swiftlite.engines.vllm.plugin import check_draft_steps
 
 
 class LlamaForCausalLM(Trunk, llama.LlamaForCausalLM):
-    """The trunk, opened from a checkpoint that has MTP heads as well."""
+    """The trunk of a checkpoint with MTP heads."""
 
 
 class MistralForCausalLM(Trunk, mistral.MistralForCausalLM):
-    """The trunk, opened from a checkpoint that has MTP heads as well."""
+    """The trunk of a checkpoint with MTP heads."""
 
 
 class Qwen2ForCausalLM(Trunk, qwen2.Qwen2ForCausalLM):
-    """The trunk, opened from a checkpoint that has MTP heads as well."""
+    """The trunk of a checkpoint with MTP heads."""
 
 
 class Qwen3ForCausalLM(Trunk, qwen3.Qwen3ForCausalLM):
-    """The trunk, opened from a checkpoint that has MTP heads as well."""
+    """The trunk of a checkpoint with MTP heads."""
 
 
 class Qwen3MoeForCausalLM(Trunk, qwen3_moe.Qwen3MoeForCausalLM):
-    """The trunk, opened from a checkpoint that has MTP heads as well."""
+    """The trunk of a checkpoint with MTP heads."""
 
 
 class SeedOssForCausalLM(Trunk, transformers.TransformersForCausalLM):
-    """The trunk, opened from a checkpoint that has MTP heads as well; vLLM runs transformers' own modules."""
+    """The trunk of a checkpoint with MTP heads; vLLM runs transformers' own modules."""
 
 
 class MtpFrame(nn.Module):
@@ -78,9 +78,8 @@ def _runs_one_head(vllm_config: VllmConfig) -> bool:
 class MtpHeads(nn.Module):
     """All heads of a checkpoint: frames and decoder layers by depth, and the trunk's embedding.
 
-    vLLM compiles it as it does the trunk, unless eager is enforced or several heads draft. Embedding is a part of it,
-    because a captured graph reads its inputs where they were when it was captured: vLLM keeps ids in one place, and
-    embeddings would be in another one each time.
+    vLLM compiles it like the trunk, unless eager mode is enforced or several heads draft. It includes the embedding,
+    because a captured graph reads its inputs at fixed addresses: vLLM keeps ids at one address, but not embeddings.
 
     Args:
         vllm_config: its model_config is the draft's.
@@ -102,7 +101,7 @@ class MtpHeads(nn.Module):
         embedding_TH: torch.Tensor | None,
         depth: int,
     ) -> torch.Tensor:
-        """State [T, H] after the head's output norm. Of ids and their embedding one is given, always the same one."""
+        """Return the state [T, H] after the head's output norm. Either ids or embeddings are given, always the same."""
         if embedding_TH is None:
             embedding_TH = self.embed_tokens(ids_T)
         frame: Any = self.heads[depth]
@@ -113,26 +112,28 @@ class MtpHeads(nn.Module):
 
 
 class MtpDraft(nn.Module):
-    """A draft that vLLM runs after each pass of the trunk. vLLM gives it the trunk's embedding and output layer.
+    """A draft that vLLM runs after each pass of the trunk, with the trunk's embedding and output layer.
 
-    Depth k runs with its own weights at draft step k, as vLLM's multi-module speculator asks for it. vLLM's older
-    model runner, the one it has without Triton (so on every CPU), runs each step through the first head and with the
-    first head's key-value cache; several heads would collapse onto one in silence, so that is refused.
+    Depth k runs at draft step k, as vLLM's multi-module speculator requires. vLLM's older model runner, used without
+    Triton (so on every CPU), silently runs every step with the first head and its KV cache, so several heads are
+    rejected there.
 
     Raises:
-        ValueError: more steps than the heads can serve, or a checkpoint whose heads are not those of its config.
+        ValueError: there are more steps than heads, or the tensors do not match config.json.
     """
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
         super().__init__()
-        # get_model gives the draft's config under the name of the model's
+        # get_model passes the draft's config as model_config.
         config: Any = vllm_config.model_config.hf_config
         self.config = config
         depth = heads_of(config).layers
         speculative = vllm_config.speculative_config
-        num_tokens = speculative.num_speculative_tokens if speculative else 1
+        num_tokens = 1
+        if speculative:
+            num_tokens = speculative.num_speculative_tokens
         check_draft_steps(num_tokens, depth, runs_all_heads=vllm_config.use_v2_model_runner)
-        # The layers' names are their key-value caches' names: other than the trunk's model.layers.*
+        # KV caches have the names of layers, which must differ from the trunk's model.layers.*.
         layers = [self.make_layer(vllm_config, maybe_prefix(prefix, f"mtp.layers.{k}")) for k in range(depth)]
         self.model = MtpHeads(vllm_config=vllm_config, layers=layers)
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, prefix=maybe_prefix(prefix, "lm_head"))
@@ -143,7 +144,7 @@ class MtpDraft(nn.Module):
         self._drafted_rows: torch.Tensor | None = None  # of lm_head, which is the trunk's only after loading
 
     def make_layer(self, vllm_config: VllmConfig, prefix: str) -> nn.Module:
-        """The trunk's kind of decoder layer."""
+        """Create a decoder layer of the trunk's kind."""
         raise NotImplementedError
 
     def expert_mapping(self) -> ExpertMapping:
@@ -151,7 +152,7 @@ class MtpDraft(nn.Module):
         return []
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """[T] -> [T, H]"""
+        """Return the embeddings [T, H] of ids [T]."""
         return self.model.embed_tokens(input_ids)
 
     def forward(
@@ -163,20 +164,20 @@ class MtpDraft(nn.Module):
         inputs_embeds: torch.Tensor | None = None,
         spec_step_idx: int = 0,
     ) -> torch.Tensor:
-        """State [T, H] of one depth, for `compute_logits` and for the next draft step.
+        """Return the state [T, H] of one depth, for `compute_logits` and for the next draft step.
 
         Args:
             input_ids: [T] each position's following token.
-            positions: [T] the trunk's.
-            hidden_states: [T, H] of the trunk after its final norm, or what this method returned before.
-            inputs_embeds: [T, H] in place of input_ids.
-            spec_step_idx: draft step, from 0. A single head serves them all.
+            positions: [T] positions in the trunk.
+            hidden_states: [T, H] of the trunk after its final norm, or the previous result of this method.
+            inputs_embeds: [T, H] instead of input_ids.
+            spec_step_idx: draft step, from 0. A single head runs at all steps.
         """
         depth = spec_step_idx % len(self.model.heads)
         return self.model(input_ids, positions, hidden_states, inputs_embeds, depth)
 
     def compute_logits(self, hidden_states: torch.Tensor, spec_step_idx: int = 0) -> torch.Tensor | None:
-        """[T, V]; -inf for tokens outside of the checkpoint's draft vocabulary, which cost nothing then."""
+        """Return logits [T, V]; -inf for tokens outside of the draft vocabulary, which are not computed."""
         if not len(self._drafted):
             return self.logits_processor(self.lm_head, hidden_states)
         if self._drafted_rows is None:
@@ -187,7 +188,7 @@ class MtpDraft(nn.Module):
         return whole.index_copy_(1, self._drafted, logits)
 
     def load_weights(self, weights: Weights) -> set[str]:
-        """See `fill`."""
+        """Load the heads, see `fill`."""
         names = {_name_on_disk(name): name for name, _ in self.named_parameters()}
         parameters = {stored: self.get_parameter(name) for stored, name in names.items()}
         filled = fill(
@@ -202,7 +203,7 @@ class MtpDraft(nn.Module):
 
 
 def _rows(lm_head: Any, tokens: torch.Tensor) -> torch.Tensor:
-    """Rows [N, H] of an output layer, on every tensor-parallel rank."""
+    """Return rows [N, H] of an output layer, on every tensor-parallel rank."""
     row = tokens - lm_head.shard_indices.org_vocab_start_index
     is_elsewhere = (row < 0) | (tokens >= lm_head.shard_indices.org_vocab_end_index)
     rows = lm_head.weight.detach()[row.masked_fill(is_elsewhere, 0)]

@@ -1,6 +1,6 @@
-"""vLLM's options of drafting, derived from the checkpoint; what vLLM needs on a CPU, and gets wrong there.
+"""Derive vLLM's speculative options from the checkpoint, and set what vLLM requires on a CPU.
 
-vLLM itself is asked, so it must be installed; it is imported when a function is called.
+Requires an installed vLLM, which is imported when a function is called.
 """
 
 import os
@@ -19,13 +19,13 @@ from swiftlite.log import logger
 
 
 def speculative_config(config: EngineConfig) -> dict[str, Any] | None:
-    """vLLM's options of drafting, after making sure that it drafts with what was trained.
+    """Return vLLM's speculative options, after checking that vLLM drafts with the trained heads.
 
     Returns:
         vLLM's `speculative_config`; None without speculation.
 
     Raises:
-        UserError: the heads are not whole, or vLLM would run another head than the one trained for a step.
+        UserError: the heads are incomplete, or vLLM would run another head than the one trained for a step.
     """
     from swiftlite.engines.vllm.plugin import DRAFTS
 
@@ -33,11 +33,11 @@ def speculative_config(config: EngineConfig) -> dict[str, Any] | None:
     if given is not None and given.get("method") != "mtp":
         if "model" in given and Path(given["model"]).resolve() == model.directory.resolve():
             raise UserError(
-                "--vllm_speculative_config names the model as its own draft: every draft accepted and none cheaper",
-                'write {"method": "mtp", "num_speculative_tokens": 1} for its heads, or leave the option out',
+                "--vllm_speculative_config uses the model as its own draft, which is not faster",
+                'use {"method": "mtp", "num_speculative_tokens": 1} for its heads, or remove the option',
             )
-        return given  # another drafter, which needs nothing of our heads
-    num_tokens = config.num_speculative_tokens if given is None else given.get("num_speculative_tokens")
+        return given  # another drafter, which does not use the heads
+    num_tokens = asked_tokens(config)
     if num_tokens == 0:
         return None
     require_heads(model)
@@ -45,7 +45,7 @@ def speculative_config(config: EngineConfig) -> dict[str, Any] | None:
     draft = VLLM.convention_for(model.family).draft
     if model.heads.draft_vocab and draft not in DRAFTS.values():
         raise UserError(
-            f"the checkpoint's heads have a draft vocabulary, and vLLM's {draft} drafts from all tokens",
+            f"vLLM's {draft} does not support the draft vocabulary of the checkpoint's heads",
             "use --infer_backend transformers or sglang, or train the heads with --draft_vocab 0",
         )
     if given is None and config.draws_drafts:
@@ -53,11 +53,18 @@ def speculative_config(config: EngineConfig) -> dict[str, Any] | None:
     return {"method": "mtp", **(given or {}), "num_speculative_tokens": num_tokens_to_draft(model, num_tokens)}
 
 
+def asked_tokens(config: EngineConfig) -> int | None:
+    """Return the number of draft tokens per step that the user set; None for the default."""
+    if config.speculative_config is None:
+        return config.num_speculative_tokens
+    return config.speculative_config.get("num_speculative_tokens")
+
+
 def num_tokens_to_draft(model: HfModel, num_tokens: int | None) -> int:
-    """Tokens per step that this vLLM drafts with heads that were trained for them; unset, all that they were.
+    """Return the number of draft tokens per step; None means the number that the heads were trained for.
 
     Raises:
-        UserError: at one of the steps vLLM would run another head.
+        UserError: at one of the steps vLLM would run another head than the one trained for it.
     """
     from swiftlite.engines.vllm.plugin import check_draft_steps
 
@@ -65,23 +72,26 @@ def num_tokens_to_draft(model: HfModel, num_tokens: int | None) -> int:
     if num_tokens is None:
         if num_drafting < model.heads.layers:
             logger.warning(
-                "vLLM can run only the first of the %d MTP heads here: drafting 1 token per step", model.heads.layers
+                "vLLM runs only the first of the %d MTP heads on this machine: 1 draft token per step",
+                model.heads.layers,
             )
             return num_drafting
         num_tokens = model.heads.drafts
     try:
         check_draft_steps(num_tokens, model.heads.layers, num_drafting == model.heads.layers)
     except ValueError as error:
-        raise UserError(str(error), "or --infer_backend transformers, which runs every head") from None
+        raise UserError(str(error), "or use --infer_backend transformers, which runs every head") from None
     return num_tokens
 
 
 def num_drafting_heads(model: HfModel) -> int:
-    """MTP heads that draft in this vLLM; the classes of our plugin run all of them in its newer model runner."""
+    """Return the number of MTP heads that draft in this vLLM; its older model runner runs only the first."""
     from swiftlite.engines.vllm.plugin import has_multi_module_runner
 
     can_draft = VLLM.convention_for(model.family).num_drafting(model.heads.layers)
-    return can_draft if has_multi_module_runner() else min(can_draft, 1)
+    if has_multi_module_runner():
+        return can_draft
+    return min(can_draft, 1)
 
 
 def schedule_options(schedule: DraftSchedule) -> dict[str, Any]:
@@ -98,38 +108,38 @@ def schedule_options(schedule: DraftSchedule) -> dict[str, Any]:
 
 
 def is_on_cpu() -> bool:
-    """Whether this vLLM computes on the CPU."""
+    """Return whether this vLLM computes on the CPU."""
     from vllm.platforms import current_platform
 
     return current_platform.is_cpu()
 
 
 def attention_options(model: HfModel, torch_dtype: str) -> dict[str, Any]:
-    """vLLM's options without which it computes a kind of attention wrongly, or not at all.
+    """Return vLLM's options without which it computes a kind of attention incorrectly, or not at all.
 
     Raises:
-        UserError: this vLLM has no linear attention in that precision, or lacks a package that its classes import.
+        UserError: vLLM does not support linear attention in that precision, or a package of its classes is missing.
     """
     if model.family.name.startswith("qwen3_5") and find_spec("torchvision") is None:
         raise UserError(
-            f"vLLM's classes of {model.family.name} import torchvision, which is not installed",
+            f"vLLM requires torchvision for {model.family.name}, which is not installed",
             "install torchvision for this torch, or use --infer_backend transformers",
         )
     attentions = model.family.architecture(model.config).attentions
     options: dict[str, Any] = {}
     if is_on_cpu() and any(isinstance(attention, LatentAttention) for attention in attentions):
-        # Its rotary kernel there takes the rotary part of a query for a whole tensor: with 0.32 every token behind the
-        # first has other logits. Angles of yarn are not computed by that kernel.
+        # The CPU's rotary kernel of 0.32 treats the rotary part of a query as a complete tensor, so the logits of all
+        # tokens but the first are wrong. Yarn does not use this kernel.
         options["compilation_config"] = {"custom_ops": ["-rotary_embedding"]}
         if torch_dtype != "bfloat16":
-            # Where the CPU has AMX, 0.32 takes its kernels for granted, which know no other precision.
+            # On a CPU with AMX 0.32 always selects AMX kernels, which only support bfloat16.
             options["attention_backend"] = "CPU_MLA"
     if any(attention.is_recurrent for attention in attentions):
-        # A state is that of all tokens before: what a prefix has in common with another cannot be taken from it.
+        # A recurrent state covers all previous tokens, so prefixes cannot share it.
         options["enable_prefix_caching"] = False
         if is_on_cpu() and torch_dtype != "bfloat16":
             raise UserError(
-                f"--torch_dtype {torch_dtype}: on a CPU vLLM computes linear attention in bfloat16 alone",
+                f"--torch_dtype {torch_dtype} is not supported by vLLM's linear attention on a CPU",
                 "use --torch_dtype bfloat16, or --infer_backend transformers",
             )
     return options
@@ -148,6 +158,8 @@ def with_backend_of_trunk(speculative: dict[str, Any] | None, attention: dict[st
 
 
 def memory_on_cpu() -> dict[str, str]:
-    """Environment variables without which vLLM takes half of the machine's memory for its key-value cache."""
+    """Return environment variables that limit the KV cache on a CPU, by default half of the machine's memory."""
+    if not is_on_cpu():
+        return {}
     name = "VLLM_CPU_KVCACHE_SPACE"
-    return {name: os.environ.get(name, "1")} if is_on_cpu() else {}
+    return {name: os.environ.get(name, "1")}

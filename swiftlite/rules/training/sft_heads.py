@@ -37,7 +37,7 @@ def mtp_weights_have_a_source(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     else:
         yield (
             f"--mtp_num_layers {wanted}, but the checkpoint has MTP depth {present}",
-            f"remove --mtp_num_layers to train its {present}; for {wanted} new: --mtp_init fit_last_layer or random",
+            f"remove --mtp_num_layers to train its {present}, or use --mtp_init fit_last_layer or random for {wanted}",
         )
 
 

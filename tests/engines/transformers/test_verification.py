@@ -23,7 +23,7 @@ from tests.tiers import some_of
 from tests.tiny import make_tiny_hf
 
 WRONG = {
-    "replaced by a draw from p": ("left_V if left_V.any() else rest_V", "rest_V"),
+    "replaced by a draw from p": ("rest_V = left_V", "rest_V = rest_V"),
     "replaced by a draw from q - p": ("rest_V - q_KV[num_kept]", "q_KV[num_kept] - rest_V"),
     "always kept": ("luck_K * q_KV", "0 * q_KV"),
     "kept with p": ("luck_K * q_KV[place_K, drafts_K]", "luck_K"),

@@ -1,7 +1,6 @@
-"""SGLang's Llama, Mistral, Qwen2, Qwen3 and Seed-OSS, opened from checkpoints with an MTP head, and the drafts that run
-the head.
+"""SGLang's Llama, Mistral, Qwen2, Qwen3 and Seed-OSS for checkpoints with an MTP head, and the drafts that run it.
 
-Nothing but SGLang imports this file.
+Only SGLang imports this file.
 
 Shapes: T tokens of all requests of a batch, H hidden size.
 """
@@ -24,36 +23,36 @@ from swiftlite.engines.loading.head_weights import Trunk, Weights, fill, heads_o
 
 
 class LlamaForCausalLM(Trunk, llama.LlamaForCausalLM):
-    """The trunk, opened from a checkpoint that has an MTP head as well."""
+    """The trunk of a checkpoint with an MTP head."""
 
 
 class MistralForCausalLM(Trunk, mistral.MistralForCausalLM):
-    """The trunk, opened from a checkpoint that has an MTP head as well."""
+    """The trunk of a checkpoint with an MTP head."""
 
 
 class Qwen2ForCausalLM(Trunk, qwen2.Qwen2ForCausalLM):
-    """The trunk, opened from a checkpoint that has an MTP head as well."""
+    """The trunk of a checkpoint with an MTP head."""
 
 
 class Qwen3ForCausalLM(Trunk, qwen3.Qwen3ForCausalLM):
-    """The trunk, opened from a checkpoint that has an MTP head as well; SGLang's own ends with a KeyError at it."""
+    """The trunk of a checkpoint with an MTP head, for which SGLang's own class raises a KeyError."""
 
 
 class SeedOssForCausalLM(Trunk, qwen2.Qwen2ForCausalLM):
-    """The trunk: SGLang 0.5.23 has no class for it, but its Qwen2 has the same biases, and reads head_dim.
+    """The trunk: SGLang 0.5.23 has no class for it, but its Qwen2 has the same biases and supports head_dim.
 
     Raises:
-        ValueError: without biases on q, k and v, which that class would leave random.
+        ValueError: there are no biases on q, k and v, which that class would leave random.
     """
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any):
         if not config.attention_bias:
-            raise ValueError("a Seed-OSS with attention_bias false cannot be served here")
+            raise ValueError("Seed-OSS with attention_bias false is not supported")
         super().__init__(config, *args, **kwargs)
 
 
 class MtpHead(nn.Module):
-    """The head of a checkpoint, in its own names.
+    """The head of a checkpoint, with the names of its tensors.
 
     Args:
         layer: the trunk's kind of decoder layer.
@@ -74,7 +73,7 @@ class MtpHead(nn.Module):
         hidden_TH: torch.Tensor,
         forward_batch: ForwardBatch,
     ) -> torch.Tensor:
-        """State [T, H] after the head's output norm."""
+        """Return the state [T, H] after the head's output norm."""
         parts = (self.pre_fc_norm_embedding(embedding_TH), self.pre_fc_norm_hidden(hidden_TH))
         fused_TH = self.fc(torch.cat(parts, dim=-1))
         residual_batch.start(forward_batch)
@@ -86,7 +85,7 @@ class MtpDraft(nn.Module):
     """A draft that SGLang's EAGLE worker runs at every draft step, on the trunk's state or on its own.
 
     Raises:
-        ValueError: a checkpoint with several heads; SGLang does not say which step it is at.
+        ValueError: the checkpoint has several heads; SGLang does not pass the draft step.
     """
 
     layer_class: ClassVar[Any]
@@ -94,12 +93,14 @@ class MtpDraft(nn.Module):
     def __init__(self, config: Any, quant_config: QuantizationConfig | None = None, prefix: str = ""):
         super().__init__()
         if heads_of(config).layers != 1:
-            raise ValueError(f"{type(self).__name__} runs one MTP head; config.json promises {heads_of(config).layers}")
+            raise ValueError(
+                f"{type(self).__name__} supports one MTP head, but config.json declares {heads_of(config).layers}"
+            )
         self.config = config
         with layer_stack():
             layer = self.layer_class(config=config, quant_config=quant_config, prefix="mtp.layers.0")
         self.mtp = MtpHead(config, layer)
-        # The trunk's take the places of these two
+        # Both are replaced by the trunk's.
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, quant_config=quant_config)
         self.logits_processor = LogitsProcessor(config)
@@ -108,7 +109,7 @@ class MtpDraft(nn.Module):
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: ForwardBatch
     ) -> LogitsProcessorOutput:
-        """Logits of the drafts, and the state for the next step.
+        """Return the logits of the drafts, and the state for the next step.
 
         Args:
             input_ids: [T] each position's following token.
@@ -120,7 +121,7 @@ class MtpDraft(nn.Module):
         return self.logits_processor(input_ids, state, self.lm_head, forward_batch)
 
     def load_weights(self, weights: Weights) -> set[str]:
-        """See `fill`."""
+        """Load the head, see `fill`."""
         parameters = {name: tensor for name, tensor in self.named_parameters() if name.startswith("mtp.")}
         return fill(parameters, weights, 1, default_weight_loader)
 
@@ -133,7 +134,7 @@ class MtpDraft(nn.Module):
         num_drafted = len(heads_of(self.config).draft_vocab)
         if num_drafted and len(head) != num_drafted:
             raise ValueError(
-                f"the head drafts {num_drafted} tokens: add --speculative-token-map, a file of the model's"
+                f"the head has a draft vocabulary of {num_drafted} tokens: add --speculative-token-map with its file"
             )
         del self.lm_head.weight  # a slice of a parameter is not a parameter
         self.embed_tokens.weight, self.lm_head.weight = embed, head

@@ -13,14 +13,14 @@ from vllm import envs
 from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 
 OPEN = ("/health", "/ping", "/version", "/metrics")
-"""What those ask who watch a server."""
+"""Routes for monitoring, which require no key."""
 
 
 class ApiKeyGuard(AuthenticationMiddleware):
     """Allow all requests if there is no key."""
 
     def __init__(self, app: ASGIApp):
-        super().__init__(app, tokens=[envs.VLLM_API_KEY] if envs.VLLM_API_KEY else [])
+        super().__init__(app, tokens=list(filter(None, [envs.VLLM_API_KEY])))
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         is_request = scope["type"] in ("http", "websocket") and scope.get("method") != "OPTIONS"

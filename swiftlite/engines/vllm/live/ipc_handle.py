@@ -15,8 +15,7 @@ _HANDLES = {"storage": 7, "ref_counter": 11, "event": 13}
 
 
 def as_plain_values(arguments: Sequence[Any]) -> dict[str, Any]:
-    """
-    Convert the arguments of torch's `reduce_tensor` to plain values.
+    """Convert the arguments of torch's `reduce_tensor` to plain values.
 
     Args:
         arguments: arguments for a flat tensor of bytes.
@@ -37,7 +36,7 @@ def as_arguments(values: dict[str, Any], device: int) -> list[Any]:
         ValueError: a value is missing, or a handle is not base64.
     """
     if missing := {"length", *_NUMBERS, *_HANDLES} - values.keys():
-        raise ValueError(f"the handle of a buffer lacks {', '.join(sorted(missing))}")
+        raise ValueError(f"the handle of a buffer has no {', '.join(sorted(missing))}")
     arguments: list[Any] = [None] * 15
     arguments[:7] = [torch.Tensor, (values["length"],), (1,), 0, torch.storage.TypedStorage, torch.uint8, device]
     for name, place in _NUMBERS.items():

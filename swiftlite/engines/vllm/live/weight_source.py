@@ -21,20 +21,20 @@ class TrainedModel(Protocol):
     """A model in training as Hugging Face tensors; `train.live_weights.LiveWeights` is one."""
 
     def tensors(self, part: HfPart) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Type and shape of every tensor of a part, in the order of `stream`; not collective."""
+        """Return dtype and shape of every tensor of a part, in the order of `stream`; not collective."""
         ...
 
     def stream(self, part: HfPart, device: torch.device) -> Iterator[Bucket]:
-        """The tensors, on the first rank alone; collective."""
+        """Yield the tensors, only on the first rank; collective."""
         ...
 
 
 class MegatronSource(WeightSource):
-    """A part of a model that Megatron trains, at any layout; names and shapes come from the rows of its family.
+    """A part of a model in training, in any layout; names and shapes are those of the rows of its family.
 
     Args:
-        part: the trunk for the model that verifies, or the heads for the one that drafts: each is a transfer.
-        device: where the tensors are made whole, on the first rank.
+        part: trunk for the target, heads for the draft; each is one transfer.
+        device: device of the gathered tensors on the first rank.
     """
 
     def __init__(self, model: TrainedModel, part: HfPart, device: torch.device):
@@ -53,7 +53,7 @@ class MegatronSource(WeightSource):
 
 
 class BucketSource(WeightSource):
-    """Tensors that are whole already."""
+    """Complete tensors."""
 
     def __init__(self, bucket: Bucket):
         self._bucket = bucket

@@ -1,8 +1,7 @@
 """Backends of vLLM's weight-transfer API: a worker reloads its model in place.
 
-Registered by `plugin.py`, fed by `weight_transport.py`. vLLM's own backends say nothing of what was left out; these
-fail unless every tensor found a parameter and every parameter a tensor. They work on a CPU too, where weights are
-repacked.
+Registered by `plugin.py`; `weight_transport.py` sends the weights. vLLM's own backends do not report missing tensors;
+these fail if a tensor was not read or a parameter was not filled. They also work on a CPU, where weights are repacked.
 """
 
 from collections.abc import Iterable
@@ -30,25 +29,25 @@ from swiftlite.engines.vllm.live.ipc_handle import as_arguments
 
 
 class Checked(WeightTransferEngine[Any, Any]):
-    """Goes before a backend, and says what became of the tensors that it receives.
+    """Base class placed before a backend, which checks that all tensors were read and all parameters filled.
 
-    The backend calls `load_weights` of `self.model`, with some of the tensors each time. See vLLM's base class for when
-    the methods here are called.
+    The backend calls `load_weights` of `self.model` with some of the tensors each time. vLLM's base class documents
+    when the methods are called.
     """
 
     supports_draft_weight_update = True
 
     def start_weight_update(self) -> None:
-        """Take the model's parameters back to the form in which they are loaded."""
-        is_draft = self.model is not self._default_model
-        # vLLM gives the target's embedding and output layer to every MTP draft.
-        shared = {id(parameter) for parameter in self._default_model.parameters()} if is_draft else ()
+        """Convert the model's parameters back to the form in which they are loaded."""
+        shared: set[int] = set()
+        if self.model is not self._default_model:
+            # A draft, which shares the target's embedding and output layer.
+            shared = {id(parameter) for parameter in self._default_model.parameters()}
         served = {name for name, parameter in self.model.named_parameters() if id(parameter) not in shared}
         initialize_layerwise_reload(self.model)
         _forget_packed_experts(self.model)
-        # Names that must be filled are those that parameters have both when they serve and when they are loaded. When
-        # they serve, a tied output layer goes by the embedding's name; when they are loaded, what vLLM makes of other
-        # parameters (W_UV of latent attention) is not there.
+        # Expected names exist both while serving and while loading. While serving, a tied output layer has the
+        # embedding's name; while loading, derived parameters (W_UV of latent attention) do not exist.
         expected = served & {name for name, _ in self.model.named_parameters()}
         self._expected = {name for name in expected if not name.startswith(CARRIED)}
         self._loaded: set[str] = set()
@@ -60,7 +59,7 @@ class Checked(WeightTransferEngine[Any, Any]):
         watched: Any = _Watched(model)
         self.model = watched
         try:
-            # Drafts refuse heads that are not whole, and a bucket has a part of them.
+            # Drafts reject incomplete heads, and a bucket contains only some of their tensors.
             with disable_mtp_completeness_check():
                 super().receive_weights(update_info)  # pyright: ignore[reportAbstractUsage]  the backend's
         finally:
@@ -71,26 +70,25 @@ class Checked(WeightTransferEngine[Any, Any]):
     def finish_weight_update(self) -> None:
         """Repack the parameters.
 
-        What was loaded by then stays, also when this raises; that no answer is made with it is the caller's part
-        (`WeightUpdate.check_whole`).
+        Loaded weights remain if this raises; the caller must not generate with them (`WeightUpdate.check_whole`).
 
         Raises:
-            ValueError: a tensor that nothing read, or a parameter that nothing filled.
+            ValueError: a tensor was not read, or a parameter was not filled.
         """
         finalize_layerwise_reload(self.model, self.model_config)
         _repack_tied(self.model)
-        problems = [f"nothing reads {name}" for name in self._unread]
-        problems += [f"nothing filled {name}" for name in sorted(self._expected - self._loaded)]
+        problems = [f"not read: {name}" for name in self._unread]
+        problems += [f"not filled: {name}" for name in sorted(self._expected - self._loaded)]
         if problems:
-            raise ValueError(f"{type(self.model).__name__} did not take the weights:\n  " + "\n  ".join(problems))
+            raise ValueError(f"incomplete weights for {type(self.model).__name__}:\n  " + "\n  ".join(problems))
 
 
 class _Watched:
     """A model that loads tensors.
 
     Attributes:
-        loaded: names of the parameters that were filled, wholly or in part.
-        unread: names of tensors that nothing read.
+        loaded: names of the parameters that were filled, completely or in part.
+        unread: names of tensors that were not read.
     """
 
     def __init__(self, model: Any):
@@ -109,7 +107,7 @@ class _Watched:
 
 @dataclass
 class FileInfo(WeightTransferUpdateInfo):
-    """One bucket: a safetensors file that the worker can read, which may go once `update_weights` returns."""
+    """One bucket: a safetensors file that the worker can read; it may be deleted once `update_weights` returns."""
 
     path: str
 
@@ -131,7 +129,7 @@ class _FileEngine(WeightTransferEngine[WeightTransferInitInfo, FileInfo]):
 
 @dataclass
 class IpcInfo(WeightTransferUpdateInfo):
-    """One bucket: tensors side by side in a buffer on a GPU of the sender, see `ipc_handle.py`.
+    """One bucket: concatenated tensors in a buffer on a GPU of the sender, see `ipc_handle.py`.
 
     Attributes:
         tensor_sizes: in bytes.
@@ -147,7 +145,7 @@ class IpcInfo(WeightTransferUpdateInfo):
 
 
 class _IpcEngine(IPCWeightTransferEngine):
-    """vLLM's, but told of a buffer in plain values."""
+    """vLLM's engine with a buffer described by plain values."""
 
     update_info_cls: Any = IpcInfo
 

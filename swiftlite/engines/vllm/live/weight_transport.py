@@ -19,18 +19,18 @@ BACKENDS: dict[WeightTransport, str] = {"file": "swiftlite", "nccl": "swiftlite_
 
 _CPU = torch.device("cpu")
 _WHOLE_BUCKET = 1 << 62
-"""Bytes of a buffer of vLLM's, which is made as large as what goes in, so a bucket is one broadcast. A worker that
-refuses a tensor has received the whole bucket by then; between two broadcasts its error would leave this process
-waiting."""
+"""Limit in bytes of vLLM's buffer, which is allocated as large as its content, so that a bucket is one broadcast. A
+worker that rejects a tensor has then received the complete bucket; an error between two broadcasts would make this
+process hang."""
 
 
 class TransferClient(Protocol):
     """The calls of vLLM's weight-transfer API, in this process or to a server.
 
-    The first four are vLLM's own protocol of a client, `VLLMWeightSyncClient`, so its senders take one too.
+    The first four are those of vLLM's own `VLLMWeightSyncClient`, so vLLM's senders accept this class too.
 
     Attributes:
-        part: which model the next transfer is for.
+        part: model that receives the next transfer.
     """
 
     part: Part
@@ -47,38 +47,38 @@ class TransferClient(Protocol):
 
 
 class Transport(Protocol):
-    """A way to the workers of one engine.
+    """A transport to the workers of one engine.
 
     Attributes:
-        device: where the tensors of a bucket are wanted.
+        device: device of the tensors in a bucket.
     """
 
     device: torch.device
 
     def connect(self) -> None:
-        """Meet the workers; does nothing the second time."""
+        """Connect to the workers; a second call has no effect."""
         ...
 
     def send(self, bucket: Bucket) -> None:
-        """Bring a bucket to all workers, which have it when this returns."""
+        """Send a bucket to all workers, which have received it when this returns."""
         ...
 
     def close(self) -> None:
-        """Part from the workers."""
+        """Disconnect from the workers."""
         ...
 
 
 def make_transport(
     name: WeightTransport, client: TransferClient, num_workers: int, server: str = "127.0.0.1"
 ) -> Transport:
-    """The way of that name to the workers of an engine.
+    """Create the transport of that name to the workers of an engine.
 
     Args:
-        num_workers: processes of the engine that hold a part of the model.
-        server: host of the engine, as this process reaches it.
+        num_workers: number of processes of the engine that hold a part of the model.
+        server: host of the engine, as seen from this process.
 
     Raises:
-        UserError: this way does not reach all of the workers, or no server is known by that name.
+        UserError: the transport does not support several workers, or the host is unknown.
     """
     if name == "file":
         return Files(client)
@@ -86,14 +86,14 @@ def make_transport(
         return Nccl(client, num_workers, own_address(server))
     if num_workers > 1:
         raise UserError(
-            f"weights through the memory of one GPU (ipc), and an engine of {num_workers} workers on as many GPUs",
-            "send them with nccl, or start the engine on the trainer's GPU alone",
+            f"weight_transport ipc does not support {num_workers} workers: it uses the memory of one GPU",
+            "use weight_transport nccl, or start the engine with one worker on the trainer's GPU",
         )
     return Ipc(client)
 
 
 class Files:
-    """Safetensors files in the temporary directory, which both sides see."""
+    """Safetensors files in the temporary directory, which both sides can read."""
 
     device = _CPU
 
@@ -112,12 +112,12 @@ class Files:
 
 
 class Nccl:
-    """One broadcast for each bucket, from this process's GPU to those of all workers, by vLLM's own sender.
+    """One broadcast per bucket, from this process's GPU to those of all workers, with vLLM's own sender.
 
-    It waits for a worker that dies in the middle of a broadcast, as NCCL does.
+    It hangs if a worker dies in the middle of a broadcast, as NCCL does.
 
     Args:
-        address: of this machine, where the workers meet this process.
+        address: address of this machine, to which the workers connect.
     """
 
     def __init__(self, client: TransferClient, num_workers: int, address: str):
@@ -151,7 +151,7 @@ class Nccl:
 
 
 class Ipc:
-    """A buffer on this process's GPU, from which the only worker copies; it computes on the same one."""
+    """A buffer on this process's GPU, from which the only worker copies; it uses the same GPU."""
 
     def __init__(self, client: TransferClient):
         self._client = client
@@ -179,7 +179,7 @@ class Ipc:
                     "buffer": as_plain_values(chunk.ipc_handle[gpu]),
                 }
             )
-        torch.cuda.ipc_collect()  # the buffer, which the worker has let go
+        torch.cuda.ipc_collect()  # frees the buffer, which the worker no longer uses
 
     def close(self) -> None:
         """Nothing is open."""
@@ -194,53 +194,59 @@ class _WithinTransfer:
         self.update_weights = client.update_weights
 
     def start_weight_update(self) -> None:
-        """The channel has."""
+        """Do nothing: the channel has started the transfer."""
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """The channel will."""
+        """Do nothing: the channel finishes the transfer."""
 
 
 def _source_of(bucket: Bucket) -> Any:
-    """One of vLLM's sources of weights."""
+    """Wrap a bucket as a `WeightSource` of vLLM."""
     from swiftlite.engines.vllm.live.weight_source import BucketSource
 
     return BucketSource(bucket)
 
 
 def own_gpu() -> torch.device | None:
-    """The GPU of this process, if it has one."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
+    """Return the GPU of this process; None without a GPU."""
+    if not torch.cuda.is_available():
+        return None
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def check_gpus(name: WeightTransport, devices: Sequence[int]) -> None:
-    """Make sure that weights can go that way from the GPU of this process.
+    """Check that a transport works from the GPU of this process.
 
     Args:
         devices: GPUs of the engine on this machine, if any.
 
     Raises:
-        UserError: this process has no GPU, or nccl would go to the GPU that it comes from.
+        UserError: the transport is unknown, this process has no GPU, or nccl would send to the same GPU.
     """
     if name not in BACKENDS:
-        raise UserError(f"there is no weight_transport {name}", f"one of: {', '.join(BACKENDS)}")
+        raise UserError(f"unknown weight_transport {name}", f"use {', '.join(BACKENDS)}")
     if name == "file":
         return
     gpu = own_gpu()
     if gpu is None:
-        raise UserError(f"weight_transport {name} goes between GPUs, and this process has none", "use file")
+        raise UserError(f"weight_transport {name} requires a GPU in this process", "use weight_transport file")
     if name == "nccl" and gpu.index in devices:
         raise UserError(
-            f"weight_transport nccl goes between two GPUs, and this process has GPU {gpu.index} as the engine has",
-            "give the engine other devices, or use ipc",
+            f"weight_transport nccl requires two GPUs, but this process and the engine both use GPU {gpu.index}",
+            "use other devices for the engine, or weight_transport ipc",
         )
 
 
 def own_address(server: str) -> str:
-    """The address of this machine in the network in which it reaches another one."""
+    """Return the address of this machine in the network of another one.
+
+    Raises:
+        UserError: the other machine is not reachable.
+    """
     try:
         family, kind, _, _, address = socket.getaddrinfo(server, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
-            probe.connect(address)  # of a datagram socket: nothing is sent
+            probe.connect(address)  # a datagram socket sends nothing here
             return probe.getsockname()[0]
     except OSError as error:
-        raise UserError(f"this machine does not reach {server}: {error}", "check the server's address") from error
+        raise UserError(f"{server} is not reachable: {error}", "check the server's address") from error
