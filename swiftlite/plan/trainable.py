@@ -51,7 +51,9 @@ def is_head_parameter(name: str) -> bool:
 
 WHOLE_MODEL = Trainable(_everything, "the whole model")
 JOINT = Trainable(_everything, "trunk and MTP heads together")
-HEADS_ONLY = Trainable(is_head_parameter, "only MTP heads, the trunk is frozen", "--mtp_mode heads_only", freezes_trunk=True)
+HEADS_ONLY = Trainable(
+    is_head_parameter, "only MTP heads, the trunk is frozen", "--mtp_mode heads_only", freezes_trunk=True
+)
 
 
 def trainable_of(args: SftArgs, heads: Heads, lora: Lora | None = None, saved: Collection[str] = ()) -> Trainable:

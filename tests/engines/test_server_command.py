@@ -23,7 +23,7 @@ def test_keyword_arguments_as_flags(options, words):
 def test_files_are_written_by_the_line_too(tmp_path):
     path = tmp_path / "a file"
     command = ServerCommand(["cat", str(path)], files={path: '{"a": 1}'})
-    done = subprocess.run(["bash", "-c", command.as_typed()], capture_output=True, text=True, check=True)
+    done = subprocess.run(["bash", "-c", command.shell_line()], capture_output=True, text=True, check=True)
     assert done.stdout == '{"a": 1}\n'
     path.unlink()
     command.write_files("--some_flag")
