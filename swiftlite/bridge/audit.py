@@ -32,12 +32,12 @@ class MtpOnDisk:
 
 
 def mtp_keys(hf_keys: Iterable[str], family: RowTable, hf_config: HfConfig) -> list[str]:
-    """The HF keys that belong to MTP heads."""
+    """Return the HF keys that belong to MTP heads."""
     return [key for key in hf_keys if family.is_mtp(hf_config, key)]
 
 
 def missing_mtp_keys(hf_keys: Iterable[str], family: RowTable, hf_config: HfConfig, depth: int) -> list[str]:
-    """Keys of heads 0 to depth - 1 that are not there."""
+    """Return the missing keys of heads 0 to depth - 1."""
     present = set(hf_keys)
     wanted = chain.from_iterable(shapes_of(family.head_rows(hf_config, head)) for head in range(depth))
     return [key for key in wanted if key not in present]
@@ -73,7 +73,7 @@ def audit_hf(hf_dir: str | Path, family: RowTable) -> list[str]:
     problems += found.problems
     mtp = _mtp_on_disk(entries, family, hf_config)
     if mtp.promised != mtp.depth:
-        problems.append(f"config.json promises {mtp.promised} MTP layers, the files have tensors of {mtp.depth}")
+        problems.append(f"config.json declares {mtp.promised} MTP layers, the files have tensors of {mtp.depth}")
 
     rows = family.rows(hf_config, max(mtp.promised, mtp.depth))
     shapes = {key: entry.shape for key, entry in entries.items()}
@@ -118,5 +118,5 @@ def _not_finite(checkpoint: Checkpoint) -> list[str]:
             # float(), because the 8-bit formats know no isfinite
             bad = sum(int((~torch.isfinite(chunk.float())).sum()) for chunk in checkpoint.chunks(key))
             if bad:
-                problems.append(f"{key}: {bad} of {entry.numel} numbers are not finite")
+                problems.append(f"{key}: {bad} of {entry.numel} values are not finite")
     return problems

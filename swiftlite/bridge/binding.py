@@ -48,7 +48,9 @@ class Shard:
     @property
     def first(self) -> int:
         """Start of this rank's part along `partition_dim`."""
-        return 0 if self.partition_dim is None else self.tp_rank * self.tensor.shape[self.partition_dim]
+        if self.partition_dim is None:
+            return 0
+        return self.tp_rank * self.tensor.shape[self.partition_dim]
 
 
 class SlicePair(NamedTuple):
@@ -70,7 +72,7 @@ class Binding:
     is_copy: bool  # the shard is one of the row's mcore_copies
 
     def slices(self) -> Iterator[SlicePair]:
-        """The slices that make up this rank's part, in the order of the parameter.
+        """Yield the slices that make up this rank's part, in the order of the parameter.
 
         Example: rank 1 of 2 holds positions 2 and 3 along axis 0 of a parameter [4, 8] that joins `a` [3, 8] and `b`
         [1, 8]. They are `local[0:1] <-> a[2:3]` and `local[1:2] <-> b[0:1]`, all 8 columns of each.
@@ -94,12 +96,14 @@ class Binding:
             local_index[axis] = slice(local_start, local_start + length)
             hf_index = list(others)
             hf_index[axis] = slice(start, start + length)
-            hf_key = None if source == ZEROS else keys[source]
+            hf_key = None
+            if source != ZEROS:
+                hf_key = keys[source]
             yield SlicePair(shard, tuple(local_index), hf_key, tuple(hf_index))
 
 
 def source_ranges_of(row: Row, shard: Shard) -> list[SourceRange]:
-    """The row's join for the size and the tensor-parallel sharing of this parameter."""
+    """Return the ranges of the row's join for the size and the tensor-parallel sharing of this parameter."""
     axis = row.join.axis
     tp_size = 1 if shard.partition_dim is None else shard.tp_size
     return row.join.source_ranges([shape[axis] for shape in row.hf.values()], shard.global_shape[axis], tp_size)
@@ -166,7 +170,7 @@ def bind(
 
 
 def _rows_by_name(rows: Iterable[Row]) -> dict[str, Row]:
-    """The row that fills each Megatron parameter."""
+    """Return the row that fills each Megatron parameter."""
     row_of: dict[str, Row] = {}
     for row in rows:
         for name in (row.mcore, *row.mcore_copies):
@@ -177,7 +181,7 @@ def _rows_by_name(rows: Iterable[Row]) -> dict[str, Row]:
 
 
 def _check_claims(rows: Iterable[Row]) -> None:
-    """No HF key may be in two rows."""
+    """Check that no HF key is in two rows."""
     claims: Counter[str] = Counter()
     for row in rows:
         claims.update((*row.hf, *row.hf_copies))
@@ -199,22 +203,23 @@ def expected_shapes(rows: Sequence[Row], present: Container[str]) -> dict[str, S
 def compare_shapes(
     expected: Mapping[str, Shape], found: Mapping[str, Shape], ignored: Collection[str] = ()
 ) -> list[str]:
-    """One line for every HF key that is missing, unexpected, or of another shape."""
+    """Return one line for every HF key that is missing, unexpected, or of another shape."""
     problems = [f"missing: {key}" for key in expected if key not in found]
     problems += [f"unexpected: {key}" for key in found if key not in expected and key not in ignored]
     for key, shape in expected.items():
         if key in found and tuple(found[key]) != tuple(shape):
-            problems.append(f"{key} has shape {list(found[key])}, config.json asks for {list(shape)}")
+            problems.append(f"{key} has shape {list(found[key])}, config.json requires {list(shape)}")
     return problems
 
 
 def whole_numbers(rows: Iterable[Row], entries: Mapping[str, Entry]) -> list[str]:
-    """One line for every HF tensor of these rows that holds whole numbers: codes of a quantisation, never weights."""
+    """Return one line for every HF tensor of these rows with an integer type: codes of a quantisation, never
+    weights."""
     problems = []
     for row in rows:
         for key in (*row.hf, *row.hf_copies):
             if key in entries and not entries[key].dtype.is_floating_point:
-                problems.append(f"{key} is {entries[key].dtype}, a type of whole numbers, which weights are not")
+                problems.append(f"{key} is {entries[key].dtype}; weights must be floating-point")
     return problems
 
 
@@ -233,7 +238,7 @@ def _misfit(row: Row, shard: Shard) -> str:
         if sum(lengths) == total:
             raise ValueError(f"the join of {row.mcore} does not use every number once")
     sources = ", ".join(f"{key} {list(shape)}" for key, shape in row.hf.items())
-    return f"{shard.name} has shape {list(shard.global_shape)}, which cannot hold {sources}"
+    return f"{shard.name} has shape {list(shard.global_shape)}, which does not match {sources}"
 
 
 def _without(shape: Shape, axis: int) -> Shape:

@@ -41,7 +41,7 @@ class Entry:
             yield self.offset, self.nbytes
             return
         cut_axes = [axis for axis, wanted in enumerate(box) if len(wanted) < self.shape[axis]]
-        last = cut_axes[-1] if cut_axes else 0  # behind this axis all numbers are wanted
+        last = max(cut_axes, default=0)  # along later axes the box is whole
         strides = [prod(self.shape[axis + 1 :]) * self.dtype.itemsize for axis in range(last + 1)]
         start = self.offset + box[last].start * strides[last]
         length = len(box[last]) * strides[last]

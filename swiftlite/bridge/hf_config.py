@@ -41,7 +41,7 @@ def read_config(hf_dir: str | Path) -> dict[str, Any]:
 
 
 def with_architecture_names(content: HfConfig, hf_dir: Path) -> dict[str, Any]:
-    """The content of a config.json as everybody asks for it, see `read_config`."""
+    """Return the content of a config.json in the form of `read_config`."""
     hf_config = _unwrapped(content)
     key = depth_key(hf_config)
     if key not in hf_config:
@@ -79,7 +79,7 @@ def _read(hf_dir: str | Path) -> dict[str, Any]:
     try:
         hf_config = read_json(path)
     except (FileNotFoundError, NotADirectoryError):
-        raise UserError(f"{hf_dir}: no config.json", "give the directory of a Hugging Face model") from None
+        raise UserError(f"{hf_dir}: no config.json", "use the directory of a Hugging Face model") from None
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}", "copy it from the model's source again") from None
     except ValueError as error:
@@ -90,14 +90,18 @@ def _read(hf_dir: str | Path) -> dict[str, Any]:
 
 
 def dtype_change(hf_config: HfConfig, dtype: str) -> dict[str, Any]:
-    """The change that declares another dtype, under the key that this config uses (formerly `torch_dtype`)."""
+    """Return the change that declares another dtype, under the key that this config uses (formerly `torch_dtype`)."""
     key = "torch_dtype" if "torch_dtype" in hf_config else "dtype"
-    return {} if hf_config.get(key) == dtype else {key: dtype}
+    if hf_config.get(key) == dtype:
+        return {}
+    return {key: dtype}
 
 
 def quantization_change(hf_config: HfConfig) -> dict[str, Any]:
-    """The change for a model that was read from a quantised checkpoint and is written without quantisation."""
-    return {"quantization_config": REMOVE} if "quantization_config" in hf_config else {}
+    """Return the change for a model that was read from a quantised checkpoint and is written without quantisation."""
+    if "quantization_config" not in hf_config:
+        return {}
+    return {"quantization_config": REMOVE}
 
 
 def write_patched(source_dir: str | Path, out_dir: str | Path, changes: Mapping[str, Any]) -> list[str]:
@@ -118,7 +122,7 @@ def write_patched(source_dir: str | Path, out_dir: str | Path, changes: Mapping[
 
 
 def _patch_wrapped(hf_config: HfConfig, changes: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """`patch` of a config.json that may wrap a language model's."""
+    """Call `patch` on a config.json that may wrap a language model's."""
     text = hf_config.get(_TEXT)
     if not isinstance(text, dict):
         return patch(hf_config, changes)
@@ -146,11 +150,14 @@ def patch(hf_config: HfConfig, changes: Mapping[str, Any]) -> tuple[dict[str, An
 
 
 def _value(hf_config: HfConfig, key: str) -> str:
-    return json.dumps(hf_config[key], ensure_ascii=False) if key in hf_config else "(none)"
+    if key not in hf_config:
+        return "(none)"
+    return json.dumps(hf_config[key], ensure_ascii=False)
 
 
 def digest_of_trunk(hf_config: Mapping[str, Any]) -> str:
-    """sha256 of all that a config.json says of the trunk: not of heads, of precision, nor of who wrote it."""
+    """Compute the sha256 of all that a config.json says of the trunk: not of heads, of precision, nor of who wrote
+    it."""
     others = (*KEYS, "dtype", "torch_dtype", "transformers_version", "_name_or_path", "use_cache")
     said = {key: value for key, value in hf_config.items() if key not in others}
     return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()

@@ -103,7 +103,7 @@ class InterleaveBlocks:
         return ranges
 
     def _parts(self, source: int, blocks: Sequence[int], unit: int) -> list[SourceRange]:
-        """Part number `unit` of each block of one HF tensor."""
+        """Return part number `unit` of each block of one HF tensor."""
         parts = []
         block_start = 0
         for length in blocks:
@@ -165,8 +165,10 @@ class PadEnd:
 
     def source_ranges(self, lengths: Sequence[int], total: int, tp_size: int) -> list[SourceRange]:
         (length,) = lengths
-        padding = [SourceRange(ZEROS, 0, total - length)] if total > length else []
-        return [SourceRange(0, 0, length), *padding]
+        ranges = [SourceRange(0, 0, length)]
+        if total > length:
+            ranges.append(SourceRange(ZEROS, 0, total - length))
+        return ranges
 
 
 COPY = Interleave(1)
@@ -191,7 +193,7 @@ def clip(source_ranges: Sequence[SourceRange], begin: int, end: int) -> list[Pie
 
 
 def covers(source_ranges: Sequence[SourceRange], lengths: Sequence[int], total: int) -> bool:
-    """Whether the ranges fill `total` positions and use every number of every HF tensor exactly once."""
+    """Return whether the ranges fill `total` positions and use every number of every HF tensor exactly once."""
     if sum(one.length for one in source_ranges) != total:
         return False
     used: list[list[tuple[int, int]]] = [[] for _ in lengths]

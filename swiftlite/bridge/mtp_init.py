@@ -20,7 +20,7 @@ Fill = Callable[[Shard], None]
 
 
 def copied_rows(family: RowTable, hf_config: HfConfig, depth: int) -> list[Row]:
-    """Rows that fill blocks and output norms of `depth` heads from the trunk's own HF tensors."""
+    """Return the rows that fill blocks and output norms of `depth` heads from the trunk's own HF tensors."""
     trunk, last_layer = family.rows(hf_config, 0), f"decoder.layers.{family.mtp_block_number(hf_config)}."
     rows = []
     for head in range(depth):
@@ -67,7 +67,7 @@ def random_tensors(row: Row, std: float, seed: int, norm_start: float) -> dict[s
 
 
 def _pass_through(shard: Shard) -> None:
-    """eh_proj = [I, 0.2 I]: the block reads the next token's embedding, with a little of the trunk's hidden state.
+    """Set eh_proj = [I, 0.2 I]: the block reads the next token's embedding, with a little of the trunk's hidden state.
 
     Measured, not derived: a trained Qwen3 of 5 M parameters, heads_only, held-out MTP loss after 0, 10 and 100 steps
     (ln of the vocabulary is 8.3):

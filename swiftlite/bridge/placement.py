@@ -7,6 +7,7 @@ same files."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 from uuid import uuid4
@@ -32,11 +33,11 @@ _MTP_INNER_LAYER = re.compile(r"^(mtp\.layers\.\d+\.)mtp_model_layer\.")
 
 
 Piece = tuple[str, Index, torch.Tensor]
-"""Numbers of an HF tensor: its key, where in it they stand, and they themselves."""
+"""A slice of an HF tensor: its key, the index of the slice, and its values."""
 
 
 def shards_of(model_chunks: Sequence[nn.Module]) -> list[Shard]:
-    """Every parameter and persistent buffer of this rank, under its whole name.
+    """Return every parameter and persistent buffer of this rank, under its whole name.
 
     Args:
         model_chunks: the GPTModel of this pipeline stage, or one per virtual stage; DDP and Float16Module around them
@@ -55,16 +56,12 @@ def shards_of(model_chunks: Sequence[nn.Module]) -> list[Shard]:
             is_sharded = getattr(tensor, "tensor_model_parallel", False) and tp_size > 1
             # A later stage that computes MTP holds a second embedding; the first stage's is the one that counts.
             is_stage_copy = name.startswith("embedding.") and not model.pre_process
-            shards.append(
-                Shard(
-                    name,
-                    tensor.detach(),
-                    tensor.partition_dim if is_sharded else None,  # type: ignore[attr-defined]
-                    tp_rank if is_sharded else 0,
-                    tp_size if is_sharded else 1,
-                    writes=is_first_replica and (is_sharded or tp_rank == 0) and not is_stage_copy,
-                )
-            )
+            writes = is_first_replica and (is_sharded or tp_rank == 0) and not is_stage_copy
+            shard = Shard(name, tensor.detach(), writes=writes)
+            if is_sharded:
+                partition_dim = tensor.partition_dim  # type: ignore[attr-defined]
+                shard = replace(shard, partition_dim=partition_dim, tp_rank=tp_rank, tp_size=tp_size)
+            shards.append(shard)
     # megatron-core 0.16 marks a weight as sharded only while initialising it; gradient norms count on the mark too.
     tp_size = _groups(model_chunks).tp.size()
     assert tp_size == 1 or any(shard.partition_dim is not None for shard in shards), (
@@ -87,8 +84,8 @@ def _sharing(local_name: str, model: GPTModel) -> tuple[int, int, bool]:
 
 
 def global_name(local_name: str, model: nn.Module) -> str:
-    """The parameter's name in a model that is not split: no wrappers, layers counted from the first stage, experts from
-    the first rank.
+    """Return the parameter's name in a model that is not split: no wrappers, layers counted from the first stage,
+    experts from the first rank.
 
     Layers and mixtures are asked for their numbers (`layer_number`, from 1, over all stages; `local_expert_indices`),
     so any layout is right.
@@ -137,22 +134,26 @@ def _module_of(name: str) -> str:
     """Return the unit that pipeline stages distribute: a layer, `decoder.layers.3.`, or a module,
     `decoder.final_layernorm`."""
     layer = _NUMBERED_LAYER.match(name)
-    return layer.group(0) if layer else ".".join(name.split(".")[:2])
+    if layer:
+        return layer.group(0)
+    return ".".join(name.split(".")[:2])
 
 
 def _expert_of(name: str) -> str | None:
-    """The expert that a parameter belongs to, `decoder.layers.3.mlp.experts.local_experts.7.`."""
+    """Return the expert that a parameter belongs to, `decoder.layers.3.mlp.experts.local_experts.7.`."""
     expert = _EXPERTS.search(name)
-    return name[: expert.end()] if expert else None
+    if not expert:
+        return None
+    return name[: expert.end()]
 
 
 def mtp_num_layers(model_chunks: Sequence[nn.Module]) -> int:
-    """MTP depth that the model was built with, the same on every stage."""
+    """Return the MTP depth that the model was built with, the same on every stage."""
     return _unwrap(model_chunks[0]).config.mtp_num_layers or 0
 
 
 def _groups(model_chunks: Sequence[nn.Module]) -> ProcessGroupCollection:
-    """The process groups of the model's mesh."""
+    """Return the process groups of the model's mesh."""
     return _unwrap(model_chunks[0]).pg_collection
 
 
@@ -161,12 +162,12 @@ def _unwrap(chunk: nn.Module) -> GPTModel:
 
 
 def is_first_rank() -> bool:
-    """Whether this is the process that does what must be done once."""
+    """Return whether this process does what must be done once."""
     return dist.get_rank() == 0
 
 
 def gather_from_all_ranks(value: Any) -> list[Any]:
-    """The value of each rank, in order; each must survive pickling."""
+    """Return the value of each rank, in order; each must survive pickling."""
     values: list[Any] = [value] * dist.get_world_size()
     if len(values) > 1:
         dist.all_gather_object(values, value)
@@ -174,7 +175,7 @@ def gather_from_all_ranks(value: Any) -> list[Any]:
 
 
 def all_ranks_see(directory: Path) -> bool:
-    """Whether what the first rank puts into the directory is there for all; collective."""
+    """Return whether all ranks see what the first rank puts into the directory; collective."""
     token: list[Any] = [f".seen-by-all-{uuid4().hex}"]
     if dist.get_world_size() > 1:
         dist.broadcast_object_list(token, src=0)
@@ -189,7 +190,8 @@ def all_ranks_see(directory: Path) -> bool:
 
 
 def gather_on_first_rank(pieces: Iterable[Piece]) -> Iterator[Piece]:
-    """On the first rank the pieces of all ranks, one at a time, on the others none; collective, to the end."""
+    """Yield the pieces of all ranks on the first rank, one at a time, and none on the others; collective, to the
+    end."""
     if is_first_rank():
         yield from pieces
         for source in range(1, dist.get_world_size()):

@@ -13,7 +13,7 @@ Shape = tuple[int, ...]
 HfConfig = Mapping[str, Any]
 """The content of a config.json."""
 HfPart = Literal["trunk", "heads"]
-"""The tensors of a checkpoint that verify, or those that draft."""
+"""The tensors of a checkpoint that verify draft tokens, or those of the MTP heads."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Row:
     is_exact: bool = False
 
     def hf_shapes(self) -> dict[str, Shape]:
-        """Shapes of the row's HF names, copies included."""
+        """Return the shapes of the row's HF names, copies included."""
         if not self.hf_copies:
             return dict(self.hf)
         (shape,) = self.hf.values()  # a row with copies has one name
@@ -91,29 +91,30 @@ class RowTable(Protocol):
         ...
 
     def mtp_block_number(self, hf_config: HfConfig, /) -> int:
-        """The decoder layer (from 0) whose kinds an MTP head has."""
+        """Return the decoder layer (from 0) whose kinds an MTP head has."""
         ...
 
     def head_of(self, hf_config: HfConfig, hf_key: str, /) -> int | None:
-        """The MTP head that an HF key belongs to, from 0; None for the trunk's keys."""
+        """Return the MTP head that an HF key belongs to, from 0; None for the trunk's keys."""
         ...
 
     def is_mtp(self, hf_config: HfConfig, hf_key: str, /) -> bool:
-        """Whether an HF key belongs to an MTP head."""
+        """Return whether an HF key belongs to an MTP head."""
         ...
 
     def is_derived(self, hf_key: str, /) -> bool:
-        """Whether an HF key holds nothing but what follows from the config (rotary `inv_freq`)."""
+        """Return whether an HF key holds nothing but what follows from the config (rotary `inv_freq`)."""
         ...
 
     def is_carried(self, hf_key: str, /) -> bool:
-        """Whether an HF key belongs to another part than the language model, which is carried through as it is."""
+        """Return whether an HF key belongs to another part than the language model, which is carried through
+        unchanged."""
         ...
 
     def head_rows(self, hf_config: HfConfig, head: int, /) -> list[Row]:
-        """MTP head number `head`, from 0."""
+        """Return the rows of MTP head number `head`, from 0."""
         ...
 
     def rows(self, hf_config: HfConfig, mtp_num_layers: int, /) -> list[Row]:
-        """The whole table with this many MTP layers."""
+        """Return the whole table with this many MTP layers."""
         ...

@@ -57,7 +57,7 @@ Index = tuple[slice, ...]
 
 
 def scan(hf_dir: str | Path) -> tuple[dict[str, Entry], list[str]]:
-    """Read the index and every header of a Hugging Face directory, but no tensor.
+    """Read the index and every header of a Hugging Face directory, without the tensors.
 
     Returns:
         The readable tensors, by key in file order, and one line for each problem: a missing or truncated file, a key of
@@ -69,9 +69,9 @@ def scan(hf_dir: str | Path) -> tuple[dict[str, Entry], list[str]]:
     hf_dir = Path(hf_dir)
     if (hf_dir / ADAPTER_CONFIG).is_file():
         raise UserError(
-            f"{hf_dir} has an adapter beside its weights ({ADAPTER_CONFIG}): transformers applies it where PEFT is "
-            "installed, other engines and training do not",
-            f"merge it into the weights with PEFT; if they are merged already, move {ADAPTER_CONFIG} away",
+            f"{hf_dir} has an adapter next to its weights ({ADAPTER_CONFIG}): transformers applies it if PEFT is "
+            "installed; other engines and training do not",
+            f"merge it into the weights with PEFT; if they are already merged, remove {ADAPTER_CONFIG}",
         )
     index_path = hf_dir / INDEX_NAME
     if index_path.is_file():
@@ -79,8 +79,9 @@ def scan(hf_dir: str | Path) -> tuple[dict[str, Entry], list[str]]:
     elif (hf_dir / SINGLE_NAME).is_file():
         promised = {SINGLE_NAME: None}
     else:
-        torch_files = next(hf_dir.glob("pytorch_model*.bin"), None)
-        hint = "save the model as safetensors first" if torch_files else "give the directory of a Hugging Face model"
+        hint = "use the directory of a Hugging Face model"
+        if any(hf_dir.glob("pytorch_model*.bin")):
+            hint = "save the model as safetensors first"
         raise UserError(f"{hf_dir}: no {SINGLE_NAME} and no {INDEX_NAME}", hint)
 
     entries: dict[str, Entry] = {}
@@ -93,9 +94,9 @@ def scan(hf_dir: str | Path) -> tuple[dict[str, Entry], list[str]]:
             continue
         if keys is not None:
             for key in sorted(keys - found.keys()):
-                problems.append(f"{index_path.name} says that {key} is in {file}, but it is not there")
+                problems.append(f"{index_path.name} places {key} in {file}, which lacks it")
             for key in sorted(found.keys() - keys):
-                problems.append(f"{file} has {key}, which {index_path.name} does not place there")
+                problems.append(f"{file} has {key}, but {index_path.name} does not place it there")
             found = {key: entry for key, entry in found.items() if key in keys}
         entries.update(found)
     return entries, problems
@@ -156,26 +157,31 @@ class Checkpoint:
                 there.copy_(self._decode(key, box, buffers))
 
     def dtype_of(self, key: str, decoded: torch.dtype) -> torch.dtype:
-        """The dtype of a tensor; `decoded` where it is not plain."""
-        return decoded if key in self._encoded else self.entries[key].dtype
+        """Return the dtype of a tensor; `decoded` if it is encoded."""
+        if key in self._encoded:
+            return decoded
+        return self.entries[key].dtype
 
     def read(self, key: str) -> torch.Tensor:
-        """A whole tensor."""
+        """Read a whole tensor."""
         entry = self.entries[key]
         result = torch.empty(entry.shape, dtype=self.dtype_of(key, torch.float32))
         self.read_into(result, key, (slice(None),) * len(entry.shape))
         return result
 
     def chunks(self, key: str, index: Index | None = None) -> Iterator[torch.Tensor]:
-        """A slice of a tensor (None: all of it) a few megabytes at a time; each is overwritten by the next one."""
+        """Yield a slice of a tensor (None: all of it) a few megabytes at a time; each is overwritten by the next
+        one."""
         entry = self.entries[key]
         buffers = _Buffers()
-        whole = _box((slice(None),) * len(entry.shape) if index is None else index, entry.shape)
+        if index is None:
+            index = (slice(None),) * len(entry.shape)
+        whole = _box(index, entry.shape)
         for _, box in _chunks(whole, entry.dtype.itemsize):
             yield self._decode(key, box, buffers)
 
     def is_equal(self, key: str, other: str, index: Index | None = None) -> bool:
-        """Whether two tensors of one shape are the same in a slice, bit by bit: a NaN equals itself."""
+        """Return whether two tensors of one shape are the same in a slice, bit by bit: a NaN equals itself."""
         if self.entries[key].dtype != self.entries[other].dtype:
             return False
         chunks = zip(self.chunks(key, index), self.chunks(other, index), strict=True)
@@ -202,7 +208,7 @@ class Checkpoint:
         memory = _bytes_of(contiguous)
         for offset, length in entry.contiguous_ranges(box):
             if os.preadv(descriptor, [memory[:length]], offset) != length:
-                raise UserError(f"{self.hf_dir / entry.file}: became shorter while it was read")
+                raise UserError(f"{self.hf_dir / entry.file}: was truncated while it was read")
             memory = memory[length:]
 
 
@@ -250,7 +256,9 @@ class ShardedFiles:
         stored = _stored_types(tensors, self._encodings)
         shards = split(stored, max_shard_bytes)
         for number, keys in enumerate(shards, start=1):
-            file = SINGLE_NAME if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            file = SINGLE_NAME
+            if len(shards) > 1:
+                file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
             # Wide dtypes first keep every tensor aligned to its own size, as the safetensors package does it.
             keys = sorted(keys, key=lambda key: -stored[key][0].itemsize)
             self._headers[file], entries = _make_header(file, {key: stored[key] for key in keys})
@@ -260,7 +268,10 @@ class ShardedFiles:
     @property
     def files(self) -> list[str]:
         """Names of the finished files, index included."""
-        return [*self._headers, INDEX_NAME] if len(self._headers) > 1 else [*self._headers]
+        files = list(self._headers)
+        if len(files) > 1:
+            files.append(INDEX_NAME)
+        return files
 
     def create(self) -> None:
         """Write the headers under temporary names and reserve the space, so that a full disk shows now."""
@@ -340,13 +351,15 @@ class ShardedFiles:
 
 
 def some(lines: Iterable[str], limit: int = 20) -> list[str]:
-    """The first lines of a list for an error message, and how many more there are."""
+    """Return the first lines of a list for an error message, and the number of further ones."""
     lines = list(lines)
-    return lines if len(lines) <= limit else [*lines[:limit], f"... and {len(lines) - limit} more"]
+    if len(lines) <= limit:
+        return lines
+    return [*lines[:limit], f"... and {len(lines) - limit} more"]
 
 
 def _read_index(path: Path) -> dict[str, set[str] | None]:
-    """File name -> keys that the index places in it."""
+    """Read file name -> keys that the index places in it."""
     try:
         weight_map = read_json(path)["weight_map"]
         files: dict[str, set[str] | None] = {}
@@ -362,7 +375,7 @@ def _read_index(path: Path) -> dict[str, set[str] | None]:
 
 
 def _read_header(hf_dir: Path, file: str) -> dict[str, Entry]:
-    """The tensors of one file; every number is checked against the file's size before it is believed."""
+    """Read the entries of one file; every number is checked against the file's size before it is used."""
     path = hf_dir / file
     try:
         if path.exists() and not path.is_file():  # to open a pipe would wait for who writes it
@@ -378,7 +391,7 @@ def _read_header(hf_dir: Path, file: str) -> dict[str, Entry]:
             if key == "__metadata__":
                 continue
             if not key.isprintable():  # a name is shown; this one might draw on a terminal
-                raise ValueError(f"a tensor is called {key!r}")
+                raise ValueError(f"invalid tensor name {key!r}")
             begin, end = fields["data_offsets"]
             shape = tuple(fields["shape"])
             if fields["dtype"] not in _DTYPES:
@@ -405,7 +418,7 @@ def _check_contiguous(path: Path, entries: Mapping[str, Entry], start: int, size
         if entry.offset != place:
             what = "overlaps the tensor before it"
             if entry.offset > place:
-                what = "leaves bytes before it that are no tensor"
+                what = "leaves unused bytes before it"
             raise UserError(f"{path}: not a safetensors file ({key} {what})")
         place += entry.nbytes
     if place != size:
@@ -413,7 +426,7 @@ def _check_contiguous(path: Path, entries: Mapping[str, Entry], start: int, size
 
 
 def _make_header(file: str, tensors: TensorTypes) -> tuple[bytes, dict[str, Entry]]:
-    """The bytes that open a file of these tensors, and where each tensor then lies."""
+    """Return the header of a file with these tensors, and the location of each tensor."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     begin = 0
     for key, (dtype, shape) in tensors.items():
@@ -431,7 +444,7 @@ def _make_header(file: str, tensors: TensorTypes) -> tuple[bytes, dict[str, Entr
 
 
 def split(tensors: TensorTypes, max_bytes: int) -> list[list[str]]:
-    """Keys file by file, in order, each file within max_bytes unless one tensor alone is larger."""
+    """Split keys into files, in order, each file within max_bytes unless one tensor alone is larger."""
     shards: list[list[str]] = [[]]
     filled = 0
     for key, (dtype, shape) in tensors.items():
@@ -445,7 +458,7 @@ def split(tensors: TensorTypes, max_bytes: int) -> list[list[str]]:
 
 
 def _stored_types(tensors: TensorTypes, encodings: Mapping[str, WritableEncoding]) -> TensorTypes:
-    """Dtypes and shapes of what stores these tensors in a file."""
+    """Return the dtypes and shapes of the parts that store these tensors in a file."""
     stored: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     for key, (dtype, shape) in tensors.items():
         if key not in encodings:
@@ -462,7 +475,7 @@ def _box(index: Index, shape: tuple[int, ...]) -> Box:
 
 
 def _chunks(whole: Box, itemsize: int, align: Callable[[Box], Box] = lambda box: box) -> Iterator[tuple[Index, Box]]:
-    """A box cut along its first axis into boxes of about _CHUNK_BYTES, each with its place within the first one.
+    """Cut a box along its first axis into boxes of about _CHUNK_BYTES, each with its place within the first one.
 
     Args:
         align: widens a box to whole blocks; the first one is made of such.

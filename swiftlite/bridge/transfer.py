@@ -170,8 +170,8 @@ def graft_heads(
     trunk_type = hf_config.get("model_type")
     if base_type != trunk_type:
         raise UserError(
-            f"{graft_from} is a model of type {base_type}, the trunk one of type {trunk_type}",
-            "take heads from the model that the trunk was fine-tuned from",
+            f"{graft_from} has model_type {base_type}, the trunk {trunk_type}",
+            "use the model that the trunk was fine-tuned from",
         )
     depth = placement.mtp_num_layers(model_chunks)
     with Checkpoint(graft_from, encoding_of(base_config)) as base:
@@ -183,7 +183,7 @@ def graft_heads(
 
 
 def _bind_heads(shards: Iterable[Shard], rows: Sequence[Row]) -> list[Binding]:
-    """The rows of heads, which may be on other ranks, and their parameters on this one."""
+    """Bind the rows of heads, which may be on other ranks, to their parameters on this one."""
     names = {row.mcore for row in rows}
     held = [shard for shard in shards if shard.name in names]
     # The callers have checked that the model has these heads, so one that this rank lacks is on another rank.
@@ -191,22 +191,22 @@ def _bind_heads(shards: Iterable[Shard], rows: Sequence[Row]) -> list[Binding]:
 
 
 def _check_same_shapes(rows: Sequence[Row], wanted: Sequence[Row], base: Checkpoint) -> None:
-    """The heads on disk, `rows`, fill exactly the parameters that the trunk's config asks for."""
+    """Check that the heads on disk, `rows`, fill exactly the parameters that the trunk's config requires."""
     shapes = {row.mcore: list(row.hf.values()) for row in wanted}
     present = {row.mcore for row in rows}
-    problems = [f"{row.mcore} has no place in this model" for row in rows if row.mcore not in shapes]
-    problems += [f"{name} is not in it" for name in shapes.keys() - present]
+    problems = [f"unexpected: {row.mcore}" for row in rows if row.mcore not in shapes]
+    problems += [f"missing: {name}" for name in shapes.keys() - present]
     for row in rows:
         if row.mcore not in shapes:
             continue
         for key, shape in zip(row.hf, shapes[row.mcore], strict=True):
             found = base.entries[key].shape
             if tuple(found) != tuple(shape):
-                problems.append(f"{key} has shape {list(found)}, this model takes {list(shape)}")
+                problems.append(f"{key} has shape {list(found)}, this model requires {list(shape)}")
     if problems:
         raise UserError(
-            f"the MTP heads of {base.hf_dir} do not fit:\n  " + "\n  ".join(some(problems)),
-            "take heads from the model that the trunk was fine-tuned from",
+            f"the MTP heads of {base.hf_dir} do not match the model:\n  " + "\n  ".join(some(problems)),
+            "use the model that the trunk was fine-tuned from",
         )
 
 
@@ -254,7 +254,7 @@ def _sources(checkpoint: Checkpoint, family: RowTable, hf_config: HfConfig, dept
 
 
 def _head_rows(family: RowTable, hf_config: HfConfig, depth: int) -> list[Row]:
-    """Rows of heads 0 to depth - 1."""
+    """Return the rows of heads 0 to depth - 1."""
     rows: list[Row] = []
     for head in range(depth):
         rows += family.head_rows(hf_config, head)
@@ -264,11 +264,11 @@ def _head_rows(family: RowTable, hf_config: HfConfig, depth: int) -> list[Row]:
 def _check_numbers(rows: Iterable[Row], checkpoint: Checkpoint) -> None:
     if problems := whole_numbers(rows, checkpoint.entries):
         lines = "\n  ".join(some(problems))
-        raise UserError(f"{checkpoint.hf_dir} cannot be read:\n  {lines}", "give the model before its quantisation")
+        raise UserError(f"{checkpoint.hf_dir} cannot be read:\n  {lines}", "use the model before its quantisation")
 
 
 def _draw(bindings: Sequence[Binding], std: float, seed: int, norm_start: float) -> None:
-    """Fill the parameters from random HF tensors, of which each rank takes its slices."""
+    """Fill the parameters from random HF tensors; each rank takes its slices."""
     for binding in bindings:
         tensors = fresh_heads.random_tensors(binding.row, std, seed, norm_start)
         for shard, local_index, hf_key, hf_index in binding.slices():
@@ -316,9 +316,36 @@ def save_hf(
         UserError: the directory contains safetensors, is not writable, or the disk is too small.
     """
     rows, bindings = _bind_all(model_chunks, family, hf_config)
-    source_dtypes = dtypes if isinstance(dtypes, Mapping) else {}
+    source_dtypes: Mapping[str, str | torch.dtype] = {}
+    if isinstance(dtypes, Mapping):
+        source_dtypes = dtypes
+    tensors = _saved_tensors(rows, source_dtypes, _dtype_of(dtypes, rows, bindings), family, hf_config)
+    others: dict[str, torch.Tensor] = {}
+    if carried is not None:
+        others = load_file(carried)
+    tensors |= {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in others.items()}
+
+    files = ShardedFiles(Path(out_dir), fold(tensors, source_dtypes.keys()), max_shard_bytes, encodings)
+    if placement.is_first_rank():
+        _create(files)
+    placement.barrier()
+    try:
+        _write(files, _pieces(bindings, tensors), others)
+    except BaseException:
+        files.discard()
+        raise
+    return files.files
+
+
+def _saved_tensors(
+    rows: Iterable[Row],
+    source_dtypes: Mapping[str, str | torch.dtype],
+    dtype_of: Callable[[str], torch.dtype],
+    family: RowTable,
+    hf_config: HfConfig,
+) -> dict[str, tuple[torch.dtype, Shape]]:
+    """Return the dtype and shape of each tensor that `save_hf` writes; it says which copies are among them."""
     heads_of_source = {family.head_of(hf_config, key) for key in source_dtypes}
-    dtype_of = _dtype_of(dtypes, rows, bindings)
     tensors = {}
     for row in rows:
         for key, shape in row.hf_shapes().items():
@@ -326,42 +353,38 @@ def save_hf(
             is_of_new_head = head is not None and head not in heads_of_source
             if key in row.hf or key in source_dtypes or is_of_new_head:
                 tensors[key] = (dtype_of(key), shape)
-    others = {} if carried is None else load_file(carried)
-    tensors |= {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in others.items()}
+    return tensors
 
-    out_dir = Path(out_dir)
-    files = ShardedFiles(out_dir, fold(tensors, source_dtypes.keys()), max_shard_bytes, encodings)
+
+def _create(files: ShardedFiles) -> None:
+    """Create the directory, which must have no safetensors, and the files under temporary names."""
+    files.out_dir.mkdir(parents=True, exist_ok=True)
+    present = sorted(path.name for path in files.out_dir.glob("*.safetensors*"))
+    if present:
+        raise UserError(f"{files.out_dir} already has {', '.join(present[:3])}", "use a new or empty directory")
+    files.create()
+
+
+def _write(files: ShardedFiles, pieces: Iterator[placement.Piece], others: Mapping[str, torch.Tensor]) -> None:
+    """Write the slices of all ranks and the other tensors, and publish the files; collective."""
+    if not placement.all_ranks_see(files.out_dir):
+        pieces = placement.gather_on_first_rank(pieces)
+    for piece in pieces:
+        files.write(*piece)
     if placement.is_first_rank():
-        out_dir.mkdir(parents=True, exist_ok=True)
-        present = sorted(path.name for path in out_dir.glob("*.safetensors*"))
-        if present:
-            raise UserError(f"{out_dir} already holds {', '.join(present[:3])}", "give a new or empty directory")
-        files.create()
+        for key, tensor in others.items():
+            files.write(key, (slice(None),) * tensor.dim(), tensor)
+    files.flush()
     placement.barrier()
-    try:
-        pieces = _pieces(bindings, tensors)
-        if not placement.all_ranks_see(out_dir):
-            pieces = placement.gather_on_first_rank(pieces)
-        for piece in pieces:
-            files.write(*piece)
-        if placement.is_first_rank():
-            for key, tensor in others.items():
-                files.write(key, (slice(None),) * tensor.dim(), tensor)
-        files.flush()
-        placement.barrier()
-        if placement.is_first_rank():
-            files.publish()
-        placement.barrier()
-    except BaseException:
-        files.discard()
-        raise
-    return files.files
+    if placement.is_first_rank():
+        files.publish()
+    placement.barrier()
 
 
 def streamed_tensors(
     model_chunks: Sequence[nn.Module], family: RowTable, hf_config: HfConfig, part: HfPart, *, dtypes: Dtypes = None
 ) -> dict[str, tuple[torch.dtype, Shape]]:
-    """Type and shape of the tensors that `stream_hf` brings, by HF key and in its order; not collective."""
+    """Return type and shape of the tensors that `stream_hf` brings, by HF key and in its order; not collective."""
     rows, bindings = _bind_all(model_chunks, family, hf_config)
     dtype_of = _dtype_of(dtypes, rows, bindings)
     wants_heads = part == "heads"
@@ -420,7 +443,7 @@ def stream_hf(
 
 
 def gather_hf(bindings: Sequence[Binding], rows: Sequence[Row]) -> dict[str, torch.Tensor]:
-    """The HF tensors of these rows, whole, on the first rank; none on the others; collective.
+    """Gather the HF tensors of these rows, whole, on the first rank; none on the others; collective.
 
     Args:
         bindings: of the rows, what this rank holds.
@@ -456,27 +479,27 @@ def _read(bindings: Sequence[Binding], checkpoint: Checkpoint, family: RowTable,
 
 
 def _unequal(hf_key: str, copy_key: str, head: int | None) -> UserError:
-    """The error of a tensor that should repeat another and does not.
+    """Return the error of a tensor that should repeat another and does not.
 
     Args:
         head: the MTP head that `copy_key` belongs to; None for a tied model's output layer.
     """
     if head is None:
         return UserError(
-            f"config.json says that the embeddings are tied, but {copy_key} differs from {hf_key}",
-            'set "tie_word_embeddings": false there if the model has its own head, else remove the tensor',
+            f"config.json ties the embeddings, but {copy_key} differs from {hf_key}",
+            'set "tie_word_embeddings": false if the model has a separate output layer, else remove the tensor',
         )
     return UserError(
-        f"{copy_key} differs from {hf_key}: MTP head {head} was trained with a tensor of its own, and megatron-core's "
-        "MTP layers share the trunk's",
-        "use --mtp_num_layers 0 to drop the heads, or --mtp_init fit_last_layer to train others",
+        f"{copy_key} differs from {hf_key}: MTP head {head} has a separate tensor, but megatron-core's MTP layers "
+        "share the trunk's",
+        "use --mtp_num_layers 0 to drop the heads, or --mtp_init fit_last_layer to train new ones",
     )
 
 
 def _bind_all(
     model_chunks: Sequence[nn.Module], family: RowTable, hf_config: HfConfig
 ) -> tuple[list[Row], list[Binding]]:
-    """The whole table for this model, and this rank's part of it."""
+    """Return the whole table for this model, and this rank's part of it."""
     rows = family.rows(hf_config, placement.mtp_num_layers(model_chunks))
     shards = placement.shards_of(model_chunks)
     bindings = bind(
@@ -506,27 +529,29 @@ def _pieces(bindings: Sequence[Binding], keys: Container[str]) -> Iterator[place
 
 
 def _check_mtp_depth(depth: int, checkpoint: Checkpoint, family: RowTable, hf_config: HfConfig) -> None:
-    """The heads asked for, the heads promised by config.json and the heads on disk must be the same."""
+    """Check that --mtp_num_layers, the heads declared by config.json and the heads on disk are the same."""
     hf_dir = checkpoint.hf_dir
     promised = Heads.from_config(hf_config).layers
     on_disk = mtp_keys(checkpoint.entries, family, hf_config)
-    start_anew = "add --mtp_init fit_last_layer to start from its last layer, or --mtp_init random"
+    hint = "add --mtp_init fit_last_layer to start from its last layer, or --mtp_init random"
     if not on_disk:
-        promise = f" (its config.json promises {promised} MTP layers)" if promised else ""
-        raise UserError(f"--mtp_num_layers {depth}, but {hf_dir} has no MTP weights{promise}", start_anew)
+        problem = f"--mtp_num_layers {depth}, but {hf_dir} has no MTP weights"
+        if promised:
+            problem += f" (its config.json declares {promised} MTP layers)"
+        raise UserError(problem, hint)
     if promised != depth:
         keep = f"use --mtp_num_layers {promised}, or " if promised else ""
         raise UserError(
-            f"--mtp_num_layers {depth}, but config.json of {hf_dir} promises {promised} MTP layers", keep + start_anew
+            f"--mtp_num_layers {depth}, but config.json of {hf_dir} declares {promised} MTP layers", keep + hint
         )
     missing = missing_mtp_keys(checkpoint.entries, family, hf_config, depth)
     if missing:
         problem = f"{hf_dir} lacks {len(missing)} tensors of its {depth} MTP layers:"
-        raise UserError("\n  ".join([problem, *some(missing)]), start_anew)
+        raise UserError("\n  ".join([problem, *some(missing)]), hint)
 
 
 def _dtype_of(dtypes: Dtypes, rows: Iterable[Row], bindings: Sequence[Binding]) -> Callable[[str], torch.dtype]:
-    """HF key -> the dtype it is written in; see `save_hf`."""
+    """Return a function from HF key to the dtype it is written in; see `save_hf`."""
     if isinstance(dtypes, str | torch.dtype):
         one = _dtype(dtypes)
         return lambda key: one
@@ -540,9 +565,9 @@ def _dtype_of(dtypes: Dtypes, rows: Iterable[Row], bindings: Sequence[Binding]) 
 
     def dtype_of(key: str) -> torch.dtype:
         found = stated.get(stack_name(key)) or stated.get(key)
-        if found is None:
-            found = usual_exact.get(_leaf(key), torch.float32) if key in exact else usual
-        return _dtype(found)
+        if found is None and key in exact:
+            found = usual_exact.get(_leaf(key), torch.float32)
+        return _dtype(found or usual)
 
     return dtype_of
 

@@ -202,8 +202,7 @@ def test_copies_of_another_shape(tmp_path, mesh):
     source = make_tiny_hf(tmp_path / "in", "glm4_moe", depth=1)
     key = "model.layers.2.shared_head.head.weight"
     change_tensors(source, lambda tensors: tensors.update({key: torch.ones(64, 64)}))
-    expected = f"{key} has shape [64, 64], config.json asks for [128, 64]"
-    assert expected in refusal(build(source, mesh, depth=1), source)
+    assert mentions(refusal(build(source, mesh, depth=1), source), f"{key} [64, 64] config.json [128, 64]")
 
 
 def test_experts_in_both_forms(tmp_path):

@@ -125,7 +125,7 @@ def write_heads(
 
 @dataclass(frozen=True)
 class SavedAdapter:
-    """The content of a directory of adapters.
+    """A directory of adapters, as read by `read_adapter`.
 
     Attributes:
         rank: number of rows of each A.
@@ -133,7 +133,7 @@ class SavedAdapter:
         pairs: A and B of each module, by HF name.
         magnitudes: DoRA magnitudes of each module; empty for LoRA.
         saved: tensors of the trunk that were trained in full, by HF name.
-        heads: tensors of the MTP heads, by HF name; empty if there are none.
+        heads: tensors of the MTP heads, by HF name; empty without heads.
         promise: keys of config.json about the heads.
         base_sha256: digest of the base model; empty if it was not recorded.
     """
@@ -149,7 +149,7 @@ class SavedAdapter:
     base_sha256: str
 
     def heads_of(self, hf_config: Mapping[str, Any]) -> Heads:
-        """The MTP heads that a base has with these adapters.
+        """Return the MTP heads of a base with these adapters.
 
         Args:
             hf_config: content of its config.json.
@@ -162,17 +162,17 @@ class SavedAdapter:
         """Compare the base with the digest that the adapters were written with.
 
         Raises:
-            UserError: it is another one.
+            UserError: the digests differ.
         """
         if self.base_sha256 and digest_of(hf_dir) != self.base_sha256:
             made_for = read_json(self.directory / ADAPTER_CONFIG).get("base_model_name_or_path")
             raise UserError(
-                f"--adapters {self.directory} belong to another model than {hf_dir}: tensors or config.json differ",
-                f"give the model that they were trained on, which was {made_for}",
+                f"--adapters {self.directory} were not trained on {hf_dir}: its tensors or config.json differ",
+                f"use the model that they were trained on: {made_for}",
             )
 
     def apply(self, key: str, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor of the base as it is with these adapters, in its precision; summed in float32."""
+        """Return a tensor of the base with these adapters applied, in its precision; summed in float32."""
         if key in self.saved:
             return self.saved[key].to(tensor.dtype)
         module = key.removesuffix(".weight")
@@ -188,13 +188,13 @@ class SavedAdapter:
         return whole.to(tensor.dtype)
 
     def check_places(self, shapes: Mapping[str, Sequence[int]]) -> None:
-        """Every adapter has a tensor of the base of its shape.
+        """Check that the base has a tensor of the right shape for each adapter.
 
         Args:
             shapes: of the base's tensors.
 
         Raises:
-            UserError: one has none.
+            UserError: a tensor is missing or has another shape.
         """
         wanted = {key: tuple(tensor.shape) for key, tensor in self.saved.items()}
         wanted |= {f"{module}.weight": (b.size(0), a.size(1)) for module, (a, b) in self.pairs.items()}
@@ -203,19 +203,19 @@ class SavedAdapter:
             if key not in shapes:
                 problems.append(f"the model has no {key}")
             elif tuple(shapes[key]) != shape:
-                problems.append(f"{key} is {tuple(shapes[key])} in the model, and {shape} here")
+                problems.append(f"{key} has shape {tuple(shapes[key])} in the model and {shape} in the adapters")
         if problems:
             raise UserError(
                 f"--adapters {self.directory}:\n  " + "\n  ".join(some(problems)),
-                "give the model that the adapters were trained on",
+                "use the model that the adapters were trained on",
             )
 
 
 def read_adapter(directory: Path) -> SavedAdapter:
-    """Read a directory of PEFT's, ours or another's.
+    """Read a directory in the format of PEFT.
 
     Raises:
-        UserError: it is none, is damaged, or asks for more than an A and a B for each linear layer.
+        UserError: it is missing or damaged, or uses features other than an A and a B for each linear layer.
     """
     try:
         config = read_json(directory / ADAPTER_CONFIG)
@@ -227,11 +227,11 @@ def read_adapter(directory: Path) -> SavedAdapter:
             tensors = {key.removeprefix(_PREFIX): file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
         heads, promise, heads_digest = _read_heads(directory / HEADS_FILE)
         if digest and heads_digest and digest != heads_digest:
-            raise ValueError(f"{HEADS_FILE} is of another base than {TENSORS_FILE}")
+            raise ValueError(f"{HEADS_FILE} and {TENSORS_FILE} belong to different base models")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         raise UserError(
             f"--adapters {directory} cannot be read: {type(error).__name__}: {error}",
-            f"give a directory with {ADAPTER_CONFIG} and {TENSORS_FILE}, as export --merge_lora false or PEFT writes",
+            f"use a directory with {ADAPTER_CONFIG} and {TENSORS_FILE}, from export --merge_lora false or PEFT",
         ) from None
     if unknown := [f"{key} {config[key]!r}" for key, plain in _PLAIN.items() if config.get(key, plain[0]) not in plain]:
         raise UserError(
@@ -240,12 +240,12 @@ def read_adapter(directory: Path) -> SavedAdapter:
     lora = Lora(rank, alpha, is_rank_stabilised=bool(config.get("use_rslora")))
     modules = [key.removesuffix(_A) for key in tensors if key.endswith(_A)]
     if lost := [module for module in modules if module + _B not in tensors]:
-        raise UserError(f"--adapters {directory}: {lost[0]} has no B", "export the adapters again")
+        raise UserError(f"--adapters {directory}: {lost[0]} has no lora_B", "export the adapters again")
     pairs = {module: (tensors.pop(module + _A), tensors.pop(module + _B)) for module in modules}
     has_magnitudes = bool(config.get("use_dora"))
     if has_magnitudes and (lost := [module for module in modules if module + _MAGNITUDE not in tensors]):
         raise UserError(
-            f"--adapters {directory}: {lost[0]} has no magnitudes, and use_dora is true", "export them again"
+            f"--adapters {directory}: use_dora is true, but {lost[0]} has no magnitudes", "export the adapters again"
         )
     magnitudes = {module: tensors.pop(module + _MAGNITUDE) for module in modules if has_magnitudes}
     if not pairs:
@@ -253,11 +253,14 @@ def read_adapter(directory: Path) -> SavedAdapter:
     for module, (a, b) in pairs.items():
         if a.dim() != 2 or b.dim() != 2 or (a.size(0), b.size(1)) != (rank, rank):
             shapes = f"A {tuple(a.shape)} and B {tuple(b.shape)}"
-            raise UserError(f"--adapters {directory}: {module} has {shapes}, and r is {rank}", "export them again")
+            raise UserError(
+                f"--adapters {directory}: {module} has {shapes}, but r is {rank}", "export the adapters again"
+            )
         if has_magnitudes and magnitudes[module].shape != (b.size(0),):
             shape = tuple(magnitudes[module].shape)
             raise UserError(
-                f"--adapters {directory}: {module} has magnitudes {shape} for {b.size(0)} rows", "export them again"
+                f"--adapters {directory}: {module} has magnitudes {shape} for {b.size(0)} rows",
+                "export the adapters again",
             )
     return SavedAdapter(
         directory, rank, lora.scaling, pairs, magnitudes, tensors, heads, promise, digest or heads_digest

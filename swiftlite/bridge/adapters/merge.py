@@ -21,7 +21,7 @@ class _Mtp(Protocol):
     """The part of a family that names its heads' tensors."""
 
     def copies(self, hf_config: HfConfig, head: int, /) -> dict[str, str]:
-        """HF keys of a head that repeat a tensor of the trunk, each with the trunk's key."""
+        """Return the HF keys of a head that repeat a tensor of the trunk, each with the trunk's key."""
         ...
 
 
@@ -41,7 +41,7 @@ def write_merged(base: Path, hf_config: HfConfig, family: _Family, adapter: Save
         UserError: the adapters do not fit, or the base is quantised.
     """
     if encoding_of(hf_config):
-        raise UserError(f"{base} is quantised, and adapters are added to whole numbers of it", "give the model in BF16")
+        raise UserError(f"--adapters is not supported on the quantised model {base}", "use the model in BF16")
     heads = adapter.heads_of(hf_config)
     with Checkpoint(base) as checkpoint:
         adapter.check_places({key: entry.shape for key, entry in checkpoint.entries.items()})

@@ -17,10 +17,10 @@ from swiftlite.lora import PART, Lora
 _LINEAR = re.compile(r"\.(linear_\w+|in_proj_\w+|out_proj|eh_proj)\.weight$")
 _WEIGHT = ".weight"
 A, B, MAGNITUDE = "lora_A_", "lora_B_", "lora_magnitude_"
-"""How the Megatron names of an adapter's parameters begin; the last word of the HF module follows."""
+"""Prefix of the Megatron names of an adapter's parameters; the last word of the HF module follows."""
 
 HF_MAGNITUDE = "lora_magnitude_vector"
-"""How PEFT's name of DoRA's magnitudes ends."""
+"""Suffix of PEFT's name of DoRA's magnitudes."""
 
 
 @dataclass(frozen=True)
@@ -47,17 +47,17 @@ class OnePart:
 
 
 def module_of(name: str) -> str:
-    """The module whose weight this is, by its Megatron or its HF name."""
+    """Return the module of a weight, from its Megatron or its HF name."""
     return name.removesuffix(_WEIGHT)
 
 
 def leaf_of(module: str) -> str:
-    """The last word of a module's name, `q_proj`."""
+    """Return the last word of a module's name, `q_proj`."""
     return module.rpartition(".")[2]
 
 
 def is_linear(row: Row) -> bool:
-    """Whether the row is the weight of a linear layer inside a decoder layer or a head."""
+    """Return whether the row is the weight of a linear layer inside a decoder layer or a head."""
     return _LINEAR.search(row.mcore) is not None
 
 
@@ -67,13 +67,15 @@ def adapted_rows(rows: Iterable[Row], lora: Lora) -> list[Row]:
 
 
 def adapted_modules(row: Row, lora: Lora) -> list[str]:
-    """HF names of the parts of a layer that get an adapter, in the order of the row."""
-    is_wanted = lora.heads == "lora" if row.mcore.startswith("mtp.") else lora.on_trunk
-    return [module for module in map(module_of, row.hf) if is_wanted and lora.adapts(module)]
+    """Return the HF names of the parts of a layer that get an adapter, in the order of the row."""
+    is_adapted = lora.on_trunk
+    if row.mcore.startswith("mtp."):
+        is_adapted = lora.heads == "lora"
+    return [module for module in map(module_of, row.hf) if is_adapted and lora.adapts(module)]
 
 
 def adapter_rows(rows: Iterable[Row], lora: Lora) -> list[Row]:
-    """The rows of all adapters, by the rows of the whole model; HF names as PEFT's, without its prefix."""
+    """Return the rows of all adapters from the rows of the whole model; HF names as in PEFT, without its prefix."""
     return list(chain.from_iterable(_rows_of_layer(layer, lora) for layer in adapted_rows(rows, lora)))
 
 
@@ -88,7 +90,9 @@ def _rows_of_layer(layer: Row, lora: Lora) -> list[Row]:
         if module not in modules:
             continue
         order = OnePart(layer.join, lengths, source)
-        a, b = (COPY, order) if axis == 0 else (order, COPY)
+        a, b = order, COPY
+        if axis == 0:
+            a, b = COPY, order
         rows += [
             Row(f"{adapter}{A}{leaf_of(module)}", {f"{module}.lora_A.weight": (lora.rank, size_in)}, a),
             Row(f"{adapter}{B}{leaf_of(module)}", {f"{module}.lora_B.weight": (size_out, lora.rank)}, b),
@@ -113,5 +117,5 @@ def saved_names(lora: Lora, rows: Iterable[Row]) -> set[str]:
 
 
 def modules_of(row: Row) -> list[str]:
-    """The HF modules that a row's parameter belongs to, a tied output layer included."""
+    """Return the HF modules that a row's parameter belongs to, a tied output layer included."""
     return [key.rpartition(".")[0] for key in (*row.hf, *row.hf_copies)]

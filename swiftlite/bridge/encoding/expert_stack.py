@@ -37,7 +37,7 @@ def unfold(entries: Mapping[str, Entry]) -> dict[str, Entry]:
 
 
 def fold(tensors: TensorTypes, stacks: Collection[str]) -> TensorTypes:
-    """Dtypes and shapes of single experts' tensors, with those replaced whose stack is among `stacks`."""
+    """Return the dtypes and shapes of tensors, with single experts replaced by their stack if it is among `stacks`."""
     folded: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     for key, (dtype, shape) in tensors.items():
         match = _EXPERT.fullmatch(key)
@@ -52,7 +52,7 @@ def fold(tensors: TensorTypes, stacks: Collection[str]) -> TensorTypes:
 
 
 def stack(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors with those of single experts stacked, as transformers holds them in memory; experts come in order.
+    """Stack the tensors of single experts, as transformers holds them in memory; experts come in order.
 
     Example: gate and up projections of 8 experts, 16 tensors [ffn, hidden], become one [8, 2 * ffn, hidden].
     """
@@ -70,13 +70,15 @@ def stack(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def stack_name(key: str) -> str:
-    """The name under which a file that stacks experts keeps this tensor: that of the stack, or the tensor's own."""
+    """Return the name of this tensor in a file that stacks experts: the name of the stack, or the tensor's own."""
     match = _EXPERT.fullmatch(key)
-    return f"{match.group(1)}.{_STACK_OF[match.group(3)]}" if match else key
+    if not match:
+        return key
+    return f"{match.group(1)}.{_STACK_OF[match.group(3)]}"
 
 
 def _num_parts(name: str) -> int:
-    """Matrices of one expert in the stack of this name."""
+    """Return the number of matrices of one expert in the stack of this name."""
     return len(_PARTS[name.rpartition(".")[2]])
 
 

@@ -42,7 +42,7 @@ class Fp8Blocks:
         num_blocks = tuple(-(-length // n) for length, n in zip(entry.shape, self.block, strict=False))
         if scale.dtype not in _FACTORS or len(entry.shape) != 2 or scale.shape != num_blocks:
             found = f"{scale_key} is {scale.dtype} {list(scale.shape)}"
-            raise UserError(f"{found}, not factors of the {list(self.block)} blocks of {key} {list(entry.shape)}")
+            raise UserError(f"{found}; it does not match the {list(self.block)} blocks of {key} {list(entry.shape)}")
         return key, entry
 
     def entries(self, name: str) -> tuple[str, ...]:

@@ -22,6 +22,8 @@ def encoding_of(hf_config: HfConfig) -> DeclaredEncoding | None:
         UserError: it cannot be read.
     """
     if problem := quantization_problem(hf_config):
-        raise UserError(f"config.json: {problem}", "name the model before it was quantised")
+        raise UserError(f"config.json: {problem}", "use the model before its quantisation")
     quantization = hf_config.get("quantization_config")
-    return ENCODINGS[quantization["quant_method"]](quantization) if quantization else None
+    if not quantization:
+        return None
+    return ENCODINGS[quantization["quant_method"]](quantization)

@@ -9,11 +9,11 @@ from swiftlite.bridge.rows import HfConfig
 # modules are not quantised (their tensors say so themselves).
 _HARMLESS = {"activation_scheme", "scale_fmt", "modules_to_not_convert", "ignored_layers", "ignore"}
 _DEFINING = {"quant_method": "fp8", "fmt": "e4m3"}
-_ONLY = "only fp8 (e4m3) with weight_block_size, as in DeepSeek-V3, can be read"
+_ONLY = "only fp8 (e4m3) with weight_block_size, as in DeepSeek-V3, is supported"
 
 
 def quantization_problem(hf_config: HfConfig) -> str:
-    """Return why the quantization_config of a config.json is not supported; empty if it is, or if there is none."""
+    """Return why the quantization_config of a config.json is not supported; empty if it is, or without one."""
     quantization = hf_config.get("quantization_config")
     if quantization is None:
         return ""
