@@ -221,7 +221,7 @@ goes_on() {
     local job
     job=$(submit "$1")
     ends "$job" 300 COMPLETED 0:0
-    log_says "$1" "going on from"
+    log_says "$1" "resuming from"
     is_the_unbroken_run "$1"
 }
 
@@ -234,7 +234,7 @@ has_all_cores() {
 # goes_on_by_itself RUN JOB: the job that was requeued comes to the same end.
 goes_on_by_itself() {
     ends "$2" 300 COMPLETED 0:0
-    log_says "$1" "going on from"
+    log_says "$1" "resuming from"
     is_the_unbroken_run "$1"
 }
 
@@ -246,7 +246,7 @@ trial_unbroken() {
     under_way unbroken
     check "a node's processes have not all of its cores" has_all_cores
     ends "$job" 300 COMPLETED 0:0
-    log_says unbroken "holds no checkpoint yet, so the run starts from its first step"
+    log_says unbroken "has no checkpoint yet; the run starts from its first step"
 }
 
 trial_stop() {
@@ -277,7 +277,7 @@ trial_limit() {
     ends "$first" 180 FAILED 143:0
     saved_its_last_step limit
     check "the next in the queue did not go on" wait_until 300 is_past_step limit $(($(newest_step limit) + 5))
-    log_says limit "going on from .*limit/checkpoint-"
+    log_says limit "resuming from .*limit/checkpoint-"
     scancel --signal=TERM "$second"
     ends "$second" 60 FAILED 143:0
 }

@@ -6,7 +6,7 @@ from swiftlite.args.commands import DpoArgs
 from swiftlite.methods.method import Lines, Method
 
 WITHOUT_REFERENCE = ("simpo", "orpo")
-"""Losses that compare with no reference model."""
+"""Losses without a reference model."""
 
 
 def describe_pairs(args: DpoArgs) -> Lines:
@@ -27,7 +27,7 @@ def _describe(answers: str, args: DpoArgs) -> Lines:
 
 
 def describe_files(args: DpoArgs) -> Lines:
-    """Return the directory of reference log probabilities, unless there are none or they go elsewhere."""
+    """Return the directory of reference log probabilities, if this run writes one into --output_dir."""
     if args.loss_type in WITHOUT_REFERENCE or args.ref_logprobs_cache:
         return []
     return [("reference/", "log probabilities of the answers under the reference model; a resumed run reads them")]

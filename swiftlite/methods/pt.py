@@ -6,7 +6,10 @@ from swiftlite.methods.method import Lines, Method
 
 def describe(args: PtArgs) -> Lines:
     """Return what documents are."""
-    return [("learns from", "plain text" + (", each document closed by eos" if args.append_eos else ""))]
+    content = "plain text"
+    if args.append_eos:
+        content += ", eos after each document"
+    return [("learns from", content)]
 
 
 PT = Method(

@@ -23,7 +23,7 @@ _OF_HEADS = "is_of_heads"
 
 
 def separate_head_groups() -> dict[ParamKey, ParamGroupOverride]:
-    """Overrides for `get_megatron_optimizer`: no group then holds parameters of both trunk and heads."""
+    """Return overrides for `get_megatron_optimizer`, with which no group holds parameters of both trunk and heads."""
 
     def belongs_to_heads(parameter: torch.nn.Parameter, name: str) -> bool:
         return is_head_parameter(name.replace("module.", ""))  # without the names of wrappers
@@ -46,14 +46,17 @@ class SeparateClipping(ChainedOptimizer):
             mtp_clip_grad: largest norm of the heads' gradients; 0 does not clip them.
             device: of the gradients, also on a rank that has none.
         """
-        super().__init__(optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer])
+        optimizers = [optimizer]
+        if isinstance(optimizer, ChainedOptimizer):
+            optimizers = optimizer.chained_optimizers
+        super().__init__(optimizers)
         self.mtp_clip_grad = mtp_clip_grad
         self.device = device
         self.mtp_grad_norm = 0.0
 
     @torch.no_grad()
     def step(self) -> tuple[bool, float | None, int | None]:
-        """One update, as `ChainedOptimizer.step` but for the clipping.
+        """Take one update, as `ChainedOptimizer.step` except for the clipping.
 
         Returns:
             Whether parameters were updated, the norm of the trunk's gradients, and None.

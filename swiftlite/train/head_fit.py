@@ -36,7 +36,7 @@ from swiftlite.train.batches.micro_batches import run_batches
 TOKENS_PER_INPUT = 50
 """Tokens to fit to, for each of the projection's 2H inputs: some 60,000 for a hidden size of 576."""
 RIDGE = 0.01
-"""Small beside the inputs, whose mean square is about 1: each comes out of a norm."""
+"""Small compared to the inputs, whose mean square is about 1: each comes out of a norm."""
 
 
 def samples_to_fit(samples: Sequence[Sample], hidden_size: int) -> list[Sample]:
@@ -127,7 +127,7 @@ class _Fit:
         self.target_SBH = None
 
     def _whole(self, hidden_SBH: torch.Tensor) -> torch.Tensor:
-        """Whole rows from this rank's part of them."""
+        """Gather whole rows from this rank's part of them."""
         hidden_SBH = self.chunk.whole_sequence(hidden_SBH)
         cp = self.mesh.cp
         if cp.size() == 1:

@@ -98,7 +98,9 @@ class HiddenStateCache:
 
     def _name(self, batch: Batch) -> str:
         """Return the stem of the file: sha256 of the trunk's inputs and labels, and this rank's part of the row."""
-        tp_rank = self.mesh.tp.rank() if self.mesh.layout.sequence_parallel else 0
+        tp_rank = 0
+        if self.mesh.layout.sequence_parallel:
+            tp_rank = self.mesh.tp.rank()
         batch = batch.on_host or batch  # a copy from the GPU would wait for its queued kernels
         given = [batch.tokens_KBS[0], batch.labels_KBS[0], batch.position_ids_BS]
         if batch.cu_seqlens is not None:
@@ -135,7 +137,7 @@ def open_hidden_state_cache(
         atomic_write(directory / MANIFEST, (json.dumps(manifest, indent=2) + "\n").encode())
     dist.barrier()
     if not _has_manifest(directory, manifest):
-        raise UserError(f"{FLAG} {directory} is another directory on each machine", "name one that they share")
+        raise UserError(f"{FLAG} {directory} is not shared by all machines", "use a directory on a shared file system")
     return HiddenStateCache(directory, mesh)
 
 
@@ -148,6 +150,9 @@ def _manifest(
     dist.all_gather_object(trunks, _sha256(mine))
     rows = sorted(digest([sample]) for sample in (*data.train, *data.val))
     layout = plan.layout
+    states = "after the norm"
+    if train_state.chunks[0].drafting.takes_before_norm:
+        states = "before and after the norm"
     return {
         "trunk's weights": _sha256(sorted(set(trunks))),
         "config.json": digest_of_trunk(hf_config),
@@ -157,7 +162,7 @@ def _manifest(
         "packing": f"{plan.packing} {plan.packing_length}",
         "layout": f"tensor {layout.tensor_model_parallel_size} sequence {layout.sequence_parallel} "
         f"context {layout.context_parallel_size}",
-        "states": "before and after the norm" if train_state.chunks[0].drafting.takes_before_norm else "after the norm",
+        "states": states,
     }
 
 
@@ -178,7 +183,7 @@ def _check_is_same(directory: Path, manifest: Mapping[str, str]) -> None:
     Raises:
         UserError: the directory has other content.
     """
-    hint = "name another directory; or delete this one, if nothing else needs it"
+    hint = "use another directory; or delete this one, if nothing else needs it"
     try:
         found = read_json(directory / MANIFEST)
     except FileNotFoundError:
@@ -188,7 +193,8 @@ def _check_is_same(directory: Path, manifest: Mapping[str, str]) -> None:
         return
     except (OSError, ValueError):
         raise UserError(f"{directory / MANIFEST} is damaged", hint) from None
-    found = found if isinstance(found, dict) else {}
+    if not isinstance(found, dict):
+        found = {}
     differing = [name for name, value in manifest.items() if found.get(name) != value]
     if differing:
         raise UserError(f"{FLAG} {directory} was written with other {', '.join(differing)}", hint)
@@ -212,7 +218,7 @@ def _check_disk(directory: Path, batches: Batches, train_state: TrainState, data
     there = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
     free = shutil.disk_usage(directory).free
     logger.info(
-        "the trunk's states of %d tokens, padding among them, take %.2f GB in %s; %.2f GB of them are there",
+        "hidden states of the trunk for %d tokens with padding: %.2f GB in %s, of which %.2f GB exist",
         sum(lengths),
         needed / 1e9,
         directory,
@@ -220,8 +226,8 @@ def _check_disk(directory: Path, batches: Batches, train_state: TrainState, data
     )
     if needed - there > free:
         raise UserError(
-            f"{FLAG} {directory}: the trunk's states take {needed / 1e9:.2f} GB, the disk has {free / 1e9:.2f} GB left",
-            "make room, name a directory on another disk, or leave it out",
+            f"{FLAG} {directory} requires {needed / 1e9:.2f} GB, the disk has {free / 1e9:.2f} GB left",
+            f"free disk space, use a directory on another disk, or omit {FLAG}",
         )
 
 
@@ -244,7 +250,9 @@ def _bytes_of_files(lengths: Sequence[int], model: GPTModel, layout: ParallelLay
     num_states = 2 if model.drafting.takes_before_norm else 1
     state_bytes = num_states * model.config.hidden_size * next(model.parameters()).element_size()
     # With sequence parallelism each tensor-parallel rank has a part of the states and the loss of all positions.
-    num_losses = layout.tensor_model_parallel_size if layout.sequence_parallel else 1
+    num_losses = 1
+    if layout.sequence_parallel:
+        num_losses = layout.tensor_model_parallel_size
     num_files = len(lengths) * num_losses * layout.context_parallel_size
     return sum(lengths) * (state_bytes + num_losses * LOSS_BYTES) + num_files * HEADER_BYTES
 
@@ -266,7 +274,9 @@ def _write(path: Path, output: TrunkOutput) -> None:
         writer = f"-{socket.gethostname()}-{os.getpid()}"
         atomic_write(path, save(tensors, {"sha256": _sha256_of(path.name, tensors)}), writer)
     except OSError as error:
-        raise UserError(f"{FLAG}: {path} cannot be written: {error.strerror}", "make room, then --resume") from None
+        raise UserError(
+            f"{FLAG}: {path} cannot be written: {error.strerror}", "free disk space, then use --resume"
+        ) from None
 
 
 def _read(path: Path, has_prenorm: bool, device: torch.device) -> TrunkOutput:
@@ -286,7 +296,7 @@ def _read(path: Path, has_prenorm: bool, device: torch.device) -> TrunkOutput:
     except (OSError, KeyError, SafetensorError):
         is_whole = False
     if not is_whole:
-        raise UserError(f"{FLAG}: {path} is damaged", "delete this file, then --resume: its states are computed again")
+        raise UserError(f"{FLAG}: {path} is damaged", "delete it, then use --resume; its states are computed again")
     states = StageStates.from_wire(on_device(tensors["states_SBH"], device), has_prenorm=has_prenorm)
     return TrunkOutput(states, loss)
 

@@ -53,12 +53,13 @@ class LiveWeights:
     bucket_bytes: int = 1_000_000_000
 
     def tensors(self, part: HfPart) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Type and shape of what `stream` brings, in its order; every rank knows them by itself."""
+        """Return type and shape of the tensors that `stream` brings, in its order; not collective."""
         family, config = self.hf_model.family, self.hf_model.config
         return streamed_tensors(self.model, family, config, part, dtypes=self.dtypes)
 
     def stream(self, part: HfPart, device: torch.device = _CPU) -> Iterator[Bucket]:
-        """Bucket after bucket on the first rank, nothing on the others; collective: run through it on all of them."""
+        """Yield bucket after bucket on the first rank, nothing on the others; collective: iterate to the end on all
+        ranks."""
         with whole_parameters(self.model), merged(self.model):
             yield from stream_hf(
                 self.model,
@@ -79,7 +80,9 @@ class LiveWeights:
             draft: whether the heads are sent. Drafts of heads that lag behind their trunk are not accepted.
         """
         device = engine.bucket_device if engine else _CPU
-        streams = [self.stream("trunk", device) if target else None, self.stream("heads", device) if draft else None]
+        trunk = self.stream("trunk", device) if target else None
+        heads = self.stream("heads", device) if draft else None
+        streams = [trunk, heads]
         if is_first_rank():
             assert engine is not None, "the first rank has the engine"
             engine.update_weights(*streams)

@@ -25,7 +25,7 @@ from swiftlite.train.clipping import SeparateClipping, separate_head_groups
 def wrap_model(
     chunks: Sequence[GPTModel], mesh: Mesh, dtype: torch.dtype, distributed: DistributedArgs | None = None
 ) -> list[DistributedDataParallel]:
-    """The chunks under megatron-core's precision and data-parallel wrappers; gradients accumulate in float32.
+    """Wrap the chunks for megatron-core's precision and data parallelism; gradients accumulate in float32.
 
     Args:
         distributed: `Plan.distributed`; what is unset is false.
@@ -39,7 +39,9 @@ def wrap_model(
             use_distributed_optimizer=bool(distributed.use_distributed_optimizer),
             overlap_param_gather=bool(distributed.overlap_param_gather),
         )
-        module = Float16Module(chunk.config, chunk) if dtype is torch.bfloat16 else chunk
+        module = chunk
+        if dtype is torch.bfloat16:
+            module = Float16Module(chunk.config, chunk)
         # As in megatron-core's own trainer, only the first virtual stage splits its gradients into buckets.
         wrapped.append(
             DistributedDataParallel(
@@ -55,19 +57,21 @@ def wrap_model(
 def make_optimizer(
     args: SftArgs, plan: Plan, schedule: Schedule, model: Sequence[DistributedDataParallel], mesh: Mesh
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
-    """AdamW and its learning-rate schedule; both are connected to the model's config."""
+    """Create AdamW and its learning-rate schedule; both are connected to the model's config."""
     optimizer = _adamw(args, plan, model, mesh)
     no_sync = [chunk.no_sync for chunk in model]
     for chunk in model:
         chunk.config.grad_scale_func = optimizer.scale_loss
-        # With virtual stages a list, whatever the annotation says (schedules.py:858 of 0.16.1).
-        chunk.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]  # pyright: ignore[reportAttributeAccessIssue]
+        chunk.config.no_sync_func = no_sync[0]
+        if len(no_sync) > 1:
+            # With virtual stages a list, whatever the annotation says (schedules.py:858 of 0.16.1).
+            chunk.config.no_sync_func = no_sync  # pyright: ignore[reportAttributeAccessIssue]
         chunk.config.finalize_model_grads_func = finalize_model_grads
     return optimizer, _learning_rate(args, plan, schedule, optimizer)
 
 
 def _adamw(args: SftArgs, plan: Plan, model: Sequence[DistributedDataParallel], mesh: Mesh) -> MegatronOptimizer:
-    """AdamW, without decay on biases and norms."""
+    """Create AdamW, without decay on biases and norms."""
     is_bfloat16 = args.torch_dtype == "bfloat16"
     config = OptimizerConfig(
         optimizer="adam",
@@ -100,13 +104,15 @@ def _adamw(args: SftArgs, plan: Plan, model: Sequence[DistributedDataParallel], 
         if isinstance(part.optimizer, torch.optim.AdamW):
             for group in part.optimizer.param_groups:
                 group["fused"] = True
-    return optimizer if mtp_clip_grad is None else SeparateClipping(optimizer, mtp_clip_grad, mesh.device.torch_device)
+    if mtp_clip_grad is None:
+        return optimizer
+    return SeparateClipping(optimizer, mtp_clip_grad, mesh.device.torch_device)
 
 
 def _learning_rate(
     args: SftArgs, plan: Plan, schedule: Schedule, optimizer: MegatronOptimizer
 ) -> OptimizerParamScheduler:
-    """The learning rate of each step: a straight line up from 0, then --lr_decay_style down to the smallest."""
+    """Return the learning rate of each step: linear from 0, then --lr_decay_style down to the smallest."""
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,

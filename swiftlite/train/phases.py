@@ -47,7 +47,7 @@ from swiftlite.train.trainer import Trainer, whole_parameters
 VERSIONS = ("torch", "megatron-core", "transformers")
 """Packages that numbers depend on."""
 AfterStep = Callable[[int, LiveWeights], None]
-"""What may be called on every rank after each step, with its number and the weights as they are then."""
+"""A function called on every rank after each step, with its number and the current weights."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Outcome:
 
 
 def open_session(args: SftArgs, hf_model: HfModel) -> AbstractContextManager[Mesh]:
-    """The processes of the run, connected and laid out."""
+    """Connect the processes of the run and lay them out."""
     return session(
         layout_of(args),
         tied_embeddings=bool(hf_model.config.get("tie_word_embeddings")),
@@ -117,12 +117,14 @@ def open_session(args: SftArgs, hf_model: HfModel) -> AbstractContextManager[Mes
 
 
 def claim_output_dir(args: SftArgs) -> AbstractContextManager[None]:
-    """On the first rank, keep other runs out of --output_dir.
+    """Keep other runs out of --output_dir, on the first rank.
 
     Raises:
         UserError: another run is in it.
     """
-    return only_run_in(Path(args.output_dir)) if dist.get_rank() == 0 else nullcontext()
+    if dist.get_rank() != 0:
+        return nullcontext()
+    return only_run_in(Path(args.output_dir))
 
 
 def checkpoint_to_resume(args: SftArgs) -> Path | None:
@@ -132,7 +134,7 @@ def checkpoint_to_resume(args: SftArgs) -> Path | None:
     checkpoints = run_checkpoints(Path(args.output_dir))
     if checkpoints:
         return checkpoints[-1]
-    logger.info("--resume: %s holds no checkpoint yet, so the run starts from its first step", args.output_dir)
+    logger.info("--resume: %s has no checkpoint yet; the run starts from its first step", args.output_dir)
     return None
 
 
@@ -193,8 +195,8 @@ def check_same_data(checkpoint: Path | None, data: Mapping[str, str]) -> None:
     if changed:
         raise UserError(
             f"--resume: {checkpoint} was trained with another {' and another '.join(changed)}",
-            "restore the files as they were; or export the checkpoint (swiftlite export --to_hf), and start a new run "
-            "from it in another --output_dir",
+            "restore the files; or export the checkpoint (swiftlite export --to_hf), and start a new run from it in "
+            "another --output_dir",
         )
 
 
@@ -220,14 +222,14 @@ def restore(run: Run) -> dict[str, Any]:
     state = read_state(run.checkpoint)
     if state["step"] > run.schedule.steps:
         raise UserError(
-            f"{run.checkpoint} is past the {run.schedule.steps} steps that were asked for",
-            "give more with --train_iters or --num_train_epochs",
+            f"{run.checkpoint} is past the last step of this run, {run.schedule.steps}",
+            "use a larger --train_iters or --num_train_epochs",
         )
     if run.is_first_rank:
         check_run_files(run)
     load_checkpoint(run.checkpoint, run.mesh, run.train_state.chunks, run.train_state.optimizer)
     run.train_state.scheduler.step(increment=state["step"])
-    logger.info("going on from %s", run.checkpoint)
+    logger.info("resuming from %s", run.checkpoint)
     return state
 
 
@@ -266,7 +268,7 @@ def fit(run: Run, trainer: Trainer, first: int, held_out: HeldOut) -> Outcome:
     seconds = time.perf_counter() - start
     if stopped_by:
         trainer.close()
-        logger.warning("stopped by signal %d after saving; the same command with --resume goes on", stopped_by)
+        logger.warning("stopped by signal %d after saving; the same command with --resume continues", stopped_by)
         return Outcome(stopped_by, seconds, {})
     evaluation = trainer.evaluate()
     trainer.log(run.schedule.steps, evaluation)
@@ -319,7 +321,7 @@ def write_page(run: Run) -> None:
     from swiftlite.report.run_page import write_run_page  # matplotlib: half a second that only the end needs
 
     try:
-        logger.info("to look at in a browser: %s", write_run_page(run.output_dir))
+        logger.info("report for the browser: %s", write_run_page(run.output_dir))
     except Exception as error:  # whatever a drawing or a disk comes up with
         logger.warning("%s was not written: %s: %s", "run_report.html", type(error).__name__, reason_of(error))
 

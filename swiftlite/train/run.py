@@ -27,23 +27,24 @@ from swiftlite.errors import UserError
 from swiftlite.estimate.flops import training_flops
 from swiftlite.families.resolved import HfModel, resolve_options
 from swiftlite.log import logger
+from swiftlite.methods.index import method_of
 from swiftlite.model.build import check_computable
 from swiftlite.plan.heads import heads_for_engine
 from swiftlite.plan.kernels import largest_head, this_machine
-from swiftlite.plan.run import make_plan, make_schedule
-from swiftlite.plan.trainable import trainable_of
+from swiftlite.plan.run import Plan, make_plan, make_schedule
+from swiftlite.plan.trainable import Trainable, trainable_of
 from swiftlite.redact import redact
 from swiftlite.runtime.mesh import Mesh
 from swiftlite.train import phases
 from swiftlite.train.batches.exchange import gather
-from swiftlite.train.batches.micro_batches import Batches
+from swiftlite.train.batches.micro_batches import Batches, MicroBatches
 from swiftlite.train.batches.streaming import StreamedBatches, StreamedSteps, reads
 from swiftlite.train.checkpoint.base_digest import shared_digest_of
 from swiftlite.train.checkpoint.checkpointer import Checkpointer
 from swiftlite.train.checkpoint.source import check_model_links
 from swiftlite.train.head_fit import samples_to_fit
 from swiftlite.train.hidden_state_cache import HiddenStateCache, open_hidden_state_cache
-from swiftlite.train.methods.training import training_of
+from swiftlite.train.methods.training import Training, training_of
 from swiftlite.train.metrics.loggers import open_metric_loggers
 from swiftlite.train.train_state import TrainState, make_train_state
 from swiftlite.train.trainer import GetBatches, Trainer
@@ -77,26 +78,15 @@ def prepare(args: SftArgs, mesh: Mesh, models: Mapping[str, HfModel]) -> phases.
         UserError: data, model or checkpoint cannot be used, or the ranks do not agree.
     """
     hf_model = models["model"]
-    check_model_links(hf_model.directory)
-    check_computable(mesh.layout, mesh.device)
     training = training_of(args)
-    if args.streaming and training.extras:
-        problem = "--streaming: streams carry tokens, and the samples of this method bring more"
-        raise UserError(problem, "leave --streaming out")
+    check_supported(args, mesh, hf_model, training)
     tokenizer = load_tokenizer(hf_model.directory, args.trust_remote_code)
     vocab_size = hf_model.config["vocab_size"]
     encoder = training.make_encoder(args, tokenizer, vocab_size)
     data = training.load(args, encoder, vocab_size)
 
-    heads = heads_for_engine(args, hf_model.heads, hf_model.family)
-    if args.draft_vocab and heads.layers:
-        chosen = draft_vocab.choose_from(data, args.draft_vocab, vocab_size, args.tensor_model_parallel_size)
-        heads = replace(heads, draft_vocab=chosen)
-    machine = this_machine(mesh.device.is_cuda)
-    largest = largest_head(hf_model.family.architecture(hf_model.config))
-    plan = make_plan(args, dist.get_world_size(), hf_model.heads, machine, largest, heads=heads)
-    saved = saved_names(plan.lora, hf_model.family.rows(hf_model.config, 0)) if plan.lora else ()
-    trainable = trainable_of(args, plan.heads, plan.lora, saved)
+    plan = plan_run(args, mesh, hf_model, data)
+    trainable = trainable_in(args, plan, hf_model)
     flops = training_flops(
         hf_model.config,
         plan.heads,
@@ -114,19 +104,16 @@ def prepare(args: SftArgs, mesh: Mesh, models: Mapping[str, HfModel]) -> phases.
     phases.check_same_data(checkpoint, data_state)
     rows_to_fit = None
     if checkpoint is None and plan.mtp_init == "fit_last_layer":
-        chosen = samples_to_fit(data.train, hf_model.config["hidden_size"])
-        # Heads must not imitate rejected answers and companions.
-        rows_to_fit = batches.evaluation([replace(sample, others=(), companion=None) for sample in chosen])
-    train_state = make_train_state(
-        args, mesh, hf_model, plan, schedule, trainable, rows_to_fit, models.get("mtp_graft_from")
-    )
+        rows_to_fit = batches_to_fit(hf_model, batches, data)
+    graft_from = models.get("mtp_graft_from")
+    train_state = make_train_state(args, mesh, hf_model, plan, schedule, trainable, rows_to_fit, graft_from)
     if checkpoint is None:  # a resumed run replaces the weights of this report
         logger.info("%s", train_state.weights_report)
     prepared = phases.Run(
         args=args,
         mesh=mesh,
         hf_model=hf_model,
-        graft_from=models.get("mtp_graft_from"),
+        graft_from=graft_from,
         ref_model=models.get("ref_model"),
         tokenizer=tokenizer,
         plan=plan,
@@ -141,6 +128,46 @@ def prepare(args: SftArgs, mesh: Mesh, models: Mapping[str, HfModel]) -> phases.
         hidden_state_cache=open_cache(args, mesh, hf_model, batches, train_state, data),
     )
     return training.prepare(prepared)
+
+
+def check_supported(args: SftArgs, mesh: Mesh, hf_model: HfModel, training: Training) -> None:
+    """Check what must hold before any data is read.
+
+    Raises:
+        UserError: the model's directory has a link out of it, the device does not support the layout, or the method
+            does not support streaming.
+    """
+    check_model_links(hf_model.directory)
+    check_computable(mesh.layout, mesh.device)
+    if args.streaming and training.extras:
+        raise UserError(f"--streaming is not supported by {method_of(args).words}", "omit --streaming")
+
+
+def plan_run(args: SftArgs, mesh: Mesh, hf_model: HfModel, data: Data) -> Plan:
+    """Plan the run on this machine, with its heads and their draft vocabulary."""
+    heads = heads_for_engine(args, hf_model.heads, hf_model.family)
+    if args.draft_vocab and heads.layers:
+        vocab_size = hf_model.config["vocab_size"]
+        chosen = draft_vocab.choose_from(data, args.draft_vocab, vocab_size, args.tensor_model_parallel_size)
+        heads = replace(heads, draft_vocab=chosen)
+    machine = this_machine(mesh.device.is_cuda)
+    largest = largest_head(hf_model.family.architecture(hf_model.config))
+    return make_plan(args, dist.get_world_size(), hf_model.heads, machine, largest, heads=heads)
+
+
+def trainable_in(args: SftArgs, plan: Plan, hf_model: HfModel) -> Trainable:
+    """Return which parameters of the model learn."""
+    if plan.lora is None:
+        return trainable_of(args, plan.heads)
+    saved = saved_names(plan.lora, hf_model.family.rows(hf_model.config, 0))
+    return trainable_of(args, plan.heads, plan.lora, saved)
+
+
+def batches_to_fit(hf_model: HfModel, batches: Batches, data: Data) -> MicroBatches:
+    """Return micro-batches for the fit of the heads' projections."""
+    chosen = samples_to_fit(data.train, hf_model.config["hidden_size"])
+    # Heads must not imitate rejected answers and companions.
+    return batches.evaluation([replace(sample, others=(), companion=None) for sample in chosen])
 
 
 def adapter_state(run: phases.Run, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -188,6 +215,7 @@ def make_trainer(
     if run.is_first_rank:
         config = redact(asdict(args))
         metric_loggers = open_metric_loggers(run.output_dir, state["step"], run.schedule.steps, args.report_to, config)
+    hand_out = phases.hand_out_weights(run, after_step) if after_step else None
     return Trainer(
         mesh=run.mesh,
         model=train_state.wrapped,
@@ -203,7 +231,7 @@ def make_trainer(
         logging_steps=args.logging_steps,
         checkpointer=checkpointer,
         get_data_state=get_data_state,
-        after_step=phases.hand_out_weights(run, after_step) if after_step else None,
+        after_step=hand_out,
         seed=args.seed,
     )
 

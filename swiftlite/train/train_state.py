@@ -66,9 +66,9 @@ def make_train_state(
         graft_from: the model that gives its heads where `plan.mtp_init` is graft.
 
     Raises:
-        UserError: the directory cannot be read, does not match the model, or has heads that nothing asked for and
-            nothing said to drop.
-        OptionError: the model cannot be laid out so.
+        UserError: the directory cannot be read, does not match the model, or has heads that the options neither
+            request nor drop.
+        OptionError: the model does not support the layout.
     """
     dtype = torch.bfloat16 if args.torch_dtype == "bfloat16" else torch.float32
     chunks, report = open_model(
@@ -100,11 +100,11 @@ def make_train_state(
 
 
 def _check_no_head_is_forgotten(args: SftArgs, hf_model: HfModel, plan: Plan, report: WeightsReport) -> None:
-    """Heads that config.json does not promise are dropped only when the options say so."""
+    """Reject heads that config.json does not declare, unless the options drop them."""
     if args.mtp_num_layers is not None or plan.heads.layers:
         return
     if any(hf_model.family.is_mtp(hf_model.config, key) for key in report.dropped):
         raise UserError(
-            f"{args.model} has MTP tensors, but its config.json promises no MTP layer",
-            f"--mtp_num_layers 0 drops them; to keep them, correct {depth_key(hf_model.config)} in config.json",
+            f"{args.model} has MTP tensors, but its config.json declares no MTP layer",
+            f"use --mtp_num_layers 0 to drop them; to keep them, set {depth_key(hf_model.config)} in config.json",
         )

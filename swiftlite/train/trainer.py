@@ -105,7 +105,7 @@ class Trainer:
                 self.checkpointer.save(step, self.get_data_state())
 
     def _refuse_broken_weights(self, step: int) -> None:
-        """A checkpoint of weights that no forward pass survives would only replace a better one.
+        """Reject weights that no forward pass survives: their checkpoint would only replace a better one.
 
         Raises:
             UserError: on every rank, one of them has a weight whose norm float32 cannot hold.
@@ -114,8 +114,8 @@ class Trainer:
         norms = torch.stack([torch.linalg.vector_norm(each.detach(), dtype=torch.float32) for each in parameters])
         if all_reduce_max(int(not norms.isfinite().all()), self.mesh):
             raise UserError(
-                f"step {step}: the update left weights that are not finite, or nearly; this step was not saved",
-                f"{self.objective.nonfinite_hint}; --resume goes on from the checkpoint before it",
+                f"step {step}: the update produced weights that are not finite or close to overflow; it was not saved",
+                f"{self.objective.nonfinite_hint}; --resume continues from the last checkpoint",
             )
 
     def _finish_checkpoint(self) -> None:
@@ -130,7 +130,7 @@ class Trainer:
             metric_logger.close()
 
     def step(self, step: int) -> dict[str, float]:
-        """One optimizer step (counted from 1) over one global batch; returns its metrics."""
+        """Take one optimizer step (counted from 1) over one global batch; returns its metrics."""
         start = time.perf_counter()
         batches = self.train_batches(step - 1)
         objective = self._objective_for(batches)
@@ -167,7 +167,7 @@ class Trainer:
         if not all(map(math.isfinite, metrics.values())):
             raise UserError(
                 f"step {step}: {_render(metrics)}; no further step was taken",
-                f"{self.objective.nonfinite_hint}, or look at the rows of this step; --resume starts before it",
+                f"{self.objective.nonfinite_hint}, or check this step's rows; --resume starts before it",
             )
         return metrics
 
@@ -190,7 +190,7 @@ class Trainer:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Parameters are as the last step left them, no gradients, evaluation mode."""
+        """Put the model into evaluation mode, without gradients, with the parameters of the last step."""
         with self.mesh.active(), whole_parameters(self.model), torch.no_grad():
             for chunk in self.model:
                 chunk.eval()
@@ -201,7 +201,7 @@ class Trainer:
                     chunk.train()
 
     def _count_targets(self, batches: Sequence[Batch]) -> torch.Tensor:
-        """The targets of the whole global batch, the same on every rank."""
+        """Count the targets of the whole global batch, the same on every rank."""
         counts = on_device(self.objective.count_targets(batches), self.mesh.device.torch_device)
         dist.all_reduce(counts, group=self.mesh.dp)
         return broadcast_from_last_stage(counts, self.mesh)
@@ -209,7 +209,7 @@ class Trainer:
     def _run(
         self, batches: Sequence[Batch], objective: Objective, counts: torch.Tensor, *, forward_only: bool
     ) -> torch.Tensor:
-        """All micro-batches of a global batch through the model; returns the statistics of all ranks."""
+        """Run all micro-batches of a global batch through the model; returns the statistics of all ranks."""
         parts = []
         if batches:
             forward_step = objective.make_forward_step(counts, self.mesh)
@@ -244,7 +244,7 @@ def seed_of_step(seed: int, step: int) -> int:
 
 @contextmanager
 def whole_parameters(model: Sequence[DistributedDataParallel]) -> Iterator[None]:
-    """Outside of a training step, parameters are gathered and stay so.
+    """Keep the parameters gathered in this context, for use outside of a training step.
 
     With `--overlap_param_gather` they are gathered by hooks during the next forward pass, one layer at a time.
     """

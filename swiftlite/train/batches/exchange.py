@@ -31,7 +31,7 @@ TARGETS: Fields = ALL[1:]
 
 
 def gather(numbers: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> list[list[int]]:
-    """The numbers of every rank of the group, by rank; each may have another number of them."""
+    """Return the numbers of every rank of the group, by rank; their counts may differ."""
     counts = torch.zeros(group.size(), dtype=torch.int64)
     counts[group.rank()] = len(numbers)
     counts = on_device(counts, device)
@@ -50,7 +50,7 @@ def exchange(
     group: dist.ProcessGroup,
     device: torch.device,
 ) -> list[Sample]:
-    """The samples that this rank is assigned, in that order, moved in one all-to-all.
+    """Return the samples that this rank is assigned, in that order, moved in one all-to-all.
 
     Example: rank 0 has two samples, numbers 0 and 1, rank 1 has number 2. With the assignment `[[2], [0, 1]]` rank 0
     sends both of its samples to rank 1 and gets number 2 from there.
@@ -100,12 +100,17 @@ def stage_fields(layout: ParallelLayout, mtp_num_layers: int) -> list[Fields]:
     Example: for three stages with the MTP layers on the second, it is `IDS`, `IDS`, `TARGETS`.
     """
     last = layout.pipeline_model_parallel_size - 1
-    with_embedding = {0, mtp_pipeline_rank(layout)} if mtp_num_layers else {0}
-    fields = []
+    with_embedding = {0}
+    if mtp_num_layers:
+        with_embedding.add(mtp_pipeline_rank(layout))
+    fields: list[tuple[str, ...]] = []
     for rank in range(last + 1):
-        ids = IDS if rank in with_embedding else ()
-        targets = TARGETS if rank == last else ()
-        fields.append(ids + targets)
+        used: tuple[str, ...] = ()
+        if rank in with_embedding:
+            used += IDS
+        if rank == last:
+            used += TARGETS
+        fields.append(used)
     return fields
 
 
@@ -117,7 +122,8 @@ def broadcast(
     stage_group: dist.ProcessGroup,
     device: torch.device,
 ) -> list[list[Sample]]:
-    """A replica's micro-batches on each of its ranks, with the arrays that its stage uses; the others are constant.
+    """Return a replica's micro-batches on each of its ranks, with the arrays that its stage uses; the others are
+    constant.
 
     Args:
         micro_batches: only used on the rank that is first in both groups.
@@ -147,7 +153,8 @@ def broadcast(
 def broadcast_counts(
     counts: Sequence[int], lengths: Sequence[int], group: dist.ProcessGroup, device: torch.device
 ) -> tuple[list[int], list[int]]:
-    """Samples of each row or micro-batch and tokens of each sample, as the first rank of the group has them."""
+    """Return the samples of each row or micro-batch and the tokens of each sample, as on the first rank of the
+    group."""
     source = dist.get_global_rank(group, 0)
     sizes = on_device(torch.tensor([len(counts), len(lengths)]), device)
     dist.broadcast(sizes, source, group=group)
@@ -163,7 +170,7 @@ def broadcast_counts(
 def _send_to_stages(
     samples: Sequence[Sample], num_tokens: int, fields: Sequence[Fields], group: dist.ProcessGroup, device: torch.device
 ) -> torch.Tensor:
-    """This stage's arrays, from the first stage; a stage that uses none is sent nothing."""
+    """Return this stage's arrays, from the first stage; nothing is sent to a stage that uses none."""
     own = fields[group.rank()]
     if group.rank() == 0:
         sending = []  # each with its tensor, which must stay until it is sent
@@ -182,7 +189,7 @@ def _send_to_stages(
 
 
 def _flatten(samples: Sequence[Sample], fields: Fields, device: torch.device) -> torch.Tensor:
-    """Some arrays of all samples, one sample after the other: int32 [tokens, fields], weights by their bits."""
+    """Flatten some arrays of all samples, one sample after the other: int32 [tokens, fields], weights by their bits."""
     if not fields:
         return torch.empty(0, 0, dtype=torch.int32, device=device)
     columns = []
@@ -195,7 +202,7 @@ def _flatten(samples: Sequence[Sample], fields: Fields, device: torch.device) ->
 
 
 def _unflatten(flat: torch.Tensor, lengths: Sequence[int], fields: Fields) -> list[Sample]:
-    """`_flatten` backwards; an array that is not among the fields holds nothing but its fill."""
+    """Invert `_flatten`; an array that is not among the fields contains only its fill."""
     received = dict(zip(fields, flat.cpu().numpy().T, strict=True))
     arrays = {}
     for name, fill in FILL.items():

@@ -25,7 +25,7 @@ from swiftlite.runtime.mesh import Mesh
 
 
 def shard(batch: Batch, rank: int, size: int) -> Batch:
-    """The part of a batch that context-parallel rank `rank` of `size` computes: the zigzag of each sequence."""
+    """Return the part of a batch that context-parallel rank `rank` of `size` computes: the zigzag of each sequence."""
     return batch.map(partial(shard_sequence, dim=-1, rank=rank, size=size, cu_seqlens=batch.cu_seqlens))
 
 
@@ -118,7 +118,7 @@ class Batches:
     extras: Sequence[Extra] = ()
 
     def rows(self, samples: Sequence[Sample]) -> SampleRows:
-        """Packed rows if the run packs all samples into rows, else a row for each sample."""
+        """Return packed rows if the run packs all samples into rows, else a row for each sample."""
         if self.plan.packing != "rows":
             return SampleRows(samples, PackedRows(np.arange(len(samples)), np.arange(len(samples) + 1)))
         multiple = sequence_multiple(self.plan.layout)
@@ -182,7 +182,7 @@ class Batches:
         )
 
     def _cut(self, rows: SampleRows, indices: np.ndarray) -> list[list[Sample]]:
-        """The samples of each of this rank's micro-batches.
+        """Return the samples of each of this rank's micro-batches.
 
         Args:
             indices: the rows of a global batch, NO_INDEX among them where rows have run out.
@@ -216,6 +216,9 @@ class Batches:
     def schedule(self, lengths: Sequence[int]) -> MicroBatchSchedule:
         """Return which samples of a step each rank computes, with equal work; see `data.packing.schedule`."""
         layout = self.plan.layout
+        num_multiple_of = 1
+        if num_virtual_stages(layout):
+            num_multiple_of = layout.pipeline_model_parallel_size
         return schedule(
             lengths,
             self.plan.packing_length,
@@ -223,7 +226,7 @@ class Batches:
             linear=self.flops.per_token,
             square=self.flops.square,
             multiple=sequence_multiple(layout),
-            num_multiple_of=layout.pipeline_model_parallel_size if num_virtual_stages(layout) else 1,
+            num_multiple_of=num_multiple_of,
         )
 
 
@@ -235,7 +238,7 @@ def _length_of(sample: Sample, multiple: int) -> int:
 
 
 def _samples(rows: SampleRows, indices: np.ndarray) -> list[Sample]:
-    """The samples of some rows, one row after the other."""
+    """Return the samples of some rows, one row after the other."""
     samples = []
     for row in indices:
         if row != NO_INDEX:

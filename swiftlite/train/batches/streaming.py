@@ -80,10 +80,11 @@ class StreamedBatches:
     mesh: Mesh
 
     def train(self, step: int) -> list[Batch]:
-        """The micro-batches of the next step, whatever its number."""
+        """Return the micro-batches of the next step, whatever its number."""
         plan = self.batches.plan
+        sent = self._receive() if self.steps else None
         received = broadcast(
-            self._receive() if self.steps else None,
+            sent,
             stage_fields(plan.layout, plan.heads.layers),
             pipeline_group=self.mesh.pp,
             stage_group=self.mesh.tp_cp,
@@ -98,7 +99,7 @@ class StreamedBatches:
         return {"stream": self.stream.state() | self.steps.state()}
 
     def _receive(self) -> list[list[Sample]]:
-        """This data-parallel rank's micro-batches of the next step."""
+        """Return this data-parallel rank's micro-batches of the next step."""
         assert self.stream is not None
         assert self.steps is not None
         group = self.mesh.dp
@@ -119,12 +120,12 @@ class StreamedBatches:
 
 
 def reads(mesh: Mesh) -> bool:
-    """Whether this rank reads: it is the first of its replica of the model."""
+    """Return whether this rank reads: it is the first of its replica of the model."""
     return mesh.pp.rank() == 0 and mesh.tp_cp.rank() == 0
 
 
 def number_samples(row_sizes: Sequence[int], micro_batch_size: int, rank: int, size: int) -> MicroBatches:
-    """The samples of each micro-batch of data-parallel rank `rank` of `size`, as they are numbered through all rows.
+    """Return the samples of each micro-batch of data-parallel rank `rank` of `size`, numbered through all rows.
 
     Example: four rows of 2, 1, 3 and 1 samples hold samples 0 and 1; 2; 3 to 5; 6. With one row to a micro-batch rank 0
     of 2 computes the first and the third row, `[[0, 1], [3, 4, 5]]`, and rank 1 the others, `[[2], [6]]`.

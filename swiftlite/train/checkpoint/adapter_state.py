@@ -13,7 +13,7 @@ from swiftlite.runtime.mesh import Mesh
 
 
 def with_adapters(state: dict[str, Any], chunk: nn.Module, mesh: Mesh) -> dict[str, Any]:
-    """The sharded state of a chunk with every adapter's tensor in its own place.
+    """Return the sharded state of a chunk, with every adapter's tensor at its place in the whole model.
 
     megatron-core's layers take what is not their weight or bias for tensors that all ranks hold alike.
     """
@@ -30,11 +30,13 @@ def _tensors(name: str, adapter: Adapter, chunk: nn.Module, mesh: Mesh) -> dict[
     tensors = {}
     for local_name, parameter in adapter.named_parameters(name):
         is_split = adapter.is_column != (f".{A}" in local_name)  # magnitudes are split as B
-        offsets = [(0 if adapter.is_column else 1, rank, size)] if is_split else []
+        offsets = []
+        replica = rank
+        if is_split:
+            axis = 0 if adapter.is_column else 1
+            offsets = [(axis, rank, size)]
+            replica = 0
         tensors[local_name] = ShardedTensor.from_rank_offsets(
-            global_name(local_name, chunk),
-            parameter,
-            *offsets,
-            replica_id=(0, 0 if is_split else rank, replicas.rank()),
+            global_name(local_name, chunk), parameter, *offsets, replica_id=(0, replica, replicas.rank())
         )
     return tensors

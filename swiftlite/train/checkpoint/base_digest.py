@@ -31,7 +31,7 @@ def shared_digest_of(hf_dir: Path) -> str:
         while left := [key for key in keys if key not in found]:
             found |= _hash_some(checkpoint, left)
             if len(found) < len(keys):
-                logger.info("the digest of %s: %d of %d tensors are read", hf_dir, len(found), len(keys))
+                logger.info("digest of %s: %d of %d tensors read", hf_dir, len(found), len(keys))
     return combine_digests(hf_dir, found)
 
 

@@ -53,7 +53,7 @@ _DAMAGES = (
 
 _OF_TORCH_READER = "PytorchStreamReader"  # in the RuntimeError for an incomplete archive
 
-_USE_ANOTHER = "name another checkpoint; or delete this one, and --resume goes on from the one before it"
+_USE_ANOTHER = "use another checkpoint; or delete this one, and --resume uses the one before it"
 
 _Count = Annotated[int, Field(ge=0)]
 
@@ -115,7 +115,7 @@ class _State(BaseModel, strict=True):
 
 
 def resolve_checkpoint(path: Path) -> Path:
-    """The checkpoint a user means: one itself, or the newest of a run.
+    """Return the checkpoint that a path means: itself, or the newest one of a run.
 
     Raises:
         UserError: neither.
@@ -124,7 +124,7 @@ def resolve_checkpoint(path: Path) -> Path:
         return path
     if checkpoints := run_checkpoints(path):
         return checkpoints[-1]
-    raise UserError(f"{path} holds no checkpoint", "give a run's output_dir or one of its checkpoint-N directories")
+    raise UserError(f"{path} has no checkpoint", "use a run's output_dir or one of its checkpoint-N directories")
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
@@ -137,7 +137,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     try:
         content = read_json(path)
         if not isinstance(content, dict):
-            raise UserError(f"{path} is damaged: it is not a JSON object", _USE_ANOTHER)
+            raise UserError(f"{path} is damaged: not a JSON object", _USE_ANOTHER)
         state = _State.model_validate(content)
     except ValidationError as error:
         first = error.errors()[0]
@@ -149,7 +149,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
         raise UserError(f"{path} is damaged: {error}", _USE_ANOTHER) from None
     number = checkpoint.name.removeprefix("checkpoint-")
     if number.isdigit() and number != checkpoint.name and int(number) != state.step:
-        raise UserError(f"{path} is damaged: it is of step {state.step}, its directory of {number}", _USE_ANOTHER)
+        raise UserError(f"{path} is damaged: it has step {state.step}, its directory {number}", _USE_ANOTHER)
     return content
 
 
@@ -175,7 +175,7 @@ class Checkpointer:
     state: Mapping[str, Any]
     keep: int | None = None
     is_async: bool = False
-    hint: str = "make room or mend it; the same command with --resume goes on from the checkpoint before"
+    hint: str = "free disk space or repair the disk; the same command with --resume continues from the last checkpoint"
     _queue: AsyncCallsQueue = field(default_factory=AsyncCallsQueue, repr=False)
     _strategy: SaveStrategy = field(default_factory=SaveStrategy, repr=False)
 
@@ -241,7 +241,9 @@ class Checkpointer:
         try:
             yield
         except CheckpointException as error:  # on all ranks; only the first one knows why
-            reason = [reason_of(next(iter(error.failures.values()))[0])] if error.failures else [""]
+            reason = [""]
+            if error.failures:
+                reason = [reason_of(next(iter(error.failures.values()))[0])]
             dist.broadcast_object_list(reason)
             self._delete_unfinished()
             raise self._not_written(reason[0]) from None
@@ -252,7 +254,7 @@ class Checkpointer:
             raise
 
     def _not_written(self, reason: str) -> UserError:
-        return UserError(f"a checkpoint cannot be written in {self.output_dir}: {reason}", self.hint)
+        return UserError(f"{self.output_dir}: a checkpoint cannot be written: {reason}", self.hint)
 
     def _delete_unfinished(self) -> None:
         """Delete what a save has left that was interrupted; the first rank does it."""
@@ -264,7 +266,7 @@ class Checkpointer:
         return self.output_dir / f".checkpoint-{step}.writing"
 
     def _tensors(self) -> dict[str, Any]:
-        """Weights, and the optimizer's state where this rank holds any of it."""
+        """Return the weights, and the optimizer's state if this rank holds any of it."""
         tensors = sharded_model(self.chunks, self.mesh)
         if self.optimizer is not None:
             slot_state = state_to_save(slots_of(self.optimizer), dict(tensors))
@@ -345,7 +347,7 @@ def load_checkpoint(
         reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
         raise UserError(
             f"{checkpoint} is damaged, or belongs to another model: {reason[:200]}",
-            f"{_USE_ANOTHER}; the model must be the one that the run began with",
+            f"{_USE_ANOTHER}; the model must be the one that the run started from",
         ) from error
     for name, chunk in zip(_chunk_names(chunks), chunks, strict=True):
         found = chunk.load_state_dict(loaded[name], strict=False)
@@ -367,7 +369,7 @@ def verify_files(checkpoint: Path) -> None:
     except (OSError, ValueError) as error:
         raise UserError(f"{checkpoint} is damaged: {error}", _USE_ANOTHER) from None
     if digests is None:
-        logger.info("%s was written without digests of its files; they are read unverified", checkpoint)
+        logger.info("%s has no digests of its files; they are read unverified", checkpoint)
         return
     needed = {".metadata", "common.pt", STATE_FILE, *(path.name for path in checkpoint.glob("*.distcp"))}
     if unlisted := sorted(needed - digests.keys()):
@@ -378,7 +380,7 @@ def verify_files(checkpoint: Path) -> None:
     names = list(chain.from_iterable(changed))
     if names:
         raise UserError(
-            f"{checkpoint} is damaged: not as it was written (sha256): {', '.join(some(sorted(names), 5))}",
+            f"{checkpoint} is damaged: the sha256 differs for {', '.join(some(sorted(names), 5))}",
             _USE_ANOTHER,
         )
 
@@ -401,7 +403,7 @@ def _weights_only() -> Iterator[None]:
 
 
 def sharded_model(chunks: Sequence[MegatronModule], mesh: Mesh) -> dict[str, Any]:
-    """The weights, each tensor with its place in the whole model; the layout does not show in it."""
+    """Return the weights, each tensor with its place in the whole model, independent of the layout."""
     states = {}
     for name, chunk in zip(_chunk_names(chunks), chunks, strict=True):
         state = chunk.sharded_state_dict(metadata={"dp_cp_group": mesh.dp_cp})
@@ -422,8 +424,10 @@ def _without_extra(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _chunk_names(chunks: Sequence[MegatronModule]) -> list[str]:
-    """megatron-core's names: `model`, or `model0`, `model1` for virtual stages."""
-    return ["model"] if len(chunks) == 1 else [f"model{number}" for number in range(len(chunks))]
+    """Return megatron-core's names: `model`, or `model0`, `model1` for virtual stages."""
+    if len(chunks) == 1:
+        return ["model"]
+    return [f"model{number}" for number in range(len(chunks))]
 
 
 def _without_heads(state: Mapping[str, Any]) -> dict[str, Any]:

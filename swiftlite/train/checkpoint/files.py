@@ -63,7 +63,7 @@ class WriterReport:
         self._file.flush()
 
     def get_nowait(self) -> Any:
-        """The results for megatron-core, or the error instead; `digests` are there from now on.
+        """Return the results for megatron-core, or the error instead, and set `digests`.
 
         Raises:
             queue.Empty: the writer ended without a word.
@@ -108,11 +108,14 @@ def _write_bucket(transforms: list[Any], number: int, bucket: Any) -> tuple[Any,
     pending.put(number)
     FileSystemWriterAsync.write_preloaded_data(transforms, number, bucket, outcomes, pending, True)
     _, result = outcomes.get()
-    return result, "" if isinstance(result, Exception) else sha256(Path(bucket[0]))
+    if isinstance(result, Exception):
+        return result, ""
+    return result, sha256(Path(bucket[0]))
 
 
 def _cause(error: BaseException) -> Exception:
-    """The operating system's error behind torch's, where there is one: "unexpected pos 704 vs 598" is a full disk."""
+    """Return the operating system's error behind torch's, if there is one: "unexpected pos 704 vs 598" is a full
+    disk."""
     found: BaseException | None = error
     while found is not None and not isinstance(found, OSError):
         found = found.__context__
@@ -120,7 +123,7 @@ def _cause(error: BaseException) -> Exception:
 
 
 def sha256(path: Path) -> str:
-    """The digest of a file."""
+    """Compute the digest of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -140,7 +143,7 @@ def write_manifest(checkpoint: Path, written: Mapping[str, str]) -> None:
 
 
 def read_manifest(checkpoint: Path) -> dict[str, str] | None:
-    """Digests by file name; None for a checkpoint that was written without.
+    """Read the digests by file name; None for a checkpoint that was written without.
 
     Raises:
         ValueError: it is damaged.
@@ -153,7 +156,7 @@ def read_manifest(checkpoint: Path) -> dict[str, str] | None:
     for line in lines:
         digest, _, name = line.partition("  ")
         if not name or Path(name).name != name:
-            raise ValueError(f"{MANIFEST_FILE}: {line[:80]!r} is no digest and file name")
+            raise ValueError(f"{MANIFEST_FILE}: {line[:80]!r} is not a digest and a file name")
         digests[name] = digest
     return digests
 

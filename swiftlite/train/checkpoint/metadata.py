@@ -72,4 +72,4 @@ def check_metadata(checkpoint: Path) -> None:
             raise pickle.UnpicklingError(f"{METADATA_FILE}: {error}") from None
     for name in names:
         if not name or name == ".." or Path(name).name != name:
-            raise pickle.UnpicklingError(f"{METADATA_FILE} points out of the checkpoint: {name!r}")
+            raise pickle.UnpicklingError(f"{METADATA_FILE} names a file outside of the checkpoint: {name!r}")

@@ -48,10 +48,12 @@ class Slot:
     @property
     def kinds(self) -> tuple[str, ...]:
         """Return the names of the parameter's state: its moments and, unless it is float32, its main weight."""
-        return MOMENTS if self.parameter.dtype is torch.float32 else (*MOMENTS, MAIN_WEIGHT)
+        if self.parameter.dtype is torch.float32:
+            return MOMENTS
+        return (*MOMENTS, MAIN_WEIGHT)
 
     def part(self, kind: str) -> torch.Tensor:
-        """The numbers that this rank holds; moments are zeros before the first step."""
+        """Return the numbers that this rank holds; moments are zeros before the first step."""
         if self.main is None:
             return torch.empty(0, device=self.parameter.device)
         if kind == MAIN_WEIGHT:
@@ -73,13 +75,18 @@ class Slot:
 
 
 def slots_of(optimizer: MegatronOptimizer) -> list[Slot]:
-    """Every parameter that learns on this rank, in an order that all data-parallel ranks share."""
-    parts: list[Any] = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+    """Return every parameter that learns on this rank, in an order that all data-parallel ranks share."""
+    parts: list[Any] = [optimizer]
+    if isinstance(optimizer, ChainedOptimizer):
+        parts = optimizer.chained_optimizers
     slots: list[Slot] = []
     for part in parts:
         if part.is_stub_optimizer:  # it has no parameter on this rank
             continue
-        slots += _shared_slots(part) if isinstance(part, DistributedOptimizer) else _whole_slots(part)
+        if isinstance(part, DistributedOptimizer):
+            slots += _shared_slots(part)
+        else:
+            slots += _whole_slots(part)
     return slots
 
 
@@ -143,7 +150,8 @@ def set_state(slots: Sequence[Slot], loaded: dict[str, torch.Tensor], step: int)
 
 
 def _shared_slots(part: DistributedOptimizer) -> Iterator[Slot]:
-    """The parameters of megatron-core's distributed optimizer, which cuts their state among data-parallel ranks.
+    """Return the parameters of megatron-core's distributed optimizer, which shards their state over data-parallel
+    ranks.
 
     Parameters lie one after the other in a flat buffer, and each rank holds the state of one range of it.
 
@@ -162,7 +170,7 @@ def _shared_slots(part: DistributedOptimizer) -> Iterator[Slot]:
 
 
 def _whole_slots(part: Any) -> Iterator[Slot]:
-    """The parameters of megatron-core's other optimizers, whose state every data-parallel rank holds whole."""
+    """Return the parameters of megatron-core's other optimizers, whose state every data-parallel rank holds whole."""
     if isinstance(part, Float16OptimizerWithFloat16Params):
         parameters = [*itertools.chain(*part.float16_groups), *itertools.chain(*part.fp32_from_fp32_groups)]
         mains = [*itertools.chain(*part.fp32_from_float16_groups), *itertools.chain(*part.fp32_from_fp32_groups)]
@@ -174,7 +182,7 @@ def _whole_slots(part: Any) -> Iterator[Slot]:
 
 
 def _placed(slots: Sequence[Slot], model_state: dict[str, Any]) -> Iterator[tuple[Slot, Sharded]]:
-    """Each slot with its parameter's place in the whole model."""
+    """Return each slot with its parameter's place in the whole model."""
     if not slots:  # weights saved without an optimizer; megatron-core would warn of an empty mapping
         return
     places = get_param_id_to_sharded_param_map(model_state, (slot.parameter for slot in slots))
@@ -183,7 +191,7 @@ def _placed(slots: Sequence[Slot], model_state: dict[str, Any]) -> Iterator[tupl
 
 
 def _gather(slot: Slot, kind: str, owner: int) -> torch.Tensor | None:
-    """The whole parameter's numbers on the owner, None elsewhere.
+    """Return the whole parameter's numbers on the owner, None elsewhere.
 
     The ranks' parts are added up as integers, and where one has its numbers all others have zeros: so every bit arrives
     as it was.
@@ -193,7 +201,9 @@ def _gather(slot: Slot, kind: str, owner: int) -> torch.Tensor | None:
     whole = torch.zeros(slot.parameter.numel(), device=slot.parameter.device)
     whole[slot.start : slot.start + part.numel()] = part.view(-1)
     dist.reduce(whole.view(torch.int32), dist.get_global_rank(slot.group, owner), group=slot.group)
-    return whole.view(slot.parameter.shape).cpu() if slot.group.rank() == owner else None
+    if slot.group.rank() != owner:
+        return None
+    return whole.view(slot.parameter.shape).cpu()
 
 
 def _distribute(slot: Slot, whole: torch.Tensor | None, owner: int) -> torch.Tensor:
@@ -214,14 +224,16 @@ def _owners(slots: Sequence[Slot]) -> list[int]:
     numbers: dict[dist.ProcessGroup, list[int]] = {}  # that each rank of a group has
     owners = []
     for slot in slots:
-        rank_numels = numbers.setdefault(slot.group, [0] * slot.group.size()) if slot.group else [0]
+        rank_numels = [0]
+        if slot.group:
+            rank_numels = numbers.setdefault(slot.group, [0] * slot.group.size())
         owners.append(rank_numels.index(min(rank_numels)))
         rank_numels[owners[-1]] += slot.parameter.numel()
     return owners
 
 
 def _like(sharded: Sharded, tensor: torch.Tensor, kind: str) -> Sharded:
-    """The tensor at the parameter's place in the whole model, under a name for this kind of state."""
+    """Return the tensor at the parameter's place in the whole model, under a name for this kind of state."""
     return make_sharded_optimizer_tensor(sharded, tensor, prefix=f"optimizer.{kind}")
 
 

@@ -42,7 +42,7 @@ def write_source(hf_model: HfModel, run_dir: Path, heads: Heads, graft_from: HfM
         source.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(
-            f"--output_dir {run_dir} cannot be made: {error.strerror}", "name a place you may write"
+            f"--output_dir {run_dir} cannot be created: {error.strerror}", "use a writable directory"
         ) from None
     for path in _small_files(hf_model.directory):
         if path.name != "config.json":
@@ -64,9 +64,11 @@ def _write_carried(hf_model: HfModel, source: Path) -> None:
 
 
 def carried_file(source: Path) -> Path | None:
-    """Return the file with the source model's other parts than the language model; None if there are none."""
+    """Return the file with the source model's parts other than the language model, if it exists."""
     path = source / CARRIED_FILE
-    return path if path.exists() else None
+    if not path.exists():
+        return None
+    return path
 
 
 def describe_tensors(hf_model: HfModel, graft_from: HfModel | None = None) -> dict[str, dict[str, Any]]:
@@ -76,7 +78,9 @@ def describe_tensors(hf_model: HfModel, graft_from: HfModel | None = None) -> di
         graft_from: model whose heads replace its own.
     """
     tensors = describe(hf_model.directory)
-    return with_heads_of(hf_model, tensors, graft_from) if graft_from else tensors
+    if not graft_from:
+        return tensors
+    return with_heads_of(hf_model, tensors, graft_from)
 
 
 def with_heads_of(
@@ -89,12 +93,12 @@ def with_heads_of(
 
 
 def dtypes_of(tensors: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-    """Precision of each tensor, by HF name."""
+    """Return the dtype of each tensor, by HF name."""
     return {key: tensor["dtype"] for key, tensor in tensors.items()}
 
 
 def source_tensors(source: Path) -> dict[str, dict[str, Any]]:
-    """Dtype and shape of each tensor of the model that the run started from, by HF name.
+    """Return dtype and shape of each tensor of the model that the run started from, by HF name.
 
     Raises:
         UserError: the file is not there, or damaged.
@@ -115,7 +119,7 @@ def source_tensors(source: Path) -> dict[str, dict[str, Any]]:
     return tensors
 
 
-_RESTORE = "put it back; megatron sft --resume writes it again from --model"
+_RESTORE = "restore it; megatron sft --resume writes it again from --model"
 
 
 def check_source(run_dir: Path) -> None:
@@ -133,11 +137,11 @@ def check_source(run_dir: Path) -> None:
         _check_link(path, [run_dir.resolve()], "the run")
     for path in entries:
         if not path.is_file():
-            raise UserError(f"{path} is no file, and no run has put it there", "delete it")
+            raise UserError(f"{path} is not a file, and no run created it", "delete it")
 
 
 def check_model_links(hf_dir: Path) -> None:
-    """No small file of a model leads out of its directory, to what a run and its exports would copy.
+    """Check that no small file of a model links out of its directory, to files that a run and its exports would copy.
 
     In the Hugging Face cache the files of models--NAME/snapshots/REVISION are links to models--NAME/blobs.
 
@@ -154,7 +158,7 @@ def check_model_links(hf_dir: Path) -> None:
 
 
 def _small_files(hf_dir: Path) -> list[Path]:
-    """All files of a model that hold no weights."""
+    """Return all files of a model without weights."""
     files = (path for path in sorted(hf_dir.iterdir()) if path.is_file())
     return [path for path in files if path.suffix not in _WEIGHT_SUFFIXES and not path.name.endswith(".index.json")]
 
@@ -171,4 +175,4 @@ def _check_link(path: Path, homes: Sequence[Path], name: str) -> None:
         UserError: the path is a link that points outside of all of them.
     """
     if not any(path.resolve().is_relative_to(home) for home in homes):
-        raise UserError(f"{path} is a link out of {name}, to {path.resolve()}", "put the file itself in its place")
+        raise UserError(f"{path} links to {path.resolve()}, outside of {name}", "replace the link with the file")

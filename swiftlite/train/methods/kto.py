@@ -28,7 +28,7 @@ from swiftlite.model.ranks import all_reduce_sum
 from swiftlite.plan.preference import Preference, preference_of
 from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.batches.micro_batches import MicroBatches, run_batches
-from swiftlite.train.methods.mtp_loss import add_heads, count_labels, head_coefficients, head_means, head_sums
+from swiftlite.train.methods.mtp_loss import add_heads, count_labels, head_coefficients, head_means, head_sums, mean_of
 from swiftlite.train.methods.preference import REFERENCE, log_probabilities_of
 from swiftlite.train.methods.reference import score_with_reference
 from swiftlite.train.methods.rows import load_data, make_conversation_encoder
@@ -58,7 +58,7 @@ def measure_kl(model: Sequence[torch.nn.Module], mesh: Mesh, companions: Sequenc
 
     parts = run_batches(model, mesh, companions, forward_step_of(sum_ratios), forward_only=True)
     total, number = all_reduce_sum(parts, (2,), mesh).tolist()
-    return max(total / number, 0.0) if number else 0.0
+    return max(mean_of(total, number), 0.0)
 
 
 @dataclass(frozen=True)
@@ -93,15 +93,15 @@ class KtoObjective:
         return (SUMS + 3 * self.heads.drafts,)
 
     def count_targets(self, batches: Sequence[Batch]) -> torch.Tensor:
-        """Valid targets of the trunk and of each MTP depth, all their tokens, and in each column the answers: int64
-        [3, K]."""
+        """Count valid targets of the trunk and of each MTP depth, all their tokens, and in each column the answers:
+        int64 [3, K]."""
         counts = torch.zeros(3, 1 + self.heads.drafts, dtype=torch.int64)
         counts[:2] = count_labels(batches, self.heads)
         counts[2] = sum(batch.num_sequences for batch in batches)
         return counts
 
     def make_forward_step(self, counts: torch.Tensor, mesh: Mesh) -> ForwardStep:
-        """Each micro-batch's loss, its answers and its statistics."""
+        """Return a forward step with each micro-batch's loss, its answers and its statistics."""
         targets, tokens, (num_answers, *_) = counts.tolist()
         coefficients = head_coefficients(self.heads, self.mtp_loss_scaling_factor, targets[1:], num_answers)
         balance = Balance(tokens, divisor=num_answers)
@@ -131,25 +131,25 @@ class KtoObjective:
     def _figures(
         self, losses_P: torch.Tensor, ratio_P: torch.Tensor, log_p_P: torch.Tensor, desirable_P: torch.Tensor
     ) -> torch.Tensor:
-        """Float64 [SUMS]."""
+        """Return the sums of a micro-batch, float64 [SUMS]."""
         rows = [torch.full_like(losses_P, 1.0), losses_P]
         for is_kind_P in (desirable_P, ~desirable_P):
             rows += [is_kind_P, self.preference.beta * ratio_P * is_kind_P, log_p_P * is_kind_P]
         return torch.stack([row.double().sum() for row in rows])
 
     def means(self, sums: torch.Tensor) -> dict[str, float]:
-        """Return metrics by TRL's names: `loss`, `kl`, rewards and log-probabilities of good and bad answers (0 if
-        there are none), `rewards/margins` if there are both; and per depth `mtp_K_loss` and `mtp_K_acceptance`, on good
+        """Return metrics by TRL's names: `loss`, `kl`, rewards and log-probabilities of good and bad answers (0 without
+        answers), `rewards/margins` with both kinds; and per depth `mtp_K_loss` and `mtp_K_acceptance`, on good
         answers."""
         number, loss, good, good_reward, good_logp, bad, bad_reward, bad_logp = sums[:SUMS].tolist()
         named = {
-            "loss": loss / number if number else 0.0,
+            "loss": mean_of(loss, number),
             "kl": self.kl,
-            "rewards/chosen": good_reward / good if good else 0.0,
-            "rewards/rejected": bad_reward / bad if bad else 0.0,
+            "rewards/chosen": mean_of(good_reward, good),
+            "rewards/rejected": mean_of(bad_reward, bad),
             "rewards/margins": 0.0,
-            "logps/chosen": good_logp / good if good else 0.0,
-            "logps/rejected": bad_logp / bad if bad else 0.0,
+            "logps/chosen": mean_of(good_logp, good),
+            "logps/rejected": mean_of(bad_logp, bad),
         }
         if good and bad:
             named["rewards/margins"] = named["rewards/chosen"] - named["rewards/rejected"]

@@ -41,8 +41,15 @@ def head_coefficients(
     """
     coefficients = []
     for weight, count in zip(heads.weights, num_targets, strict=True):
-        coefficients.append(mtp_loss_scaling_factor * weight * divisor / count if count else 0.0)
+        coefficients.append(mean_of(mtp_loss_scaling_factor * weight * divisor, count))
     return coefficients
+
+
+def mean_of(total: float, number: float) -> float:
+    """Return the mean of `number` values from their sum; 0 without values."""
+    if not number:
+        return 0.0
+    return total / number
 
 
 def add_heads(

@@ -64,7 +64,9 @@ class NextTokenObjective:
 
         def forward_step(batches: Iterator[Batch], model: torch.nn.Module) -> tuple[object, Callable]:
             batch = next(batches)
-            trunk = self.hidden_state_cache.output_of(model, batch) if self.hidden_state_cache else None
+            trunk = None
+            if self.hidden_state_cache:
+                trunk = self.hidden_state_cache.output_of(model, batch)
             output = forward(model, batch, balance, trunk)
 
             def loss_func(losses: Losses) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -78,12 +80,12 @@ class NextTokenObjective:
         return forward_step
 
     def means(self, sums: torch.Tensor) -> dict[str, float]:
-        """`loss`, and per depth `mtp_K_loss` and `mtp_K_acceptance`; 0 where there was no target."""
+        """Return `loss`, and per depth `mtp_K_loss` and `mtp_K_acceptance`; 0 without targets."""
         return statistics.means(sums)
 
 
 def total_loss(losses: Losses, loss_scale_KBS: torch.Tensor, coefficients: Sequence[float]) -> torch.Tensor:
-    """`sum(w * CE) + sum_k( c_k * sum(w * L_k) )` of one micro-batch, a scalar."""
+    """Compute `sum(w * CE) + sum_k( c_k * sum(w * L_k) )` of one micro-batch, a scalar."""
     total = (losses.main.loss_BS * loss_scale_KBS[0]).sum()
     return add_heads(total, losses, loss_scale_KBS, coefficients)
 

@@ -21,7 +21,7 @@ from swiftlite.model.loss.losses import IGNORE_INDEX
 from swiftlite.plan.preference import Preference
 from swiftlite.runtime.device import on_device
 from swiftlite.runtime.mesh import Mesh
-from swiftlite.train.methods.mtp_loss import add_heads, count_labels, head_coefficients, head_means, head_sums
+from swiftlite.train.methods.mtp_loss import add_heads, count_labels, head_coefficients, head_means, head_sums, mean_of
 
 REFERENCE = Extra("reference")
 """The log-probability of a sequence's labels by the reference model."""
@@ -90,8 +90,8 @@ def log_probabilities_of(loss_BS: torch.Tensor, batch: Batch, mesh: Mesh) -> tup
 
 
 def pair_losses(scores: Scores, preference: Preference) -> torch.Tensor:
-    """The loss [P] of each pair, as in TRL's DPOTrainer; of simpo as in its CPOTrainer, of orpo as in its ORPOTrainer,
-    both without the next-token loss (`Preference.imitation`)."""
+    """Compute the loss [P] of each pair, as in TRL's DPOTrainer; of simpo as in its CPOTrainer, of orpo as in its
+    ORPOTrainer, both without the next-token loss (`Preference.imitation`)."""
     beta, smoothing = preference.beta, preference.label_smoothing
     match preference.loss_type:
         case "sigmoid":
@@ -117,11 +117,11 @@ def pair_losses(scores: Scores, preference: Preference) -> torch.Tensor:
             log_odds_P2 = scores.mean_P2 - torch.log1p(-scores.mean_P2.exp())
             return -beta * logsigmoid(log_odds_P2[:, 0] - log_odds_P2[:, 1])
         case "kto":
-            raise AssertionError("kto.py has its loss: it learns from single answers")
+            raise AssertionError("kto learns from single answers: its loss is in kto.py")
 
 
 def _smoothed(logits_P: torch.Tensor, smoothing: float) -> torch.Tensor:
-    """-log of the probability that the preference has, where a share of the pairs is the wrong way round."""
+    """Compute -log of the probability that the preference has if a share of the pairs is the wrong way round."""
     return -logsigmoid(logits_P) * (1 - smoothing) - logsigmoid(-logits_P) * smoothing
 
 
@@ -152,8 +152,8 @@ class PreferenceObjective:
         return (1 + len(FIGURES) + 2 + 3 * self.heads.drafts,)
 
     def count_targets(self, batches: Sequence[Batch]) -> torch.Tensor:
-        """Valid targets of the trunk and of each MTP depth, all their tokens, their targets in preferred answers, and
-        in each column the pairs: int64 [4, K]."""
+        """Count valid targets of the trunk and of each MTP depth, all their tokens, their targets in preferred answers,
+        and in each column the pairs: int64 [4, K]."""
         counts = torch.zeros(4, 1 + self.heads.drafts, dtype=torch.int64)
         counts[:2] = count_labels(batches, self.heads)
         for batch in batches:
@@ -163,7 +163,7 @@ class PreferenceObjective:
         return counts
 
     def make_forward_step(self, counts: torch.Tensor, mesh: Mesh) -> ForwardStep:
-        """Each micro-batch's loss, its pairs and its statistics."""
+        """Return a forward step with each micro-batch's loss, its pairs and its statistics."""
         _, tokens, targets, (num_pairs, *_) = counts.tolist()
         imitation = self.preference.imitation * num_pairs / max(targets[0], 1)
         coefficients = head_coefficients(self.heads, self.mtp_loss_scaling_factor, targets[1:], num_pairs)
@@ -188,26 +188,28 @@ class PreferenceObjective:
 
     @torch.no_grad()
     def _figures(self, scores: Scores, losses_P: torch.Tensor) -> torch.Tensor:
-        """Sums over pairs, float64, in the order of FIGURES."""
-        log_p_P2 = scores.mean_P2 if self.preference.is_per_token else scores.log_p_P2
+        """Return sums over pairs, float64, in the order of FIGURES."""
+        log_p_P2 = scores.log_p_P2
+        if self.preference.is_per_token:
+            log_p_P2 = scores.mean_P2
         rewards_P2 = self.preference.beta * (log_p_P2 - scores.reference_P2)
         chosen_P, rejected_P = rewards_P2.unbind(dim=1)
         rows = [losses_P, chosen_P, rejected_P, chosen_P > rejected_P, chosen_P - rejected_P, *log_p_P2.unbind(dim=1)]
         return torch.stack([row.double().sum() for row in rows])
 
     def means(self, sums: torch.Tensor) -> dict[str, float]:
-        """FIGURES by name; `nll_loss` where the preferred answers are imitated, the `loss` then with it; and per depth
-        `mtp_K_loss` and `mtp_K_acceptance`, on the preferred answers."""
+        """Return FIGURES by name; if the preferred answers are imitated, also `nll_loss`, and the `loss` with it; and
+        per depth `mtp_K_loss` and `mtp_K_acceptance`, on the preferred answers."""
         pairs, *rest = sums.tolist()
         figures = rest[: len(FIGURES)]
-        named = {name: figure / pairs if pairs else 0.0 for name, figure in zip(FIGURES, figures, strict=True)}
+        named = {name: mean_of(figure, pairs) for name, figure in zip(FIGURES, figures, strict=True)}
         if self.preference.imitation:
             loss, tokens = rest[len(FIGURES) : len(FIGURES) + 2]
-            named["nll_loss"] = loss / tokens if tokens else 0.0
+            named["nll_loss"] = mean_of(loss, tokens)
             named["loss"] += self.preference.imitation * named["nll_loss"]
         return named | head_means(sums[1 + len(FIGURES) + 2 :])
 
 
 def _is_preferred(batch: Batch) -> torch.Tensor:
-    """[B, S]: whether a token belongs to a preferred answer."""
+    """Return [B, S], whether a token belongs to a preferred answer."""
     return batch.sequence_KBS[0] % 2 == 0  # padding, -1, is none

@@ -47,9 +47,9 @@ from swiftlite.train.phases import Run
 FLAG = "--ref_logprobs_cache"
 FILE = "reference.safetensors"
 SLICES = "reference-*.safetensors"
-"""What was scored while the run had not come to the end of its pairs."""
+"""Files of a run that has not scored all its pairs yet."""
 SLICE_PAIRS, SLICE_TOKENS = 1000, 1_000_000
-"""The most that a slice may hold: even 2,000 tokens a second take less than ten minutes for it."""
+"""Maximum number of tokens in a slice: even at 2,000 tokens a second it takes less than ten minutes."""
 Answers = dict[str, tuple[float, float]]
 """By the digest of a pair, the log-probabilities of its preferred and its rejected answer."""
 
@@ -81,7 +81,9 @@ class Reference:
         if dist.get_rank() == 0:
             self._check_directory()
         manifest = self._manifest()
-        kept: list[Answers] = [self._read(manifest) if dist.get_rank() == 0 else {}]
+        kept: list[Answers] = [{}]
+        if dist.get_rank() == 0:
+            kept = [self._read(manifest)]
         dist.broadcast_object_list(kept)
         answers = kept[0]
         keys = [digest([pair]) for pair in pairs]
@@ -147,9 +149,12 @@ class Reference:
             raise UserError(f"{FLAG} {self.directory} is not empty, and has no {FILE}", _ANOTHER)
 
     def _files(self) -> list[Path]:
-        """Return the files of numbers that are there."""
+        """Return the existing files of log-probabilities."""
+        files = sorted(self.directory.glob(SLICES))
         whole = self.directory / FILE
-        return [*([whole] if whole.exists() else []), *sorted(self.directory.glob(SLICES))]
+        if whole.exists():
+            files.insert(0, whole)
+        return files
 
     def _read(self, manifest: Mapping[str, str]) -> Answers:
         """Return the numbers that are kept.
@@ -169,7 +174,7 @@ class Reference:
                 }
                 differing = [name for name, value in manifest.items() if found.get(name) != value]
             except (OSError, SafetensorError, AttributeError, KeyError, TypeError, ValueError):
-                raise UserError(f"{path} is damaged", "delete it: its numbers are computed again") from None
+                raise UserError(f"{path} is damaged", "delete it; its log-probabilities are computed again") from None
             if differing:
                 raise UserError(f"{FLAG} {self.directory} was written with another {', '.join(differing)}", _ANOTHER)
         return answers
@@ -196,7 +201,7 @@ class Reference:
             path.unlink()
 
 
-_ANOTHER = "name another directory; or delete this one, if nothing else needs it"
+_ANOTHER = "use another directory; or delete this one, if nothing else needs it"
 
 
 def slices(pairs: Mapping[str, Sample]) -> Iterator[list[str]]:
@@ -294,7 +299,10 @@ def open_reference(run: Run) -> Reference:
         tied = bool(model.config.get("tie_word_embeddings"))
         minutes = args.distributed_timeout_minutes
         mesh = Mesh.create(mesh.device, layout, ranks=ranks, tied_embeddings=tied, timeout_minutes=minutes)
-    packing = "none" if run.plan.packing == "none" else "micro_batch"
+    packing = "micro_batch"
+    if run.plan.packing == "none":
+        packing = "none"
+    data_parallel_rank = mesh.dp.rank() if mesh.is_here else 0
     plan = replace(
         run.plan,
         layout=layout,
@@ -307,6 +315,6 @@ def open_reference(run: Run) -> Reference:
         model=model,
         torch_dtype=args.torch_dtype,
         mesh=mesh,
-        batches=Batches(plan, mesh.dp.rank() if mesh.is_here else 0, run.batches.pad_token_id, run.batches.flops),
+        batches=Batches(plan, data_parallel_rank, run.batches.pad_token_id, run.batches.flops),
         directory=Path(args.ref_logprobs_cache or run.output_dir / "reference"),
     )

@@ -19,7 +19,7 @@ from swiftlite.runtime.agreement import digest
 from swiftlite.train.phases import Run
 
 MakeEncoder = Callable[[Any, PreTrainedTokenizerBase, int], Encoder]
-"""Makes what turns rows into samples, from the options, the tokenizer and the size of the vocabulary."""
+"""Makes an encoder of rows, from the options, the tokenizer and the size of the vocabulary."""
 LoadData = Callable[[Any, Encoder, int], Data]
 """Reads the data of a run from its options, with the encoder and the size of the vocabulary."""
 
@@ -33,23 +33,25 @@ def make_conversation_encoder(
 
 
 def load_data(args: SftArgs, encoder: Encoder, vocab_size: int) -> Data:
-    """The held-out samples and, unless --streaming reads them during training, those to train on.
+    """Load the held-out samples and, unless --streaming reads them during training, those to train on.
 
     Raises:
         UserError: files or rows that cannot be used.
     """
     mock = args.sft_mock_dataset_config_json
-    is_read_here = not args.streaming and mock is None
+    files, ratio, shares = args.dataset, args.split_dataset_ratio, args.interleave_prob
+    if args.streaming or mock is not None:  # only the held-out files are read here
+        files, ratio, shares = [], 0.0, []
     data = load_train_val(
         encoder,
-        args.dataset if is_read_here else (),
+        files,
         args.val_dataset,
-        split_dataset_ratio=args.split_dataset_ratio if is_read_here else 0,
+        split_dataset_ratio=ratio,
         max_bad_rows=args.max_bad_rows,
         system=args.system,
         num_proc=args.dataset_num_proc,
         seed=args.seed,
-        interleave_prob=args.interleave_prob if is_read_here else (),
+        interleave_prob=shares,
     )
     if mock is None:
         return data
@@ -57,8 +59,8 @@ def load_data(args: SftArgs, encoder: Encoder, vocab_size: int) -> Data:
     longest = int(samples.lengths.max())
     if longest > args.max_length:
         raise UserError(
-            f"--sft_mock_dataset_config_json: a sample of {longest} tokens, over --max_length {args.max_length}",
-            f"--max_length {longest}",
+            f"--sft_mock_dataset_config_json: a sample has {longest} tokens, over --max_length {args.max_length}",
+            f"use --max_length {longest}",
         )
     data.report.train_samples = len(samples)
     return replace(data, train=samples, digest=digest({"lengths": samples.lengths.tolist(), "val": data.digest}))

@@ -41,13 +41,15 @@ class ProgressBar:
         if self.bar is None:
             # From the first step on, or what came before it (evaluating, measuring acceptance) spoils rate and ETA.
             # For a file or a CI log, a separate line every 20 s is enough.
-            is_terminal = sys.stderr.isatty()
+            interval, bar_format = 20.0, "{l_bar}{bar}{r_bar}\n"
+            if sys.stderr.isatty():
+                interval, bar_format = 0.1, None
             self.bar = tqdm(
                 initial=step,
                 total=self.last,
                 unit="step",
-                mininterval=0.1 if is_terminal else 20,
-                bar_format=None if is_terminal else "{l_bar}{bar}{r_bar}\n",
+                mininterval=interval,
+                bar_format=bar_format,
                 dynamic_ncols=True,
             )
         self.bar.set_postfix_str(self._render(metrics), refresh=False)
@@ -57,7 +59,7 @@ class ProgressBar:
         return " ".join(f"{self.SHORT.get(name, name)}={value:.4g}" for name, value in metrics.items())
 
     def summarize(self, figures: Mapping[str, float]) -> None:
-        """The log has said it."""
+        """Do nothing: the summary is in the log."""
 
     def close(self) -> None:
         if self.bar is not None:
@@ -74,11 +76,13 @@ class MetricsFile:
 
     def __init__(self, path: Path, first: int, last: int):
         if path.exists() and not path.is_file():
-            raise UserError(f"{path} is no regular file", "move it away")
-        lines = path.read_bytes().splitlines() if path.exists() and first else []
+            raise UserError(f"{path} is not a regular file", "move it elsewhere")
+        lines = []
+        if path.exists() and first:
+            lines = path.read_bytes().splitlines()
         written = [metrics_of(line) for line in lines]
         if damaged := written.count(None):
-            logger.warning("%s: %d lines were damaged, as by a full disk, and are left out", path, damaged)
+            logger.warning("%s: skipped %d damaged lines, as a full disk leaves them", path, damaged)
         kept = []
         for line, metrics in zip(lines, written, strict=True):
             if metrics is None or metrics["step"] > first:
@@ -95,11 +99,11 @@ class MetricsFile:
         except OSError as error:
             raise UserError(
                 f"{self.path} cannot be written: {reason_of(error)}",
-                "make room or mend it; the same command with --resume goes on from the newest checkpoint",
+                "free disk space or repair the disk; the same command with --resume continues from the last checkpoint",
             ) from None
 
     def summarize(self, figures: Mapping[str, float]) -> None:
-        """It is in acceptance.json."""
+        """Do nothing: the summary is in acceptance.json."""
 
     def close(self) -> None:
         self.file.close()
@@ -115,14 +119,15 @@ class TensorBoard:
     def __init__(self, directory: Path, first: int):
         from torch.utils.tensorboard import SummaryWriter  # needs the optional tensorboard package
 
-        self.writer = SummaryWriter(str(directory), purge_step=first + 1 if first else None)
+        purge_step = first + 1 if first else None
+        self.writer = SummaryWriter(str(directory), purge_step=purge_step)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
             self.writer.add_scalar(name, value, step)
 
     def summarize(self, figures: Mapping[str, float]) -> None:
-        """TensorBoard has no place for it but a chart."""
+        """Do nothing: TensorBoard shows only charts."""
 
     def close(self) -> None:
         self.writer.close()
@@ -145,5 +150,5 @@ def open_metric_loggers(
         try:
             metric_loggers.append(TensorBoard(output_dir / "tensorboard", first))
         except ImportError:
-            logger.info("no TensorBoard files: the tensorboard package is not installed (pip install tensorboard)")
+            logger.info("no TensorBoard files: the package tensorboard is not installed (pip install tensorboard)")
     return [*metric_loggers, *open_trackers(report_to, output_dir, config or {}, first)]

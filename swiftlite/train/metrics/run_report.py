@@ -32,7 +32,7 @@ class Hashed(NamedTuple):
 
 
 def hash_tensors(chunks: Sequence[torch.nn.Module]) -> dict[str, str]:
-    """sha256 of the bytes of each parameter as this rank holds it, by label."""
+    """Compute the sha256 of the bytes of each parameter as this rank holds it, by label."""
     return {label: _sha256(parameter) for label, _, parameter in _parameters(chunks)}
 
 

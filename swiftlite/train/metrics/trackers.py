@@ -18,9 +18,9 @@ from swiftlite.json_file import read_json
 from swiftlite.log import logger
 
 PROJECT = "swiftlite"
-"""Groups the runs of a tracker whose own variable names no project."""
+"""Project of a run, unless the tracker's own environment variable sets another."""
 IDS_FILE = "trackers.json"
-"""In a run's output_dir, which run of each tracker is its own; a resumed run goes on in these."""
+"""File in a run's output_dir with its run in each tracker; a resumed run continues these."""
 MAX_PARAMETER = 500
 """Characters of an option that MLflow takes in every release."""
 
@@ -170,7 +170,7 @@ class TolerantTracker:
             tell(self.tracker)
         except Exception as error:  # whatever a package, its server or the network comes up with
             self.tracker = None
-            logger.warning("--report_to %s: %s; the run goes on without it", self.name, reason_of(error))
+            logger.warning("--report_to %s: %s; the run continues without it", self.name, reason_of(error))
 
 
 def open_trackers(names: list[str], output_dir: Path, config: Mapping[str, Any], first: int) -> list[TolerantTracker]:
@@ -194,7 +194,7 @@ def open_trackers(names: list[str], output_dir: Path, config: Mapping[str, Any],
             tracker = TRACKERS[name](TrackedRun(output_dir, config, known))
         except Exception as error:
             if first:
-                logger.warning("--report_to %s: %s; the run goes on without it", name, reason_of(error))
+                logger.warning("--report_to %s: %s; the run continues without it", name, reason_of(error))
                 continue
             raise UserError(f"--report_to {name}: {reason_of(error)}", _OFFLINE[name]) from error
         ids[name] = tracker.id
