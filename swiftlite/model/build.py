@@ -46,47 +46,26 @@ def build_config(
     moe: MoeArgs | None = None,
     kernels: Kernels = Kernels(),
 ) -> TransformerConfig:
-    """megatron-core's config: what the architecture fixes, and how swiftlite runs it.
+    """Build megatron-core's config: what the architecture fixes, and how swiftlite runs it.
 
     Args:
         mcore_config: arguments of TransformerConfig from `Architecture.mcore_config`.
     """
-    layout = layout or ParallelLayout()
-    recompute = recompute or RecomputeArgs()
     moe = moe or MoeArgs()
-    config_class = MLATransformerConfig if mcore_config.get("multi_latent_attention") else TransformerConfig
-    architecture_fields: dict[str, Any] = {
-        **mcore_config,
-        "activation_func": _ACTIVATIONS[mcore_config["activation_func"]],
-    }
-    is_interleaved = num_virtual_stages(layout) is not None
-    is_full = recompute.recompute_granularity == "full"
+    config_class = TransformerConfig
+    if mcore_config.get("multi_latent_attention"):
+        config_class = MLATransformerConfig
+    architecture_fields = mcore_config | {"activation_func": _ACTIVATIONS[mcore_config["activation_func"]]}
+    low_precision: dict[str, Any] = {}
+    if kernels.low_precision:
+        low_precision = kernels.low_precision.mcore_config()
     return config_class(
         **architecture_fields,
+        **_layout_config(layout or ParallelLayout()),
+        **_recompute_config(recompute or RecomputeArgs()),
+        **low_precision,
         mtp_num_layers=mtp_num_layers or None,
-        tensor_model_parallel_size=layout.tensor_model_parallel_size,
-        sequence_parallel=layout.sequence_parallel,
-        pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=num_virtual_stages(layout),
-        pipeline_model_parallel_layout=_stages(layout),  # type: ignore[arg-type]
-        num_layers_in_first_pipeline_stage=layout.decoder_first_pipeline_num_layers,
-        num_layers_in_last_pipeline_stage=layout.decoder_last_pipeline_num_layers,
-        context_parallel_size=layout.context_parallel_size,
-        expert_model_parallel_size=layout.expert_model_parallel_size,
-        expert_tensor_parallel_size=layout.expert_tensor_parallel_size,
-        # Rows are padded to the longest of their micro-batch; `pipeline.py` knows the shapes.
-        variable_seq_lengths=layout.pipeline_model_parallel_size > 1,
-        # gloo matches messages to one rank in order and sends from the buffer it is given: with two stages batched
-        # messages would swap activations and gradients, and a freed buffer would be sent as garbage.
-        overlap_p2p_comm=is_interleaved,
-        batch_p2p_comm=not is_interleaved,
-        batch_p2p_sync=False,  # it waits for the GPU after each message, for a bug of releases of torch that are gone
         deallocate_pipeline_outputs=device.is_cuda,
-        recompute_granularity=None if recompute.recompute_granularity == "none" else recompute.recompute_granularity,
-        recompute_method=recompute.recompute_method if is_full else None,
-        recompute_num_layers=recompute.recompute_num_layers if is_full else None,
-        recompute_modules=recompute.recompute_modules,
-        distribute_saved_activations=recompute.distribute_saved_activations,
         # The only one that takes rows of any length; each data-parallel rank has its own.
         moe_token_dispatcher_type="alltoall",
         moe_aux_loss_coeff=moe.moe_aux_loss_coeff,
@@ -115,12 +94,49 @@ def build_config(
         apply_rope_fusion=False,
         persist_layer_norm=False,
         deterministic_mode=kernels.is_deterministic,
-        **(kernels.low_precision.mcore_config() if kernels.low_precision else {}),
     )
 
 
+def _layout_config(layout: ParallelLayout) -> dict[str, Any]:
+    """Return the arguments of TransformerConfig that say how ranks share the model."""
+    is_interleaved = num_virtual_stages(layout) is not None
+    return {
+        "tensor_model_parallel_size": layout.tensor_model_parallel_size,
+        "sequence_parallel": layout.sequence_parallel,
+        "pipeline_model_parallel_size": layout.pipeline_model_parallel_size,
+        "virtual_pipeline_model_parallel_size": num_virtual_stages(layout),
+        "pipeline_model_parallel_layout": _stages(layout),
+        "num_layers_in_first_pipeline_stage": layout.decoder_first_pipeline_num_layers,
+        "num_layers_in_last_pipeline_stage": layout.decoder_last_pipeline_num_layers,
+        "context_parallel_size": layout.context_parallel_size,
+        "expert_model_parallel_size": layout.expert_model_parallel_size,
+        "expert_tensor_parallel_size": layout.expert_tensor_parallel_size,
+        # Rows are padded to the longest of their micro-batch; `pipeline.py` knows the shapes.
+        "variable_seq_lengths": layout.pipeline_model_parallel_size > 1,
+        # gloo matches messages to one rank in order and sends from the buffer it is given: with two stages batched
+        # messages would swap activations and gradients, and a freed buffer would be sent as garbage.
+        "overlap_p2p_comm": is_interleaved,
+        "batch_p2p_comm": not is_interleaved,
+        "batch_p2p_sync": False,  # it waits for the GPU after each message, for a bug of old releases of torch
+    }
+
+
+def _recompute_config(recompute: RecomputeArgs) -> dict[str, Any]:
+    """Return the arguments of TransformerConfig about recomputed activations."""
+    config: dict[str, Any] = {
+        "recompute_modules": recompute.recompute_modules,
+        "distribute_saved_activations": recompute.distribute_saved_activations,
+    }
+    if recompute.recompute_granularity != "none":
+        config["recompute_granularity"] = recompute.recompute_granularity
+    if recompute.recompute_granularity == "full":
+        config["recompute_method"] = recompute.recompute_method
+        config["recompute_num_layers"] = recompute.recompute_num_layers
+    return config
+
+
 def _stages(layout: ParallelLayout) -> str | None:
-    """The layout string written out: megatron-core reads no spaces."""
+    """Return the layout string written out: megatron-core does not accept spaces."""
     text = layout.pipeline_model_parallel_layout
     return text and "|".join(parse_stages(text))
 
@@ -210,16 +226,20 @@ def _stage(
     first_layer = sum(per_stage[:stage])
     layers = architecture.layers[first_layer : first_layer + per_stage[stage]]
     is_last_virtual = vp_stage == (num_virtual_stages(layout) or 1) - 1
-    has_mtp = is_last_virtual and pp_rank == mtp_pipeline_rank(layout)
-    tower = architecture.tower
-    has_tower = stage == 0 and tower is not None
+
+    mtp_block_spec = None
+    if is_last_virtual and pp_rank == mtp_pipeline_rank(layout):
+        mtp_block_spec = mtp_spec(config, architecture.mtp_block, heads.unroll > 1, modules)
+    tower = None
+    if stage == 0 and architecture.tower is not None:
+        tower = TOWERS[type(architecture.tower)](architecture.tower, config)
     return {
         "vocab_size": architecture.outside.vocab,
         "share_embeddings_and_output_weights": architecture.outside.is_tied,
         "position_embedding_type": "none",
         "transformer_layer_spec": decoder_spec(config, layers, drafting, modules),
-        "mtp_block_spec": mtp_spec(config, architecture.mtp_block, heads.unroll > 1, modules) if has_mtp else None,
-        "tower": TOWERS[type(tower)](tower, config) if has_tower else None,
+        "mtp_block_spec": mtp_block_spec,
+        "tower": tower,
         "pre_process": stage == 0,
         "post_process": stage == len(per_stage) - 1,
         "vp_stage": vp_stage if num_virtual_stages(layout) else None,
@@ -227,7 +247,7 @@ def _stage(
 
 
 def check_computable(layout: ParallelLayout, device: Device) -> None:
-    """Layouts that hold and convert a model on any device need not compute with it.
+    """Check that the device can compute with the layout; holding and converting a model does not require it.
 
     Raises:
         OptionError: what this device cannot do.
@@ -236,7 +256,7 @@ def check_computable(layout: ParallelLayout, device: Device) -> None:
     if not device.is_cuda and ep > 1 and etp > 1:
         # It gathers lists of unequal length (tensor_parallel/mappings.py:143 of 0.16.1).
         problem = (
-            f"--expert_model_parallel_size {ep} with --expert_tensor_parallel_size {etp}: gloo, which connects "
-            "processes without a GPU, cannot run megatron-core's alltoall over both"
+            f"--expert_model_parallel_size {ep} with --expert_tensor_parallel_size {etp} requires a GPU: gloo does not "
+            "support megatron-core's alltoall over both"
         )
         raise OptionError([(problem, "use --expert_tensor_parallel_size 1")])

@@ -33,8 +33,10 @@ class Segment(NamedTuple):
 
 
 def sequence_lengths(num_tokens: int, cu_seqlens: torch.Tensor | None = None) -> tuple[int, ...]:
-    """Lengths of the sequences of a whole row; one of all its tokens without `cu_seqlens`."""
-    return (num_tokens,) if cu_seqlens is None else tuple(cu_seqlens.diff().tolist())
+    """Return the lengths of the sequences of a whole row; one of all its tokens without `cu_seqlens`."""
+    if cu_seqlens is None:
+        return (num_tokens,)
+    return tuple(cu_seqlens.diff().tolist())
 
 
 def describe_packed(cu_seqlens: torch.Tensor | None) -> PackedSeqParams | None:
@@ -62,14 +64,15 @@ def padded_cu_seqlens(packed: PackedSeqParams | None) -> torch.Tensor | None:
     """
     if packed is None:
         return None
-    padded = packed.cu_seqlens_q_padded
-    return packed.cu_seqlens_q if padded is None else padded
+    if packed.cu_seqlens_q_padded is None:
+        return packed.cu_seqlens_q
+    return packed.cu_seqlens_q_padded
 
 
 def shared_row(
     num_tokens: int, packed: PackedSeqParams | None, group: dist.ProcessGroup
 ) -> tuple[tuple[int, ...], dist.ProcessGroup]:
-    """Lengths of the sequences of the row that this rank has `num_tokens` of, and the ranks that share it.
+    """Return the lengths of the sequences of the row that this rank has `num_tokens` of, and the ranks that share it.
 
     Args:
         group: the ranks that share rows; the descriptor of a packed row may name others.
@@ -90,8 +93,9 @@ def _runs(lengths: Sequence[int], rank: int, size: int) -> Iterator[tuple[int, i
     """
     start = 0
     for length in lengths:
-        chunk = length if size == 1 else _chunk_length(length, size)
-        chunks = (0,) if size == 1 else (rank, 2 * size - 1 - rank)
+        chunk, chunks = length, (0,)
+        if size > 1:
+            chunk, chunks = _chunk_length(length, size), (rank, 2 * size - 1 - rank)
         for index in chunks:
             yield start, start + index * chunk, start + (index + 1) * chunk
         start += length
@@ -126,7 +130,8 @@ def _gathered_order(lengths: tuple[int, ...], size: int, device: torch.device) -
 
 @lru_cache(maxsize=16)
 def causal_segments(lengths: tuple[int, ...], rank: int, size: int) -> tuple[Segment, ...]:
-    """The queries of rank `rank`, in its order, each run with its keys in the whole row; empty ones are left out.
+    """Return the queries of rank `rank`, in its order, each run with its keys in the whole row; empty runs are left
+    out.
 
     In the example above, rank 0 has queries 6 and 7 in its second segment: Segment(2, 0, 8).
     """
@@ -135,7 +140,7 @@ def causal_segments(lengths: tuple[int, ...], rank: int, size: int) -> tuple[Seg
 
 
 def seen_by(segments: Sequence[Segment], row: torch.Tensor) -> list[torch.Tensor]:
-    """The part of a whole row of keys or values [S, ...] that the queries of each segment see.
+    """Return the part of a whole row of keys or values [S, ...] that the queries of each segment see.
 
     Where these parts are the row, cut once, it is split: the gradient of a slice is as large as all of the row, and
     each sequence would add another one.
@@ -168,7 +173,7 @@ def shard_sequence(
 
 
 def unshard_sequence(shards: Sequence[torch.Tensor], dim: int, cu_seqlens: torch.Tensor | None = None) -> torch.Tensor:
-    """The whole row from the parts of all ranks, in order of rank: the inverse of `shard_sequence`."""
+    """Return the whole row from the parts of all ranks, in order of rank: the inverse of `shard_sequence`."""
     gathered = torch.cat(list(shards), dim)
     lengths = sequence_lengths(gathered.size(dim), cu_seqlens)
     return gathered.index_select(dim, _gathered_order(lengths, len(shards), gathered.device)[1])
@@ -214,7 +219,7 @@ def _gather_chunks(row: torch.Tensor, local: torch.Tensor, group: dist.ProcessGr
 
 
 def _scatter_chunks(local: torch.Tensor, grad: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The sums over ranks of `local`'s two chunks, filled in, from each rank's gradient of the row."""
+    """Return the sums over ranks of `local`'s two chunks, filled in, from each rank's gradient of the row."""
     (first, second), (early, late) = local.chunk(2), grad.contiguous().chunk(2)
     dist.reduce_scatter_tensor(first, early, group=group)
     dist.reduce_scatter_tensor(second, torch.cat(late.chunk(group.size())[::-1]), group=group)
@@ -222,7 +227,7 @@ def _scatter_chunks(local: torch.Tensor, grad: torch.Tensor, group: dist.Process
 
 
 def gather_sequence(local: torch.Tensor, lengths: tuple[int, ...], group: dist.ProcessGroup) -> torch.Tensor:
-    """The whole row [S, ...] on every rank from each one's part [S / size, ...], differentiable.
+    """Gather the whole row [S, ...] on every rank from each rank's part [S / size, ...], differentiable.
 
     Args:
         lengths: of the sequences of the whole row.

@@ -24,7 +24,7 @@ from swiftlite.model.gpt import GPTModel, OutputMatrix
 from swiftlite.model.loss.losses import MAX_POSITIONS, sharing, vocab_parallel_argmax
 
 HEAD_INPUT = "head_input"
-"""The name under which a cache keeps the trunk's states that the heads read."""
+"""Key of the trunk's states that the heads read, in a cache."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,10 @@ def forward_cached(model: GPTModel, new: CachedPass) -> torch.Tensor:
         states = _forward_heads(model, new, new.mtp_input_ids)
     if not model.post_process:
         return torch.cat(states)
-    output = model.trunk_output_matrix() if new.mtp_input_ids is None else model.head_output_matrix()
+    if new.mtp_input_ids is None:
+        output = model.trunk_output_matrix()
+    else:
+        output = model.head_output_matrix()
     return torch.stack([_most_likely(model, hidden_T1H, new.predicted, output) for hidden_T1H in states])
 
 
@@ -88,8 +91,10 @@ def _forward_heads(model: GPTModel, new: CachedPass, mtp_input_ids: Sequence[tor
     received: Any = model.decoder.input_tensor
     if model.follows_heads:
         return list(received.chunk(model.heads.drafts))
+    if not model.mtp_process and model.pre_process:
+        return [_placeholder(model, new.cache)]
     if not model.mtp_process:
-        return [_placeholder(model, new.cache) if model.pre_process else received]
+        return [received]
     head_input_T1H = new.cache.kept(HEAD_INPUT, new.input_ids.size(1))
     if model.config.sequence_parallel:
         head_input_T1H = scatter_to_sequence_parallel_region(head_input_T1H, group=model.pg_collection.tp)
@@ -112,12 +117,11 @@ def _check_use(model: GPTModel, cache: Cache) -> None:
     """Refuse layers that keep nothing, whose later tokens would not see the earlier ones, and prompts that lack what a
     tower takes."""
     if model.tower is not None:
-        problem = "this model has a tower, and prompts that are continued do not have its inputs"
-        raise UserError(problem, "add --acceptance_samples 0")
+        raise UserError("measuring acceptance is not supported for a model with a tower", "use --acceptance_samples 0")
     for layer in model.decoder.layers:
         if not cache.is_used_by(layer):
-            problem = f"layer {layer.layer_number} keeps nothing of earlier tokens, so it cannot continue prompts"
-            raise UserError(problem, "add --acceptance_samples 0")
+            problem = f"measuring acceptance is not supported: layer {layer.layer_number} has no cache"
+            raise UserError(problem, "use --acceptance_samples 0")
 
 
 def _most_likely(

@@ -221,7 +221,9 @@ class GPTModel(McoreGPTModel):
 
         if not self.post_process:
             return states.to_wire()
-        all_labels = None if labels is None or mtp_labels is None else [labels, *mtp_labels]
+        all_labels = None
+        if labels is not None and mtp_labels is not None:
+            all_labels = [labels, *mtp_labels]
         return self.forward_postprocess(states, all_labels, cu_seqlens, trunk and trunk.loss)
 
     @torch.no_grad()
@@ -267,7 +269,7 @@ class GPTModel(McoreGPTModel):
         return self.split_decoder_output(hidden_SBH)
 
     def split_decoder_output(self, hidden_SBH: Any) -> StageStates:
-        """Name the states that `forward_decoder` returned; a stage before the heads sends them on as they are."""
+        """Name the states that `forward_decoder` returned; a stage before the heads sends them on unchanged."""
         return StageStates.from_wire(hidden_SBH, has_prenorm=self.mtp_process and self.drafting.takes_before_norm)
 
     def _frozen(self) -> AbstractContextManager:
@@ -313,8 +315,8 @@ class GPTModel(McoreGPTModel):
         if self.tower is None:
             return [None] * (1 + self.heads.drafts)
         if tower_inputs is None:
-            problem = "this model has a tower, and the rows of this method have no inputs for it"
-            raise UserError(problem, "use a training method whose rows have them")
+            problem = "the model has a tower, and this training method has no inputs for it"
+            raise UserError(problem, "use a training method whose rows have these inputs")
         with_zeros_IH = F.pad(self.tower(tower_inputs.items), (0, 0, 0, 1))
         return [Placed(with_zeros_IH, item_BS) for item_BS in tower_inputs.item_KBS]
 
@@ -331,7 +333,9 @@ class GPTModel(McoreGPTModel):
         """Return the router targets for the trunk and for each MTP depth."""
         if sequences is None:
             return [None] * (1 + self.heads.drafts)
-        num_sequences = sequences.size(1) if cu_seqlens is None else len(cu_seqlens) - 1
+        num_sequences = sequences.size(1)
+        if cu_seqlens is not None:
+            num_sequences = len(cu_seqlens) - 1
         sequence_KSB = [self._on_this_sequence_rank(sequence_BS.T) for sequence_BS in sequences]
         return routed_tokens(sequence_KSB, num_sequences, self.heads, balance)
 
@@ -498,7 +502,9 @@ class GPTModel(McoreGPTModel):
 
     def logits(self, hidden_SBH: torch.Tensor) -> torch.Tensor:
         """Return logits [S, B, V] for this rank's part of the vocabulary."""
-        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        weight = None
+        if self.share_embeddings_and_output_weights:
+            weight = self.shared_embedding_or_output_weight()
         return self.output_layer(hidden_SBH, weight=weight)[0]
 
     def _whole_logits(self, hidden_SBH: torch.Tensor) -> torch.Tensor:
@@ -577,8 +583,9 @@ class GPTModel(McoreGPTModel):
 
     def trunk_output_matrix(self) -> "OutputMatrix":
         """Return the output layer over the whole vocabulary."""
-        is_tied = self.share_embeddings_and_output_weights
-        weight: Any = self.shared_embedding_or_output_weight() if is_tied else self.output_layer.weight
+        weight: Any = self.output_layer.weight
+        if self.share_embeddings_and_output_weights:
+            weight = self.shared_embedding_or_output_weight()
         return OutputMatrix(lambda hidden_NH: self.logits(hidden_NH[:, None]).squeeze(1), weight, None)
 
     def head_output_matrix(self) -> "OutputMatrix":

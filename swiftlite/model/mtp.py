@@ -12,7 +12,7 @@ Shapes: S sequence, B batch, H hidden size.
 
 import copy
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -40,7 +40,7 @@ class MultiTokenPredictionLayer(McoreMultiTokenPredictionLayer):
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, hidden_states: torch.Tensor, decoder_input: torch.Tensor, **closure: Any
     ) -> torch.Tensor:
-        """The state [S, B, H] of this depth, after the output norm.
+        """Return the state [S, B, H] of this depth, after the output norm.
 
         Args:
             hidden_states: of the depth before.
@@ -79,7 +79,7 @@ class MultiTokenPredictionLayer(McoreMultiTokenPredictionLayer):
     def _checkpointed_forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, hidden_states: torch.Tensor, decoder_input: torch.Tensor, **closure: Any
     ) -> torch.Tensor:
-        """`_proj_and_transformer_layer` of all the arguments, keeping the two that carry gradients.
+        """Run `_proj_and_transformer_layer` of all the arguments, keeping the two that carry gradients.
 
         With `recompute_granularity` full an MTP layer is recomputed whatever the method and `recompute_num_layers`:
         those say how decoder layers share checkpoints, and this one layer has its inputs from two sides. The stock
@@ -94,8 +94,10 @@ class MultiTokenPredictionLayer(McoreMultiTokenPredictionLayer):
 
     def _checkpoint(self, forward: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
         # Delayed scaling updates its factors on leaving the outermost context, which must be once per call.
-        is_delayed = self.config.fp8 and self.config.fp8_recipe == Fp8Recipe.delayed
-        with get_fp8_context(self.config) if is_delayed else nullcontext():
+        context: AbstractContextManager = nullcontext()
+        if self.config.fp8 and self.config.fp8_recipe == Fp8Recipe.delayed:
+            context = get_fp8_context(self.config)
+        with context:
             return checkpoint(self.config, self.eh_proj.tp_group, forward, *tensors)
 
 
@@ -151,8 +153,9 @@ class UnrolledLayer(MultiTokenPredictionLayer):
             recycles_before_norm=recycles_before_norm,
         )
         # All steps share one checkpoint, because they share keys.
-        is_recomputed = self.config.recompute_granularity == "full" and self.training
-        run = partial(self._checkpoint, steps) if is_recomputed else steps
+        run: Callable[..., torch.Tensor] = steps
+        if self.config.recompute_granularity == "full" and self.training:
+            run = partial(self._checkpoint, steps)
         return list(run(hidden_SBH, *decoder_inputs_SBH).chunk(len(decoder_inputs_SBH)))
 
     def _steps(
@@ -165,7 +168,7 @@ class UnrolledLayer(MultiTokenPredictionLayer):
         cache: Cache | None,
         recycles_before_norm: bool,
     ) -> torch.Tensor:
-        """The states of `forward_steps`, one after the other: a checkpoint returns one tensor."""
+        """Return the states of `forward_steps`, one after the other: a checkpoint returns one tensor."""
         draft = Draft(cache)
         states_SBH = []
         steps = zip(decoder_inputs_SBH, rotary_pos_embs, tokens, strict=True)
@@ -180,5 +183,7 @@ class UnrolledLayer(MultiTokenPredictionLayer):
             )
             after_norm_SBH = super()._postprocess(before_norm_SBH)
             states_SBH.append(after_norm_SBH)
-            hidden_SBH = before_norm_SBH if recycles_before_norm else after_norm_SBH
+            hidden_SBH = after_norm_SBH
+            if recycles_before_norm:
+                hidden_SBH = before_norm_SBH
         return torch.cat(states_SBH)

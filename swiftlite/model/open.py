@@ -15,16 +15,17 @@ from swiftlite.runtime.mesh import Mesh
 def build_hf_model(
     hf_model: HfModel, mesh: Mesh, *, dtype: torch.dtype, heads: Heads | None = None, **options: Any
 ) -> list[GPTModel]:
-    """The model's part on this rank, one per virtual pipeline stage; weights are unset.
+    """Build the model's part on this rank, one per virtual pipeline stage; weights are unset.
 
     Args:
         heads: the MTP heads that it gets; unset: those of the directory.
         options: further ones of `build_model`.
 
     Raises:
-        OptionError: the model cannot be laid out so.
+        OptionError: the model does not support the layout.
     """
-    heads = hf_model.heads if heads is None else heads
+    if heads is None:
+        heads = hf_model.heads
     return build_model(
         hf_model.family.architecture(hf_model.config),
         hf_model.config,
@@ -47,7 +48,7 @@ def open_model(
     seed: int = 42,
     **options: Any,
 ) -> tuple[list[GPTModel], WeightsReport]:
-    """The model's part on this rank with its weights, and what became of every tensor of the directory.
+    """Build the model's part on this rank with its weights; returns it with a report on every tensor of the directory.
 
     Args:
         heads: the MTP heads that it gets; unset: those of the directory.

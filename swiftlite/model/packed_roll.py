@@ -36,7 +36,9 @@ def roll_packed(
     Raises:
         ValueError: `cu_seqlens` does not match the row, or the length of a sequence is not divisible by 2 * cp.
     """
-    size, rank = (1, 0) if cp_group is None else (cp_group.size(), cp_group.rank())
+    size, rank = 1, 0
+    if cp_group is not None:
+        size, rank = cp_group.size(), cp_group.rank()
     lengths = cu_seqlens.diff()
     _check(tensor, cu_seqlens, lengths, shift, size)
     first_N = (cu_seqlens[:-1] // size)[lengths > 0].to(tensor.device, torch.int64)
@@ -72,8 +74,8 @@ def _check(tensor: torch.Tensor, cu_seqlens: torch.Tensor, lengths: torch.Tensor
 
 
 def _exchange(first: torch.Tensor, second: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first tokens [..., N] of the chunks that follow this rank's: of the later ones, which the rank before holds,
-    and of the earlier ones, which the rank behind holds. At the ends of the group what is not there is left undefined.
+    """Return the first tokens [..., N] of the chunks after this rank's: of the later ones, which the previous rank
+    holds, and of the earlier ones, which the next rank holds. Missing ones at the ends of the group are undefined.
 
     Args:
         first: first tokens of this rank's earlier chunks.

@@ -16,7 +16,7 @@ from swiftlite.plan.layout import length_divisor, num_virtual_stages, states_sen
 from swiftlite.runtime.mesh import Mesh
 
 Shape = tuple[int, int, int]
-"""Of the tensor that one stage sends to the next, `StageStates.to_wire`: positions of all states, rows, hidden size."""
+"""Shape of a tensor sent between stages, `StageStates.to_wire`: positions of all states, rows, hidden size."""
 
 
 def run_pipeline(
@@ -98,7 +98,9 @@ class _KnownShapes(P2PCommunicator):
         if tensor_send_next is not None:  # NCCL would not notice a receiver that expects another shape
             found, expected = tuple(tensor_send_next.shape), next(self._sent, None)
             assert found == expected, f"states of shape {found}, and the next stage expects {expected}"
-        return next(self._received) if recv_prev else None, next(self._gradients) if recv_next else None
+        received = next(self._received) if recv_prev else None
+        gradient = next(self._gradients) if recv_next else None
+        return received, gradient
 
 
 def _crossing(
@@ -118,8 +120,8 @@ def _crossing(
     size, rank = mesh.pp.size(), mesh.pp.rank()
 
     def made_by(stages: Iterable[tuple[int, int]]) -> list[Shape]:
-        """The shapes that stages send on, from pairs of micro-batch and stage; the last stage sends nothing, and -1 is
-        before the first."""
+        """Return the shapes that stages send on, from pairs of micro-batch and stage; the last stage sends nothing, and
+        -1 is before the first."""
         made = []
         for micro_batch, stage in stages:
             if 0 <= stage < len(num_states):

@@ -51,7 +51,7 @@ def broadcast_from_mesh(tensor: torch.Tensor, mesh: Mesh) -> torch.Tensor:
 
 
 def all_reduce_max(value: int, mesh: Mesh, group: dist.ProcessGroup | None = None) -> int:
-    """The largest value that any rank of the group (unset: of all) has."""
+    """Return the all_reduce_max value of any rank of the group (unset: of all)."""
     number = torch.tensor(value, device=mesh.device.torch_device)
     dist.all_reduce(number, op=dist.ReduceOp.MAX, group=group)
     return int(number)

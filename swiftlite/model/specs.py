@@ -42,7 +42,7 @@ from swiftlite.plan.kernels import Kernels
 from swiftlite.runtime.compat import MTP_INNER_LAYER
 
 LOCAL = modules_of(Kernels())
-"""The classes of a CPU."""
+"""The classes for a CPU."""
 
 
 def _grouped_query(attention: GroupedQueryAttention, modules: Modules) -> ModuleSpec:
@@ -95,7 +95,7 @@ def _mlp(mlp: Mlp, modules: Modules) -> ModuleSpec:
 
 
 def _mixture(mixture: MixtureOfExperts, modules: Modules) -> ModuleSpec:
-    """A router, one MLP per expert, and one for all shared experts.
+    """Return the spec of a router, one MLP per expert, and one for all shared experts.
 
     Experts have torch's own linear layers whatever the others have: a call for each of them costs more than it saves.
     """
@@ -126,18 +126,20 @@ TOWERS: dict[type, Callable[[Any, TransformerConfig], nn.Module]] = {}
 
 
 def attention_spec(attention: Attention, modules: Modules = LOCAL) -> ModuleSpec:
-    """The module that computes a kind of attention."""
+    """Return the module that computes a kind of attention."""
     return ATTENTION_SPECS[type(attention)](attention, modules)
 
 
 def decoder_layer_spec(layer: Layer, modules: Modules = LOCAL) -> ModuleSpec:
-    """One decoder layer, of the kinds of attention and MLP that it names."""
+    """Return the spec of one decoder layer, with the kinds of attention and MLP that it names."""
     # Checkpoint names that megatron-core's other specs write too, so checkpoints can be exchanged; with other kinds of
     # attention those are the modules' own.
     names = {
         "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
         "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
     }
+    if not isinstance(layer.attention, GroupedQueryAttention):
+        names = {}
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
@@ -148,7 +150,7 @@ def decoder_layer_spec(layer: Layer, modules: Modules = LOCAL) -> ModuleSpec:
             pre_mlp_layernorm=modules.norm,
             mlp=MLP_SPECS[type(layer.mlp)](layer.mlp, modules),
             mlp_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType]
-            sharded_state_dict_keys_map=names if isinstance(layer.attention, GroupedQueryAttention) else {},
+            sharded_state_dict_keys_map=names,
         ),
     )
 
@@ -156,8 +158,10 @@ def decoder_layer_spec(layer: Layer, modules: Modules = LOCAL) -> ModuleSpec:
 def decoder_spec(
     config: TransformerConfig, layers: Sequence[Layer], drafting: Drafting, modules: Modules = LOCAL
 ) -> TransformerBlockSubmodules:
-    """The trunk, or the pipeline stage of it that holds these decoder layers."""
-    norm = modules.norm_returning_input if config.mtp_num_layers and drafting.takes_before_norm else modules.norm
+    """Return the spec of the trunk, or of the pipeline stage that holds these decoder layers."""
+    norm = modules.norm
+    if config.mtp_num_layers and drafting.takes_before_norm:
+        norm = modules.norm_returning_input
     return TransformerBlockSubmodules(
         layer_specs=[decoder_layer_spec(layer, modules) for layer in layers], layer_norm=ModuleSpec(module=norm)
     )
@@ -166,17 +170,19 @@ def decoder_spec(
 def mtp_spec(
     config: TransformerConfig, block: Layer, is_unrolled: bool = False, modules: Modules = LOCAL
 ) -> MultiTokenPredictionBlockSubmodules | None:
-    """`mtp_num_layers` heads; None at depth 0.
+    """Return the spec of `mtp_num_layers` heads; None at depth 0.
 
     Args:
         block: the decoder layer inside each head, `Architecture.mtp_block`.
     """
     if not config.mtp_num_layers:
         return None
+    layer_class = MultiTokenPredictionLayer
     if is_unrolled:
+        layer_class = UnrolledLayer
         modules = replace(modules, core_attention=modules.draft_attention)
     layer = ModuleSpec(
-        module=UnrolledLayer if is_unrolled else MultiTokenPredictionLayer,
+        module=layer_class,
         submodules=MultiTokenPredictionLayerSubmodules(
             enorm=modules.norm,
             hnorm=modules.norm,

@@ -39,15 +39,19 @@ class StageStates:
     @property
     def head_input_SBH(self) -> torch.Tensor:
         """The trunk's state that the first MTP depth reads."""
-        return self.trunk_SBH if self.prenorm_SBH is None else self.prenorm_SBH
+        if self.prenorm_SBH is None:
+            return self.trunk_SBH
+        return self.prenorm_SBH
 
     def to_wire(self) -> torch.Tensor:
         """Concatenate the states along the sequence: one to 1 + D of them, [S, B, H] to [(1 + D)S, B, H].
 
         The result is always a copy, because megatron-core frees what a stage has sent.
         """
-        prenorm = () if self.prenorm_SBH is None else (self.prenorm_SBH,)
-        return torch.cat((*prenorm, self.trunk_SBH, *self.heads_SBH))
+        states_SBH = [self.trunk_SBH, *self.heads_SBH]
+        if self.prenorm_SBH is not None:
+            states_SBH.insert(0, self.prenorm_SBH)
+        return torch.cat(states_SBH)
 
     @classmethod
     def from_wire(cls, wire_SBH: Any, *, has_prenorm: bool = False, num_heads: int = 0) -> "StageStates":
@@ -59,7 +63,9 @@ class StageStates:
             num_heads: D after the heads, 0 before them.
         """
         num_states = has_prenorm + 1 + num_heads
-        states_SBH = list(wire_SBH.chunk(num_states)) if num_states > 1 else [wire_SBH]
+        states_SBH = [wire_SBH]
+        if num_states > 1:
+            states_SBH = list(wire_SBH.chunk(num_states))
         prenorm_SBH = states_SBH.pop(0) if has_prenorm else None
         trunk_SBH, *heads_SBH = states_SBH
         return cls(trunk_SBH, prenorm_SBH, heads_SBH)

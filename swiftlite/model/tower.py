@@ -29,9 +29,11 @@ class TowerInputs:
 
     @classmethod
     def of(cls, batch: Batch) -> "TowerInputs | None":
-        """Return those of a batch; None if its method brings none."""
+        """Return the inputs of a batch; None if its method has none."""
         item_KBS = batch.extras.get(ITEM)
-        return None if item_KBS is None else cls(batch.items, item_KBS)
+        if item_KBS is None:
+            return None
+        return cls(batch.items, item_KBS)
 
 
 @dataclass(frozen=True)

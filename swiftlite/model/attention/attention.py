@@ -35,9 +35,9 @@ from swiftlite.model.context_parallel import (
 from swiftlite.runtime.device import on_device
 
 LONG = 2048
-"""Queries of a segment, on average, from which on it has a kernel of its own under context parallelism. Its launches
-take some 20 microseconds in both passes, and so do copies of as many tokens' keys and values of 8 heads of 128; those
-of latent attention take ten times as long. Counted for an H100, not measured."""
+"""Minimum number of queries of a segment, on average, for a separate kernel under context parallelism. Its launches
+take some 20 microseconds in both passes, as long as copies of that many tokens' keys and values of 8 heads of 128;
+copies of latent attention take ten times as long. Estimated for an H100, not measured."""
 
 
 class Offsets(NamedTuple):
@@ -57,10 +57,12 @@ class Offsets(NamedTuple):
 
 @lru_cache(maxsize=16)  # every layer asks again for the row of its micro-batch
 def offsets(segments: tuple[Segment, ...], num_rows: int, num_keys: int, device: torch.device) -> Offsets:
-    """Made on the host and copied once: a copy that each layer made would have it wait for the device each time."""
+    """Create the offsets on the host and copy them once: a copy in each layer would wait for the device each time."""
     keys = torch.cat([torch.arange(segment.key_start, segment.key_end) for segment in segments])
     # Without context parallelism the prefixes are the row itself.
-    keys_T = None if len(keys) == num_keys else on_device(keys, device)
+    keys_T = None
+    if len(keys) != num_keys:
+        keys_T = on_device(keys, device)
     queries_of = [segment.num_queries for segment in segments] * num_rows
     keys_of = [segment.key_end - segment.key_start for segment in segments] * num_rows
     starts = torch.tensor([[0, *accumulate(queries_of)], [0, *accumulate(keys_of)]], dtype=torch.int32)
@@ -102,7 +104,9 @@ class CoreAttention(MegatronModule):
         self.dropout = config.attention_dropout
         k_channels = k_channels or config.kv_channels
         assert k_channels is not None
-        self.softmax_scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(k_channels)
+        if softmax_scale is None:
+            softmax_scale = 1.0 / math.sqrt(k_channels)
+        self.softmax_scale = softmax_scale
         assert pg_collection is not None  # upstream's annotation is wider than the actual type
         self.cp_group = pg_collection.cp
 
@@ -156,7 +160,9 @@ class CoreAttention(MegatronModule):
         key_SBGD, value_SBGD = (whole_row(local, lengths, group) for local in (key_SBGD, value_SBGD))
         segments = causal_segments(lengths, group.rank(), group.size())
         out = self._attend_row(query_SBND, key_SBGD, value_SBGD, segments).flatten(2)
-        return out if packed_seq_params is None else out.squeeze(1)
+        if packed_seq_params is not None:
+            out = out.squeeze(1)
+        return out
 
     def _attend_row(
         self,
@@ -165,7 +171,7 @@ class CoreAttention(MegatronModule):
         value_SBGD: torch.Tensor,
         segments: tuple[Segment, ...],
     ) -> torch.Tensor:
-        """[S, B, N, D] of this rank's queries, over the keys of the whole row."""
+        """Return [S, B, N, D] of this rank's queries, over the keys of the whole row."""
         if self.prefix is not None and is_for_slices(query_SBND, key_SBGD, segments):
             return self._attend_slices(query_SBND, key_SBGD, value_SBGD, segments)
         attend = self._attend_varlen if self.varlen else self._attend_segments
@@ -178,7 +184,7 @@ class CoreAttention(MegatronModule):
         value_SBGD: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """[S, B, N, D]; without a mask causal, the last query seeing the last key."""
+        """Return [S, B, N, D]; causal without a mask, the last query seeing the last key."""
         num_queries, num_keys = query_SBND.size(0), key_SBGD.size(0)
         is_allowed = None
         if attention_mask is not None:
@@ -189,12 +195,13 @@ class CoreAttention(MegatronModule):
         query, key, value = (t.permute(1, 2, 0, 3) for t in (query_SBND, key_SBGD, value_SBGD))
         if query.is_cuda and query.dtype is torch.float32:
             key, value = (for_each_query_head(tensor, query.size(1)) for tensor in (key, value))
+        dropout = self.dropout if self.training else 0.0
         out_BNSD = F.scaled_dot_product_attention(
             query,
             key,
             value,
             attn_mask=is_allowed,
-            dropout_p=self.dropout if self.training else 0.0,
+            dropout_p=dropout,
             is_causal=is_allowed is None,
             scale=self.softmax_scale,
             enable_gqa=query.size(1) != key.size(1),
@@ -204,7 +211,7 @@ class CoreAttention(MegatronModule):
     def _attend_cached(
         self, query_T1ND: torch.Tensor, key_T1GD: torch.Tensor, value_T1GD: torch.Tensor, cache: Cache
     ) -> torch.Tensor:
-        """[T, 1, N, D] of the tokens of a pass; of padding anything."""
+        """Return [T, 1, N, D] of the tokens of a pass; undefined for padding."""
         key_BCGD = cache.keep((self, "key"), key_T1GD.squeeze(1))
         value_BCGD = cache.keep((self, "value"), value_T1GD.squeeze(1))
         if cache.is_step:
@@ -244,7 +251,7 @@ class CoreAttention(MegatronModule):
         value_SBGD: torch.Tensor,
         segments: Sequence[Segment],
     ) -> torch.Tensor:
-        """[S, B, N, D], one call after the other.
+        """Return [S, B, N, D], with one call per segment.
 
         Of what torch 2.13 has on a CPU nothing else computes gradients of packed rows: its varlen_attn is CUDA's,
         flex_attention has no backward, nested tensors no causal attention, and a mask over the row takes 458 ms where
@@ -261,7 +268,7 @@ class CoreAttention(MegatronModule):
         value_SBGD: torch.Tensor,
         segments: tuple[Segment, ...],
     ) -> torch.Tensor:
-        """[S, B, N, D] from one kernel over all segments of all rows."""
+        """Return [S, B, N, D] from one kernel over all segments of all rows."""
         assert self.varlen is not None
         query, key, value, places = for_kernel(query_SBND, key_SBGD, value_SBGD, segments)
         return tokens_to_rows(self.varlen(query, key, value, *places, scale=self.softmax_scale), query_SBND)
@@ -297,7 +304,9 @@ def for_each_query_head(keys_BGSD: torch.Tensor, num_heads: int) -> torch.Tensor
     In float32 a GPU has no kernel for grouped heads that keeps no scores of S x S; it has one for whole heads.
     """
     repeats = num_heads // keys_BGSD.size(1)
-    return keys_BGSD if repeats == 1 else keys_BGSD.repeat_interleave(repeats, dim=1)
+    if repeats == 1:
+        return keys_BGSD
+    return keys_BGSD.repeat_interleave(repeats, dim=1)
 
 
 def is_for_slices(query_SBND: torch.Tensor, key_SBGD: torch.Tensor, segments: Sequence[Segment]) -> bool:
@@ -311,7 +320,7 @@ def is_for_slices(query_SBND: torch.Tensor, key_SBGD: torch.Tensor, segments: Se
 
 @lru_cache(maxsize=16)
 def slices_of(segments: tuple[Segment, ...], device: torch.device) -> tuple[merged_attention.Slice, ...]:
-    """Made once for a row, as `offsets`."""
+    """Create the slices once per row, as `offsets`."""
     slices, start = [], 0
     for segment in segments:
         num_keys = segment.key_end - segment.key_start
@@ -324,7 +333,9 @@ def slices_of(segments: tuple[Segment, ...], device: torch.device) -> tuple[merg
 
 def whole_row(rows_SBGD: torch.Tensor, lengths: tuple[int, ...], group: dist.ProcessGroup) -> torch.Tensor:
     """Gather keys or values of the whole row from this rank's part; returns them unchanged if they are complete."""
-    return rows_SBGD if rows_SBGD.size(0) == sum(lengths) else gather_sequence(rows_SBGD, lengths, group)
+    if rows_SBGD.size(0) == sum(lengths):
+        return rows_SBGD
+    return gather_sequence(rows_SBGD, lengths, group)
 
 
 def for_kernel(

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 
 Name = str | tuple[torch.nn.Module, str]
-"""What something is kept under: a module's own name for it, or one for the whole model."""
+"""Key of a tensor in the cache: a module's own name for it, or a name for the whole model."""
 
 
 class Span(NamedTuple):
@@ -78,7 +78,7 @@ class Cache:
         return (*map(len, self.spans), num_tokens - self.num_tokens)
 
     def keep(self, name: Name, new_T: torch.Tensor) -> torch.Tensor:
-        """All that is kept under a name, [B, C, ...], with that of this pass's tokens [T, ...] put in its place."""
+        """Write this pass's tokens [T, ...] into the tensor of a name, and return all of it, [B, C, ...]."""
         kept = self._kept.get(name)
         if kept is None:
             # Zeros: what is masked in attention is multiplied by 0, which NaN would survive.
@@ -87,7 +87,7 @@ class Cache:
         return kept
 
     def kept(self, name: Name, num_tokens: int) -> torch.Tensor:
-        """[T, ...] of this pass's tokens, and zeros for its padding."""
+        """Return [T, ...] of this pass's tokens, and zeros for its padding."""
         kept = self._kept[name]
         return self._padded(kept[self._row_T, self._position_T], num_tokens)
 
@@ -111,7 +111,7 @@ class Cache:
         return torch.tensor([span.row for span in self.spans], dtype=torch.int64, device=self.device)
 
     def is_used_by(self, layer: torch.nn.Module) -> bool:
-        """Whether a part of the layer has kept something."""
+        """Return whether a part of the layer has kept something."""
         keepers = {name[0] for name in self._kept if isinstance(name, tuple)}
         return not keepers.isdisjoint(layer.modules())
 
@@ -122,7 +122,7 @@ class Cache:
         return by_row
 
     def by_token(self, rows_B: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        """The inverse of `by_row`: [T, ...]."""
+        """Invert `by_row`: [T, ...]."""
         return self._padded(rows_B[self._row_T], num_tokens)
 
     def visible(self) -> torch.Tensor:

@@ -77,18 +77,23 @@ def gated_delta_rule(
     read = []
     for turn, sequences in chunks.turns:
         is_all = len(sequences) == len(lengths)
-        state = states if is_all else states[sequences]
+        state = states
+        if not is_all:
+            state = states[sequences]
         written = new_value[turn] - old_key[turn] @ state
         read.append(from_state[turn] @ state + inside[turn] @ written)
         fade = faded[turn][..., -1].exp()[..., None, None]
         state = state * fade + to_end[turn].transpose(-1, -2) @ written
-        states = state if is_all else states.index_copy(0, sequences, state)
+        if is_all:
+            states = state
+        else:
+            states = states.index_copy(0, sequences, state)
     return chunks.give_back(torch.cat(read)).to(value_TNE.dtype), states
 
 
 @cache
 def cuda_kernel() -> Callable[..., Any] | None:
-    """flash-linear-attention's `chunk_gated_delta_rule`; None where the package is not installed."""
+    """Return flash-linear-attention's `chunk_gated_delta_rule`; None if the package is not installed."""
     try:
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # pyright: ignore[reportMissingImports]
     except ImportError:
@@ -156,7 +161,8 @@ class _Chunks:
     order_M: torch.Tensor
 
     def take(self, tensor_TN: torch.Tensor) -> torch.Tensor:
-        """[T, N, ...] as [M, N, C, ...] in float32; places without a token are 0: they write nothing and keep all."""
+        """Return [T, N, ...] as [M, N, C, ...] in float32; places without a token are 0: they write nothing and keep
+        all."""
         if self.is_token_MC is None:
             if tensor_TN.requires_grad:  # sums over a gradient in another order of memory would round otherwise
                 tensor_TN.register_hook(torch.Tensor.contiguous)
@@ -166,9 +172,11 @@ class _Chunks:
         return taken.masked_fill(~is_token, 0.0).transpose(1, 2).contiguous()
 
     def give_back(self, read: torch.Tensor) -> torch.Tensor:
-        """[T, N, E] of what all turns have read, [M, N, C, E]."""
+        """Return [T, N, E] of what all turns have read, [M, N, C, E]."""
         out_PNE = read[self.order_M].transpose(1, 2).flatten(0, 1)
-        return out_PNE if self.is_token_MC is None else out_PNE.index_select(0, self.place_T)
+        if self.is_token_MC is None:
+            return out_PNE
+        return out_PNE.index_select(0, self.place_T)
 
 
 @lru_cache(maxsize=16)  # every layer asks again for the rows of its micro-batch
@@ -193,11 +201,12 @@ def _chunks(lengths: tuple[int, ...], device: torch.device) -> _Chunks:
             filled.append([True] * size + [False] * (chunk - size))
         begin += length
     is_token_MC = torch.tensor(filled)
+    has_padding = not is_token_MC.all()
     turn_chunks = [[number for number, _ in turn] for turn in turns]
     turn_sequences = [[sequence for _, sequence in turn] for turn in turns]
     return _Chunks(
         places_MC=on_device(torch.tensor(places), device),
-        is_token_MC=None if is_token_MC.all() else on_device(is_token_MC, device),
+        is_token_MC=on_device(is_token_MC, device) if has_padding else None,
         place_T=on_device(is_token_MC.flatten().nonzero()[:, 0], device),
         turns=tuple(zip(_each_on(turn_chunks, device), _each_on(turn_sequences, device), strict=True)),
         order_M=on_device(torch.tensor(list(itertools.chain(*turn_chunks))).argsort(), device),

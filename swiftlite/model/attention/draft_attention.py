@@ -36,7 +36,7 @@ from swiftlite.model.attention.cache import Cache
 from swiftlite.model.context_parallel import Segment, causal_segments, seen_by, shared_row
 
 MAX_QUERIES = 1024
-"""Most queries of one call. Scores are masked there, and a mask has an entry for each query and key."""
+"""Maximum number of queries in one call. Scores are masked there, and a mask has an entry for each query and key."""
 
 
 @dataclass
@@ -93,8 +93,10 @@ class DraftAttention(CoreAttention):
             if draft.cache is None:
                 lengths, group = shared_row(query_SBND.size(0), packed_seq_params, self.cp_group)
                 key_SBGD, value_SBGD = (whole_row(local, lengths, group) for local in (key_SBGD, value_SBGD))
-            is_packed = draft.cache is None and packed_seq_params is not None
-            draft.add(*(t.unsqueeze(1) if is_packed else t for t in (key_SBGD, value_SBGD)))
+            if draft.cache is None and packed_seq_params is not None:
+                draft.add(key_SBGD.unsqueeze(1), value_SBGD.unsqueeze(1))
+            else:
+                draft.add(key_SBGD, value_SBGD)
             return super().forward(query_SBND, key_SBGD, value_SBGD, draft.cache, packed_seq_params=packed_seq_params)
         if packed_seq_params is not None:
             query_SBND, key_SBGD, value_SBGD = (t.unsqueeze(1) for t in (query_SBND, key_SBGD, value_SBGD))
@@ -107,7 +109,9 @@ class DraftAttention(CoreAttention):
             segments = causal_segments(draft.cache.lengths(query_SBND.size(0)), rank=0, size=1)
             attend = self._attend_steps
         out = attend(query_SBND, draft, segments).flatten(2)
-        return out if packed_seq_params is None else out.squeeze(1)
+        if packed_seq_params is not None:
+            out = out.squeeze(1)
+        return out
 
     def _attend_merged(self, query_SBND: torch.Tensor, draft: Draft, segments: tuple[Segment, ...]) -> torch.Tensor:
         """Compute `_attend_steps` with a kernel over the prefixes of all segments."""
@@ -122,7 +126,8 @@ class DraftAttention(CoreAttention):
         return tokens_to_rows(out, query_SBND)
 
     def _attend_steps(self, query_SBND: torch.Tensor, draft: Draft, segments: Sequence[Segment]) -> torch.Tensor:
-        """[S, B, N, D]: the query of each position over the first step's prefix and its own place in the later ones."""
+        """Return [S, B, N, D]: the query of each position over the first step's prefix and its own place in the later
+        ones."""
         segments = list(_short_segments(segments))
         queries = query_SBND.split([segment.num_queries for segment in segments])
         keys, values = _visible(draft.keys, segments), _visible(draft.values, segments)
@@ -134,7 +139,7 @@ class DraftAttention(CoreAttention):
 
 
 def _visible(steps: Sequence[torch.Tensor], segments: Sequence[Segment]) -> list[torch.Tensor]:
-    """Keys or values that the queries of each segment see some of: a prefix of the first step's, and of each later
+    """Return the keys or values that queries of each segment may see: a prefix of the first step's, and of each later
     step's those at the places of the queries."""
     first, *later = steps
     num_queries = [segment.num_queries for segment in segments]

@@ -30,7 +30,7 @@ from swiftlite.model.context_parallel import gather_sequence, shared_row, zigzag
 from swiftlite.model.layers.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
 _EXACT = ("A_log", "dt_bias", "norm.weight")
-"""Parameters that stay in float32 in a model of 16 bits: what fades in a thousand tokens is made of the first two, and
+"""Parameters that stay in float32 in a 16-bit model: the first two determine a decay over thousands of tokens, and
 Qwen3.5 is published with the third in float32."""
 
 
@@ -85,7 +85,7 @@ class GatedDeltaNet(MegatronModule):
         self.norm = GatedRMSNorm(config, sizes.value_head_dim, pg_collection.tp)
 
     def _apply(self, fn: Any, recurse: bool = True) -> "GatedDeltaNet":
-        """Moves the parameters that stay in float32 without casting them."""
+        """Move the parameters that stay in float32 without casting them."""
         numbers = {name: self.get_parameter(name).data for name in _EXACT}
         super()._apply(fn, recurse)
         for name, data in numbers.items():
@@ -101,7 +101,7 @@ class GatedDeltaNet(MegatronModule):
         packed_seq_params: PackedSeqParams | None = None,
         **unused: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Outputs [S, B, H], and no bias.
+        """Return outputs [S, B, H], and None as the bias.
 
         Args:
             hidden_states: [S, B, H]; with sequence parallelism S is this rank's part, with context parallelism the row
@@ -122,7 +122,7 @@ class GatedDeltaNet(MegatronModule):
     def _rows(
         self, qkvz_SBP: torch.Tensor, ba_SBP: torch.Tensor, packed_seq_params: PackedSeqParams | None
     ) -> torch.Tensor:
-        """[S, B, N * E] of whole rows, or of this context-parallel rank's part of them."""
+        """Return [S, B, N * E] of whole rows, or of this context-parallel rank's part of them."""
         lengths, group = shared_row(qkvz_SBP.size(0), packed_seq_params, self.pg_collection.cp)
         if group.size() > 1:
             sizes = [qkvz_SBP.size(-1), ba_SBP.size(-1)]
@@ -137,7 +137,7 @@ class GatedDeltaNet(MegatronModule):
         return mixed_SBE.contiguous()
 
     def _forward_cached(self, qkvz_TP: torch.Tensor, ba_TP: torch.Tensor, cache: Cache) -> torch.Tensor:
-        """[T, N * E] of the tokens of a pass; of padding zeros."""
+        """Return [T, N * E] of the tokens of a pass; zeros for padding."""
         convolved = self.conv1d.weight.size(0)
         inputs, states = (self, "inputs"), (self, "states")
         heads = self.groups * self.values_per_group
@@ -195,7 +195,7 @@ class GatedDeltaNet(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Parameters with the axis that tensor-parallel ranks share."""
+        """Return the parameters with the axis that tensor-parallel ranks share."""
         assert metadata is not None
         own = {"A_log": self.A_log, "dt_bias": self.dt_bias, "conv1d.weight": self.conv1d.weight}
         state = make_sharded_tensors_for_checkpoint(
@@ -228,7 +228,7 @@ class GatedRMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size, dtype=torch.float32))
 
     def forward(self, read: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        """Both [T, N, E]; the result has the dtype of the first."""
+        """Normalise and gate, both [T, N, E]; the result has the dtype of the first."""
         # Tensor-parallel ranks have other heads each, and one weight: its gradient is the sum of theirs.
         weight = copy_to_tensor_model_parallel_region(self.weight, group=self.tp_group).to(read.dtype)
         read_fp32 = read.float()
@@ -263,7 +263,7 @@ def causal_conv1d(
 
 
 def _unit(heads: torch.Tensor) -> torch.Tensor:
-    """Vectors of length 1, in float32; the epsilon is transformers'."""
+    """Scale vectors to length 1, in float32; the epsilon is transformers'."""
     heads = heads.float()
     return heads * torch.rsqrt((heads * heads).sum(-1, keepdim=True) + 1e-6)
 

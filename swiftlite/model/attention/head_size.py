@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from swiftlite.model.attention.merged_attention import PrefixKernel
 
 Sizes = tuple[int, int]
-"""Of a key and of a value."""
+"""Head sizes of a key and of a value."""
 
 
 def fill_values(kernel: Callable[..., Any], others: Collection[Sizes] = ()) -> Callable[..., Any]:
-    """`kernel` as `kernels.varlen_kernel` has it, of values of any size up to that of keys.
+    """Return `kernel` in the form of `kernels.varlen_kernel`, for values of any size up to that of keys.
 
     Args:
         others: sizes that it takes though they are not equal.
@@ -48,5 +48,7 @@ def fill_values_in_halves(kernel: PrefixKernel, others: Collection[Sizes] = ()) 
 
 def _as_wide(values: torch.Tensor, keys: torch.Tensor, others: Collection[Sizes]) -> torch.Tensor:
     sizes = keys.size(-1), values.size(-1)
-    missing = 0 if sizes in others else sizes[0] - sizes[1]
-    return F.pad(values, (0, missing)) if missing else values
+    missing = sizes[0] - sizes[1]
+    if not missing or sizes in others:
+        return values
+    return F.pad(values, (0, missing))

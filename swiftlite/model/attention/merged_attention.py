@@ -174,17 +174,17 @@ def _merge(
 
 
 def _scores(query_TND: torch.Tensor, key_TGD: torch.Tensor, scale: float) -> torch.Tensor:
-    """[T, N] in float32 at least: of each query with the key in its place."""
+    """Return [T, N] in float32 at least: the score of each query with the key in its place."""
     product = query_TND * _per_head(key_TGD, query_TND)
     return product.to(torch.promote_types(product.dtype, torch.float32)).sum(-1) * scale
 
 
 def _per_head(shared_TGD: torch.Tensor, query_TND: torch.Tensor) -> torch.Tensor:
-    """[T, N, D]: of each query head its group's, in float32 at least."""
+    """Return [T, N, D]: for each query head the entry of its group, in float32 at least."""
     wide = shared_TGD.to(torch.promote_types(shared_TGD.dtype, torch.float32))
     return wide.repeat_interleave(query_TND.size(1) // shared_TGD.size(1), dim=1)
 
 
 def _per_group(heads_TND: torch.Tensor, like_TGD: torch.Tensor) -> torch.Tensor:
-    """[T, G, D]: gradients of what heads share, summed over them."""
+    """Return [T, G, D]: the gradients of heads that share an entry, summed."""
     return heads_TND.unflatten(1, (like_TGD.size(1), -1)).sum(2).to(like_TGD.dtype)

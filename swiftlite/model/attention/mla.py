@@ -61,7 +61,7 @@ class MLATransformerConfig(McoreMLATransformerConfig):
 
 @cache
 def latent_norm(norm: Any) -> type:
-    """The norm of a latent: its epsilon is 1e-6 whatever `rms_norm_eps` says, as in transformers."""
+    """Create the norm of a latent: its epsilon is 1e-6 whatever `rms_norm_eps` says, as in transformers."""
 
     def init(self: torch.nn.Module, config: McoreMLATransformerConfig, hidden_size: int, eps: float = 1e-6) -> None:
         norm.__init__(self, config, hidden_size, eps=1e-6)
@@ -70,8 +70,8 @@ def latent_norm(norm: Any) -> type:
 
 
 def _reads_rows(attention_mask: Any) -> bool:
-    """Whether queries see keys of the whole row: not of rows that grow, nor in the later steps of a draft, of whose
-    keys each query sees its own."""
+    """Return whether queries see keys of the whole row: not in rows that grow, nor in the later steps of a draft, where
+    each query sees its own keys."""
     if isinstance(attention_mask, Draft):
         return attention_mask.is_empty and attention_mask.cache is None
     return not isinstance(attention_mask, Cache)
@@ -96,7 +96,7 @@ class MLASelfAttention(McoreMLASelfAttention):
         rotary_pos_emb: torch.Tensor,
         **kwargs: Any,
     ) -> tuple[Any, Any]:
-        """Outputs [S, B, H], and no bias.
+        """Return outputs [S, B, H], and None as the bias.
 
         The stock method refuses rotary embeddings, because each of its layers computes them. It passes position ids and
         the states of cross attention unchanged to `get_query_key_value_tensors`; cosines and sines are passed instead
@@ -106,10 +106,11 @@ class MLASelfAttention(McoreMLASelfAttention):
             rotary_pos_emb: output of `RotaryEmbedding` for this rank's part of the row.
             kwargs: as passed by megatron-core's layers.
         """
+        group = self.pg_collection.cp if _reads_rows(attention_mask) else None
         result: Any = super().forward(
             hidden_states,
             attention_mask,
-            key_value_states=self.pg_collection.cp if _reads_rows(attention_mask) else None,
+            key_value_states=group,
             position_ids=rotary_pos_emb,
             **kwargs,
         )
@@ -178,8 +179,8 @@ class MLASelfAttention(McoreMLASelfAttention):
         rotary_pos_emb: torch.Tensor,
         packed_seq_params: PackedSeqParams | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The latent of keys and values, before its norm, and the rotary part of the key, turned: of `compressed`, or
-        of the whole row that context-parallel ranks hold parts of.
+        """Return the latent of keys and values, before its norm, and the rotated rotary part of the key: of
+        `compressed`, or of the whole row that context-parallel ranks share.
 
         The heads are unfolded from them on every rank, so each unfolds all of a row: at DeepSeek-V3's sizes three
         products of 34 MFLOP for each token of another rank, where forward and backward pass would receive 82 KB each
@@ -204,13 +205,13 @@ class MLASelfAttention(McoreMLASelfAttention):
         return latent, key_pos
 
     def _scatter(self, latent: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the sequence again: a column-parallel layer gathers the sequence."""
+        """Return this rank's part of the sequence again: a column-parallel layer gathers the sequence."""
         if not self.config.sequence_parallel:
             return latent
         return scatter_to_sequence_parallel_region(latent, group=self.tp_group)
 
     def _split_heads(self, channels: torch.Tensor, last: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """[T, N * (qk_head_dim + last)] as [T, N, qk_head_dim] and [T, N, last]."""
+        """Split [T, N * (qk_head_dim + last)] into [T, N, qk_head_dim] and [T, N, last]."""
         heads = channels.unflatten(-1, (self.num_attention_heads_per_partition, -1))
         first, second = heads.split([self.config.qk_head_dim, last], dim=-1)
         return first, second

@@ -27,7 +27,7 @@ LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 
 def rope_config(hf_config: dict[str, Any]) -> LlamaConfig:
-    """The rotary part of a config.json, normalised by transformers (legacy `rope_scaling` included)."""
+    """Return the rotary part of a config.json, normalised by transformers (legacy `rope_scaling` included)."""
     with _refusing():
         values = {key: hf_config[key] for key in ROPE_KEYS if hf_config.get(key) is not None}
         if values.get("head_dim"):  # Llama's class asks that heads divide the hidden size, which others do not
@@ -45,7 +45,7 @@ def _refusing() -> Iterator[None]:
         yield
     except Exception as error:
         problem = " ".join(str(error).split())
-        raise UserError(f"config.json: no rotary frequencies follow from it: {problem}", _HINT) from error
+        raise UserError(f"config.json: invalid rotary parameters: {problem}", _HINT) from error
 
 
 _HINT = "copy rope_parameters (or rope_scaling, rope_theta) from the model's source"
@@ -73,11 +73,11 @@ class RotaryEmbedding:
         self.rope_type = str(self.hf.rope_parameters["rope_type"])
         if self.rope_type != "default" and self.rope_type not in ROPE_INIT_FUNCTIONS:
             known = ", ".join(sorted(ROPE_INIT_FUNCTIONS))
-            raise UserError(f"config.json: rope_type {self.rope_type!r} is not known", f"transformers knows {known}")
+            raise UserError(f"config.json: unknown rope_type {self.rope_type!r}", f"transformers supports {known}")
         with _refusing():
             frequencies, scaling = self._frequencies(length=None)
         if not frequencies.isfinite().all() or not math.isfinite(scaling):
-            raise UserError("config.json: the rotary frequencies that follow from it are not finite", _HINT)
+            raise UserError("config.json: its rotary frequencies are not finite", _HINT)
         self._stated = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
 
     def __call__(self, lengths: Sequence[int], offset: int = 0) -> torch.Tensor:
@@ -106,7 +106,7 @@ class RotaryEmbedding:
                 length of the sequence.
         """
         if self.rope_type in LENGTH_DEPENDENT:
-            problem = f"config.json: rope_type {self.rope_type!r} is not supported with positions of three axes"
+            problem = f"config.json: rope_type {self.rope_type!r} is not supported with positions along three axes"
             raise UserError(problem, _HINT)
         frequencies, scaling = self._frequencies(length=None)
         axis_of_angle = on_device(_axis_of_angle(self._stated, len(frequencies)), self.device)
@@ -122,7 +122,7 @@ class RotaryEmbedding:
         return turns.to(self.dtype)
 
     def _frequencies(self, length: int | None) -> tuple[torch.Tensor, float]:
-        """Angles per position [R / 2], and the factor on cosines and sines, which is 1 for most types.
+        """Return angles per position [R / 2], and the factor on cosines and sines, which is 1 for most types.
 
         Args:
             length: of the sequence, on which they depend for some types.
@@ -175,7 +175,9 @@ def rotate(channels: torch.Tensor, rotary_emb: torch.Tensor) -> torch.Tensor:
         channels = channels[..., :num_rotary]
     swapped = channels.roll(num_rotary // 2, dims=-1)
     rotated = channels * cosine + swapped * sine
-    return torch.cat([rotated, rest], dim=-1) if rest.size(-1) else rotated
+    if not rest.size(-1):
+        return rotated
+    return torch.cat([rotated, rest], dim=-1)
 
 
 fused_rotate = compiled(rotate)
@@ -183,5 +185,7 @@ fused_rotate = compiled(rotate)
 
 
 def rotation(config: TransformerConfig) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """The one of the two that a model's kernels ask for."""
-    return fused_rotate if config.bias_activation_fusion else rotate
+    """Return `fused_rotate` or `rotate`, depending on the model's kernels."""
+    if config.bias_activation_fusion:
+        return fused_rotate
+    return rotate

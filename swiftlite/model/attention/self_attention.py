@@ -20,7 +20,7 @@ class SelfAttention(McoreSelfAttention):
         rotary_pos_emb: torch.Tensor,
         **kwargs: Any,
     ) -> tuple[Any, Any]:
-        """Outputs [S, B, H], and no bias.
+        """Return outputs [S, B, H], and None as the bias.
 
         The stock method passes the states of cross attention unchanged to `get_query_key_value_tensors`. There is no
         cross attention here, so rotary embeddings are passed instead.
@@ -45,5 +45,5 @@ class SelfAttention(McoreSelfAttention):
         return rotate(query, rotary_pos_emb), rotate(key, rotary_pos_emb), *others
 
     def _apply_output_gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        """The result weighed by its gate, in the model's precision as in transformers and vLLM."""
+        """Multiply the result by its gate, in the model's precision as in transformers and vLLM."""
         return x * gate.reshape(x.shape).sigmoid()

@@ -17,7 +17,7 @@ from swiftlite.model.layers.tensor_parallel import AddsGradients
 from swiftlite.runtime.device import on_device
 
 ALIGNMENT = 16
-"""Bytes of which a row of each matrix is a multiple where `grouped_mm` takes it."""
+"""Alignment of the rows of each matrix that `grouped_mm` requires, in bytes."""
 
 
 class SequentialMLP(McoreSequentialMLP):
@@ -71,7 +71,10 @@ class GroupedMLP(AddsGradients, SequentialMLP):
         first: Any = self.local_experts[0]
         down = first.linear_fc2.weight
         self.is_aligned = all(size * down.element_size() % ALIGNMENT == 0 for size in down.shape)
-        self.activation = _fused_swiglu if config.bias_activation_fusion else SwiGLU(config)
+        if config.bias_activation_fusion:
+            self.activation = _fused_swiglu
+        else:
+            self.activation = SwiGLU(config)
 
     def forward(
         self, permuted_local_hidden_states: torch.Tensor, tokens_per_expert: torch.Tensor, permuted_probs: torch.Tensor
@@ -95,12 +98,12 @@ class GroupedMLP(AddsGradients, SequentialMLP):
         return product("linear_fc2", self.activation(product("linear_fc1", hidden_TH)))
 
     def has_adapters(self) -> bool:
-        """Whether something is added to what experts compute, by hooks of their matrices."""
+        """Return whether hooks of the matrices add something to what experts compute."""
         first: Any = self.local_experts[0]
         return bool(first.linear_fc1._forward_hooks or first.linear_fc2._forward_hooks)
 
     def with_adapters(self, linear: str, tokens: torch.Tensor, output: torch.Tensor, counts: list[int]) -> torch.Tensor:
-        """The output of all "linear_fc1" or "linear_fc2", as the hooks of each leave what is its own.
+        """Return the output of all "linear_fc1" or "linear_fc2" after the hooks of each.
 
         Args:
             counts: of each expert's tokens.

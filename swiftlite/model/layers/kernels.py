@@ -44,7 +44,7 @@ class Modules:
 
 
 def modules_of(kernels: Kernels) -> Modules:
-    """The classes that compute so.
+    """Return the classes of layers that use these kernels.
 
     Raises:
         OptionError: the GPU does not compute in such precision.
@@ -114,12 +114,14 @@ def varlen_kernel(kernels: Kernels) -> VarlenKernel | None:
 
 
 def _other_sizes(kernels: Kernels) -> tuple[Sizes, ...]:
-    """Sizes of keys and of values, where they differ, that the kernel takes.
+    """Return the sizes of keys and of values, where they differ, that the kernel supports.
 
     Flash-attn 2 takes none (csrc/flash_attn/flash_api.cpp:615 of 2.8.3), nor does what came with torch, which is the
     same; flash-attn 3 (hopper/flash_api.cpp:783) and 4 (flash_attn/cute/interface.py:114) take DeepSeek's.
     """
-    return () if kernels.flash_impl is None else ((192, 128),)
+    if kernels.flash_impl is None:
+        return ()
+    return ((192, 128),)
 
 
 def prefix_kernel(kernels: Kernels) -> PrefixKernel | None:

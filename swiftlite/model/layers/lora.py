@@ -84,7 +84,7 @@ class Adapter(nn.Module):
     instead."""
 
     def __init__(self, linear: Linear, layer: Binding, lora: Lora):
-        """An adapter that is still empty.
+        """Create an empty adapter.
 
         Args:
             layer: the layer's row and weight.
@@ -108,7 +108,8 @@ class Adapter(nn.Module):
             self._add_part(leaf_of(module), weight, lengths[module], lora.rank)
         order = _order(parts, modules, lengths)
         is_ordered = torch.equal(order, torch.arange(sum(lengths[module] for module in modules)))
-        self.register_buffer("order", None if is_ordered else order.to(weight.device), persistent=False)
+        kept_order = None if is_ordered else order.to(weight.device)
+        self.register_buffer("order", kept_order, persistent=False)
 
         self._describe_split(weight, A, 1, not self.is_column)
         self._describe_split(weight, B, 0, self.is_column)
@@ -136,8 +137,10 @@ class Adapter(nn.Module):
             input: of the layer, [S, B, in].
         """
         a, b = torch.cat(self.parts(A)), self._in_order(torch.block_diag(*self.parts(B)))
-        if self.caller_sums:
-            a, b = (_summed(a, self.group), b) if self.is_column else (a, _summed(b, self.group))
+        if self.caller_sums and self.is_column:
+            a = _summed(a, self.group)
+        elif self.caller_sums:
+            b = _summed(b, self.group)
         hidden_SBR = F.linear(self.drop(input), a)
         return F.linear(self._exchange(hidden_SBR) * self.scaling, b)
 
@@ -150,8 +153,9 @@ class Adapter(nn.Module):
         if not self.training or not self.dropout:
             return input
         draw = int(torch.randint(2**62, ()))
-        is_whole = self.is_column and not self.sequence_parallel
-        place = dist.get_global_rank(self.group, 0) if is_whole else dist.get_rank()
+        place = dist.get_rank()
+        if self.is_column and not self.sequence_parallel:  # the input is whole on every rank
+            place = dist.get_global_rank(self.group, 0)
         generator = torch.Generator(input.device).manual_seed(zlib.crc32(f"{draw}/{place}".encode()))
         is_kept = torch.empty_like(input, dtype=torch.bool).bernoulli_(1 - self.dropout, generator=generator)
         return input * is_kept / (1 - self.dropout)
@@ -167,9 +171,11 @@ class Adapter(nn.Module):
         return [parameter for name, parameter in named if name.startswith(kind)]
 
     def _in_order(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rows of one HF part after the other in the layer's order, zeros for the parts without an adapter."""
+        """Put rows of one HF part after the other in the layer's order, zeros for the parts without an adapter."""
         order = cast(torch.Tensor | None, self.order)
-        return rows if order is None else F.pad(rows, (0, 0, 0, 1)).index_select(0, order)
+        if order is None:
+            return rows
+        return F.pad(rows, (0, 0, 0, 1)).index_select(0, order)
 
     def _exchange(self, hidden_SBR: torch.Tensor) -> torch.Tensor:
         if self.caller_sums:
@@ -330,13 +336,15 @@ def _add(linear: Any, inputs: tuple[torch.Tensor, ...], outputs: tuple[torch.Ten
     adapter = getattr(linear, "adapter", None)  # none where it is merged
     if adapter is None:
         return outputs
-    has_bias = bias is None and linear.bias is not None and linear.bias.numel()  # Transformer Engine's may be empty
-    added = adapter(inputs[0], Base(output, linear.weight, linear.bias if has_bias else None))
+    added_bias = None
+    if bias is None and linear.bias is not None and linear.bias.numel():  # Transformer Engine's may be empty
+        added_bias = linear.bias
+    added = adapter(inputs[0], Base(output, linear.weight, added_bias))
     return output + added, bias  # the bits of the base where nothing is added and nothing changes
 
 
 def bind_adapters(chunks: Sequence[nn.Module], lora: Lora, rows: Sequence[Row]) -> list[Binding]:
-    """The adapters of this rank and their rows."""
+    """Return the adapters of this rank and their rows."""
     held = [shard for shard in placement.shards_of(chunks) if is_adapter(shard.name)]
     return bind(held, adapter_rows(rows, lora), others_hold=lambda name: True)
 
@@ -367,7 +375,7 @@ def merge(chunks: Sequence[nn.Module]) -> None:
 @contextmanager
 @torch.no_grad()
 def merged(chunks: Sequence[nn.Module]) -> Iterator[None]:
-    """Inside, the model is as `merge` leaves it; afterwards every bit is as it was. Weights that change are copied."""
+    """Merge the adapters inside this context; afterwards every bit is restored. Weights that change are copied."""
     taken = [(linear, linear.adapter, linear.weight.data) for linear in _adapted(chunks)]
     try:
         merge(chunks)
@@ -379,18 +387,18 @@ def merged(chunks: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def _adapted(chunks: Sequence[nn.Module]) -> list[Any]:
-    """The linear layers that have an adapter."""
+    """Return the linear layers that have an adapter."""
     modules = chain.from_iterable(chunk.modules() for chunk in chunks)
     return [module for module in modules if isinstance(getattr(module, "adapter", None), Adapter)]
 
 
 def _sum(linear: Any) -> torch.Tensor:
-    """The weight with its adapter's."""
+    """Return the weight plus its adapter's product."""
     return linear.adapter.merged(linear.weight.data).to(linear.weight.dtype)
 
 
 def gather_adapters(chunks: Sequence[nn.Module], lora: Lora, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
-    """A's, B's and magnitudes, whole and by their HF names, on the first rank; none on the others; collective.
+    """Gather A's, B's and magnitudes, whole and by their HF names, on the first rank; none on the others; collective.
 
     Args:
         rows: of the layers whose adapters are wanted.

@@ -45,7 +45,7 @@ def checkpoint(
     hidden_states: torch.Tensor,
     *others: torch.Tensor,
 ) -> torch.Tensor:
-    """`function(hidden_states, *others)`, keeping nothing but its arguments.
+    """Call `function(hidden_states, *others)`, keeping only its arguments for the backward pass.
 
     Arguments are what carries gradients; masks, cosines and sines and packing descriptors belong in the closure, where
     they need not be tensors. With `distribute_saved_activations` tensor-parallel ranks share what is kept of

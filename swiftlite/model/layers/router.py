@@ -48,7 +48,7 @@ class TopKRouter(McoreTopKRouter):
     def _apply_aux_loss(
         self, probs: torch.Tensor, scores_for_aux_loss: torch.Tensor, routing_map: torch.Tensor, *_: Any, **__: Any
     ) -> torch.Tensor:
-        """All tokens of the micro-batch together."""
+        """Compute the loss over all tokens of the micro-batch together."""
         if self.tokens is None or not self.get_aux_loss_coeff("aux_loss"):
             return probs
         group_T = self.tokens.sequence_T.clamp(max=0)
@@ -57,7 +57,7 @@ class TopKRouter(McoreTopKRouter):
     def _apply_seq_aux_loss(
         self, probs: torch.Tensor, scores_for_aux_loss: torch.Tensor, routing_map: torch.Tensor, *_: Any, **__: Any
     ) -> torch.Tensor:
-        """Each sequence for itself."""
+        """Compute the loss of each sequence separately."""
         if self.tokens is None or not self.get_aux_loss_coeff("seq_aux_loss"):
             return probs
         group_T = self.tokens.sequence_T
@@ -79,12 +79,15 @@ class TopKRouter(McoreTopKRouter):
         group_T: torch.Tensor,
         num_groups: int,
     ) -> torch.Tensor:
-        """`probs` as they are; their gradient will bring that of the loss along."""
+        """Return `probs` unchanged; their gradient also brings that of the loss."""
         tokens = self.tokens
         assert tokens is not None
         summed = tokens_times_loss(scores_TE, chosen_TE, group_T, num_groups, self.tp_cp_group)
         mean = tokens.mean_weight * summed
-        self.mean_loss = mean.detach() + (0 if self.mean_loss is None else self.mean_loss)
+        if self.mean_loss is None:
+            self.mean_loss = mean.detach()
+        else:
+            self.mean_loss = mean.detach() + self.mean_loss
         return MoEAuxLossAutoScaler.apply(probs, self.config.moe_aux_loss_coeff * tokens.divisor * mean)
 
 
@@ -128,7 +131,7 @@ class MoELayer(McoreMoELayer):
 
 
 def take_load_balancing_loss(model: Iterable[torch.nn.Module], mesh: Mesh) -> float:
-    """The loss of the micro-batches since the last call, averaged over routers, without coefficient; collective.
+    """Return the loss of the micro-batches since the last call, averaged over routers, without coefficient; collective.
 
     It is 1 where the load is level.
     """
@@ -141,4 +144,6 @@ def take_load_balancing_loss(model: Iterable[torch.nn.Module], mesh: Mesh) -> fl
     dist.all_reduce(values)
     total, num_routers = values.tolist()
     num_replicas = dist.get_world_size() // mesh.pp.size()  # of each router, with its part of the tokens
-    return total * num_replicas / num_routers if num_routers else 0.0
+    if not num_routers:
+        return 0.0
+    return total * num_replicas / num_routers

@@ -17,7 +17,7 @@ class SwiGLU:
         """Accept the arguments with which megatron-core builds modules of specs; none is used."""
 
     def __call__(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """[..., ffn] of [..., 2 * ffn]."""
+        """Map [..., 2 * ffn] to [..., ffn]."""
         product = _SwiGLU.apply(gate_up)
         assert product is not None
         return product

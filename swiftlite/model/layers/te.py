@@ -42,13 +42,14 @@ class RMSNorm(TERMSNorm):
     """Transformer Engine's, made as megatron-core makes norms. It multiplies by the weight before it rounds."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5):
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         super().__init__(
             hidden_size,
             eps=eps,
             sequence_parallel=config.sequence_parallel,
             zero_centered_gamma=config.layernorm_zero_centered_gamma,
             dtype=config.params_dtype,
-            device="cpu" if config.use_cpu_initialization else torch.cuda.current_device(),
+            device=device,
         )
 
 
@@ -100,7 +101,9 @@ class GroupedMLP(experts.GroupedMLP):
             return self.with_adapters(linear, tokens, output, padded)  # of zeros they make zeros
 
         output_TH = product("linear_fc2", self.activation(product("linear_fc1", hidden_TH)))
-        return self.unpad(output_TH, counts) if is_low else output_TH
+        if is_low:
+            output_TH = self.unpad(output_TH, counts)
+        return output_TH
 
 
 class _Borrower:
@@ -120,7 +123,7 @@ class _Borrower:
 
 
 def check_available(precision: LowPrecision) -> None:
-    """Whether this GPU computes so.
+    """Check that this GPU supports the precision.
 
     Raises:
         OptionError: Transformer Engine's own reason why not.
@@ -133,7 +136,7 @@ def check_available(precision: LowPrecision) -> None:
     }
     is_available, reason = asked[precision.recipe](return_reason=True)
     if not is_available:
-        raise OptionError([(f"{precision.flag}: {reason}", "take another recipe, or leave it out")])
+        raise OptionError([(f"{precision.flag}: {reason}", f"use another recipe, or omit {precision.flag}")])
 
 
 class CoreAttention(attention.CoreAttention):
@@ -192,11 +195,13 @@ class CoreAttention(attention.CoreAttention):
         out = self.kernel(
             query_SBND, key_SBGD, value_SBGD, None, attn_mask_type=mask_type, packed_seq_params=packed_seq_params
         )
-        return out if packed_seq_params is None else out.view(len(query_SBND), -1)
+        if packed_seq_params is not None:
+            out = out.view(len(query_SBND), -1)
+        return out
 
 
 def _on_device(lengths: tuple[int, ...], device: torch.device) -> PackedSeqParams:
-    """The sequences of a row, where Transformer Engine reads them; copied once for all layers."""
+    """Return the sequences of a row, where Transformer Engine reads them; copied once for all layers."""
     _, starts, _, longest, _ = attention.offsets(causal_segments(lengths, rank=0, size=1), 1, sum(lengths), device)
     return PackedSeqParams(
         qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts, max_seqlen_q=longest, max_seqlen_kv=longest

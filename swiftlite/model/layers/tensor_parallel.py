@@ -28,7 +28,7 @@ class AddsGradients:
     """A layer that can add its weight's gradient to `main_grad` itself."""
 
     works_with_overlap: ClassVar[bool] = False
-    """Whether it still gives autograd a gradient, which the hook of `overlap_grad_reduce` counts on
+    """Whether autograd still receives a gradient, which the hook of `overlap_grad_reduce` requires
     (distributed_data_parallel.py:434 of 0.16.1)."""
 
     def add_gradients_in_place(self) -> None:
@@ -36,7 +36,7 @@ class AddsGradients:
 
 
 def add_gradients_in_place(model: torch.nn.Module, overlap_grad_reduce: bool) -> None:
-    """Layers that can add their gradients to `main_grad` themselves, from now on.
+    """Let layers that can add their gradients to `main_grad` themselves do so from now on.
 
     The model is under megatron-core's DistributedDataParallel, whose hook then finds nothing left to add.
     """
@@ -71,7 +71,7 @@ class RowParallelLinear(AddsGradients, McoreRowParallelLinear):
 
 
 def _adds_in_place(weight: Any, options: dict[str, Any]) -> bool:
-    """Whether `_linear` can take the place of megatron-core's product; it cannot gather sequences."""
+    """Return whether `_linear` can replace megatron-core's product; it cannot gather sequences."""
     if not (options["gradient_accumulation_fusion"] and weight.requires_grad and torch.is_grad_enabled()):
         return False
     if options["bias"] is not None or options["sequence_parallel"]:
@@ -81,7 +81,7 @@ def _adds_in_place(weight: Any, options: dict[str, Any]) -> bool:
 
 @cache
 def sums_products_in_float32(dtype: torch.dtype) -> bool:
-    """Whether the GPU adds a product of such matrices to a float32 matrix in one kernel.
+    """Return whether the GPU adds a product of such matrices to a float32 matrix in one kernel.
 
     torch has that for CUDA alone (`addmm` with `out_dtype`), and not in every build, so it is tried once on one number.
     """
@@ -103,7 +103,8 @@ def add_product_(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
 
 
 def _linear(input: torch.Tensor, weight: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
-    output = _Linear.apply(input, weight, options["tp_group"] if options["allreduce_dgrad"] else None)
+    group = options["tp_group"] if options["allreduce_dgrad"] else None
+    output = _Linear.apply(input, weight, group)
     assert output is not None
     return output
 
@@ -117,7 +118,7 @@ class VocabParallelEmbedding(AddsGradients, McoreVocabParallelEmbedding):
     def in_place_of(
         cls, stock: McoreVocabParallelEmbedding, config: TransformerConfig, tp_group: dist.ProcessGroup
     ) -> "VocabParallelEmbedding":
-        """megatron-core's embedding with the same weight."""
+        """Create an embedding with the weight of megatron-core's."""
         with torch.device("meta"):
             embedding = cls(
                 stock.num_embeddings,
@@ -131,7 +132,7 @@ class VocabParallelEmbedding(AddsGradients, McoreVocabParallelEmbedding):
         return embedding
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
-        """[B, S, H] of token ids [B, S]; with sequence parallelism this rank's [S, B, H]."""
+        """Return [B, S, H] of token ids [B, S]; with sequence parallelism this rank's [S, B, H]."""
         learns = self.weight.requires_grad and torch.is_grad_enabled()
         if not (self.gradient_accumulation_fusion and learns) or self.deterministic_mode:
             return super().forward(input_)

@@ -76,7 +76,9 @@ def routed_tokens(
         num_sequences: of the micro-batch, on all its ranks.
         balance: of the global batch; without it no router has a load-balancing loss.
     """
-    step_weights = heads.weights if heads.unroll > 1 else (1.0,) * heads.layers
+    step_weights: Sequence[float] = (1.0,) * heads.layers
+    if heads.unroll > 1:
+        step_weights = heads.weights
     described = []
     for depth, (sequence_SB, weight) in enumerate(zip(sequence_KSB, (1.0, *step_weights), strict=True)):
         load_weight = weight / step_weights[0] if depth else 1.0

@@ -52,7 +52,9 @@ class LabelTarget:
             weight_VH: the output matrix.
             share_C1: factor of the gradient; None for 1.
         """
-        function = _cross_entropy_ if group is not None else _fused_cross_entropy_
+        function = _fused_cross_entropy_
+        if group is not None:
+            function = _cross_entropy_
         return function(logits_CV, self.label_N[rows], share_C1, group)
 
 
@@ -73,7 +75,9 @@ class TrunkTarget:
     ) -> torch.Tensor:
         """See `LabelTarget.loss_`."""
         trunk_CV = self.trunk_NH[rows] @ weight_VH.t()
-        function = _distance_ if group is not None else _fused_distance_
+        function = _fused_distance_
+        if group is not None:
+            function = _distance_
         return function(logits_CV, trunk_CV, self.distance, share_C1, group)
 
 
@@ -117,7 +121,7 @@ def chunked_loss(
     tp_group: dist.ProcessGroup,
     tokens_V: torch.Tensor | None = None,
 ) -> TokenLoss:
-    """`token_loss` or `distillation_loss` of `states_NH @ weight_VH.T`.
+    """Compute `token_loss` or `distillation_loss` of `states_NH @ weight_VH.T`.
 
     Args:
         weight_VH: this rank's part of the output matrix.
@@ -155,7 +159,8 @@ class _ChunkedLoss(torch.autograd.Function):
         for rows in _chunks(len(states_NH)):
             compute(rows)
         ctx.mark_non_differentiable(prediction_N)
-        ctx.save_for_backward(grad_NH, states_NH if ctx.needs_input_grad[1] else None)
+        kept_states_NH = states_NH if ctx.needs_input_grad[1] else None
+        ctx.save_for_backward(grad_NH, kept_states_NH)
         ctx.weight_VH, ctx.target, ctx.group = weight_VH, target, group
         return loss_N, prediction_N
 
@@ -181,7 +186,7 @@ def _matrix_gradient(
     target: Target,
     group: Group,
 ) -> torch.Tensor:
-    """[V, H], from logits that are made again."""
+    """Return [V, H], from recomputed logits."""
     grad_VH = torch.zeros_like(weight_VH)
 
     def add(rows: slice) -> None:

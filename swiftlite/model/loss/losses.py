@@ -16,9 +16,9 @@ from swiftlite.runtime.device import on_device
 IGNORE_INDEX = -100
 Distance = Literal["kl", "tv", "nla", "lk_hybrid"]
 Group = dist.ProcessGroup | None
-"""The tensor-parallel ranks that share the vocabulary; None where it is whole, so that nothing is exchanged."""
+"""The tensor-parallel ranks that share the vocabulary; None if it is whole, so that nothing is exchanged."""
 MAX_POSITIONS = 256
-"""Positions whose trunk logits `distillation_loss` has in memory at one time, in float32 and in two copies."""
+"""Number of positions whose trunk logits `distillation_loss` holds at a time, in float32 and in two copies."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Selected:
 
 
 def select(labels_BS: torch.Tensor, device: torch.device) -> Selected:
-    """The positions with a label, on the device.
+    """Return the positions with a label, on the device.
 
     Args:
         labels_BS: on the host, best of all: how many there are the host must know, and would wait for a GPU to say.
@@ -64,7 +64,9 @@ class TokenLoss:
 
 def sharing(tp_group: dist.ProcessGroup) -> Group:
     """Return the ranks that share the vocabulary; None for a group of one."""
-    return None if tp_group.size() == 1 else tp_group
+    if tp_group.size() == 1:
+        return None
+    return tp_group
 
 
 def vocab_parallel_argmax(logits_NV: torch.Tensor, group: Group, tokens_V: torch.Tensor | None = None) -> torch.Tensor:
@@ -94,7 +96,7 @@ def vocab_parallel_argmax(logits_NV: torch.Tensor, group: Group, tokens_V: torch
 
 
 def token_loss(logits_NV: torch.Tensor, selected: Selected, tp_group: dist.ProcessGroup) -> TokenLoss:
-    """Loss and prediction for the selected positions, laid out as [B, S] again.
+    """Compute loss and prediction for the selected positions, laid out as [B, S] again.
 
     Args:
         logits_NV: this rank's part of the logits at the selected positions.
@@ -115,7 +117,7 @@ def distillation_loss(
     tp_group: dist.ProcessGroup,
     tokens_V: torch.Tensor | None = None,
 ) -> TokenLoss:
-    """Distance of a head from the trunk's distribution of the same token; only the head gets a gradient.
+    """Compute the distance of a head from the trunk's distribution of the same token; only the head gets a gradient.
 
     "kl" is KL(trunk || head). Rejection sampling accepts a head's draft with a probability equal to their overlap, the
     sum of min(head, trunk): "tv" is 1 - overlap, "nla" is -log(overlap), and "lk_hybrid" is close to kl for a small
@@ -180,7 +182,7 @@ def cross_entropy_(logits_NV: torch.Tensor, label_N: torch.Tensor, group: Group)
 
 
 def _whole_cross_entropy_(logits_NV: torch.Tensor, label_N: torch.Tensor) -> torch.Tensor:
-    """`cross_entropy_` of a whole vocabulary."""
+    """Compute `cross_entropy_` of a whole vocabulary."""
     if torch.compiler.is_compiling():
         return _compiled_cross_entropy_(logits_NV, label_N)
     _below_largest_(logits_NV, None)
@@ -192,8 +194,8 @@ def _whole_cross_entropy_(logits_NV: torch.Tensor, label_N: torch.Tensor) -> tor
 
 
 def _compiled_cross_entropy_(logits_NV: torch.Tensor, label_N: torch.Tensor) -> torch.Tensor:
-    """`_whole_cross_entropy_` in the form that becomes one kernel and makes no tensor of the logits' size: it has no
-    scatter, and computes exponentials twice instead of keeping them."""
+    """Compute `_whole_cross_entropy_` in a form that compiles to one kernel without a tensor of the logits' size: it
+    has no scatter, and computes exponentials twice instead of keeping them."""
     largest_N1 = logits_NV.amax(dim=-1, keepdim=True)
     log_sum_N1 = (logits_NV - largest_N1).exp().sum(dim=-1, keepdim=True).log() + largest_N1
     loss_N1 = log_sum_N1 - logits_NV.gather(1, label_N[:, None])
@@ -208,14 +210,14 @@ def _compiled_cross_entropy_(logits_NV: torch.Tensor, label_N: torch.Tensor) -> 
 
 
 def _kl_(head_NV: torch.Tensor, trunk_NV: torch.Tensor, group: Group) -> torch.Tensor:
-    """[N], the sum over the vocabulary of t * (log t - log h). Its gradient is h - t."""
+    """Return [N], the sum over the vocabulary of t * (log t - log h). Its gradient is h - t."""
     loss_N, h, t = _kl_and_probabilities_(head_NV, trunk_NV, group)
     h.sub_(t)
     return loss_N
 
 
 def _tv_(head_NV: torch.Tensor, trunk_NV: torch.Tensor, group: Group) -> torch.Tensor:
-    """[N], half of the sum over the vocabulary of |h - t|; it is 1 - overlap, and so is its gradient."""
+    """Return [N], half of the sum over the vocabulary of |h - t|; it is 1 - overlap, and so is its gradient."""
     h = _log_softmax_(head_NV, group).exp_()
     t = _log_softmax_(trunk_NV, group).exp_()
     loss_N = _half_norm(h - t, group)
@@ -224,7 +226,8 @@ def _tv_(head_NV: torch.Tensor, trunk_NV: torch.Tensor, group: Group) -> torch.T
 
 
 def _nla_(head_NV: torch.Tensor, trunk_NV: torch.Tensor, group: Group) -> torch.Tensor:
-    """[N], -log(overlap). Its gradient is that of tv divided by the overlap, so it does not vanish where that is 0."""
+    """Return [N], -log(overlap). Its gradient is that of tv divided by the overlap, so it does not vanish where that is
+    0."""
     h = _log_softmax_(head_NV, group).exp_()
     t = _log_softmax_(trunk_NV, group).exp_()
     overlap_N = _sum_over_ranks(torch.minimum(h, t).sum(dim=-1), group)
@@ -234,7 +237,7 @@ def _nla_(head_NV: torch.Tensor, trunk_NV: torch.Tensor, group: Group) -> torch.
 
 
 def _lk_hybrid_(head_NV: torch.Tensor, trunk_NV: torch.Tensor, group: Group) -> torch.Tensor:
-    """[N], w * kl + (1 - w) * tv, where w = exp(-3 * overlap) is taken for a constant (arXiv 2602.23881)."""
+    """Return [N], w * kl + (1 - w) * tv, where w = exp(-3 * overlap) is taken for a constant (arXiv 2602.23881)."""
     kl_N, h, t = _kl_and_probabilities_(head_NV, trunk_NV, group)
     difference = h - t
     tv_N = _half_norm(difference, group)
@@ -260,7 +263,7 @@ def _kl_and_probabilities_(
 
 
 def _half_norm(difference_NV: torch.Tensor, group: Group) -> torch.Tensor:
-    """[N], half of the sum over the vocabulary of the absolute values."""
+    """Return [N], half of the sum over the vocabulary of the absolute values."""
     return _sum_over_ranks(torch.linalg.vector_norm(difference_NV, 1, dim=-1), group) / 2
 
 
@@ -290,7 +293,7 @@ def _below_largest_(logits_NV: torch.Tensor, group: Group) -> None:
 
 
 def _sum_of_products(one_NV: torch.Tensor, other_NV: torch.Tensor, group: Group) -> torch.Tensor:
-    """[N], over the whole vocabulary."""
+    """Return [N], over the whole vocabulary."""
     if torch.compiler.is_compiling():
         products_N = (one_NV * other_NV).sum(dim=-1)  # a part of the kernel that makes them
     else:
