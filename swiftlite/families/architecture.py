@@ -38,7 +38,7 @@ class Outside:
     hf_output_layer: str = "lm_head.weight"
 
     def local_vocab(self, rank: Rank) -> int:
-        """Rows of the embedding on a rank, padding included."""
+        """Return the rows of the embedding on a rank, padding included."""
         return -(-self.vocab // rank.tp)
 
     def rows(self) -> list[Row]:
@@ -131,7 +131,7 @@ class Architecture:
             for name, value in part.mcore_config().items():
                 if config.setdefault(name, value) != value:
                     raise ValueError(
-                        f"layers want {name} {config[name]!r} and {value!r}; megatron-core has one for all"
+                        f"layers differ in {name}: {config[name]!r} and {value!r}; megatron-core has one for all"
                     )
         # A checkpoint keeps layers that differ one by one: megatron-core takes either for a sign of that.
         if self.has_experts:

@@ -56,11 +56,15 @@ class GroupedQueryAttention:
             "add_qkv_bias": self.qkv_bias,
             "qk_layernorm": self.qk_norm,
         }
-        return config | {"attention_output_gate": True} if self.output_gate else config
+        if self.output_gate:
+            config["attention_output_gate"] = True
+        return config
 
     def rows(self) -> list[Row]:
         queries, keys = self.heads * self.head_dim, self.groups * self.head_dim
-        qkv: Join = GatedQkv(self.groups, self.head_dim) if self.output_gate else Interleave(self.groups)
+        qkv: Join = Interleave(self.groups)
+        if self.output_gate:
+            qkv = GatedQkv(self.groups, self.head_dim)
         channels = {"q_proj": queries * (1 + self.output_gate), "k_proj": keys, "v_proj": keys}
         weights = {f"{name}.weight": (number, self.hidden) for name, number in channels.items()}
         rows = [
@@ -224,7 +228,8 @@ class LatentAttention:
         return rank.itemsize * rank.tokens * self._key_latents
 
     def input_activation_bytes(self, rank: Rank) -> int:
-        """The down-projections are never of low precision; queries that are projected directly are."""
+        """Return the bytes of inputs kept; the down-projections are never in low precision, queries that are projected
+        directly are."""
         is_kept_twice = rank.quantised is not None and self.q_lora_rank is None
         return rank.hidden_state_bytes(self.hidden) + is_kept_twice * rank.input_activation_bytes(
             rank.sequence_tokens, self.hidden
@@ -270,7 +275,7 @@ class LatentAttention:
 
 
 def _softmax_statistics(rank: Rank, heads: int) -> int:
-    """Bytes of one number per token and head, from which the backward pass makes the softmax again."""
+    """Return the bytes of one number per token and head, from which the backward pass recomputes the softmax."""
     if "core_attn" in rank.recomputed:
         return 0
     return rank.tokens * (heads // rank.tp) * FLOAT32

@@ -57,7 +57,7 @@ def problems_of(
     layer_types: Collection[str] = ("full_attention",),
     **neutral: tuple[Any, ...],
 ) -> list[str]:
-    """One line for every setting of the Llama shape that would be ignored, or that makes no sense.
+    """Return one line for every setting of the Llama shape that would be ignored, or that makes no sense.
 
     Args:
         reads: keys of NEUTRAL that the family computes, whatever their value.
@@ -80,7 +80,7 @@ def problems_of(
         problems.append(f"partial_rotary_factor {whole}, but rope_parameters has {nested}")
     depth = hf_config.get(depth_key(hf_config))
     if depth is not None and (not isinstance(depth, int) or depth < 0):
-        problems.append(f"{depth_key(hf_config)} {depth!r} is not a number of layers")
+        problems.append(f"{depth_key(hf_config)} {depth!r} is not a valid number of layers")
     known = " and ".join(repr(kind) for kind in layer_types)
     other_layers = set(hf_config.get("layer_types") or []) - set(layer_types)
     problems += [f"layer_types has {kind!r}; only {known} is supported" for kind in sorted(other_layers)]
@@ -94,12 +94,12 @@ def problems_of(
 
 
 def missing_numbers(hf_config: HfConfig, keys: Sequence[str]) -> list[str]:
-    """One line for every key that is not there or not a number."""
+    """Return one line for every key that is missing or not a number."""
     return [f"{key} is missing or not a number" for key in keys if not isinstance(hf_config.get(key), int | float)]
 
 
 def refuse(hf_config: HfConfig, problems: Sequence[str]) -> None:
-    """One error for all problems; none is none.
+    """Raise one error for all problems; do nothing without problems.
 
     Raises:
         UserError: if there is a problem.
@@ -107,23 +107,24 @@ def refuse(hf_config: HfConfig, problems: Sequence[str]) -> None:
     if problems:
         raise UserError(
             f"config.json (model_type {hf_config.get('model_type')!r}):\n  " + "\n  ".join(problems),
-            "swiftlite would compute something else than this model, and refuses rather than ignore a setting; if "
-            "config.json was changed, copy it from the model's source again",
+            "swiftlite does not ignore settings, because it would compute another model; if config.json was changed, "
+            "copy it from the model's source again",
         )
 
 
 def num_query_groups(hf_config: HfConfig) -> int:
-    """Key-value heads; a config without them has one per attention head."""
+    """Return the number of key-value heads; a config without them has one per attention head."""
     return hf_config.get("num_key_value_heads") or hf_config["num_attention_heads"]
 
 
 def head_dim(hf_config: HfConfig) -> int:
-    """Size of one attention head: stated, or an equal share of the hidden size."""
+    """Return the size of one attention head: stated, or an equal share of the hidden size."""
     return hf_config.get("head_dim") or hf_config["hidden_size"] // hf_config["num_attention_heads"]
 
 
 def partial_rotary_factor(hf_config: HfConfig) -> float | None:
-    """Part of each head that rotary angles turn, where the config states it; transformers 5 moves it below another."""
+    """Return the part of each head that rotary angles turn, if the config states it; transformers 5 moves it below
+    another key."""
     return hf_config.get("partial_rotary_factor") or _rope(hf_config).get("partial_rotary_factor")
 
 
@@ -138,22 +139,24 @@ def rope_theta(hf_config: HfConfig) -> Any:
 
 
 def partial_rotary_problems(hf_config: HfConfig) -> list[str]:
-    """One line where it is not stated which part of each head turns: readers take different ones for granted."""
+    """Return one line if the config does not state which part of each head turns: defaults differ between readers."""
     factor = partial_rotary_factor(hf_config)
     if factor is None:
         return ["partial_rotary_factor is missing"]
-    return [] if 0 < factor <= 1 else [f"partial_rotary_factor {factor} is not between 0 and 1"]
+    if not 0 < factor <= 1:
+        return [f"partial_rotary_factor {factor} is not between 0 and 1"]
+    return []
 
 
 def layer(hf_config: HfConfig, number: int, *, qkv_bias: bool = False, qk_norm: bool = False) -> Layer:
-    """Decoder layer `number`; all are alike."""
+    """Return decoder layer `number`; all layers are alike."""
     return Layer(attention(hf_config, qkv_bias=qkv_bias, qk_norm=qk_norm), mlp(hf_config))
 
 
 def attention(
     hf_config: HfConfig, *, qkv_bias: bool = False, qk_norm: bool = False, output_gate: bool = False
 ) -> GroupedQueryAttention:
-    """Grouped-query attention with the sizes of a config.json."""
+    """Return grouped-query attention with the sizes of a config.json."""
     size = head_dim(hf_config)
     return GroupedQueryAttention(
         hidden=hf_config["hidden_size"],
@@ -168,12 +171,12 @@ def attention(
 
 
 def mlp(hf_config: HfConfig) -> Mlp:
-    """The gated MLP with the sizes of a config.json."""
+    """Return the gated MLP with the sizes of a config.json."""
     return Mlp(hf_config["hidden_size"], hf_config["intermediate_size"])
 
 
 def outside(hf_config: HfConfig) -> Outside:
-    """Embedding, final norm and output layer; what all layers have in common."""
+    """Return the embedding, final norm and output layer, and what all layers have in common."""
     return Outside(
         num_layers=hf_config["num_hidden_layers"],
         hidden=hf_config["hidden_size"],
@@ -191,12 +194,12 @@ def outside(hf_config: HfConfig) -> Outside:
 
 
 def is_tied(hf_config: HfConfig) -> bool:
-    """Whether embedding and output layer are one; the dense families default to two."""
+    """Return whether embedding and output layer are one; the default of dense families is False."""
     return bool(hf_config.get("tie_word_embeddings"))
 
 
 def _frame_rows(hf_config: HfConfig, head: int) -> list[Row]:
-    """Projection and norms of a head in Qwen3-Next's names.
+    """Return the rows of projection and norms of a head, in Qwen3-Next's names.
 
     Qwen3-Next has one projection and one set of norms for all its heads. Ours are independent, so heads after the first
     keep theirs under `mtp.heads.{head}.`; a checkpoint with one head is laid out exactly like Qwen3-Next's.
@@ -231,7 +234,9 @@ _HEAD_KEY = re.compile(r"mtp\.(?:(?:heads|layers)\.(\d+)\.)?")
 
 def _head_of(hf_config: HfConfig, hf_key: str) -> int | None:
     match = _HEAD_KEY.match(hf_key)
-    return None if match is None else int(match.group(1) or 0)
+    if match is None:
+        return None
+    return int(match.group(1) or 0)
 
 
 # For families that were published without heads.

@@ -13,12 +13,12 @@ from swiftlite.heads.drafting import Drafting
 
 
 def no_copies(hf_config: HfConfig, head: int) -> dict[str, str]:
-    """A head brings no copies of the trunk's tensors."""
+    """Return no names: a head has no copies of the trunk's tensors."""
     return {}
 
 
 def no_tower(hf_config: HfConfig) -> None:
-    """Tokens are all that the model takes."""
+    """Return no tower: the only inputs of the model are tokens."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,9 @@ class MtpLayout:
 
     def drafting_of(self, heads: Heads) -> Drafting:
         """Return the inputs of these heads."""
-        return self.drafting if heads.drafting is None else heads.drafting
+        if heads.drafting is None:
+            return self.drafting
+        return heads.drafting
 
 
 @dataclass(frozen=True)
@@ -73,56 +75,60 @@ class Family:
     memory_names: Mapping[str, str] = field(default_factory=dict)
 
     def architecture(self, hf_config: HfConfig) -> Architecture:
-        """The model without MTP heads. Not checked: what `check` refuses is left out in silence."""
+        """Return the model without MTP heads. It is not checked: settings that `check` rejects are ignored."""
         outside = self.outside(hf_config)
         layers = tuple(self.layer(hf_config, number) for number in range(outside.num_layers))
         return Architecture(outside, layers, self.tower(hf_config))
 
     def trunk_rows(self, hf_config: HfConfig) -> list[Row]:
-        """Everything but MTP."""
+        """Return the rows of everything but MTP."""
         return self.architecture(hf_config).rows()
 
     def mtp_block_number(self, hf_config: HfConfig) -> int:
-        """The decoder layer whose kinds an MTP head has."""
+        """Return the decoder layer whose kinds an MTP head has."""
         return self.architecture(hf_config).mtp_block_number
 
     def block_rows(self, hf_config: HfConfig) -> list[Row]:
-        """The decoder layer inside an MTP head, names relative to the layer."""
+        """Return the rows of the decoder layer inside an MTP head, names relative to the layer."""
         return self.architecture(hf_config).mtp_block.rows()
 
     def head_rows(self, hf_config: HfConfig, head: int) -> list[Row]:
-        """One MTP head: the decoder layer's rows lifted, and the frame around it."""
+        """Return the rows of one MTP head: the decoder layer's rows lifted, and the frame around it."""
         prefix = f"mtp.layers.{head}.transformer_layer."
         block = lift(self.block_rows(hf_config), prefix, self.mtp.block(hf_config, head))
         return self.mtp.frame_rows(hf_config, head) + block
 
     def rows(self, hf_config: HfConfig, mtp_num_layers: int | None = None) -> list[Row]:
         """Return the whole table with this number of MTP layers (default: the number in config.json)."""
-        heads = range(Heads.from_config(hf_config).layers if mtp_num_layers is None else mtp_num_layers)
+        if mtp_num_layers is None:
+            mtp_num_layers = Heads.from_config(hf_config).layers
+        heads = range(mtp_num_layers)
         copies: dict[str, list[str]] = {}
         for head in heads:
             for copy, original in self.mtp.copies(hf_config, head).items():
                 copies.setdefault(original, []).append(copy)
-        rows = [_with_copies(row, copies) if copies else row for row in self.trunk_rows(hf_config)]
+        rows = self.trunk_rows(hf_config)
+        if copies:
+            rows = [_with_copies(row, copies) for row in rows]
         for head in heads:
             rows += self.head_rows(hf_config, head)
         return rows
 
     def head_of(self, hf_config: HfConfig, hf_key: str) -> int | None:
-        """The MTP head that an HF key belongs to, from 0; None for the trunk's keys."""
+        """Return the MTP head that an HF key belongs to, from 0; None for the trunk's keys."""
         return self.mtp.head_of(hf_config, hf_key)
 
     def is_mtp(self, hf_config: HfConfig, hf_key: str) -> bool:
-        """Whether an HF key belongs to an MTP head."""
+        """Return whether an HF key belongs to an MTP head."""
         return self.head_of(hf_config, hf_key) is not None
 
     def is_carried(self, hf_key: str) -> bool:
-        """Whether an HF key belongs to another part than the language model: it is neither read nor changed, and an
-        export has it as the source had it."""
+        """Return whether an HF key belongs to another part than the language model: it is neither read nor changed, and
+        an export copies it from the source."""
         return bool(self.language_model) and not hf_key.startswith(self.language_model)
 
     def is_derived(self, hf_key: str) -> bool:
-        """Whether an HF key holds nothing but what follows from the config, so it is neither read nor written.
+        """Return whether an HF key holds nothing but what follows from the config, so it is neither read nor written.
 
         Old Llama files carry the rotary frequencies.
         """
@@ -130,6 +136,6 @@ class Family:
 
 
 def _with_copies(row: Row, copies: Mapping[str, list[str]]) -> Row:
-    """The row with the copies that heads hold of its tensor; a tied model's output layer is the embedding."""
+    """Return the row with the copies that heads hold of its tensor; a tied model's output layer is the embedding."""
     found = chain.from_iterable(copies.get(key, ()) for key in (*row.hf, *row.hf_copies))
     return replace(row, hf_copies=(*row.hf_copies, *found))

@@ -43,7 +43,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def get(hf_config: HfConfig, hf_dir: str | Path | None = None) -> Family:
-    """The family of a config.json, which it has checked.
+    """Return the family of a config.json, after checking it.
 
     Args:
         hf_dir: where the config comes from, for the message.
@@ -53,10 +53,10 @@ def get(hf_config: HfConfig, hf_dir: str | Path | None = None) -> Family:
     """
     family = _find(hf_config)
     if family is None:
-        where = f"{Path(hf_dir) / 'config.json'}" if hf_dir else "config.json"
+        where = Path(hf_dir or ".") / "config.json"
         raise UserError(
-            f"{where}: model_type {hf_config.get('model_type')!r} is not a family that swiftlite knows",
-            f"known: {', '.join(FAMILIES)}; docs/en/add-a-family.md shows how to add one",
+            f"{where}: model_type {hf_config.get('model_type')!r} is not supported",
+            f"supported: {', '.join(FAMILIES)}; docs/en/add-a-family.md shows how to add one",
         )
     try:
         refuse(hf_config, value_problems(hf_config))
@@ -76,17 +76,17 @@ def architecture_of(hf_config: HfConfig) -> Architecture:
     """
     family = _find(hf_config)
     if family is None:
-        problem = f"model_type {hf_config.get('model_type')!r}: its memory is not known"
+        problem = f"model_type {hf_config.get('model_type')!r}: its memory is unknown"
         raise UserError(problem, f"known: {', '.join(FAMILIES)}")
     architecture = _countable(family, hf_config)
     if architecture is None:
-        problem = f"config.json (model_type {family.name!r}) lacks a size, so its memory is not known"
+        problem = f"config.json (model_type {family.name!r}) lacks a size, so its memory is unknown"
         raise UserError(problem, "copy it from the model's source again")
     return architecture
 
 
 def known_architecture(hf_config: HfConfig) -> Architecture | None:
-    """The architecture of a config.json, for rules to look at; None where there is too little to look at.
+    """Return the architecture of a config.json for rules; None if too little is known.
 
     A config.json that is absent, of an unknown model_type or without a size is not for every rule to report: one does,
     or else the family when the model is read.
@@ -98,7 +98,7 @@ def known_architecture(hf_config: HfConfig) -> Architecture | None:
 
 
 def _countable(family: Family, hf_config: HfConfig) -> Architecture | None:
-    """The architecture, if it has every size that its memory is counted by."""
+    """Return the architecture, if it has every size that the memory estimate requires."""
     try:
         architecture = family.architecture(hf_config)
         architecture.outside.local_vocab(Rank())
@@ -115,7 +115,9 @@ def _countable(family: Family, hf_config: HfConfig) -> Architecture | None:
 
 def impossible_values(hf_config: HfConfig) -> list[str]:
     """Return one line for every invalid value in the config.json of a known family."""
-    return value_problems(hf_config) if _find(hf_config) else []
+    if not _find(hf_config):
+        return []
+    return value_problems(hf_config)
 
 
 def _find(hf_config: HfConfig) -> Family | None:

@@ -18,9 +18,9 @@ class Sublayer(Protocol):
     """One half of a decoder layer: its attention or its MLP."""
 
     recompute_modules: ClassVar[tuple[str, ...]]
-    """What --recompute_modules may name of it."""
+    """Its names in --recompute_modules."""
     needs_sequence_parallel: ClassVar[str]
-    """What of it cannot be shared by tensor-parallel ranks without sequence parallelism, in words; empty: nothing."""
+    """The part of it that tensor-parallel ranks cannot share without sequence parallelism, in words; empty: no part."""
 
     @property
     def tensor_split(self) -> dict[str, int]:
@@ -28,7 +28,7 @@ class Sublayer(Protocol):
         ...
 
     def mcore_config(self) -> dict[str, Any]:
-        """Arguments of megatron-core's TransformerConfig that it fixes."""
+        """Return the arguments of megatron-core's TransformerConfig that it fixes."""
         ...
 
     def rows(self) -> list[Row]:
@@ -36,11 +36,11 @@ class Sublayer(Protocol):
         ...
 
     def parameters(self, rank: Rank) -> ParameterCount:
-        """Parameters on a rank."""
+        """Count the parameters on a rank."""
         ...
 
     def macs_per_token(self) -> int:
-        """Multiply-adds of a forward pass for each token, on all ranks together; without those of pairs."""
+        """Count the multiply-adds of a forward pass for each token, on all ranks together; without those of pairs."""
         ...
 
     def input_activation_bytes(self, rank: Rank) -> int:
@@ -60,7 +60,7 @@ class Attention(Sublayer, Protocol):
     takes_parts_of_rows: ClassVar[bool]
     """Whether context-parallel ranks may each have a part of a row."""
     is_recurrent: ClassVar[bool]
-    """Whether it keeps a state of fixed size in the place of keys and values."""
+    """Whether it keeps a state of fixed size instead of keys and values."""
 
     @property
     def hidden(self) -> int:
@@ -73,12 +73,12 @@ class Attention(Sublayer, Protocol):
         ...
 
     def gathered(self, rank: Rank) -> int:
-        """Bytes of this rank's tokens that every other context-parallel rank needs in a forward pass."""
+        """Return the bytes of this rank's tokens that every other context-parallel rank needs in a forward pass."""
         ...
 
     def macs_per_pair(self) -> int:
-        """Multiply-adds of a forward pass for each pair of tokens that see each other, on all ranks together; 0 where
-        the work grows with tokens and not with pairs."""
+        """Count the multiply-adds of a forward pass for each pair of tokens that see each other, on all ranks together;
+        0 if the work grows with tokens and not with pairs."""
         ...
 
 
@@ -138,16 +138,17 @@ class Layer:
         return found
 
     def parameters(self, rank: Rank) -> ParameterCount:
-        """Parameters on a rank."""
+        """Count the parameters on a rank."""
         norms = ParameterCount(2 * self.attention.hidden)
         return norms + self.attention.parameters(rank) + self.mlp.parameters(rank)
 
     def macs_per_token(self) -> int:
-        """Multiply-adds of a forward pass for each token, without those of pairs of tokens."""
+        """Count the multiply-adds of a forward pass for each token, without those of pairs of tokens."""
         return self.attention.macs_per_token() + self.mlp.macs_per_token()
 
     def activation_bytes(self, rank: Rank) -> int:
-        """Bytes that autograd keeps on a rank: two norms, the input of each half, and what the halves keep."""
+        """Return the bytes that autograd keeps on a rank: two norms, the input of each half, and what the halves
+        keep."""
         norms = 2 * rank.norm_activation_bytes(rank.sequence_tokens, self.attention.hidden)
         inputs = self.attention.input_activation_bytes(rank) + self.mlp.input_activation_bytes(rank)
         return norms + inputs + self.attention.activation_bytes(rank) + self.mlp.activation_bytes(rank)

@@ -11,7 +11,7 @@ from swiftlite.bridge.rows import Row, lift
 from swiftlite.families.rank import FLOAT32, ParameterCount, Rank
 
 CHUNK = 64
-"""Tokens that are computed together: more make larger matrices, and a triangular system that grows with the square."""
+"""Tokens computed together: more make larger matrices, and a triangular system that grows with the square."""
 
 
 @dataclass(frozen=True)
@@ -120,12 +120,13 @@ class GatedDeltaNet:
         return rank.hidden_state_bytes(self.hidden)
 
     def activation_bytes(self, rank: Rank) -> int:
-        """Bytes saved by torch; the CUDA kernels save less."""
+        """Return the bytes saved by torch; the CUDA kernels save less."""
         keys, values = self._widths(rank)
         heads, groups = self.value_heads // rank.tp, self.key_heads // rank.tp
         convolved = 2 * keys + values
-        # Before and behind the convolution; queries and keys in float32, of a float32 model a view of all that is made.
-        mixed = 2 * rank.itemsize * convolved + FLOAT32 * (convolved if rank.itemsize == FLOAT32 else 2 * keys)
+        # Before and after the convolution; queries and keys in float32, in a float32 model a view of the whole output.
+        wide = convolved if rank.itemsize == FLOAT32 else 2 * keys
+        mixed = 2 * rank.itemsize * convolved + FLOAT32 * wide
         # What is read, normed, weighed, the gate and its SiLU, and the product of both.
         gated = (3 * FLOAT32 + 3 * rank.itemsize) * values
         per_head = heads * (3 * FLOAT32 + rank.itemsize) + groups * 2 * FLOAT32
@@ -136,7 +137,7 @@ class GatedDeltaNet:
         return rank.tokens * rank.cp * (mixed + gated + per_head + rule)  # context-parallel ranks compute whole rows
 
     def _delta_rule_bytes(self) -> int:
-        """Numbers that the rule keeps of a token for each value head."""
+        """Return how many numbers the rule keeps of a token for each value head."""
         key, value = self.key_head_dim, self.value_head_dim
         return 6 * key + 3 * value + 6 * CHUNK + 2 * key * value // CHUNK + 4
 

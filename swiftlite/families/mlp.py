@@ -61,7 +61,9 @@ class Mlp:
         return rank.input_activation_bytes(rank.sequence_tokens, self.hidden)
 
     def activation_bytes(self, rank: Rank) -> int:
-        return 0 if "mlp" in rank.recomputed else _gated_activation_bytes(rank, self.ffn // rank.tp)
+        if "mlp" in rank.recomputed:
+            return 0
+        return _gated_activation_bytes(rank, self.ffn // rank.tp)
 
 
 @dataclass(frozen=True)
@@ -143,7 +145,8 @@ class MixtureOfExperts:
         return router + chosen + _matrices(self.hidden, self.shared_ffn) + self.shared_gate * self.hidden
 
     def input_activation_bytes(self, rank: Rank) -> int:
-        """The router's, which is never of low precision; shared experts then keep another."""
+        """Return the bytes of inputs kept: the router's, never in low precision, and in low precision another of shared
+        experts."""
         is_kept_twice = rank.quantised is not None and self.shared_ffn > 0 and "moe" not in rank.recomputed
         return rank.hidden_state_bytes(self.hidden) + is_kept_twice * rank.input_activation_bytes(
             rank.sequence_tokens, self.hidden
@@ -182,12 +185,12 @@ def gated_rows(hf_prefix: str, hidden: int, ffn: int, mcore_prefix: str | None =
 
 
 def _matrices(hidden: int, ffn: int) -> int:
-    """Parameters of gate, up and down."""
+    """Count the parameters of gate, up and down."""
     return 3 * hidden * ffn
 
 
 def _gated_activation_bytes(rank: Rank, ffn: int) -> int:
-    """Gate and up in one tensor, the gate's activation unless it is fused, and the product, an input."""
-    return rank.tokens * (2 if rank.is_fused else 3) * ffn * rank.itemsize + rank.input_activation_bytes(
-        rank.tokens, ffn
-    )
+    """Return the bytes of gate and up in one tensor, the gate's activation unless it is fused, and the product, an
+    input."""
+    num_tensors = 2 if rank.is_fused else 3
+    return rank.tokens * num_tensors * ffn * rank.itemsize + rank.input_activation_bytes(rank.tokens, ffn)

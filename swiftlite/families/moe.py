@@ -14,27 +14,32 @@ _REQUIRED = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size")
 
 
 def mlp(hf_config: HfConfig, number: int) -> Mlp | MixtureOfExperts:
-    """The MLP of decoder layer `number`: the first `first_k_dense_replace` are dense."""
-    return dense.mlp(hf_config) if number < first_k_dense_replace(hf_config) else mixture(hf_config)
+    """Return the MLP of decoder layer `number`: the first `first_k_dense_replace` are dense."""
+    if number < first_k_dense_replace(hf_config):
+        return dense.mlp(hf_config)
+    return mixture(hf_config)
 
 
 def first_k_dense_replace(hf_config: HfConfig) -> int:
-    """Dense layers before the first mixture; 1 in transformers' GLM-4.5 when the config does not say."""
+    """Return the number of dense layers before the first mixture; 1 in transformers' GLM-4.5 when the config does not
+    say."""
     return hf_config.get("first_k_dense_replace", 1)
 
 
 def num_shared(hf_config: HfConfig) -> int:
-    """Experts that see every token; they are one MLP as wide as all of them."""
+    """Return the number of experts that see every token; they are one MLP as wide as all of them."""
     return hf_config.get("n_shared_experts", 1)
 
 
 def mixture(hf_config: HfConfig) -> MixtureOfExperts:
-    """The mixture with the sizes of a config.json.
+    """Return the mixture with the sizes of a config.json.
 
     Checked against transformers: scores are sigmoids in float32, the bias is added for the choice only, the chosen
     scores are divided by their sum (+ 1e-20) and multiplied by `routed_scaling_factor`.
     """
-    groups, chosen = _groups(hf_config) if _is_grouped(hf_config) else (None, None)
+    groups, chosen = None, None
+    if _is_grouped(hf_config):
+        groups, chosen = _groups(hf_config)
     return MixtureOfExperts(
         hidden=hf_config["hidden_size"],
         experts=hf_config["n_routed_experts"],
@@ -54,9 +59,12 @@ def mixture(hf_config: HfConfig) -> MixtureOfExperts:
 
 
 def num_dense_of_types(hf_config: HfConfig) -> int:
-    """Dense layers by `mlp_layer_types`, which come first; 1 in transformers when config.json does not say."""
+    """Count the dense layers in `mlp_layer_types`, which come first; 1 in transformers when config.json does not
+    say."""
     kinds = hf_config.get("mlp_layer_types")
-    return 1 if kinds is None else kinds.count("dense")
+    if kinds is None:
+        return 1
+    return kinds.count("dense")
 
 
 def layer_type_problems(hf_config: HfConfig) -> list[str]:
@@ -65,16 +73,18 @@ def layer_type_problems(hf_config: HfConfig) -> list[str]:
     problems = []
     kinds = hf_config.get("mlp_layer_types")
     if kinds not in (None, ["dense"] * num_dense + ["sparse"] * (layers - num_dense)):
-        problems.append(f"mlp_layer_types is not some 'dense', then 'sparse' up to {layers} layers")
+        problems.append(f"mlp_layer_types must list 'dense' layers, then 'sparse' ones, {layers} in total")
     stated = hf_config.get("first_k_dense_replace", num_dense)
     if stated != num_dense:
-        says = "mlp_layer_types has" if kinds is not None else "without mlp_layer_types transformers makes"
-        problems.append(f"first_k_dense_replace {stated}, but {says} {num_dense} dense layers")
+        source = "mlp_layer_types has"
+        if kinds is None:
+            source = "transformers' default without mlp_layer_types is"
+        problems.append(f"first_k_dense_replace {stated}, but {source} {num_dense} dense layers")
     return problems
 
 
 def mixture_problems(hf_config: HfConfig) -> list[str]:
-    """Settings of the mixture that megatron-core does not compute, one line each."""
+    """Return settings of the mixture that megatron-core does not compute, one line each."""
     stated = [key for key in ("first_k_dense_replace", "n_shared_experts", "routed_scaling_factor") if key in hf_config]
     problems = dense.missing_numbers(hf_config, (*_REQUIRED, *stated))
     if problems:
@@ -97,7 +107,7 @@ def mixture_problems(hf_config: HfConfig) -> list[str]:
     if _is_grouped(hf_config):
         groups, chosen = _groups(hf_config)
         if experts % groups or experts // groups < 2 or not 0 < chosen <= groups:
-            problems.append(f"n_group {groups}, topk_group {chosen} do not fit n_routed_experts {experts}")
+            problems.append(f"n_group {groups}, topk_group {chosen} are invalid for n_routed_experts {experts}")
         # transformers ranks groups by their best 2 experts, megatron-core by their best topk // topk_group.
         elif topk // chosen != 2:
             problems.append(f"topk_group {chosen} is not supported with num_experts_per_tok {topk}; use {topk // 2}")
@@ -105,13 +115,13 @@ def mixture_problems(hf_config: HfConfig) -> list[str]:
 
 
 def _is_grouped(hf_config: HfConfig) -> bool:
-    """Whether the choice is limited to some groups of experts."""
+    """Return whether the choice is limited to some groups of experts."""
     groups, chosen = _groups(hf_config)
     return chosen != groups
 
 
 def _groups(hf_config: HfConfig) -> tuple[int, int]:
-    """Groups of experts, and how many of them a token may choose from; null is one, as absent."""
+    """Return the number of groups of experts, and how many of them a token may choose from; null is one, as absent."""
     return hf_config.get("n_group") or 1, hf_config.get("topk_group") or 1
 
 
@@ -122,8 +132,12 @@ _LAYER_KEY = re.compile(r"model\.layers\.(\d+)\.")
 
 def _head_of(hf_config: HfConfig, hf_key: str) -> int | None:
     match = _LAYER_KEY.match(hf_key)
-    head = -1 if match is None else int(match.group(1)) - hf_config["num_hidden_layers"]
-    return head if head >= 0 else None
+    if match is None:
+        return None
+    head = int(match.group(1)) - hf_config["num_hidden_layers"]
+    if head < 0:
+        return None
+    return head
 
 
 def _prefix(hf_config: HfConfig, head: int) -> str:
@@ -131,7 +145,7 @@ def _prefix(hf_config: HfConfig, head: int) -> str:
 
 
 def frame_rows(hf_config: HfConfig, head: int, output_norm: str = "shared_head.norm") -> list[Row]:
-    """Projection and norms of a head."""
+    """Return the rows of projection and norms of a head."""
     return dense.frame_rows(hf_config, head, _prefix(hf_config, head), ("eh_proj", "enorm", "hnorm", output_norm))
 
 

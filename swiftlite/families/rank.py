@@ -61,7 +61,9 @@ class Rank:
     @property
     def sequence_tokens(self) -> int:
         """Tokens of a micro-batch outside of them: in norms, and in the states from layer to layer."""
-        return self.tokens // self.tp if self.sequence_parallel else self.tokens
+        if self.sequence_parallel:
+            return self.tokens // self.tp
+        return self.tokens
 
     @property
     def copies_norm_inputs(self) -> bool:
@@ -69,16 +71,17 @@ class Rank:
         return self.itemsize < FLOAT32 and not self.is_fused
 
     def hidden_state_bytes(self, width: int) -> int:
-        """Bytes of one state of `width` numbers for each of `sequence_tokens`."""
+        """Return the bytes of one state of `width` numbers for each of `sequence_tokens`."""
         return self.sequence_tokens * width * self.itemsize
 
     def input_activation_bytes(self, tokens: int, width: int) -> int:
-        """Bytes that a linear layer keeps of its input for the gradient of its weight."""
-        return int(tokens * width * (self.quantised.copy if self.quantised else self.itemsize))
+        """Return the bytes that a linear layer keeps of its input for the gradient of its weight."""
+        bytes_per_number = self.quantised.copy if self.quantised else self.itemsize
+        return int(tokens * width * bytes_per_number)
 
     def norm_activation_bytes(self, tokens: int, width: int) -> int:
-        """Bytes that a norm keeps: its input in float32, the scale, and the result before the weight; a fused one its
-        input as it is, and the scale."""
+        """Return the bytes that a norm keeps: its input in float32, the scale, and the result before the weight; a
+        fused one its input unchanged, and the scale."""
         if self.is_fused:
             return tokens * (self.itemsize * width + FLOAT32)
         result = FLOAT32 if self.zero_centered_norms else self.itemsize

@@ -33,14 +33,16 @@ class HfModel:
 
     @property
     def heads(self) -> Heads:
-        """The MTP heads that config.json promises."""
+        """The MTP heads that config.json declares."""
         return Heads.from_config(self.config)
 
     @property
     def identity(self) -> str:
-        """A word that is the same on every machine that has the same model: the commit, or the digest of a GGUF file;
-        empty for a directory."""
-        return "" if self.directory == Path(self.name) else self.directory.name
+        """Name that is equal on all machines with the same model: the commit, or the digest of a GGUF file; empty for a
+        directory."""
+        if self.directory == Path(self.name):
+            return ""
+        return self.directory.name
 
 
 def resolve(name: str | Path) -> HfModel:
@@ -65,5 +67,5 @@ def resolve(name: str | Path) -> HfModel:
 
 
 def resolve_options(args: Any) -> dict[str, HfModel]:
-    """Every model that a command's options name, by option."""
+    """Resolve every model that a command's options name, by option."""
     return {option: resolve(name) for option, name in models_in(args).items()}

@@ -12,4 +12,4 @@ ROPE_KEYS = (
     "rope_parameters",
     "partial_rotary_factor",
 )
-"""What transformers' init functions read of a config; every family here spells them so."""
+"""Keys of a config that transformers' init functions read; every family here uses these names."""

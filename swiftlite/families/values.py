@@ -75,12 +75,12 @@ _OBJECTS = ("rope_parameters", "rope_scaling")
 
 
 def value_problems(hf_config: Mapping[str, Any]) -> list[str]:
-    """One line for every key whose value no model can have."""
+    """Return one line for every key whose value no model can have."""
     problems = []
     for key, (lowest, highest) in _SIZES.items():
         value = hf_config.get(key)
         if value is not None and not (_is_whole(value) and lowest <= value <= highest):
-            problems.append(f"{key} {_shown(value)} is not a whole number from {lowest} to {highest}")
+            problems.append(f"{key} {_shown(value)} is not an integer from {lowest} to {highest}")
     problems += _number_problems(hf_config)
     for key in _FLAGS:
         if not isinstance(hf_config.get(key), bool | None):
@@ -89,7 +89,8 @@ def value_problems(hf_config: Mapping[str, Any]) -> list[str]:
         value = hf_config.get(key)
         is_list = isinstance(value, list) and all(isinstance(entry, kind) for entry in value)
         if value is not None and not is_list:
-            problems.append(f"{key} {_shown(value)} is not a list of {'names' if kind is str else 'whole numbers'}")
+            kind_of_entries = "names" if kind is str else "integers"
+            problems.append(f"{key} {_shown(value)} is not a list of {kind_of_entries}")
     for key in _OBJECTS:
         value = hf_config.get(key)
         if isinstance(value, dict):

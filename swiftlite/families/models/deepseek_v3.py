@@ -28,10 +28,11 @@ def _check(hf_config: HfConfig) -> None:
 
 
 def problems_of(hf_config: HfConfig) -> list[str]:
-    """One line for every setting of latent attention and mixture that would be ignored, or that makes no sense."""
+    """Return one line for every setting of latent attention and mixture that would be ignored, or that makes no
+    sense."""
     problems = dense.missing_numbers(hf_config, _REQUIRED)
     if "q_lora_rank" not in hf_config:
-        problems.append("q_lora_rank is missing; it is null in models without a query latent")
+        problems.append("q_lora_rank is missing; set it to null for a model without a query latent")
     if not problems:
         problems += dense.problems_of(
             # Where it is stated, it is the rotary part; where not, the hidden size need not divide into heads.
@@ -52,7 +53,7 @@ def _layer(hf_config: HfConfig, number: int) -> Layer:
 
 
 def attention(hf_config: HfConfig) -> LatentAttention:
-    """Latent attention with the sizes of a config.json."""
+    """Return latent attention with the sizes of a config.json."""
     hf_rope = {key: hf_config[key] for key in ROPE_KEYS if key in hf_config}
     hf_rope["head_dim"] = hf_config["qk_rope_head_dim"]
     return LatentAttention(

@@ -30,7 +30,7 @@ _MEMORY_NAMES = {
 
 
 def _in_glm_words(hf_config: HfConfig) -> dict[str, Any]:
-    """The config with its keys for the mixture as GLM-4.5 spells them."""
+    """Return the config with its keys for the mixture as in GLM-4.5."""
     words = {glm: hf_config[own] for own, glm in _GLM_KEYS.items() if own in hf_config}
     fixed = {"norm_topk_prob": True, "n_group": 1, "topk_group": 1}
     return {**hf_config, **words, **fixed, "first_k_dense_replace": moe.num_dense_of_types(hf_config)}
@@ -42,7 +42,7 @@ def _check(hf_config: HfConfig) -> None:
     )
     problems += dense.missing_numbers(hf_config, (*_GLM_KEYS, "moe_intermediate_size"))
     if not isinstance(dense.rope_theta(hf_config), int | float):
-        problems.append("rope_parameters: rope_theta is missing, and readers take different ones for granted")
+        problems.append("rope_parameters: rope_theta is missing, and its default differs between readers")
     if not problems:
         problems += [_in_own_words(line) for line in moe.mixture_problems(_in_glm_words(hf_config))]
         problems += _contradictions(hf_config)
@@ -56,7 +56,8 @@ def _in_own_words(problem: str) -> str:
 
 
 def _contradictions(hf_config: HfConfig) -> list[str]:
-    """transformers reads `mlp_layer_types` and `moe_intermediate_size`; engines read the same from two other keys."""
+    """Return one line per contradiction: transformers reads `mlp_layer_types` and `moe_intermediate_size`; engines read
+    the same from two other keys."""
     problems = moe.layer_type_problems(hf_config)
     ffn = hf_config["moe_intermediate_size"]
     if hf_config.get("expert_hidden_dim", ffn) != ffn:

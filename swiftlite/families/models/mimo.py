@@ -20,7 +20,9 @@ def _frame_rows(hf_config: HfConfig, head: int) -> list[Row]:
 
 def _head_of(hf_config: HfConfig, hf_key: str) -> int | None:
     match = re.match(r"model\.mtp_layers\.(\d*)", hf_key)
-    return None if match is None else int(match.group(1) or 0)
+    if match is None:
+        return None
+    return int(match.group(1) or 0)
 
 
 MIMO = Family(

@@ -1,6 +1,6 @@
 """Qwen3.5 and 3.6, dense and with experts: Qwen3-Next's layers with separate projections in files.
 
-Most are published as vision-language models: the language model's settings stand in config.json under `text_config`
+Most are published as vision-language models: the language model's settings are in config.json under `text_config`
 (`bridge/hf_config.py` reads them), its tensors under `model.language_model.`, and what is not of it is carried through.
 
 Next: `qwen3_next.py`.

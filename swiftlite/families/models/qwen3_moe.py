@@ -7,8 +7,9 @@ from swiftlite.families.mlp import MixtureOfExperts, Mlp
 
 
 def _num_experts(hf_config: HfConfig) -> int:
-    """The hub's config.json says num_experts; transformers 5 writes num_local_experts."""
-    return hf_config["num_experts" if "num_experts" in hf_config else "num_local_experts"]
+    """Return the number of experts: the hub's config.json says num_experts; transformers 5 writes num_local_experts."""
+    key = "num_experts" if "num_experts" in hf_config else "num_local_experts"
+    return hf_config[key]
 
 
 def _is_moe_layer(hf_config: HfConfig, layer: int) -> bool:
@@ -21,11 +22,11 @@ def _check(hf_config: HfConfig) -> None:
 
 
 def mixture_problems(hf_config: HfConfig) -> list[str]:
-    """Settings of the mixture that megatron-core does not compute, one line each."""
+    """Return settings of the mixture that megatron-core does not compute, one line each."""
     problems = dense.missing_numbers(hf_config, ("num_experts_per_tok", "moe_intermediate_size", "num_hidden_layers"))
     experts = hf_config.get("num_experts", hf_config.get("num_local_experts"))
     if not isinstance(experts, int) or experts < 1:
-        problems.append(f"num_experts {experts!r} is not a number of experts")
+        problems.append(f"num_experts {experts!r} is not a valid number of experts")
     if not problems:
         topk = hf_config["num_experts_per_tok"]
         if not 0 < topk <= experts:
@@ -33,7 +34,9 @@ def mixture_problems(hf_config: HfConfig) -> list[str]:
         if not any(_is_moe_layer(hf_config, layer) for layer in range(hf_config["num_hidden_layers"])):
             problems.append("decoder_sparse_step and mlp_only_layers leave no layer with experts")
         if topk == 1 and hf_config.get("norm_topk_prob", False):
-            problems.append("norm_topk_prob True is not supported with num_experts_per_tok 1: no router would learn")
+            problems.append(
+                "norm_topk_prob True is not supported with num_experts_per_tok 1: the router would not learn"
+            )
     return problems
 
 
@@ -42,12 +45,14 @@ def _layer(hf_config: HfConfig, number: int) -> Layer:
 
 
 def mlp(hf_config: HfConfig, number: int) -> Mlp | MixtureOfExperts:
-    """The MLP of decoder layer `number`, from 0; a mixture where `decoder_sparse_step` says so."""
-    return mixture(hf_config) if _is_moe_layer(hf_config, number) else dense.mlp(hf_config)
+    """Return the MLP of decoder layer `number`, from 0; a mixture if `decoder_sparse_step` says so."""
+    if _is_moe_layer(hf_config, number):
+        return mixture(hf_config)
+    return dense.mlp(hf_config)
 
 
 def mixture(hf_config: HfConfig) -> MixtureOfExperts:
-    """The mixture with the sizes of a config.json, without shared experts."""
+    """Return the mixture with the sizes of a config.json, without shared experts."""
     return MixtureOfExperts(
         hidden=hf_config["hidden_size"],
         experts=_num_experts(hf_config),

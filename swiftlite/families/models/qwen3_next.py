@@ -32,7 +32,7 @@ def _check(hf_config: HfConfig) -> None:
 
 
 def hybrid_problems(hf_config: HfConfig, **neutral: tuple[Any, ...]) -> list[str]:
-    """Settings of the layers that are not computed, one line each.
+    """Return settings of the layers that are not computed, one line each.
 
     Args:
         neutral: as for `dense.problems_of`.
@@ -53,7 +53,7 @@ def hybrid_problems(hf_config: HfConfig, **neutral: tuple[Any, ...]) -> list[str
     if len(kinds) != layers:
         problems.append(f"layer_types has {len(kinds)} entries, num_hidden_layers is {layers}")
     if not kinds or kinds[-1] != _FULL:
-        problems.append(f"the last layer has no full attention, as heads have; layer_types must end with {_FULL!r}")
+        problems.append(f"layer_types must end with {_FULL!r}, the attention of the MTP heads")
     values, keys = hf_config["linear_num_value_heads"], hf_config["linear_num_key_heads"]
     if values % keys:
         problems.append(f"linear_num_value_heads {values} is not a multiple of linear_num_key_heads {keys}")
@@ -61,7 +61,7 @@ def hybrid_problems(hf_config: HfConfig, **neutral: tuple[Any, ...]) -> list[str
 
 
 def layer_types(hf_config: HfConfig) -> Sequence[str]:
-    """The kind of each layer: stated, or full attention in every `full_attention_interval`th."""
+    """Return the kind of each layer: stated, or full attention in every `full_attention_interval`th."""
     stated = hf_config.get("layer_types")
     if stated is not None:
         return stated
@@ -71,7 +71,7 @@ def layer_types(hf_config: HfConfig) -> Sequence[str]:
 
 
 def attention(hf_config: HfConfig, number: int, *, hf_is_grouped: bool) -> GatedDeltaNet | GroupedQueryAttention:
-    """The attention of decoder layer `number`, from 0."""
+    """Return the attention of decoder layer `number`, from 0."""
     if layer_types(hf_config)[number] == _FULL:
         return dense.attention(hf_config, qk_norm=True, output_gate=True)
     return GatedDeltaNet(
@@ -86,7 +86,7 @@ def attention(hf_config: HfConfig, number: int, *, hf_is_grouped: bool) -> Gated
 
 
 def mlp(hf_config: HfConfig, number: int) -> MixtureOfExperts | Mlp:
-    """Qwen3 MoE's mixture with a shared expert behind a gate, or a dense MLP where the config says so."""
+    """Return Qwen3 MoE's mixture with a gated shared expert, or a dense MLP if the config says so."""
     kind = qwen3_moe.mlp({**_NORMED, **hf_config}, number)
     if isinstance(kind, MixtureOfExperts):
         return replace(kind, shared_ffn=hf_config["shared_expert_intermediate_size"], shared_gate=True)
