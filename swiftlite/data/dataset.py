@@ -149,11 +149,7 @@ def load_train_val(
         val_flag = "--val_dataset" if _is_offered("val_dataset", offered) else "--dataset"
         val = _kept(val_rows, val_encoded, val_flag, encoder, offered)
     else:
-        held_out = split(len(train), split_dataset_ratio, seed)
-        if split_dataset_ratio > 0 and not len(held_out):
-            report.notes.append("--split_dataset_ratio: there is only one row; none is held out for evaluation")
-        val = [train[index] for index in held_out]
-        train = [train[index] for index in np.delete(np.arange(len(train)), held_out)]
+        train, val = _hold_out(train, split_dataset_ratio, seed, report)
 
     left_out: set[int] = set()
     if interleave_prob:
@@ -161,13 +157,7 @@ def load_train_val(
         left_out = {row.number for row in train} - {row.number for row in drawn}
         train = drawn
     _count_rows(train_rows.specs + val_rows.specs, encoded, left_out, report)
-    samples = list(chain.from_iterable(row.samples for row in train))
-    val_samples = list(chain.from_iterable(row.samples for row in val))
-    report.train_samples = len(samples)
-    report.val_samples = len(val_samples)
-    report.log()
-    val_conversations = [row.conversation for row in val]
-    return Data(samples, val_samples, val_conversations, report, digest([*samples, *val_samples]))
+    return _build_data(train, val, report)
 
 
 def _is_offered(option: str, offered: Collection[str] | None) -> bool:
@@ -336,6 +326,26 @@ def _kept(
     elif not _is_offered("max_length", offered):
         cut, hint = f"{max_length} tokens", "use rows with shorter questions"
     raise UserError(f"{flag}: truncated to {cut}, none of {len(lengths)} rows has a token to train on", hint)
+
+
+def _hold_out(rows: list[_Kept], ratio: float, seed: int, report: DataReport) -> tuple[list[_Kept], list[_Kept]]:
+    """Split the rows into those to train on and those held out."""
+    held_out = split(len(rows), ratio, seed)
+    if ratio > 0 and not len(held_out):
+        report.notes.append("--split_dataset_ratio: there is only one row; none is held out for evaluation")
+    train = [rows[index] for index in np.delete(np.arange(len(rows)), held_out)]
+    return train, [rows[index] for index in held_out]
+
+
+def _build_data(train: Sequence[_Kept], val: Sequence[_Kept], report: DataReport) -> Data:
+    """Build the data of these rows, and log the report."""
+    samples = list(chain.from_iterable(row.samples for row in train))
+    val_samples = list(chain.from_iterable(row.samples for row in val))
+    report.train_samples = len(samples)
+    report.val_samples = len(val_samples)
+    report.log()
+    val_conversations = [row.conversation for row in val]
+    return Data(samples, val_samples, val_conversations, report, digest([*samples, *val_samples]))
 
 
 def _draw(rows: Sequence[_Kept], files: Sequence[str], mixture: Mixture) -> list[_Kept]:

@@ -24,7 +24,7 @@ class Sample:
         channel: the row's own name for its domain.
         trains_heads: whether MTP heads learn from it; they do not imitate a rejected answer.
         others: sequences that stay with this one, such as the rejected answer of a pair; they count as one sample.
-        companion: a sequence that is scored in micro-batches of its own and not trained on (`rated.py`).
+        companion: a sequence that is scored in separate micro-batches and not trained on (`rated.py`).
         extras: values of the training method, by the names that it declares (`batch.Extra`): a number, an array of one
             entry per token, or a tuple of items, which are not cut with the tokens.
     """
