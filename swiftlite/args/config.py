@@ -94,8 +94,7 @@ def convert(option: Option, value: Any) -> Any:
     if typing.get_origin(kind) is list and (empty or value in (["none"], ["null"])):
         return []
     if kind in (list[int], list[float]):
-        (number_kind,) = typing.get_args(kind)
-        return [_validated(number_kind, number) for number in _numbers(value)]
+        return _validated_numbers(kind, value)
     if kind == list[str]:
         if isinstance(value, str):
             value = [value]
@@ -127,6 +126,24 @@ def _validated(kind: Any, value: Any, hint: str = "") -> Any:
     if kind is int and abs(valid) >= 2**63:  # arithmetic with floats would overflow
         raise UserError(f"expected {_EXPECTED[kind]} below 2^63, not {_show(value)}")
     return valid
+
+
+def _validated_numbers(kind: Any, value: Any) -> list[Any]:
+    """Return a list of numbers.
+
+    Raises:
+        UserError: lists all values that are not numbers.
+    """
+    (number_kind,) = typing.get_args(kind)
+    numbers, problems = [], []
+    for number in _numbers(value):
+        try:
+            numbers.append(_validated(number_kind, number))
+        except UserError as error:
+            problems.append(error.problem)
+    if problems:
+        raise UserError("; ".join(problems))
+    return numbers
 
 
 def _show(value: Any) -> str:

@@ -1,1 +1,1 @@
-"""`swiftlite bench`: the servers that `deploy` would start, measured with and without drafts."""
+"""Run `swiftlite bench`: measure the servers that `deploy` would start, with and without drafts."""

@@ -33,11 +33,11 @@ DRAWN = ("bench.svg", "bench.html")
 
 
 def run(args: BenchArgs) -> None:
-    """Measure, print a table and what to start; write bench.json, bench.svg and bench.html.
+    """Measure, print a table and recommendations, and write bench.json, bench.svg and bench.html.
 
     Raises:
-        UserError: the engine would not draft that many tokens with these heads, or verify them at this temperature, or
-            a prompt is too long: before any server starts. A server that fails: what was measured before it is kept.
+        UserError: the engine does not support the number of draft tokens or the temperature, or a prompt is too long
+            (before any server starts); or a server fails (previous measurements are kept).
     """
     model = resolve_served(args.model)
     tokenizer = load_tokenizer(model.directory, args.trust_remote_code)
@@ -56,8 +56,10 @@ def run(args: BenchArgs) -> None:
     with raises_at_sigterm():
         for k in [*numbers, 0]:
             is_last = len(servers) == len(numbers)
-            log = output_dir / f"server_{k}{'_again' if is_last else ''}.log"
-            logger.info("%s: starting a server; its log: %s", describe(k), log)
+            log = output_dir / f"server_{k}.log"
+            if is_last:
+                log = output_dir / f"server_{k}_again.log"
+            logger.info("%s: starting a server, log: %s", describe(k), log)
             servers.append(measure(args, k, url, commands[k], prompts, sampling, log))
             content = environment | report.to_json(args, servers, is_complete=is_last)
             atomic_write(output_dir / report.BENCH_JSON, json.dumps(content, indent=2).encode() + b"\n")
@@ -70,30 +72,30 @@ def run(args: BenchArgs) -> None:
         logger.warning("%s", warning)
     atomic_write(output_dir / "bench.svg", bench_chart(content))
     atomic_write(output_dir / "bench.html", render(bench_page(content)))
-    logger.info("%s, bench.svg and bench.html", output_dir / report.BENCH_JSON)
+    logger.info("wrote %s, bench.svg and bench.html", output_dir / report.BENCH_JSON)
 
 
 def load(args: BenchArgs, model: HfModel, template: ChatTemplate) -> list[list[int]]:
-    """The prompts as token ids.
+    """Load the prompts as token ids.
 
     Raises:
-        UserError: fewer than the largest concurrency, or one that leaves no room for an answer; names its row.
+        UserError: there are fewer prompts than the largest concurrency, or one leaves no room for an answer (named).
     """
     asked = [chat.prompt() for chat in load_prompts(args.val_dataset, system=args.system)][: args.max_prompts]
     if len(asked) < max(args.concurrency):
         raise UserError(
-            f"--concurrency {max(args.concurrency)}, but --val_dataset has {len(asked)} prompts, so this "
-            "concurrency is not reached",
-            "add rows to --val_dataset, or lower --concurrency",
+            f"--concurrency {max(args.concurrency)} exceeds the {len(asked)} prompts in --val_dataset",
+            "add rows to --val_dataset, or use a smaller --concurrency",
         )
     prompts = [encode_prompt(template, chat) for chat in asked]
-    limit = args.max_model_len or model.config["max_position_embeddings"]
+    limit, name = model.config["max_position_embeddings"], "max_position_embeddings"
+    if args.max_model_len:
+        limit, name = args.max_model_len, "--max_model_len"
     for chat, prompt in zip(asked, prompts, strict=True):
         if len(prompt) + args.max_new_tokens > limit:
-            name = "--max_model_len" if args.max_model_len else "max_position_embeddings"
             raise UserError(
-                f"{chat.source}: the prompt has {len(prompt)} tokens; with --max_new_tokens {args.max_new_tokens} that "
-                f"is more than {name} {limit}",
-                "shorten one of them, or leave the row out",
+                f"{chat.source}: the prompt has {len(prompt)} tokens, which with --max_new_tokens "
+                f"{args.max_new_tokens} exceeds {name} {limit}",
+                "shorten one of them, or remove the row",
             )
     return prompts

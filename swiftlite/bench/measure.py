@@ -1,6 +1,6 @@
-"""One server, from its start over all rounds at every concurrency to its end.
+"""Measure one server, with all rounds at every concurrency.
 
-How one prompt is sent is the engine's own (`engines/client.py`).
+The engine's client sends the prompts (`engines/client.py`).
 """
 
 import asyncio
@@ -28,12 +28,12 @@ WARM_UP = "warm-up"
 
 @dataclass(frozen=True)
 class ServerResult:
-    """One server, measured.
+    """The measurement of one server.
 
     Attributes:
-        num_speculative_tokens: drafted per step; 0 is a server without drafts.
-        command: as it would be typed, with *** for a key.
-        seconds_to_start: until it was healthy.
+        num_speculative_tokens: number of draft tokens per step; 0 for a server without drafts.
+        command: its command line, with *** for a key.
+        seconds_to_start: seconds until it was healthy.
         measured: one result for each concurrency.
     """
 
@@ -52,14 +52,14 @@ def measure(
     sampling: Sampling,
     log: Path,
 ) -> ServerResult:
-    """Start a server, send it every prompt at every concurrency `args.rounds` times, stop it.
+    """Start a server, send it every prompt at every concurrency `args.rounds` times, and stop it.
 
     Args:
-        url: where the command listens.
-        log: file for all that the server prints.
+        url: address of the server.
+        log: file for the server's output.
 
     Raises:
-        UserError: the server ended before it was ready, refuses a prompt or stopped answering.
+        UserError: the server ended before it was ready, rejected a prompt or stopped responding.
     """
     start = time.perf_counter()
     with serve(command, url, log) as server:
@@ -67,7 +67,7 @@ def measure(
         try:
             measured = asyncio.run(_ask(args, url, num_speculative_tokens, prompts, sampling))
         except aiohttp.ClientError as error:
-            raise server.failure(f"the server stopped answering: {error}") from None
+            raise server.failure(f"the server stopped responding: {error}") from None
     return ServerResult(num_speculative_tokens, redact_text(command.shell_line()), seconds_to_start, measured)
 
 
@@ -76,22 +76,26 @@ async def _ask(
 ) -> list[ConcurrencyResult]:
     measured = []
     async with connect(args.infer_backend, url, sampling, num_speculative_tokens) as client:
-        # The first answers pay for kernels and memory that later ones find ready.
+        # The first requests compile kernels and allocate memory.
         await generate_all(client, prompts, max(args.concurrency), WARM_UP)
         for concurrency in args.concurrency:
             counts_before, cached_before = await client.draft_counts(), await client.cached_tokens()
             rounds: list[Round] = []
             for number in range(args.rounds):
                 # Each round recomputes prompts, which share prefixes only within the round.
-                salt = WARM_UP if args.repeat_prompts else f"{concurrency} {number}"
+                salt = f"{concurrency} {number}"
+                if args.repeat_prompts:
+                    salt = WARM_UP
                 rounds.append(await generate_all(client, prompts, concurrency, salt))
-            counts = (await client.draft_counts()).since(counts_before)
+            counts = None
+            if num_speculative_tokens:
+                counts = (await client.draft_counts()).since(counts_before)
             cached = await client.cached_tokens() - cached_before
             asked = args.rounds * sum(map(len, prompts))
-            result = ConcurrencyResult(concurrency, rounds, counts if num_speculative_tokens else None, cached / asked)
+            result = ConcurrencyResult(concurrency, rounds, counts, cached / asked)
             measured.append(result)
             speeds = ", ".join(f"{speed:.1f}" for speed in result.speeds)
-            logger.info("%s, %d at once: %s tokens/s", describe(num_speculative_tokens), concurrency, speeds)
+            logger.info("%s, concurrency %d: %s tokens/s", describe(num_speculative_tokens), concurrency, speeds)
     return measured
 
 
@@ -100,7 +104,7 @@ async def connect(backend: str, url: str, sampling: Sampling, num_speculative_to
     """Return a client of the engine in --infer_backend.
 
     Args:
-        sampling: sampling settings; the seed is ignored, so each round draws other answers.
+        sampling: sampling settings; the seed is ignored, so each round samples other answers.
         num_speculative_tokens: number of tokens that the server drafts per step.
     """
     make_client = resolve_name(ENGINES[backend].client)
@@ -111,7 +115,7 @@ async def connect(backend: str, url: str, sampling: Sampling, num_speculative_to
 
 
 async def generate_all(client: Client, prompts: Sequence[Sequence[int]], concurrency: int, salt: str) -> Round:
-    """Every prompt once, `concurrency` of them under way until none is left."""
+    """Send every prompt once, with `concurrency` requests in flight."""
     answers: dict[int, Answer] = {}
     waiting = iter(enumerate(prompts))
 
@@ -127,4 +131,6 @@ async def generate_all(client: Client, prompts: Sequence[Sequence[int]], concurr
 
 def describe(num_speculative_tokens: int) -> str:
     """Return a description of a server for messages and the chart."""
-    return f"drafting {num_speculative_tokens or 'nothing'}"
+    if not num_speculative_tokens:
+        return "without drafts"
+    return f"{num_speculative_tokens} draft tokens"

@@ -1,4 +1,4 @@
-"""bench.html and bench.svg: the same as bench.json, to look at."""
+"""Make bench.html and bench.svg from the content of bench.json."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,8 +12,8 @@ from swiftlite.report.figure import Line, as_svg, draw_lines, number
 from swiftlite.report.page import Figure, Page, Section, Table, Tile
 
 COLUMNS = (
-    "drafted",
-    "at once",
+    "server",
+    "concurrency",
     "tokens/s",
     "slowest round",
     "fastest round",
@@ -23,35 +23,32 @@ COLUMNS = (
     "tokens per step",
     "answers equal",
 )
-AGAIN = "drafting nothing, again at the end"
+AGAIN = "without drafts, repeated at the end"
 
 
 def bench_page(content: Mapping[str, Any]) -> Page:
-    """The page of what bench.json has, complete."""
+    """Return the page of a complete bench.json."""
     servers = _named(content["servers"])
     choices = content["recommendations"]
-    tiles = [
-        Tile(
-            f"{choice['concurrency']} at once",
-            f"draft {choice['num_speculative_tokens']}" if choice["num_speculative_tokens"] else "draft nothing",
-            choice["reason"],
+    tiles = []
+    for choice in choices:
+        tiles.append(
+            Tile(f"concurrency {choice['concurrency']}", describe(choice["num_speculative_tokens"]), choice["reason"])
         )
-        for choice in choices
-    ]
-    lead = "How many tokens to draft, by the speed that was measured."
+    lead = "Recommended numbers of draft tokens, by measured speed."
     commands = list(dict.fromkeys(choice["command"] for choice in choices))
     if content["schedule_command"]:
         commands.append(content["schedule_command"])
     sections = [
-        Section("What to start", commands=commands),
+        Section("Recommended commands", commands=commands),
         Section("Speed", figures=_figures(servers), tables=[_table(servers, content["prompts"])]),
-        Section("How it was measured", tables=_environment(content)),
+        Section("Environment", tables=_environment(content)),
     ]
     return Page(f"Speed of {content['options']['model']}", lead, tiles, sections)
 
 
 def bench_chart(content: Mapping[str, Any]) -> bytes:
-    """bench.svg: tokens per second by concurrency, a line for each number of drafted tokens, every round a dot."""
+    """Draw bench.svg: tokens per second by concurrency, with a line for each server and a dot for each round."""
     figure = mpl_figure.Figure(figsize=(8, 4.5), layout="constrained")
     axis = figure.subplots()
     for name, results in _named(content["servers"]).items():
@@ -61,7 +58,7 @@ def bench_chart(content: Mapping[str, Any]) -> bytes:
             axis.plot([place] * len(speeds), speeds, ".", color=line.get_color(), alpha=0.5)
     concurrencies = [str(measured["concurrency"]) for measured in content["servers"][0]["measured"]]
     axis.set_xticks(range(len(concurrencies)), concurrencies)
-    axis.set(xlabel="requests at once", ylabel="tokens/s", ylim=(0, None))
+    axis.set(xlabel="concurrent requests", ylabel="tokens/s", ylim=(0, None))
     axis.legend(fontsize="small")
     return as_svg(figure)
 
@@ -75,7 +72,7 @@ def _named(servers: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
 def _figures(servers: Mapping[str, list[dict[str, Any]]]) -> list[Figure]:
     drawn = (
         ("tokens_per_second", "Tokens per second", "tokens/s"),
-        ("time_per_token_ms", "Time of a token, median", "ms"),
+        ("time_per_token_ms", "Time per token, median", "ms"),
         ("time_to_first_token_ms", "Time to the first token, median", "ms"),
     )
     figures = []
@@ -87,13 +84,15 @@ def _figures(servers: Mapping[str, list[dict[str, Any]]]) -> list[Figure]:
             if known:
                 lines.append(Line(server, known))
         if lines:
-            figures.append(draw_lines(name, title, lines, x="requests at once", y=y, has_ticks=True))
+            figures.append(draw_lines(name, title, lines, x="concurrent requests", y=y, has_ticks=True))
     return figures
 
 
 def _median(figures: float | Mapping[str, float] | None) -> float | None:
-    """Return the value: a single figure for rounds, one of several for requests."""
-    return figures["p50"] if isinstance(figures, Mapping) else figures
+    """Return the median of requests; a single figure of rounds unchanged."""
+    if isinstance(figures, Mapping):
+        return figures["p50"]
+    return figures
 
 
 def _table(servers: Mapping[str, list[dict[str, Any]]], num_prompts: int) -> Table:
@@ -101,6 +100,9 @@ def _table(servers: Mapping[str, list[dict[str, Any]]], num_prompts: int) -> Tab
     for name, results in servers.items():
         for measured in results:
             speeds = measured["tokens_per_second_of_rounds"]
+            equal = ""
+            if measured["answers_equal"] is not None:
+                equal = f"{measured['answers_equal']} of {num_prompts}"
             rows.append(
                 [
                     name,
@@ -112,7 +114,7 @@ def _table(servers: Mapping[str, list[dict[str, Any]]], num_prompts: int) -> Tab
                     milliseconds(measured["time_per_token_ms"]),
                     f"{measured['cached_share_of_prompts']:.0%}",
                     f"{measured['mean_accepted_length']:.2f}",
-                    "" if measured["answers_equal"] is None else f"{measured['answers_equal']} of {num_prompts}",
+                    equal,
                 ]
             )
     return Table("Medians of rounds, and of requests with their 90th percentile", COLUMNS, rows)

@@ -17,10 +17,10 @@ from swiftlite.report.table import text_table
 from swiftlite.runtime.environment import describe_machine, versions_of
 
 BENCH_JSON = "bench.json"
-# On an idle machine two servers without drafts differ by a few percent.
+# On an idle machine, the speeds of two servers without drafts differ by a few percent.
 MUCH_DRIFT = 0.1
 COLUMNS = (
-    "at once",
+    "concurrency",
     "drafted",
     "tokens/s",
     "ratio",
@@ -33,10 +33,10 @@ COLUMNS = (
 
 
 def choose_all(servers: Sequence[ServerResult]) -> dict[int, Choice]:
-    """The choice at each concurrency.
+    """Return the choice at each concurrency.
 
     Args:
-        servers: the first and the last draft nothing.
+        servers: measurements; the first and the last are without drafts.
     """
     first, *drafting, last = servers
     choices = {}
@@ -49,13 +49,20 @@ def choose_all(servers: Sequence[ServerResult]) -> dict[int, Choice]:
 
 
 def expected_answers(args: BenchArgs, servers: Sequence[ServerResult]) -> list[Answer] | None:
-    """The answers of the first server, which drafts nothing, at its first concurrency; None if answers were drawn."""
-    return None if args.temperature else servers[0].measured[0].rounds[0].answers
+    """Return the answers of the server without drafts at the first concurrency; None for sampled answers."""
+    if args.temperature:
+        return None
+    return servers[0].measured[0].rounds[0].answers
 
 
 def to_json(args: BenchArgs, servers: Sequence[ServerResult], is_complete: bool) -> dict[str, Any]:
     """Return the part of the report that changes with each server; recommendations follow the last."""
-    choices = choose_all(servers) if is_complete else {}
+    choices: dict[int, Choice] = {}
+    if is_complete:
+        choices = choose_all(servers)
+    schedule_command = None
+    if changes_with_load(args, choices):
+        schedule_command = schedule_line(args)
     return {
         "complete": is_complete,
         "servers": [_server_json(server, expected_answers(args, servers)) for server in servers],
@@ -63,7 +70,7 @@ def to_json(args: BenchArgs, servers: Sequence[ServerResult], is_complete: bool)
             {"concurrency": concurrency, **asdict(choice), "command": deploy_line(args, choice)}
             for concurrency, choice in choices.items()
         ],
-        "schedule_command": schedule_line(args) if changes_with_load(args, choices) else None,
+        "schedule_command": schedule_command,
     }
 
 
@@ -82,24 +89,30 @@ def describe_environment(args: BenchArgs) -> dict[str, Any]:
 
 
 def table(args: BenchArgs, servers: Sequence[ServerResult], choices: dict[int, Choice]) -> str:
-    """A line for each server and concurrency."""
+    """Return a table with a line for each server and concurrency."""
     expected = expected_answers(args, servers)
     rows: list[tuple[str, ...]] = [COLUMNS]
     for place, choice in enumerate(choices.values()):
         for server in servers[:-1]:
             k = server.num_speculative_tokens
-            ratio = f"{choice.ratios[k]:.2f}" if k else ""
+            ratio = ""
+            if k:
+                ratio = f"{choice.ratios[k]:.2f}"
             rows.append(_row(server.measured[place], str(k), ratio, expected))
         at_the_end = servers[-1].measured[place]
         rows.append(_row(at_the_end, "0, at the end", f"{1 + choice.drift:.2f}", expected))
     note = (
-        "Medians of rounds (slowest to fastest), and of requests in ms (90th percentile); ratios to drafting nothing."
+        "Medians of rounds (slowest to fastest), and of requests in ms (90th percentile); ratios relative to the "
+        "server without drafts."
     )
     return f"{text_table(rows)}\n\n{note}"
 
 
 def _row(result: ConcurrencyResult, drafted: str, ratio: str, expected: Sequence[Answer] | None) -> tuple[str, ...]:
     figures = result.to_json(expected)
+    equal = ""
+    if expected is not None:
+        equal = f"{figures['answers_equal']} of {len(expected)}"
     return (
         str(result.concurrency),
         drafted,
@@ -109,13 +122,15 @@ def _row(result: ConcurrencyResult, drafted: str, ratio: str, expected: Sequence
         milliseconds(figures["time_per_token_ms"]),
         f"{result.cached_share:.0%}",
         f"{figures['mean_accepted_length']:.2f}",
-        "" if expected is None else f"{figures['answers_equal']} of {len(expected)}",
+        equal,
     )
 
 
 def milliseconds(figures: Mapping[str, float] | None) -> str:
-    """The median of requests, and their 90th percentile."""
-    return f"{figures['p50']:.1f} ({figures['p90']:.1f})" if figures else ""
+    """Format the median of requests and their 90th percentile; empty if there are none."""
+    if not figures:
+        return ""
+    return f"{figures['p50']:.1f} ({figures['p90']:.1f})"
 
 
 def recommendations(args: BenchArgs, choices: dict[int, Choice]) -> str:
@@ -123,18 +138,18 @@ def recommendations(args: BenchArgs, choices: dict[int, Choice]) -> str:
     lines: list[str] = []
     for concurrency, choice in choices.items():
         lines.append(
-            f"{concurrency} at once: --num_speculative_tokens {choice.num_speculative_tokens}: {choice.reason}"
+            f"concurrency {concurrency}: --num_speculative_tokens {choice.num_speculative_tokens}: {choice.reason}"
         )
     commands = list(dict.fromkeys(deploy_line(args, choice) for choice in choices.values()))
     for command in commands:
         lines.append(f"\n    {command}")
     if changes_with_load(args, choices):
-        lines.append(f"\nOne server that drafts by the requests under way:\n\n    {schedule_line(args)}")
+        lines.append(f"\nA server that adapts to the number of in-flight requests:\n\n    {schedule_line(args)}")
     return "\n".join(lines)
 
 
 def changes_with_load(args: BenchArgs, choices: dict[int, Choice]) -> bool:
-    """Whether a server that changes with the load is worth its command."""
+    """Return whether a server that adapts to the load is recommended."""
     is_own = ENGINES[args.infer_backend].speculative_config(args) is None
     return is_own and len({choice.num_speculative_tokens for choice in choices.values()}) > 1
 
@@ -142,20 +157,20 @@ def changes_with_load(args: BenchArgs, choices: dict[int, Choice]) -> bool:
 def warnings(choices: dict[int, Choice]) -> list[str]:
     """Return a warning if the machine's speed changed a lot."""
     return [
-        f"concurrency {concurrency}: without drafts, tokens/s at the end were {1 + choice.drift:.2f}x those at the "
-        "start: the load of the machine changed, and ratios are not more accurate than that"
+        f"concurrency {concurrency}: the server without drafts was {1 + choice.drift:.2f}x as fast at the end as at "
+        "the start: the load of the machine changed, and ratios are inaccurate"
         for concurrency, choice in choices.items()
         if abs(choice.drift) > MUCH_DRIFT
     ]
 
 
 def deploy_line(args: BenchArgs, choice: Choice) -> str:
-    """The command that starts the server of a choice, with *** for a key."""
+    """Return the command that starts the server of a choice, with *** for a key."""
     return _shell_line(deploy_args(args, choice.num_speculative_tokens))
 
 
 def schedule_line(args: BenchArgs) -> str:
-    """The command that starts a server which drafts at every load what was chosen for it, with *** for a key."""
+    """Return the command of a server that adapts to the load as recommended, with *** for a key."""
     bench_json = str(Path(args.output_dir) / BENCH_JSON)
     return _shell_line(replace(deploy_args(args, 1), num_speculative_tokens=None, draft_schedule=bench_json))
 

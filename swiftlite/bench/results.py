@@ -1,4 +1,4 @@
-"""The arithmetic of `bench`: what was measured in a round and in rounds; and how many tokens to draft."""
+"""Compute the results of `bench`: figures of rounds, and the recommended number of draft tokens."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,9 +10,9 @@ import numpy as np
 from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.engines.client import Answer
 
-# Shares of rounds that are left out on the slow side of drafting and on the fast side of not drafting. With 5 rounds of
-# equal servers, normal noise and 3 numbers of tokens to choose from, one is taken for a gain in 1 of 110 runs; with the
-# quartiles in 1 of 7; and of real gains of 3 times the noise 13 % are missed, of the strictest rule, no overlap, 45 %.
+# Percentiles of slow rounds with drafts and of fast rounds without, which are compared. With 5 rounds of equal servers,
+# normal noise and 3 numbers of tokens, 1 of 110 runs reports a gain (with quartiles 1 of 7). Of real gains of 3 times
+# the noise 13 % are missed (with the strictest rule, no overlap, 45 %).
 SLOW_END, FAST_END = 10, 90
 
 
@@ -44,7 +44,7 @@ class ConcurrencyResult:
 
     @property
     def mean_accepted_length(self) -> float:
-        """Tokens of a step."""
+        """Tokens per step."""
         if self.counts is None:
             return 1.0
         return 1 + self.counts.accepted / max(self.counts.drafts, 1)
@@ -55,7 +55,7 @@ class ConcurrencyResult:
         return [each.tokens_per_second for each in self.rounds]
 
     def num_equal(self, expected: Sequence[Answer]) -> int:
-        """Prompts that got the expected answer in every round."""
+        """Count the prompts with the expected answer in every round."""
         count = 0
         for number, want in enumerate(expected):
             found = [each.answers[number] for each in self.rounds]
@@ -63,11 +63,16 @@ class ConcurrencyResult:
         return count
 
     def to_json(self, expected: Sequence[Answer] | None) -> dict[str, Any]:
-        """The form of bench.json.
+        """Return the result in the format of bench.json.
 
         Args:
-            expected: answers without drafts; None where answers were drawn, each time others.
+            expected: answers without drafts; None for sampled answers.
         """
+        num_equal = drafts = None
+        if expected is not None:
+            num_equal = self.num_equal(expected)
+        if self.counts:
+            drafts = self.counts.to_json()
         answers = list(chain.from_iterable(each.answers for each in self.rounds))
         per_token = [answer.seconds_per_token for answer in answers]
         return {
@@ -77,10 +82,10 @@ class ConcurrencyResult:
             "time_to_first_token_ms": _spread([answer.seconds_to_first for answer in answers]),
             "time_per_token_ms": _spread([value for value in per_token if value is not None]),
             "tokens_per_round": sum(answer.num_tokens for answer in self.rounds[0].answers),
-            "answers_equal": None if expected is None else self.num_equal(expected),
+            "answers_equal": num_equal,
             "cached_share_of_prompts": self.cached_share,
             "mean_accepted_length": self.mean_accepted_length,
-            "drafts": self.counts.to_json() if self.counts else None,
+            "drafts": drafts,
         }
 
 
@@ -135,14 +140,14 @@ def choose(
     best = max(ratios, key=ratios.__getitem__)
     if surely:
         chosen = max(surely, key=ratios.__getitem__)
-        return Choice(chosen, ratios, drift, f"{ratios[chosen]:.2f}x the tokens/s of drafting nothing")
+        return Choice(chosen, ratios, drift, f"{ratios[chosen]:.2f}x the tokens/s without drafts")
     if ratios[best] > lengths[best]:
         reason = (
-            f"{best} was {ratios[best]:.2f}x, more than the {lengths[best]:.2f} tokens of its steps can give: the "
+            f"{best} was {ratios[best]:.2f}x, which exceeds its {lengths[best]:.2f} tokens per step: the load of the "
             "machine changed"
         )
     elif ratios[best] > 1:
-        reason = f"{best} would be {ratios[best]:.2f}x, which is within what rounds differ by"
+        reason = f"{best} would be {ratios[best]:.2f}x, which is within the noise of rounds"
     else:
-        reason = f"drafting is slower, {ratios[best]:.2f}x at best"
+        reason = f"drafts are slower, {ratios[best]:.2f}x at best"
     return Choice(0, ratios, drift, reason)

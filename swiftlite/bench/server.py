@@ -15,10 +15,10 @@ from pathlib import Path
 from swiftlite.engines.server_command import ServerCommand
 from swiftlite.errors import UserError
 
-# Engines finish what they hold and stop their workers; vLLM on a CPU needs 2 s.
+# Engines drain in-flight requests and stop their workers, vLLM on a CPU in 2 s.
 SECONDS_TO_STOP = 60
 LINES_TO_SHOW = 15
-_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # this machine, whatever http_proxy says
+_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # ignores http_proxy for this machine
 
 
 @dataclass(frozen=True)
@@ -26,17 +26,17 @@ class Server:
     """A process that was started to serve.
 
     Attributes:
-        log: file with all that it prints.
+        log: file with its output.
     """
 
     process: subprocess.Popen
     log: Path
 
     def failure(self, what: str) -> UserError:
-        """The error of a server that did not do its part, with the end of its log."""
+        """Return the error of a failed server, with the end of its log."""
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-LINES_TO_SHOW:]
         tail = "".join(f"\n    | {line}" for line in lines)
-        return UserError(f"{what}; its log ends so:{tail}", f"all of it: {self.log}")
+        return UserError(f"{what}; end of its log:{tail}", f"see {self.log}")
 
 
 @contextlib.contextmanager
@@ -44,17 +44,17 @@ def serve(command: ServerCommand, url: str, log: Path) -> Iterator[Server]:
     """Start a server, wait until it is healthy, and stop it with all its children; they end if this process does.
 
     Args:
-        command: makes it listen at `url`.
-        log: file for all that it prints.
+        command: command of a server that listens at `url`.
+        log: file for its output.
 
     Raises:
-        UserError: it ended before it was healthy.
+        UserError: the server ended before it was healthy.
     """
     with log.open("wb") as stream:
         # A separate session: Ctrl-C reaches only this process, and remaining children can be found.
         process = subprocess.Popen(
             [sys.executable, "-m", "swiftlite.bench.watchdog", str(os.getpid()), *command.words],
-            # Unbuffered, so that the log has what is printed in the order of time, errors last.
+            # Unbuffered, so that the log is in order of time, with errors last.
             env={**os.environ, "PYTHONUNBUFFERED": "1", **command.variables},
             stdin=subprocess.DEVNULL,
             stdout=stream,
@@ -62,7 +62,7 @@ def serve(command: ServerCommand, url: str, log: Path) -> Iterator[Server]:
             start_new_session=True,
         )
     server = Server(process, log)
-    patience = 0  # what still starts holds nothing that it should finish
+    patience = 0  # a starting server has no requests to drain
     try:
         while not _is_healthy(url):
             if process.poll() is not None:
@@ -86,7 +86,7 @@ def _is_healthy(url: str) -> bool:
     try:
         with _opener.open(f"{url}/health", timeout=30) as response:
             return response.status == 200
-    except OSError:  # refused, or not healthy yet
+    except OSError:  # not listening, or not healthy yet
         return False
 
 

@@ -2,7 +2,7 @@
 
     python -m swiftlite.bench.watchdog PROCESS_ID_OF_BENCH COMMAND ...
 
-It leads a session, so the server and all that the server starts, engines and workers too, can be killed as one group.
+It leads a session, so the server and all its subprocesses, including workers, can be killed as one group.
 """
 
 import os
@@ -14,10 +14,10 @@ from swiftlite.runtime.parent import exit_with_parent
 
 
 def main(parent: int, words: list[str]) -> int:
-    """Run a command; returns its exit code.
+    """Run a command and return its exit code.
 
     Args:
-        parent: process id of `bench`, which has started this process in a session of its own.
+        parent: process id of `bench`, which started this process in a separate session.
     """
     servers: list[subprocess.Popen] = []
 
@@ -31,7 +31,9 @@ def main(parent: int, words: list[str]) -> int:
     exit_with_parent(parent, signal.SIGTERM)
     servers.append(subprocess.Popen(words))
     code = servers[0].wait()
-    return code if code >= 0 else 128 - code
+    if code < 0:  # a signal
+        return 128 - code
+    return code
 
 
 if __name__ == "__main__":

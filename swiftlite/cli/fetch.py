@@ -5,6 +5,7 @@ from typing import Any
 
 from swiftlite.args.commands import DoctorArgs, SftArgs
 from swiftlite.data.rows.hub_rows import fetch_rows
+from swiftlite.errors import UserError
 from swiftlite.hub import commits
 from swiftlite.hub.model import local_model
 from swiftlite.hub.name import dataset_names, models_in
@@ -33,7 +34,10 @@ def fetch(args: Any) -> None:
     """
     if isinstance(args, DoctorArgs):  # a plan requires no weights
         return
-    for name in models_in(args).values():
-        local_model(name)
+    for option, name in models_in(args).items():
+        try:
+            local_model(name)
+        except UserError as error:
+            raise UserError(f"--{option} {name}: {error.problem}", error.hint, error.exit_code) from None
     for name in dataset_names(args):
         fetch_rows(name)

@@ -18,55 +18,68 @@ def is_split_by_columns(name: str) -> bool:
 
 
 def adapter_parameters(rows: Iterable[Row], lora: Lora, rank: Rank) -> ParameterCount:
-    """The adapters of these rows on a rank: one of A and B is split with the layer, the other whole."""
+    """Count the adapters of these rows on a rank: A or B is split like the layer, the other is not."""
     dense, expert_total = 0, 0
     for row in adapted_rows(rows, lora):
-        is_expert = ".experts." in row.mcore
-        ranks = rank.etp if is_expert else rank.tp
-        number = 0
-        for module, (size_out, size_in) in zip(map(module_of, row.hf), row.hf.values(), strict=True):
-            if module in adapted_modules(row, lora):
-                whole, split = (size_out, size_in) if is_split_by_columns(row.mcore) else (size_in, size_out)
-                number += lora.rank * (whole + split // ranks)
-                if lora.has_magnitudes:
-                    number += size_out if is_split_by_columns(row.mcore) else size_out // ranks
-        if is_expert:
-            expert_total += number
+        if ".experts." in row.mcore:
+            expert_total += _adapter_size(row, lora, rank.etp)
         else:
-            dense += number
+            dense += _adapter_size(row, lora, rank.tp)
     return ParameterCount(dense, expert_total // rank.ep)
+
+
+def _adapter_size(row: Row, lora: Lora, ranks: int) -> int:
+    """Count the parameters on one of the ranks that share the layers of a row."""
+    number = 0
+    for module, (size_out, size_in) in zip(map(module_of, row.hf), row.hf.values(), strict=True):
+        if module not in adapted_modules(row, lora):
+            continue
+        if is_split_by_columns(row.mcore):
+            magnitudes = size_out
+            number += lora.rank * (size_out + size_in // ranks)
+        else:
+            magnitudes = size_out // ranks
+            number += lora.rank * (size_in + size_out // ranks)
+        if lora.has_magnitudes:
+            number += magnitudes
+    return number
 
 
 def adapter_macs(layer: Layer, rows: Sequence[Row], lora: Lora) -> int:
     """Return the multiply-adds per token of a layer's adapters, with only the experts that the router selects."""
     count = adapter_parameters(rows, lora, Rank())
-    experts = layer.mlp.experts
-    return count.dense + (count.expert * layer.mlp.topk // experts if experts else 0)
+    if not layer.mlp.experts:
+        return count.dense
+    return count.dense + count.expert * layer.mlp.topk // layer.mlp.experts
 
 
 def adapter_activation_bytes(layer: Layer, rows: Iterable[Row], lora: Lora, rank: Rank) -> int:
-    """Bytes that DoRA keeps of a layer for the backward pass: what lengths are given to, as large as the outputs.
+    """Count the bytes that DoRA stores of a layer for the backward pass: outputs before they are scaled.
 
     Args:
-        layer: whose experts these rows are of, if they are.
+        layer: the layer of these rows.
     """
     if not lora.has_magnitudes:
         return 0
     dense, expert_total = 0, 0
     for row in adapted_rows(rows, lora):
         size = sum(shape[0] for shape in row.hf.values())
-        is_whole, is_expert = is_split_by_columns(row.mcore), ".experts." in row.mcore
-        if is_expert:
-            expert_total += size if is_whole else size // rank.etp
+        is_whole = is_split_by_columns(row.mcore)
+        if ".experts." in row.mcore and is_whole:
+            expert_total += size
+        elif ".experts." in row.mcore:
+            expert_total += size // rank.etp
+        elif is_whole:
+            dense += size * rank.sequence_tokens
         else:
-            dense += size * rank.sequence_tokens if is_whole else size // rank.tp * rank.tokens
+            dense += size // rank.tp * rank.tokens
     if expert_total:
         expert_total = expert_total // layer.mlp.experts * rank.sequence_tokens * rank.etp * layer.mlp.topk
     return (dense + expert_total) * rank.itemsize
 
 
 def saved_parameters(rows: Iterable[Row], lora: Lora, rank: Rank) -> dict[str, int]:
-    """Parameters on a rank of the modules that learn in full, by Megatron name."""
+    """Count the parameters on a rank of the modules that are trained in full, by Megatron name."""
     rows = list(rows)
     names = saved_names(lora, rows)
     found = {}
@@ -74,5 +87,7 @@ def saved_parameters(rows: Iterable[Row], lora: Lora, rank: Rank) -> dict[str, i
         for name in (row.mcore, *row.mcore_copies):
             if name in names:
                 ((size, *others),) = row.hf.values()
-                found[name] = -(-size // rank.tp) * others[0] if others else size
+                if others:  # a matrix, whose rows are split
+                    size = -(-size // rank.tp) * others[0]
+                found[name] = size
     return found

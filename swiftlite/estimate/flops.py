@@ -38,11 +38,11 @@ class Flops:
 
     @property
     def per_token(self) -> float:
-        """Per token where all are learned; with `square`, what `data.packing.schedule` balances over ranks."""
+        """Operations per token if all are trained; `data.packing.schedule` balances this and `square` over ranks."""
         return self.linear + sum(self.targets)
 
     def step(self, num_tokens: int, squares: int, num_targets: Sequence[int]) -> float:
-        """Operations of a step.
+        """Return the operations of a step.
 
         Args:
             num_tokens: sum of the lengths of its sequences.
@@ -76,16 +76,21 @@ def training_flops(
     """
     architecture = architecture_of(hf_config)
     hidden, block, num_drafts = architecture.outside.hidden, architecture.mtp_block, heads.drafts
-    trunk_passes, output_passes = (1, 2) if heads_only else (3, 3)
+    trunk_passes = output_passes = head_passes = 3
+    if heads_only:
+        trunk_passes, output_passes = 1, 2
     if trunk_is_read:
         trunk_passes = 0
-    matrix_passes, head_passes = trunk_passes, 3
+    matrix_passes = trunk_passes
     trunk = _PER_MAC * sum(layer.macs_per_token() for layer in architecture.layers)
     mtp_layer = _PER_MAC * (block.macs_per_token() + 2 * hidden**2)  # and its projection
     adapters, head_adapters = 0, 0
     if lora is not None:
-        matrix_passes, head_passes = min(trunk_passes, 2), 3 if lora.heads == "full" else 2
-        output_passes = 3 if not heads_only and _output_layer_learns(architecture, lora) else 2
+        matrix_passes = min(trunk_passes, 2)
+        if lora.heads != "full":
+            head_passes = 2
+        if heads_only or not _output_layer_learns(architecture, lora):
+            output_passes = 2
         for number, layer in enumerate(architecture.layers):
             adapters += 3 * _PER_MAC * adapter_macs(layer, architecture.layer_rows(number), lora)
         head_adapters = 3 * _PER_MAC * adapter_macs(block, lift(block.rows(), "mtp.", ""), lora)
@@ -94,10 +99,13 @@ def training_flops(
     square = trunk_passes * trunk_pairs + 3 * block.attention.macs_per_pair() * num_drafts
     vocabulary = _PER_MAC * architecture.outside.vocab * hidden
     drafted = _PER_MAC * len(heads.draft_vocab) * hidden or vocabulary
+    trunk_target = output_passes * vocabulary
+    if heads_only:
+        trunk_target = trunk_passes * vocabulary
     return Flops(
         linear=matrix_passes * trunk + adapters + (head_passes * mtp_layer + head_adapters) * num_drafts + square,
         square=square,
-        targets=((trunk_passes if heads_only else output_passes) * vocabulary, *[output_passes * drafted] * num_drafts),
+        targets=(trunk_target, *[output_passes * drafted] * num_drafts),
     )
 
 

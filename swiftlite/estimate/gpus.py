@@ -5,7 +5,7 @@ from dataclasses import dataclass
 _GB = 1e9
 _TB = 1e12
 _ETHERNET = 12.5 * _GB
-"""A network port of 100 gigabits."""
+"""Network port of 100 Gbit/s."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,10 @@ GPUS = {
     "L40S": Gpu(8.9, 362e12, 142, 48, 0.864 * _TB, 32 * _GB, network=_ETHERNET),
     "4090": Gpu(8.9, 165e12, 128, 24, 1.008 * _TB, 32 * _GB, network=_ETHERNET),
 }
-"""By a part of the name that the driver has for it; the first that fits is meant. Rounded from published figures;
-the network is an assumption, a port of 400 gigabits for each GPU where nothing else stands."""
+"""By a part of the driver's name for the GPU; the first match counts. Rounded from published figures. The network is an
+assumption, by default a port of 400 Gbit/s per GPU."""
 
 
 def gpu_named(name: str) -> Gpu | None:
-    """The GPU that a driver calls so; None where nothing is known of it."""
+    """Return the GPU with this name in the driver; None if it is unknown."""
     return next((gpu for part, gpu in GPUS.items() if part in name), None)

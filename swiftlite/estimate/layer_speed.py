@@ -17,13 +17,13 @@ from swiftlite.families.layer import Layer
 from swiftlite.plan.low_precision import LowPrecision
 
 _BYTES_MOVED = 4.5
-"""Bytes that elementwise kernels move, forward and backward, for each byte that autograd keeps of a layer. Counted as
-`tests/model/test_kernels.py` does, a layer of Qwen3 8B has 3.6; of 3 and 4.5, Megatron's figures fit this better."""
+"""Bytes that elementwise kernels move, forward and backward, per byte that autograd stores of a layer. Counted as in
+`tests/model/test_kernels.py`, a layer of Qwen3 8B has 3.6; of 3 and 4.5, 4.5 fits Megatron's figures better."""
 
 
 @dataclass(frozen=True)
 class Seconds:
-    """Seconds by what they are spent on."""
+    """Seconds by activity."""
 
     products: float = 0
     attention: float = 0
@@ -54,14 +54,14 @@ class LayerSpeed:
 
     def __init__(self, architecture: Architecture, setup: Setup, gpu: Gpu, software: Software):
         self.architecture, self.setup, self.gpu, self.software = architecture, setup, gpu, software
-        # What is recomputed is counted as such; here a rank that keeps all.
+        # Recomputation is counted separately; this rank stores everything.
         self.rank = dataclasses.replace(rank_of(architecture, setup), recomputed=frozenset())
         # Experts with adapters are computed one by one (`model/layers/experts.py`).
         self.has_grouped_experts = setup.is_fused and setup.lora is None
         self.is_trunk_frozen = setup.mtp_mode == "heads_only"
 
     def trunk_layer(self, layer: Layer, low: LowPrecision | None) -> Seconds:
-        """Forward and backward of a decoder layer; of a trunk that stays the forward pass alone."""
+        """Return the time of a decoder layer, forward and backward; only forward for a frozen trunk."""
         products = self._products(layer, low)
         forward = self._forward(layer, products)
         if self.is_trunk_frozen:
@@ -70,7 +70,7 @@ class LayerSpeed:
         return forward + backward + Seconds(recompute=self._recomputed(layer, products, forward))
 
     def mtp_layer(self) -> Seconds:
-        """Forward and backward of an MTP layer: a decoder layer behind a projection."""
+        """Return the time of an MTP layer, forward and backward: a projection and a decoder layer."""
         block, hidden, low = self.architecture.mtp_block, self.architecture.outside.hidden, self.setup.low_precision
         learns = self.setup.lora is None or self.setup.lora.heads == "full"
         projection = Product(self.rank.tokens, hidden // self.rank.tp, 2 * hidden)
@@ -87,7 +87,7 @@ class LayerSpeed:
 
     def _forward(self, layer: Layer, products: list[Product]) -> Seconds:
         gather, exchange = self._tensor_collective(), self._expert_exchange(layer)
-        # Of the two of a half layer, one gathers what is quantised, the other scatters sums.
+        # A half layer has two collectives: a gather of quantised states, and a reduce-scatter.
         exposed = self.software.exposed_tp[0] * (self._gather_of(products) + gather) / 2
         quantising = sum(product.quantising()[0] for product in products)
         return Seconds(
@@ -101,12 +101,14 @@ class LayerSpeed:
 
     def _backward(self, layer: Layer, products: list[Product], learns: bool) -> Seconds:
         exchange = self._expert_exchange(layer)
-        weights = sum(product.weights for product in products) if learns else 0
+        weights = 0
+        if learns:
+            weights = sum(product.weights for product in products)
         quantising = sum(product.quantising()[1] for product in products)
         added = memory_seconds(self.gpu, weights * self.software.gradient_bytes)
         return Seconds(
             products=sum(product.backward(self.gpu, learns) for product in products),
-            attention=2.5 * self._attention(layer),  # five products of scores where forward has two
+            attention=2.5 * self._attention(layer),  # five products, two in the forward pass
             elementwise=2 / 3 * self._elementwise(layer) + added + memory_seconds(self.gpu, quantising),
             tensor_parallel=self.software.exposed_tp[1] * self._gather_of(products) * _shared_halves(layer),
             context_parallel=self._context_gather(layer),
@@ -117,7 +119,7 @@ class LayerSpeed:
         return list(products_of(layer, self.rank, self.has_grouped_experts, self.software.stack_bytes, low))
 
     def _attention(self, layer: Layer) -> float:
-        """Seconds of attention itself, forward: each token of a row with those before it."""
+        """Return the seconds of core attention, forward: each token of a row with the previous ones."""
         length = self.setup.max_length
         pairs = self.setup.micro_batch_size * length * (length + 1) / 2
         flops = 2 * layer.attention.macs_per_pair() * pairs / (self.rank.tp * self.rank.cp)
@@ -128,37 +130,42 @@ class LayerSpeed:
         return memory_seconds(self.gpu, _BYTES_MOVED * layer.activation_bytes(self.rank))
 
     def _tensor_collective(self, low: LowPrecision | None = None) -> float:
-        """Seconds of gathering, or summing and scattering, a layer's states over tensor-parallel ranks."""
-        itemsize = low.quantised.copy if low else self.rank.itemsize
+        """Return the seconds of a gather or reduce-scatter of a layer's states over tensor-parallel ranks."""
+        itemsize: float = self.rank.itemsize
+        if low:
+            itemsize = low.quantised.copy
         num_bytes = self.rank.tokens * self.architecture.outside.hidden * itemsize
         return collective_seconds(self.gpu, self.rank.tp, 1, num_bytes)
 
     def _gather_of(self, products: list[Product]) -> float:
-        """Seconds of gathering states that a half layer's products take, which are quantised first."""
-        low = next((product.low for product in products if product.low), None)
-        return self._tensor_collective(low if self.rank.sequence_parallel else None)
+        """Return the seconds of gathering the inputs of a half layer's products, which are quantised first."""
+        if not self.rank.sequence_parallel:
+            return self._tensor_collective()
+        return self._tensor_collective(next((product.low for product in products if product.low), None))
 
     def _context_gather(self, layer: Layer) -> float:
-        """Seconds of gathering keys and values, or what they are made of, from the ranks that share a row."""
+        """Return the seconds of gathering keys and values, or their latent form, from the ranks that share a row."""
         row_bytes = layer.attention.gathered(self.rank) * self.rank.cp
         return collective_seconds(self.gpu, self.rank.cp, self.rank.tp, row_bytes)
 
     def _expert_exchange(self, layer: Layer) -> float:
-        """Seconds of sending each token to the ranks of its experts, or back."""
+        """Return the seconds of sending each token to the ranks of its experts, or back."""
         if not layer.mlp.experts:
             return 0
         states = self.rank.hidden_state_bytes(self.architecture.outside.hidden)
         return exchange_seconds(self.gpu, self.rank.ep, self.rank.etp, states * layer.mlp.topk)
 
     def _recomputed(self, layer: Layer, products: list[Product], forward: Seconds) -> float:
-        """Seconds of computing a layer's forward pass, or modules of it, a second time."""
+        """Return the seconds of recomputing a layer's forward pass, or modules of it."""
         recompute = self.setup.recompute
         if recompute.recompute_granularity == "none":
             return 0
         if recompute.recompute_granularity == "full":
             return forward.total * self._recomputed_part()
         modules = set(recompute.recompute_modules)
-        seconds = forward.attention if "core_attn" in modules else 0
+        seconds = 0.0
+        if "core_attn" in modules:
+            seconds = forward.attention
         for product in products:
             if product.module in modules:
                 seconds += product.forward(self.gpu) + memory_seconds(self.gpu, product.quantising()[0])
@@ -168,7 +175,7 @@ class LayerSpeed:
         return seconds
 
     def _recomputed_part(self) -> float:
-        """The share of layers that full recomputation computes again."""
+        """Return the share of layers that full recomputation recomputes."""
         if self.setup.recompute.recompute_method == "uniform":
             return 1
         held = held_by_stages(self.setup, self.architecture.outside.num_layers)
@@ -177,5 +184,5 @@ class LayerSpeed:
 
 
 def _shared_halves(layer: Layer) -> int:
-    """Halves of a layer whose matrices tensor-parallel ranks share."""
+    """Count the halves of a layer (attention, MLP) whose matrices tensor-parallel ranks split."""
     return bool(layer.attention.tensor_split) + bool(layer.mlp.tensor_split)

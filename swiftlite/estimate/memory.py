@@ -21,7 +21,7 @@ from swiftlite.families.index import architecture_of
 from swiftlite.families.rank import FLOAT32, ParameterCount
 from swiftlite.plan.layout import data_parallel_size
 
-# Part of a GPU's memory that is left for the CUDA context, NCCL's buffers and what the allocator cannot use.
+# Share of a GPU's memory that is reserved for the CUDA context, NCCL's buffers and fragmentation.
 RESERVE = 0.08
 USUAL_GPU_MEMORY_GB = 80.0
 
@@ -39,15 +39,15 @@ class StageMemory:
     gradients: int
     optimizer: int
     activations: int
-    """Of all micro-batches that are in flight when their number is highest, without the logits."""
+    """Of all micro-batches in flight at the peak, without logits."""
     in_flight: int
-    """Forward passes of a virtual stage that wait for their backward pass then."""
+    """Forward passes of virtual stages in flight at the peak."""
     recomputed: int
-    """What one backward pass computes again at one time."""
+    """Peak bytes that one backward pass recomputes."""
     quantised: int
     """Copies of weights in low precision."""
     logits: int
-    """What the loss keeps of the vocabulary for each head, and the largest copy beside it."""
+    """Logits that the losses of trunk and heads store, and the largest temporary copy."""
 
     @property
     def total(self) -> int:
@@ -56,19 +56,19 @@ class StageMemory:
 
 
 def estimate(hf_config: HfConfig, setup: Setup) -> list[StageMemory]:
-    """The memory of a rank on each pipeline stage; the layout has passed `layout_problems` and `process_problems`.
+    """Estimate the memory of a rank on each pipeline stage; the layout must have no problems (`plan/layout.py`).
 
     Args:
         hf_config: config.json.
 
     Raises:
-        UserError: a model_type that is not known.
+        UserError: the model_type is unknown.
     """
     return estimate_of(architecture_of(hf_config), setup)
 
 
 def estimate_of(architecture: Architecture, setup: Setup) -> list[StageMemory]:
-    """`estimate` of a model that is read already."""
+    """Estimate the memory of a model whose config.json has been read, see `estimate`."""
     model = ModelOnRank(architecture, setup)
     virtual_stages, first_layer = [], 0
     for holds in held_by_stages(setup, architecture.outside.num_layers):
@@ -79,7 +79,7 @@ def estimate_of(architecture: Architecture, setup: Setup) -> list[StageMemory]:
 
 
 def _stage_memory(model: "ModelOnRank", virtual_stages: Sequence["VirtualStage"], rank: int) -> StageMemory:
-    """One rank of pipeline stage `rank`, which computes these virtual stages."""
+    """Return the memory of one rank of pipeline stage `rank`, which computes these virtual stages."""
     setup, pp = model.setup, model.setup.layout.pipeline_model_parallel_size
     parameters = sum((stage.parameters() for stage in virtual_stages), ParameterCount())
     trained = sum((stage.trained_parameters() for stage in virtual_stages), ParameterCount())
@@ -102,12 +102,14 @@ def _stage_memory(model: "ModelOnRank", virtual_stages: Sequence["VirtualStage"]
 
 
 def _optimizer_bytes(trained: ParameterCount, setup: Setup) -> int:
-    """AdamW's two moments, and float32 weights where the model's are not; shared out by a distributed optimizer."""
-    per_parameter = 3 * FLOAT32 if setup.parameter_bytes < FLOAT32 else 2 * FLOAT32
+    """Count AdamW's two moments, and float32 weights unless the model's are float32, sharded if configured."""
+    per_parameter = 2 * FLOAT32
+    if setup.parameter_bytes < FLOAT32:
+        per_parameter += FLOAT32
     if not setup.use_distributed_optimizer:
         return trained.total * per_parameter
     layout = setup.layout
-    # Ranks that have the same parameters; the same experts are on fewer, or on more, than the rest.
+    # Ranks with the same parameters; experts have other groups than the other parameters.
     dense_ranks = data_parallel_size(layout, setup.num_gpus) * layout.context_parallel_size
     per_replica = layout.expert_tensor_parallel_size * layout.expert_model_parallel_size
     expert_ranks = setup.num_gpus // (per_replica * layout.pipeline_model_parallel_size)
@@ -115,12 +117,12 @@ def _optimizer_bytes(trained: ParameterCount, setup: Setup) -> int:
 
 
 def _most_waiting(sizes: Sequence[int], rank: int, pp: int) -> list[int]:
-    """Forward passes of each virtual stage that wait for their backward pass when their bytes are highest.
+    """Count the forward passes of each virtual stage that are in flight when their bytes are highest.
 
     megatron-core's schedules. 1F1B: stage `rank` of `pp` runs pp - rank forward passes before its first backward pass.
     Interleaved: micro-batches pass in groups of `pp` through one virtual stage after another, and their backward passes
-    in the opposite order; after some forward passes (the warm-up) each is followed by a backward pass. With enough
-    micro-batches, that is: a step that has fewer needs less.
+    in the opposite order; after the warm-up each forward pass is followed by a backward pass. A step with few
+    micro-batches requires less.
 
     The first of 2 ranks with 2 virtual stages, A and B, warms up with 2 * (2 - 0 - 1) + (2 - 1) * 2 = 4 passes:
 
@@ -129,10 +131,10 @@ def _most_waiting(sizes: Sequence[int], rank: int, pp: int) -> list[int]:
         waiting A  1  2  2  2  3  4  4  3      counted before the backward pass of the same column
         waiting B  0  0  1  2  2  1  1  2
 
-    Five passes wait at most, 3 of A and 2 of B; but 4 and 1 are more bytes if A keeps more than B.
+    At most five passes wait, 3 of A and 2 of B; but 4 and 1 are more bytes if A stores more than B.
 
     Args:
-        sizes: bytes that one forward pass of each virtual stage keeps.
+        sizes: bytes that one forward pass of each virtual stage stores.
     """
     virtual = len(sizes)
     if virtual == 1:
@@ -167,5 +169,5 @@ def verdict(fits: bool) -> str:
 
 
 def largest(memory: Sequence[StageMemory]) -> StageMemory:
-    """The stage that needs most."""
+    """Return the stage with the highest memory."""
     return max(memory, key=lambda stage: stage.total)

@@ -1,4 +1,4 @@
-"""The matrix products of a decoder layer on a rank, and how long each takes."""
+"""List the matrix products of a decoder layer on a rank, and estimate their times."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -41,33 +41,38 @@ class Product:
 
     @property
     def weights(self) -> int:
-        """Numbers in the matrices."""
+        """Number of elements of the matrices."""
         return self.number * self.size_out * self.size_in
 
     def forward(self, gpu: Gpu) -> float:
-        """Seconds of the forward pass."""
+        """Return the seconds of the forward pass."""
         return self._seconds(gpu, self.tokens, self.size_out, self.size_in) + self._stacking(gpu)
 
     def backward(self, gpu: Gpu, learns: bool = True) -> float:
-        """Seconds of the gradients of inputs, and of weights that learn."""
+        """Return the seconds of the gradients of inputs, and of trained weights."""
         seconds = self._seconds(gpu, self.tokens, self.size_in, self.size_out) + self._stacking(gpu)
         if learns:
             seconds += self._seconds(gpu, self.size_out, self.size_in, self.tokens)
         return seconds
 
     def quantising(self) -> tuple[float, float]:
-        """Bytes moved to quantise what the forward pass takes, and the gradients that the backward pass does. Weights
-        are quantised once a step, but those of experts each time (`model/layers/te.py`)."""
+        """Return the bytes moved to quantise inputs of the forward pass, and gradients of the backward pass.
+
+        Weights are quantised once per step, those of experts each time (`model/layers/te.py`)."""
         if self.low is None:
             return 0, 0
         forward = self.number * self.tokens_in * self.size_in + self.is_expert * self.weights
         return self.low.moved * forward, self.low.moved * self.number * self.tokens_out * self.size_out
 
     def _stacking(self, gpu: Gpu) -> float:
-        return memory_seconds(gpu, self.stack_bytes * self.weights) if self.is_grouped else 0
+        if not self.is_grouped:
+            return 0
+        return memory_seconds(gpu, self.stack_bytes * self.weights)
 
     def _seconds(self, gpu: Gpu, rows: float, columns: int, inner: float) -> float:
-        faster, itemsize = (self.low.speedup, self.low.quantised.copy) if self.low else (1, 2)
+        faster, itemsize = 1.0, 2.0
+        if self.low:
+            faster, itemsize = self.low.speedup, self.low.quantised.copy
         if not self.is_grouped:
             return self.number * product_seconds(gpu, rows, columns, inner, faster=faster, itemsize=itemsize)
         return product_seconds(gpu, rows, columns, inner, self.number, faster, itemsize)
@@ -85,14 +90,13 @@ def products_of(
     Args:
         low: precision of the products that support it, including grouped experts.
     """
-    experts, mlp_module = layer.mlp.experts, layer.mlp.recompute_modules[0]
+    experts = layer.mlp.experts
     for name, size_out, size_in in layer.matrices:
-        module = mlp_module if name.startswith("mlp.") else "mla_up_proj" if "_up_proj." in name else ""
         tokens, ranks, number = float(rank.tokens), rank.tp, 1
         if ".router." in name or name.endswith(".gate_weight"):
             tokens, ranks = rank.sequence_tokens, 1
         elif name.endswith(".linear_kv_up_proj.weight"):
-            tokens *= rank.cp  # context-parallel ranks each unfold all of a row
+            tokens *= rank.cp  # each context-parallel rank expands the complete row
         elif ".local_experts." in name:
             tokens = rank.sequence_tokens * rank.etp * rank.ep * layer.mlp.topk / experts
             ranks, number = rank.etp, experts // rank.ep
@@ -101,10 +105,20 @@ def products_of(
         else:
             size_out //= ranks
         is_expert, is_grouped = ".local_experts." in name, has_grouped_experts and number > 1
+        module = _recompute_module(layer, name)
         product = Product(tokens, size_out, size_in, module, number, is_grouped, stack_bytes, is_expert)
         if low and takes_low_precision(name) and (has_grouped_experts or not is_expert):
             product = in_low_precision(product, low, rank, is_split_by_columns(name))
         yield product
+
+
+def _recompute_module(layer: Layer, name: str) -> str:
+    """Return the module in --recompute_modules that a matrix belongs to; empty if none."""
+    if name.startswith("mlp."):
+        return layer.mlp.recompute_modules[0]
+    if "_up_proj." in name:
+        return "mla_up_proj"
+    return ""
 
 
 def in_low_precision(product: Product, low: LowPrecision, rank: Rank, is_split_by_columns: bool) -> Product:
@@ -116,12 +130,13 @@ def in_low_precision(product: Product, low: LowPrecision, rank: Rank, is_split_b
     here = there = product.tokens
     if not product.is_expert:
         there = float(rank.sequence_tokens)
-    tokens_in, tokens_out = (here, there) if is_split_by_columns else (there, here)
-    return dataclasses.replace(product, low=low, tokens_in=tokens_in, tokens_out=tokens_out)
+    if is_split_by_columns:
+        return dataclasses.replace(product, low=low, tokens_in=here, tokens_out=there)
+    return dataclasses.replace(product, low=low, tokens_in=there, tokens_out=here)
 
 
 def low_precision_weights(layer: Layer, rank: Rank) -> int:
-    """Numbers in the matrices of a layer on a rank that take low precision, without experts."""
+    """Count the elements of a layer's matrices on a rank that support low precision, without experts."""
     number = 0
     for name, size_out, size_in in layer.matrices:
         if takes_low_precision(name) and ".local_experts." not in name:

@@ -37,10 +37,10 @@ class ReferenceMemory:
     last: int
     stage: int
     model: int
-    reference_stage: int | None
-    reference: int
-    layer: int
-    logits: int
+    reference_stage: int | None = None
+    reference: int = 0
+    layer: int = 0
+    logits: int = 0
 
     @property
     def total(self) -> int:
@@ -58,12 +58,12 @@ def reference_setup(args: DoctorArgs, setup: Setup) -> Setup:
         setup,
         layout=layout,
         num_gpus=len(ranks_of(layout, setup.num_gpus)),
-        recompute=RecomputeArgs(recompute_granularity="full"),  # so that one layer's share is known
-        micro_batch_size=2,  # a pair; with kto an answer, and the same question before another one
+        recompute=RecomputeArgs(recompute_granularity="full"),  # shows the memory of one layer
+        micro_batch_size=2,  # a pair; with kto an answer, and another answer to the same question
         heads=Heads(),
         mtp_mode="joint",
         lora=None,
-        low_precision=None,  # it is asked as engines would be
+        low_precision=None,  # evaluated as in engines
     )
 
 
@@ -82,26 +82,34 @@ def estimate_reference(
     for rank in range(setup.num_gpus):
         # Ranks of a stage follow each other (megatron-core's order has the pipeline last).
         place = rank * len(stages) // setup.num_gpus
-        reference_place = rank * len(reference) // asked.num_gpus if rank < asked.num_gpus else None
+        reference_place = None
+        if rank < asked.num_gpus:
+            reference_place = rank * len(reference) // asked.num_gpus
         pairs.setdefault((place, reference_place), []).append(rank)
     found = []
     for (place, reference_place), ranks in pairs.items():
-        here, there = stages[place], None if reference_place is None else reference[reference_place]
-        found.append(
-            ReferenceMemory(
-                first=ranks[0],
-                last=ranks[-1],
-                stage=place,
-                model=here.weights + here.gradients + _float32_weights(here, setup),
-                reference_stage=reference_place,
-                reference=there.weights if there else 0,
-                layer=there.recomputed if there else 0,
-                logits=there.logits if there else 0,
-            )
+        here = stages[place]
+        memory = ReferenceMemory(
+            first=ranks[0],
+            last=ranks[-1],
+            stage=place,
+            model=here.weights + here.gradients + _float32_weights(here, setup),
         )
+        if reference_place is not None:
+            there = reference[reference_place]
+            memory = dataclasses.replace(
+                memory,
+                reference_stage=reference_place,
+                reference=there.weights,
+                layer=there.recomputed,
+                logits=there.logits,
+            )
+        found.append(memory)
     return found
 
 
 def _float32_weights(stage: StageMemory, setup: Setup) -> int:
     """Return the bytes of optimizer state before the first step: one of three values per parameter."""
-    return stage.optimizer // 3 if setup.parameter_bytes < FLOAT32 else 0
+    if setup.parameter_bytes == FLOAT32:
+        return 0
+    return stage.optimizer // 3

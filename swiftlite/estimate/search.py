@@ -26,39 +26,39 @@ from swiftlite.plan.layout import (
 )
 
 _ROWS = [1, 2, 4, 8]
-"""Rows of a micro-batch; more make no product faster."""
+"""Micro-batch sizes; more rows do not make products faster."""
 _VIRTUAL_STAGES = [2, 3, 4, 6, 8]
 DOUBLINGS = 7
-"""How often the number of GPUs is doubled where nothing fits."""
+"""How often the number of GPUs is doubled if no layout fits."""
 _DEFAULTS = DoctorArgs()
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """Options of a plan with all of the layout settled, and the step they make."""
+    """Options of a plan with a complete layout, and their training step."""
 
     args: DoctorArgs
     step: Step
 
     @property
     def bytes(self) -> int:
-        """Memory that the fullest rank needs."""
+        """Memory of the rank with the highest memory."""
         return largest(self.step.memory).total
 
 
 def global_batch_size(args: DoctorArgs) -> int:
-    """Return the options as for megatron sft."""
+    """Return the global batch size, by default that of megatron sft."""
     return args.global_batch_size or OptimArgs().global_batch_size
 
 
 def ranked(args: DoctorArgs, hf_config: HfConfig, gpu: Gpu, gpu_memory_gb: float) -> list[Candidate]:
-    """Layouts that the model and the global batch allow and that fit into memory, the fastest first."""
+    """Return the layouts that the model and the global batch allow and that fit into memory, fastest first."""
     found = list(_fitting(args, hf_config, gpu, gpu_memory_gb))
     return sorted(found, key=lambda candidate: -candidate.step.tokens_per_second)
 
 
 def larger(args: DoctorArgs, hf_config: HfConfig, gpu: Gpu, gpu_memory_gb: float) -> DoctorArgs | None:
-    """Search with twice, four times ... as many GPUs and rows until a layout fits; None if none does."""
+    """Search with 2, 4, ... times the GPUs and rows until a layout fits; None if none does."""
     assert args.num_gpus is not None
     for doublings in range(1, DOUBLINGS + 1):
         batch = global_batch_size(args) << doublings
@@ -69,7 +69,7 @@ def larger(args: DoctorArgs, hf_config: HfConfig, gpu: Gpu, gpu_memory_gb: float
 
 
 def _fitting(args: DoctorArgs, hf_config: HfConfig, gpu: Gpu, gpu_memory_gb: float) -> Iterator[Candidate]:
-    """Layouts that fit, each with as little recomputation as it can do with."""
+    """Yield the layouts that fit, each with the least recomputation."""
     architecture, usable = architecture_of(hf_config), usable_bytes(gpu_memory_gb)
     for settled in _layouts(args, hf_config, gpu):
         for with_recompute in _recomputing(settled, architecture):
@@ -81,23 +81,27 @@ def _fitting(args: DoctorArgs, hf_config: HfConfig, gpu: Gpu, gpu_memory_gb: flo
 
 
 def has_layout(args: DoctorArgs, hf_config: HfConfig, gpu: Gpu) -> bool:
-    """Whether the model and the global batch allow one, which may need more memory than there is."""
+    """Return whether the model and the global batch allow a layout, regardless of memory."""
     return any(True for _ in _layouts(args, hf_config, gpu))
 
 
 def _layouts(args: DoctorArgs, hf_config: HfConfig, gpu: Gpu) -> Iterator[DoctorArgs]:
-    """Layouts that the model and the global batch allow, whether they fit or not; what the user gave stays."""
+    """Yield the layouts that the model and the global batch allow, regardless of memory, with the user's sizes."""
     architecture, setup = architecture_of(hf_config), planned_setup(args, hf_config)
-    assert args.num_gpus is not None  # a rule says so
+    assert args.num_gpus is not None  # checked by rules
     powers = [1 << exponent for exponent in range(args.num_gpus.bit_length())]
-    takes_parts = all(attention.takes_parts_of_rows for attention in architecture.attentions)
+    context_sizes = expert_sizes = [1]
+    if all(attention.takes_parts_of_rows for attention in architecture.attentions):
+        context_sizes = powers
+    if architecture.has_experts:
+        expert_sizes = powers
     choices: dict[str, list[Any]] = {
-        # Beyond the link tensor parallelism is never the faster one.
+        # Tensor parallelism is never faster beyond the link.
         "tensor_model_parallel_size": [size for size in powers if size <= gpu.linked],
         "pipeline_model_parallel_size": [size for size in range(1, args.num_gpus + 1) if args.num_gpus % size == 0],
         "num_virtual_stages_per_pipeline_rank": [None, *_VIRTUAL_STAGES],
-        "context_parallel_size": powers if takes_parts else [1],
-        "expert_model_parallel_size": powers if architecture.has_experts else [1],
+        "context_parallel_size": context_sizes,
+        "expert_model_parallel_size": expert_sizes,
         "micro_batch_size": _ROWS,
     }
     for name in choices:
@@ -115,18 +119,18 @@ def _layouts(args: DoctorArgs, hf_config: HfConfig, gpu: Gpu) -> Iterator[Doctor
 
 
 def _settled(args: DoctorArgs, num_layers: int, values: dict[str, Any]) -> DoctorArgs:
-    """The options with these values and what goes with them."""
+    """Return the options with these values and the settings that they require."""
     pp = values["pipeline_model_parallel_size"]
     values = dict(values, sequence_parallel=values["tensor_model_parallel_size"] > 1)
     stated = (args.pipeline_model_parallel_layout, args.decoder_first_pipeline_num_layers)
     is_free = not any(stated) and args.decoder_last_pipeline_num_layers is None
-    if is_free and num_layers % pp:  # the last stage, which has the vocabulary too, gets the fewer layers
+    if is_free and num_layers % pp:  # the last stage, which also has the vocabulary, has fewer layers
         values["decoder_last_pipeline_num_layers"] = num_layers - math.ceil(num_layers / pp) * (pp - 1)
     return dataclasses.replace(args, **values)
 
 
 def _divides(args: DoctorArgs) -> bool:
-    """Whether GPUs and batch divide evenly, and every stage has a layer."""
+    """Return whether GPUs and batch are divisible, and every stage has a layer."""
     assert args.num_gpus is not None
     layout = layout_of(args)
     last, is_whole = layout.decoder_last_pipeline_num_layers, layout.pipeline_model_parallel_size == 1
@@ -141,10 +145,10 @@ def _divides(args: DoctorArgs) -> bool:
 
 
 def _recomputing(args: DoctorArgs, architecture: Architecture) -> list[DoctorArgs]:
-    """The options with nothing recomputed, with MLPs, with all; as given where they say."""
+    """Return the options without recomputation, with that of MLPs, and with full; only the user's if set."""
     if args.recompute_granularity != "none":
         return [args]
-    # Attention is fused and keeps little; MLPs keep most.
+    # Attention is fused and stores little; MLPs store most.
     modules = sorted({layer.mlp.recompute_modules[0] for layer in architecture.layers})
     selective = dataclasses.replace(args, recompute_granularity="selective", recompute_modules=modules)
     return [args, selective, dataclasses.replace(args, recompute_granularity="full")]

@@ -44,19 +44,20 @@ def planned_setup(args: DoctorArgs, hf_config: HfConfig) -> Setup:
     per_replica = layout.tensor_model_parallel_size * layout.context_parallel_size
     per_experts = layout.expert_tensor_parallel_size * layout.expert_model_parallel_size
     num_gpus = args.num_gpus or math.lcm(per_replica, per_experts) * layout.pipeline_model_parallel_size
-    has_replicas = num_gpus > layout.tensor_model_parallel_size * layout.pipeline_model_parallel_size
     shares = args.use_distributed_optimizer
+    if shares is None:
+        shares = num_gpus > layout.tensor_model_parallel_size * layout.pipeline_model_parallel_size
     return Setup(
         layout=layout,
         recompute=group_of(args, RecomputeArgs),
         num_gpus=num_gpus,
-        use_distributed_optimizer=has_replicas if shares is None else shares,
+        use_distributed_optimizer=shares,
         micro_batch_size=args.micro_batch_size * _sequences_per_sample(args),
         max_length=args.max_length,
-        parameter_bytes=2 if args.torch_dtype == "bfloat16" else FLOAT32,
+        parameter_bytes={"bfloat16": 2, "float32": FLOAT32}[args.torch_dtype],
         heads=_planned_heads(args, hf_config),
         mtp_mode=args.mtp_mode,
-        is_fused=args.fused_kernels == "auto",  # a plan is one for GPUs
+        is_fused=args.fused_kernels == "auto",  # a plan assumes GPUs
         lora=_planned_lora(args),
         transformer_impl=args.transformer_impl,
         low_precision=low_precision_of(planned_kernels(args)),
@@ -64,9 +65,10 @@ def planned_setup(args: DoctorArgs, hf_config: HfConfig) -> Setup:
 
 
 def _sequences_per_sample(args: DoctorArgs) -> int:
-    """Return how many sequences a sample of the planned method has."""
-    command = SftArgs if args.loss_type is None else DpoArgs
-    return method_for(command, args).sequences_per_sample
+    """Return the number of sequences per sample of the planned method."""
+    if args.loss_type is None:
+        return method_for(SftArgs, args).sequences_per_sample
+    return method_for(DpoArgs, args).sequences_per_sample
 
 
 def _planned_heads(args: DoctorArgs, hf_config: HfConfig) -> Heads:
@@ -86,7 +88,9 @@ def planned_kernels(args: DoctorArgs) -> KernelArgs:
 def _planned_lora(args: DoctorArgs) -> Lora | None:
     if args.tuner_type != "lora":
         return None
-    heads_tuner = args.mtp_tuner or ("lora" if args.mtp_num_layers is None else "full")
+    heads_tuner = args.mtp_tuner or "full"
+    if args.mtp_tuner is None and args.mtp_num_layers is None:
+        heads_tuner = "lora"
     on_trunk = args.mtp_mode != "heads_only"
     targets, saved = tuple(args.target_modules), tuple(args.lora_modules_to_save)
     return Lora(
@@ -101,15 +105,18 @@ def _planned_lora(args: DoctorArgs) -> Lora | None:
 
 
 def is_possible(layout: ParallelLayout, architecture: Architecture, setup: Setup) -> bool:
-    """Whether the model and what computes it can be laid out so."""
+    """Return whether the model and its low precision support a layout."""
     if layout_problems(layout, architecture, setup.heads.layers):
         return False
     return setup.low_precision is None or not any(model_problems(setup.low_precision, layout, architecture))
 
 
 def rank_of(architecture: Architecture, setup: Setup) -> Rank:
+    """Return the rank that holds a part of the model in this setup."""
     layout, recompute = setup.layout, setup.recompute
-    is_selective = recompute.recompute_granularity == "selective"
+    recomputed: frozenset[str] = frozenset()
+    if recompute.recompute_granularity == "selective":
+        recomputed = frozenset(recompute.recompute_modules)
     return Rank(
         tp=layout.tensor_model_parallel_size,
         cp=layout.context_parallel_size,
@@ -122,14 +129,16 @@ def rank_of(architecture: Architecture, setup: Setup) -> Rank:
         zero_centered_norms=architecture.outside.mcore_config.get("layernorm_zero_centered_gamma", False),
         is_fused=setup.is_fused,
         copies_views=setup.transformer_impl == "transformer_engine",
-        recomputed=frozenset(recompute.recompute_modules if is_selective else ()),
+        recomputed=recomputed,
     )
 
 
 def low_rank_of(rank: Rank, setup: Setup) -> Rank:
     """Return the rank for layers with low-precision products; unchanged without low precision."""
     low = setup.low_precision
-    return dataclasses.replace(rank, quantised=low.quantised) if low else rank
+    if low is None:
+        return rank
+    return dataclasses.replace(rank, quantised=low.quantised)
 
 
 def held_by_stages(setup: Setup, num_layers: int) -> list[str]:

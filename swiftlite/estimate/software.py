@@ -40,11 +40,11 @@ class Software:
 
 _SOFTWARE: dict[TransformerImpl, Software] = {
     "local": Software(),
-    # Its products add to the gradient themselves, and take weights of experts where they are.
+    # Its products accumulate gradients directly and do not stack the weights of experts.
     "transformer_engine": Software(gradient_bytes=8, stack_bytes=0),
 }
 
 
 def software_of(transformer_impl: TransformerImpl) -> Software:
-    """swiftlite's own, with linear layers of torch or of Transformer Engine."""
+    """Return swiftlite's own software, with linear layers of torch or of Transformer Engine."""
     return _SOFTWARE[transformer_impl]

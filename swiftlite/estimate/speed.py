@@ -23,21 +23,22 @@ from swiftlite.families.rank import FLOAT32
 from swiftlite.plan.layout import data_parallel_size, num_virtual_stages
 
 _LAUNCH = 6e-6
-"""Seconds between two kernels that Python starts: the least of each, however small. Assumed."""
+"""Seconds per kernel launch from Python, the minimum time of a kernel. Assumed."""
 _KERNELS = 43
 """Kernels of a dense layer, forward and backward. Counted (`tests/cuda_emulated`)."""
 _MIXTURE_KERNELS = 46
-"""Those that a layer of experts adds on one rank, its experts in one product: router, sorting, sums. Counted there."""
+"""Additional kernels of a layer with grouped experts on one rank: router, sorting, sums. Counted there."""
 _EXPERT_KERNELS = 20
-"""Those of an expert that is computed for itself. Counted, roughly."""
+"""Kernels of an expert that is computed separately. Counted, roughly."""
 _UNFUSED_LOGIT_BYTES = 54
-"""As `Software.logit_bytes`, of a loss over all logits at one time, counted pass by pass."""
+"""As `Software.logit_bytes`, for a loss over all logits at once, counted by pass."""
 _OPTIMIZER_BYTES = 30
-"""Bytes moved for each parameter by AdamW: gradient, two moments, main weight in float32, the weight. Counted."""
+"""Bytes that AdamW moves per parameter: gradient, two moments, float32 main weight, weight. Counted."""
 _GRADIENT_BYTES = 8
-"""Bytes moved for each gradient to measure its norm and set it to zero. Counted."""
+"""Bytes moved per gradient to compute its norm and to zero it. Counted."""
 _HIDDEN_REDUCTION = 0.9
-"""Part of the sums of gradients and gathers of weights that can hide; the last bucket cannot. Assumed."""
+"""Share of the reductions of gradients and gathers of weights that can be overlapped; the last bucket cannot.
+Assumed."""
 
 
 class Step:
@@ -62,7 +63,7 @@ class Step:
 
     @functools.cached_property
     def seconds(self) -> Seconds:
-        """Seconds of the step, by what the slowest pipeline stage spends them on."""
+        """Seconds of the step by activity, of the slowest pipeline stage."""
         pp = self.layout.pipeline_model_parallel_size
         held = held_by_stages(self.setup, self.architecture.outside.num_layers)
         firsts = [sum(each.count("t") for each in held[:number]) for number in range(len(held))]
@@ -82,7 +83,7 @@ class Step:
         return self.tokens_per_step / self.seconds.total
 
     def _virtual_stage(self, holds: str, first_layer: int) -> Seconds:
-        """One micro-batch, forward and backward, of a virtual stage."""
+        """Return the time of one micro-batch in a virtual stage, forward and backward."""
         last_layer = first_layer + holds.count("t")
         seconds = sum(self._trunk_layers[first_layer:last_layer], Seconds())
         if "m" in holds:
@@ -99,16 +100,21 @@ class Step:
         low, layers = self.setup.low_precision, self.architecture.layers
         for number, layer in enumerate(layers):
             is_low = low is not None and low.is_in_layer(number, len(layers))
-            known = [seconds for *key, seconds in found if key == [layer, is_low]]
-            seconds = known[0] if known else self.layers.trunk_layer(layer, low if is_low else None)
+            seconds = next((seconds for *key, seconds in found if key == [layer, is_low]), None)
+            if seconds is None and is_low:
+                seconds = self.layers.trunk_layer(layer, low)
+            elif seconds is None:
+                seconds = self.layers.trunk_layer(layer, None)
             found.append((layer, is_low, seconds))
         return [seconds for *_, seconds in found]
 
     def _launches(self, holds: str, first_layer: int) -> float:
-        """Seconds that Python takes to start the kernels of a micro-batch: it does nothing faster than that."""
+        """Return the seconds of launching the kernels of a micro-batch, a lower bound of its time."""
         count = holds.count("t")
         layers = list(self.architecture.layers[first_layer : first_layer + count])
-        kernels = sum(map(self._kernels, layers)) / (3 if self.is_trunk_frozen else 1)
+        kernels = sum(map(self._kernels, layers))
+        if self.is_trunk_frozen:  # only the forward pass
+            kernels /= 3
         kernels += self._kernels(self.architecture.mtp_block) * holds.count("m") * self.setup.heads.unroll
         if self.setup.recompute.recompute_granularity == "full":
             kernels *= 4 / 3
@@ -117,20 +123,25 @@ class Step:
     def _kernels(self, layer: Layer) -> float:
         if not layer.mlp.experts:
             return _KERNELS
-        one_by_one = 0 if self.layers.has_grouped_experts else layer.mlp.experts / self.rank.ep
-        return _KERNELS + _MIXTURE_KERNELS + _EXPERT_KERNELS * one_by_one
+        kernels = _KERNELS + _MIXTURE_KERNELS
+        if self.layers.has_grouped_experts:
+            return kernels
+        return kernels + _EXPERT_KERNELS * layer.mlp.experts / self.rank.ep
 
     def _losses(self) -> Seconds:
         """Return the time of the output layer's products and of the passes over its logits, for the trunk and each
         head."""
         outside, heads, rank = self.architecture.outside, self.setup.heads, self.rank
-        words = [] if self.is_trunk_frozen else [outside.local_vocab(rank)]
-        words += [math.ceil(len(heads.draft_vocab) / rank.tp) or outside.local_vocab(rank)] * heads.drafts
-        per_logit = _UNFUSED_LOGIT_BYTES
-        if self.setup.is_fused:
-            per_logit = self.software.logit_bytes if rank.tp == 1 else self.software.split_logit_bytes
+        vocabularies = [math.ceil(len(heads.draft_vocab) / rank.tp) or outside.local_vocab(rank)] * heads.drafts
+        if not self.is_trunk_frozen:
+            vocabularies.insert(0, outside.local_vocab(rank))
+        per_logit: float = _UNFUSED_LOGIT_BYTES
+        if self.setup.is_fused and rank.tp == 1:
+            per_logit = self.software.logit_bytes
+        elif self.setup.is_fused:
+            per_logit = self.software.split_logit_bytes
         seconds = 0.0
-        for number in words:
+        for number in vocabularies:
             product = Product(rank.tokens, number, outside.hidden)
             seconds += product.forward(self.gpu) + product.backward(self.gpu, learns=not self._output_layer_stays)
             if self.setup.is_fused and not self._output_layer_stays:
@@ -143,27 +154,29 @@ class Step:
         return self.is_trunk_frozen or self.setup.lora is not None
 
     def _bubble(self, micro_batch: float) -> float:
-        """Seconds that a stage idles until the first micro-batch is there and after its last one is done.
+        """Return the seconds that a stage waits for its first micro-batch and idles after its last one.
 
         Args:
-            micro_batch: seconds of one, forward and backward, on the slowest stage.
+            micro_batch: seconds of one micro-batch, forward and backward, on the slowest stage.
         """
         stages = self.layout.pipeline_model_parallel_size
         return (stages - 1) / (num_virtual_stages(self.layout) or 1) * micro_batch
 
     def _sends(self) -> float:
-        """Seconds of a step in which states and their gradients pass from stage to stage."""
+        """Return the seconds per step of sending states and their gradients between stages."""
         pp = self.layout.pipeline_model_parallel_size
         if pp == 1:
             return 0
         virtual = num_virtual_stages(self.layout) or 1
         states = self.rank.hidden_state_bytes(self.architecture.outside.hidden)
         one = STARTS + states / bandwidth(self.gpu, pp, self.setup.num_gpus // pp)
-        exposed = 1 if virtual == 1 else self.software.exposed_sends
+        exposed = 1.0
+        if virtual > 1:
+            exposed = self.software.exposed_sends
         return exposed * 2 * virtual * self.num_micro_batches * one
 
     def _gradients(self, micro_batch: float) -> Seconds:
-        """Seconds of summing gradients and gathering weights over data-parallel ranks beyond one micro-batch's own."""
+        """Return the seconds of reducing gradients and gathering weights that one micro-batch does not overlap."""
         learns = largest(self.memory).trained
         layout, num_bytes = self.layout, FLOAT32 + self.setup.parameter_bytes
         size = self.replicas * layout.context_parallel_size
@@ -184,7 +197,9 @@ class Step:
         return Seconds(elementwise=memory_seconds(self.gpu, num_bytes))
 
     def _optimizer(self) -> Seconds:
-        """AdamW's passes over memory, which a distributed optimizer shares out."""
-        ranks = self.replicas * self.layout.context_parallel_size if self.setup.use_distributed_optimizer else 1
+        """Return the time of AdamW's passes over memory, sharded by a distributed optimizer."""
+        ranks = 1
+        if self.setup.use_distributed_optimizer:
+            ranks = self.replicas * self.layout.context_parallel_size
         num_bytes = largest(self.memory).trained.total * (_GRADIENT_BYTES + _OPTIMIZER_BYTES / ranks)
         return Seconds(optimizer=memory_seconds(self.gpu, num_bytes))

@@ -52,33 +52,37 @@ class ModelOnRank:
     def rank_in(self, layer: int) -> Rank:
         """Return this rank as seen by a decoder layer (from 0)."""
         low = self.setup.low_precision
-        return self.low_rank if low and low.is_in_layer(layer, len(self.layers)) else self.rank
+        if low and low.is_in_layer(layer, len(self.layers)):
+            return self.low_rank
+        return self.rank
 
     @property
     def vocabularies(self) -> list[int]:
         """Vocabulary entries of this rank in each trained loss: the trunk's, then those of the heads."""
-        trunk_vocabularies = [] if self.is_trunk_frozen else [self.vocab]
-        return trunk_vocabularies + [self.drafted or self.vocab] * self.setup.heads.drafts
+        head_vocabularies = [self.drafted or self.vocab] * self.setup.heads.drafts
+        if self.is_trunk_frozen:
+            return head_vocabularies
+        return [self.vocab, *head_vocabularies]
 
     def embedding(self) -> ParameterCount:
-        """The embedding, or an output layer that is not tied to it."""
+        """Count the parameters of the embedding, or of an untied output layer."""
         return ParameterCount(self.vocab * self.hidden)
 
     def mtp_layer(self) -> ParameterCount:
-        """An MTP layer: three norms and a projection around one more decoder layer."""
+        """Count the parameters of an MTP layer: three norms, a projection and a decoder layer."""
         frame = 3 * self.hidden + 2 * self.hidden * self.hidden // self.rank.tp
         return ParameterCount(frame) + self.architecture.mtp_block.parameters(self.rank)
 
     def head_rows(self) -> list[Row]:
-        """The linear layers of a head, as adapters know them."""
+        """Return the rows of a head's linear layers, for adapters."""
         projection = Row("mtp.eh_proj.weight", {"mtp.fc.weight": (self.hidden, 2 * self.hidden)})
         return [projection, *lift(self.architecture.mtp_block.rows(), "mtp.", "mtp.")]
 
     def layer_activation_bytes(self, number: int) -> int:
-        """Decoder layer `number`, with what its adapters keep."""
+        """Count the activation bytes of decoder layer `number`, including its adapters."""
         layer, rank, lora = self.layers[number], self.rank_in(number), self.setup.lora
         num_bytes = layer.activation_bytes(rank)
-        if lora and lora.has_magnitudes:  # asked first: a layer of DeepSeek-V3 has 770 rows
+        if lora and lora.has_magnitudes:  # checked first, because a layer of DeepSeek-V3 has 770 rows
             num_bytes += adapter_activation_bytes(layer, self.architecture.layer_rows(number), lora, rank)
         return num_bytes
 
@@ -89,13 +93,18 @@ class ModelOnRank:
             rank = replace(rank, recomputed=rank.recomputed - {"core_attn", "mla_up_proj"})
         block, lora = self.architecture.mtp_block, self.setup.lora
         is_first_of_frozen = self.is_trunk_frozen and head == 0
+        id_bytes = adapter_bytes = 0
+        if not self.is_trunk_frozen:
+            id_bytes = 8 * rank.tokens
+        if lora:
+            adapter_bytes = adapter_activation_bytes(block, self.head_rows(), lora, rank)
         return [
-            Activation("token ids", 0 if self.is_trunk_frozen else 8 * rank.tokens),
+            Activation("token ids", id_bytes),
             Activation("enorm input", self._head_norm_bytes(rank, has_gradient=not self.is_trunk_frozen)),
             Activation("hnorm input", self._head_norm_bytes(rank, has_gradient=not is_first_of_frozen)),
             Activation("eh_proj input", rank.input_activation_bytes(rank.sequence_tokens, 2 * self.hidden)),
             Activation("decoder layer", block.activation_bytes(rank)),
-            Activation("adapters", adapter_activation_bytes(block, self.head_rows(), lora, rank) if lora else 0),
+            Activation("adapters", adapter_bytes),
             Activation("output norm input", self._head_norm_bytes(rank, has_gradient=True)),
         ]
 
@@ -103,8 +112,8 @@ class ModelOnRank:
         """Count the bytes of one norm of an MTP layer.
 
         Args:
-            has_gradient: its input has a gradient, unlike a frozen embedding or a frozen trunk's state. Without one,
-                only the weight learns; a fused norm keeps its input for that too.
+            has_gradient: whether its input has a gradient, unlike a frozen embedding or a frozen trunk's state.
+                Otherwise only the weight is trained, for which a fused norm also stores its input.
         """
         num_bytes = rank.norm_activation_bytes(rank.sequence_tokens, self.hidden)
         if has_gradient or rank.is_fused:
@@ -114,10 +123,15 @@ class ModelOnRank:
     def loss_activations(self) -> list[Activation]:
         """List one loss without its logits."""
         states = self.rank.tokens * self.hidden * self.rank.itemsize
+        output_states = gradient = 0
+        if not self.is_trunk_frozen:
+            output_states = states
+        if self.setup.is_fused:
+            gradient = states
         return [
-            Activation("states for the output layer's gradient", 0 if self.is_trunk_frozen else states),
-            Activation("gradient of the states, made in chunks", states if self.setup.is_fused else 0),
-            # Of each position row, place and label, its number among the states, its weight, and a mask.
+            Activation("states for the output layer's gradient", output_states),
+            Activation("gradient of the states, computed in chunks", gradient),
+            # Per position: row, place and label, its index among the states, its weight, and a mask.
             Activation("labelled positions", self.rank.tokens * (3 * 8 + 8 + 4 + 1)),
         ]
 
@@ -145,20 +159,25 @@ class VirtualStage:
         self.is_first, self.is_last = "E" in holds, "L" in holds
         ends_trunk = bool(self.layers) and last_layer == len(model.layers)
         # With MTP layers the final norm follows the last decoder layer; otherwise it precedes the loss.
-        self.has_final_norm = ends_trunk if model.num_mtp_layers else self.is_last
+        self.has_final_norm = self.is_last
+        if model.num_mtp_layers:
+            self.has_final_norm = ends_trunk
 
     def describe(self) -> str:
-        """Its letters, repetitions counted: "E t*2"."""
+        """Return its letters with counts of repetitions: "E t*2"."""
         words = []
         for letter, run in itertools.groupby(self.holds):
             count = len(list(run))
-            words.append(letter if count == 1 else f"{letter}*{count}")
+            if count > 1:
+                letter += f"*{count}"
+            words.append(letter)
         return " ".join(words)
 
     def parameters(self) -> ParameterCount:
+        """Count the parameters of this stage."""
         model = self.model
         count = sum((layer.parameters(model.rank) for layer in self.layers), ParameterCount())
-        has_embedding = self.is_first or self.num_mtp_layers > 0  # MTP layers look tokens up too
+        has_embedding = self.is_first or self.num_mtp_layers > 0  # MTP layers also embed tokens
         if has_embedding:
             count += model.embedding()
         if self.is_last and not (model.outside.is_tied and has_embedding):
@@ -170,26 +189,33 @@ class VirtualStage:
         return count + self._mtp_parameters() + self._adapter_parameters()
 
     def trained_parameters(self) -> ParameterCount:
+        """Count the trained parameters of this stage."""
         lora = self.model.setup.lora
+        if lora is None and self.model.is_trunk_frozen:
+            return self._mtp_parameters()
         if lora is None:
-            return self._mtp_parameters() if self.model.is_trunk_frozen else self.parameters()
-        heads = self._mtp_parameters() if lora.heads == "full" else ParameterCount()
-        return self._adapter_parameters() + self._saved_parameters(lora) + heads
+            return self.parameters()
+        count = self._adapter_parameters() + self._saved_parameters(lora)
+        if lora.heads == "full":
+            count += self._mtp_parameters()
+        return count
 
     def quantised_weights(self) -> int:
-        """Bytes that linear layers keep of their weights in low precision as long as the model trains: made for the
-        first micro-batch of a step. Behind a trunk that stays no gradient goes, so one order is enough."""
+        """Count the bytes of low-precision copies of weights, which are created in the first micro-batch of a step. A
+        frozen trunk has no gradients, so one order of the two is sufficient."""
         model, low = self.model, self.model.setup.low_precision
         if low is None:
             return 0
-        trunk_vocabularies = 0
+        trunk_weights = 0
         for number in self.layer_numbers:
             if low.is_in_layer(number, len(model.layers)):
-                trunk_vocabularies += low_precision_weights(model.layers[number], model.rank)
+                trunk_weights += low_precision_weights(model.layers[number], model.rank)
         projection = 2 * model.hidden * model.hidden // model.rank.tp
         head_weights = projection + low_precision_weights(model.architecture.mtp_block, model.rank)
-        per_weight = low.quantised.weights / (2 if model.is_trunk_frozen else 1)
-        return int(trunk_vocabularies * per_weight + self.num_mtp_layers * head_weights * low.quantised.weights)
+        per_weight = low.quantised.weights
+        if model.is_trunk_frozen:
+            per_weight /= 2
+        return int(trunk_weights * per_weight + self.num_mtp_layers * head_weights * low.quantised.weights)
 
     def _adapter_parameters(self) -> ParameterCount:
         model, lora = self.model, self.model.setup.lora
@@ -219,9 +245,12 @@ class VirtualStage:
         return ParameterCount(number)
 
     def _mtp_parameters(self) -> ParameterCount:
-        return self.model.mtp_layer() * self.num_mtp_layers if self.num_mtp_layers else ParameterCount()
+        if not self.num_mtp_layers:
+            return ParameterCount()
+        return self.model.mtp_layer() * self.num_mtp_layers
 
     def forward_pass(self) -> "ForwardPass":
+        """List the bytes of one forward pass."""
         model, rank = self.model, self.model.rank
         entries, recomputed = self._layer_activations()
         entries += self._activations_outside_layers()
@@ -232,28 +261,32 @@ class VirtualStage:
         entries.append(
             Activation("draft vocabulary's rows of the output matrix", model.drafted * model.hidden * rank.itemsize)
         )
-        at_once = min(rank.tokens, CHUNK) if rank.is_fused else rank.tokens
-        num_logits = at_once * max(vocabularies, default=0)
-        rounded = num_logits * rank.itemsize if rank.itemsize < FLOAT32 else 0
+        num_tokens = rank.tokens
+        if rank.is_fused:
+            num_tokens = min(rank.tokens, CHUNK)
+        num_logits = num_tokens * max(vocabularies, default=0)
+        rounded = 0
+        if rank.itemsize < FLOAT32:
+            rounded = num_logits * rank.itemsize
         if rank.is_fused:
             return ForwardPass(tuple(entries), recomputed, passing_logits=num_logits * FLOAT32 + rounded)
         logits = rank.tokens * sum(vocabularies) * FLOAT32
         return ForwardPass(tuple(entries), recomputed, logits=logits, passing_logits=rounded)
 
     def _activations_outside_layers(self) -> list[Activation]:
-        """List what is kept of the trunk outside its layers."""
+        """List the activations of the trunk outside its layers."""
         model, rank = self.model, self.model.rank
         entries = []
         if self.layers or self.num_mtp_layers:
             entries.append(Activation("rotary embeddings", model.rotary_bytes()))
         if model.is_trunk_frozen:
             return entries
-        # Norms in float32 keep the very tensor that a later stage receives.
+        # Norms in float32 store the tensor that a later stage receives.
         keeps_received = rank.itemsize < FLOAT32 and not rank.is_fused
         if self.is_first:
             entries.append(Activation("token ids", 8 * rank.tokens))
         elif keeps_received and model.setup.recompute.recompute_granularity != "full":
-            entries.append(Activation("states from the stage before", rank.hidden_state_bytes(model.hidden)))
+            entries.append(Activation("states from the previous stage", rank.hidden_state_bytes(model.hidden)))
         if self.has_final_norm:
             entries.append(
                 Activation("final norm input", rank.norm_activation_bytes(rank.sequence_tokens, model.hidden))
@@ -261,7 +294,7 @@ class VirtualStage:
         return entries
 
     def _layer_activations(self) -> tuple[list[Activation], int]:
-        """List what is kept of decoder and MTP layers, and count the most bytes that are recomputed at one time."""
+        """List the activations of decoder and MTP layers, and count the peak bytes of recomputation."""
         model = self.model
         states = model.rank.hidden_state_bytes(model.hidden)
         layers = []
@@ -281,13 +314,13 @@ class ForwardPass:
     """Bytes of one forward pass of a virtual stage on one rank."""
 
     entries: tuple[Activation, ...]
-    """Kept until its backward pass, without logits."""
+    """Stored until its backward pass, without logits."""
     recomputed: int
-    """The most that its backward pass computes again at one time."""
+    """Peak bytes that its backward pass recomputes."""
     logits: int = 0
     """The softmax of each loss, in float32, until its backward pass."""
     passing_logits: int = 0
-    """Logits that are gone after a loss: of one loss before they are float32, or of one chunk of it."""
+    """Temporary logits: of one loss before they are float32, or of one chunk."""
 
     @property
     def activation_bytes(self) -> int:
@@ -296,18 +329,18 @@ class ForwardPass:
 
 
 def _recompute(setup: Setup, layers: list[int], boundary: int) -> tuple[int, int]:
-    """Bytes kept of consecutive layers, and the most that is computed again at one time.
+    """Count the bytes stored of consecutive layers, and the peak bytes of recomputation.
 
     Args:
-        layers: what each keeps if nothing is recomputed.
-        boundary: bytes of the input of a span that is recomputed.
+        layers: bytes that each stores without recomputation.
+        boundary: bytes of the input of a recomputed span.
     """
     recompute, number = setup.recompute, setup.recompute.recompute_num_layers
     if recompute.recompute_granularity != "full" or not layers:
         return sum(layers), 0
     if recompute.distribute_saved_activations and not setup.layout.sequence_parallel:
         boundary //= setup.layout.tensor_model_parallel_size
-    if recompute.recompute_method == "block":  # the first layers, each a span for itself
+    if recompute.recompute_method == "block":  # the first layers, each a separate span
         return len(layers[:number]) * boundary + sum(layers[number:]), max(layers[:number])
     spans = [sum(layers[start : start + number]) for start in range(0, len(layers), number)]
     return len(spans) * boundary, max(spans)

@@ -1,4 +1,4 @@
-"""The setup nearest to one that does not fit into memory."""
+"""Find the most similar setup that fits into memory."""
 
 import dataclasses
 import itertools
@@ -15,10 +15,10 @@ from swiftlite.plan.layout import process_problems
 
 
 def suggest(hf_config: HfConfig, setup: Setup, gpu_memory_gb: float) -> Setup | None:
-    """The setup nearest to this one that fits; with twice, four times ... as many GPUs if none does. None: not found.
+    """Return the most similar setup that fits, with 2, 4, ... times the GPUs if necessary; None if none is found.
 
-    Tried in this order: sharing the optimizer state, recomputing, then more ranks per model, with and without
-    recomputing.
+    The order is: sharding the optimizer state, recomputation, then more ranks per model, with and without
+    recomputation.
     """
     architecture = architecture_of(hf_config)
     for doublings in range(8):
@@ -30,9 +30,10 @@ def suggest(hf_config: HfConfig, setup: Setup, gpu_memory_gb: float) -> Setup | 
 
 
 def _candidates(architecture: Architecture, setup: Setup) -> Iterator[Setup]:
-    """Setups that the model allows on these GPUs, the cheapest in speed first."""
-    full = RecomputeArgs(recompute_granularity="full")
-    recomputes = [setup.recompute] if setup.recompute.recompute_granularity == "full" else [setup.recompute, full]
+    """Yield the setups that the model allows on these GPUs, fastest first."""
+    recomputes = [setup.recompute]
+    if setup.recompute.recompute_granularity != "full":
+        recomputes.append(RecomputeArgs(recompute_granularity="full"))
     for tp, ep, pp in _candidate_sizes(architecture, setup):
         layout = _resized(setup.layout, tp, ep, pp)
         if not is_possible(layout, architecture, setup) or process_problems(layout, setup.num_gpus):
@@ -43,23 +44,26 @@ def _candidates(architecture: Architecture, setup: Setup) -> Iterator[Setup]:
 
 
 def _candidate_sizes(architecture: Architecture, setup: Setup) -> list[tuple[int, int, int]]:
-    """Tensor-, expert- and pipeline-parallel sizes, none below the present one."""
+    """Return tensor-, expert- and pipeline-parallel sizes that are not below the current ones."""
     layout = setup.layout
     powers = [1 << exponent for exponent in range(setup.num_gpus.bit_length())]
     most_tp = max(8, layout.tensor_model_parallel_size)  # the GPUs of one machine
     most_pp = min(setup.num_gpus, architecture.outside.num_layers)
+    expert_sizes = [1]
+    if architecture.has_experts:
+        expert_sizes = [size for size in powers if size >= layout.expert_model_parallel_size]
     sizes = itertools.product(
         [size for size in powers if layout.tensor_model_parallel_size <= size <= most_tp],
-        [size for size in powers if size >= layout.expert_model_parallel_size] if architecture.has_experts else [1],
+        expert_sizes,
         range(layout.pipeline_model_parallel_size, most_pp + 1),
     )
-    # The fewer ranks share a model the more train different rows; a pipeline idles as well.
+    # Fewer ranks per model leave more for data parallelism; a pipeline also has a bubble.
     return sorted(sizes, key=lambda size: (math.prod(size) * size[2], size[2]))
 
 
 def _resized(layout: ParallelLayout, tp: int, ep: int, pp: int) -> ParallelLayout:
     if pp != layout.pipeline_model_parallel_size:
-        layout = dataclasses.replace(  # what was said about other stages means nothing for these
+        layout = dataclasses.replace(  # options for other stages do not apply
             layout,
             pipeline_model_parallel_layout=None,
             num_virtual_stages_per_pipeline_rank=None,

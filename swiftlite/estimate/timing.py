@@ -1,7 +1,7 @@
-"""Seconds of one matrix product, one pass over memory, one collective on a kind of GPU. Arithmetic, no torch.
+"""Estimate the seconds of a matrix product, a pass over memory, and a collective on a GPU. Arithmetic, no torch.
 
-Each effect has one constant here. It says whether it was fitted (`tests/plan/test_speed.py` tells how), counted from
-what the kernels do, or assumed; none was measured. Next: `layer_speed.py`, what a layer is made of.
+Each effect has one constant here, which was fitted (see `tests/plan/test_speed.py`), counted from the kernels, or
+assumed; none was measured. `layer_speed.py` computes layers from these.
 """
 
 import math
@@ -10,15 +10,15 @@ from swiftlite.estimate.gpus import Gpu
 
 _BFLOAT16 = 2
 _TILE = (128, 256)
-"""Rows and columns of a product that a processor computes at one time. Assumed, as a usual one for Hopper."""
+"""Rows and columns of the tile that a processor computes at a time. Assumed, typical for Hopper."""
 PRODUCT_EFFICIENCY = 0.62
-"""Part of the peak inside a tile; clocks fall under load. Fitted."""
+"""Share of the peak inside a tile; clocks drop under load. Fitted."""
 _INNER_START = 400
-"""What starting and ending a tile costs, in steps along the inner side. Fitted."""
+"""Cost of starting and ending a tile, in steps along the inner dimension. Fitted."""
 HBM_EFFICIENCY = 0.85
-"""Part of the memory's bandwidth that a pass over a large tensor gets. Assumed."""
+"""Share of the memory bandwidth that a pass over a large tensor reaches. Assumed."""
 LINK_EFFICIENCY = 0.8
-"""Part of NVLink's and the network's bandwidth that NCCL gets for large messages. Assumed."""
+"""Share of NVLink's and the network's bandwidth that NCCL reaches for large messages. Assumed."""
 STARTS, _STARTS_BETWEEN_MACHINES = 15e-6, 40e-6
 """Seconds until a collective's first byte arrives. Assumed."""
 
@@ -32,12 +32,12 @@ def product_seconds(
     faster: float = 1,
     itemsize: float = _BFLOAT16,
 ) -> float:
-    """Seconds of matrix products [rows, inner] x [inner, columns] that are started together: computing, in whole tiles
-    on all processors at once, or moving their matrices, whichever is longer.
+    """Return the seconds of matrix products [rows, inner] x [inner, columns] in one kernel: of computing complete tiles
+    on all processors, or of moving the matrices, whichever is longer.
 
     Args:
-        faster: than bfloat16 the inner side is passed; a tile starts and ends as in bfloat16.
-        itemsize: bytes of a number of both factors; the result is of 16 bits.
+        faster: speed along the inner dimension relative to bfloat16; starting and ending a tile takes the same time.
+        itemsize: bytes per element of both factors; the result has 16 bits.
     """
     tiles = number * math.ceil(rows / _TILE[0]) * math.ceil(columns / _TILE[1])
     waves = math.ceil(tiles / gpu.processors)
@@ -47,17 +47,17 @@ def product_seconds(
 
 
 def memory_seconds(gpu: Gpu, num_bytes: float) -> float:
-    """Seconds of moving bytes between memory and processors."""
+    """Return the seconds of moving bytes between memory and processors."""
     return num_bytes / (gpu.hbm * HBM_EFFICIENCY)
 
 
 def bandwidth(gpu: Gpu, size: int, stride: int) -> float:
-    """Bytes per second that each rank of a group gets: the link inside a machine, else the network ports of all ranks
-    that the group has on a machine.
+    """Return the bytes per second of each rank of a group: of the link within a machine, otherwise of the network ports
+    of all ranks of the group on a machine.
 
     Args:
-        size: ranks of the group.
-        stride: distance between two neighbours of it.
+        size: number of ranks in the group.
+        stride: distance between two neighbouring ranks.
     """
     if size * stride <= gpu.linked:
         return gpu.link * LINK_EFFICIENCY
@@ -66,23 +66,24 @@ def bandwidth(gpu: Gpu, size: int, stride: int) -> float:
 
 
 def collective_seconds(gpu: Gpu, size: int, stride: int, num_bytes: float) -> float:
-    """Seconds of a gather or a reduce-scatter over a group.
+    """Return the seconds of a gather or a reduce-scatter over a group.
 
     Args:
-        num_bytes: the whole tensor's; each rank sends all of it but its own share.
+        num_bytes: bytes of the complete tensor; each rank sends all but its own share.
     """
     if size == 1:
         return 0
-    starts = STARTS if size * stride <= gpu.linked else _STARTS_BETWEEN_MACHINES
+    starts = _STARTS_BETWEEN_MACHINES
+    if size * stride <= gpu.linked:
+        starts = STARTS
     return starts + num_bytes * (size - 1) / size / bandwidth(gpu, size, stride)
 
 
 def exchange_seconds(gpu: Gpu, size: int, stride: int, num_bytes: float) -> float:
-    """Seconds of an exchange in which each rank sends another part to each: what leaves the machine goes through the
-    rank's own network port.
+    """Return the seconds of an all-to-all; data for other machines uses the rank's own network port.
 
     Args:
-        num_bytes: what one rank sends, its own part included.
+        num_bytes: bytes that one rank sends, including its own part.
     """
     if size * stride <= gpu.linked:
         return collective_seconds(gpu, size, stride, num_bytes)

@@ -1,1 +1,1 @@
-"""`swiftlite evaluate`: how often MTP heads are right, by channel."""
+"""Run `swiftlite evaluate`: measure the acceptance of MTP heads, by channel."""

@@ -49,17 +49,17 @@ def by_engine(
     temperature: float = 0.0,
     confidences: Sequence[float] = (),
 ) -> EngineStats:
-    """Start the engine once, and let it answer.
+    """Start the engine once, and generate answers.
 
     Args:
-        config: its max_model_len is found here.
-        conversations: their last assistant turn is what is generated.
-        max_prompts: of each channel, the first ones.
-        temperature: above 0, answers are drawn at it too.
+        config: its max_model_len is computed here.
+        conversations: conversations whose last assistant turn is generated.
+        max_prompts: maximum number of prompts per channel, the first ones.
+        temperature: above 0, answers are also sampled at this temperature.
         confidences: values of `Sampling.draft_confidence` to compare by speed.
 
     Raises:
-        UserError: a prompt that the template cannot render, or that leaves no room for an answer; names its row.
+        UserError: the template cannot render a prompt, or it leaves no room for an answer; names its row.
     """
     template = ChatTemplate(tokenizer)
     chats = _first_of_each_channel(conversations, max_prompts)
@@ -70,8 +70,9 @@ def by_engine(
     greedy = Sampling(max_new_tokens, stop_token_ids=stop_token_ids(template, config.model.directory))
     engine = start_engine(backend, replace(config, max_model_len=max_model_len))
     try:
-        # First what an engine may refuse.
-        drawn, _ = _ask(engine, prompts, replace(greedy, temperature=temperature)) if temperature else ({}, [])
+        drawn: dict[str, dict[str, object]] = {}
+        if temperature:  # first, because an engine may not support it
+            drawn, _ = _ask(engine, prompts, replace(greedy, temperature=temperature))
         counted, answers = _ask(engine, prompts, greedy)
         measured = by_confidence(engine, ids, greedy, confidences)
         return EngineStats(counted, drawn, answers, engine.num_speculative_tokens, measured)
@@ -98,7 +99,7 @@ def _ask(
 
 
 def _first_of_each_channel(conversations: Sequence[Conversation], max_prompts: int) -> dict[str, list[Conversation]]:
-    """The first conversations of each channel without their last turns; rows without a channel are under ""."""
+    """Return the first conversations of each channel without their last turns; "" for rows without a channel."""
     chats: dict[str, list[Conversation]] = {}
     for chat in conversations:
         chosen = chats.setdefault(chat.channel or "", [])
@@ -108,7 +109,7 @@ def _first_of_each_channel(conversations: Sequence[Conversation], max_prompts: i
 
 
 def _samples(prompts: Sequence[Sequence[int]], completions: Sequence[Completion], channel: str | None) -> list[Sample]:
-    """Prompts and answers as rows; their text, tokenised again, might become other tokens."""
+    """Return prompts and answers as samples; tokenizing their text again could give other tokens."""
     samples = []
     for prompt, completion in zip(prompts, completions, strict=True):
         weights = [0.0] * len(prompt) + [1.0] * len(completion.token_ids)

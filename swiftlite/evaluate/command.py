@@ -1,4 +1,4 @@
-"""`swiftlite evaluate`: acceptance by depth and channel, of a model and of the one before it."""
+"""Run `swiftlite evaluate`: measure the acceptance by depth and channel, of a model and of a baseline."""
 
 import json
 from pathlib import Path
@@ -33,7 +33,7 @@ def run(args: EvaluateArgs) -> None:
     """Measure, print a table, write evaluation.json, evaluation.svg and evaluation.html.
 
     Raises:
-        UserError: rows that cannot be used, a model that is not whole, an --output_dir that cannot be written.
+        UserError: rows or a model are invalid, or --output_dir cannot be written.
     """
     names = models_in(args)
     models = {option: resolve_served(name) for option, name in names.items()}
@@ -46,7 +46,7 @@ def run(args: EvaluateArgs) -> None:
             if model.heads.layers:
                 served[name] = _serve(args, model, *rows[name])
             else:
-                logger.info("%s has no heads: no engine is started for it", model.directory)
+                logger.info("%s has no heads and is not measured with an engine", model.directory)
     results: dict[str, ModelFigures] = {}
     with session() as mesh:
         for name, model in models.items():
@@ -61,18 +61,20 @@ def run(args: EvaluateArgs) -> None:
     report: dict[str, dict[str, Any]] = {
         name: {"directory": names[name], **measured} for name, measured in results.items()
     }
-    confidences = served["model"].by_confidence if args.draft_confidence else []
+    confidences = []
+    if args.draft_confidence:
+        confidences = served["model"].by_confidence
     if confidences:
         print(f"\n{confidence_table(confidences)}")
         report["model"]["by_draft_confidence"] = confidences
     atomic_write(output_dir / "evaluation.json", json.dumps(report, indent=2).encode() + b"\n")
     atomic_write(output_dir / "evaluation.svg", evaluation_chart(results))
     atomic_write(output_dir / "evaluation.html", render(evaluation_page(results, names, confidences)))
-    logger.info("%s, evaluation.svg and evaluation.html", output_dir / "evaluation.json")
+    logger.info("wrote %s, evaluation.svg and evaluation.html", output_dir / "evaluation.json")
 
 
 def _read_rows(args: EvaluateArgs, model: HfModel) -> tuple[PreTrainedTokenizerBase, Data]:
-    """This model's tokenizer, and the rows as it reads them."""
+    """Return the model's tokenizer, and the rows encoded with it."""
     return load_rows(
         model,
         args.dataset,
@@ -110,10 +112,12 @@ def _compare_with_engine(args: EvaluateArgs, model: HfModel, served: EngineStats
     """Return the engine's counts and, if its drafts are those the heads were trained for, the replay of its answers."""
     engine = args.infer_backend
     counted = served.by_channel
-    drawn = {named(engine, args.temperature): served.drawn_by_channel} if args.temperature else {}
+    drawn = {}
+    if args.temperature:
+        drawn = {named(engine, args.temperature): served.drawn_by_channel}
     if served.num_speculative_tokens > model.heads.drafts:
         logger.info(
-            "%s drafts %d tokens, the heads learned %d: no walk over its answers",
+            "%s drafts %d tokens, the heads were trained for %d: its answers are not replayed",
             engine,
             served.num_speculative_tokens,
             model.heads.drafts,

@@ -39,7 +39,7 @@ def by_confidence(
 
 
 def confidence_rows(measured: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """A row of COLUMNS for each value; ratios are to the first."""
+    """Return a row of COLUMNS for each value; ratios are relative to the first."""
     first = measured[0]["tokens_per_second"]
     rows = []
     for each in measured:
@@ -51,7 +51,7 @@ def confidence_rows(measured: Sequence[Mapping[str, Any]]) -> list[list[str]]:
 
 
 def confidence_table(measured: Sequence[Mapping[str, Any]]) -> str:
-    """The table, and below it the fastest value."""
+    """Return the table and the fastest value."""
     fastest = max(measured, key=lambda each: each["tokens_per_second"])
-    advice = f"fastest here: --draft_confidence {fastest['draft_confidence']:g}"
+    advice = f"fastest: --draft_confidence {fastest['draft_confidence']:g}"
     return f"{text_table([COLUMNS, *confidence_rows(measured)])}\n\n{advice}"

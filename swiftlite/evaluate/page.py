@@ -1,4 +1,4 @@
-"""evaluation.html and evaluation.svg: the same as evaluation.json, to look at."""
+"""Make evaluation.html and evaluation.svg from the content of evaluation.json."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,15 +9,15 @@ from swiftlite.acceptance.report import AT_TEMPERATURE
 from swiftlite.acceptance.teacher_forced import ALL
 from swiftlite.evaluate.confidence import COLUMNS, confidence_rows
 from swiftlite.evaluate.position_tables import position_sections
-from swiftlite.evaluate.rates import REPLAYED, ModelFigures, describe, rates
+from swiftlite.evaluate.rates import REPLAYED, ModelFigures, describe, num_rows, rates
 from swiftlite.report.figure import Bars, as_svg, draw_bars, share
 from swiftlite.report.page import Figure, Page, Section, Table, Tile
 
 METHODS = {
-    "teacher_forced": "The share of labels where a head says what its trunk says.",
-    "replayed": "What an engine would accept that walks over the same rows and skips what it has accepted.",
+    "teacher_forced": "Share of labels where a head predicts the same token as its trunk.",
+    "replayed": "Acceptance of simulated speculative decoding over the same rows, which skips accepted tokens.",
 }
-"""What is said of a way to measure; see `_meaning` for the others."""
+"""Descriptions of measurements; see `_meaning` for the others."""
 
 
 def evaluation_page(
@@ -25,19 +25,20 @@ def evaluation_page(
     directories: Mapping[str, str],
     confidences: Sequence[Mapping[str, Any]] = (),
 ) -> Page:
-    """The page of what was measured.
+    """Return the page of an evaluation.
 
     Args:
-        results: by name: "model", and "baseline" where there is one.
-        directories: of the models, by the same names.
+        results: figures of "model", and of "baseline" if there is one.
+        directories: paths or names of the models, by the same keys.
         confidences: see `confidence.by_confidence`.
     """
     methods = list(results["model"])
     tiles = []
     for method in methods:
         found = {name: _first(figures, method) for name, figures in results.items()}
-        before = found.get("baseline")
-        note = "" if before is None else f"{share(before)} in the baseline"
+        note = ""
+        if found.get("baseline") is not None:
+            note = f"{share(found['baseline'])} in the baseline"
         tiles.append(Tile(f"{describe(method)}, depth 1", share(found["model"]), note))
     sections = [
         Section(
@@ -49,16 +50,16 @@ def evaluation_page(
         for method in methods
     ]
     if confidences:
-        table = Table("The same answers at each value", COLUMNS, confidence_rows(confidences))
-        sections.append(Section("Where to stop drafting", "Speed at values of --draft_confidence.", tables=[table]))
-    lead = f"How often the heads of {directories['model']} are right"
+        table = Table("Speed on the same prompts", COLUMNS, confidence_rows(confidences))
+        sections.append(Section("Confidence threshold", "Speed at values of --draft_confidence.", tables=[table]))
+    lead = f"Acceptance of the heads of {directories['model']}"
     if "baseline" in directories:
-        lead += f", beside those of {directories['baseline']}"
+        lead += f", compared with {directories['baseline']}"
     return Page("Evaluation of heads", f"{lead}.", tiles, [*sections, *position_sections(results)])
 
 
 def evaluation_chart(results: Mapping[str, ModelFigures]) -> bytes:
-    """evaluation.svg: acceptance by channel, a bar for each depth, the baseline's next to it.
+    """Draw evaluation.svg: acceptance by channel, with a bar for each depth of the model and the baseline.
 
     Args:
         results: as for `evaluation_page`.
@@ -79,13 +80,19 @@ def evaluation_chart(results: Mapping[str, ModelFigures]) -> bytes:
 
 
 def _percentages(results: Mapping[str, ModelFigures], method: str, channels: list[str]) -> dict[str, list[float]]:
-    """For each model and depth the percentage of each channel; 0 where a model has no such channel or depth."""
+    """Return the percentage of each channel for each model and depth; 0 if a model lacks the channel or depth."""
     bars = {}
     for name, figures in results.items():
         shares = _shares(figures, method, channels)
         for depth in range(max(map(len, shares))):
-            bars[f"{name}, depth {depth + 1}"] = [100 * each[depth] if depth < len(each) else 0.0 for each in shares]
+            bars[f"{name}, depth {depth + 1}"] = [100 * (_at(each, depth) or 0.0) for each in shares]
     return bars
+
+
+def _at(shares: Sequence[float], depth: int) -> float | None:
+    if depth >= len(shares):
+        return None
+    return shares[depth]
 
 
 def _meaning(method: str) -> str:
@@ -93,18 +100,19 @@ def _meaning(method: str) -> str:
         return METHODS[method]
     if method.endswith(REPLAYED):
         engine = method.removesuffix(REPLAYED)
-        return f"The same walk over the answers that {engine} gave: what it should have counted."
+        return f"Simulated speculative decoding over the answers of {engine}, which should give the same counts."
     engine, is_drawn, temperature = method.partition(AT_TEMPERATURE)
     if is_drawn:
-        return f"What {engine} counted itself while it drew answers, and their drafts, at temperature {temperature}."
-    return f"What {method} counted itself while it generated greedily."
+        return f"Counts of {engine} while it sampled answers and drafts at temperature {temperature}."
+    return f"Counts of {method} while it generated greedily."
 
 
 def _first(figures: ModelFigures, method: str) -> float | None:
-    """Acceptance of the first draft over all rows."""
+    """Return the acceptance of the first draft over all rows; None if it was not measured."""
     found = figures.get(method, {}).get(ALL)
-    shares = rates(method, found) if found else []
-    return shares[0] if shares else None
+    if not found:
+        return None
+    return _at(rates(method, found), 0)
 
 
 def _figures(results: Mapping[str, ModelFigures], method: str) -> list[Figure]:
@@ -116,7 +124,7 @@ def _figures(results: Mapping[str, ModelFigures], method: str) -> list[Figure]:
     for number in range(depth):
         bars = []
         for name, shares in by_name.items():
-            heights = [each[number] if number < len(each) else None for each in shares]
+            heights = [_at(each, number) for each in shares]
             bars.append(Bars(name, heights))
         title = f"{describe(method).capitalize()}, depth {number + 1}"
         drawn.append(draw_bars(f"{method}-{number + 1}", title, channels, bars, what="channel", y="accepted"))
@@ -125,16 +133,21 @@ def _figures(results: Mapping[str, ModelFigures], method: str) -> list[Figure]:
 
 def _shares(figures: ModelFigures, method: str, channels: list[str]) -> list[list[float]]:
     """Return the shares by channel and depth; empty if a model lacks the channel."""
-    found = figures.get(method, {})
-    return [rates(method, found[channel]) if channel in found else [] for channel in channels]
+    shares = []
+    for channel in channels:
+        found = figures.get(method, {}).get(channel)
+        if found is None:
+            shares.append([])
+        else:
+            shares.append(rates(method, found))
+    return shares
 
 
 def _table(results: Mapping[str, ModelFigures], method: str) -> Table:
     rows = []
     for name, figures in results.items():
         for channel, found in figures.get(method, {}).items():
-            count = found["samples" if "samples" in found else "prompts"]
-            rows.append([channel, name, str(count), *map(share, rates(method, found))])
+            rows.append([channel, name, str(num_rows(found)), *map(share, rates(method, found))])
     width = max(map(len, rows))
     columns = ["channel", "model", "rows", *(f"depth {depth + 1}" for depth in range(width - 3))]
     padded = [row + [""] * (width - len(row)) for row in rows]

@@ -16,10 +16,10 @@ Bucket = Mapping[str, Any]
 
 
 def position_tables(results: Mapping[str, ModelFigures]) -> str:
-    """A table for each place, with what changed against the baseline in points; "" of a model without heads.
+    """Return a table for each place, with differences from the baseline in points; empty for a model without heads.
 
     Args:
-        results: by name: "model", and "baseline" where there is one.
+        results: figures of "model", and of "baseline" if there is one.
     """
     tables = []
     for place in PLACES:
@@ -36,7 +36,7 @@ def position_tables(results: Mapping[str, ModelFigures]) -> str:
 
 
 def position_sections(results: Mapping[str, ModelFigures]) -> list[Section]:
-    """Return the tables as a section of a page; None for a model without heads."""
+    """Return the tables as a section of a page; empty for a model without heads."""
     figures, tables = [], []
     for place in PLACES:
         buckets = _buckets(results, "model", place)
@@ -53,8 +53,8 @@ def position_sections(results: Mapping[str, ModelFigures]) -> list[Section]:
         tables.append(Table(title, [WORDS[place], "drafts", *(bar.name for bar in bars)], rows))
     if not figures:
         return []
-    meaning = "The share of labels where a head says what its trunk says, by where in its row the label stands."
-    return [Section("Where the heads are weak", meaning, figures=figures, tables=tables)]
+    meaning = "Share of labels where a head predicts the same token as its trunk, by the position of the label."
+    return [Section("Acceptance by position", meaning, figures=figures, tables=tables)]
 
 
 def _buckets(results: Mapping[str, ModelFigures], name: str, place: str) -> list[Bucket]:

@@ -1,4 +1,4 @@
-"""Rows with answers, as one model reads them."""
+"""Load rows with answers for one model."""
 
 from collections.abc import Collection, Sequence
 
@@ -20,13 +20,13 @@ def load_rows(
     max_bad_rows: int = 0,
     system: str | None = None,
 ) -> tuple[PreTrainedTokenizerBase, Data]:
-    """The rows as held-out samples of one model: each reads them with its own tokenizer and template.
+    """Load the rows as held-out samples, with the model's own tokenizer and template.
 
     Args:
         offered: see `load_train_val`.
 
     Raises:
-        UserError: as `load_train_val`.
+        UserError: see `load_train_val`.
     """
     tokenizer = load_tokenizer(model.directory, trust_remote_code)
     template = ChatTemplate(tokenizer, vocab_size=model.config["vocab_size"])

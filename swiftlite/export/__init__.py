@@ -1,3 +1,4 @@
-"""Checkpoints of runs to Hugging Face directories, audited before they appear, and back. May use all rooms below `cli`,
-and megatron-core through them alone.
+"""Convert checkpoints of runs to Hugging Face directories, which are audited before they appear, and back.
+
+May use all packages below `cli`, and megatron-core only through them.
 """

@@ -1,4 +1,4 @@
-"""`swiftlite export --to_hf --merge_lora false`: the adapters of a run as a directory that PEFT reads."""
+"""Write the adapters of a run as a directory that PEFT reads (`swiftlite export --to_hf --merge_lora false`)."""
 
 from collections.abc import Sequence
 from itertools import chain
@@ -18,7 +18,7 @@ from swiftlite.lora import Lora
 from swiftlite.model.gpt import GPTModel
 from swiftlite.model.layers.lora import gather_adapters, gather_saved, merged
 
-_MERGE = "leave --merge_lora out: the export then has the adapters in its weights"
+_MERGE = "remove --merge_lora to merge the adapters into the weights"
 
 
 def check_can_be_written(checkpoint: Path, lora: Lora | None, hf_model: HfModel, heads: Heads) -> None:
@@ -28,22 +28,22 @@ def check_can_be_written(checkpoint: Path, lora: Lora | None, hf_model: HfModel,
         UserError: names the part that it cannot represent.
     """
     if lora is None:
-        raise UserError(f"--merge_lora false: {checkpoint} has no adapters, its whole model was trained", _MERGE)
+        raise UserError(f"--merge_lora false: {checkpoint} has no adapters; it was trained in full", _MERGE)
     trunk = _trunk_rows(hf_model)
     modules = list(chain.from_iterable(adapted_modules(row, lora) for row in adapted_rows(trunk, lora)))
     why = ""
     if not modules:
         why = "only the MTP heads have adapters"
     elif any(".experts." in module for module in modules):
-        why = "experts have adapters, and transformers holds all experts of a layer in one tensor"
+        why = "adapters on experts are not supported, which transformers stores as one tensor per layer"
     elif hf_model.family.memory_names or hf_model.family.language_model:
-        why = f"transformers has other names in memory than the files of {hf_model.family.name}"
+        why = f"transformers renames the layers of {hf_model.family.name} when it loads the model"
     elif "embedding.word_embeddings.weight" in saved_names(lora, trunk) and hf_model.config.get("tie_word_embeddings"):
-        why = "the embedding learned, and PEFT would part it from the output layer that is tied to it"
+        why = "the embedding was trained, and PEFT would untie it from the output layer"
     elif heads.draft_vocab:
-        why = "the heads have a draft vocabulary, which belongs in a model's directory"
+        why = "heads with a draft vocabulary require the complete model"
     if why:
-        raise UserError(f"--merge_lora false: PEFT cannot read these adapters: {why}", _MERGE)
+        raise UserError(f"--merge_lora false is not supported by PEFT here: {why}", _MERGE)
 
 
 def write(
@@ -51,7 +51,7 @@ def write(
 ) -> None:
     """Write the directory; collective.
 
-    MTP heads, whatever of them learned, are written whole: the heads' adapters are added to their weights.
+    MTP heads are always written completely, with their adapters merged.
     """
     rows = _trunk_rows(hf_model)
     trunk_tensors = gather_adapters(chunks, lora, rows)

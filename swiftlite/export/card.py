@@ -19,45 +19,45 @@ from swiftlite.hub.name import HubName
 
 
 def model_card(repository: str, provenance: Provenance, heads: Heads, measured: Path | None) -> str:
-    """The text of README.md.
+    """Return the text of README.md.
 
     Args:
-        heads: those of the model.
-        measured: directory of the run that trained these very heads, with acceptance.json if it has measured any; None
-            where they are another's, or draft other tokens than they did there.
+        heads: heads of the model.
+        measured: directory of the run that trained these heads, with acceptance.json if it was measured; None for heads
+            of another model, or with another draft vocabulary.
     """
-    sections = [
-        _front_matter(provenance, heads),
-        f"# {repository}\n",
-        f"{_what_it_is(provenance, heads)}\n",
-        *(_acceptance(measured) if measured else ()),
-        *_serving(repository, heads),
-    ]
+    sections = [_front_matter(provenance, heads), f"# {repository}\n", f"{_what_it_is(provenance, heads)}\n"]
+    if measured:
+        sections += _acceptance(measured)
+    sections += _serving(repository, heads)
     return "\n".join(sections).rstrip() + "\n"
 
 
 def _front_matter(provenance: Provenance, heads: Heads) -> str:
-    """Metadata for the hub's pages and search."""
+    """Return the metadata for the hub's pages and search."""
     fields: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
     if isinstance(provenance.model, HubName):
         fields["base_model"] = provenance.model.repository
     datasets = [name.repository for name in provenance.datasets if isinstance(name, HubName)]
     if datasets:
         fields["datasets"] = sorted(set(datasets))
-    fields["tags"] = ["swiftlite", "multi-token-prediction", "speculative-decoding"] if heads.layers else ["swiftlite"]
+    fields["tags"] = ["swiftlite"]
+    if heads.layers:
+        fields["tags"] += ["multi-token-prediction", "speculative-decoding"]
     return f"---\n{yaml.safe_dump(fields, sort_keys=False)}---\n"
 
 
 def _what_it_is(provenance: Provenance, heads: Heads) -> str:
-    """Model, data and heads, a line each."""
+    """Return a line each for model, data, steps and heads."""
     lines = [f"- Base model: {_shown(provenance.model, provenance.commits)}"]
     data = ", ".join(_shown(name, provenance.commits) for name in provenance.datasets)
     lines.append(f"- Data: {data or 'random tokens'}")
-    trained = ", of the heads alone: the trunk is unchanged" if provenance.heads_only else ""
-    lines.append(f"- Steps: {provenance.steps}{trained}")
+    steps = f"- Steps: {provenance.steps}"
+    if provenance.heads_only:
+        steps += ", only the heads; the trunk is unchanged"
+    lines.append(steps)
     if heads.layers:
-        drafts = f"{heads.drafts} token{'s' if heads.drafts > 1 else ''}"
-        lines.append(f"- Multi-Token Prediction heads: depth {heads.layers}, which draft {drafts} a step")
+        lines.append(f"- Multi-Token Prediction heads: depth {heads.layers}, draft tokens per step: {heads.drafts}")
     else:
         lines.append("- Multi-Token Prediction heads: none")
     return "\n".join(lines)
@@ -66,14 +66,17 @@ def _what_it_is(provenance: Provenance, heads: Heads) -> str:
 def _shown(name: HubName | str, commits: Mapping[str, str]) -> str:
     if isinstance(name, str):
         return f"`{clip(Path(split_sample(name)[0]).name, 100)}`"
-    folder = "datasets/" if name.kind == "dataset" else ""
-    commit = commits.get(name.key)
-    at = f" at commit `{commit}`" if commit else ""
-    return f"[{name}](https://huggingface.co/{folder}{name.repository}){at}"
+    path = name.repository
+    if name.kind == "dataset":
+        path = f"datasets/{path}"
+    link = f"[{name}](https://huggingface.co/{path})"
+    if commit := commits.get(name.key):
+        link += f" at commit `{commit}`"
+    return link
 
 
 def _acceptance(run: Path) -> list[str]:
-    """The tables of acceptance.json: by the run itself, before and after, and by the engines that served it."""
+    """Return the table of acceptance.json: of the run before and after training, and of engines."""
     path = run / ACCEPTANCE_FILE
     if not path.is_file():
         return []
@@ -81,11 +84,11 @@ def _acceptance(run: Path) -> list[str]:
     measured = {when: content[when]["generated"] for when in ("before", "after") if when in content}
     named = {"before": "before training", "after": "after training"}
     rows = [(named[when], counts) for when, counts in measured.items() if counts["drafted"]]
-    rows += [(f"after training, by {engine}", counts) for engine, counts in content.get("engines", {}).items()]
+    rows += [(f"after training, {engine}", counts) for engine, counts in content.get("engines", {}).items()]
     if not rows:
         return []
-    lines = ["## Acceptance", "", "Drafts accepted on held-out prompts, greedy:", ""]
-    lines += ["| | prompts | accepted of drafted | tokens a step |", "|---|---|---|---|"]
+    lines = ["## Acceptance", "", "Accepted drafts on held-out prompts, greedy decoding:", ""]
+    lines += ["| | prompts | accepted of drafted | tokens per step |", "|---|---|---|---|"]
     for name, counts in rows:
         share = f"{counts['accepted']} of {counts['drafted']} ({counts['acceptance_rate']:.1%})"
         lines.append(f"| {name} | {counts['prompts']} | {share} | {counts['mean_accepted_length']:.2f} |")
@@ -100,16 +103,16 @@ def _serving(repository: str, heads: Heads) -> list[str]:
     return [
         "## Serving",
         "",
-        "Drafts change no answer: the trunk verifies each of them. Where the family is published without heads, the "
-        "engine needs swiftlite installed beside it, whose plugin brings the class that drafts.",
+        "Drafts do not change answers, because the trunk verifies them. If the family is published without heads, the "
+        "engine requires swiftlite in its environment, whose plugin contains the draft class.",
         "",
         "    # vLLM",
         f"    vllm serve {repository} --speculative-config '{config}'",
         "    # SGLang",
         f"    python -m sglang.launch_server --model-path {repository} --speculative-algorithm NEXTN \\",
         f"        --speculative-eagle-topk 1 {steps}",
-        "    # either, with the flags that the checkpoint asks for",
+        "    # either of them, with flags derived from the checkpoint",
         f"    swiftlite deploy --model {repository} --infer_backend vllm",
-        "    # transformers, which drafts through swiftlite and loads the trunk alone by itself",
+        "    # transformers, with drafts by swiftlite (transformers itself loads only the trunk)",
         f"    swiftlite infer --model {repository} --infer_backend transformers --speculative mtp",
     ]

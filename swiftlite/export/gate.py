@@ -1,4 +1,4 @@
-"""`export --min_acceptance --max_regression`: whether heads are good enough to be shipped."""
+"""Refuse exports whose heads have a low acceptance (`export --min_acceptance --max_regression`)."""
 
 from pathlib import Path
 
@@ -14,10 +14,10 @@ from swiftlite.runtime.mesh import Mesh
 
 
 def check_acceptance(args: ExportArgs, hf_dir: Path, torch_dtype: str, mesh: Mesh) -> None:
-    """Measure a model that is written, and the one before it, on the same rows; nothing if neither option is given.
+    """Measure an export and its baseline on the same rows, if one of the two options is given.
 
     Raises:
-        UserError: it falls short, and --force is not given.
+        UserError: a limit is not met, and --force is not given.
     """
     if args.min_acceptance is None and args.max_regression is None:
         return
@@ -25,13 +25,13 @@ def check_acceptance(args: ExportArgs, hf_dir: Path, torch_dtype: str, mesh: Mes
     problems = []
     if args.min_acceptance is not None and found < args.min_acceptance:
         problems.append(
-            f"the heads agree with the trunk on {found:.1%} of the tokens, under --min_acceptance {args.min_acceptance}"
+            f"the heads agree with the trunk on {found:.1%} of the tokens, below --min_acceptance {args.min_acceptance}"
         )
     if args.max_regression is not None:
         baseline = args.baseline or model_of_run(Path(args.model))
-        if baseline is None:  # the option check found it; exporting took a while
+        if baseline is None:  # deleted during the export; rules have checked it before
             raise UserError(
-                "--max_regression compares with the model that the run began with, and that is not there any more",
+                "--max_regression requires the model that the run started from, which no longer exists",
                 "nothing was written; add --baseline DIR",
             )
         before = _mean(args, resolve(baseline), torch_dtype, mesh)
@@ -39,19 +39,19 @@ def check_acceptance(args: ExportArgs, hf_dir: Path, torch_dtype: str, mesh: Mes
         if before - found > args.max_regression:
             problems.append(
                 f"the heads agree with the trunk on {found:.1%} of the tokens, those of {baseline} on {before:.1%}: "
-                f"more than --max_regression {args.max_regression} below"
+                f"the decrease exceeds --max_regression {args.max_regression}"
             )
     else:
         logger.info("acceptance on --val_dataset: %.1f %%", 100 * found)
     if problems and args.force:
         for problem in problems:
-            logger.warning("%s; written nevertheless, as --force says", problem)
+            logger.warning("%s; written because of --force", problem)
     elif problems:
-        raise UserError("; ".join(problems), "nothing was written; train the heads on, or add --force")
+        raise UserError("; ".join(problems), "nothing was written; train the heads further, or add --force")
 
 
 def _mean(args: ExportArgs, model: HfModel, torch_dtype: str, mesh: Mesh) -> float:
-    """The mean over depths of the share of predictions that are the trunk's own; 0 for a model without heads."""
+    """Return the share of predictions equal to the trunk's, averaged over depths; 0 for a model without heads."""
     _, data = load_rows(model, args.val_dataset, offered=vars(args))
     shares = rates("teacher_forced", teacher_forced(model, data.val, torch_dtype=torch_dtype, mesh=mesh)[ALL])
     return sum(shares) / max(len(shares), 1)

@@ -14,11 +14,11 @@ from swiftlite.json_file import read_json
 
 @dataclass(frozen=True)
 class Provenance:
-    """A model and data, as names of the hub or as paths.
+    """Model and data of a run, as names on the hub or as paths.
 
     Attributes:
-        commits: by `HubName.key`.
-        steps: that the checkpoint has taken.
+        commits: commits by `HubName.key`.
+        steps: number of steps of the checkpoint.
     """
 
     model: HubName | str
@@ -29,10 +29,10 @@ class Provenance:
 
 
 def provenance_of(checkpoint: Path) -> Provenance:
-    """Read what the run of a checkpoint began with.
+    """Read model and data of the run of a checkpoint.
 
     Raises:
-        UserError: its args.json cannot be read; what `export --to_mcore` wrote has none.
+        UserError: its args.json cannot be read; outputs of `export --to_mcore` have none.
     """
     run = checkpoint.parent
     try:
@@ -41,8 +41,8 @@ def provenance_of(checkpoint: Path) -> Provenance:
         given = [str(name) for name in args["dataset"]]
     except (OSError, ValueError, KeyError, TypeError):
         raise UserError(
-            f"--push_to_hub: {run / 'args.json'}, which says what the model was made from, is not there or damaged",
-            "export without it, and push by hand: hf upload ORG/NAME DIR",
+            f"--push_to_hub requires {run / 'args.json'}, which is missing or invalid",
+            "export without it, then upload: hf upload ORG/NAME DIR",
         ) from None
     return Provenance(
         model=model_name(model) or model,

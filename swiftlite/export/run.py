@@ -1,4 +1,4 @@
-"""`swiftlite export`: a run or checkpoint to a Hugging Face model, audited before it appears; or the other way."""
+"""Run `swiftlite export`: convert a run or checkpoint to a Hugging Face model, audited before it appears; or back."""
 
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from swiftlite.args.commands import ExportArgs
+from swiftlite.args.fields import MtpInit
 from swiftlite.atomic import fsync_tree, sync
 from swiftlite.bridge.adapters.files import AdapterBase
 from swiftlite.bridge.audit import audit_hf, mtp_keys
@@ -54,7 +55,7 @@ from swiftlite.train.checkpoint.source import (
 
 
 def run(args: ExportArgs) -> None:
-    """Convert in one direction; the result is complete or not there, in whatever way the process ends."""
+    """Convert in one direction; the result is complete or absent, however the process ends."""
     with session(layout_of(args), timeout_minutes=args.distributed_timeout_minutes) as mesh:
         if args.to_hf:
             to_hf(args, mesh)
@@ -62,7 +63,7 @@ def run(args: ExportArgs) -> None:
             to_mcore(args, mesh)
         is_first_rank = dist.get_rank() == 0
     name = model_name(f"{args.push_to_hub}@main")
-    if is_first_rank and args.push_to_hub and name:  # a rule says that it is a name
+    if is_first_rank and args.push_to_hub and name:  # checked by rules
         push(Path(args.output_dir), name.at(""), is_private=args.hub_private_repo)
 
 
@@ -75,7 +76,9 @@ def to_hf(args: ExportArgs, mesh: Mesh) -> None:
     """
     checkpoint = resolve_checkpoint(Path(args.model))
     check_source(checkpoint.parent)
-    provenance = provenance_of(checkpoint) if args.push_to_hub else None
+    provenance = None
+    if args.push_to_hub:
+        provenance = provenance_of(checkpoint)
     hf_model = resolve(checkpoint.parent / "source")
     graft_from = _resolve_graft(args)
     state = read_state(checkpoint)
@@ -88,6 +91,9 @@ def to_hf(args: ExportArgs, mesh: Mesh) -> None:
     if graft_from:
         tensors = with_heads_of(hf_model, tensors, graft_from)
     dtypes = dtypes_of(tensors)
+    written_dtypes = dtypes
+    if args.torch_dtype:
+        written_dtypes = _cast(dtypes, hf_model, heads, args.torch_dtype)
     output_dir = Path(args.output_dir)
     with _whole_or_absent(output_dir) as writing:
         dtype = getattr(torch, state["torch_dtype"])
@@ -105,7 +111,7 @@ def to_hf(args: ExportArgs, mesh: Mesh) -> None:
             writing,
             hf_model.family,
             hf_model.config,
-            dtypes=_cast(dtypes, hf_model, heads, args.torch_dtype) if args.torch_dtype else dtypes,
+            dtypes=written_dtypes,
             max_shard_bytes=int(args.max_shard_size_gb * 1e9),
             carried=carried_file(hf_model.directory),
         )
@@ -113,8 +119,7 @@ def to_hf(args: ExportArgs, mesh: Mesh) -> None:
             _audit(writing, hf_model, dtypes)
             check_acceptance(args, writing, args.torch_dtype or state["torch_dtype"], mesh)
             if args.push_to_hub and provenance:
-                measured = checkpoint.parent if _has_measured_heads(args, checkpoint) else None
-                card = model_card(args.push_to_hub, provenance, heads, measured)
+                card = model_card(args.push_to_hub, provenance, heads, _measured_run(args, checkpoint))
                 (writing / "README.md").write_text(card, encoding="utf-8")
     family = hf_model.family.name
     logger.info("wrote %s: %s with %d MTP layers, from %s", output_dir, family, heads.layers, checkpoint)
@@ -124,8 +129,8 @@ def to_mcore(args: ExportArgs, mesh: Mesh) -> None:
     """Write `checkpoint-0` and `source/`, as a run has them, from a Hugging Face model.
 
     Raises:
-        UserError: the model cannot be read, has heads that its config.json does not promise, or --output_dir cannot be
-            written (nothing is left behind).
+        UserError: the model cannot be read, has heads that its config.json does not declare, or --output_dir cannot be
+            written; nothing remains.
     """
     hf_model = resolve(args.model)
     check_agreement({"commit of --model": hf_model.identity})
@@ -134,6 +139,9 @@ def to_mcore(args: ExportArgs, mesh: Mesh) -> None:
     declared = hf_model.config.get("dtype") or hf_model.config.get("torch_dtype")
     dtype = args.torch_dtype or declared or "bfloat16"
     state = {"mtp_num_layers": heads.layers, "torch_dtype": dtype}
+    mtp_init: MtpInit = "checkpoint"
+    if graft_from:
+        mtp_init = "graft"
     output_dir = Path(args.output_dir)
     with _whole_or_absent(output_dir) as writing:
         chunks, report = open_model(
@@ -141,58 +149,66 @@ def to_mcore(args: ExportArgs, mesh: Mesh) -> None:
             mesh,
             dtype=getattr(torch, dtype),
             heads=heads,
-            mtp_init="graft" if graft_from else "checkpoint",
+            mtp_init=mtp_init,
             graft_from=graft_from,
         )
         _check_no_head_is_forgotten(args, hf_model, heads, report)
         logger.info("%s", report.over_all_ranks())
         if dist.get_rank() == 0:
             write_source(hf_model, writing, heads, graft_from)
-        hint = "make room or mend it, and run the same command again"
+        hint = "free disk space or fix the disk, then run the same command again"
         Checkpointer(writing, mesh, chunks, None, state, hint=hint).save(0)
     family = hf_model.family.name
     logger.info("wrote %s: %s with %d MTP layers, from %s", output_dir, family, heads.layers, hf_model.directory)
 
 
-def _has_measured_heads(args: ExportArgs, checkpoint: Path) -> bool:
-    """Whether acceptance.json of the run, which is written at its end, is about the heads of this export."""
+def _measured_run(args: ExportArgs, checkpoint: Path) -> Path | None:
+    """Return the run if its acceptance.json, which is written at its end, describes the heads of this export."""
     is_last = checkpoint.name == run_checkpoints(checkpoint.parent)[-1].name
-    return is_last and args.mtp == "keep" and not args.mtp_graft_from and args.draft_vocab is None
+    if not is_last or args.mtp != "keep" or args.mtp_graft_from or args.draft_vocab is not None:
+        return None
+    return checkpoint.parent
 
 
 def _check_no_head_is_forgotten(args: ExportArgs, hf_model: HfModel, heads: Heads, report: WeightsReport) -> None:
-    """Heads of the model itself are dropped only when the options say so.
+    """Check that heads of the model are removed only with --mtp strip.
 
     Raises:
-        UserError: config.json promises none, and they are there.
+        UserError: the files contain heads that config.json does not declare.
     """
     if heads.layers or args.mtp == "strip":
         return
     if forgotten := mtp_keys(report.dropped, hf_model.family, hf_model.config):
         raise UserError(
-            f"--model {args.model} has {len(forgotten)} MTP tensors, but its config.json promises no MTP layer",
-            f"correct {depth_key(hf_model.config)} there to keep them, or add --mtp strip to drop them",
+            f"--model {args.model} has {len(forgotten)} MTP tensors, but its config.json declares no MTP layer",
+            f"set {depth_key(hf_model.config)} in config.json to keep them, or add --mtp strip to remove them",
         )
 
 
 def _resolve_graft(args: ExportArgs) -> HfModel | None:
-    """The model that gives its heads; None without --mtp_graft_from."""
-    return resolve(args.mtp_graft_from) if args.mtp_graft_from else None
+    """Return the model whose heads are grafted; None without --mtp_graft_from."""
+    if not args.mtp_graft_from:
+        return None
+    return resolve(args.mtp_graft_from)
 
 
 def _heads_of_result(args: ExportArgs, own: Heads, graft_from: HfModel | None) -> Heads:
-    """The MTP heads that the result gets: the model's own, another model's, or none."""
+    """Return the MTP heads of the result: the model's own, another model's, or none."""
     if args.mtp == "strip":
         return Heads()
-    return graft_from.heads if graft_from else own
+    if graft_from:
+        return graft_from.heads
+    return own
 
 
 def _lora_of(args: ExportArgs, state: Mapping[str, Any]) -> Lora | None:
-    """The checkpoint's adapters; none in heads that another model gives."""
+    """Return the checkpoint's adapters; none on grafted heads."""
     if state.get("lora") is None:
         return None
     lora = Lora.from_json(state["lora"])
-    return replace(lora, heads="frozen") if args.mtp_graft_from else lora
+    if args.mtp_graft_from:
+        return replace(lora, heads="frozen")
+    return lora
 
 
 def _open_checkpoint(
@@ -204,7 +220,7 @@ def _open_checkpoint(
     graft_from: HfModel | None,
     dtype: torch.dtype,
 ) -> list[GPTModel]:
-    """The checkpoint's model on this rank, its heads from another model if one is given."""
+    """Load the checkpoint's model on this rank, with the heads of another model if given."""
     chunks = build_hf_model(hf_model, mesh, dtype=dtype, heads=heads)
     if lora:
         add_adapters(chunks, lora, hf_model.family.rows(hf_model.config, heads.layers))
@@ -215,10 +231,13 @@ def _open_checkpoint(
 
 
 def _cast(dtypes: Mapping[str, str], hf_model: HfModel, heads: Heads, dtype: str) -> dict[str, str]:
-    """Return another dtype for every tensor; float32 tensors of 16-bit models are not cast down."""
-    rows = hf_model.family.rows(hf_model.config, heads.layers) if dtype != "float32" else []
-    kept = shapes_of(row for row in rows if row.is_exact)
-    return {key: own if key in kept else dtype for key, own in dtypes.items()}
+    """Return the dtype of every tensor; float32 tensors of 16-bit models are not cast down."""
+    cast = dict.fromkeys(dtypes, dtype)
+    if dtype == "float32":
+        return cast
+    rows = hf_model.family.rows(hf_model.config, heads.layers)
+    exact = shapes_of(row for row in rows if row.is_exact)
+    return cast | {key: own for key, own in dtypes.items() if key in exact}
 
 
 @contextmanager
@@ -240,10 +259,10 @@ def _whole_or_absent(output_dir: Path) -> Iterator[Path]:
     with only_run_in(output_dir, place):
         try:
             with _named(output_dir):
-                shutil.rmtree(writing, ignore_errors=True)  # of an export that was killed
+                shutil.rmtree(writing, ignore_errors=True)  # of a killed export
                 writing.mkdir()
                 if result.exists():
-                    result.rmdir()  # an empty one; where it is a mount point, that shows now
+                    result.rmdir()  # must be empty and not a mount point
             yield writing
             with _named(output_dir):
                 fsync_tree(writing)
@@ -264,8 +283,8 @@ def _named(output_dir: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(
-            f"--output_dir {output_dir} cannot be made: {error.strerror}",
-            "mend it, or name a directory that is not there yet",
+            f"--output_dir {output_dir} cannot be created: {error.strerror}",
+            "fix it, or use a new directory",
         ) from None
 
 
@@ -284,7 +303,7 @@ def _copy_small_files(args: ExportArgs, hf_model: HfModel, heads: Heads, writing
 
 
 def _audit(directory: Path, hf_model: HfModel, source_keys: Iterable[str]) -> None:
-    """Compare what was written with its own config.json and with the source model.
+    """Compare the export with its own config.json and with the source model.
 
     Args:
         source_keys: tensors of the source model.
@@ -303,6 +322,4 @@ def _audit(directory: Path, hf_model: HfModel, source_keys: Iterable[str]) -> No
     problems += [f"{key} is not in the source model" for key in sorted(written - trunk)]
     if problems:
         lines = "\n  ".join(some(problems))
-        raise UserError(
-            f"the export is not what its config promises, so it was removed:\n  {lines}", "please report this"
-        )
+        raise UserError(f"the export does not match its config.json and was removed:\n  {lines}", "please report this")

@@ -64,7 +64,7 @@ def read_commits(run_dir: Path) -> dict[str, str]:
     except (OSError, ValueError):
         commits = None
     if not isinstance(commits, dict) or not all(isinstance(commit, str) for commit in commits.values()):
-        raise UserError(f"{path}, which says what this run began with, is damaged", "put it back") from None
+        raise UserError(f"{path} is not a JSON object of commits", "restore it, or start a new run") from None
     return commits
 
 
@@ -78,6 +78,6 @@ def check_commits(run_dir: Path) -> None:
         now = known().get(key, commit)
         if now != commit:
             raise UserError(
-                f"--resume: {key} was commit {commit} when this run began, and is {now} here",
-                "unset SWIFTLITE_COMMITS, or start another --output_dir",
+                f"--resume: {key} was at commit {commit} when this run started, but is now at {now}",
+                "unset SWIFTLITE_COMMITS, or use another --output_dir",
             )

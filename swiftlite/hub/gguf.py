@@ -32,7 +32,9 @@ def gguf_description(file: Path) -> Path:
     if whole.is_dir():
         return whole
     directory = whole.parent / "descriptions" / whole.name
-    return directory if directory.is_dir() else _make(file, directory, _write_description)
+    if directory.is_dir():
+        return directory
+    return _make(file, directory, _write_description)
 
 
 def gguf_model(file: Path) -> Path:
@@ -44,7 +46,7 @@ def gguf_model(file: Path) -> Path:
     directory = _directory(file)
     if directory.is_dir():
         return directory
-    logger.info("%s is de-quantised, once, to 4 bytes a parameter in %s", file, directory)
+    logger.info("de-quantizing %s to float32 in %s (only once)", file, directory)
     return _make(file, directory, _write_model)
 
 
@@ -68,7 +70,7 @@ def _make(file: Path, directory: Path, write: Callable[[Path, Path], None]) -> P
     """Let `write` fill a temporary directory, then rename it. Other processes wait and use the same directory."""
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
-        raise UserError(f"{file} cannot be read without {' and '.join(missing)}", f"pip install {' '.join(missing)}")
+        raise UserError(f"{file} requires {' and '.join(missing)}", f"pip install {' '.join(missing)}")
     writing = directory.with_name(f".{directory.name}.writing")
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
@@ -77,8 +79,8 @@ def _make(file: Path, directory: Path, write: Callable[[Path, Path], None]) -> P
                 _write_whole(file, directory, writing, write)
     except OSError as error:  # from writing, because errors of reading are UserErrors already
         raise UserError(
-            f"{file} cannot be de-quantised into {directory.parent}: {reason_of(error)}",
-            "make room, or export HF_HOME=DIR on another disk",
+            f"{file} cannot be de-quantized to {directory.parent}: {reason_of(error)}",
+            "free disk space, or export HF_HOME=DIR on another disk",
         ) from None
     return directory
 
@@ -123,7 +125,7 @@ def _write_model(file: Path, directory: Path) -> None:
         raise _unreadable(file, error) from None
     loaded, report = cast(tuple[Any, dict[str, Any]], read)
     if missing := sorted(report["missing_keys"]):  # transformers initialized them at random
-        raise UserError(f"{file} lacks {len(missing)} tensors, such as {missing[0]}", "copy it from its source again")
+        raise UserError(f"{file} lacks {len(missing)} tensors, such as {missing[0]}", "download it again")
     # transformers does not save a model that it read from GGUF, but it saves a new one with the same parameters.
     with torch.device("meta"):
         plain = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory), dtype=torch.float32)
@@ -134,7 +136,6 @@ def _write_model(file: Path, directory: Path) -> None:
 
 def _unreadable(file: Path, error: Exception) -> UserError:
     return UserError(
-        f"--model {file} cannot be read by transformers {version('transformers')}: {reason_of(error)}",
-        "if it was cut short or damaged, copy it from its source again; or take the model's safetensors: --model "
-        "ORG/NAME or a directory",
+        f"{file} cannot be read by transformers {version('transformers')}: {reason_of(error)}",
+        "download it again if it is incomplete, or use the model's safetensors: --model ORG/NAME or a directory",
     )

@@ -47,8 +47,8 @@ def local_model(name: str) -> Path:
         directory = snapshot(hub_name, _WEIGHTS, shows_progress=True)
         if not any(directory.glob("*.safetensors")):
             raise UserError(
-                f"{hub_name} has no *.safetensors at its top; weights in other formats are not read",
-                f"look for a converted copy, such as {hub_name.repository}@refs/pr/1; of a GGUF file there: "
+                f"{hub_name} has no *.safetensors at the top of the repository; other formats are not supported",
+                f"use a converted revision, such as {hub_name.repository}@refs/pr/1; for a GGUF file: "
                 f"hf download {hub_name.repository} FILE.gguf --local-dir DIR, then --model DIR/FILE.gguf",
             )
         return directory

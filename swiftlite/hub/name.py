@@ -36,8 +36,14 @@ class HubName:
     split: str = "train"
 
     def __str__(self) -> str:
-        subset = self.subset if self.split == "train" else f"{self.subset}/{self.split}"
-        return self.repository + (f":{subset}" if subset else "") + (f"@{self.revision}" if self.revision else "")
+        text = self.repository
+        if self.split != "train":
+            text += f":{self.subset}/{self.split}"
+        elif self.subset:
+            text += f":{self.subset}"
+        if self.revision:
+            text += f"@{self.revision}"
+        return text
 
     @property
     def key(self) -> str:

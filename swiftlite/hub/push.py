@@ -53,9 +53,11 @@ def push(directory: Path, name: HubName, *, is_private: bool) -> None:
                 delete_patterns=[glob.escape(path) for path in old],
             )
     except UserError as error:
-        private = " --private" if is_private else ""
+        command = f"hf upload {name.repository} {directory}"
+        if is_private:
+            command = f"hf upload --private {name.repository} {directory}"
         raise UserError(
-            f"{directory} is whole, but not pushed to {name.repository}: {error.problem}",
-            f"{error.hint}\n    then: hf upload{private} {name.repository} {directory}",
+            f"--push_to_hub {name.repository} failed ({directory} is complete): {error.problem}",
+            f"{error.hint}\n    then: {command}",
         ) from None
     logger.info("pushed %s to %s", directory, commit.commit_url)

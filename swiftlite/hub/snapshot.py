@@ -24,6 +24,9 @@ def snapshot(name: HubName, files: tuple[str, ...], shows_progress: bool = False
     """
     from huggingface_hub import snapshot_download
 
+    bar = None
+    if not shows_progress:
+        bar = _silent_bar()
     with refusals(name):
         directory = snapshot_download(
             name.repository,
@@ -31,7 +34,7 @@ def snapshot(name: HubName, files: tuple[str, ...], shows_progress: bool = False
             revision=commits.revision_of(name),
             allow_patterns=list(files),
             ignore_patterns=_LEFT_OUT,
-            tqdm_class=None if shows_progress else _silent_bar(),
+            tqdm_class=bar,
         )
     commits.note(name, Path(directory).name)
     return Path(directory)

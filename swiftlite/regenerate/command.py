@@ -30,7 +30,7 @@ def run(args: RegenerateArgs) -> None:
     """Regenerate.
 
     Raises:
-        UserError: before any engine starts, where that is possible.
+        UserError: an option or file is invalid; before the engine starts if possible.
     """
     model = resolve_served(args.model)
     template, sampling = read_for_asking(args, model)
@@ -41,7 +41,7 @@ def run(args: RegenerateArgs) -> None:
 
     longest = [longest_prompt(chat) for chat in dialogues.chats.values()]
     prompts = [encode_prompt(template, chat) for chat in longest]
-    # Its own answers may be longer than those of the rows, in every turn.
+    # The model's answers may be longer than those of the rows, in every turn.
     longest_sequence = max(map(len, prompts)) + dialogues.longest * args.max_new_tokens
     length = sequence_length(model, longest_sequence, args.num_speculative_tokens, args.max_model_len)
     config = engine_config(args, model, length)
@@ -53,52 +53,54 @@ def run(args: RegenerateArgs) -> None:
         AnswersFile(output_dir / ANSWERS, names_of(dialogues), made_with, "--output_dir") as file,
     ):
         if file.num_answers and file.missing:
-            logger.info("%s; only the others are generated", file)
+            logger.info("%s; generating the remaining ones", file)
         read_answers(file, dialogues)
         with logs_how_to_resume(file):
             result = generate_all(args.infer_backend, config, dialogues, file, template, sampling)
         file.finish()
-        for line in summary(result) if result else []:
-            logger.info("%s", line)
+        if result:
+            for line in summary(result):
+                logger.info("%s", line)
         rows = make_rows(dialogues, gold, args.gold_fraction, args.seed)
         report = make_report(dialogues, rows, chats, len(asking))
         for line in summary_line(report, args):
             logger.info("%s", line)
         if not rows.regenerated:
-            raise UserError("no answer is left to make a row of", "see above what became of them")
+            raise UserError("--dataset: no answer was kept", "see the counts above")
         _write(output_dir / DATASET, b"".join(map(as_line, rows.in_order)))
         _write(output_dir / REPORT, json.dumps(report, indent=2).encode() + b"\n")
-    logger.info("%s", output_dir / DATASET)
+    logger.info("wrote %s", output_dir / DATASET)
 
 
 def _asking(chats: Sequence[Conversation]) -> dict[int, Conversation]:
-    """The rows that ask something, by their number; in the others the assistant calls tools alone."""
+    """Return the rows with a prompt, by their number; in the others the assistant only calls tools."""
     asking = {row: chat for row, chat in enumerate(chats) if answered_turns(chat)}
     if not asking:
-        raise UserError("--dataset: no row asks for an answer, the assistant calls tools alone", "give other rows")
+        raise UserError("--dataset: no row has a prompt, the assistant only calls tools", "use other rows")
     return asking
 
 
 def _gold(chats: Sequence[Conversation], gold_fraction: float) -> list[NumberedRow]:
-    """The rows that may be among the gold ones."""
+    """Return the original rows that can be mixed in."""
     if not gold_fraction:
         return []
     gold = gold_rows(chats)
     if not gold:
-        raise UserError(f"--gold_fraction {gold_fraction}, but no row of --dataset ends with an answer", "leave it out")
+        problem = f"--gold_fraction {gold_fraction} requires rows of --dataset that end with an answer"
+        raise UserError(problem, "remove --gold_fraction")
     return gold
 
 
 def _check_output_dir(directory: Path) -> None:
     if (directory / "args.json").exists():
-        raise UserError(f"--output_dir {directory} holds a training run", "name another directory")
+        raise UserError(f"--output_dir {directory} contains a training run", "use another directory")
     check_writable("--output_dir", directory)
     answers = directory / ANSWERS
     has_answers = answers.exists() and (not answers.is_file() or answers.stat().st_size > 0)
     for name in (DATASET, REPORT):
         if (directory / name).exists() and not has_answers:
-            problem = f"--output_dir {directory} holds a {name}, but not the {ANSWERS} that it would be made from"
-            raise UserError(problem, "name another directory")
+            problem = f"--output_dir {directory} contains {name}, but not its {ANSWERS}"
+            raise UserError(problem, "use another directory")
 
 
 def _write(path: Path, content: bytes) -> None:
@@ -106,4 +108,4 @@ def _write(path: Path, content: bytes) -> None:
         atomic_write(path, content)
     except OSError as error:
         problem = f"--output_dir: {path} cannot be written: {error.strerror}"
-        raise UserError(problem, "make room and run the same command: all answers are there") from None
+        raise UserError(problem, "free disk space and run the same command again; all answers are stored") from None

@@ -1,6 +1,6 @@
-"""Conversations that the model answers turn by turn: which turns, each asked on top of what was said before it.
+"""Conversations that the model answers turn by turn, each after its own previous answers.
 
-No engine and no file here; `command.py` asks, `rows.py` makes a dataset of what was said.
+This module uses no engine and no file; `generate.py` generates, `rows.py` makes a dataset.
 """
 
 import itertools
@@ -12,8 +12,7 @@ from typing import Literal
 from swiftlite.data.rows.conversation import Conversation
 
 End = Literal["last_turn", "truncated", "empty", "no_room"]
-"""Where a conversation ends: behind its last turn, at an answer that was cut, at an empty one, or where what was said
-leaves no room for another."""
+"""End of a conversation: after its last turn, at a truncated answer, at an empty one, or without room for an answer."""
 
 
 @dataclass(frozen=True)
@@ -32,12 +31,12 @@ class RegeneratedTurn:
 
 @dataclass(frozen=True)
 class Request:
-    """One answer that the model is asked for; all numbers count from 0.
+    """A request for one answer; all numbers count from 0.
 
     Attributes:
-        turn: which of the turns that the model answers.
+        turn: number of the turn among those that the model answers.
         row: number of the conversation's row.
-        answer: which of the answers to the same conversation.
+        answer: number among the answers to the same conversation.
     """
 
     turn: int
@@ -80,7 +79,7 @@ def prompt_after(chat: Conversation, answers: Sequence[str]) -> Conversation:
 
 
 def longest_prompt(chat: Conversation) -> Conversation:
-    """The prompt of a conversation's last turn, with the row's own answers to the turns before it."""
+    """Return the prompt of a conversation's last turn, with the row's own answers to the previous turns."""
     turns = answered_turns(chat)
     return prompt_after(chat, [chat.messages[place]["content"] for place in turns[:-1]])
 
@@ -102,13 +101,13 @@ class Dialogues:
     """Conversations while the model answers them.
 
     Args:
-        chats: the key is the number of the row.
-        num_answers: times that each is answered, from its first turn on.
-        drop_truncated: whether an answer that was cut ends its conversation, and is left out.
+        chats: conversations by number of the row.
+        num_answers: number of answers to each conversation, from its first turn.
+        drop_truncated: whether a truncated answer ends its conversation and is removed.
 
     Attributes:
-        requests: all answers to ask for, the first turns of all conversations before any second one.
-        answers: what the model has said.
+        requests: all requests, with the first turns of all conversations before the second ones.
+        answers: answers of the model.
     """
 
     def __init__(self, chats: Mapping[int, Conversation], num_answers: int, drop_truncated: bool):
@@ -124,15 +123,15 @@ class Dialogues:
 
     @property
     def longest(self) -> int:
-        """Turns of the longest conversation."""
+        """Number of turns of the longest conversation."""
         return max(self._num_turns.values(), default=0)
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
-        """Row and answer of every conversation."""
+        """Yield row and answer of every conversation."""
         return itertools.product(self.chats, range(self._num_answers))
 
     def turns_so_far(self, row: int, answer: int) -> list[RegeneratedTurn]:
-        """The answers of one conversation; one that is not kept is the last."""
+        """Return the answers of one conversation, which ends at an answer that is not kept."""
         said = []
         for turn in range(self._num_turns[row]):
             found = self.answers.get(Request(turn, row, answer))
@@ -172,4 +171,6 @@ class Dialogues:
             return "empty"
         if said and not self.is_kept(said[-1]):
             return "truncated"
-        return "last_turn" if len(said) == self._num_turns[row] else "no_room"
+        if len(said) < self._num_turns[row]:
+            return "no_room"
+        return "last_turn"

@@ -1,5 +1,6 @@
-"""Asks an engine for all answers that are missing: the first turns of all conversations, then all second ones, and so
-on. The prompt of a turn holds what the model said before it."""
+"""Generate all missing answers with an engine: the first turns of all conversations, then the second ones, and so on.
+
+The prompt of a turn contains the model's previous answers."""
 
 import itertools
 import time
@@ -20,7 +21,7 @@ from swiftlite.serve.answers import AnswersFile
 from swiftlite.serve.infer import Answers, decode
 
 Asked = tuple[int, list[int]]
-"""The place of a request among all, and the tokens of its prompt."""
+"""Place of a request among all, and the tokens of its prompt."""
 
 
 def names_of(dialogues: Dialogues) -> list[str]:
@@ -44,8 +45,8 @@ def read_answers(file: AnswersFile, dialogues: Dialogues) -> None:
             dialogues.answers[dialogues.requests[place]] = form.validate_python(record)
         except ValidationError as error:
             field = error.errors()[0]["loc"][0]
-            problem = f"{file.path}: the answer to {record['source']} has no {field} that can be"
-            raise UserError(problem, "delete the line") from None
+            problem = f"{file.path}: the answer to {record['source']} has an invalid or missing {field}"
+            raise UserError(problem, "delete the line and run the same command again") from None
 
 
 def generate_all(
@@ -56,15 +57,15 @@ def generate_all(
     template: ChatTemplate,
     sampling: Sampling,
 ) -> Answers | None:
-    """Ask for what is missing.
+    """Generate the missing answers.
 
     Args:
-        config: names its max_model_len, from which follows whether a prompt leaves room for an answer.
-        file: holds what `dialogues` holds; each answer is appended as it is finished.
-        sampling: an answer is drawn with its place among all requests as its number.
+        config: its max_model_len must be set; a prompt without room for an answer ends its conversation.
+        file: file with the answers of `dialogues`; each new answer is appended when it finishes.
+        sampling: an answer is sampled with its place among all requests as its number.
 
     Returns:
-        The new answers, in the order in which they were asked for. None if nothing was missing; no engine was started.
+        The new answers in the order of their requests. None if none was missing; then no engine was started.
     """
     assert config.max_model_len is not None
     rounds = _rounds(dialogues, template, config.max_model_len)

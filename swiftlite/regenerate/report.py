@@ -1,4 +1,4 @@
-"""report.json: what became of every row, how answers ended, and how long they are."""
+"""Make report.json: counts of rows, ends of answers, and their lengths."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -59,28 +59,28 @@ def lengths(numbers: Sequence[int]) -> dict[str, int]:
 
 
 def summary_line(report: dict[str, Any], args: RegenerateArgs) -> list[str]:
-    """The report as lines for the log; what is 0 is not mentioned."""
+    """Return the report as lines for the log; zero counts are omitted."""
     dataset, ends, answers, rows = (report[name] for name in ("dataset", "conversations", "answers", "rows"))
-    lines = [f"{dataset['asked']} of {dataset['rows']} rows asked"]
+    lines = [f"{dataset['asked']} of {dataset['rows']} rows answered"]
     if dataset["equal"]:
-        lines[0] += f"; {dataset['equal']} ask the same as another one"
+        lines[0] += f"; {dataset['equal']} with the same prompt as another one"
     if dataset["only_calls"]:
-        lines[0] += f"; in {dataset['only_calls']} the assistant calls tools alone"
+        lines[0] += f"; {dataset['only_calls']} with only tool calls of the assistant"
     tokens = answers["completion_tokens"]
     lines.append(
-        f"{answers['total']} answers; tokens of an answer: min {tokens['min']}, median {tokens['median']}, "
+        f"{answers['total']} answers; tokens per answer: min {tokens['min']}, median {tokens['median']}, "
         f"p90 {tokens['p90']}, max {tokens['max']}"
     )
     if answers["length"]:
-        what = (
-            "left out" if args.drop_truncated else "kept, heads learn from them too; --drop_truncated leaves them out"
-        )
-        lines.append(f"answers cut at --max_new_tokens {args.max_new_tokens}: {answers['length']}, {what}")
+        treatment = "kept; --drop_truncated removes them"
+        if args.drop_truncated:
+            treatment = "removed"
+        lines.append(f"answers truncated at --max_new_tokens {args.max_new_tokens}: {answers['length']}, {treatment}")
     if ends["empty"]:
-        lines.append(f"conversations that end at an empty answer: {ends['empty']}; the answer is left out")
+        lines.append(f"conversations that end at an empty answer: {ends['empty']}; the answer is removed")
     if ends["no_room"]:
-        lines.append(f"conversations that end because a prompt leaves no room for an answer: {ends['no_room']}")
+        lines.append(f"conversations that end without room for an answer: {ends['no_room']}")
     if rows["equal"]:
-        lines.append(f"conversations with the same answers as another one: {rows['equal']}, left out")
+        lines.append(f"conversations with the same answers as another one: {rows['equal']}, removed")
     lines.append(f"{rows['total']} rows: {rows['regenerated']} regenerated, {rows['gold']} gold")
     return lines

@@ -12,7 +12,7 @@ from swiftlite.log import logger
 from swiftlite.regenerate.dialogue import Dialogues, prompt_after
 
 NumberedRow = tuple[int, dict[str, Any]]
-"""The number of the row of --dataset that a row comes from, and the row."""
+"""Number of the row in --dataset that a row comes from, and the row."""
 
 
 @dataclass(frozen=True)
@@ -20,9 +20,9 @@ class DatasetRows:
     """The rows of dataset.jsonl.
 
     Attributes:
-        regenerated: what the model said, by the number of the row that asked.
-        gold: rows of the dataset as they are.
-        num_equal: conversations that were left out because another one has the same answers.
+        regenerated: rows with the model's answers, with the numbers of their original rows.
+        gold: original rows of the dataset.
+        num_equal: number of conversations that were removed because another one has the same answers.
     """
 
     regenerated: list[NumberedRow]
@@ -31,7 +31,7 @@ class DatasetRows:
 
     @property
     def in_order(self) -> list[dict[str, Any]]:
-        """All rows in the order of --dataset; a gold one before the answers to its question."""
+        """All rows in the order of --dataset; a gold row precedes the answers to its prompt."""
         return [row for _, row in sorted([*self.gold, *self.regenerated], key=itemgetter(0))]
 
 
@@ -46,8 +46,13 @@ def make_rows(dialogues: Dialogues, gold: Sequence[NumberedRow], gold_fraction: 
     num_conversations = sum(bool(dialogues.kept(*each)) for each in dialogues)
     number = round(len(regenerated) * gold_fraction / (1 - gold_fraction))
     if number > len(gold):
-        logger.warning("--gold_fraction %s asks for %d gold rows; all %d are taken", gold_fraction, number, len(gold))
-    # RandomState, because numpy promises its stream for good.
+        logger.warning(
+            "--gold_fraction %s requires %d original rows, --dataset has %d: using all",
+            gold_fraction,
+            number,
+            len(gold),
+        )
+    # RandomState, because numpy guarantees a stable stream.
     order = np.random.RandomState(seed).permutation(len(gold))[:number]
     return DatasetRows(regenerated, [gold[place] for place in order], num_conversations - len(regenerated))
 

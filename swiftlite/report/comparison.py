@@ -1,6 +1,6 @@
-"""Several runs on one page: what they came to, in what their options differ, their curves over one another."""
+"""Make the page that compares several runs: figures, differing options and curves."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from pathlib import Path
 
@@ -21,34 +21,34 @@ CURVES = (
     ("tokens_per_second", "Speed", "tokens/s"),
     ("peak_memory_gb", "Peak memory of the first rank", "GB"),
 )
-"""Metrics that every run has: name, title, what y is."""
+"""Metrics of every run: name, title, label of the y axis."""
 MISSING = "–"
 
 
 def comparison_page(directories: Sequence[Path]) -> Page:
-    """The page of the runs in these directories."""
+    """Return the page of the runs in these directories."""
     runs = _named([(directory, read_run(directory)) for directory in directories])
     measured = {name: run.generated("after") for name, run in runs.items() if run.generated("after")}
     lead = "Acceptance of drafts was not measured in these runs."
     if measured:
-        # Not by the share that is accepted, which is lower where more is drafted.
+        # Not the acceptance rate, which is lower if more tokens are drafted.
         best = max(measured, key=lambda name: measured[name]["mean_accepted_length"])
         length = measured[best]["mean_accepted_length"]
-        lead = f"{best} comes furthest in a step on held-out prompts: {length:.2f} tokens, of which one is the trunk's."
+        lead = f"{best} has the most tokens per step on held-out prompts: {length:.2f}, including one of the trunk."
     tiles = []
     for name, counts in measured.items():
         note = f"tokens per step; {share(counts['acceptance_rate'])} of drafts accepted"
         tiles.append(Tile(name, f"{counts['mean_accepted_length']:.2f}", note))
     sections = [
-        Section("What they came to", tables=[_final_figures(runs)]),
-        Section("What they were asked", tables=[_differences(runs)]),
+        Section("Results", tables=[_final_figures(runs)]),
+        Section("Options", tables=[_differences(runs)]),
         Section("Curves", figures=_curves(runs)),
     ]
     return Page(f"{len(runs)} runs", lead, tiles, sections)
 
 
 def _named(runs: Sequence[tuple[Path, RunFiles]]) -> dict[str, RunFiles]:
-    """The runs by their directories' names, or by whole paths where names are not enough."""
+    """Return the runs by the names of their directories, or by their paths if names are not unique."""
     names = {run.name for _, run in runs}
     if len(names) == len(runs):
         return {run.name: run for _, run in runs}
@@ -56,7 +56,7 @@ def _named(runs: Sequence[tuple[Path, RunFiles]]) -> dict[str, RunFiles]:
 
 
 def _final_figures(runs: dict[str, RunFiles]) -> Table:
-    """A row for each figure that one of the runs has."""
+    """Return a row for each figure that one of the runs has."""
     lines = chain.from_iterable(run.metrics for run in runs.values())
     metrics = sorted(set().union(*lines) - {"step"})
     rows = [["steps", *(number(run.last_step) for run in runs.values())]]
@@ -66,24 +66,35 @@ def _final_figures(runs: dict[str, RunFiles]) -> Table:
     ):
         for when in ("before", "after"):
             values = [run.generated(when).get(name) for run in runs.values()]
-            rows.append([f"{title} {when}", *(MISSING if value is None else show(value) for value in values)])
+            rows.append([f"{title} {when}", *_cells(values, show)])
     for metric in metrics:
-        show = share if metric.endswith("_acceptance") else number
         values = [run.last(metric) for run in runs.values()]
-        rows.append([metric, *(MISSING if value is None else show(value) for value in values)])
+        show = number
+        if metric.endswith("_acceptance"):
+            show = share
+        rows.append([metric, *_cells(values, show)])
     filled = [row for row in rows if set(row[1:]) != {MISSING}]
     return Table("Last figures of each run", ["figure", *runs], filled)
 
 
+def _cells(values: Sequence[float | None], show: Callable[[float], str]) -> list[str]:
+    cells = []
+    for value in values:
+        if value is None:
+            cells.append(MISSING)
+        else:
+            cells.append(show(value))
+    return cells
+
+
 def _differences(runs: dict[str, RunFiles]) -> Table:
-    """Options that are not the same in all of the runs; one that a run does not name has its default."""
+    """Return the options that differ between the runs; missing ones have their defaults."""
     known = options(SftArgs)
     rows = []
     for name, option in known.items():
-        if name == "output_dir":  # it has to differ
+        if name == "output_dir":  # always differs
             continue
-        given = [run.options.get(name, option.default) for run in runs.values()]
-        values = ["unset" if value is None else shell_line(value) for value in given]
+        values = [shell_line(run.options.get(name, option.default)) for run in runs.values()]
         if len(set(values)) > 1:
             rows.append([f"--{name}", *values])
     return Table("Options that differ", ["option", *runs], rows)
@@ -114,7 +125,7 @@ def _curves(runs: dict[str, RunFiles]) -> list[Figure]:
 
 
 def _by_name(lines_of_runs: dict[str, list[Line]]) -> dict[str, list[Line]]:
-    """For each name of a line, such as "depth 1", that of each run, by the run's name."""
+    """Return the lines of all runs by their name, such as "depth 1", each with the name of its run."""
     found: dict[str, list[Line]] = {}
     for run, lines in lines_of_runs.items():
         for line in lines:

@@ -7,7 +7,7 @@ follow the dark mode of the browser. Lines also differ by their dashes and bars 
 import io
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +26,7 @@ Points = Sequence[tuple[float, float]]
 INK = "#010101"
 GRID = "#010102"
 SERIES = ("#010111", "#010112", "#010113", "#010114", "#010115", "#010116")
-"""One for each series of a figure; a seventh one looks like the first."""
+"""Placeholder colours of the series of a figure; a seventh series looks like the first."""
 VARIABLES = {INK: "--ink", GRID: "--line"} | {color: f"--series-{n + 1}" for n, color in enumerate(SERIES)}
 DASHES = ("-", "--", ":", "-.", "-", "--")
 HATCHES = ("", "////", "---", "", "xxx", "...")
@@ -54,13 +54,13 @@ STYLE: dict[Any, Any] = {
     "axes.axisbelow": True,
 }
 WIDTH, HEIGHT = 4.6, 2.5
-"""In inches: 442 pixels wide, which a phone shows at three quarters: letters of 10 pixels."""
+"""Size in inches: 442 pixels wide, which a phone scales to three quarters, with letters of 10 pixels."""
 MAX_POINTS = 600
-"""Of a line. There are no more pixels."""
+"""Maximum points of a line, about one per pixel."""
 MAX_ROWS = 40
-"""Of the table behind a line."""
+"""Maximum rows of a line's table."""
 MAX_LABEL = 24
-"""Characters of a name beside a bar."""
+"""Maximum characters of a bar's label."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Bars:
-    """A named bar for each group; None where the group has none."""
+    """A named bar for each group; None for groups without a value."""
 
     name: str
     heights: Sequence[float | None]
@@ -82,30 +82,35 @@ class Bars:
 def draw_lines(
     name: str, title: str, lines: Sequence[Line], *, x: str, y: str, is_share: bool = False, has_ticks: bool = False
 ) -> Figure:
-    """Lines over one another.
+    """Draw several lines.
 
     Args:
-        name: tells this figure from others of a page.
-        lines: each with one point or more.
-        x, y: what the axes show.
+        name: unique name within the page.
+        lines: each with at least one point.
+        x, y: labels of the axes.
         is_share: whether y is a share of 1, shown in percent.
-        has_ticks: whether x is named where there are points, and nowhere else.
+        has_ticks: whether the x axis has labels only at points.
     """
-    factor = 100 if is_share else 1
+    factor, y_label = 1, y
+    if is_share:
+        factor, y_label = 100, f"{y}, %"
     with _axes() as (figure, axis):
         for number, line in enumerate(lines):
             points = thin(line.points, MAX_POINTS)
+            marker = ""
+            if len(points) <= 12:
+                marker = "o"
             (drawn,) = axis.plot(
                 [place for place, _ in points],
                 [factor * value for _, value in points],
                 color=SERIES[number % len(SERIES)],
                 linestyle=DASHES[number % len(DASHES)],
                 linewidth=1.8,
-                marker="o" if len(points) <= 12 else "",
+                marker=marker,
                 markersize=4,
             )
             drawn.set_gid(f"mark-{number + 1}")
-        axis.set(xlabel=x, ylabel=f"{y}, %" if is_share else y)
+        axis.set(xlabel=x, ylabel=y_label)
         if has_ticks:
             axis.set_xticks(sorted({place for line in lines for place, _ in line.points}))
         else:
@@ -135,8 +140,10 @@ def draw_bars(name: str, title: str, groups: Sequence[str], bars: Sequence[Bars]
             places = [group + number * thickness for group in range(len(groups))]
             widths = [100 * (height or 0.0) for height in each.heights]
             color = SERIES[number % len(SERIES)]
-            is_filled = number % len(SERIES) == 0
-            drawn = axis.barh(places, widths, 0.85 * thickness, color=color if is_filled else "none", edgecolor=color)
+            fill = "none"
+            if number % len(SERIES) == 0:
+                fill = color
+            drawn = axis.barh(places, widths, 0.85 * thickness, color=fill, edgecolor=color)
             for place, width, height, bar in zip(places, widths, each.heights, drawn, strict=True):
                 bar.set_gid(f"mark-{number + 1}-{place:.2f}")
                 bar.set_hatch(HATCHES[number % len(HATCHES)])
@@ -164,12 +171,16 @@ def draw_bars(name: str, title: str, groups: Sequence[str], bars: Sequence[Bars]
 
 def share(value: float | None) -> str:
     """Format a share as a percentage; a dash if there is none."""
-    return "–" if value is None else f"{100 * value:.1f}\u00a0%"
+    if value is None:
+        return "–"
+    return f"{100 * value:.1f}\u00a0%"
 
 
 def number(value: float) -> str:
-    """Four digits of a number, and no exponent where there need be none."""
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    """Format a number with four digits, without an exponent if possible."""
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.4g}"
 
 
 def thin(points: Points, most: int) -> Points:
@@ -184,16 +195,16 @@ def thin(points: Points, most: int) -> Points:
 @contextmanager
 def _axes(height: float = HEIGHT) -> Iterator[tuple[mpl_figure.Figure, Axes]]:
     with rc_context(STYLE), warnings.catch_warnings():
-        # Fonts are the reader's own; matplotlib only measures with one, which lacks signs of many languages.
+        # The browser selects fonts; matplotlib only measures with one, which lacks characters of many languages.
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
         figure = mpl_figure.Figure(figsize=(WIDTH, height), layout="constrained")
         yield figure, figure.subplots()
 
 
 def as_svg(figure: mpl_figure.Figure) -> bytes:
-    """The figure as a file, the same bytes each time it is drawn."""
+    """Return the figure as an SVG file, bitwise identical each time."""
     out = io.BytesIO()
-    with rc_context({"svg.hashsalt": "swiftlite"}):  # the ids inside would be random
+    with rc_context({"svg.hashsalt": "swiftlite"}):  # otherwise ids are random
         figure.savefig(out, format="svg", metadata={"Date": None})
     return out.getvalue()
 
@@ -201,7 +212,9 @@ def as_svg(figure: mpl_figure.Figure) -> bytes:
 def _inline(figure: mpl_figure.Figure, name: str, title: str) -> Markup:
     """Return the SVG element with unique ids, the page's colours, and its title for screen readers."""
     text = as_svg(figure).decode()
-    text = re.sub(r"\s*<(metadata|style)\b.*?</\1>", "", text, flags=re.DOTALL)  # the style would be the whole page's
+    text = re.sub(
+        r"\s*<(metadata|style)\b.*?</\1>", "", text, flags=re.DOTALL
+    )  # the style would apply to the whole page
     _, _, content = text[text.index("<svg") :].partition(">")
     box = re.search(r'viewBox="[^"]*"', text)
     assert box is not None
@@ -214,11 +227,18 @@ def _inline(figure: mpl_figure.Figure, name: str, title: str) -> Markup:
     return head + escape(title) + Markup("</title>") + Markup(content)
 
 
+def _format(is_share: bool) -> Callable[[float], str]:
+    if is_share:
+        return share
+    return number
+
+
 def _from_to(points: Points, is_share: bool) -> str:
-    show = share if is_share else number
-    first = show(points[0][1])
+    show = _format(is_share)
     last = show(points[-1][1])
-    return last if len(points) == 1 else f"{first} to {last}"
+    if len(points) == 1:
+        return last
+    return f"{show(points[0][1])} to {last}"
 
 
 def _lowest_to_highest(groups: Sequence[str], heights: Sequence[float | None]) -> str:
@@ -231,14 +251,21 @@ def _lowest_to_highest(groups: Sequence[str], heights: Sequence[float | None]) -
 
 
 def _table_of(lines: Sequence[Line], x: str, y: str, is_share: bool) -> Table:
-    """A row for each x that is shown; a line may have no point there."""
-    show = share if is_share else number
+    """Return a row for each x that is shown; empty cells for lines without a point there."""
+    show = _format(is_share)
     values = [dict(line.points) for line in lines]
     places = sorted(set().union(*values))
     shown = [place for place, _ in thin([(place, 0.0) for place in places], MAX_ROWS)]
     rows = []
     for place in shown:
-        cells = [show(points[place]) if place in points else "" for points in values]
-        rows.append([number(place), *cells])
-    title = y if len(shown) == len(places) else f"{y}: {len(shown)} of {len(places)} points"
+        row = [number(place)]
+        for points in values:
+            cell = ""
+            if place in points:
+                cell = show(points[place])
+            row.append(cell)
+        rows.append(row)
+    title = y
+    if len(shown) < len(places):
+        title = f"{y}: {len(shown)} of {len(places)} points"
     return Table(title, [x, *(line.name for line in lines)], rows)

@@ -44,7 +44,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Tile:
-    """A figure that counts most."""
+    """A main figure."""
 
     name: str
     value: str
@@ -56,7 +56,7 @@ class MarkedAnswer:
     """A held-out prompt and its answer, token by token (`swiftlite.acceptance.answers.describe`), after and before.
 
     Attributes:
-        note: how many of the tokens were drafted.
+        note: number of drafted tokens.
     """
 
     prompt: str
@@ -68,7 +68,7 @@ class MarkedAnswer:
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a page under a heading; empty fields are left out."""
+    """A part of a page under a heading; empty fields are omitted."""
 
     title: str
     text: str = ""
@@ -81,10 +81,10 @@ class Section:
 
 @dataclass(frozen=True)
 class Page:
-    """A whole page.
+    """A complete page.
 
     Attributes:
-        lead: what matters first, in a sentence or two.
+        lead: the main result, in one or two sentences.
     """
 
     title: str
@@ -94,7 +94,7 @@ class Page:
 
 
 def render(page: Page) -> bytes:
-    """The page as one HTML file."""
+    """Return the page as one HTML file."""
     environment = Environment(
         loader=PackageLoader("swiftlite.report"),
         autoescape=True,
@@ -104,7 +104,7 @@ def render(page: Page) -> bytes:
     )
     environment.filters["visible"] = _visible
     environment.filters["folded"] = _folded
-    style = Markup(environment.get_template("style.css").render())  # ours: no data is in it
+    style = Markup(environment.get_template("style.css").render())  # contains no data
     html = environment.get_template("page.html").render(page=page, style=style, version=swiftlite.__version__)
     return html.encode(errors="replace") + b"\n"
 
@@ -120,5 +120,7 @@ def _folded(command: str) -> str:
 
 
 def _visible(text: str) -> str:
-    """White space alone, which could not be seen, as signs."""
-    return text if text.strip() else text.replace("\n", "↵").replace("\t", "⇥").replace(" ", "␣") or "∅"
+    """Return a text in which only white space is shown by symbols."""
+    if text.strip():
+        return text
+    return text.replace("\n", "↵").replace("\t", "⇥").replace(" ", "␣") or "∅"

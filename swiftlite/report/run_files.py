@@ -1,6 +1,6 @@
 """Read the files in a training run's output_dir for a page.
 
-A file that is not there yet is empty; so is a damaged one, with a warning.
+A missing file is empty; so is a damaged one, with a warning.
 """
 
 from dataclasses import dataclass
@@ -20,8 +20,8 @@ class RunFiles:
     """The files of a run.
 
     Attributes:
-        name: of its directory.
-        options: args.json, without keys.
+        name: name of its directory.
+        options: args.json, without secrets.
         report: run_report.json; empty before the run is finished.
         acceptance: acceptance.json.
         answers: drafts.json.
@@ -37,17 +37,19 @@ class RunFiles:
 
     @property
     def last_step(self) -> int:
-        """The last one that metrics.jsonl knows."""
+        """The last step in metrics.jsonl."""
         return max((line["step"] for line in self.metrics), default=0)
 
     def generated(self, when: str) -> dict[str, Any]:
-        """The counts on held-out prompts "before" or "after" training; empty where they were not measured."""
+        """Return the counts on held-out prompts "before" or "after" training; empty if not measured."""
         return self.acceptance.get(when, {}).get("generated", {})
 
     def last(self, name: str) -> float | None:
-        """The newest value of a metric."""
+        """Return the last value of a metric; None if there is none."""
         points = curve(self.metrics, name)
-        return points[-1][1] if points else None
+        if not points:
+            return None
+        return points[-1][1]
 
 
 def read_run(directory: Path) -> RunFiles:
@@ -57,7 +59,7 @@ def read_run(directory: Path) -> RunFiles:
         try:
             acceptance = read_acceptance(directory / ACCEPTANCE_FILE)
         except UserError as error:
-            logger.warning("%s; the page leaves it out", error.problem)
+            logger.warning("%s; omitted from the page", error.problem)
     return RunFiles(
         name=directory.absolute().name,
         options=redact(_read_object(directory / "args.json")),
@@ -77,5 +79,5 @@ def _read_object(path: Path) -> dict[str, Any]:
         content = None
     if isinstance(content, dict):
         return content
-    logger.warning("%s is damaged; the page leaves it out", path)
+    logger.warning("%s is damaged; omitted from the page", path)
     return {}

@@ -1,4 +1,4 @@
-"""run_report.html: what a run has come to. First whether the heads got better, then how, then all that was counted."""
+"""Make run_report.html, the page of a run: acceptance of the heads first, then training, rows and the environment."""
 
 import re
 from collections import Counter
@@ -18,7 +18,7 @@ from swiftlite.report.run_files import RunFiles, read_run
 
 PAGE_FILE = "run_report.html"
 WHENS = ("after", "before")
-"""In the order in which they matter."""
+"""In order of importance."""
 MAX_BAD_ROWS = 50
 
 
@@ -37,7 +37,7 @@ def write_run_page(directory: Path, path: Path | None = None) -> Path:
 
 
 def run_page(run: RunFiles) -> Page:
-    """The page of one run."""
+    """Return the page of one run."""
     sections = [
         _acceptance_section(run),
         _answers_section(run),
@@ -50,25 +50,26 @@ def run_page(run: RunFiles) -> Page:
 
 
 def lead(run: RunFiles) -> str:
-    """Return the main figures."""
-    state = "" if run.report else f" This run is not finished: it has taken {run.last_step} steps."
+    """Return the main result in one or two sentences."""
+    state = ""
+    if not run.report:
+        state = f" This run is not finished: {run.last_step} steps are complete."
     before = run.generated("before").get("acceptance_rate")
     after = run.generated("after").get("acceptance_rate")
     if after is not None and before is not None:
-        verb = "as much as" if after == before else "more than" if after > before else "less than"
-        return (
-            f"Of the tokens that the heads draft on held-out prompts, the model accepts {share(after)}, {verb} the "
-            f"{share(before)} before training.{state}"
-        )
+        return f"{_ACCEPTED} is {share(after)} after training and {share(before)} before.{state}"
     if before is not None:
-        return f"Before training, the model accepted {share(before)} of the tokens drafted on held-out prompts.{state}"
+        return f"{_ACCEPTED} is {share(before)} before training.{state}"
     if after is not None:
-        return f"Of the tokens that the heads draft on held-out prompts, the model accepts {share(after)}.{state}"
+        return f"{_ACCEPTED} is {share(after)} after training.{state}"
     return f"Acceptance of drafts was not measured in this run.{state}"
 
 
+_ACCEPTED = "The share of accepted draft tokens on held-out prompts"
+
+
 def tiles(run: RunFiles) -> Iterator[Tile]:
-    """The figures that count most."""
+    """Yield the main figures."""
     before, after = run.generated("before"), run.generated("after")
     if before or after:
         yield Tile("drafts accepted", _change(before, after, "acceptance_rate", share), _accepted(after or before))
@@ -101,7 +102,9 @@ def _duration(seconds: float) -> str:
     hours, minutes = divmod(minutes, 60)
     if hours:
         return f"{hours} h {minutes} min"
-    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+    if minutes:
+        return f"{minutes} min {rest} s"
+    return f"{rest} s"
 
 
 def _acceptance_section(run: RunFiles) -> Section | None:
@@ -124,29 +127,31 @@ def _acceptance_section(run: RunFiles) -> Section | None:
     if not figures:
         return None
     text = (
-        "Agreement is the share of labels where a head says what its trunk says. Accepted drafts are counted as an "
-        "engine counts them, along greedy answers to held-out prompts: a draft counts if all before it in its step "
-        "were accepted."
+        "Agreement is the share of labels where a head predicts the same token as its trunk. Accepted drafts are "
+        "counted as in engines, along greedy answers to held-out prompts: a draft counts if all previous ones in its "
+        "step were accepted."
     )
     return Section("Acceptance", text, figures=figures)
 
 
 def held_out_agreement(run: RunFiles) -> list[Line]:
-    """The share of held-out labels where a head says what the trunk says, by depth.
+    """Return the share of held-out labels where a head predicts the same token as the trunk, by depth.
 
-    metrics.jsonl has it from the first evaluation during training on, acceptance.json from before the first step.
+    metrics.jsonl has the evaluations during training, acceptance.json the one before the first step.
     """
     before = run.acceptance.get("before", {}).get("teacher_forced", {}).get("acceptance_per_depth", [])
     lines = []
     for line in lines_of(run, r"eval_mtp_(\d+)_acceptance", "{}"):
         depth = int(line.name)
-        start = [(0, before[depth - 1])] if depth <= len(before) else []
-        lines.append(Line(f"depth {depth}", [*start, *line.points]))
+        points = list(line.points)
+        if depth <= len(before):
+            points.insert(0, (0, before[depth - 1]))
+        lines.append(Line(f"depth {depth}", points))
     return lines
 
 
 def position_bars(measured: dict[str, dict[str, Any]]) -> Figure:
-    """Acceptance by draft position, a bar for each name."""
+    """Draw the acceptance by draft position, with a bar for each name."""
     depth = max(len(counts["acceptance_per_position"]) for counts in measured.values())
     bars = []
     for name, counts in measured.items():
@@ -164,7 +169,7 @@ def _channel_bars(run: RunFiles) -> Figure | None:
     names = sorted(set().union(*found.values()))
     bars = []
     for when, channels in found.items():
-        rates = [channels[name]["acceptance_rate"] if name in channels else None for name in names]
+        rates = [channels.get(name, {}).get("acceptance_rate") for name in names]
         bars.append(Bars(when, rates))
     return draw_bars("channels", "Accepted by channel", names, bars, what="channel", y="accepted")
 
@@ -175,19 +180,23 @@ def _answers_section(run: RunFiles) -> Section | None:
         return None
     answers = []
     for place, answer in enumerate(after or before):
-        earlier = before[place]["tokens"] if after and place < len(before) else []
+        earlier = []
+        if after and place < len(before):
+            earlier = before[place]["tokens"]
         answers.append(
             MarkedAnswer(answer["prompt"], answer["channel"], _drafted(answer["tokens"]), answer["tokens"], earlier)
         )
-    when = "after" if after else "before"
-    text = f"Greedy answers to held-out prompts {when} training, each token marked by who wrote it."
-    return Section("Who wrote each token", text, answers=answers)
+    when = "before"
+    if after:
+        when = "after"
+    text = f"Greedy answers to held-out prompts {when} training, with accepted and rejected draft tokens marked."
+    return Section("Draft tokens in answers", text, answers=answers)
 
 
 def _drafted(tokens: Sequence[dict[str, Any]]) -> str:
     drafted = sum(token["depth"] > 0 for token in tokens)
     refused = sum("refused" in token for token in tokens)
-    return f"{drafted} of {len(tokens)} tokens are accepted drafts; {refused} drafts were refused"
+    return f"{drafted} of {len(tokens)} tokens are accepted drafts; {refused} drafts were rejected"
 
 
 def _training_section(run: RunFiles) -> Section | None:
@@ -212,17 +221,18 @@ def _training_section(run: RunFiles) -> Section | None:
         ("memory", "Peak memory of the first rank", lines_of(run, "peak_memory_gb", "GB"), "GB"),
     ]
     figures = [draw_lines(name, title, lines, x="step", y=y) for name, title, lines, y in drawn if lines]
-    return Section("Training", figures=figures) if figures else None
+    if not figures:
+        return None
+    return Section("Training", figures=figures)
 
 
 def lines_of(run: RunFiles, pattern: str, name: str) -> list[Line]:
-    """A line for each metric whose whole name fits, named by what the pattern has found."""
+    """Return a line for each metric that matches the pattern, named by its groups."""
     names = sorted(set().union(*run.metrics))
     lines = []
     for metric in names:
         found = re.fullmatch(pattern, metric)
-        points = curve(run.metrics, metric) if found else []
-        if found and points:
+        if found and (points := curve(run.metrics, metric)):
             lines.append(Line(name.format(*found.groups()), points))
     return lines
 
@@ -234,14 +244,16 @@ def _rows_section(run: RunFiles) -> Section | None:
     files = {"all files": data["total"]} | data["files"]
     columns = ["file", *(name.replace("_", " ") for name in data["total"])]
     rows = [[name, *map(number, counts.values())] for name, counts in files.items()]
-    tables = [Table("What became of every row", columns, rows)]
+    tables = [Table("Rows by file", columns, rows)]
     if notes := [[note] for note in data["notes"]]:
         tables.append(Table("Notes", ["note"], notes))
     if bad := data["bad_rows"]:
         shown = [[row] for row in bad[:MAX_BAD_ROWS]]
-        title = f"Malformed rows: {len(shown)} of {len(bad)}; the others are in run_report.json"
-        tables.append(Table("Malformed rows" if len(shown) == len(bad) else title, ["where and what"], shown))
-    text = f"{data['train_samples']} samples were trained on, {data['val_samples']} were held out."
+        title = "Malformed rows"
+        if len(shown) < len(bad):
+            title += f": {len(shown)} of {len(bad)}; the others are in run_report.json"
+        tables.append(Table(title, ["location and problem"], shown))
+    text = f"{data['train_samples']} training samples, {data['val_samples']} held out."
     return Section("Rows", text, tables=tables)
 
 
@@ -254,23 +266,27 @@ def _run_section(run: RunFiles) -> Section:
     if weights := run.report.get("weights"):
         rows = [["loaded", number(weights["loaded"])]]
         for how, count in Counter(weights["initialised"].values()).items():
-            rows.append([f"initialised, {how}", number(count)])
+            rows.append([f"initialized, {how}", number(count)])
         rows.append(["dropped", number(len(weights["dropped"]))])
         tables.append(Table("Tensors at the start; run_report.json has their names", ["from", "tensors"], rows))
     if tensors := run.report.get("tensors"):
         rows = [[name.replace("_", " "), _cell(value)] for name, value in tensors.items()]
-        tables.append(Table("Tensors that learned, and those that stayed", ["what", "value"], rows))
+        tables.append(Table("Changed and unchanged tensors", ["what", "value"], rows))
     method = command_of_run(run.options)
     known = options(method.args_class)
     changed = {name: value for name, value in run.options.items() if name in known and value != known[name].default}
     if changed:
         rows = [[f"--{name}", shell_line(value)] for name, value in changed.items()]
-        tables.append(Table("Options that are not the defaults", ["option", "value"], rows))
-    commands = [command_line(method.words, method.args_class, run.options)] if run.options else []
-    return Section("The run", commands=commands, tables=tables)
+        tables.append(Table("Options that differ from the defaults", ["option", "value"], rows))
+    commands = []
+    if run.options:
+        commands.append(command_line(method.words, method.args_class, run.options))
+    return Section("Environment", commands=commands, tables=tables)
 
 
 def _cell(value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(map(str, value)) or "none"
-    return number(value) if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return number(value)
+    return str(value)

@@ -1,4 +1,4 @@
-"""Tables of text, for stdout."""
+"""Format tables of text for stdout."""
 
 from collections.abc import Sequence
 
@@ -14,8 +14,10 @@ def text_table(rows: Sequence[Sequence[str]], indent: str = "", numbers: bool = 
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
-        cells = [cell.rjust(width) if numbers else cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
         if numbers:
+            cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
             cells[-1] = row[-1]
+        else:
+            cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
         lines.append(indent + "  ".join(cells).rstrip())
     return "\n".join(lines)

@@ -1,1 +1,1 @@
-"""The commands that serve a model, `infer` and `deploy`; they know engines by their records alone."""
+"""The commands that serve a model, `infer` and `deploy`; they refer to engines only by their records."""

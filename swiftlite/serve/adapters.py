@@ -1,4 +1,4 @@
-"""`swiftlite infer --adapters`: the model with its adapters, as a directory like any other."""
+"""Merge adapters into a temporary copy of a model, for `swiftlite infer --adapters`."""
 
 import shutil
 from collections.abc import Iterator
@@ -35,6 +35,6 @@ def with_adapters(base: HfModel, adapters: str | None) -> Iterator[HfModel]:
         for path in base.directory.iterdir():
             if path.is_file() and not path.name.endswith(_NOT_COPIED):
                 shutil.copy2(path, merged / path.name)
-        logger.info("adding the adapters of %s to a copy of the model in %s", adapters, place)
+        logger.info("merging the adapters in %s into a copy of the model in %s", adapters, place)
         write_merged(base.directory, base.config, base.family, adapter, merged)
         yield resolve_served(merged)

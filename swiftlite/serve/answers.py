@@ -22,7 +22,7 @@ from swiftlite.json_file import parse_json, read_json
 from swiftlite.log import logger
 from swiftlite.redact import redact
 
-# Options that do not change an answer. Of the model its files count, of a dataset its prompts, wherever they are.
+# Options that do not change an answer. The files of the model and the prompts of a dataset count, not their paths.
 NOT_OF_ANSWERS = {
     "model",
     "adapters",
@@ -45,19 +45,19 @@ BLOCK_BYTES, NUM_BLOCKS = 4096, 256
 
 
 class AnswersFile:
-    """The answers of one run, or of several that had the same prompts and options.
+    """The answers of one run, or of several runs with the same prompts and options.
 
     Args:
-        sources: `file:line` of every prompt, as its answer has it; one may be there twice.
-        made_with: of `describe`.
-        option: that names the file, or the directory that it is in.
+        sources: `file:line` of every prompt, as in its answer; may contain duplicates.
+        made_with: result of `describe`.
+        option: option with the file, or with its directory.
 
     Attributes:
-        missing: places of the prompts that had no answer when the file was opened.
-        num_answers: that are in the file now.
+        missing: places of the prompts without an answer when the file was opened.
+        num_answers: number of answers in the file.
 
     Raises:
-        UserError: the file cannot be written, another process writes it, or it has other answers.
+        UserError: the file cannot be written, another process writes it, or it contains other answers.
     """
 
     def __init__(self, path: Path, sources: Sequence[str], made_with: dict[str, Any], option: str = "--result_path"):
@@ -66,7 +66,7 @@ class AnswersFile:
         self._sources = list(sources)
         self._args_path = path.with_name(f"{path.name}.args.json")
         if path.exists() and not path.is_file():
-            raise UserError(f"{option} {path} is no regular file", f"name another {option}")
+            raise UserError(f"{option} {path} is not a regular file", f"use another {option}")
         try:
             self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:
@@ -93,15 +93,15 @@ class AnswersFile:
         os.close(self._file)
 
     def add(self, place: int, record: dict[str, Any]) -> None:
-        """Append the answer to a prompt, a whole line at once.
+        """Append the answer to a prompt, as one complete line.
 
         Raises:
-            UserError: it cannot be written; the file is as it was.
+            UserError: it cannot be written; the file is unchanged.
         """
         line = as_line(record)
         try:
             if os.write(self._file, line) < len(line):
-                raise OSError("there is room for a part of a line only")
+                raise OSError("the line was written only in part")
         except OSError as error:
             os.ftruncate(self._file, self._size)
             raise self._unwritable(error) from None
@@ -109,13 +109,13 @@ class AnswersFile:
         self.num_answers += 1
 
     def records(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """The answers that are in the file, each with the place of its prompt."""
+        """Yield the answers in the file, each with the place of its prompt."""
         lines = self._whole_lines()
         for place, line in zip(self._places(lines), lines, strict=True):
             yield place, parse_json(line.decode())
 
     def finish(self) -> None:
-        """Put the lines into the order of the prompts, if they are in another; the file is whole at any moment."""
+        """Sort the lines in the order of the prompts; the file is complete at any time."""
         lines = self._whole_lines()
         places = self._places(lines)
         if places == sorted(places):
@@ -123,8 +123,8 @@ class AnswersFile:
         in_order = [line for _, line in sorted(zip(places, lines, strict=True))]
         try:
             atomic_write(self.path.resolve(), b"".join(in_order))  # a link stays one
-        except OSError as error:  # all answers are there
-            logger.warning("%s is in the order in which answers were finished: %s", self.path, error.strerror)
+        except OSError as error:  # the file has all answers
+            logger.warning("%s is not sorted in the order of the prompts: %s", self.path, error.strerror)
 
     def __str__(self) -> str:
         # A signal may come between a line and its count.
@@ -134,7 +134,7 @@ class AnswersFile:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            hint = f"wait for it, or name another {self._option}"
+            hint = f"wait for it, or use another {self._option}"
             raise UserError(f"{self._option} {self.path}: another process is writing it", hint) from None
         except OSError:  # a file system without locks
             pass
@@ -147,34 +147,33 @@ class AnswersFile:
                 self.path.unlink(missing_ok=True)
                 raise self._unwritable(error) from None
             return
-        hint = f"name another {self._option}, or delete it to begin anew"
+        hint = f"use another {self._option}, or delete it to start again"
         try:
             before = read_json(self._args_path)
             changed = describe_changes(before, made_with)
         except (OSError, ValueError, TypeError, AttributeError, KeyError):
             raise UserError(
-                f"{self._option} {self.path} holds something, and {self._args_path}, which says what answers were made "
-                "with, cannot be read",
+                f"{self._option} {self.path} is not empty, but its settings in {self._args_path} cannot be read",
                 hint,
             ) from None
         if changed:
             lines = "\n  ".join(changed)
             raise UserError(
-                f"{self._option} {self.path} has answers that were made otherwise:\n  {lines}",
-                f"give the same options to go on, or {hint}",
+                f"{self._option} {self.path} has answers with other settings:\n  {lines}",
+                f"use the same options to resume, or {hint}",
             )
 
     def _whole_lines(self) -> list[bytes]:
-        """All lines; a half one at the end, of a process that was killed, is cut off."""
+        """Return all lines; an incomplete one at the end, of a killed process, is removed."""
         content = self.path.read_bytes()
         whole = content[: content.rfind(b"\n") + 1]
         if len(whole) < len(content):
-            logger.info("%s ends in half a line, which is cut off", self.path)
+            logger.info("%s: removing an incomplete line at the end", self.path)
             os.ftruncate(self._file, len(whole))
         return whole.splitlines(keepends=True)
 
     def _places(self, lines: Sequence[bytes]) -> list[int]:
-        """The prompt of each line."""
+        """Return the place of each line's prompt."""
         waiting: dict[str, list[int]] = {}
         for place in reversed(range(len(self._sources))):
             waiting.setdefault(self._sources[place], []).append(place)
@@ -184,20 +183,20 @@ class AnswersFile:
                 places.append(waiting[parse_json(line.decode())["source"]].pop())
             except (ValueError, TypeError, KeyError, IndexError):
                 raise UserError(
-                    f"{self.path}:{number} is no answer to one of the prompts, or a second one",
-                    f"delete the line, or name another {self._option}",
+                    f"{self.path}:{number} is not an answer to one of the prompts, or a duplicate",
+                    f"delete the line, or use another {self._option}",
                 ) from None
         return places
 
     def _unwritable(self, error: OSError) -> UserError:
         return UserError(
             f"{self._option} {self.path} cannot be written: {error.strerror or error}",
-            "mend that and run the same command, which goes on behind the answers that are there; or name another",
+            "fix this and run the same command again to resume, or use another path",
         )
 
 
 def as_line(record: dict[str, Any]) -> bytes:
-    """A record as a line of UTF-8. A lone surrogate, which UTF-8 does not have, makes it ASCII with escapes."""
+    """Return a record as a line of UTF-8, or of ASCII with escapes if it contains a lone surrogate."""
     try:
         return json.dumps(record, ensure_ascii=False).encode() + b"\n"
     except UnicodeEncodeError:
@@ -228,20 +227,22 @@ def describe_changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     changed = []
     for name in sorted(old.keys() | new.keys()):
         if old.get(name) != new.get(name):
-            changed.append(f"--{name}: {_shown(old.get(name))} then, {_shown(new.get(name))} now")
+            changed.append(f"--{name} changed from {_shown(old.get(name))} to {_shown(new.get(name))}")
     if before["prompts"] != now["prompts"]:
-        changed.append("the prompts, their files' names or the chat template are others now")
+        changed.append("prompts, file names or the chat template changed")
     if (before["model"], before["stop_token_ids"]) != (now["model"], now["stop_token_ids"]):
-        changed.append("--model: its files are others now")
+        changed.append("the files of --model changed")
     return changed
 
 
 def _shown(value: Any) -> str:
-    return "unset" if value is None else json.dumps(value)
+    if value is None:
+        return "unset"
+    return json.dumps(value)
 
 
 def digest_of_model(directory: Path) -> str:
-    """A digest of config.json and of what the weight files hold at many places."""
+    """Return a digest of config.json and of many blocks of the weight files."""
     digest = hashlib.sha256((directory / "config.json").read_bytes())
     for path in sorted(directory.glob("*.safetensors")):
         size = path.stat().st_size

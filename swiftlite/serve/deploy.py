@@ -1,4 +1,4 @@
-"""`swiftlite deploy`: an engine's own OpenAI-compatible server, started with the flags that the checkpoint asks for.
+"""Run `swiftlite deploy`: start an engine's own OpenAI-compatible server with the flags for a checkpoint.
 
 This process becomes the server, so signals and the exit code are the server's own.
 """
@@ -24,8 +24,7 @@ def run(args: DeployArgs) -> None:
     """Become the server, or with --dry_run print its command.
 
     Raises:
-        UserError: the engine would not draft with the checkpoint's heads, or the port is taken; nothing has been
-            started.
+        UserError: the engine would not draft with the checkpoint's heads, or the port is in use; nothing is started.
     """
     model = resolve_served(args.model)
     command = server_command(args, model)
@@ -37,43 +36,45 @@ def run(args: DeployArgs) -> None:
     check_address(args.host, args.port)
     command.write_files("--draft_schedule")
     logger.info("starting %s", command.shell_line())
-    logger.info("when it says that startup is complete, it answers at port %d; Ctrl-C ends it", args.port)
+    logger.info("the server will listen on port %d; stop it with Ctrl-C", args.port)
     sys.stdout.flush()
     sys.stderr.flush()
     os.execve(command.words[0], command.words, {**os.environ, **command.variables})
 
 
 def check_address(host: str, port: int) -> None:
-    """Make sure that a server can listen there; an engine finds out only after it has loaded the model.
+    """Check that a server can listen on this address; engines check it only after loading the model.
 
     Raises:
-        UserError: it cannot.
+        UserError: the address is invalid or in use.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
-        raise UserError(f"--host {host} is no address: {error.strerror}", "127.0.0.1 is this machine alone") from None
+        raise UserError(f"invalid --host {host}: {error.strerror}", "use 127.0.0.1 for this machine only") from None
     with socket.socket(family, kind, protocol) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(address)
         except OSError as error:
-            is_host = error.errno == errno.EADDRNOTAVAIL
-            option = f"--host {host}" if is_host else f"--port {port}"
-            hint = "name an address of this machine" if is_host else "add --port with another number"
+            option, hint = f"--port {port}", "use another --port"
+            if error.errno == errno.EADDRNOTAVAIL:
+                option, hint = f"--host {host}", "use an address of this machine"
             raise UserError(f"{option} cannot be used: {error.strerror}", hint) from None
 
 
 def server_command(args: DeployArgs, model: HfModel) -> ServerCommand:
-    """The command of the engine that --infer_backend names; without --speculative, heads draft if there are any.
+    """Return the command of the engine in --infer_backend; without --speculative, existing heads draft.
 
     Raises:
-        UserError: the engine would not draft with the checkpoint's heads, or --draft_schedule is not of this engine.
+        UserError: the engine would not draft with the checkpoint's heads, or --draft_schedule is for another engine.
     """
-    drafts = model.heads.layers > 0 if args.speculative is None else args.speculative == "mtp"
-    schedule = read_schedule(Path(args.draft_schedule), args.infer_backend) if args.draft_schedule else None
+    drafts = args.speculative == "mtp" or (args.speculative is None and model.heads.layers > 0)
+    schedule = None
+    if args.draft_schedule:
+        schedule = read_schedule(Path(args.draft_schedule), args.infer_backend)
     if schedule is not None and schedule.largest == 0:
-        logger.info("--draft_schedule %s: drafts were slower at every load, so there are none", args.draft_schedule)
+        logger.info("--draft_schedule %s: drafts are disabled, because they were slower", args.draft_schedule)
         drafts, schedule = False, None
     make_command = resolve_name(ENGINES[args.infer_backend].server)
     return make_command(args, model, drafts, schedule)

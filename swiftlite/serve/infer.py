@@ -1,6 +1,6 @@
-"""`swiftlite infer`: prompts from files, or a chat on stdin; answers out, and what the drafts were worth.
+"""Run `swiftlite infer`: answer prompts from files or a chat on stdin, and count accepted drafts.
 
-Answers go to --result_path as they are finished (`answers.py`), or to stdout; everything else to stderr.
+Answers are written to --result_path as they finish (`answers.py`), or to stdout; all other output goes to stderr.
 """
 
 import sys
@@ -33,7 +33,7 @@ from swiftlite.log import logger
 from swiftlite.serve.adapters import with_adapters
 from swiftlite.serve.answers import AnswersFile, as_line, describe
 
-# A chat without --max_model_len is held to this; engines reserve memory for the longest sequence.
+# Maximum length of a chat without --max_model_len; engines reserve memory for the longest sequence.
 CHAT_LENGTH = 8192
 
 
@@ -43,8 +43,8 @@ class Answers:
 
     Attributes:
         completions: one for each prompt, in order.
-        seconds: time of generating, without the engine's start.
-        counts: drafts of these answers alone.
+        seconds: time of generation, without the engine's start.
+        counts: drafts of these answers.
     """
 
     completions: list[Completion]
@@ -64,7 +64,7 @@ def run(args: InferArgs) -> None:
     """Generate.
 
     Raises:
-        UserError: before any engine starts, where that is possible.
+        UserError: an option or file is invalid; before the engine starts if possible.
     """
     _check_result_path(args)
     if args.acceptance_json:
@@ -116,7 +116,7 @@ def _answer_files(args: InferArgs, model: HfModel, template: ChatTemplate, sampl
     with AnswersFile(Path(args.result_path), [chat.source for chat in asked], made_with) as file:
         missing = file.missing
         if len(missing) < len(prompts):
-            logger.info("%s; only the others are generated, measured and compared", file)
+            logger.info("%s; generating the remaining ones", file)
         if missing:
             with logs_how_to_resume(file):
                 result, plain = _answer(
@@ -138,10 +138,10 @@ def _answer(
     sampling: Sampling,
     on_answer: OnAnswer | None = None,
 ) -> tuple[Answers, Answers | None]:
-    """The answers, and under --compare those without speculation, which are made first."""
+    """Return the answers, and with --compare those without speculation, which are generated first."""
     plain = None
     if args.compare:
-        logger.info("without speculation:")
+        logger.info("generating without speculation")
         without_drafts = replace(config, num_speculative_tokens=0, speculative_config=None)
         plain = answer(args.infer_backend, without_drafts, prompts, sampling)
     return answer(args.infer_backend, config, prompts, sampling, on_answer), plain
@@ -157,17 +157,18 @@ def _report(args: InferArgs, result: Answers, plain: Answers | None) -> None:
 
 @contextmanager
 def logs_how_to_resume(file: AnswersFile) -> Iterator[None]:
-    """Whatever ends the block, what is in the file is said, and how to get the rest.
+    """Log the number of answers in the file, and how to resume, if an exception ends the block.
 
     Raises:
-        UserError: SIGINT or SIGTERM came; with the exit code of that signal.
+        UserError: the process received SIGINT or SIGTERM; with the exit code of that signal.
     """
-    hint = "run the same command again: it generates the others alone"
+    hint = "run the same command again to resume"
     try:
         yield
-    except (KeyboardInterrupt, Terminated) as end:
-        code = end.code if isinstance(end, Terminated) else 130
-        raise UserError(f"interrupted; {file}", hint, int(code or 1)) from None
+    except KeyboardInterrupt:
+        raise UserError(f"interrupted; {file}", hint, 130) from None
+    except Terminated as end:
+        raise UserError(f"interrupted; {file}", hint, int(end.code or 1)) from None
     except UserError:
         raise
     except Exception:
@@ -182,16 +183,16 @@ def answer(
     sampling: Sampling,
     on_answer: OnAnswer | None = None,
 ) -> Answers:
-    """Start an engine, warm it up, let it complete the prompts, stop it.
+    """Start an engine, warm it up, complete the prompts, and stop it.
 
     Args:
-        on_answer: called with each answer that is finished.
+        on_answer: called with each finished answer.
     """
     engine = start_engine(backend, config)
     try:
         if engine.num_speculative_tokens:
             logger.info("drafting %d tokens per step", engine.num_speculative_tokens)
-        # The first pass pays for memory and kernels that later ones find ready; a comparison should not.
+        # The first pass allocates memory and compiles kernels, which is not measured.
         engine.generate(prompts[:1], Sampling(2, stop_token_ids=sampling.stop_token_ids))
         before = engine.draft_counts()
         start = time.perf_counter()
@@ -230,22 +231,30 @@ def summary(result: Answers, plain: Answers | None = None, temperature: float = 
         ratio = result.tokens_per_second / plain.tokens_per_second
         line = f"without speculation {plain.tokens_per_second:.1f} tokens/s: speculation is {ratio:.2f}x as fast"
         if counts.drafts and ratio > 1 + counts.accepted / counts.drafts:
-            line += ", more than its tokens per step can give: the machine was busy with something else"
+            line += ", which exceeds its tokens per step: the load of the machine changed"
         lines.append(line)
-        if temperature:
-            lines.append("answers were drawn: with and without speculation from one distribution, but not alike")
-        else:
-            same = sum(a.token_ids == b.token_ids for a, b in zip(result.completions, plain.completions, strict=True))
-            total = len(plain.completions)
-            lines.append(f"answers equal: {same} of {total}" + ("" if same == total else f"; {total - same} differ"))
+        lines.append(_equality(result, plain, temperature))
     return lines
 
 
+def _equality(result: Answers, plain: Answers, temperature: float) -> str:
+    if temperature:
+        return "answers are sampled from the same distribution and not compared"
+    same = sum(a.token_ids == b.token_ids for a, b in zip(result.completions, plain.completions, strict=True))
+    total = len(plain.completions)
+    line = f"answers equal: {same} of {total}"
+    if same < total:
+        line += f"; {total - same} differ"
+    return line
+
+
 def _chat(args: InferArgs, model: HfModel, template: ChatTemplate, sampling: Sampling) -> None:
-    """Answer the lines of stdin, each a user's turn of one conversation, until it ends."""
+    """Answer the lines of stdin, each a user turn of one conversation, until the end of the input."""
     limit = args.max_model_len or min(model.config["max_position_embeddings"], CHAT_LENGTH)
     engine = start_engine(args.infer_backend, engine_config(args, model, limit))
-    messages: list[dict[str, Any]] = [{"role": "system", "content": args.system}] if args.system else []
+    messages: list[dict[str, Any]] = []
+    if args.system:
+        messages.append({"role": "system", "content": args.system})
     try:
         while line := _ask():
             if not line.strip():
@@ -274,11 +283,14 @@ def _ask() -> str:
 def engine_config(args: GenerationCommand, model: HfModel, max_model_len: int) -> EngineConfig:
     """Return the configuration of the engine in the options."""
     info = ENGINES[args.infer_backend]
+    num_tokens: int | None = 0
+    if args.speculative == "mtp":
+        num_tokens = args.num_speculative_tokens
     return EngineConfig(
         model=model,
         torch_dtype=args.torch_dtype,
         trust_remote_code=args.trust_remote_code,
-        num_speculative_tokens=args.num_speculative_tokens if args.speculative == "mtp" else 0,
+        num_speculative_tokens=num_tokens,
         max_model_len=max_model_len,
         max_batch_size=args.max_batch_size,
         in_this_process=True,
@@ -289,7 +301,7 @@ def engine_config(args: GenerationCommand, model: HfModel, max_model_len: int) -
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, completion: Completion) -> str:
-    """The text of an answer, without its stop token."""
+    """Return the text of an answer, without its stop token."""
     text = tokenizer.decode(completion.token_ids, skip_special_tokens=True)
     assert isinstance(text, str)
     return text
@@ -312,21 +324,22 @@ def _check_result_path(args: InferArgs) -> None:
         return
     path = Path(args.result_path)
     if path.is_dir():
-        raise UserError(f"--result_path {path} is a directory", f"name a file: --result_path {path / 'answers.jsonl'}")
+        raise UserError(f"--result_path {path} is a directory", f"give a file: --result_path {path / 'answers.jsonl'}")
     if not path.parent.is_dir():
-        raise UserError(f"--result_path {path}: the directory {path.parent} does not exist", "make it, or name another")
+        problem = f"--result_path {path}: the directory {path.parent} does not exist"
+        raise UserError(problem, "create it, or use another path")
     if path.resolve() in {Path(split_sample(name)[0]).resolve() for name in args.val_dataset}:
-        raise UserError(f"--result_path {path} is a file of --val_dataset", "name another for the answers")
+        raise UserError(f"--result_path {path} is a file of --val_dataset", "use another file for the answers")
     if not args.val_dataset:
         _check_chat_path(path)
 
 
 def _check_chat_path(path: Path) -> None:
-    """A chat is written after each of its turns, whole; before the first one its file is tried."""
+    """Check that the file of a chat, which is rewritten after each turn, is new or empty, and writable."""
     if path.exists() and (not path.is_file() or path.stat().st_size):
-        raise UserError(f"--result_path {path} holds something already", "name another file, or delete it")
+        raise UserError(f"--result_path {path} is not empty", "use another file, or delete it")
     try:
         atomic_write(path, b"")
         path.unlink()
     except OSError as error:
-        raise UserError(f"--result_path {path} cannot be written: {error.strerror}", "name another file") from None
+        raise UserError(f"--result_path {path} cannot be written: {error.strerror}", "use another file") from None

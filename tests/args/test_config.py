@@ -81,6 +81,7 @@ def test_none_is_a_choice_before_it_is_no_value():
         ("mtp_mode", 3, "joint heads_only 3", ""),
         ("concurrency", "1,x", "'x'", ""),
         ("concurrency", [1, True], "True", ""),
+        ("concurrency", ["1,x", "y"], "'x' 'y'", ""),
         ("dataset", 5, "5", ""),
         ("dataset", ["a", 5], "['a', 5]", ""),
         ("system", 5, "5", ""),

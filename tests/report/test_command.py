@@ -30,7 +30,7 @@ def test_several_runs_are_compared(tmp_path, monkeypatch):
     assert mentions(text_of(tmp_path / "runs.html"), "2 first second")
     page = comparison_page([tmp_path / "first", tmp_path / "second"])
     (figures,), (options,) = page.sections[0].tables, page.sections[1].tables
-    assert options.rows == [["--lr", "unset", "0.001"]]
+    assert options.rows == [["--lr", "(unset)", "0.001"]]
     assert figures.rows[0][1:] == ["6", "8"]
     assert ["43.3\u00a0%", "43.3\u00a0%"] in [row[1:] for row in figures.rows]
     curves = {figure.name: figure for figure in page.sections[2].figures}
