@@ -5,6 +5,8 @@ import os
 from pathlib import Path
 
 _TESTS = Path(__file__).parent
+# Otherwise all servers of a test session share the first core.
+_UNBOUND = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
 def sglang_environment() -> dict[str, str]:
@@ -19,15 +21,16 @@ def torchvision_environment() -> dict[str, str]:
 
 
 def gpu_link_environment() -> dict[str, str]:
-    """With `gpu_links.py` among vLLM's plugins."""
-    return _with_path("gpu_links")
+    """With `gpu_links.py` among vLLM's plugins, and `vllm_forks.py`."""
+    return _with_path("gpu_links", "vllm_forks") | _UNBOUND
 
 
 def forking_vllm_environment() -> dict[str, str]:
-    """With `vllm_forks.py` among vLLM's plugins; bound to no core, which all servers of a test session would share."""
-    return _with_path("vllm_forks") | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    """With `vllm_forks.py` among vLLM's plugins."""
+    return _with_path("vllm_forks") | _UNBOUND
 
 
-def _with_path(directory: str) -> dict[str, str]:
-    paths = [str(_TESTS / directory), str(_TESTS.parent), os.environ.get("PYTHONPATH", "")]
+def _with_path(*directories: str) -> dict[str, str]:
+    paths = [str(_TESTS / directory) for directory in directories]
+    paths += [str(_TESTS.parent), os.environ.get("PYTHONPATH", "")]
     return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}

@@ -19,7 +19,8 @@ from swiftlite.engines.served_model import resolve_served
 from swiftlite.errors import UserError
 from swiftlite.train import run as training
 from swiftlite.train.live_weights import LiveWeights
-from tests.gpu_links.gpu_links import install
+from tests.e2e import sglang_forks
+from tests.gpu_links import gpu_links
 
 NEW_TOKENS = 24
 STEPS = 120
@@ -48,7 +49,9 @@ def refused(engine: Any, prompts: list[list[int]]) -> list[str]:
 
 def main(name: str, model: str, rows: str, output_dir: str, transport: Any) -> None:
     if transport != "file":
-        install()
+        gpu_links.install()
+    if name == "sglang":
+        sglang_forks.install()
     prompts, stages = read_prompts(model, rows), {}
     # Otherwise SGLang takes 20 s to fill a large cache with zeros.
     small = {"max_total_tokens": 4096, "max_running_requests": 4} if name == "sglang" else {}

@@ -3,8 +3,7 @@
     python tests/e2e/serve_sglang.py '[{"model": DIR, "num_tokens": 3, "prompts": [[1, 2]], "max_new_tokens": 24},
                                        {"argv": ["infer", "--infer_backend", "sglang"]}]'
 
-Each job has a process of its own, because SGLang kills the one it was started from. That one, and the processes that
-SGLang starts, are forked: a start takes 2.5 s of CPU then; the imports of three processes would make it 17 s.
+Each job has a process of its own, because SGLang kills the one it was started from; that one is forked too.
 """
 
 import contextlib
@@ -22,8 +21,8 @@ from typing import Any
 from swiftlite.cli.main import main
 from swiftlite.engines.engine import EngineConfig, Sampling, start_engine
 from swiftlite.engines.served_model import resolve_served
-from swiftlite.engines.sglang.options import cpu_variables
 from swiftlite.errors import UserError
+from tests.e2e import sglang_forks
 from tests.weights_of import trunk_and_heads
 
 
@@ -101,14 +100,7 @@ def do(job: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    os.environ.update(cpu_variables())  # read when SGLang is imported
-    # Not the registry of models: it is for the plugin to say what is in it.
-    import sglang.srt.entrypoints.engine
-    import sglang.srt.managers.detokenizer_manager
-    import sglang.srt.managers.scheduler  # noqa: F401
-
-    multiprocessing.set_start_method("fork")
-    multiprocessing.set_start_method = lambda *_, **__: None  # SGLang's choice is "spawn"
+    sglang_forks.install()
     for asked in json.loads(sys.argv[1]):
         process = multiprocessing.Process(target=do, args=(asked,))
         process.start()

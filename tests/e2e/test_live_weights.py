@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import os
 import re
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from tests.e2e.test_engines import HERE, expected_counts
 from tests.e2e.test_serve import ROWS
 from tests.engines.reference import Reference, convention, follow
 from tests.messages import mentions
-from tests.stand_ins import gpu_link_environment, sglang_environment
+from tests.stand_ins import forking_vllm_environment, gpu_link_environment, sglang_environment
 from tests.tiny import make_tiny_hf
 
 pytestmark = pytest.mark.engine
@@ -108,7 +107,7 @@ def test_the_example_over_two_stages(tmp_path):
     ).split()
     done = subprocess.run(
         [sys.executable, *launch, str(EXAMPLE), *words],
-        env={**os.environ, **options},
+        env=forking_vllm_environment() | options,
         capture_output=True,
         text=True,
         timeout=600,
