@@ -283,12 +283,18 @@ def test_a_rank_that_is_killed_ends_both_nodes(tmp_path, rank):
 @pytest.mark.parametrize("rank", some_of([0, 3], 0))
 def test_a_node_that_notices_nothing_ends_with_the_other(tmp_path, rank):
     """Ranks in an NCCL collective do not see that another node is gone."""
+    lines = (
+        "import sys",
+        "from swiftlite.cli import elastic",
+        "elastic.GRACE_SECONDS = 2",
+        "sys.exit(elastic.main(sys.argv[1:]))",
+    )
     body = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
     body += (
         "sys.exit(7) if rank == int(sys.argv[1]) else time.sleep(600 if (rank < 2) != (sys.argv[1] == '0') else 0)\n"
     )
     began = time.monotonic()
-    nodes = start_nodes(tmp_path, body, str(rank))
+    nodes = start_nodes(tmp_path, body, str(rank), launcher=("-c", "\n".join(lines)))
     errors = [node.communicate(timeout=120)[1] for node in nodes]
     assert time.monotonic() - began < 60
     assert [node.returncode for node in nodes] == [7, 7]

@@ -300,12 +300,12 @@ def places(operations: Sequence[str]) -> list[int]:
 
 
 def hunt(
-    names: Sequence[str], directory: Path, *, error: int, every: int, every_write: bool, at_once: int
+    names: Sequence[str], directory: Path, *, errors: Sequence[int], every: int, every_write: bool, at_once: int
 ) -> list[str]:
     """Break each command, one operation after the other, and report.
 
     Args:
-        error: of `errno`; 0: the command is killed.
+        errors: of `errno`, one round of trials for each; 0: the command is killed.
         every: try every Nth place.
         every_write: also those that `places` leaves out.
         at_once: so many trials at a time.
@@ -320,27 +320,28 @@ def hunt(
         unbroken = directory / f"{name}-unbroken"
         unbroken.mkdir()
         print(f"{name}: begins", flush=True)
-        code, errors, operations = run(command, words, unbroken)
-        assert code == 0, errors
+        code, said, operations = run(command, words, unbroken)
+        assert code == 0, said
         assert operations, f"{name}: no operation was recorded"
         expected = command.content(unbroken)
-        broken = directory / name
-        broken.mkdir()
         numbers = list(range(1, len(operations) + 1)) if every_write else places(operations)
         numbers = numbers[min(every, len(numbers)) // 2 :: every]  # from the middle of the first lot
-        with ThreadPoolExecutor(at_once) as threads:
-            task = partial(hit, command, words, broken, expected)
-            trials = list(threads.map(task, [Fault(number, error) for number in numbers]))
-        num_hit = sum(trial.was_hit for trial in trials)
-        wrong = [trial.wrong for trial in trials if trial.wrong]
-        if not num_hit:
-            wrong.append("no trial was hit")
-        how = errno.errorcode[error] if error else "killed"
-        tried = f"{len(numbers)} of {len(operations)} operations tried"
-        print(f"{name}: {how}: {tried}, {num_hit} hit, {len(wrong)} not made good", flush=True)
-        for line in wrong:
-            print(f"  {line}", flush=True)
-        findings += wrong
+        for error in errors:
+            how = errno.errorcode[error] if error else "killed"
+            broken = directory / f"{name}-{how}"
+            broken.mkdir()
+            with ThreadPoolExecutor(at_once) as threads:
+                task = partial(hit, command, words, broken, expected)
+                trials = list(threads.map(task, [Fault(number, error) for number in numbers]))
+            num_hit = sum(trial.was_hit for trial in trials)
+            wrong = [trial.wrong for trial in trials if trial.wrong]
+            if not num_hit:
+                wrong.append("no trial was hit")
+            tried = f"{len(numbers)} of {len(operations)} operations tried"
+            print(f"{name}: {how}: {tried}, {num_hit} hit, {len(wrong)} not made good", flush=True)
+            for line in wrong:
+                print(f"  {line}", flush=True)
+            findings += wrong
     return findings
 
 
@@ -352,17 +353,17 @@ def main() -> int:
     parser.add_argument("--every", type=int, default=1, metavar="N", help="try every Nth place (default: each)")
     parser.add_argument("--every_write", action="store_true", help="try all writes to a file: hours")
     faults = ("KILL", "ENOSPC", "EIO", "EINTR")
-    parser.add_argument("--fault", default="KILL", choices=faults, help="default: KILL")
+    parser.add_argument("--fault", action="append", choices=faults, help="may be repeated (default: KILL)")
     parser.add_argument("--at_once", type=int, default=2, help="so many trials at a time (default: 2)")
     args = parser.parse_args()
-    error = 0 if args.fault == "KILL" else getattr(errno, args.fault)
+    chosen = args.fault or ["KILL"]
     with tempfile.TemporaryDirectory() as directory:
         if "FAULTS_SHIM" not in os.environ:
             return _with_shim(Path(directory))
         findings = hunt(
             list(COMMANDS) if "all" in args.commands else args.commands,
             Path(directory).resolve(),
-            error=error,
+            errors=[0 if fault == "KILL" else getattr(errno, fault) for fault in chosen],
             every=args.every,
             every_write=args.every_write,
             at_once=args.at_once,

@@ -44,6 +44,8 @@ from tests.parallel.launch import launch, open_store, prepare_session
 from tests.tiny import HYBRID, make_tiny_hf
 
 STEPS = 5
+FEW_STEPS = (1, 3)
+"""Of a job of the tests: gradients, an update, and one by moments of several gradients."""
 # Adam divides each gradient by its own size: where a gradient is nothing but rounding (1e-9), so would be the step,
 # with any sign. An epsilon far above that noise and below true gradients (1e-3) keeps weights comparable.
 OPTIONS: dict[str, Any] = {

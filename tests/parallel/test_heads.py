@@ -17,7 +17,7 @@ from swiftlite.train import run as training
 from tests.messages import naming
 from tests.parallel import parity
 from tests.parallel.launch import launch
-from tests.parallel.parity import BOUNDS, CASES, TP2_SP, Job, Result
+from tests.parallel.parity import BOUNDS, CASES, FEW_STEPS, TP2_SP, Job, Result
 from tests.tiny import make_tiny_hf
 
 pytestmark = pytest.mark.gloo
@@ -63,7 +63,7 @@ def computed(tmp_path_factory) -> tuple[dict[str, Path], dict[tuple[str, str], R
             jobs[2][way, name] = options | LAYOUTS[name]
     results = {}
     for num_processes, chosen in jobs.items():
-        queue = [Job(models[way], root / way / name, options) for (way, name), options in chosen.items()]
+        queue = [Job(models[way], root / way / name, options, FEW_STEPS) for (way, name), options in chosen.items()]
         results |= zip(chosen, parity.run(num_processes, queue), strict=True)
     return models, results
 
@@ -96,7 +96,7 @@ def test_ranks_read_what_they_have_written(tmp_path):
         cache = tmp_path / name / "cache"
         cache.mkdir(parents=True)
         for number, cached in enumerate([{}, {"cache_trunk_states": str(cache)}, {"cache_trunk_states": str(cache)}]):
-            jobs.append(Job(model, tmp_path / name / str(number), heads | layout | cached))
+            jobs.append(Job(model, tmp_path / name / str(number), heads | layout | cached, FEW_STEPS))
     results = parity.run(2, jobs)
     for plain, written, read in zip(results[::3], results[1::3], results[2::3], strict=True):
         assert plain.metrics == written.metrics == read.metrics
