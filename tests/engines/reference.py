@@ -1,4 +1,4 @@
-"""Speculative decoding with MTP heads, written to be obviously right: no cache, all computed anew at every step.
+"""Speculative decoding with MTP heads, written to be obviously right: no cache, every head recomputed at every step.
 
 Shares nothing with the product but the tensor names of a checkpoint and the conventions of engines. Also trains a tiny
 model in seconds, because drafts of random heads are always wrong, and counts of zero prove nothing: until it has
@@ -150,9 +150,18 @@ class Reference(nn.Module):
         return self.draft_logits(tokens, num_tokens).argmax(dim=-1).tolist()
 
     @torch.no_grad()
-    def draft_logits(self, tokens: list[int], num_tokens: int) -> torch.Tensor:
-        """[num_tokens, V] of the drafts after `tokens`."""
-        hidden, _ = self.trunk_states(torch.tensor([tokens[:-1]]))
+    def draft_logits(
+        self, tokens: list[int], num_tokens: int, trunk_states_BSH: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """[num_tokens, V] of the drafts after `tokens`.
+
+        Args:
+            trunk_states_BSH: what `trunk_states` returns first, of a row that begins with `tokens`: no state depends on
+                the tokens behind it. Unset: it is computed.
+        """
+        if trunk_states_BSH is None:
+            trunk_states_BSH, _ = self.trunk_states(torch.tensor([tokens]))
+        hidden = trunk_states_BSH[:, : len(tokens) - 1]
         ids, logits = list(tokens), []
         for j in range(num_tokens):
             if j < self.depth:
@@ -175,21 +184,33 @@ class Reference(nn.Module):
         """The smallest lead of a most likely token over the second, of all choices that an engine may have to make
         after `prompt`, however many tokens it drafts per step."""
         row = prompt + self.greedy(prompt, max_new_tokens + max_drafts)
-        _, states = self.trunk_states(torch.tensor([row]))
+        fed, states = self.trunk_states(torch.tensor([row]))
         logits = [self.trunk.lm_head(states[0, len(prompt) - 1 :])]
         for end in range(len(prompt) + 1, len(prompt) + max_new_tokens):
-            logits.append(self.draft_logits(row[:end], max_drafts))
+            logits.append(self.draft_logits(row[:end], max_drafts, fed))
         first, second = torch.cat(logits).topk(2).values.unbind(-1)
         return float((first - second).min())
 
-    @torch.no_grad()
     def greedy(self, prompt: list[int], num_tokens: int) -> list[int]:
-        ids = list(prompt)
-        for _ in range(num_tokens):
-            _, state = self.trunk_states(torch.tensor([ids]))
-            ids.append(int(self.trunk.lm_head(state[0, -1]).argmax()))
-        return ids[len(prompt) :]
+        (row,) = self.greedy_rows([prompt], num_tokens)
+        return row
 
+    @torch.no_grad()
+    def greedy_rows(self, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
+        """Greedy continuations; prompts of one length at once."""
+        rows: list[list[int]] = [[] for _ in prompts]
+        for length in {len(prompt) for prompt in prompts}:
+            numbers = [number for number, prompt in enumerate(prompts) if len(prompt) == length]
+            ids_BS = torch.tensor([prompts[number] for number in numbers])
+            for _ in range(num_tokens):
+                _, states = self.trunk_states(ids_BS)
+                following = self.trunk.lm_head(states[:, -1]).argmax(-1, keepdim=True)
+                ids_BS = torch.cat((ids_BS, following), dim=1)
+            for number, ids in zip(numbers, ids_BS[:, length:].tolist(), strict=True):
+                rows[number] = ids
+        return rows
+
+    @torch.no_grad()
     def simulate(
         self, prompts: list[list[int]], max_new_tokens: int, num_tokens: int, confidence: float = 0.0
     ) -> tuple[list[list[int]], Counts]:
@@ -200,11 +221,13 @@ class Reference(nn.Module):
         whose scheduler takes its statistics before it cuts the output (v1/core/sched/scheduler.py).
         """
         completions, drafts, drafted, accepted = [], 0, 0, [0] * num_tokens
-        for prompt in prompts:
-            row = self.greedy(prompt, max_new_tokens + num_tokens)
+        rows = self.greedy_rows(prompts, max_new_tokens + num_tokens)
+        for prompt, row in zip(prompts, rows, strict=True):
+            fed, _ = self.trunk_states(torch.tensor([prompt + row]))
             done = 1
             while done < max_new_tokens:
-                proposal = self._sure_drafts(prompt + row[:done], num_tokens, confidence)
+                logits = self.draft_logits(prompt + row[:done], num_tokens, fed)
+                proposal = self._sure_drafts(logits, confidence)
                 drafted += len(proposal)
                 hits = 0
                 while hits < len(proposal) and proposal[hits] == row[done + hits]:
@@ -215,9 +238,10 @@ class Reference(nn.Module):
             completions.append(row[:max_new_tokens])
         return completions, Counts(drafts, drafted, tuple(accepted))
 
-    def _sure_drafts(self, tokens: list[int], num_tokens: int, confidence: float) -> list[int]:
+    @staticmethod
+    def _sure_drafts(logits: torch.Tensor, confidence: float) -> list[int]:
         proposal = []
-        for probabilities in self.draft_logits(tokens, num_tokens).softmax(dim=-1):
+        for probabilities in logits.softmax(dim=-1):
             proposal.append(int(probabilities.argmax()))
             if probabilities.max() < confidence:
                 break
