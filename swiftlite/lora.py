@@ -25,7 +25,7 @@ class Lora:
         rank: rows of A and columns of B.
         alpha: the scaling is alpha / rank.
         dropout: share of an adapter's inputs that are zeroed in training.
-        is_rank_stabilised: whether the scaling is alpha / sqrt(rank) instead.
+        is_rank_stabilized: whether the scaling is alpha / sqrt(rank) instead.
         has_magnitudes: whether the lengths of the rows of W + scaling * B A are trained (DoRA).
         targets: layers that get an adapter, or ALL_LINEAR.
         saved: modules of the trunk that are trained in full, in addition to the adapters.
@@ -36,7 +36,7 @@ class Lora:
     rank: int
     alpha: float
     dropout: float = 0.0
-    is_rank_stabilised: bool = False
+    is_rank_stabilized: bool = False
     has_magnitudes: bool = False
     targets: tuple[str, ...] = (ALL_LINEAR,)
     saved: tuple[str, ...] = ()
@@ -51,7 +51,7 @@ class Lora:
     @property
     def scaling(self) -> float:
         """Factor of B A x."""
-        return self.alpha / (sqrt(self.rank) if self.is_rank_stabilised else self.rank)
+        return self.alpha / (sqrt(self.rank) if self.is_rank_stabilized else self.rank)
 
     def adapts(self, module: str) -> bool:
         """Return whether a linear layer gets an adapter.

@@ -106,7 +106,7 @@ def test_groups_are_handed_in(file):
 
 @pytest.mark.parametrize("file", [file for file in FILES if str(file).startswith(WITHOUT_TORCH)], ids=str)
 def test_what_answers_before_torch_needs_no_heavy_library(file):
-    """`cli/elastic.py` is the launcher's own process; `hub/gguf.py` de-quantises, when a GGUF file is named."""
+    """`cli/elastic.py` is the launcher's own process; `hub/gguf.py` de-quantizes, when a GGUF file is named."""
     if str(file) not in ("cli/elastic.py", "hub/gguf.py"):
         heavy = {"torch", "transformers", "megatron", "vllm"}
         assert not [name for name in imports(file) if name.split(".")[0] in heavy]

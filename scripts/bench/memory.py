@@ -53,7 +53,7 @@ class Measured:
     optimizer: int
     activations: int | None
     logits: int | None
-    quantised: int = 0
+    quantized: int = 0
 
 
 def measure(hf_config: dict[str, Any], setup: Setup) -> Measured:
@@ -85,10 +85,10 @@ def measure(hf_config: dict[str, Any], setup: Setup) -> Measured:
                 for parameter in chunk.parameters():
                     parameter.normal_(std=0.02)
         activations = logits = None
-        quantised = 0
+        quantized = 0
         if setup.layout.pipeline_model_parallel_size == 1:
             activations, logits = _kept_by_autograd(chunks[0], hf_config, setup, device.torch_device)
-            quantised = _bytes(_copies_of_weights(chunks[0]))
+            quantized = _bytes(_copies_of_weights(chunks[0]))
         distributed = DistributedArgs(use_distributed_optimizer=setup.use_distributed_optimizer)
         wrapped = wrap_model(chunks, mesh, dtype, distributed)
         parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
@@ -101,7 +101,7 @@ def measure(hf_config: dict[str, Any], setup: Setup) -> Measured:
             optimizer=_optimizer_bytes(setup, wrapped, mesh) if buffers else 0,
             activations=activations,
             logits=logits,
-            quantised=quantised,
+            quantized=quantized,
         )
 
 

@@ -218,7 +218,7 @@ class PreferenceArgs(ReferenceModelArgs):
 
     loss_type: PreferenceLoss = "sigmoid"
     """Preference loss, by TRL's names. sigmoid: DPO. hinge, ipo, robust, apo_zero, apo_down: variants of it. simpo (as
-    in TRL's CPO), orpo: without a reference model. kto: single answers labelled good or bad."""
+    in TRL's CPO), orpo: without a reference model. kto: single answers labeled good or bad."""
     beta: bounds.PositiveFloat = 0.1
     """Weight of the distance from the reference model; with ipo the paper's tau, with orpo its lambda."""
     label_smoothing: Annotated[float, Interval(ge=0, lt=0.5)] = 0.0

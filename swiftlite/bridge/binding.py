@@ -213,7 +213,7 @@ def compare_shapes(
 
 
 def whole_numbers(rows: Iterable[Row], entries: Mapping[str, Entry]) -> list[str]:
-    """Return one line for every HF tensor of these rows with an integer type: codes of a quantisation, never
+    """Return one line for every HF tensor of these rows with an integer type: codes of a quantization, never
     weights."""
     problems = []
     for row in rows:

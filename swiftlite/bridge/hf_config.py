@@ -98,7 +98,7 @@ def dtype_change(hf_config: HfConfig, dtype: str) -> dict[str, Any]:
 
 
 def quantization_change(hf_config: HfConfig) -> dict[str, Any]:
-    """Return the change for a model that was read from a quantised checkpoint and is written without quantisation."""
+    """Return the change for a model that was read from a quantized checkpoint and is written without quantization."""
     if "quantization_config" not in hf_config:
         return {}
     return {"quantization_config": REMOVE}

@@ -62,7 +62,7 @@ def shards_of(model_chunks: Sequence[nn.Module]) -> list[Shard]:
                 partition_dim = tensor.partition_dim  # type: ignore[attr-defined]
                 shard = replace(shard, partition_dim=partition_dim, tp_rank=tp_rank, tp_size=tp_size)
             shards.append(shard)
-    # megatron-core 0.16 marks a weight as sharded only while initialising it; gradient norms count on the mark too.
+    # megatron-core 0.16 marks a weight as sharded only while initializing it; gradient norms count on the mark too.
     tp_size = _groups(model_chunks).tp.size()
     assert tp_size == 1 or any(shard.partition_dim is not None for shard in shards), (
         "no parameter is marked as tensor-parallel: build the model with perform_initialization=True"

@@ -37,36 +37,36 @@ Dtypes = Mapping[str, str | torch.dtype] | str | torch.dtype | None
 
 @dataclass(frozen=True)
 class WeightsReport:
-    """A report of where all weights went. Each Megatron parameter of this rank is in `loaded` or `initialised`, and
+    """A report of where all weights went. Each Megatron parameter of this rank is in `loaded` or `initialized`, and
     each HF key that was not read is in `dropped` or `carried`.
 
     Attributes:
         loaded: Megatron parameters read from the checkpoint.
-        initialised: Megatron parameters filled from another source, with its name: "random", "copy_last_layer",
+        initialized: Megatron parameters filled from another source, with its name: "random", "copy_last_layer",
             "fit_last_layer", "graft".
         dropped: HF keys that are not needed: heads that were not requested, buffers derived from the config.
         carried: HF keys outside of the language model, which an export copies unchanged.
     """
 
     loaded: tuple[str, ...]
-    initialised: Mapping[str, str]
+    initialized: Mapping[str, str]
     dropped: tuple[str, ...]
     carried: tuple[str, ...] = ()
 
     def over_all_ranks(self) -> "WeightsReport":
         """Return the combined report of all ranks; collective."""
         loaded: dict[str, None] = {}
-        initialised: dict[str, str] = {}
+        initialized: dict[str, str] = {}
         for report in placement.gather_from_all_ranks(self):
             loaded |= dict.fromkeys(report.loaded)
-            initialised |= report.initialised
-        return WeightsReport(tuple(loaded), initialised, self.dropped, self.carried)
+            initialized |= report.initialized
+        return WeightsReport(tuple(loaded), initialized, self.dropped, self.carried)
 
     def __str__(self) -> str:
         lines = [f"loaded {len(self.loaded)} parameters"]
-        for origin in sorted(set(self.initialised.values())):
-            names = [name for name, how in self.initialised.items() if how == origin]
-            lines.append(f"initialised by {origin}: {len(names)} parameters: {', '.join(some(names))}")
+        for origin in sorted(set(self.initialized.values())):
+            names = [name for name, how in self.initialized.items() if how == origin]
+            lines.append(f"initialized by {origin}: {len(names)} parameters: {', '.join(some(names))}")
         if self.dropped:
             lines.append(f"dropped {len(self.dropped)} checkpoint tensors: {', '.join(some(self.dropped))}")
         if self.carried:
@@ -145,10 +145,10 @@ def _report(
     borrowed_names = {row.mcore for row in sources.borrowed}
     bound = [binding.shard.name for binding in bindings]
     loaded = tuple(name for name in bound if name not in borrowed_names)
-    initialised = {name: mtp_init for name in bound if name in borrowed_names}
-    initialised |= {shard.name: mtp_init for shard in shards if shard.name in sources.not_read}
-    assert len(loaded) + len(initialised) == len(shards)
-    return WeightsReport(loaded, initialised, tuple(sources.dropped), carried)
+    initialized = {name: mtp_init for name in bound if name in borrowed_names}
+    initialized |= {shard.name: mtp_init for shard in shards if shard.name in sources.not_read}
+    assert len(loaded) + len(initialized) == len(shards)
+    return WeightsReport(loaded, initialized, tuple(sources.dropped), carried)
 
 
 @torch.no_grad()
@@ -264,7 +264,7 @@ def _head_rows(family: RowTable, hf_config: HfConfig, depth: int) -> list[Row]:
 def _check_numbers(rows: Iterable[Row], checkpoint: Checkpoint) -> None:
     if problems := whole_numbers(rows, checkpoint.entries):
         lines = "\n  ".join(some(problems))
-        raise UserError(f"{checkpoint.hf_dir} cannot be read:\n  {lines}", "use the model before its quantisation")
+        raise UserError(f"{checkpoint.hf_dir} cannot be read:\n  {lines}", "use the model before its quantization")
 
 
 def _draw(bindings: Sequence[Binding], std: float, seed: int, norm_start: float) -> None:

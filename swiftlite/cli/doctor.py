@@ -314,7 +314,7 @@ def _report_plan(args: DoctorArgs, facts: Facts) -> bool:
     if any(stage.in_flight > 1 for stage in stages):
         print("  (xN): activations of N forward passes in flight")
     if setup.low_precision:
-        copies = max(stage.quantised for stage in stages)
+        copies = max(stage.quantized for stage in stages)
         print(f"  weights: including {copies / GB:.2f} GB of copies in low precision")
 
     gpu_memory_gb = args.gpu_memory_gb or memory.USUAL_GPU_MEMORY_GB
@@ -357,7 +357,7 @@ def _stage_row(number: int, stage: memory.StageMemory) -> tuple[str, ...]:
     return (
         str(number),
         f"{stage.parameters:,}",
-        f"{(stage.weights + stage.quantised) / GB:.2f}",
+        f"{(stage.weights + stage.quantized) / GB:.2f}",
         f"{stage.gradients / GB:.2f}",
         f"{stage.optimizer / GB:.2f}",
         activations,

@@ -40,7 +40,7 @@ class DraftSchedule:
 def schedule_of(chosen: Mapping[int, int]) -> DraftSchedule:
     """Build the schedule from the numbers chosen at the measured concurrencies.
 
-    Each number applies up to the next measured concurrency, and the first one also below. Equal neighbours are merged.
+    Each number applies up to the next measured concurrency, and the first one also below. Equal neighbors are merged.
     """
     numbers: dict[int, int] = {}
     latest = None

@@ -81,19 +81,19 @@ class LayerSpeed:
         backward = self._backward(block, products, learns)
         projection_seconds = Seconds(
             products=projection.forward(self.gpu) + projection.backward(self.gpu, learns),
-            elementwise=memory_seconds(self.gpu, sum(projection.quantising())),
+            elementwise=memory_seconds(self.gpu, sum(projection.quantizing())),
         )
         return forward + backward + projection_seconds + Seconds(recompute=self._recomputed(block, products, forward))
 
     def _forward(self, layer: Layer, products: list[Product]) -> Seconds:
         gather, exchange = self._tensor_collective(), self._expert_exchange(layer)
-        # A half layer has two collectives: a gather of quantised states, and a reduce-scatter.
+        # A half layer has two collectives: a gather of quantized states, and a reduce-scatter.
         exposed = self.software.exposed_tp[0] * (self._gather_of(products) + gather) / 2
-        quantising = sum(product.quantising()[0] for product in products)
+        quantizing = sum(product.quantizing()[0] for product in products)
         return Seconds(
             products=sum(product.forward(self.gpu) for product in products),
             attention=self._attention(layer),
-            elementwise=self._elementwise(layer) / 3 + memory_seconds(self.gpu, quantising),
+            elementwise=self._elementwise(layer) / 3 + memory_seconds(self.gpu, quantizing),
             tensor_parallel=exposed * _shared_halves(layer),
             context_parallel=self._context_gather(layer),
             expert_parallel=2 * exchange,
@@ -104,12 +104,12 @@ class LayerSpeed:
         weights = 0
         if learns:
             weights = sum(product.weights for product in products)
-        quantising = sum(product.quantising()[1] for product in products)
+        quantizing = sum(product.quantizing()[1] for product in products)
         added = memory_seconds(self.gpu, weights * self.software.gradient_bytes)
         return Seconds(
             products=sum(product.backward(self.gpu, learns) for product in products),
             attention=2.5 * self._attention(layer),  # five products, two in the forward pass
-            elementwise=2 / 3 * self._elementwise(layer) + added + memory_seconds(self.gpu, quantising),
+            elementwise=2 / 3 * self._elementwise(layer) + added + memory_seconds(self.gpu, quantizing),
             tensor_parallel=self.software.exposed_tp[1] * self._gather_of(products) * _shared_halves(layer),
             context_parallel=self._context_gather(layer),
             expert_parallel=2 * exchange,
@@ -133,12 +133,12 @@ class LayerSpeed:
         """Return the seconds of a gather or reduce-scatter of a layer's states over tensor-parallel ranks."""
         itemsize: float = self.rank.itemsize
         if low:
-            itemsize = low.quantised.copy
+            itemsize = low.quantized.copy
         num_bytes = self.rank.tokens * self.architecture.outside.hidden * itemsize
         return collective_seconds(self.gpu, self.rank.tp, 1, num_bytes)
 
     def _gather_of(self, products: list[Product]) -> float:
-        """Return the seconds of gathering the inputs of a half layer's products, which are quantised first."""
+        """Return the seconds of gathering the inputs of a half layer's products, which are quantized first."""
         if not self.rank.sequence_parallel:
             return self._tensor_collective()
         return self._tensor_collective(next((product.low for product in products if product.low), None))
@@ -168,7 +168,7 @@ class LayerSpeed:
             seconds = forward.attention
         for product in products:
             if product.module in modules:
-                seconds += product.forward(self.gpu) + memory_seconds(self.gpu, product.quantising()[0])
+                seconds += product.forward(self.gpu) + memory_seconds(self.gpu, product.quantizing()[0])
         if modules & set(layer.mlp.recompute_modules):
             seconds += memory_seconds(self.gpu, _BYTES_MOVED * layer.mlp.activation_bytes(self.rank)) / 3
             seconds += forward.tensor_parallel / 2 + forward.expert_parallel

@@ -44,14 +44,14 @@ class StageMemory:
     """Forward passes of virtual stages in flight at the peak."""
     recomputed: int
     """Peak bytes that one backward pass recomputes."""
-    quantised: int
+    quantized: int
     """Copies of weights in low precision."""
     logits: int
     """Logits that the losses of trunk and heads store, and the largest temporary copy."""
 
     @property
     def total(self) -> int:
-        state = self.weights + self.quantised + self.gradients + self.optimizer
+        state = self.weights + self.quantized + self.gradients + self.optimizer
         return state + self.activations + self.recomputed + self.logits
 
 
@@ -96,7 +96,7 @@ def _stage_memory(model: "ModelOnRank", virtual_stages: Sequence["VirtualStage"]
         activations=_bytes_in_flight(waiting, [each.activation_bytes for each in passes]),
         in_flight=sum(waiting),
         recomputed=max(each.recomputed for each in passes),
-        quantised=sum(stage.quantised_weights() for stage in virtual_stages),
+        quantized=sum(stage.quantized_weights() for stage in virtual_stages),
         logits=logits + max(each.passing_logits for each in passes),
     )
 

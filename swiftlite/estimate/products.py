@@ -55,10 +55,10 @@ class Product:
             seconds += self._seconds(gpu, self.size_out, self.size_in, self.tokens)
         return seconds
 
-    def quantising(self) -> tuple[float, float]:
-        """Return the bytes moved to quantise inputs of the forward pass, and gradients of the backward pass.
+    def quantizing(self) -> tuple[float, float]:
+        """Return the bytes moved to quantize inputs of the forward pass, and gradients of the backward pass.
 
-        Weights are quantised once per step, those of experts each time (`model/layers/te.py`)."""
+        Weights are quantized once per step, those of experts each time (`model/layers/te.py`)."""
         if self.low is None:
             return 0, 0
         forward = self.number * self.tokens_in * self.size_in + self.is_expert * self.weights
@@ -72,7 +72,7 @@ class Product:
     def _seconds(self, gpu: Gpu, rows: float, columns: int, inner: float) -> float:
         faster, itemsize = 1.0, 2.0
         if self.low:
-            faster, itemsize = self.low.speedup, self.low.quantised.copy
+            faster, itemsize = self.low.speedup, self.low.quantized.copy
         if not self.is_grouped:
             return self.number * product_seconds(gpu, rows, columns, inner, faster=faster, itemsize=itemsize)
         return product_seconds(gpu, rows, columns, inner, self.number, faster, itemsize)

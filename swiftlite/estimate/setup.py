@@ -138,7 +138,7 @@ def low_rank_of(rank: Rank, setup: Setup) -> Rank:
     low = setup.low_precision
     if low is None:
         return rank
-    return dataclasses.replace(rank, quantised=low.quantised)
+    return dataclasses.replace(rank, quantized=low.quantized)
 
 
 def held_by_stages(setup: Setup, num_layers: int) -> list[str]:

@@ -4,7 +4,7 @@ A step consists of the computation of the slowest pipeline stage for all its mic
 pipeline bubble, the reduction of gradients, and the optimizer. See `timing.py` for constants and `search.py` for the
 layouts that are tried.
 
-Products of adapters, uneven lengths, uneven experts, clock rates and the file system are not modelled.
+Products of adapters, uneven lengths, uneven experts, clock rates and the file system are not modeled.
 """
 
 import functools
@@ -75,7 +75,7 @@ class Step:
         slowest = max(stages, key=lambda stage: stage.total)
         step_seconds = slowest * self.num_micro_batches
         step_seconds += Seconds(pipeline=self._bubble(slowest.total) + self._sends())
-        return step_seconds + self._gradients(slowest.total) + self._optimizer() + self._quantised_weights()
+        return step_seconds + self._gradients(slowest.total) + self._optimizer() + self._quantized_weights()
 
     @property
     def tokens_per_second(self) -> float:
@@ -188,12 +188,12 @@ class Step:
         hidden = min(_HIDDEN_REDUCTION * seconds, micro_batch)
         return Seconds(data_parallel=seconds - hidden)
 
-    def _quantised_weights(self) -> Seconds:
+    def _quantized_weights(self) -> Seconds:
         """Return the time to quantize weights, once per step."""
         low = self.setup.low_precision
         if low is None:
             return Seconds()
-        num_bytes = max(stage.quantised for stage in self.memory) / low.quantised.weights * low.moved
+        num_bytes = max(stage.quantized for stage in self.memory) / low.quantized.weights * low.moved
         return Seconds(elementwise=memory_seconds(self.gpu, num_bytes))
 
     def _optimizer(self) -> Seconds:

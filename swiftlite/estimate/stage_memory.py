@@ -132,7 +132,7 @@ class ModelOnRank:
             Activation("states for the output layer's gradient", output_states),
             Activation("gradient of the states, computed in chunks", gradient),
             # Per position: row, place and label, its index among the states, its weight, and a mask.
-            Activation("labelled positions", self.rank.tokens * (3 * 8 + 8 + 4 + 1)),
+            Activation("labeled positions", self.rank.tokens * (3 * 8 + 8 + 4 + 1)),
         ]
 
     def rotary_bytes(self) -> int:
@@ -200,7 +200,7 @@ class VirtualStage:
             count += self._mtp_parameters()
         return count
 
-    def quantised_weights(self) -> int:
+    def quantized_weights(self) -> int:
         """Count the bytes of low-precision copies of weights, which are created in the first micro-batch of a step. A
         frozen trunk has no gradients, so one order of the two is sufficient."""
         model, low = self.model, self.model.setup.low_precision
@@ -212,10 +212,10 @@ class VirtualStage:
                 trunk_weights += low_precision_weights(model.layers[number], model.rank)
         projection = 2 * model.hidden * model.hidden // model.rank.tp
         head_weights = projection + low_precision_weights(model.architecture.mtp_block, model.rank)
-        per_weight = low.quantised.weights
+        per_weight = low.quantized.weights
         if model.is_trunk_frozen:
             per_weight /= 2
-        return int(trunk_weights * per_weight + self.num_mtp_layers * head_weights * low.quantised.weights)
+        return int(trunk_weights * per_weight + self.num_mtp_layers * head_weights * low.quantized.weights)
 
     def _adapter_parameters(self) -> ParameterCount:
         model, lora = self.model, self.model.setup.lora

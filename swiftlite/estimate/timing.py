@@ -57,7 +57,7 @@ def bandwidth(gpu: Gpu, size: int, stride: int) -> float:
 
     Args:
         size: number of ranks in the group.
-        stride: distance between two neighbouring ranks.
+        stride: distance between two neighboring ranks.
     """
     if size * stride <= gpu.linked:
         return gpu.link * LINK_EFFICIENCY

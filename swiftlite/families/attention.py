@@ -24,7 +24,7 @@ class GroupedQueryAttention:
         head_dim: size of a head.
         rotary: channels of a head that rotary angles turn.
         qkv_bias: whether queries, keys and values have biases.
-        qk_norm: whether each head's query and key are normalised.
+        qk_norm: whether each head's query and key are normalized.
         output_gate: whether each head's result is weighed by the sigmoid of a gate, one for each channel, that is
             projected along with its query.
     """
@@ -230,7 +230,7 @@ class LatentAttention:
     def input_activation_bytes(self, rank: Rank) -> int:
         """Return the bytes of inputs kept; the down-projections are never in low precision, queries that are projected
         directly are."""
-        is_kept_twice = rank.quantised is not None and self.q_lora_rank is None
+        is_kept_twice = rank.quantized is not None and self.q_lora_rank is None
         return rank.hidden_state_bytes(self.hidden) + is_kept_twice * rank.input_activation_bytes(
             rank.sequence_tokens, self.hidden
         )

@@ -147,7 +147,7 @@ class MixtureOfExperts:
     def input_activation_bytes(self, rank: Rank) -> int:
         """Return the bytes of inputs kept: the router's, never in low precision, and in low precision another of shared
         experts."""
-        is_kept_twice = rank.quantised is not None and self.shared_ffn > 0 and "moe" not in rank.recomputed
+        is_kept_twice = rank.quantized is not None and self.shared_ffn > 0 and "moe" not in rank.recomputed
         return rank.hidden_state_bytes(self.hidden) + is_kept_twice * rank.input_activation_bytes(
             rank.sequence_tokens, self.hidden
         )
@@ -161,11 +161,11 @@ class MixtureOfExperts:
         # As the MLP, its input, and its output, which the router's weight multiplies.
         widths = 3 if rank.is_fused else 4
         experts = choices * (rank.itemsize * (2 * self.hidden + widths * ffn) + FLOAT32)
-        if rank.quantised and rank.is_fused:  # experts one by one are torch's
+        if rank.quantized and rank.is_fused:  # experts one by one are torch's
             narrow = choices * (self.hidden + ffn)
-            experts -= narrow * rank.itemsize - int(narrow * rank.quantised.copy)
+            experts -= narrow * rank.itemsize - int(narrow * rank.quantized.copy)
             # Each pass quantizes their weights again and stores them (`model/layers/te.py`).
-            experts += int(self.experts // rank.ep * _matrices(self.hidden, ffn) * rank.quantised.weights)
+            experts += int(self.experts // rank.ep * _matrices(self.hidden, ffn) * rank.quantized.weights)
         gate = self.shared_gate * rank.tokens * (self.hidden + 2) * rank.itemsize  # output and score, before they meet
         return scores + experts + _gated_activation_bytes(rank, self.shared_ffn // rank.tp) + gate
 

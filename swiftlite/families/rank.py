@@ -6,7 +6,7 @@ FLOAT32 = 4
 
 
 @dataclass(frozen=True)
-class Quantised:
+class Quantized:
     """Bytes of a number of 8 or 4 bits, with its share of a scale.
 
     Attributes:
@@ -36,7 +36,7 @@ class Rank:
         is_fused: whether norms and activations save only their inputs, and losses no logits.
         copies_views: whether norms save a copy of an input that is a view, as Transformer Engine's do.
         recomputed: modules without saved activations, by the names of --recompute_modules.
-        quantised: low precision of linear layers; None for the model's own precision.
+        quantized: low precision of linear layers; None for the model's own precision.
     """
 
     tp: int = 1
@@ -51,7 +51,7 @@ class Rank:
     is_fused: bool = False
     copies_views: bool = False
     recomputed: frozenset[str] = frozenset()
-    quantised: Quantised | None = None
+    quantized: Quantized | None = None
 
     @property
     def tokens(self) -> int:
@@ -76,7 +76,7 @@ class Rank:
 
     def input_activation_bytes(self, tokens: int, width: int) -> int:
         """Return the bytes that a linear layer keeps of its input for the gradient of its weight."""
-        bytes_per_number = self.quantised.copy if self.quantised else self.itemsize
+        bytes_per_number = self.quantized.copy if self.quantized else self.itemsize
         return int(tokens * width * bytes_per_number)
 
     def norm_activation_bytes(self, tokens: int, width: int) -> int:

@@ -38,7 +38,7 @@ def gguf_description(file: Path) -> Path:
 
 
 def gguf_model(file: Path) -> Path:
-    """Return a Hugging Face directory of the model, with float32 weights de-quantised by transformers.
+    """Return a Hugging Face directory of the model, with float32 weights de-quantized by transformers.
 
     Raises:
         UserError: transformers cannot read the file, or the directory cannot be written.

@@ -40,7 +40,7 @@ def forward_step_of(
     """Return the step that runs each micro-batch through the model.
 
     Args:
-        compute: returns what is to be minimised, its number of targets, and statistics of a micro-batch.
+        compute: returns what is to be minimized, its number of targets, and statistics of a micro-batch.
         balance: as for `forward`.
     """
 

@@ -6,5 +6,5 @@ from typing import Any
 import torch
 
 ForwardStep = Callable[[Iterator[Any], torch.nn.Module], tuple[Any, Callable]]
-"""(iterator, chunk) -> (the chunk's output, a function of the model's output that returns the sum to minimise, its
+"""(iterator, chunk) -> (the chunk's output, a function of the model's output that returns the sum to minimize, its
 number of targets, and further values)."""

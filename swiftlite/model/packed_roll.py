@@ -46,7 +46,7 @@ def roll_packed(
     second_N = (first_N + end_N) // 2  # start of the later chunk; unused for a whole row
     for _ in range(-shift):
         # Correct except for the last token of each chunk: its successor is on another rank, or missing. The two chunks
-        # of the last rank are neighbours.
+        # of the last rank are neighbors.
         rolled = tensor.roll(-1, dims=-1)
         rolled[..., end_N - 1] = fill
         if cp_group is not None and size > 1:
@@ -82,9 +82,9 @@ def _exchange(first: torch.Tensor, second: torch.Tensor, group: dist.ProcessGrou
         second: first tokens of its later chunks.
     """
     received, operations = (torch.empty_like(first), torch.empty_like(second)), []
-    for neighbour, sent, target in zip((group.rank() - 1, group.rank() + 1), (first, second), received, strict=True):
-        if 0 <= neighbour < group.size():
-            peer = dist.get_global_rank(group, neighbour)
+    for neighbor, sent, target in zip((group.rank() - 1, group.rank() + 1), (first, second), received, strict=True):
+        if 0 <= neighbor < group.size():
+            peer = dist.get_global_rank(group, neighbor)
             operations.append(dist.P2POp(dist.isend, sent.contiguous(), peer, group))
             operations.append(dist.P2POp(dist.irecv, target, peer, group))
     for work in dist.batch_isend_irecv(operations):

@@ -114,7 +114,7 @@ def lora_of(args: SftArgs, checkpoint: Heads) -> Lora | None:
         rank=args.lora_rank,
         alpha=args.lora_alpha,
         dropout=args.lora_dropout,
-        is_rank_stabilised=args.use_rslora,
+        is_rank_stabilized=args.use_rslora,
         has_magnitudes=args.use_dora,
         targets=tuple(args.target_modules),
         saved=tuple(args.lora_modules_to_save),

@@ -12,7 +12,7 @@ from swiftlite.args.config import Problem
 from swiftlite.args.fields import KernelArgs, ParallelLayout
 from swiftlite.bridge.rows import Row
 from swiftlite.families.architecture import Architecture
-from swiftlite.families.rank import Quantised
+from swiftlite.families.rank import Quantized
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class LowPrecision:
         return {"mxfp8": 32, "nvfp4": 32}.get(self.recipe, 16)
 
     @property
-    def quantised(self) -> Quantised:
+    def quantized(self) -> Quantized:
         """Bytes per element in memory, read from transformer_engine's tensor/*.py (2.20.2) and counted by
         `tests/parallel/test_low_precision.py`. A Blackwell GPU stores weights of `tensorwise` in one order, half of
         this."""
@@ -75,7 +75,7 @@ class LowPrecision:
             "mxfp8": (1 + 1 / 32, 2 + 2 / 32),
             "nvfp4": (1 / 2 + 1 / 16, 1 + 2 / 16),
         }[self.recipe]
-        return Quantised(copy, weights)
+        return Quantized(copy, weights)
 
     @property
     def moved(self) -> float:
@@ -84,7 +84,7 @@ class LowPrecision:
         reads = 1
         if self.recipe in ("tensorwise", "nvfp4"):
             reads = 2
-        return 2 * reads + 2 * self.quantised.copy
+        return 2 * reads + 2 * self.quantized.copy
 
     @property
     def speedup(self) -> int:

@@ -1,6 +1,6 @@
 """Draw line and bar charts as inline SVG without scripts, with text as text.
 
-matplotlib draws with placeholder colours, which are replaced by the CSS variables of templates/style.css, so charts
+matplotlib draws with placeholder colors, which are replaced by the CSS variables of templates/style.css, so charts
 follow the dark mode of the browser. Lines also differ by their dashes and bars by their hatching.
 """
 
@@ -26,7 +26,7 @@ Points = Sequence[tuple[float, float]]
 INK = "#010101"
 GRID = "#010102"
 SERIES = ("#010111", "#010112", "#010113", "#010114", "#010115", "#010116")
-"""Placeholder colours of the series of a figure; a seventh series looks like the first."""
+"""Placeholder colors of the series of a figure; a seventh series looks like the first."""
 VARIABLES = {INK: "--ink", GRID: "--line"} | {color: f"--series-{n + 1}" for n, color in enumerate(SERIES)}
 DASHES = ("-", "--", ":", "-.", "-", "--")
 HATCHES = ("", "////", "---", "", "xxx", "...")
@@ -210,7 +210,7 @@ def as_svg(figure: mpl_figure.Figure) -> bytes:
 
 
 def _inline(figure: mpl_figure.Figure, name: str, title: str) -> Markup:
-    """Return the SVG element with unique ids, the page's colours, and its title for screen readers."""
+    """Return the SVG element with unique ids, the page's colors, and its title for screen readers."""
     text = as_svg(figure).decode()
     text = re.sub(
         r"\s*<(metadata|style)\b.*?</\1>", "", text, flags=re.DOTALL

@@ -73,10 +73,10 @@ def _run(chunks: Sequence[GPTModel], mesh: Mesh, batches: Sequence[Batch], fits:
     def forward_step(batches: Iterator[Batch], chunk: nn.Module) -> tuple[Any, Callable]:
         batch = next(batches)
         # No logits are made where nothing is to be learned.
-        unlabelled = replace(batch, labels_KBS=torch.full_like(batch.labels_KBS, IGNORE_INDEX))
+        unlabeled = replace(batch, labels_KBS=torch.full_like(batch.labels_KBS, IGNORE_INDEX))
         for fit in fits:
             fit.batch = batch
-        return forward(chunk, unlabelled), lambda losses: (torch.zeros(()), torch.zeros((), dtype=torch.int32), None)
+        return forward(chunk, unlabeled), lambda losses: (torch.zeros(()), torch.zeros((), dtype=torch.int32), None)
 
     run_batches(chunks, mesh, batches, forward_step, forward_only=True)
 

@@ -1,4 +1,4 @@
-"""`Objective`: what a run minimises. The trainer is handed one; `train/methods` has those of the commands."""
+"""`Objective`: what a run minimizes. The trainer is handed one; `train/methods` has those of the commands."""
 
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
@@ -44,7 +44,7 @@ class Objective(Protocol):
         """Return what megatron-core's schedule calls for each micro-batch of a global batch.
 
         The function that it returns with the model's output gives three values: the micro-batch's sum to be
-        minimised, a scalar; by how much it counts, an int32 scalar (megatron-core adds these up over micro-batches and
+        minimized, a scalar; by how much it counts, an int32 scalar (megatron-core adds these up over micro-batches and
         ranks that hold other rows or tokens, and divides the gradients by the sum); its statistics, float64 of
         `sums_shape`, which add up over the same.
 

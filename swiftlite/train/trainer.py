@@ -41,7 +41,7 @@ class Trainer:
     Attributes:
         mesh: the ranks that hold the model.
         model: the chunks of this rank, one per virtual pipeline stage.
-        objective: what is minimised.
+        objective: what is minimized.
         train_batches: step (from 0) -> this rank's micro-batches of it; a function of the step, or of the data's state,
             which is what makes a resumed run continue with the very same data.
         eval_batches: this rank's share of the held-out rows.
@@ -182,7 +182,7 @@ class Trainer:
         return {f"eval_{name}": value for name, value in objective.means(sums).items()}
 
     def _objective_for(self, batches: Sequence[Batch]) -> Objective:
-        """Return what is minimised over this global batch."""
+        """Return what is minimized over this global batch."""
         if not isinstance(self.objective, PreparedObjective):
             return self.objective
         with self.evaluating():
@@ -237,7 +237,7 @@ def seed_of_step(seed: int, step: int) -> int:
     """Return the seed of what is drawn in a step (the dropout of adapters): a function of it, as the data is.
 
     So a resumed run draws the same. It is that of all ranks: which of them draw alike depends on the layer
-    (`Adapter.drop`). A hash, because no two neighbouring seeds or steps may draw the same.
+    (`Adapter.drop`). A hash, because no two neighboring seeds or steps may draw the same.
     """
     return zlib.crc32(f"{seed}/{step}".encode())
 

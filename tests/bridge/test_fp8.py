@@ -1,4 +1,4 @@
-"""FP8 checkpoints against a dequantisation of three lines, on shapes and slices that no block size divides."""
+"""FP8 checkpoints against a dequantization of three lines, on shapes and slices that no block size divides."""
 
 import json
 from pathlib import Path
@@ -29,7 +29,7 @@ def spread(scale: torch.Tensor, shape: torch.Size, block: tuple[int, int]) -> to
     return scale.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)[: shape[0], : shape[1]]
 
 
-def quantise(
+def quantize(
     weight: torch.Tensor, block: tuple[int, int], dtype: torch.dtype = torch.float32
 ) -> tuple[torch.Tensor, torch.Tensor]:
     blocks = [-(-length // n) for length, n in zip(weight.shape, block, strict=True)]
@@ -37,20 +37,20 @@ def quantise(
     return (weight.float() / spread(scale, weight.shape, block)).to(torch.float8_e4m3fn), scale
 
 
-def dequantise(weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+def dequantize(weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
     return weight.float() * spread(scale.float(), weight.shape, block)
 
 
 def make_fp8(directory: Path, family: str = "glm4_moe", factors: torch.dtype = torch.float32, **options) -> Path:
-    """A directory as DeepSeek-V3 and the hub's -FP8 repositories are: projections quantised, all else in bfloat16."""
+    """A directory as DeepSeek-V3 and the hub's -FP8 repositories are: projections quantized, all else in bfloat16."""
     make_tiny_hf(directory, family, dtype=torch.bfloat16, **options)
-    quantised = {}
+    quantized = {}
     for key, tensor in load_file(directory / "model.safetensors").items():
         if key.endswith("_proj.weight") and "eh_proj" not in key:
-            quantised[key], quantised[f"{key}_scale_inv"] = quantise(tensor, BLOCK, factors)
+            quantized[key], quantized[f"{key}_scale_inv"] = quantize(tensor, BLOCK, factors)
         else:
-            quantised[key] = tensor
-    save_file(quantised, directory / "model.safetensors")
+            quantized[key] = tensor
+    save_file(quantized, directory / "model.safetensors")
     config = read_config(directory) | {"quantization_config": CONFIG}
     (directory / "config.json").write_text(json.dumps(config, indent=2))
     return directory
@@ -59,7 +59,7 @@ def make_fp8(directory: Path, family: str = "glm4_moe", factors: torch.dtype = t
 def expected(directory: Path) -> dict[str, torch.Tensor]:
     stored = load_file(directory / "model.safetensors")
     return {
-        key: dequantise(tensor, stored[f"{key}_scale_inv"], BLOCK).bfloat16()
+        key: dequantize(tensor, stored[f"{key}_scale_inv"], BLOCK).bfloat16()
         if f"{key}_scale_inv" in stored
         else tensor
         for key, tensor in stored.items()
@@ -76,7 +76,7 @@ def expected(directory: Path) -> dict[str, torch.Tensor]:
         ("qwen3", torch.float16),
     ],
 )
-def test_quantised_in_bfloat16_out(tmp_path, mesh, family, factors, dtype):
+def test_quantized_in_bfloat16_out(tmp_path, mesh, family, factors, dtype):
     source = make_fp8(tmp_path / "in", family, factors, depth=1)
     numbers = expected(source)
     model = build(source, mesh, depth=1, dtype=dtype)
@@ -98,7 +98,7 @@ def test_float32_parameters_get_more_than_bfloat16(tmp_path, mesh):
     source = make_fp8(tmp_path, "qwen3")
     load(model := build(source, mesh, depth=0), source)
     stored, key = load_file(source / "model.safetensors"), "model.layers.1.mlp.down_proj.weight"
-    exact = dequantise(stored[key], stored[f"{key}_scale_inv"], BLOCK)
+    exact = dequantize(stored[key], stored[f"{key}_scale_inv"], BLOCK)
     assert torch.equal(model.get_parameter("decoder.layers.1.mlp.linear_fc2.weight"), exact)
     assert not torch.equal(exact.bfloat16().float(), exact)
 
@@ -124,9 +124,9 @@ def boxes(draw) -> tuple[tuple[int, int], tuple[int, int], tuple[slice, slice], 
 def test_any_slice_of_any_shape(tmp_path, monkeypatch, box):
     shape, block, index, chunk_bytes = box
     monkeypatch.setattr(files, "_CHUNK_BYTES", chunk_bytes)
-    weight, scale = quantise(torch.randn(shape), block)
+    weight, scale = quantize(torch.randn(shape), block)
     save_file({"w": weight, "w_scale_inv": scale}, tmp_path / "model.safetensors")
-    whole = dequantise(weight, scale, block)
+    whole = dequantize(weight, scale, block)
     with Checkpoint(tmp_path, Fp8Blocks(block)) as checkpoint:
         assert list(checkpoint.entries) == ["w"]
         target = torch.full(whole[index].shape, -7.0)
@@ -137,7 +137,7 @@ def test_any_slice_of_any_shape(tmp_path, monkeypatch, box):
 
 def test_blocks_of_the_hub(tmp_path):
     """128 x 128, as in DeepSeek-V3; (300, 130) has 3 x 2 of them."""
-    weight, scale = quantise(torch.randn(300, 130), (128, 128))
+    weight, scale = quantize(torch.randn(300, 130), (128, 128))
     assert scale.shape == (3, 2)
     save_file({"w": weight, "w_scale_inv": scale}, tmp_path / "model.safetensors")
     with Checkpoint(tmp_path, Fp8Blocks((128, 128))) as checkpoint:

@@ -99,7 +99,7 @@ def test_round_trip_is_bit_exact(tmp_path, mesh, family, tied, depth, sharded):
     model = build(source, mesh, depth)
     report = load(model, source)
     assert set(report.loaded) == {name for name, _ in tensors_of(model)}
-    assert not report.initialised
+    assert not report.initialized
     assert not report.dropped
     assert not any(tensor.isnan().any() for _, tensor in tensors_of(model))
 
@@ -403,9 +403,9 @@ def test_copy_last_layer(tmp_path, mesh, family):
     source = make_tiny_hf(tmp_path / "in", family)
     report = load(model := build(source, mesh, depth=2), source, mtp_init="copy_last_layer")
     parameters = dict(tensors_of(model))
-    assert set(report.initialised) == {name for name in parameters if name.startswith("mtp.")}
-    assert set(report.initialised) | set(report.loaded) == set(parameters)
-    assert set(report.initialised.values()) == {"copy_last_layer"}
+    assert set(report.initialized) == {name for name in parameters if name.startswith("mtp.")}
+    assert set(report.initialized) | set(report.loaded) == set(parameters)
+    assert set(report.initialized.values()) == {"copy_last_layer"}
     last = {name.removeprefix("decoder.layers.1."): p for name, p in parameters.items() if "decoder.layers.1." in name}
     for head in ("mtp.layers.0.", "mtp.layers.1."):
         for name, parameter in last.items():
@@ -418,7 +418,7 @@ def test_copy_last_layer(tmp_path, mesh, family):
     (tmp_path / "out" / "config.json").write_bytes((source / "config.json").read_bytes())
     promise(tmp_path / "out", 2)
     again = build(tmp_path / "out", mesh, depth=2)
-    assert not load(again, tmp_path / "out").initialised
+    assert not load(again, tmp_path / "out").initialized
     for name, tensor in tensors_of(again):
         assert torch.equal(tensor, parameters[name])
 
@@ -429,7 +429,7 @@ def test_random_heads_follow_the_seed(tmp_path, mesh):
     def heads(seed: int) -> dict[str, torch.Tensor]:
         report = load(model := build(source, mesh, depth=1), source, mtp_init="random", seed=seed)
         assert set(report.dropped) == {key for key in read_all(source) if "mtp" in key}
-        return {name: dict(tensors_of(model))[name] for name in report.initialised}
+        return {name: dict(tensors_of(model))[name] for name in report.initialized}
 
     first, again, other = heads(1), heads(1), heads(2)
     projection = "mtp.layers.0.eh_proj.weight"

@@ -21,7 +21,7 @@ def test_heads_are_the_base_s_and_the_trunk_is_the_model_s(family, own, tmp_path
     base = make_tiny_hf(tmp_path / "base", family, depth=2, seed=1, dtype=torch.bfloat16)
     model = build(tuned, mesh, depth=2, dtype=torch.bfloat16)
     report = load(model, tuned, mtp_init="graft", graft_from=base)
-    assert set(report.initialised.values()) == {"graft"}
+    assert set(report.initialized.values()) == {"graft"}
     dtypes = {key: tensor["dtype"] for directory in (base, tuned) for key, tensor in describe(directory).items()}
     save(model, tuned, tmp_path / "out", dtypes=dtypes)
     result, trunk, heads = (read_all(directory) for directory in (tmp_path / "out", tuned, base))

@@ -139,7 +139,7 @@ def test_a_packed_row_is_its_samples_one_after_the_other(lengths, depth, each, t
     assert rest.tokens_KBS.eq(0).all()
 
 
-def labelled(ids, weights, number):
+def labeled(ids, weights, number):
     """A sequence whose extras are its own labels, by which one can see where they end up."""
     sample = make_sample(ids, weights)
     return sample.with_extras(label=sample.labels, number=number)
@@ -153,9 +153,9 @@ EXTRAS = (Extra("label", torch.int64, per="label", default=-100), Extra("number"
 def test_extras_are_collated_and_cut_as_labels_are(is_packed, rank):
     """Of equal sequences, some that do not train, one without extras, and one of a batch of nothing."""
     sequences = [
-        labelled([5, 6, 7, 8, 9], [0, 1, 0, 1, 1], 3),
-        labelled([5, 6, 7, 8, 9], [0, 1, 0, 1, 1], 4),
-        labelled([4, 2], [0, 0], 5),
+        labeled([5, 6, 7, 8, 9], [0, 1, 0, 1, 1], 3),
+        labeled([5, 6, 7, 8, 9], [0, 1, 0, 1, 1], 4),
+        labeled([4, 2], [0, 0], 5),
         make_sample([1, 3, 5], [0, 0, 0]),
     ]
     options: dict[str, Any] = {"num_drafts": 2, "pad_to_multiple_of": 4, "extras": EXTRAS}
@@ -213,7 +213,7 @@ def test_extras_of_tokens_are_shifted_and_cut_as_tokens_are(is_packed, rank):
 
 @pytest.mark.parametrize(("strategy", "kept"), [("left", slice(-3, None)), ("right", slice(3))])
 def test_extras_are_truncated_with_their_tokens(strategy, kept):
-    sample = labelled([5, 6, 7, 8, 9], [0, 1, 1, 1, 1], 3)
+    sample = labeled([5, 6, 7, 8, 9], [0, 1, 1, 1, 1], 3)
     cut = truncate(replace(sample, trains_heads=False), 3, strategy)
     assert cut.extras["label"].tolist() == sample.labels[kept].tolist()
     assert (cut.extras["number"], cut.trains_heads) == (3, False)

@@ -142,7 +142,7 @@ def test_ranks_agree(turns):
 
 
 def share_ranks(hf_dir: Path) -> list[torch.Tensor]:
-    """What each of three processes does: a model on each pair of neighbours, beside one that all three hold; returns
+    """What each of three processes does: a model on each pair of neighbors, beside one that all three hold; returns
     the logits of each turn, and those of the model that all hold."""
     with session() as mesh:
         whole = load(hf_dir, mesh)

@@ -222,7 +222,7 @@ def test_a_bad_row_is_named(model, tmp_path):
     assert code == 1
 
 
-def test_it_minimises_its_loss(model, trained):
+def test_it_minimizes_its_loss(model, trained):
     """The first loss is what transformers gives for the formula above."""
     theirs = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     template = ChatTemplate(AutoTokenizer.from_pretrained(model), vocab_size=theirs.config.vocab_size)

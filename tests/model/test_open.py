@@ -47,7 +47,7 @@ def test_heads_may_be_dropped_drawn_or_taken_from_another_model(hf_dir, mesh, tm
     assert all(key.startswith("mtp.") for key in report.dropped)
 
     (drawn,), report = open_model(hf_model, mesh, dtype=torch.float32, heads=Heads(2), mtp_init="random", seed=7)
-    assert report.initialised[PROJECTION] == "random"
+    assert report.initialized[PROJECTION] == "random"
     (again,), _ = open_model(hf_model, mesh, dtype=torch.float32, heads=Heads(2), mtp_init="random", seed=7)
     assert drawn.state_dict()[PROJECTION].equal(again.state_dict()[PROJECTION])
 

@@ -329,9 +329,9 @@ def test_precision_around_a_recomputed_mtp_layer(mesh, recorder, precision, meth
     assert recorder.take() == inner  # without recomputation the same precision
 
 
-@pytest.mark.parametrize("quantised", [True, False])
+@pytest.mark.parametrize("quantized", [True, False])
 @pytest.mark.parametrize("method", ["uniform", "block"])
-def test_precision_around_recomputed_decoder_layers(mesh, recorder, monkeypatch, method, quantised):
+def test_precision_around_recomputed_decoder_layers(mesh, recorder, monkeypatch, method, quantized):
     """By the global number of each layer, from 0, where the recipe has it inside."""
     monkeypatch.setattr(recompute, "get_fp8_context", lambda config, number: recorder(f"fp8 {number}"))
     block = make_model(mesh, **full(method, 3)).decoder
@@ -341,8 +341,8 @@ def test_precision_around_recomputed_decoder_layers(mesh, recorder, monkeypatch,
     hidden = torch.randn(3, 1, 32, requires_grad=True)
     recorder.take()  # of the construction
     assert isinstance(block, recompute.TransformerBlock)
-    out = block._checkpointed_forward(hidden, use_inner_quantization_context=quantised)
-    layers = [[f"+fp8 {n}", f"-fp8 {n}"] if quantised else [] for n in range(4)]
+    out = block._checkpointed_forward(hidden, use_inner_quantization_context=quantized)
+    layers = [[f"+fp8 {n}", f"-fp8 {n}"] if quantized else [] for n in range(4)]
     te = ["+te_checkpoint"], ["-te_checkpoint"]
     if method == "uniform":
         runs = [te[0], *layers[:3], te[1], te[0], layers[3], te[1]]

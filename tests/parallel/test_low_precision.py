@@ -1,4 +1,4 @@
-"""Training with products of 8 and 4 bits: Transformer Engine's Python over stand-ins that quantise as its kernels do
+"""Training with products of 8 and 4 bits: Transformer Engine's Python over stand-ins that quantize as its kernels do
 (`tests/te_stand_ins`). Which layers compute so, what is saved, and layouts against one process.
 """
 
@@ -106,7 +106,7 @@ def computed(models, tmp_path_factory) -> dict[tuple[str, str], Result]:
     ],
 )
 def test_the_same_products_make_the_same_bits(computed, family, one, other):
-    """Recomputed, on another stage, or with experts shared out: what is quantised together is the same."""
+    """Recomputed, on another stage, or with experts shared out: what is quantized together is the same."""
     expected, found = computed[family, one].metrics, computed[family, other].metrics
     assert [step["loss"] for step in found] == [step["loss"] for step in expected]
     assert [step["mtp_1_loss"] for step in found] == [step["mtp_1_loss"] for step in expected]
@@ -313,5 +313,5 @@ def test_what_is_kept_is_what_is_planned(capability):
     for (hf_config, setup), measured in zip(setups, found, strict=True):
         (estimated,) = estimate(hf_config, setup)
         assert measured.activations == pytest.approx(estimated.activations, rel=0.01)
-        assert measured.quantised == pytest.approx(estimated.quantised, rel=0.001)
+        assert measured.quantized == pytest.approx(estimated.quantized, rel=0.001)
         assert measured.weights == estimated.weights

@@ -134,7 +134,7 @@ def tp(size: int, cp: int = 1, **others) -> ParallelLayout:
 class Benchmark:
     """Seconds of a step that NVIDIA publishes in both precisions: github.com/NVIDIA/dgxc-benchmarking, v25.04 (commit
     741c886, llama3.1/README.md and nemotron/README.md; GB200: v25.05.05, c5c765f). FP8 with delayed scaling in all
-    layers, which quantises in one pass as `blockwise` does; gradients are summed in bfloat16."""
+    layers, which quantizes in one pass as `blockwise` does; gradients are summed in bfloat16."""
 
     name: str
     model: tuple
@@ -330,10 +330,10 @@ def test_layers_in_low_precision_are_faster_and_others_are_not():
     assert nvfp4.products < all_fp8.products
     assert all_fp8.vocabulary == whole.vocabulary  # the output layer stays in bfloat16
     assert all_fp8.attention == whole.attention
-    assert all_fp8.elementwise > whole.elementwise  # what is quantised is read and written
+    assert all_fp8.elementwise > whole.elementwise  # what is quantized is read and written
 
 
-def test_what_is_quantised_is_gathered_as_such():
+def test_what_is_quantized_is_gathered_as_such():
     sizes = {"tensor_model_parallel_size": 4, "sequence_parallel": True}
     setup = replace(TE, layout=ParallelLayout(**sizes))
     gpu = replace(H100, link=1e9, linked=4)  # so slow that starting a message is nothing

@@ -28,7 +28,7 @@ ZERO_CENTERED = {"qwen3_next", "qwen3_5", "qwen3_5_moe"}
 STACKED = {"Qwen3.5-35B-A3B": "all", "Qwen3.6-35B-A3B": "trunk"}
 """Models whose experts are in one tensor, with where."""
 BLOCK = 128
-_QUANTISED = re.compile(r"(?<!eh)(_proj|_proj_with_mqa|in_proj_qkvz|in_proj_qkv|in_proj_z)\.weight$")
+_QUANTIZED = re.compile(r"(?<!eh)(_proj|_proj_with_mqa|in_proj_qkvz|in_proj_qkv|in_proj_z)\.weight$")
 _FLOAT32 = re.compile(r"(e_score_correction_bias|expert_bias)$")
 _FLOAT32_OF_QWEN3_5 = ("linear_attn.A_log", "linear_attn.norm.weight")
 
@@ -44,7 +44,7 @@ def family(model: str) -> str:
     return content(model)["model_type"]
 
 
-def is_quantised(model: str) -> bool:
+def is_quantized(model: str) -> bool:
     return "quantization_config" in content(model)
 
 
@@ -57,8 +57,8 @@ def build(directory: Path, model: str) -> Path:
         head = mtp_names(family(model), 0, content(model)["num_hidden_layers"])[1]
         tensors[f"{head}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
         tensors[f"{head}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
-    if is_quantised(model):
-        tensors = _quantised(tensors, torch.float32 if family(model) == "deepseek_v3" else torch.bfloat16)
+    if is_quantized(model):
+        tensors = _quantized(tensors, torch.float32 if family(model) == "deepseek_v3" else torch.bfloat16)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
 
@@ -76,7 +76,7 @@ def numbers(directory: Path) -> Tensors:
 
 
 def transformers_config(directory: Path) -> PreTrainedConfig:
-    """The language model's, as transformers reads the published file; of a quantised model without quantisation."""
+    """The language model's, as transformers reads the published file; of a quantized model without quantization."""
     raw = json.loads((directory / "config.json").read_text())
     if raw["model_type"] == "mimo":  # transformers has no MiMo: its trunk is Qwen2's
         return Qwen2Config(**{key: value for key, value in raw.items() if key not in ("model_type", "auto_map")})
@@ -159,11 +159,11 @@ def _drawn(model: str, name: str, shape: tuple[int, ...]) -> torch.Tensor:
     return drawn if is_float32 else drawn.bfloat16()
 
 
-def _quantised(tensors: Tensors, factors: torch.dtype) -> Tensors:
+def _quantized(tensors: Tensors, factors: torch.dtype) -> Tensors:
     """The same with each matrix of a linear layer in FP8, beside its factors."""
     found = {}
     for name, tensor in tensors.items():
-        if not _QUANTISED.search(name) or "visual" in name:
+        if not _QUANTIZED.search(name) or "visual" in name:
             found[name] = tensor
             continue
         rows, columns = (-(-length // BLOCK) for length in tensor.shape)

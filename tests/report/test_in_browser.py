@@ -80,7 +80,7 @@ def test_hostile_text_stays_text(browser, pages):
     assert HOSTILE in browser.evaluate("document.querySelector('.answer').textContent")
 
 
-def test_the_judge_of_colours_sees_pale_text(browser, tmp_path):
+def test_the_judge_of_colors_sees_pale_text(browser, tmp_path):
     page = tmp_path / "pale.html"
     page.write_text("<body style='background: #fff'><p style='color: #bbb'>pale</p><p style='color: #111'>dark</p>")
     browser.open(page, width=360)

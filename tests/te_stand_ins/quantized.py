@@ -18,7 +18,7 @@ FP8 = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
 
 @dataclass(frozen=True)
 class Layout:
-    """How numbers [M, K] lie in one of a quantised tensor's two copies.
+    """How numbers [M, K] lie in one of a quantized tensor's two copies.
 
     Attributes:
         data, scale: attributes of the tensor.

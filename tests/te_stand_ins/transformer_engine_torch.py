@@ -31,7 +31,7 @@ class DType(enum.Enum):
 
 
 class FP8FwdTensors(enum.IntEnum):
-    """Which of a module's quantisers is whose, as in the C++ header (common.h of pytorch/csrc)."""
+    """Which of a module's quantizers is whose, as in the C++ header (common.h of pytorch/csrc)."""
 
     GEMM1_INPUT = 0
     GEMM1_WEIGHT = 1
@@ -124,7 +124,7 @@ def generic_gemm(
 
 
 def _numbers(tensor: Any, columnwise: bool) -> torch.Tensor:
-    """What a tensor stands for, in float32 if it is quantised."""
+    """What a tensor stands for, in float32 if it is quantized."""
     return _read(tensor, columnwise) if hasattr(tensor, "_quantizer") else tensor
 
 

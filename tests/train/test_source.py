@@ -39,10 +39,10 @@ def test_small_files_are_copied_and_weights_are_not(hf_dir, tmp_path):
         assert (source / name).read_bytes() == (hf_dir / name).read_bytes(), name
 
 
-def test_config_tells_of_the_heads_of_the_run_and_of_no_quantisation(hf_dir, tmp_path):
+def test_config_tells_of_the_heads_of_the_run_and_of_no_quantization(hf_dir, tmp_path):
     config = json.loads((hf_dir / "config.json").read_text())
-    quantised = {**config, "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
-    (hf_dir / "config.json").write_text(json.dumps(quantised))
+    quantized = {**config, "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    (hf_dir / "config.json").write_text(json.dumps(quantized))
     source = write_source(resolve(hf_dir), tmp_path / "run", Heads(1, unroll=3))
     assert json.loads((source / "config.json").read_text()) == {**config, "mtp_unroll": 3}
 

@@ -185,7 +185,7 @@ def test_metrics_of_a_step(make_trainer):
     json.dumps(metrics)  # what a sink needs
 
 
-def test_neighbours_draw_different_numbers():
+def test_neighbors_draw_different_numbers():
     """Of seeds and steps that lie side by side none draws what another one does."""
     drawn = set()
     for seed in (42, 43):

@@ -101,7 +101,7 @@ def write_adapter(
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "lora_dropout": lora.dropout,
-        "use_rslora": lora.is_rank_stabilised,
+        "use_rslora": lora.is_rank_stabilized,
         "use_dora": lora.has_magnitudes,
         "target_modules": sorted({leaf_of(module) for module in modules}),
         # Whole names: PEFT compares ends of names, and many end in "norm".
@@ -237,7 +237,7 @@ def read_adapter(directory: Path) -> SavedAdapter:
         raise UserError(
             f"--adapters {directory}: {', '.join(unknown)} is not supported", "merge them with PEFT: merge_and_unload()"
         )
-    lora = Lora(rank, alpha, is_rank_stabilised=bool(config.get("use_rslora")))
+    lora = Lora(rank, alpha, is_rank_stabilized=bool(config.get("use_rslora")))
     modules = [key.removesuffix(_A) for key in tensors if key.endswith(_A)]
     if lost := [module for module in modules if module + _B not in tensors]:
         raise UserError(f"--adapters {directory}: {lost[0]} has no lora_B", "export the adapters again")

@@ -38,10 +38,10 @@ def write_merged(base: Path, hf_config: HfConfig, family: _Family, adapter: Save
         out_dir: exists, and has no safetensors file.
 
     Raises:
-        UserError: the adapters do not fit, or the base is quantised.
+        UserError: the adapters do not fit, or the base is quantized.
     """
     if encoding_of(hf_config):
-        raise UserError(f"--adapters is not supported on the quantised model {base}", "use the model in BF16")
+        raise UserError(f"--adapters is not supported on the quantized model {base}", "use the model in BF16")
     heads = adapter.heads_of(hf_config)
     with Checkpoint(base) as checkpoint:
         adapter.check_places({key: entry.shape for key, entry in checkpoint.entries.items()})

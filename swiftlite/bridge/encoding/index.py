@@ -16,13 +16,13 @@ ENCODINGS: dict[str, Callable[[Mapping[str, Any]], DeclaredEncoding]] = {
 
 
 def encoding_of(hf_config: HfConfig) -> DeclaredEncoding | None:
-    """Return the encoding that a config.json declares; None for a checkpoint that is not quantised.
+    """Return the encoding that a config.json declares; None for a checkpoint that is not quantized.
 
     Raises:
         UserError: it cannot be read.
     """
     if problem := quantization_problem(hf_config):
-        raise UserError(f"config.json: {problem}", "use the model before its quantisation")
+        raise UserError(f"config.json: {problem}", "use the model before its quantization")
     quantization = hf_config.get("quantization_config")
     if not quantization:
         return None

@@ -6,7 +6,7 @@ from typing import Any
 from swiftlite.bridge.rows import HfConfig
 
 # Keys of quantization_config that do not change what a weight is: how activations are treated while serving, and which
-# modules are not quantised (their tensors say so themselves).
+# modules are not quantized (their tensors say so themselves).
 _HARMLESS = {"activation_scheme", "scale_fmt", "modules_to_not_convert", "ignored_layers", "ignore"}
 _DEFINING = {"quant_method": "fp8", "fmt": "e4m3"}
 _ONLY = "only fp8 (e4m3) with weight_block_size, as in DeepSeek-V3, is supported"

@@ -132,7 +132,7 @@ class Conversation:
 
 
 def parse_row(row: object, *, system: str | None = None, needs_answer: bool = True, source: str = "") -> Conversation:
-    """Recognise a row's format by its fields and check every turn.
+    """Recognize a row's format by its fields and check every turn.
 
     Args:
         row: one JSON object or table row; fields that are None count as absent, unknown ones are ignored unless

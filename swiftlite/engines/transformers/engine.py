@@ -195,7 +195,7 @@ def load_trunk(config: EngineConfig) -> PreTrainedModel:
     else:
         options["trust_remote_code"] = config.trust_remote_code
     if encoding_of(model.config):
-        model_class, options["config"] = _unquantised_class(model_class, model, options)
+        model_class, options["config"] = _unquantized_class(model_class, model, options)
         options["state_dict"] = _trunk_tensors(model, options["dtype"])
         source = None
     verbosity = logging.get_verbosity()
@@ -214,8 +214,8 @@ def load_trunk(config: EngineConfig) -> PreTrainedModel:
     return trunk.eval()
 
 
-def _unquantised_class(model_class: Any, model: HfModel, options: dict[str, Any]) -> tuple[Any, PreTrainedConfig]:
-    """Return the class of a quantised model's trunk, and its config without the quantisation."""
+def _unquantized_class(model_class: Any, model: HfModel, options: dict[str, Any]) -> tuple[Any, PreTrainedConfig]:
+    """Return the class of a quantized model's trunk, and its config without the quantization."""
     config = options.pop("config", None)
     trust_remote_code = options.pop("trust_remote_code", False)
     if config is None:

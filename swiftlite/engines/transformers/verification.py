@@ -25,7 +25,7 @@ def warpers(sampling: Sampling) -> LogitsProcessorList | None:
 
 
 def draw(probabilities_V: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
-    """Sample one token [1] from a distribution, which need not be normalised."""
+    """Sample one token [1] from a distribution, which need not be normalized."""
     return torch.multinomial(probabilities_V, 1, generator=generator)
 
 

@@ -228,7 +228,7 @@ class GatedRMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size, dtype=torch.float32))
 
     def forward(self, read: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        """Normalise and gate, both [T, N, E]; the result has the dtype of the first."""
+        """Normalize and gate, both [T, N, E]; the result has the dtype of the first."""
         # Tensor-parallel ranks have other heads each, and one weight: its gradient is the sum of theirs.
         weight = copy_to_tensor_model_parallel_region(self.weight, group=self.tp_group).to(read.dtype)
         read_fp32 = read.float()

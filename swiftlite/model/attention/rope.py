@@ -27,7 +27,7 @@ LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 
 def rope_config(hf_config: dict[str, Any]) -> LlamaConfig:
-    """Return the rotary part of a config.json, normalised by transformers (legacy `rope_scaling` included)."""
+    """Return the rotary part of a config.json, normalized by transformers (legacy `rope_scaling` included)."""
     with _refusing():
         values = {key: hf_config[key] for key in ROPE_KEYS if hf_config.get(key) is not None}
         if values.get("head_dim"):  # Llama's class asks that heads divide the hidden size, which others do not

@@ -30,7 +30,7 @@ class RMSNorm(nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Normalise [..., hidden_size]; the result has the input's dtype."""
+        """Normalize [..., hidden_size]; the result has the input's dtype."""
         if self.is_zero_centered:
             return zero_centered_norm(hidden, self.weight, self.eps)
         hidden_fp32 = hidden.float()
@@ -48,14 +48,14 @@ class FusedRMSNorm(RMSNorm):
     """
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Normalise [..., hidden_size]; the result has the input's dtype."""
+        """Normalize [..., hidden_size]; the result has the input's dtype."""
         if self.is_zero_centered:
             return fused_zero_centered_norm(hidden, self.weight, self.eps)
         return F.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
 
 
 def zero_centered_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Normalise [..., hidden_size] and multiply by 1 + weight, all in float32; rounded once, to the input's dtype."""
+    """Normalize [..., hidden_size] and multiply by 1 + weight, all in float32; rounded once, to the input's dtype."""
     hidden_fp32 = hidden.float()
     variance = hidden_fp32.pow(2).mean(-1, keepdim=True)
     normed = hidden_fp32 * torch.rsqrt(variance + eps)

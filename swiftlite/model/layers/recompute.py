@@ -59,7 +59,7 @@ def checkpoint(
         # uses the input of an MTP layer, and the pipeline schedule that of a stage.
         hidden_states = hidden_states.clone()
     if config.fp8 or config.fp4:
-        # Transformer Engine's own, which restores the state of its quantisers too; both precisions are its autocast.
+        # Transformer Engine's own, which restores the state of its quantizers too; both precisions are its autocast.
         from megatron.core.extensions.transformer_engine import te_checkpoint
 
         return te_checkpoint(

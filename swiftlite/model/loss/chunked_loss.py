@@ -2,7 +2,7 @@
 
 A chunk's logits are made, become its losses and, in their own place, their gradient, from which follows that of the
 states. All that is kept is the latter. The gradient of the output matrix needs to know first how much each position
-counts in the sum that is minimised; where the matrix learns, the backward pass makes the logits of each chunk again.
+counts in the sum that is minimized; where the matrix learns, the backward pass makes the logits of each chunk again.
 For 8,192 positions and 150,000 words that is one more product (a thirtieth of an 8B model's work) instead of 5 GB.
 
 Shapes: B batch, S sequence, N selected tokens, C of them in a chunk, V vocabulary on this rank, H hidden size.

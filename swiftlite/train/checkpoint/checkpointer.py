@@ -80,7 +80,7 @@ class _LoraState(BaseModel, strict=True):
     rank: Annotated[int, Field(ge=1)]
     alpha: Annotated[float, Field(gt=0)]
     dropout: Annotated[float, Field(ge=0, lt=1)]
-    is_rank_stabilised: bool
+    is_rank_stabilized: bool
     has_magnitudes: bool = False
     targets: list[str]
     saved: list[str]

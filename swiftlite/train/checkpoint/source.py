@@ -27,7 +27,7 @@ _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msg
 def write_source(hf_model: HfModel, run_dir: Path, heads: Heads, graft_from: HfModel | None = None) -> Path:
     """Copy every small file of the model directory, and note the dtype and shape of every tensor.
 
-    config.json is copied with the run's heads, and without quantisation, which exports do not have;
+    config.json is copied with the run's heads, and without quantization, which exports do not have;
     nothing else in it changes.
 
     Args:

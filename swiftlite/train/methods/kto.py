@@ -1,4 +1,4 @@
-"""Compute KTO, a loss over single answers labelled good or bad (`megatron dpo --loss_type kto`).
+"""Compute KTO, a loss over single answers labeled good or bad (`megatron dpo --loss_type kto`).
 
 The KL divergence between model and reference is estimated with answers paired with other rows' prompts. It is one
 number per global batch, so it is measured before the batch, without gradients.

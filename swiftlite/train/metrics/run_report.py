@@ -120,7 +120,7 @@ def write_report(
         "data_sha256": data.digest,
         "weights": {
             "loaded": len(weights.loaded),
-            "initialised": dict(weights.initialised),
+            "initialised": dict(weights.initialized),
             "dropped": list(weights.dropped),
         },
         "tensors": tensors,

@@ -96,7 +96,7 @@ def test_sampling_follows_seed_and_top_p(trained):
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_next"])
-def test_a_drawn_answer_does_not_depend_on_its_neighbours(trained, family):
+def test_a_drawn_answer_does_not_depend_on_its_neighbors(trained, family):
     directory, prompts = trained(family, 1)
     engine = start(directory, 2)
     hot = Sampling(12, temperature=1.5, seed=7)
