@@ -1,4 +1,4 @@
-"""Check the English of documentation, docstrings and comments: standard terms, and how a docstring opens.
+"""Check the English of documentation, docstrings, comments and messages: standard terms, and how a docstring opens.
 
     python scripts/check_prose.py [FILE ...]
 
@@ -39,6 +39,13 @@ REPLACEMENTS = {
     r"thereby": "by this",
     r"lies in|lie in": "is in",
     r"looked at": "checked, read",
+    r"meanwhile": "at the same time",
+    r"there is none": "does not exist, is missing",
+    r"(?:is|are) others": "differs, is another one",
+    r"made good": "repaired",
+    r"by the way": "also",
+    r"knows? of": "supports, recognizes",
+    r"is gone": "was removed, no longer exists",
 }
 """Phrases that are not standard in this field, and what to write instead."""
 
@@ -47,12 +54,17 @@ NO_SUBJECT = re.compile(r"(Of|As|What|Where|Those|By|How|With|In|From|Behind|Whi
 
 
 def texts_of_python(source: str) -> Iterator[tuple[int, str, bool]]:
-    """Yield (line, text, is_docstring) of the docstrings and comments of a module."""
-    for node in ast.walk(ast.parse(source)):
+    """Yield (line, text, is_docstring) of the docstrings, comments and messages of a module."""
+    docstrings = set()
+    for node in ast.walk(ast.parse(source)):  # a definition comes before its docstring
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             text = ast.get_docstring(node)
             if text:
+                docstrings.add(node.body[0].lineno)
                 yield node.body[0].lineno, text, True
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.lineno not in docstrings:
+            if len(node.value.split()) > 1:  # a single word is data: a key, a name, an option
+                yield node.lineno, node.value, False
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             yield token.start[0], token.string, False

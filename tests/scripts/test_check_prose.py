@@ -21,6 +21,7 @@ def check(file: Path, text: str) -> subprocess.CompletedProcess:
         ("module.py", '"""What this module does."""\n', 1),
         ("module.py", 'def f():\n    """Return it.\n\n    The run goes on.\n    """\n', 4),
         ("module.py", '"""Do it."""\n\nX = 1  # nobody reads it\n', 3),
+        ("module.py", 'raise ValueError(\n    f"{name} wants a value"\n)\n', 2),
     ],
 )
 def test_a_phrase_is_reported_with_its_line(tmp_path, name, text, line):
