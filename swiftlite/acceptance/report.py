@@ -135,7 +135,7 @@ def read_acceptance(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read: {error}", _GIVE_IT) from None
     if not isinstance(content, dict) or "depths" not in content:
-        raise UserError(f"{path} is no acceptance.json", _GIVE_IT)
+        raise UserError(f"{path} is not an acceptance.json", _GIVE_IT)
     return content
 
 

@@ -210,7 +210,7 @@ class _Nodes:
         self.thread.join(REASON_SECONDS)  # it may be waiting for a lost node 0
 
     def reason(self, wait: bool) -> dict | None:
-        """Return the report of another node that failed first: {"who", "how", "code"}; None if there is none."""
+        """Return the report of another node that failed first: {"who", "how", "code"}; None if no node failed."""
         deadline = time.monotonic() + REASON_SECONDS
         while wait and self.heard is None and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS / 10)

@@ -57,7 +57,7 @@ class Family:
         layer: returns the kinds of attention and MLP of decoder layer n (from 0), with their sizes.
         outside: returns the modules outside of the layers: embedding, final norm, output layer.
         mtp: names of the MTP heads.
-        tower: computes embeddings of inputs other than tokens, such as images; None if there is none.
+        tower: computes embeddings of inputs other than tokens, such as images; None without a tower.
         language_model: prefixes of the HF names of the language model, its heads and its tower, if files contain other
             parts, such as a vision tower that is not computed here; empty otherwise.
         memory_names: prefixes of HF names (within a layer) that transformers renames in memory, with the new ones.

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from swiftlite.errors import UserError
 
 TOKEN_MAP_FILE = "speculative_token_map.pt"
-"""In an export, for SGLang's option of that name: the ids once more, a list as `torch.save` writes it."""
+"""In an export, for SGLang's option of that name: the same ids, as a list that `torch.save` writes it."""
 
 
 def to_text(ids: Sequence[int]) -> str:
@@ -36,7 +36,7 @@ def from_text(text: object, vocab_size: int) -> tuple[int, ...]:
     ids: list[int] = []
     for run in str(text).split():
         if not re.fullmatch(r"[0-9]{1,9}(-[0-9]{1,9})?", run):
-            raise UserError(f"config.json: mtp_draft_vocab has '{run[:40]}', which is no id and no range of ids")
+            raise UserError(f"config.json: mtp_draft_vocab has '{run[:40]}', which is neither an id nor a range of ids")
         first, _, last = run.partition("-")
         if int(last or first) >= vocab_size:
             raise UserError(f"config.json: mtp_draft_vocab has {run}, and vocab_size is {vocab_size}")

@@ -27,7 +27,7 @@ class Facts:
     world_size: int
     """Processes of the run."""
     hf_config: dict[str, Any]
-    """The model's config.json; empty if there is none, which another rule reports."""
+    """The model's config.json; empty if missing, which another rule reports."""
     directory: Path = Path()
     """Directory of the model's small files; unused without --model."""
     names: Mapping[str, str] = field(default_factory=dict)

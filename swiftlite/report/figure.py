@@ -170,7 +170,7 @@ def draw_bars(name: str, title: str, groups: Sequence[str], bars: Sequence[Bars]
 
 
 def share(value: float | None) -> str:
-    """Format a share as a percentage; a dash if there is none."""
+    """Format a share as a percentage; a dash for None."""
     if value is None:
         return "–"
     return f"{100 * value:.1f}\u00a0%"

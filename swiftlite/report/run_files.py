@@ -45,7 +45,7 @@ class RunFiles:
         return self.acceptance.get(when, {}).get("generated", {})
 
     def last(self, name: str) -> float | None:
-        """Return the last value of a metric; None if there is none."""
+        """Return the last value of a metric; None without values."""
         points = curve(self.metrics, name)
         if not points:
             return None

@@ -62,7 +62,7 @@ def _claim(output_dir: Path, path: Path) -> IO[str]:
 
 
 def holder_of(output_dir: Path) -> str:
-    """Return the process that holds the lock, as "PID on HOST"; empty if there is none."""
+    """Return the process that holds the lock, as "PID on HOST"; empty if unlocked."""
     path = output_dir / LOCK_FILE
     try:
         with path.open(encoding="utf-8") as file:

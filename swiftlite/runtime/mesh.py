@@ -76,7 +76,7 @@ class Mesh:
         everyone = range(dist.get_world_size())
         ranks = everyone if ranks is None else ranks
         if not ranks or ranks.step != 1 or ranks[0] not in everyone or ranks[-1] not in everyone:
-            raise ValueError(f"{ranks} are no neighbors among the job's ranks, {everyone}")
+            raise ValueError(f"{ranks} are not consecutive ranks of the job, {everyone}")
         check_layout(layout, len(ranks))
         # initialize_model_parallel refuses where there are groups already, so it is shown none.
         with _parallel_state(dict.fromkeys(_read_parallel_state())), megatron_fixes.lay_out(ranks):

@@ -128,7 +128,7 @@ def claim_output_dir(args: SftArgs) -> AbstractContextManager[None]:
 
 
 def checkpoint_to_resume(args: SftArgs) -> Path | None:
-    """Return the newest checkpoint with --resume; None for a new run, or if there is none yet, as in a restart loop."""
+    """Return the newest checkpoint with --resume; None for a new run, or without a checkpoint, as in a restart loop."""
     if not args.resume:
         return None
     checkpoints = run_checkpoints(Path(args.output_dir))

@@ -125,7 +125,7 @@ def _other_sizes(kernels: Kernels) -> tuple[Sizes, ...]:
 
 
 def prefix_kernel(kernels: Kernels) -> PrefixKernel | None:
-    """Return the kernel in two halves, of which the first also returns the log-sum-exp; None if there is none."""
+    """Return the kernel in two halves, of which the first also returns the log-sum-exp; None if not available."""
     if kernels.attention == "flash_attn":
         return fill_values_in_halves(_flash_attn_in_halves(kernels.is_deterministic))
     if kernels.attention == "torch_varlen":
