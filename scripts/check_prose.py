@@ -13,6 +13,7 @@ import sys
 import tokenize
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeGuard
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -62,12 +63,16 @@ def texts_of_python(source: str) -> Iterator[tuple[int, str, bool]]:
             if text:
                 docstrings.add(node.body[0].lineno)
                 yield node.body[0].lineno, text, True
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.lineno not in docstrings:
-            if len(node.value.split()) > 1:  # a single word is data: a key, a name, an option
-                yield node.lineno, node.value, False
+        elif _is_message(node) and node.lineno not in docstrings:
+            yield node.lineno, node.value, False
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             yield token.start[0], token.string, False
+
+
+def _is_message(node: ast.AST) -> TypeGuard[ast.Constant]:
+    """Whether a string can be a message; a single word is data: a key, a name, an option."""
+    return isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value.strip()
 
 
 def texts_of_markdown(source: str) -> Iterator[tuple[int, str, bool]]:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from swiftlite.errors import UserError
 
 TOKEN_MAP_FILE = "speculative_token_map.pt"
-"""In an export, for SGLang's option of that name: the same ids, as a list that `torch.save` writes it."""
+"""In an export, for SGLang's option of that name: the same ids, as a list from `torch.save`."""
 
 
 def to_text(ids: Sequence[int]) -> str:
