@@ -64,7 +64,7 @@ def texts_of_python(source: str) -> Iterator[tuple[int, str, bool]]:
                 docstrings.add(node.body[0].lineno)
                 yield node.body[0].lineno, text, True
         elif _is_message(node) and node.lineno not in docstrings:
-            yield node.lineno, node.value, False
+            yield node.lineno, str(node.value), False
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             yield token.start[0], token.string, False
