@@ -1,4 +1,4 @@
-"""`python -m swiftlite` is `swiftlite`."""
+"""Let `python -m swiftlite` run the same command as `swiftlite`."""
 
 import sys
 

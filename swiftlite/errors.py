@@ -22,12 +22,16 @@ class UserError(Exception):
         self.exit_code = exit_code
 
     def __str__(self) -> str:
-        return f"{self.problem}\n    {self.hint}" if self.hint else self.problem
+        if not self.hint:
+            return self.problem
+        return f"{self.problem}\n    {self.hint}"
 
 
 def clip(text: str, length: int) -> str:
     """Return a text for a message, cut to `length` characters, because it can be a whole document."""
-    return text if len(text) <= length else text[: length - 3] + "..."
+    if len(text) <= length:
+        return text
+    return text[: length - 3] + "..."
 
 
 _CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
@@ -46,7 +50,9 @@ class OptionError(UserError):
     """
 
     def __init__(self, problems: list[tuple[str, str]]):
-        lines = [f"{len(problems)} problem{'s' if len(problems) > 1 else ''} with these options"]
+        lines = ["1 problem with these options"]
+        if len(problems) > 1:
+            lines = [f"{len(problems)} problems with these options"]
         for problem, hint in problems:
             lines.append("  " + problem.replace("\n", "\n  "))
             if hint:

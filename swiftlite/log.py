@@ -1,4 +1,4 @@
-"""One logger for the package. Rank 0 logs everything; other ranks log only warnings and errors, with their rank."""
+"""Provide the package's logger. Rank 0 logs everything; other ranks log only warnings and errors, with their rank."""
 
 import logging
 import sys
@@ -9,7 +9,7 @@ logger = logging.getLogger("swiftlite")
 
 
 class _Formatter(logging.Formatter):
-    """A formatter that hides keys and tokens in every line."""
+    """Hide keys and tokens in every line."""
 
     def format(self, record: logging.LogRecord) -> str:
         return redact_text(super().format(record))
@@ -38,8 +38,11 @@ def setup(rank: int = 0, level: int = logging.INFO) -> None:
         level: lowest level logged on rank 0.
     """
     handler = _Handler()
-    prefix = "swiftlite: " if rank == 0 else f"swiftlite[rank {rank}]: "
+    prefix = "swiftlite: "
+    if rank > 0:
+        prefix = f"swiftlite[rank {rank}]: "
+        level = logging.WARNING
     handler.setFormatter(_Formatter(prefix + "%(message)s"))
     logger.handlers[:] = [handler]
     logger.propagate = False
-    logger.setLevel(level if rank == 0 else logging.WARNING)
+    logger.setLevel(level)

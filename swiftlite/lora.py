@@ -1,4 +1,4 @@
-"""LoRA settings as one value: the linear layers with low-rank adapters, and the scaling of the adapters.
+"""Describe LoRA settings as one value: the linear layers with low-rank adapters, and the scaling of the adapters.
 
 A layer with weight W computes W x + scaling * B A x, with A [rank, in] and B [out, rank]. With DoRA each row of
 W + scaling * B A is scaled to a trained length, its magnitude. Layers have their Hugging Face names, which match as in
@@ -51,7 +51,9 @@ class Lora:
     @property
     def scaling(self) -> float:
         """Factor of B A x."""
-        return self.alpha / (sqrt(self.rank) if self.is_rank_stabilized else self.rank)
+        if self.is_rank_stabilized:
+            return self.alpha / sqrt(self.rank)
+        return self.alpha / self.rank
 
     def adapts(self, module: str) -> bool:
         """Return whether a linear layer gets an adapter.

@@ -20,10 +20,16 @@ _UNTOLD = ("null", "none", "true", "false")
 def redact(value: Any) -> Any:
     """Return the same options, lists or numbers, with *** for each value whose name identifies a secret."""
     if isinstance(value, dict):
-        return {name: HIDDEN if _is_secret(name, part) else redact(part) for name, part in value.items()}
+        return {name: _redact_named(name, part) for name, part in value.items()}
     if isinstance(value, list | tuple):
         return [redact(part) for part in value]
     return value
+
+
+def _redact_named(name: object, value: Any) -> Any:
+    if _is_secret(name, value):
+        return HIDDEN
+    return redact(value)
 
 
 def redact_text(text: str) -> str:
@@ -42,5 +48,7 @@ def _hide(found: re.Match[str]) -> str:
     name, value = found.groups()
     if value.lower() in _UNTOLD:
         return found.group()
-    quote = value[0] if value[0] in "\"'" else ""
+    quote = ""
+    if value[0] in "\"'":
+        quote = value[0]
     return f"{name}{quote}{HIDDEN}{quote}"

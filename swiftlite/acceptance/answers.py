@@ -1,4 +1,4 @@
-"""Who wrote each token of a held-out answer: the trunk, or a head whose draft it accepted; for readers of a report."""
+"""Attribute each token of a held-out answer to the trunk or to the head whose draft was accepted, for reports."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, cast
@@ -15,8 +15,8 @@ class WrittenToken(NamedTuple):
     """A token of an answer.
 
     Attributes:
-        depth: of the head that drafted it; 0 is the trunk itself.
-        refused: the draft that the trunk did not take for this place; None where there was none.
+        depth: depth of the head that drafted it; 0 for the trunk.
+        refused: rejected draft token for this position; None if there was none.
     """
 
     token: int
@@ -25,11 +25,11 @@ class WrittenToken(NamedTuple):
 
 
 def written_tokens(answer: Sequence[int], steps: Iterable[DraftStep]) -> list[WrittenToken]:
-    """The tokens of a greedy answer.
+    """Return the tokens of a greedy answer with their author.
 
     Args:
-        answer: its tokens; the first comes from the prompt alone.
-        steps: of an engine over the prompt's last token and the answer, `draft_steps(..., first=1)`.
+        answer: token ids; the first one is generated from the prompt alone.
+        steps: steps of an engine over the prompt's last token and the answer, `draft_steps(..., first=1)`.
     """
     written = [WrittenToken(token, 0, None) for token in answer]
     for place, drafts, accepted in steps:
@@ -42,7 +42,7 @@ def written_tokens(answer: Sequence[int], steps: Iterable[DraftStep]) -> list[Wr
 
 
 def describe(tokenizer: PreTrainedTokenizerBase, answer: Sequence[WrittenToken]) -> list[dict[str, Any]]:
-    """The form of drafts.json: each token's text and depth, and the text of a draft that was refused for its place."""
+    """Return the form of drafts.json: each token's text and depth, and the text of a rejected draft at its position."""
     texts = token_texts(tokenizer, [each.token for each in answer])
     described = []
     for text, (_, depth, refused) in zip(texts, answer, strict=True):
@@ -76,4 +76,4 @@ def token_texts(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> li
 
 def _decode(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
     text = tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    return cast(str, text)  # a list it is for a batch
+    return cast(str, text)  # a list only for a batch

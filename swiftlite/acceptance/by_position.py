@@ -23,7 +23,10 @@ def bucket_of(count: torch.Tensor) -> torch.Tensor:
 
 def bounds_of(bucket: int) -> tuple[int, int]:
     """Return the smallest and the largest count of a bucket."""
-    return (8 << bucket if bucket else 0), (16 << bucket) - 1
+    smallest = 0
+    if bucket:
+        smallest = 8 << bucket
+    return smallest, (16 << bucket) - 1
 
 
 def tally(
@@ -59,7 +62,7 @@ def tally(
 
 
 def describe(table: torch.Tensor) -> dict[str, list[dict[str, Any]]]:
-    """A tally as evaluation.json has it: for each of PLACES its buckets that have predictions."""
+    """Return a tally in the form of evaluation.json: for each of PLACES the buckets that have predictions."""
     return {name: _buckets(bucket_counts.tolist()) for name, bucket_counts in zip(PLACES, table, strict=True)}
 
 

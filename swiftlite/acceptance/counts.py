@@ -38,7 +38,7 @@ class DraftCounts:
         )
 
     def to_json(self) -> dict[str, object]:
-        """The form of acceptance.json; rates are 0 when nothing was drafted."""
+        """Return the form of acceptance.json; rates are 0 if no token was drafted."""
         steps = max(self.drafts, 1)
         return {
             "drafts": self.drafts,
@@ -88,7 +88,7 @@ def draft_steps(drafts_KS: torch.Tensor, tokens_S: torch.Tensor, first: int) -> 
 
 
 def count_steps(steps: Iterable[DraftStep], depth: int) -> DraftCounts:
-    """The counts of some steps of an engine that drafts `depth` tokens in each."""
+    """Return the counts of steps of an engine that drafts `depth` tokens in each."""
     accepted = [0] * depth
     num_steps = 0
     for step in steps:

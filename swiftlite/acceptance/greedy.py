@@ -1,7 +1,7 @@
 """Continue prompts greedily with the model in training, at any layout, with one forward pass per new token and a cache.
 
-Each pass processes the tokens of every row that the model has not seen: the prompt, in parts if it is long, then one
-token at a time. The heads process the rows once, at the end, from the trunk's states in the cache.
+Each pass processes the unseen tokens of every row: the prompt, in parts if it is long, then one token at a time.
+The heads process the rows once, at the end, from the trunk's states in the cache.
 
 On a pipeline the rows of a rank form as many micro-batches as there are stages, so that all stages are busy.
 """
@@ -22,7 +22,7 @@ from swiftlite.model.ranks import broadcast_from_last_stage
 from swiftlite.runtime.mesh import Mesh
 
 MAX_PASS_TOKENS = 2048
-"""Most tokens of one pass through the trunk, which bounds the memory of its activations."""
+"""Maximum number of tokens in one pass through the trunk; it limits the memory of activations."""
 Chunks = Sequence[torch.nn.Module]
 """The chunks of a model on this rank, wrapped or bare."""
 
@@ -45,7 +45,7 @@ class GreedyRow:
 
     @classmethod
     def of(cls, prompt: Sequence[int], max_new_tokens: int, max_length: int) -> "GreedyRow":
-        """A prompt that has no continuation yet; one that fills `max_length` gets none."""
+        """Create a row for a prompt without a continuation; a prompt of `max_length` or more gets none."""
         max_length = min(len(prompt) + max_new_tokens, max_length)
         return cls(list(prompt), len(prompt), max_length, is_finished=len(prompt) >= max_length)
 
@@ -56,7 +56,7 @@ class GreedyRow:
 
 @dataclass(frozen=True)
 class _MicroBatch:
-    """Some of the rows, and what the model keeps of them on this rank."""
+    """Some of the rows, and their cache on this rank."""
 
     rows: Sequence[GreedyRow]
     cache: Cache
@@ -66,7 +66,7 @@ class GreedyRows:
     """Rows that the model continues together; every rank of a layout makes the same passes.
 
     Args:
-        rows: of this data-parallel rank; there may be none, while others have some.
+        rows: rows of this data-parallel rank; may be empty while other ranks have rows.
     """
 
     def __init__(self, model: Chunks, mesh: Mesh, rows: Sequence[GreedyRow], eos_token_ids: Collection[int | None]):
@@ -87,11 +87,11 @@ class GreedyRows:
 
     @property
     def num_new_tokens(self) -> int:
-        """Tokens of all continuations so far."""
+        """Number of tokens in all continuations so far."""
         return sum(len(row.tokens) - row.first for row in self.rows)
 
     def step(self) -> None:
-        """One pass: the next token of each row whose tokens have all been seen then."""
+        """Make one pass; rows whose tokens have all been processed get their next token."""
         passes = []
         complete: list[list[GreedyRow]] = []
         for batch in self._micro_batches:
@@ -107,8 +107,10 @@ class GreedyRows:
                 row.append(token, self.eos_token_ids)
 
     def drafts(self, num_drafts: int) -> Iterator[tuple[GreedyRow, torch.Tensor]]:
-        """Each continued row with what its heads say, int64 [K, S]: of depth k at the prompt's last token and each of
-        the continuation but its last, for the token k + 1 further on. One pass, after the last step.
+        """Yield each continued row with the predictions of its heads, int64 [K, S], from one pass after the last step.
+
+        The prediction of depth k at position s is for the token at s + k + 1; the positions are the prompt's last token
+        and all tokens of the continuation except the last one.
         """
         passes = []
         continued: list[list[GreedyRow]] = []
@@ -127,10 +129,12 @@ class GreedyRows:
     def _pass(
         self, batch: _MicroBatch, spans: Sequence[Span], predicted: torch.Tensor, num_drafts: int | None = None
     ) -> CachedPass:
-        """Make a pass over these tokens; with `num_drafts` one of the heads, which also take those further on."""
+        """Make a pass over these tokens; with `num_drafts` one of the heads, which also take the next tokens."""
         batch.cache.begin(spans)
         layout = self.mesh.layout
-        multiple = layout.tensor_model_parallel_size if layout.sequence_parallel else 1
+        multiple = 1
+        if layout.sequence_parallel:
+            multiple = layout.tensor_model_parallel_size
         num_tokens = max(-(-batch.cache.num_tokens // multiple), 1) * multiple
         device = self.mesh.device.torch_device
 
@@ -146,10 +150,13 @@ class GreedyRows:
                 tokens += known[start + depth : end + depth]
             return flat(tokens)
 
+        head_tokens = None
+        if num_drafts is not None:
+            head_tokens = [tokens_ahead(depth) for depth in range(1, num_drafts + 1)]
         return CachedPass(
             tokens_ahead(0),
             flat(list(chain.from_iterable(range(start, end) for _, start, end in spans))),
-            None if num_drafts is None else [tokens_ahead(depth) for depth in range(1, num_drafts + 1)],
+            head_tokens,
             batch.cache,
             predicted.to(device),
         )

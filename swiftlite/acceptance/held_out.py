@@ -1,7 +1,8 @@
-"""Held-out prompts of a run: what would be accepted of the drafts on them, before training and after it.
+"""Measure on held-out prompts how many draft tokens would be accepted, before and after training.
 
-Measured on greedy continuations by the heads as they are now, and an engine's walk over them. Experts are shared by
-data-parallel ranks, so all of them make the same number of passes, with nothing when their own prompts are done.
+The prompts are continued greedily by the model as it is now, and the steps of an engine over the continuations are
+counted. Experts are shared by data-parallel ranks, so all ranks make the same number of passes, with no tokens when
+their own prompts are finished.
 """
 
 import time
@@ -51,14 +52,14 @@ class Prompt:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Prompts, how they are continued, and the file that takes the figures.
+    """Prompts, the settings of their continuation, and the file for the results.
 
     Attributes:
         path: acceptance.json of the run.
-        num_drafts: tokens that an engine would draft in each step; 0 measures nothing.
-        prompts: none measures nothing.
-        max_length: longest row, the model's own limit.
-        tokenizer: turns answers into texts; None keeps no answers.
+        num_drafts: draft tokens per step of an engine; 0 disables the measurement.
+        prompts: held-out prompts; an empty list disables the measurement.
+        max_length: the model's maximum length of prompt and answer.
+        tokenizer: decodes answers; with None no answers are stored.
     """
 
     path: Path
@@ -71,11 +72,11 @@ class HeldOut:
     tokenizer: PreTrainedTokenizerBase | None = None
 
     def measure(self, when: When, model: Chunks, evaluation: Mapping[str, float]) -> None:
-        """Add the figures of `when` to the file; collective.
+        """Measure the model, and add the results under `when` to the file; collective.
 
         Args:
-            model: in evaluation mode.
-            evaluation: its metrics over the held-out rows.
+            model: the model in evaluation mode.
+            evaluation: metrics of the model over the held-out rows.
         """
         if not (self.num_drafts and self.prompts):
             return
@@ -88,7 +89,7 @@ class HeldOut:
         add_run_answers(self.path, when, self._describe(answers))
         add_run_acceptance(self.path, when, per_depth, MeasuredPrompts(len(self.prompts), counts), named)
         logger.info(
-            "acceptance %s training: %d of %d drafted tokens on %d held-out prompts (%.1f %%)",
+            "acceptance %s training: %d of %d draft tokens on %d held-out prompts (%.1f %%)",
             when,
             counts.accepted,
             counts.drafted,
@@ -98,14 +99,16 @@ class HeldOut:
 
     def summary(self) -> dict[str, float]:
         """Return the measured values by metric name; empty before the first measurement."""
-        return read_summary(self.path) if self.path.exists() else {}
+        if not self.path.exists():
+            return {}
+        return read_summary(self.path)
 
     @torch.no_grad()
     def _continue(self, when: When, model: Chunks) -> tuple[dict[str, DraftCounts], dict[int, Sequence[WrittenToken]]]:
-        """Two things: by channel what an engine that drafts `num_drafts` tokens per step would count on its prompts;
-        and the first answers, by the number of their prompt.
+        """Return the counts of an engine that drafts `num_drafts` tokens per step by channel, and the first answers by
+        prompt number.
 
-        The prompts are spread over data- and context-parallel ranks, which put together what they have found.
+        The prompts are distributed over data- and context-parallel ranks; every rank returns the combined results.
         """
         ranks = self.mesh.dp_cp
         counts = {prompt.channel: DraftCounts(0, 0, (0,) * self.num_drafts) for prompt in self.prompts}
@@ -154,7 +157,7 @@ class HeldOut:
         return MeasuredPrompts(sum(prompt.channel == channel for prompt in self.prompts), counts)
 
     def _describe(self, answers: Mapping[int, Sequence[WrittenToken]]) -> list[dict[str, Any]]:
-        """The answers in the form of drafts.json."""
+        """Return the answers in the form of drafts.json."""
         if self.tokenizer is None:
             return []
         described = []
@@ -165,7 +168,7 @@ class HeldOut:
         return described
 
     def _batches(self) -> Iterator[Sequence[int]]:
-        """Numbers of the prompts that all ranks continue together, the longest first."""
+        """Yield the numbers of the prompts that all ranks continue together, the longest prompts first."""
         numbers = sorted(range(len(self.prompts)), key=lambda number: -len(self.prompts[number]))
         while numbers:
             longest = min(len(self.prompts[numbers[0]]) + self.max_new_tokens, self.max_length)

@@ -40,11 +40,11 @@ def add_run_acceptance(
     generated: MeasuredPrompts,
     by_channel: Mapping[str, MeasuredPrompts] | None = None,
 ) -> None:
-    """Write a run's own measurement to its file. "before" replaces the file.
+    """Write a run's measurement to its acceptance.json. "before" replaces the file.
 
     Args:
-        acceptance_per_depth: teacher-forced, over the held-out rows.
-        generated: the counts of an engine that continues the held-out prompts greedily.
+        acceptance_per_depth: teacher-forced acceptance over the held-out rows.
+        generated: counts of speculative decoding over greedy continuations of the held-out prompts.
         by_channel: the same for the prompts of each channel that has a name.
     """
     content: dict[str, Any] = {"depths": len(acceptance_per_depth)}
@@ -67,7 +67,9 @@ def add_run_answers(path: Path, when: Literal["before", "after"], answers: Seque
         path: path of acceptance.json.
         answers: `prompt`, `channel` and `tokens` (`answers.describe`) of each answer.
     """
-    content = read_answers(path.parent) if when == "after" else {}
+    content: dict[str, Any] = {}
+    if when == "after":
+        content = read_answers(path.parent)
     content[when] = list(answers)
     lines = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
     atomic_write(path.with_name(ANSWERS_FILE), lines.encode(errors="replace") + b"\n")
@@ -86,7 +88,7 @@ def read_answers(run: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         content = None
     if not isinstance(content, dict):
-        logger.warning("%s is damaged and left out", path)
+        logger.warning("%s is damaged; the report does not include it", path)
         return {}
     return content
 
@@ -103,7 +105,9 @@ def read_summary(path: Path) -> dict[str, float]:
 
 def named(backend: str, temperature: float) -> str:
     """Return the key of an engine's counts at a temperature; for greedy decoding the engine's name."""
-    return f"{backend}{AT_TEMPERATURE}{temperature:g}" if temperature else backend
+    if not temperature:
+        return backend
+    return f"{backend}{AT_TEMPERATURE}{temperature:g}"
 
 
 def describe(name: str) -> str:
@@ -133,13 +137,13 @@ def read_acceptance(path: Path) -> dict[str, Any]:
     try:
         content = read_json(path)
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {error}", _GIVE_IT) from None
+        raise UserError(f"{path} cannot be read: {error}", _HINT) from None
     if not isinstance(content, dict) or "depths" not in content:
-        raise UserError(f"{path} is not an acceptance.json", _GIVE_IT)
+        raise UserError(f"{path} is not the acceptance.json of a training run", _HINT)
     return content
 
 
-_GIVE_IT = "give --acceptance_json the file in the --output_dir of a training run"
+_HINT = "set --acceptance_json to acceptance.json in the --output_dir of a training run"
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:

@@ -1,6 +1,6 @@
-"""Losses and acceptance of the heads over the targets of a micro-batch, as sums.
+"""Compute losses and acceptance of the heads over the targets of a micro-batch, as sums.
 
-The sums add up over micro-batches and ranks, and are read as token-weighted means.
+The sums are added over micro-batches and ranks; `means` turns them into token-weighted means.
 
 Shapes: B batch, S sequence (this context-parallel rank's part).
 """
@@ -15,11 +15,11 @@ from swiftlite.runtime.mesh import Mesh
 def all_reduce_sum(
     losses: Losses, loss_scale_KBS: torch.Tensor, mesh: Mesh, cu_seqlens: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The sums of one micro-batch, float64 [1 + drafts, 3].
+    """Return the sums of one micro-batch, float64 [1 + drafts, 3].
 
-    One row per head (the trunk, then each MTP depth): sum of weighted losses, number of targets, and, for MTP, how
-    many of its predictions equal the trunk's own for the same token (which is what an engine would accept). Only losses
-    are local: predictions are compared on whole rows, and counted by the first context-parallel rank.
+    Each row is a head (the trunk, then each MTP depth): sum of weighted losses, number of targets, and, for MTP, number
+    of predictions that equal the trunk's for the same token (an engine would accept these). Only losses are local:
+    predictions are compared on whole rows, and counted by the first context-parallel rank.
 
     Args:
         cu_seqlens: as in `Batch`.
@@ -40,11 +40,16 @@ def all_reduce_sum(
 
 
 def means(sums: torch.Tensor) -> dict[str, float]:
-    """`loss`, and per depth `mtp_K_loss` and `mtp_K_acceptance`; 0 where there was no target."""
-    named: dict[str, float] = {}
-    for depth, (loss, count, hits) in enumerate(sums.tolist()):
-        head = f"mtp_{depth}_" if depth else ""
-        named[f"{head}loss"] = loss / count if count else 0.0
-        if depth:
-            named[f"{head}acceptance"] = hits / count if count else 0.0
+    """Return `loss`, and per depth `mtp_K_loss` and `mtp_K_acceptance`; 0 for a head without targets."""
+    (loss, count, _), *heads = sums.tolist()
+    named = {"loss": _mean(loss, count)}
+    for depth, (loss, count, hits) in enumerate(heads, start=1):
+        named[f"mtp_{depth}_loss"] = _mean(loss, count)
+        named[f"mtp_{depth}_acceptance"] = _mean(hits, count)
     return named
+
+
+def _mean(total: float, count: float) -> float:
+    if not count:
+        return 0.0
+    return total / count

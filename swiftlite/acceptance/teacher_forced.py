@@ -36,7 +36,7 @@ def teacher_forced(
     """Measure rows, by channel and in total (`all`).
 
     Args:
-        mesh: must not be split; this rank holds the whole model.
+        mesh: a mesh on which this rank holds the whole model.
         row_length: maximum number of tokens in a forward pass; a longer sample is processed alone.
         num_drafts: draft tokens per step of the simulated decoding; default: the depth the heads were trained for.
 
@@ -86,7 +86,7 @@ class _Measured:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """The form of evaluation.json."""
+        """Return the form of evaluation.json."""
         (loss, targets, _), *depths = self.sums.tolist()
         heads = []
         for loss_of_depth, count, hits in depths:
@@ -104,7 +104,7 @@ class _Measured:
 def _measure(
     model: torch.nn.Module, samples: Sequence[Sample], depth: int, num_drafts: int | None, mesh: Mesh
 ) -> _Measured:
-    """One packed row, and the walk over it of an engine that drafts `num_drafts` of the `depth` tokens."""
+    """Measure one packed row, also by the steps of an engine that drafts `num_drafts` of the `depth` tokens."""
     batch = collate_packed(samples, 0, num_drafts=depth).map(lambda tensor: tensor.to(mesh.device.torch_device))
     losses = forward(model, batch)
     sums = all_reduce_sum(losses, batch.loss_scale_KBS, mesh, batch.cu_seqlens).cpu()

@@ -29,10 +29,12 @@ class Convention:
 
     def num_drafting(self, num_mtp_heads: int) -> int:
         """Return how many of a checkpoint's MTP heads draft."""
-        return num_mtp_heads if self.heads == "each" else min(num_mtp_heads, 1)
+        if self.heads == "each":
+            return num_mtp_heads
+        return min(num_mtp_heads, 1)
 
 
 def as_trained(family: Family) -> Convention:
     """Return the convention of `engines/transformers/mtp_heads.py`: each head drafts its own step, with the inputs that
-    it had in training."""
+    of its training."""
     return Convention("MtpHead", "each", family.mtp.drafting)

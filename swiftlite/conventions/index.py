@@ -1,4 +1,4 @@
-"""The engines that heads can be trained for, by the names that --draft_for takes."""
+"""List the engines that heads can be trained for, under their --draft_for names."""
 
 from collections.abc import Callable
 

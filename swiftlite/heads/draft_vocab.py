@@ -13,34 +13,40 @@ from collections.abc import Sequence
 from swiftlite.errors import UserError
 
 TOKEN_MAP_FILE = "speculative_token_map.pt"
-"""In an export, for SGLang's option of that name: the same ids, as a list from `torch.save`."""
+"""File of an export for SGLang's option of that name: the same ids as a list, written by `torch.save`."""
 
 
 def to_text(ids: Sequence[int]) -> str:
-    """Ascending ids as config.json has them; "" for none."""
+    """Return ascending ids in the form of config.json; "" for none."""
     runs: list[list[int]] = []
     for token in ids:
         if runs and runs[-1][-1] == token - 1:
             runs[-1].append(token)
         else:
             runs.append([token])
-    return " ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return " ".join(_run_text(run) for run in runs)
+
+
+def _run_text(run: Sequence[int]) -> str:
+    if len(run) == 1:
+        return str(run[0])
+    return f"{run[0]}-{run[-1]}"
 
 
 def from_text(text: object, vocab_size: int) -> tuple[int, ...]:
-    """The ids that `to_text` wrote.
+    """Parse the ids that `to_text` wrote.
 
     Raises:
-        UserError: it is something else, or has ids beyond the vocabulary.
+        UserError: the text has another form, or ids beyond the vocabulary.
     """
     ids: list[int] = []
     for run in str(text).split():
         if not re.fullmatch(r"[0-9]{1,9}(-[0-9]{1,9})?", run):
-            raise UserError(f"config.json: mtp_draft_vocab has '{run[:40]}', which is neither an id nor a range of ids")
+            raise UserError(f"config.json: mtp_draft_vocab: '{run[:40]}' is not an id or a range of ids")
         first, _, last = run.partition("-")
         if int(last or first) >= vocab_size:
-            raise UserError(f"config.json: mtp_draft_vocab has {run}, and vocab_size is {vocab_size}")
+            raise UserError(f"config.json: mtp_draft_vocab: {run} exceeds vocab_size {vocab_size}")
         ids += range(int(first), int(last or first) + 1)
     if not ids or sorted(set(ids)) != ids:
-        raise UserError("config.json: the ids of mtp_draft_vocab are not in ascending order")
+        raise UserError("config.json: mtp_draft_vocab: the ids are not in ascending order")
     return tuple(ids)

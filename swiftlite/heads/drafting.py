@@ -1,6 +1,7 @@
 """Describe the inputs of MTP heads, so that training uses the inputs of the engine that will run them."""
 
 from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 from swiftlite.errors import UserError
 
@@ -20,21 +21,23 @@ class Drafting:
     zeroes_first_embedding: bool = False
 
     def to_json(self) -> dict[str, bool]:
-        """The value as config.json has it."""
+        """Return the value in the form of config.json."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, content: object) -> "Drafting":
-        """The value that `to_json` wrote.
+        """Build the value that `to_json` wrote.
 
         Raises:
-            UserError: it is something else.
+            UserError: the content has another form.
         """
         names = [field.name for field in fields(cls)]
-        given = content if isinstance(content, dict) else {}
+        given: dict[str, Any] = {}
+        if isinstance(content, dict):
+            given = content
         if sorted(given) != sorted(names) or not all(isinstance(value, bool) for value in given.values()):
             raise UserError(
-                f"config.json: mtp_drafting is {str(content)[:80]}; it should say true or false for {', '.join(names)}"
+                f"config.json: invalid mtp_drafting: {str(content)[:80]}; expected true or false for {', '.join(names)}"
             )
         return cls(**given)
 

@@ -1,7 +1,6 @@
-"""The MTP heads of a model as one value: how many layers, and how many and which tokens they draft.
+"""Describe the MTP heads of a model as one value: number of layers, and number and ids of the tokens they draft.
 
-Everything that speaks of heads is handed this value: the plan, the model, a run's report, an export's config.json, the
-flags of an engine.
+The plan, the model, a run's report, an export's config.json and the flags of an engine use this value.
 """
 
 from collections.abc import Mapping
@@ -12,24 +11,25 @@ from swiftlite.heads import draft_vocab
 from swiftlite.heads.drafting import Drafting
 
 DEPTH_KEY = "num_nextn_predict_layers"
-"""config.json: MTP layers of the model; engines read it."""
+"""config.json: number of MTP layers; engines read it."""
 QWEN3_5_DEPTH_KEY = "mtp_num_hidden_layers"
-"""The same of Qwen3.5 and 3.6."""
+"""The same key for Qwen3.5 and 3.6."""
 UNROLL_KEY = "mtp_unroll"
-"""config.json of an export: tokens that its one MTP layer was trained to draft; no engine reads it."""
+"""config.json of an export: number of tokens that its single MTP layer was trained to draft; no engine reads it."""
 DRAFT_VOCAB_KEY = "mtp_draft_vocab"
-"""config.json of an export: the ids of the tokens that its heads draft, see `swiftlite.heads.draft_vocab`."""
+"""config.json of an export: ids of the tokens that its heads draft, see `swiftlite.heads.draft_vocab`."""
 DRAFTING_KEY = "mtp_drafting"
-"""config.json of an export: what its heads were fed, where --draft_for said so; no engine reads it."""
+"""config.json of an export: inputs of its heads if --draft_for was used; no engine reads it."""
 
 KEYS = (DEPTH_KEY, QWEN3_5_DEPTH_KEY, UNROLL_KEY, DRAFT_VOCAB_KEY, DRAFTING_KEY)
-"""All keys of a config.json that speak of heads alone."""
+"""All keys of a config.json that describe heads only."""
 
 
 def depth_key(hf_config: Mapping[str, Any]) -> str:
-    """The key of a config.json that says how many MTP layers the model has."""
-    is_qwen3_5 = str(hf_config.get("model_type")).startswith("qwen3_5")
-    return QWEN3_5_DEPTH_KEY if is_qwen3_5 else DEPTH_KEY
+    """Return the key of a config.json for the number of MTP layers."""
+    if str(hf_config.get("model_type")).startswith("qwen3_5"):
+        return QWEN3_5_DEPTH_KEY
+    return DEPTH_KEY
 
 
 @dataclass(frozen=True)
@@ -52,15 +52,19 @@ class Heads:
 
     @classmethod
     def from_config(cls, hf_config: Mapping[str, Any]) -> "Heads":
-        """The heads that a config.json promises; none where the key is not there or not a number."""
+        """Return the heads that a config.json declares; none if the key is missing or its value is not a number."""
+        declared: dict[str, Any] = {}
         layers, unroll = hf_config.get(depth_key(hf_config)), hf_config.get(UNROLL_KEY)
         drafted, drafting = hf_config.get(DRAFT_VOCAB_KEY), hf_config.get(DRAFTING_KEY)
-        return cls(
-            layers=layers if isinstance(layers, int) else 0,
-            unroll=unroll if isinstance(unroll, int) and unroll else 1,
-            draft_vocab=draft_vocab.from_text(drafted, hf_config.get("vocab_size", 0)) if drafted else (),
-            drafting=None if drafting is None else Drafting.from_json(drafting),
-        )
+        if isinstance(layers, int):
+            declared["layers"] = layers
+        if isinstance(unroll, int) and unroll:
+            declared["unroll"] = unroll
+        if drafted:
+            declared["draft_vocab"] = draft_vocab.from_text(drafted, hf_config.get("vocab_size", 0))
+        if drafting is not None:
+            declared["drafting"] = Drafting.from_json(drafting)
+        return cls(**declared)
 
     @property
     def drafts(self) -> int:
@@ -77,18 +81,18 @@ class Heads:
         return tuple(power / sum(powers) for power in powers)
 
     def config_change(self, hf_config: Mapping[str, Any]) -> dict[str, Any]:
-        """The change of a config.json that makes it promise these heads.
+        """Return the change of a config.json that makes it declare these heads.
 
-        The number of layers is always among it: the file may leave it to be counted from tensors.
+        It always includes the number of layers, because in some files this number follows from the tensors only.
         """
-        promised = Heads.from_config(hf_config)
+        declared = Heads.from_config(hf_config)
         change: dict[str, Any] = {}
-        if self.layers or promised.layers:
+        if self.layers or declared.layers:
             change[depth_key(hf_config)] = self.layers
-        if promised.unroll != self.unroll:
+        if declared.unroll != self.unroll:
             change[UNROLL_KEY] = self.unroll
-        if promised.draft_vocab != self.draft_vocab:
+        if declared.draft_vocab != self.draft_vocab:
             change[DRAFT_VOCAB_KEY] = draft_vocab.to_text(self.draft_vocab)
-        if promised.drafting != self.drafting:
+        if declared.drafting != self.drafting:
             change[DRAFTING_KEY] = self.drafting and self.drafting.to_json()
         return change

@@ -1,6 +1,6 @@
-"""All ranks of a run must have the same options, data, weights and versions: checked before the first step.
+"""Check before the first step that all ranks of a run have the same options, data, weights and versions.
 
-Nodes that differ train on, with gradients of another model or other rows; nothing else would say so.
+Without this check, nodes that differ would train on with gradients of another model or of other rows, and no error.
 """
 
 import hashlib
@@ -17,10 +17,10 @@ from swiftlite.errors import UserError
 
 
 def digest(value: Any) -> str:
-    """A short digest of anything that JSON can write, the same in every process.
+    """Return a short digest of any JSON value, the same in every process.
 
     Raises:
-        TypeError: JSON cannot write it.
+        TypeError: the value is not JSON.
     """
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -43,7 +43,7 @@ def check_agreement(facts: Mapping[str, str]) -> None:
     dist.all_gather_object(everyone, (socket.gethostname(), dict(facts)))
     problems = differences(everyone)
     if problems:
-        raise UserError("the ranks do not agree:\n  " + "\n  ".join(problems), _HINT)
+        raise UserError("ranks have different settings or files:\n  " + "\n  ".join(problems), _HINT)
 
 
 _HINT = "start all nodes with the same command, the same files and the same environment"
@@ -63,9 +63,10 @@ def differences(everyone: Sequence[tuple[str, Mapping[str, str]]]) -> list[str]:
         (usual, count), *others = Counter(values).most_common()
         if others:
             strangers = [rank for rank, value in enumerate(values) if value != usual]
-            listed = "; ".join(f"{values[rank]} on rank {rank} ({everyone[rank][0]})" for rank in strangers[:_SHOWN])
-            more = f"; and {len(strangers) - _SHOWN} more ranks" if len(strangers) > _SHOWN else ""
-            problems.append(f"{name}: {usual} on {count} of {len(values)} ranks, but {listed}{more}")
+            listed = [f"{values[rank]} on rank {rank} ({everyone[rank][0]})" for rank in strangers[:_SHOWN]]
+            if len(strangers) > _SHOWN:
+                listed.append(f"and {len(strangers) - _SHOWN} more ranks")
+            problems.append(f"{name}: {usual} on {count} of {len(values)} ranks, but {'; '.join(listed)}")
     return problems
 
 

@@ -18,13 +18,15 @@ MCORE_VERSION = Version(version("megatron-core"))
 
 # The decoder layer inside an MTP layer, renamed in 0.17 (transformer/multi_token_prediction.py). Checkpoints keep the
 # old name: since 0.17 the layer's sharded_state_dict maps it back.
-MTP_INNER_LAYER = "transformer_layer" if Version("0.17") > MCORE_VERSION else "mtp_model_layer"
+MTP_INNER_LAYER = "mtp_model_layer"
+if Version("0.17") > MCORE_VERSION:
+    MTP_INNER_LAYER = "transformer_layer"
 
-# Who writes an asynchronous checkpoint: since 0.19 another package unless megatron-core's own writer is asked for
+# The writer of asynchronous checkpoints: since 0.19 another package unless megatron-core's own writer is requested
 # (dist_checkpointing/serialization.py).
-ASYNC_WRITER: dict[str, Any] = (
-    {"async_strategy": "mcore"} if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters else {}
-)
+ASYNC_WRITER: dict[str, Any] = {}
+if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters:
+    ASYNC_WRITER["async_strategy"] = "mcore"
 
 # Warnings of 0.19 when a model is built, trained or saved, which users cannot act on: it recommends HybridModel, a
 # class method for a spec's `mlp`, parameter layouts from the caller, another package's asynchronous writer, and no
@@ -41,7 +43,7 @@ _KNOWN_WARNINGS = (
 
 
 def quiet_known_warnings() -> None:
-    """Leave those out of what megatron-core logs; a second call changes nothing."""
+    """Remove these warnings from megatron-core's log; a second call has no effect."""
     for name, _ in _KNOWN_WARNINGS:
         logging.getLogger(f"megatron.core.{name}").addFilter(_is_news)
 

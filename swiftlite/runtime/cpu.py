@@ -15,47 +15,61 @@ CPU = torch.device("cpu")
 
 
 def device_literal(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """`device="cuda"` becomes the CPU: pipeline_parallel/schedules.py:596, optimizer/clip_grads.py:103,
-    optimizer/optimizer.py:473 and others."""
-    return {**kwargs, "device": CPU} if "cuda" in str(kwargs.get("device", "")) else kwargs
+    """Replace `device="cuda"` by the CPU.
+
+    Called by pipeline_parallel/schedules.py:596, optimizer/clip_grads.py:103, optimizer/optimizer.py:473 and others."""
+    if "cuda" in str(kwargs.get("device", "")):
+        return {**kwargs, "device": CPU}
+    return kwargs
 
 
 def tensor_cuda(tensor: torch.Tensor) -> torch.Tensor:
-    """`Tensor.cuda()` gives the tensor itself: models/common/language_module/language_module.py:244 with pipeline
-    stages, optimizer/distrib_optimizer.py:1089."""
+    """Return the tensor itself for `Tensor.cuda()`.
+
+    Called by models/common/language_module/language_module.py:244 with pipeline stages, and by
+    optimizer/distrib_optimizer.py:1089."""
     return tensor
 
 
 def tensor_type(name: str) -> str:
-    """`Tensor.type()` says "torch.cuda.FloatTensor", which optimizer/clip_grads.py:167 and optimizer/optimizer.py:671
-    compare with."""
+    """Return a CUDA name such as "torch.cuda.FloatTensor" for `Tensor.type()`.
+
+    optimizer/clip_grads.py:167 and optimizer/optimizer.py:671 compare with it."""
     return name.replace("torch.", "torch.cuda.")
 
 
 class _CudaLiterals(TorchFunctionMode):
-    """Answers, in this process's main thread, what megatron-core asks of torch as if a GPU were there."""
+    """Make torch behave for megatron-core, in this process's main thread, as if there were a GPU."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
             return tensor_type(func(*args))
         if func is torch.Tensor.cuda:
             return tensor_cuda(args[0])
-        return func(*args, **device_literal(kwargs)) if kwargs else func(*args)
+        if not kwargs:
+            return func(*args)
+        return func(*args, **device_literal(kwargs))
 
 
 def patch_current_device() -> None:
-    """optimizer/optimizer.py:1141, its checkpoints and pipeline schedules ask for the current CUDA device."""
+    """Return the CPU as the current CUDA device.
+
+    Called by optimizer/optimizer.py:1141, its checkpoints and pipeline schedules."""
     torch.cuda.current_device = lambda: CPU  # type: ignore[assignment]
 
 
 def patch_synchronize() -> None:
-    """dist_checkpointing/strategies/filesystem_async.py:230 waits for copies from the GPU before it writes."""
+    """Make `torch.cuda.synchronize` do nothing.
+
+    dist_checkpointing/strategies/filesystem_async.py:230 waits for copies from the GPU before it writes."""
     torch.cuda.synchronize = lambda device=None: None
 
 
 def patch_current_stream() -> None:
-    """distributed/param_and_grad_buffer.py:632 of 0.19 asks for the stream before it sums gradients; only CUDA graphs
-    have something to wait for on it."""
+    """Return no stream as the current CUDA stream.
+
+    distributed/param_and_grad_buffer.py:632 of 0.19 requests the stream before it sums gradients; only CUDA graphs wait
+    for anything on it."""
     torch.cuda.current_stream = lambda device=None: None  # type: ignore[assignment, misc]
 
 
@@ -83,7 +97,7 @@ def patch_alltoall_dispatcher() -> None:
                 setattr(self, name, splits.tolist())
         return tokens_per_expert
 
-    MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = object()  # type: ignore[assignment]  # not None is all that is asked
+    MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = object()  # type: ignore[assignment]  # only compared with None
     MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = counts_to_numbers
 
 

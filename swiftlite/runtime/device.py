@@ -1,4 +1,4 @@
-"""The device of this process: one object, cuda or cpu, so that callers need no `if`."""
+"""Provide the device of this process, cuda or cpu, as one object, so that callers need no `if`."""
 
 import os
 import resource
@@ -23,44 +23,46 @@ class Device:
 
     @property
     def peak_flops(self) -> float | None:
-        """Dense bfloat16 operations per second that the maker promises; None where that is not known here."""
-        name = torch.cuda.get_device_name(self.torch_device) if self.is_cuda else ""
-        gpu = gpu_named(name)
+        """Dense bfloat16 operations per second by the vendor's specification; None for an unknown device."""
+        if not self.is_cuda:
+            return None
+        gpu = gpu_named(torch.cuda.get_device_name(self.torch_device))
         return gpu.peak_flops if gpu else None
 
     @property
     def peak_memory(self) -> int:
-        """Most bytes that tensors have had on a CUDA device so far; without one, that this process has had."""
+        """Peak bytes of tensors on the CUDA device so far; on a CPU, peak memory of this process."""
         if self.is_cuda:
             return torch.cuda.max_memory_allocated(self.torch_device)
         return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # Linux counts in KiB
 
     def synchronize(self) -> None:
-        """Wait for the device's queue; a CPU has none."""
+        """Wait for all work queued on the device; returns immediately on a CPU."""
         if self.is_cuda:
             torch.cuda.synchronize(self.torch_device)
 
 
 def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The tensor there. Of a copy from the host to a GPU nothing waits: from memory that is not pinned, the host would
-    wait for all that the GPU still has to do."""
+    """Copy a tensor to a device without waiting.
+
+    From memory that is not pinned, a copy to a GPU would make the host wait for all work queued there."""
     if device.type == "cuda" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
 
 
 def current_device() -> Device:
-    """The CUDA device of LOCAL_RANK when there is one, else the CPU.
+    """Select the CUDA device of LOCAL_RANK, or the CPU if there is no GPU.
 
     Raises:
-        UserError: there are GPUs, but fewer than processes.
+        UserError: this machine has fewer GPUs than processes.
     """
     if torch.cuda.is_available():
         index, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
         if index >= count:
             raise UserError(
                 f"more processes than GPUs: LOCAL_RANK is {index}, and this machine has {count}",
-                f"export NPROC_PER_NODE={count}, or CUDA_VISIBLE_DEVICES='' to compute on the CPU",
+                f"export NPROC_PER_NODE={count}, or CUDA_VISIBLE_DEVICES='' to run on the CPU",
             )
         torch.cuda.set_device(index)
         return Device(torch.device("cuda", index), "nccl")

@@ -1,4 +1,4 @@
-"""One run's processes: `session(...)` connects them, and parts them again."""
+"""Connect the processes of a run: `session(...)` opens and closes torch's process groups."""
 
 import os
 from collections.abc import Iterator
@@ -24,13 +24,13 @@ def session(
     timeout_minutes: int = 10,
     deterministic: bool = False,
 ) -> Iterator[Mesh]:
-    """Connect the processes that torchrun started (or this one alone); gives the mesh of the layout, which is active.
+    """Connect the processes that torchrun started (or this one alone), and yield the layout's mesh, which is active.
 
     Args:
-        layout: unset: all processes are data-parallel.
+        layout: default: all processes are data-parallel.
         tied_embeddings: as for `Mesh.create`.
-        timeout_minutes: longest wait of one rank for another.
-        deterministic: torch adds in one order wherever it can, and raises where it cannot.
+        timeout_minutes: maximum time that a rank waits for another.
+        deterministic: whether torch uses deterministic algorithms, and raises an error where it has none.
 
     Raises:
         OptionError: the layout does not fit the number of processes.
@@ -40,22 +40,27 @@ def session(
     cpu.install()
     megatron_fixes.install()
     compat.quiet_known_warnings()
-    # All three, as torchrun sets them: Kubernetes' PyTorchJob sets RANK for a process that is still to start torchrun.
+    # All three, as torchrun sets them: Kubernetes' PyTorchJob sets RANK for a process that will start torchrun.
     alone = not {"RANK", "LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys()
-    world_size, rank = (1, 0) if alone else (int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"]))
+    world_size, rank = 1, 0
+    store = device_id = None
+    if alone:
+        store = dist.HashStore()  # in memory, without a port  # pyright: ignore[reportPrivateImportUsage]
+    else:
+        world_size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+    if device.is_cuda:
+        device_id = device.torch_device  # otherwise NCCL's first barrier may choose another GPU
     check_layout(layout, world_size)
     if world_size == int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
-        # All ranks are on this machine. Of itself gloo listens where the machine's name leads, often to the network.
+        # All ranks are on this machine. By default gloo listens at the address of the host name, often on the network.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    # A process alone needs no port: HashStore lives in its memory.
     dist.init_process_group(
         device.backend,
-        store=dist.HashStore() if alone else None,  # pyright: ignore[reportPrivateImportUsage]
+        store=store,
         rank=rank,
         world_size=world_size,
         timeout=timedelta(minutes=timeout_minutes),
-        # Or NCCL's first barrier would guess another GPU.
-        device_id=device.torch_device if device.is_cuda else None,
+        device_id=device_id,
     )
     try:
         mesh = Mesh.create(device, layout, tied_embeddings=tied_embeddings, timeout_minutes=timeout_minutes)
@@ -64,8 +69,8 @@ def session(
             tensor_parallel.model_parallel_cuda_manual_seed(seed)
             yield mesh
     except BaseException:
-        # Not under torchrun: connections would close before this rank's traceback is out, and the launcher could take
-        # the ranks that lost theirs for the culprits.
+        # Not under torchrun: connections would close before this rank's traceback is printed, and the launcher could
+        # blame the ranks that lost their connection.
         if alone:
             _close()
         raise
@@ -83,5 +88,5 @@ def _deterministic(is_wanted: bool) -> Iterator[None]:
 
 
 def _close() -> None:
-    parallel_state.destroy_model_parallel()  # megatron-core's own list of all groups that it made
+    parallel_state.destroy_model_parallel()  # all groups that megatron-core created
     dist.destroy_process_group()  # the groups of all meshes

@@ -23,7 +23,7 @@ def versions_of(packages: Iterable[str]) -> dict[str, str]:
 
 
 def torch_cuda() -> str | None:
-    """`torch.version.cuda`, without importing torch: the CUDA that it is built for; None: it is built without."""
+    """Return `torch.version.cuda` without importing torch: the CUDA version torch is built for; None without CUDA."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None
@@ -31,29 +31,32 @@ def torch_cuda() -> str | None:
 
 
 def has_nvidia_driver() -> bool:
-    """Whether a driver of NVIDIA's is loaded here, by its files."""
+    """Return whether an NVIDIA driver is loaded, from its files."""
     return Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidiactl").exists()
 
 
 def gpu_models() -> list[str]:
-    """The names of the GPUs that torch may use, by the driver's files."""
+    """Return the names of the GPUs that torch may use, from the driver's files."""
     models = []
     for information in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
         models += [line.partition(":")[2].strip() for line in information.read_text().splitlines() if "Model:" in line]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return models if visible is None else models[: len(list(filter(None, visible.split(","))))]
+    if visible is None:
+        return models
+    num_visible = sum(bool(number) for number in visible.split(","))
+    return models[:num_visible]
 
 
 def sees_gpu() -> bool:
-    """Whether torch would find a GPU, as far as files and the environment tell; torch itself is not asked."""
+    """Return whether torch would find a GPU, from files and environment variables, without importing torch."""
     is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1")
     return has_nvidia_driver() and not is_hidden and torch_cuda() is not None
 
 
 def describe_machine() -> dict[str, Any]:
-    """The machine that this process runs on, and what else it has to do."""
+    """Return the platform, CPUs, GPUs and load of this machine."""
     gpus = []
-    if shutil.which("nvidia-smi"):  # torch would take memory of the GPU to answer
+    if shutil.which("nvidia-smi"):  # torch would allocate GPU memory for this
         query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
         gpus = subprocess.run(query, capture_output=True, text=True).stdout.splitlines()
     return {

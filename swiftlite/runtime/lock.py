@@ -1,4 +1,4 @@
-"""One run or export in a directory at a time. No torch."""
+"""Allow one run or export in a directory at a time. Does not import torch."""
 
 import fcntl
 import os
@@ -41,10 +41,10 @@ def only_run_in(output_dir: Path, directory: Path | None = None) -> Iterator[Non
 
 
 def _claim(output_dir: Path, path: Path) -> IO[str]:
-    """The lock file, locked, with this process's name in it.
+    """Create and lock the lock file, and write this process's name in it.
 
     Raises:
-        UserError: another run has it, or it cannot be made.
+        UserError: another run holds the lock, or the file cannot be created.
     """
     try:
         file = _open_locked(path)
@@ -52,9 +52,9 @@ def _claim(output_dir: Path, path: Path) -> IO[str]:
         raise UserError(*in_use(output_dir, _read_holder(path))) from None
     except OSError as error:
         raise UserError(
-            f"--output_dir {output_dir} cannot be made: {error.strerror}", "name a place you may write"
+            f"--output_dir {output_dir} cannot be created: {error.strerror}", "choose a writable directory"
         ) from None
-    with suppress(OSError):  # a full disk: the lock holds without its words
+    with suppress(OSError):  # on a full disk the lock works without its text
         file.truncate(0)
         file.write(f"{os.getpid()} on {os.uname().nodename}")
         file.flush()
@@ -75,19 +75,19 @@ def holder_of(output_dir: Path) -> str:
 
 
 def in_use(output_dir: Path, holder: str) -> tuple[str, str]:
-    """The problem that another run is in the directory, and what to do."""
+    """Return the problem and the hint for a directory in use by another run."""
     return (
         f"--output_dir {output_dir} is in use by another run: process {holder}",
-        "wait for it, stop it, or name another directory",
+        "wait until it ends, stop it, or choose another directory",
     )
 
 
 def _open_locked(path: Path) -> IO[str]:
-    """The lock file, locked where the file system can.
+    """Open the lock file and lock it, if the file system supports locks.
 
     Raises:
-        BlockingIOError: another process has it.
-        OSError: it cannot be made.
+        BlockingIOError: another process holds the lock.
+        OSError: the file cannot be created.
     """
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -98,7 +98,7 @@ def _open_locked(path: Path) -> IO[str]:
             file.close()
             raise
         except OSError as error:
-            logger.warning("%s: no lock (%s); start no second run in this directory", path, error.strerror)
+            logger.warning("%s: locking failed (%s); do not start a second run in this directory", path, error.strerror)
             return file
         if path.exists() and os.path.samestat(path.stat(), os.fstat(file.fileno())):
             return file

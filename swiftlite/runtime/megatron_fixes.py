@@ -19,15 +19,19 @@ from megatron.core.utils import local_multi_tensor_l2_norm, local_multi_tensor_s
 
 
 def define_te_general_gemm() -> None:
-    """transformer/moe/moe_utils.py:1192 and 1225 ask whether this function is None; without Transformer Engine line 24
-    leaves it undefined, so that every router ends in a NameError."""
+    """Define `te_general_gemm` as None where it is undefined.
+
+    transformer/moe/moe_utils.py:1192 and 1225 compare it with None; without Transformer Engine line 24 leaves it
+    undefined, so that every router raises a NameError."""
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None  # type: ignore[attr-defined]
 
 
 def ignore_mocked_te() -> None:
-    """transformer/multi_latent_attention.py:54 imports mocks where Transformer Engine is absent and takes them for the
-    real thing; :183 asks isinstance of one, so that every latent attention ends in a TypeError."""
+    """Let latent attention know that Transformer Engine is not installed.
+
+    transformer/multi_latent_attention.py:54 imports mocks in this case, but sets HAVE_TE; :183 passes a mock to
+    isinstance, so that every latent attention raises a TypeError."""
     if find_spec("transformer_engine") is None:
         multi_latent_attention.HAVE_TE = False
 
@@ -53,16 +57,20 @@ def _checkpointed_forward(block: torch.nn.Module, **inputs: Any) -> Any:
 
 
 def skip_results_server() -> None:
-    """dist_checkpointing/strategies/filesystem_async.py:49 starts a server process before the first save, to which
-    writers report; a signal to the process group ends it, and the save with it. train/checkpoint/files.py has the
-    writers report to a file, but is asked only after the server was started, unless something is here already."""
+    """Prevent megatron-core from starting its server process for the results of checkpoint writers.
+
+    dist_checkpointing/strategies/filesystem_async.py:49 starts it before the first save; a signal to the process group
+    would end it, and the save with it. train/checkpoint/files.py uses a file instead, but only after the server was
+    started, unless the queue is already set."""
     filesystem_async._results_queue = filesystem_async._results_queue or object()
 
 
 def clip_gradients_together() -> None:
-    """optimizer/clip_grads.py:127 and 175 call utils.py:1205 and 1215 where neither Transformer Engine nor Apex is
+    """Compute the gradient norm and scale gradients with one launch for many tensors.
+
+    optimizer/clip_grads.py:127 and 175 call utils.py:1205 and 1215 where neither Transformer Engine nor Apex is
     installed. The first waits for the GPU once for each parameter (12,000 times a step with 48 layers of 128 experts).
-    The second copies each gradient twice, in two launches. Both have one launch for many tensors here."""
+    The second copies each gradient twice, in two launches."""
     if clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:
         clip_grads.l2_norm_impl = _l2_norm
     if clip_grads.multi_tensor_scale_impl is local_multi_tensor_scale:
@@ -79,9 +87,9 @@ def _l2_norm(
 
 def _scale(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: list[list[torch.Tensor]], scale: float) -> None:
     """Set the tensors of the second list to those of the first times `scale`."""
-    foreach: Any = torch  # whose names for many tensors at once are not in its types
+    foreach: Any = torch  # its functions for lists of tensors have no types
     sources, targets = tensor_lists
-    if not sources:  # on a pipeline stage that has none of the parameters that are clipped together
+    if not sources:  # a pipeline stage without parameters of this clipping group
         return
     if sources is targets:
         foreach._foreach_mul_(targets, scale)
@@ -102,7 +110,9 @@ def lay_out(ranks: range) -> Iterator[None]:
         return stock_generator(rank_offset=rank_offset + ranks.start, **options)
 
     def world_size(group: Any = None) -> int:
-        return len(ranks) if group is None else stock_size(group)
+        if group is None:
+            return len(ranks)
+        return stock_size(group)
 
     parallel_state.RankGenerator = generator  # type: ignore[assignment,misc]
     torch.distributed.get_world_size = world_size

@@ -74,11 +74,12 @@ class Mesh:
             OptionError: the layout does not fit the number of processes.
         """
         everyone = range(dist.get_world_size())
-        ranks = everyone if ranks is None else ranks
+        if ranks is None:
+            ranks = everyone
         if not ranks or ranks.step != 1 or ranks[0] not in everyone or ranks[-1] not in everyone:
-            raise ValueError(f"{ranks} are not consecutive ranks of the job, {everyone}")
+            raise ValueError(f"{ranks} are not contiguous ranks of the job, {everyone}")
         check_layout(layout, len(ranks))
-        # initialize_model_parallel refuses where there are groups already, so it is shown none.
+        # initialize_model_parallel fails if groups exist, so they are hidden from it.
         with _parallel_state(dict.fromkeys(_read_parallel_state())), megatron_fixes.lay_out(ranks):
             parallel_state.initialize_model_parallel(
                 tensor_model_parallel_size=layout.tensor_model_parallel_size,
@@ -91,8 +92,9 @@ class Mesh:
                 create_gloo_process_groups=device.is_cuda,  # on a CPU the groups are gloo already
                 distributed_timeout_minutes=timeout_minutes,
             )
-            is_here = dist.get_rank() in ranks
-            groups = ProcessGroupCollection.use_mpu_process_groups() if is_here else ProcessGroupCollection()
+            groups = ProcessGroupCollection()
+            if dist.get_rank() in ranks:
+                groups = ProcessGroupCollection.use_mpu_process_groups()
             return cls(device, layout, ranks, groups, _read_parallel_state())
 
     @property
@@ -127,7 +129,7 @@ class Mesh:
 
     @property
     def dp_cp(self) -> dist.ProcessGroup:
-        """The data- and context-parallel ranks, which hold the same parameters."""
+        """Data- and context-parallel ranks, which hold the same parameters."""
         return self.groups.dp_cp
 
     @property
@@ -137,9 +139,10 @@ class Mesh:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Inside, what megatron-core itself still reads from globals (`parallel_state`) is this mesh's.
+        """Set megatron-core's global groups (`parallel_state`) to those of this mesh inside the context.
 
-        That is, in 0.16.1 (below megatron/core), by runs that hand their groups to everything that takes any:
+        Runs pass their groups wherever megatron-core accepts them; 0.16.1 still reads the globals here (paths below
+        megatron/core):
 
             building    transformer/multi_token_prediction.py:651, 666 and 1046, the parts of an MTP layer
                         transformer/moe/moe_layer.py:158, layers with experts (`model.layers.router.MoELayer`)
@@ -159,8 +162,10 @@ class Mesh:
 
 
 def check_layout(layout: ParallelLayout, num_processes: int) -> None:
-    """Raises:
-    OptionError: the layout does not fit the number of processes.
+    """Check that a layout fits the number of processes.
+
+    Raises:
+        OptionError: it does not.
     """
     if problems := process_problems(layout, num_processes):
         raise OptionError(problems)
@@ -188,5 +193,7 @@ def _embedding_ranks(pp_ranks: Sequence[int], pp_size: int | None = None, *, lay
 
     megatron-core would use the first and the last. With MTP on a separate stage it would silently add the gradient of
     the embedding to that of the output layer (parallel_state.py:525, finalize_model_grads.py:146 of 0.16.1)."""
-    places = {0, mtp_pipeline_rank(layout)} | ({len(pp_ranks) - 1} if tied else set())
+    places = {0, mtp_pipeline_rank(layout)}
+    if tied:
+        places.add(len(pp_ranks) - 1)
     return [pp_ranks[place] for place in sorted(places)]

@@ -1,4 +1,4 @@
-"""Processes that end with the one that started them, however that ends. No torch."""
+"""Let a process end with its parent, however the parent ends. Does not import torch."""
 
 import ctypes
 import os

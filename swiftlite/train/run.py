@@ -75,7 +75,7 @@ def prepare(args: SftArgs, mesh: Mesh, models: Mapping[str, HfModel]) -> phases.
         models: resolved models of the options, see `resolve_options`.
 
     Raises:
-        UserError: data, model or checkpoint cannot be used, or the ranks do not agree.
+        UserError: data, model or checkpoint cannot be used, or ranks have different settings or files.
     """
     hf_model = models["model"]
     training = training_of(args)
