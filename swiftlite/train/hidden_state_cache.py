@@ -137,7 +137,7 @@ def open_hidden_state_cache(
         atomic_write(directory / MANIFEST, (json.dumps(manifest, indent=2) + "\n").encode())
     dist.barrier()
     if not _has_manifest(directory, manifest):
-        raise UserError(f"{FLAG} {directory} is not shared by all machines", "use a directory on a shared file system")
+        raise UserError(f"{FLAG} {directory} is not shared by every machine", "use a directory on a shared file system")
     return HiddenStateCache(directory, mesh)
 
 
