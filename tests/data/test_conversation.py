@@ -135,6 +135,9 @@ def test_prompt_and_answer():
     asked = parse_row({"query": "q"}, needs_answer=False)
     assert asked.prompt() is asked
     assert asked.answer() is None
+    answered = asked.with_answer("b")
+    assert answered.messages == [turn("user", "q"), turn("assistant", "b")]
+    assert answered.weights == [1, 1]
 
 
 @pytest.mark.parametrize(
@@ -251,6 +254,11 @@ def test_bad_row_names_its_field(row, message):
     with pytest.raises(RowError) as caught:
         parse_row(row)
     assert mentions(str(caught.value), message)
+
+
+def test_fields_with_names_a_little_like_known_ones_are_left_alone():
+    own = {"query_id": 1, "message_id": 2, "history_len": 3, "tools_used": 4}
+    assert parse_row({"query": "q", "response": "a"} | own).answer() == "a"
 
 
 def test_names_of_fields_are_compared_once_for_all_rows(monkeypatch):
