@@ -88,7 +88,7 @@ def fetch_rows(name: HubName) -> list[Path]:
 
 def _load(name: HubName, commit: str) -> list[Path]:
     """Let `datasets` fetch a split and write its Arrow files."""
-    from datasets import Dataset, DownloadConfig, load_dataset_builder
+    from datasets import Dataset, load_dataset_builder
     from datasets.exceptions import DatasetsError
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -97,7 +97,7 @@ def _load(name: HubName, commit: str) -> list[Path]:
             builder = load_dataset_builder(name.repository, name.subset or None, revision=commit)
             if builder.hash != commit:  # without network, `datasets` takes whatever it had last
                 raise LocalEntryNotFoundError("it is not in the cache")
-            builder.download_and_prepare(download_config=DownloadConfig(max_retries=5))
+            builder.download_and_prepare()
             dataset = cast(Dataset, builder.as_dataset(split=name.split))
         # Missing subset or split, files without rows, a script: the first line of the error says which.
         except (ValueError, RuntimeError, DatasetsError) as error:
