@@ -6,7 +6,7 @@ import pytest
 from swiftlite.data.rows.mock import MockSamples, mock_lengths
 from swiftlite.data.sample import digest
 from swiftlite.errors import UserError
-from tests.messages import mentions
+from tests.messages import mentions, naming
 
 FLAG = "--sft_mock_dataset_config_json"
 LOGNORMAL = {
@@ -56,6 +56,15 @@ def test_lengths_from_a_file(tmp_path, text):
     lengths = mock_lengths(config)
     assert lengths.tolist() == [12, 7, 4096]
     assert [len(sample) for sample in MockSamples(lengths, vocab_size=10, seed=42)] == [12, 7, 4096]
+
+
+def test_the_largest_length_of_a_file(tmp_path):
+    path = tmp_path / "lengths.csv"
+    path.write_text(f"{2**31 - 1}\n")
+    assert mock_lengths({"mode": "file", "path": str(path)}).tolist() == [2**31 - 1]
+    path.write_text(f"1\n{2**31}\n")
+    with pytest.raises(UserError, match=naming(f"{path}:2 '{2**31}'")):
+        mock_lengths({"mode": "file", "path": str(path)})
 
 
 @pytest.mark.parametrize(
