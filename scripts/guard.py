@@ -1,19 +1,19 @@
-"""The guard of a rebuild: real training runs to the last bit, before and after.
+"""Compare real training runs bit by bit before and after a refactoring.
 
-    python scripts/guard.py record before.json                   # in a checkout from before
-    python scripts/guard.py record after.json                    # in one from after
+    python scripts/guard.py record before.json                   # in a checkout before the change
+    python scripts/guard.py record after.json                    # in a checkout after it
     python scripts/guard.py compare before.json after.json
-    python scripts/guard.py check before.json --only 'TP2*'      # both at once, and some cases only
+    python scripts/guard.py check before.json --only 'TP2*'      # record and compare, selected cases only
 
-A case trains a tiny model for a few steps with the code of the checkout that this file lies in, and exports it. Kept
-are the lines of metrics.jsonl without the clock's, acceptance.json, and the export: a hash of each tensor, config.json
-line by line, hashes of the other files. Two recordings of the same code are equal, so any difference is the code's or
-the machine's: bits depend on the kind of processor and on the releases of torch and others. `compare` says when those
-differ.
+A case trains a tiny model for a few steps with the code of this file's checkout, and exports it. A recording contains
+the lines of metrics.jsonl without timings, acceptance.json, and the export: a hash of each tensor, config.json line by
+line, hashes of the other files. Two recordings of the same code are equal, so any difference comes from the code or the
+machine: results depend on the processor model and on the versions of torch and other packages. `compare` reports when
+those differ.
 
-The guard knows the command line, scripts/make_tiny_model.py and the files that runs write, and nothing of what is
-inside. Importing torch and megatron-core takes longer than the training, so commands run in processes forked from one
-that has them, as in tests (tests/forked.py); cases with `is_launched` start as a user would.
+The script uses only the command line, scripts/make_tiny_model.py and the files that runs write. Importing torch and
+megatron-core takes longer than the training, so commands run in processes forked from one that has imported them, as in
+tests (tests/forked.py); cases with `is_launched` start a new process.
 """
 
 import argparse
@@ -39,15 +39,15 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("torch", "megatron-core", "transformers", "tokenizers", "safetensors", "numpy")
 VARIABLES = {
     "PYTHONPATH": str(ROOT),
-    "OMP_NUM_THREADS": "1",  # another number of threads adds in another order
+    "OMP_NUM_THREADS": "1",  # the order of additions depends on it
     "CUDA_VISIBLE_DEVICES": "",
     "HF_HUB_OFFLINE": "1",
     "PYTHONWARNINGS": "ignore",  # megatron-core's, that Apex is absent
 }
-# What may be set in a shell and would start other processes than the case says.
+# Variables of the shell that would change the number of processes of a case.
 CLEARED = ("NPROC_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE")
 TIMEOUT = 900  # seconds for one command; a few are usual
-CLOCK = ("_per_second", "seconds", "mfu", "_gb")  # how the names of metrics end that no two runs have in common
+CLOCK = ("_per_second", "seconds", "mfu", "_gb")  # suffixes of metrics that differ between equal runs
 
 # By name: options of make_tiny_model.py. Heads are in the checkpoint where the family has them.
 SIZES = "--hidden_size 256 --num_layers 4 --vocab_size 512"
@@ -61,7 +61,7 @@ MODELS = {
     "glm4_moe": "--family glm4_moe",
     "deepseek_v3": "--family deepseek_v3",
 }
-# 20 rows and 3 steps of 8: the second epoch is begun.
+# 20 rows, 3 steps of 8: the last step is in the second epoch.
 NUM_ROWS, NUM_HELD_OUT_ROWS = 20, 8
 TRAINING = (
     "--max_length 160 --torch_dtype float32 --lr 1e-3 "
@@ -100,12 +100,12 @@ class Case:
 
     Attributes:
         model: a key of MODELS.
-        options: of the command, on top of TRAINING.
-        command: the word after `megatron`.
-        rows: the files data/ROWS_train.jsonl and data/ROWS_val.jsonl.
-        resumed_at: train two steps, then go on at this layout to the fourth.
-        is_launched: commands start as a user would, with NPROC_PER_NODE if there are several processes.
-        grafted_from: a key of MODELS; heads are its.
+        options: options of the command, in addition to TRAINING.
+        command: subcommand of `megatron`.
+        rows: prefix of the files data/ROWS_train.jsonl and data/ROWS_val.jsonl.
+        resumed_at: layout in which training resumes after two steps, up to the fourth.
+        is_launched: whether commands start new processes, with NPROC_PER_NODE if there are several.
+        grafted_from: a key of MODELS, whose heads are used.
     """
 
     model: str
@@ -190,18 +190,20 @@ CASES: dict[str, Case] = {
 
 
 class CommandFailed(Exception):
-    """A command of a case ended with an error; the message has its last lines."""
+    """A command of a case failed; the message contains the last lines of its log."""
 
 
 def run_swiftlite(command: str, num_processes: int, is_launched: bool, log: Path) -> None:
     """Run `swiftlite COMMAND` in this directory.
 
     Raises:
-        CommandFailed: it ended with an exit code that is not 0.
+        CommandFailed: the exit code is not 0.
     """
     words = shlex.split(command)
     if is_launched:
-        launch = {"NPROC_PER_NODE": str(num_processes)} if num_processes > 1 else {}
+        launch: dict[str, str] = {}
+        if num_processes > 1:
+            launch["NPROC_PER_NODE"] = str(num_processes)
         run_python(["-m", "swiftlite", *words], log, launch)
     else:
         run_forked(words, num_processes, log)
@@ -222,7 +224,9 @@ def run_forked(words: Sequence[str], num_processes: int, log: Path) -> None:
     from tests.parallel.launch import open_store, rank_environments
 
     store = open_store()  # held while the processes run
-    ranks = rank_environments(num_processes, store.port) if num_processes > 1 else [{}]
+    ranks: list[dict[str, str]] = [{}]
+    if num_processes > 1:
+        ranks = rank_environments(num_processes, store.port)
     running = start_swiftlite(words, Path.cwd(), [os.environ | rank for rank in ranks], log.absolute(), log.absolute())
     try:
         code = running.wait(TIMEOUT)
@@ -237,7 +241,7 @@ def tail(log: Path) -> str:
 
 
 def make_data(directory: Path) -> None:
-    """Conversations of one or two rounds, of seeded words; the same as pairs, as answers with a label, and as text."""
+    """Write random conversations of one or two rounds; the same also as pairs, as rated answers, and as text."""
     generator = random.Random(0)
     words = "sum list of the a value returns key text when set file first last is and in to no each".split()
 
@@ -246,7 +250,9 @@ def make_data(directory: Path) -> None:
 
     def make_row() -> dict[str, Any]:
         rounds = generator.choice((1, 1, 2))
-        messages = [{"role": "system", "content": "Be brief."}] if generator.random() < 0.25 else []
+        messages = []
+        if generator.random() < 0.25:
+            messages.append({"role": "system", "content": "Be brief."})
         for _ in range(rounds):
             messages.append({"role": "user", "content": f"What is the {say(1, 12)}?"})
             messages.append({"role": "assistant", "content": f"It is the {say(1, 24)}."})
@@ -266,7 +272,7 @@ def make_data(directory: Path) -> None:
 
 
 def make_model(name: str) -> Path:
-    """models/NAME, unless it is there."""
+    """Create models/NAME if it does not exist."""
     directory = Path("models") / name
     if not directory.exists():
         Path("models").mkdir(exist_ok=True)
@@ -277,7 +283,7 @@ def make_model(name: str) -> Path:
 
 
 def roughen(file: Path) -> None:
-    """Larger matrices, and norms and biases that are not all alike: one in the wrong place then changes the numbers."""
+    """Scale matrices, and make norms and biases differ, so that a tensor in the wrong place changes the results."""
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -294,7 +300,7 @@ def roughen(file: Path) -> None:
 
 
 def run_case(case: Case, directory: Path) -> dict[str, Any]:
-    """Train and export in `directory`; returns what is compared."""
+    """Train and export in `directory`; returns the values to compare."""
     run, exported, log = directory / "run", directory / "exported", directory / "log.txt"
     files = f"--dataset data/{case.rows}_train.jsonl --val_dataset data/{case.rows}_val.jsonl"
     model = make_model(case.model)
@@ -304,7 +310,7 @@ def run_case(case: Case, directory: Path) -> dict[str, Any]:
     if case.resumed_at is None:
         run_swiftlite(f"{training} {case.layout.options}", case.layout.num_processes, case.is_launched, log)
     else:
-        training += " --lr_decay_style constant --lr_warmup_fraction 0"  # a schedule that does not know the last step
+        training += " --lr_decay_style constant --lr_warmup_fraction 0"  # independent of the number of steps
         first, second = case.layout, case.resumed_at
         run_swiftlite(f"{training} --train_iters 2 {first.options}", first.num_processes, case.is_launched, log)
         again = f"{training} --train_iters 4 --resume true {second.options}"
@@ -326,12 +332,14 @@ def read_metrics(file: Path) -> list[dict[str, Any]]:
 
 
 def read_json(file: Path) -> Any:
-    """The content; None where there is no such file, as there is no acceptance.json without heads."""
-    return json.loads(file.read_text()) if file.exists() else None
+    """Return the content of a file; None if it does not exist, such as acceptance.json of a model without heads."""
+    if not file.exists():
+        return None
+    return json.loads(file.read_text())
 
 
 def read_export(directory: Path) -> dict[str, Any]:
-    """By file: of safetensors a hash of each tensor, of config.json the lines, of others a hash."""
+    """Return by file: for safetensors a hash of each tensor, for config.json its lines, for other files a hash."""
     content: dict[str, Any] = {}
     for file in sorted(directory.iterdir()):
         if file.suffix == ".safetensors":
@@ -344,7 +352,7 @@ def read_export(directory: Path) -> dict[str, Any]:
 
 
 def hash_tensors(file: Path) -> dict[str, str]:
-    """Of each tensor, over name, dtype, shape and bytes; of all of them together as `all`."""
+    """Hash name, dtype, shape and bytes of each tensor, and all of them together as `all`."""
     import torch
     from safetensors import safe_open
 
@@ -359,7 +367,7 @@ def hash_tensors(file: Path) -> dict[str, str]:
 
 
 def record(file: Path, only: str, keep: Path | None) -> bool:
-    """Run the cases and write what they left behind; returns whether all of them ran."""
+    """Run the cases and write their results; returns whether all of them succeeded."""
     os.environ.update(VARIABLES)
     for name in CLEARED:
         os.environ.pop(name, None)
@@ -372,7 +380,7 @@ def record(file: Path, only: str, keep: Path | None) -> bool:
     with tempfile.TemporaryDirectory() as temporary:
         work = keep or Path(temporary)
         work.mkdir(parents=True, exist_ok=True)
-        os.chdir(work)  # names of directories are then the same in every recording
+        os.chdir(work)  # so that directory names are the same in every recording
         make_data(Path("data"))
         failed = 0
         for number, name in enumerate(names, start=1):
@@ -397,7 +405,7 @@ def record(file: Path, only: str, keep: Path | None) -> bool:
 
 
 def hash_inputs() -> dict[str, str]:
-    """Of the data and the models that cases were run on."""
+    """Hash the data and the models of the cases."""
     hashes = {}
     for file in sorted(Path("data").iterdir()):
         hashes[str(file)] = hashlib.sha256(file.read_bytes()).hexdigest()
@@ -409,7 +417,7 @@ def hash_inputs() -> dict[str, str]:
 
 
 def describe_environment() -> dict[str, str]:
-    """What the bits depend on beside the code."""
+    """Return what results depend on besides the code: processor and versions."""
     import torch
 
     described = {"processor": processor(), "capability": torch.backends.cpu.get_cpu_capability()}
@@ -420,7 +428,7 @@ def describe_environment() -> dict[str, str]:
 
 
 def processor() -> str:
-    """Name, family and model of the first one."""
+    """Return name, family and model of the first processor."""
     values = {}
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         name, _, value = line.partition(":")
@@ -438,10 +446,13 @@ def compare(before: Path, after: Path, only: str) -> bool:
     """Print a line for each case; returns whether all are equal."""
     old, new = (json.loads(file.read_text()) for file in (before, after))
     print(f"{before}: {old['commit']}\n{after}: {new['commit']}")
-    for part, meaning in (("environment", "bits may differ for that alone"), ("inputs", "other models or data")):
+    for part, meaning in (
+        ("environment", "results may differ for this reason"),
+        ("inputs", "different models or data"),
+    ):
         for name in sorted(old[part].keys() & new[part].keys()):
             if old[part][name] != new[part][name]:
-                print(f"{name}: {old[part][name]} before, {new[part][name]} after: {meaning}")
+                print(f"{name}: {old[part][name]} before, {new[part][name]} after ({meaning})")
     num_different = 0
     names = [name for name in old["cases"] | new["cases"] if fnmatchcase(name, only)]
     for name in names:
@@ -453,9 +464,11 @@ def compare(before: Path, after: Path, only: str) -> bool:
 
 
 def describe_difference(before: Any, after: Any) -> str:
-    """The first value that differs, and how many do; empty where none does."""
-    if before is None or after is None:
-        return "not in the first file" if before is None else "not in the second file"
+    """Return the first difference and the number of differences; empty if the results are equal."""
+    if before is None:
+        return "not in the first file"
+    if after is None:
+        return "not in the second file"
     if "failed" in before or "failed" in after:
         return "failed"
     old, new = dict(flatten(before)), dict(flatten(after))
@@ -463,8 +476,10 @@ def describe_difference(before: Any, after: Any) -> str:
     if not different:
         return ""
     path = different[0]
-    if path not in old or path not in new:
-        text = f"{path} {'is gone' if path in old else 'is new'}"
+    if path not in new:
+        text = f"{path} only before"
+    elif path not in old:
+        text = f"{path} only after"
     else:
         text = f"{path} {old[path]!r} before, {new[path]!r} after{describe_distance(old[path], new[path])}"
     return f"{text}; {len(different)} of {len(old | new)} values differ"
@@ -473,14 +488,17 @@ def describe_difference(before: Any, after: Any) -> str:
 def describe_distance(before: Any, after: Any) -> str:
     if not (isinstance(before, float) and isinstance(after, float)) or before == 0:
         return ""
-    return f" ({abs(after - before) / abs(before):.1e} of it)"
+    return f" (relative difference {abs(after - before) / abs(before):.1e})"
 
 
 def flatten(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """All leaves of nested lists and dicts, with their places."""
+    """Yield all leaves of nested lists and dicts with their paths."""
     if isinstance(value, dict):
+        prefix = ""
+        if path:
+            prefix = f"{path}."
         for name, part in value.items():
-            yield from flatten(part, f"{path}.{name}" if path else name)
+            yield from flatten(part, prefix + name)
     elif isinstance(value, list):
         for number, part in enumerate(value):
             yield from flatten(part, f"{path}[{number}]")
@@ -493,30 +511,32 @@ def parse() -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True)
     recorder = commands.add_parser("record", help="run the cases and write FILE")
     recorder.add_argument("file", type=Path)
-    comparer = commands.add_parser("compare", help="name what differs between two recordings")
+    comparer = commands.add_parser("compare", help="print the differences between two recordings")
     comparer.add_argument("before", type=Path)
     comparer.add_argument("after", type=Path)
-    checker = commands.add_parser("check", help="record again, and compare with FILE")
+    checker = commands.add_parser("check", help="record, and compare with FILE")
     checker.add_argument("file", type=Path)
     for command in (recorder, comparer, checker):
-        command.add_argument("--only", default="*", metavar="PATTERN", help="names of cases, as in a shell")
+        command.add_argument("--only", default="*", metavar="PATTERN", help="case names, as a shell pattern [*]")
     for command in (recorder, checker):
-        command.add_argument("--keep", type=Path, metavar="DIR", help="work in this new directory, and leave it")
+        command.add_argument(
+            "--keep", type=Path, metavar="DIR", help="use this new directory for models and runs, and keep it"
+        )
     return parser.parse_args()
 
 
 def main() -> int:
     args = parse()
     if not any(fnmatchcase(name, args.only) for name in CASES):
-        sys.exit(f"--only {args.only!r} matches no case; cases have names such as {next(iter(CASES))!r}")
+        sys.exit(f"--only {args.only!r} matches no case; an example of a case name is {next(iter(CASES))!r}")
     if args.command == "record":
-        return 0 if record(args.file, args.only, args.keep) else 1
+        return int(not record(args.file, args.only, args.keep))
     if args.command == "compare":
-        return 0 if compare(args.before, args.after, args.only) else 1
+        return int(not compare(args.before, args.after, args.only))
     with tempfile.TemporaryDirectory() as directory:
         before, after = args.file.resolve(), Path(directory) / "now.json"
         record(after, args.only, args.keep)
-        return 0 if compare(before, after, args.only) else 1
+        return int(not compare(before, after, args.only))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""A small real instruction set from what every Python has: the documentation inside its standard library.
+"""Make a small instruction dataset from the documentation in Python's standard library.
 
 Rows are JSON-lines with `messages` (question, answer) and `channel` (purpose, arguments or module). Source files are
-parsed and never imported; only the C modules in `C_MODULES`, which have no source to parse, are. The rows depend on the
-Python version and on nothing else.
+parsed and never imported, except the C modules in `C_MODULES`, which have no source. The rows depend on the Python
+version only.
 
     python scripts/make_docstring_dataset.py --output train.jsonl --val_output val.jsonl
 """
@@ -46,7 +46,7 @@ class Entry:
 
 @cache
 def stdlib_entries() -> tuple[Entry, ...]:
-    """Every public documented function, class and method of the standard library, sorted by name, no name twice."""
+    """Return every public documented function, class and method of the standard library once, sorted by name."""
     entries: dict[str, Entry] = {}
     root = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(root.rglob("*.py")):
@@ -63,7 +63,7 @@ def stdlib_entries() -> tuple[Entry, ...]:
 
 
 def parsed_entries(source: str, module: str) -> Iterator[Entry]:
-    """Entries of one source file, top level and inside classes, without running any of it."""
+    """Yield the entries of a source file, at top level and inside classes, without running it."""
 
     def walk(nodes: list[ast.stmt], prefix: str, in_class: bool) -> Iterator[Entry]:
         for node in nodes:
@@ -82,10 +82,12 @@ def parsed_entries(source: str, module: str) -> Iterator[Entry]:
 
 
 def parsed_signature(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef, in_class: bool) -> str:
-    """`(text, width=70)`, as a caller writes it: no `self` or `cls`, no annotations; a class has its `__init__`'s."""
+    """Return a signature like `(text, width=70)`, without `self`, `cls` and annotations; `__init__`'s for a class."""
     if isinstance(node, ast.ClassDef):
         found = [n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"]
-        return parsed_signature(found[0], in_class=True) if found else "()"
+        if not found:
+            return "()"
+        return parsed_signature(found[0], in_class=True)
     arguments = node.args
     for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg):
         if argument is not None:
@@ -97,20 +99,22 @@ def parsed_signature(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 def compiled_entries(module: str) -> Iterator[Entry]:
-    """Entries of a C module, from the docstrings and text signatures of its objects."""
+    """Yield the entries of a C module, from the docstrings and text signatures of its objects."""
     namespace = vars(importlib.import_module(module))
     named = [(f"{module}.{name}", value) for name, value in sorted(namespace.items())]
     for name, value in list(named):
         if inspect.isclass(value):
             named += [(f"{name}.{member}", found) for member, found in sorted(vars(value).items())]
     for name, value in named:
-        docstring = inspect.getdoc(value) if inspect.isclass(value) or inspect.isroutine(value) else None
+        docstring = None
+        if inspect.isclass(value) or inspect.isroutine(value):
+            docstring = inspect.getdoc(value)
         if docstring and not any(part.startswith("_") for part in name.split(".")):
             yield Entry(name, module, compiled_signature(value), docstring)
 
 
 def compiled_signature(value: Callable) -> str:
-    """As `parsed_signature`, from an object's text signature; empty where it carries none."""
+    """Return the same as `parsed_signature` from an object's text signature; empty if it has none."""
     try:
         signature = inspect.signature(value)
     except ValueError:
@@ -120,18 +124,20 @@ def compiled_signature(value: Callable) -> str:
 
 
 def purpose(docstring: str) -> str:
-    """The first paragraph on one line, cut after its last whole sentence within `LONGEST_PURPOSE` characters."""
+    """Return the first paragraph on one line, up to its last complete sentence within `LONGEST_PURPOSE` characters."""
     paragraphs = re.split(r"\n\s*\n", docstring.strip())
     # C docstrings, and some others, open with the call: "range(stop) -> range object"; the words come after it.
     text = next((" ".join(p.split()) for p in paragraphs if not re.match(r"[\w.]+\(.*", p.strip())), "")
     if len(text) > LONGEST_PURPOSE:
         end = text.rfind(". ", 0, LONGEST_PURPOSE)
-        text = text[: end + 1] if end > 0 else ""
+        if end <= 0:
+            return ""
+        text = text[: end + 1]
     return text
 
 
 def rows_of(entry: Entry, rng: random.Random) -> list[dict]:
-    """The questions about one entry; which wording is asked is drawn from `rng`."""
+    """Return the questions about an entry, with wordings drawn from `rng`."""
 
     def row(channel: str, questions: tuple[str, ...], answer: str) -> dict:
         question = rng.choice(questions).format(name=entry.name, short=entry.short)
@@ -149,7 +155,7 @@ def rows_of(entry: Entry, rng: random.Random) -> list[dict]:
 
 
 def make_rows(max_rows: int, val_rows: int) -> tuple[list[dict], list[dict]]:
-    """(training rows, held-out rows) in a fixed shuffled order; no function has rows in both."""
+    """Return training rows and held-out rows in a fixed shuffled order; no function has rows in both."""
     rng = random.Random(0)
     entries = list(stdlib_entries())
     rng.shuffle(entries)
@@ -171,11 +177,14 @@ def write(path: Path, rows: list[dict]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="JSON-lines file for the training rows")
-    parser.add_argument("--val_output", type=Path, help="JSON-lines file for rows about other functions, held out")
-    parser.add_argument("--max_rows", type=int, default=6000, help="training rows at most (default: 6000)")
-    parser.add_argument("--val_rows", type=int, default=64, help="rows in --val_output (default: 64)")
+    parser.add_argument("--val_output", type=Path, help="JSON-lines file for the held-out rows, about other functions")
+    parser.add_argument("--max_rows", type=int, default=6000, help="maximum number of training rows (default: 6000)")
+    parser.add_argument("--val_rows", type=int, default=64, help="number of rows in --val_output (default: 64)")
     args = parser.parse_args()
-    training, held_out = make_rows(args.max_rows, args.val_rows if args.val_output else 0)
+    val_rows = 0
+    if args.val_output:
+        val_rows = args.val_rows
+    training, held_out = make_rows(args.max_rows, val_rows)
     write(args.output, training)
     if args.val_output:
         write(args.val_output, held_out)

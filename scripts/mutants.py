@@ -1,16 +1,16 @@
-"""How many small changes to the code the tests notice: a sample of its mutants.
+"""Measure how many small changes to the code the tests detect, with a sample of its mutants.
 
     python scripts/mutants.py swiftlite/bridge --tests tests/bridge --then tests/parallel/test_bridge.py
     python scripts/mutants.py swiftlite/data/rows/sources.py:250 --tests tests/data      # all mutants of one line
 
-A mutant is a copy of the checkout with one change: a comparison or an operator is another one, a number is one more or
-less, a condition is negated, a keyword argument or a statement is gone, a result is None, a loop runs over nothing, an
-exception is not caught. Strings, annotations, decorators, assertions (`strict=True` of zip is one) and what is said in
-errors and logs stay.
+A mutant is a copy of the checkout with one change: a comparison or an operator is replaced, a number is incremented or
+decremented, a condition is negated, a keyword argument or a statement is removed, a result is None, a loop is empty, an
+exception is not caught. Strings, annotations, decorators, assertions (including `strict=True` of zip) and the texts of
+errors and logs are not changed.
 
-Each mutant meets first the tests of its own file (tests/x/test_y.py for swiftlite/x/y.py), then --tests, then --then,
-up to the first that fails. They run in a fork of a process that has imported torch and megatron-core, and nothing of
-swiftlite. A test that takes longer than five minutes has noticed too.
+For each mutant the tests of its own file run first (tests/x/test_y.py for swiftlite/x/y.py), then --tests, then --then,
+up to the first failure. They run in a fork of a process that has imported torch and megatron-core, and nothing of
+swiftlite. A test that takes longer than five minutes counts as a failure.
 """
 
 import argparse
@@ -72,7 +72,7 @@ class Mutant:
 
 
 def mutants_of(path: str) -> list[Mutant]:
-    """Every mutant of a file, named from the root of the checkout."""
+    """Return every mutant of a file; its path is relative to the checkout."""
     source = (ROOT / path).read_bytes()
     starts = [0]
     for line in source.splitlines(keepends=True):
@@ -88,21 +88,24 @@ def mutants_of(path: str) -> list[Mutant]:
 
 
 def _nodes(node: ast.AST) -> Iterator[ast.AST]:
-    """A node and those below it, less what is not mutated."""
-    # Python 3.11 does not say where the expressions in an f-string stand.
+    """Yield a node and the nodes below it, except those that are not mutated."""
+    # Python 3.11 has no positions of expressions in an f-string.
     if isinstance(node, ast.Assert | ast.JoinedStr) or _is_message(node):
         return
     yield node
     for name, value in ast.iter_fields(node):
         if name in ("annotation", "returns", "decorator_list") or (name == "keywords" and _is_zip(node)):
             continue
-        for child in value if isinstance(value, list) else [value]:
+        children = value
+        if not isinstance(value, list):
+            children = [value]
+        for child in children:
             if isinstance(child, ast.AST):
                 yield from _nodes(child)
 
 
 def _is_message(node: ast.AST) -> bool:
-    """Whether it is an error that is made, or a line of the log."""
+    """Return whether a node creates an error or logs a line."""
     if not isinstance(node, ast.Call):
         return False
     name = ast.unparse(node.func)
@@ -114,7 +117,7 @@ def _is_zip(node: ast.AST) -> bool:
 
 
 def _changes(node: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
-    """What can be changed about a node itself: the expression or statement that is replaced, and by what."""
+    """Yield the changes of a node: the expression or statement to replace, and the replacement."""
     match node:
         case ast.Compare():
             for position, operator in enumerate(node.ops):
@@ -157,7 +160,7 @@ def _changes(node: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
 
 
 def _conditions(node: ast.AST) -> list[ast.expr]:
-    """Those of a node, less comparisons and negations, whose opposite is a mutant already."""
+    """Return the conditions of a node, except comparisons and negations, whose opposite is already a mutant."""
     conditions = []
     if isinstance(node, ast.If | ast.While | ast.IfExp):
         conditions = [node.test]
@@ -175,7 +178,7 @@ def _expression(node: ast.AST) -> str:
 
 
 class _Limit:
-    """A plugin of pytest: a test that takes too long ends the process."""
+    """Pytest plugin that ends the process if a test takes too long."""
 
     def pytest_runtest_logstart(self) -> None:
         signal.alarm(SECONDS_PER_TEST)
@@ -187,32 +190,34 @@ def _become_pytest(files: Sequence[str], log: Path) -> None:
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
     resource.setrlimit(resource.RLIMIT_DATA, (BYTES_PER_PROCESS, BYTES_PER_PROCESS))
     signal.alarm(SECONDS_PER_TEST)
-    # The same examples each time, and no smaller one once something is found.
+    # The same examples each time, without shrinking a failure.
     phases = [hypothesis.Phase.explicit, hypothesis.Phase.generate]
     hypothesis.settings.register_profile("mutants", deadline=None, derandomize=True, database=None, phases=phases)
     words = f"-x -q -p no:cacheprovider --hypothesis-profile=mutants --basetemp={log.parent}/tmp".split()
     code = pytest.main([*words, "-m", "not engine and not gpu", *files], plugins=[_Limit()])
     sys.stdout.flush()
-    os._exit(code)  # taking torch and megatron-core down would last a second
+    os._exit(code)  # unloading torch and megatron-core would take a second
 
 
 def first_failure(files: Sequence[str], directory: Path) -> str:
-    """Run tests of the working directory in a process of their own; what pytest says of the first that fails."""
+    """Run tests of the working directory in a separate process; returns pytest's line of the first failure."""
     log = directory / "log"
     log.unlink(missing_ok=True)
     process = multiprocessing.get_context("fork").Process(target=_become_pytest, args=(files, log))
     process.start()
     process.join()
     with suppress(ProcessLookupError):
-        os.killpg(process.pid or 0, signal.SIGKILL)  # what it has started
+        os.killpg(process.pid or 0, signal.SIGKILL)  # its child processes
     if process.exitcode == 0:
         return ""
     failures = [line for line in log.read_text().splitlines() if line.startswith(("FAILED", "ERROR"))]
-    return failures[-1] if failures else f"the process ended with {process.exitcode}"
+    if not failures:
+        return f"the process ended with exit code {process.exitcode}"
+    return failures[-1]
 
 
 def who_notices(mutant: Mutant, rooms: Sequence[Sequence[str]], directory: Path) -> str:
-    """What `first_failure` says of a mutant in the working directory, a copy of the checkout; nothing if all pass."""
+    """Return `first_failure` for a mutant in the working directory, a copy of the checkout; empty if all tests pass."""
     path = Path(mutant.path)
     original = path.read_bytes()
     own = [name for name in itertools.chain(*rooms) if name.startswith(_own_tests(path))]
@@ -228,26 +233,29 @@ def who_notices(mutant: Mutant, rooms: Sequence[Sequence[str]], directory: Path)
 
 
 def _own_tests(path: Path) -> str:
-    """How the names of the tests of a file begin."""
+    """Return the prefix of the test files of a file."""
     return str(Path("tests", *path.parts[1:-1], f"test_{path.stem}"))
 
 
 def _write(path: Path, source: bytes) -> None:
     path.write_bytes(source)
-    # Python would take the old bytecode for a source of the same size and second.
+    # Python would use the old bytecode if size and time in seconds are the same.
     Path(importlib.util.cache_from_source(str(path))).unlink(missing_ok=True)
 
 
 def _files(names: Sequence[str], pattern: str) -> list[str]:
-    """The files among the names, and those in the folders among them."""
+    """Return the named files, and the files in the named folders."""
     files = []
     for name in names:
-        files += [str(path) for path in sorted(Path(name).rglob(pattern))] if Path(name).is_dir() else [name]
+        if Path(name).is_dir():
+            files += [str(path) for path in sorted(Path(name).rglob(pattern))]
+        else:
+            files.append(name)
     return files
 
 
 def sample_of(places: Sequence[str], number: int, seed: int) -> list[Mutant]:
-    """Mutants of files and folders, and of single lines (FILE:LINE); in the order of the files."""
+    """Return a sample of the mutants of files, folders, and single lines (FILE:LINE), in the order of the files."""
     mutants: list[Mutant] = []
     for place in places:
         name, _, line = place.partition(":")
@@ -259,7 +267,7 @@ def sample_of(places: Sequence[str], number: int, seed: int) -> list[Mutant]:
 
 
 def interval(part: int, whole: int) -> tuple[float, float]:
-    """Where the true share lies with 95 % probability (Wilson)."""
+    """Return the 95 % confidence interval of a share (Wilson)."""
     z = 1.96
     middle = (part + z * z / 2) / (whole + z * z)
     half = z * math.sqrt(part * (whole - part) / whole + z * z / 4) / (whole + z * z)
@@ -270,9 +278,9 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("places", nargs="+", metavar="PLACE", help="a file, a folder, or FILE:LINE")
     parser.add_argument("--tests", nargs="+", required=True, help="files or folders, the fast ones first")
-    parser.add_argument("--then", nargs="+", default=[], help="tests for what these do not notice")
-    parser.add_argument("--sample", type=int, default=150, help="so many mutants (default: 150)")
-    parser.add_argument("--seed", type=int, default=1, help="of the sample (default: 1)")
+    parser.add_argument("--then", nargs="+", default=[], help="tests for the mutants that --tests does not detect")
+    parser.add_argument("--sample", type=int, default=150, help="maximum number of mutants (default: 150)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the sample (default: 1)")
     return parser.parse_args()
 
 
@@ -287,20 +295,20 @@ def main() -> int:
         os.environ["PYTHONPATH"] = sys.path[0] = str(directory / "copy")
         for module in PRELOADED:
             importlib.import_module(module)
-        gc.freeze()  # else each fork would look at all that they hold
+        gc.freeze()  # otherwise each fork would scan all preloaded objects
         rooms = [_files(room, "test_*.py") for room in (args.tests, args.then) if room]
         for room in rooms:
             if failure := first_failure(room, directory):
-                raise SystemExit(f"without any change: {failure}")
+                raise SystemExit(f"the tests fail on the unchanged code: {failure}")
         began = time.monotonic()
         survivors = 0
         for mutant in mutants:
             failure = who_notices(mutant, rooms, directory)
             survivors += not failure
-            print(f"{time.monotonic() - began:6.0f} s  {mutant}\n          {failure or 'NOT NOTICED'}", flush=True)
+            print(f"{time.monotonic() - began:6.0f} s  {mutant}\n          {failure or 'NOT DETECTED'}", flush=True)
     killed = len(mutants) - survivors
     low, high = interval(killed, len(mutants))
-    print(f"{killed} of {len(mutants)} noticed: {killed / len(mutants):.0%}, of all between {low:.0%} and {high:.0%}")
+    print(f"{killed} of {len(mutants)} detected: {killed / len(mutants):.0%} (95 % interval {low:.0%} to {high:.0%})")
     return 0
 
 

@@ -1,8 +1,8 @@
-"""The parity table: every parallel layout and every kind of recomputation against one process.
+"""Write the parity table: every parallel layout and every kind of recomputation against one process.
 
     python scripts/parity.py                                       # 7 families, gloo on this machine
     python scripts/parity.py --families qwen3 --cases PP2 CP2 --depth 2 --tied
-    python scripts/parity.py --device cuda --dtype bfloat16        # what one GPU can show: recomputation
+    python scripts/parity.py --device cuda --dtype bfloat16        # on one GPU: recomputation
     python scripts/parity.py --transformer_impl transformer_engine # its layers against torch's in one process
 
 Each cell trains the same tiny model for 5 steps on the same rows. It shows the largest relative difference from one
@@ -27,19 +27,19 @@ FAMILIES = ["llama", "qwen3", "mimo", "qwen3_moe", "glm4_moe", "deepseek_v3", "h
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", nargs="+", default=FAMILIES)
-    parser.add_argument("--cases", nargs="+", help="columns by name; unset: all that the device can run")
+    parser.add_argument("--cases", nargs="+", help="names of cases (default: all that the device can run)")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--depth", type=int, default=1, help="MTP layers")
-    parser.add_argument("--packed", action="store_true", help="rows of several sequences")
+    parser.add_argument("--packed", action="store_true", help="pack several sequences in a row")
     parser.add_argument("--transformer_impl", choices=["local", "transformer_engine"], default="local")
-    parser.add_argument("--tied", action="store_true", help="the output layer is the embedding")
+    parser.add_argument("--tied", action="store_true", help="tie the output layer to the embedding")
     parser.add_argument("--output_dir", type=Path, default=Path())
     return parser.parse_args()
 
 
 def measure(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """By family and case: the differences by name, or why there are none."""
+    """Return by family and case the differences by name, or the reason why the case cannot run."""
     import torch
     from safetensors.torch import load_file
 
@@ -53,7 +53,8 @@ def measure(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     if args.transformer_impl == "transformer_engine":
         kernels = Kernels("transformer_engine", is_fused=True, has_grouped_experts=True)
         names = args.cases or list(parity.CASES)
-        launcher = te_stand_ins.launch if args.device == "cpu" else launch
+        if args.device == "cpu":
+            launcher = te_stand_ins.launch
     table: dict[str, dict[str, Any]] = {family: {} for family in args.families}
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
@@ -69,7 +70,7 @@ def measure(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
                 case = parity.CASES[name]
                 job = parity.Job(hf_dir, root / family / name, options | case.options, kernels=kernels)
                 if args.device == "cuda" and case.num_processes > torch.cuda.device_count():
-                    table[family][name] = f"needs {case.num_processes} GPUs"
+                    table[family][name] = f"requires {case.num_processes} GPUs"
                 elif reason := parity.refusal(job, case.num_processes):
                     table[family][name] = reason
                 else:
@@ -86,7 +87,7 @@ def measure(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
 
 
 def render(table: dict[str, dict[str, Any]]) -> str:
-    """Markdown: cases down, families across, footnotes for cells that cannot be."""
+    """Return a Markdown table with a row per case and a column per family; footnotes explain cells without values."""
     from tests.parallel.parity import BOUNDS, bounds_of
 
     footnotes: list[str] = []
@@ -98,7 +99,9 @@ def render(table: dict[str, dict[str, Any]]) -> str:
             return f"[{footnotes.index(value) + 1}]"
         bounds = bounds_of(family)
         name = max(value, key=lambda name: value[name] / bounds[name])
-        return f"{value[name] / bounds[name]:.2f} ({name} {value[name]:.0e})" if value[name] else "0"
+        if not value[name]:
+            return "0"
+        return f"{value[name] / bounds[name]:.2f} ({name} {value[name]:.0e})"
 
     families = list(table)
     lines = ["| | " + " | ".join(families) + " |", "|---" * (1 + len(families)) + "|"]
@@ -115,7 +118,7 @@ def render(table: dict[str, dict[str, Any]]) -> str:
 
 
 def problems(table: dict[str, dict[str, Any]], is_exact: bool) -> list[str]:
-    """Cells above the bounds; recomputation must not change a bit."""
+    """Return the cells above their bounds; with `is_exact` the bound of recomputation is 0."""
     from tests.parallel.parity import BOUNDS, CASES, bounds_of
 
     found = []
@@ -123,7 +126,9 @@ def problems(table: dict[str, dict[str, Any]], is_exact: bool) -> list[str]:
         for case, cell in row.items():
             if isinstance(cell, str):
                 continue
-            bounds = dict.fromkeys(BOUNDS, 0.0) if is_exact and CASES[case].num_processes == 1 else bounds_of(family)
+            bounds = bounds_of(family)
+            if is_exact and CASES[case].num_processes == 1:
+                bounds = dict.fromkeys(BOUNDS, 0.0)
             found += [f"{family}, {case}: {name} {cell[name]:.1e}" for name in cell if not cell[name] <= bounds[name]]
     return found
 
@@ -131,7 +136,7 @@ def problems(table: dict[str, dict[str, Any]], is_exact: bool) -> list[str]:
 def main() -> int:
     args = parse()
     if args.device == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch is imported
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the processes share this machine's cores
     sys.path.insert(0, str(ROOT))
     table = measure(args)
@@ -142,12 +147,14 @@ def main() -> int:
     (args.output_dir / "parity.json").write_text(json.dumps(described, indent=2) + "\n")
     (args.output_dir / "parity.md").write_text(text + "\n")
     print(text)
-    # bfloat16 has no bound here: the table shows what it is. Kernels on a GPU may add in another order each time.
+    # bfloat16 has no bounds. The order of additions in GPU kernels may vary.
     is_exact = args.device == "cpu" and args.transformer_impl == "local"
-    found = problems(table, is_exact) if args.dtype == "float32" else []
+    found: list[str] = []
+    if args.dtype == "float32":
+        found = problems(table, is_exact)
     for line in found:
-        print(f"beyond rounding: {line}", file=sys.stderr)
-    return 1 if found else 0
+        print(f"exceeds rounding: {line}", file=sys.stderr)
+    return int(bool(found))
 
 
 if __name__ == "__main__":

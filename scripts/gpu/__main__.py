@@ -30,20 +30,28 @@ STAGES = {
     "live": "new weights into a running vLLM",
 }
 NEEDS_ITS_TURN = ("speed",)
-"""Stages that run only when --stages names them: they take more than their share of an hour."""
+"""Stages that run only if selected by --stages, because they take too long."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts/gpu.sh", description=__doc__)
-    parser.add_argument("--stages", nargs="+", choices=STAGES, metavar="STAGE", help=f"of {', '.join(STAGES)}")
-    parser.add_argument("--minutes", type=float, default=20, help="longest time of one stage (default: 20)")
-    parser.add_argument("--total_minutes", type=float, help="longest time of all stages together (default: no limit)")
+    parser.add_argument(
+        "--stages", nargs="+", choices=STAGES, metavar="STAGE", help=f"stages to run, of {', '.join(STAGES)}"
+    )
+    parser.add_argument("--minutes", type=float, default=20, help="time limit of a stage in minutes (default: 20)")
+    parser.add_argument(
+        "--total_minutes", type=float, help="time limit of all stages together in minutes (default: none)"
+    )
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="smallest sizes: whether it runs, not how fast")
+    parser.add_argument("--tiny", action="store_true", help="smallest sizes, to check that the stages run")
     parser.add_argument("--model", type=Path, help="Hugging Face directory to train (default: random weights)")
-    parser.add_argument("--sizes", nargs="+", default=["0.6B", "1.7B"], help="shapes of stage training")
-    parser.add_argument("--output_dir", type=Path, default=Path("out/gpu"), help="results and logs")
-    parser.add_argument("--work_dir", type=Path, help="models and runs (default: work in --output_dir)")
+    parser.add_argument(
+        "--sizes", nargs="+", default=["0.6B", "1.7B"], help="model sizes of the stage training (default: 0.6B 1.7B)"
+    )
+    parser.add_argument(
+        "--output_dir", type=Path, default=Path("out/gpu"), help="directory of results and logs (default: out/gpu)"
+    )
+    parser.add_argument("--work_dir", type=Path, help="directory of models and runs (default: work in --output_dir)")
     parser.add_argument("--stage", choices=STAGES, help=argparse.SUPPRESS)
     parser.add_argument("--case", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -53,11 +61,13 @@ def main() -> int:
         run_one(args)
         return 0
     if args.device == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before any stage asks torch
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch is used
     for directory in (args.output_dir, args.work_dir):
         directory.mkdir(parents=True, exist_ok=True)
     (args.output_dir / FILE).write_text("")
-    ends_at = time.monotonic() + 60 * args.total_minutes if args.total_minutes else float("inf")
+    ends_at = float("inf")
+    if args.total_minutes:
+        ends_at = time.monotonic() + 60 * args.total_minutes
     for stage in args.stages or [stage for stage in STAGES if stage not in NEEDS_ITS_TURN]:
         run_stage(stage, args, ends_at)
         (args.output_dir / "gpu_report.md").write_text(page(read(args.output_dir)), encoding="utf-8")
@@ -68,7 +78,7 @@ def main() -> int:
 def run_one(args: argparse.Namespace) -> None:
     """Run a stage in this process, or one case of it."""
     settings = Settings(args.device, args.tiny, args.model, args.output_dir, args.work_dir, tuple(args.sizes))
-    # A package of their own: `kernels` alone is a name that others look for.
+    # In a package, because other code looks for a module named `kernels`.
     module = importlib.import_module(f"stages.{args.stage}")
     results = Results(args.output_dir, args.stage)
     if args.case:
@@ -78,31 +88,32 @@ def run_one(args: argparse.Namespace) -> None:
 
 
 def run_stage(stage: str, args: argparse.Namespace, ends_at: float) -> None:
-    """Run a stage in a process group of its own. Its results are in the file already; how it ended is added."""
+    """Run a stage in a separate process group, and add to its results how it ended."""
     results, log = Results(args.output_dir, stage), args.output_dir / f"{stage}.log"
     left = (ends_at - time.monotonic()) / 60
     minutes = min(args.minutes, left)
     if minutes <= 0:
-        results.add("ended", "not started: --total_minutes are over", False, "runs")
+        results.add("ended", "not started: the time limit --total_minutes was reached", False, "runs")
         return
-    print(f"{stage:9} begins, at most {minutes:.1f} minutes: {STAGES[stage]}", flush=True)
+    print(f"{stage:9} started, limit {minutes:.1f} minutes: {STAGES[stage]}", flush=True)
     command = [sys.executable, "-W", "ignore", str(Path(__file__).parent), *sys.argv[1:], "--stage", stage]
     start = time.monotonic()
     with log.open("w") as file:
         process = subprocess.Popen(command, stderr=file, start_new_session=True)
         try:
             status = process.wait(60 * minutes)
-            ended = f"exit status {status}, see {log}"
+            ended = f"exit code {status}, see {log}"
         except subprocess.TimeoutExpired:
-            status, ended = 1, f"cut off after {minutes:.3g} minutes, see {log}"
+            status, ended = 1, f"stopped at the limit of {minutes:.3g} minutes, see {log}"
         finally:
             kill(process)
-    seconds = f"{time.monotonic() - start:.0f} s"
-    results.add("ended", ended if status else seconds, not status, "exit status 0")
+    if status == 0:
+        ended = f"{time.monotonic() - start:.0f} s"
+    results.add("ended", ended, not status, "exit code 0")
 
 
 def kill(process: subprocess.Popen) -> None:
-    """End a stage and all that it started: what is left behind would take memory and time from the next."""
+    """Kill a stage and all its child processes, which would slow down the next stage."""
     with contextlib.suppress(psutil.NoSuchProcess):
         stage = psutil.Process(process.pid)
         for each in (*stage.children(recursive=True), stage):

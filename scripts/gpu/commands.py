@@ -1,4 +1,4 @@
-"""The command line as stages start it, and a small model with a head that has learned something."""
+"""Run swiftlite commands for stages, and make a small model with a trained head."""
 
 import os
 import shutil
@@ -14,7 +14,7 @@ ROWS = "--micro_batch_size 8 --global_batch_size 16 --max_length 256 --lr 2e-3".
 
 
 def start(*words: object, processes: int = 1, log: Path) -> subprocess.Popen:
-    """`swiftlite WORDS` in that many ranks, in a process group of its own; what it says goes to `log`."""
+    """Start `swiftlite WORDS` with this number of ranks in a separate process group, with its output in `log`."""
     environment = os.environ | {"NPROC_PER_NODE": str(processes)}
     command = [sys.executable, "-m", "swiftlite", *map(str, words)]
     with log.open("w") as file:
@@ -22,32 +22,32 @@ def start(*words: object, processes: int = 1, log: Path) -> subprocess.Popen:
 
 
 def swiftlite(*words: object, log: Path) -> str:
-    """Run a command to its end; returns what it said.
+    """Run a command to its end; returns its output.
 
     Raises:
-        RuntimeError: it failed.
+        RuntimeError: the command failed.
     """
     status = start(*words, log=log).wait()
     if status:
-        raise RuntimeError(f"swiftlite {words[0]} ended with {status}, see {log}")
+        raise RuntimeError(f"swiftlite {words[0]} failed with exit code {status}, see {log}")
     return log.read_text(encoding="utf-8")
 
 
 def make_model(directory: Path) -> None:
-    """A qwen3 of five million random parameters, which every engine takes."""
+    """Write a qwen3 model of five million random parameters, which every engine supports."""
     command = [sys.executable, SCRIPTS / "make_tiny_model.py", "--family", "qwen3", "--output_dir", directory]
     subprocess.run(command, check=True, stdout=sys.stderr)
 
 
 def make_rows(directory: Path) -> None:
-    """What the standard library says about itself: train.jsonl and val.jsonl."""
+    """Write train.jsonl and val.jsonl from the documentation of the standard library."""
     train, val = directory / "train.jsonl", directory / "val.jsonl"
     command = [sys.executable, SCRIPTS / "make_docstring_dataset.py", "--output", train, "--val_output", val]
     subprocess.run([*command, "--val_rows", "32"], check=True, stdout=sys.stderr)
 
 
 def sft(settings: Settings, output_dir: Path, *options: object) -> list[object]:
-    """The words of a training run of `make_model` and `make_rows`, which are made where they are not there."""
+    """Return a training command for `make_model` and `make_rows`; creates both if they do not exist."""
     model, data = settings.work_dir / "small", settings.work_dir / "data"
     if not (model / "config.json").exists():
         make_model(model)
@@ -59,11 +59,13 @@ def sft(settings: Settings, output_dir: Path, *options: object) -> list[object]:
 
 
 def make_served(settings: Settings) -> tuple[Path, Path]:
-    """A run of it and its export, which are made where they are not there."""
+    """Return a training run and its export; creates both if they do not exist."""
     run_dir, hf = settings.work_dir / "served_run", settings.work_dir / "served"
     if not (hf / "config.json").exists():
         shutil.rmtree(run_dir, ignore_errors=True)
-        steps = 60 if settings.tiny else 400
+        steps = 400
+        if settings.tiny:
+            steps = 60
         acceptance = ["--acceptance_samples", 32, "--acceptance_max_new_tokens", 48]
         training = sft(settings, run_dir, "--train_iters", steps, *acceptance)
         swiftlite(*training, log=settings.output_dir / "served_sft.log")

@@ -1,4 +1,4 @@
-"""What a stage found, appended line by line, so that a stage that is cut off leaves what it had; and the page of it."""
+"""Append the results of a stage line by line, so that a stopped stage keeps its results; and write the report page."""
 
 import json
 import time
@@ -11,15 +11,15 @@ FILE = "gpu_results.jsonl"
 
 @dataclass(frozen=True)
 class Settings:
-    """What every stage is told.
+    """Settings of every stage.
 
     Attributes:
         device: cuda or cpu.
-        tiny: the smallest sizes, which show that the code runs and nothing of speed.
-        model: a Hugging Face directory to train; None: one of random weights is made.
-        output_dir: of results and logs.
-        work_dir: of models and runs, which nobody reads afterwards.
-        sizes: of the models of stage `training`.
+        tiny: whether to use the smallest sizes, to check that the stages run.
+        model: Hugging Face directory of the model to train; None for random weights.
+        output_dir: directory of results and logs.
+        work_dir: directory of models and runs, which are not needed afterwards.
+        sizes: model sizes of the stage `training`.
     """
 
     device: str
@@ -35,8 +35,8 @@ class Result:
     """One line of the report.
 
     Attributes:
-        passed: None where nothing was demanded of it.
-        demanded: in words.
+        passed: whether the requirement is met; None without a requirement.
+        demanded: the requirement in words.
     """
 
     stage: str
@@ -47,7 +47,7 @@ class Result:
 
 
 class Results:
-    """The file of one run."""
+    """Write results to the file of a run."""
 
     def __init__(self, directory: Path, stage: str):
         self.path, self.stage = directory / FILE, stage
@@ -59,7 +59,7 @@ class Results:
         print(_line(result), flush=True)
 
     def at_most(self, name: str, value: float, bound: float) -> None:
-        """A difference that passes below its bound; NaN does not."""
+        """Add a value that passes if it is at most its bound; NaN fails."""
         self.add(name, value, value <= bound, f"at most {bound:g}")
 
 
@@ -72,13 +72,13 @@ def read(directory: Path) -> list[Result]:
 
 
 def page(results: Iterable[Result]) -> str:
-    """Markdown of one screen: a table of what was measured, what failed first."""
+    """Return a Markdown table of all results, failures first."""
     rows = sorted(results, key=lambda result: result.passed is not False)  # stable: stages stay in order
     failed = sum(result.passed is False for result in rows)
     lines = [
         f"# GPU report: {failed} of {len(rows)} failed",
         "",
-        "| stage | what | found | demanded | |",
+        "| stage | measurement | result | required | |",
         "|---|---|---|---|---|",
     ]
     for result in rows:
@@ -88,13 +88,21 @@ def page(results: Iterable[Result]) -> str:
 
 
 def _verdict(result: Result) -> str:
-    return "" if result.passed is None else "passed" if result.passed else "FAILED"
+    if result.passed is None:
+        return ""
+    if result.passed:
+        return "passed"
+    return "FAILED"
 
 
 def _value(result: Result) -> str:
-    return result.value if isinstance(result.value, str) else f"{result.value:.4g}"
+    if isinstance(result.value, str):
+        return result.value
+    return f"{result.value:.4g}"
 
 
 def _line(result: Result) -> str:
-    demanded = f" ({result.demanded})" if result.demanded else ""
-    return f"{result.stage:9} {result.name}: {_value(result)}{demanded} {_verdict(result)}".rstrip()
+    line = f"{result.stage:9} {result.name}: {_value(result)}"
+    if result.demanded:
+        line += f" ({result.demanded})"
+    return f"{line} {_verdict(result)}".rstrip()

@@ -1,4 +1,4 @@
-"""What scripts/mutants.py changes, and that it knows noticed changes from others."""
+"""What scripts/mutants.py changes, and that it distinguishes detected changes."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What a job does when it is stopped, loses a rank, waits for one that hangs, or asks for more memory than there is."""
+"""Check how a job ends when it is stopped, a rank is killed or hangs, or memory is not sufficient."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from commands import sft, start, swiftlite
 from result import Results, Settings
 
 STEPS = 12
-# Sums of a GPU come in any order, so a run that goes on is near the unbroken one, not equal to it.
+# The order of additions on a GPU varies, so a resumed run is close to an uninterrupted one, not equal.
 BOUND = {"cpu": 0.0, "cuda": 1e-3}
 NO_SAMPLES = ("--acceptance_samples", 0)
 
@@ -22,7 +22,7 @@ def run(settings: Settings, results: Results) -> None:
     stop_and_go_on(settings, results)
     repeat(settings, results)
     if settings.device == "cuda" and torch.cuda.device_count() < 2:
-        results.add("a rank that is lost", "needs 2 GPUs")
+        results.add("a killed rank", "requires 2 GPUs")
     else:
         lose_a_rank(settings, results)
         if not settings.tiny:
@@ -41,34 +41,39 @@ def stop_and_go_on(settings: Settings, results: Results) -> None:
     status = process.wait(300)
     kept = sorted(path.name for path in stopped.glob("checkpoint-*"))
     passed = status == 128 + signal.SIGTERM and len(kept) == 1
-    results.add("SIGTERM while training", f"exit status {status}, {' '.join(kept)}", passed, "143, one checkpoint")
+    results.add("SIGTERM while training", f"exit code {status}, {' '.join(kept)}", passed, "143, one checkpoint")
     swiftlite(*sft(settings, stopped, *options, "--resume"), log=settings.output_dir / "resumed.log")
     one, other = losses(unbroken), losses(stopped)
-    worst = max(abs(other[step] - loss) / loss for step, loss in one.items()) if one.keys() == other.keys() else 1.0
-    results.at_most("losses of the run that goes on, against the unbroken one", worst, BOUND[settings.device])
+    worst = 1.0
+    if one.keys() == other.keys():
+        worst = max(abs(other[step] - loss) / loss for step, loss in one.items())
+    results.at_most("losses of the resumed run, against an uninterrupted one", worst, BOUND[settings.device])
 
 
 def repeat(settings: Settings, results: Results) -> None:
-    """Two runs whose sums are made in one order."""
+    """Compare two deterministic runs."""
     options = ("--train_iters", 4, "--deterministic_mode", "true", *NO_SAMPLES)
     found = []
     for name in ("once", "again"):
         swiftlite(*sft(settings, fresh(settings, name), *options), log=settings.output_dir / f"{name}.log")
         found.append(losses(settings.work_dir / name))
     passed = found[0] == found[1] and len(found[0]) == 4
-    results.add("two runs with --deterministic_mode", "equal" if passed else f"{found}", passed, "the same losses")
+    described = "equal"
+    if not passed:
+        described = f"{found}"
+    results.add("two runs with --deterministic_mode", described, passed, "equal losses")
 
 
 def lose_a_rank(settings: Settings, results: Results) -> None:
-    """kill -9, as the kernel does that has no memory left."""
+    """Kill a rank with SIGKILL, as the kernel does when memory is exhausted."""
     process, ranks = two_ranks(settings, "killed")
     began = time.monotonic()
     os.kill(ranks[1], signal.SIGKILL)
     status = process.wait(300)
     said = (settings.output_dir / "killed.log").read_text()
     passed = status == 128 + signal.SIGKILL and "rank 1 failed first, with signal SIGKILL" in said
-    ended = f"exit status {status} after {time.monotonic() - began:.0f} s"
-    results.add("a rank that is killed", ended, passed, "137, and the rank is named")
+    ended = f"exit code {status} after {time.monotonic() - began:.0f} s"
+    results.add("a killed rank", ended, passed, "137, with the rank in the error")
 
 
 def wait_for_a_rank(settings: Settings, results: Results) -> None:
@@ -82,7 +87,7 @@ def wait_for_a_rank(settings: Settings, results: Results) -> None:
         status = "none"
     seconds = time.monotonic() - began
     passed = status != "none" and status != 0 and seconds < 180
-    results.add("a rank that hangs", f"exit status {status} after {seconds:.0f} s", passed, "an end within 180 s")
+    results.add("a hanging rank", f"exit code {status} after {seconds:.0f} s", passed, "an end within 180 s")
 
 
 def ask_for_too_much(settings: Settings, results: Results) -> None:
@@ -91,11 +96,11 @@ def ask_for_too_much(settings: Settings, results: Results) -> None:
     status = start(*sft(settings, fresh(settings, "memory"), *huge, *NO_SAMPLES), log=log).wait(600)
     said = log.read_text()
     passed = status == 1 and "out of memory" in said and "Traceback" not in said
-    results.add("more memory than there is", f"exit status {status}", passed, "1, and one line that says so")
+    results.add("out of memory", f"exit code {status}", passed, "1, and a one-line error")
 
 
 def two_ranks(settings: Settings, name: str, *options: object) -> tuple[subprocess.Popen, list[int]]:
-    """A job that has taken a few steps, and the process ids of its ranks in order."""
+    """Start a job, wait for a few steps, and return it with the process ids of its ranks."""
     out = fresh(settings, name)
     words = sft(settings, out, "--train_iters", 10_000, *NO_SAMPLES, *options)
     process = start(*words, processes=2, log=settings.output_dir / f"{name}.log")
@@ -104,7 +109,7 @@ def two_ranks(settings: Settings, name: str, *options: object) -> tuple[subproce
 
 
 def ranks_of(launcher: int) -> list[int]:
-    """The launcher's children that have a rank in their environment, by it."""
+    """Return the launcher's children that have RANK in their environment, sorted by it."""
     found = {}
     for child in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
         environment = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
@@ -115,17 +120,19 @@ def ranks_of(launcher: int) -> list[int]:
 
 
 def wait_for_steps(run_dir: Path, steps: int, process: subprocess.Popen) -> None:
-    """Raises:
-    RuntimeError: the process ended before.
+    """Wait until a run has taken these steps.
+
+    Raises:
+        RuntimeError: the process ended before.
     """
     while len(losses(run_dir)) < steps:
         if process.poll() is not None:
-            raise RuntimeError(f"{run_dir.name} ended with {process.returncode} before step {steps}")
+            raise RuntimeError(f"{run_dir.name} ended before step {steps} with exit code {process.returncode}")
         time.sleep(0.2)
 
 
 def losses(run_dir: Path) -> dict[int, float]:
-    """By step; empty where none was taken."""
+    """Return the losses by step; empty before the first step."""
     file = run_dir / "metrics.jsonl"
     if not file.exists():
         return {}
