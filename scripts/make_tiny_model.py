@@ -134,13 +134,16 @@ def train_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
 
 def tiny_config(family: str, tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace) -> PreTrainedConfig:
     num_heads = args.hidden_size // 64
+    num_kv_heads = max(1, num_heads // 2)
+    if "kv_lora_rank" in OWN_SIZES.get(family, {}):
+        num_kv_heads = num_heads
     values = {
         "vocab_size": len(tokenizer),
         "hidden_size": args.hidden_size,
         "intermediate_size": 3 * args.hidden_size,
         "num_hidden_layers": args.num_layers,
         "num_attention_heads": num_heads,
-        "num_key_value_heads": num_heads if "kv_lora_rank" in OWN_SIZES.get(family, {}) else max(1, num_heads // 2),
+        "num_key_value_heads": num_kv_heads,
         "head_dim": 64,  # vLLM's CPU kernels take 32, 64 and 128
         "max_position_embeddings": 1024,
         "tie_word_embeddings": args.tie_word_embeddings,
@@ -169,7 +172,9 @@ def mtp_tensors(family: str, trunk: dict[str, torch.Tensor], num_layers: int, de
     std, hidden_size = embedding.std(), embedding.shape[1]
     tensors = {}
     for k in range(depth):
-        prefix = f"model.mtp_layers.{k}." if family == "mimo" else f"model.layers.{num_layers + k}."
+        prefix = f"model.layers.{num_layers + k}."
+        if family == "mimo":
+            prefix = f"model.mtp_layers.{k}."
         *norms, projection, output_norm = MTP_NAMES[family]
         for name in (*norms, output_norm):
             tensors[f"{prefix}{name}.weight"] = torch.ones(hidden_size, dtype=embedding.dtype)

@@ -81,8 +81,9 @@ def measure(kind: str, lengths: tuple[int, ...], is_recomputed: bool, is_new: bo
 
 
 def make_layer(kind: str, mesh: Any, is_recomputed: bool, is_new: bool) -> tuple[Any, torch.Tensor]:
-    hf_config = LATENT if kind == "latent" else GROUPED
-    attention = deepseek_v3.attention(hf_config) if kind == "latent" else dense.attention(hf_config)
+    hf_config, attention = GROUPED, dense.attention(GROUPED)
+    if kind == "latent":
+        hf_config, attention = LATENT, deepseek_v3.attention(LATENT)
     architecture = Architecture(dense.outside(hf_config), (Layer(attention, dense.mlp(hf_config)),))
     mcore_config = architecture.mcore_config()
     config = build_config(mcore_config, device=mesh.device, dtype=torch.float32, mtp_num_layers=0)
@@ -123,8 +124,12 @@ def main() -> None:
             old, new = (launch(SIZE, measure, kind, lengths, is_recomputed, is_new) for is_new in (False, True))
             before, after = largest(old), largest(new)
             ratios = " | ".join(f"{after[name] / before[name]:.2f}" for name in before)
-            what = f"{kind}, mla_up_proj recomputed" if is_recomputed else kind
-            print(f"| {what} | {'one sequence' if len(lengths) == 1 else 'packed'} | {ratios} |", flush=True)
+            what, row = kind, "packed"
+            if is_recomputed:
+                what += ", mla_up_proj recomputed"
+            if len(lengths) == 1:
+                row = "one sequence"
+            print(f"| {what} | {row} | {ratios} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -193,7 +193,9 @@ def _kept_by_autograd(model, hf_config: dict[str, Any], setup: Setup, device) ->
 
     of_loss = {address for address, tensor in kept.items() if is_of_loss(tensor)}
     logits = _bytes(kept[address] for address in of_loss)
-    passing = tokens_BS.numel() * vocab * setup.parameter_bytes if setup.parameter_bytes < 4 else 0
+    passing = 0
+    if setup.parameter_bytes < 4:
+        passing = tokens_BS.numel() * vocab * setup.parameter_bytes
     return _bytes(tensor for address, tensor in kept.items() if address not in of_loss), logits + passing
 
 
@@ -230,7 +232,9 @@ def main() -> None:
     for name, hf_config in shapes.items():
         for parameter_bytes, recompute in ((2, RecomputeArgs()), (2, RecomputeArgs("full")), (4, RecomputeArgs())):
             # MTP layers in the rows without recomputing only: the trunk shows what that is about.
-            depth = args.mtp_num_layers if recompute.recompute_granularity == "none" else 0
+            depth = 0
+            if recompute.recompute_granularity == "none":
+                depth = args.mtp_num_layers
             setup = Setup(
                 recompute=recompute,
                 micro_batch_size=args.micro_batch_size,

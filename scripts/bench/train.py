@@ -141,7 +141,9 @@ def train_swiftlite(args: argparse.Namespace, mtp_num_layers: int, options: Sequ
     Args:
         options: on top of the rest; the dataset, if they name another source.
     """
-    dataset = () if "--sft_mock_dataset_config_json" in options else ("--dataset", args.dataset)
+    dataset: tuple[object, ...] = ()
+    if "--sft_mock_dataset_config_json" not in options:
+        dataset = ("--dataset", args.dataset)
     with tempfile.TemporaryDirectory() as output_dir:
         command = [
             *(sys.executable, "-m", "swiftlite", "megatron", "sft"),
@@ -274,7 +276,9 @@ def main() -> None:
     speed = {name: [*chain.from_iterable(steps[args.warmup :] for steps in found)] for name, found in rounds.items()}
     median = {name: statistics.median(values) for name, values in speed.items()}
     for name, label, rival, than in compared:
-        ratio = f"   {median[name] / median[rival]:.2f}x {than}" if than else ""
+        ratio = ""
+        if than:
+            ratio = f"   {median[name] / median[rival]:.2f}x {than}"
         print(f"{label:<26}{median[name]:8.0f} tokens/s (fastest step {max(speed[name]):.0f}){ratio}")
     if "trl" in median:
         print(f"swiftlite without MTP against TRL's SFTTrainer: {median['swiftlite'] / median['trl']:.2f}x")

@@ -194,7 +194,7 @@ def trainee(
         drafting = family.mtp.drafting
         plan = replace(plan, heads=replace(plan.heads, drafting=drafting))
         trainable = trainable_of(args, plan.heads, plan.lora)
-        dtype = torch.bfloat16 if args.torch_dtype == "bfloat16" else torch.float32
+        dtype = getattr(torch, args.torch_dtype)
         chunks = build_model(
             architecture,
             hf_config,
@@ -256,7 +256,9 @@ def medians(steps: Sequence[dict[str, float]]) -> dict[str, float]:
 
 def profiled(step: Callable[[], object], is_cuda: bool) -> Any:
     """Run a step under torch's profiler, and return its averages by name."""
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])]
+    activities = [ProfilerActivity.CPU]
+    if is_cuda:
+        activities.append(ProfilerActivity.CUDA)
     with torch.profiler.profile(activities=activities) as profile:
         step()
     return profile.key_averages()

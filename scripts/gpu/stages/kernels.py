@@ -27,7 +27,9 @@ Compute = Callable[..., torch.Tensor]
 
 
 def run(settings: Settings, results: Results) -> None:
-    tokens, width, vocab = (64, 128, 500) if settings.tiny else (8192, 4096, 151_936)
+    tokens, width, vocab = 8192, 4096, 151_936
+    if settings.tiny:
+        tokens, width, vocab = 64, 128, 500
     with session() as mesh:
         device = mesh.device.torch_device
         for dtype in BOUNDS:
@@ -52,7 +54,7 @@ def numbers(device: torch.device, dtype: torch.dtype, *shapes: tuple[int, ...]) 
 
 
 def compare(results: Results, name: str, kernel: Compute, reference: Compute, *inputs: torch.Tensor) -> None:
-    """Result and gradients; the worst of them is reported."""
+    """Compare result and gradients, and report the largest difference."""
     exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
     ours, expected = kernel(*inputs), reference(*exact)
     share = torch.randn_like(expected)
@@ -88,18 +90,18 @@ def swiglu(gate_and_up: torch.Tensor) -> torch.Tensor:
 
 
 def check_rotations(results: Results, name: str, channels: torch.Tensor) -> None:
-    """Of heads of which the first half turns."""
+    """Compare rotations of the first half of each head."""
     angles = torch.rand(len(channels), 1, 1, channels.size(-1) // 4, device=channels.device).repeat(1, 1, 1, 2)
     turns = torch.stack([angles.cos(), angles.sin()]).to(channels.dtype)
     compare(results, name, lambda x: fused_rotate(x, turns), lambda x: rotate(x, turns.double()), channels)
 
 
 def check_experts(results: Results, device: torch.device, tokens: int) -> None:
-    """Eight, one of them without a token."""
+    """Compare eight experts, one of them without tokens."""
     counts = [tokens // 2, 0, tokens // 4, *[tokens // 20] * 5]
     ends = torch.tensor(counts, device=device).cumsum(0).to(torch.int32)
     hidden, *weights = numbers(device, torch.bfloat16, (sum(counts), 128), *[(64, 128)] * len(counts))
-    unused = weights.pop(1)  # its gradient is zeros, which no difference can be compared with
+    unused = weights.pop(1)  # its gradient is zero, so a relative difference is undefined
 
     def grouped(hidden: torch.Tensor, first: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
         return grouped_linear(hidden, ends, [first, unused, *others])
@@ -112,7 +114,7 @@ def check_experts(results: Results, device: torch.device, tokens: int) -> None:
 
 
 def check_sums(results: Results, device: torch.device) -> None:
-    """Gradients of bfloat16 weights added to float32 sums: by the product itself, and those of all experts at once."""
+    """Compare sums of bfloat16 gradients in float32: in the matrix product, and for all experts in one kernel."""
     left, right = (torch.randn(256, 128, device=device, dtype=torch.bfloat16) for _ in range(2))
     if device.type == "cuda" and sums_products_in_float32(torch.bfloat16):
         total = torch.randn(256, 256, device=device)
@@ -120,11 +122,11 @@ def check_sums(results: Results, device: torch.device) -> None:
         add_product_(total, left, right.t())
         results.at_most("a product added to a float32 sum", difference(total, expected), BOUNDS[torch.float32])
     else:
-        results.add("a product added to a float32 sum", "torch's addmm takes no out_dtype here")
+        results.add("a product added to a float32 sum", "addmm of this torch has no out_dtype")
     sums, gradients = torch.randn(4, 256, 128, device=device), torch.stack([left, right] * 2)
     expected = sums.double() + gradients.double().flip(0)
     fused_add_reversed_(sums, gradients)
-    results.at_most("gradients of experts added at once", difference(sums, expected), BOUNDS[torch.float32])
+    results.at_most("gradients of all experts added in one kernel", difference(sums, expected), BOUNDS[torch.float32])
 
 
 def check_loss(results: Results, name: str, group, states: torch.Tensor, matrix: torch.Tensor) -> None:
@@ -137,18 +139,18 @@ def check_loss(results: Results, name: str, group, states: torch.Tensor, matrix:
     def exact(states: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(states @ matrix.T, words, reduction="none")
 
-    # Logits of about 1, as models have them. Float64 logits of more positions would not fit.
+    # Logits of about 1, as in models. Float64 logits of more positions would not fit in memory.
     states, matrix = (states[:2048].detach().requires_grad_(), (matrix.detach() / 11).requires_grad_())
     words = words[:2048]
     compare(results, name, ours, exact, states, matrix)
 
 
 def check_attention(results: Results, settings: Settings, device: torch.device) -> None:
-    """One to a hundred sequences in a row, two query heads for each key; by newer kernels too, where there are some."""
+    """Compare 1 to 100 sequences in a row with two query heads per key, with all available kernels."""
     chosen = automatic(settings.device == "cuda", is_float32=False)
     kernel = varlen_kernel(chosen)
     if kernel is None:
-        results.add("packed attention", "a call for each sequence here")
+        results.add("packed attention", "no kernel for packed rows on this device")
         return
     compare_attention(results, "packed attention", kernel, device)
     for impl in this_machine(settings.device == "cuda").flash_impls:

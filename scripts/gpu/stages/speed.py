@@ -78,10 +78,19 @@ def run(settings: Settings, results: Results) -> None:
 
 
 def missing(package: str, settings: Settings) -> str:
-    """Why a package of Triton kernels cannot be measured here; "" where it can."""
+    """Return why a package of Triton kernels cannot be measured here; empty if it can."""
     if settings.device != "cuda":
-        return f"the kernels of {package} need a GPU"
-    return "" if importlib.util.find_spec(package) else f"{package} is not installed"
+        return f"the kernels of {package} require a GPU"
+    if importlib.util.find_spec(package) is None:
+        return f"{package} is not installed"
+    return ""
+
+
+def size_of(settings: Settings) -> tuple[int, int]:
+    """Return row length and number of steps."""
+    if settings.tiny:
+        return TINY_LENGTH, TINY_STEPS
+    return LENGTH, STEPS
 
 
 def run_case(name: str, settings: Settings, results: Results) -> None:
@@ -90,7 +99,7 @@ def run_case(name: str, settings: Settings, results: Results) -> None:
 
 
 def swiftlite(case: Case, settings: Settings, results: Results, lengths: str = "whole") -> None:
-    length, steps = (TINY_LENGTH, TINY_STEPS) if settings.tiny else (LENGTH, STEPS)
+    length, steps = size_of(settings)
     config = shape(case.shape, settings.tiny)
     vocab = config["vocab_size"]
     options: dict[str, Any] = {"padding_free": True} | case.options
@@ -118,9 +127,9 @@ def swiftlite(case: Case, settings: Settings, results: Results, lengths: str = "
 
 
 def plain(case: Case, settings: Settings, results: Results, compiles: bool = False, liger: bool = False) -> None:
-    """The loop that one writes by hand."""
+    """Measure a plain transformers training loop."""
     device = torch.device(settings.device)
-    length, steps = (TINY_LENGTH, TINY_STEPS) if settings.tiny else (LENGTH, STEPS)
+    length, steps = size_of(settings)
     values = dict(shape(case.shape, settings.tiny))
     model_type = values.pop("model_type")
     if liger:
@@ -128,7 +137,9 @@ def plain(case: Case, settings: Settings, results: Results, compiles: bool = Fal
     config = AutoConfig.for_model(model_type, **values)
     with device:
         model: Any = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32).train()
-    forward = torch.compile(model) if compiles else model
+    forward = model
+    if compiles:
+        forward = torch.compile(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     tokens = torch.randint(0, values["vocab_size"], (ROWS, length), device=device)
 
@@ -153,12 +164,14 @@ def plain(case: Case, settings: Settings, results: Results, compiles: bool = Fal
 
 
 def loss_alone(case: Case, settings: Settings, results: Results) -> None:
-    """Milliseconds of the cross-entropy with its products, forward and backward, of one micro-batch."""
+    """Measure cross-entropy with its matrix products, forward and backward, of one micro-batch."""
     from swiftlite.model.loss.chunked_loss import LabelTarget, chunked_loss
     from swiftlite.model.loss.losses import select, token_loss
     from swiftlite.runtime.distributed import session
 
-    positions, hidden, vocab = (64, 64, 499) if settings.tiny else (8192, 2048, 151_936)
+    positions, hidden, vocab = 8192, 2048, 151_936
+    if settings.tiny:
+        positions, hidden, vocab = 64, 64, 499
     with session() as mesh:
         device = mesh.device.torch_device
         states = torch.randn(positions, hidden, device=device, dtype=torch.bfloat16, requires_grad=True)
@@ -192,7 +205,7 @@ def loss_alone(case: Case, settings: Settings, results: Results) -> None:
 
 
 def report(case: Case, speed: float, detail: list[str], events: Any, is_cuda: bool, results: Results) -> None:
-    """One line of figures, one of the slowest kernels."""
+    """Add a line of measurements and a line of the slowest kernels."""
     rivals = [found for found in read(results.path.parent) if found.name == case.rival]
     if rivals and isinstance(rivals[-1].value, str):
         detail.append(f"{speed / float(rivals[-1].value.split()[0].replace(',', '')):.2f}x {case.rival}")

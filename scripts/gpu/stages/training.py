@@ -1,7 +1,6 @@
-"""What a training step's time goes to on one GPU: tokens/s against the plan's estimate, the kernels that take most of a
-step, and how often the host waits.
+"""Profile a training step on one GPU: tokens/s against the plan's estimate, the slowest kernels, and waits of the host.
 
-Speed by kind of run, and against other loops, is stage `speed`.
+The stage `speed` measures other kinds of runs, and other training loops.
 """
 
 import importlib.util
@@ -20,11 +19,11 @@ from swiftlite.families.index import architecture_of
 from swiftlite.heads import Heads
 
 DEMANDED = 0.8
-"""Of the estimate of `estimate/speed.py`, whose constants nobody has measured for these kernels."""
+"""Required share of the estimate of `estimate/speed.py`, whose constants are not measured for these kernels."""
 
 
 def run(settings: Settings, results: Results) -> None:
-    """With the kernels that `auto` stands for; and with Transformer Engine's, and in FP8, where there are such."""
+    """Measure with the kernels of `auto`; where available also with Transformer Engine and FP8."""
     if settings.model:
         config = json.loads((settings.model / "config.json").read_text(encoding="utf-8"))
         measure(settings, results, settings.model.name, config)
@@ -38,17 +37,18 @@ def measure(settings: Settings, results: Results, name: str, hf_config: dict[str
     if settings.device == "cuda" and importlib.util.find_spec("transformer_engine"):
         options: dict[str, Any] = {"transformer_impl": "transformer_engine"}
         ratio = train(settings, None, name, hf_config, **options) / speed
-        results.add(f"{name}, Transformer Engine: tokens/s, as a ratio", ratio)
+        results.add(f"{name}, Transformer Engine: tokens/s relative to local", ratio)
         if torch.cuda.get_device_capability() >= (9, 0):
             options["fp8_format"] = "hybrid"
             ratio = train(settings, None, name, hf_config, **options) / speed
-            results.add(f"{name}, FP8: tokens/s, as a ratio", ratio)
+            results.add(f"{name}, FP8: tokens/s relative to local", ratio)
 
 
 def train(settings: Settings, results: Results | None, name: str, hf_config: dict[str, Any], **options: Any) -> float:
-    """Tokens per second of packed rows of one length; with `results` all that is measured is reported."""
-    length, steps = (64, 4) if settings.tiny else (4096, 10)
-    micro_batch, global_batch = (2, 2) if settings.tiny else (2, 4)
+    """Train on packed rows of one length; returns tokens per second, and adds all measurements to `results`."""
+    length, steps, micro_batch, global_batch = 4096, 10, 2, 4
+    if settings.tiny:
+        length, steps, global_batch = 64, 4, 2
     args = SftArgs(
         model="-",
         mtp_num_layers=1,
@@ -83,10 +83,12 @@ def report(
     length: int,
     results: Results,
 ) -> None:
-    """Medians over the steps."""
+    """Add the medians over the steps to the results."""
     results.add(f"{name}, loss", middle["loss"])
     tokens = middle["tokens_per_second"]
-    gpu = gpu_named(torch.cuda.get_device_name()) if settings.device == "cuda" else None
+    gpu = None
+    if settings.device == "cuda":
+        gpu = gpu_named(torch.cuda.get_device_name())
     if gpu is None:
         results.add(f"{name}, tokens/s", tokens)
     else:
