@@ -16,8 +16,8 @@ def sglang_environment() -> dict[str, str]:
 
 
 def torchvision_environment() -> dict[str, str]:
-    """With the stand-in for torchvision, which vLLM's classes of image models import."""
-    return _with_path("sglang_stand_ins")
+    """With the stand-in for torchvision, which vLLM's classes of image models import, and `vllm_forks.py`."""
+    return _with_path("sglang_stand_ins", "vllm_forks") | _UNBOUND
 
 
 def gpu_link_environment() -> dict[str, str]:

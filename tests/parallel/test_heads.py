@@ -183,5 +183,5 @@ def test_an_old_cache_of_another_machine_is_refused(tmp_path):
         Path(machine).mkdir()
     old = replace(args, model=str(other), output_dir=str(tmp_path / "old"), cache_trunk_states="second/cache")
     assert launch(2, train_in, [str(tmp_path)] * 2, old) == [0, 0]
-    with pytest.raises(ProcessRaisedException, match=naming("--cache_trunk_states cache machines")):
+    with pytest.raises(ProcessRaisedException, match=naming("--cache_trunk_states cache machine")):
         launch(2, train_in, machines, replace(args, cache_trunk_states="cache"))
