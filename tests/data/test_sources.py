@@ -77,6 +77,18 @@ def test_parquet_rows_are_counted_from_one_over_all_row_groups(tmp_path):
     assert queries(rows) == [f"q{i}" for i in range(3000)]
 
 
+def test_parquet_that_is_damaged_behind_some_rows_names_the_last_one_that_was_read(tmp_path):
+    path = tmp_path / "a.parquet"
+    table = pyarrow.table({"query": ["q"] * 3000, "response": ["a"] * 3000})
+    pyarrow.parquet.write_table(table, path, row_group_size=1024, use_dictionary=False)
+    third = pyarrow.parquet.ParquetFile(path).metadata.row_group(2).column(0).data_page_offset
+    content = bytearray(path.read_bytes())
+    content[third : third + 8] = b"\xff" * 8
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=naming("a.parquet: 2048 Parquet")):
+        read(path)
+
+
 def test_parquet_nested_messages(tmp_path):
     call = {"id": None, "function": {"name": "get", "arguments": '{"city": null}'}}
     messages = [
