@@ -25,7 +25,7 @@ Asked = tuple[int, list[int]]
 
 
 def names_of(dialogues: Dialogues) -> list[str]:
-    """Names of requests in answers.jsonl."""
+    """Return the names of requests in answers.jsonl."""
     names = []
     for request in dialogues.requests:
         source = dialogues.chats[request.row].source

@@ -96,7 +96,7 @@ def fill(
 
 
 def _sources(name: str, experts: ExpertMapping) -> dict[str, tuple]:
-    """The checkpoint's tensors that fill a parameter, each with its place in it, for the parameter's loader.
+    """Return the checkpoint's tensors that fill a parameter, each with its place in it, for the parameter's loader.
 
     `mtp.layers.0.self_attn.qkv_proj.weight` is filled from `...q_proj.weight` at ("q",), and so on;
     `mtp.norm.weight` from itself at ().

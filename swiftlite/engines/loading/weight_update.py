@@ -124,12 +124,14 @@ class WeightUpdate:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the engine has the weights of one model: no update has failed half way."""
+        """Whether the engine has the weights of one model: no update has failed halfway."""
         return not self._is_torn
 
     def check_whole(self) -> None:
-        """Raises:
-        UserError: an update failed, and left weights of two steps or of none.
+        """Check that no update has failed halfway.
+
+        Raises:
+            UserError: an update failed, and left weights of two steps or of none.
         """
         if self._is_torn:
             raise UserError(
@@ -138,8 +140,10 @@ class WeightUpdate:
             )
 
     def check_layout(self) -> None:
-        """Raises:
-        UserError: the engine is laid out as `unsupported_layout` says.
+        """Check that the engine's layout supports weight updates.
+
+        Raises:
+            UserError: it does not, see `unsupported_layout`.
         """
         if self._layout:
             raise UserError(
