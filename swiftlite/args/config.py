@@ -222,7 +222,7 @@ def _read_yaml(path: str, text: str) -> dict[str, tuple[Any, str]]:
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """PyYAML follows YAML 1.1, where 1e-5 is a string; in a training configuration it is a learning rate."""
+        """A loader that reads 1e-5 as a number, such as a learning rate; PyYAML (YAML 1.1) reads it as a string."""
 
         def fetch_flow_collection_start(self, TokenClass: Any) -> None:
             if self.flow_level >= MAX_DEPTH:  # parsing time grows with the square of the depth

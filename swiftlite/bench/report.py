@@ -165,7 +165,7 @@ def warnings(choices: dict[int, Choice]) -> list[str]:
 
 
 def deploy_line(args: BenchArgs, choice: Choice) -> str:
-    """Return the command that starts the server of a choice, with *** for a key."""
+    """Return the command that deploys the chosen configuration, with API keys replaced by ***."""
     return _shell_line(deploy_args(args, choice.num_speculative_tokens))
 
 

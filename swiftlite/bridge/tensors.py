@@ -1,9 +1,10 @@
-"""Safetensors files, lazily: any slice of any tensor of a directory, and files that several processes fill in place.
+"""Lazy access to safetensors files: read any slice of any tensor, write files that several processes fill in place.
 
 The format is eight bytes of header length, a JSON header, then the numbers (huggingface.co/docs/safetensors). It is
 read and written here directly, and not through the safetensors package, because that package can neither fill a file
-slice by slice nor give memory back before a file is closed. Plain reads and writes of a few megabytes, and no memory
-mapping: filling 1 GB through one took 3 times as long (a page fault per 4 KB), and a full disk would kill the process.
+slice by slice nor give memory back before a file is closed. Files are read and written in blocks of a few megabytes and
+not mapped into memory: filling 1 GB through a memory map took 3 times as long (a page fault per 4 KB), and a full disk
+would kill the process.
 """
 
 import ctypes

@@ -185,7 +185,9 @@ def load_prompts(
 
 
 def split(num_samples: int, ratio: float, seed: int) -> np.ndarray:
-    """Return sorted indices of the held-out samples: the ratio, but at least one and not all.
+    """Return the sorted indices of the held-out samples: about `ratio` of them, at least one and never all.
+
+    None are held out if `ratio` is 0 or there is only one sample.
 
     Args:
         ratio: at least 0 and below 1.

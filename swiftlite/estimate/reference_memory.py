@@ -109,7 +109,7 @@ def estimate_reference(
 
 
 def _float32_weights(stage: StageMemory, setup: Setup) -> int:
-    """Return the bytes of optimizer state before the first step: one of three values per parameter."""
+    """Return the bytes of float32 master weights, the only optimizer state before the first step."""
     if setup.parameter_bytes == FLOAT32:
         return 0
-    return stage.optimizer // 3
+    return stage.optimizer // 3  # master weight and two moments per parameter

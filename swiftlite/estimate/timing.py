@@ -1,7 +1,7 @@
 """Estimate the seconds of a matrix product, a pass over memory, and a collective on a GPU. Arithmetic, no torch.
 
 Each effect has one constant here, which was fitted (see `tests/plan/test_speed.py`), counted from the kernels, or
-assumed; none was measured. `layer_speed.py` computes layers from these.
+assumed; none was measured. `layer_speed.py` computes the times of layers from these.
 """
 
 import math

@@ -76,7 +76,7 @@ def _shown(name: HubName | str, commits: Mapping[str, str]) -> str:
 
 
 def _acceptance(run: Path) -> list[str]:
-    """Return the table of acceptance.json: of the run before and after training, and of engines."""
+    """Return the Markdown lines of the acceptance table: before and after training, and for each engine."""
     path = run / ACCEPTANCE_FILE
     if not path.is_file():
         return []

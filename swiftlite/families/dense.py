@@ -1,6 +1,6 @@
 """The Llama shape that all dense families share: RMSNorm, grouped-query attention, SwiGLU, no biases but q, k, v.
 
-A family states its differences as arguments. Next: `llama.py`, the plainest of them.
+A family states its differences as arguments; `llama.py` is the simplest.
 """
 
 import re
@@ -129,7 +129,7 @@ def partial_rotary_factor(hf_config: HfConfig) -> float | None:
 
 
 def _rope(hf_config: HfConfig) -> Mapping[str, Any]:
-    """Return the config's object with rotary settings."""
+    """Return the config's settings of rotary embeddings (`rope_parameters` or `rope_scaling`), or an empty mapping."""
     return hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
 
 

@@ -40,7 +40,10 @@ class Sublayer(Protocol):
         ...
 
     def macs_per_token(self) -> int:
-        """Count the multiply-adds of a forward pass for each token, on all ranks together; without those of pairs."""
+        """Count the multiply-adds per token of a forward pass, on all ranks together.
+
+        Attention scores and values are not included, because they grow with the sequence length.
+        """
         ...
 
     def input_activation_bytes(self, rank: Rank) -> int:
@@ -143,7 +146,7 @@ class Layer:
         return norms + self.attention.parameters(rank) + self.mlp.parameters(rank)
 
     def macs_per_token(self) -> int:
-        """Count the multiply-adds of a forward pass for each token, without those of pairs of tokens."""
+        """Count the multiply-adds per token of a forward pass, without attention scores and values."""
         return self.attention.macs_per_token() + self.mlp.macs_per_token()
 
     def activation_bytes(self, rank: Rank) -> int:

@@ -1,6 +1,6 @@
-"""Kinds of MLP, each with all its facts: bridge rows, sizes, operations, what ranks can share.
+"""Kinds of MLP, each with its bridge rows, sizes, FLOPs, and how ranks can split it.
 
-What computes them is in `model/specs.py`. Next: `layer.py`, what is asked of a kind.
+`model/specs.py` selects the modules that compute them; `layer.py` defines the interface of a kind.
 """
 
 from collections.abc import Mapping
@@ -174,7 +174,7 @@ def gated_rows(hf_prefix: str, hidden: int, ffn: int, mcore_prefix: str | None =
     """Bridge rows of a gated MLP: a layer's own, an expert, or the shared experts.
 
     Args:
-        mcore_prefix: Megatron's, where it differs from `hf_prefix`.
+        mcore_prefix: prefix of the Megatron names; None if it equals `hf_prefix`.
     """
     prefix = hf_prefix if mcore_prefix is None else mcore_prefix
     gate_up = {f"{hf_prefix}gate_proj.weight": (ffn, hidden), f"{hf_prefix}up_proj.weight": (ffn, hidden)}

@@ -30,14 +30,14 @@ from swiftlite.train.optim import make_optimizer, wrap_model
 
 @dataclass(frozen=True)
 class TrainState:
-    """A model and what changes it, on this rank.
+    """The model, optimizer and scheduler of a run, on this rank.
 
     Attributes:
         chunks: the bare model, one per virtual pipeline stage.
         wrapped: the same under megatron-core's wrappers.
-        weights_report: what became of every tensor of the Hugging Face model.
-        trainable: which parameters learn.
-        hashes: each parameter before training, see `train.metrics.run_report.hash_tensors`.
+        weights_report: whether each tensor was loaded, initialized, dropped or carried over.
+        trainable: which parameters are trained.
+        hashes: hash of each parameter before training, see `train.metrics.run_report.hash_tensors`.
     """
 
     chunks: Sequence[GPTModel]

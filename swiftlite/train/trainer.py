@@ -130,7 +130,7 @@ class Trainer:
             metric_logger.close()
 
     def step(self, step: int) -> dict[str, float]:
-        """Take one optimizer step (counted from 1) over one global batch; returns its metrics."""
+        """Run optimizer step `step` (counted from 1) on one global batch and return its metrics."""
         start = time.perf_counter()
         batches = self.train_batches(step - 1)
         objective = self._objective_for(batches)

@@ -62,7 +62,7 @@ def is_linear(row: Row) -> bool:
 
 
 def adapted_rows(rows: Iterable[Row], lora: Lora) -> list[Row]:
-    """Return the rows of layers in which at least one HF part gets an adapter."""
+    """Return the bridge rows of linear layers for which at least one Hugging Face module gets an adapter."""
     return [row for row in rows if is_linear(row) and adapted_modules(row, lora)]
 
 

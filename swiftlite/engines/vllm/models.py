@@ -217,28 +217,28 @@ def _name_on_disk(name: str) -> str:
 
 
 class LlamaMTPModel(MtpDraft):
-    """Draft of a Llama."""
+    """MTP draft model for Llama."""
 
     def make_layer(self, vllm_config: VllmConfig, prefix: str) -> nn.Module:
         return llama.LlamaDecoderLayer(vllm_config, prefix, self.config)
 
 
 class MistralMTPModel(MtpDraft):
-    """Draft of a Mistral."""
+    """MTP draft model for Mistral."""
 
     def make_layer(self, vllm_config: VllmConfig, prefix: str) -> nn.Module:
         return mistral.MistralDecoderLayer(vllm_config, prefix, self.config)
 
 
 class Qwen2MTPModel(MtpDraft):
-    """Draft of a Qwen2."""
+    """MTP draft model for Qwen2."""
 
     def make_layer(self, vllm_config: VllmConfig, prefix: str) -> nn.Module:
         return qwen2.Qwen2DecoderLayer(self.config, vllm_config.cache_config, vllm_config.quant_config, prefix)
 
 
 class Qwen3MTPModel(MtpDraft):
-    """Draft of a Qwen3."""
+    """MTP draft model for Qwen3."""
 
     def make_layer(self, vllm_config: VllmConfig, prefix: str) -> nn.Module:
         return qwen3.Qwen3DecoderLayer(self.config, vllm_config.cache_config, vllm_config.quant_config, prefix)
@@ -255,7 +255,7 @@ class SeedOssMTPModel(MtpDraft):
 
 
 class Qwen3MoeMTPModel(MtpDraft):
-    """Draft of a Qwen3 MoE."""
+    """MTP draft model for Qwen3 MoE."""
 
     def make_layer(self, vllm_config: VllmConfig, prefix: str) -> nn.Module:
         return qwen3_moe.Qwen3MoeDecoderLayer(vllm_config, prefix)

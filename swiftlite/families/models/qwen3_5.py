@@ -3,7 +3,7 @@
 Most are published as vision-language models: the language model's settings are in config.json under `text_config`
 (`bridge/hf_config.py` reads them), its tensors under `model.language_model.`, and what is not of it is carried through.
 
-Next: `qwen3_next.py`.
+See also `qwen3_next.py`.
 """
 
 from dataclasses import replace

@@ -115,7 +115,7 @@ class RotaryEmbedding:
         return self._axis_angles(angles, scaling)[:, :, :, None]
 
     def _axis_angles(self, angles: torch.Tensor, scaling: float) -> torch.Tensor:
-        """Compute [2, ..., R] of angles [..., R / 2]."""
+        """Return cosines and signed sines, stacked [2, ..., R], of angles [..., R / 2]."""
         cosine = angles.cos() * scaling
         sine = angles.sin() * scaling
         turns = torch.stack([torch.cat([cosine, cosine], dim=-1), torch.cat([-sine, sine], dim=-1)])

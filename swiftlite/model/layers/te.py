@@ -140,7 +140,7 @@ def check_available(precision: LowPrecision) -> None:
 
 
 class CoreAttention(attention.CoreAttention):
-    """Transformer Engine's attention over rows; what rows that grow do with a cache is ours."""
+    """Transformer Engine's attention; with a KV cache or a mask, swiftlite's own attention is used instead."""
 
     def __init__(
         self,

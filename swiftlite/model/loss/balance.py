@@ -96,7 +96,9 @@ def tokens_times_loss(
     num_groups: int,
     ranks: torch.distributed.ProcessGroup,
 ) -> torch.Tensor:
-    """Return this rank's part of `sum(n * L)` over groups of tokens, a scalar: scores times load, summed over tokens.
+    """Return this rank's part, a scalar, of `sum(n * L)` over groups.
+
+    L is the load-balancing loss of a group, and n its number of tokens (see the module).
 
     Args:
         scores_TE: score of each expert (E) for each token (T); they sum to 1.

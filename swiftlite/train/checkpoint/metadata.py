@@ -1,5 +1,7 @@
-"""`.metadata` of a checkpoint is a pickle, and a pickle may run code: it is read here first, and may only name the
-classes that torch's distributed checkpoints are made of."""
+"""Check a checkpoint's `.metadata` before torch unpickles it.
+
+A pickle may run code, so only the classes that torch's distributed checkpoints consist of are allowed.
+"""
 
 import pickle
 from enum import Enum

@@ -211,5 +211,5 @@ class PreferenceObjective:
 
 
 def _is_preferred(batch: Batch) -> torch.Tensor:
-    """Return [B, S], whether a token belongs to a preferred answer."""
+    """Return a boolean mask [B, S]: whether each token belongs to a preferred answer."""
     return batch.sequence_KBS[0] % 2 == 0  # padding, -1, is none

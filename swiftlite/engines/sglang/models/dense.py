@@ -141,29 +141,29 @@ class MtpDraft(nn.Module):
 
 
 class LlamaForCausalLMMTP(MtpDraft):
-    """Draft of a Llama."""
+    """MTP draft model for Llama."""
 
     layer_class = llama.LlamaDecoderLayer
 
 
 class MistralForCausalLMMTP(LlamaForCausalLMMTP):
-    """Draft of a Mistral, whose layers are Llama's."""
+    """MTP draft model for Mistral, whose layers are Llama's."""
 
 
 class Qwen2ForCausalLMMTP(MtpDraft):
-    """Draft of a Qwen2."""
+    """MTP draft model for Qwen2."""
 
     layer_class = qwen2.Qwen2DecoderLayer
 
 
 class Qwen3ForCausalLMMTP(MtpDraft):
-    """Draft of a Qwen3."""
+    """MTP draft model for Qwen3."""
 
     layer_class = qwen3.Qwen3DecoderLayer
 
 
 class SeedOssForCausalLMMTP(Qwen2ForCausalLMMTP):
-    """Draft of a Seed-OSS, see the trunk."""
+    """MTP draft model for Seed-OSS, see the trunk."""
 
 
 EntryClass = [
