@@ -100,6 +100,11 @@ def test_no_row_meets_its_own_question(sizes, seed):
         assert np.ptp(times[~of_largest]) <= 1
 
 
+def test_a_resumed_run_pairs_the_same_rows():
+    # Drawn in the order 2 0 1 3 4, so that the groups are 0 1, 2, 3 and 4, shifted by two places.
+    assert others("aabcd", seed=0).tolist() == [2, 3, 4, 0, 1]
+
+
 ORDERS = {
     "alternating": lambda rows: rows,
     "sorted": lambda rows: sorted(rows, key=lambda row: row[1]),
