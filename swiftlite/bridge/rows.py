@@ -1,6 +1,6 @@
 """The table: a row says which HF tensors one Megatron parameter is made of. Families write it; both directions read it.
 
-Names are whole and global: no pipeline-local layer numbers, no wrappers, no ranks. See also `join.py` and `transfer.py`.
+Names are whole and global: no pipeline-local layer numbers, no wrappers, no ranks. See also `join.py`, `transfer.py`.
 """
 
 from collections.abc import Iterable, Mapping

@@ -1,7 +1,7 @@
 """Kinds of attention, each with its bridge rows, sizes, FLOPs, and how ranks can split it.
 
-`model/specs.py` selects the modules that compute them. `mlp.py` has the kinds of MLP, the other half of a decoder layer;
-`layer.py` defines the interface of a kind.
+`model/specs.py` selects the modules that compute them. `mlp.py` has the kinds of MLP, the other half of a decoder
+layer; `layer.py` defines the interface of a kind.
 """
 
 from collections.abc import Mapping
