@@ -41,7 +41,8 @@ def check_writable(flag: str, directory: Path) -> None:
             os.fsync(trial.fileno())
     except OSError as error:
         raise UserError(
-            f"{flag} {directory} cannot be written: {error.strerror}", "make room, or name another place"
+            f"{flag} {directory} cannot be written: {error.strerror}",
+            "free disk space, allow this user to write there, or use another directory",
         ) from None
 
 

@@ -52,6 +52,8 @@ def main(argv: list[str] | None = None) -> int:
     except Exception as error:
         if is_of_storage(error):
             return _fail(error, "free disk space or fix the disk, then run the same command again")
+        if isinstance(error, PermissionError):
+            return _fail(error, "allow this user to read the file, or to write to the directory")
         if is_of_memory(error):
             return _fail(error, _LESS_MEMORY)
         if failure.report(error, 1):

@@ -48,6 +48,9 @@ def parse(
         if name not in known:
             problems.append((f"unknown option {flag} for swiftlite {command}", _suggest(name, known, command)))
             continue
+        if name in seen and _takes_list(known[name]):
+            problems.append((f"--{name} is given twice", f"write all values after one flag: --{name} FIRST SECOND"))
+            continue
         if name in seen:
             notes.append(f"--{name} is given twice; using the last value: {' '.join(texts) or 'true'}")
         seen.add(name)
@@ -87,12 +90,17 @@ def _is_number(word: str) -> bool:
     return True
 
 
-def _value(option: Option, texts: list[str]) -> Any:
+def _takes_list(option: Option) -> bool:
     kind, _ = split_type(option.type)
-    if typing.get_origin(kind) is list:
+    return typing.get_origin(kind) is list
+
+
+def _value(option: Option, texts: list[str]) -> Any:
+    if _takes_list(option):
         if not texts:
             raise UserError("expected one or more values", f"write --{option.name} VALUE, or none for an empty list")
         return convert(option, texts)
+    kind, _ = split_type(option.type)
     if kind is bool and not texts:
         return True
     if not texts:

@@ -88,6 +88,8 @@ ENGINE_OPTIONS: dict[type, tuple[str, Callable[[], list[str]]]] = {
     BenchArgs: ("infer_backend", lambda: names_with("client")),
     DoctorArgs: ("engine", lambda: names_with("dry_load")),
 }
+# Training methods that other tools have as commands, and the command and option that select them here.
+_METHODS = {"megatron kto": "megatron dpo --loss_type kto", "megatron orpo": "megatron dpo --loss_type orpo"}
 
 
 def find(argv: list[str]) -> tuple[Command, list[str]]:
@@ -100,10 +102,12 @@ def find(argv: list[str]) -> tuple[Command, list[str]]:
         words = command.words.split()
         if argv[: len(words)] == words:
             return command, argv[len(words) :]
-    given = " ".join(word for word in argv[:2] if not word.startswith("-"))
+    given = " ".join(word for word in argv[:2] if not word.startswith("-")) or argv[0]
     # `sft` alone and `megatron stf` both mean `megatron sft`; `export model_dir` and `exprot model_dir` have one word.
     spellings = {command.words.split()[-1]: command.words for command in commands()}
     spellings |= {command.words: command.words for command in commands()}
+    if given in _METHODS:
+        raise UserError(f"unknown command: {given}", f"use swiftlite {_METHODS[given]}", exit_code=2)
     for attempt in (given, argv[0]):
         for near in difflib.get_close_matches(attempt, spellings, n=1):
             raise UserError(f"unknown command: {given}", f"did you mean swiftlite {spellings[near]}?", exit_code=2)

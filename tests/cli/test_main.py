@@ -58,6 +58,7 @@ def test_version(swiftlite):
         (["sft"], "swiftlite megatron sft"),
         (["megatron", "stf"], "swiftlite megatron sft"),
         (["exprot", "--to_hf"], "swiftlite export"),
+        (["megatron", "kto"], "swiftlite megatron dpo --loss_type kto"),
         (["doctr"], "swiftlite doctor"),
     ],
 )
@@ -222,6 +223,7 @@ def test_one_process_commands_say_that_they_are(swiftlite):
         (UserError("refused: {'api_key': 'SECRET'}"), 1, ["swiftlite: refused: {'api_key': '***'}"]),
         (KeyboardInterrupt(), 130, ["swiftlite:"]),
         (OSError(errno.EIO, "Input/output error", "run/args.json"), 1, ["swiftlite: 5 'run/args.json'", ""]),
+        (PermissionError(errno.EACCES, "Permission denied", "rows.jsonl"), 1, ["swiftlite: 13 'rows.jsonl'", ""]),
         (
             torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB."),
             1,

@@ -117,9 +117,14 @@ def test_the_file_comes_first(tmp_path):
 
 
 def test_a_flag_given_twice_is_noted_and_the_last_one_counts():
-    args, notes = parse(SftArgs, "--lr 1 --dataset a b --lr 2 --dataset c".split())
-    assert args == SftArgs(lr=2.0, dataset=["c"])
-    assert mention_each(notes, ["--lr 2", "--dataset c"])
+    args, notes = parse(SftArgs, "--lr 1 --dataset a b --lr 2".split())
+    assert args == SftArgs(lr=2.0, dataset=["a", "b"])
+    assert mention_each(notes, ["--lr 2"])
+
+
+def test_a_list_given_twice_is_refused():
+    with pytest.raises(OptionError, match=naming("--dataset")):
+        parse(SftArgs, "--dataset a b --dataset c".split())
 
 
 def test_arguments_are_frozen():

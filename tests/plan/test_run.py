@@ -76,6 +76,11 @@ def test_render_without_heads_has_no_acceptance_file():
     assert "acceptance.json" not in text
 
 
+def test_render_without_held_out_rows_has_no_acceptance_file():
+    args = SftArgs(model="m", dataset=["a.jsonl"], output_dir="out", mtp_num_layers=1, split_dataset_ratio=0)
+    assert "acceptance.json" not in render(args, make_plan(args, 1, Heads(1)), Heads(1), None)
+
+
 @pytest.mark.parametrize(
     ("options", "is_written"),
     [({}, True), ({"loss_type": "kto"}, True), ({"loss_type": "orpo"}, False), ({"ref_logprobs_cache": "c"}, False)],
