@@ -45,9 +45,9 @@ export HF_HUB_OFFLINE=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 if [ "$tier" = all ]; then
     bash scripts/check.sh || status=1
 fi
-# Two files at a time, because many tests wait for servers. The tests of a file share what they trained, so they stay
+# Three files at a time, because many tests wait for servers. The tests of a file share what they trained, so they stay
 # together. A later -n takes precedence.
-workers=2
+workers=3
 [ "$tier" != gpu ] || workers=0
 python -m pytest -n $workers --dist loadfile --no-loadscope-reorder -m "$markers" "$@" || status=1
 exit $status
