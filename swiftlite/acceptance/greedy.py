@@ -1,4 +1,4 @@
-"""Continue prompts greedily with the model in training, at any layout, with one forward pass per new token and a cache.
+"""Continue prompts greedily with the model in training, with any layout, one forward pass per new token and a cache.
 
 Each pass processes the unseen tokens of every row: the prompt, in parts if it is long, then one token at a time.
 The heads process the rows once, at the end, from the trunk's states in the cache.

@@ -301,14 +301,14 @@ class PrecisionArgs:
     """auto: on GPUs, use fused kernels for norms and activations, and compute losses without storing all logits. none:
     round exactly where transformers does."""
     fp8_format: Literal["none", "e4m3", "hybrid"] = "none"
-    """Use 8-bit matrix products in linear layers and experts during training, on GPUs that support them. hybrid:
+    """Use 8-bit matmuls in linear layers and experts during training, on GPUs that support them. hybrid:
     gradients in e5m2, everything else in e4m3. Requires --transformer_impl transformer_engine. Checkpoints and exports
     stay in --torch_dtype."""
     fp8_recipe: Literal["tensorwise", "blockwise", "mxfp8"] | None = None
     """Granularity of the scales: one per tensor, per block of 128, or per block of 32 (Blackwell). Default:
     blockwise."""
     fp4_format: Literal["none", "e2m1"] = "none"
-    """Like --fp8_format, with 4-bit products (NVFP4, Blackwell)."""
+    """Like --fp8_format, with 4-bit matmuls (NVFP4, Blackwell)."""
     num_layers_at_start_in_bf16: bounds.NonNegativeInt = 1
     """With --fp8_format or --fp4_format: number of first decoder layers that stay in bfloat16."""
     num_layers_at_end_in_bf16: bounds.NonNegativeInt = 1
@@ -403,7 +403,7 @@ class RunArgs:
     output_dir: str = ""
     """Directory for checkpoints, metrics and reports."""
     resume: bool = False
-    """Resume from the newest complete checkpoint in --output_dir, bitwise identical at the same layout; without a
+    """Resume from the newest complete checkpoint in --output_dir, bitwise identical with the same layout; without a
     checkpoint, start from the beginning."""
     save_steps: bounds.PositiveInt = 500
     """Number of steps between checkpoints; another one is written at the end."""

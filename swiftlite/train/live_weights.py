@@ -37,7 +37,7 @@ class Receiver(Protocol):
 
 @dataclass(frozen=True)
 class LiveWeights:
-    """The model of a run as Hugging Face tensors, at any layout, as the last step left it.
+    """The model of a run as Hugging Face tensors, with any layout, as the last step left it.
 
     Args:
         model: the chunks of this rank.
