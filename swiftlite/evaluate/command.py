@@ -17,10 +17,10 @@ from swiftlite.engines.interrupt import raises_at_sigterm
 from swiftlite.engines.served_model import resolve_served
 from swiftlite.evaluate.by_engine import EngineStats, by_engine
 from swiftlite.evaluate.confidence import confidence_table
+from swiftlite.evaluate.evaluation_rows import load_rows
 from swiftlite.evaluate.page import evaluation_chart, evaluation_page
 from swiftlite.evaluate.position_tables import position_tables
 from swiftlite.evaluate.rates import REPLAYED, ModelFigures, compare_with_engine, table
-from swiftlite.evaluate.rows import load_rows
 from swiftlite.families.resolved import HfModel
 from swiftlite.hub.name import models_in
 from swiftlite.log import logger

@@ -5,8 +5,8 @@ from pathlib import Path
 from swiftlite.acceptance.teacher_forced import ALL, teacher_forced
 from swiftlite.args.commands import ExportArgs
 from swiftlite.errors import UserError
+from swiftlite.evaluate.evaluation_rows import load_rows
 from swiftlite.evaluate.rates import rates
-from swiftlite.evaluate.rows import load_rows
 from swiftlite.families.resolved import HfModel, resolve
 from swiftlite.log import logger
 from swiftlite.plan.facts import model_of_run

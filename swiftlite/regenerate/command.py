@@ -16,10 +16,10 @@ from swiftlite.engines.prompts import encode_prompt, sequence_length
 from swiftlite.engines.served_model import resolve_served
 from swiftlite.errors import UserError
 from swiftlite.log import logger
+from swiftlite.regenerate.dataset_rows import NumberedRow, gold_rows, make_rows
 from swiftlite.regenerate.dialogue import Dialogues, answered_turns, distinct, longest_prompt
 from swiftlite.regenerate.generate import generate_all, names_of, read_answers
 from swiftlite.regenerate.report import make_report, summary_line
-from swiftlite.regenerate.rows import NumberedRow, gold_rows, make_rows
 from swiftlite.serve.answers import AnswersFile, as_line, describe
 from swiftlite.serve.infer import engine_config, logs_how_to_resume, read_for_asking, summary
 

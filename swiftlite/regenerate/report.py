@@ -8,8 +8,8 @@ import numpy as np
 
 from swiftlite.args.commands import RegenerateArgs
 from swiftlite.data.rows.conversation import Conversation
+from swiftlite.regenerate.dataset_rows import DatasetRows
 from swiftlite.regenerate.dialogue import Dialogues
-from swiftlite.regenerate.rows import DatasetRows
 
 
 def make_report(

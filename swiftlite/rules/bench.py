@@ -6,7 +6,7 @@ from swiftlite.args.commands import BenchArgs, deploy_args
 from swiftlite.args.config import Problem
 from swiftlite.engines.index import ENGINES
 from swiftlite.plan.facts import Facts
-from swiftlite.rules import common, deploy, engine
+from swiftlite.rules import common, deploy, engine_options
 
 
 def there_are_prompts(args: BenchArgs, facts: Facts) -> Iterator[Problem]:
@@ -62,8 +62,8 @@ def deploy_would_start_them(args: BenchArgs, facts: Facts) -> Iterator[Problem]:
         options = deploy_args(args, drafting)
         for problem, hint in deploy.engine_is_installed(options, facts):
             yield problem, hint.removesuffix(deploy.OR_PRINT_IT)
-        yield from engine.options_have_their_engine(options, facts)
-        yield from engine.engine_kwargs_leave_what_has_an_option(options, facts)
+        yield from engine_options.options_have_their_engine(options, facts)
+        yield from engine_options.engine_kwargs_leave_what_has_an_option(options, facts)
 
 
 RULES = (

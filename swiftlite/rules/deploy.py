@@ -8,7 +8,7 @@ from swiftlite.args.config import Problem
 from swiftlite.engines.index import ENGINES
 from swiftlite.plan.facts import Facts
 from swiftlite.plan.layout import choices
-from swiftlite.rules import common, engine
+from swiftlite.rules import common, engine_options
 
 OR_PRINT_IT = ", or add --dry_run"
 HERE = ("127.0.0.1", "localhost", "::1")
@@ -18,7 +18,7 @@ def engine_is_installed(args: DeployArgs, facts: Facts) -> Iterator[Problem]:
     info = ENGINES[args.infer_backend]
     if info.command_needs_no_install and args.dry_run:
         return
-    for problem, hint in engine.missing_engine(info):
+    for problem, hint in engine_options.missing_engine(info):
         if info.command_needs_no_install:
             hint += OR_PRINT_IT
         yield problem, hint
@@ -26,7 +26,7 @@ def engine_is_installed(args: DeployArgs, facts: Facts) -> Iterator[Problem]:
 
 def given_of_drafting(args: DeployArgs) -> list[str]:
     """Return the names of the given options that control drafting."""
-    names = list(engine.given_of_speculation(args))
+    names = list(engine_options.given_of_speculation(args))
     if args.draft_schedule is not None:
         names.insert(0, "draft_schedule")
     return names
@@ -52,7 +52,7 @@ def speculative_options_have_speculation(args: DeployArgs, facts: Facts) -> Iter
 
 def tokens_to_draft_are_given_once(args: DeployArgs, facts: Facts) -> Iterator[Problem]:
     if args.draft_schedule is not None:
-        for name in engine.given_of_speculation(args):
+        for name in engine_options.given_of_speculation(args):
             yield f"--draft_schedule and --{name} both set the number of draft tokens", "remove one of the two"
 
 
@@ -129,18 +129,18 @@ RULES = (
     common.hf_model_is_a_directory,
     common.numbers_are_in_range,
     engine_is_installed,
-    engine.options_have_their_engine,
+    engine_options.options_have_their_engine,
     speculation_has_heads,
     speculative_options_have_speculation,
     tokens_to_draft_are_given_once,
-    engine.adapters_are_a_directory,
+    engine_options.adapters_are_a_directory,
     adapters_have_an_engine,
     live_weights_have_an_engine,
     weight_transport_has_live_weights,
     one_gpu_has_one_worker,
     live_weights_reach_whole_layers,
     live_weights_are_guarded,
-    engine.options_of_engines_agree,
-    engine.engine_kwargs_leave_what_has_an_option,
+    engine_options.options_of_engines_agree,
+    engine_options.engine_kwargs_leave_what_has_an_option,
 )
 NOTES = ()

@@ -17,7 +17,7 @@ from swiftlite.plan.facts import Facts, near_path
 from swiftlite.plan.kernels import Machine, kernel_problems
 from swiftlite.plan.layout import layout_of, layout_problems, process_problems
 from swiftlite.plan.low_precision import low_precision_of, model_problems
-from swiftlite.rules import common, engine
+from swiftlite.rules import common, engine_options
 from swiftlite.rules.training import dpo, sft_lora
 
 
@@ -58,7 +58,7 @@ def engine_options_have_engine(args: DoctorArgs, facts: Facts) -> Iterator[Probl
     if args.engine and args.model is None:
         yield f"--engine {args.engine} requires --model", "add --model DIRECTORY"
     if args.engine and not ENGINES[args.engine].known_report:
-        yield from engine.missing_engine(ENGINES[args.engine], "engine")
+        yield from engine_options.missing_engine(ENGINES[args.engine], "engine")
     own = owners()
     for name in (*OF_ENGINES, *own):
         value = getattr(args, name)
@@ -194,7 +194,7 @@ RULES = (
     common.numbers_are_in_range,
     plan_options_have_plan,
     engine_options_have_engine,
-    engine.options_of_engines_agree,
+    engine_options.options_of_engines_agree,
     plan_fits_the_model,
     speed_has_a_gpu,
     draft_vocab_has_heads,

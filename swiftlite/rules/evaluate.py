@@ -6,7 +6,7 @@ from pathlib import Path
 from swiftlite.args.commands import EvaluateArgs
 from swiftlite.args.config import Problem
 from swiftlite.plan.facts import Facts
-from swiftlite.rules import common, engine
+from swiftlite.rules import common, engine_options
 
 
 def there_are_rows(args: EvaluateArgs, facts: Facts) -> Iterator[Problem]:
@@ -49,7 +49,7 @@ RULES = (
     output_dir_can_be,
     confidences_are_probabilities,
     common.numbers_are_in_range,
-    engine.engine_is_installed,
-    engine.draft_confidence_has_its_engine,
+    engine_options.engine_is_installed,
+    engine_options.draft_confidence_has_its_engine,
 )
 NOTES = (evaluate_settings_without_effect,)

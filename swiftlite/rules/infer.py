@@ -8,7 +8,7 @@ from swiftlite.args.commands import GenerationCommand, InferArgs
 from swiftlite.args.config import Problem
 from swiftlite.engines.index import ENGINES
 from swiftlite.plan.facts import Facts
-from swiftlite.rules import common, engine
+from swiftlite.rules import common, engine_options
 
 
 def speculation_has_heads(args: GenerationCommand, facts: Facts) -> Iterator[Problem]:
@@ -23,7 +23,7 @@ def speculation_has_heads(args: GenerationCommand, facts: Facts) -> Iterator[Pro
 def speculative_options_have_speculation(args: GenerationCommand, facts: Facts) -> Iterator[Problem]:
     if args.speculative == "mtp":
         return
-    for name, value in engine.given_of_speculation(args).items():
+    for name, value in engine_options.given_of_speculation(args).items():
         yield f"--{name} {shell_line(value)} requires --speculative mtp", "add --speculative mtp"
 
 
@@ -75,13 +75,13 @@ RULES = (
     speculation_has_heads,
     speculative_options_have_speculation,
     what_is_measured_has_speculation,
-    engine.options_of_engines_agree,
-    engine.engine_is_installed,
-    engine.draft_confidence_has_its_engine,
-    engine.options_have_their_engine,
-    engine.engine_kwargs_leave_what_has_an_option,
+    engine_options.options_of_engines_agree,
+    engine_options.engine_is_installed,
+    engine_options.draft_confidence_has_its_engine,
+    engine_options.options_have_their_engine,
+    engine_options.engine_kwargs_leave_what_has_an_option,
     acceptance_json_fits,
-    engine.adapters_are_a_directory,
+    engine_options.adapters_are_a_directory,
     comparison_has_prompts,
 )
 NOTES = (settings_without_effect, length_is_the_models)

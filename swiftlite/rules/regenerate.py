@@ -7,7 +7,7 @@ from swiftlite.args.commands import RegenerateArgs
 from swiftlite.args.config import Problem
 from swiftlite.args.data_file import split_sample
 from swiftlite.plan.facts import Facts
-from swiftlite.rules import common, engine, infer
+from swiftlite.rules import common, engine_options, infer
 
 
 def there_are_rows(args: RegenerateArgs, facts: Facts) -> Iterator[Problem]:
@@ -41,10 +41,10 @@ RULES = (
     answers_can_differ,
     infer.speculation_has_heads,
     infer.speculative_options_have_speculation,
-    engine.options_of_engines_agree,
-    engine.engine_is_installed,
-    engine.draft_confidence_has_its_engine,
-    engine.options_have_their_engine,
-    engine.engine_kwargs_leave_what_has_an_option,
+    engine_options.options_of_engines_agree,
+    engine_options.engine_is_installed,
+    engine_options.draft_confidence_has_its_engine,
+    engine_options.options_have_their_engine,
+    engine_options.engine_kwargs_leave_what_has_an_option,
 )
 NOTES = (infer.settings_without_effect, infer.length_is_the_models)

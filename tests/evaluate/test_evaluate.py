@@ -23,10 +23,10 @@ from swiftlite.engines.served_model import resolve_served
 from swiftlite.errors import UserError
 from swiftlite.evaluate.by_engine import by_engine
 from swiftlite.evaluate.confidence import confidence_rows, confidence_table
+from swiftlite.evaluate.evaluation_rows import load_rows
 from swiftlite.evaluate.page import evaluation_chart, evaluation_page
 from swiftlite.evaluate.position_tables import position_tables
 from swiftlite.evaluate.rates import compare_with_engine, table
-from swiftlite.evaluate.rows import load_rows
 from swiftlite.families.resolved import resolve
 from swiftlite.heads import Heads
 from swiftlite.model.build import build_model

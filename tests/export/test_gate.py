@@ -8,7 +8,7 @@ import pytest
 from swiftlite.acceptance.teacher_forced import teacher_forced
 from swiftlite.args.commands import ExportArgs
 from swiftlite.errors import UserError
-from swiftlite.evaluate.rows import load_rows
+from swiftlite.evaluate.evaluation_rows import load_rows
 from swiftlite.export.gate import check_acceptance
 from swiftlite.families.resolved import resolve
 from tests.messages import has_line, mentions, naming

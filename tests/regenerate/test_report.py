@@ -5,9 +5,9 @@ import pytest
 
 from swiftlite.args.commands import RegenerateArgs
 from swiftlite.data.rows.conversation import parse_row
+from swiftlite.regenerate.dataset_rows import make_rows
 from swiftlite.regenerate.dialogue import Dialogues, RegeneratedTurn, Request
 from swiftlite.regenerate.report import lengths, make_report, summary_line
-from swiftlite.regenerate.rows import make_rows
 from tests.messages import mention_each
 
 TWO_TURNS = {"query": "q2", "response": "a2", "history": [["q1", "a1"]]}

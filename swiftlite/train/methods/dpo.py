@@ -6,9 +6,9 @@ from functools import partial
 from swiftlite.data.rows.pair import parse_pair
 from swiftlite.data.sample import Sample
 from swiftlite.plan.preference import preference_of
+from swiftlite.train.methods.conversations import make_conversation_encoder
 from swiftlite.train.methods.preference import REFERENCE, PreferenceObjective
 from swiftlite.train.methods.reference import score_with_reference
-from swiftlite.train.methods.rows import make_conversation_encoder
 from swiftlite.train.methods.training import Training
 from swiftlite.train.phases import Run
 

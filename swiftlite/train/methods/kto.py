@@ -28,10 +28,10 @@ from swiftlite.model.ranks import all_reduce_sum
 from swiftlite.plan.preference import Preference, preference_of
 from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.batches.micro_batches import MicroBatches, run_batches
+from swiftlite.train.methods.conversations import load_data, make_conversation_encoder
 from swiftlite.train.methods.mtp_loss import add_heads, count_labels, head_coefficients, head_means, head_sums, mean_of
 from swiftlite.train.methods.preference import REFERENCE, log_probabilities_of
 from swiftlite.train.methods.reference import score_with_reference
-from swiftlite.train.methods.rows import load_data, make_conversation_encoder
 from swiftlite.train.methods.training import Training
 from swiftlite.train.phases import Run
 

@@ -7,7 +7,7 @@ from swiftlite.acceptance.held_out import Prompt
 from swiftlite.args.commands import SftArgs
 from swiftlite.data.batch import Extra
 from swiftlite.methods.index import method_of
-from swiftlite.train.methods.rows import LoadData, MakeEncoder, conversation_prompts, load_data
+from swiftlite.train.methods.conversations import LoadData, MakeEncoder, conversation_prompts, load_data
 from swiftlite.train.objective import Objective
 from swiftlite.train.phases import Run
 

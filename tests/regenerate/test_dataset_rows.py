@@ -3,8 +3,8 @@
 import pytest
 
 from swiftlite.data.rows.conversation import Conversation, parse_row
+from swiftlite.regenerate.dataset_rows import gold_rows, make_rows
 from swiftlite.regenerate.dialogue import Dialogues, RegeneratedTurn, Request
-from swiftlite.regenerate.rows import gold_rows, make_rows
 from tests.messages import has_line
 
 
