@@ -134,7 +134,8 @@ def load_train_val(
     conversations = train_rows.conversations + val_rows.conversations
     encoded = list(encode_all(encoder, conversations, num_proc))
     bad_rows = train_rows.bad_rows + val_rows.bad_rows + [row.bad for row in encoded if row.bad]
-    _check_bad_rows(bad_rows, max_bad_rows, _is_offered("max_bad_rows", offered))
+    some_are_good = any(row.bad is None for row in encoded)  # otherwise no row is left without the bad ones
+    _check_bad_rows(bad_rows, max_bad_rows, some_are_good and _is_offered("max_bad_rows", offered))
     report.bad_rows = [str(bad) for bad in bad_rows]
     if encoder.truncation_strategy == "error":
         _check_lengths(encoded, encoder.max_length)
@@ -178,7 +179,8 @@ def load_prompts(
         UserError: a file that cannot be read, more bad rows than allowed.
     """
     rows = _read(files, DataReport(), system, seed, parse=partial(parse_row, needs_answer=False))
-    _check_bad_rows(rows.bad_rows, max_bad_rows or 0, can_be_left_out=max_bad_rows is not None)
+    can_be_left_out = max_bad_rows is not None and len(rows.conversations) > 0
+    _check_bad_rows(rows.bad_rows, max_bad_rows or 0, can_be_left_out)
     for bad in rows.bad_rows:
         logger.warning("left out: %s", bad)
     return rows.conversations
@@ -270,7 +272,7 @@ def _check_bad_rows(bad_rows: list[BadRow], max_bad_rows: int, can_be_left_out: 
     hints = [first.hint] if first.hint else []
     if can_be_left_out:
         hints.append(f"use --max_bad_rows {len(bad_rows)} to skip bad rows")
-    hint = "\n    ".join(hints)
+    hint = "\n    ".join(hints) or "correct these rows"
     if len(bad_rows) == 1:
         raise UserError(str(first), hint)
     title = f"{len(bad_rows)} bad rows"

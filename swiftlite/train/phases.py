@@ -60,7 +60,7 @@ class Run:
         encoder: encoder of the rows.
         checkpoint: the checkpoint to resume from; None for a new run.
         data_state: state of data and tokenizer for checkpoints, see `data_state`.
-        trunk_states: cache of the frozen trunk's hidden states; None computes them each time.
+        hidden_state_cache: cache of the frozen trunk's hidden states; None computes them each time.
     """
 
     args: SftArgs

@@ -208,7 +208,7 @@ BAD = {"query": "q", "response": ""}
         (
             [BAD] * 5,
             {},
-            "5 --max_bad_rows 0 FILE:1 FILE:2 FILE:3 FILE:4 FILE:5 --max_bad_rows 5",
+            "5 FILE:1 FILE:2 FILE:3 FILE:4 FILE:5",  # without them no row is left
         ),
         ([BAD], {"max_bad_rows": 1}, "--dataset --max_bad_rows 0"),
         (
