@@ -114,6 +114,8 @@ def hf_model_is_a_directory(args: Any, facts: Facts) -> Iterator[Problem]:
         )
     elif not (path / "config.json").is_file():
         yield f"--model {path} has no config.json", _GIVE_A_MODEL
+    elif not os.access(path / "config.json", os.R_OK):
+        yield f"--model {path}: config.json cannot be read", "allow this user to read it"
     elif not facts.hf_config:
         yield (
             f"--model {path}: config.json is not a JSON object with a model's settings",

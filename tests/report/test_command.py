@@ -55,6 +55,7 @@ def test_runs_of_one_name_are_told_apart(tmp_path):
         (["run", "run/"], "--runs"),
         (["run", "--output", "run"], "--output run"),
         (["run", "--output", "no/where.html"], "--output no/where.html no"),
+        (["run", "--output", "/dev/null"], "--output /dev/null"),
         (["run", "--output", "run/args.json"], "--output run/args.json"),
         (["run", "--outptu", "x"], "--outptu --output"),
     ],
