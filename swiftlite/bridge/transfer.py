@@ -1,10 +1,20 @@
-"""`load_hf` and `save_hf`: a Hugging Face directory into a live Megatron model, and back, bit for bit. `stream_hf`: the
-same tensors without a directory, for an engine that is running.
+"""Convert weights between Hugging Face directories and live Megatron models, bitwise exact.
 
-Every rank reads and writes only the slices it holds. All directions first bind the family's rows to the model's
-parameters (`binding.py`), and refuse what does not match before they read or write a tensor. Two things are found out
-later: whether tensors that should repeat others do, as each is read, and whether the heads of `mtp_init="graft"` fit,
-which come from a second directory, once the trunk is read.
+`load_hf` reads a directory into a model, `save_hf` writes a model to a directory, and `stream_hf` yields the same tensors
+for a running engine. Every rank reads and writes only the slices it holds. Each function first binds the family's rows to
+the model's parameters and refuses mismatches before it reads or writes a tensor. Two checks come later: whether copies
+equal the tensor that they repeat (as each is read), and whether the heads of `mtp_init="graft"` match (they are in a
+second directory, which is opened after the trunk is read).
+
+Terms:
+    row: one Megatron parameter and the HF tensors that form it (`rows.py`).
+    shard: the part of a parameter on this rank (`placement.py`).
+    binding: a row with its shard, which maps slices of HF tensors to slices of the shard (`binding.py`). A slice
+        without an HF key is padding: it is zero in the model and not written.
+    piece: an HF key, a slice of that tensor and its values, on the way to a file or an engine.
+    copy: an HF tensor that repeats another one, such as `lm_head.weight` of tied embeddings.
+    carried: tensors outside of the language model, which are copied unchanged.
+    drawn, grafted: initial values of MTP heads from random numbers, or from another model.
 """
 
 import itertools
@@ -344,7 +354,7 @@ def _saved_tensors(
     family: RowTable,
     hf_config: HfConfig,
 ) -> dict[str, tuple[torch.dtype, Shape]]:
-    """Return the dtype and shape of each tensor that `save_hf` writes; it says which copies are among them."""
+    """Return the dtype and shape of each tensor that `save_hf` writes, with the copies it describes."""
     heads_of_source = {family.head_of(hf_config, key) for key in source_dtypes}
     tensors = {}
     for row in rows:
@@ -516,7 +526,7 @@ def _pieces(bindings: Sequence[Binding], keys: Container[str]) -> Iterator[place
     """Yield the slices that this rank has to write.
 
     Args:
-        keys: existing HF keys; copies are written only if they are among them.
+        keys: HF keys of the output; copies are written only if they are among them.
     """
     for binding in bindings:
         if not binding.shard.writes or binding.is_copy:

@@ -24,17 +24,22 @@ def method_of(args: SftArgs) -> Method:
 
 
 def method_for(args_class: type[SftArgs], args: Any) -> Method:
-    """Return the method for a command's options.
+    """Return the method for a command's options: exactly one method of each command applies.
 
     Args:
-        args_class: options class of the command.
-        args: object with the options that select among its methods, such as the options of `doctor --plan`.
+        args_class: options class of the command. It is separate from `args` because `doctor --plan` selects a method
+            with its own options.
+        args: object with the options that select among the command's methods.
     """
     return next(method for method in METHODS.values() if method.args_class is args_class and method.applies(args))
 
 
 def training_commands() -> dict[str, Method]:
-    """Return the commands that train, by their words, each with the first of its methods."""
+    """Return the commands that train, by their words, each with its first method in `METHODS`.
+
+    Methods of one command share help and unsupported options, so those of the first one are used: `megatron dpo` has
+    DPO's, for KTO too.
+    """
     found: dict[str, Method] = {}
     for method in METHODS.values():
         found.setdefault(method.words, method)
@@ -45,7 +50,8 @@ def command_of_run(config: Mapping[str, Any]) -> Method:
     """Return the first method of the command that wrote a run's args.json.
 
     Args:
-        config: the content of the file. Earlier releases wrote no `command`: an option that no other command has tells.
+        config: the content of the file. Earlier releases wrote no `command`; then an option that only one command has
+            identifies it, such as `ref_model` for `megatron dpo`.
     """
     found = training_commands()
     words = config.get("command")

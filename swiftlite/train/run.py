@@ -1,6 +1,6 @@
 """Execute a training run, phase by phase: `megatron sft`, `pt` and `dpo`.
 
-The parts that differ by method are in its `Training` (`methods/`). Three similar names: a `Trainable` selects the
+The parts that differ by method are in its `Training` (`train/methods/`). Three similar names: a `Trainable` selects the
 trained parameters, a `TrainState` holds the model with its optimizer, and a `Trainer` takes the steps.
 """
 
