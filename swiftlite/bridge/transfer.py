@@ -2,9 +2,9 @@
 
 `load_hf` reads a directory into a model, `save_hf` writes a model to a directory, and `stream_hf` yields the same
 tensors for a running engine. Every rank reads and writes only its slices. Each function first binds the family's rows
-to the model's parameters and refuses mismatches before it reads or writes a tensor. Two checks come later: whether copies
-equal the tensor that they repeat (as each is read), and whether the heads of `mtp_init="graft"` match (they are in a
-second directory, which is opened after the trunk is read).
+to the model's parameters and refuses mismatches before it reads or writes a tensor. Two checks come later: whether
+copies equal the tensor that they repeat (as each is read), and whether the heads of `mtp_init="graft"` match (they are
+in a second directory, which is opened after the trunk is read).
 
 Terms:
     row: one Megatron parameter and the HF tensors that form it (`rows.py`).
