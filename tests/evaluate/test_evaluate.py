@@ -222,7 +222,7 @@ def figures(*rates: float) -> dict:
 def test_an_error_names_only_options_that_the_command_has(tmp_path, command, bad, cut):
     hf_dir = make_tiny_hf(tmp_path / "model", "mimo", depth=1, with_tokenizer=True)
     path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps({"query": "Yes?", "response": ""}))
+    path.write_text("\n".join(json.dumps({"query": "Yes?", "response": text}) for text in ("Yes.", "")))
     with pytest.raises(UserError) as raised:
         load_rows(resolve(hf_dir), [str(path)], offered=vars(command()))
     assert re.findall(r"--\w+", str(raised.value)) == bad
