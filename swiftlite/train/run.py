@@ -84,6 +84,7 @@ def prepare(args: SftArgs, mesh: Mesh, models: Mapping[str, HfModel]) -> phases.
     vocab_size = hf_model.config["vocab_size"]
     encoder = training.make_encoder(args, tokenizer, vocab_size)
     data = training.load(args, encoder, vocab_size)
+    warn_of_long_samples(data, hf_model)
 
     plan = plan_run(args, mesh, hf_model, data)
     trainable = trainable_in(args, plan, hf_model)
@@ -141,6 +142,21 @@ def check_supported(args: SftArgs, mesh: Mesh, hf_model: HfModel, training: Trai
     check_computable(mesh.layout, mesh.device)
     if args.streaming and training.extras:
         raise UserError(f"--streaming is not supported by {method_of(args).words}", "omit --streaming")
+
+
+def warn_of_long_samples(data: Data, hf_model: HfModel) -> None:
+    """Log how many samples are longer than the positions the model was trained for; streamed rows are not counted."""
+    positions = hf_model.config.get("max_position_embeddings")
+    if positions is None:
+        return
+    num_long = sum(len(sample) > positions for sample in data.train)
+    if num_long:
+        logger.warning(
+            "%d of %d samples are longer than max_position_embeddings in config.json: use --max_length %d to limit them",
+            num_long,
+            len(data.train),
+            positions,
+        )
 
 
 def plan_run(args: SftArgs, mesh: Mesh, hf_model: HfModel, data: Data) -> Plan:

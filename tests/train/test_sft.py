@@ -176,6 +176,14 @@ def test_heads_that_are_grafted_come_from_the_other_model(options, mesh, tmp_pat
     assert found.equal(expected)
 
 
+def test_samples_longer_than_the_positions_of_the_model_are_counted(options, mesh, hf_dir, caplog):
+    config = json.loads((hf_dir / "config.json").read_text())
+    (hf_dir / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 8}))
+    logger.propagate = True
+    prepare(options(), mesh)
+    assert has_line(caplog.text, "16 16 --max_length 8")
+
+
 def test_mock_samples_that_are_too_long_are_named(options, mesh, tmp_path):
     mock = {"mode": "file", "path": str(tmp_path / "lengths.csv")}
     (tmp_path / "lengths.csv").write_text("16\n40\n")
