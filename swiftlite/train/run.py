@@ -152,7 +152,7 @@ def warn_of_long_samples(data: Data, hf_model: HfModel) -> None:
     num_long = sum(len(sample) > positions for sample in data.train)
     if num_long:
         logger.warning(
-            "%d of %d samples are longer than max_position_embeddings in config.json: use --max_length %d to limit them",
+            "%d of %d samples are longer than max_position_embeddings in config.json: limit them with --max_length %d",
             num_long,
             len(data.train),
             positions,
