@@ -19,7 +19,7 @@ from tests.e2e.test_engines import expected_counts, get, running, wait_for_healt
 from tests.engines.reference import Reference, convention, follow
 from tests.gpu_links.gpu_links import install
 from tests.messages import naming
-from tests.stand_ins import forking_vllm_environment, gpu_link_environment
+from tests.stand_ins import gpu_link_environment
 from tests.tiny import make_tiny_hf, make_tiny_tokenizer
 
 pytestmark = [
@@ -86,7 +86,6 @@ def test_a_server_takes_new_weights_or_answers_no_more(trained, tmp_path, monkey
     old = make_tiny_hf(tmp_path / "old", "qwen3", depth=1)
     make_tiny_tokenizer().save_pretrained(old)
     monkeypatch.setenv("VLLM_API_KEY", KEY)
-    monkeypatch.setenv("PYTHONPATH", forking_vllm_environment()["PYTHONPATH"])
     trunk, heads = parts_of(new)
     half = len(trunk) // 2
     buckets = [dict(list(trunk.items())[:half]), dict(list(trunk.items())[half:])]
