@@ -10,7 +10,15 @@ from safetensors import safe_open
 from swiftlite.errors import UserError
 from swiftlite.families.resolved import resolve
 from swiftlite.heads import Heads
-from swiftlite.train.checkpoint.source import check_model_links, check_source, dtypes_of, source_tensors, write_source
+from swiftlite.train.checkpoint.source import (
+    CARRIED_FILE,
+    carried_file,
+    check_model_links,
+    check_source,
+    dtypes_of,
+    source_tensors,
+    write_source,
+)
 from tests.messages import naming
 from tests.tiny import make_tiny_hf
 
@@ -129,3 +137,9 @@ def test_links_out_of_a_run_are_not_followed(hf_dir, tmp_path):
     source.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(UserError, match=naming(f"{source} {tmp_path / 'elsewhere'}")):
         check_source(tmp_path / "run")
+
+
+def test_carried_parts_are_found_if_there_are_any(tmp_path):
+    assert carried_file(tmp_path) is None
+    (tmp_path / CARRIED_FILE).write_bytes(b"")
+    assert carried_file(tmp_path) == tmp_path / CARRIED_FILE

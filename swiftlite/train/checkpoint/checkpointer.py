@@ -59,7 +59,7 @@ _Count = Annotated[int, Field(ge=0)]
 
 
 _Entry = Annotated[list[_Count], Field(min_length=3, max_length=3)]
-"""A `packing.Entry`."""
+"""A `packing.StreamSample`, as a list."""
 
 
 class _StreamState(BaseModel, strict=True):
