@@ -85,7 +85,6 @@ def prepare(args: SftArgs, mesh: Mesh, models: Mapping[str, HfModel]) -> phases.
     encoder = training.make_encoder(args, tokenizer, vocab_size)
     data = training.load(args, encoder, vocab_size)
     warn_of_long_samples(data, hf_model)
-
     plan = plan_run(args, mesh, hf_model, data)
     trainable = trainable_in(args, plan, hf_model)
     flops = training_flops(
