@@ -148,7 +148,7 @@ def warn_of_long_samples(data: Data, hf_model: HfModel) -> None:
     positions = hf_model.config.get("max_position_embeddings")
     if positions is None:
         return
-    num_long = sum(len(sample) > positions for sample in data.train)
+    num_long = sum(max(map(len, sample.sequences)) > positions for sample in data.train)
     if num_long:
         logger.warning(
             "%d of %d samples are longer than max_position_embeddings in config.json: limit them with --max_length %d",

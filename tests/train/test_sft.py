@@ -5,10 +5,14 @@ from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
+import numpy as np
 import pytest
 from safetensors.torch import load_file
 
+from swiftlite.data.dataset import Data, DataReport
+from swiftlite.data.sample import Sample
 from swiftlite.errors import UserError
+from swiftlite.families.resolved import resolve
 from swiftlite.log import logger
 from swiftlite.train import phases
 from swiftlite.train import run as training
@@ -182,6 +186,20 @@ def test_samples_longer_than_the_positions_of_the_model_are_counted(options, mes
     logger.propagate = True
     prepare(options(), mesh)
     assert has_line(caplog.text, "16 16 --max_length 8")
+
+
+def test_a_long_rejected_answer_is_counted(hf_dir, caplog):
+    def make(length: int) -> Sample:
+        tokens = np.zeros(length, np.int32)
+        return Sample(tokens, tokens, np.zeros(length, np.float32))
+
+    short, long = make(4), make(100)
+    hf_model = resolve(hf_dir)
+    hf_model.config["max_position_embeddings"] = 64
+    data = Data([short, replace(short, others=(long,))], [], [], DataReport(), "")
+    logger.propagate = True
+    training.warn_of_long_samples(data, hf_model)
+    assert has_line(caplog.text, "1 2 --max_length 64")
 
 
 def test_mock_samples_that_are_too_long_are_named(options, mesh, tmp_path):
