@@ -353,6 +353,6 @@ def rows_to_tokens(rows_SBND: torch.Tensor) -> torch.Tensor:
     return rows_SBND.transpose(0, 1).flatten(0, 1)
 
 
-def tokens_to_rows(rows_to_tokens: torch.Tensor, like_SBND: torch.Tensor) -> torch.Tensor:
+def tokens_to_rows(tokens_TND: torch.Tensor, like_SBND: torch.Tensor) -> torch.Tensor:
     """Invert `rows_to_tokens`: [S, B, N, D]."""
-    return rows_to_tokens.unflatten(0, (like_SBND.size(1), -1)).transpose(0, 1)
+    return tokens_TND.unflatten(0, (like_SBND.size(1), -1)).transpose(0, 1)
