@@ -19,32 +19,32 @@ from megatron.core.transformer.module import param_is_not_shared
 from swiftlite.plan.trainable import is_head_parameter
 
 _OF_HEADS = "is_of_heads"
-"""A key of torch's `param_groups`."""
+"""Key of torch's `param_groups`: whether a group holds parameters of the heads."""
 
 
 def separate_head_groups() -> dict[ParamKey, ParamGroupOverride]:
-    """Return overrides for `get_megatron_optimizer`, with which no group holds parameters of both trunk and heads."""
+    """Return overrides for `get_megatron_optimizer` that put parameters of trunk and heads into separate groups."""
 
     def belongs_to_heads(parameter: torch.nn.Parameter, name: str) -> bool:
-        return is_head_parameter(name.replace("module.", ""))  # without the names of wrappers
+        return is_head_parameter(name.replace("module.", ""))  # the name without prefixes of wrappers
 
     key = ParamKey(with_name_predicate=ParamWithNamePredicate(name=_OF_HEADS, fn=belongs_to_heads))
     return {key: cast(ParamGroupOverride, {_OF_HEADS: True})}
 
 
 class SeparateClipping(ChainedOptimizer):
-    """An optimizer that clips the gradients of trunk and MTP heads each by their own norm.
+    """An optimizer that clips the gradients of the trunk and of the MTP heads by separate norms.
 
     Attributes:
         mtp_grad_norm: the norm of the heads' gradients at the last step, before they were clipped.
     """
 
     def __init__(self, optimizer: MegatronOptimizer, mtp_clip_grad: float, device: torch.device):
-        """Take over an optimizer made with `separate_head_groups`.
+        """Wrap an optimizer made with `separate_head_groups`.
 
         Args:
-            mtp_clip_grad: largest norm of the heads' gradients; 0 does not clip them.
-            device: of the gradients, also on a rank that has none.
+            mtp_clip_grad: maximum norm of the heads' gradients; 0 disables clipping.
+            device: device of the gradients, also needed on a rank without gradients.
         """
         optimizers = [optimizer]
         if isinstance(optimizer, ChainedOptimizer):
@@ -56,14 +56,14 @@ class SeparateClipping(ChainedOptimizer):
 
     @torch.no_grad()
     def step(self) -> tuple[bool, float | None, int | None]:
-        """Take one update, as `ChainedOptimizer.step` except for the clipping.
+        """Run one update, like `ChainedOptimizer.step` except for the clipping.
 
         Returns:
             Whether parameters were updated, the norm of the trunk's gradients, and None.
         """
         if self.prepare_grads():
             return False, None, None
-        # One copy to the host for both norms: each would wait for the GPU.
+        # One copy to the host for both norms, because each copy waits for the GPU.
         squares = torch.stack([self._square(are_heads) for are_heads in (True, False)])
         self.mtp_grad_norm, trunk_norm = (math.sqrt(square) for square in squares.tolist())
         config: Any = self.config
@@ -80,13 +80,13 @@ class SeparateClipping(ChainedOptimizer):
             if gradients:
                 local, _ = clip_grads.multi_tensor_applier(clip_grads.l2_norm_impl, local.int(), [gradients], False)
             local = local**2
-            # Collective: a rank without such parameters takes part in it too.
+            # Collective: ranks without such parameters must call it too.
             dist.all_reduce(local, group=part.get_grad_stats_parallel_group())
             square += local[0]
         return square
 
     def _clip(self, *, are_heads: bool, largest: float, norm: float) -> None:
-        """Scale gradients of this norm down to `largest`, unless that is 0."""
+        """Scale gradients with this norm down to the norm `largest`; 0 disables clipping."""
         if largest > 0:
             for part in self.chained_optimizers:
                 clip_grad_by_total_norm_fp32(_parameters(part, are_heads), max_norm=largest, total_norm=norm)

@@ -1,15 +1,15 @@
-"""Fit the projection of new heads, so that a copied block receives inputs like those of its original
-(`--mtp_init fit_last_layer`).
+"""Fit the projection of new heads to the inputs of the last decoder layer (`--mtp_init fit_last_layer`).
 
-The head's block is a copy of the last decoder layer, so it works on inputs like those of that layer. Its input comes
-from the projection `eh_proj`. The projection is initialized with the linear map from the embedding of a token and the
-state before it whose output is closest to the last layer's input at that token. Let a[s] be the input of the projection
-of depth k = 1, 2, ... at position s and x[s] the input of the last decoder layer, over N tokens of training rows:
+The head's block is a copy of the last decoder layer, so it needs inputs similar to those of that layer. Its input is
+the output of the projection `eh_proj`, which maps the embedding of a token and the state at the previous position to
+one hidden state. The projection is fitted so that this hidden state is close to the last layer's input at that token.
+Let a[s] be the input of the projection of depth k = 1, 2, ... at position s and x[s] the input of the last decoder
+layer, over N tokens of training rows:
 
     eh_proj = argmin over W of  sum over s of |W a[s] - x[s + k]|^2  +  RIDGE * N * |W|^2
 
-Measured on SmolLM2-135M-Instruct and its own answers: before any step the head agrees with the trunk at 38 % of the
-held-out tokens; with `copy_last_layer` or `random` at less than 0.2 %.
+Measured on SmolLM2-135M-Instruct and answers that it generated: before the first step, the head predicts the trunk's
+token at 38 % of the held-out positions; with `copy_last_layer` or `random` at less than 0.2 %.
 
 Shapes: S sequence, B batch, H hidden size, N tokens.
 """
@@ -34,13 +34,13 @@ from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.batches.micro_batches import run_batches
 
 TOKENS_PER_INPUT = 50
-"""Tokens to fit to, for each of the projection's 2H inputs: some 60,000 for a hidden size of 576."""
+"""Number of tokens for the fit per input of the projection, which has 2H: about 60,000 for a hidden size of 576."""
 RIDGE = 0.01
-"""Small compared to the inputs, whose mean square is about 1: each comes out of a norm."""
+"""Regularization of the fit, small compared to the inputs: they are outputs of norms, with a mean square of about 1."""
 
 
 def samples_to_fit(samples: Sequence[Sample], hidden_size: int) -> list[Sample]:
-    """Return enough samples for the fit, if there are enough, spread evenly over all files."""
+    """Return enough samples for the fit, or all if there are fewer, spread evenly over all files."""
     num_tokens = sum(len(sample) for sample in samples)
     stride = max(num_tokens // (2 * hidden_size * TOKENS_PER_INPUT), 1)
     return [samples[index] for index in range(0, len(samples), stride)]
@@ -48,15 +48,15 @@ def samples_to_fit(samples: Sequence[Sample], hidden_size: int) -> list[Sample]:
 
 @torch.no_grad()
 def fit_heads(chunks: Sequence[GPTModel], mesh: Mesh, batches: Sequence[Batch]) -> None:
-    """Fit the projection of each head, one depth after another, because each depth uses the previous one; collective.
+    """Fit the projection of each head, in order, because each depth reads the previous one; collective.
 
     Args:
-        chunks: the stages of the model on this rank. One stage has the last decoder layer and all heads; `why_no_fit`
-            refuses other layouts.
+        chunks: the stages of the model on this rank. The last decoder layer and all heads must be on one stage;
+            `why_no_fit` rejects other layouts.
         batches: this rank's micro-batches, the same number on every data-parallel rank.
     """
     for chunk in chunks:
-        chunk.eval()  # so that nothing is recomputed
+        chunk.eval()  # disables recomputation
     for depth in range(chunks[0].config.mtp_num_layers or 0):
         fits = [_Fit(chunk, depth, mesh) for chunk in chunks if chunk.mtp_process]
         with mesh.active():
@@ -68,11 +68,11 @@ def fit_heads(chunks: Sequence[GPTModel], mesh: Mesh, batches: Sequence[Batch]) 
 
 
 def _run(chunks: Sequence[GPTModel], mesh: Mesh, batches: Sequence[Batch], fits: Sequence["_Fit"]) -> None:
-    """Send all micro-batches through the model while `fits` watch."""
+    """Run all micro-batches through the model while `fits` collect inputs."""
 
     def forward_step(batches: Iterator[Batch], chunk: nn.Module) -> tuple[Any, Callable]:
         batch = next(batches)
-        # No logits are made where nothing is to be learned.
+        # Without labels, no logits are computed.
         unlabeled = replace(batch, labels_KBS=torch.full_like(batch.labels_KBS, IGNORE_INDEX))
         for fit in fits:
             fit.batch = batch
@@ -82,10 +82,10 @@ def _run(chunks: Sequence[GPTModel], mesh: Mesh, batches: Sequence[Batch], fits:
 
 
 class _Fit:
-    """Watches the last decoder layer and one projection of a stage, and adds up what the fit needs.
+    """Collects the sums for the fit from the inputs of the last decoder layer and of one projection.
 
     Attributes:
-        batch: the micro-batch that the stage computes now.
+        batch: the micro-batch that the stage currently computes.
     """
 
     batch: Batch
@@ -113,12 +113,12 @@ class _Fit:
 
     def _see_input(self, projection: nn.Module, args: tuple) -> None:
         if self.target_SBH is None:
-            return  # with --mtp_unroll the projection runs once in each step, and is fitted to the first
+            return  # with --mtp_unroll the projection runs once per draft step, and is fitted to the first step
         input_SBH = self._whole(args[0])
         sequence_SB = all_gather_rows(self.batch.sequence_KBS[self.depth + 1], self.mesh, self.batch.cu_seqlens).T
         is_token_SB = sequence_SB >= 0
-        # [s] of the target is what the last layer was given at s + depth + 1, inside the same sequence. What `roll`
-        # wraps around from the beginning is masked: no sequence continues there.
+        # Entry s of the target is the last layer's input at s + depth + 1 in the same sequence. Entries that `roll`
+        # wraps around are masked, because the sequence has ended there.
         target_NH = self.target_SBH.roll(-self.depth - 1, dims=0)[is_token_SB].double()
         input_NH = input_SBH[is_token_SB].double()
         self.squares += input_NH.T @ input_NH
@@ -127,7 +127,7 @@ class _Fit:
         self.target_SBH = None
 
     def _whole(self, hidden_SBH: torch.Tensor) -> torch.Tensor:
-        """Gather whole rows from this rank's part of them."""
+        """Gather whole rows from each rank's part."""
         hidden_SBH = self.chunk.whole_sequence(hidden_SBH)
         cp = self.mesh.cp
         if cp.size() == 1:
@@ -136,7 +136,7 @@ class _Fit:
         return gather_sequence(hidden_SBH, lengths, cp)
 
     def finish(self) -> None:
-        """Give the projection its weight; collective over data-parallel ranks."""
+        """Solve for the projection's weight and set it; collective over data-parallel ranks."""
         for hook in self.hooks:
             hook.remove()
         for tensor in (self.squares, self.products, self.num_tokens):

@@ -1,12 +1,12 @@
 """Cache the hidden states of a frozen trunk (`--cache_trunk_states`).
 
-With `--mtp_mode heads_only` the trunk produces the same hidden states for a micro-batch in every epoch. They are read
-from a directory instead of computed again.
+With `--mtp_mode heads_only` the trunk produces the same hidden states for a micro-batch in every epoch. After the first
+epoch they are read from a directory instead of being computed again.
 
-The directory holds one safetensors file per micro-batch (and per part of its row, if ranks share rows), named by the
-sha256 of its tokens, labels and other inputs of the trunk. Any run over the same rows reads it: another epoch, order of
-rows, loss or number of drafts. `cache.json` describes the model and the settings of the states. The states are bitwise
-identical to computed ones, so the results of training do not change.
+The directory holds one safetensors file per micro-batch (and per part of its row, if ranks share rows). Its name is the
+sha256 of the micro-batch's tokens, labels and other inputs of the trunk. Any run over the same rows can read it, also
+with a different order of rows, loss or number of drafts. `cache.json` describes the model and the settings of the
+states. The states are bitwise identical to computed ones, so the results of training do not change.
 """
 
 import hashlib
@@ -52,7 +52,7 @@ from swiftlite.train.train_state import TrainState
 FLAG = "--cache_trunk_states"
 MANIFEST = "cache.json"
 LOSS_BYTES = 4 + 8
-"""Bytes per token: float32 and int64, as in `TokenLoss`."""
+"""Bytes per token for the trunk's loss (float32) and prediction (int64), see `TokenLoss`."""
 HEADER_BYTES = 344
 """Maximum header size of a file: names, dtypes and shapes of its tensors, and their sha256."""
 ABANDONED_SECONDS = 3600
@@ -72,14 +72,14 @@ class HiddenStateCache:
     mesh: Mesh
 
     def output_of(self, model: torch.nn.Module, batch: Batch) -> TrunkOutput:
-        """Return the trunk's output for a micro-batch, read or computed and written; collective over all ranks.
+        """Return the trunk's output for a micro-batch from the cache, or compute and add it; collective over all ranks.
 
         Raises:
             UserError: a file is damaged, or cannot be written.
         """
         bare = cast(GPTModel, unwrap_model(model))
         path = self.directory / f"{self._name(batch)}.safetensors"
-        # Ranks share layers, so all of them compute or none does.
+        # Ranks share layers, so either all ranks compute or none does.
         if not all_reduce_max(int(not path.exists()), self.mesh):
             return _read(path, bare.drafting.takes_before_norm, self.mesh.device.torch_device)
         output = bare.trunk_output(
@@ -101,7 +101,7 @@ class HiddenStateCache:
         tp_rank = 0
         if self.mesh.layout.sequence_parallel:
             tp_rank = self.mesh.tp.rank()
-        batch = batch.on_host or batch  # a copy from the GPU would wait for its queued kernels
+        batch = batch.on_host or batch  # copying from the GPU would wait for queued kernels
         given = [batch.tokens_KBS[0], batch.labels_KBS[0], batch.position_ids_BS]
         if batch.cu_seqlens is not None:
             given.append(batch.cu_seqlens)
@@ -169,7 +169,8 @@ def _manifest(
 def _has_manifest(directory: Path, manifest: Mapping[str, str]) -> bool:
     """Return whether a directory has exactly this manifest.
 
-    A rank of another machine would otherwise read states of another model from an old cache at the same path.
+    Without this check, a rank on another machine could read states of another model from a local directory at the same
+    path.
     """
     try:
         return read_json(directory / MANIFEST) == manifest
@@ -236,7 +237,7 @@ def _lengths(batches: Batches, data: Data) -> list[int]:
     held_out = batches.rows(data.val)
     rows = [*batches.rows(data.train), *held_out]
     if len(held_out) % batches.plan.global_batch_size:
-        rows.append([])  # padding only, because the last evaluation batch is filled up
+        rows.append([])  # a padding-only micro-batch, which fills up the last evaluation batch
     lengths = {digest(row): batches.length_of(row) for row in rows}
     return list(lengths.values())
 

@@ -1,6 +1,6 @@
-"""Send the weights of a training run to a running engine, from the `after_step` of `train.run.run`.
+"""Send the weights of a training run to a running engine, in the callback `after_step` of `train.run.run`.
 
-The engine's side is `engines/loading/weight_update.py`; the two do not import each other.
+The engine receives them in `engines/loading/weight_update.py`; neither module imports the other.
 """
 
 from collections import deque
@@ -23,28 +23,28 @@ _CPU = torch.device("cpu")
 
 
 class Receiver(Protocol):
-    """An engine that takes weights while it runs; `VllmEngine`, `SglangEngine` and `ServedVllm` are."""
+    """A running engine that accepts new weights: `VllmEngine`, `SglangEngine` or `ServedVllm`."""
 
     @property
     def bucket_device(self) -> torch.device:
-        """Device for the tensors: the GPU if the transport reads them there."""
+        """Device of the tensors to send: the GPU if the weight transport reads GPU memory."""
         ...
 
     def update_weights(self, target: Iterable[Bucket] | None, draft: Iterable[Bucket] | None) -> None:
-        """Take HF tensors for the model that verifies and for the one that drafts; None leaves one as it is."""
+        """Load HF tensors into the target model (trunk) and the draft model (heads); None: unchanged."""
         ...
 
 
 @dataclass(frozen=True)
 class LiveWeights:
-    """The model of a run as Hugging Face tensors, with any layout, as the last step left it.
+    """The current weights of a run as Hugging Face tensors, for any layout.
 
     Args:
-        model: the chunks of this rank.
+        model: the model's chunks on this rank.
         hf_model: the model that the run started from.
-        dtypes: of the tensors, see `bridge.transfer.save_hf`: those of an export, so that an engine computes as it
-            would with that.
-        bucket_bytes: most of what the first rank holds of them at once, and of what is on its disk.
+        dtypes: dtypes of the tensors, see `bridge.transfer.save_hf`. They are those of an export, so that an engine
+            produces the same results as with the export.
+        bucket_bytes: maximum size of the tensors that the first rank holds at a time, in memory and on disk.
     """
 
     model: Sequence[DistributedDataParallel]
@@ -53,13 +53,15 @@ class LiveWeights:
     bucket_bytes: int = 1_000_000_000
 
     def tensors(self, part: HfPart) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Return type and shape of the tensors that `stream` brings, in its order; not collective."""
+        """Return the dtype and shape of the tensors that `stream` yields, in its order; not collective."""
         family, config = self.hf_model.family, self.hf_model.config
         return streamed_tensors(self.model, family, config, part, dtypes=self.dtypes)
 
     def stream(self, part: HfPart, device: torch.device = _CPU) -> Iterator[Bucket]:
-        """Yield bucket after bucket on the first rank, nothing on the others; collective: iterate to the end on all
-        ranks."""
+        """Yield buckets of tensors on the first rank and nothing on the others.
+
+        Collective: all ranks must iterate to the end.
+        """
         with whole_parameters(self.model), merged(self.model):
             yield from stream_hf(
                 self.model,
@@ -72,12 +74,12 @@ class LiveWeights:
             )
 
     def send(self, engine: Receiver | None, *, target: bool = True, draft: bool = True) -> None:
-        """Put the weights into an engine that runs, the trunk's before the heads'; collective.
+        """Send the weights to a running engine, first the trunk's, then the heads'; collective.
 
         Args:
-            engine: on the first rank; None on the others.
-            target: whether the trunk is sent. Not needed when the heads alone train.
-            draft: whether the heads are sent. Drafts of heads that lag behind their trunk are not accepted.
+            engine: the engine on the first rank; None on the others.
+            target: whether the trunk is sent; not needed if only the heads are trained.
+            draft: whether the heads are sent. Acceptance drops if the heads are older than the trunk.
         """
         device = engine.bucket_device if engine else _CPU
         trunk = self.stream("trunk", device) if target else None

@@ -1,4 +1,4 @@
-"""DDP, AdamW and the learning-rate schedule, all megatron-core's."""
+"""Create DDP wrappers, AdamW and the learning-rate schedule of megatron-core."""
 
 from collections.abc import Sequence
 
@@ -25,10 +25,10 @@ from swiftlite.train.clipping import SeparateClipping, separate_head_groups
 def wrap_model(
     chunks: Sequence[GPTModel], mesh: Mesh, dtype: torch.dtype, distributed: DistributedArgs | None = None
 ) -> list[DistributedDataParallel]:
-    """Wrap the chunks for megatron-core's precision and data parallelism; gradients accumulate in float32.
+    """Wrap the chunks in megatron-core's modules for mixed precision and DDP; gradients are accumulated in float32.
 
     Args:
-        distributed: `Plan.distributed`; what is unset is false.
+        distributed: `Plan.distributed`; options that are None are disabled.
     """
     distributed = distributed or DistributedArgs()
     wrapped = []
@@ -64,14 +64,14 @@ def make_optimizer(
         chunk.config.grad_scale_func = optimizer.scale_loss
         chunk.config.no_sync_func = no_sync[0]
         if len(no_sync) > 1:
-            # With virtual stages a list, whatever the annotation says (schedules.py:858 of 0.16.1).
+            # A list if there are virtual stages, unlike its annotation (schedules.py:858 of 0.16.1).
             chunk.config.no_sync_func = no_sync  # pyright: ignore[reportAttributeAccessIssue]
         chunk.config.finalize_model_grads_func = finalize_model_grads
     return optimizer, _learning_rate(args, plan, schedule, optimizer)
 
 
 def _adamw(args: SftArgs, plan: Plan, model: Sequence[DistributedDataParallel], mesh: Mesh) -> MegatronOptimizer:
-    """Create AdamW, without decay on biases and norms."""
+    """Create AdamW, without weight decay on biases and norms."""
     is_bfloat16 = args.torch_dtype == "bfloat16"
     config = OptimizerConfig(
         optimizer="adam",
@@ -95,12 +95,12 @@ def _adamw(args: SftArgs, plan: Plan, model: Sequence[DistributedDataParallel], 
         config,
         list(model),
         overrides,
-        # They would carry the optimizer's own form of a checkpoint; ours is `optimizer_state.py`.
+        # They would save optimizer state in megatron-core's format; swiftlite's is in `optimizer_state.py`.
         use_gloo_process_groups=False,
         pg_collection=mesh.groups,
     )
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        # One kernel per tensor instead of ten; megatron-core takes torch's AdamW (where Apex is absent) as it comes.
+        # One kernel per tensor instead of ten; without Apex, megatron-core creates torch's AdamW with default options.
         if isinstance(part.optimizer, torch.optim.AdamW):
             for group in part.optimizer.param_groups:
                 group["fused"] = True
@@ -112,7 +112,7 @@ def _adamw(args: SftArgs, plan: Plan, model: Sequence[DistributedDataParallel], 
 def _learning_rate(
     args: SftArgs, plan: Plan, schedule: Schedule, optimizer: MegatronOptimizer
 ) -> OptimizerParamScheduler:
-    """Return the learning rate of each step: linear from 0, then --lr_decay_style down to the smallest."""
+    """Return the learning-rate schedule: linear warmup from 0, then --lr_decay_style down to the minimum."""
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,

@@ -45,7 +45,7 @@ from swiftlite.train.train_state import TrainState
 from swiftlite.train.trainer import Trainer, whole_parameters
 
 VERSIONS = ("torch", "megatron-core", "transformers")
-"""Packages that numbers depend on."""
+"""Packages whose versions affect numerical results."""
 AfterStep = Callable[[int, LiveWeights], None]
 """A function called on every rank after each step, with its number and the current weights."""
 
@@ -56,7 +56,7 @@ class Run:
 
     Attributes:
         hf_model, graft_from, ref_model: --model, --mtp_graft_from, --ref_model.
-        rows: the rows that batch sizes count; empty if training rows are streamed.
+        rows: the training rows, which batch sizes count; empty if they are streamed.
         encoder: encoder of the rows.
         checkpoint: the checkpoint to resume from; None for a new run.
         data_state: state of data and tokenizer for checkpoints, see `data_state`.
@@ -86,7 +86,7 @@ class Run:
 
     @property
     def is_first_rank(self) -> bool:
-        """Whether this rank writes files for all."""
+        """Whether this rank writes the files of the run."""
         return dist.get_rank() == 0
 
 
@@ -106,7 +106,7 @@ class Outcome:
 
 
 def open_session(args: SftArgs, hf_model: HfModel) -> AbstractContextManager[Mesh]:
-    """Connect the processes of the run and lay them out."""
+    """Initialize torch.distributed and the mesh of the run."""
     return session(
         layout_of(args),
         tied_embeddings=bool(hf_model.config.get("tie_word_embeddings")),
@@ -117,10 +117,10 @@ def open_session(args: SftArgs, hf_model: HfModel) -> AbstractContextManager[Mes
 
 
 def claim_output_dir(args: SftArgs) -> AbstractContextManager[None]:
-    """Keep other runs out of --output_dir, on the first rank.
+    """Lock --output_dir against other runs, on the first rank.
 
     Raises:
-        UserError: another run is in it.
+        UserError: another run uses the directory.
     """
     if dist.get_rank() != 0:
         return nullcontext()
@@ -128,7 +128,7 @@ def claim_output_dir(args: SftArgs) -> AbstractContextManager[None]:
 
 
 def checkpoint_to_resume(args: SftArgs) -> Path | None:
-    """Return the newest checkpoint with --resume; None for a new run, or without a checkpoint, as in a restart loop."""
+    """Return the newest checkpoint if --resume is set; None if it is not, or if the run has no checkpoint yet."""
     if not args.resume:
         return None
     checkpoints = run_checkpoints(Path(args.output_dir))
@@ -144,7 +144,7 @@ def check_ranks_agree(args: SftArgs, hf_model: HfModel, plan: Plan, data: Data, 
     Raises:
         UserError: they differ; raised on every rank, with the differences.
     """
-    # These may differ from node to node.
+    # These may differ between nodes.
     where = ("model", "mtp_graft_from", "cache_trunk_states", "output_dir", "dataset", "val_dataset")
     where += ("ref_model", "ref_logprobs_cache")
     options = {f"--{name}": str(value) for name, value in asdict(args).items() if name not in where}
@@ -163,9 +163,9 @@ def check_ranks_agree(args: SftArgs, hf_model: HfModel, plan: Plan, data: Data, 
 
 
 def data_state(args: SftArgs, data: Data, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-    """Return digests of what the steps of a run are a function of, which a checkpoint keeps.
+    """Return digests of data and tokenizer, which determine the steps of a run; checkpoints store them.
 
-    Of the files that --streaming reads during training only the sizes are known.
+    For files that --streaming reads during training, only sizes are known.
     """
     rows = data.digest
     if args.streaming:
@@ -176,21 +176,21 @@ def data_state(args: SftArgs, data: Data, tokenizer: PreTrainedTokenizerBase) ->
 
 
 def check_same_data(checkpoint: Path | None, data: Mapping[str, str]) -> None:
-    """Check that a resumed run has the data that it began with.
+    """Check that a resumed run has the same data as before.
 
-    The order of rows, the split of held-out ones and a draft vocabulary follow from the data: with other rows, some
-    that were trained on would be held out.
+    The order of rows, the held-out split and a draft vocabulary depend on the data: with different rows, rows that were
+    used for training could become held out.
 
     Args:
-        checkpoint: the one to resume from, if any.
+        checkpoint: the checkpoint to resume from, if any.
         data: `data_state` of this run.
 
     Raises:
-        UserError: it has other data.
+        UserError: the data differ.
     """
     if checkpoint is None:
         return
-    before = read_state(checkpoint).get("data") or data  # earlier releases wrote none
+    before = read_state(checkpoint).get("data") or data  # missing in checkpoints of earlier releases
     changed = [_NAMES_OF_DATA[name] for name in data if before[name] != data[name]]
     if changed:
         raise UserError(
@@ -234,10 +234,10 @@ def restore(run: Run) -> dict[str, Any]:
 
 
 def check_run_files(run: Run) -> None:
-    """Check the files that the end of a resumed run and its export need, and write missing ones again.
+    """Check the files that the final phase of a resumed run and its export read; write missing ones again.
 
     Raises:
-        UserError: acceptance.json, which the end extends, is damaged.
+        UserError: acceptance.json, to which the final phase adds results, is damaged.
     """
     source = run.output_dir / "source"
     try:
@@ -255,7 +255,7 @@ def check_run_files(run: Run) -> None:
 
 
 def fit(run: Run, trainer: Trainer, first: int, held_out: HeldOut) -> Outcome:
-    """Take the steps after number `first`; evaluate and measure acceptance before the first and after the last one."""
+    """Run all steps after step `first`; evaluate and measure acceptance before the first and after the last step."""
 
     def measure(when: Literal["before", "after"], evaluation: Mapping[str, float]) -> None:
         with trainer.evaluating():
@@ -280,8 +280,10 @@ def fit(run: Run, trainer: Trainer, first: int, held_out: HeldOut) -> Outcome:
 
 
 def finish(run: Run, outcome: Outcome) -> int:
-    """Report on a run whose steps are over; returns its exit code: 0, or 128 plus the number of the signal that stopped
-    it, as a shell reports a command that a signal ended."""
+    """Report on a run after its last step, and return the exit code.
+
+    It is 0, or 128 plus the number of the signal that stopped the run, as in a shell.
+    """
     if outcome.stopped_by:
         if run.is_first_rank:
             write_page(run)
@@ -291,10 +293,10 @@ def finish(run: Run, outcome: Outcome) -> int:
 
 
 def report(run: Run, outcome: Outcome) -> None:
-    """Write run_report.json, and prove that frozen tensors stayed; collective.
+    """Write run_report.json, and check that frozen tensors did not change; collective.
 
     Raises:
-        UserError: one of them has changed.
+        UserError: a frozen tensor has changed.
     """
     train_state = run.train_state
     with whole_parameters(train_state.wrapped):
@@ -318,11 +320,11 @@ def report(run: Run, outcome: Outcome) -> None:
 
 def write_page(run: Run) -> None:
     """Write run_report.html on the first rank. A failure is logged and does not end the run."""
-    from swiftlite.report.run_page import write_run_page  # matplotlib: half a second that only the end needs
+    from swiftlite.report.run_page import write_run_page  # importing matplotlib takes 0.5 s
 
     try:
         logger.info("report for the browser: %s", write_run_page(run.output_dir))
-    except Exception as error:  # whatever a drawing or a disk comes up with
+    except Exception as error:  # any error of drawing or writing
         logger.warning("%s was not written: %s: %s", "run_report.html", type(error).__name__, reason_of(error))
 
 

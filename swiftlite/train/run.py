@@ -51,10 +51,10 @@ from swiftlite.train.trainer import GetBatches, Trainer
 
 
 def run(args: SftArgs, after_step: phases.AfterStep | None = None) -> int:
-    """Train with the method that the options choose.
+    """Run a training command; the class of the options selects the method.
 
     Args:
-        after_step: called on every rank after each step with its number and the weights after it.
+        after_step: called on every rank after each step, with the step's number and the updated weights.
 
     Returns:
         0, or 128 plus the number of the signal that stopped the run (a checkpoint was saved).
@@ -69,10 +69,10 @@ def run(args: SftArgs, after_step: phases.AfterStep | None = None) -> int:
 
 
 def prepare(args: SftArgs, mesh: Mesh, models: Mapping[str, HfModel]) -> phases.Run:
-    """Read data and model, and create everything that training needs. Only caches are written.
+    """Read data and model, and create everything that training needs. Only caches are written to disk.
 
     Args:
-        models: resolved models of the options, see `resolve_options`.
+        models: the resolved models of the options, see `resolve_options`.
 
     Raises:
         UserError: data, model or checkpoint cannot be used, or ranks have different settings or files.
@@ -107,7 +107,7 @@ def prepare(args: SftArgs, mesh: Mesh, models: Mapping[str, HfModel]) -> phases.
         rows_to_fit = batches_to_fit(hf_model, batches, data)
     graft_from = models.get("mtp_graft_from")
     train_state = make_train_state(args, mesh, hf_model, plan, schedule, trainable, rows_to_fit, graft_from)
-    if checkpoint is None:  # a resumed run replaces the weights of this report
+    if checkpoint is None:  # a resumed run loads other weights afterwards
         logger.info("%s", train_state.weights_report)
     prepared = phases.Run(
         args=args,
@@ -131,11 +131,11 @@ def prepare(args: SftArgs, mesh: Mesh, models: Mapping[str, HfModel]) -> phases.
 
 
 def check_supported(args: SftArgs, mesh: Mesh, hf_model: HfModel, training: Training) -> None:
-    """Check what must hold before any data is read.
+    """Check requirements before any data is read.
 
     Raises:
-        UserError: the model's directory has a link out of it, the device does not support the layout, or the method
-            does not support streaming.
+        UserError: the model's directory contains a link out of it, the device does not support the layout, or the
+            method does not support streaming.
     """
     check_model_links(hf_model.directory)
     check_computable(mesh.layout, mesh.device)
@@ -144,7 +144,7 @@ def check_supported(args: SftArgs, mesh: Mesh, hf_model: HfModel, training: Trai
 
 
 def warn_of_long_samples(data: Data, hf_model: HfModel) -> None:
-    """Log how many samples are longer than the positions the model was trained for; streamed rows are not counted."""
+    """Log how many samples are longer than the model's maximum context; streamed rows are not counted."""
     positions = hf_model.config.get("max_position_embeddings")
     if positions is None:
         return
@@ -171,7 +171,7 @@ def plan_run(args: SftArgs, mesh: Mesh, hf_model: HfModel, data: Data) -> Plan:
 
 
 def trainable_in(args: SftArgs, plan: Plan, hf_model: HfModel) -> Trainable:
-    """Return which parameters of the model learn."""
+    """Return which parameters of the model are trained."""
     if plan.lora is None:
         return trainable_of(args, plan.heads)
     saved = saved_names(plan.lora, hf_model.family.rows(hf_model.config, 0))
@@ -179,7 +179,7 @@ def trainable_in(args: SftArgs, plan: Plan, hf_model: HfModel) -> Trainable:
 
 
 def batches_to_fit(hf_model: HfModel, batches: Batches, data: Data) -> MicroBatches:
-    """Return micro-batches for the fit of the heads' projections."""
+    """Return the micro-batches to which projections of new heads are fitted."""
     chosen = samples_to_fit(data.train, hf_model.config["hidden_size"])
     # Heads must not imitate rejected answers and companions.
     return batches.evaluation([replace(sample, others=(), companion=None) for sample in chosen])

@@ -1,4 +1,4 @@
-"""The model that a run trains: built, loaded, frozen as asked, wrapped, with its optimizer."""
+"""Create the model that a run trains, with its optimizer: build, load, freeze and wrap it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -33,8 +33,8 @@ class TrainState:
     """The model, optimizer and scheduler of a run, on this rank.
 
     Attributes:
-        chunks: the bare model, one per virtual pipeline stage.
-        wrapped: the same under megatron-core's wrappers.
+        chunks: the model without wrappers, one chunk per virtual pipeline stage.
+        wrapped: the chunks in megatron-core's wrappers.
         weights_report: whether each tensor was loaded, initialized, dropped or carried over.
         trainable: which parameters are trained.
         hashes: hash of each parameter before training, see `train.metrics.run_report.hash_tensors`.
@@ -59,11 +59,11 @@ def make_train_state(
     rows_to_fit: Sequence[Batch] | None = None,
     graft_from: HfModel | None = None,
 ) -> TrainState:
-    """Open --model as the options say, and make everything that training it needs; collective.
+    """Load --model as the options specify, and create everything that training it requires; collective.
 
     Args:
-        rows_to_fit: micro-batches that the projections of new heads are fitted to; None where the heads need no fit.
-        graft_from: the model that gives its heads where `plan.mtp_init` is graft.
+        rows_to_fit: micro-batches to which projections of new heads are fitted; None if no fit is needed.
+        graft_from: the model whose heads are copied if `plan.mtp_init` is graft.
 
     Raises:
         UserError: the directory cannot be read, does not match the model, or has heads that the options neither
@@ -100,7 +100,7 @@ def make_train_state(
 
 
 def _check_no_head_is_forgotten(args: SftArgs, hf_model: HfModel, plan: Plan, report: WeightsReport) -> None:
-    """Reject heads that config.json does not declare, unless the options drop them."""
+    """Raise UserError if the weights contain heads that config.json does not declare, unless the options drop them."""
     if args.mtp_num_layers is not None or plan.heads.layers:
         return
     if any(hf_model.family.is_mtp(hf_model.config, key) for key in report.dropped):

@@ -31,7 +31,7 @@ from swiftlite.train.metrics.loggers import MetricLogger
 from swiftlite.train.objective import Objective, PreparedObjective
 
 GetBatches = Callable[[int], Sequence[Batch]]
-"""From the step (from 0) to this rank's micro-batches; all data-parallel ranks must return the same number."""
+"""Function from a step (counted from 0) to this rank's micro-batches, the same number on all data-parallel ranks."""
 
 
 @dataclass
@@ -42,16 +42,16 @@ class Trainer:
         mesh: the ranks that hold the model.
         model: the chunks of this rank, one per virtual pipeline stage.
         objective: what is minimized.
-        train_batches: step (from 0) -> this rank's micro-batches of it; a function of the step, or of the data's state,
-            which is what makes a resumed run continue with the very same data.
+        train_batches: returns this rank's micro-batches of a step (counted from 0). They depend only on the step or the
+            state of the data, so that a resumed run continues with the same data.
         eval_batches: this rank's share of the held-out rows.
-        count_flops: operations of a step over all ranks of a replica, for the metrics, from the tokens of its
-            sequences, the sum of their squared lengths, and what the objective counted.
+        count_flops: returns the FLOPs of a step over all ranks of a replica, for the metrics. Its arguments are the
+            number of tokens, the sum of squared sequence lengths, and the counts of the objective.
         metric_loggers: receivers of the metrics.
         checkpointer: writes the checkpoints; None writes none.
-        get_data_state: returns what a checkpoint keeps of the data, on the first rank.
-        after_step: called on every rank with the number of each step, once it is taken and logged.
-        seed: of what is drawn while training, such as the dropout of adapters.
+        get_data_state: returns the state of the data for checkpoints, on the first rank.
+        after_step: called on every rank with the number of each step, after it is completed and logged.
+        seed: seed of random numbers in training, such as dropout of adapters.
     """
 
     mesh: Mesh
@@ -72,7 +72,7 @@ class Trainer:
     seed: int = 42
 
     def fit(self, first: int) -> int:
-        """Take the steps after number `first`, saving and evaluating on the way; no evaluation after the last one.
+        """Run all steps after step `first`, with periodic checkpoints and evaluations; none after the last step.
 
         Returns:
             The number of a signal that asked to stop (a checkpoint was saved), or 0.
@@ -84,7 +84,7 @@ class Trainer:
                     self.log(step, metrics)
                 if self.after_step:
                     self.after_step(step)
-                stopping = all_reduce_max(stop.received, self.mesh)  # all stop at the same step
+                stopping = all_reduce_max(stop.received, self.mesh)  # all ranks stop at the same step
                 # Before the save: a run that resumes from this checkpoint assumes that the step is complete.
                 if step % self.plan.eval_steps == 0 and step < self.schedule.steps and not stopping:
                     self.log(step, self.evaluate())
@@ -105,10 +105,10 @@ class Trainer:
                 self.checkpointer.save(step, self.get_data_state())
 
     def _refuse_broken_weights(self, step: int) -> None:
-        """Reject weights that no forward pass survives: their checkpoint would only replace a better one.
+        """Reject non-finite weights, because their checkpoint would replace a usable one.
 
         Raises:
-            UserError: on every rank, one of them has a weight whose norm float32 cannot hold.
+            UserError: the norm of a parameter on any rank is not finite in float32; raised on every rank.
         """
         parameters = chain.from_iterable(chunk.parameters() for chunk in self.model)
         norms = torch.stack([torch.linalg.vector_norm(each.detach(), dtype=torch.float32) for each in parameters])
@@ -119,7 +119,7 @@ class Trainer:
             )
 
     def _finish_checkpoint(self) -> None:
-        """Wait for the last checkpoint; `fit` does so while a signal to stop is only remembered."""
+        """Wait for the last checkpoint; `fit` calls this while signals are deferred."""
         if self.checkpointer:
             self.checkpointer.finish()
 
@@ -141,7 +141,7 @@ class Trainer:
         torch.manual_seed(seed_of_step(self.seed, step))
         counts = self._count_targets(batches)
         sums = self._run(batches, objective, counts, forward_only=False)
-        self.scheduler.step(increment=1)  # before the update, so that the first one has a learning rate above 0
+        self.scheduler.step(increment=1)  # before the update, so that the first update has a learning rate above 0
         _, grad_norm, _ = self.optimizer.step()  # pyright: ignore[reportGeneralTypeIssues]: annotated as None upstream
         num_tokens = sum(batch.num_tokens for batch in batches)
         squares = sum(batch.squares for batch in batches)
@@ -182,7 +182,7 @@ class Trainer:
         return {f"eval_{name}": value for name, value in objective.means(sums).items()}
 
     def _objective_for(self, batches: Sequence[Batch]) -> Objective:
-        """Return what is minimized over this global batch."""
+        """Return the objective of this global batch."""
         if not isinstance(self.objective, PreparedObjective):
             return self.objective
         with self.evaluating():
@@ -190,7 +190,7 @@ class Trainer:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Put the model into evaluation mode, without gradients, with the parameters of the last step."""
+        """Switch to evaluation mode without gradients in this context, with gathered parameters."""
         with self.mesh.active(), whole_parameters(self.model), torch.no_grad():
             for chunk in self.model:
                 chunk.eval()
@@ -209,7 +209,7 @@ class Trainer:
     def _run(
         self, batches: Sequence[Batch], objective: Objective, counts: torch.Tensor, *, forward_only: bool
     ) -> torch.Tensor:
-        """Run all micro-batches of a global batch through the model; returns the statistics of all ranks."""
+        """Run all micro-batches of a global batch through the model; return statistics summed over all ranks."""
         parts = []
         if batches:
             forward_step = objective.make_forward_step(counts, self.mesh)
@@ -234,19 +234,20 @@ class Trainer:
 
 
 def seed_of_step(seed: int, step: int) -> int:
-    """Return the seed of what is drawn in a step (the dropout of adapters): a function of it, as the data is.
+    """Return the seed of random numbers in a step, such as the dropout of adapters.
 
-    So a resumed run draws the same. It is that of all ranks: which of them draw alike depends on the layer
-    (`Adapter.drop`). A hash, because no two neighboring seeds or steps may draw the same.
+    It depends only on the run's seed and the step, so a resumed run draws the same numbers. It is the same on all
+    ranks; layers derive different seeds per rank where needed (`Adapter.drop`). It is a hash, so that neighboring seeds
+    and steps differ.
     """
     return zlib.crc32(f"{seed}/{step}".encode())
 
 
 @contextmanager
 def whole_parameters(model: Sequence[DistributedDataParallel]) -> Iterator[None]:
-    """Keep the parameters gathered in this context, for use outside of a training step.
+    """Gather the parameters for use outside of a training step, within this context.
 
-    With `--overlap_param_gather` they are gathered by hooks during the next forward pass, one layer at a time.
+    With `--overlap_param_gather`, parameters are otherwise gathered layer by layer in the next forward pass, by hooks.
     """
     overlapping = [chunk for chunk in model if chunk.ddp_config.overlap_param_gather]
     for chunk in overlapping:
@@ -259,9 +260,10 @@ def whole_parameters(model: Sequence[DistributedDataParallel]) -> Iterator[None]
 
 
 class _StopSignals:
-    """Remembers SIGTERM, SIGHUP and Ctrl-C until the step is over; a second Ctrl-C ends the process at once.
+    """Defers SIGTERM, SIGHUP and Ctrl-C until the end of the step; a second Ctrl-C ends the process immediately.
 
-    A second SIGTERM does not: SLURM sends it to every process, and the launcher passes its own on to the ranks.
+    A second SIGTERM is deferred as well, because a rank can receive it twice: SLURM sends it to every process, and the
+    launcher forwards its own to the ranks.
     """
 
     def __init__(self):

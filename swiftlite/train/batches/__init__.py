@@ -1,1 +1,1 @@
-"""Micro-batches of a rank: from samples in memory, from a stream."""
+"""The micro-batches of a rank, made from samples in memory or from a stream."""

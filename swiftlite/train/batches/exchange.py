@@ -18,7 +18,7 @@ from swiftlite.plan.layout import mtp_pipeline_rank
 from swiftlite.runtime.device import on_device
 
 Fields = tuple[str, ...]
-"""Some of a sample's arrays."""
+"""Names of some of a sample's arrays."""
 # Placeholder for an array that a rank does not receive, because it does not use it.
 FILL: dict[str, np.generic] = {
     "input_ids": np.int32(0),
@@ -50,19 +50,19 @@ def exchange(
     group: dist.ProcessGroup,
     device: torch.device,
 ) -> list[Sample]:
-    """Return the samples that this rank is assigned, in that order, moved in one all-to-all.
+    """Return the samples that are assigned to this rank, in the order of the assignment; one all-to-all moves them.
 
     Example: rank 0 has two samples, numbers 0 and 1, rank 1 has number 2. With the assignment `[[2], [0, 1]]` rank 0
-    sends both of its samples to rank 1 and gets number 2 from there.
+    sends both of its samples to rank 1 and receives number 2 from rank 1.
 
     Args:
-        samples: this rank's own.
-        lengths: of every rank's own, by rank (`gather`). A sample's number counts through all of them.
-        assignment: for each rank the numbers of the samples it gets; the same on every rank. A sample may go to several
-            ranks, or to none.
+        samples: the samples that this rank has read.
+        lengths: tokens of each sample that each rank has read, by rank (`gather`). Samples are numbered in this order.
+        assignment: the numbers of the samples that each rank receives; the same value on every rank. A sample may go to
+            several ranks or to none.
 
     Raises:
-        ValueError: a number that no sample has.
+        ValueError: the assignment contains a number that no sample has.
     """
     me = group.rank()
     assert [len(sample) for sample in samples] == list(lengths[me])
@@ -71,7 +71,7 @@ def exchange(
         if not 0 <= number < len(length_of):
             raise ValueError(f"sample {number} is assigned, but there are {len(length_of)}, counted from 0")
     firsts = [0, *itertools.accumulate(map(len, lengths))]
-    numbers_of = [range(first, end) for first, end in itertools.pairwise(firsts)]  # of each rank's own samples
+    numbers_of = [range(first, end) for first, end in itertools.pairwise(firsts)]  # of each rank's samples
 
     to_send = [_among(wanted, numbers_of[me]) for wanted in assignment]  # by the rank that gets them
     to_receive = [_among(assignment[me], own) for own in numbers_of]  # by the rank that has them
@@ -122,12 +122,13 @@ def broadcast(
     stage_group: dist.ProcessGroup,
     device: torch.device,
 ) -> list[list[Sample]]:
-    """Return a replica's micro-batches on each of its ranks, with the arrays that its stage uses; the others are
-    constant.
+    """Return a replica's micro-batches on each of its ranks.
+
+    Samples have the arrays that the rank's stage uses; their other arrays are filled with a constant.
 
     Args:
-        micro_batches: only used on the rank that is first in both groups.
-        fields: for each pipeline rank (`stage_fields`).
+        micro_batches: read only on the rank that is first in both groups.
+        fields: names of the arrays that each pipeline rank needs (`stage_fields`).
         pipeline_group: ranks that hold the stages in order.
         stage_group: ranks that hold the same stage: its tensor- and context-parallel ranks.
     """
@@ -136,7 +137,7 @@ def broadcast(
     counts = [len(micro_batch) for micro_batch in micro_batches]
     lengths = [len(sample) for sample in samples]
     own = fields[pipeline_group.rank()]
-    # First along the pipeline, to one rank of each stage, then from that one to the others of its stage.
+    # First along the pipeline to one rank of each stage, then from this rank to the other ranks of its stage.
     if stage_group.rank() == 0:
         counts, lengths = broadcast_counts(counts, lengths, pipeline_group, device)
         flat = _send_to_stages(samples, sum(lengths), fields, pipeline_group, device)
@@ -153,8 +154,10 @@ def broadcast(
 def broadcast_counts(
     counts: Sequence[int], lengths: Sequence[int], group: dist.ProcessGroup, device: torch.device
 ) -> tuple[list[int], list[int]]:
-    """Return the samples of each row or micro-batch and the tokens of each sample, as on the first rank of the
-    group."""
+    """Broadcast the number of samples of each row or micro-batch and the number of tokens of each sample.
+
+    The values come from the first rank of the group.
+    """
     source = dist.get_global_rank(group, 0)
     sizes = on_device(torch.tensor([len(counts), len(lengths)]), device)
     dist.broadcast(sizes, source, group=group)
@@ -170,10 +173,10 @@ def broadcast_counts(
 def _send_to_stages(
     samples: Sequence[Sample], num_tokens: int, fields: Sequence[Fields], group: dist.ProcessGroup, device: torch.device
 ) -> torch.Tensor:
-    """Return this stage's arrays, from the first stage; nothing is sent to a stage that uses none."""
+    """Return the arrays that this stage uses, sent by the first stage; a stage that uses none receives nothing."""
     own = fields[group.rank()]
     if group.rank() == 0:
-        sending = []  # each with its tensor, which must stay until it is sent
+        sending = []  # pairs of request and tensor, because the tensor must not be freed before it is sent
         for stage, names in enumerate(fields):
             if stage and names:
                 flat = _flatten(samples, names, device)
@@ -189,7 +192,7 @@ def _send_to_stages(
 
 
 def _flatten(samples: Sequence[Sample], fields: Fields, device: torch.device) -> torch.Tensor:
-    """Flatten some arrays of all samples, one sample after the other: int32 [tokens, fields], weights by their bits."""
+    """Concatenate some arrays of all samples: int32 [tokens, fields]. The bits of float32 weights are sent as int32."""
     if not fields:
         return torch.empty(0, 0, dtype=torch.int32, device=device)
     columns = []
@@ -202,7 +205,7 @@ def _flatten(samples: Sequence[Sample], fields: Fields, device: torch.device) ->
 
 
 def _unflatten(flat: torch.Tensor, lengths: Sequence[int], fields: Fields) -> list[Sample]:
-    """Invert `_flatten`; an array that is not among the fields contains only its fill."""
+    """Invert `_flatten`; arrays that are not among the fields contain only their fill value."""
     received = dict(zip(fields, flat.cpu().numpy().T, strict=True))
     arrays = {}
     for name, fill in FILL.items():

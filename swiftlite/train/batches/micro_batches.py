@@ -1,4 +1,4 @@
-"""Select the micro-batches of a rank at a step as a function of the step, so that resuming needs no data state."""
+"""Select the micro-batches of a rank as a function of the step, so that a checkpoint stores no data state."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -25,14 +25,14 @@ from swiftlite.runtime.mesh import Mesh
 
 
 def shard(batch: Batch, rank: int, size: int) -> Batch:
-    """Return the part of a batch that context-parallel rank `rank` of `size` computes: the zigzag of each sequence."""
+    """Return the part of a batch for context-parallel rank `rank` of `size`: two chunks of each sequence."""
     return batch.map(partial(shard_sequence, dim=-1, rank=rank, size=size, cu_seqlens=batch.cu_seqlens))
 
 
 def on_this_rank(batches: Iterable[Batch], mesh: Mesh) -> Iterator[Batch]:
-    """Move batches to the device, and of each row the part that this context-parallel rank computes.
+    """Yield each batch on the device, reduced to the part of each row that this context-parallel rank computes.
 
-    Labels stay on the host: how many there are decides how large the loss is (`model.loss.losses.select`).
+    Labels stay on the host, where their number is known without waiting for the device (`model.loss.losses.select`).
     """
     move = partial(on_device, device=mesh.device.torch_device)
     for batch in batches:
@@ -52,7 +52,7 @@ def run_batches(
 
 @dataclass(frozen=True)
 class SampleRows(Sequence[list[Sample]]):
-    """The rows that batch sizes count; the samples of a row stay together."""
+    """The rows that batch sizes count; the samples of a row stay in one micro-batch."""
 
     samples: Sequence[Sample]
     rows: PackedRows
@@ -66,10 +66,10 @@ class SampleRows(Sequence[list[Sample]]):
 
 @dataclass(frozen=True)
 class Collated(Sequence[Batch]):
-    """Micro-batches that are collated each time they are read: of thousands, only the one in use takes memory.
+    """Micro-batches that are collated each time they are read, so that only the micro-batch in use occupies memory.
 
     Attributes:
-        samples: of each micro-batch.
+        samples: the samples of each micro-batch.
     """
 
     collate: Callable[[Sequence[Sample]], Batch]
@@ -87,7 +87,8 @@ class MicroBatches(Sequence[Batch]):
     """A rank's micro-batches of one or several global batches.
 
     Attributes:
-        companions: micro-batches of the samples' companions, the same number on every rank; empty without companions.
+        companions: micro-batches of the samples' companions (answers to other questions, for KTO), the same number on
+            every rank; empty without companions.
     """
 
     batches: Sequence[Batch]
@@ -106,8 +107,8 @@ class Batches:
 
     Args:
         data_parallel_rank: the rank, `mesh.dp.rank()`.
-        pad_token_id: any token of the vocabulary, because padding is masked.
-        flops: operations of a step, by which the work of ranks is balanced where each step is packed separately.
+        pad_token_id: token of padding. It can be any token of the vocabulary, because padding is masked.
+        flops: number of operations, used to balance the work of ranks if each step is packed separately.
         extras: tensors that the training method adds to batches.
     """
 
@@ -118,7 +119,7 @@ class Batches:
     extras: Sequence[Extra] = ()
 
     def rows(self, samples: Sequence[Sample]) -> SampleRows:
-        """Return packed rows if the run packs all samples into rows, else a row for each sample."""
+        """Return packed rows if the run packs samples into rows; otherwise one row per sample."""
         if self.plan.packing != "rows":
             return SampleRows(samples, PackedRows(np.arange(len(samples)), np.arange(len(samples) + 1)))
         multiple = sequence_multiple(self.plan.layout)
@@ -126,25 +127,25 @@ class Batches:
         return SampleRows(samples, pack(lengths, self.plan.packing_length, multiple=multiple))
 
     def length_of(self, row: Sequence[Sample]) -> int:
-        """Return the tokens of one row as a micro-batch, its padding counted; without samples it is padding alone."""
+        """Return the number of tokens, with padding, of a micro-batch of this row; an empty row is padding only."""
         multiple = sequence_multiple(self.plan.layout)
         num_tokens = sum(_length_of(sample, multiple) for sample in row)
         return -(-max(1, num_tokens) // self.plan.row_multiple) * self.plan.row_multiple
 
     def train(self, rows: SampleRows, sampler: Sampler, step: int) -> MicroBatches:
-        """Return the micro-batches of a step; steps count from 0."""
+        """Return this rank's micro-batches of a step (counted from 0)."""
         indices = sampler.global_batch(step)
         batches = [self.collate(samples) for samples in self._cut(rows, indices)]
         return MicroBatches(batches, Collated(self.collate_companions, self._cut_companions(rows, indices)))
 
     def evaluation(self, samples: Sequence[Sample], max_global_batches: int | None = None) -> MicroBatches:
-        """Return this rank's share of the held-out samples, each once.
+        """Return this rank's share of the held-out samples; each sample is on one rank.
 
-        Every rank gets the same number of micro-batches, if need be of padding alone: ranks that share experts compute
-        together.
+        Every rank has the same number of micro-batches, because ranks that share experts compute together. Missing
+        micro-batches are padding only.
 
         Args:
-            max_global_batches: global batches after which the rest is left out; None takes all.
+            max_global_batches: maximum number of global batches; None: all samples.
         """
         rows = self.rows(samples)
         cut: list[list[Sample]] = []
@@ -155,11 +156,11 @@ class Batches:
         return MicroBatches(Collated(self.collate, cut), Collated(self.collate_companions, companions))
 
     def collate(self, samples: Sequence[Sample]) -> Batch:
-        """Return one micro-batch of all sequences of these samples."""
+        """Return one micro-batch that contains all sequences of these samples."""
         return self._lay_out(list(chain.from_iterable(sample.sequences for sample in samples)))
 
     def collate_companions(self, samples: Sequence[Sample]) -> Batch:
-        """Return one micro-batch of the companions of these samples."""
+        """Return one micro-batch that contains the companions of these samples."""
         return self._lay_out([sample.companion for sample in samples if sample.companion])
 
     def _lay_out(self, sequences: Sequence[Sample]) -> Batch:
@@ -185,7 +186,7 @@ class Batches:
         """Return the samples of each of this rank's micro-batches.
 
         Args:
-            indices: the rows of a global batch, NO_INDEX among them where rows have run out.
+            indices: the rows of a global batch; NO_INDEX for rows that are missing at the end of the data.
         """
         plan = self.plan
         if plan.packing == "step":
@@ -198,8 +199,8 @@ class Batches:
     def _cut_companions(self, rows: SampleRows, indices: np.ndarray) -> list[list[Sample]]:
         """Return the samples whose companions this rank scores, by micro-batch; `indices` as for `_cut`.
 
-        Where rows are packed to a length, companions are packed separately: their lengths differ from those of their
-        samples, so companions of one row might not fit into one row.
+        If rows are packed to a fixed length, companions are packed separately: a companion and its sample have
+        different lengths, so the companions of one row might not fit into one row.
         """
         samples = _samples(rows, indices)
         if not any(sample.companion for sample in samples):
@@ -210,11 +211,11 @@ class Batches:
         return [[samples[index] for index in group.tolist()] for group in self._share(lengths)]
 
     def _share(self, lengths: Sequence[int]) -> list[np.ndarray]:
-        """Return which samples of a step, by their lengths, this rank computes in each of its micro-batches."""
+        """Return the indices of the samples that this rank computes in each of its micro-batches of a step."""
         return self.schedule(lengths).rank(self.data_parallel_rank)
 
     def schedule(self, lengths: Sequence[int]) -> MicroBatchSchedule:
-        """Return which samples of a step each rank computes, with equal work; see `data.packing.schedule`."""
+        """Distribute the samples of a step to ranks and micro-batches with equal work; see `data.packing.schedule`."""
         layout = self.plan.layout
         num_multiple_of = 1
         if num_virtual_stages(layout):
@@ -231,14 +232,14 @@ class Batches:
 
 
 def _length_of(sample: Sample, multiple: int) -> int:
-    """Return the tokens that the sequences of a sample take in a packed row."""
+    """Return the number of tokens, with padding, of a sample's sequences in a packed row."""
     if not sample.others:
         return len(sample)
     return int(padded(np.array([len(sequence) for sequence in sample.sequences]), multiple).sum())
 
 
 def _samples(rows: SampleRows, indices: np.ndarray) -> list[Sample]:
-    """Return the samples of some rows, one row after the other."""
+    """Return the samples of the rows at these indices, in order."""
     samples = []
     for row in indices:
         if row != NO_INDEX:

@@ -1,4 +1,4 @@
-"""`--streaming`: each data-parallel rank reads a share of the rows, and is sent the samples that it computes."""
+"""`--streaming`: each data-parallel rank reads a share of the rows and receives the samples that it computes."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -19,16 +19,16 @@ from swiftlite.train.batches.exchange import broadcast, exchange, stage_fields
 from swiftlite.train.batches.micro_batches import Batches
 
 MicroBatches = list[list[int]]
-"""The samples of each micro-batch of a rank, as they are numbered through the step."""
+"""For each micro-batch of a rank, the numbers of its samples, counted within the step."""
 
 
 class StreamedSteps(Iterator[tuple[list[StreamSample], list[MicroBatches]]]):
-    """The samples of each step, in the order of the stream, and which of them each data-parallel rank computes.
+    """An iterator over steps: samples in stream order, and which of them each data-parallel rank computes.
 
-    It is the same on every rank that reads.
+    All ranks that read files iterate over the same values.
 
     Args:
-        state: of steps that these continue.
+        state: `state` of a previous `StreamedSteps`, to continue after its last step.
     """
 
     def __init__(self, batches: Batches, stream: Stream, buffer_size: int, state: dict[str, Any] | None = None):
@@ -62,7 +62,7 @@ class StreamedSteps(Iterator[tuple[list[StreamSample], list[MicroBatches]]]):
         ]
 
     def state(self) -> dict[str, Any]:
-        """Return the state for continuing these steps, in addition to that of the stream, for JSON."""
+        """Return the state for continuing after the current step, as JSON values; the stream has a separate state."""
         return {"waiting": self._rows.waiting, "ready": list(self._rows.ready)}
 
 
@@ -71,7 +71,8 @@ class StreamedBatches:
     """The micro-batches of each step, sent to the ranks that compute them.
 
     Attributes:
-        stream, steps: on the first rank of each replica of the model, which reads the files; None elsewhere.
+        stream, steps: rows and steps on the first rank of each model replica, which reads the files; None on other
+            ranks.
     """
 
     batches: Batches
@@ -80,7 +81,7 @@ class StreamedBatches:
     mesh: Mesh
 
     def train(self, step: int) -> list[Batch]:
-        """Return the micro-batches of the next step, whatever its number."""
+        """Return this rank's micro-batches of the next step; `step` is not used, because a stream is read in order."""
         plan = self.batches.plan
         sent = self._receive() if self.steps else None
         received = broadcast(
@@ -93,7 +94,7 @@ class StreamedBatches:
         return [self.batches.collate(samples) for samples in received]
 
     def state(self) -> dict[str, Any]:
-        """Return the state for a resumed run; the same on every reading rank, empty elsewhere."""
+        """Return the state for a resumed run: the same on every rank that reads, empty on other ranks."""
         if self.stream is None or self.steps is None:
             return {}
         return {"stream": self.stream.state() | self.steps.state()}
@@ -105,7 +106,7 @@ class StreamedBatches:
         group = self.mesh.dp
         entries, rank_batches = next(self.steps)
         owners = [self.stream.owner(entry) for entry in entries]
-        # `exchange` numbers samples by who has them: those of the first rank, then those of the second, ...
+        # `exchange` numbers samples by the rank that has read them: all of rank 0, then all of rank 1, ...
         by_owner = sorted(range(len(entries)), key=owners.__getitem__)
         number_of = {index: number for number, index in enumerate(by_owner)}
         lengths: list[list[int]] = [[] for _ in range(group.size())]
@@ -120,19 +121,19 @@ class StreamedBatches:
 
 
 def reads(mesh: Mesh) -> bool:
-    """Return whether this rank reads: it is the first of its replica of the model."""
+    """Return whether this rank reads files: whether it is the first rank of its model replica."""
     return mesh.pp.rank() == 0 and mesh.tp_cp.rank() == 0
 
 
 def number_samples(row_sizes: Sequence[int], micro_batch_size: int, rank: int, size: int) -> MicroBatches:
-    """Return the samples of each micro-batch of data-parallel rank `rank` of `size`, numbered through all rows.
+    """Return the samples of each micro-batch of data-parallel rank `rank` of `size`, counted over all rows.
 
-    Example: four rows of 2, 1, 3 and 1 samples hold samples 0 and 1; 2; 3 to 5; 6. With one row to a micro-batch rank 0
-    of 2 computes the first and the third row, `[[0, 1], [3, 4, 5]]`, and rank 1 the others, `[[2], [6]]`.
+    Example: four rows of 2, 1, 3 and 1 samples hold the samples 0-1, 2, 3-5 and 6. With one row per micro-batch, rank 0
+    of 2 computes the first and the third row, `[[0, 1], [3, 4, 5]]`, and rank 1 the other rows, `[[2], [6]]`.
 
     Args:
-        row_sizes: samples of each row of the global batch.
-        micro_batch_size: rows of a micro-batch.
+        row_sizes: number of samples of each row of the global batch.
+        micro_batch_size: number of rows of a micro-batch.
     """
     ends = itertools.accumulate(row_sizes)
     numbers_of_row = [range(end - num_samples, end) for end, num_samples in zip(ends, row_sizes, strict=True)]

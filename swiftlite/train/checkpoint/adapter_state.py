@@ -1,4 +1,4 @@
-"""Adapters in a checkpoint: each tensor whole under its whole name, whatever the layout."""
+"""Save adapters in a checkpoint independently of the layout: whole tensors under the names of the whole model."""
 
 from typing import Any
 
@@ -13,9 +13,9 @@ from swiftlite.runtime.mesh import Mesh
 
 
 def with_adapters(state: dict[str, Any], chunk: nn.Module, mesh: Mesh) -> dict[str, Any]:
-    """Return the sharded state of a chunk, with every adapter's tensor at its place in the whole model.
+    """Return the sharded state of a chunk, in which each adapter tensor has its place in the whole model.
 
-    megatron-core's layers take what is not their weight or bias for tensors that all ranks hold alike.
+    megatron-core's layers treat every tensor other than their weight and bias as replicated on all ranks.
     """
     placed = {name: value for name, value in state.items() if not is_adapter(name)}
     for name, module in chunk.named_modules():
@@ -29,7 +29,7 @@ def _tensors(name: str, adapter: Adapter, chunk: nn.Module, mesh: Mesh) -> dict[
     rank, size = adapter.group.rank(), adapter.group.size()
     tensors = {}
     for local_name, parameter in adapter.named_parameters(name):
-        is_split = adapter.is_column != (f".{A}" in local_name)  # magnitudes are split as B
+        is_split = adapter.is_column != (f".{A}" in local_name)  # magnitudes are split in the same way as B
         offsets = []
         replica = rank
         if is_split:

@@ -1,4 +1,4 @@
-"""The digest of a base model that adapters and reference numbers belong to, computed by all ranks together."""
+"""Compute a digest that identifies the base model of adapters or a reference model, together on all ranks."""
 
 import math
 import time
@@ -14,19 +14,20 @@ from swiftlite.bridge.tensors import Checkpoint
 from swiftlite.log import logger
 
 ROUND_SECONDS = 20.0
-"""How long a rank hashes before all ranks exchange what they have: the longest wait of one for another is about this
-and the time of one tensor, far below --distributed_timeout_minutes however large the model is."""
+"""Seconds that a rank hashes before all ranks exchange their digests. A rank waits for another one for at most about
+this time plus the time of one tensor, far less than --distributed_timeout_minutes for a model of any size.
+"""
 
 
 @lru_cache(maxsize=4)
 def shared_digest_of(hf_dir: Path) -> str:
     """Return `digest_of` a Hugging Face directory, read once per process; collective over all ranks.
 
-    Each rank hashes a share of the tensors. What a slow rank did not get to in a round is shared again in the next one.
+    Each rank hashes a share of the tensors. After each round, the tensors that are left are distributed again.
     """
     found: dict[str, str] = {}
     with Checkpoint(hf_dir) as checkpoint:
-        # The largest first, so that the shares are about equal.
+        # The largest tensors first, so that the shares are about equal.
         keys = sorted(checkpoint.entries, key=lambda key: (-math.prod(checkpoint.entries[key].shape), key))
         while left := [key for key in keys if key not in found]:
             found |= _hash_some(checkpoint, left)
@@ -36,7 +37,7 @@ def shared_digest_of(hf_dir: Path) -> str:
 
 
 def _hash_some(checkpoint: Checkpoint, keys: list[str]) -> dict[str, str]:
-    """Return the digests of some of these tensors, at least one of each rank's share; collective."""
+    """Return the digests of some of these tensors, at least one per rank that has a share; collective."""
     deadline = time.monotonic() + ROUND_SECONDS
     mine: dict[str, str] = {}
     for key in keys[dist.get_rank() :: dist.get_world_size()]:

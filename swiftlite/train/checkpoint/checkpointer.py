@@ -1,8 +1,7 @@
-"""Checkpoints of a run: megatron-core's distributed format, each whole or not there.
+"""Write and read the checkpoints of a run, in megatron-core's distributed format; each write is atomic.
 
-A checkpoint is written under a hidden temporary name, flushed to disk and renamed, so a directory called
-`checkpoint-N` is complete by construction, whatever happened in between. No random state is stored: data order is a
-function of the step, and nothing draws random numbers while training.
+A checkpoint is written under a hidden temporary name, flushed to disk and renamed, so a directory named `checkpoint-N`
+is always complete. No random state is stored: data order and the seed of dropout are functions of the step.
 """
 
 import json
@@ -51,7 +50,7 @@ _DAMAGES = (
     CheckpointException,
 )
 
-_OF_TORCH_READER = "PytorchStreamReader"  # in the RuntimeError for an incomplete archive
+_OF_TORCH_READER = "PytorchStreamReader"  # part of the message of the RuntimeError for an incomplete archive
 
 _USE_ANOTHER = "use another checkpoint; or delete this one, and --resume uses the one before it"
 
@@ -75,7 +74,7 @@ class _StreamState(BaseModel, strict=True):
 
 
 class _LoraState(BaseModel, strict=True):
-    """Adapters, as `dataclasses.asdict` of a `Lora`."""
+    """The fields of a `Lora`, from `dataclasses.asdict`."""
 
     rank: Annotated[int, Field(ge=1)]
     alpha: Annotated[float, Field(gt=0)]
@@ -89,21 +88,21 @@ class _LoraState(BaseModel, strict=True):
 
 
 class _BaseState(BaseModel, strict=True):
-    """The model that adapters belong to."""
+    """The base model of the adapters."""
 
     model: str
     sha256: str
 
 
 class _DataState(BaseModel, strict=True):
-    """Digests of the data, as `phases.data_state` gives them."""
+    """Digests of the data, from `phases.data_state`."""
 
     tokenizer: str
     rows: str
 
 
 class _State(BaseModel, strict=True):
-    """The required content of trainer_state.json."""
+    """The required entries of trainer_state.json."""
 
     step: _Count
     mtp_num_layers: _Count
@@ -115,10 +114,10 @@ class _State(BaseModel, strict=True):
 
 
 def resolve_checkpoint(path: Path) -> Path:
-    """Return the checkpoint that a path means: itself, or the newest one of a run.
+    """Return the checkpoint that a path refers to: the path itself, or the newest checkpoint of a run's directory.
 
     Raises:
-        UserError: neither.
+        UserError: the path is neither a checkpoint nor a directory with checkpoints.
     """
     if (path / STATE_FILE).is_file():
         return path
@@ -161,9 +160,9 @@ class Checkpointer:
         output_dir: directory of the run.
         mesh: the ranks that hold the model.
         chunks: the bare model, without wrappers, one per virtual pipeline stage.
-        optimizer: None writes weights only.
+        optimizer: the optimizer whose state is written; None writes weights only.
         state: small JSON values stored with the tensors.
-        keep: number of newest checkpoints to keep; None keeps all.
+        keep: maximum number of checkpoints, the newest ones; None keeps all.
         is_async: write in a subprocess while training continues; the checkpoint gets its name when it is complete.
         hint: hint in the error if a checkpoint cannot be written.
     """
@@ -180,13 +179,13 @@ class Checkpointer:
     _strategy: SaveStrategy = field(default_factory=SaveStrategy, repr=False)
 
     def save(self, step: int, data_state: Mapping[str, Any] | None = None) -> None:
-        """Write `checkpoint-STEP`, then delete the oldest; returns early with `is_async`.
+        """Write `checkpoint-STEP`, then delete the oldest; with `is_async`, return before files are written.
 
         Args:
-            data_state: state of the data, written with `state` by the first rank.
+            data_state: state of the data, which the first rank writes together with `state`.
 
         Raises:
-            UserError: the checkpoint, or with `is_async` the previous one, cannot be written; nothing of it remains.
+            UserError: the checkpoint (with `is_async` the previous one) cannot be written; its files are deleted.
         """
         self.finish()
         temporary = self._temporary(step)
@@ -210,26 +209,26 @@ class Checkpointer:
                 self._queue.schedule_async_request(request)
 
     def clean_up(self) -> None:
-        """Delete what a run that was killed left half written or half deleted, and had still to delete."""
+        """Delete incomplete checkpoints of a killed run, and old ones that it did not delete any more."""
         if dist.get_rank() == 0:
             self._delete_unfinished()
             self._delete_oldest()
 
     def poll(self) -> None:
-        """Wait for an asynchronous checkpoint and give it its name; collective.
+        """Rename an asynchronous checkpoint if all ranks have written it; collective.
 
         Raises:
-            UserError: it cannot be written; nothing of it remains.
+            UserError: it cannot be written; its files are deleted.
         """
         if self.is_async:
             with self._whole_or_absent():
                 self._queue.maybe_finalize_async_calls(blocking=False)
 
     def finish(self) -> None:
-        """Wait for what is still being written.
+        """Wait until the asynchronous checkpoint is written and renamed.
 
         Raises:
-            UserError: it cannot be written; nothing of it is left.
+            UserError: it cannot be written; its files are deleted.
         """
         if self.is_async:
             with self._whole_or_absent():
@@ -237,10 +236,10 @@ class Checkpointer:
 
     @contextmanager
     def _whole_or_absent(self) -> Iterator[None]:
-        """Remove everything written in this context on failure; otherwise a full disk would stay full."""
+        """Delete the files written in this context if it fails; otherwise a full disk would stay full."""
         try:
             yield
-        except CheckpointException as error:  # on all ranks; only the first one knows why
+        except CheckpointException as error:  # raised on all ranks; only the first rank knows the cause
             reason = [""]
             if error.failures:
                 reason = [reason_of(next(iter(error.failures.values()))[0])]
@@ -257,7 +256,7 @@ class Checkpointer:
         return UserError(f"{self.output_dir}: a checkpoint cannot be written: {reason}", self.hint)
 
     def _delete_unfinished(self) -> None:
-        """Delete what a save has left that was interrupted; the first rank does it."""
+        """Delete the files of interrupted saves, on the first rank."""
         if dist.get_rank() == 0:
             for unfinished in self.output_dir.glob(".checkpoint-*"):
                 shutil.rmtree(unfinished, ignore_errors=True)
@@ -275,7 +274,7 @@ class Checkpointer:
         return tensors
 
     def _publish(self, state: Mapping[str, Any]) -> None:
-        """Complete what all ranks have written, and give it its name."""
+        """Add the state and the manifest to the files that all ranks have written, and rename the checkpoint."""
         written: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(written, self._strategy.written.digests)
         if dist.get_rank() == 0:
@@ -301,7 +300,7 @@ class Checkpointer:
 
 
 def _delete(checkpoint: Path) -> None:
-    """Take a checkpoint's name away, then its files: half of them would look like a whole one that is damaged."""
+    """Delete a checkpoint: rename it first, so that a partly deleted one does not look like a damaged checkpoint."""
     nameless = checkpoint.with_name(f".{checkpoint.name}.deleting")
     try:
         checkpoint.rename(nameless)
@@ -309,7 +308,7 @@ def _delete(checkpoint: Path) -> None:
             nameless.unlink()
         else:
             shutil.rmtree(nameless)
-    except OSError as error:  # what was to be saved is saved
+    except OSError as error:  # a warning, because the new checkpoint is saved
         logger.warning("%s cannot be deleted: %s", checkpoint, error.strerror or error)
 
 
@@ -325,7 +324,7 @@ def load_checkpoint(
 
     Args:
         mesh: the ranks that hold the model.
-        with_heads: read MTP layers too; else they stay as they are.
+        with_heads: whether MTP layers are read too; otherwise they keep their weights.
 
     Raises:
         UserError: the checkpoint is damaged or belongs to another model.
@@ -359,10 +358,10 @@ def load_checkpoint(
 
 
 def verify_files(checkpoint: Path) -> None:
-    """Verify the digests of all files; collective, each rank reads some of them.
+    """Verify the digests of all files; collective, each rank reads some of the files.
 
     Raises:
-        UserError: on every rank, with the files that differ.
+        UserError: a file differs; raised on every rank, with the names of all such files.
     """
     try:
         digests = read_manifest(checkpoint)
@@ -389,8 +388,9 @@ def verify_files(checkpoint: Path) -> None:
 def _weights_only() -> Iterator[None]:
     """Restrict torch.load to tensors in this context, so that it runs no code.
 
-    torch itself asks for more when it loads objects of a distributed checkpoint
-    (torch/distributed/checkpoint/default_planner.py, load_bytes)."""
+    torch itself allows other classes when it loads objects of a distributed checkpoint
+    (torch/distributed/checkpoint/default_planner.py, load_bytes).
+    """
     name = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
     before = os.environ.get(name)
     os.environ[name] = "1"
@@ -403,12 +403,12 @@ def _weights_only() -> Iterator[None]:
 
 
 def sharded_model(chunks: Sequence[MegatronModule], mesh: Mesh) -> dict[str, Any]:
-    """Return the weights, each tensor with its place in the whole model, independent of the layout."""
+    """Return the sharded weights: each tensor with its place in the whole model, independent of the layout."""
     states = {}
     for name, chunk in zip(_chunk_names(chunks), chunks, strict=True):
         state = chunk.sharded_state_dict(metadata={"dp_cp_group": mesh.dp_cp})
-        # Transformer Engine's layers also have FP8 state, which is not saved here. Local layers have the key with an
-        # empty value, which is written as megatron-core does, and never read.
+        # Transformer Engine's layers also have FP8 state, which is not saved here. Local layers have an empty value for
+        # its key, which is written as in megatron-core and never read.
         state = {key: value for key, value in state.items() if not (_is_extra(key) and value.data is not None)}
         states[name] = with_adapters(state, chunk, mesh)
     return states
@@ -419,12 +419,12 @@ def _is_extra(key: str) -> bool:
 
 
 def _without_extra(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the common part of checkpoints with local and with Transformer Engine's layers."""
+    """Return the state without extra state, which only checkpoints of Transformer Engine's layers have."""
     return {key: value for key, value in state.items() if not _is_extra(key)}
 
 
 def _chunk_names(chunks: Sequence[MegatronModule]) -> list[str]:
-    """Return megatron-core's names: `model`, or `model0`, `model1` for virtual stages."""
+    """Return megatron-core's name of each chunk: `model`, or `model0`, `model1` for virtual stages."""
     if len(chunks) == 1:
         return ["model"]
     return [f"model{number}" for number in range(len(chunks))]

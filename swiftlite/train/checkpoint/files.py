@@ -1,8 +1,8 @@
-"""The files of a checkpoint: how they are written, their digests, and whether they are still the same when read.
+"""Write the files of a checkpoint with their digests, and verify them when they are read.
 
-megatron-core writes with two forks of the trainer, and a server process takes their results. That server dies of a
-signal to the process group, the save with it, and all of them outlive a trainer that is killed. Here threads write: of
-the trainer itself or, in an asynchronous save, of one fork, which ends with it.
+megatron-core writes with two forked processes, and a server process receives their results. A signal to the process
+group ends that server, so the save fails, and all these processes survive a killed trainer. Here threads write: threads
+of the trainer or, in an asynchronous save, of one forked process that ends when the trainer ends.
 """
 
 import hashlib
@@ -22,15 +22,15 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 
 from swiftlite.runtime.parent import exit_with_parent
 
-MANIFEST_FILE = "SHA256SUMS"  # as sha256sum writes it: `sha256sum -c SHA256SUMS` verifies a checkpoint too
+MANIFEST_FILE = "SHA256SUMS"  # in the format of sha256sum: `sha256sum -c SHA256SUMS` verifies a checkpoint
 _HASHING_THREADS = 4
 
 
 class SaveStrategy(TorchDistSaveShardedStrategy):
-    """megatron-core's format, written by threads.
+    """A save strategy that writes megatron-core's format with threads.
 
     Attributes:
-        written: what the writer of the newest save reported.
+        written: report of the writer of the newest save.
     """
 
     def __init__(self):
@@ -42,31 +42,31 @@ class SaveStrategy(TorchDistSaveShardedStrategy):
         if writer.write_buckets:
             writer.results_queue = self.written  # pyright: ignore[reportAttributeAccessIssue]
         request = super()._get_save_and_finalize_callbacks(writer, *planned)
-        if request.async_fn is None:  # nothing of this checkpoint is written by this rank
+        if request.async_fn is None:  # this rank writes no file of the checkpoint
             return request
-        transforms = [writer.transforms] if hasattr(writer, "transforms") else []  # torch 2.6 has none
+        transforms = [writer.transforms] if hasattr(writer, "transforms") else []  # torch 2.6 has no transforms
         return request._replace(async_fn=partial(write_buckets, os.getpid(), transforms))
 
 
 class WriterReport:
     """A message from a writer, possibly a forked process, to its parent, in an anonymous file in memory.
 
-    It does not depend on the size of a pipe, on disk space, or on a server.
+    Unlike a pipe, a file on disk or a server process, it has no size limit and cannot fail separately.
     """
 
     def __init__(self):
         self.digests: dict[str, str] = {}
-        self._file = os.fdopen(os.memfd_create("checkpoint"), "w+b")  # it ends with the last process that holds it
+        self._file = os.fdopen(os.memfd_create("checkpoint"), "w+b")  # freed with its last process
 
     def put(self, content: tuple[Any, dict[str, str]]) -> None:
         pickle.dump(content, self._file)
         self._file.flush()
 
     def get_nowait(self) -> Any:
-        """Return the results for megatron-core, or the error instead, and set `digests`.
+        """Return the writer's results for megatron-core, or its error, and set `digests`.
 
         Raises:
-            queue.Empty: the writer ended without a word.
+            queue.Empty: the writer ended without a report.
         """
         self._file.seek(0)
         try:
@@ -80,14 +80,14 @@ def write_buckets(trainer: int, transforms: list[Any], rank: int, buckets: Seque
     """Write the files of this rank, one thread per file, and report results and digests.
 
     Args:
-        trainer: process id of the trainer; this process may be a fork of it.
-        transforms: torch's transforms of written data; none are registered here.
+        trainer: process id of the trainer; the current process can be its fork.
+        transforms: torch's transforms of written data; swiftlite registers none.
         buckets: (path, file name, data) as planned by megatron-core.
     """
     if os.getpid() != trainer:
         exit_with_parent(trainer)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, signal.SIG_IGN)  # they are for the trainer, which waits for what is written here
+            signal.signal(number, signal.SIG_IGN)  # the trainer handles them
     with ThreadPoolExecutor(len(buckets)) as threads:
         outcomes = list(threads.map(partial(_write_bucket, transforms), range(len(buckets)), buckets))
     results: dict[int, Any] = {}
@@ -102,8 +102,8 @@ def write_buckets(trainer: int, transforms: list[Any], rank: int, buckets: Seque
 
 
 def _write_bucket(transforms: list[Any], number: int, bucket: Any) -> tuple[Any, str]:
-    """Write one file; its results or the exception, and its digest."""
-    outcomes: Any = queue.Queue()  # what megatron-core has between processes
+    """Write one file; return its results or the exception, and its digest."""
+    outcomes: Any = queue.Queue()  # megatron-core's function expects the queue that it uses between processes
     pending: Any = queue.Queue()
     pending.put(number)
     FileSystemWriterAsync.write_preloaded_data(transforms, number, bucket, outcomes, pending, True)
@@ -114,8 +114,10 @@ def _write_bucket(transforms: list[Any], number: int, bucket: Any) -> tuple[Any,
 
 
 def _cause(error: BaseException) -> Exception:
-    """Return the operating system's error behind torch's, if there is one: "unexpected pos 704 vs 598" is a full
-    disk."""
+    """Return the operating system's error that caused torch's error, if any.
+
+    For example, torch reports a full disk as "unexpected pos 704 vs 598".
+    """
     found: BaseException | None = error
     while found is not None and not isinstance(found, OSError):
         found = found.__context__
@@ -129,10 +131,10 @@ def sha256(path: Path) -> str:
 
 
 def write_manifest(checkpoint: Path, written: Mapping[str, str]) -> None:
-    """List every file of the checkpoint with its digest.
+    """Write SHA256SUMS with the digest of every file of the checkpoint.
 
     Args:
-        written: digests that are known already, by file name.
+        written: digests that are already known, by file name.
     """
     digests = dict(written)
     for path in checkpoint.iterdir():
@@ -143,10 +145,10 @@ def write_manifest(checkpoint: Path, written: Mapping[str, str]) -> None:
 
 
 def read_manifest(checkpoint: Path) -> dict[str, str] | None:
-    """Read the digests by file name; None for a checkpoint that was written without.
+    """Read the digests by file name; None for a checkpoint without SHA256SUMS.
 
     Raises:
-        ValueError: it is damaged.
+        ValueError: the file is damaged.
     """
     try:
         lines = (checkpoint / MANIFEST_FILE).read_text(encoding="utf-8").splitlines()
@@ -162,7 +164,7 @@ def read_manifest(checkpoint: Path) -> dict[str, str] | None:
 
 
 def changed_files(checkpoint: Path, digests: Mapping[str, str], names: Iterable[str]) -> list[str]:
-    """Return the files that are missing or have another digest."""
+    """Return the names of files that are missing or have a different digest."""
 
     def has_changed(name: str) -> bool:
         path = checkpoint / name

@@ -44,7 +44,7 @@ class _Unpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{METADATA_FILE} names {module}.{name}, which no checkpoint needs")
 
 
-# Taken before any file is read: a pickle may change a class.
+# Stored before any file is read, because a pickle can modify a class.
 _MEMBERS: dict[Any, dict[str, Enum]] = {enum: dict(enum.__members__) for enum in (_MEM_FORMAT_ENCODING, WriteItemType)}
 
 
@@ -57,11 +57,11 @@ def _enum_member(enum: Any, name: Any) -> Enum:
 
 
 def check_metadata(checkpoint: Path) -> None:
-    """Read what torch will read after this, and run none of it.
+    """Check that `.metadata` contains only classes of checkpoints, without running code from it.
 
     Raises:
-        OSError: it is not there, or common.pt is not, whose absence megatron-core cannot report (an AttributeError).
-        pickle.UnpicklingError: it is damaged, or names anything but the classes of a checkpoint, or a file elsewhere.
+        OSError: `.metadata` or common.pt is missing. megatron-core reports a missing common.pt as an AttributeError.
+        pickle.UnpicklingError: `.metadata` is damaged, or refers to another class or to a file outside the checkpoint.
     """
     (checkpoint / COMMON_STATE_FNAME).stat()
     with (checkpoint / METADATA_FILE).open("rb") as file:
@@ -70,7 +70,7 @@ def check_metadata(checkpoint: Path) -> None:
             names = {info.relative_path for info in metadata.storage_data.values()}
         except (OSError, pickle.UnpicklingError):
             raise
-        except Exception as error:  # a damaged pickle raises nearly anything
+        except Exception as error:  # a damaged pickle can raise almost any exception
             raise pickle.UnpicklingError(f"{METADATA_FILE}: {error}") from None
     for name in names:
         if not name or name == ".." or Path(name).name != name:

@@ -1,8 +1,8 @@
-"""The optimizer's state in a checkpoint: each parameter's moments (and float32 main weights) under the parameter's own
-name and in its shape, so that the layout does not show in it.
+"""Save the optimizer state in a checkpoint independently of the layout.
 
-megatron-core has a form for each of its optimizers; none can be read by another (0.16.1: plain against distributed,
-experts shared or not). Here both write the same.
+The moments and the float32 main weights of a parameter are saved under the parameter's name and in its shape. In
+megatron-core 0.16.1 each optimizer (plain or distributed, with or without expert parallelism) has a separate format
+that the others cannot read. The format written here is the same for all of them.
 """
 
 import itertools
@@ -31,10 +31,10 @@ class Slot:
     """A trained parameter and the part of its optimizer state on this rank.
 
     Attributes:
-        parameter: parameter of the model.
-        inner: torch's optimizer.
-        main: the tensor that the optimizer updates: the parameter, its float32 copy, or a flat part of either. None if
-            the whole state is on other ranks.
+        parameter: the parameter of the model.
+        inner: the torch optimizer that updates it.
+        main: the tensor that the optimizer updates: the parameter, its float32 copy, or a flat part of one of these.
+            None if the whole state is on other ranks.
         start: start of `main` in the flat parameter.
         group: data-parallel ranks that the state is split over; None if each rank holds all of it.
     """
@@ -53,7 +53,7 @@ class Slot:
         return (*MOMENTS, MAIN_WEIGHT)
 
     def part(self, kind: str) -> torch.Tensor:
-        """Return the numbers that this rank holds; moments are zeros before the first step."""
+        """Return this rank's part of one kind of state; moments are zeros before the first step."""
         if self.main is None:
             return torch.empty(0, device=self.parameter.device)
         if kind == MAIN_WEIGHT:
@@ -64,24 +64,24 @@ class Slot:
         return state[kind]
 
     def set_step(self, step: int) -> None:
-        """Set the number of updates that torch's optimizer counts from."""
+        """Set the number of updates that torch's optimizer has counted."""
         if isinstance(self.inner, torch.optim.AdamW) and self.main is not None:
             is_fused = self.inner.param_groups[0].get("fused")
             device = self.main.device if is_fused else torch.device("cpu")
             self.inner.state[self.main]["step"] = torch.tensor(float(step), device=device)
-        else:  # Transformer Engine's and Apex' FusedAdam count once per group
+        else:  # the FusedAdam of Transformer Engine and Apex has one counter per group
             for group in self.inner.param_groups:
                 group["step"] = step
 
 
 def slots_of(optimizer: MegatronOptimizer) -> list[Slot]:
-    """Return every parameter that learns on this rank, in an order that all data-parallel ranks share."""
+    """Return a slot for every trained parameter on this rank, in the same order on all data-parallel ranks."""
     parts: list[Any] = [optimizer]
     if isinstance(optimizer, ChainedOptimizer):
         parts = optimizer.chained_optimizers
     slots: list[Slot] = []
     for part in parts:
-        if part.is_stub_optimizer:  # it has no parameter on this rank
+        if part.is_stub_optimizer:  # no parameter on this rank
             continue
         if isinstance(part, DistributedOptimizer):
             slots += _shared_slots(part)
@@ -93,8 +93,8 @@ def slots_of(optimizer: MegatronOptimizer) -> list[Slot]:
 def state_to_save(slots: Sequence[Slot], model_state: dict[str, Any]) -> dict[str, Sharded]:
     """Return the tensors for `dist_checkpointing.save`; collective over data-parallel ranks.
 
-    With the distributed optimizer the parts of a parameter are brought together on its owner, one of the ranks that
-    share it: no rank ever holds more than its share, and all write.
+    With the distributed optimizer, the parts of a parameter's state are gathered on its owner, one of the ranks that
+    share it. Owners are distributed evenly, so all ranks write, and none holds more than its share.
 
     Args:
         model_state: the model's own sharded tensors.
@@ -115,8 +115,8 @@ def state_to_save(slots: Sequence[Slot], model_state: dict[str, Any]) -> dict[st
 def state_to_load(slots: Sequence[Slot], model_state: dict[str, Any]) -> dict[str, Sharded]:
     """Return the tensors that `dist_checkpointing.load` fills on this rank.
 
-    With the distributed optimizer these are the whole parameters that this rank owns, as in `state_to_save`: each byte
-    is read by one of the ranks that share it. Where a rank holds all of a parameter's state, it is read in place.
+    With the distributed optimizer these are whole states of the parameters that this rank owns, as in `state_to_save`,
+    so only one rank reads each byte. If a rank holds the whole state of a parameter, it is read in place.
     """
     tensors = {}
     owners = _owners(slots)
@@ -132,11 +132,10 @@ def state_to_load(slots: Sequence[Slot], model_state: dict[str, Any]) -> dict[st
 
 @torch.no_grad()
 def set_state(slots: Sequence[Slot], loaded: dict[str, torch.Tensor], step: int) -> None:
-    """Put what `dist_checkpointing.load` brought for `state_to_load` into the optimizer; collective over data-parallel
-    ranks.
+    """Copy loaded state into the optimizer; collective over data-parallel ranks.
 
     Args:
-        loaded: is emptied, one parameter after the other.
+        loaded: `state_to_load` after `dist_checkpointing.load`; entries are removed one by one to free memory.
     """
     for number, (slot, owner) in enumerate(zip(slots, _owners(slots), strict=True)):
         for kind in slot.kinds:
@@ -150,13 +149,12 @@ def set_state(slots: Sequence[Slot], loaded: dict[str, torch.Tensor], step: int)
 
 
 def _shared_slots(part: DistributedOptimizer) -> Iterator[Slot]:
-    """Return the parameters of megatron-core's distributed optimizer, which shards their state over data-parallel
-    ranks.
+    """Return the slots of megatron-core's distributed optimizer, which shards state over data-parallel ranks.
 
-    Parameters lie one after the other in a flat buffer, and each rank holds the state of one range of it.
+    Parameters are concatenated in a flat buffer, and each rank holds the state of one range of the buffer.
 
-    Example: two parameters of 6 and 4 numbers, two ranks. Rank 0 holds the state of numbers 0 to 4 of the first one and
-    none of the second. Rank 1 holds that of number 5 of the first, where its part starts, and all of the second.
+    Example: two parameters of 6 and 4 elements, two ranks. Rank 0 holds the state of elements 0 to 4 of the first
+    parameter. Rank 1 holds the state of element 5 of the first parameter (`start` is 5) and of the whole second one.
     """
     for buffer in part.buffers:
         for parameter in buffer.params:
@@ -170,7 +168,7 @@ def _shared_slots(part: DistributedOptimizer) -> Iterator[Slot]:
 
 
 def _whole_slots(part: Any) -> Iterator[Slot]:
-    """Return the parameters of megatron-core's other optimizers, whose state every data-parallel rank holds whole."""
+    """Return the slots of megatron-core's other optimizers: each data-parallel rank holds the whole state."""
     if isinstance(part, Float16OptimizerWithFloat16Params):
         parameters = [*itertools.chain(*part.float16_groups), *itertools.chain(*part.fp32_from_fp32_groups)]
         mains = [*itertools.chain(*part.fp32_from_float16_groups), *itertools.chain(*part.fp32_from_fp32_groups)]
@@ -183,7 +181,7 @@ def _whole_slots(part: Any) -> Iterator[Slot]:
 
 def _placed(slots: Sequence[Slot], model_state: dict[str, Any]) -> Iterator[tuple[Slot, Sharded]]:
     """Return each slot with its parameter's place in the whole model."""
-    if not slots:  # weights saved without an optimizer; megatron-core would warn of an empty mapping
+    if not slots:  # only weights are saved; megatron-core would warn of an empty mapping
         return
     places = get_param_id_to_sharded_param_map(model_state, (slot.parameter for slot in slots))
     for number, slot in enumerate(slots):
@@ -191,10 +189,9 @@ def _placed(slots: Sequence[Slot], model_state: dict[str, Any]) -> Iterator[tupl
 
 
 def _gather(slot: Slot, kind: str, owner: int) -> torch.Tensor | None:
-    """Return the whole parameter's numbers on the owner, None elsewhere.
+    """Return one kind of state of the whole parameter on the owner, None on other ranks.
 
-    The ranks' parts are added up as integers, and where one has its numbers all others have zeros: so every bit arrives
-    as it was.
+    The parts are summed as integers. At each element only one rank has a nonzero value, so every bit is preserved.
     """
     assert slot.group is not None
     part = slot.part(kind)
@@ -207,7 +204,7 @@ def _gather(slot: Slot, kind: str, owner: int) -> torch.Tensor | None:
 
 
 def _distribute(slot: Slot, whole: torch.Tensor | None, owner: int) -> torch.Tensor:
-    """Return the whole parameter's numbers, which the owner has, on every rank that shares it."""
+    """Broadcast the whole parameter's state from its owner, and return it on every rank that shares the parameter."""
     assert slot.group is not None
     received = torch.empty(slot.parameter.shape, device=slot.parameter.device)
     if whole is not None:
@@ -217,11 +214,11 @@ def _distribute(slot: Slot, whole: torch.Tensor | None, owner: int) -> torch.Ten
 
 
 def _owners(slots: Sequence[Slot]) -> list[int]:
-    """Return for each parameter the rank of its group that reads and writes its state: the one that has least so far.
+    """Return the owner of each parameter: the rank of its group that reads and writes its state.
 
-    (0 where the ranks do not share it.)
+    Each parameter is assigned to the rank with the fewest elements so far. It is 0 if the state is not split.
     """
-    numbers: dict[dist.ProcessGroup, list[int]] = {}  # that each rank of a group has
+    numbers: dict[dist.ProcessGroup, list[int]] = {}  # of elements that each rank of a group owns
     owners = []
     for slot in slots:
         rank_numels = [0]
@@ -238,6 +235,6 @@ def _like(sharded: Sharded, tensor: torch.Tensor, kind: str) -> Sharded:
 
 
 def _by_its_owner(sharded: Sharded) -> Sharded:
-    """Return the same tensor, marked as the one that counts among data-parallel ranks, since no other rank has it."""
+    """Return the tensor marked as the main replica among data-parallel ranks, because no other rank holds it."""
     assert isinstance(sharded.replica_id, tuple)
     return replace(sharded, replica_id=(*sharded.replica_id[:-1], 0))

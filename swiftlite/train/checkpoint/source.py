@@ -1,4 +1,4 @@
-"""Write `source/` of a run: the model directory's files except weights, so that the run can be exported without it."""
+"""Write `source/` of a run, a copy of the model directory without weights, which exports read instead of it."""
 
 import json
 import shutil
@@ -20,21 +20,21 @@ from swiftlite.heads import Heads
 
 TENSORS_FILE = "tensors.json"
 CARRIED_FILE = "carried.safetensors"
-"""Other parts than the language model, such as a vision tower; only where the model has some."""
+"""File with the parts of the source model other than the language model, such as a vision tower, if there are any."""
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 
 
 def write_source(hf_model: HfModel, run_dir: Path, heads: Heads, graft_from: HfModel | None = None) -> Path:
     """Copy every small file of the model directory, and note the dtype and shape of every tensor.
 
-    config.json is copied with the run's heads, and without quantization, which exports do not have;
-    nothing else in it changes.
+    In the copy of config.json, the heads are those of the run and quantization is removed, because exports are not
+    quantized. Nothing else changes.
 
     Args:
         graft_from: the model that the heads came from; their tensors are noted too.
 
     Raises:
-        UserError: the directory cannot be made; a file is a link to something that is not the model's.
+        UserError: the directory cannot be created, or a file is a link that points outside of the model.
     """
     source = run_dir / "source"
     check_model_links(hf_model.directory)
@@ -101,7 +101,7 @@ def source_tensors(source: Path) -> dict[str, dict[str, Any]]:
     """Return dtype and shape of each tensor of the model that the run started from, by HF name.
 
     Raises:
-        UserError: the file is not there, or damaged.
+        UserError: the file is missing or damaged.
     """
     path = source / TENSORS_FILE
     try:
@@ -141,12 +141,12 @@ def check_source(run_dir: Path) -> None:
 
 
 def check_model_links(hf_dir: Path) -> None:
-    """Check that no small file of a model links out of its directory, to files that a run and its exports would copy.
+    """Check that no small file is a link out of the model's directory: runs and exports would copy the target.
 
     In the Hugging Face cache the files of models--NAME/snapshots/REVISION are links to models--NAME/blobs.
 
     Raises:
-        UserError: one does.
+        UserError: a file does.
     """
     directory = hf_dir.resolve()
     homes = [directory]
@@ -158,7 +158,7 @@ def check_model_links(hf_dir: Path) -> None:
 
 
 def _small_files(hf_dir: Path) -> list[Path]:
-    """Return all files of a model without weights."""
+    """Return all files of a model except weights."""
     files = (path for path in sorted(hf_dir.iterdir()) if path.is_file())
     return [path for path in files if path.suffix not in _WEIGHT_SUFFIXES and not path.name.endswith(".index.json")]
 

@@ -1,1 +1,1 @@
-"""The training methods: what each needs of torch. Their records are in `swiftlite/methods`."""
+"""The parts of the training methods that need torch; `swiftlite/methods` describes the methods without torch."""

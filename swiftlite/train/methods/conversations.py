@@ -1,4 +1,4 @@
-"""Functions shared by methods: encoding conversations, reading files, prompts for measuring acceptance."""
+"""Functions shared by methods: encode conversations, read files, and select prompts for measuring acceptance."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
@@ -19,15 +19,15 @@ from swiftlite.runtime.agreement import digest
 from swiftlite.train.phases import Run
 
 MakeEncoder = Callable[[Any, PreTrainedTokenizerBase, int], Encoder]
-"""Makes an encoder of rows, from the options, the tokenizer and the size of the vocabulary."""
+"""Function that makes an encoder of rows from the options, the tokenizer and the size of the vocabulary."""
 LoadData = Callable[[Any, Encoder, int], Data]
-"""Reads the data of a run from its options, with the encoder and the size of the vocabulary."""
+"""Function that reads the data of a run from the options, the encoder and the size of the vocabulary."""
 
 
 def make_conversation_encoder(
     args: SftArgs, tokenizer: PreTrainedTokenizerBase, vocab_size: int, parse: RowParser = parse_row
 ) -> Encoder:
-    """Return the encoder of rows with conversations, or of what another parser makes of rows."""
+    """Return the encoder of rows; `parse` defines their format, by default conversations."""
     template = ChatTemplate(tokenizer, args.loss_scale, vocab_size)
     return ConversationEncoder(template, args.max_length, args.truncation_strategy, parse)
 
@@ -36,11 +36,11 @@ def load_data(args: SftArgs, encoder: Encoder, vocab_size: int) -> Data:
     """Load the held-out samples and, unless --streaming reads them during training, those to train on.
 
     Raises:
-        UserError: files or rows that cannot be used.
+        UserError: a file or a row is invalid.
     """
     mock = args.sft_mock_dataset_config_json
     files, ratio, shares = args.dataset, args.split_dataset_ratio, args.interleave_prob
-    if args.streaming or mock is not None:  # only the held-out files are read here
+    if args.streaming or mock is not None:  # only held-out files are read now
         files, ratio, shares = [], 0.0, []
     data = load_train_val(
         encoder,
@@ -67,7 +67,7 @@ def load_data(args: SftArgs, encoder: Encoder, vocab_size: int) -> Data:
 
 
 def conversation_prompts(run: Run) -> tuple[Sequence[Prompt], Collection[int | None]]:
-    """Return the first held-out questions of the run, and the tokens that end an answer."""
+    """Return the first held-out prompts of the run, and the tokens that end an answer."""
     template = ChatTemplate(run.tokenizer)
     prompts = []
     for conversation in run.data.val_conversations[: run.args.acceptance_samples]:

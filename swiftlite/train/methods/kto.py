@@ -1,9 +1,10 @@
 """Compute KTO, a loss over single answers labeled good or bad (`megatron dpo --loss_type kto`).
 
-The KL divergence between model and reference is estimated with answers paired with other rows' prompts. It is one
-number per global batch, so it is measured before the batch, without gradients.
+The KL divergence between the model and the reference is estimated from mismatched answers, the companions: each prompt
+is paired with the answer of another row. The estimate is one value per global batch, so it is computed before the
+training step, without gradients.
 
-Shapes: P answers of a micro-batch; K the trunk and each MTP depth, B rows, S tokens of a row on this context-parallel
+Shapes: P answers of a micro-batch, K the trunk and each MTP depth, B rows, S tokens of a row on this context-parallel
 rank.
 """
 
@@ -36,9 +37,11 @@ from swiftlite.train.methods.training import Training
 from swiftlite.train.phases import Run
 
 DESIRABLE = Extra("desirable", torch.bool)
-"""Whether an answer is a good one."""
+"""Whether an answer is labeled good."""
 SUMS = 8
-"""All answers, their loss; of the good ones their number, rewards and log-probabilities; of the bad ones the same."""
+"""Number of sums per micro-batch: the number of answers and their loss; the number, rewards and log-probabilities of
+the good answers, and the same three of the bad answers.
+"""
 
 
 def measure_kl(model: Sequence[torch.nn.Module], mesh: Mesh, companions: Sequence[Batch]) -> float:
@@ -52,7 +55,7 @@ def measure_kl(model: Sequence[torch.nn.Module], mesh: Mesh, companions: Sequenc
     def sum_ratios(losses: Losses, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         log_p_P, _ = log_probabilities_of(losses.main.loss_BS, batch, mesh)
         ratio_P = (log_p_P - batch.extras[REFERENCE.name]).double()
-        here = mesh.cp.rank() == 0  # context-parallel ranks have the same
+        here = mesh.cp.rank() == 0  # context-parallel ranks have the same scores
         sums = torch.stack([ratio_P.sum(), torch.full_like(ratio_P, 1.0).sum()]) * here
         return ratio_P.sum(), torch.ones((), dtype=torch.int32, device=sums.device), sums
 
@@ -63,15 +66,15 @@ def measure_kl(model: Sequence[torch.nn.Module], mesh: Mesh, companions: Sequenc
 
 @dataclass(frozen=True)
 class KtoObjective:
-    """TRL's KTO loss, a mean over the answers of a global batch, plus the heads' losses on the good ones.
+    """TRL's KTO loss, a mean over the answers of a global batch, plus the heads' losses on the good answers.
 
-    Of an answer with r = log(model / reference), summed over its tokens:
+    The loss of an answer with r = log(model / reference), summed over its tokens:
 
         good    desirable_weight * (1 - sigmoid(beta * (r - kl)))
         bad     undesirable_weight * (1 - sigmoid(beta * (kl - r)))
 
     Attributes:
-        kl: of the global batch, as `measure_kl` finds it.
+        kl: the KL estimate of the global batch, see `measure_kl`.
     """
 
     preference: Preference
@@ -81,7 +84,7 @@ class KtoObjective:
 
     def prepare(self, model: Sequence[torch.nn.Module], mesh: Mesh, batches: Sequence[Batch]) -> "KtoObjective":
         """Return the objective with the KL of this global batch; see `PreparedObjective`."""
-        assert isinstance(batches, MicroBatches)  # streams are refused by the rules
+        assert isinstance(batches, MicroBatches)  # the rules reject --streaming
         return replace(self, kl=measure_kl(model, mesh, batches.companions))
 
     @property
@@ -93,15 +96,17 @@ class KtoObjective:
         return (SUMS + 3 * self.heads.drafts,)
 
     def count_targets(self, batches: Sequence[Batch]) -> torch.Tensor:
-        """Count valid targets of the trunk and of each MTP depth, all their tokens, and in each column the answers:
-        int64 [3, K]."""
+        """Count, for the trunk and each MTP depth: valid targets, all tokens, and answers.
+
+        Returns int64 [3, K]; the number of answers is the same in every column.
+        """
         counts = torch.zeros(3, 1 + self.heads.drafts, dtype=torch.int64)
         counts[:2] = count_labels(batches, self.heads)
         counts[2] = sum(batch.num_sequences for batch in batches)
         return counts
 
     def make_forward_step(self, counts: torch.Tensor, mesh: Mesh) -> ForwardStep:
-        """Return a forward step with each micro-batch's loss, its answers and its statistics."""
+        """Return a forward step that gives the loss, the number of answers and the statistics of each micro-batch."""
         targets, tokens, (num_answers, *_) = counts.tolist()
         coefficients = head_coefficients(self.heads, self.mtp_loss_scaling_factor, targets[1:], num_answers)
         balance = Balance(tokens, divisor=num_answers)
@@ -138,9 +143,11 @@ class KtoObjective:
         return torch.stack([row.double().sum() for row in rows])
 
     def means(self, sums: torch.Tensor) -> dict[str, float]:
-        """Return metrics by TRL's names: `loss`, `kl`, rewards and log-probabilities of good and bad answers (0 without
-        answers), `rewards/margins` with both kinds; and per depth `mtp_K_loss` and `mtp_K_acceptance`, on good
-        answers."""
+        """Return metrics by TRL's names, and `mtp_K_loss` and `mtp_K_acceptance` of each depth K on good answers.
+
+        TRL's metrics are `loss`, `kl`, rewards and log-probabilities of good and of bad answers (0 without answers),
+        and `rewards/margins` if the batch has both kinds.
+        """
         number, loss, good, good_reward, good_logp, bad, bad_reward, bad_logp = sums[:SUMS].tolist()
         named = {
             "loss": mean_of(loss, number),
@@ -157,13 +164,13 @@ class KtoObjective:
 
 
 def load_rated(args: DpoArgs, encoder: Encoder, vocab_size: int) -> Data:
-    """Read the rows to train on and those held out, each with the answer to another question as its companion.
+    """Read training and held-out rows; each sample gets the answer to another question as its companion.
 
     Raises:
-        UserError: files or rows that cannot be used.
+        UserError: a file or a row is invalid.
     """
     data = load_data(args, encoder, vocab_size)
-    # All at once, so that a single held-out row finds another question too.
+    # All rows together, so that a single held-out row can be paired with a training row.
     samples = mismatch([*data.train, *data.val], args.max_length, args.truncation_strategy, args.seed)
     return replace(data, train=samples[: len(data.train)], val=samples[len(data.train) :])
 
@@ -174,7 +181,7 @@ def kto_objective(run: Run) -> KtoObjective:
 
 
 def _with_companion(sample: Sample) -> Sample:
-    """Return the two sequences that the reference model scores: the answer and its companion."""
+    """Return a sample of the two sequences that the reference model scores: the answer and its companion."""
     assert sample.companion is not None
     return replace(sample, others=(sample.companion,), companion=None)
 

@@ -1,4 +1,4 @@
-"""The losses of the MTP heads, which every objective adds to its own.
+"""The losses of the MTP heads, which every objective adds to its own loss.
 
 Shapes: K the trunk and each MTP depth, B rows, S tokens of a row on this context-parallel rank.
 """
@@ -16,8 +16,7 @@ from swiftlite.runtime.mesh import Mesh
 
 
 def count_labels(batches: Sequence[Batch], heads: Heads) -> torch.Tensor:
-    """Count the valid targets of the trunk and of each MTP depth in these batches, and all their tokens: int64
-    [2, K]."""
+    """Count valid targets and all tokens of the trunk and of each MTP depth in these batches: int64 [2, K]."""
     counts = torch.zeros(2, 1 + heads.drafts, dtype=torch.int64)
     for batch in batches:
         counts[0] += (batch.labels_KBS != IGNORE_INDEX).sum(dim=(1, 2)).cpu()
@@ -28,16 +27,16 @@ def count_labels(batches: Sequence[Batch], heads: Heads) -> torch.Tensor:
 def head_coefficients(
     heads: Heads, mtp_loss_scaling_factor: float, num_targets: Sequence[int], divisor: int
 ) -> list[float]:
-    """Return what the summed loss of each MTP depth is multiplied by, given that gradients are divided by `divisor`.
+    """Return the coefficient of the summed loss of each MTP depth, given that gradients are divided by `divisor`.
 
-    The result makes each depth a mean over its own targets; a depth without a target has 0.
+    The coefficients make the loss of each depth a mean over its targets; a depth without targets has 0.
 
     Example: one depth with weight 1, scaling factor 0.3, 50 targets, and gradients divided by 200 tokens: 0.3 * 200 /
     50 = 1.2.
 
     Args:
-        num_targets: of each MTP depth in the global batch.
-        divisor: what the objective's own loss is a mean over, in the global batch.
+        num_targets: number of targets of each MTP depth in the global batch.
+        divisor: number of elements (tokens or pairs) in the global batch that the objective's own loss is a mean over.
     """
     coefficients = []
     for weight, count in zip(heads.weights, num_targets, strict=True):
@@ -55,7 +54,7 @@ def mean_of(total: float, number: float) -> float:
 def add_heads(
     total: torch.Tensor, losses: Losses, loss_scale_KBS: torch.Tensor, coefficients: Sequence[float]
 ) -> torch.Tensor:
-    """Return the loss with those of the MTP heads added, each times its coefficient."""
+    """Return `total` plus the losses of the MTP heads, each multiplied by its coefficient."""
     for coefficient, head, weight_BS in zip(coefficients, losses.mtp, loss_scale_KBS[1:], strict=True):
         total = total + coefficient * (head.loss_BS * weight_BS).sum()
     return total
@@ -70,5 +69,5 @@ def head_means(sums: torch.Tensor) -> dict[str, float]:
     """Return `mtp_K_loss` and `mtp_K_acceptance` for each depth, from the summed `head_sums`."""
     without_trunk = torch.zeros(1, 3, dtype=sums.dtype)
     named = statistics.means(torch.cat([without_trunk, sums.view(-1, 3)]))
-    del named["loss"]  # the trunk's
+    del named["loss"]  # the trunk's loss
     return named

@@ -24,25 +24,26 @@ from swiftlite.train.phases import Run
 
 @dataclass(frozen=True)
 class NextTokenObjective:
-    """The next-token loss plus weighted MTP losses, each a mean over its own valid targets.
+    """The next-token loss plus weighted MTP losses; each loss is a mean over its valid targets.
 
-    For depth k of D, with N_k the number of valid targets of that depth in the whole global batch (N_0: the trunk's)
-    and a_k the weight of the depth (`Heads.weights`: 1 / D, unless one layer is unrolled over D steps):
+    For depth k of D, N_k is the number of valid targets of the depth in the global batch (N_0: of the trunk), a_k the
+    weight of the depth (`Heads.weights`: 1 / D, unless one layer is unrolled over D steps), and w the weight of a
+    target:
 
         loss = sum(w * CE) / N_0 + mtp_loss_scaling_factor * sum_k( a_k * sum(w * L_k) / N_k )
 
-    L_k is the cross-entropy, or the loss that --mtp_loss chooses. Models with experts add the load-balancing losses of
-    their routers (`model/loss/balance.py`), means over all tokens.
+    L_k is the loss that --mtp_loss selects, by default the cross-entropy CE. Models with experts add the load-balancing
+    losses of their routers (`model/loss/balance.py`), which are means over all tokens.
 
-    A depth with no target contributes exactly 0. megatron-core divides all gradients by N_0 at the end of the step
-    (`calculate_per_token_loss`), so what is summed here is `sum(w * CE) + sum_k( c_k * sum(w * L_k) )` with
-    `c_k = mtp_loss_scaling_factor * a_k * N_0 / N_k`.
+    A depth without targets contributes exactly 0. megatron-core divides all gradients by N_0 at the end of the step
+    (`calculate_per_token_loss`), so this class sums `sum(w * CE) + sum_k( c_k * sum(w * L_k) )` with `c_k =
+    mtp_loss_scaling_factor * a_k * N_0 / N_k`.
     """
 
     heads: Heads
     mtp_loss_scaling_factor: float
     hidden_state_cache: HiddenStateCache | None = None
-    """Cached hidden states of a frozen trunk; None computes them in each step."""
+    """Cache of a frozen trunk's hidden states; None computes them in each step."""
 
     @property
     def nonfinite_hint(self) -> str:
@@ -50,14 +51,14 @@ class NextTokenObjective:
 
     @property
     def sums_shape(self) -> tuple[int, int]:
-        return (1 + self.heads.drafts, 3)  # as `acceptance/statistics.py`
+        return (1 + self.heads.drafts, 3)  # see `acceptance/statistics.py`
 
     def count_targets(self, batches: Sequence[Batch]) -> torch.Tensor:
         """See `count_labels`."""
         return count_labels(batches, self.heads)
 
     def make_forward_step(self, counts: torch.Tensor, mesh: Mesh) -> ForwardStep:
-        """Return the step that gives `total_loss` of each micro-batch, the trunk's targets and its statistics."""
+        """Return a forward step that gives `total_loss`, the trunk's number of targets and the statistics."""
         targets, tokens = counts.tolist()
         coefficients = head_coefficients(self.heads, self.mtp_loss_scaling_factor, targets[1:], targets[0])
         balance = Balance(tokens, divisor=targets[0])
@@ -80,7 +81,7 @@ class NextTokenObjective:
         return forward_step
 
     def means(self, sums: torch.Tensor) -> dict[str, float]:
-        """Return `loss`, and per depth `mtp_K_loss` and `mtp_K_acceptance`; 0 without targets."""
+        """Return `loss`, and `mtp_K_loss` and `mtp_K_acceptance` of each depth K; 0 without targets."""
         return statistics.means(sums)
 
 

@@ -1,7 +1,7 @@
-"""The losses of `megatron dpo` over pairs of answers, and the heads' own loss on the preferred ones.
+"""The losses of `megatron dpo` over pairs of answers, and the heads' losses on the preferred answers.
 
-Shapes: P pairs of a micro-batch, 2 the answers of each (the preferred one first), N all its sequences; K the trunk and
-each MTP depth, B rows, S tokens of a row on this context-parallel rank.
+Shapes: P pairs of a micro-batch, 2 the answers of a pair (the preferred one first), N all sequences of the micro-batch,
+K the trunk and each MTP depth, B rows, S tokens of a row on this context-parallel rank.
 """
 
 from collections.abc import Sequence
@@ -24,10 +24,10 @@ from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.methods.mtp_loss import add_heads, count_labels, head_coefficients, head_means, head_sums, mean_of
 
 REFERENCE = Extra("reference")
-"""The log-probability of a sequence's labels by the reference model."""
+"""The log-probability of a sequence's labels under the reference model."""
 FIGURES = ("loss", "rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins")
 FIGURES += ("logps/chosen", "logps/rejected")
-"""Means over pairs, by TRL's names."""
+"""Metrics that are means over pairs, by TRL's names."""
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,12 @@ class Scores:
 
     @property
     def ratio_P2(self) -> torch.Tensor:
-        """log(model / reference)."""
+        """log(model / reference) of each answer."""
         return self.log_p_P2 - self.reference_P2
 
     @property
     def margin_P(self) -> torch.Tensor:
-        """Difference of the log ratios of chosen and rejected answers."""
+        """Log ratio of the chosen answer minus that of the rejected answer."""
         return self.ratio_P2[:, 0] - self.ratio_P2[:, 1]
 
 
@@ -64,7 +64,7 @@ def score(loss_BS: torch.Tensor, batch: Batch, mesh: Mesh) -> Scores:
     """Return the scores of the answers of a micro-batch, the same on every context-parallel rank.
 
     Args:
-        loss_BS: the trunk's loss of each label, 0 elsewhere.
+        loss_BS: the trunk's loss of each label; 0 at positions without a label.
         batch: this rank's part of the micro-batch.
     """
     log_p_N, tokens_N = log_probabilities_of(loss_BS, batch, mesh)
@@ -72,14 +72,15 @@ def score(loss_BS: torch.Tensor, batch: Batch, mesh: Mesh) -> Scores:
 
 
 def log_probabilities_of(loss_BS: torch.Tensor, batch: Batch, mesh: Mesh) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the log-probability of each sequence of a micro-batch and the number of its labels, both [N] and the same
-    on every context-parallel rank.
+    """Return the log-probability and the number of labels of each sequence of a micro-batch, [N] each.
+
+    Both are the same on every context-parallel rank.
 
     Args:
         loss_BS, batch: as for `score`.
     """
     numbers = torch.arange(batch.num_sequences, device=loss_BS.device)
-    # A product and not index_add, whose sums have another order each time on a GPU.
+    # A matrix product instead of index_add, whose order of summation varies on a GPU.
     is_of_answer = (batch.sequence_KBS[0].flatten() == numbers[:, None]).float()
     log_p = is_of_answer @ -(loss_BS * batch.loss_scale_KBS[0]).flatten()
     is_target = on_device((batch.labels_KBS[0] != IGNORE_INDEX).flatten(), loss_BS.device)
@@ -90,8 +91,11 @@ def log_probabilities_of(loss_BS: torch.Tensor, batch: Batch, mesh: Mesh) -> tup
 
 
 def pair_losses(scores: Scores, preference: Preference) -> torch.Tensor:
-    """Compute the loss [P] of each pair, as in TRL's DPOTrainer; of simpo as in its CPOTrainer, of orpo as in its
-    ORPOTrainer, both without the next-token loss (`Preference.imitation`)."""
+    """Compute the loss [P] of each pair, as TRL's DPOTrainer does.
+
+    The losses simpo and orpo follow TRL's CPOTrainer and ORPOTrainer, without their next-token loss
+    (`Preference.imitation`).
+    """
     beta, smoothing = preference.beta, preference.label_smoothing
     match preference.loss_type:
         case "sigmoid":
@@ -121,21 +125,22 @@ def pair_losses(scores: Scores, preference: Preference) -> torch.Tensor:
 
 
 def _smoothed(logits_P: torch.Tensor, smoothing: float) -> torch.Tensor:
-    """Compute -log of the probability that the preference has if a share of the pairs is the wrong way round."""
+    """Compute -log sigmoid(logits) with label smoothing, the assumed share of swapped pairs."""
     return -logsigmoid(logits_P) * (1 - smoothing) - logsigmoid(-logits_P) * smoothing
 
 
 @dataclass(frozen=True)
 class PreferenceObjective:
-    """The loss of pairs, a mean over all pairs of a global batch, plus losses on the preferred answers' tokens.
+    """The mean loss of all pairs of a global batch, plus losses on the tokens of the preferred answers.
 
-    With P pairs in the global batch, whose preferred answers have N_0 labels, and N_k for MTP depth k (see
+    For P pairs in the global batch, whose preferred answers have N_0 labels, and N_k labels at MTP depth k (see
     `NextTokenObjective` for a_k):
 
         loss = sum(pair losses) / P + imitation * sum(CE) / N_0
              + mtp_loss_scaling_factor * sum_k( a_k * sum(L_k) / N_k )
 
-    megatron-core divides all gradients by P at the end of the step, so the latter sums are multiplied by P / N.
+    megatron-core divides all gradients by P at the end of the step, so the sums over tokens are multiplied by P / N_0
+    or P / N_k.
     """
 
     preference: Preference
@@ -148,12 +153,15 @@ class PreferenceObjective:
 
     @property
     def sums_shape(self) -> tuple[int]:
-        # The pairs, FIGURES, the loss and number of preferred tokens, and per depth as `acceptance/statistics.py`.
+        # The number of pairs, FIGURES, loss and number of preferred tokens, and the statistics of each depth
+        # (`acceptance/statistics.py`).
         return (1 + len(FIGURES) + 2 + 3 * self.heads.drafts,)
 
     def count_targets(self, batches: Sequence[Batch]) -> torch.Tensor:
-        """Count valid targets of the trunk and of each MTP depth, all their tokens, their targets in preferred answers,
-        and in each column the pairs: int64 [4, K]."""
+        """Count, for the trunk and each MTP depth: targets, tokens, targets in preferred answers, pairs.
+
+        Returns int64 [4, K]; the number of pairs is the same in every column.
+        """
         counts = torch.zeros(4, 1 + self.heads.drafts, dtype=torch.int64)
         counts[:2] = count_labels(batches, self.heads)
         for batch in batches:
@@ -163,7 +171,7 @@ class PreferenceObjective:
         return counts
 
     def make_forward_step(self, counts: torch.Tensor, mesh: Mesh) -> ForwardStep:
-        """Return a forward step with each micro-batch's loss, its pairs and its statistics."""
+        """Return a forward step that gives the loss, the number of pairs and the statistics of each micro-batch."""
         _, tokens, targets, (num_pairs, *_) = counts.tolist()
         imitation = self.preference.imitation * num_pairs / max(targets[0], 1)
         coefficients = head_coefficients(self.heads, self.mtp_loss_scaling_factor, targets[1:], num_pairs)
@@ -198,8 +206,10 @@ class PreferenceObjective:
         return torch.stack([row.double().sum() for row in rows])
 
     def means(self, sums: torch.Tensor) -> dict[str, float]:
-        """Return FIGURES by name; if the preferred answers are imitated, also `nll_loss`, and the `loss` with it; and
-        per depth `mtp_K_loss` and `mtp_K_acceptance`, on the preferred answers."""
+        """Return FIGURES by name, and `mtp_K_loss` and `mtp_K_acceptance` of each depth K on the preferred answers.
+
+        If preferred answers are also imitated (`Preference.imitation`), `nll_loss` is added, and `loss` includes it.
+        """
         pairs, *rest = sums.tolist()
         figures = rest[: len(FIGURES)]
         named = {name: mean_of(figure, pairs) for name, figure in zip(FIGURES, figures, strict=True)}
@@ -212,4 +222,4 @@ class PreferenceObjective:
 
 def _is_preferred(batch: Batch) -> torch.Tensor:
     """Return a boolean mask [B, S]: whether each token belongs to a preferred answer."""
-    return batch.sequence_KBS[0] % 2 == 0  # padding, -1, is none
+    return batch.sequence_KBS[0] % 2 == 0  # false for padding, -1

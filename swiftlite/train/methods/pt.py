@@ -14,7 +14,7 @@ from swiftlite.train.methods.training import Training
 from swiftlite.train.phases import Run
 
 PROMPT_TOKENS = 64
-"""Maximum number of tokens of a held-out document that are a prompt for acceptance.json."""
+"""Maximum number of tokens at the beginning of a held-out document that are used as a prompt for acceptance.json."""
 
 
 def make_document_encoder(args: PtArgs, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Encoder:

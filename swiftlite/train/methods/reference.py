@@ -1,12 +1,13 @@
 """Compute log-probabilities under the reference model once, before the first step, and store them on disk.
 
-A frozen model gives the same log-probabilities for a pair in every epoch. The reference model is therefore opened
-before training on a mesh with its own layout, scores the pairs of the training steps, and is closed. The samples carry
-two numbers per pair. These are stored under the sha256 of the pair's tokens, so that resumed runs and other runs read
-the same bits.
+A frozen model gives the same log-probabilities for a pair in every epoch. Therefore the reference model is opened
+before training, on a mesh with a separate layout. It scores the pairs of the training steps and is closed. Each pair
+gets two log-probabilities, one per answer. They are stored on disk under the sha256 of the pair's tokens, so that
+resumed runs and other runs read exactly the same values.
 
-Pairs are scored in slices. All ranks synchronize after each slice, so that ranks outside the reference model's mesh
-wait for at most one slice, and its scores are written, so that a killed run keeps them."""
+Pairs are scored in slices. After each slice all ranks synchronize, so that ranks outside the reference model's mesh
+wait for at most one slice. The scores are written after each slice, so that a killed run keeps them.
+"""
 
 import itertools
 import json
@@ -49,9 +50,11 @@ FILE = "reference.safetensors"
 SLICES = "reference-*.safetensors"
 """Files of a run that has not scored all its pairs yet."""
 SLICE_PAIRS, SLICE_TOKENS = 1000, 1_000_000
-"""Maximum number of tokens in a slice: even at 2,000 tokens a second it takes less than ten minutes."""
+"""Maximum number of pairs and approximate maximum number of tokens of a slice. Even at 2,000 tokens/s a slice takes
+less than ten minutes.
+"""
 Answers = dict[str, tuple[float, float]]
-"""By the digest of a pair, the log-probabilities of its preferred and its rejected answer."""
+"""The log-probabilities of the preferred and the rejected answer, by the digest of the pair."""
 
 
 @dataclass(frozen=True)
@@ -59,9 +62,9 @@ class Reference:
     """A reference model that is not open yet.
 
     Attributes:
-        mesh: the ranks that it is opened on.
-        batches: cuts rows for them.
-        directory: where the numbers are kept.
+        mesh: the ranks on which the model is opened.
+        batches: cuts rows for these ranks.
+        directory: directory of the stored log-probabilities.
     """
 
     model: HfModel
@@ -74,10 +77,10 @@ class Reference:
         """Return the log-probabilities of both sequences of each pair; collective, each rank has all pairs.
 
         Raises:
-            UserError: the numbers that are kept are another model's or damaged, or cannot be written; the model cannot
-                be opened.
+            UserError: the stored log-probabilities belong to another model, are damaged or cannot be written, or the
+                model cannot be opened.
         """
-        self._check_agreement()  # before the ranks share the model's digest
+        self._check_agreement()  # before ranks share the computation of the digest
         if dist.get_rank() == 0:
             self._check_directory()
         manifest = self._manifest()
@@ -95,7 +98,7 @@ class Reference:
         return [answers[key] for key in keys]
 
     def _score(self, missing: Mapping[str, Sample], manifest: Mapping[str, str]) -> Answers:
-        """Ask the model about these pairs, by digest, one slice after the other; collective over all ranks."""
+        """Return the log-probabilities of these pairs, by digest, computed in slices; collective over all ranks."""
         logger.info("the reference model %s scores %d samples", self.model.name, len(missing))
         chunks = self.open()
         answers: Answers = {}
@@ -112,19 +115,19 @@ class Reference:
         return answers
 
     def _check_agreement(self) -> None:
-        """Check that all ranks have the same model; collective over them.
+        """Check that all ranks have the same model; collective over all ranks.
 
         Raises:
-            UserError: they have different ones.
+            UserError: the models differ.
         """
         tensors = agreement.digest(describe(self.model.directory))
         agreement.check_agreement({"tensors of --ref_model": tensors, "commit of --ref_model": self.model.identity})
 
     def open(self) -> list[GPTModel]:
-        """Return the model's stages on this rank, none outside its mesh; collective over the ranks of the mesh.
+        """Return the model's stages on this rank, empty outside of its mesh; collective over the ranks of the mesh.
 
         Raises:
-            UserError: it cannot be opened.
+            UserError: the model cannot be opened.
         """
         if not self.mesh.is_here:
             return []
@@ -139,10 +142,10 @@ class Reference:
         return {"model": shared_digest_of(self.model.directory), "torch_dtype": self.torch_dtype}
 
     def _check_directory(self) -> None:
-        """Make the directory where it is new.
+        """Create the directory if it does not exist.
 
         Raises:
-            UserError: it holds something else, or cannot be written.
+            UserError: it contains other files, or cannot be written.
         """
         check_writable(FLAG, self.directory)
         if any(self.directory.iterdir()) and not self._files():
@@ -157,10 +160,10 @@ class Reference:
         return files
 
     def _read(self, manifest: Mapping[str, str]) -> Answers:
-        """Return the numbers that are kept.
+        """Return the stored log-probabilities.
 
         Raises:
-            UserError: they are another model's, or damaged.
+            UserError: they belong to another model or are damaged.
         """
         answers: Answers = {}
         for path in self._files():
@@ -194,7 +197,7 @@ class Reference:
         atomic_write(path, save(tensors, {"manifest": json.dumps(dict(manifest))}))
 
     def _write_all(self, answers: Mapping[str, tuple[float, float]], manifest: Mapping[str, str]) -> None:
-        """Write all numbers into one file, and delete the slices that it holds."""
+        """Write all log-probabilities into one file, and delete the files of slices."""
         slices = sorted(self.directory.glob(SLICES))
         self._write(self.directory / FILE, answers, manifest)
         for path in slices:
@@ -222,18 +225,17 @@ def slices(pairs: Mapping[str, Sample]) -> Iterator[list[str]]:
 def log_probabilities(
     chunks: Sequence[GPTModel], mesh: Mesh, batches: Batches, pairs: Sequence[Sample]
 ) -> torch.Tensor:
-    """Return log-probabilities [len(pairs), 2] of both answers of each pair on every rank of the mesh; collective over
-    it.
+    """Return log-probabilities [len(pairs), 2] of the answers on all ranks of the mesh; collective over the mesh.
 
-    Each pair is a separate micro-batch, so that its bits do not depend on other pairs: a resumed run with another
-    number of steps scores other pairs.
+    Each pair is a separate micro-batch, so that its scores are bitwise independent of other pairs: a resumed run with a
+    different number of steps scores different pairs.
 
     Args:
         chunks: the model's stages on this rank.
         batches: splits rows for this mesh.
     """
     firsts = range(0, len(pairs), mesh.dp.size())
-    mine = [first + mesh.dp.rank() for first in firsts]  # the last one may be past the end: it is computed as padding
+    mine = [first + mesh.dp.rank() for first in firsts]  # an index past the end is computed as padding
     micro_batches = Collated(batches.collate, [pairs[index : index + 1] for index in mine])
     for chunk in chunks:
         chunk.eval()
@@ -246,16 +248,16 @@ def log_probabilities(
     with mesh.active():
         parts = run_batches(chunks, mesh, micro_batches, forward_step_of(score), forward_only=True)
     found = torch.zeros(len(pairs), 2, device=mesh.device.torch_device)
-    for index, log_p_P2 in zip(mine, parts, strict=False):  # no parts before the last stage
+    for index, log_p_P2 in zip(mine, parts, strict=False):  # empty before the last stage
         found[index : index + 1] = log_p_P2
-    dist.all_reduce(found, group=mesh.dp)  # each pair has one rank's number, and zeros
+    dist.all_reduce(found, group=mesh.dp)  # one rank has a pair's value, the others zero
     return broadcast_from_last_stage(found, mesh)
 
 
 def score_with_reference(
     run: Run, pair_of: Callable[[Sample], Sample], scored: Callable[[Sample, float, float], Sample]
 ) -> Run:
-    """Return the run, the samples of its steps with the log-probabilities of the reference model; collective.
+    """Return the run with the log-probabilities of the reference model added to its samples; collective.
 
     Args:
         pair_of: returns the two sequences of a sample that are scored, as one sample.
@@ -271,7 +273,7 @@ def score_with_reference(
     numbers = open_reference(run).score(pairs)
     found = [scored(sample, *both) for sample, both in zip(asked, numbers, strict=True)]
     train = list(run.data.train)
-    for index, sample in zip(used, found, strict=False):  # those held out follow
+    for index, sample in zip(used, found, strict=False):  # held-out samples follow
         train[index] = sample
     data = replace(run.data, train=train, val=found[len(used) :])
     return replace(run, data=data, rows=run.batches.rows(train))
@@ -289,7 +291,7 @@ def samples_of_steps(run: Run) -> list[int]:
 
 
 def open_reference(run: Run) -> Reference:
-    """Open the reference model on a mesh with its layout, which may exclude the last ranks; collective."""
+    """Return the reference model, with a mesh for its layout, which may exclude the last ranks; collective."""
     args: Any = run.args
     layout = reference_layout(args)
     model = run.ref_model or run.hf_model

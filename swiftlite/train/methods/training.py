@@ -1,4 +1,4 @@
-"""`Training`: the part of a method that needs torch, which its record (`swiftlite/methods`) names."""
+"""`Training`: the part of a training method that needs torch, see `Method` in `swiftlite/methods`."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from swiftlite.train.phases import Run
 
 
 def unchanged(run: Run) -> Run:
-    """Return the run as it is: the method prepares nothing."""
+    """Return the run unchanged, for methods without preparation."""
     return run
 
 
@@ -23,7 +23,7 @@ class Training:
 
     Attributes:
         make_encoder: returns the encoder of rows for the options, the tokenizer and the size of the vocabulary.
-        make_objective: returns the objective, after the model was loaded and `prepare` was called.
+        make_objective: returns the objective; called after the model was loaded and `prepare` was called.
         load: reads training and held-out rows.
         prepare: called once before the first step. It returns the run with scores added to its samples, such as the
             log-probabilities of a reference model.

@@ -16,7 +16,7 @@ from swiftlite.train.metrics.trackers import open_trackers
 
 
 class MetricLogger(Protocol):
-    """One place that takes the metrics of a step, and what the whole run came to."""
+    """A destination for the metrics of each step and the summary of the run."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
@@ -26,7 +26,7 @@ class MetricLogger(Protocol):
 
 
 class ProgressBar:
-    """One line on stderr with what to watch, and the time left."""
+    """A progress bar on stderr with the main metrics and the remaining time."""
 
     SHORT: ClassVar = {"learning_rate": "lr", "tokens_per_second": "tok/s"}
 
@@ -39,8 +39,8 @@ class ProgressBar:
             tqdm.write(f"step {step}: " + self._render(metrics), file=sys.stderr)
             return
         if self.bar is None:
-            # From the first step on, or what came before it (evaluating, measuring acceptance) spoils rate and ETA.
-            # For a file or a CI log, a separate line every 20 s is enough.
+            # Created at the first step, because evaluation and measuring acceptance before it would distort rate and
+            # ETA. If stderr is a file or a CI log, one line every 20 s is enough.
             interval, bar_format = 20.0, "{l_bar}{bar}{r_bar}\n"
             if sys.stderr.isatty():
                 interval, bar_format = 0.1, None
@@ -67,11 +67,11 @@ class ProgressBar:
 
 
 class MetricsFile:
-    """One JSON object per line, flushed as it comes.
+    """The file metrics.jsonl: one JSON object per line, flushed after each line.
 
     Args:
-        first: on resume, lines of later steps (written after the checkpoint, before the stop) are cut off.
-        last: step of the evaluation at the end. A run that is resumed there takes no step, and evaluates again.
+        first: step of the checkpoint that the run resumes from; lines of later steps are removed.
+        last: step of the final evaluation. A run that resumes at this step only evaluates again.
     """
 
     def __init__(self, path: Path, first: int, last: int):
@@ -136,10 +136,10 @@ class TensorBoard:
 def open_metric_loggers(
     output_dir: Path, first: int, last: int, report_to: list[str], config: Mapping[str, Any] | None = None
 ) -> list[MetricLogger]:
-    """Return all destinations for the steps after `first`.
+    """Open all metric loggers for the steps after `first`.
 
     Args:
-        report_to: names of the optional ones.
+        report_to: names of the optional metric loggers.
         config: the run's options, without secrets.
 
     Raises:

@@ -1,4 +1,4 @@
-"""run_report.json: what a run did to its data and its tensors, and the proof that frozen tensors stayed."""
+"""run_report.json: statistics of the data, the changes of tensors, and a check that frozen tensors did not change."""
 
 import hashlib
 import json
@@ -19,7 +19,7 @@ REPORT_FILE = "run_report.json"
 
 
 class Hashed(NamedTuple):
-    """One parameter of one rank, before and after training."""
+    """Hashes of one parameter of one rank before and after training."""
 
     before: str
     after: str
@@ -32,20 +32,20 @@ class Hashed(NamedTuple):
 
 
 def hash_tensors(chunks: Sequence[torch.nn.Module]) -> dict[str, str]:
-    """Compute the sha256 of the bytes of each parameter as this rank holds it, by label."""
+    """Compute the sha256 of each parameter's bytes on this rank, by label."""
     return {label: _sha256(parameter) for label, _, parameter in _parameters(chunks)}
 
 
 def compare_tensors(
     chunks: Sequence[torch.nn.Module], before: Mapping[str, str], trainable: Trainable
 ) -> dict[str, Any]:
-    """Return which tensors changed since `before` over all ranks, separately for trained and frozen ones; collective.
+    """Return which tensors changed since `before` on any rank, separately for trained and frozen tensors; collective.
 
     Args:
-        before: `hash_tensors` of the same chunks.
+        before: earlier `hash_tensors` of these chunks.
 
     Returns:
-        `trunk_sha256_...` is one hash over all tensors outside of MTP heads.
+        The entries of run_report.json; `trunk_sha256_...` is one hash over all tensors outside of MTP heads.
     """
     mine = {
         label: Hashed(before[label], _sha256(parameter), trainable.learns(name), is_head_parameter(name))
@@ -75,7 +75,8 @@ def compare_tensors(
 def _parameters(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, str, torch.nn.Parameter]]:
     """Yield (label, name, parameter) of this rank.
 
-    Names are those in the chunk; labels have the number of the virtual pipeline stage as a prefix if there are several.
+    Names are unique in a chunk. If there are several virtual pipeline stages, labels have the stage's number as a
+    prefix.
     """
     for number, chunk in enumerate(chunks):
         prefix = f"stage{number}." if len(chunks) > 1 else ""
@@ -93,10 +94,10 @@ def _sha256_of_all(hashes: Mapping[str, str]) -> str:
 
 
 def check_frozen(tensors: Mapping[str, Any], trainable: Trainable) -> None:
-    """Raise UserError when a tensor that had to stay has changed: a defect, which must not pass as success.
+    """Raise UserError if a frozen tensor has changed: this is a defect, so the run must fail.
 
     Args:
-        tensors: `compare_tensors`.
+        tensors: result of `compare_tensors`.
     """
     if tensors["frozen_but_changed"]:
         names = ", ".join(tensors["frozen_but_changed"][:5])
@@ -111,8 +112,8 @@ def write_report(
     """Write run_report.json.
 
     Args:
-        measured: its first entries: steps, seconds, what the last evaluation gave.
-        tensors: `compare_tensors`.
+        measured: the first entries: steps, seconds, and metrics of the last evaluation.
+        tensors: result of `compare_tensors`.
     """
     content = {
         **measured,

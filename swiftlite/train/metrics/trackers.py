@@ -20,9 +20,9 @@ from swiftlite.log import logger
 PROJECT = "swiftlite"
 """Project of a run, unless the tracker's own environment variable sets another."""
 IDS_FILE = "trackers.json"
-"""File in a run's output_dir with its run in each tracker; a resumed run continues these."""
+"""File in output_dir with the id of the run in each tracker; a resumed run continues these tracker runs."""
 MAX_PARAMETER = 500
-"""Characters of an option that MLflow takes in every release."""
+"""Maximum length of an option's value that every release of MLflow accepts."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Tracker(Protocol):
     """One run of a tracker.
 
     Attributes:
-        id: id for continuing it when the run resumes.
+        id: the tracker's id of the run, used to continue it when training resumes.
     """
 
     id: str
@@ -75,7 +75,7 @@ class Wandb:
             config=dict(run.config),
             settings=wandb.Settings(console="off", disable_code=True, disable_git=True, x_disable_meta=True),
         )
-        # Its steps must not decrease, as they do when a run resumes from a checkpoint.
+        # The steps of wandb must not decrease, but a run that resumes from a checkpoint repeats steps.
         self.run.define_metric("*", step_metric="step")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -89,7 +89,7 @@ class Wandb:
 
 
 class SwanLab:
-    """SwanLab; it has no summary, so what a run came to is its last point."""
+    """SwanLab. It has no summary, so the summary is logged as the last point."""
 
     def __init__(self, run: TrackedRun):
         import swanlab  # pyright: ignore[reportMissingImports]
@@ -148,7 +148,7 @@ TRACKERS: dict[str, Callable[[TrackedRun], Tracker]] = {"wandb": Wandb, "swanlab
 
 
 class TolerantTracker:
-    """A tracker that is dropped at its first failure, so that training continues without it."""
+    """A tracker that is disabled at its first failure, so that training continues without it."""
 
     def __init__(self, name: str, tracker: Tracker):
         self.name = name
@@ -168,20 +168,20 @@ class TolerantTracker:
             return
         try:
             tell(self.tracker)
-        except Exception as error:  # whatever a package, its server or the network comes up with
+        except Exception as error:  # any error of the package, its server or the network
             self.tracker = None
             logger.warning("--report_to %s: %s; the run continues without it", self.name, reason_of(error))
 
 
 def open_trackers(names: list[str], output_dir: Path, config: Mapping[str, Any], first: int) -> list[TolerantTracker]:
-    """Return the trackers among these names.
+    """Open the trackers among these names.
 
     Args:
         config: the run's options, without secrets.
         first: number of the last completed step; if it is not 0, each tracker continues its run.
 
     Raises:
-        UserError: a tracker of a new run cannot be opened; for a resumed run this is a warning.
+        UserError: a tracker cannot be opened. If the run resumes, this is only a warning.
     """
     path = output_dir / IDS_FILE
     known = _known_ids(path) if first else {}
