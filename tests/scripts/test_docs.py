@@ -59,14 +59,14 @@ def test_the_releases_it_was_run_with(language):
 
 # The words of the table of conventions in docs/*/serving.md.
 WORDS = {
-    "each": ("each its own step", "每个头各管一步"),
-    "first": ("the first, every step", "第一个头，每一步"),
-    "last": ("the last, every step", "最后一个头，每一步"),
-    "one": ("more than one is refused", "多于一个就拒绝"),
-    "before norm": ("before its norm", "归一化之前"),
-    "after norm": ("after its norm", "归一化之后"),
+    "each": ("head *k*", "每个头各管一步"),
+    "first": ("the first head, for every token", "第一个头，每一步"),
+    "last": ("the last head, for every token", "最后一个头，每一步"),
+    "one": ("more than one head is refused", "多于一个就拒绝"),
+    "before norm": ("before the final norm", "归一化之前"),
+    "after norm": ("after the final norm", "归一化之后"),
     "zeros": ("zeros", "置零"),
-    "kept": ("kept", "保留"),
+    "kept": ("the embedding", "保留"),
     "embedding, hidden": ("embedding, state", "嵌入，状态"),
     "hidden, embedding": ("state, embedding", "状态，嵌入"),
 }
