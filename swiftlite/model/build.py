@@ -27,7 +27,7 @@ from swiftlite.plan.layout import (
 from swiftlite.runtime.device import Device
 from swiftlite.runtime.mesh import Mesh
 
-# By the names that transformers has for them.
+# Names of transformers.
 _ACTIVATIONS = {"silu": F.silu}
 
 
@@ -46,7 +46,7 @@ def build_config(
     moe: MoeArgs | None = None,
     kernels: Kernels = Kernels(),
 ) -> TransformerConfig:
-    """Build megatron-core's config: what the architecture fixes, and how swiftlite runs it.
+    """Build megatron-core's config from the architecture's settings and those of the run.
 
     Args:
         mcore_config: arguments of TransformerConfig from `Architecture.mcore_config`.
@@ -66,16 +66,16 @@ def build_config(
         **low_precision,
         mtp_num_layers=mtp_num_layers or None,
         deallocate_pipeline_outputs=device.is_cuda,
-        # The only one that takes rows of any length; each data-parallel rank has its own.
+        # The only dispatcher that supports rows of different lengths on data-parallel ranks.
         moe_token_dispatcher_type="alltoall",
         moe_aux_loss_coeff=moe.moe_aux_loss_coeff,
         moe_router_bias_update_rate=moe.moe_router_bias_update_rate,
         bf16=dtype is torch.bfloat16,
         params_dtype=dtype,
         pipeline_dtype=dtype,
-        # Always: only then does megatron-core mark on a parameter which axis it is split along (layers.py:913).
+        # Required: otherwise megatron-core does not mark along which axis a parameter is split (layers.py:913).
         perform_initialization=True,
-        # Numbers come from the bridge; drawing them here first would take longer than loading them.
+        # The bridge sets the weights; random initialization would take longer than loading them.
         init_method=_leave_unset,
         output_layer_init_method=_leave_unset,
         embedding_init_method=_leave_unset,
@@ -84,7 +84,7 @@ def build_config(
         calculate_per_token_loss=True,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        # Whose it is: the activation that the spec names (model/layers/swiglu.py), or one that megatron-core compiles.
+        # Either the activation is the class of the spec (model/layers/swiglu.py), or megatron-core compiles its own.
         use_te_activation_func=not kernels.is_fused,
         bias_activation_fusion=kernels.is_fused,
         # These fusions need Transformer Engine or CUDA kernels, or change the order of operations.
@@ -98,7 +98,7 @@ def build_config(
 
 
 def _layout_config(layout: ParallelLayout) -> dict[str, Any]:
-    """Return the arguments of TransformerConfig that say how ranks share the model."""
+    """Return the arguments of TransformerConfig for the parallel layout."""
     is_interleaved = num_virtual_stages(layout) is not None
     return {
         "tensor_model_parallel_size": layout.tensor_model_parallel_size,
@@ -111,18 +111,18 @@ def _layout_config(layout: ParallelLayout) -> dict[str, Any]:
         "context_parallel_size": layout.context_parallel_size,
         "expert_model_parallel_size": layout.expert_model_parallel_size,
         "expert_tensor_parallel_size": layout.expert_tensor_parallel_size,
-        # Rows are padded to the longest of their micro-batch; `pipeline.py` knows the shapes.
+        # Rows are padded to the longest row of their micro-batch; `pipeline.py` computes the shapes.
         "variable_seq_lengths": layout.pipeline_model_parallel_size > 1,
-        # gloo matches messages to one rank in order and sends from the buffer it is given: with two stages batched
-        # messages would swap activations and gradients, and a freed buffer would be sent as garbage.
+        # gloo matches messages between two ranks in order, and sends directly from the tensor. With batched messages,
+        # two stages would exchange activations and gradients by mistake, and a freed tensor would be sent as garbage.
         "overlap_p2p_comm": is_interleaved,
         "batch_p2p_comm": not is_interleaved,
-        "batch_p2p_sync": False,  # it waits for the GPU after each message, for a bug of old releases of torch
+        "batch_p2p_sync": False,  # a workaround for old releases of torch, which waits for the GPU after each message
     }
 
 
 def _recompute_config(recompute: RecomputeArgs) -> dict[str, Any]:
-    """Return the arguments of TransformerConfig about recomputed activations."""
+    """Return the arguments of TransformerConfig for activation recomputation."""
     config: dict[str, Any] = {
         "recompute_modules": recompute.recompute_modules,
         "distribute_saved_activations": recompute.distribute_saved_activations,
@@ -136,7 +136,7 @@ def _recompute_config(recompute: RecomputeArgs) -> dict[str, Any]:
 
 
 def _stages(layout: ParallelLayout) -> str | None:
-    """Return the layout string written out: megatron-core does not accept spaces."""
+    """Return the pipeline layout as a string for megatron-core, which does not accept spaces."""
     text = layout.pipeline_model_parallel_layout
     return text and "|".join(parse_stages(text))
 
@@ -155,18 +155,20 @@ def build_model(
     mtp_loss: MtpLoss = "ce",
     kernels: Kernels | None = None,
 ) -> list[GPTModel]:
-    """Build this rank's part of the model, one chunk per virtual pipeline stage, on the device, with uninitialized
-    weights.
+    """Build this rank's part of the model with uninitialized weights on the device.
 
     Args:
         architecture: from `Family.architecture`.
         hf_config: config.json, for the rotary frequencies.
-        mesh: the model's ranks and layout; need not be the active one.
-        heads: its MTP heads.
-        freeze_trunk: whether the trunk has no gradients; `Trainable` defines the trained parameters.
-        drafting: inputs of MTP layers; irrelevant for models that are not computed.
+        mesh: the model's ranks and layout; it does not have to be the active mesh.
+        heads: the MTP heads of the model.
+        freeze_trunk: whether the trunk is computed without gradients; `Trainable` selects the trained parameters.
+        drafting: which states and embeddings the MTP layers read; irrelevant if the model is not run.
         mtp_loss: loss of the heads, see GPTModel.
-        kernels: kernels of its layers; default: those for the device.
+        kernels: kernels of the layers; default: those for the device.
+
+        Returns:
+            One chunk per virtual pipeline stage.
 
     Raises:
         OptionError: the model does not support the layout.
@@ -179,9 +181,9 @@ def build_model(
     mcore_config = architecture.mcore_config()
     chunks = []
     for vp_stage in range(num_virtual_stages(mesh.layout) or 1):
-        # Latent attention turns only a part of each head, and states what turns it apart from all else.
+        # Latent attention rotates only a part of each head, and its config holds the rotary settings separately.
         rotary_pos_emb = RotaryEmbedding(mcore_config.get("hf_rope", hf_config), mesh.device.torch_device, dtype)
-        # One for each stage: megatron-core's schedules leave notes in it.
+        # A separate config for each stage, because megatron-core's schedules write to it.
         config = build_config(
             mcore_config,
             device=mesh.device,
@@ -218,7 +220,7 @@ def _stage(
     drafting: Drafting,
     modules: Modules,
 ) -> dict[str, Any]:
-    """Return this rank's part of a virtual stage as arguments of GPTModel."""
+    """Return the arguments of GPTModel for one virtual stage on this rank."""
     layout = mesh.layout
     pp_rank = mesh.pp.rank()
     per_stage = decoder_layers_per_stage(layout, config.num_layers)
@@ -247,14 +249,14 @@ def _stage(
 
 
 def check_computable(layout: ParallelLayout, device: Device) -> None:
-    """Check that the device can compute with the layout; holding and converting a model does not require it.
+    """Check that the device supports computing with the layout; converting a model does not require it.
 
     Raises:
-        OptionError: what this device cannot do.
+        OptionError: the device does not support an option of the layout.
     """
     ep, etp = layout.expert_model_parallel_size, layout.expert_tensor_parallel_size
     if not device.is_cuda and ep > 1 and etp > 1:
-        # It gathers lists of unequal length (tensor_parallel/mappings.py:143 of 0.16.1).
+        # Sequence parallelism gathers lists of unequal length (tensor_parallel/mappings.py:143 of 0.16.1).
         problem = (
             f"--expert_model_parallel_size {ep} with --expert_tensor_parallel_size {etp} requires a GPU: gloo does not "
             "support megatron-core's alltoall over both"

@@ -1,15 +1,16 @@
-"""Context parallelism: how a row of tokens is cut over ranks, and how keys and values come back together.
+"""Context parallelism: split a row of tokens over ranks, and gather keys and values.
 
-Megatron's zigzag: each sequence is cut into 2 * cp chunks and rank r holds chunks r and 2 * cp - 1 - r, so that every
-rank has the same share of the causal triangle. A dense row is one sequence; a packed row is cut sequence by sequence,
-and a rank's part keeps their order. For example, a packed row of 12 tokens, sequences of 8 and 4, on 2 ranks:
+The split is Megatron's zigzag: each sequence is cut into 2 * cp chunks and rank r holds the chunks r and 2 * cp - 1 -
+r, so that every rank has the same amount of causal attention. A dense row is one sequence. A packed row is split
+sequence by sequence, and a rank's part keeps their order. For example, a packed row of 12 tokens with sequences of 8
+and 4 on 2 ranks:
 
     rank 0    0 1 6 7    8 11
     rank 1    2 3 4 5    9 10
 
-Everything above the autograd function is arithmetic on lengths, without ranks of a machine; attention.py is the user.
+The functions before the autograd function are arithmetic on lengths, without communication.
 
-Shapes: S the tokens of a whole row.
+Shapes: S tokens of a whole row.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,7 +26,7 @@ from swiftlite.runtime.device import on_device
 
 
 class Segment(NamedTuple):
-    """Consecutive queries of a rank, and the keys of the last one: the prefix of its sequence."""
+    """Consecutive queries of a rank, and the keys that the last of them sees: a prefix of its sequence."""
 
     num_queries: int
     key_start: int
@@ -33,7 +34,7 @@ class Segment(NamedTuple):
 
 
 def sequence_lengths(num_tokens: int, cu_seqlens: torch.Tensor | None = None) -> tuple[int, ...]:
-    """Return the lengths of the sequences of a whole row; one of all its tokens without `cu_seqlens`."""
+    """Return the lengths of the sequences of a whole row; without `cu_seqlens` the row is one sequence."""
     if cu_seqlens is None:
         return (num_tokens,)
     return tuple(cu_seqlens.diff().tolist())
@@ -43,7 +44,7 @@ def describe_packed(cu_seqlens: torch.Tensor | None) -> PackedSeqParams | None:
     """Return megatron-core's descriptor of a packed row; None for padded rows.
 
     Args:
-        cu_seqlens: with padding, as splitting and attention require; on the host, where each layer reads it.
+        cu_seqlens: starts of the sequences including padding, on the host, where each layer reads them.
     """
     if cu_seqlens is None:
         return None
@@ -58,10 +59,7 @@ def describe_packed(cu_seqlens: torch.Tensor | None) -> PackedSeqParams | None:
 
 
 def padded_cu_seqlens(packed: PackedSeqParams | None) -> torch.Tensor | None:
-    """Return the starts of the sequences of a packed row, including padding if the descriptor distinguishes it.
-
-    None for padded rows, which have no descriptor.
-    """
+    """Return the starts of the sequences of a packed row, including padding if the descriptor has it; else None."""
     if packed is None:
         return None
     if packed.cu_seqlens_q_padded is None:
@@ -72,10 +70,11 @@ def padded_cu_seqlens(packed: PackedSeqParams | None) -> torch.Tensor | None:
 def shared_row(
     num_tokens: int, packed: PackedSeqParams | None, group: dist.ProcessGroup
 ) -> tuple[tuple[int, ...], dist.ProcessGroup]:
-    """Return the lengths of the sequences of the row that this rank has `num_tokens` of, and the ranks that share it.
+    """Return the lengths of the sequences of a whole row, and the ranks that share it.
 
     Args:
-        group: the ranks that share rows; the descriptor of a packed row may name others.
+        num_tokens: number of tokens of the row on this rank.
+        group: the ranks that share rows; the descriptor of a packed row can specify another group.
     """
     if packed is not None:
         group = packed.cp_group or group
@@ -83,10 +82,10 @@ def shared_row(
 
 
 def _runs(lengths: Sequence[int], rank: int, size: int) -> Iterator[tuple[int, int, int]]:
-    """Return the runs of consecutive tokens on rank `rank` of `size`, in its order; a run may be empty.
+    """Yield the runs of consecutive tokens on rank `rank` of `size`, in order; a run may be empty.
 
-    Each is (start of its sequence, start of the run, end of the run) in the whole row. In the example above, rank 0 has
-    (0, 0, 2), (0, 6, 8), (8, 8, 9) and (8, 11, 12).
+    Each run is (start of its sequence, start of the run, end of the run) in the whole row. In the example above, rank 0
+    has (0, 0, 2), (0, 6, 8), (8, 8, 9) and (8, 11, 12).
 
     Raises:
         ValueError: a length is not a multiple of 2 * size.
@@ -107,9 +106,9 @@ def _chunk_length(length: int, size: int) -> int:
     return length // (2 * size)
 
 
-@lru_cache(maxsize=64)  # every layer asks again for the row of its micro-batch
+@lru_cache(maxsize=64)  # every layer calls it for the row of the micro-batch
 def zigzag_positions(lengths: tuple[int, ...], rank: int, size: int, device: torch.device) -> torch.Tensor:
-    """Return the positions in the whole row of the tokens on rank `rank` of `size`, in its order: int64 [S / size].
+    """Return the positions in the whole row of the tokens on rank `rank` of `size`: int64 [S / size].
 
     Raises:
         ValueError: a length is not a multiple of 2 * size.
@@ -122,7 +121,7 @@ def zigzag_positions(lengths: tuple[int, ...], rank: int, size: int, device: tor
 def _gathered_order(lengths: tuple[int, ...], size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the position in the row of each token of all ranks' concatenated parts, and the inverse permutation.
 
-    In the example above the first is 0 1 6 7 8 11 2 3 4 5 9 10.
+    In the example of the module docstring, the positions are 0 1 6 7 8 11 2 3 4 5 9 10.
     """
     order = torch.cat([zigzag_positions(lengths, rank, size, device) for rank in range(size)])
     return order, order.argsort()
@@ -130,10 +129,9 @@ def _gathered_order(lengths: tuple[int, ...], size: int, device: torch.device) -
 
 @lru_cache(maxsize=16)
 def causal_segments(lengths: tuple[int, ...], rank: int, size: int) -> tuple[Segment, ...]:
-    """Return the queries of rank `rank`, in its order, each run with its keys in the whole row; empty runs are left
-    out.
+    """Return the non-empty runs of queries of rank `rank`, in order, with their keys in the whole row.
 
-    In the example above, rank 0 has queries 6 and 7 in its second segment: Segment(2, 0, 8).
+    In the example of the module docstring, the second segment of rank 0 has queries 6 and 7: Segment(2, 0, 8).
     """
     runs = [run for run in _runs(lengths, rank, size) if run[1] < run[2]]
     return tuple(Segment(end - start, first, end) for first, start, end in runs)
@@ -142,8 +140,8 @@ def causal_segments(lengths: tuple[int, ...], rank: int, size: int) -> tuple[Seg
 def seen_by(segments: Sequence[Segment], row: torch.Tensor) -> list[torch.Tensor]:
     """Return the part of a whole row of keys or values [S, ...] that the queries of each segment see.
 
-    Where these parts are the row, cut once, it is split: the gradient of a slice is as large as all of the row, and
-    each sequence would add another one.
+    If the parts are disjoint and cover the row, `torch.split` is used instead of slices: the gradient of each slice
+    would be a tensor of the size of the whole row.
     """
     sizes = [segment.key_end - segment.key_start for segment in segments]
     ends = list(accumulate(sizes))
@@ -159,7 +157,7 @@ def shard_sequence(
 
     Args:
         tensor: whole rows, S tokens along `dim`.
-        cu_seqlens: for a packed row, int [num_sequences + 1]: the start of each padded sequence, and S.
+        cu_seqlens: for a packed row, int [num_sequences + 1]: the start of each padded sequence, and finally S.
 
     Raises:
         ValueError: the length of a sequence is not a multiple of 2 * size, or the sequences do not cover the row.
@@ -173,14 +171,14 @@ def shard_sequence(
 
 
 def unshard_sequence(shards: Sequence[torch.Tensor], dim: int, cu_seqlens: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the whole row from the parts of all ranks, in order of rank: the inverse of `shard_sequence`."""
+    """Invert `shard_sequence`: return the whole row from the parts of all ranks, in order of rank."""
     gathered = torch.cat(list(shards), dim)
     lengths = sequence_lengths(gathered.size(dim), cu_seqlens)
     return gathered.index_select(dim, _gathered_order(lengths, len(shards), gathered.device)[1])
 
 
 class _GatherSequence(torch.autograd.Function):
-    """All ranks' parts along axis 0 as one row in its own order; the gradient is summed and cut the same way."""
+    """Gathers all ranks' parts along axis 0 into a row in token order; the gradient is summed and split again."""
 
     @staticmethod
     def forward(ctx, local: torch.Tensor, lengths: tuple[int, ...], group: dist.ProcessGroup) -> torch.Tensor:
@@ -205,10 +203,11 @@ class _GatherSequence(torch.autograd.Function):
 
 
 def _gather_chunks(row: torch.Tensor, local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Fill `row` of one sequence from gathered chunks.
+    """Fill `row`, which is one sequence, from the chunks of all ranks.
 
-    The first chunks of all ranks are gathered in place. Only the second ones, which are ordered by rank and so from the
-    end, are copied."""
+    The first chunks of all ranks are gathered in place. The second chunks are in reverse order of rank, so they are
+    gathered into a buffer and copied.
+    """
     first, second = local.split(_chunk_length(row.size(0), group.size()))
     early, late = row.chunk(2)
     dist.all_gather_into_tensor(early, first, group=group)
@@ -219,7 +218,7 @@ def _gather_chunks(row: torch.Tensor, local: torch.Tensor, group: dist.ProcessGr
 
 
 def _scatter_chunks(local: torch.Tensor, grad: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the sums over ranks of `local`'s two chunks, filled in, from each rank's gradient of the row."""
+    """Sum the gradients of the row over ranks, write this rank's two chunks of the sum into `local`, and return it."""
     (first, second), (early, late) = local.chunk(2), grad.contiguous().chunk(2)
     dist.reduce_scatter_tensor(first, early, group=group)
     dist.reduce_scatter_tensor(second, torch.cat(late.chunk(group.size())[::-1]), group=group)
@@ -230,6 +229,6 @@ def gather_sequence(local: torch.Tensor, lengths: tuple[int, ...], group: dist.P
     """Gather the whole row [S, ...] on every rank from each rank's part [S / size, ...], differentiable.
 
     Args:
-        lengths: of the sequences of the whole row.
+        lengths: lengths of the sequences of the whole row.
     """
     return _GatherSequence.apply(local, lengths, group)  # type: ignore[return-value]

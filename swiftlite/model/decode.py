@@ -1,13 +1,14 @@
-"""Greedy decoding with a cache: `GPTModel`'s stages over rows that grow, a pass of new tokens at a time.
+"""Greedy decoding with a cache: run the stages of `GPTModel` over the new tokens of rows, one pass at a time.
 
-Passes of the trunk extend the rows. A pass of the heads follows, over tokens that the trunk has had: the stage of the
-heads keeps in its cache what they read. So on a pipeline other states cross from stage to stage than in training:
+A pass of the trunk appends tokens to the rows. A pass of the heads follows, over tokens that the trunk has processed:
+the stage of the heads has stored the trunk's states in its cache. On a pipeline, stages therefore send other states
+than in training:
 
     pass            to the stage of the heads       from there to the last stage
     of the trunk    as `StageStates` says           the trunk's state after the norm      [T, 1, H]
     of the heads    a placeholder [1, 1, H]         the state of each depth               [D * T, 1, H]
 
-Shapes: T new tokens of all rows, one row after the other, padding last; N of them with a prediction; H hidden size; D
+Shapes: T new tokens of all rows, concatenated, with padding at the end; N tokens with a prediction; H hidden size; D
 MTP depth.
 """
 
@@ -24,20 +25,20 @@ from swiftlite.model.gpt import GPTModel, OutputMatrix
 from swiftlite.model.loss.losses import MAX_POSITIONS, sharing, vocab_parallel_argmax
 
 HEAD_INPUT = "head_input"
-"""Key of the trunk's states that the heads read, in a cache."""
+"""Key in the cache of the trunk's states that the heads read."""
 
 
 @dataclass(frozen=True)
 class CachedPass:
-    """One pass over new tokens of rows, side by side without padding between them.
+    """One pass over the new tokens of all rows, concatenated without padding between rows.
 
     Attributes:
         input_ids: [1, T].
         position_ids: [1, T].
-        mtp_input_ids: None for a pass of the trunk; for a pass of the heads [1, T] for each depth k, the token k
-            positions later.
-        cache: of the rows; its spans are these tokens.
-        predicted: int64 [N], the tokens of the pass after which a prediction is requested.
+        mtp_input_ids: None for a pass of the trunk; for a pass of the heads, for each depth k the tokens k positions
+            later, [1, T].
+        cache: cache of the rows; its spans are these tokens.
+        predicted: int64 [N], indices of the tokens of the pass whose next token is predicted.
     """
 
     input_ids: torch.Tensor
@@ -52,11 +53,11 @@ def forward_cached(model: GPTModel, new: CachedPass) -> torch.Tensor:
     """Run the stages that this rank holds over a pass.
 
     Returns:
-        The most likely token after each predicted position, by the trunk or by each depth, int64 [1 or D, N]; before
-        the last pipeline stage the states for the next one.
+        On the last pipeline stage, the most likely token after each predicted position by the trunk, int64 [1, N], or
+        by each depth, [D, N]. On other stages, the states for the next stage.
 
     Raises:
-        UserError: a layer keeps nothing of earlier tokens, or the model has a tower.
+        UserError: a layer does not support the cache, or the model has a tower.
     """
     if new.mtp_input_ids is None:
         states = [_forward_trunk(model, new)]
@@ -72,7 +73,7 @@ def forward_cached(model: GPTModel, new: CachedPass) -> torch.Tensor:
 
 
 def _forward_trunk(model: GPTModel, new: CachedPass) -> torch.Tensor:
-    """Run embedding and decoder layers, as far as this stage holds them, and keep what the heads will read."""
+    """Run the embedding and the decoder layers of this stage, and store the states that the heads will read."""
     received: Any = model.decoder.input_tensor
     if model.follows_heads:
         return received
@@ -87,7 +88,7 @@ def _forward_trunk(model: GPTModel, new: CachedPass) -> torch.Tensor:
 
 
 def _forward_heads(model: GPTModel, new: CachedPass, mtp_input_ids: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Run the heads, if this stage holds them, over what the passes of the trunk have kept."""
+    """Run the heads, if they are on this stage, over the states that passes of the trunk have stored."""
     received: Any = model.decoder.input_tensor
     if model.follows_heads:
         return list(received.chunk(model.heads.drafts))
@@ -109,13 +110,15 @@ def _rotary_emb(model: GPTModel, new: CachedPass, offset: int = 0) -> torch.Tens
 
 
 def _placeholder(model: GPTModel, cache: Cache) -> torch.Tensor:
-    """Return a tensor for a stage that has nothing to send: the next one waits for one."""
+    """Return a tensor for a stage without output, because the next stage waits for a message."""
     return torch.zeros(1, 1, model.config.hidden_size, dtype=model.config.pipeline_dtype, device=cache.device)
 
 
 def _check_use(model: GPTModel, cache: Cache) -> None:
-    """Refuse layers that keep nothing, whose later tokens would not see the earlier ones, and prompts that lack what a
-    tower takes."""
+    """Raise UserError if a layer has not stored anything in the cache, or if the model has a tower.
+
+    Tokens of later passes would not see earlier ones in such a layer, and prompts have no inputs for a tower.
+    """
     if model.tower is not None:
         raise UserError("measuring acceptance is not supported for a model with a tower", "use --acceptance_samples 0")
     for layer in model.decoder.layers:
@@ -127,7 +130,7 @@ def _check_use(model: GPTModel, cache: Cache) -> None:
 def _most_likely(
     model: GPTModel, hidden_T1H: torch.Tensor, predicted: torch.Tensor, output: OutputMatrix
 ) -> torch.Tensor:
-    """Return the most likely tokens [N] after some positions of the flat row; MAX_POSITIONS logits at a time."""
+    """Return the most likely tokens [N] after the predicted positions; at most MAX_POSITIONS logits at a time."""
     hidden_NH = model.whole_sequence(hidden_T1H)[predicted, 0]
     token_N = torch.empty_like(predicted)
     for start in range(0, len(predicted), MAX_POSITIONS):

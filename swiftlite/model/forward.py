@@ -1,4 +1,4 @@
-"""A micro-batch through the model."""
+"""Run a micro-batch through the model."""
 
 from collections.abc import Callable, Iterator
 
@@ -13,7 +13,7 @@ from swiftlite.model.tower import TowerInputs
 
 
 def forward(model: torch.nn.Module, batch: Batch, balance: Balance | None = None, trunk: TrunkOutput | None = None):
-    """Compute a micro-batch; returns Losses on the last pipeline stage.
+    """Compute a micro-batch; return Losses on the last pipeline stage, otherwise the states for the next stage.
 
     Args:
         balance: load balance of the global batch; without it routers have no load-balancing loss.
@@ -37,10 +37,10 @@ def forward(model: torch.nn.Module, batch: Batch, balance: Balance | None = None
 def forward_step_of(
     compute: Callable[[Losses, Batch], tuple[torch.Tensor, torch.Tensor, torch.Tensor]], balance: Balance | None = None
 ) -> ForwardStep:
-    """Return the step that runs each micro-batch through the model.
+    """Return the forward step that runs each micro-batch through the model.
 
     Args:
-        compute: returns what is to be minimized, its number of targets, and statistics of a micro-batch.
+        compute: returns the sum to minimize, its number of targets, and the statistics of a micro-batch.
         balance: as for `forward`.
     """
 

@@ -1,4 +1,4 @@
-"""`ForwardStep`: what a pipeline schedule calls for each micro-batch and chunk."""
+"""`ForwardStep`: the function that a pipeline schedule calls for each micro-batch and chunk."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -6,5 +6,6 @@ from typing import Any
 import torch
 
 ForwardStep = Callable[[Iterator[Any], torch.nn.Module], tuple[Any, Callable]]
-"""(iterator, chunk) -> (the chunk's output, a function of the model's output that returns the sum to minimize, its
-number of targets, and further values)."""
+"""Function (iterator, chunk) -> (output of the chunk, function). The returned function maps the model's output to the
+sum to minimize, its number of targets, and further values.
+"""

@@ -1,12 +1,12 @@
-"""GPTModel: megatron-core's, with its forward pass in four stages, each a method that can be called alone.
+"""megatron-core's GPTModel with a forward pass of four stages; each stage is a method that can be called separately.
 
     forward_preprocess    tokens               -> embeddings
     forward_decoder       embeddings           -> the trunk's states, after the final norm
     forward_mtp           states, tokens       -> one tensor of states per MTP depth
-    forward_postprocess   all states           -> losses with labels, logits without
+    forward_postprocess   all states           -> losses if there are labels, otherwise logits
 
-`forward` runs them in this order. On a pipeline each rank runs the stages it holds, and sends its states to the next
-rank as one tensor (`stage_states.py`). Decoding with a cache calls the same stages from `decode.py`.
+`forward` runs them in this order. With pipeline parallelism, each rank runs its part of the stages and sends the hidden
+states to the next rank as one tensor (`stage_states.py`). Decoding with a cache calls the same stages from `decode.py`.
 
 Shapes: S sequence (of this context- and sequence-parallel rank), B batch, H hidden size, V vocabulary on this
 tensor-parallel rank, D MTP depth, N positions with a label, T positions of whole rows, R rotary channels.
@@ -72,11 +72,11 @@ class Losses:
 
 @dataclass(frozen=True)
 class TrunkOutput:
-    """Hold what the heads and their losses need of a frozen trunk's forward pass over a micro-batch.
+    """The output of a frozen trunk for a micro-batch, which the heads and their losses read.
 
     Attributes:
-        states: the trunk's, after the final norm.
-        loss: of the trunk's own predictions.
+        states: the trunk's hidden states.
+        loss: loss of the trunk's predictions.
     """
 
     states: StageStates
@@ -86,24 +86,24 @@ class TrunkOutput:
 class GPTModel(McoreGPTModel):
     """megatron-core's GPTModel with its forward pass rewritten as four stages.
 
-    The stock forward requires labels as soon as there are MTP layers, weighs the MTP loss by local token counts, and
-    hides it from the caller (gpt_model.py:611-661 of 0.16.1). Here each stage returns its result.
+    The forward method of megatron-core requires labels if there are MTP layers, weights the MTP loss by local token
+    counts, and does not return it (gpt_model.py:611-661 of 0.16.1). Here each stage returns its result.
 
     Args:
         rotary_pos_emb: computes cosines and sines for all layers.
         transformer_layer_spec: the decoder layers of this stage and the norm after the last one.
         pg_collection: the groups of the model's mesh.
         heads: the MTP heads.
-        tower: takes `TowerInputs.items` and returns an output for each item, [I, H], on the stage of the embedding;
-            None where the model takes tokens alone.
-        trunk_is_frozen: embedding, decoder and the trunk's loss are computed without gradient. The caller decides which
-            parameters learn (`requires_grad`).
+        tower: maps `TowerInputs.items` to one output per item, [I, H], on the stage of the embedding; None if the model
+            has no tower.
+        trunk_is_frozen: whether embedding, decoder and the trunk's loss are computed without gradients. The caller
+            selects the trained parameters (`requires_grad`).
         drafting: which states and embeddings the MTP layers read.
         loss_in_chunks: compute losses for a chunk of positions at a time (`chunked_loss.py`), instead of from all
             logits.
-        mtp_loss: what the heads learn: the data's tokens by cross-entropy (ce), or the trunk's own distribution of
-            them, from which no gradient flows back (kl, tv, nla, lk_hybrid: `distillation_loss`).
-        kwargs: of megatron-core's GPTModel.
+        mtp_loss: loss of the heads: cross-entropy with the labels (ce), or a distance from the trunk's distribution,
+            which gets no gradient (kl, tv, nla, lk_hybrid; see `distillation_loss`).
+        kwargs: further arguments of megatron-core's GPTModel.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class GPTModel(McoreGPTModel):
         vp_stage: int | None = None,
         **kwargs: Any,
     ):
-        # The stock constructor names its own class of block. It gets no layers to build, and ours replaces it.
+        # megatron-core's constructor creates its own block. It gets no layers, and swiftlite's block replaces it.
         no_layers: Any = TransformerBlockSubmodules(layer_specs=[])
         super().__init__(
             config=config, transformer_layer_spec=no_layers, pg_collection=pg_collection, vp_stage=vp_stage, **kwargs
@@ -140,7 +140,7 @@ class GPTModel(McoreGPTModel):
         self.tower = tower
         if tower is not None:
             for parameter in tower.parameters():
-                # Each sequence-parallel rank has the gradient of its part of the row; megatron-core sums them.
+                # Each sequence-parallel rank has the gradient of its part of the row; megatron-core sums the gradients.
                 parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self.trunk_is_frozen = trunk_is_frozen
         self.drafting = drafting
@@ -163,32 +163,32 @@ class GPTModel(McoreGPTModel):
         tower_inputs: TowerInputs | None = None,
         axes_3BS: torch.Tensor | None = None,
     ) -> Logits | Losses | torch.Tensor:
-        """Run the stages that this rank holds; on a model without a pipeline, all four.
+        """Run the stages of this rank; without pipeline parallelism, all four.
 
         Attention is causal: rows are padded at the end, so no mask is needed.
 
         Args:
             input_ids: [B, S].
             position_ids: [B, S].
-            labels: [B, S], labels[b, s] the token at s + 1, IGNORE_INDEX where ignored. On the host; otherwise the
-                loss waits for the device (`model.loss.losses.select`).
-            mtp_input_ids: [B, S] for each depth k, the token at s + k. Default: `input_ids` shifted within each
+            labels: [B, S], where labels[b, s] is the token at s + 1, or IGNORE_INDEX. They should be on the host;
+                otherwise the loss waits for the device (`model.loss.losses.select`).
+            mtp_input_ids: for each depth k the tokens at s + k, [B, S]. Default: `input_ids` shifted within each
                 sequence, which is correct unless context-parallel ranks split the row.
-            mtp_labels: [B, S] for each depth k, the token at s + k + 1; default as above.
+            mtp_labels: for each depth k the tokens at s + k + 1, [B, S]; default: `labels` shifted in the same way.
             packed_seq_params: the sequences of a packed row (B = 1), between which there is no attention.
-            sequences: int64 [K, B, S], `Batch.sequence_KBS`; without it no router counts its load.
+            sequences: int64 [K, B, S], `Batch.sequence_KBS`; without it routers do not count their load.
             balance: load balance of the global batch; without it routers have no load-balancing loss.
-            trunk: `trunk_output` of these tokens and labels, if it is known; not on a pipeline.
+            trunk: `trunk_output` of these tokens and labels, if it is known; not supported with pipeline parallelism.
             tower_inputs: inputs of the micro-batch for a model with a tower.
             axes_3BS: int64, positions of the tokens along three axes, for rotary embeddings with sections. Default:
                 the positions in the sequence.
 
         Returns:
-            Losses with labels, Logits without. Before the last pipeline stage: the states for the next one, in wire
-                form (`StageStates.to_wire`).
+            Losses if there are labels, otherwise Logits. Before the last pipeline stage: the states for the next stage,
+            as one tensor (`StageStates.to_wire`).
 
         Raises:
-            UserError: the model has a tower, and there are no inputs for it.
+            UserError: the model has a tower, but `tower_inputs` is None.
         """
         cu_seqlens = padded_cu_seqlens(packed_seq_params)
         if mtp_input_ids is None:
@@ -236,7 +236,7 @@ class GPTModel(McoreGPTModel):
         tower_inputs: TowerInputs | None = None,
         axes_3BS: torch.Tensor | None = None,
     ) -> TrunkOutput:
-        """Compute what `forward` takes as `trunk`; for a frozen trunk and no pipeline.
+        """Compute the argument `trunk` of `forward`, for a frozen trunk without pipeline parallelism.
 
         Args:
             input_ids, position_ids, labels, packed_seq_params, tower_inputs, axes_3BS: as for `forward`.
@@ -248,7 +248,7 @@ class GPTModel(McoreGPTModel):
 
     @property
     def follows_heads(self) -> bool:
-        """Whether the heads are on an earlier stage, so that only losses are left to compute here."""
+        """Whether the heads are on an earlier pipeline stage, so that this stage only computes the losses."""
         return bool(self.heads.drafts) and self.post_process and not self.mtp_process
 
     def _trunk(
@@ -260,7 +260,7 @@ class GPTModel(McoreGPTModel):
         tokens: RoutedTokens | None = None,
         placed: Placed | None = None,
     ) -> StageStates:
-        """Run embedding and decoder layers, as far as this stage holds them; without gradient where they are frozen."""
+        """Run the embedding and the decoder layers of this stage; without gradients if they are frozen."""
         with self._frozen():
             hidden_SBH = self.forward_preprocess(input_ids, position_ids, placed)
             hidden_SBH = self.forward_decoder(hidden_SBH, rotary_emb, packed_seq_params, tokens)
@@ -269,11 +269,11 @@ class GPTModel(McoreGPTModel):
         return self.split_decoder_output(hidden_SBH)
 
     def split_decoder_output(self, hidden_SBH: Any) -> StageStates:
-        """Name the states that `forward_decoder` returned; a stage before the heads sends them on unchanged."""
+        """Split the output of `forward_decoder` into named states."""
         return StageStates.from_wire(hidden_SBH, has_prenorm=self.mtp_process and self.drafting.takes_before_norm)
 
     def _frozen(self) -> AbstractContextManager:
-        """Return the context in which the trunk is computed."""
+        """Return the context in which the trunk is computed: without gradients if it is frozen."""
         return torch.no_grad() if self.trunk_is_frozen else nullcontext()
 
     def rotary_emb(
@@ -287,7 +287,7 @@ class GPTModel(McoreGPTModel):
 
         Args:
             offset: position of each sequence's first token.
-            axes_3BS: as for `forward`; the result is [2, S, B, 1, R], `offset` further along all axes.
+            axes_3BS: as for `forward`. The result is then [2, S, B, 1, R], with `offset` added to all axes.
         """
         if axes_3BS is not None:
             return self.rotary_pos_emb.at(axes_3BS + offset)
@@ -305,13 +305,13 @@ class GPTModel(McoreGPTModel):
         packed_seq_params: PackedSeqParams | None,
         axes_3BS: torch.Tensor | None,
     ) -> list[torch.Tensor]:
-        """Return one `rotary_emb` per MTP depth: the trunk's, except that step j of an unrolled head is j - 1 later."""
+        """Return one `rotary_emb` per MTP depth: the trunk's; for step j of an unrolled head, j - 1 positions later."""
         offsets = range(1, self.heads.unroll)
         later = [self.rotary_emb(position_ids, packed_seq_params, offset, axes_3BS) for offset in offsets]
         return [rotary_emb, *later] * self.heads.layers
 
     def _placed(self, tower_inputs: TowerInputs | None) -> list[Placed] | list[None]:
-        """Run the tower, if this stage holds one: its outputs and their places for the trunk and each MTP depth."""
+        """Run the tower of this stage, if any; return its outputs with positions for the trunk and each MTP depth."""
         if self.tower is None:
             return [None] * (1 + self.heads.drafts)
         if tower_inputs is None:
@@ -362,21 +362,21 @@ class GPTModel(McoreGPTModel):
         tokens: RoutedTokens | None = None,
         cache: Cache | None = None,
     ) -> torch.Tensor:
-        """Run this stage's decoder layers, and after the last one the final norm.
+        """Run this stage's decoder layers and, after the last layer, the final norm.
 
         Args:
-            hidden_SBH: embeddings; None after the first pipeline stage, where the decoder takes the tensor that
-                `set_input_tensor` was given.
-            rotary_emb: `rotary_emb` of these tokens.
+            hidden_SBH: embeddings; None after the first pipeline stage, where the decoder reads the tensor that
+                `set_input_tensor` has set.
+            rotary_emb: result of `rotary_emb` for these tokens.
             tokens: the router targets.
-            cache: of the rows whose new tokens these are, in decoding.
+            cache: in decoding, the cache of the rows whose new tokens these are.
 
         Returns:
-            The trunk's states [S, B, H]; from the final norm on, if heads read the state before it, both in wire form
-            [2S, B, H] (`norm.returning_input`).
+            The trunk's states [S, B, H]. After the final norm, if the heads read the state before it: both states,
+            concatenated [2S, B, H] (`norm.returning_input`).
         """
-        # megatron-core hands both masks to every layer. Attention here is always causal and routers mask nothing, so
-        # they carry the KV cache and the router targets.
+        # megatron-core passes both masks to every layer. Attention here is always causal and routers use no mask, so
+        # the arguments are used for the KV cache and the router targets.
         return self.decoder(
             hidden_states=hidden_SBH,
             attention_mask=cache,
@@ -401,9 +401,9 @@ class GPTModel(McoreGPTModel):
         """Return the states [S, B, H] of each MTP depth after its output norm; depth k + 1 continues from depth k.
 
         Args:
-            hidden_SBH: the trunk's (`StageStates.head_input_SBH`).
+            hidden_SBH: the trunk's states (`StageStates.head_input_SBH`).
             mtp_input_ids: [B, S] for each depth.
-            rotary_embs: `rotary_emb` for each depth.
+            rotary_embs: result of `rotary_emb` for each depth.
             tokens: the router targets for each depth.
             cache: cache of the rows in decoding.
             placed: outputs of the tower for placeholder tokens of each depth.
@@ -459,7 +459,7 @@ class GPTModel(McoreGPTModel):
     def _embed_for_head(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, placed: Placed | None
     ) -> torch.Tensor:
-        """Look up embeddings [S, B, H] for a head; zeros at position 0 where the head's engine has none there."""
+        """Look up embeddings [S, B, H] for a head; zeros at position 0 if `Drafting.zeroes_first_embedding`."""
         embeddings_SBH = self._embed(input_ids, position_ids, placed)
         if not self.drafting.zeroes_first_embedding:
             return embeddings_SBH
@@ -482,12 +482,12 @@ class GPTModel(McoreGPTModel):
         cu_seqlens: torch.Tensor | None = None,
         main: TokenLoss | None = None,
     ) -> Logits | Losses:
-        """Apply the output layer to the trunk's and the heads' states: losses with labels, else logits.
+        """Apply the output layer to the states of trunk and heads; return losses if there are labels, otherwise logits.
 
         Args:
             labels: [B, S] for the trunk, then for each depth.
-            cu_seqlens: of a packed row: where its padded sequences start, in the whole row.
-            main: the trunk's loss, if it is known already.
+            cu_seqlens: for a packed row, the starts of its padded sequences in the whole row.
+            main: the trunk's loss, if it is already known.
         """
         if labels is None:
             main_logits, *mtp_logits = map(self._whole_logits, (states.trunk_SBH, *states.heads_SBH))
@@ -524,9 +524,10 @@ class GPTModel(McoreGPTModel):
     ) -> list[TokenLoss]:
         """Compare each head with the trunk's prediction of the same token.
 
-        At position s, depth k predicts the token s + k + 1, which the trunk predicts at s + k. That may be on another
-        rank: with a row of 8 on 2 ranks, rank 0 holds positions 0 1 6 7, and depth 1 at position 1 learns what the
-        trunk predicts at 2. Where there is a label, s + k is in the same sequence.
+        At position s, depth k predicts the token s + k + 1, which the trunk predicts at position s + k. This position
+        can be on another context-parallel rank: with a row of 8 tokens on 2 ranks, rank 0 holds positions 0 1 6 7, and
+        depth 1 at position 1 learns the trunk's prediction at position 2. If there is a label, s + k is in the same
+        sequence.
         """
         trunk_TBH, position_S = self._whole_rows(states.trunk_SBH.detach(), cu_seqlens)
         output = self.head_output_matrix()
@@ -540,7 +541,7 @@ class GPTModel(McoreGPTModel):
     def _distillation(
         self, states_NH: torch.Tensor, trunk_NH: torch.Tensor, selected: Selected, output: "OutputMatrix"
     ) -> TokenLoss:
-        """Return the distance between the predictions of a head's states and of the trunk's, at each position."""
+        """Return the distance between the predictions of head and trunk at each selected position."""
         assert self.mtp_loss != "ce"
         tp = self.pg_collection.tp
         if self.loss_in_chunks:
@@ -554,16 +555,16 @@ class GPTModel(McoreGPTModel):
         return distillation_loss(logits_NV, trunk_logits, self.mtp_loss, selected, tp, output.tokens_V)
 
     def _selected_states(self, hidden_SBH: torch.Tensor, selected: Selected) -> torch.Tensor:
-        """Return the states [N, H] at positions with a label: the others, often half of a row, need no logits."""
+        """Return the states [N, H] at positions with a label; other positions, often half of a row, need no logits."""
         hidden_SBH = self.whole_sequence(hidden_SBH)
-        # One index into S * B states: selected from [B, S] the gradient would be laid out so, and every layer would
-        # copy.
+        # One index into S * B states: with indices into [B, S], the gradient would have the layout [B, S], and every
+        # layer would copy it.
         return hidden_SBH.flatten(0, 1)[selected.pos_N * hidden_SBH.size(1) + selected.row_N]
 
     def _whole_rows(
         self, trunk_SBH: torch.Tensor, cu_seqlens: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the trunk's states [T, B, H], and which positions [S] of them this context-parallel rank holds."""
+        """Return the trunk's states of whole rows [T, B, H], and the positions [S] of this rank's part."""
         group: Any = self.pg_collection.cp
         trunk_SBH = self.whole_sequence(trunk_SBH)
         lengths = sequence_lengths(trunk_SBH.size(0) * group.size(), cu_seqlens)
@@ -576,7 +577,7 @@ class GPTModel(McoreGPTModel):
         """Gather all positions of the row over sequence-parallel ranks."""
         if not self.config.sequence_parallel:
             return hidden_SBH
-        # Each rank's gradient is whole already: the output layer sums it over the ranks, so backward only cuts it.
+        # The output layer sums the gradient over ranks already, so the backward pass only splits it.
         return gather_from_sequence_parallel_region(
             hidden_SBH, tensor_parallel_output_grad=False, group=self.pg_collection.tp
         )
@@ -589,14 +590,14 @@ class GPTModel(McoreGPTModel):
         return OutputMatrix(lambda hidden_NH: self.logits(hidden_NH[:, None]).squeeze(1), weight, None)
 
     def head_output_matrix(self) -> "OutputMatrix":
-        """Return the output layer for the heads: the rows of their draft vocabulary, if they have one."""
+        """Return the output layer of the heads: the rows of the draft vocabulary, if there is one."""
         whole = self.trunk_output_matrix()
         if not self.heads.draft_vocab:
             return whole
         group: Any = self.pg_collection.tp
         rows_V = self._drafted_rows
         assert isinstance(rows_V, torch.Tensor)
-        # No gradient: heads have a draft vocabulary only where the trunk is frozen (`rules/training/sft_heads.py`).
+        # No gradient: a draft vocabulary requires a frozen trunk (`rules/training/sft_heads.py`).
         weight_VH = whole.weight_VH.detach()[rows_V]
 
         def logits(hidden_NH: torch.Tensor) -> torch.Tensor:
@@ -607,24 +608,25 @@ class GPTModel(McoreGPTModel):
     # Construction
 
     def setup_embeddings_and_output_layer(self) -> None:
-        """Replace the embedding and the output layer; the stock constructor calls this once it has made them."""
+        """Replace the embedding and the output layer; megatron-core's constructor calls this after creating them."""
         if self.pre_process or self.mtp_process:
             stock = self.embedding.word_embeddings
             self.embedding.word_embeddings = VocabParallelEmbedding.in_place_of(
                 stock, self.config, self.pg_collection.tp
             )
         if self.post_process:
-            del self.output_layer  # first, or both would be in memory
+            del self.output_layer  # first, so that only one is in memory
             self.output_layer = self._make_output_layer()
         super().setup_embeddings_and_output_layer()
 
     def _make_output_layer(self) -> ColumnParallelLinear:
-        # Its input is whole sequences: they are gathered before positions are selected from them (`whole_sequence`).
+        # Its input is not split: sequences are gathered before positions are selected (`whole_sequence`).
         config = copy.copy(self.config)
         config.sequence_parallel = False
         assert config.init_method is not None
-        # A tied head on the stage of MTP layers is their embedding. megatron-core would allocate a second weight there,
-        # which nothing uses, and then refuse to save it (gpt_model.py:249, language_module.py:341 of 0.16.1).
+        # A tied output layer on the stage of the MTP layers shares the weight of their embedding. megatron-core would
+        # allocate a second, unused weight there, and fail when saving it (gpt_model.py:249, language_module.py:341 of
+        # 0.16.1).
         has_embedding = self.pre_process or self.mtp_process
         return ColumnParallelLinear(
             config.hidden_size,
@@ -645,10 +647,10 @@ class GPTModel(McoreGPTModel):
         return row_V[(row_V >= 0) & (row_V < num_rows)]
 
     def train(self, mode: bool = True) -> "GPTModel":
-        """Set training or evaluation mode, as any module.
+        """Set training or evaluation mode.
 
-        Low precision is used in training only: evaluation and decoding compute as engines will, with rows of any
-        length.
+        Low precision is used only in training mode: evaluation and decoding compute in the model's precision, like
+        engines, with rows of any length.
         """
         for module in self.modules():
             if isinstance(config := getattr(module, "config", None), TransformerConfig):
@@ -659,7 +661,7 @@ class GPTModel(McoreGPTModel):
 
 @dataclass(frozen=True)
 class OutputMatrix:
-    """The output layer, or the rows of it for a draft vocabulary.
+    """The output layer, or its rows for a draft vocabulary.
 
     Attributes:
         logits: computes logits [N, V] from states [N, H].
@@ -673,9 +675,9 @@ class OutputMatrix:
 
 
 class _NoGradient(torch.autograd.Function):
-    """Pass a frozen stage's output on; its input gets a gradient of zeros.
+    """Returns a frozen stage's output; the gradient of its input is zeros.
 
-    megatron-core's pipeline waits for a gradient from every later stage, and a frozen one would send none.
+    megatron-core's pipeline schedule waits for a gradient from every later stage, and a frozen stage would send none.
     """
 
     @staticmethod

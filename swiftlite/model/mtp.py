@@ -1,11 +1,13 @@
-"""The MTP layer: depth k (from 1) sees, at position s, the trunk's state there and the tokens s+1 .. s+k, and predicts
-token s+k+1.
+"""The MTP layer of a depth.
 
-For example, in the row "the cat sat on mats", at the position of "cat": depth 1 sees the trunk's state, which has read
-"the cat", and the embedding of "sat", and predicts "on". Depth 2 sees the state of depth 1 and the embedding of "on",
-and predicts "mats".
+At position s, depth k (from 1) reads the state of depth k - 1 at s (depth 1: the trunk's state) and the embedding of
+token s + k, and predicts token s + k + 1.
 
-Rotary positions are the trunk's (s, not s+k), as the engines use them when they draft.
+For example, in the row "the cat sat on mats", at the position of "cat": depth 1 reads the trunk's state, which depends
+on "the cat", and the embedding of "sat", and predicts "on". Depth 2 reads the state of depth 1 and the embedding of
+"on", and predicts "mats".
+
+Rotary positions are the trunk's (s, not s + k), as in engines when they draft.
 
 Shapes: S sequence, B batch, H hidden size.
 """
@@ -34,8 +36,9 @@ from swiftlite.runtime.compat import MTP_INNER_LAYER
 class MultiTokenPredictionLayer(McoreMultiTokenPredictionLayer):
     """megatron-core's MTP layer with the embeddings of its depth as input.
 
-    The stock layer shifts token ids with `roll_tensor`, which across context-parallel ranks sends one message per
-    packed sequence. Here the whole row is shifted before it is split (`data/batch.py`)."""
+    megatron-core's layer shifts token ids with `roll_tensor`, which with context parallelism sends one message per
+    packed sequence. Here the whole row is shifted before it is split (`data/batch.py`).
+    """
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, hidden_states: torch.Tensor, decoder_input: torch.Tensor, **closure: Any
@@ -43,8 +46,8 @@ class MultiTokenPredictionLayer(McoreMultiTokenPredictionLayer):
         """Return the state [S, B, H] of this depth, after the output norm.
 
         Args:
-            hidden_states: of the depth before.
-            decoder_input: embeddings of the tokens that this depth sees.
+            hidden_states: states of the previous depth, or of the trunk.
+            decoder_input: embeddings of the tokens that this depth reads.
             closure: further arguments of the decoder layer.
         """
         if self.config.recompute_granularity == "full" and self.training:
@@ -58,16 +61,17 @@ class MultiTokenPredictionLayer(McoreMultiTokenPredictionLayer):
         padding_mask: RoutedTokens | None = None,
         **closure: Any,
     ) -> torch.Tensor:
-        """Compute the recomputed part: the projection, the decoder layer and the output norm, in their precision.
+        """Run the part that can be recomputed: projection, decoder layer and output norm, in their precision.
 
-        The stock method enters the FP8 context and not that of FP4; here both are entered each time. Up to 0.16 it does
-        not pass the padding mask to the decoder layer."""
+        megatron-core's method enters only the FP8 context; this one also enters the FP4 context. Up to 0.16,
+        megatron-core's method also does not pass the padding mask to the decoder layer.
+        """
 
         def with_padding_mask(_: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
             return args, kwargs | {"padding_mask": padding_mask}
 
-        # A separate node: this layer's gradients are summed before the gradient of the output layer is added, as
-        # when it is recomputed. Otherwise the last bit would tell (a + b) + c from a + (b + c).
+        # A separate autograd node: this layer's gradients are summed before the gradient of the output layer is added,
+        # as with recomputation. Otherwise the order of the sum, (a + b) + c or a + (b + c), could change the last bit.
         hidden_states = hidden_states.view_as(hidden_states)
         decoder_layer = getattr(self, MTP_INNER_LAYER)
         with (
@@ -79,12 +83,11 @@ class MultiTokenPredictionLayer(McoreMultiTokenPredictionLayer):
     def _checkpointed_forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, hidden_states: torch.Tensor, decoder_input: torch.Tensor, **closure: Any
     ) -> torch.Tensor:
-        """Run `_proj_and_transformer_layer` of all the arguments, keeping the two that carry gradients.
+        """Run `_proj_and_transformer_layer`, storing only the two arguments with gradients.
 
-        With `recompute_granularity` full an MTP layer is recomputed whatever the method and `recompute_num_layers`:
-        those say how decoder layers share checkpoints, and this one layer has its inputs from two sides. The stock
-        method refuses `uniform` with more than 1, does nothing with `block`, and hands descriptors of packed rows to
-        autograd, which takes only tensors.
+        With `recompute_granularity` full, an MTP layer is always recomputed; the method and `recompute_num_layers`
+        apply only to decoder layers. megatron-core's method does not support `uniform` with more than 1 layer, does
+        nothing with `block`, and passes descriptors of packed rows to autograd, which accepts only tensors.
         """
 
         def forward(hidden_states: torch.Tensor, decoder_input: torch.Tensor) -> torch.Tensor:
@@ -93,7 +96,7 @@ class MultiTokenPredictionLayer(McoreMultiTokenPredictionLayer):
         return self._checkpoint(forward, hidden_states, decoder_input)
 
     def _checkpoint(self, forward: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
-        # Delayed scaling updates its factors on leaving the outermost context, which must be once per call.
+        # Delayed scaling updates its factors when the outermost context exits, which must happen once per call.
         context: AbstractContextManager = nullcontext()
         if self.config.fp8 and self.config.fp8_recipe == Fp8Recipe.delayed:
             context = get_fp8_context(self.config)
@@ -102,10 +105,9 @@ class MultiTokenPredictionLayer(McoreMultiTokenPredictionLayer):
 
 
 class UnrolledLayer(MultiTokenPredictionLayer):
-    """A head that drafts several tokens as engines do: step j (from 1) of position s is at position s + j - 1, with the
-    attention of `DraftAttention`.
+    """A head that drafts several tokens like an engine: step j (from 1) of position s is at position s + j - 1.
 
-    Example: three steps computed from position s (t are the row's tokens):
+    Its attention is `DraftAttention`. Example: three steps from position s, where t are the row's tokens:
 
         step 1   trunk's state, t[s + 1]   at position s        predicts t[s + 2]
         step 2   state of step 1, t[s + 2] at position s + 1    predicts t[s + 3]
@@ -113,14 +115,14 @@ class UnrolledLayer(MultiTokenPredictionLayer):
     """
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any):
-        # Later steps read the keys of the first step, so these must not be recomputed in between.
+        # Later steps read the keys of the first step, so single layers must not be recomputed in between.
         kept = [module for module in config.recompute_modules or () if module not in ("core_attn", "mla_up_proj")]
         config = copy.copy(config)
         config.recompute_modules = kept
         super().__init__(config, *args, **kwargs)
 
     def _postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Do nothing: `forward_steps` applies the norm, because not every engine recycles its output."""
+        """Do nothing: `forward_steps` applies the norm, because some engines continue from the state before it."""
         return hidden_states
 
     def forward_steps(
@@ -140,7 +142,7 @@ class UnrolledLayer(MultiTokenPredictionLayer):
             hidden_SBH: states of the trunk.
             decoder_inputs_SBH: for each step j, embeddings of the tokens j positions later.
             rotary_pos_embs: for each step j, rotary embeddings from position j - 1 on.
-            tokens: the router targets of each step.
+            tokens: the routers' tokens of each step.
             cache: cache of whole rows, as for `GPTModel.forward`.
             recycles_before_norm: whether a step continues from the state before the output norm instead of after it.
         """
@@ -168,7 +170,7 @@ class UnrolledLayer(MultiTokenPredictionLayer):
         cache: Cache | None,
         recycles_before_norm: bool,
     ) -> torch.Tensor:
-        """Return the states of `forward_steps`, one after the other: a checkpoint returns one tensor."""
+        """Return the concatenated states of `forward_steps`, because a checkpointed function returns one tensor."""
         draft = Draft(cache)
         states_SBH = []
         steps = zip(decoder_inputs_SBH, rotary_pos_embs, tokens, strict=True)

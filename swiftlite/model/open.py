@@ -15,14 +15,14 @@ from swiftlite.runtime.mesh import Mesh
 def build_hf_model(
     hf_model: HfModel, mesh: Mesh, *, dtype: torch.dtype, heads: Heads | None = None, **options: Any
 ) -> list[GPTModel]:
-    """Build the model's part on this rank, one per virtual pipeline stage; weights are unset.
+    """Build the model's part on this rank with uninitialized weights, one chunk per virtual pipeline stage.
 
     Args:
-        heads: the MTP heads that it gets; unset: those of the directory.
-        options: further ones of `build_model`.
+        heads: the MTP heads of the model; None: those of the directory.
+        options: further arguments of `build_model`.
 
-    Raises:
-        OptionError: the model does not support the layout.
+        Raises:
+            OptionError: the model does not support the layout.
     """
     if heads is None:
         heads = hf_model.heads
@@ -48,16 +48,16 @@ def open_model(
     seed: int = 42,
     **options: Any,
 ) -> tuple[list[GPTModel], WeightsReport]:
-    """Build the model's part on this rank with its weights; returns it with a report on every tensor of the directory.
+    """Build the model's part on this rank and load its weights; also return a report on the directory's tensors.
 
     Args:
-        heads: the MTP heads that it gets; unset: those of the directory.
-        mtp_init, graft_from, seed: where their weights come from, see `load_hf`.
-        options: further ones of `build_model`.
+        heads: the MTP heads of the model; None: those of the directory.
+        mtp_init, graft_from, seed: how the heads' weights are initialized, see `load_hf`.
+        options: further arguments of `build_model`.
 
     Raises:
         UserError: the directory cannot be read, or does not match the model.
-        OptionError: the model cannot be laid out so.
+        OptionError: the model does not support the layout.
     """
     chunks = build_hf_model(hf_model, mesh, dtype=dtype, heads=heads, **options)
     report = load_hf(

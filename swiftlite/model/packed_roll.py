@@ -19,19 +19,19 @@ def roll_packed(
     fill: float,
     cp_group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """Return the values `-shift` tokens later in the same sequence, and `fill` past its end.
+    """Return, for each token, the value `-shift` tokens later in its sequence; `fill` past the end of the sequence.
 
-    With context parallelism ring neighbors exchange their boundary tokens, once for all sequences (once per token of
-    `shift`); collective over the group.
+    With context parallelism, neighboring ranks exchange boundary tokens of all sequences in one message per token of
+    `shift`; collective over the group.
 
     Args:
-        tensor: [..., T], ids, labels or weights; stack several for a single exchange. Without context parallelism T
-            is the whole row. With it, the zigzag layout: of each sequence, in order, chunks r and 2 * cp - 1 - r of
-            2 * cp equal ones, where r is this rank.
+        tensor: ids, labels or weights [..., T]; stack several to exchange them together. Without context parallelism T
+            is the whole row. With it, rank r holds chunks r and 2 * cp - 1 - r of the 2 * cp equal chunks of each
+            sequence, in order (zigzag layout).
         cu_seqlens: int [num_sequences + 1], global: the start of each padded sequence in the whole row, and the
             length of the whole row. The same on every rank.
         shift: negative; moves later values to earlier positions.
-        cp_group: default: the row is whole.
+        cp_group: the context-parallel ranks; None: this rank has the whole row.
 
     Raises:
         ValueError: `cu_seqlens` does not match the row, or the length of a sequence is not divisible by 2 * cp.
@@ -45,8 +45,8 @@ def roll_packed(
     end_N = (cu_seqlens[1:] // size)[lengths > 0].to(tensor.device, torch.int64)
     second_N = (first_N + end_N) // 2  # start of the later chunk; unused for a whole row
     for _ in range(-shift):
-        # Correct except for the last token of each chunk: its successor is on another rank, or missing. The two chunks
-        # of the last rank are neighbors.
+        # Correct except for the last token of each chunk, whose successor is on another rank or missing. On the last
+        # rank, the two chunks are adjacent.
         rolled = tensor.roll(-1, dims=-1)
         rolled[..., end_N - 1] = fill
         if cp_group is not None and size > 1:
@@ -74,8 +74,10 @@ def _check(tensor: torch.Tensor, cu_seqlens: torch.Tensor, lengths: torch.Tensor
 
 
 def _exchange(first: torch.Tensor, second: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the first tokens [..., N] of the chunks after this rank's: of the later ones, which the previous rank
-    holds, and of the earlier ones, which the next rank holds. Missing ones at the ends of the group are undefined.
+    """Return the first tokens [..., N] of the chunks that follow this rank's later and earlier chunks.
+
+    The previous rank holds the chunk after a later chunk, the next rank the chunk after an earlier chunk. At the ends
+    of the group, tokens of missing chunks are undefined.
 
     Args:
         first: first tokens of this rank's earlier chunks.

@@ -1,4 +1,4 @@
-"""megatron-core's schedules: micro-batches through the pipeline stages of a mesh, forward and backward."""
+"""Run micro-batches through the pipeline stages of a mesh, with megatron-core's schedules."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -16,7 +16,7 @@ from swiftlite.plan.layout import length_divisor, num_virtual_stages, states_sen
 from swiftlite.runtime.mesh import Mesh
 
 Shape = tuple[int, int, int]
-"""Shape of a tensor sent between stages, `StageStates.to_wire`: positions of all states, rows, hidden size."""
+"""Shape of a tensor sent between stages (`StageStates.to_wire`): positions of all states, rows, hidden size."""
 
 
 def run_pipeline(
@@ -36,12 +36,13 @@ def run_pipeline(
         model: the chunks of this rank, one per virtual pipeline stage.
         iterators: one per chunk, because each iterates over the micro-batches separately.
         shapes: rows and tokens of each micro-batch, before the split over context-parallel ranks.
-        tells_shapes: whether stages send the shape of each tensor in a message that the host waits for, for passes with
-            other states than training (`model/decode.py`).
+        tells_shapes: whether stages first send the shape of each tensor, for which the host waits; required for
+            decoding, which sends other states than training (`model/decode.py`).
         options: further options of megatron-core's schedules.
 
     Returns:
-        The output of `forward_step`'s function apart from the loss, for each micro-batch; empty before the last stage.
+        For each micro-batch the further values that the function of `forward_step` returns; empty before the last
+        stage.
     """
     config = get_model_config(model[0])
     schedule = get_forward_backward_func(mesh.pp.size(), num_virtual_stages(mesh.layout))
@@ -49,7 +50,7 @@ def run_pipeline(
         communicator = P2PCommunicator(mesh.pp, config)
     else:
         communicator = _KnownShapes(mesh.pp, config, *_crossing(model, mesh, shapes))
-    num_rows, length = shapes[0]  # megatron-core asks for them, and with variable_seq_lengths does not look at them
+    num_rows, length = shapes[0]  # required arguments, which are not used with variable_seq_lengths
     return schedule(
         forward_step_func=forward_step,
         data_iterator=list(iterators) if len(iterators) > 1 else iterators[0],
@@ -58,7 +59,7 @@ def run_pipeline(
         micro_batch_size=num_rows,
         seq_length=length,
         forward_only=forward_only,
-        # Both or neither, or megatron-core refuses: it would take the groups from its globals.
+        # megatron-core requires both or neither; without them it uses global process groups.
         p2p_communicator=communicator,
         pg_collection=mesh.groups,
         **options,
@@ -68,8 +69,8 @@ def run_pipeline(
 class _KnownShapes(P2PCommunicator):
     """megatron-core's communicator with known shapes instead of a message before every tensor.
 
-    The stock class exchanges shapes before every tensor and waits for the GPU twice (p2p_communication.py:214-242 of
-    0.16.1).
+    megatron-core's class exchanges shapes before every tensor, and waits for the GPU twice
+    (p2p_communication.py:214-242 of 0.16.1).
 
     Args:
         received: shapes of the states from the previous rank, in order.
@@ -95,7 +96,7 @@ class _KnownShapes(P2PCommunicator):
         recv_prev: bool,
         recv_next: bool,
     ) -> tuple[Shape | None, Shape | None]:
-        if tensor_send_next is not None:  # NCCL would not notice a receiver that expects another shape
+        if tensor_send_next is not None:  # NCCL does not detect a receiver that expects another shape
             found, expected = tuple(tensor_send_next.shape), next(self._sent, None)
             assert found == expected, f"states of shape {found}, and the next stage expects {expected}"
         received = next(self._received) if recv_prev else None
@@ -108,9 +109,10 @@ def _crossing(
 ) -> tuple[list[Shape], list[Shape], list[Shape]]:
     """Return the shapes for `_KnownShapes` of all micro-batches.
 
-    Each rank computes (micro-batch, chunk) in the order of megatron-core's table, backward with reversed chunks, and
-    sends each result immediately. With two ranks and two chunks each, rank 0 receives the output of chunk 0 of rank 1
-    for its chunk 1; chunk 1 of rank 1 has the loss and sends nothing."""
+    Each rank computes pairs (micro-batch, chunk) in the order of megatron-core's schedule table, in the backward pass
+    with reversed chunks, and sends each result immediately. For example, with two ranks of two chunks each, chunk 1 of
+    rank 0 receives the output of chunk 0 of rank 1. Chunk 1 of rank 1 computes the loss and sends nothing.
+    """
     config: Any = get_model_config(model[0])
     heads: Any = get_attr_wrapped_model(model[0], "heads", allow_none=False)
     drafting: Any = get_attr_wrapped_model(model[0], "drafting", allow_none=False)
@@ -120,8 +122,10 @@ def _crossing(
     size, rank = mesh.pp.size(), mesh.pp.rank()
 
     def made_by(stages: Iterable[tuple[int, int]]) -> list[Shape]:
-        """Return the shapes that stages send on, from pairs of micro-batch and stage; the last stage sends nothing, and
-        -1 is before the first."""
+        """Return the shapes of the outputs of pairs (micro-batch, stage).
+
+        The last stage sends nothing; -1 is the stage before the first one.
+        """
         made = []
         for micro_batch, stage in stages:
             if 0 <= stage < len(num_states):

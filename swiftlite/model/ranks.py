@@ -10,10 +10,10 @@ from swiftlite.runtime.mesh import Mesh
 
 
 def all_gather_rows(tensor_BS: torch.Tensor, mesh: Mesh, cu_seqlens: torch.Tensor | None = None) -> torch.Tensor:
-    """Gather rows that are split over context-parallel ranks on each of them.
+    """Gather whole rows on each context-parallel rank from the parts of all of them.
 
     Args:
-        cu_seqlens: starts of the sequences if the whole row is packed.
+        cu_seqlens: starts of the sequences if the row is packed.
     """
     if mesh.cp.size() == 1:
         return tensor_BS
@@ -30,11 +30,11 @@ def broadcast_from_last_stage(tensor: torch.Tensor, mesh: Mesh) -> torch.Tensor:
 
 
 def all_reduce_sum(parts: Sequence[torch.Tensor], shape: tuple[int, ...], mesh: Mesh) -> torch.Tensor:
-    """Add up the statistics of all micro-batches of all ranks; the sum is on the CPU of every rank.
+    """Sum the statistics of the micro-batches of all ranks; return the sum on the CPU of every rank.
 
     Args:
-        parts: those of this rank's micro-batches, on the last pipeline stage; elsewhere none.
-        shape: of each.
+        parts: statistics of this rank's micro-batches on the last pipeline stage; empty on other stages.
+        shape: shape of one micro-batch's statistics.
     """
     sums = torch.zeros(shape, dtype=torch.float64, device=mesh.device.torch_device)
     for part in parts:
@@ -51,7 +51,7 @@ def broadcast_from_mesh(tensor: torch.Tensor, mesh: Mesh) -> torch.Tensor:
 
 
 def all_reduce_max(value: int, mesh: Mesh, group: dist.ProcessGroup | None = None) -> int:
-    """Return the all_reduce_max value of any rank of the group (unset: of all)."""
+    """Return the maximum value over the ranks of the group (None: over all ranks)."""
     number = torch.tensor(value, device=mesh.device.torch_device)
     dist.all_reduce(number, op=dist.ReduceOp.MAX, group=group)
     return int(number)

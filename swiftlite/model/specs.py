@@ -1,6 +1,6 @@
 """Select the modules of each part of the model.
 
-A family names the kinds of its layers (`families/layer.py`). This module maps every kind to its modules, built from the
+A family specifies the kind of each layer (`families/layer.py`). This module maps each kind to modules, made of the
 classes that `kernels.py` selects.
 """
 
@@ -84,8 +84,8 @@ def _gated_delta_net(sizes: GatedDeltaNetSizes, modules: Modules) -> ModuleSpec:
 
 
 def _gated(modules: Modules) -> MLPSubmodules:
-    # The activation is a class whose objects are called, which is all that is asked; where activations are fused,
-    # megatron-core asks for none (`build_config`).
+    # megatron-core builds the activation from this class and calls the object. With fused activations it is not used
+    # (`build_config`).
     activation: Any = SwiGLU
     return MLPSubmodules(linear_fc1=modules.column, activation_func=activation, linear_fc2=modules.row)
 
@@ -97,7 +97,7 @@ def _mlp(mlp: Mlp, modules: Modules) -> ModuleSpec:
 def _mixture(mixture: MixtureOfExperts, modules: Modules) -> ModuleSpec:
     """Return the spec of a router, one MLP per expert, and one for all shared experts.
 
-    Experts have torch's own linear layers whatever the others have: a call for each of them costs more than it saves.
+    Experts always use torch's linear layers: calling other kernels for each expert costs more than it saves.
     """
     experts = replace(modules, column=LOCAL.column, row=LOCAL.row)
     return ModuleSpec(
@@ -105,13 +105,13 @@ def _mixture(mixture: MixtureOfExperts, modules: Modules) -> ModuleSpec:
         submodules=MoESubmodules(
             router=TopKRouter,
             experts=ModuleSpec(module=modules.experts, submodules=_gated(experts)),
-            # Built only where the config gives shared experts a width.
+            # Built only if the config defines a size of shared experts.
             shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=_gated(modules)),
         ),
     )
 
 
-# The module of every kind that a family may name (`families/attention.py`, `families/mlp.py`).
+# The modules of all kinds of attention (`families/attention.py`) and MLP (`families/mlp.py`).
 ATTENTION_SPECS: dict[type, Callable[[Any, Modules], ModuleSpec]] = {
     GroupedQueryAttention: _grouped_query,
     LatentAttention: _latent,
@@ -120,8 +120,8 @@ ATTENTION_SPECS: dict[type, Callable[[Any, Modules], ModuleSpec]] = {
 MLP_SPECS: dict[type, Callable[[Any, Modules], ModuleSpec]] = {Mlp: _mlp, MixtureOfExperts: _mixture}
 
 
-# The module of every kind of tower (`families/tower.py`), made for megatron-core's config. It is called with the items
-# of a micro-batch by name (`Batch.items`) and returns an output for each, [I, H].
+# Constructors of the modules of all kinds of towers (`families/tower.py`). A module maps the items of a micro-batch by
+# name (`Batch.items`) to one output per item, [I, H].
 TOWERS: dict[type, Callable[[Any, TransformerConfig], nn.Module]] = {}
 
 
@@ -132,8 +132,8 @@ def attention_spec(attention: Attention, modules: Modules = LOCAL) -> ModuleSpec
 
 def decoder_layer_spec(layer: Layer, modules: Modules = LOCAL) -> ModuleSpec:
     """Return the spec of one decoder layer, with the kinds of attention and MLP that it names."""
-    # Checkpoint names that megatron-core's other specs write too, so checkpoints can be exchanged; with other kinds of
-    # attention those are the modules' own.
+    # Names in checkpoints as in megatron-core's specs, so that checkpoints are interchangeable. Other kinds of
+    # attention use their own names.
     names = {
         "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
         "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
@@ -145,7 +145,7 @@ def decoder_layer_spec(layer: Layer, modules: Modules = LOCAL) -> ModuleSpec:
         submodules=TransformerLayerSubmodules(
             input_layernorm=modules.norm,
             self_attention=attention_spec(layer.attention, modules),
-            # Functions here, as in megatron-core's own specs, though its annotation says class.
+            # Functions as in megatron-core's specs, although the annotation requires a class.
             self_attn_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType]
             pre_mlp_layernorm=modules.norm,
             mlp=MLP_SPECS[type(layer.mlp)](layer.mlp, modules),
@@ -158,7 +158,7 @@ def decoder_layer_spec(layer: Layer, modules: Modules = LOCAL) -> ModuleSpec:
 def decoder_spec(
     config: TransformerConfig, layers: Sequence[Layer], drafting: Drafting, modules: Modules = LOCAL
 ) -> TransformerBlockSubmodules:
-    """Return the spec of the trunk, or of the pipeline stage that holds these decoder layers."""
+    """Return the spec of the trunk, or of a pipeline stage with these decoder layers."""
     norm = modules.norm
     if config.mtp_num_layers and drafting.takes_before_norm:
         norm = modules.norm_returning_input

@@ -1,4 +1,4 @@
-"""The hidden states that one pipeline stage sends to the next, as names and as the one tensor that is sent.
+"""The hidden states that a pipeline stage sends to the next: as named tensors, and as the single tensor that is sent.
 
 Shapes: S sequence (of this context- and sequence-parallel rank), B batch, H hidden size, D MTP depth.
 """
@@ -12,10 +12,10 @@ import torch
 
 @dataclass(frozen=True)
 class StageStates:
-    """Hold the hidden states of one micro-batch between two pipeline stages, [S, B, H] each.
+    """The hidden states of one micro-batch between two pipeline stages, [S, B, H] each.
 
-    For example, the layout `Et*2|t*2|m|L` with two MTP depths that read the trunk's state before its final norm. The
-    norm is on the stage of the last decoder layer:
+    For example, with the layout `Et*2|t*2|m|L` and two MTP depths that read the trunk's state before its final norm,
+    stages hold and send the following (the final norm is on the stage of the last decoder layer):
 
         stage   holds                           sends                               on the wire
         0       embedding, 2 layers             trunk                               [S, B, H]
@@ -23,12 +23,13 @@ class StageStates:
         2       MTP layers                      trunk, depth 1, depth 2             [3S, B, H]
         3       output layer                    nothing: it returns the losses
 
-    Where the heads read the state after the norm, stage 1 sends only that, [S, B, H]. `plan.layout.states_sent` counts
-    the states that each stage sends.
+    If the heads read the state after the norm, stage 1 sends only this state, [S, B, H]. `plan.layout.states_sent`
+    counts the states that each stage sends.
 
     Attributes:
-        trunk_SBH: the trunk's state; from the final norm on, the one after it.
-        prenorm_SBH: the trunk's state before the final norm, between the norm and heads that read it; otherwise None.
+        trunk_SBH: the trunk's state; on the stage of the final norm and later stages, the state after the norm.
+        prenorm_SBH: the trunk's state before the final norm, from the stage of the norm to the stage of heads that read
+            it; otherwise None.
         heads_SBH: the state of each MTP depth after its output norm; empty before the heads.
     """
 
@@ -44,9 +45,9 @@ class StageStates:
         return self.prenorm_SBH
 
     def to_wire(self) -> torch.Tensor:
-        """Concatenate the states along the sequence: one to 1 + D of them, [S, B, H] to [(1 + D)S, B, H].
+        """Concatenate the states along the sequence: from [S, B, H] for one state to [(1 + D)S, B, H].
 
-        The result is always a copy, because megatron-core frees what a stage has sent.
+        The result is always a copy, because megatron-core frees the tensor after sending it.
         """
         states_SBH = [self.trunk_SBH, *self.heads_SBH]
         if self.prenorm_SBH is not None:
@@ -58,8 +59,8 @@ class StageStates:
         """Split what `to_wire` concatenated.
 
         Args:
-            has_prenorm: the tensor comes from the final norm, and heads on this stage or a later one read the state
-                before it.
+            has_prenorm: whether the tensor comes from the stage of the final norm and contains the state before the
+                norm, for heads on this or a later stage.
             num_heads: D after the heads, 0 before them.
         """
         num_states = has_prenorm + 1 + num_heads

@@ -21,7 +21,7 @@ class TowerInputs:
 
     Attributes:
         items: inputs of the tower, by name (`Batch.items`).
-        item_KBS: int64; index of the tower's output for the token, -1 for tokens with their own embedding.
+        item_KBS: int64; index of the tower's output for the token, -1 for tokens that use their embedding.
     """
 
     items: Mapping[str, torch.Tensor]
@@ -29,7 +29,7 @@ class TowerInputs:
 
     @classmethod
     def of(cls, batch: Batch) -> "TowerInputs | None":
-        """Return the inputs of a batch; None if its method has none."""
+        """Return the tower's inputs of a batch; None if it has none."""
         item_KBS = batch.extras.get(ITEM)
         if item_KBS is None:
             return None
@@ -38,20 +38,20 @@ class TowerInputs:
 
 @dataclass(frozen=True)
 class Placed:
-    """Outputs of a tower with the tokens of the trunk or of one MTP depth that they replace.
+    """Outputs of a tower, and the tokens that they replace in the input of the trunk or of one MTP depth.
 
     Attributes:
         output_IH: all outputs of the micro-batch, and a last row of zeros for other tokens.
-        item_BS: int64; as `TowerInputs.item_KBS`.
+        item_BS: int64; see `TowerInputs.item_KBS`.
     """
 
     output_IH: torch.Tensor
     item_BS: torch.Tensor
 
     def put_into(self, embeddings_SBH: torch.Tensor, item_SB: torch.Tensor) -> torch.Tensor:
-        """Return the embeddings with the outputs in their places.
+        """Return the embeddings with those of placeholder tokens replaced by outputs.
 
         Args:
-            item_SB: of the tokens of the embeddings, a sequence-parallel rank's part of `item_BS`.
+            item_SB: this sequence-parallel rank's part of `item_BS`, transposed.
         """
         return torch.where((item_SB >= 0)[..., None], self.output_IH[item_SB], embeddings_SBH)

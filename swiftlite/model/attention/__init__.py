@@ -1,1 +1,1 @@
-"""Attention of every kind, with rotary embeddings and the KV cache."""
+"""All kinds of attention, with rotary embeddings and the KV cache."""

@@ -1,11 +1,11 @@
-"""Core attention without Transformer Engine, behind megatron-core's own interface.
+"""Core attention without Transformer Engine, with the interface of megatron-core.
 
-Dense rows call torch's scaled_dot_product_attention exactly as transformers does, which is why logits agree bit for
-bit; the stock megatron-core class differs by 2e-6 in float32 and 0.05 in bfloat16, allocates scores of S x S, and
-refuses packed rows, context parallelism and MLA.
+For dense rows, torch's scaled_dot_product_attention is called as in transformers, so that logits are bitwise identical.
+With the class of megatron-core, logits differ by 2e-6 in float32 and 0.05 in bfloat16. It also allocates scores of S x
+S, and does not support packed rows, context parallelism and MLA.
 
-Shapes: S sequence, T tokens of a packed row, B batch, N query heads, G key-value heads, D head size (values may have
-their own); N and G are per tensor-parallel rank, S and T per context-parallel rank.
+Shapes: S sequence, T tokens of a packed row, B batch, N query heads, G key-value heads, D head size (values may have a
+different one); N and G are per tensor-parallel rank, S and T per context-parallel rank.
 """
 
 import math
@@ -35,16 +35,18 @@ from swiftlite.model.context_parallel import (
 from swiftlite.runtime.device import on_device
 
 LONG = 2048
-"""Minimum number of queries of a segment, on average, for a separate kernel under context parallelism. Its launches
-take some 20 microseconds in both passes, as long as copies of that many tokens' keys and values of 8 heads of 128;
-copies of latent attention take ten times as long. Estimated for an H100, not measured."""
+"""Minimum average number of queries per segment for which, with context parallelism, each segment is a separate kernel
+call instead of copying keys and values for a single call. Launching a kernel in both passes takes about 20
+microseconds, as long as copying the keys and values of 2,048 tokens for 8 heads of size 128; with latent attention,
+copies take ten times as long. Estimated for an H100, not measured.
+"""
 
 
 class Offsets(NamedTuple):
-    """The queries and keys of all segments of all rows for one kernel call.
+    """The positions of queries and keys of all segments of all rows for one kernel call.
 
     Attributes:
-        keys_T: indices of the keys in the row, in the order of segments; None: all keys in place.
+        keys_T: indices of the keys in the row, in the order of segments; None: the keys of the row in their order.
         cu_q, cu_k: start of each segment, int32 [segments + 1], on the device.
     """
 
@@ -55,11 +57,11 @@ class Offsets(NamedTuple):
     longest_k: int
 
 
-@lru_cache(maxsize=16)  # every layer asks again for the row of its micro-batch
+@lru_cache(maxsize=16)  # every layer calls it for the row of the micro-batch
 def offsets(segments: tuple[Segment, ...], num_rows: int, num_keys: int, device: torch.device) -> Offsets:
     """Create the offsets on the host and copy them once: a copy in each layer would wait for the device each time."""
     keys = torch.cat([torch.arange(segment.key_start, segment.key_end) for segment in segments])
-    # Without context parallelism the prefixes are the row itself.
+    # Without context parallelism, the segments are the whole row.
     keys_T = None
     if len(keys) != num_keys:
         keys_T = on_device(keys, device)
@@ -71,18 +73,18 @@ def offsets(segments: tuple[Segment, ...], num_rows: int, num_keys: int, device:
 
 
 class CoreAttention(MegatronModule):
-    """Causal attention for dense rows (one sequence each, padded at the end) and packed rows, at any CP size.
+    """Causal attention for dense rows (one sequence each, padded at the end) and packed rows, for any CP size.
 
-    With context parallelism each rank holds the zigzag parts of context_parallel.py, gathers all keys and values (their
-    gradients are reduce-scattered), and computes its two chunks of each sequence with the preceding keys. Latent
-    attention gathers the latents and passes keys and values of the whole row.
+    With context parallelism, each rank holds two chunks of each sequence (context_parallel.py). It gathers all keys and
+    values, whose gradients are reduce-scattered, and computes the attention of its queries. Latent attention gathers
+    latents itself, and calls this class with keys and values of the whole row.
 
     The constructor takes the arguments of megatron-core's SelfAttention and MLASelfAttention (transformer/attention.py
     of 0.16.1).
 
     Args:
         varlen: kernel for all sequences of a packed row in one call, see `kernels.varlen_kernel`.
-        prefix: the same kernel in two halves, see `kernels.prefix_kernel`.
+        prefix: the kernel with separate forward and backward functions, see `kernels.prefix_kernel`.
     """
 
     def __init__(
@@ -107,7 +109,7 @@ class CoreAttention(MegatronModule):
         if softmax_scale is None:
             softmax_scale = 1.0 / math.sqrt(k_channels)
         self.softmax_scale = softmax_scale
-        assert pg_collection is not None  # upstream's annotation is wider than the actual type
+        assert pg_collection is not None  # never None, unlike in the annotation of megatron-core
         self.cp_group = pg_collection.cp
 
     def forward(
@@ -123,18 +125,18 @@ class CoreAttention(MegatronModule):
         """Compute attention; without a mask it is causal, which is sufficient for rows padded at the end.
 
         Args:
-            query_SBND: or [T, N, D] for a packed row, as megatron-core passes it; the same for keys and values, of this
-                rank or of all context-parallel ranks.
-            attention_mask: in megatron-core's convention, [B or 1, 1, S, S], True where attention is masked; only for
-                dense rows without context parallelism. Or the cache of growing rows, of which these are new tokens.
-            packed_seq_params: for a packed row (`qkv_format` thd): starts of its padded sequences in the whole row,
-                between which there is no attention.
+            query_SBND: queries; [T, N, D] for a packed row, as megatron-core passes it.
+            key_SBGD, value_SBGD: keys and values in the same layout, of this rank or of all context-parallel ranks.
+            attention_mask: a mask [B or 1, 1, S, S], True at masked entries as in megatron-core, only for dense rows
+                without context parallelism; or, in decoding, the cache of the rows whose new tokens these are.
+            packed_seq_params: for a packed row (`qkv_format` thd): starts of its padded sequences in the whole row.
+                There is no attention between sequences.
 
         Returns:
             [S, B, N * D], or [T, N * D] for a packed row, like Transformer Engine.
 
         Raises:
-            ValueError: a mask is not supported here, or the sequences do not cover the row.
+            ValueError: a mask is not supported for this row, or the sequences do not cover the row.
         """
         assert attention_bias is None
         if isinstance(attention_mask, Cache):
@@ -171,7 +173,7 @@ class CoreAttention(MegatronModule):
         value_SBGD: torch.Tensor,
         segments: tuple[Segment, ...],
     ) -> torch.Tensor:
-        """Return [S, B, N, D] of this rank's queries, over the keys of the whole row."""
+        """Return the attention [S, B, N, D] of this rank's queries to the keys of the whole row."""
         if self.prefix is not None and is_for_slices(query_SBND, key_SBGD, segments):
             return self._attend_slices(query_SBND, key_SBGD, value_SBGD, segments)
         attend = self._attend_varlen if self.varlen else self._attend_segments
@@ -184,7 +186,7 @@ class CoreAttention(MegatronModule):
         value_SBGD: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return [S, B, N, D]; causal without a mask, the last query seeing the last key."""
+        """Return attention [S, B, N, D]; without a mask it is causal, and the last query sees the last key."""
         num_queries, num_keys = query_SBND.size(0), key_SBGD.size(0)
         is_allowed = None
         if attention_mask is not None:
@@ -211,7 +213,7 @@ class CoreAttention(MegatronModule):
     def _attend_cached(
         self, query_T1ND: torch.Tensor, key_T1GD: torch.Tensor, value_T1GD: torch.Tensor, cache: Cache
     ) -> torch.Tensor:
-        """Return [T, 1, N, D] of the tokens of a pass; undefined for padding."""
+        """Return attention [T, 1, N, D] of the tokens of a pass; undefined for padding."""
         key_BCGD = cache.keep((self, "key"), key_T1GD.squeeze(1))
         value_BCGD = cache.keep((self, "value"), value_T1GD.squeeze(1))
         if cache.is_step:
@@ -228,9 +230,10 @@ class CoreAttention(MegatronModule):
     def _attend_step(
         self, query_T1ND: torch.Tensor, key_BCGD: torch.Tensor, value_BCGD: torch.Tensor, cache: Cache
     ) -> torch.Tensor:
-        """Compute `_attend_cached` for one token of each row in one call.
+        """Compute `_attend_cached` in one call, for passes with at most one token per row.
 
-        Heads that share a key are treated as queries of one head, because torch would otherwise repeat the keys.
+        The query heads that share a key are computed as several queries of one head, because torch would repeat the
+        keys otherwise.
         """
         visible_BS = cache.visible()
         key, value = (kept[:, : visible_BS.size(1)].transpose(1, 2) for kept in (key_BCGD, value_BCGD))
@@ -251,11 +254,11 @@ class CoreAttention(MegatronModule):
         value_SBGD: torch.Tensor,
         segments: Sequence[Segment],
     ) -> torch.Tensor:
-        """Return [S, B, N, D], with one call per segment.
+        """Return attention [S, B, N, D], with one call per segment.
 
-        Of what torch 2.13 has on a CPU nothing else computes gradients of packed rows: its varlen_attn is CUDA's,
-        flex_attention has no backward, nested tensors no causal attention, and a mask over the row takes 458 ms where
-        this takes 42 (16 sequences, 1,700 tokens, 8 heads of 64, forward and backward).
+        On a CPU, torch 2.13 has no faster function with gradients for packed rows: varlen_attn requires CUDA,
+        flex_attention has no backward pass, and nested tensors do not support causal attention. A mask over the row
+        takes 458 ms instead of 42 ms (16 sequences, 1,700 tokens, 8 heads of size 64, forward and backward).
         """
         queries = query_SBND.split([segment.num_queries for segment in segments])
         keys, values = seen_by(segments, key_SBGD), seen_by(segments, value_SBGD)
@@ -268,7 +271,7 @@ class CoreAttention(MegatronModule):
         value_SBGD: torch.Tensor,
         segments: tuple[Segment, ...],
     ) -> torch.Tensor:
-        """Return [S, B, N, D] from one kernel over all segments of all rows."""
+        """Return attention [S, B, N, D] from one kernel call over all segments of all rows."""
         assert self.varlen is not None
         query, key, value, places = for_kernel(query_SBND, key_SBGD, value_SBGD, segments)
         return tokens_to_rows(self.varlen(query, key, value, *places, scale=self.softmax_scale), query_SBND)
@@ -282,10 +285,10 @@ class CoreAttention(MegatronModule):
         own_keys: Sequence[torch.Tensor] = (),
         own_values: Sequence[torch.Tensor] = (),
     ) -> torch.Tensor:
-        """Return [S, 1, N, D] with one kernel call per segment, over keys and values in place.
+        """Return attention [S, 1, N, D], with one kernel call per segment and without copying keys and values.
 
-        `_attend_varlen` would copy keys that two segments share, which takes more memory than all keys until the
-        backward pass.
+        `_attend_varlen` would copy keys that two segments share, and keep the copies, which are larger than all keys,
+        until the backward pass.
 
         Args:
             own_keys, own_values: additional keys and values of each query, see `merged_attention.attend`.
@@ -301,7 +304,8 @@ class CoreAttention(MegatronModule):
 def for_each_query_head(keys_BGSD: torch.Tensor, num_heads: int) -> torch.Tensor:
     """Repeat keys or values for the query heads that share them: [B, N, S, D].
 
-    In float32 a GPU has no kernel for grouped heads that keeps no scores of S x S; it has one for whole heads.
+    In float32 on a GPU, torch's only kernel for grouped heads stores scores of S x S; without grouped heads, it has a
+    kernel that does not.
     """
     repeats = num_heads // keys_BGSD.size(1)
     if repeats == 1:
@@ -310,8 +314,10 @@ def for_each_query_head(keys_BGSD: torch.Tensor, num_heads: int) -> torch.Tensor
 
 
 def is_for_slices(query_SBND: torch.Tensor, key_SBGD: torch.Tensor, segments: Sequence[Segment]) -> bool:
-    """Return whether each segment is a separate kernel call: if segments share keys and belong to one sequence or are
-    long."""
+    """Return whether to compute each segment in a separate kernel call.
+
+    This is the case if segments share keys, and either belong to one sequence or are long.
+    """
     num_queries, num_rows = query_SBND.shape[:2]
     if num_rows > 1 or num_queries == key_SBGD.size(0):
         return False
@@ -320,7 +326,7 @@ def is_for_slices(query_SBND: torch.Tensor, key_SBGD: torch.Tensor, segments: Se
 
 @lru_cache(maxsize=16)
 def slices_of(segments: tuple[Segment, ...], device: torch.device) -> tuple[merged_attention.Slice, ...]:
-    """Create the slices once per row, as `offsets`."""
+    """Create the slices; like `offsets`, once per row."""
     slices, start = [], 0
     for segment in segments:
         num_keys = segment.key_end - segment.key_start
@@ -341,7 +347,7 @@ def whole_row(rows_SBGD: torch.Tensor, lengths: tuple[int, ...], group: dist.Pro
 def for_kernel(
     query_SBND: torch.Tensor, key_SBGD: torch.Tensor, value_SBGD: torch.Tensor, segments: tuple[Segment, ...]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[Any, ...]]:
-    """Return queries, keys and values of all segments of all rows, and their starts, in the format of kernels."""
+    """Return queries, keys, values and starts of all segments of all rows, in the format of varlen kernels."""
     keys_T, *places = offsets(segments, query_SBND.size(1), key_SBGD.size(0), query_SBND.device)
     if keys_T is not None:
         key_SBGD, value_SBGD = key_SBGD.index_select(0, keys_T), value_SBGD.index_select(0, keys_T)

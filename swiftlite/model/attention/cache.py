@@ -1,4 +1,4 @@
-"""Cache keys, values and states of rows that grow token by token.
+"""Cache keys, values and states of rows in decoding.
 
 A pass processes the new tokens of all rows as one flat row without padding. For example, for the rows "the cat" and "a
 dog ran", each continued by one token:
@@ -6,10 +6,10 @@ dog ran", each continued by one token:
     pass 1    the cat a dog ran    positions 0 1 0 1 2
     pass 2    sat off              positions 2 3
 
-Rows are whole on every rank. Context-parallel ranks hold the same weights and process different rows.
+Rows are not split over ranks; context-parallel ranks process different rows.
 
-megatron-core's static context (inference/contexts of 0.16.1) requires all rows at the same position, its dynamic one
-requires CUDA kernels, and neither supports sequence parallelism or our latent attention.
+megatron-core's static context (inference/contexts of 0.16.1) requires all rows to be at the same position, and its
+dynamic context requires CUDA kernels. Neither supports sequence parallelism or swiftlite's latent attention.
 
 Shapes: T tokens of a pass, B rows, C capacity.
 """
@@ -20,11 +20,11 @@ from typing import NamedTuple
 import torch
 
 Name = str | tuple[torch.nn.Module, str]
-"""Key of a tensor in the cache: a module's own name for it, or a name for the whole model."""
+"""Key of a tensor in the cache: a module with a name, or a name that is unique in the model."""
 
 
 class Span(NamedTuple):
-    """Consecutive tokens of a row."""
+    """Consecutive tokens of one row."""
 
     row: int
     start: int
@@ -42,7 +42,7 @@ class Cache:
         capacity: maximum number of tokens of a row.
 
     Attributes:
-        spans: tokens of the next pass, in this order; further tokens are padding.
+        spans: tokens of the current pass, in order; tokens after them are padding.
     """
 
     def __init__(self, num_rows: int, capacity: int, device: torch.device):
@@ -53,7 +53,7 @@ class Cache:
         self.begin(())
 
     def begin(self, spans: Sequence[Span]) -> None:
-        """Set the spans of the coming pass."""
+        """Start a pass over these spans."""
         self.spans = tuple(spans)
         rows: list[int] = []
         positions: list[int] = []
@@ -65,12 +65,12 @@ class Cache:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the coming pass, without padding."""
+        """Number of tokens of the current pass, without padding."""
         return len(self._row_T)
 
     @property
     def is_step(self) -> bool:
-        """Whether no row has more than one token in the coming pass."""
+        """Whether each row has at most one token in the current pass."""
         return self.num_tokens == len(self.spans)
 
     def lengths(self, num_tokens: int) -> tuple[int, ...]:
@@ -78,28 +78,28 @@ class Cache:
         return (*map(len, self.spans), num_tokens - self.num_tokens)
 
     def keep(self, name: Name, new_T: torch.Tensor) -> torch.Tensor:
-        """Write this pass's tokens [T, ...] into the tensor of a name, and return all of it, [B, C, ...]."""
+        """Write values [T, ...] of this pass's tokens into the tensor `name`, and return all of it, [B, C, ...]."""
         kept = self._kept.get(name)
         if kept is None:
-            # Zeros: what is masked in attention is multiplied by 0, which NaN would survive.
+            # Initialized to zeros: masked values are multiplied by 0 in attention, and 0 * NaN would be NaN.
             kept = self._kept[name] = new_T.new_zeros(self.num_rows, self.capacity, *new_T.shape[1:])
         kept[self._row_T, self._position_T] = new_T[: self.num_tokens]
         return kept
 
     def kept(self, name: Name, num_tokens: int) -> torch.Tensor:
-        """Return [T, ...] of this pass's tokens, and zeros for its padding."""
+        """Return the values [T, ...] of this pass's tokens in the tensor `name`; zeros for padding."""
         kept = self._kept[name]
         return self._padded(kept[self._row_T, self._position_T], num_tokens)
 
     def update_state(self, name: Name, new: torch.Tensor) -> None:
-        """Replace a module's state of each row of this pass, [spans, ...]: the one after the last token of the span."""
+        """Store a module's state [spans, ...] after the last token of each span."""
         kept = self._kept.get(name)
         if kept is None:
             kept = self._kept[name] = new.new_zeros(self.num_rows, *new.shape[1:])
         kept[self._span_rows()] = new
 
     def state(self, name: Name, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return a module's state of each row of this pass, [spans, *shape]; zeros for new rows."""
+        """Return a module's state for each span of this pass, [spans, *shape]; zeros for new rows."""
         kept = self._kept.get(name)
         if kept is None:
             return torch.zeros(len(self.spans), *shape, dtype=dtype, device=self.device)
@@ -111,12 +111,12 @@ class Cache:
         return torch.tensor([span.row for span in self.spans], dtype=torch.int64, device=self.device)
 
     def is_used_by(self, layer: torch.nn.Module) -> bool:
-        """Return whether a part of the layer has kept something."""
+        """Return whether a module of the layer has stored anything in the cache."""
         keepers = {name[0] for name in self._kept if isinstance(name, tuple)}
         return not keepers.isdisjoint(layer.modules())
 
     def by_row(self, new_T: torch.Tensor) -> torch.Tensor:
-        """Return [B, ...] for a pass with at most one token per row; zeros for rows without a token."""
+        """Convert [T, ...] to [B, ...] in a pass with at most one token per row; zeros for rows without a token."""
         by_row = new_T.new_zeros(self.num_rows, *new_T.shape[1:])
         by_row[self._row_T] = new_T[: self.num_tokens]
         return by_row
@@ -126,7 +126,7 @@ class Cache:
         return self._padded(rows_B[self._row_T], num_tokens)
 
     def visible(self) -> torch.Tensor:
-        """Return the visible keys of each row's token, bool [B, longest]: those up to its own."""
+        """Return which keys the token of each row sees, bool [B, longest]: all keys up to the token's position."""
         longest = max((span.end for span in self.spans), default=1)
         last_B = self._position_T.new_zeros(self.num_rows)
         last_B[self._row_T] = self._position_T

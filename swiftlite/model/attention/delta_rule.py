@@ -1,17 +1,18 @@
-"""Compute the gated delta rule, the recurrence of linear attention, in torch or with flash-linear-attention's CUDA
-kernels.
+"""Compute the gated delta rule, the recurrence of linear attention.
 
-A head has a state S [D, E] that maps keys to values. Each token decays the state, corrects its value for the token's
-key, and reads it with the token's query:
+It is computed in torch or with the CUDA kernels of flash-linear-attention.
+
+A head has a state S [D, E] that maps keys to values. Each token decays the state, corrects the value that the state
+maps the token's key to, and reads the state with the token's query:
 
     S = exp(g) S
     S = S + beta * k (v - k S)
     out = q S
 
-Processing single tokens is slow, so tokens are processed in chunks of C. The corrections within a chunk are the
-solution of a triangular system (the WY form of Yang et al., Gated Delta Networks, 2024), which is solved for all chunks
-at once; only the state is passed from chunk to chunk. No chunk contains tokens of two sequences, so packed rows are
-exact.
+Processing tokens one by one is slow, so they are processed in chunks of C tokens. The corrections within a chunk are
+the solution of a triangular system (the WY form in Yang et al., Gated Delta Networks, 2024). The systems of all chunks
+are solved at once; only the state is passed from chunk to chunk. A chunk never contains tokens of two sequences, so
+results for packed rows are exact.
 
 Shapes: T tokens of all sequences, M chunks, C tokens of a chunk, N heads, D key channels, E value channels.
 """
@@ -38,7 +39,7 @@ def gated_delta_rule(
     lengths: Sequence[int],
     states: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the output of each token and the final state of each sequence; computed in float32.
+    """Compute in float32 the output of each token and the final state of each sequence.
 
     Args:
         query_TND: queries of concatenated sequences.
@@ -48,7 +49,7 @@ def gated_delta_rule(
         states: [number of sequences, N, D, E], initial states; default: zeros.
 
     Returns:
-        [T, N, E] in the dtype of the values, and states as above in float32.
+        Outputs [T, N, E] in the dtype of the values, and final states [number of sequences, N, D, E] in float32.
     """
     if query_TND.is_cuda and (kernel := cuda_kernel()) is not None:
         return by_kernel(kernel, query_TND, key_TND, value_TNE, log_decay_TN, beta_TN, lengths, states)
@@ -56,12 +57,12 @@ def gated_delta_rule(
     query, key, value, decay, beta = (
         chunks.take(tensor) for tensor in (query_TND, key_TND, value_TNE, log_decay_TN, beta_TN)
     )
-    # [M, N, C]: log of what fades from the beginning of the chunk to each token, the token's own part included.
+    # [M, N, C]: log of the decay from the beginning of the chunk up to and including each token.
     faded = decay.cumsum(dim=-1)
-    # [M, N, C, C]: what is left at token i of what token j wrote; 0 where j comes later.
+    # [M, N, C, C]: decay from token j to token i; 0 if j is after i.
     left = (faded[..., :, None] - faded[..., None, :]).tril().exp().tril()
-    # Each token corrects by its own value less what the state says to its key, to which every token j before it in the
-    # chunk has added beta_i * left[i, j] * (k_i k_j): a triangular system with ones on its diagonal.
+    # The correction of token i is its value minus the value that the state maps its key to. Each earlier token j of the
+    # chunk contributes beta_i * left[i, j] * (k_i k_j) to the latter: a triangular system with ones on the diagonal.
     weighed_key = key * beta[..., None]
     overlap = ((weighed_key @ key.transpose(-1, -2)) * left).tril(-1)
     new_value = _solve(overlap, value * beta[..., None])
@@ -130,10 +131,10 @@ def by_kernel(
 
 @lru_cache(maxsize=16)
 def starts_of(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Return where sequences start, int64 [sequences + 1] on the device: one tensor for all layers of a micro-batch.
+    """Return the starts of the sequences, int64 [sequences + 1] on the device, as one tensor for all layers.
 
-    A copy in each layer would wait for the device. So would the package: it reads the numbers on the host, and keeps
-    what follows from them as long as it is given the same tensor (fla/utils.py, `tensor_cache`).
+    A copy in each layer would wait for the device. flash-linear-attention also copies the starts to the host, but
+    caches the results while it is called with the same tensor object (fla/utils.py, `tensor_cache`).
     """
     return on_device(torch.tensor([0, *accumulate(lengths)], dtype=torch.int64), device)
 
@@ -147,10 +148,11 @@ class _Chunks:
     """The layout of sequences in chunks.
 
     Attributes:
-        places_MC: token of each slot of each chunk; empty slots have the chunk's first token.
+        places_MC: index of the token in each slot of each chunk; an empty slot has the index of the chunk's first
+            token.
         is_token_MC: whether a slot has a token; None if all have.
-        place_T: slot of each token; with a mask the host would wait for the number of tokens.
-        turns: chunks that are processed at the same time, and their sequences.
+        place_T: slot of each token. Indexing with a mask instead would make the host wait for the number of tokens.
+        turns: for each turn, the chunks that are processed at the same time, and their sequences.
         order_M: position of each chunk in the concatenated turns.
     """
 
@@ -161,10 +163,9 @@ class _Chunks:
     order_M: torch.Tensor
 
     def take(self, tensor_TN: torch.Tensor) -> torch.Tensor:
-        """Return [T, N, ...] as [M, N, C, ...] in float32; places without a token are 0: they write nothing and keep
-        all."""
+        """Convert [T, N, ...] to [M, N, C, ...] in float32; empty slots are zeros, which do not change the state."""
         if self.is_token_MC is None:
-            if tensor_TN.requires_grad:  # sums over a gradient in another order of memory would round otherwise
+            if tensor_TN.requires_grad:  # a gradient with another memory layout would be summed in another order
                 tensor_TN.register_hook(torch.Tensor.contiguous)
             return tensor_TN.float().unflatten(0, self.places_MC.shape).transpose(1, 2).contiguous()
         taken = tensor_TN[self.places_MC].float()
@@ -172,20 +173,20 @@ class _Chunks:
         return taken.masked_fill(~is_token, 0.0).transpose(1, 2).contiguous()
 
     def give_back(self, read: torch.Tensor) -> torch.Tensor:
-        """Return [T, N, E] of what all turns have read, [M, N, C, E]."""
+        """Convert the outputs of all turns [M, N, C, E] to [T, N, E]."""
         out_PNE = read[self.order_M].transpose(1, 2).flatten(0, 1)
         if self.is_token_MC is None:
             return out_PNE
         return out_PNE.index_select(0, self.place_T)
 
 
-@lru_cache(maxsize=16)  # every layer asks again for the rows of its micro-batch
+@lru_cache(maxsize=16)  # every layer calls it for the rows of the micro-batch
 def _chunks(lengths: tuple[int, ...], device: torch.device) -> _Chunks:
-    """Return the chunks of sequences with these lengths, with CHUNK tokens, or the length of the longest sequence if
-    smaller.
+    """Split sequences of these lengths into chunks of CHUNK tokens (or of the longest sequence, if it is shorter).
 
     Example: sequences of 100 and 30 tokens give chunks of tokens 0 to 63, 64 to 99 and 100 to 129. The first turn
-    processes chunks 0 and 2 with the states of sequences 0 and 1, the second turn chunk 1 with that of sequence 0."""
+    processes chunks 0 and 2 with the states of sequences 0 and 1, the second turn chunk 1 with the state of sequence 0.
+    """
     chunk = min(CHUNK, max(lengths))
     places, filled = [], []
     turns: list[list[tuple[int, int]]] = []
@@ -214,6 +215,6 @@ def _chunks(lengths: tuple[int, ...], device: torch.device) -> _Chunks:
 
 
 def _each_on(numbers: Sequence[Sequence[int]], device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Copy lists of numbers to the device in one piece, and return each as a tensor."""
+    """Copy lists of numbers to the device in a single copy, and return each list as a tensor."""
     together = on_device(torch.tensor(list(itertools.chain(*numbers))), device)
     return together.split([len(each) for each in numbers])

@@ -1,9 +1,9 @@
-"""Core attention of an unrolled MTP head, in training, as engines run it: a head that continues from its own states.
+"""Core attention of an unrolled MTP head in training, equal to its attention when an engine drafts.
 
-An engine that drafts from position s first lets the head read the trunk's states up to s; the keys it keeps stay for
-all further steps. Step j (from 2) is one more position, s + j - 1, which sees those keys and the ones that the steps
-2 .. j left, all of them from the same s. Here every s is drafted from at once: the query of s in step j sees the keys
-of step 1 up to s, and of each later step the one key of s itself.
+When an engine drafts from position s, step 1 of the head reads the trunk's states up to s, and its keys stay in the KV
+cache for all further steps. Step j (from 2) processes one more position, s + j - 1. It sees these keys and the keys of
+steps 2 .. j, all for the same s. In training, drafts from all positions s are computed at once: the query of s in step
+j sees the keys of step 1 up to s, and in each later step only the key of s itself.
 
 For example, step 3 of a sequence of 4 tokens (a query per line, x a key that it sees):
 
@@ -36,19 +36,19 @@ from swiftlite.model.attention.cache import Cache
 from swiftlite.model.context_parallel import Segment, causal_segments, seen_by, shared_row
 
 MAX_QUERIES = 1024
-"""Maximum number of queries in one call. Scores are masked there, and a mask has an entry for each query and key."""
+"""Maximum number of queries in one call with a mask, because the mask has an entry for each pair of query and key."""
 
 
 @dataclass
 class Draft:
-    """The keys and values of the previous steps of a forward pass, in order.
+    """The keys and values of all previous steps of a forward pass, in order.
 
-    It is passed to attention instead of a mask, because the visible keys of a query depend on previous steps.
+    The object is passed to attention as the mask, because the keys that a query sees are those of previous steps.
 
     Attributes:
-        keys: those of the whole row for the first step, those of this rank for later steps, [S, B, G, D].
-        values: the same for values.
-        cache: cache of the rows; None in training.
+        keys: for the first step the keys of the whole row, for later steps the keys of this rank, [S, B, G, D] each.
+        values: the values of these keys.
+        cache: the KV cache of the rows in decoding; None in training.
     """
 
     cache: Cache | None = None
@@ -57,19 +57,19 @@ class Draft:
 
     @property
     def is_empty(self) -> bool:
-        """Whether the first step is still to come."""
+        """Whether no step has been computed yet."""
         return not self.keys
 
     def add(self, key_SBGD: torch.Tensor, value_SBGD: torch.Tensor) -> None:
-        """Add the keys and values of another step."""
+        """Add the keys and values of the next step."""
         self.keys.append(key_SBGD)
         self.values.append(value_SBGD)
 
 
 class DraftAttention(CoreAttention):
-    """`CoreAttention` whose every call is one step of a draft, from all positions at once.
+    """`CoreAttention` for unrolled heads: each call computes one draft step from all positions.
 
-    `prefix` computes what later steps see of the first; without it that is done with a mask.
+    In later steps, `prefix` computes the attention to keys of the first step; without this kernel, a mask is used.
     """
 
     def forward(
@@ -82,11 +82,11 @@ class DraftAttention(CoreAttention):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> torch.Tensor:
-        """Attend in the first step as `CoreAttention` does, later to the keys of all steps so far.
+        """Compute the first step like `CoreAttention`, and later steps over the keys of all steps so far.
 
         Args:
             attention_mask: receives the keys and values of this step.
-            attention_bias: None, as in `CoreAttention.forward`, which has the other arguments and the result.
+            attention_bias: None; for other arguments and the result see `CoreAttention.forward`.
         """
         draft = attention_mask
         if draft.is_empty:
@@ -126,8 +126,7 @@ class DraftAttention(CoreAttention):
         return tokens_to_rows(out, query_SBND)
 
     def _attend_steps(self, query_SBND: torch.Tensor, draft: Draft, segments: Sequence[Segment]) -> torch.Tensor:
-        """Return [S, B, N, D]: the query of each position over the first step's prefix and its own place in the later
-        ones."""
+        """Return attention [S, B, N, D] of each query to its prefix in step 1 and its position in later steps."""
         segments = list(_short_segments(segments))
         queries = query_SBND.split([segment.num_queries for segment in segments])
         keys, values = _visible(draft.keys, segments), _visible(draft.values, segments)
@@ -139,8 +138,10 @@ class DraftAttention(CoreAttention):
 
 
 def _visible(steps: Sequence[torch.Tensor], segments: Sequence[Segment]) -> list[torch.Tensor]:
-    """Return the keys or values that queries of each segment may see: a prefix of the first step's, and of each later
-    step's those at the places of the queries."""
+    """Return the keys or values that the queries of each segment may see.
+
+    These are a prefix of the first step's keys, and the keys of each later step at the positions of the queries.
+    """
     first, *later = steps
     num_queries = [segment.num_queries for segment in segments]
     parts = zip(seen_by(segments, first), *(step.split(num_queries) for step in later), strict=True)
@@ -148,7 +149,7 @@ def _visible(steps: Sequence[torch.Tensor], segments: Sequence[Segment]) -> list
 
 
 def _allowed(segment: Segment, num_steps: int, device: torch.device) -> torch.Tensor:
-    """Return the mask of `_visible` for each query: the table at the top of this file, True for x."""
+    """Return the mask over `_visible` for each query, True for visible keys (marked x in the module docstring)."""
     num_keys = segment.key_end - segment.key_start
     prefix = torch.ones(segment.num_queries, num_keys, dtype=torch.bool, device=device)
     prefix = prefix.tril(num_keys - segment.num_queries)
@@ -157,7 +158,7 @@ def _allowed(segment: Segment, num_steps: int, device: torch.device) -> torch.Te
 
 
 def _short_segments(segments: Sequence[Segment]) -> Iterator[Segment]:
-    """Split the queries into runs of at most MAX_QUERIES, in order."""
+    """Split segments into segments of at most MAX_QUERIES queries, in order."""
     for segment in segments:
         num_before = segment.key_end - segment.num_queries  # end of the keys before the first query
         for start in range(0, segment.num_queries, MAX_QUERIES):

@@ -1,11 +1,11 @@
-"""Implement gated delta net, the linear attention of Qwen3-Next and Qwen3.5, with megatron-core's interface for
-attention.
+"""Gated delta net, the linear attention of Qwen3-Next and Qwen3.5, with megatron-core's interface for attention.
 
-megatron-core's own class requires kernels of another package, and does not support packed or split rows (ssm/
-gated_delta_net.py of 0.16.1).
+megatron-core's class requires the kernels of flash-linear-attention, and does not support packed rows or context
+parallelism (ssm/gated_delta_net.py of 0.16.1).
 
 Shapes: S tokens of a row, B rows, H hidden size, T tokens of all rows, concatenated, G groups of heads on this rank, N
-value heads on this rank, D key channels, E value channels."""
+value heads on this rank, D key channels, E value channels.
+"""
 
 from collections.abc import Sequence
 from itertools import chain
@@ -30,8 +30,9 @@ from swiftlite.model.context_parallel import gather_sequence, shared_row, zigzag
 from swiftlite.model.layers.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
 _EXACT = ("A_log", "dt_bias", "norm.weight")
-"""Parameters that stay in float32 in a 16-bit model: the first two determine a decay over thousands of tokens, and
-Qwen3.5 is published with the third in float32."""
+"""Parameters that remain float32 in a 16-bit model. The first two determine a decay over thousands of tokens; the third
+is float32 in the published Qwen3.5 models.
+"""
 
 
 class GatedDeltaNet(MegatronModule):
@@ -41,8 +42,8 @@ class GatedDeltaNet(MegatronModule):
     compute whole rows, and keep their parts.
 
     Args:
-        sizes: the kind of attention with its sizes.
-        unused: arguments of megatron-core's layers for other attention.
+        sizes: the family's description of this attention, with its sizes.
+        unused: arguments that megatron-core passes for other kinds of attention.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class GatedDeltaNet(MegatronModule):
         self.norm = GatedRMSNorm(config, sizes.value_head_dim, pg_collection.tp)
 
     def _apply(self, fn: Any, recurse: bool = True) -> "GatedDeltaNet":
-        """Move the parameters that stay in float32 without casting them."""
+        """Apply `fn`, but keep the parameters of `_EXACT` in float32."""
         numbers = {name: self.get_parameter(name).data for name in _EXACT}
         super()._apply(fn, recurse)
         for name, data in numbers.items():
@@ -106,9 +107,9 @@ class GatedDeltaNet(MegatronModule):
         Args:
             hidden_states: [S, B, H]; with sequence parallelism S is this rank's part, with context parallelism the row
                 has megatron-core's zigzag layout.
-            attention_mask: the cache of growing rows, of which these are new tokens.
+            attention_mask: in decoding, the cache of the rows whose new tokens these are.
             packed_seq_params: for a packed row: starts of its padded sequences in the whole row.
-            unused: arguments of megatron-core's layers for other attention.
+            unused: arguments that megatron-core passes to other kinds of attention.
         """
         qkvz_SBP, _ = self.in_proj_qkvz(hidden_states)
         ba_SBP, _ = self.in_proj_ba(hidden_states)
@@ -122,11 +123,13 @@ class GatedDeltaNet(MegatronModule):
     def _rows(
         self, qkvz_SBP: torch.Tensor, ba_SBP: torch.Tensor, packed_seq_params: PackedSeqParams | None
     ) -> torch.Tensor:
-        """Return [S, B, N * E] of whole rows, or of this context-parallel rank's part of them."""
+        """Return outputs [S, B, N * E] of whole rows; with context parallelism, of this rank's part."""
         lengths, group = shared_row(qkvz_SBP.size(0), packed_seq_params, self.pg_collection.cp)
         if group.size() > 1:
             sizes = [qkvz_SBP.size(-1), ba_SBP.size(-1)]
-            gathered = gather_sequence(torch.cat([qkvz_SBP, ba_SBP], dim=-1), lengths, group)  # one collective for both
+            gathered = gather_sequence(
+                torch.cat([qkvz_SBP, ba_SBP], dim=-1), lengths, group
+            )  # one collective for both tensors
             qkvz_SBP, ba_SBP = gathered.split(sizes, dim=-1)
         num_rows = qkvz_SBP.size(1)
         qkvz_TP, ba_TP = (tensor.transpose(0, 1).flatten(0, 1) for tensor in (qkvz_SBP, ba_SBP))
@@ -137,7 +140,7 @@ class GatedDeltaNet(MegatronModule):
         return mixed_SBE.contiguous()
 
     def _forward_cached(self, qkvz_TP: torch.Tensor, ba_TP: torch.Tensor, cache: Cache) -> torch.Tensor:
-        """Return [T, N * E] of the tokens of a pass; zeros for padding."""
+        """Return outputs [T, N * E] of the tokens of a pass; zeros for padding."""
         convolved = self.conv1d.weight.size(0)
         inputs, states = (self, "inputs"), (self, "states")
         heads = self.groups * self.values_per_group
@@ -160,11 +163,12 @@ class GatedDeltaNet(MegatronModule):
         before: torch.Tensor | None = None,
         states: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return [T, N * E], and the convolution's last inputs and the state of each sequence for its next tokens.
+        """Return outputs [T, N * E], and the last inputs of the convolution and the final state of each sequence.
 
         Args:
             lengths: lengths of the sequences; their sum is T.
-            before, states: those of each sequence; None at its start.
+            before, states: inputs of the convolution and states from previous tokens of each sequence; None at its
+                start.
         """
         key, value, per_group = self.sizes.key_head_dim, self.sizes.value_head_dim, self.values_per_group
         qkvz_TGP = qkvz_TP.unflatten(-1, (self.groups, -1))
@@ -195,7 +199,7 @@ class GatedDeltaNet(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Return the parameters with the axis that tensor-parallel ranks share."""
+        """Return the sharded parameters, with the axis along which tensor-parallel ranks split them."""
         assert metadata is not None
         own = {"A_log": self.A_log, "dt_bias": self.dt_bias, "conv1d.weight": self.conv1d.weight}
         state = make_sharded_tensors_for_checkpoint(
@@ -217,8 +221,8 @@ class GatedDeltaNet(MegatronModule):
 class GatedRMSNorm(nn.Module):
     """RMSNorm of each value head, times SiLU of a gate; in the order of operations that transformers uses.
 
-    The weight is float32, and rounded where it is used: transformers and engines round it when they load a model of 16
-    bits.
+    The weight is stored in float32 and rounded when it is used, because transformers and engines round it when they
+    load a 16-bit model.
     """
 
     def __init__(self, config: TransformerConfig, size: int, tp_group: Any):
@@ -228,8 +232,8 @@ class GatedRMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size, dtype=torch.float32))
 
     def forward(self, read: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        """Normalize and gate, both [T, N, E]; the result has the dtype of the first."""
-        # Tensor-parallel ranks have other heads each, and one weight: its gradient is the sum of theirs.
+        """Normalize `read` and multiply by the gate, both [T, N, E]; the result has the dtype of `read`."""
+        # Tensor-parallel ranks apply the same weight to different heads, so its gradient is summed over ranks.
         weight = copy_to_tensor_model_parallel_region(self.weight, group=self.tp_group).to(read.dtype)
         read_fp32 = read.float()
         variance = read_fp32.pow(2).mean(-1, keepdim=True)
@@ -240,11 +244,12 @@ class GatedRMSNorm(nn.Module):
 def causal_conv1d(
     inputs_TC: torch.Tensor, weight_C1K: torch.Tensor, lengths: Sequence[int], before: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each channel's convolution over the last K tokens of its sequence, and the last K - 1 inputs of each
-    sequence.
+    """Convolve each channel over the last K tokens; also return the last K - 1 inputs of each sequence.
+
+    The convolution does not cross sequences.
 
     Example with K = 3: the sequences a b and c d e are laid out as . . a b . . c d e. The convolution has seven
-    outputs, of which the third and fourth mix both sequences and are dropped.
+    outputs. The third and the fourth mix both sequences and are dropped.
 
     Args:
         before: [number of sequences, K - 1, C], inputs before the first tokens; default: zeros.
@@ -263,7 +268,7 @@ def causal_conv1d(
 
 
 def _unit(heads: torch.Tensor) -> torch.Tensor:
-    """Scale vectors to length 1, in float32; the epsilon is transformers'."""
+    """Normalize vectors to length 1 in float32, with the epsilon of transformers."""
     heads = heads.float()
     return heads * torch.rsqrt((heads * heads).sum(-1, keepdim=True) + 1e-6)
 

@@ -1,6 +1,6 @@
-"""Let kernels for keys and values of equal size process smaller values, which are padded with zeros.
+"""Use kernels that require equal sizes of keys and values for smaller values, by padding values with zeros.
 
-Shapes: as in merged_attention.py, with a separate size of values and results.
+Shapes: as in merged_attention.py, but values and results have a separate size.
 """
 
 from collections.abc import Callable, Collection
@@ -16,10 +16,10 @@ Sizes = tuple[int, int]
 
 
 def fill_values(kernel: Callable[..., Any], others: Collection[Sizes] = ()) -> Callable[..., Any]:
-    """Return `kernel` in the form of `kernels.varlen_kernel`, for values of any size up to that of keys.
+    """Return a `kernels.varlen_kernel` that supports values of any size up to the size of keys.
 
     Args:
-        others: sizes that it takes though they are not equal.
+        others: pairs of different sizes that `kernel` supports without padding.
     """
 
     def filled(query_TND: torch.Tensor, key_KGD: torch.Tensor, value_KGD: torch.Tensor, *places: Any, scale: float):
@@ -31,7 +31,7 @@ def fill_values(kernel: Callable[..., Any], others: Collection[Sizes] = ()) -> C
 
 
 def fill_values_in_halves(kernel: PrefixKernel, others: Collection[Sizes] = ()) -> PrefixKernel:
-    """Do the same for a kernel in two halves; tensors stored between them are not padded."""
+    """Wrap a `PrefixKernel` like `fill_values`; tensors stored for the backward pass are not padded."""
 
     def forward(query_TND, key_KGD, value_KGD, *rest):
         out_TND, lse_NT = kernel.forward(query_TND, key_KGD, _as_wide(value_KGD, key_KGD, others), *rest)

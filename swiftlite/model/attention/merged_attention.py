@@ -1,15 +1,14 @@
-"""Combine a kernel's attention to a prefix with attention to a few additional keys per query, in one softmax without a
-mask.
+"""Combine a kernel's attention to a prefix with a few additional keys per query, without a mask.
 
 If the kernel returns a query's log-sum-exp, the additional keys can be merged afterwards:
 
     lse = log(exp(lse of the prefix) + sum of exp(own scores))
     out = exp(lse of the prefix - lse) * out of the prefix + sum of exp(own score - lse) * own value
 
-Its backward pass uses `out` and `lse`; given the merged ones, it computes the gradients of the prefix correctly.
-Without additional keys this is the kernel itself.
+The kernel's backward pass uses `out` and `lse`. Called with the merged values, it computes the correct gradients of the
+prefix. Without additional keys, the result is that of the kernel alone.
 
-Shapes: T queries of all segments, K keys of them, N query heads, G key-value heads, D head size.
+Shapes: T queries of all segments, K keys of all segments, N query heads, G key-value heads, D head size.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,12 +21,12 @@ from torch.autograd.function import once_differentiable
 
 @dataclass(frozen=True)
 class PrefixKernel:
-    """The two halves of a kernel over segments, causal from the lower right.
+    """Forward and backward function of an attention kernel over segments, causal from the lower right.
 
     Attributes:
-        forward: (query_TND, key_KGD, value_KGD, cu_q, cu_k, longest_q, longest_k, scale) to out_TND and lse [N, T] in
-            float32.
-        backward: (gradient of out, query, key, value, out, lse, cu_q, cu_k, longest_q, longest_k, scale) to the
+        forward: maps (query_TND, key_KGD, value_KGD, cu_q, cu_k, longest_q, longest_k, scale) to out_TND and lse [N, T]
+            in float32.
+        backward: maps (gradient of out, query, key, value, out, lse, cu_q, cu_k, longest_q, longest_k, scale) to the
             gradients of query, key and value.
     """
 
@@ -46,10 +45,10 @@ class Slice(NamedTuple):
 def in_slices(kernel: PrefixKernel, slices: Sequence[Slice]) -> PrefixKernel:
     """Return a kernel that calls `kernel` for each slice and ignores `places`.
 
-    Keys may be in several slices; their gradients are summed.
+    A key can belong to several slices; its gradients are summed.
 
     Args:
-        slices: all queries in order, with growing prefixes of keys within a sequence.
+        slices: cover all queries in order; within a sequence, each slice has a longer prefix of keys.
     """
 
     def forward(query_TND, key_KGD, value_KGD, scale):
@@ -63,7 +62,7 @@ def in_slices(kernel: PrefixKernel, slices: Sequence[Slice]) -> PrefixKernel:
 
     def backward(grad_TND, query_TND, key_KGD, value_KGD, out_TND, lse_NT, scale):
         grad_query, grad_row = torch.empty_like(query_TND), [torch.empty_like(key_KGD), torch.empty_like(value_KGD)]
-        filled = len(key_KGD)  # from here on there is a gradient
+        filled = len(key_KGD)  # keys from this index on have a gradient already
         for queries, keys, places in reversed(slices):
             own = (tensor[queries] for tensor in (grad_TND, query_TND))
             seen = (tensor[keys] for tensor in (key_KGD, value_KGD))
@@ -95,11 +94,11 @@ def attend(
     own_values: Sequence[torch.Tensor],
     scale: float,
 ) -> torch.Tensor:
-    """Return attention [T, N, D].
+    """Return attention [T, N, D] to the keys of the kernel and the additional keys.
 
     Args:
-        places: cu_q, cu_k, longest_q, longest_k of the kernel.
-        own_keys, own_values: [T, G, D] each; a query sees the key at its position.
+        places: arguments cu_q, cu_k, longest_q and longest_k of the kernel.
+        own_keys, own_values: additional keys and values, [T, G, D] each; a query sees the entry at its position.
     """
     out = _Merged.apply(kernel, places, scale, query_TND, key_KGD, value_KGD, *own_keys, *own_values)
     assert out is not None
@@ -174,17 +173,17 @@ def _merge(
 
 
 def _scores(query_TND: torch.Tensor, key_TGD: torch.Tensor, scale: float) -> torch.Tensor:
-    """Return [T, N] in float32 at least: the score of each query with the key in its place."""
+    """Return [T, N], at least in float32: the score of each query with the key at its position."""
     product = query_TND * _per_head(key_TGD, query_TND)
     return product.to(torch.promote_types(product.dtype, torch.float32)).sum(-1) * scale
 
 
 def _per_head(shared_TGD: torch.Tensor, query_TND: torch.Tensor) -> torch.Tensor:
-    """Return [T, N, D]: for each query head the entry of its group, in float32 at least."""
+    """Return [T, N, D], at least in float32: for each query head the entry of its group."""
     wide = shared_TGD.to(torch.promote_types(shared_TGD.dtype, torch.float32))
     return wide.repeat_interleave(query_TND.size(1) // shared_TGD.size(1), dim=1)
 
 
 def _per_group(heads_TND: torch.Tensor, like_TGD: torch.Tensor) -> torch.Tensor:
-    """Return [T, G, D]: the gradients of heads that share an entry, summed."""
+    """Return [T, G, D]: gradients summed over the query heads of each group."""
     return heads_TND.unflatten(1, (like_TGD.size(1), -1)).sum(2).to(like_TGD.dtype)

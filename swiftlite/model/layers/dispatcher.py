@@ -11,12 +11,12 @@ from torch.autograd.function import once_differentiable
 
 
 class LocalTokenDispatcher(MoETokenDispatcher):
-    """Sort tokens by expert, and sum up what the experts of each token return; nothing is exchanged or counted.
+    """Sorts tokens by expert, and sums the outputs of each token's experts, without communication.
 
-    megatron-core's dispatcher for several ranks works for one rank too. It selects pairs by masks, so that the host
-    must read their number, and copies to the host how many tokens each expert has: three waits for the GPU in every
-    layer, forward and recomputed (moe_utils.py:369 and 372, token_dispatcher.py:899 of 0.16.1). Here the host knows P
-    without asking, since each token has K experts.
+    megatron-core's dispatcher for several ranks also works on one rank. However, it selects pairs by masks, so that the
+    host must read their number, and copies the number of tokens of each expert to the host. This waits three times for
+    the GPU in every layer, in the forward pass and in recomputation (moe_utils.py:369 and 372, token_dispatcher.py:899
+    of 0.16.1). Here the host knows P, because each token has exactly K experts.
 
     For example, with three tokens whose experts are (0, 2), (2, 1) and (0, 1), the pairs in order of experts are
 
@@ -24,7 +24,7 @@ class LocalTokenDispatcher(MoETokenDispatcher):
         expert            0      0      1      1      2      2
         token_P           0      2      1      2      0      1
 
-    and pair_TK, where each token finds its own, is ((0, 4), (2, 5), (1, 3)).
+    and pair_TK, the pairs of each token, is ((0, 4), (2, 5), (1, 3)).
     """
 
     def dispatch_preprocess(
@@ -41,7 +41,7 @@ class LocalTokenDispatcher(MoETokenDispatcher):
         tokens_TH = tokens.reshape(-1, self.shape[-1])
         num_tokens, num_pairs = len(tokens_TH), len(tokens_TH) * self.config.moe_router_topk
         chosen_ET = routing_map.t().to(torch.uint8).flatten()
-        pair_P = chosen_ET.argsort(descending=True, stable=True)[:num_pairs]  # of E * T
+        pair_P = chosen_ET.argsort(descending=True, stable=True)[:num_pairs]  # the true ones of E * T
         self.token_P = pair_P % num_tokens
         self.pair_TK = self.token_P.argsort(stable=True).view(num_tokens, -1)
         self.tokens_per_expert = routing_map.sum(dim=0)
@@ -63,7 +63,7 @@ class LocalTokenDispatcher(MoETokenDispatcher):
         return hidden_states
 
     def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Return the sum of each token's experts, in the shape that tokens came in."""
+        """Return the sum of the outputs of each token's experts, in the shape of the layer's input."""
         return _sum_of_experts(hidden_states, self.token_P, self.pair_TK).view(self.shape)
 
 
@@ -78,11 +78,11 @@ def _sum_of_experts(outputs_PH: torch.Tensor, token_P: torch.Tensor, pair_TK: to
 
 
 def _gather_and_sum(pairs_PH: torch.Tensor, pair_TK: torch.Tensor) -> torch.Tensor:
-    """Return [T, H]. Each sum is made in order of experts; a scatter has no order on a GPU."""
+    """Return the sum [T, H] of each token's pairs, in order of experts; a scatter on a GPU has no fixed order."""
     return pairs_PH.index_select(0, pair_TK.flatten()).view(*pair_TK.shape, -1).sum(dim=1)
 
 
-# Each is the other's gradient.
+# The two functions are each other's gradient.
 
 
 class _CopyToExperts(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""The experts of one rank, each a gated MLP, computed one after the other or all in one product."""
+"""The experts of one rank, each a gated MLP, computed one by one or as one grouped matrix product."""
 
 import itertools
 from collections.abc import Sequence
@@ -21,15 +21,15 @@ ALIGNMENT = 16
 
 
 class SequentialMLP(McoreSequentialMLP):
-    """megatron-core's, with an expert's weight applied to what comes out of it, as transformers does.
+    """megatron-core's class, with the routing weight applied to an expert's output, as in transformers.
 
-    The stock class scales the state between the expert's two matrices: the same number, rounded differently, and in
-    bfloat16 enough for some tokens to go to another expert one layer on.
+    The class of megatron-core applies the weight between the expert's two matrices. In bfloat16 this rounds
+    differently, enough to route some tokens to other experts in the next layer.
 
-    Its parameters say that their gradients are summed over the ranks that hold the same expert (`allreduce` False).
-    megatron-core says so where experts are shared out. Where they are not, but their matrices are cut another way than
-    all others, it would sum over the other matrices' ranks: half of the gradient at TP 2 and ETP 1, in silence
-    (tensor_parallel/layers.py:886 of 0.16.1).
+    Gradients are always summed over the ranks that hold the same expert (`allreduce` False of the parameters).
+    megatron-core does this only with expert parallelism. Without it, if expert tensor parallelism (ETP) and tensor
+    parallelism (TP) have different sizes, it sums over the wrong ranks: with TP 2 and ETP 1, half of the gradient is
+    silently lost (tensor_parallel/layers.py:886 of 0.16.1).
     """
 
     def __init__(self, num_local_experts: int, config: TransformerConfig, *args: Any, **kwargs: Any):
@@ -45,7 +45,7 @@ class SequentialMLP(McoreSequentialMLP):
 
         Args:
             tokens_per_expert: number of tokens of each expert.
-            permuted_probs: [T], the weight of each token's expert.
+            permuted_probs: [T], the routing weight of each token.
         """
         counts = tokens_per_expert.tolist()
         groups = zip(permuted_local_hidden_states.split(counts), permuted_probs.split(counts), strict=True)
@@ -57,11 +57,12 @@ class SequentialMLP(McoreSequentialMLP):
 
 
 class GroupedMLP(AddsGradients, SequentialMLP):
-    """Experts computed as one grouped product per matrix, with the same parameters.
+    """Experts with the parameters of `SequentialMLP`, computed as one grouped product per matrix.
 
-    On a GPU launching a product for each of a hundred experts takes most of a step. Nothing is copied to the host
-    unless there are adapters, each of which is called with the tokens of its expert. Unaligned matrices need one call
-    each."""
+    On a GPU with a hundred experts, launching a product for each expert takes most of a step. Counts are copied to the
+    host only if there are adapters, because each adapter is called with the tokens of its expert. Matrices that are not
+    aligned need one call each.
+    """
 
     works_with_overlap = True
     gradient_accumulation_fusion = False
@@ -98,15 +99,15 @@ class GroupedMLP(AddsGradients, SequentialMLP):
         return product("linear_fc2", self.activation(product("linear_fc1", hidden_TH)))
 
     def has_adapters(self) -> bool:
-        """Return whether hooks of the matrices add something to what experts compute."""
+        """Return whether any matrix has a forward hook, such as an adapter's."""
         first: Any = self.local_experts[0]
         return bool(first.linear_fc1._forward_hooks or first.linear_fc2._forward_hooks)
 
     def with_adapters(self, linear: str, tokens: torch.Tensor, output: torch.Tensor, counts: list[int]) -> torch.Tensor:
-        """Return the output of all "linear_fc1" or "linear_fc2" after the hooks of each.
+        """Return the output of all "linear_fc1" or "linear_fc2" after their hooks.
 
         Args:
-            counts: of each expert's tokens.
+            counts: number of tokens of each expert.
         """
         if not self.has_adapters():
             return output
@@ -119,10 +120,11 @@ class GroupedMLP(AddsGradients, SequentialMLP):
         return torch.cat(parts)
 
     def weights(self, linear: str) -> list[torch.Tensor]:
-        """Return the weights of "linear_fc1" or "linear_fc2" of all experts, after running the modules' pre-forward
-        hooks.
+        """Run the pre-forward hooks of all "linear_fc1" or "linear_fc2", and return their weights.
 
-        With `overlap_param_gather` these hooks wait for the weights (distributed_data_parallel.py:384 of 0.16.1)."""
+        With `overlap_param_gather`, the hooks wait until the weights are gathered (distributed_data_parallel.py:384 of
+        0.16.1).
+        """
         linears = [getattr(expert, linear) for expert in self.local_experts]
         for each in linears:
             for hook in each._forward_pre_hooks.values():
@@ -137,11 +139,11 @@ def _fused_swiglu(gate_up: Any) -> Any:
 def grouped_linear(
     hidden_TI: torch.Tensor, ends: torch.Tensor, weights: Sequence[torch.Tensor], adds_gradients: bool = False
 ) -> torch.Tensor:
-    """Return [T, out] for tokens sorted by expert.
+    """Apply each expert's matrix to its tokens: [T, out] for tokens [T, in] sorted by expert.
 
     Args:
         ends: [E] int32, end of each expert's tokens.
-        weights: [out, in] of each expert.
+        weights: matrix [out, in] of each expert.
         adds_gradients: whether the backward pass accumulates the weights' gradients in `main_grad`.
     """
     output = _GroupedLinear.apply(hidden_TI, ends, adds_gradients, *weights)
@@ -150,15 +152,17 @@ def grouped_linear(
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """The kernel takes weights in one tensor: put together for each product, and again in the backward pass, so that
-    they are not kept twice."""
+    """Concatenates the weights for the grouped kernel.
+
+    They are concatenated again in the backward pass, so that no copy is stored.
+    """
 
     @staticmethod
     def forward(
         ctx, hidden_TI: torch.Tensor, ends: torch.Tensor, adds_gradients: bool, *weights: torch.Tensor
     ) -> torch.Tensor:
         ctx.save_for_backward(hidden_TI, ends, *weights)
-        ctx.weights = weights if adds_gradients else ()  # what is saved comes back as other objects, without main_grad
+        ctx.weights = weights if adds_gradients else ()  # saved tensors are returned as new objects without main_grad
         return F.grouped_mm(hidden_TI, torch.stack(weights).transpose(1, 2), offs=ends)
 
     @staticmethod
@@ -188,16 +192,15 @@ def added(weights: Sequence[Any], grad_EOI: torch.Tensor) -> Sequence[torch.Tens
         fused_add_reversed_(main_EOI, grad_EOI)
     for weight in weights:
         weight.grad_added_to_main_grad = True
-    # The hook counts on a gradient, and does not read it (distributed_data_parallel.py:434 of 0.16.1).
+    # The hook requires a gradient, but does not read it (distributed_data_parallel.py:434 of 0.16.1).
     return grad_EOI.unbind()
 
 
 def together(main_grads: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Return the sums of all experts' gradients as one view, the last expert first; None where they are not apart by
-    the same distance.
+    """Return `main_grad` of all experts as one strided view, last expert first; None if their distances differ.
 
     Buffers of DistributedDataParallel are filled from the last parameter to the first (param_and_grad_buffer.py:717 of
-    0.16.1): with two experts they hold, one after the other, fc2 and fc1 of expert 1, then fc2 and fc1 of expert 0.
+    0.16.1): with two experts, a buffer holds fc2 and fc1 of expert 1, then fc2 and fc1 of expert 0.
     """
     last = main_grads[-1]
     if len({each.untyped_storage().data_ptr() for each in main_grads}) > 1:
@@ -214,4 +217,4 @@ def _add_reversed_(main_EOI: torch.Tensor, grad_EOI: torch.Tensor) -> None:
 
 
 fused_add_reversed_ = compiled(_add_reversed_)
-"""One kernel, which reads the gradients in the other order instead of copying them."""
+"""`_add_reversed_` as one kernel, which reads the gradients in reverse order instead of copying them."""

@@ -1,4 +1,4 @@
-"""Select the classes for a `Kernels` value; no other module does."""
+"""Select the classes of layers for a `Kernels` value. No other module selects classes by kernel."""
 
 import inspect
 from collections.abc import Callable
@@ -27,10 +27,11 @@ class Modules:
     """The modules of a layer, in the form of megatron-core's specs.
 
     Attributes:
-        keeping_norm: `norm` that also returns its input, see `norm.returning_input`.
+        keeping_norm: a `norm` that also returns its input, see `norm.returning_input`.
         down_projection: down-projection of latent attention, whose columns are gathered afterwards.
         experts: experts of one rank.
-        core_attention, draft_attention: attention of decoder layers and heads; attention of unrolled heads.
+        core_attention: attention of decoder layers and heads.
+        draft_attention: attention of unrolled heads.
     """
 
     norm: type
@@ -47,8 +48,8 @@ def modules_of(kernels: Kernels) -> Modules:
     """Return the classes of layers that use these kernels.
 
     Raises:
-        OptionError: the GPU does not compute in such precision.
-        ImportError: a package is missing that `plan.kernels.choose` has looked for.
+        OptionError: the GPU does not support the precision.
+        ImportError: a package is missing; `plan.kernels.choose` checks this earlier.
     """
     if kernels.flash_impl:
         _activate(kernels.flash_impl)
@@ -73,7 +74,7 @@ def modules_of(kernels: Kernels) -> Modules:
         norm_returning_input=returning_input(norm),
         column=column,
         row=row,
-        # megatron-core accepts no subclass here. There is no bias; gradients go through autograd.
+        # megatron-core does not accept a subclass here. This layer has no bias, and autograd computes its gradients.
         down_projection=McoreColumnParallelLinear,
         experts=experts,
         core_attention=ModuleSpec(module=attention, params=params),
@@ -83,7 +84,7 @@ def modules_of(kernels: Kernels) -> Modules:
 
 def _activate(impl: FlashImpl) -> None:
     """Set torch's attention implementation for all models of this process."""
-    from torch.nn import attention  # whose first releases have none of it
+    from torch.nn import attention  # missing in early releases of torch 2
 
     if attention.current_flash_attention_impl() != impl:
         attention.activate_flash_attention_impl(impl)
@@ -104,7 +105,7 @@ def varlen_kernel(kernels: Kernels) -> VarlenKernel | None:
         from torch.nn.attention.varlen import varlen_attn
 
         options: dict[str, Any] = {"window_size": (-1, 0)}
-        # torch 2.11 has no such word: its kernel takes fewer key heads than query heads as they are.
+        # torch 2.11 does not have this argument: its kernel always supports fewer key heads than query heads.
         if "enable_gqa" in inspect.signature(varlen_attn).parameters:
             options["enable_gqa"] = True
         return fill_values(
@@ -114,10 +115,10 @@ def varlen_kernel(kernels: Kernels) -> VarlenKernel | None:
 
 
 def _other_sizes(kernels: Kernels) -> tuple[Sizes, ...]:
-    """Return the sizes of keys and of values, where they differ, that the kernel supports.
+    """Return the pairs of different sizes of keys and values that the kernel supports.
 
-    Flash-attn 2 takes none (csrc/flash_attn/flash_api.cpp:615 of 2.8.3), nor does what came with torch, which is the
-    same; flash-attn 3 (hopper/flash_api.cpp:783) and 4 (flash_attn/cute/interface.py:114) take DeepSeek's.
+    Flash-attn 2 (csrc/flash_attn/flash_api.cpp:615 of 2.8.3) and its copy in torch support none; flash-attn 3
+    (hopper/flash_api.cpp:783) and 4 (flash_attn/cute/interface.py:114) support the sizes of DeepSeek.
     """
     if kernels.flash_impl is None:
         return ()
@@ -125,7 +126,7 @@ def _other_sizes(kernels: Kernels) -> tuple[Sizes, ...]:
 
 
 def prefix_kernel(kernels: Kernels) -> PrefixKernel | None:
-    """Return the kernel in two halves, of which the first also returns the log-sum-exp; None if not available."""
+    """Return forward and backward functions of the kernel, with the log-sum-exp; None if they are not available."""
     if kernels.attention == "flash_attn":
         return fill_values_in_halves(_flash_attn_in_halves(kernels.is_deterministic))
     if kernels.attention == "torch_varlen":
@@ -134,7 +135,7 @@ def prefix_kernel(kernels: Kernels) -> PrefixKernel | None:
 
 
 def _flash_attn_in_halves(is_deterministic: bool) -> PrefixKernel:
-    """Return the kernel of flash-attn 2 (flash_attn_interface.py of 2.8)."""
+    """Return forward and backward functions of flash-attn 2 (flash_attn_interface.py of 2.8)."""
     from flash_attn import flash_attn_interface as package  # pyright: ignore[reportMissingImports]
 
     options = {"softcap": 0.0, "alibi_slopes": None, "window_size_left": -1, "window_size_right": -1}
@@ -159,7 +160,7 @@ def _flash_attn_in_halves(is_deterministic: bool) -> PrefixKernel:
 
 
 def _torch_forward(query, key, value, cu_q, cu_k, longest_q, longest_k, scale):
-    """Return torch's kernel, called as in torch/nn/attention/varlen.py (2.13)."""
+    """Call torch's kernel as in torch/nn/attention/varlen.py (2.13); return its output and log-sum-exp."""
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
         query, key, value, cu_q, cu_k, longest_q, longest_k, 0.0, True, return_debug_mask=False, scale=scale
     )

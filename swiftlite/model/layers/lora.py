@@ -1,9 +1,9 @@
 """Add adapters to megatron-core's linear layers with `add_adapters`, and merge them into weights with `merged`.
 
-A layer keeps its module, name and weight. The adapter is a child module whose output a forward hook adds to the
-layer's, so every kind of layer supports it. With B = 0 the output is bitwise identical to the base.
+A layer keeps its module, name and weight. The adapter is a child module; a forward hook adds its output to the output
+of the layer, so every kind of layer supports it. With B = 0 the output is bitwise identical to that of the base model.
 
-Shapes: S sequence, B batch, R rank times the HF parts of the layer.
+Shapes: S sequence, B batch, R the LoRA rank times the number of HF parts of the layer.
 """
 
 import zlib
@@ -47,10 +47,10 @@ from swiftlite.model.gpt import GPTModel
 
 
 class Linear(Protocol):
-    """The interface of a layer for its adapter, megatron-core's or Transformer Engine's.
+    """The interface of a layer of megatron-core or Transformer Engine for its adapter.
 
     Attributes:
-        weight: [out, in], of which a rank may hold some of the rows (`partition_dim` 0) or of the columns (1).
+        weight: [out, in]; a rank can hold a part of the rows (`partition_dim` 0) or of the columns (1).
         explicit_expert_comm: whether the caller reduces over ranks.
     """
 
@@ -62,7 +62,7 @@ class Linear(Protocol):
 
 
 class Base(NamedTuple):
-    """The result of a layer without its adapter.
+    """The layer and its output without the adapter.
 
     Attributes:
         output: [S, B, out].
@@ -79,15 +79,16 @@ class Adapter(nn.Module):
     """The adapter of one linear layer: an A and a B for each adapted HF part.
 
     If the layer's rows are split over ranks, B is split in the same way and each rank has the whole A; if its columns
-    are split, A is split and B is whole. Between the two there are `rank` numbers per token, and ranks exchange only
-    these. For experts, and for layers whose caller reduces over ranks, the gradient of the whole matrix is reduced
-    instead."""
+    are split, A is split and each rank has the whole B. Ranks exchange only the `rank` values per token between A and
+    B. For experts, and for layers whose caller reduces over ranks, the gradient of the matrix that is not split is
+    reduced instead.
+    """
 
     def __init__(self, linear: Linear, layer: Binding, lora: Lora):
         """Create an empty adapter.
 
         Args:
-            layer: the layer's row and weight.
+            layer: the layer's bridge row and weight.
         """
         super().__init__()
         weight: Any = linear.weight
@@ -103,7 +104,7 @@ class Adapter(nn.Module):
         for module, length in parts:
             lengths[module] += length
         modules = adapted_modules(layer.row, lora)
-        # Not in a ParameterDict: with overlap_param_gather they arrive when the module that has them is called.
+        # Not in a ParameterDict: with overlap_param_gather, parameters are gathered when their module is called.
         for module in modules:
             self._add_part(leaf_of(module), weight, lengths[module], lora.rank)
         order = _order(parts, modules, lengths)
@@ -115,12 +116,12 @@ class Adapter(nn.Module):
         self._describe_split(weight, B, 0, self.is_column)
 
     def _add_part(self, leaf: str, weight: torch.Tensor, length: int, rank: int) -> None:
-        """Register the parameters of an HF part with this many rows, unset."""
+        """Register the uninitialized parameters of an HF part with `length` rows."""
         self.register_parameter(f"{A}{leaf}", nn.Parameter(weight.new_empty(rank, weight.size(1))))
         self.register_parameter(f"{B}{leaf}", nn.Parameter(weight.new_empty(length, rank)))
 
     def _describe_split(self, weight: torch.Tensor, kind: str, dim: int, is_split: bool) -> None:
-        """Tell megatron-core along which axis ranks share the parameters of a kind."""
+        """Mark for megatron-core along which axis the parameters of a kind are split."""
         # Experts that are not split over tensor-parallel ranks are not duplicates of each other.
         all_differ = self.is_expert and self.group.size() == 1
         for parameter in self.parts(kind):
@@ -131,10 +132,10 @@ class Adapter(nn.Module):
             parameter.sequence_parallel = is_cut  # type: ignore[attr-defined]
 
     def forward(self, input: torch.Tensor, base: Base) -> torch.Tensor:
-        """Return what is added to the layer's output, [S, B, out].
+        """Return the term [S, B, out] that is added to the layer's output.
 
         Args:
-            input: of the layer, [S, B, in].
+            input: input of the layer, [S, B, in].
         """
         a, b = torch.cat(self.parts(A)), self._in_order(torch.block_diag(*self.parts(B)))
         if self.caller_sums and self.is_column:
@@ -145,16 +146,16 @@ class Adapter(nn.Module):
         return F.linear(self._exchange(hidden_SBR) * self.scaling, b)
 
     def drop(self, input: torch.Tensor) -> torch.Tensor:
-        """Return the input with dropout: alike on ranks that have the same input, else not.
+        """Return the input with dropout, with the same mask on ranks that have the same input.
 
-        Each call takes one number from the host's generator, which a trainer seeds and recomputation puts back, however
-        many tokens a rank has; with the rank it seeds the mask. Nothing waits for the device.
+        The seed of the mask is one number from the host's generator, combined with the rank if ranks have different
+        inputs. The trainer seeds this generator and recomputation restores it. Nothing waits for the device.
         """
         if not self.training or not self.dropout:
             return input
         draw = int(torch.randint(2**62, ()))
         place = dist.get_rank()
-        if self.is_column and not self.sequence_parallel:  # the input is whole on every rank
+        if self.is_column and not self.sequence_parallel:  # every rank has the whole input
             place = dist.get_global_rank(self.group, 0)
         generator = torch.Generator(input.device).manual_seed(zlib.crc32(f"{draw}/{place}".encode()))
         is_kept = torch.empty_like(input, dtype=torch.bool).bernoulli_(1 - self.dropout, generator=generator)
@@ -166,12 +167,12 @@ class Adapter(nn.Module):
         return weight.float() + self._in_order(torch.cat([(b.float() @ a.float()) * self.scaling for a, b in pairs]))
 
     def parts(self, kind: str) -> list[torch.Tensor]:
-        """Return the parameters of a kind (A, B, magnitudes) in the order of the layer's HF parts."""
+        """Return the parameters of one kind (A, B or magnitudes) in the order of the layer's HF parts."""
         named: Iterable[tuple[str, torch.Tensor]] = self.named_parameters()
         return [parameter for name, parameter in named if name.startswith(kind)]
 
     def _in_order(self, rows: torch.Tensor) -> torch.Tensor:
-        """Put rows of one HF part after the other in the layer's order, zeros for the parts without an adapter."""
+        """Reorder concatenated rows of HF parts to the layer's order; zeros for parts without an adapter."""
         order = cast(torch.Tensor | None, self.order)
         if order is None:
             return rows
@@ -190,10 +191,10 @@ class Adapter(nn.Module):
 
 
 class DoraAdapter(Adapter):
-    """An adapter with which the layer computes the rows of W + B A at lengths that are learned (DoRA).
+    """An adapter that also learns the magnitude of each row of W + B A (DoRA).
 
-    With m the learned lengths, each row of the layer's output is multiplied by m / |W + B A|. As in PEFT no gradient
-    goes through the lengths |W + B A|.
+    The layer's output is multiplied per row by m / |W + B A|, where m are the learned magnitudes. As in PEFT, there is
+    no gradient through |W + B A|.
     """
 
     def __init__(self, linear: Linear, layer: Binding, lora: Lora):
@@ -205,7 +206,7 @@ class DoraAdapter(Adapter):
         self.register_parameter(f"{MAGNITUDE}{leaf}", nn.Parameter(weight.new_empty(length)))
 
     def forward(self, input: torch.Tensor, base: Base) -> torch.Tensor:
-        """Return what is added to the layer's output: B A x + (m / |W + B A| - 1) (W + B A) x, [S, B, out]."""
+        """Return the term that is added to the layer's output: B A x + (m / |W + B A| - 1) (W + B A) x, [S, B, out]."""
         added = super().forward(input, base)
         product = base.output + added
         if base.bias is not None:
@@ -216,7 +217,7 @@ class DoraAdapter(Adapter):
         return added + change.to(base.output.dtype) * product
 
     def merged(self, weight: torch.Tensor) -> torch.Tensor:
-        """See `Adapter.merged`; rows have their learned lengths."""
+        """See `Adapter.merged`; rows are scaled to their learned magnitudes."""
         whole = super().merged(weight)
         return whole * self.factors(whole)[:, None]
 
@@ -239,13 +240,13 @@ class DoraAdapter(Adapter):
 
     @torch.no_grad()
     def begin_magnitudes(self, weight: torch.Tensor) -> None:
-        """Take the lengths of the weight's own rows."""
+        """Initialize the magnitudes with the norms of the weight's rows."""
         lengths = self._lengths(weight.float())
         order = torch.arange(len(lengths)) if self.order is None else cast(torch.Tensor, self.order)
         magnitudes = self.parts(MAGNITUDE)
         module_lengths = lengths.new_zeros(
             sum(map(len, magnitudes)) + 1
-        )  # the last place is of rows without an adapter
+        )  # the last entry is for rows without an adapter
         module_lengths[order] = lengths
         for magnitude, own in zip(
             magnitudes, module_lengths[:-1].split([len(each) for each in magnitudes]), strict=True
@@ -253,7 +254,7 @@ class DoraAdapter(Adapter):
             magnitude.copy_(own)
 
     def _lengths(self, whole: torch.Tensor) -> torch.Tensor:
-        """Compute the lengths [out] of rows, which may be split over ranks."""
+        """Compute the norms [out] of rows, which may be split over ranks."""
         lengths = torch.linalg.norm(whole, dim=1)
         if self.is_column or self.group.size() == 1:
             return lengths
@@ -267,13 +268,13 @@ def _summed(whole: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     if group.size() == 1:
         return whole
     copied = copy_to_tensor_model_parallel_region(whole, group=group)
-    if copied.requires_grad:  # left out in silence where it is not contiguous (mappings.py:31 of 0.16.1)
+    if copied.requires_grad:  # a non-contiguous gradient would silently not be summed (mappings.py:31 of 0.16.1)
         copied.register_hook(torch.Tensor.contiguous)
     return copied
 
 
 def _parts(layer: Binding) -> list[tuple[str | None, int]]:
-    """Return the rows of a layer on this rank from top to bottom, as (HF tensor, number of rows)."""
+    """Return the parts of a layer on this rank from first to last row, as (HF tensor, number of rows)."""
     if layer.row.join.axis == 1:
         (key,) = layer.row.hf
         return [(key, layer.shard.tensor.size(0))]
@@ -333,26 +334,28 @@ def add_adapters(chunks: Sequence[GPTModel], lora: Lora, rows: Sequence[Row], se
 
 def _add(linear: Any, inputs: tuple[torch.Tensor, ...], outputs: tuple[torch.Tensor, Any]) -> tuple:
     output, bias = outputs
-    adapter = getattr(linear, "adapter", None)  # none where it is merged
+    adapter = getattr(linear, "adapter", None)  # None if merged
     if adapter is None:
         return outputs
     added_bias = None
-    if bias is None and linear.bias is not None and linear.bias.numel():  # Transformer Engine's may be empty
+    if bias is None and linear.bias is not None and linear.bias.numel():  # empty in Transformer Engine
         added_bias = linear.bias
     added = adapter(inputs[0], Base(output, linear.weight, added_bias))
-    return output + added, bias  # the bits of the base where nothing is added and nothing changes
+    return output + added, bias  # bitwise the base's output if `added` is 0
 
 
 def bind_adapters(chunks: Sequence[nn.Module], lora: Lora, rows: Sequence[Row]) -> list[Binding]:
-    """Return the adapters of this rank and their rows."""
+    """Return the adapters of this rank, bound to their bridge rows."""
     held = [shard for shard in placement.shards_of(chunks) if is_adapter(shard.name)]
     return bind(held, adapter_rows(rows, lora), others_hold=lambda name: True)
 
 
 @torch.no_grad()
 def _draw(binding: Binding, seed: int) -> None:
-    """Initialize like PEFT: A uniform, B zero. Each HF tensor has a separate generator, so the layout does not
-    matter."""
+    """Initialize like PEFT: A uniform, B zero.
+
+    Each HF tensor has a separate generator, so the values do not depend on the layout.
+    """
     ((key, shape),) = binding.row.hf.items()
     if key.endswith(HF_MAGNITUDE):
         return
@@ -366,7 +369,7 @@ def _draw(binding: Binding, seed: int) -> None:
 
 @torch.no_grad()
 def merge(chunks: Sequence[nn.Module]) -> None:
-    """Add the adapters to the weights and take them out, for good."""
+    """Merge the adapters into the weights permanently, and remove them."""
     for linear in _adapted(chunks):
         linear.weight.data = _sum(linear)
         del linear.adapter
@@ -375,7 +378,7 @@ def merge(chunks: Sequence[nn.Module]) -> None:
 @contextmanager
 @torch.no_grad()
 def merged(chunks: Sequence[nn.Module]) -> Iterator[None]:
-    """Merge the adapters inside this context; afterwards every bit is restored. Weights that change are copied."""
+    """Merge the adapters inside this context; afterwards copies of the weights are restored bitwise."""
     taken = [(linear, linear.adapter, linear.weight.data) for linear in _adapted(chunks)]
     try:
         merge(chunks)
@@ -393,15 +396,15 @@ def _adapted(chunks: Sequence[nn.Module]) -> list[Any]:
 
 
 def _sum(linear: Any) -> torch.Tensor:
-    """Return the weight plus its adapter's product."""
+    """Return the weight merged with its adapter."""
     return linear.adapter.merged(linear.weight.data).to(linear.weight.dtype)
 
 
 def gather_adapters(chunks: Sequence[nn.Module], lora: Lora, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
-    """Gather A's, B's and magnitudes, whole and by their HF names, on the first rank; none on the others; collective.
+    """Gather whole adapter tensors by their HF names on the first rank; empty on the others; collective.
 
     Args:
-        rows: of the layers whose adapters are wanted.
+        rows: bridge rows of the layers whose adapters are gathered.
     """
     return _gather(chunks, adapter_rows(rows, lora))
 

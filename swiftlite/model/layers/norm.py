@@ -1,4 +1,4 @@
-"""RMSNorm in the order of operations that transformers uses, so that results agree bit for bit."""
+"""RMSNorm in the order of operations that transformers uses, so that results are bitwise identical."""
 
 from functools import cache
 from typing import Any
@@ -15,10 +15,11 @@ from swiftlite.model.stage_states import StageStates
 class RMSNorm(nn.Module):
     """Root-mean-square norm over the last axis, computed in float32.
 
-    The stock WrappedTorchNorm refuses sequence parallelism, and multiplies by the weight before rounding to the
-    input's precision, where transformers rounds first.
+    megatron-core's WrappedTorchNorm does not support sequence parallelism, and multiplies by the weight before rounding
+    to the input's precision, while transformers rounds first.
 
-    With `layernorm_zero_centered_gamma` the weight is what is added to 1; of such models transformers rounds last.
+    With `layernorm_zero_centered_gamma`, the output is multiplied by 1 + weight. For these models, transformers rounds
+    last.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5):
@@ -40,11 +41,11 @@ class RMSNorm(nn.Module):
 
 
 class FusedRMSNorm(RMSNorm):
-    """Compute the same norm in one kernel each way, which saves only its input for the backward pass.
+    """RMSNorm as one kernel for the forward and one for the backward pass, which stores only its input.
 
-    The kernel is torch's own. It multiplies by the weight before it rounds: in bfloat16 one rounding off from
-    transformers. It takes weights of the input's precision alone, so a zero-centered weight has a compiled function:
-    of 1 + w in bfloat16 only the first 2^-8 of w is left.
+    torch's kernel multiplies by the weight before it rounds, so in bfloat16 results differ from transformers by one
+    rounding. It requires weights in the input's precision. Zero-centered weights use a compiled function instead,
+    because 1 + w in bfloat16 would round w to multiples of 2^-7.
     """
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -67,9 +68,9 @@ fused_zero_centered_norm = compiled(zero_centered_norm)
 
 @cache
 def returning_input(norm: Any) -> type:
-    """Make the trunk's final norm where MTP heads read the state before it.
+    """Return a class for the trunk's final norm, for MTP heads that read the state before this norm.
 
-    Its output is both states in wire form [2S, B, H], so that a pipeline sends both to the stage of the heads.
+    Its output is both states, concatenated [2S, B, H], so that a pipeline sends both to the stage of the heads.
     """
 
     def forward(self: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""Activation recomputation: layers that keep their inputs and compute all else again in the backward pass.
+"""Activation recomputation: layers store their inputs and repeat their forward pass in the backward pass.
 
-This is `recompute_granularity` full, of decoder layers here and of MTP layers in mtp.py. The selective kind (core_attn,
-mlp, moe, mla_up_proj) is megatron-core's own, inside its layers.
+This module implements `recompute_granularity` full for decoder layers; mtp.py does so for MTP layers. Selective
+recomputation (core_attn, mlp, moe, mla_up_proj) is implemented in megatron-core's layers.
 """
 
 from collections.abc import Callable, Collection
@@ -19,9 +19,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class _Checkpoint(CheckpointFunction):
-    """megatron-core's function with its state restored after an exception.
+    """megatron-core's checkpoint function, with its global state restored after an exception.
 
-    The stock function leaves a flag for CUDA graphs set (tensor_parallel/random.py:508 of 0.16.1)."""
+    megatron-core's function leaves a flag for CUDA graphs set (tensor_parallel/random.py:508 of 0.16.1).
+    """
 
     @staticmethod
     def forward(ctx, *args):
@@ -45,21 +46,21 @@ def checkpoint(
     hidden_states: torch.Tensor,
     *others: torch.Tensor,
 ) -> torch.Tensor:
-    """Call `function(hidden_states, *others)`, keeping only its arguments for the backward pass.
+    """Call `function(hidden_states, *others)`, storing only its arguments for the backward pass.
 
-    Arguments are what carries gradients; masks, cosines and sines and packing descriptors belong in the closure, where
-    they need not be tensors. With `distribute_saved_activations` tensor-parallel ranks share what is kept of
-    `hidden_states`.
+    The arguments are the tensors with gradients. Masks, rotary embeddings and packing descriptors belong in the closure
+    of `function`, where they do not have to be tensors. With `distribute_saved_activations`, each tensor-parallel rank
+    stores a part of `hidden_states`.
     """
     if torch.is_grad_enabled() and not hidden_states.requires_grad:
-        # The result has a gradient only if an argument has one: under a frozen trunk the layer would not learn.
+        # The result has a gradient only if an argument has one: with a frozen trunk the layer would not be trained.
         hidden_states = hidden_states.detach().requires_grad_()
     if config.distribute_saved_activations:
-        # megatron-core replaces the data of the tensor by this rank's part (random.py:529), but the output layer also
-        # uses the input of an MTP layer, and the pipeline schedule that of a stage.
+        # megatron-core replaces the data of the tensor by this rank's part (random.py:529). The output layer also uses
+        # the input of an MTP layer, and the pipeline schedule uses the input of a stage.
         hidden_states = hidden_states.clone()
     if config.fp8 or config.fp4:
-        # Transformer Engine's own, which restores the state of its quantizers too; both precisions are its autocast.
+        # Transformer Engine's function also restores the state of its quantizers; FP8 and FP4 are its autocast.
         from megatron.core.extensions.transformer_engine import te_checkpoint
 
         return te_checkpoint(
@@ -76,10 +77,11 @@ def checkpoint(
 
 
 class TransformerBlock(McoreTransformerBlock):
-    """megatron-core's, with recomputation under which layers behind a frozen embedding learn.
+    """megatron-core's block, with recomputation that also works after a frozen embedding.
 
-    The stock one gives them no gradient; up to 0.17 it also fails where `recompute_num_layers` does not divide the
-    layers of a stage (uniform, an IndexError) and loses the padding mask (block), transformer_block.py:532 of 0.16.1.
+    In megatron-core's block, layers after a frozen embedding get no gradient. Up to 0.17 it also fails with an
+    IndexError if `recompute_num_layers` does not divide the layers of a stage (uniform), and drops the padding mask
+    (block); transformer_block.py:532 of 0.16.1.
     """
 
     def _checkpointed_forward(
@@ -93,11 +95,11 @@ class TransformerBlock(McoreTransformerBlock):
     ) -> torch.Tensor:
         """Compute the layers of this stage with recomputation.
 
-        `uniform` stores the input of every run of `recompute_num_layers` layers (the last run may be shorter); `block`
-        recomputes the first `recompute_num_layers`, one at a time.
+        `uniform` splits the layers into groups of `recompute_num_layers` (the last can be smaller) and stores the input
+        of each group. `block` recomputes the first `recompute_num_layers` layers, one at a time.
 
         Args:
-            extract_layer_indices: layers whose states are returned as well, since megatron-core 0.17; not used.
+            extract_layer_indices: unused; in megatron-core 0.17 and later, layers whose states are returned as well.
             layer_offset: number of layers on previous stages.
             inputs: inputs shared by all layers, without cross attention.
         """

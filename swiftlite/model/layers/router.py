@@ -1,4 +1,4 @@
-"""The router of a mixture of experts: its load is that of real tokens, its bias and counts stay in float32."""
+"""The router of a mixture of experts: its load excludes padding, and its bias and counts remain in float32."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -17,19 +17,19 @@ from swiftlite.runtime.mesh import Mesh
 
 
 class TopKRouter(McoreTopKRouter):
-    """megatron-core's router with a correctly weighted load-balancing loss and buffers that stay in float32.
+    """megatron-core's router with a correctly weighted load-balancing loss and buffers that remain in float32.
 
-    The stock loss is multiplied by all tokens of the micro-batch, while the step divides by trained tokens
-    (`calculate_per_token_loss`, moe/router.py:452 of 0.16.1), so for prompts with short answers its weight is many
-    times too large. It also counts padding. `balance.py` has the loss used here.
+    megatron-core multiplies the loss by the number of all tokens of the micro-batch, padding included, but the step
+    divides by the number of trained tokens (`calculate_per_token_loss`, moe/router.py:452 of 0.16.1). For long prompts
+    with short answers, the loss is many times too large. This router uses the loss of `balance.py`.
 
-    Float16Module casts a model with `bfloat16()`. The stock router converts its expert bias back to float32 at the next
-    forward pass, after it was rounded (GLM-4.5's biases are near 0, with differences near 1e-3), and its token counts
-    stop growing at 256, because bfloat16 cannot represent 257.
+    Float16Module casts a model with `bfloat16()`. megatron-core's router converts its expert bias back to float32 only
+    at the next forward pass, after it was rounded (the biases of GLM-4.5 are near 0 and differ by about 1e-3). Its
+    token counts stop growing at 256, because bfloat16 cannot represent 257.
 
     Attributes:
-        tokens: tokens of the next call; None without a load-balancing loss.
-        mean_loss: load-balancing loss of this rank's tokens since it was last set to None, without coefficient.
+        tokens: the tokens of the next call; None without a load-balancing loss.
+        mean_loss: load-balancing loss of this rank's tokens, without coefficient, summed since it was last set to None.
     """
 
     tokens: RoutedTokens | None = None
@@ -42,13 +42,13 @@ class TopKRouter(McoreTopKRouter):
             self._buffers[name] = buffer.to(fn(buffer).device)
         return self
 
-    # The stock `routing` calls these three: the first two in training alone, and none of their results without
-    # gradients, so what is computed again counts once.
+    # megatron-core's `routing` calls these three methods. They have an effect only in training and with gradients
+    # enabled, so recomputation does not count tokens twice.
 
     def _apply_aux_loss(
         self, probs: torch.Tensor, scores_for_aux_loss: torch.Tensor, routing_map: torch.Tensor, *_: Any, **__: Any
     ) -> torch.Tensor:
-        """Compute the loss over all tokens of the micro-batch together."""
+        """Attach the loss over all tokens of the micro-batch (`aux_loss`)."""
         if self.tokens is None or not self.get_aux_loss_coeff("aux_loss"):
             return probs
         group_T = self.tokens.sequence_T.clamp(max=0)
@@ -57,14 +57,14 @@ class TopKRouter(McoreTopKRouter):
     def _apply_seq_aux_loss(
         self, probs: torch.Tensor, scores_for_aux_loss: torch.Tensor, routing_map: torch.Tensor, *_: Any, **__: Any
     ) -> torch.Tensor:
-        """Compute the loss of each sequence separately."""
+        """Attach the loss over each sequence (`seq_aux_loss`)."""
         if self.tokens is None or not self.get_aux_loss_coeff("seq_aux_loss"):
             return probs
         group_T = self.tokens.sequence_T
         return self._with_loss(probs, scores_for_aux_loss, routing_map, group_T, self.tokens.num_sequences)
 
     def _apply_expert_bias(self, routing_map: torch.Tensor, *_: Any, **__: Any) -> None:
-        """Count the load by which the expert bias moves at the end of the step."""
+        """Count the tokens of each expert, from which the expert bias is updated at the end of the step."""
         if self.tokens is None or not self.enable_expert_bias or not torch.is_grad_enabled():
             return
         is_real_T1 = self.tokens.sequence_T[:, None] >= 0
@@ -79,7 +79,7 @@ class TopKRouter(McoreTopKRouter):
         group_T: torch.Tensor,
         num_groups: int,
     ) -> torch.Tensor:
-        """Return `probs` unchanged; their gradient also brings that of the loss."""
+        """Return `probs` unchanged, with the loss attached: their backward pass also computes its gradient."""
         tokens = self.tokens
         assert tokens is not None
         summed = tokens_times_loss(scores_TE, chosen_TE, group_T, num_groups, self.tp_cp_group)
@@ -94,9 +94,10 @@ class TopKRouter(McoreTopKRouter):
 class MoELayer(McoreMoELayer):
     """megatron-core's layer that passes token information to its router.
 
-    The stock layer only supports a mask. The stock TransformerLayer passes process groups only to megatron-core's own
-    class; this class reads the same groups from the active mesh. If one rank holds all experts, tokens are sorted
-    without waiting for the GPU (`dispatcher.py`)."""
+    megatron-core's MoELayer only passes a mask. Its TransformerLayer passes process groups only to megatron-core's own
+    class, so this class reads the groups from the active mesh. If one rank holds all experts, tokens are sorted without
+    waiting for the GPU (`dispatcher.py`).
+    """
 
     router: TopKRouter
 
@@ -106,7 +107,7 @@ class MoELayer(McoreMoELayer):
         if stock.tp_ep_group.size() == 1:
             groups = ProcessGroupCollection(ep=stock.ep_group, expt_tp=stock.tp_group, tp_ep=stock.tp_ep_group)
             self.token_dispatcher = LocalTokenDispatcher(self.config, groups)
-        # Left to this class: of what the stock one computes again, only tensors can be arguments.
+        # This class recomputes the layer: megatron-core's recomputation accepts only tensors as arguments.
         self.is_recomputed = self.moe_layer_recompute
         self.moe_layer_recompute = False
 
@@ -117,7 +118,7 @@ class MoELayer(McoreMoELayer):
 
         Args:
             intermediate_tensors: for megatron-core's CUDA graphs, which are not used.
-            padding_mask: the router's information about the tokens.
+            padding_mask: information about the tokens for the router.
         """
         stock_forward = super().forward
 
@@ -131,9 +132,9 @@ class MoELayer(McoreMoELayer):
 
 
 def take_load_balancing_loss(model: Iterable[torch.nn.Module], mesh: Mesh) -> float:
-    """Return the loss of the micro-batches since the last call, averaged over routers, without coefficient; collective.
+    """Return the load-balancing loss since the last call, averaged over routers, without coefficient; collective.
 
-    It is 1 where the load is level.
+    It is 1 if the load is balanced.
     """
     values = torch.zeros(2, dtype=torch.float64, device=mesh.device.torch_device)
     for chunk in model:
@@ -143,7 +144,7 @@ def take_load_balancing_loss(model: Iterable[torch.nn.Module], mesh: Mesh) -> fl
                 module.mean_loss = None
     dist.all_reduce(values)
     total, num_routers = values.tolist()
-    num_replicas = dist.get_world_size() // mesh.pp.size()  # of each router, with its part of the tokens
+    num_replicas = dist.get_world_size() // mesh.pp.size()  # of each router; each replica has a part of the tokens
     if not num_routers:
         return 0.0
     return total * num_replicas / num_routers

@@ -7,14 +7,14 @@ import torch.nn.functional as F
 
 
 class SwiGLU:
-    """silu(gate) * up, of gate and up side by side.
+    """silu(gate) * up, where gate and up are concatenated in the last dimension.
 
-    megatron-core's own adds an offset to up, which other models have and is 0 here: one more pass over it, and one more
-    tensor kept for the backward pass (transformer/mlp.py:225 of 0.16.1).
+    megatron-core's function also adds an offset to up, which is 0 for the models here. The addition takes one more pass
+    and stores one more tensor for the backward pass (transformer/mlp.py:225 of 0.16.1).
     """
 
     def __init__(self, config: Any):
-        """Accept the arguments with which megatron-core builds modules of specs; none is used."""
+        """Accept the argument with which megatron-core builds the module; it is not used."""
 
     def __call__(self, gate_up: torch.Tensor) -> torch.Tensor:
         """Map [..., 2 * ffn] to [..., ffn]."""
@@ -24,8 +24,11 @@ class SwiGLU:
 
 
 class _SwiGLU(torch.autograd.Function):
-    """Autograd's own operations, with the gradients of gate and up written side by side where autograd would join them
-    afterwards: one pass less over the widest tensors of a layer."""
+    """SwiGLU with a backward pass that writes the gradients of gate and up into one tensor.
+
+    Autograd would concatenate the two gradients afterwards, which takes one more pass over the widest tensor of a
+    layer.
+    """
 
     @staticmethod
     def forward(ctx, gate_up: torch.Tensor) -> torch.Tensor:

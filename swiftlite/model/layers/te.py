@@ -1,8 +1,8 @@
-"""Transformer Engine's layers at the places of ours, with the same parameters: bridge, checkpoints and exports are the
-same. Only `kernels.py` imports this, where the package is there.
+"""Layers of Transformer Engine with the same parameters as swiftlite's layers.
 
-Linear layers are megatron-core's wrappers of Transformer Engine's; the norm is its RMSNorm as a class, where
-megatron-core has a function that looks like one. Embedding and output layer stay torch's.
+Bridge, checkpoints and exports therefore do not depend on the choice. Only `kernels.py` imports this module, and only
+if the package is installed. Linear layers are megatron-core's wrappers of Transformer Engine's layers. RMSNorm is a
+class here, because megatron-core provides it only as a function. The embedding and the output layer always use torch.
 """
 
 from typing import Any
@@ -39,7 +39,7 @@ from swiftlite.plan.low_precision import LowPrecision
 
 
 class RMSNorm(TERMSNorm):
-    """Transformer Engine's, made as megatron-core makes norms. It multiplies by the weight before it rounds."""
+    """Transformer Engine's RMSNorm for megatron-core; it multiplies by the weight before rounding."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5):
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
@@ -54,10 +54,10 @@ class RMSNorm(TERMSNorm):
 
 
 class _Linear(AddsGradients):
-    """Let products accumulate in `main_grad` of any precision; megatron-core's hook still overlaps communication."""
+    """Accumulates gradients in `main_grad` of any precision; megatron-core's hook still overlaps communication."""
 
     works_with_overlap = True
-    is_expert = explicit_expert_comm = False  # as adapters ask of megatron-core's own; experts have those (specs.py)
+    is_expert = explicit_expert_comm = False  # read by adapters; never used for experts
 
     def add_gradients_in_place(self) -> None:
         self.fuse_wgrad_accumulation = True
@@ -72,10 +72,10 @@ class RowParallelLinear(_Linear, TERowParallelLinear):
 
 
 class GroupedMLP(experts.GroupedMLP):
-    """Experts whose products are Transformer Engine's, in FP8 too.
+    """Experts whose matrix products Transformer Engine computes, also in FP8.
 
-    The parameters are those of experts one after the other. Two of its layers, which are not part of the model, borrow
-    them.
+    The parameters are those of `SequentialMLP`. Two layers of Transformer Engine, which are not part of the model,
+    compute with references to them.
     """
 
     works_with_overlap = True
@@ -90,7 +90,7 @@ class GroupedMLP(experts.GroupedMLP):
             borrower.linear.fuse_wgrad_accumulation = True
 
     def products(self, hidden_TH: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
-        """See `experts.GroupedMLP`; in FP8 the tokens of each expert are padded with zeros."""
+        """See `experts.GroupedMLP`; in FP8 the rows of each expert are padded with zeros."""
         counts = padded = tokens_per_expert.tolist()
         is_low = FP8GlobalStateManager.is_fp8_enabled()
         if is_low:
@@ -98,7 +98,7 @@ class GroupedMLP(experts.GroupedMLP):
 
         def product(linear: str, tokens: torch.Tensor) -> torch.Tensor:
             output = self.borrowers[linear](self.weights(linear), tokens, padded)
-            return self.with_adapters(linear, tokens, output, padded)  # of zeros they make zeros
+            return self.with_adapters(linear, tokens, output, padded)  # padding remains zero
 
         output_TH = product("linear_fc2", self.activation(product("linear_fc1", hidden_TH)))
         if is_low:
@@ -107,7 +107,7 @@ class GroupedMLP(experts.GroupedMLP):
 
 
 class _Borrower:
-    """A layer of Transformer Engine's that computes with others' weights."""
+    """A layer of Transformer Engine that computes with the weights of other modules."""
 
     def __init__(self, weights: list[torch.Tensor]):
         out_features, in_features = weights[0].shape
@@ -115,7 +115,7 @@ class _Borrower:
         self.linear = GroupedLinear(len(weights), in_features, out_features, **options)
 
     def __call__(self, weights: list[torch.Tensor], hidden: torch.Tensor, counts: list[int]) -> torch.Tensor:
-        if self.linear.weight0 is not weights[0]:  # the first time, or where all have been replaced
+        if self.linear.weight0 is not weights[0]:  # at the first call, or after all weights were replaced
             for index, weight in enumerate(weights):
                 setattr(self.linear, f"weight{index}", weight)
                 setattr(self.linear, f"bias{index}", hidden.new_empty(0))
@@ -126,7 +126,7 @@ def check_available(precision: LowPrecision) -> None:
     """Check that this GPU supports the precision.
 
     Raises:
-        OptionError: Transformer Engine's own reason why not.
+        OptionError: it does not, with Transformer Engine's reason.
     """
     asked = {
         "tensorwise": is_fp8_available,
@@ -201,7 +201,7 @@ class CoreAttention(attention.CoreAttention):
 
 
 def _on_device(lengths: tuple[int, ...], device: torch.device) -> PackedSeqParams:
-    """Return the sequences of a row, where Transformer Engine reads them; copied once for all layers."""
+    """Return the sequences of a row on the device, copied once for all layers."""
     _, starts, _, longest, _ = attention.offsets(causal_segments(lengths, rank=0, size=1), 1, sum(lengths), device)
     return PackedSeqParams(
         qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts, max_seqlen_q=longest, max_seqlen_kv=longest

@@ -1,1 +1,1 @@
-"""Losses over the vocabulary, and those of routers."""
+"""Losses over the vocabulary, and load-balancing losses of routers."""

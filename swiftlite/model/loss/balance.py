@@ -1,12 +1,12 @@
-"""Describe the tokens of routers: which are padding, their sequence, and their weight in the load-balancing loss.
+"""Load-balancing losses of routers: their definition, and the description of a router's tokens.
 
-The load-balancing loss of a router over n tokens, of which n_i chose expert i with scores p (E experts, k per token),
-is
+A router assigns k of E experts to each token. Over n tokens, of which n_i are assigned to expert i, with scores p_i,
+the load-balancing loss is
 
     L = E * sum_i( n_i / (k * n) * mean(p_i) )
 
 It is computed over the tokens of a micro-batch (`aux_loss`; Switch Transformer, arXiv 2101.03961) or over each sequence
-(`seq_aux_loss`; DeepSeek-V3, arXiv 2412.19437, equations 17 to 20). The papers assume equal lengths. Here they are
+(`seq_aux_loss`; DeepSeek-V3, arXiv 2412.19437, equations 17 to 20). The papers assume equal lengths. Here losses are
 weighted by tokens, like the next-token loss: a micro-batch or sequence with n of the T tokens in the global batch has
 the weight n / T. In a step
 
@@ -15,8 +15,9 @@ the weight n / T. In a step
 For example, sequences of 6 and 2 tokens with L of 1.0 and 2.0 give 6/8 * 1.0 + 2/8 * 2.0 = 1.25, whether or not they
 are in one micro-batch.
 
-Padding does not count. MTP depth k has k tokens less in a sequence, because its last k positions have no input token.
-An unrolled layer is one router, whose steps are weighted by `Heads.weights`."""
+Padding does not count. At MTP depth k, a sequence has k tokens less, because its last k positions have no input token.
+An unrolled layer is one router, whose steps are weighted by `Heads.weights`.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -32,7 +33,7 @@ class Balance:
 
     Attributes:
         tokens: number of tokens of the trunk and of each MTP depth in the global batch.
-        divisor: divisor of all gradients at the end of the step, that of the next-token loss.
+        divisor: divisor of all gradients at the end of the step, the number of targets of the next-token loss.
     """
 
     tokens: Sequence[int]
@@ -43,14 +44,14 @@ class Balance:
 class RoutedTokens:
     """The tokens of one call of a router on this rank.
 
-    megatron-core's layers pass it on instead of a padding mask. It belongs to the micro-batch, so it stays correct when
-    a pipeline interleaves micro-batches and when layers are recomputed.
+    megatron-core's layers pass it to routers in the argument for a padding mask. It belongs to the micro-batch, so it
+    stays correct when a pipeline interleaves micro-batches and when layers are recomputed.
 
     Attributes:
         sequence_SB: int64; index of the token's sequence in the micro-batch, -1 for padding.
-        num_sequences: number of sequences of the micro-batch on all its ranks.
+        num_sequences: number of sequences of the micro-batch on all ranks that share it.
         load_weight: weight of a token's load: 1, or `Heads.weights` in later steps of an unrolled layer.
-        mean_weight: weight of a token in the mean over the global batch; 0 without a loss.
+        mean_weight: weight of a token in the mean over the global batch; 0 without a load-balancing loss.
         divisor: see `Balance`.
     """
 
@@ -62,7 +63,7 @@ class RoutedTokens:
 
     @property
     def sequence_T(self) -> torch.Tensor:
-        """Return the shape in the order of the routers' tokens."""
+        """`sequence_SB` in the order of the routers' tokens, [T]."""
         return self.sequence_SB.flatten()
 
 
@@ -73,8 +74,8 @@ def routed_tokens(
 
     Args:
         sequence_KSB: `RoutedTokens.sequence_SB` of the trunk and of each depth.
-        num_sequences: of the micro-batch, on all its ranks.
-        balance: of the global batch; without it no router has a load-balancing loss.
+        num_sequences: see `RoutedTokens`.
+        balance: normalization for the global batch; without it routers have no load-balancing loss.
     """
     step_weights: Sequence[float] = (1.0,) * heads.layers
     if heads.unroll > 1:
@@ -107,11 +108,11 @@ def tokens_times_loss(
         ranks: ranks that the tokens are split over.
     """
     num_experts = scores_TE.size(1)
-    row_T = group_T + 1  # row 0 of the counts is for what does not count
+    row_T = group_T + 1  # row 0 is for tokens that do not count
     count_GE = scores_TE.new_zeros(1 + num_groups, num_experts, dtype=torch.float32)
     count_GE.index_add_(0, row_T, chosen_TE.float())
     torch.distributed.all_reduce(count_GE, group=ranks)
     count_GE[0] = 0
-    # 1 for each expert where the load is level: E * n_i / (k * n).
+    # E * n_i / (k * n): 1 for each expert if the load is balanced.
     load_GE = num_experts * count_GE / count_GE.sum(dim=1, keepdim=True).clamp(min=1)
     return (load_GE[row_T] * scores_TE).sum()

@@ -1,9 +1,10 @@
-"""The losses of `loss.py` from states instead of logits, a chunk of positions at a time: never are there more logits.
+"""Compute the losses of `losses.py` from hidden states, so that only one chunk of logits is in memory at a time.
 
-A chunk's logits are made, become its losses and, in their own place, their gradient, from which follows that of the
-states. All that is kept is the latter. The gradient of the output matrix needs to know first how much each position
-counts in the sum that is minimized; where the matrix learns, the backward pass makes the logits of each chunk again.
-For 8,192 positions and 150,000 words that is one more product (a thirtieth of an 8B model's work) instead of 5 GB.
+The forward pass computes the logits of a chunk, then its losses, and overwrites the logits with their gradient. It
+stores only the gradient with respect to the states. The gradient of the output matrix also depends on the weight of
+each position in the loss, which is known only in the backward pass. Therefore, if the matrix is trained, the backward
+pass computes the logits of each chunk again. With 8,192 positions and a vocabulary of 150,000, this costs one more
+matrix product (1/30 of the work of an 8B model) and saves 5 GB.
 
 Shapes: B batch, S sequence, N selected tokens, C of them in a chunk, V vocabulary on this rank, H hidden size.
 """
@@ -33,7 +34,7 @@ from swiftlite.plan.kernels import CHUNK
 
 @dataclass(frozen=True)
 class LabelTarget:
-    """Tokens [N] that the states are to predict, by cross-entropy."""
+    """Cross-entropy with labels [N]."""
 
     label_N: torch.Tensor
 
@@ -50,7 +51,7 @@ class LabelTarget:
         Args:
             rows: positions of the chunk.
             weight_VH: the output matrix.
-            share_C1: factor of the gradient; None for 1.
+            share_C1: factor of each position's gradient; None for 1.
         """
         function = _fused_cross_entropy_
         if group is not None:
@@ -60,7 +61,7 @@ class LabelTarget:
 
 @dataclass(frozen=True)
 class TrunkTarget:
-    """The trunk's own states [N, H], to whose logits those of the states are to be near."""
+    """A distance from the trunk's distribution, which is computed from the trunk's states [N, H]."""
 
     trunk_NH: torch.Tensor
     distance: Distance
@@ -105,8 +106,9 @@ def _put_(gradient_CV: torch.Tensor, share_C1: torch.Tensor | None, logits_CV: t
     logits_CV.copy_(gradient_CV)
 
 
-# On a GPU all passes over the logits of a whole vocabulary are one kernel, which reads and writes them in the model's
-# precision. Over a vocabulary that ranks share they stay apart, since ranks exchange numbers between them.
+# On a GPU with the whole vocabulary on one rank, all passes over the logits are one kernel, which reads and writes them
+# in the model's precision. If ranks share the vocabulary, passes are separate, because ranks exchange values between
+# them.
 _fused_cross_entropy_ = compiled(_cross_entropy_)
 _fused_distance_ = compiled(_distance_)
 
@@ -125,8 +127,8 @@ def chunked_loss(
 
     Args:
         weight_VH: this rank's part of the output matrix.
-        selected: which positions the states are of.
-        tokens_V: the tokens of the matrix's rows, where they are not the whole vocabulary.
+        selected: the positions of the states.
+        tokens_V: the token of each row of the matrix, for a draft vocabulary; None for the whole vocabulary.
     """
     results: Any = _ChunkedLoss.apply(states_NH, weight_VH, target, sharing(tp_group), tokens_V)
     loss_N, prediction_N = results
@@ -134,7 +136,7 @@ def chunked_loss(
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """Losses and predictions [N]."""
+    """Computes losses and predictions [N]."""
 
     @staticmethod
     def forward(
@@ -149,7 +151,7 @@ class _ChunkedLoss(torch.autograd.Function):
         prediction_N = torch.zeros(len(states_NH), dtype=torch.int64, device=states_NH.device)
         grad_NH = torch.empty_like(states_NH) if ctx.needs_input_grad[0] else None
 
-        def compute(rows: slice) -> None:  # a function, at whose end nothing of a chunk is left
+        def compute(rows: slice) -> None:  # a function, so that a chunk is freed at its end
             logits_CV = states_NH[rows] @ weight_VH.t()
             prediction_N[rows] = vocab_parallel_argmax(logits_CV, group, tokens_V)
             loss_N[rows] = target.loss_(logits_CV, rows, weight_VH, group)
@@ -172,7 +174,7 @@ class _ChunkedLoss(torch.autograd.Function):
         if grad_NH is not None:
             grad_NH = (grad_NH * share_N1).to(grad_NH.dtype)
             if ctx.group is not None:
-                dist.all_reduce(grad_NH, group=ctx.group)  # each rank has what follows from its own words
+                dist.all_reduce(grad_NH, group=ctx.group)  # each rank has the part of its vocabulary
         grad_VH = None
         if states_NH is not None:
             grad_VH = _matrix_gradient(states_NH, share_N1, ctx.weight_VH, ctx.target, ctx.group)
@@ -186,7 +188,7 @@ def _matrix_gradient(
     target: Target,
     group: Group,
 ) -> torch.Tensor:
-    """Return [V, H], from recomputed logits."""
+    """Return the gradient of the output matrix [V, H], from recomputed logits."""
     grad_VH = torch.zeros_like(weight_VH)
 
     def add(rows: slice) -> None:

@@ -16,7 +16,7 @@ from swiftlite.runtime.device import on_device
 IGNORE_INDEX = -100
 Distance = Literal["kl", "tv", "nla", "lk_hybrid"]
 Group = dist.ProcessGroup | None
-"""The tensor-parallel ranks that share the vocabulary; None if it is whole, so that nothing is exchanged."""
+"""The tensor-parallel ranks that share the vocabulary; None if this rank has the whole vocabulary."""
 MAX_POSITIONS = 256
 """Number of positions whose trunk logits `distillation_loss` holds at a time, in float32 and in two copies."""
 
@@ -26,8 +26,8 @@ class Selected:
     """The positions of a micro-batch that have a label, row by row; see `select`.
 
     Attributes:
-        row_N, pos_N: where they are in [B, S], int64.
-        label_N: their labels.
+        row_N, pos_N: indices of the positions in [B, S], int64.
+        label_N: labels of the positions.
         shape: B and S.
     """
 
@@ -41,7 +41,7 @@ def select(labels_BS: torch.Tensor, device: torch.device) -> Selected:
     """Return the positions with a label, on the device.
 
     Args:
-        labels_BS: on the host, best of all: how many there are the host must know, and would wait for a GPU to say.
+        labels_BS: labels, preferably on the host: the host needs their number, and would wait for a GPU.
     """
     row_N, pos_N = (labels_BS != IGNORE_INDEX).nonzero(as_tuple=True)
     stacked_3N = torch.stack([row_N, pos_N, labels_BS[row_N, pos_N]])  # one copy instead of three
@@ -54,7 +54,7 @@ class TokenLoss:
     """Losses and predictions of one head (the trunk's or one MTP depth's) for each target.
 
     Attributes:
-        loss_BS: float32, in nats, with tv a probability; 0 without gradient where the target is ignored.
+        loss_BS: float32, in nats (tv: a probability); 0 without gradient where the target is ignored.
         prediction_BS: the head's most likely token, int64; -1 where the target is ignored.
     """
 
@@ -73,10 +73,11 @@ def vocab_parallel_argmax(logits_NV: torch.Tensor, group: Group, tokens_V: torch
     """Return the most likely token [N] of logits whose vocabulary is split over a tensor-parallel group.
 
     Args:
-        tokens_V: the token of each logit on this rank; unset: this rank's part of the whole vocabulary.
+        tokens_V: the token of each logit on this rank; None: this rank's part of the whole vocabulary.
 
-    For example, with 4 words on each of 2 ranks: rank 0 finds its largest logit, 1.5, at word 3, and rank 1 its own,
-    2.0, at word 1, which is word 5 of the whole vocabulary. Both then have (1.5, 3) and (2.0, 5), and choose 5.
+        For example, with 4 tokens on each of 2 ranks: the largest logit of rank 0 is 1.5 for token 3. The largest logit
+        of rank 1 is 2.0 for its token 1, which is token 5 of the whole vocabulary. Both ranks receive (1.5, 3) and
+        (2.0, 5), and choose 5.
     """
     value_N, token_N = logits_NV.max(dim=-1)
     if tokens_V is not None:
@@ -90,21 +91,21 @@ def vocab_parallel_argmax(logits_NV: torch.Tensor, group: Group, tokens_V: torch
     tokens = [torch.empty_like(token_N) for _ in range(size)]
     dist.all_gather(values, value_N.contiguous(), group=group)
     dist.all_gather(tokens, token_N, group=group)
-    # The first rank wins a tie, as argmax over the whole vocabulary would have it.
+    # In a tie the first rank wins, as with argmax over the whole vocabulary.
     best_rank_N = torch.stack(values).argmax(dim=0)
     return torch.stack(tokens).gather(0, best_rank_N[None])[0]
 
 
 def token_loss(logits_NV: torch.Tensor, selected: Selected, tp_group: dist.ProcessGroup) -> TokenLoss:
-    """Compute loss and prediction for the selected positions, laid out as [B, S] again.
+    """Compute loss and prediction for the selected positions; return them as [B, S].
 
     Args:
         logits_NV: this rank's part of the logits at the selected positions.
-        selected: which positions those are, and the token that each must predict.
+        selected: the positions and their labels.
     """
     with torch.no_grad():
         prediction_N = vocab_parallel_argmax(logits_NV, sharing(tp_group))
-    # The [1, N] shape is megatron-core's [S, B]; the loss does not care which is which.
+    # Shape [1, N] for megatron-core's [S, B]; the loss does not depend on the arrangement.
     loss_N = tensor_parallel.vocab_parallel_cross_entropy(logits_NV.float()[None], selected.label_N[None])[0]
     return laid_out(loss_N, prediction_N, selected)
 
@@ -117,7 +118,7 @@ def distillation_loss(
     tp_group: dist.ProcessGroup,
     tokens_V: torch.Tensor | None = None,
 ) -> TokenLoss:
-    """Compute the distance of a head from the trunk's distribution of the same token; only the head gets a gradient.
+    """Compute the distance between head's and trunk's distributions of the same token; only the head gets a gradient.
 
     "kl" is KL(trunk || head). Rejection sampling accepts a head's draft with a probability equal to their overlap, the
     sum of min(head, trunk): "tv" is 1 - overlap, "nla" is -log(overlap), and "lk_hybrid" is close to kl for a small
@@ -129,7 +130,7 @@ def distillation_loss(
         logits_NV: logits of the head; float32 ones are overwritten with the gradient, so they must not be read later.
         trunk_logits: returns the trunk's logits [n, V] at some of the N positions, at most MAX_POSITIONS per call.
         selected: the selected positions.
-        tokens_V: the tokens of these logits if they are not the whole vocabulary.
+        tokens_V: the token of each logit, for a draft vocabulary; None for the whole vocabulary.
     """
     with torch.no_grad():
         prediction_N = vocab_parallel_argmax(logits_NV, sharing(tp_group), tokens_V)
@@ -139,8 +140,10 @@ def distillation_loss(
 
 
 class _Distillation(torch.autograd.Function):
-    """Return the losses [N], and overwrite the head's logits with their gradient [N, V]; nothing of the trunk is
-    stored."""
+    """Computes the losses [N], and overwrites the head's logits with their gradient [N, V].
+
+    No tensor of the trunk is stored for the backward pass.
+    """
 
     @staticmethod
     def forward(
@@ -182,7 +185,7 @@ def cross_entropy_(logits_NV: torch.Tensor, label_N: torch.Tensor, group: Group)
 
 
 def _whole_cross_entropy_(logits_NV: torch.Tensor, label_N: torch.Tensor) -> torch.Tensor:
-    """Compute `cross_entropy_` of a whole vocabulary."""
+    """Compute `cross_entropy_` if this rank has the whole vocabulary."""
     if torch.compiler.is_compiling():
         return _compiled_cross_entropy_(logits_NV, label_N)
     _below_largest_(logits_NV, None)
@@ -194,8 +197,10 @@ def _whole_cross_entropy_(logits_NV: torch.Tensor, label_N: torch.Tensor) -> tor
 
 
 def _compiled_cross_entropy_(logits_NV: torch.Tensor, label_N: torch.Tensor) -> torch.Tensor:
-    """Compute `_whole_cross_entropy_` in a form that compiles to one kernel without a tensor of the logits' size: it
-    has no scatter, and computes exponentials twice instead of keeping them."""
+    """Compute `_whole_cross_entropy_` so that it compiles to one kernel without a temporary tensor of the logits' size.
+
+    It uses no scatter, and computes the exponentials twice instead of storing them.
+    """
     largest_N1 = logits_NV.amax(dim=-1, keepdim=True)
     log_sum_N1 = (logits_NV - largest_N1).exp().sum(dim=-1, keepdim=True).log() + largest_N1
     loss_N1 = log_sum_N1 - logits_NV.gather(1, label_N[:, None])
@@ -205,8 +210,9 @@ def _compiled_cross_entropy_(logits_NV: torch.Tensor, label_N: torch.Tensor) -> 
     return loss_N1[:, 0]
 
 
-# All distances take logits. They leave the gradient with respect to the head's in their place, and use up the trunk's.
-# h and t are the probabilities that softmax gives; their overlap is the sum over the vocabulary of min(h, t).
+# All distances accept logits. They overwrite the head's logits with the gradient, and the trunk's with temporary
+# values. h and t are the softmax probabilities of head and trunk; their overlap is the sum over the vocabulary of
+# min(h, t).
 
 
 def _kl_(head_NV: torch.Tensor, trunk_NV: torch.Tensor, group: Group) -> torch.Tensor:
@@ -217,7 +223,7 @@ def _kl_(head_NV: torch.Tensor, trunk_NV: torch.Tensor, group: Group) -> torch.T
 
 
 def _tv_(head_NV: torch.Tensor, trunk_NV: torch.Tensor, group: Group) -> torch.Tensor:
-    """Return [N], half of the sum over the vocabulary of |h - t|; it is 1 - overlap, and so is its gradient."""
+    """Return [N], half of the sum over the vocabulary of |h - t|, which is 1 - overlap."""
     h = _log_softmax_(head_NV, group).exp_()
     t = _log_softmax_(trunk_NV, group).exp_()
     loss_N = _half_norm(h - t, group)
@@ -226,18 +232,20 @@ def _tv_(head_NV: torch.Tensor, trunk_NV: torch.Tensor, group: Group) -> torch.T
 
 
 def _nla_(head_NV: torch.Tensor, trunk_NV: torch.Tensor, group: Group) -> torch.Tensor:
-    """Return [N], -log(overlap). Its gradient is that of tv divided by the overlap, so it does not vanish where that is
-    0."""
+    """Return [N], -log(overlap). Its gradient is the gradient of tv divided by the overlap.
+
+    Unlike the gradient of tv, it does not vanish as the overlap approaches 0.
+    """
     h = _log_softmax_(head_NV, group).exp_()
     t = _log_softmax_(trunk_NV, group).exp_()
     overlap_N = _sum_over_ranks(torch.minimum(h, t).sum(dim=-1), group)
-    overlap_N.clamp_(min=torch.finfo(overlap_N.dtype).tiny)  # of probabilities that are 0 in float32
+    overlap_N.clamp_(min=torch.finfo(overlap_N.dtype).tiny)  # the overlap is 0 if probabilities underflow in float32
     _gradient_of_overlap_(h, t, group).div_(-overlap_N[:, None])
     return -overlap_N.log()
 
 
 def _lk_hybrid_(head_NV: torch.Tensor, trunk_NV: torch.Tensor, group: Group) -> torch.Tensor:
-    """Return [N], w * kl + (1 - w) * tv, where w = exp(-3 * overlap) is taken for a constant (arXiv 2602.23881)."""
+    """Return [N], w * kl + (1 - w) * tv, where w = exp(-3 * overlap) is treated as a constant (arXiv 2602.23881)."""
     kl_N, h, t = _kl_and_probabilities_(head_NV, trunk_NV, group)
     difference = h - t
     tv_N = _half_norm(difference, group)
@@ -270,7 +278,7 @@ def _half_norm(difference_NV: torch.Tensor, group: Group) -> torch.Tensor:
 def _gradient_of_overlap_(h: torch.Tensor, t: torch.Tensor, group: Group) -> torch.Tensor:
     """Overwrite h with the gradient with respect to the head's logits; t is overwritten as well.
 
-    With respect to h it is d = 1 where h < t, else 0; with respect to the logits, h * (d - sum(h * d)).
+    The gradient with respect to h is d = 1 where h < t, else 0. With respect to the logits it is h * (d - sum(h * d)).
     """
     d = t.gt_(h)
     mean_d_N1 = _sum_of_products(h, d, group)[:, None]
@@ -278,14 +286,14 @@ def _gradient_of_overlap_(h: torch.Tensor, t: torch.Tensor, group: Group) -> tor
 
 
 def _log_softmax_(logits_NV: torch.Tensor, group: Group) -> torch.Tensor:
-    """Compute the softmax in place, over the whole vocabulary."""
+    """Compute the log-softmax in place, over the whole vocabulary."""
     _below_largest_(logits_NV, group)
     log_sum_N = _sum_over_ranks(logits_NV.exp().sum(dim=-1), group).log()
     return logits_NV.sub_(log_sum_N[:, None])
 
 
 def _below_largest_(logits_NV: torch.Tensor, group: Group) -> None:
-    """Subtract the largest over the whole vocabulary, so that no exponential overflows."""
+    """Subtract the maximum over the whole vocabulary in place, so that exponentials do not overflow."""
     largest_N = logits_NV.amax(dim=-1)
     if group is not None:
         dist.all_reduce(largest_N, dist.ReduceOp.MAX, group=group)
@@ -293,11 +301,11 @@ def _below_largest_(logits_NV: torch.Tensor, group: Group) -> None:
 
 
 def _sum_of_products(one_NV: torch.Tensor, other_NV: torch.Tensor, group: Group) -> torch.Tensor:
-    """Return [N], over the whole vocabulary."""
+    """Return the sum of products over the whole vocabulary, [N]."""
     if torch.compiler.is_compiling():
-        products_N = (one_NV * other_NV).sum(dim=-1)  # a part of the kernel that makes them
+        products_N = (one_NV * other_NV).sum(dim=-1)  # fused when compiled
     else:
-        products_N = torch.bmm(one_NV[:, None], other_NV[:, :, None])[:, 0, 0]  # makes no [N, V], as vecdot does
+        products_N = torch.bmm(one_NV[:, None], other_NV[:, :, None])[:, 0, 0]  # no temporary [N, V], unlike vecdot
     return _sum_over_ranks(products_N, group)
 
 
@@ -309,7 +317,7 @@ def _sum_over_ranks(part_N: torch.Tensor, group: Group) -> torch.Tensor:
 
 def laid_out(loss_N: torch.Tensor, prediction_N: torch.Tensor, selected: Selected) -> TokenLoss:
     """Scatter values at the selected positions back to [B, S]."""
-    # By indices: the gradient of what a mask says is of a size that the host would wait for.
+    # Indices instead of a mask: with a mask, the host would wait for the size of the gradient.
     where = (selected.row_N, selected.pos_N)
     loss_BS = loss_N.new_zeros(selected.shape).index_put(where, loss_N)
     prediction_BS = prediction_N.new_full(selected.shape, -1).index_put(where, prediction_N)
