@@ -1,5 +1,5 @@
-"""Weights between Hugging Face directories and live Megatron models. This room uses torch; only `placement.py` knows
-megatron-core and processes.
+"""Convert weights between Hugging Face directories and live Megatron models.
 
-Start with `transfer.py`: `load_hf` and `save_hf`.
+The entry points are `load_hf` and `save_hf` in `transfer.py`. Only `placement.py` uses megatron-core and process
+groups.
 """

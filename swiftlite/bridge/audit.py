@@ -1,4 +1,7 @@
-"""Does a Hugging Face directory hold exactly what its config.json promises? Read from the files; no model is built."""
+"""Check that a Hugging Face directory contains exactly the tensors that its config.json declares.
+
+Only files are read; no model is built.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,10 +21,10 @@ from swiftlite.heads import Heads
 
 @dataclass(frozen=True)
 class MtpOnDisk:
-    """The MTP heads found in the files.
+    """The MTP heads of a directory.
 
     Args:
-        promised: depth in config.json.
+        promised: number of heads that config.json declares.
         depth: number of heads with at least one tensor.
         missing: missing HF keys of heads up to max(promised, depth).
     """
@@ -44,7 +47,7 @@ def missing_mtp_keys(hf_keys: Iterable[str], family: RowTable, hf_config: HfConf
 
 
 def mtp_depth_on_disk(hf_dir: str | Path, family: RowTable, hf_config: HfConfig) -> MtpOnDisk:
-    """Compare the depth that config.json promises with the tensors.
+    """Compare the MTP heads that config.json declares with the tensors in the files.
 
     Raises:
         UserError: the directory has no readable safetensors.
@@ -54,13 +57,18 @@ def mtp_depth_on_disk(hf_dir: str | Path, family: RowTable, hf_config: HfConfig)
 
 
 def audit_hf(hf_dir: str | Path, family: RowTable) -> list[str]:
-    """Re-open every file of a Hugging Face directory and compare it with its config.json.
+    """Read every file of a Hugging Face directory and compare it with its config.json.
 
-    Checked: index keys = keys in the files; trunk keys and shapes = what the family has for this config; MTP depth
-    promised = MTP tensors there, either way; copies of a tied embedding equal to it; every number finite.
+    The checks are:
+
+    - the index lists exactly the keys in the files
+    - keys and shapes of the trunk are those of the family for this config
+    - config.json declares exactly the MTP heads in the files
+    - copies of a tied embedding are equal to it
+    - all values are finite
 
     Returns:
-        One line per problem, naming the tensor; empty for a directory that keeps its promises.
+        One line per problem with the name of the tensor; empty if there is no problem.
     """
     try:
         hf_config = read_config(hf_dir)
@@ -115,7 +123,7 @@ def _not_finite(checkpoint: Checkpoint) -> list[str]:
     problems = []
     for key, entry in checkpoint.entries.items():
         if entry.dtype.is_floating_point:
-            # float(), because the 8-bit formats know no isfinite
+            # float(), because isfinite does not support 8-bit dtypes
             bad = sum(int((~torch.isfinite(chunk.float())).sum()) for chunk in checkpoint.chunks(key))
             if bad:
                 problems.append(f"{key}: {bad} of {entry.numel} values are not finite")

@@ -1,7 +1,7 @@
-"""Rows bound to live parameters, complete or refused before a single tensor is read or written.
+"""Bind rows to live parameters, and report all mismatches before any tensor is read or written.
 
-Pure: it knows shapes and ranges, not files and not process groups. A `Shard` comes from `placement.py`; `transfer.py`
-copies the slices of a finished binding.
+The functions operate on shapes and ranges, without files or process groups. `placement.py` creates each `Shard`, and
+`transfer.py` copies the slices of a binding.
 """
 
 from collections import Counter
@@ -20,14 +20,14 @@ from swiftlite.errors import UserError
 
 @dataclass(frozen=True)
 class Shard:
-    """One Megatron parameter (or persistent buffer) as this rank holds it.
+    """This rank's part of a Megatron parameter or persistent buffer.
 
     Attributes:
-        name: whole Megatron name, layers counted over all pipeline stages.
-        tensor: the local numbers.
-        partition_dim: axis along which tensor-parallel ranks share the parameter; None where each holds all of it.
-        tp_rank, tp_size: this rank's part of it.
-        writes: whether this rank's numbers go into an export; False for replicas, so nothing is written twice.
+        name: Megatron name in the whole model, with layers counted over all pipeline stages.
+        tensor: the part of this rank.
+        partition_dim: axis along which ranks split the parameter; None if each rank holds all of it.
+        tp_rank, tp_size: index and number of the ranks that split it.
+        writes: whether this rank writes the part into an export; False for other replicas.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Shard:
 
     @property
     def global_shape(self) -> Shape:
-        """Shape of the parameter over all tensor-parallel ranks."""
+        """Shape of the whole parameter, over all ranks that split it."""
         shape = list(self.tensor.shape)
         if self.partition_dim is not None:
             shape[self.partition_dim] *= self.tp_size
@@ -54,8 +54,10 @@ class Shard:
 
 
 class SlicePair(NamedTuple):
-    """`shard.tensor[local_index]` <-> `hf_key[hf_index]`, the same numbers on both sides; without an hf_key the local
-    ones are padding, zero."""
+    """A slice of a shard, `shard.tensor[local_index]`, and the equal slice of an HF tensor, `hf_key[hf_index]`.
+
+    If `hf_key` is None, the slice of the shard is padding with zeros.
+    """
 
     shard: Shard
     local_index: Index
@@ -65,7 +67,7 @@ class SlicePair(NamedTuple):
 
 @dataclass(frozen=True)
 class Binding:
-    """A row and the shard that it fills or reads."""
+    """A row and the shard of its parameter on this rank."""
 
     row: Row
     shard: Shard
@@ -75,7 +77,7 @@ class Binding:
         """Yield the slices that make up this rank's part, in the order of the parameter.
 
         Example: rank 1 of 2 holds positions 2 and 3 along axis 0 of a parameter [4, 8] that joins `a` [3, 8] and `b`
-        [1, 8]. They are `local[0:1] <-> a[2:3]` and `local[1:2] <-> b[0:1]`, all 8 columns of each.
+        [1, 8]. The slices are `local[0:1] <-> a[2:3]` and `local[1:2] <-> b[0:1]`, with all 8 columns.
         """
         shard = self.shard
         axis = self.row.join.axis
@@ -83,7 +85,7 @@ class Binding:
         local_shape = shard.tensor.shape
         begin = 0
         end = shard.global_shape[axis]
-        others = [slice(None)] * shard.tensor.dim()  # the part of an HF tensor that this rank has along the other axes
+        others = [slice(None)] * shard.tensor.dim()  # this rank's part along other axes
         if shard.partition_dim == axis:
             begin = shard.first
             end = begin + local_shape[axis]
@@ -103,7 +105,7 @@ class Binding:
 
 
 def source_ranges_of(row: Row, shard: Shard) -> list[SourceRange]:
-    """Return the ranges of the row's join for the size and the tensor-parallel sharing of this parameter."""
+    """Return the ranges of the row's join for this parameter's size and number of tensor-parallel ranks."""
     axis = row.join.axis
     tp_size = 1 if shard.partition_dim is None else shard.tp_size
     return row.join.source_ranges([shape[axis] for shape in row.hf.values()], shard.global_shape[axis], tp_size)
@@ -121,23 +123,23 @@ def bind(
     what: str = "the checkpoint",
     hint: str = "",
 ) -> list[Binding]:
-    """Match parameters and HF keys, or report every mismatch.
+    """Match the parameters of this rank with HF keys, or report every mismatch.
 
     Args:
         shards: the parameters of this rank.
         rows: rows that claim their HF keys.
         borrowed: rows that read HF keys claimed by other rows (a head that is initialized from the last layer).
         not_read: Megatron names that are filled from other sources.
-        others_hold: whether a parameter that is not in `shards` may be on another rank.
-        hf_shapes: shapes of the HF tensors when loading; every key must be claimed or ignored.
+        others_hold: returns whether a parameter that is not in `shards` can be on another rank.
+        hf_shapes: when loading, shapes of the HF tensors; every key must be claimed or ignored.
         ignored: HF keys that are deliberately not read.
         what, hint: name of the HF side and hint in errors.
 
     Raises:
-        UserError: listing every Megatron parameter without a source, every row without a parameter, every HF key that
-            is missing or unexpected, every shape that differs.
-        ValueError: two rows claim the same HF key or parameter, or a join does not use each element once: a bug in a
-            family's table.
+        UserError: there are mismatches. It lists Megatron parameters without a source, rows without a parameter,
+            missing and unexpected HF keys, and different shapes.
+        ValueError: two rows claim the same HF key or parameter, or a join does not use each element once. This is a bug
+            in the rows of a family.
     """
     all_rows = (*rows, *borrowed)
     row_of = _rows_by_name(all_rows)
@@ -170,7 +172,7 @@ def bind(
 
 
 def _rows_by_name(rows: Iterable[Row]) -> dict[str, Row]:
-    """Return the row that fills each Megatron parameter."""
+    """Return the row of each Megatron parameter, by name."""
     row_of: dict[str, Row] = {}
     for row in rows:
         for name in (row.mcore, *row.mcore_copies):
@@ -191,7 +193,7 @@ def _check_claims(rows: Iterable[Row]) -> None:
 
 
 def expected_shapes(rows: Sequence[Row], present: Container[str]) -> dict[str, Shape]:
-    """Return the shapes of the HF keys that the rows require, and of the copies that exist."""
+    """Return the shapes of the HF keys that the rows require, and of copies that are present."""
     expected: dict[str, Shape] = {}
     for row in rows:
         expected |= row.hf
@@ -213,8 +215,7 @@ def compare_shapes(
 
 
 def whole_numbers(rows: Iterable[Row], entries: Mapping[str, Entry]) -> list[str]:
-    """Return one line for every HF tensor of these rows with an integer type: codes of a quantization, never
-    weights."""
+    """Return one line per HF tensor of these rows with an integer dtype, which means quantized weights."""
     problems = []
     for row in rows:
         for key in (*row.hf, *row.hf_copies):

@@ -37,11 +37,11 @@ class Entry:
         Example: rows 1 and 2, columns 3 to 5, of a bfloat16 tensor [4, 10] that starts at byte 100 of the file. A row
         has 20 bytes and an element 2, so the ranges are (126, 6) and (146, 6).
         """
-        if not box:  # a tensor without axes, which is one number
+        if not box:  # a tensor without axes, a single number
             yield self.offset, self.nbytes
             return
         cut_axes = [axis for axis, wanted in enumerate(box) if len(wanted) < self.shape[axis]]
-        last = max(cut_axes, default=0)  # along later axes the box is whole
+        last = max(cut_axes, default=0)  # the box is not cut along later axes
         strides = [prod(self.shape[axis + 1 :]) * self.dtype.itemsize for axis in range(last + 1)]
         start = self.offset + box[last].start * strides[last]
         length = len(box[last]) * strides[last]

@@ -1,10 +1,10 @@
 """Read config.json and change single keys.
 
-Engines read keys that no class of swiftlite or transformers knows. Therefore every key that is not changed explicitly
-keeps its value and position.
+Every key that is not changed explicitly keeps its value and position, because engines read keys that swiftlite and
+transformers do not know.
 
-Vision-language models wrap a language model, whose settings are under `text_config`. All other code reads these keys at
-the top level; only this module handles their position.
+Vision-language models wrap a language model, whose settings are under `text_config`. This module moves these keys to
+the top level, where all other code reads them.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from swiftlite.errors import UserError
 from swiftlite.heads import KEYS, depth_key
 from swiftlite.json_file import parse_json, read_json
 
-REMOVE: Any = object()  # as a change: the key is taken out
+REMOVE: Any = object()  # a change that removes the key
 _TEXT = "text_config"
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _MOST_HEADER_BYTES = 100_000_000
@@ -28,14 +28,13 @@ _MTP_LAYER = re.compile(r"mtp\.layers\.(\d+)\.")
 
 
 def read_config(hf_dir: str | Path) -> dict[str, Any]:
-    """Return the content of a model directory's config.json, with the keys of a wrapped language model at the top
-    level.
+    """Read a model directory's config.json, with the settings of a wrapped language model at the top level.
 
-    If config.json does not state the number of MTP layers, as for Qwen3-Next-80B, the `mtp.layers.*` tensors are
+    If config.json does not declare the number of MTP layers, as for Qwen3-Next-80B, the `mtp.layers.*` tensors are
     counted.
 
     Raises:
-        UserError: the file is missing, or it is not a JSON object.
+        UserError: the file is missing or not a JSON object.
     """
     return with_architecture_names(_read(hf_dir), Path(hf_dir))
 
@@ -62,8 +61,10 @@ def _unwrapped(content: HfConfig) -> dict[str, Any]:
 
 
 def _tensor_names(hf_dir: Path) -> list[str]:
-    """Return the names of a model's tensors from the index or the header of a single file; empty if neither is
-    valid."""
+    """Return the names of a model's tensors, from the index or the header of a single file.
+
+    The result is empty if neither is valid.
+    """
     try:
         if (hf_dir / _INDEX).is_file():
             return [str(name) for name in read_json(hf_dir / _INDEX)["weight_map"]]
@@ -90,7 +91,7 @@ def _read(hf_dir: str | Path) -> dict[str, Any]:
 
 
 def dtype_change(hf_config: HfConfig, dtype: str) -> dict[str, Any]:
-    """Return the change that declares another dtype, under the key that this config uses (formerly `torch_dtype`)."""
+    """Return the change that declares another dtype, under the key that this config uses (`dtype` or `torch_dtype`)."""
     key = "torch_dtype" if "torch_dtype" in hf_config else "dtype"
     if hf_config.get(key) == dtype:
         return {}
@@ -98,7 +99,7 @@ def dtype_change(hf_config: HfConfig, dtype: str) -> dict[str, Any]:
 
 
 def quantization_change(hf_config: HfConfig) -> dict[str, Any]:
-    """Return the change for a model that was read from a quantized checkpoint and is written without quantization."""
+    """Return the change that removes quantization from the config of a quantized checkpoint."""
     if "quantization_config" not in hf_config:
         return {}
     return {"quantization_config": REMOVE}
@@ -114,7 +115,7 @@ def write_patched(source_dir: str | Path, out_dir: str | Path, changes: Mapping[
     """
     hf_config, difference = _patch_wrapped(_read(source_dir), changes)
     if difference:
-        content = (json.dumps(hf_config, indent=2) + "\n").encode()  # as transformers writes it
+        content = (json.dumps(hf_config, indent=2) + "\n").encode()  # the format of transformers
     else:
         content = (Path(source_dir) / "config.json").read_bytes()
     atomic_write(Path(out_dir) / "config.json", content)
@@ -122,7 +123,7 @@ def write_patched(source_dir: str | Path, out_dir: str | Path, changes: Mapping[
 
 
 def _patch_wrapped(hf_config: HfConfig, changes: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Call `patch` on a config.json that may wrap a language model's."""
+    """Call `patch` on a config.json, including the settings of a wrapped language model."""
     text = hf_config.get(_TEXT)
     if not isinstance(text, dict):
         return patch(hf_config, changes)
@@ -136,10 +137,10 @@ def _patch_wrapped(hf_config: HfConfig, changes: Mapping[str, Any]) -> tuple[dic
 
 
 def patch(hf_config: HfConfig, changes: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Change, add or remove top-level keys. The others stay as they are, in their order; a new one comes last.
+    """Change, add or remove top-level keys; other keys keep their value and position, and new keys are last.
 
     Args:
-        changes: new values by key; REMOVE takes a key out.
+        changes: new values by key; REMOVE removes a key.
 
     Returns:
         The new content, and one line per key whose value differs from before.
@@ -156,8 +157,10 @@ def _value(hf_config: HfConfig, key: str) -> str:
 
 
 def digest_of_trunk(hf_config: Mapping[str, Any]) -> str:
-    """Compute the sha256 of all that a config.json says of the trunk: not of heads, of precision, nor of who wrote
-    it."""
+    """Compute the sha256 of the trunk's settings in a config.json.
+
+    Keys about heads, precision and the program that wrote the file are excluded.
+    """
     others = (*KEYS, "dtype", "torch_dtype", "transformers_version", "_name_or_path", "use_cache")
     said = {key: value for key, value in hf_config.items() if key not in others}
     return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()

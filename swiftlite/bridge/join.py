@@ -1,8 +1,9 @@
 """Describe how HF tensors are concatenated in one Megatron parameter, with arithmetic on lengths only.
 
 A Megatron parameter consists of ranges of HF tensors, placed end to end along one axis; a join is the list of these
-ranges. The same description loads, saves, slices for a rank and shows that nothing is missing. `placement.py` knows
-which rank holds what, and the rows of a family (`rows.py`) select the join of each parameter."""
+ranges. This description is used to load, to save, to slice for a rank, and to check that no element is missing. The
+rows of a family (`rows.py`) select the join of each parameter, and `placement.py` determines the part of each rank.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ ZEROS = -1
 
 
 class SourceRange(NamedTuple):
-    """`length` numbers along the axis, beginning at `start` of HF tensor number `source` (or zeros)."""
+    """`length` elements along the axis from index `start` of HF tensor number `source`, or zeros."""
 
     source: int
     start: int
@@ -21,7 +22,7 @@ class SourceRange(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """The part of a `SourceRange` that a rank holds, and its start in that rank's parameter."""
+    """A rank's part of a `SourceRange`, and its start in the rank's part of the parameter."""
 
     source: int
     start: int
@@ -34,32 +35,32 @@ class Join(Protocol):
 
     @property
     def axis(self) -> int:
-        """The axis along which HF tensors are cut and joined; all other axes are the same on both sides."""
+        """The axis along which HF tensors are joined; the sizes of all other axes are equal."""
         ...
 
     def source_ranges(self, lengths: Sequence[int], total: int, tp_size: int) -> list[SourceRange]:
-        """Return the ranges of the whole (not sharded) Megatron parameter in order.
+        """Return the ranges of the whole Megatron parameter in order.
 
         Args:
             lengths: length along the axis of each HF tensor of the row.
-            total: length along the axis of the Megatron parameter, all tensor-parallel ranks together.
-            tp_size: ranks that share the parameter.
+            total: length along the axis of the whole Megatron parameter.
+            tp_size: number of tensor-parallel ranks that split the parameter.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Interleave:
-    """Split each HF tensor into `units` equal parts and interleave them: part 0 of every tensor, then part 1 of every
-    tensor.
+    """Split each HF tensor into `units` equal parts, and interleave the parts.
 
-    One unit is a copy, or a concatenation. One unit per query group is megatron-core's `linear_qkv`:
-    [queries of the group, its key, its value], group after group. With two groups, 4 queries, 2 keys and 2 values are
-    q0 q1 k0 v0 q2 q3 k1 v1.
+    The order is part 0 of every tensor, then part 1 of every tensor, and so on. With one unit, this is a copy of one
+    tensor, or a concatenation of several. One unit per query group is megatron-core's `linear_qkv`: [queries of the
+    group, its key, its value], group after group. For example, 4 queries, 2 keys and 2 values in two groups become q0
+    q1 k0 v0 q2 q3 k1 v1.
 
     Args:
-        units: number of parts; None means one per tensor-parallel rank, as in megatron-core's `linear_fc1`, where
-            every rank holds [its gate, its up].
+        units: number of parts; None means one per tensor-parallel rank, as in megatron-core's `linear_fc1`, where each
+            rank holds [gate, up] of its part.
     """
 
     units: int | None = 1
@@ -78,10 +79,10 @@ class Interleave:
 
 @dataclass(frozen=True)
 class InterleaveBlocks:
-    """Like `Interleave`, for HF tensors that consist of consecutive blocks, each of which is split into `units` equal
-    parts.
+    """Like `Interleave`, but split each block of an HF tensor into `units` equal parts.
 
-    With two units, one HF tensor of the blocks q0 q1, k0 k1 and v0 v1 v2 v3 is q0 k0 v0 v1 q1 k1 v2 v3.
+    For example, with two units, one HF tensor of the blocks q0 q1, k0 k1 and v0 v1 v2 v3 becomes q0 k0 v0 v1 q1 k1 v2
+    v3.
 
     Args:
         blocks: lengths of the blocks of each HF tensor.
@@ -118,7 +119,7 @@ class GatedQkv:
     """megatron-core's `linear_qkv` with gates: [queries of the group, their gates, its key, its value], group by group.
 
     The first HF tensor has each query before its gate (q0 g0 q1 g1 q2 g2 q3 g3), the others are the keys (k0 k1) and
-    the values (v0 v1). With two groups, these are q0 q1 g0 g1 k0 v0 q2 q3 g2 g3 k1 v1.
+    the values (v0 v1). With two groups, they become q0 q1 g0 g1 k0 v0 q2 q3 g2 g3 k1 v1.
 
     Args:
         groups: key-value heads.
@@ -133,7 +134,7 @@ class GatedQkv:
         size = self.head_dim
         if lengths[0] % (2 * size * self.groups) or list(lengths[1:]) != [self.groups * size] * 2:
             raise ValueError(f"lengths {list(lengths)} are not those of {self.groups} groups of heads of size {size}")
-        queries = lengths[0] // (2 * size) // self.groups  # of a group
+        queries = lengths[0] // (2 * size) // self.groups  # per group
         ranges = []
         for group in range(self.groups):
             first = group * queries
@@ -146,7 +147,7 @@ class GatedQkv:
 
 @dataclass(frozen=True)
 class SwapHalves:
-    """The second half of the one HF tensor, then the first."""
+    """A single HF tensor with its halves swapped: the second half, then the first."""
 
     axis: int
 
@@ -159,7 +160,7 @@ class SwapHalves:
 
 @dataclass(frozen=True)
 class PadEnd:
-    """The one HF tensor, then zeros up to the length of the Megatron parameter (a vocabulary padded for TP)."""
+    """A single HF tensor, padded with zeros to the length of the Megatron parameter (a vocabulary padded for TP)."""
 
     axis: int = 0
 
@@ -193,7 +194,7 @@ def clip(source_ranges: Sequence[SourceRange], begin: int, end: int) -> list[Pie
 
 
 def covers(source_ranges: Sequence[SourceRange], lengths: Sequence[int], total: int) -> bool:
-    """Return whether the ranges fill `total` positions and use every number of every HF tensor exactly once."""
+    """Return whether the ranges fill `total` positions and use every index of every HF tensor exactly once."""
     if sum(one.length for one in source_ranges) != total:
         return False
     used: list[list[tuple[int, int]]] = [[] for _ in lengths]

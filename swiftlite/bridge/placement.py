@@ -1,9 +1,9 @@
-"""Determine which rank holds which part of a parameter; the only module of the bridge that uses megatron-core and
-processes.
+"""Determine which rank holds which part of a parameter.
 
-A parameter states how it is split (`tensor_model_parallel`, `partition_dim`), and a layer or an expert states its
-number, so there is no table of names. Reading needs no collective. Writing needs only barriers if all ranks see the
-same files."""
+This is the only module of the bridge that uses megatron-core and process groups. Parameters have attributes that
+describe how they are split (`tensor_model_parallel`, `partition_dim`), and layers and experts have their numbers.
+Reading requires no collective operation. Writing requires only barriers if all ranks see the same files.
+"""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,7 +28,7 @@ from swiftlite.bridge.tensors import Index
 _WRAPPERS = re.compile(r"^(module\.)+")
 _NUMBERED_LAYER = re.compile(r"^(decoder|mtp)\.layers\.(\d+)\.")
 _EXPERTS = re.compile(r"\.experts\.local_experts\.(\d+)\.")
-# megatron-core calls the decoder layer inside an MTP layer transformer_layer up to 0.16, mtp_model_layer later.
+# The decoder layer in an MTP layer is named transformer_layer up to megatron-core 0.16, and mtp_model_layer later.
 _MTP_INNER_LAYER = re.compile(r"^(mtp\.layers\.\d+\.)mtp_model_layer\.")
 
 
@@ -37,24 +37,24 @@ Piece = tuple[str, Index, torch.Tensor]
 
 
 def shards_of(model_chunks: Sequence[nn.Module]) -> list[Shard]:
-    """Return every parameter and persistent buffer of this rank, under its whole name.
+    """Return every parameter and persistent buffer of this rank, under its name in the whole model.
 
     Args:
-        model_chunks: the GPTModel of this pipeline stage, or one per virtual stage; DDP and Float16Module around them
-            are seen through.
+        model_chunks: the GPTModel of this pipeline stage, or one per virtual stage; DDP and Float16Module wrappers are
+            removed.
     """
     shards = []
     for chunk in model_chunks:
         model = _unwrap(chunk)
-        # state_dict and not named_parameters: it has the persistent buffers too, and only those.
+        # state_dict instead of named_parameters, because it also has persistent buffers.
         for local_name, tensor in model.state_dict(keep_vars=True).items():
-            if local_name.endswith("_extra_state"):  # megatron-core's None, Transformer Engine's state of FP8
+            if local_name.endswith("_extra_state"):  # None in megatron-core, FP8 state in Transformer Engine
                 continue
             name = global_name(local_name, model)
             tp_rank, tp_size, is_first_replica = _sharing(local_name, model)
-            # megatron-core sets these attributes on parameters that it shards, and on no others (layers.py:101).
+            # megatron-core sets these attributes only on parameters that it shards (layers.py:101).
             is_sharded = getattr(tensor, "tensor_model_parallel", False) and tp_size > 1
-            # A later stage that computes MTP holds a second embedding; the first stage's is the one that counts.
+            # A later stage with MTP layers holds a copy of the embedding; only the first stage writes it.
             is_stage_copy = name.startswith("embedding.") and not model.pre_process
             writes = is_first_replica and (is_sharded or tp_rank == 0) and not is_stage_copy
             shard = Shard(name, tensor.detach(), writes=writes)
@@ -62,7 +62,7 @@ def shards_of(model_chunks: Sequence[nn.Module]) -> list[Shard]:
                 partition_dim = tensor.partition_dim  # type: ignore[attr-defined]
                 shard = replace(shard, partition_dim=partition_dim, tp_rank=tp_rank, tp_size=tp_size)
             shards.append(shard)
-    # megatron-core 0.16 marks a weight as sharded only while initializing it; gradient norms count on the mark too.
+    # megatron-core 0.16 marks a weight as sharded only if it initializes it; gradient norms also depend on the mark.
     tp_size = _groups(model_chunks).tp.size()
     assert tp_size == 1 or any(shard.partition_dim is not None for shard in shards), (
         "no parameter is marked as tensor-parallel: build the model with perform_initialization=True"
@@ -71,10 +71,9 @@ def shards_of(model_chunks: Sequence[nn.Module]) -> list[Shard]:
 
 
 def _sharing(local_name: str, model: GPTModel) -> tuple[int, int, bool]:
-    """Return this rank's index among the ranks that split a parameter, their number, and whether it is the first
-    replica.
+    """Return the index and number of the ranks that split a parameter, and whether this is the first replica.
 
-    Experts are split and replicated over other ranks than the rest of the model; they know their groups.
+    Experts are split and replicated over different groups than the rest of the model.
     """
     if match := _EXPERTS.search(local_name):
         experts = cast(SequentialMLP, model.get_submodule(local_name[: match.start() + len(".experts")]))
@@ -84,11 +83,10 @@ def _sharing(local_name: str, model: GPTModel) -> tuple[int, int, bool]:
 
 
 def global_name(local_name: str, model: nn.Module) -> str:
-    """Return the parameter's name in a model that is not split: no wrappers, layers counted from the first stage,
-    experts from the first rank.
+    """Return a parameter's name in the whole model, without wrappers.
 
-    Layers and mixtures are asked for their numbers (`layer_number`, from 1, over all stages; `local_expert_indices`),
-    so any layout is right.
+    Layers are numbered over all pipeline stages, and experts over all expert-parallel ranks. The numbers are attributes
+    of the modules (`layer_number`, from 1; `local_expert_indices`), so this works for any layout.
     """
     name = _WRAPPERS.sub("", local_name)
     if match := _EXPERTS.search(name):
@@ -96,18 +94,18 @@ def global_name(local_name: str, model: nn.Module) -> str:
         number = mixture.local_expert_indices[int(match.group(1))]
         name = f"{name[: match.start(1)]}{number}{name[match.end(1) :]}"
     if match := _NUMBERED_LAYER.match(name):
-        # An MTP layer is not a TransformerLayer, but has the same numbering.
+        # An MTP layer is not a TransformerLayer, but also has a layer_number.
         layer = cast(TransformerLayer, model.get_submodule(match.group(0).rstrip(".")))
         name = f"{match.group(1)}.layers.{layer.layer_number - 1}.{name[match.end() :]}"
     return _MTP_INNER_LAYER.sub(r"\1transformer_layer.", name)
 
 
 def others_hold(model_chunks: Sequence[nn.Module], shards: Sequence[Shard]) -> Callable[[str], bool]:
-    """Return whether another rank may hold a parameter that this rank does not hold.
+    """Return a function that returns whether another rank can hold a parameter, by its name.
 
     Pipeline stages split the layers (and the embedding, the final norm, the head), and expert-parallel ranks split the
-    experts of a layer. Another rank may hold the parameter if the model has its layer or expert and this rank does not.
-    The rank that holds the layer checks the parameter itself, so no communication is needed.
+    experts of a layer. Another rank can hold a parameter if this rank does not hold its layer or expert. The rank that
+    holds the layer checks the parameter, so no communication is needed.
     """
     config = _unwrap(model_chunks[0]).config
     num_layers = {"decoder": config.num_layers, "mtp": config.mtp_num_layers or 0}
@@ -131,8 +129,7 @@ def others_hold(model_chunks: Sequence[nn.Module], shards: Sequence[Shard]) -> C
 
 
 def _module_of(name: str) -> str:
-    """Return the unit that pipeline stages distribute: a layer, `decoder.layers.3.`, or a module,
-    `decoder.final_layernorm`."""
+    """Return the layer or module that pipeline stages distribute: `decoder.layers.3.` or `decoder.final_layernorm`."""
     layer = _NUMBERED_LAYER.match(name)
     if layer:
         return layer.group(0)
@@ -140,7 +137,7 @@ def _module_of(name: str) -> str:
 
 
 def _expert_of(name: str) -> str | None:
-    """Return the expert that a parameter belongs to, `decoder.layers.3.mlp.experts.local_experts.7.`."""
+    """Return a parameter's expert, such as `decoder.layers.3.mlp.experts.local_experts.7.`; None if it has none."""
     expert = _EXPERTS.search(name)
     if not expert:
         return None
@@ -148,7 +145,7 @@ def _expert_of(name: str) -> str | None:
 
 
 def mtp_num_layers(model_chunks: Sequence[nn.Module]) -> int:
-    """Return the MTP depth that the model was built with, the same on every stage."""
+    """Return the number of MTP layers of the whole model."""
     return _unwrap(model_chunks[0]).config.mtp_num_layers or 0
 
 
@@ -162,12 +159,12 @@ def _unwrap(chunk: nn.Module) -> GPTModel:
 
 
 def is_first_rank() -> bool:
-    """Return whether this process does what must be done once."""
+    """Return whether this is rank 0, which does work that must be done once."""
     return dist.get_rank() == 0
 
 
 def gather_from_all_ranks(value: Any) -> list[Any]:
-    """Return the value of each rank, in order; each must survive pickling."""
+    """Return the value of each rank, in order; values must be picklable."""
     values: list[Any] = [value] * dist.get_world_size()
     if len(values) > 1:
         dist.all_gather_object(values, value)
@@ -175,7 +172,7 @@ def gather_from_all_ranks(value: Any) -> list[Any]:
 
 
 def all_ranks_see(directory: Path) -> bool:
-    """Return whether all ranks see what the first rank puts into the directory; collective."""
+    """Return whether all ranks see files that the first rank writes to the directory; collective."""
     token: list[Any] = [f".seen-by-all-{uuid4().hex}"]
     if dist.get_world_size() > 1:
         dist.broadcast_object_list(token, src=0)
@@ -190,14 +187,16 @@ def all_ranks_see(directory: Path) -> bool:
 
 
 def gather_on_first_rank(pieces: Iterable[Piece]) -> Iterator[Piece]:
-    """Yield the pieces of all ranks on the first rank, one at a time, and none on the others; collective, to the
-    end."""
+    """Yield the pieces of all ranks on the first rank, one at a time, and none on other ranks.
+
+    Collective: all ranks must iterate to the end.
+    """
     if is_first_rank():
         yield from pieces
         for source in range(1, dist.get_world_size()):
             yield from _receive(source)
         return
-    for key, index, tensor in pieces:  # each send waits for its turn
+    for key, index, tensor in pieces:  # a send blocks until rank 0 receives from this rank
         dist.send_object_list([(key, index, tuple(tensor.shape), tensor.dtype)], dst=0)
         dist.send(tensor.contiguous(), dst=0)
     dist.send_object_list([None], dst=0)

@@ -1,6 +1,7 @@
-"""The table: a row says which HF tensors one Megatron parameter is made of. Families write it; both directions read it.
+"""`Row`: the HF tensors that form one Megatron parameter. Families define rows; loading and saving use them.
 
-Names are whole and global: no pipeline-local layer numbers, no wrappers, no ranks. See also `join.py`, `transfer.py`.
+Names are those of the whole model: layers are numbered over all pipeline stages, and there are no wrappers or ranks.
+See also `join.py` and `transfer.py`.
 """
 
 from collections.abc import Iterable, Mapping
@@ -13,24 +14,24 @@ Shape = tuple[int, ...]
 HfConfig = Mapping[str, Any]
 """The content of a config.json."""
 HfPart = Literal["trunk", "heads"]
-"""The tensors of a checkpoint that verify draft tokens, or those of the MTP heads."""
+"""A part of a checkpoint: the trunk's tensors, or those of the MTP heads."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One Megatron parameter <-> one or more HF tensors.
+    """A Megatron parameter and the HF tensors that form it.
 
     Args:
         mcore: Megatron name, e.g. `self_attention.linear_qkv.weight` within a layer.
-        hf: HF names with the shapes that the config promises, in the order the join counts them.
-        join: how they are joined.
-        hf_copies: further HF names that may hold the very same numbers as the row's one HF tensor (`lm_head.weight`
-            of a tied model, the embedding inside a DeepSeek-V3 head). Read only to check that they are equal. Written
-            when the source model had them; those of MTP heads always, because some engines ask for them.
-        mcore_copies: further Megatron names that hold the same parameter (`output_layer.weight` of a tied model on a
-            later pipeline stage). Filled on load, never written.
-        is_exact: whether the parameter is float32 in a model of 16 bits too. Files have it in float32, unless the
-            source model had it otherwise.
+        hf: shapes of the HF tensors for this config, by name, in the order of the join's arguments.
+        join: how the HF tensors are joined.
+        hf_copies: further HF names that may hold a copy of the row's single HF tensor (`lm_head.weight` of a tied
+            model, the embedding in a DeepSeek-V3 head). Loading only checks that they are equal. Saving writes them if
+            the source model had them; in MTP heads always, because some engines require them.
+        mcore_copies: further Megatron names of the parameter (`output_layer.weight` of a tied model on a later pipeline
+            stage). They are filled on load and never written.
+        is_exact: whether the parameter is float32 even in a 16-bit model. It is written as float32, unless the source
+            model had another dtype.
     """
 
     mcore: str
@@ -44,12 +45,12 @@ class Row:
         """Return the shapes of the row's HF names, copies included."""
         if not self.hf_copies:
             return dict(self.hf)
-        (shape,) = self.hf.values()  # a row with copies has one name
+        (shape,) = self.hf.values()  # a row with copies has a single HF tensor
         return {**self.hf, **dict.fromkeys(self.hf_copies, shape)}
 
 
 def shapes_of(rows: Iterable[Row]) -> dict[str, Shape]:
-    """Return the shape of every HF name of these rows, in their order; without copies."""
+    """Return the shape of every HF tensor of these rows, in order, without copies."""
     shapes: dict[str, Shape] = {}
     for row in rows:
         shapes |= row.hf
@@ -57,7 +58,7 @@ def shapes_of(rows: Iterable[Row]) -> dict[str, Shape]:
 
 
 def renamed(name: str, beginnings: Mapping[str, str]) -> str:
-    """Return the name with a prefix in `beginnings` replaced; other names are unchanged."""
+    """Return the name with its prefix replaced according to `beginnings`; other names are unchanged."""
     for begin, own in beginnings.items():
         if name.startswith(begin):
             return own + name.removeprefix(begin)
@@ -65,7 +66,7 @@ def renamed(name: str, beginnings: Mapping[str, str]) -> str:
 
 
 def lift(rows: Iterable[Row], mcore_prefix: str, hf_prefix: str) -> list[Row]:
-    """Return the rows with prefixes, so that one table of a decoder layer serves every layer and every MTP block."""
+    """Return rows with prefixes added, to use the rows of one decoder layer for every layer and MTP block."""
 
     def lifted(row: Row) -> Row:
         return replace(
@@ -80,7 +81,7 @@ def lift(rows: Iterable[Row], mcore_prefix: str, hf_prefix: str) -> list[Row]:
 
 
 class RowTable(Protocol):
-    """The interface of a family (`families/family.py`) for the bridge: its rows and the owners of HF keys.
+    """The interface of a family (`families/family.py`) for the bridge: its rows, and the meaning of HF keys.
 
     `hf_config` is the content of config.json.
     """
@@ -91,11 +92,11 @@ class RowTable(Protocol):
         ...
 
     def mtp_block_number(self, hf_config: HfConfig, /) -> int:
-        """Return the decoder layer (from 0) whose kinds an MTP head has."""
+        """Return the number (from 0) of the decoder layer whose kinds of attention and MLP an MTP head has."""
         ...
 
     def head_of(self, hf_config: HfConfig, hf_key: str, /) -> int | None:
-        """Return the MTP head that an HF key belongs to, from 0; None for the trunk's keys."""
+        """Return the number (from 0) of the MTP head that an HF key belongs to; None for keys of the trunk."""
         ...
 
     def is_mtp(self, hf_config: HfConfig, hf_key: str, /) -> bool:
@@ -103,12 +104,11 @@ class RowTable(Protocol):
         ...
 
     def is_derived(self, hf_key: str, /) -> bool:
-        """Return whether an HF key holds nothing but what follows from the config (rotary `inv_freq`)."""
+        """Return whether an HF key holds values that are derived from the config (rotary `inv_freq`)."""
         ...
 
     def is_carried(self, hf_key: str, /) -> bool:
-        """Return whether an HF key belongs to another part than the language model, which is carried through
-        unchanged."""
+        """Return whether an HF key is outside of the language model; such tensors are copied unchanged."""
         ...
 
     def head_rows(self, hf_config: HfConfig, head: int, /) -> list[Row]:
@@ -116,5 +116,5 @@ class RowTable(Protocol):
         ...
 
     def rows(self, hf_config: HfConfig, mtp_num_layers: int, /) -> list[Row]:
-        """Return the whole table with this many MTP layers."""
+        """Return the rows of the whole model with `mtp_num_layers` MTP layers."""
         ...

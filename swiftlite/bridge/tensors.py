@@ -1,10 +1,9 @@
-"""Lazy access to safetensors files: read any slice of any tensor, write files that several processes fill in place.
+"""Lazy access to safetensors files: read slices of tensors, and write files that several processes fill in place.
 
-The format is eight bytes of header length, a JSON header, then the numbers (huggingface.co/docs/safetensors). It is
-read and written here directly, and not through the safetensors package, because that package can neither fill a file
-slice by slice nor give memory back before a file is closed. Files are read and written in blocks of a few megabytes and
-not mapped into memory: filling 1 GB through a memory map took 3 times as long (a page fault per 4 KB), and a full disk
-would kill the process.
+The format is eight bytes of header length, a JSON header, then the numbers (huggingface.co/docs/safetensors). The
+safetensors package is not used, because it cannot fill a file slice by slice, and frees memory only when a file is
+closed. Files are read and written in blocks of a few megabytes, not memory-mapped: filling 1 GB through a memory map
+took 3 times as long (a page fault per 4 KB), and a full disk would kill the process.
 """
 
 import ctypes
@@ -34,7 +33,7 @@ from swiftlite.json_file import parse_json, read_json
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
-"""PEFT's, in a directory of adapters."""
+"""PEFT's configuration file in a directory of adapters."""
 
 _DTYPES = {
     "F64": torch.float64,
@@ -51,21 +50,21 @@ _DTYPES = {
     "BOOL": torch.bool,
 }
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors package
-_CHUNK_BYTES = 1 << 21  # what is read or written at once: stays in the processor's cache between file and tensor
+_MAX_HEADER_BYTES = 100_000_000  # as in the safetensors package
+_CHUNK_BYTES = 1 << 21  # a block of this size fits into the processor's cache
 
 Index = tuple[slice, ...]
 
 
 def scan(hf_dir: str | Path) -> tuple[dict[str, Entry], list[str]]:
-    """Read the index and every header of a Hugging Face directory, without the tensors.
+    """Read the index and all file headers of a Hugging Face directory.
 
     Returns:
-        The readable tensors, by key in file order, and one line for each problem: a missing or truncated file, a key of
-        the index that its file lacks, a key in a file that the index lacks.
+        The readable tensors, by key in file order, and one line for each problem: a missing or truncated file, or a key
+        that is only in the index or only in a file.
 
     Raises:
-        UserError: there is no safetensors file, the index is unreadable, or an adapter is in the same directory.
+        UserError: there is no safetensors file, the index is unreadable, or the directory also contains an adapter.
     """
     hf_dir = Path(hf_dir)
     if (hf_dir / ADAPTER_CONFIG).is_file():
@@ -104,7 +103,7 @@ def scan(hf_dir: str | Path) -> tuple[dict[str, Entry], list[str]]:
 
 
 def as_read(stored: Mapping[str, Entry], encoding: DeclaredEncoding | None) -> Found:
-    """Return what a reader finds in files: stacked experts apart, encoded tensors without their factors."""
+    """Return the decoded view of files: single experts instead of stacks, and encoded tensors without scales."""
     return find_tensors(unfold(stored), encoding)
 
 
@@ -141,10 +140,10 @@ class Checkpoint:
         self._files.close()
 
     def read_into(self, target: torch.Tensor, key: str, index: Index) -> None:
-        """Copy a slice of a tensor; nothing outside the slice is read, and no second copy is held.
+        """Copy a slice of a tensor into `target`; nothing outside the slice is read, and no other copy is held.
 
         Args:
-            target: of the slice's shape; any dtype and device, the numbers are cast.
+            target: tensor of the slice's shape, on any device; values are cast to its dtype.
             index: one slice per axis, step 1.
         """
         entry = self.entries[key]
@@ -171,8 +170,7 @@ class Checkpoint:
         return result
 
     def chunks(self, key: str, index: Index | None = None) -> Iterator[torch.Tensor]:
-        """Yield a slice of a tensor (None: all of it) a few megabytes at a time; each is overwritten by the next
-        one."""
+        """Yield a slice of a tensor (None: all of it) in chunks of a few MB; each overwrites the previous one."""
         entry = self.entries[key]
         buffers = _Buffers()
         if index is None:
@@ -182,7 +180,7 @@ class Checkpoint:
             yield self._decode(key, box, buffers)
 
     def is_equal(self, key: str, other: str, index: Index | None = None) -> bool:
-        """Return whether two tensors of one shape are the same in a slice, bit by bit: a NaN equals itself."""
+        """Return whether two tensors of the same shape are bitwise equal in a slice; equal NaNs are equal."""
         if self.entries[key].dtype != self.entries[other].dtype:
             return False
         chunks = zip(self.chunks(key, index), self.chunks(other, index), strict=True)
@@ -216,8 +214,8 @@ class Checkpoint:
 def describe(hf_dir: str | Path) -> dict[str, dict[str, Any]]:
     """Return the content of a directory for JSON: `{key: {"dtype": "bfloat16", "shape": [..]}}`.
 
-    Keys are those of the files, stacked experts included. Encoded tensors count as bfloat16, which an export writes for
-    them; their scales are left out.
+    Keys are those of the files, so experts may be stacked. For encoded tensors the dtype is bfloat16, as an export
+    writes them, and scales are omitted.
     """
     with Checkpoint(hf_dir) as checkpoint:
         found = find_tensors(checkpoint.stored, encoding_of(read_config(hf_dir)))
@@ -260,7 +258,7 @@ class ShardedFiles:
             file = SINGLE_NAME
             if len(shards) > 1:
                 file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            # Wide dtypes first keep every tensor aligned to its own size, as the safetensors package does it.
+            # Wide dtypes first, so that every tensor is aligned to its element size, as in the safetensors package.
             keys = sorted(keys, key=lambda key: -stored[key][0].itemsize)
             self._headers[file], entries = _make_header(file, {key: stored[key] for key in keys})
             self.entries.update(entries)
@@ -275,7 +273,7 @@ class ShardedFiles:
         return files
 
     def create(self) -> None:
-        """Write the headers under temporary names and reserve the space, so that a full disk shows now."""
+        """Create the files under temporary names: write headers and reserve disk space, to detect a full disk early."""
         size_of = {file: len(header) for file, header in self._headers.items()}
         for entry in self.entries.values():
             size_of[entry.file] = max(size_of[entry.file], entry.offset + entry.nbytes)
@@ -294,9 +292,9 @@ class ShardedFiles:
         """Write a slice of a tensor in place.
 
         Args:
-            key: of a tensor, or of one expert's in a stacked one.
+            key: key of a tensor, or of a single expert of a stacked tensor.
             index: one slice per axis, step 1; whole blocks of the tensor's encoding.
-            source: the slice's numbers, on any device; cast to the dtype of the file, or encoded.
+            source: values of the slice, on any device; they are cast to the dtype in the file, or encoded.
         """
         encoding, shape = self._storage(key)
         entries = [self._places[name] for name in encoding.entries(key)]
@@ -323,12 +321,12 @@ class ShardedFiles:
             memory = memory[length:]
 
     def flush(self) -> None:
-        """Make what this process wrote durable."""
+        """Flush what this process has written to disk."""
         self._files.sync()
         self._files.close()
 
     def publish(self) -> None:
-        """Give the files their names and write the index."""
+        """Rename the files to their final names, and write the index."""
         for file in self._headers:
             with self._temporary(file).open("rb") as out:
                 os.fsync(out.fileno())
@@ -360,12 +358,12 @@ def some(lines: Iterable[str], limit: int = 20) -> list[str]:
 
 
 def _read_index(path: Path) -> dict[str, set[str] | None]:
-    """Read file name -> keys that the index places in it."""
+    """Read the index: the keys of each file, by file name."""
     try:
         weight_map = read_json(path)["weight_map"]
         files: dict[str, set[str] | None] = {}
         for key, file in weight_map.items():
-            if not file or Path(file).name != file:  # an index from elsewhere must not point out of its directory
+            if not file or Path(file).name != file:  # an index must not refer to other directories
                 raise ValueError(f"{file!r} is not a plain file name")
             keys = files.setdefault(file, set())
             assert keys is not None
@@ -376,10 +374,10 @@ def _read_index(path: Path) -> dict[str, set[str] | None]:
 
 
 def _read_header(hf_dir: Path, file: str) -> dict[str, Entry]:
-    """Read the entries of one file; every number is checked against the file's size before it is used."""
+    """Read the entries of one file; every offset is checked against the size of the file."""
     path = hf_dir / file
     try:
-        if path.exists() and not path.is_file():  # to open a pipe would wait for who writes it
+        if path.exists() and not path.is_file():  # opening a pipe would block
             raise UserError(f"{path}: not a regular file")
         with path.open("rb") as opened:
             size = os.fstat(opened.fileno()).st_size
@@ -391,7 +389,7 @@ def _read_header(hf_dir: Path, file: str) -> dict[str, Entry]:
         for key, fields in header.items():
             if key == "__metadata__":
                 continue
-            if not key.isprintable():  # a name is shown; this one might draw on a terminal
+            if not key.isprintable():  # names are printed, and must not contain control characters
                 raise ValueError(f"invalid tensor name {key!r}")
             begin, end = fields["data_offsets"]
             shape = tuple(fields["shape"])
@@ -445,7 +443,7 @@ def _make_header(file: str, tensors: TensorTypes) -> tuple[bytes, dict[str, Entr
 
 
 def split(tensors: TensorTypes, max_bytes: int) -> list[list[str]]:
-    """Split keys into files, in order, each file within max_bytes unless one tensor alone is larger."""
+    """Split keys into files, in order, of at most max_bytes each, unless a single tensor is larger."""
     shards: list[list[str]] = [[]]
     filled = 0
     for key, (dtype, shape) in tensors.items():
@@ -476,15 +474,15 @@ def _box(index: Index, shape: tuple[int, ...]) -> Box:
 
 
 def _chunks(whole: Box, itemsize: int, align: Callable[[Box], Box] = lambda box: box) -> Iterator[tuple[Index, Box]]:
-    """Cut a box along its first axis into boxes of about _CHUNK_BYTES, each with its place within the first one.
+    """Cut a box along its first axis into boxes of about _CHUNK_BYTES, each with its index in the whole box.
 
     Args:
-        align: widens a box to whole blocks; the first one is made of such.
+        align: extends a box to whole blocks; `whole` must consist of whole blocks.
     """
     if not whole:
         yield (), ()
         return
-    if not all(whole):  # without a number
+    if not all(whole):  # an empty box
         return
     rows, *others = whole
     step = max(1, _CHUNK_BYTES // (prod(map(len, others)) * itemsize))
@@ -497,7 +495,7 @@ def _chunks(whole: Box, itemsize: int, align: Callable[[Box], Box] = lambda box:
 
 
 class _Buffers:
-    """Memory that is allocated once for each entry of a tensor and then serves chunk after chunk."""
+    """Buffers for the entries of a tensor that are allocated once and reused for all chunks."""
 
     def __init__(self):
         self._bytes: defaultdict[int, torch.Tensor] = defaultdict(lambda: torch.empty(0, dtype=torch.uint8))
@@ -510,7 +508,7 @@ class _Buffers:
 
 
 class _OpenFiles:
-    """Files that stay open while tensors of them are read or written."""
+    """Files that remain open while their tensors are read or written."""
 
     def __init__(self, mode: str):
         self._mode = mode
@@ -543,10 +541,10 @@ def _write_fully(descriptor: int, memory: memoryview, offset: int) -> None:
 
 
 def _reserve(descriptor: int, size: int) -> None:
-    """Set a file's size with its blocks allocated, so that a full disk shows before hours of writing.
+    """Set a file's size and allocate its blocks, so that a full disk is detected before hours of writing.
 
-    Some file systems cannot allocate, such as NFS before 4.2. There the size alone is set. `os.posix_fallocate` would
-    write a byte into each block instead, all of them by one rank while the others wait.
+    Some file systems cannot allocate blocks, such as NFS before 4.2. There, only the size is set. `os.posix_fallocate`
+    would write a byte into each block instead, on one rank while the others wait.
     """
     if sys.platform != "linux":
         os.truncate(descriptor, size)

@@ -2,16 +2,16 @@
 
 `load_hf` reads a directory into a model, `save_hf` writes a model to a directory, and `stream_hf` yields the same
 tensors for a running engine. Every rank reads and writes only its slices. Each function first binds the family's rows
-to the model's parameters and refuses mismatches before it reads or writes a tensor. Two checks come later: whether
-copies equal the tensor that they repeat (as each is read), and whether the heads of `mtp_init="graft"` match (they are
-in a second directory, which is opened after the trunk is read).
+to the model's parameters, and raises an error for mismatches before it reads or writes a tensor. Two checks are made
+later: copies are compared with the tensor that they repeat when they are read, and the heads of `mtp_init="graft"` are
+in a second directory, which is opened after the trunk is read.
 
 Terms:
     row: one Megatron parameter and the HF tensors that form it (`rows.py`).
     shard: the part of a parameter on this rank (`placement.py`).
     binding: a row with its shard, which maps slices of HF tensors to slices of the shard (`binding.py`). A slice
         without an HF key is padding: it is zero in the model and not written.
-    piece: an HF key, a slice of that tensor and its values, on the way to a file or an engine.
+    piece: an HF key, a slice of that tensor and its values, to be sent to a file or an engine.
     copy: an HF tensor that repeats another one, such as `lm_head.weight` of tied embeddings.
     carried: tensors outside of the language model, which are copied unchanged.
     drawn, grafted: initial values of MTP heads from random numbers, or from another model.
@@ -47,8 +47,10 @@ Dtypes = Mapping[str, str | torch.dtype] | str | torch.dtype | None
 
 @dataclass(frozen=True)
 class WeightsReport:
-    """A report of where all weights went. Each Megatron parameter of this rank is in `loaded` or `initialized`, and
-    each HF key that was not read is in `dropped` or `carried`.
+    """What happened to each parameter and each HF key when a model was loaded.
+
+    Each Megatron parameter of this rank is in `loaded` or `initialized`, and each HF key that was not read is in
+    `dropped` or `carried`.
 
     Attributes:
         loaded: Megatron parameters read from the checkpoint.
@@ -97,23 +99,22 @@ def load_hf(
 ) -> WeightsReport:
     """Fill a Megatron model from a Hugging Face directory; each rank reads its slices, cast to the parameter's dtype.
 
-    The MTP depth asked for is the one that the model was built with; 0 drops the checkpoint's heads.
+    The number of MTP heads is that of the model; if it is 0, the checkpoint's heads are dropped.
 
     Args:
         model_chunks: GPTModel(s) of this rank, wrapped or not.
         hf_dir: directory with model.safetensors, or shards and their index.
-        family: the table of the rows of the model's family.
-        hf_config: content of its config.json.
-        mtp_init: "checkpoint": heads come from the checkpoint, which must have exactly as many. "copy_last_layer":
-            heads start as the last decoder layer; "fit_last_layer" the same, the caller fits their projections
-            (`train/head_fit.py`). "random": heads start from `seed`. See `mtp_init.py`. "graft": heads
-            are those of another checkpoint.
-        graft_from: directory of that checkpoint, see `graft_heads`.
-        seed: of the numbers that are drawn.
+        family: the model's family, which defines the rows.
+        hf_config: content of the directory's config.json.
+        mtp_init: source of the heads' weights. "checkpoint": the checkpoint, which must have exactly as many heads.
+            "copy_last_layer": the last decoder layer. "fit_last_layer": as copy_last_layer; the caller fits the
+            projections (`train/head_fit.py`). "random": random values (`mtp_init.py`). "graft": another checkpoint.
+        graft_from: directory of the other checkpoint, see `graft_heads`.
+        seed: seed of random values.
 
     Raises:
-        UserError: the checkpoint cannot be read, does not match the model, or has other MTP heads than asked for; or an
-            `lm_head.weight` of a tied model differs from the embedding.
+        UserError: the checkpoint cannot be read, does not match the model, or does not have the model's number of MTP
+            heads; or a copy, such as the `lm_head.weight` of a tied model, differs from its original.
     """
     depth = placement.mtp_num_layers(model_chunks)
     shards = placement.shards_of(model_chunks)
@@ -165,15 +166,15 @@ def _report(
 def graft_heads(
     model_chunks: Sequence[nn.Module], graft_from: str | Path, family: RowTable, hf_config: HfConfig
 ) -> None:
-    """Fill the model's MTP heads from another checkpoint of its family, which must have as many and of the same shapes.
+    """Fill the model's MTP heads from another checkpoint, whose heads must match in family, number and shapes.
 
     Args:
         graft_from: a Hugging Face directory, such as the base model that the trunk was fine-tuned from.
-        family: the table of the rows of the model's family.
-        hf_config: the model's own config.json.
+        family: the model's family, which defines the rows.
+        hf_config: content of the model's config.json.
 
-    Raises:
-        UserError: another family, number or shape of heads; names what differs.
+        Raises:
+            UserError: family, number or shapes of the heads differ.
     """
     base_config = read_config(Path(graft_from))
     base_type = base_config.get("model_type")
@@ -193,15 +194,15 @@ def graft_heads(
 
 
 def _bind_heads(shards: Iterable[Shard], rows: Sequence[Row]) -> list[Binding]:
-    """Bind the rows of heads, which may be on other ranks, to their parameters on this one."""
+    """Bind the rows of heads to parameters on this rank; heads can also be on other ranks."""
     names = {row.mcore for row in rows}
     held = [shard for shard in shards if shard.name in names]
-    # The callers have checked that the model has these heads, so one that this rank lacks is on another rank.
+    # The callers have checked that the model has these heads, so heads that this rank does not hold are on other ranks.
     return bind(held, rows, others_hold=lambda name: True)
 
 
 def _check_same_shapes(rows: Sequence[Row], wanted: Sequence[Row], base: Checkpoint) -> None:
-    """Check that the heads on disk, `rows`, fill exactly the parameters that the trunk's config requires."""
+    """Check that the rows of the heads on disk fill exactly the parameters that the trunk's config requires."""
     shapes = {row.mcore: list(row.hf.values()) for row in wanted}
     present = {row.mcore for row in rows}
     problems = [f"unexpected: {row.mcore}" for row in rows if row.mcore not in shapes]
@@ -242,7 +243,7 @@ class _Sources:
 
     @property
     def not_read(self) -> set[str]:
-        """Megatron parameters that get nothing from the checkpoint's files."""
+        """Names of Megatron parameters that are not filled from the checkpoint."""
         return {*(row.mcore for row in self.drawn), *self.fills, *self.grafted}
 
 
@@ -278,7 +279,7 @@ def _check_numbers(rows: Iterable[Row], checkpoint: Checkpoint) -> None:
 
 
 def _draw(bindings: Sequence[Binding], std: float, seed: int, norm_start: float) -> None:
-    """Fill the parameters from random HF tensors; each rank takes its slices."""
+    """Fill this rank's slices of parameters from random HF tensors."""
     for binding in bindings:
         tensors = fresh_heads.random_tensors(binding.row, std, seed, norm_start)
         for shard, local_index, hf_key, hf_index in binding.slices():
@@ -302,20 +303,21 @@ def save_hf(
 
     If some ranks do not see the first rank's directory, they send it their slices, one at a time.
 
-    All MTP heads of the model are written, independent of the depth in `hf_config`; the caller writes a matching
-    config.json (`hf_config.write_patched`). Files get their names only when all are complete on disk.
+    All MTP heads of the model are written, independent of the number in `hf_config`; the caller writes a matching
+    config.json (`hf_config.write_patched`). Files are renamed to their final names after all files are complete on
+    disk.
 
     Args:
-        family: the table of the rows of the model's family.
-        out_dir: created if missing, must not contain safetensors; preferably on a shared file system.
-        dtypes: dtype by HF key in the source ("bfloat16" or torch.bfloat16); a key that the source lacked gets the
-            source's most frequent dtype, or float32 if the row is `is_exact`. A single dtype applies to all tensors.
-            None: the dtype of the parameters.
+        family: the model's family, which defines the rows.
+        out_dir: directory without safetensors files, created if missing; preferably on a shared file system.
+        dtypes: dtype by HF key in the source model ("bfloat16" or torch.bfloat16). A key that is missing there gets the
+            most frequent dtype, or float32 if its row is `is_exact`. A single dtype applies to all tensors. None: the
+            dtype of the parameters.
             The keys of a mapping also list the source's tensors: a copy such as the `lm_head.weight` of a tied model is
             written if it is among them; a copy in an MTP head also if the source had no tensor of that head. Experts
             are stacked if the stack is among the keys.
-        encodings: encodings of tensors that are not plain, by HF key; not supported for stacked experts. The slices of
-            ranks must be whole blocks.
+        encodings: encodings of tensors that are not plain, by HF key; not supported for stacked experts. Each rank must
+            hold whole blocks.
         max_shard_bytes: maximum size of one file.
         carried: safetensors file of parts outside of the language model, which are copied unchanged.
 
@@ -394,7 +396,7 @@ def _write(files: ShardedFiles, pieces: Iterator[placement.Piece], others: Mappi
 def streamed_tensors(
     model_chunks: Sequence[nn.Module], family: RowTable, hf_config: HfConfig, part: HfPart, *, dtypes: Dtypes = None
 ) -> dict[str, tuple[torch.dtype, Shape]]:
-    """Return type and shape of the tensors that `stream_hf` brings, by HF key and in its order; not collective."""
+    """Return dtype and shape of the tensors that `stream_hf` yields, by HF key and in its order; not collective."""
     rows, bindings = _bind_all(model_chunks, family, hf_config)
     dtype_of = _dtype_of(dtypes, rows, bindings)
     wants_heads = part == "heads"
@@ -423,7 +425,7 @@ def stream_hf(
     of a tied embedding or in MTP heads. Experts are single tensors.
 
     Args:
-        family: the table of the rows of the model's family.
+        family: the model's family, which defines the rows.
         part: the trunk, or all MTP heads of the model.
         dtypes: as for `save_hf`.
         bucket_bytes: maximum size of a bucket on the first rank; a larger tensor is a separate bucket.
@@ -453,11 +455,11 @@ def stream_hf(
 
 
 def gather_hf(bindings: Sequence[Binding], rows: Sequence[Row]) -> dict[str, torch.Tensor]:
-    """Gather the HF tensors of these rows, whole, on the first rank; none on the others; collective.
+    """Gather the whole HF tensors of these rows on the first rank; empty on other ranks; collective.
 
     Args:
-        bindings: of the rows, what this rank holds.
-        rows: the same on all ranks.
+        bindings: bindings of the rows on this rank.
+        rows: the rows, the same on all ranks.
     """
     shapes = shapes_of(rows)
     tensors: dict[str, torch.Tensor] = {}
@@ -469,7 +471,7 @@ def gather_hf(bindings: Sequence[Binding], rows: Sequence[Row]) -> dict[str, tor
 
 
 def _read(bindings: Sequence[Binding], checkpoint: Checkpoint, family: RowTable, hf_config: HfConfig) -> None:
-    """Read every slice this rank holds, in the order of the files, so that disks read ahead."""
+    """Read every slice of this rank in the order of the files, so that disks can read ahead."""
 
     def place(binding: Binding) -> tuple[str, int]:
         entry = checkpoint.entries[next(iter(binding.row.hf))]
@@ -489,7 +491,7 @@ def _read(bindings: Sequence[Binding], checkpoint: Checkpoint, family: RowTable,
 
 
 def _unequal(hf_key: str, copy_key: str, head: int | None) -> UserError:
-    """Return the error of a tensor that should repeat another and does not.
+    """Return the error for a copy that differs from its original.
 
     Args:
         head: the MTP head that `copy_key` belongs to; None for a tied model's output layer.
@@ -509,7 +511,7 @@ def _unequal(hf_key: str, copy_key: str, head: int | None) -> UserError:
 def _bind_all(
     model_chunks: Sequence[nn.Module], family: RowTable, hf_config: HfConfig
 ) -> tuple[list[Row], list[Binding]]:
-    """Return the whole table for this model, and this rank's part of it."""
+    """Return the rows of the whole model, and the bindings of this rank."""
     rows = family.rows(hf_config, placement.mtp_num_layers(model_chunks))
     shards = placement.shards_of(model_chunks)
     bindings = bind(
@@ -523,7 +525,7 @@ def _bind_all(
 
 
 def _pieces(bindings: Sequence[Binding], keys: Container[str]) -> Iterator[placement.Piece]:
-    """Yield the slices that this rank has to write.
+    """Yield the pieces that this rank writes.
 
     Args:
         keys: HF keys of the output; copies are written only if they are among them.
@@ -539,7 +541,7 @@ def _pieces(bindings: Sequence[Binding], keys: Container[str]) -> Iterator[place
 
 
 def _check_mtp_depth(depth: int, checkpoint: Checkpoint, family: RowTable, hf_config: HfConfig) -> None:
-    """Check that --mtp_num_layers, the heads declared by config.json and the heads on disk are the same."""
+    """Check that --mtp_num_layers, config.json and the files have the same number of heads."""
     hf_dir = checkpoint.hf_dir
     promised = Heads.from_config(hf_config).layers
     on_disk = mtp_keys(checkpoint.entries, family, hf_config)
@@ -561,7 +563,7 @@ def _check_mtp_depth(depth: int, checkpoint: Checkpoint, family: RowTable, hf_co
 
 
 def _dtype_of(dtypes: Dtypes, rows: Iterable[Row], bindings: Sequence[Binding]) -> Callable[[str], torch.dtype]:
-    """Return a function from HF key to the dtype it is written in; see `save_hf`."""
+    """Return a function that returns the dtype in which an HF key is written; see `save_hf`."""
     if isinstance(dtypes, str | torch.dtype):
         one = _dtype(dtypes)
         return lambda key: one
@@ -570,7 +572,7 @@ def _dtype_of(dtypes: Dtypes, rows: Iterable[Row], bindings: Sequence[Binding]) 
     usual: str | torch.dtype = bindings[0].shard.tensor.dtype
     if stated:
         [(usual, _)] = Counter(stated.values()).most_common(1)
-    # Of a new head as the trunk's, by the last two parts of the name: "gate.e_score_correction_bias".
+    # For a new head, the dtype of the trunk's tensor with the same last two components: "gate.e_score_correction_bias".
     usual_exact = {_leaf(key): dtype for key, dtype in stated.items() if key in exact}
 
     def dtype_of(key: str) -> torch.dtype:

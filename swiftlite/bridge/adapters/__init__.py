@@ -1,1 +1,1 @@
-"""LoRA adapters between megatron-core and PEFT."""
+"""Convert LoRA adapters between megatron-core and PEFT."""

@@ -1,7 +1,8 @@
-"""Directories of adapters as PEFT writes and reads them: `adapter_config.json` and `adapter_model.safetensors`.
+"""Write and read directories of adapters in PEFT's format: `adapter_config.json` and `adapter_model.safetensors`.
 
-swiftlite adds `mtp_heads.safetensors` with the complete MTP heads, which PEFT cannot represent, and the digest of the
-base model in the metadata of the adapters, so that another base is detected."""
+swiftlite adds `mtp_heads.safetensors` with the complete MTP heads, which PEFT cannot represent, and stores the digest
+of the base model in the metadata of the adapters, so that a different base model is detected.
+"""
 
 import hashlib
 import json
@@ -29,7 +30,7 @@ _PREFIX = "base_model.model."
 _A, _B, _MAGNITUDE = ".lora_A.weight", ".lora_B.weight", f".{HF_MAGNITUDE}"
 _DIGEST = "base_sha256"
 _PROMISE = "config"
-# Features of PEFT's LoRA in addition to A and B, with their defaults.
+# Options of PEFT's LoRA that are not supported, with their default values.
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none", None),
@@ -45,11 +46,11 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class AdapterBase:
-    """The model that adapters belong to.
+    """The base model of adapters.
 
     Attributes:
-        model: where it is, a directory or a name of the hub.
-        sha256: `digest_of` it.
+        model: a directory or a name on the hub.
+        sha256: `digest_of` its directory.
     """
 
     model: str
@@ -57,8 +58,10 @@ class AdapterBase:
 
 
 def digest_of(hf_dir: str | Path) -> str:
-    """Return one sha256 of all tensors of a Hugging Face directory, however they are spread over files, and of its
-    trunk's settings."""
+    """Return a sha256 of all tensors of a Hugging Face directory and of the trunk's settings in config.json.
+
+    It does not depend on how tensors are distributed over files.
+    """
     with Checkpoint(hf_dir) as checkpoint:
         return combine_digests(hf_dir, {key: digest_of_tensor(checkpoint, key) for key in checkpoint.entries})
 
@@ -73,7 +76,7 @@ def digest_of_tensor(checkpoint: Checkpoint, key: str) -> str:
 
 
 def combine_digests(hf_dir: str | Path, digests: Mapping[str, str]) -> str:
-    """Return `digest_of` a directory from the digests of its tensors, which several processes may have computed."""
+    """Return `digest_of` a directory from the digests of its tensors, for example from several processes."""
     digest = hashlib.sha256(digest_of_trunk(read_config(hf_dir)).encode())
     for key in sorted(digests):
         digest.update(f"{key} {digests[key]}\n".encode())
@@ -90,7 +93,7 @@ def write_adapter(
     """Write the two files that PEFT reads.
 
     Args:
-        tensors: A's, B's and magnitudes by HF name, as `adapter_rows` has them.
+        tensors: adapter tensors (A, B and magnitudes) by the HF names of `adapter_rows`.
         saved: tensors that were trained in full, by HF name.
     """
     modules = {key.removesuffix(_A) for key in tensors if key.endswith(_A)}
@@ -104,7 +107,7 @@ def write_adapter(
         "use_rslora": lora.is_rank_stabilized,
         "use_dora": lora.has_magnitudes,
         "target_modules": sorted({leaf_of(module) for module in modules}),
-        # Whole names: PEFT compares ends of names, and many end in "norm".
+        # Full names, because PEFT matches name suffixes, and many names end in "norm".
         "modules_to_save": sorted({key.rpartition(".")[0] for key in saved}) or None,
         "bias": "none",
         "inference_mode": True,
@@ -134,7 +137,7 @@ class SavedAdapter:
         magnitudes: DoRA magnitudes of each module; empty for LoRA.
         saved: tensors of the trunk that were trained in full, by HF name.
         heads: tensors of the MTP heads, by HF name; empty without heads.
-        promise: keys of config.json about the heads.
+        promise: the keys of config.json that describe the heads.
         base_sha256: digest of the base model; empty if it was not recorded.
     """
 
@@ -149,20 +152,20 @@ class SavedAdapter:
     base_sha256: str
 
     def heads_of(self, hf_config: Mapping[str, Any]) -> Heads:
-        """Return the MTP heads of a base with these adapters.
+        """Return the MTP heads of a base model with these adapters.
 
         Args:
-            hf_config: content of its config.json.
+            hf_config: content of the base model's config.json.
         """
         if not self.heads:
             return Heads.from_config(hf_config)
         return Heads.from_config({"model_type": hf_config.get("model_type"), **self.promise})
 
     def check_base(self, hf_dir: Path) -> None:
-        """Compare the base with the digest that the adapters were written with.
+        """Check that a directory is the base model of these adapters.
 
         Raises:
-            UserError: the digests differ.
+            UserError: its digest is not the recorded one.
         """
         if self.base_sha256 and digest_of(hf_dir) != self.base_sha256:
             made_for = read_json(self.directory / ADAPTER_CONFIG).get("base_model_name_or_path")
@@ -172,7 +175,7 @@ class SavedAdapter:
             )
 
     def apply(self, key: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor of the base with these adapters applied, in its precision; summed in float32."""
+        """Return a tensor of the base model merged with its adapter, summed in float32, in the tensor's dtype."""
         if key in self.saved:
             return self.saved[key].to(tensor.dtype)
         module = key.removesuffix(".weight")
@@ -188,10 +191,10 @@ class SavedAdapter:
         return whole.to(tensor.dtype)
 
     def check_places(self, shapes: Mapping[str, Sequence[int]]) -> None:
-        """Check that the base has a tensor of the right shape for each adapter.
+        """Check that the base model has a tensor of the right shape for each adapter.
 
         Args:
-            shapes: of the base's tensors.
+            shapes: shapes of the base model's tensors.
 
         Raises:
             UserError: a tensor is missing or has another shape.
@@ -215,7 +218,7 @@ def read_adapter(directory: Path) -> SavedAdapter:
     """Read a directory in the format of PEFT.
 
     Raises:
-        UserError: it is missing or damaged, or uses features other than an A and a B for each linear layer.
+        UserError: the directory is missing or damaged, or uses options of PEFT that are not supported.
     """
     try:
         config = read_json(directory / ADAPTER_CONFIG)
@@ -268,8 +271,10 @@ def read_adapter(directory: Path) -> SavedAdapter:
 
 
 def _read_heads(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any], str]:
-    """Return the heads, the keys of config.json about them, and the digest of their base; all empty if there are
-    none."""
+    """Return the heads, the keys of config.json that describe them, and the digest of the base model.
+
+    All are empty if there are no heads.
+    """
     if not path.exists():
         return {}, {}, ""
     with safe_open(path, "pt") as file:

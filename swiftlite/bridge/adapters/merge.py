@@ -1,4 +1,4 @@
-"""The weights of a Hugging Face model with adapters added to them, from files to files, a tensor at a time."""
+"""Merge adapters into the weights of a Hugging Face directory, tensor by tensor, without building the model."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +18,7 @@ _SHARD_BYTES = 5_000_000_000
 
 
 class _Mtp(Protocol):
-    """The part of a family that names its heads' tensors."""
+    """The method of a family that is used here."""
 
     def copies(self, hf_config: HfConfig, head: int, /) -> dict[str, str]:
         """Return the HF keys of a head that repeat a tensor of the trunk, each with the trunk's key."""
@@ -31,14 +31,14 @@ class _Family(RowTable, Protocol):
 
 
 def write_merged(base: Path, hf_config: HfConfig, family: _Family, adapter: SavedAdapter, out_dir: Path) -> None:
-    """Write config.json and the safetensors files of the base with the adapters.
+    """Write config.json and safetensors files of the base model merged with the adapters.
 
     Args:
-        hf_config: content of the base's config.json.
-        out_dir: exists, and has no safetensors file.
+        hf_config: content of the base model's config.json.
+        out_dir: existing directory without safetensors files.
 
     Raises:
-        UserError: the adapters do not fit, or the base is quantized.
+        UserError: the adapters do not match the base model, or it is quantized.
     """
     if encoding_of(hf_config):
         raise UserError(f"--adapters is not supported on the quantized model {base}", "use the model in BF16")

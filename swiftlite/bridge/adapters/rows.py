@@ -1,9 +1,9 @@
-"""Derive the rows of adapters, which map adapters of fused Megatron layers to PEFT's files, from the rows of the
-layers.
+"""Derive the bridge rows of adapters from the bridge rows of their layers.
 
-megatron-core stores queries, keys and values in one layer, and gate and up in another; PEFT has an A and a B for each
-of them. An adapter here has them as well: `linear_qkv.adapter.lora_A_q_proj` is PEFT's `q_proj.lora_A.weight`. The B's
-have the order of the HF tensors' rows in the layer."""
+megatron-core fuses queries, keys and values in one layer, and gate and up in another. PEFT has a separate A and B for
+each of them, and so has an adapter here: `linear_qkv.adapter.lora_A_q_proj` is PEFT's `q_proj.lora_A.weight`. The rows
+of each B are in the order of the corresponding rows of the layer.
+"""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -17,18 +17,18 @@ from swiftlite.lora import PART, Lora
 _LINEAR = re.compile(r"\.(linear_\w+|in_proj_\w+|out_proj|eh_proj)\.weight$")
 _WEIGHT = ".weight"
 A, B, MAGNITUDE = "lora_A_", "lora_B_", "lora_magnitude_"
-"""Prefix of the Megatron names of an adapter's parameters; the last word of the HF module follows."""
+"""Prefixes of the Megatron names of an adapter's parameters, followed by the last component of the HF module's name."""
 
 HF_MAGNITUDE = "lora_magnitude_vector"
-"""Suffix of PEFT's name of DoRA's magnitudes."""
+"""Suffix of PEFT's names of DoRA magnitudes."""
 
 
 @dataclass(frozen=True)
 class OnePart:
-    """The ranges of one HF tensor in a join of several.
+    """A join of only one HF tensor of another join, with the order of its ranges there.
 
     Args:
-        whole: the join.
+        whole: the join of several HF tensors.
         lengths: length of each HF tensor along the axis.
         source: index of the tensor.
     """
@@ -52,12 +52,12 @@ def module_of(name: str) -> str:
 
 
 def leaf_of(module: str) -> str:
-    """Return the last word of a module's name, `q_proj`."""
+    """Return the last component of a module's name, such as `q_proj`."""
     return module.rpartition(".")[2]
 
 
 def is_linear(row: Row) -> bool:
-    """Return whether the row is the weight of a linear layer inside a decoder layer or a head."""
+    """Return whether the row's parameter is the weight of a linear layer in a decoder layer or an MTP head."""
     return _LINEAR.search(row.mcore) is not None
 
 
@@ -67,7 +67,7 @@ def adapted_rows(rows: Iterable[Row], lora: Lora) -> list[Row]:
 
 
 def adapted_modules(row: Row, lora: Lora) -> list[str]:
-    """Return the HF names of the parts of a layer that get an adapter, in the order of the row."""
+    """Return the HF modules of a fused layer that get an adapter, in the order of the row."""
     is_adapted = lora.on_trunk
     if row.mcore.startswith("mtp."):
         is_adapted = lora.heads == "lora"
@@ -75,7 +75,7 @@ def adapted_modules(row: Row, lora: Lora) -> list[str]:
 
 
 def adapter_rows(rows: Iterable[Row], lora: Lora) -> list[Row]:
-    """Return the rows of all adapters from the rows of the whole model; HF names as in PEFT, without its prefix."""
+    """Return the rows of all adapters from the model's rows. HF names are PEFT's names without prefix."""
     return list(chain.from_iterable(_rows_of_layer(layer, lora) for layer in adapted_rows(rows, lora)))
 
 
@@ -104,10 +104,10 @@ def _rows_of_layer(layer: Row, lora: Lora) -> list[Row]:
 
 
 def saved_names(lora: Lora, rows: Iterable[Row]) -> set[str]:
-    """Return the Megatron names of the trunk's parameters that are trained in full, copies included.
+    """Return the Megatron names of the trunk's parameters that are trained in full, including copies.
 
     Args:
-        rows: the trunk's.
+        rows: the rows of the trunk.
     """
     names: set[str] = set()
     for row in rows:
@@ -117,5 +117,5 @@ def saved_names(lora: Lora, rows: Iterable[Row]) -> set[str]:
 
 
 def modules_of(row: Row) -> list[str]:
-    """Return the HF modules that a row's parameter belongs to, a tied output layer included."""
+    """Return the HF modules of a row's parameter, including a tied output layer."""
     return [key.rpartition(".")[0] for key in (*row.hf, *row.hf_copies)]

@@ -1,1 +1,1 @@
-"""Encodings of tensors in files (FP8 blocks), the index of encodings by config.json, and stacked experts."""
+"""Encodings of tensors in files: FP8 blocks, stacked experts, and the selection of an encoding by config.json."""

@@ -1,8 +1,8 @@
-"""Define how files store a tensor: plain, or as codes with scales in separate tensors.
+"""Interfaces for encodings: files store a tensor as plain numbers, or as codes with scales in separate tensors.
 
-`Checkpoint` asks an encoding which parts of the file's tensors a slice needs, and decodes them with it; `ShardedFiles`
-encodes with it. No other code depends on the encoding. config.json declares a checkpoint's encoding (`index.py`);
-tensors that the encoding does not recognize are plain."""
+`Checkpoint` decodes slices of tensors, and `ShardedFiles` encodes them. No other code depends on the encoding.
+config.json declares a checkpoint's encoding (`index.py`); tensors that the encoding does not recognize are plain.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,18 +15,18 @@ from swiftlite.errors import UserError
 
 
 class Encoding(Protocol):
-    """The read side of an encoding.
+    """An encoding that can be read.
 
     Example: FP8 stores `w` [300, 130] as codes `w` and scales `w_scale_inv` [3, 2], one for each block of 128 x 128.
     Rows 130 to 139 need rows 130 to 139 of the codes and row 1 of the scales.
     """
 
     def entries(self, name: str) -> tuple[str, ...]:
-        """Return the keys of the file's tensors that together store this one."""
+        """Return the keys of the tensors in the file that together store the tensor `name`."""
         ...
 
     def boxes(self, box: Box) -> tuple[Box, ...]:
-        """Return which box of each entry holds this box of the tensor."""
+        """Return the box of each entry that is needed to decode this box of the tensor."""
         ...
 
     def read(self, parts: Sequence[torch.Tensor], box: Box) -> torch.Tensor:
@@ -38,10 +38,10 @@ class DeclaredEncoding(Encoding, Protocol):
     """An encoding that a config.json declares; the files show which tensors have it."""
 
     def find(self, key: str, entries: Mapping[str, Entry]) -> tuple[str, Entry] | None:
-        """Return the tensor whose codes are under this key: its name, and the entry that a reader sees.
+        """Return name and decoded entry of the tensor whose codes are stored under this key.
 
-        The entry has the shape of the tensor, a floating-point dtype and the file position of the codes. None if the
-        key does not hold codes of this encoding.
+        The entry has the shape of the tensor, a floating-point dtype and the file position of the codes. Returns None
+        if the key does not hold codes of this encoding.
 
         Raises:
             UserError: a tensor that belongs to the codes is missing or has another shape.
@@ -50,20 +50,20 @@ class DeclaredEncoding(Encoding, Protocol):
 
 
 class WritableEncoding(Encoding, Protocol):
-    """An encoding that tensors are written in."""
+    """An encoding that can be written."""
 
     def aligned(self, box: Box, shape: tuple[int, ...]) -> Box:
-        """Return the smallest box of whole blocks of a tensor [shape] around this one; only such boxes are written."""
+        """Return the smallest box of whole blocks around this box; only such boxes can be written."""
         ...
 
     def write(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Encode a box of whole blocks: what each entry holds of it. On the meta device: dtypes and shapes alone."""
+        """Encode a box of whole blocks; return the part of each entry. On the meta device only dtypes and shapes."""
         ...
 
 
 @dataclass(frozen=True)
 class Plain:
-    """A tensor stored as it is, in one dtype."""
+    """A tensor stored in one dtype without encoding."""
 
     dtype: torch.dtype
 
@@ -90,7 +90,7 @@ class Found:
     Attributes:
         tensors: every tensor, by name.
         encoded: the file's entries of each encoded tensor, by name.
-        problems: one line for each tensor that cannot be decoded; it counts as plain.
+        problems: one line for each tensor that cannot be decoded; such tensors are treated as plain.
     """
 
     tensors: dict[str, Entry]
@@ -99,7 +99,7 @@ class Found:
 
 
 def find_tensors(entries: Mapping[str, Entry], encoding: DeclaredEncoding | None) -> Found:
-    """Tell the tensors that are stored in an encoding (None: none is) from plain ones, in the order of the file."""
+    """Return the decoded view of a file's tensors, in the order of the file; with `encoding` None all are plain."""
     if encoding is None:
         return Found(dict(entries), {}, [])
     by_codes: dict[str, tuple[str, Entry]] = {}

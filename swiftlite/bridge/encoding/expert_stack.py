@@ -1,9 +1,9 @@
-"""Experts that a file stacks in one tensor, seen as tensors of single experts, and back.
+"""Convert between stacked tensors of all experts and tensors of single experts.
 
-The hub's files have `experts.{e}.gate_proj.weight` and so on; transformers 5 holds `experts.gate_up_proj`
-[experts, 2 * ffn, hidden] and `experts.down_proj` [experts, hidden, ffn] in memory, and writes them so when it is asked
-not to keep the original format. An expert's part of such a tensor is one stretch of the file, so it is an `Entry` like
-any other; rows know single experts only.
+Files on the hub have a tensor `experts.{e}.gate_proj.weight` for each expert e. transformers 5 holds
+`experts.gate_up_proj` [experts, 2 * ffn, hidden] and `experts.down_proj` [experts, hidden, ffn] in memory, and can
+write them in this form. An expert's part of a stack is contiguous in the file, so it can be an `Entry`. Bridge rows
+only use single experts.
 """
 
 import re
@@ -15,7 +15,7 @@ import torch
 from swiftlite.bridge.entry import Entry, TensorTypes
 
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
-# By the last part of a stack's name, the matrices of one expert in it, in order.
+# The matrices of one expert in a stack, in order, by the last component of the stack's name.
 _PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 _STACK_OF = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj"}
 
@@ -23,8 +23,8 @@ _STACK_OF = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj"
 def unfold(entries: Mapping[str, Entry]) -> dict[str, Entry]:
     """Return the entries with each stack replaced by the entries of its experts.
 
-    A stack with another shape, or whose experts also exist as single tensors, is kept; `binding.py` reports it as
-    unexpected.
+    A stack with an invalid shape, or whose experts also exist as single tensors, is kept, so that `binding.py` reports
+    it as unexpected.
     """
     unfolded = {}
     for key, entry in entries.items():
@@ -45,14 +45,14 @@ def fold(tensors: TensorTypes, stacks: Collection[str]) -> TensorTypes:
         if not match or name not in stacks:
             folded[key] = (dtype, shape)
             continue
-        num_experts = int(match.group(2)) + 1  # experts come in order: the last one's entry stays
+        num_experts = int(match.group(2)) + 1  # experts are in order, so the last one sets the number
         rows, columns = shape
         folded[name] = (dtype, (num_experts, _num_parts(name) * rows, columns))
     return folded
 
 
 def stack(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Stack the tensors of single experts, as transformers holds them in memory; experts come in order.
+    """Stack the tensors of single experts, which must be in order, as transformers holds them in memory.
 
     Example: gate and up projections of 8 experts, 16 tensors [ffn, hidden], become one [8, 2 * ffn, hidden].
     """
@@ -70,7 +70,7 @@ def stack(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def stack_name(key: str) -> str:
-    """Return the name of this tensor in a file that stacks experts: the name of the stack, or the tensor's own."""
+    """Return the name of a tensor's stack in a file that stacks experts; for other tensors their name."""
     match = _EXPERT.fullmatch(key)
     if not match:
         return key
@@ -78,7 +78,7 @@ def stack_name(key: str) -> str:
 
 
 def _num_parts(name: str) -> int:
-    """Return the number of matrices of one expert in the stack of this name."""
+    """Return the number of matrices per expert in the stack with this name."""
     return len(_PARTS[name.rpartition(".")[2]])
 
 

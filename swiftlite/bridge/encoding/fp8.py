@@ -17,17 +17,17 @@ _FACTORS = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Fp8Blocks:
-    """See `DeclaredEncoding`.
+    """FP8 codes with one scale per block; see `DeclaredEncoding`.
 
     Args:
-        block: rows and columns of a block; the last ones of a tensor may be cut off.
+        block: rows and columns of a block; blocks at the end of a tensor can be smaller.
     """
 
     block: tuple[int, int]
 
     @classmethod
     def declared(cls, quantization: Mapping[str, Any]) -> "Fp8Blocks":
-        """Build from a quantization_config that has been checked."""
+        """Create from a quantization_config that `quantization.CHECKS` accepts."""
         rows, columns = quantization["weight_block_size"]
         return cls((rows, columns))
 

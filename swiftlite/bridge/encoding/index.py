@@ -1,4 +1,4 @@
-"""The index of encodings: one line each, by the `quant_method` of config.json."""
+"""All encodings, by the `quant_method` of config.json."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,14 +12,14 @@ from swiftlite.errors import UserError
 ENCODINGS: dict[str, Callable[[Mapping[str, Any]], DeclaredEncoding]] = {
     "fp8": Fp8Blocks.declared,
 }
-"""Each builds its encoding from a quantization_config in which `quantization.CHECKS` found no problem."""
+"""Functions that create an encoding from a quantization_config that `quantization.CHECKS` accepts."""
 
 
 def encoding_of(hf_config: HfConfig) -> DeclaredEncoding | None:
     """Return the encoding that a config.json declares; None for a checkpoint that is not quantized.
 
     Raises:
-        UserError: it cannot be read.
+        UserError: the encoding is not supported.
     """
     if problem := quantization_problem(hf_config):
         raise UserError(f"config.json: {problem}", "use the model before its quantization")

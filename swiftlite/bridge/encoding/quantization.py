@@ -1,19 +1,19 @@
-"""Check whether the quantization format of a config.json is supported. No torch; `index.py` selects the reader."""
+"""Check whether the quantization format of a config.json is supported. Does not import torch."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from swiftlite.bridge.rows import HfConfig
 
-# Keys of quantization_config that do not change what a weight is: how activations are treated while serving, and which
-# modules are not quantized (their tensors say so themselves).
+# Keys of quantization_config that do not affect reading weights: the treatment of activations while serving, and
+# modules that are not quantized, which are recognized by their tensors.
 _HARMLESS = {"activation_scheme", "scale_fmt", "modules_to_not_convert", "ignored_layers", "ignore"}
 _DEFINING = {"quant_method": "fp8", "fmt": "e4m3"}
 _ONLY = "only fp8 (e4m3) with weight_block_size, as in DeepSeek-V3, is supported"
 
 
 def quantization_problem(hf_config: HfConfig) -> str:
-    """Return why the quantization_config of a config.json is not supported; empty if it is, or without one."""
+    """Return why the quantization_config of a config.json is not supported; empty if it is supported or missing."""
     quantization = hf_config.get("quantization_config")
     if quantization is None:
         return ""
@@ -38,4 +38,4 @@ def _fp8_problem(quantization: Mapping[str, Any]) -> str:
 
 
 CHECKS: dict[str, Callable[[Mapping[str, Any]], str]] = {"fp8": _fp8_problem}
-"""By `quant_method`: why a quantization_config cannot be read; empty when it can."""
+"""Functions that return why a quantization_config is not supported, empty if it is; by `quant_method`."""
