@@ -47,7 +47,7 @@ Dtypes = Mapping[str, str | torch.dtype] | str | torch.dtype | None
 
 @dataclass(frozen=True)
 class WeightsReport:
-    """What happened to each parameter and each HF key when a model was loaded.
+    """A report of what happened to each parameter and each HF key when a model was loaded.
 
     Each Megatron parameter of this rank is in `loaded` or `initialized`, and each HF key that was not read is in
     `dropped` or `carried`.

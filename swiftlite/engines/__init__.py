@@ -1,5 +1,5 @@
-"""Engines that serve trained heads: one record and one folder each; everything else here is what they share.
+"""Engines that serve trained heads. Each engine has a folder and an `EngineInfo` (`info.py`); other modules are shared.
 
-May use args, plan, data, bridge, families and acceptance; never training, and no command knows more of an engine than
-its record (`info.py`, `index.py`).
+May import args, plan, data, bridge, families and acceptance, but not training. Commands access engines only through
+their `EngineInfo` (`index.py`).
 """

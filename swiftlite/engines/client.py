@@ -18,7 +18,7 @@ from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.errors import UserError
 
 Event = tuple[float, dict[str, Any]]
-"""Seconds since the request was sent, and a piece of the answer."""
+"""Seconds since the request was sent, and a chunk of the answer."""
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,11 @@ class Answer:
     """One streamed answer.
 
     Attributes:
-        num_tokens: as the engine counts them.
-        seconds_to_first: from sending the request to the first piece of the answer.
-        seconds: to the last piece.
-        counts: of drafts, where the engine counts them by request.
-        cached_tokens: of the prompt, taken from the cache of prefixes, where the engine counts them by request.
+        num_tokens: number of generated tokens, as counted by the engine.
+        seconds_to_first: seconds from sending the request to the first chunk of the answer.
+        seconds: seconds from sending the request to the last chunk.
+        counts: draft counts, if the engine counts them per request.
+        cached_tokens: number of prompt tokens from the prefix cache, if the engine counts them per request.
     """
 
     text: str
@@ -42,7 +42,7 @@ class Answer:
 
     @property
     def seconds_per_token(self) -> float | None:
-        """Seconds per token after the first, independent of how many arrived at once; None if there are none."""
+        """Mean seconds per token after the first chunk; None if no token follows."""
         if self.num_tokens <= 1:
             return None
         return (self.seconds - self.seconds_to_first) / (self.num_tokens - 1)
@@ -65,7 +65,7 @@ class Client(Protocol):
         ...
 
     async def cached_tokens(self) -> int:
-        """Return the number of prompt tokens since then that came from the prefix cache."""
+        """Return the number of prompt tokens from the prefix cache since the start of the server."""
         ...
 
 

@@ -12,7 +12,7 @@ def on_devices(devices: Sequence[int]) -> Iterator[None]:
     """Make only these GPUs visible to processes that start within the context.
 
     Args:
-        devices: indices among the GPUs visible to this process; empty: all stay visible.
+        devices: indices among the GPUs visible to this process; empty: all GPUs remain visible.
 
     Raises:
         UserError: an index exceeds the number of visible GPUs.

@@ -1,7 +1,7 @@
-"""Map the number of in-flight requests to a number of draft tokens; `bench` measures it and `deploy` starts servers
-with it.
+"""A draft schedule maps the number of in-flight requests to a number of draft tokens.
 
-Drafting pays off while a machine has spare compute, so one number is not best for one request and for thirty.
+`bench` measures it, and `deploy` starts servers with it. Drafting is faster only if the machine has unused compute, so
+the best number of draft tokens depends on the number of requests.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,11 +17,11 @@ MEASURE = "run swiftlite bench again and give its bench.json"
 
 @dataclass(frozen=True)
 class DraftSchedule:
-    """Numbers of tokens to draft per step.
+    """The number of tokens to draft per step, for each range of in-flight requests.
 
     Attributes:
-        numbers: from how many requests on, to the number. For example {1: 3, 8: 1, 32: 0}: 3 tokens for up to 7
-            requests, 1 for up to 31, none for more. The first is from 1 on.
+        numbers: maps the minimum number of requests of each range to the number of draft tokens. The first minimum is
+            1. For example {1: 3, 8: 1, 32: 0}: 3 tokens for 1 to 7 requests, 1 token for 8 to 31, none for 32 and more.
     """
 
     numbers: Mapping[int, int]
@@ -40,7 +40,8 @@ class DraftSchedule:
 def schedule_of(chosen: Mapping[int, int]) -> DraftSchedule:
     """Build the schedule from the numbers chosen at the measured concurrencies.
 
-    Each number applies up to the next measured concurrency, and the first one also below. Equal neighbors are merged.
+    A number applies from its concurrency up to the next measured one; the first number also applies below. Consecutive
+    equal numbers are merged.
     """
     numbers: dict[int, int] = {}
     latest = None
@@ -82,7 +83,7 @@ def _chosen(recommendations: Sequence[Mapping[str, Any]]) -> dict[int, int]:
     """Return the number of draft tokens by concurrency.
 
     Raises:
-        KeyError, TypeError, ValueError: the file is something else.
+        KeyError, TypeError, ValueError: the content does not have the format of bench.json.
     """
     chosen = {}
     for each in recommendations:

@@ -1,7 +1,7 @@
 """Define the interface of engines: token ids in, token ids out, and counts of drafts.
 
-An adapter is a class with these methods, named in its engine's record (`info.py`). Adapters and their dependencies are
-imported only when `start_engine` is called with the engine's name.
+An adapter is a class with these methods; the `EngineInfo` of its engine contains its name (`info.py`). Adapters and
+their dependencies are imported only when `start_engine` is called with the engine's name.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,11 +25,12 @@ class Sampling:
         temperature: 0 is greedy.
         top_p: sample from the smallest set of tokens with this total probability.
         seed: seed of one `generate` call; ignored for greedy decoding.
-        draft_confidence: stop drafting after a draft with a smaller probability, in engines whose record has
-            `takes_draft_confidence`; 0 always drafts the full number.
-        stop_token_ids: tokens that end a completion and stay in it.
-        numbers: one number per prompt, which determines its random numbers together with `seed`; default: 0, 1, 2, ...
-            With its number in a longer list, a prompt gets the same answer as in a call with the whole list.
+        draft_confidence: stop drafting after a draft with a smaller probability, in engines with
+            `EngineInfo.takes_draft_confidence`; 0 always drafts the full number.
+        stop_token_ids: tokens that end a completion; the completion includes them.
+        numbers: one number per prompt, which together with `seed` determines its random numbers; default: 0, 1, 2, ...
+            To get the same answer for a part of a list of prompts, pass the numbers that the prompts have in the whole
+            list.
     """
 
     max_new_tokens: int
@@ -41,7 +42,7 @@ class Sampling:
     draft_confidence: float = 0.0
 
     def seed_of(self, place: int) -> int:
-        """Return the seed of the prompt at a place in the call; repeated prompts have different seeds."""
+        """Return the seed of the prompt with index `place` in the call; repeated prompts have different seeds."""
         number = place
         if self.numbers:
             number = self.numbers[place]
@@ -72,8 +73,8 @@ class EngineConfig:
         num_speculative_tokens: number of draft tokens per step; 0 disables drafts, None uses one per head.
         max_model_len: maximum length of prompt and completion; None is the model's limit.
         max_batch_size: maximum number of prompts processed at once, if the engine supports batches.
-        in_this_process: whether vLLM on a CPU computes in this process instead of a subprocess, which starts in a
-            third of the time; its thread settings and process groups remain, so nothing else should compute here.
+        in_this_process: whether vLLM on a CPU runs in this process instead of a subprocess. This starts in a third of
+            the time, but changes thread settings and process groups of this process permanently.
         engine_kwargs: the engine's own keyword arguments, which override all others; None removes a key.
         speculative_config: the engine's own speculative options, instead of those derived from the checkpoint.
         devices: GPUs for the engine, such as those without a training process; empty: the first ones.
@@ -98,7 +99,7 @@ class EngineConfig:
 
 
 OnAnswer = Callable[[int, Completion], None]
-"""Called as soon as an answer is finished, with the place of its prompt; in any order."""
+"""Function called with the index of the prompt as soon as its answer is finished, in any order."""
 
 
 class Engine(Protocol):
@@ -124,14 +125,14 @@ class Engine(Protocol):
         ...
 
     def draft_counts(self) -> DraftCounts:
-        """Return the engine's own counts of steps, drafted and accepted tokens since its start."""
+        """Return the engine's counts of steps, drafted and accepted tokens since its start."""
         ...
 
     def close(self) -> None: ...
 
 
 def finish_reason(reason: str | None) -> Literal["stop", "length"]:
-    """Return the reason of a `Completion` for an engine's own, which has further ones besides stop."""
+    """Convert an engine's finish reason to that of a `Completion`."""
     if reason == "stop":
         return "stop"
     return "length"

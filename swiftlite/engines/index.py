@@ -1,4 +1,4 @@
-"""The index of engines: one line each, by the name that --infer_backend takes."""
+"""All engines, by their name in --infer_backend."""
 
 from swiftlite.engines.info import EngineInfo
 from swiftlite.engines.sglang.info import SGLANG
@@ -13,6 +13,9 @@ ENGINES: dict[str, EngineInfo] = {
 
 
 def names_with(part: str) -> list[str]:
-    """Return the engines whose record has a part: a `server` for `deploy`, a `client` for `bench`, a `dry_load` for
-    `doctor`. All have an `adapter`."""
+    """Return the names of engines for which a part of `EngineInfo` is set.
+
+    `deploy` requires `server`, `bench` requires `client`, and `doctor` requires `dry_load`. All engines have
+    `adapter`.
+    """
     return [name for name, info in ENGINES.items() if vars(info)[part]]

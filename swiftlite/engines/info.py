@@ -1,7 +1,7 @@
 """Define `EngineInfo`, the description of an engine that is available before the engine is loaded.
 
-Commands, rules and messages iterate over these records (`index.py`) without referring to an engine by name. Parts that
-require torch or the engine are named as "module:attribute" and loaded when they are used.
+Commands, rules and messages iterate over these objects (`index.py`) without referring to an engine by name. Parts that
+require torch or the engine are strings "module:attribute", which are imported when they are used.
 """
 
 import importlib.util
@@ -24,9 +24,9 @@ class Plugin:
     """swiftlite's plugin for an engine, which the engine loads in each of its processes.
 
     Attributes:
-        entry_point: "module:function", as pyproject.toml has it.
-        group: of entry points, in which the engine looks for plugins.
-        variable: environment variable that says which plugins the engine may load.
+        entry_point: "module:function", as in pyproject.toml.
+        group: group of entry points in which the engine looks for plugins.
+        variable: environment variable that restricts the plugins which the engine loads.
     """
 
     entry_point: str
@@ -45,29 +45,29 @@ class EngineInfo:
         distributions: possible names of its pip distribution.
         install: command to install it.
         adapter: name of the `Engine` class, which is called with an `EngineConfig`.
-        convention: name of the function that takes a `Family` and returns the `Convention` with which the engine
-            runs its heads, or None for a family that was not measured.
-        measured: prefix of the version in which conventions were measured; "" if nothing depends on it.
+        convention: name of the function that maps a `Family` to the `Convention` with which the engine runs its heads;
+            None for a family that was not measured.
+        measured: prefix of the engine's version with which conventions were measured; "" if they do not depend on it.
         is_required: whether its package is a dependency of swiftlite.
         takes_draft_confidence: whether the engine supports `Sampling.draft_confidence`.
         takes_live_weights: whether its server accepts new weights while serving.
-        serves_adapters: whether its server was tested to answer with adapters like the merged model.
+        serves_adapters: whether its server supports adapters, tested to give the answers of the merged model.
         is_batched: whether the engine processes several prompts at once.
         options_class: class of the engine's own options in args/fields.py, part of the commands' classes; None if
-            there are none. Every name starts with the engine's.
-        read_speculative_config: function that takes a command's options and returns the user's speculative options
-            by the engine's own names, or None if there are none.
+            there are none. Every name starts with the engine's name.
+            read_speculative_config: function that maps a command's options to the user's speculative options under the
+                engine's names, or None if there are none.
         rules: functions that yield (problem, hint) for invalid options.
-        server: name of the function that returns a `ServerCommand`; it takes `DeployArgs`, an `HfModel`, whether
-            the server drafts, and a `DraftSchedule` or None. "": the engine has no server, and `deploy` does not
-            support it.
+        server: name of the function that returns a `ServerCommand`; its arguments are `DeployArgs`, an `HfModel`,
+            whether the server drafts, and a `DraftSchedule` or None. "": the engine has no server, and `deploy` does
+            not support it.
         client: name of the `Client` class that `bench` uses. "": `bench` does not support the engine.
-        dry_load: name of the function that takes an `EngineConfig` and returns a `LoadReport`, called in a
-            subprocess. "": `doctor` does not support the engine.
-        known_report: name of the function that takes an `HfModel` and returns a `LoadReport` if the engine is not
-            installed. "": nothing is known.
+        dry_load: name of the function that maps an `EngineConfig` to a `LoadReport`, called in a subprocess. "":
+            `doctor` does not support the engine.
+        known_report: name of the function that maps an `HfModel` to a `LoadReport` without an installed engine. "": not
+            supported.
         command_needs_no_install: whether the server's command can be printed without an installed engine.
-        plugin: what the engine needs to serve swiftlite's checkpoints; None if nothing.
+        plugin: plugin that the engine needs to serve swiftlite's checkpoints; None if it needs none.
         drawing_problem: name of the function that returns why this engine verifies drafts incorrectly at a
             temperature above 0 on this machine, or None. "": it is correct everywhere.
     """
@@ -102,23 +102,23 @@ class EngineInfo:
 
     @property
     def kwargs_option(self) -> str:
-        """The option that holds the engine's keyword arguments."""
+        """Name of the option for the engine's keyword arguments."""
         return f"{self.name}_engine_kwargs"
 
     @property
     def option_names(self) -> tuple[str, ...]:
-        """The engine's own options."""
+        """Names of the engine's options."""
         if self.options_class is None:
             return ()
         return tuple(options(self.options_class))
 
     @property
     def speculative_option_names(self) -> tuple[str, ...]:
-        """The engine's own options of speculative decoding."""
+        """Names of the engine's options for speculative decoding."""
         return tuple(name for name in self.option_names if name != self.kwargs_option)
 
     def has_options_in(self, args: Any) -> bool:
-        """Return whether a command has the engine's own options."""
+        """Return whether a command has the engine's options."""
         return self.options_class is not None and isinstance(args, self.options_class)
 
     def engine_kwargs(self, args: Any) -> dict[str, Any]:
@@ -128,7 +128,7 @@ class EngineInfo:
         return vars(args)[self.kwargs_option] or {}
 
     def speculative_config(self, args: Any) -> dict[str, Any] | None:
-        """Return the user's speculative options by the engine's own names; None if there are none."""
+        """Return the user's speculative options under the engine's names; None if there are none."""
         if not self.has_options_in(args):
             return None
         return self.read_speculative_config(args)

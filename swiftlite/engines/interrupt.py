@@ -1,4 +1,4 @@
-"""Convert SIGTERM to an exception, so that an engine can be closed first."""
+"""Convert SIGTERM to an exception, so that engines are closed before the process exits."""
 
 import signal
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 
 class Terminated(SystemExit):
-    """The process received SIGTERM; it exits with 143, as without this handler."""
+    """The process received SIGTERM; its exit code is 143, as without a handler."""
 
 
 @contextmanager
@@ -14,7 +14,7 @@ def raises_at_sigterm() -> Iterator[None]:
     """Let SIGTERM, for example from a batch system, end this process like Ctrl-C, after its engines have closed.
 
     Raises:
-        Terminated: at any point of the context.
+        Terminated: at any point of the context, when SIGTERM is received.
     """
 
     def stop(number: int, frame: object) -> None:

@@ -1,9 +1,9 @@
-"""The config class that engines need for MiMo; transformers has none of that model type."""
+"""The config class that engines need for MiMo, because transformers does not have one."""
 
 from transformers import Qwen2Config
 
 
 class MiMoConfig(Qwen2Config):
-    """MiMo's config is Qwen2's with `num_nextn_predict_layers`."""
+    """Qwen2's config with the key `num_nextn_predict_layers`."""
 
     model_type = "mimo"

@@ -23,7 +23,7 @@ def needed_length(
         max_model_len: the user's value, if set.
 
     Raises:
-        UserError: a prompt leaves no room for an answer; names its row.
+        UserError: a prompt leaves no room for an answer; the error names the row.
     """
     limit = max_model_len or model.config["max_position_embeddings"]
     for chat, prompt in zip(asked, prompts, strict=True):
@@ -54,10 +54,10 @@ def sequence_length(
 
 
 def encode_prompt(template: ChatTemplate, chat: Conversation) -> list[int]:
-    """Return the tokens that prompt for the next turn of a conversation.
+    """Return the tokens of a conversation, followed by the beginning of the next assistant turn.
 
     Raises:
-        UserError: the template cannot render it; names its row.
+        UserError: the template cannot render the conversation; the error names the row.
     """
     try:
         return template.encode_prompt(chat.messages, chat.tools)

@@ -1,6 +1,6 @@
 """Check that the files and the heads of a Hugging Face model are complete before an engine reads them.
 
-Engines silently drop MTP tensors or leave them random. The generated text stays correct and only the acceptance drops.
+Engines silently drop MTP tensors or leave heads random. Then the generated text is still correct, but acceptance drops.
 """
 
 from pathlib import Path
@@ -20,7 +20,7 @@ def resolve_served(name: str | Path) -> HfModel:
     """Resolve a model for an engine.
 
     Raises:
-        UserError: see `resolve`; or a file is damaged, which engines report with a traceback.
+        UserError: see `resolve`; or a file is damaged, for which engines show a traceback.
     """
     model = resolve(name)
     check_files(model)

@@ -1,4 +1,4 @@
-"""The command line of an engine's own server, for `deploy` and `bench`."""
+"""The command line of an engine's server, for `deploy` and `bench`."""
 
 import json
 import shlex
@@ -34,7 +34,7 @@ class ServerCommand:
         """Write the files.
 
         Args:
-            flag: option that the files belong to.
+            flag: option for which the files are written, named in errors.
 
         Raises:
             UserError: a file cannot be written.

@@ -1,1 +1,1 @@
-"""Weights in engines: what loads, what stays random, what a live update writes."""
+"""Load weights in engines: check which tensors are read and which parameters are filled, and update live weights."""

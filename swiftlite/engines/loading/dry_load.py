@@ -20,7 +20,7 @@ from swiftlite.errors import UserError
 
 
 def dry_load(info: EngineInfo, config: EngineConfig) -> LoadReport:
-    """Return the load report of an engine for a checkpoint; takes a second in addition to the engine's imports.
+    """Return the load report of an engine for a checkpoint; takes about 1 s, plus importing the engine.
 
     Raises:
         UserError: the model's family is unknown, or the engine does not work on this machine.
@@ -31,7 +31,8 @@ def dry_load(info: EngineInfo, config: EngineConfig) -> LoadReport:
     options = {name: value for name, value in vars(config).items() if name != "model"}
     words = [sys.executable, "-W", "ignore", "-m", "swiftlite.engines.loading.dry_load"]
     command = [*words, info.dry_load, str(config.model.directory)]
-    # Options are passed by stdin, because all users of a machine see command lines, and an option may be a key.
+    # Options are passed on stdin, because all users of a machine can see command lines, and options can contain API
+    # keys.
     done = subprocess.run(command, input=json.dumps(options), capture_output=True, text=True)
     if done.returncode != 0:
         problem = f"--engine {info.name}: {info.label} failed on this machine:\n{done.stderr.strip()[-2000:]}"
@@ -40,7 +41,7 @@ def dry_load(info: EngineInfo, config: EngineConfig) -> LoadReport:
 
 
 def main(target: str, directory: str) -> None:
-    """Print the report of one engine, with the options that stdin brings as JSON."""
+    """Print the report of one engine, with options as JSON from stdin."""
     report = resolve_name(target)(EngineConfig(resolve_served(directory), **json.load(sys.stdin)))
     print(json.dumps(dataclasses.asdict(report)))
 

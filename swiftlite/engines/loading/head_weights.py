@@ -16,7 +16,7 @@ Weights = Iterable[tuple[str, torch.Tensor]]
 # (part of a fused parameter's name, corresponding part of the tensor's name, expert, shard id)
 ExpertMapping = list[tuple[str, str, int, str]]
 
-# The engines' joined parameters and the tensors, with their shard ids, that each is filled from
+# Fused parameters of the engines, and the tensors with shard ids that fill them
 _JOINED = {
     "qkv_proj": {"q_proj": "q", "k_proj": "k", "v_proj": "v"},
     "gate_up_proj": {"gate_proj": 0, "up_proj": 1},
@@ -29,9 +29,9 @@ def heads_of(hf_config: PreTrainedConfig) -> Heads:
 
 
 class Trunk(torch.nn.Module):
-    """Base class placed before an engine's own class of a model, to which it does not pass the weights of the heads.
+    """Base class in front of an engine's model class, which removes the weights of the heads from loading.
 
-    If config.json declares no heads, all weights are passed, and the engine rejects those of heads.
+    If config.json declares no heads, all weights are passed to the engine, which rejects weights of heads.
     """
 
     config: PreTrainedConfig
@@ -68,7 +68,7 @@ def fill(
     Raises:
         ValueError: names every missing tensor of a head, and every unknown mtp.* tensor.
     """
-    targets: dict[str, tuple[str, tuple]] = {}  # the checkpoint's tensor -> parameter, and place in it
+    targets: dict[str, tuple[str, tuple]] = {}  # tensor of the checkpoint -> parameter, and shard id
     for name in parameters:
         for source, place in _sources(name, experts or []).items():
             targets[source] = (name, place)
@@ -96,10 +96,10 @@ def fill(
 
 
 def _sources(name: str, experts: ExpertMapping) -> dict[str, tuple]:
-    """Return the checkpoint's tensors that fill a parameter, each with its place in it, for the parameter's loader.
+    """Return the checkpoint's tensors that fill a parameter, each with the arguments for the parameter's loader.
 
-    `mtp.layers.0.self_attn.qkv_proj.weight` is filled from `...q_proj.weight` at ("q",), and so on;
-    `mtp.norm.weight` from itself at ().
+    For example, `mtp.layers.0.self_attn.qkv_proj.weight` is filled from `...q_proj.weight` with ("q",), and so on;
+    `mtp.norm.weight` from `mtp.norm.weight` with ().
     """
     expert_entries = [entry for entry in experts if entry[0] in name]
     if expert_entries:

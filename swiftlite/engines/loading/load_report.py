@@ -23,12 +23,12 @@ class LoadReport:
 
     Attributes:
         engine: name and version.
-        target: class of the trunk; None if it was not reached.
-        draft: class of the draft; None without drafts.
+        target: class of the trunk in the engine; None if an error occurred before.
+        draft: class of the draft model in the engine; None without drafts.
         num_mtp_heads: number of MTP heads in config.json.
         num_drafting: number of heads that draft.
         verdict: summary if there is no problem.
-        problems: reasons why serving would be wrong, one line each.
+        problems: problems that make serving incorrect, one line each.
         notes: further information.
     """
 
@@ -55,7 +55,7 @@ def stage(words: str) -> Iterator[None]:
     """
     try:
         yield
-    except Exception as error:  # any exception would have ended the engine's start
+    except Exception as error:  # any exception would stop the engine
         lines = str(error).strip().splitlines() or [""]
         raise LoadError(f"{words}: {type(error).__name__}: " + "\n      ".join(some(lines))) from error
 
@@ -80,7 +80,7 @@ class Loading:
 
     @contextmanager
     def until_it_objects(self) -> Iterator[None]:
-        """Record errors of the engine as problems; without errors, record unread tensors."""
+        """Record an error of the engine as a problem; without an error, record unread tensors."""
         try:
             yield
         except LoadError as error:
@@ -110,7 +110,7 @@ class Loading:
         return filled
 
     def note_that_target_drafts_for_itself(self) -> None:
-        """Record the problem that the draft is the target."""
+        """Record the problem that the engine uses the target as its draft model."""
         self.problems.append(
             f"the draft model is the target itself ({type(self.target).__name__} of the same directory): all drafts "
             "are accepted, but drafting is not faster"
@@ -141,7 +141,7 @@ class Loading:
         return [f"{self.info.label} does not read {key}" for key in some(left)]
 
     def _other_version(self, version: str) -> list[str]:
-        """Note that conventions were measured with another version: engines change them without notice."""
+        """Return a note if conventions were measured with another version, because they can change between versions."""
         measured = self.info.measured
         if self.draft is None or version.startswith(measured):
             return []
@@ -151,7 +151,7 @@ class Loading:
         ]
 
     def _fed_otherwise(self) -> list[str]:
-        """Note that head inputs differ between the engine and training."""
+        """Return a note if the inputs of the heads differ between the engine and training."""
         if self.draft is None:
             return []
         note = fed_otherwise(self.model, self.info)
@@ -160,7 +160,7 @@ class Loading:
         return [note]
 
     def _unknown_class(self) -> list[str]:
-        """Note that the draft class is not the one whose convention was measured."""
+        """Return a note if the draft class is not the one whose convention was measured."""
         if self.draft is None:
             return []
         known = self.info.convention_for(self.model.family).draft
@@ -175,12 +175,12 @@ def one_rank(distributed: Any) -> Iterator[None]:
     """Create process groups of a single rank, which holds the complete model.
 
     Args:
-        distributed: module of that name of vLLM, or of SGLang, which has the same functions.
+        distributed: the module `distributed` of vLLM or SGLang.
     """
     with tempfile.TemporaryDirectory() as folder:
         distributed.init_distributed_environment(1, 0, f"file://{folder}/store", 0, "gloo")
         try:
-            distributed.initialize_model_parallel()  # groups for experts too, where the model has some
+            distributed.initialize_model_parallel()  # also creates groups of experts, if any
             yield
         finally:
             distributed.destroy_model_parallel()

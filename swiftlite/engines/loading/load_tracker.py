@@ -24,11 +24,12 @@ WRITES = (
     torch.ops.aten.fill_.Tensor,
     torch.ops.aten.zero_.default,
 )
-"""Operations with which weight loaders write to their first argument, or a part of it."""
+"""Operations of weight loaders that write to their first argument."""
 
 CARRIED = ("visual.",)
 """Name prefixes, in both engines, of parameters outside of the language model (Qwen3.5's vision tower). Training does
-not change them (`Family.is_carried`), so they are not transferred, and the engine keeps its own."""
+not change them (`Family.is_carried`), so they are not transferred, and the engine keeps its values.
+"""
 
 Part = tuple[int, torch.Size, tuple[int, ...]]
 """Offset, shape and strides of a part of a storage."""
@@ -39,7 +40,7 @@ class LoadTracker(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        # By storage: the written parts, each with the keys of its source tensors.
+        # The written parts of each storage, with the keys of their source tensors.
         self._written: dict[int, dict[Part, set[str]]] = defaultdict(dict)
 
     def unfilled(self, model: nn.Module, elsewhere: Iterable[str] = ()) -> dict[str, int]:
@@ -65,7 +66,7 @@ class RunningLoad(LoadTracker):
 
     def __init__(self) -> None:
         super().__init__()
-        # By storage: byte offset and name of each expected tensor, sorted. Several tensors may share a storage.
+        # Byte offset and name of the expected tensors in each storage, sorted. Several tensors may share a storage.
         self._expected: dict[int, list[tuple[int, str]]] = defaultdict(list)
         self._unread: set[str] = set()
 
@@ -98,7 +99,7 @@ class RunningLoad(LoadTracker):
         return func(*args, **(kwargs or {}))
 
     def _note_read(self, tensor: torch.Tensor) -> None:
-        """Mark the expected tensor as read that contains this one: the last one that starts at or before it."""
+        """Mark the expected tensor that contains `tensor` as read: the last one that starts at or before it."""
         places = self._expected.get(_storage(tensor), [])
         not_behind = bisect(places, _start(tensor), key=lambda place: place[0])
         if not_behind:
@@ -122,7 +123,7 @@ class DryLoad(LoadTracker):
         self._tensors = {
             key: torch.empty(entry.shape, dtype=entry.dtype, device="meta") for key, entry in entries.items()
         }
-        # By storage: the keys of its source tensors.
+        # The keys of the source tensors of each storage.
         self._keys: dict[int, set[str]] = defaultdict(set)
         self._kept: list[torch.Tensor] = []  # the identifier of a freed storage could be reused
         for key, tensor in self._tensors.items():

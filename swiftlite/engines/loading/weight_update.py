@@ -1,9 +1,10 @@
-"""Send new weights to a running engine as Hugging Face tensors: the part common to all engines, on the sender's side.
+"""Send new weights to a running engine as Hugging Face tensors: the sender's code that all engines share.
 
 Buckets are sent one at a time, so that neither side holds a second model: as files in the temporary directory, or from
 GPU to GPU if the engine supports it. Each engine has its own channel (`engines/vllm/live/weight_channel.py`,
 `engines/sglang/weight_channel.py`), and its workers load the tensors in `weight_transfer.py` next to it. The weights
-come from any iterable, such as `train/live_weights.py`."""
+come from an iterable, such as that of `train/live_weights.py`.
+"""
 
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -45,10 +46,11 @@ class Channel(Protocol):
 
 
 def unsupported_layout(pipeline_stages: int, shares_experts: bool) -> str:
-    """Return why an engine with this layout does not support new weights; empty if it does.
+    """Return why an engine with this layout does not support weight updates; empty if it does.
 
-    Every worker must read every tensor and fill every parameter (or its part, with tensor parallelism). A worker with
-    some of the layers or experts skips the others, which is indistinguishable from a lost tensor."""
+    Every worker must read every tensor and fill every parameter (or its part, with tensor parallelism). A worker that
+    holds only some layers or experts skips tensors, which cannot be distinguished from lost tensors.
+    """
     if pipeline_stages > 1:
         return f"{pipeline_stages} pipeline stages"
     if shares_experts:
@@ -66,13 +68,13 @@ def bucket_file(bucket: Bucket) -> Iterator[Path]:
 
 
 class WeightUpdate:
-    """Sends new weights to an engine; after an incomplete transfer the engine refuses requests.
+    """Sends new weights to an engine. After an incomplete transfer, `check_whole` raises an error.
 
     Args:
         name: name of the engine.
-        model: the model that it was started from; new tensors must have the same names and shapes.
-        drafts: whether it runs the model's MTP heads.
-        layout: unsupported part of its layout, see `unsupported_layout`.
+        model: the model that the engine was started with; new tensors must have the same names and shapes.
+        drafts: whether the engine runs the model's MTP heads.
+        layout: unsupported part of the engine's layout, see `unsupported_layout`.
     """
 
     def __init__(self, name: str, channel: Channel, model: HfModel, drafts: bool, layout: str = ""):
@@ -88,14 +90,14 @@ class WeightUpdate:
     def run(self, target: Iterable[Bucket] | None, draft: Iterable[Bucket] | None) -> None:
         """Send new weights to the engine, target and draft in separate transfers.
 
-        The next answer uses them, without cached prefixes. After a failure the engine refuses requests.
+        The next request uses them, and the prefix cache is cleared. After a failure, `check_whole` raises an error.
 
         Args:
             target: all HF tensors of the trunk; None keeps the current trunk.
-            draft: all HF tensors of the MTP heads; None keeps the current heads, which were trained for another trunk.
+            draft: all HF tensors of the MTP heads; None keeps the current heads.
 
         Raises:
-            UserError: tensors differ from those of the engine's model, it has no heads, or its layout is not supported.
+            UserError: names or shapes differ from the engine's model, it has no heads, or its layout is not supported.
         """
         self.check_whole()
         self.check_layout()
@@ -109,7 +111,7 @@ class WeightUpdate:
                 f"{self._name} does not support new weights for the trunk of heads with a draft vocabulary",
                 "restart the engine with the new weights",
             )
-        self._is_torn = True  # until the last transfer is through
+        self._is_torn = True  # until the last transfer is complete
         if target is not None:
             self._transfer("target", target, self._target)
         if draft is not None:
@@ -124,14 +126,14 @@ class WeightUpdate:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the engine has the weights of one model: no update has failed halfway."""
+        """Whether the engine has consistent weights, because no update has failed."""
         return not self._is_torn
 
     def check_whole(self) -> None:
-        """Check that no update has failed halfway.
+        """Check that the engine has consistent weights.
 
         Raises:
-            UserError: an update failed, and left weights of two steps or of none.
+            UserError: an update has failed, so the weights are incomplete or of different steps.
         """
         if self._is_torn:
             raise UserError(

@@ -1,4 +1,4 @@
-"""Client of SGLang's server: its own route, whose answers include draft counts. Tested with 0.5.23."""
+"""Client of SGLang's server. It uses SGLang's native route, whose answers include draft counts. Tested with 0.5.23."""
 
 from collections.abc import Sequence
 
@@ -48,7 +48,7 @@ class SglangClient:
 
 
 def read_answer(events: Sequence[Event], num_speculative_tokens: int) -> Answer:
-    """Read an answer from SGLang's stream, in which each chunk contains all previous text."""
+    """Read an answer from SGLang's stream, in which each chunk also contains all previous text."""
     seconds, last = events[-1]
     about = last["meta_info"]
     return Answer(

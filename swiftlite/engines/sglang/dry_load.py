@@ -30,7 +30,8 @@ from swiftlite.engines.sglang.engine import checked_options
 from swiftlite.engines.sglang.info import SGLANG
 from swiftlite.engines.sglang.weight_transfer import SHARED
 
-# Scales of the KV cache in FP8 that a checkpoint may omit: -1 (layers/quantization/kv_cache.py of 0.5.23).
+# Scales of an FP8 KV cache, which a checkpoint may omit; their default is -1 (layers/quantization/kv_cache.py of
+# 0.5.23).
 OPTIONAL = (".k_scale", ".v_scale")
 
 
@@ -65,7 +66,7 @@ def dry_load(config: EngineConfig) -> LoadReport:
 
 
 def _replaced(loading: Loading) -> list[str]:
-    """Describe tensors that the draft overwrites with others."""
+    """Describe tensors whose values the draft model overwrites with other tensors."""
     keys = sorted(key for key in loading.recorder.replaced if not key.endswith(SHARED))
     return [f"{type(loading.draft).__name__} overwrites {key} with another tensor" for key in some(keys)]
 

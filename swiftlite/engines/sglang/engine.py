@@ -1,7 +1,7 @@
 """Adapt SGLang: `sglang.Engine` with the checkpoint's own MTP heads as its EAGLE drafter.
 
-SGLang runs scheduler and workers in subprocesses; this process only sends token ids. `options.py` has its speculative
-options, and `plugin.py` what it needs for swiftlite's checkpoints. Measured with SGLang 0.5.23.
+SGLang runs scheduler and workers in subprocesses; this process only sends token ids. `options.py` derives its
+speculative options, and `plugin.py` extends it for swiftlite's checkpoints. Measured with SGLang 0.5.23.
 """
 
 import asyncio
@@ -52,7 +52,7 @@ class SglangEngine:
             self._engine = sglang.Engine(server_args=server_args)
         self.num_speculative_tokens: int = server_args.speculative_num_steps or 0
         manager = self._engine.tokenizer_manager
-        self._max_length: int = manager.context_len - manager.num_reserved_tokens  # drafts need places too
+        self._max_length: int = manager.context_len - manager.num_reserved_tokens  # drafts also need positions
         self._keep_sigterm()
         self._counts = DraftCounts(0, 0, (0,) * self.num_speculative_tokens)
         from swiftlite.engines.sglang.weight_channel import SglangChannel
@@ -67,7 +67,7 @@ class SglangEngine:
         before = signal.getsignal(signal.SIGTERM)
 
         async def begin() -> None:
-            self._engine.tokenizer_manager.auto_create_handle_loop()  # asks for the loop that runs
+            self._engine.tokenizer_manager.auto_create_handle_loop()  # requires a running event loop
 
         self._engine.loop.run_until_complete(begin())
         self._engine.loop.remove_signal_handler(signal.SIGTERM)
@@ -79,7 +79,7 @@ class SglangEngine:
         """See `Engine`.
 
         Raises:
-            UserError: also for sampling that this SGLang ignores when it verifies drafts.
+            UserError: also if this SGLang ignores a sampling option when it verifies drafts.
         """
         self._weights.check_whole()
         check_prompts(prompts, self._max_length)
@@ -98,10 +98,10 @@ class SglangEngine:
                 sampling_params={
                     "temperature": sampling.temperature,
                     "top_p": sampling.top_p,
-                    # Refused if prompt and answer might not fit.
+                    # SGLang rejects a request whose prompt and answer might not fit.
                     "max_new_tokens": min(sampling.max_new_tokens, self._max_length - len(prompt)),
                     "stop_token_ids": list(sampling.stop_token_ids),
-                    "ignore_eos": not sampling.stop_token_ids,  # of the stop tokens too
+                    "ignore_eos": not sampling.stop_token_ids,  # also disables stop_token_ids
                     "sampling_seed": sampling.seed_of(place),
                 },
             )
@@ -130,7 +130,7 @@ def engine_options(config: EngineConfig) -> dict[str, Any]:
     """Return the keyword arguments for `sglang.Engine`.
 
     Args:
-        config: its speculative_config contains those of SGLang's four speculative options that the user gave.
+        config: configuration; its speculative_config contains the user's values of SGLang's four speculative options.
 
     Raises:
         UserError: the heads are incomplete, or SGLang would not draft with them.
@@ -154,7 +154,7 @@ def engine_options(config: EngineConfig) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-def checked_options(options: Mapping[str, Any]) -> Any:  # a ServerArgs
+def checked_options(options: Mapping[str, Any]) -> Any:  # returns a ServerArgs
     """Return SGLang's resolved options, so that its errors appear before any process is started.
 
     Raises:
@@ -163,7 +163,7 @@ def checked_options(options: Mapping[str, Any]) -> Any:  # a ServerArgs
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import ServerArgs
 
-    logging.getLogger("sglang").setLevel(logging.ERROR)  # below: ten lines about the choice of a backend
+    logging.getLogger("sglang").setLevel(logging.ERROR)  # hides ten lines about the choice of a backend
     load_plugins()
     try:
         server_args = ServerArgs(**{**options, "custom_sigquit_handler": report_lost_process})
@@ -175,19 +175,19 @@ def checked_options(options: Mapping[str, Any]) -> Any:  # a ServerArgs
 
 
 def report_lost_process(signum: int, frame: object) -> None:
-    """Raise an error in this process when one of SGLang's fails; SGLang's own handler would kill this one."""
+    """Raise an error if a process of SGLang fails; SGLang's handler would kill this process."""
     raise UserError("a process of SGLang failed", "see its log above for the cause")
 
 
 def draft_counts(meta_info: Mapping[str, Any], num_tokens: int) -> DraftCounts:
     """Return the counts of one answer.
 
-    SGLang counts steps by their number of correct drafts, and none for an answer of one token. With 2 draft tokens,
-    [2, 1, 3] means 2 steps without a correct draft, 1 with only the first, and 3 with both: of 6 steps the first draft
-    was correct in 4, the second in 3.
+    SGLang returns a histogram of steps by their number of correct drafts; it is missing for an answer of one token.
+    With 2 draft tokens, [2, 1, 3] means 2 steps without a correct draft, 1 step in which only the first was correct,
+    and 3 steps in which both were. So in 6 steps, the first draft was correct 4 times, the second 3 times.
 
     Args:
-        meta_info: of an output of `Engine.generate`.
+        meta_info: `meta_info` of an output of `Engine.generate`.
         num_tokens: number of draft tokens per step.
     """
     steps_by_hits = meta_info.get("spec_correct_drafts_histogram", [])

@@ -1,4 +1,4 @@
-"""Define SGLang's record and the rules of its own options."""
+"""`EngineInfo` of SGLang, and rules of its options."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +11,7 @@ NUMBERS = ("sglang_speculative_num_steps", "sglang_speculative_eagle_topk", "sgl
 
 
 def read_speculative_config(args: SglangArgs) -> dict[str, Any] | None:
-    """Return the given speculative options by SGLang's names; None if there are none."""
+    """Return the user's speculative options under SGLang's names; None if there are none."""
     given = {
         "speculative_algorithm": args.sglang_speculative_algorithm,
         "speculative_num_steps": args.sglang_speculative_num_steps,
@@ -44,7 +44,7 @@ def numbers_agree(args: Any) -> Iterator[Problem]:
             "chain of drafts and one verified token",
             f"use --sglang_speculative_num_draft_tokens {steps + 1}",
         )
-    drafted = topk + (steps - 1) * topk**2  # the first step drafts topk tokens, each later one topk behind each branch
+    drafted = topk + (steps - 1) * topk**2  # topk tokens in the first step, then topk per branch
     if topk > 1 and tokens > 1 + drafted:
         yield (
             f"--sglang_speculative_num_draft_tokens {tokens} must be at most {1 + drafted}: {steps} steps with topk "

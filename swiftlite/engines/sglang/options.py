@@ -1,8 +1,9 @@
 """Derive SGLang's speculative options from the checkpoint, and detect its silent errors.
 
-Facts of SGLang 0.5.23: the class of the draft comes from a table by architecture, independent of config.json, and an
-unknown architecture becomes its own draft (`plugin.py` adds some). The three numbers must be set together: steps alone
-is a TypeError, topk alone an AssertionError."""
+Facts of SGLang 0.5.23: a table by architecture selects the draft class, independent of config.json. For an unknown
+architecture, the target is used as the draft model (`plugin.py` adds architectures). The three numbers must be set
+together: only steps raises a TypeError, only topk an AssertionError.
+"""
 
 import json
 from collections.abc import Mapping
@@ -48,7 +49,7 @@ def speculative_options(
     Args:
         num_tokens: number of draft tokens per step, in a chain; None means the number in `given`, or the number that
             the heads were trained for.
-        given: those of the four options that the user gave.
+        given: the user's values of the four options.
 
     Raises:
         UserError: the heads are incomplete, or SGLang would not draft with them.
@@ -77,8 +78,8 @@ def speculative_options(
 def schedule_options(schedule: DraftSchedule, bench_json: Path) -> tuple[dict[str, Any], dict[Path, str]]:
     """Return SGLang's options for an adaptive number of draft tokens, and the text of the file that they name.
 
-    SGLang selects among the candidates of the nearest smaller number of requests by the recent acceptance; here each
-    number has one candidate, the fastest. The file is next to bench.json.
+    SGLang uses the entry with the largest number of requests that is not exceeded, and selects one of its candidates by
+    recent acceptance. Here each entry has a single candidate, the fastest. The file is written next to bench.json.
     """
     if schedule.is_constant:
         return {}, {}
@@ -150,7 +151,7 @@ def cpu_options(drafts: bool) -> dict[str, Any]:
     return {
         "device": "cpu",
         "disable_cuda_graph": True,
-        "max_total_tokens": 32768,  # of the KV cache, which by default takes most of the memory
+        "max_total_tokens": 32768,  # size of the KV cache, by default most of the memory
         "prefill_attention_backend": backend,
         "decode_attention_backend": backend,
     }

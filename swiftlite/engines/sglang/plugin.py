@@ -1,12 +1,15 @@
-"""Extend SGLang to serve swiftlite's checkpoints: a config class for MiMo, MTP drafts for Llama, Mistral, Qwen2, Qwen3
-and Seed-OSS, and live weights from files.
+"""Plugin of SGLang to serve swiftlite's checkpoints.
+
+It adds a config class for MiMo, draft models for Llama, Mistral, Qwen2, Qwen3 and Seed-OSS, and live weights from
+files.
 
 SGLang calls `register` in each of its processes, through the entry point group `sglang.srt.plugins`, so
 
     python -m sglang.launch_server --model-path DIR --speculative-algorithm NEXTN ...
 
 works if swiftlite is installed. Models whose config.json declares no MTP heads are not affected. The model classes are
-in `models/` and are imported with SGLang's registry of models."""
+in `models/` and are imported with SGLang's registry of models.
+"""
 
 import os
 from typing import Any
@@ -29,11 +32,11 @@ DRAFTS = {
 
 
 def choose_draft(result: None, model_config: Any) -> None:
-    """Give the draft's config the architecture of a draft class.
+    """Set the architecture of a draft class in the draft model's config.
 
     SGLang runs it after ModelConfig._config_draft_model (sglang/srt/configs/model_config.py of 0.5.23, called when a
-    ModelConfig is made), which has a branch for each architecture with a draft class and none for DRAFTS: without it
-    the target would draft for itself (tests/engines/sglang/test_dry_load.py).
+    ModelConfig is created). That method has a branch for each architecture with a draft class, but none for those in
+    DRAFTS. Without this hook, SGLang would use the target as the draft model (tests/engines/sglang/test_dry_load.py).
     """
     hf_config = model_config.hf_config
     architecture = hf_config.architectures[0]
@@ -42,7 +45,7 @@ def choose_draft(result: None, model_config: Any) -> None:
 
 
 def register() -> None:
-    """Register the classes with transformers and SGLang; may be called again."""
+    """Register the classes with transformers and SGLang; can be called repeatedly."""
     AutoConfig.register("mimo", MiMoConfig, exist_ok=True)
     # Read when a process of SGLang first looks up a model's class; classes of this package take precedence.
     os.environ.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", "swiftlite.engines.sglang.models")

@@ -1,7 +1,8 @@
 """A format of SGLang's weight updates in which a worker loads safetensors files into its running model.
 
-Registered by `plugin.py` and used by `weight_channel.py`. SGLang's own formats do not report missing tensors, and a
-tensor that does not fit ends the worker."""
+Registered by `plugin.py` and used by `weight_channel.py`. The formats of SGLang do not report missing tensors, and with
+them a tensor of a wrong shape ends the worker.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -27,8 +28,8 @@ class _Transfer:
     unread: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def load(self, model: Any, tensors: dict[str, torch.Tensor]) -> None:
-        # DeepSeek's loader joins q_a_proj and kv_a_proj_with_mqa and skips one without the other: unread tensors are
-        # passed again with the next file.
+        # DeepSeek's loader concatenates q_a_proj and kv_a_proj_with_mqa, and skips one if the other is missing.
+        # Therefore unread tensors are passed again with the next file.
         tensors = self.unread | tensors
         self.filling.expect(tensors)
         with torch.no_grad(), self.filling:
@@ -48,8 +49,9 @@ _transfers: WeakKeyDictionary[nn.Module, _Transfer] = WeakKeyDictionary()
 
 
 def load_at_once(result: bool, weight: torch.Tensor) -> bool:
-    """Return whether SGLang may copy a weight in a separate thread, where a `RunningLoad` cannot track it: not during a
-    transfer.
+    """Return whether SGLang may copy a weight in a separate thread: False during a transfer.
+
+    `RunningLoad` cannot track copies in other threads.
 
     SGLang calls it after should_async_load (sglang/srt/model_loader/utils.py of 0.5.23), which loaders of DeepSeek use.
     """
@@ -65,7 +67,7 @@ def take(
     """Replace WeightUpdater.update_weights_from_tensor (`stock`) for the three formats of this file.
 
     Args:
-        named_tensors: one tensor, whose name is the file, or with FINISH the part that was sent.
+        named_tensors: one tensor, whose name is the path of the file, or with FINISH the part that was sent.
 
     Returns:
         Whether it succeeded, and a message. Nothing is raised, because an exception would end SGLang.
@@ -86,6 +88,6 @@ def take(
             del _transfers[model]
             if problems := transfer.problems(model, word):
                 return False, f"{type(model).__name__}:\n  " + "\n  ".join(problems)
-    except Exception as error:  # of any model's loader
+    except Exception as error:  # any error of a model's loader
         return False, f"{type(model).__name__}: {error}"
     return True, "Success"

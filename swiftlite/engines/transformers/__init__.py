@@ -1,1 +1,1 @@
-"""transformers with MTP heads in plain torch on top of its trunk: the engine that is always installed."""
+"""The engine transformers, with MTP heads in plain torch. It is always installed."""

@@ -1,4 +1,4 @@
-"""Adapt transformers: one prompt at a time, with MTP heads that draft and the trunk that verifies.
+"""Adapt transformers: complete one prompt at a time; MTP heads draft and the trunk verifies.
 
 The loop is implemented here, because transformers selects the drafter of `generate` in a private method and does not
 count drafts. The drafter itself follows transformers' protocol and also works in its loop
@@ -36,7 +36,7 @@ from swiftlite.families.resolved import HfModel
 
 
 class TransformersEngine:
-    """See `Engine`. Runs on the GPU if there is one.
+    """See `Engine`. It uses the GPU if there is one.
 
     Raises:
         UserError: the model is missing, or its MTP heads do not match its config.json.
@@ -98,7 +98,7 @@ class TransformersEngine:
         cache = DynamicCache(config=self._decoder.config)
         processor = warpers(sampling)
         drafter = self._make_drafter(processor, generator, sampling.draft_confidence)
-        fed = None  # the trunk's states of its last pass, before or after the norm
+        fed = None  # trunk states of the last pass that heads read
         while True:
             drafted_ids, drawn_from = _draft(drafter, ids, fed)
             drafts = drafted_ids[0, ids.shape[1] :]
@@ -184,7 +184,7 @@ def load_trunk(config: EngineConfig) -> PreTrainedModel:
     options: dict[str, Any] = {
         "dtype": getattr(torch, config.torch_dtype),
         "output_loading_info": True,
-        "experts_implementation": "eager",  # one expert after another, summed in the same order as in training
+        "experts_implementation": "eager",  # one expert after another, with the order of summation of training
     }
     model_class: Any = AutoModelForCausalLM
     source: Path | None = model.directory
@@ -233,8 +233,8 @@ def _unquantized_class(model_class: Any, model: HfModel, options: dict[str, Any]
 def _trunk_tensors(model: HfModel, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Return the trunk's tensors, decoded as in training.
 
-    transformers 5.19 applies the wrong scales to FP8, or raises, if a matrix is not a multiple of a block, such as
-    DeepSeek-V3's `kv_a_proj_with_mqa` with 576 rows (integrations/finegrained_fp8.py).
+    transformers 5.19 applies wrong FP8 scales or raises an error if the size of a matrix is not a multiple of the block
+    size, such as DeepSeek-V3's `kv_a_proj_with_mqa` with 576 rows (integrations/finegrained_fp8.py).
     """
     family, hf_config = model.family, model.config
     tensors = {}

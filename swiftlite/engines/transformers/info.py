@@ -1,4 +1,4 @@
-"""Define transformers' record."""
+"""`EngineInfo` of transformers."""
 
 from swiftlite.engines.info import EngineInfo
 

@@ -1,8 +1,8 @@
 """Implement MTP heads in plain torch on top of a transformers trunk, and draft with them.
 
-transformers drops MTP tensors on load. It drafts with them (`use_mtp`) only for two of these families and only at the
-published size, so the heads are read here from the safetensors. Names inside a head are megatron-core's; its block is a
-copy of one of the trunk's decoder layers. `engine.py` verifies the drafts.
+transformers drops MTP tensors on load. It can draft with them (`use_mtp`) only for two of the supported families at
+their published sizes, so this module reads the heads from the safetensors. Names inside a head are those of
+megatron-core; its block is a copy of one of the trunk's decoder layers. `engine.py` verifies the drafts.
 
 Shapes: B batch (always 1), S positions, H hidden size.
 """
@@ -28,12 +28,13 @@ from swiftlite.heads.drafting import Drafting
 
 
 class MtpHead(nn.Module):
-    """One depth: norms, the projection of [embedding, hidden], a decoder layer, and an output norm.
+    """One MTP depth: norms, the projection of [embedding, hidden], a decoder layer, and an output norm.
 
     Args:
-        decoder: the trunk without its output layer (`model.get_decoder()`). One of its layers and its norm are copied:
-            the index of a layer determines its kinds, and its router's bias has a separate dtype.
-        number: index of the layer whose kinds the head has.
+        decoder: the trunk without its output layer (`model.get_decoder()`). One of its layers and its norm are copied,
+            because the index of a layer determines its kinds of attention and MLP, and a router's bias has a separate
+            dtype.
+        number: index of the decoder layer that is copied.
     """
 
     def __init__(self, decoder: Any, number: int):
@@ -50,7 +51,8 @@ class MtpHead(nn.Module):
         """Return the state [B, S, H] before the output norm.
 
         Args:
-            embedding_BSH: embedding of the token after the newest one seen so far, at each position.
+            embedding_BSH: at each position, the embedding of the token after the newest one that this position has
+                read.
             hidden_BSH: state of the previous depth, or of the trunk.
             layer_kwargs: arguments of the decoder layer.
         """
@@ -137,7 +139,7 @@ class MtpCandidateGenerator(CandidateGenerator):
     one position further each time. With one head this is the algorithm of vLLM.
 
     Args:
-        decoder: the trunk without its output layer; must be the one whose states `get_candidates` is given.
+        decoder: the trunk without its output layer, whose states are passed to `get_candidates`.
         output_layer: the trunk's, shared by all heads, or a `DraftOutput` of it.
         heads: from `load_heads`.
         num_tokens: tokens to draft per round.
@@ -189,8 +191,8 @@ class MtpCandidateGenerator(CandidateGenerator):
         """Append the drafts to `input_ids` [1, S].
 
         Args:
-            model_outputs: outputs of the trunk's last pass; `hidden_states[-1]` [1, positions of that pass, H], as
-                `Drafting` says, of which the first belong to tokens that were kept.
+            model_outputs: outputs of the trunk's last pass; `hidden_states[-1]` [1, positions of that pass, H] are the
+                states that `Drafting` selects. The first of them belong to accepted tokens.
             is_first_iteration: whether the sequence is new to the trunk; then nothing is drafted.
 
         Returns:
@@ -200,7 +202,7 @@ class MtpCandidateGenerator(CandidateGenerator):
         if is_first_iteration:
             self._reset()
             return input_ids, None
-        end = input_ids.shape[1] - 1  # the trunk knows positions 0 .. end - 1; the token at `end` is its newest
+        end = input_ids.shape[1] - 1  # the trunk has processed positions 0 .. end - 1; the token at `end` is the newest
         begins = [cache.get_seq_length() for cache in self._caches]
         ids = input_ids
         drawn_from: list[torch.Tensor] = []
@@ -279,5 +281,5 @@ class MtpCandidateGenerator(CandidateGenerator):
             draft = draw(logits[0].softmax(dim=-1), self._generator)
         ids = torch.cat((ids, draft[None]), dim=1)
         if self._confidence == 0:
-            return ids, True  # without synchronizing with a GPU
+            return ids, True  # does not synchronize with a GPU
         return ids, bool(logits[0].float().softmax(dim=-1)[draft] >= self._confidence)

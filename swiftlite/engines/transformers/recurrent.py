@@ -1,4 +1,4 @@
-"""Copy and restore states of linear attention in a transformers cache; they cannot be truncated to earlier tokens."""
+"""Copy and restore states of linear attention in a transformers cache, because they cannot be truncated."""
 
 from typing import Any
 

@@ -30,7 +30,7 @@ def draw(probabilities_V: torch.Tensor, generator: torch.Generator | None = None
 
 
 def verify_greedily(drafts_K: torch.Tensor, logits_KV: torch.Tensor) -> torch.Tensor:
-    """Return the drafts up to the first that is not the trunk's most likely token, and the trunk's token there.
+    """Return the drafts before the first one that is not the trunk's most likely token, and the trunk's token there.
 
     Args:
         logits_KV: logits of the trunk, with one row more than there are drafts.
@@ -60,7 +60,7 @@ def verify(
     rest_V = p_KV[num_kept]
     if num_kept < len(drafts_K):
         left_V = (rest_V - q_KV[num_kept]).clamp(min=0)
-        # Nothing is left of two equal distributions; only rounding can reject a draft there.
+        # p - q is zero for equal distributions, for which only rounding can reject a draft.
         if left_V.any():
             rest_V = left_V
     return torch.cat((drafts_K[:num_kept], draw(rest_V, generator)))

@@ -1,4 +1,4 @@
-"""Client of vLLM's server: the OpenAI route, and the draft counts of /metrics."""
+"""Client of vLLM's server. It uses the OpenAI route, and reads draft counts from /metrics."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any

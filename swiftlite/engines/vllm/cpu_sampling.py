@@ -1,10 +1,10 @@
-"""Fix the verification of drafts at a temperature above 0 in vLLM without Triton, as on a CPU
-(vllm-project/vllm#55005).
+"""Fix the verification of drafts at temperatures above 0 in vLLM without Triton (vllm-project/vllm#55005).
 
-vLLM 0.32 repeats each request's temperature, top-k and top-p for its draft tokens with a Triton kernel
-(v1/sample/rejection_sampler.py:612). Its fallback without Triton writes into a copy and leaves the result
+On a CPU there is no Triton. vLLM 0.32 repeats each request's temperature, top-k and top-p for its draft tokens with a
+Triton kernel (v1/sample/rejection_sampler.py:612). Its fallback without Triton writes into a copy and leaves the result
 uninitialized, so drafts are verified with arbitrary memory. This is the only function of vLLM that swiftlite replaces
-on a CPU; without it tests/e2e/test_cpu_sampling.py samples from a wrong distribution."""
+on a CPU; without it tests/e2e/test_cpu_sampling.py samples from a wrong distribution.
+"""
 
 import torch
 
@@ -16,13 +16,13 @@ def expand_batch_to_tokens(
     replace_from: float = 0,
     replace_to: float = 0,
 ) -> torch.Tensor:
-    """Repeat one number per request for each of its draft tokens.
+    """Repeat each request's value for each of its draft tokens.
 
-    For example, [0.7, 0, 1] with [2, 2, 5] is [0.7, 0.7, 1, 1, 1]: the second request drafted nothing.
+    For example, [0.7, 0, 1] with [2, 2, 5] becomes [0.7, 0.7, 1, 1, 1]: the second request drafted nothing.
 
     Args:
         x: [requests].
-        cu_num_tokens: [requests], where each request's draft tokens end.
+        cu_num_tokens: [requests], the end of each request's draft tokens.
         num_tokens: number of draft tokens of all requests.
         replace_from: value of x that is replaced by `replace_to`, such as the temperature 0 of greedy requests.
 
@@ -35,7 +35,7 @@ def expand_batch_to_tokens(
 
 
 def install() -> None:
-    """Replace vLLM's function; a second call has no effect."""
+    """Replace vLLM's function; repeated calls have no effect."""
     from vllm.v1.sample import rejection_sampler
 
     rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens  # type: ignore[assignment]

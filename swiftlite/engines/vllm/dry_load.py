@@ -27,7 +27,7 @@ from swiftlite.errors import UserError
 # vLLM shares these parameters of the target with every MTP draft (v1/spec_decode/llm_base_proposer.py).
 SHARED = ("embed_tokens.weight", "lm_head.weight", "shared_head.head.weight")
 
-# Scales of attention in FP8 that a checkpoint may omit: -1 (layers/quantization/kv_cache.py of 0.32).
+# Scales of FP8 attention, which a checkpoint may omit; their default is -1 (layers/quantization/kv_cache.py of 0.32).
 OPTIONAL = (".attn.q_scale", ".attn.k_scale", ".attn.v_scale", ".attn.prob_scale")
 
 
@@ -72,7 +72,7 @@ def _speculative_config(config: EngineConfig, problems: list[str]) -> dict[str, 
         num_tokens = num_tokens_to_draft(model, asked_tokens(config))
     except UserError as error:
         problems.append(error.problem)
-        num_tokens = 1  # the report shows the other problems as well
+        num_tokens = 1  # continue, to report other problems as well
     return {"method": "mtp", **(given or {}), "num_speculative_tokens": num_tokens}
 
 

@@ -1,7 +1,7 @@
 """Adapt vLLM: `vllm.LLM` with `{"method": "mtp"}` and options derived from the checkpoint (`options.py`).
 
-vLLM has its own worker processes; this process only sends token ids. `plugin.py` contains what vLLM lacks for
-swiftlite's checkpoints. Tested with vLLM 0.32.
+vLLM has its own worker processes; this process only sends token ids. `plugin.py` extends vLLM for swiftlite's
+checkpoints. Tested with vLLM 0.32.
 """
 
 import logging
@@ -55,7 +55,7 @@ class VllmEngine:
         try:
             with outside_torchrun(), on_devices(config.devices):
                 self._llm = LLM(**options)
-        except (TypeError, ValueError) as error:  # pydantic's are ValueErrors
+        except (TypeError, ValueError) as error:  # pydantic raises ValueErrors
             raise UserError(f"vLLM rejected its options: {error}", "see --vllm_engine_kwargs") from error
         except RuntimeError as error:
             if "initialization failed" not in str(error):
@@ -79,7 +79,7 @@ class VllmEngine:
         """See `Engine`.
 
         Raises:
-            UserError: also for sampling with which this vLLM verifies drafts incorrectly.
+            UserError: also if this vLLM verifies drafts incorrectly with these sampling options.
         """
         from vllm import SamplingParams, TokensPrompt
 
@@ -96,14 +96,14 @@ class VllmEngine:
             )
             for place in range(len(prompts))
         ]
-        # As `LLM.generate`, but with a callback for each finished answer.
+        # Like `LLM.generate`, but with a callback for each finished answer.
         asked = [TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts]
         request_ids = self._llm.enqueue(asked, parameters, use_tqdm=False)
         completions: dict[int, Completion] = {}
         while self._llm.llm_engine.has_unfinished_requests():
             for output in self._llm.llm_engine.step():
                 if output.finished:
-                    # vLLM counts its requests: "7-f3a92b1c" is the one that it returns as "7".
+                    # vLLM numbers requests: the request "7-f3a92b1c" is returned as "7".
                     place = int(output.request_id) - int(request_ids[0].partition("-")[0])
                     completions[place] = _completion(output)
                     if on_answer:
@@ -138,7 +138,7 @@ class VllmEngine:
     def close(self) -> None:
         """Stop vLLM's processes, if it has any, and wait for them."""
         self._transport.close()
-        # By default vLLM waits 5 s for the engine, which waits 5 s for its workers, and then kills all of them.
+        # By default vLLM waits 5 s for the engine, which waits 5 s for its workers, and then kills them.
         self._llm.llm_engine.engine_core.shutdown(timeout=30)
 
 
@@ -175,7 +175,7 @@ def engine_options(config: EngineConfig) -> dict[str, Any]:
 
 @contextmanager
 def outside_torchrun() -> Iterator[None]:
-    """Hide torchrun's variables: vLLM's processes would use them and wait for a store that does not exist."""
+    """Hide torchrun's environment variables; vLLM's processes would use them and wait for a missing store."""
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     parts = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_")
     hidden = {name: value for name, value in os.environ.items() if name in names or name.startswith(parts)}

@@ -1,4 +1,4 @@
-"""Define vLLM's record and the rules of its own options."""
+"""`EngineInfo` of vLLM, and rules of its options."""
 
 from collections.abc import Iterator
 from typing import Any

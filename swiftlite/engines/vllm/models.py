@@ -1,7 +1,7 @@
-"""vLLM's Llama, Mistral, Qwen2, Qwen3, Qwen3 MoE and Seed-OSS for checkpoints with MTP heads, and the drafts that run
-the heads.
+"""Model classes of vLLM for checkpoints with MTP heads, and draft models that run the heads.
 
-Registered by `plugin.py`; no other module imports this file.
+Supported are Llama, Mistral, Qwen2, Qwen3, Qwen3 MoE and Seed-OSS. Registered by `plugin.py`; no other module imports
+this file.
 
 Shapes: T tokens of all requests of a batch, H hidden size.
 """
@@ -55,7 +55,7 @@ class SeedOssForCausalLM(Trunk, transformers.TransformersForCausalLM):
 
 
 class MtpFrame(nn.Module):
-    """The modules of a head around its decoder layer, with Qwen3-Next's names."""
+    """The modules of a head other than its decoder layer, with the names of Qwen3-Next."""
 
     def __init__(self, hidden_size: int, eps: float):
         super().__init__()
@@ -68,15 +68,16 @@ class MtpFrame(nn.Module):
 def _runs_one_head(vllm_config: VllmConfig) -> bool:
     """Return whether every draft step runs the same head.
 
-    vLLM drops the guards of compiled code (compilation/wrapper.py of 0.32), so the graph of one depth would run for
-    all."""
+    vLLM drops the guards of compiled code (compilation/wrapper.py of 0.32), so with several heads, the graph of one
+    depth would run for all depths.
+    """
     speculative = vllm_config.speculative_config
     return speculative is None or not speculative.use_multi_module_mtp()
 
 
 @support_torch_compile(enable_if=_runs_one_head)
 class MtpHeads(nn.Module):
-    """All heads of a checkpoint: frames and decoder layers by depth, and the trunk's embedding.
+    """All heads of a checkpoint: for each depth an `MtpFrame` and a decoder layer, and the trunk's embedding.
 
     vLLM compiles it like the trunk, unless eager mode is enforced or several heads draft. It includes the embedding,
     because a captured graph reads its inputs at fixed addresses: vLLM keeps ids at one address, but not embeddings.
@@ -101,7 +102,7 @@ class MtpHeads(nn.Module):
         embedding_TH: torch.Tensor | None,
         depth: int,
     ) -> torch.Tensor:
-        """Return the state [T, H] after the head's output norm. Either ids or embeddings are given, always the same."""
+        """Return the state [T, H] after the head's output norm, from either ids or embeddings."""
         if embedding_TH is None:
             embedding_TH = self.embed_tokens(ids_T)
         frame: Any = self.heads[depth]
@@ -112,10 +113,10 @@ class MtpHeads(nn.Module):
 
 
 class MtpDraft(nn.Module):
-    """A draft that vLLM runs after each pass of the trunk, with the trunk's embedding and output layer.
+    """A draft model that vLLM runs after each pass of the trunk, with the trunk's embedding and output layer.
 
-    Depth k runs at draft step k, as vLLM's multi-module speculator requires. vLLM's older model runner, used without
-    Triton (so on every CPU), silently runs every step with the first head and its KV cache, so several heads are
+    Depth k runs at draft step k, as vLLM's multi-module speculator requires. vLLM's older model runner, which is used
+    without Triton (such as on a CPU), silently runs the first head at every step, so checkpoints with several heads are
     rejected there.
 
     Raises:
@@ -141,7 +142,7 @@ class MtpDraft(nn.Module):
             self.lm_head = self.lm_head.tie_weights(self.model.embed_tokens)
         self.logits_processor = LogitsProcessor(config.vocab_size)
         self._drafted = torch.tensor(heads_of(config).draft_vocab, dtype=torch.int64)
-        self._drafted_rows: torch.Tensor | None = None  # of lm_head, which is the trunk's only after loading
+        self._drafted_rows: torch.Tensor | None = None  # rows of lm_head, which is set to the trunk's after loading
 
     def make_layer(self, vllm_config: VllmConfig, prefix: str) -> nn.Module:
         """Create a decoder layer of the trunk's kind."""
@@ -167,10 +168,10 @@ class MtpDraft(nn.Module):
         """Return the state [T, H] of one depth, for `compute_logits` and for the next draft step.
 
         Args:
-            input_ids: [T] each position's following token.
-            positions: [T] positions in the trunk.
-            hidden_states: [T, H] of the trunk after its final norm, or the previous result of this method.
-            inputs_embeds: [T, H] instead of input_ids.
+            input_ids: [T], the token after each position.
+            positions: [T], positions in the trunk.
+            hidden_states: [T, H], states of the trunk after its final norm, or the previous result of this method.
+            inputs_embeds: [T, H], embeddings to use instead of input_ids.
             spec_step_idx: draft step, from 0. A single head runs at all steps.
         """
         depth = spec_step_idx % len(self.model.heads)

@@ -95,9 +95,9 @@ def num_drafting_heads(model: HfModel) -> int:
 
 
 def schedule_options(schedule: DraftSchedule) -> dict[str, Any]:
-    """Return vLLM's options for the number of draft tokens by requests in a step, as [first, last, tokens].
+    """Return vLLM's options for a draft schedule: ranges [first, last, tokens] of the requests in a step.
 
-    Beyond the last range vLLM keeps the same number.
+    For more requests than in the last range, vLLM uses the number of the last range.
     """
     if schedule.is_constant:
         return {}
@@ -115,7 +115,7 @@ def is_on_cpu() -> bool:
 
 
 def attention_options(model: HfModel, torch_dtype: str) -> dict[str, Any]:
-    """Return vLLM's options without which it computes a kind of attention incorrectly, or not at all.
+    """Return options that vLLM requires to compute the model's kind of attention correctly.
 
     Raises:
         UserError: vLLM does not support linear attention in that precision, or a package of its classes is missing.
@@ -128,8 +128,8 @@ def attention_options(model: HfModel, torch_dtype: str) -> dict[str, Any]:
     attentions = model.family.architecture(model.config).attentions
     options: dict[str, Any] = {}
     if is_on_cpu() and any(isinstance(attention, LatentAttention) for attention in attentions):
-        # The CPU's rotary kernel of 0.32 treats the rotary part of a query as a complete tensor, so the logits of all
-        # tokens but the first are wrong. Yarn does not use this kernel.
+        # The CPU's rotary kernel of 0.32 treats the rotary part of a query as a contiguous tensor, so all logits except
+        # those of the first token are wrong. Yarn does not use this kernel.
         options["compilation_config"] = {"custom_ops": ["-rotary_embedding"]}
         if torch_dtype != "bfloat16":
             # On a CPU with AMX 0.32 always selects AMX kernels, which only support bfloat16.
@@ -146,7 +146,7 @@ def attention_options(model: HfModel, torch_dtype: str) -> dict[str, Any]:
 
 
 def with_backend_of_trunk(speculative: dict[str, Any] | None, attention: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the draft's options for the trunk's kind of attention, because vLLM selects its backend separately.
+    """Return the draft model's options with the trunk's attention backend, which vLLM would select separately.
 
     Args:
         attention: result of `attention_options`.

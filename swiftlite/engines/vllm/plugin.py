@@ -1,12 +1,15 @@
-"""Extend vLLM to serve swiftlite's checkpoints: a config class for MiMo, MTP drafts for Llama, Mistral, Qwen2, Qwen3,
-Qwen3 MoE and Seed-OSS, backends for live weights, and verification of drafts on a CPU.
+"""Plugin of vLLM to serve swiftlite's checkpoints.
+
+It adds a config class for MiMo, draft models for Llama, Mistral, Qwen2, Qwen3, Qwen3 MoE and Seed-OSS, backends for
+live weights, and a fix of the verification of drafts on a CPU.
 
 vLLM calls `register` in each of its processes, through the entry point group `vllm.general_plugins`, so
 
     vllm serve DIR --speculative-config '{"method": "mtp", "num_speculative_tokens": 1}'
 
 works if swiftlite is installed. Models whose config.json declares no MTP heads are not affected. The model classes are
-in `models.py` and are imported when a checkpoint needs them."""
+in `models.py` and are imported when a checkpoint needs them.
+"""
 
 from contextlib import suppress
 from typing import Any
@@ -40,16 +43,17 @@ _vllm_hf_config_override = SpeculativeConfig.hf_config_override
 
 
 def hf_config_override(hf_config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the draft's config from a copy of the target's.
+    """Return the draft model's config from a copy of the target's.
 
-    Replaces SpeculativeConfig.hf_config_override (vllm/config/speculative.py of 0.32, called when the draft's
-    ModelConfig is created), which has a branch for each architecture with a draft class and none for DRAFTS. Without it
-    vLLM raises "Unsupported speculative method: 'mtp'" (tests/e2e/test_engines.py). vLLM sends it to its worker
-    processes by name, so it must be a function of this module."""
+    It replaces SpeculativeConfig.hf_config_override (vllm/config/speculative.py of 0.32, called when the draft model's
+    ModelConfig is created). That function has a branch for each architecture with a draft class, but none for those in
+    DRAFTS. Without it vLLM raises "Unsupported speculative method: 'mtp'" (tests/e2e/test_engines.py). vLLM sends it to
+    its worker processes by name, so it must be a function of this module.
+    """
     architecture = (hf_config.architectures or [""])[0]
     if architecture not in DRAFTS or not heads_of(hf_config).layers:
         return _vllm_hf_config_override(hf_config)
-    # "mtp" is one of vLLM's MTPModelTypes, with no special treatment attached.
+    # "mtp" is one of vLLM's MTPModelTypes, without special treatment.
     changes = {"model_type": "mtp", "architectures": [DRAFTS[architecture]], "n_predict": heads_of(hf_config).layers}
     if architecture == "Qwen3MoeForCausalLM":
         changes |= _layers_like_the_last(hf_config)
@@ -58,8 +62,7 @@ def hf_config_override(hf_config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def _layers_like_the_last(hf_config: PreTrainedConfig) -> dict[str, Any]:
-    """Return settings that give every MTP head the kind of the trunk's last layer; vLLM decides by the layer's
-    index."""
+    """Return settings that give MTP heads the kind of the trunk's last layer; vLLM selects it by layer index."""
     last = hf_config.num_hidden_layers - 1
     dense_heads: list[int] = []
     if last in hf_config.mlp_only_layers or (last + 1) % hf_config.decoder_sparse_step != 0:
@@ -71,7 +74,7 @@ def check_draft_steps(num_tokens: int, depth: int, runs_all_heads: bool) -> None
     """Reject numbers of draft tokens at which vLLM 0.32 would run another head than the one trained for the step.
 
     Args:
-        num_tokens: number of draft tokens per step. A single head may draft any number from its own state.
+        num_tokens: number of draft tokens per step. A single head can draft any number, from its previous state.
         runs_all_heads: whether vLLM runs a separate head for each draft step. Its newer model runner does, for classes
             that support it; the older one, used without Triton (so on a CPU), does not pass the step.
 
@@ -101,7 +104,7 @@ def has_multi_module_runner() -> bool:
 
 
 def register() -> None:
-    """Register the classes with vLLM; may be called again."""
+    """Register the classes with vLLM; can be called repeatedly."""
     AutoConfig.register("mimo", MiMoConfig, exist_ok=True)
     for trunk, draft in DRAFTS.items():
         # vLLM's own classes reject mtp.* tensors: "There is no module or parameter named 'mtp'".
@@ -109,7 +112,7 @@ def register() -> None:
         ModelRegistry.register_model(draft, f"{_MODELS}:{draft}")
     SpeculativeConfig.hf_config_override = staticmethod(hf_config_override)
     for transport, receiver in _RECEIVERS.items():
-        with suppress(ValueError):  # registered before
+        with suppress(ValueError):  # already registered
             WeightTransferEngineFactory.register_engine(BACKENDS[transport], _TRANSFER, receiver)
     if not HAS_TRITON:
         cpu_sampling.install()

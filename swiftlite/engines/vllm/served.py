@@ -1,6 +1,6 @@
 """Use a vLLM server started by `swiftlite deploy --live_weights` with the methods of `VllmEngine`.
 
-Another process, such as a trainer, sends it requests and new weights through the server's transport.
+Another process, such as a trainer, sends requests and new weights to the server.
 """
 
 import asyncio
@@ -33,9 +33,9 @@ class ServedVllm:
     Args:
         url: address of the server, such as http://127.0.0.1:8000.
         api_key: key of the server; default: VLLM_API_KEY of this process.
-        timeout: maximum seconds of a request, such as loading a bucket of weights or draining in-flight requests; for
-            a batch of prompts, for the next finished one. The default equals that of the other ranks of a trainer
-            (--distributed_timeout_minutes).
+        timeout: maximum seconds of a request, such as loading a bucket of weights or draining in-flight requests. With
+            a batch of prompts, maximum seconds until the next one is finished. The default is that of
+            --distributed_timeout_minutes, for which other ranks of a trainer wait.
 
     Raises:
         UserError: no server responds in time; the key is wrong, the server was started without --live_weights, or
@@ -109,8 +109,8 @@ class ServedVllm:
     def update_weights(self, target: Iterable[Bucket] | None = None, draft: Iterable[Bucket] | None = None) -> None:
         """Send new weights to the server, see `WeightUpdate.run`.
 
-        The server drains in-flight requests with the old weights and starts none until the update is complete. After a
-        failure during the update it stays paused for all clients.
+        The server finishes in-flight requests with the old weights, and starts new ones after the update. If the update
+        fails, the server remains paused for all clients.
         """
         self._weights.check_whole()
         self._weights.check_layout()
@@ -147,7 +147,7 @@ class ServedVllm:
         try:
             self._server.call("POST", "/pause?mode=wait")
         except UserError as error:
-            self._resume()  # the server may still pause, for all its clients
+            self._resume()  # the server may still be paused for all clients
             problem = f"{error.problem}\nthe server at {self._server.url} keeps its current weights"
             raise UserError(problem, error.hint) from error
 
@@ -168,7 +168,7 @@ class ServedVllm:
 
 
 class _ServerClient:
-    """See `Client`."""
+    """`TransferClient` of a server, see there."""
 
     part: Part = "target"
 
@@ -209,7 +209,7 @@ class _Server:
             self._headers["Authorization"] = f"Bearer {api_key}"
 
     def call(self, method: str, path: str, body: dict[str, Any] | None = None, timeout: float | None = None) -> Any:
-        """Send one request and return its response, see `ask` and `in_time`.
+        """Send a request and return its response; for errors see `ask` and `in_time`.
 
         Args:
             timeout: maximum seconds, if shorter than the default.
@@ -247,7 +247,7 @@ class _Server:
         seconds = min(timeout or self._timeout, self._timeout)
         try:
             return await asyncio.wait_for(answer, seconds)
-        except aiohttp.ClientError:  # includes the timeout of a connection, which is a TimeoutError too
+        except aiohttp.ClientError:  # connection timeouts are also TimeoutErrors
             raise
         except TimeoutError as error:
             raise UserError(

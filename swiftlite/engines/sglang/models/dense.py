@@ -1,6 +1,6 @@
-"""SGLang's Llama, Mistral, Qwen2, Qwen3 and Seed-OSS for checkpoints with an MTP head, and the drafts that run it.
+"""Model classes of SGLang for checkpoints with an MTP head, and draft models that run the head.
 
-Only SGLang imports this file.
+Supported are Llama, Mistral, Qwen2, Qwen3 and Seed-OSS. Only SGLang imports this module.
 
 Shapes: T tokens of all requests of a batch, H hidden size.
 """
@@ -35,14 +35,14 @@ class Qwen2ForCausalLM(Trunk, qwen2.Qwen2ForCausalLM):
 
 
 class Qwen3ForCausalLM(Trunk, qwen3.Qwen3ForCausalLM):
-    """The trunk of a checkpoint with an MTP head, for which SGLang's own class raises a KeyError."""
+    """The trunk of a checkpoint with an MTP head. SGLang's class raises a KeyError for such checkpoints."""
 
 
 class SeedOssForCausalLM(Trunk, qwen2.Qwen2ForCausalLM):
-    """The trunk: SGLang 0.5.23 has no class for it, but its Qwen2 has the same biases and supports head_dim.
+    """The trunk of a Seed-OSS: SGLang 0.5.23 has no class for it; its Qwen2 has the same biases and supports head_dim.
 
     Raises:
-        ValueError: there are no biases on q, k and v, which that class would leave random.
+        ValueError: the checkpoint has no biases on q, k and v, so Qwen2's would remain random.
     """
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any):
@@ -52,7 +52,7 @@ class SeedOssForCausalLM(Trunk, qwen2.Qwen2ForCausalLM):
 
 
 class MtpHead(nn.Module):
-    """The head of a checkpoint, with the names of its tensors.
+    """The MTP head; its parameters have the names of the checkpoint's tensors.
 
     Args:
         layer: the trunk's kind of decoder layer.
@@ -82,7 +82,7 @@ class MtpHead(nn.Module):
 
 
 class MtpDraft(nn.Module):
-    """A draft that SGLang's EAGLE worker runs at every draft step, on the trunk's state or on its own.
+    """A draft model that SGLang's EAGLE worker runs at every draft step, with the trunk's state or the head's state.
 
     Raises:
         ValueError: the checkpoint has several heads; SGLang does not pass the draft step.
@@ -100,7 +100,7 @@ class MtpDraft(nn.Module):
         with layer_stack():
             layer = self.layer_class(config=config, quant_config=quant_config, prefix="mtp.layers.0")
         self.mtp = MtpHead(config, layer)
-        # Both are replaced by the trunk's.
+        # `set_embed_and_head` replaces both by those of the trunk.
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, quant_config=quant_config)
         self.logits_processor = LogitsProcessor(config)
@@ -112,9 +112,9 @@ class MtpDraft(nn.Module):
         """Return the logits of the drafts, and the state for the next step.
 
         Args:
-            input_ids: [T] each position's following token.
-            positions: [T] the trunk's.
-            forward_batch: its spec_info has the state [T, H] of the trunk after its final norm, or the head's own.
+            input_ids: [T], the token after each position.
+            positions: [T], positions in the trunk.
+            forward_batch: its spec_info contains the state [T, H] of the trunk after its final norm, or of the head.
         """
         hidden: Any = forward_batch.spec_info
         state = self.mtp(self.embed_tokens(input_ids), positions, hidden.hidden_states, forward_batch)
@@ -126,17 +126,17 @@ class MtpDraft(nn.Module):
         return fill(parameters, weights, 1, default_weight_loader)
 
     def set_embed_and_head(self, embed: nn.Parameter, head: torch.Tensor) -> None:
-        """Take the trunk's embedding and output layer, as SGLang's EAGLE worker gives them.
+        """Use the trunk's embedding and output layer, which SGLang's EAGLE worker passes.
 
         Raises:
-            ValueError: the checkpoint has a draft vocabulary, and these are not its rows of the output layer.
+            ValueError: the checkpoint has a draft vocabulary, but `head` does not consist of its rows.
         """
         num_drafted = len(heads_of(self.config).draft_vocab)
         if num_drafted and len(head) != num_drafted:
             raise ValueError(
                 f"the head has a draft vocabulary of {num_drafted} tokens: add --speculative-token-map with its file"
             )
-        del self.lm_head.weight  # a slice of a parameter is not a parameter
+        del self.lm_head.weight  # `head` can be a slice, which is not a parameter
         self.embed_tokens.weight, self.lm_head.weight = embed, head
 
 

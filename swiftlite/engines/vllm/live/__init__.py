@@ -1,1 +1,1 @@
-"""Live weights for vLLM: channel, transports, the worker's side."""
+"""Live weights for vLLM: the channel, the transports and the code in workers."""

@@ -1,6 +1,7 @@
 """Convert the handle of a GPU buffer to plain values, so that another process can open it.
 
-vLLM sends torch's own arguments, which include Python types, and therefore unpickles them. JSON is sufficient.
+vLLM sends torch's arguments, which include Python types, so it has to unpickle them. With plain values, JSON is
+sufficient.
 """
 
 import base64
@@ -9,7 +10,7 @@ from typing import Any
 
 import torch
 
-# Arguments of torch.multiprocessing.reductions.rebuild_cuda_tensor that differ between buffers, by their places.
+# Arguments of torch.multiprocessing.reductions.rebuild_cuda_tensor that differ between buffers, by position.
 _NUMBERS = {"num_bytes": 8, "offset_bytes": 9, "ref_counter_offset": 12, "event_sync_required": 14}
 _HANDLES = {"storage": 7, "ref_counter": 11, "event": 13}
 

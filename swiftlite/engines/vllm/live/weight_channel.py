@@ -13,7 +13,7 @@ class LlmClient:
     """The `TransferClient` of an engine that this process started.
 
     Args:
-        llm: started with one of our backends.
+        llm: an engine that was started with one of swiftlite's backends.
     """
 
     part: Part = "target"

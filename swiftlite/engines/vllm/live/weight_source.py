@@ -1,6 +1,6 @@
-"""Implement vLLM's `WeightSource` for its own senders.
+"""Implement `WeightSource`, the interface of vLLM's senders.
 
-Programs that use vLLM's senders pass a `MegatronSource` and a client of `weight_channel.py` or of vLLM:
+Programs that use vLLM's senders pass a `MegatronSource`, and a client of `weight_channel.py` or of vLLM:
 
     source = MegatronSource(live_weights, "trunk", device)
     sender = WeightTransferTrainerFactory.trainer_init(NCCLTrainerInitInfo(...), client=client, source=source)
@@ -18,7 +18,7 @@ from swiftlite.engines.loading.weight_update import Bucket
 
 
 class TrainedModel(Protocol):
-    """A model in training as Hugging Face tensors; `train.live_weights.LiveWeights` is one."""
+    """Interface of a model in training as Hugging Face tensors, such as `train.live_weights.LiveWeights`."""
 
     def tensors(self, part: HfPart) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Return dtype and shape of every tensor of a part, in the order of `stream`; not collective."""
@@ -30,10 +30,10 @@ class TrainedModel(Protocol):
 
 
 class MegatronSource(WeightSource):
-    """A part of a model in training, in any layout; names and shapes are those of the rows of its family.
+    """The trunk or the heads of a model in training, as a source for vLLM's senders, in any layout.
 
     Args:
-        part: trunk for the target, heads for the draft; each is one transfer.
+        part: trunk for the target model, heads for the draft model; each is a separate transfer.
         device: device of the gathered tensors on the first rank.
     """
 
@@ -47,13 +47,13 @@ class MegatronSource(WeightSource):
         return [ParamMeta(name, *entry) for name, entry in self._model.tensors(self._part).items()]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See vLLM's class. Ranks other than the first send their parts and receive nothing."""
+        """See vLLM's class. Ranks other than the first send their slices and yield nothing."""
         for bucket in self._model.stream(self._part, self._device):
             yield from bucket.items()
 
 
 class BucketSource(WeightSource):
-    """Complete tensors."""
+    """A source of whole tensors."""
 
     def __init__(self, bucket: Bucket):
         self._bucket = bucket

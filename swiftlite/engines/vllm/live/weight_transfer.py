@@ -1,7 +1,7 @@
 """Backends of vLLM's weight-transfer API: a worker reloads its model in place.
 
-Registered by `plugin.py`; `weight_transport.py` sends the weights. vLLM's own backends do not report missing tensors;
-these fail if a tensor was not read or a parameter was not filled. They also work on a CPU, where weights are repacked.
+Registered by `plugin.py`; `weight_transport.py` sends the weights. Unlike vLLM's backends, these raise an error if a
+tensor was not read or a parameter was not filled. They also support CPUs, where vLLM repacks weights.
 """
 
 from collections.abc import Iterable
@@ -31,17 +31,17 @@ from swiftlite.engines.vllm.live.ipc_handle import as_arguments
 class Checked(WeightTransferEngine[Any, Any]):
     """Base class placed before a backend, which checks that all tensors were read and all parameters filled.
 
-    The backend calls `load_weights` of `self.model` with some of the tensors each time. vLLM's base class documents
-    when the methods are called.
+    The backend calls `self.model.load_weights` repeatedly, each time with some of the tensors. vLLM's base class
+    documents when the methods are called.
     """
 
     supports_draft_weight_update = True
 
     def start_weight_update(self) -> None:
-        """Convert the model's parameters back to the form in which they are loaded."""
+        """Convert the model's parameters back to the format for loading."""
         shared: set[int] = set()
         if self.model is not self._default_model:
-            # A draft, which shares the target's embedding and output layer.
+            # A draft model, which shares the target's embedding and output layer.
             shared = {id(parameter) for parameter in self._default_model.parameters()}
         served = {name for name, parameter in self.model.named_parameters() if id(parameter) not in shared}
         initialize_layerwise_reload(self.model)
@@ -54,12 +54,12 @@ class Checked(WeightTransferEngine[Any, Any]):
         self._unread: list[str] = []
 
     def receive_weights(self, update_info: Any) -> None:
-        """Load one bucket as the backend does."""
+        """Load one bucket with the backend."""
         model = self.model
         watched: Any = _Watched(model)
         self.model = watched
         try:
-            # Drafts reject incomplete heads, and a bucket contains only some of their tensors.
+            # Draft classes reject incomplete heads, and a bucket contains only some of their tensors.
             with disable_mtp_completeness_check():
                 super().receive_weights(update_info)  # pyright: ignore[reportAbstractUsage]  the backend's
         finally:
@@ -84,7 +84,7 @@ class Checked(WeightTransferEngine[Any, Any]):
 
 
 class _Watched:
-    """A model that loads tensors.
+    """A model during a transfer, for tracking which tensors it loads.
 
     Attributes:
         loaded: names of the parameters that were filled, completely or in part.
@@ -117,14 +117,14 @@ class _FileEngine(WeightTransferEngine[WeightTransferInitInfo, FileInfo]):
     update_info_cls = FileInfo
 
     def init_transfer_engine(self, init_info: WeightTransferInitInfo) -> None:
-        """Files need no connection."""
+        """Do nothing: files need no connection."""
 
     def receive_weights(self, update_info: FileInfo) -> None:
         model: Any = self.model
         model.load_weights(load_file(update_info.path).items())
 
     def shutdown(self) -> None:
-        """Nothing is open."""
+        """Do nothing: there is no connection."""
 
 
 @dataclass
@@ -132,8 +132,8 @@ class IpcInfo(WeightTransferUpdateInfo):
     """One bucket: concatenated tensors in a buffer on a GPU of the sender, see `ipc_handle.py`.
 
     Attributes:
-        tensor_sizes: in bytes.
-        gpu: the GPU's uuid.
+        tensor_sizes: size of each tensor in bytes.
+        gpu: uuid of the GPU.
     """
 
     names: list[str]
@@ -157,23 +157,24 @@ class _IpcEngine(IPCWeightTransferEngine):
 
 
 class FileTransfer(Checked, _FileEngine):
-    """Buckets are files."""
+    """Backend for buckets in files."""
 
 
 class NcclTransfer(Checked, NCCLWeightTransferEngine):
-    """Buckets are broadcast by the trainer's GPU."""
+    """Backend for buckets that the trainer broadcasts from its GPU."""
 
 
 class IpcTransfer(Checked, _IpcEngine):
-    """Buckets are on the GPU that the trainer and the worker share."""
+    """Backend for buckets on a GPU that the trainer and the worker share."""
 
 
 def _forget_packed_experts(model: nn.Module) -> None:
     """Let vLLM repack experts at the end of a reload by removing their kernel.
 
-    vLLM 0.32 packs them for a CPU when it builds their kernel, and keeps the kernel when it reloads (_setup_kernel in
-    layers/fused_moe/unquantized_fused_moe_method.py), so the new weights would be treated as packed. There is no
-    argument or hook for this; vLLM creates the method that holds the kernel (tests/e2e/test_live_weights.py)."""
+    On a CPU, vLLM 0.32 packs experts when it builds their kernel, and keeps the kernel in a reload (_setup_kernel in
+    layers/fused_moe/unquantized_fused_moe_method.py), so new weights would be treated as packed. vLLM has no argument
+    or hook to change this (tests/e2e/test_live_weights.py).
+    """
     for layer in model.modules():
         method = getattr(layer, "quant_method", None)
         if isinstance(method, UnquantizedFusedMoEMethod) and current_platform.is_cpu():

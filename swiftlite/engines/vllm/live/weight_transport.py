@@ -19,9 +19,9 @@ BACKENDS: dict[WeightTransport, str] = {"file": "swiftlite", "nccl": "swiftlite_
 
 _CPU = torch.device("cpu")
 _WHOLE_BUCKET = 1 << 62
-"""Limit in bytes of vLLM's buffer, which is allocated as large as its content, so that a bucket is one broadcast. A
-worker that rejects a tensor has then received the complete bucket; an error between two broadcasts would make this
-process hang."""
+"""Maximum bytes of vLLM's buffer, so large that each bucket is a single broadcast; only the size of the content is
+allocated. With several broadcasts, this process would hang if a worker rejects a tensor between two of them.
+"""
 
 
 class TransferClient(Protocol):
@@ -30,7 +30,7 @@ class TransferClient(Protocol):
     The first four are those of vLLM's own `VLLMWeightSyncClient`, so vLLM's senders accept this class too.
 
     Attributes:
-        part: model that receives the next transfer.
+        part: the model (target or draft) that receives the next transfer.
     """
 
     part: Part
@@ -56,7 +56,7 @@ class Transport(Protocol):
     device: torch.device
 
     def connect(self) -> None:
-        """Connect to the workers; a second call has no effect."""
+        """Connect to the workers; repeated calls have no effect."""
         ...
 
     def send(self, bucket: Bucket) -> None:
@@ -71,7 +71,7 @@ class Transport(Protocol):
 def make_transport(
     name: WeightTransport, client: TransferClient, num_workers: int, server: str = "127.0.0.1"
 ) -> Transport:
-    """Create the transport of that name to the workers of an engine.
+    """Create the transport `name` to the workers of an engine.
 
     Args:
         num_workers: number of processes of the engine that hold a part of the model.
@@ -93,7 +93,7 @@ def make_transport(
 
 
 class Files:
-    """Safetensors files in the temporary directory, which both sides can read."""
+    """Transport by safetensors files in the temporary directory, which trainer and workers can read."""
 
     device = _CPU
 
@@ -112,9 +112,9 @@ class Files:
 
 
 class Nccl:
-    """One broadcast per bucket, from this process's GPU to those of all workers, with vLLM's own sender.
+    """Transport by NCCL: one broadcast per bucket from this process's GPU to all workers, with vLLM's sender.
 
-    It hangs if a worker dies in the middle of a broadcast, as NCCL does.
+    As always with NCCL, this process hangs if a worker dies during a broadcast.
 
     Args:
         address: address of this machine, to which the workers connect.
@@ -151,7 +151,7 @@ class Nccl:
 
 
 class Ipc:
-    """A buffer on this process's GPU, from which the only worker copies; it uses the same GPU."""
+    """Transport by CUDA IPC: a buffer on this process's GPU, from which a single worker on the same GPU copies."""
 
     def __init__(self, client: TransferClient):
         self._client = client
@@ -179,15 +179,14 @@ class Ipc:
                     "buffer": as_plain_values(chunk.ipc_handle[gpu]),
                 }
             )
-        torch.cuda.ipc_collect()  # frees the buffer, which the worker no longer uses
+        torch.cuda.ipc_collect()  # frees the buffer
 
     def close(self) -> None:
         """Nothing is open."""
 
 
 class _WithinTransfer:
-    """A `TransferClient` for one bucket of a running transfer, for senders that treat a bucket as a complete
-    transfer."""
+    """A `TransferClient` for senders that treat each bucket of a transfer as a complete transfer."""
 
     def __init__(self, client: TransferClient):
         self.init_weight_transfer_engine = client.init_weight_transfer_engine
