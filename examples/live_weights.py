@@ -1,15 +1,17 @@
-"""Update a running vLLM while training: every EVERY steps it receives the current weights, trunk and heads in separate
-transfers, and reports how many drafts it accepts with them. There is no restart and no export.
+"""Update a running vLLM while training. Every EVERY steps vLLM receives the current weights (trunk and heads in separate
+transfers), and the script prints the share of drafts that vLLM accepts. vLLM is not restarted, and nothing is exported.
 
 Hardware: 2 CPU cores, 4 GB of memory; no GPU
 Time:     8 minutes
 Expect:   a line every 50 steps; the share of drafts accepted rises from about a third, with randomly
           initialized heads after one step, to nearly 0.9
 Before:   bash scripts/quickstart.sh --tiny && source .venv/bin/activate
-Run:      python examples/live_weights.py; further options are those of `swiftlite megatron sft`, and over two ranks
-          torchrun --nproc_per_node 2 examples/live_weights.py --pipeline_model_parallel_size 2
-          ENGINE=http://127.0.0.1:8000 sends them to a server: swiftlite deploy --model out/tiny/hf --live_weights
-          On GPUs, with 7 of 8 training: ENGINE_DEVICES=7 WEIGHT_TRANSPORT=nccl torchrun --nproc_per_node 7 ...
+Run:      python examples/live_weights.py [OPTION OF `swiftlite megatron sft` ...]
+          On two ranks: torchrun --nproc_per_node 2 examples/live_weights.py --pipeline_model_parallel_size 2
+          ENGINE=http://127.0.0.1:8000 sends the weights to this server, which must have been started with
+          swiftlite deploy --model out/tiny/hf --live_weights
+          On 8 GPUs, 7 for training and 1 for vLLM:
+          ENGINE_DEVICES=7 WEIGHT_TRANSPORT=nccl torchrun --nproc_per_node 7 ...
 """
 
 import os

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Train LoRA adapters for the linear layers of trunk and head, with frozen model weights. Export them twice: merged into
-# the weights, and as a PEFT directory that `infer --adapters` loads.
+# Train LoRA adapters for the linear layers of trunk and head, with frozen model weights. Export the adapters twice: merged
+# into the weights, and as a PEFT directory that `infer --adapters` loads.
 #
 # Hardware: 2 CPU cores, 2 GB of memory; no GPU
 # Time:     1 minute

