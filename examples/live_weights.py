@@ -1,4 +1,4 @@
-"""Update a running vLLM while training. Every EVERY steps vLLM receives the current weights (trunk and heads in separate
+"""Update a running vLLM while training. Every EVERY steps vLLM receives the new weights (trunk and heads in separate
 transfers), and the script prints the share of drafts that vLLM accepts. vLLM is not restarted, and nothing is exported.
 
 Hardware: 2 CPU cores, 4 GB of memory; no GPU
