@@ -1,2 +1,4 @@
-"""Turn data files into batches of tokens and labels, with numpy, torch and the tokenizer's library, without ranks or
-models."""
+"""Turn data files into batches of tokens and labels.
+
+Uses numpy, torch and the tokenizer's library, but no ranks or models.
+"""

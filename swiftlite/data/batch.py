@@ -1,8 +1,7 @@
-"""`Batch`: samples as tensors, side by side in padded rows or one after the other in a packed row, with labels shifted
-to where they are predicted.
+"""`Batch`: the tensors of a micro-batch, as padded rows of one sequence each, or as one packed row.
 
-A batch carries what each MTP depth sees and predicts as well, shifted here, inside each sequence and on whole rows:
-what comes later may cut the rows over context-parallel ranks.
+Labels are shifted to the positions where they are predicted. A batch also contains the tokens and labels of each MTP
+depth. They are shifted here, within each sequence and on whole rows, before rows are split over context-parallel ranks.
 
 Shape suffixes: K the trunk and each MTP depth, B rows of the micro-batch, S tokens of a row, N sequences of the
 micro-batch, I items of the micro-batch.
@@ -18,11 +17,13 @@ import torch
 from swiftlite.data.sample import IGNORED, Sample
 
 ITEM = "item"
-"""Name of the `Extra` that says which output of the model's tower each token is embedded as, from 0; -1 for tokens that
-have their own embedding (`model/tower.py`)."""
+"""Name of the `Extra` with the index (from 0) of the tower's output that replaces the embedding of each token; -1 for
+tokens that use their embedding (`model/tower.py`).
+"""
 AXES = "axes"
-"""Name of the `Extra` with the positions of each token along three axes: time, row and column of an image; of text,
-three times its position. A model with such positions gets them with every sample."""
+"""Name of the `Extra` with the positions of each token along three axes: time, row and column of an image. For text,
+all three are the token's position. Models with such positions require it in every sample.
+"""
 
 
 @dataclass(frozen=True)
@@ -30,19 +31,18 @@ class Extra:
     """A tensor that a training method adds to every batch, collated from `Sample.extras`.
 
     Attributes:
-        name: of the entry in `Sample.extras` and in `Batch.extras`.
-        dtype: of the tensor.
-        per: `sequence` gives one value for each sequence of the micro-batch, [N], whole on every context-parallel rank.
-            `label` gives one value for each label of the trunk, [B, S], shifted and cut as the labels are: the value of
-            token t of a sample is where token t is predicted.
-            `token` gives the value of each token that the trunk or an MTP depth sees, [K, *shape, B, S], shifted and
-            cut as the tokens are.
-            `item` gives the items of all sequences one after the other, [I, *shape], whole on every context-parallel
-            rank. A sequence has any number of them.
-        default: the value of sequences that have none, and of padding.
-        shape: of one value, of a token or an item; a number without.
-        counts: name of the extra whose items the values of tokens count, from 0 in each sequence; in a batch they count
-            on through the micro-batch. Negative values stay.
+        name: name of the entry in `Sample.extras` and in `Batch.extras`.
+        dtype: dtype of the tensor.
+        per: what a value belongs to. `sequence`: one value per sequence of the micro-batch, [N], not split over
+            context-parallel ranks. `label`: one value per label of the trunk, [B, S], shifted and split like labels;
+            the value of token t of a sample is at the position that predicts token t. `token`: one value per token that
+            the trunk or an MTP depth reads, [K, *shape, B, S], shifted and split like tokens. `item`: the concatenated
+            items of all sequences, [I, *shape], not split over context-parallel ranks; a sequence has any number of
+            items.
+        default: value for sequences without one, and for padding.
+        shape: shape of one value of a token or an item; empty for a number.
+        counts: name of the extra whose items the values of tokens are indices of. In a sample they count from 0, in a
+            batch over the whole micro-batch. Negative values are not changed.
     """
 
     name: str
@@ -70,7 +70,7 @@ def shift_left(tensor_BS: torch.Tensor, fill: float, cu_seqlens: torch.Tensor | 
 def ahead(
     tensor_BS: torch.Tensor, num_drafts: int, fill: float, cu_seqlens: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Stack the tensor with its shifts [K, B, S]: 0 for the trunk, k shifted by k tokens for MTP depth k."""
+    """Stack the tensor with its shifts, [K, B, S]: unshifted for the trunk, and shifted by k tokens for MTP depth k."""
     views = [tensor_BS]
     for _ in range(num_drafts):
         views.append(shift_left(views[-1], fill, cu_seqlens))
@@ -82,24 +82,24 @@ class Batch:
     """One micro-batch: padded rows of one sequence each, or one packed row [1, S].
 
     Attributes:
-        tokens_KBS: int64; for the trunk, the pad token after the end of a sequence. For depth k, the token k positions
-            later in the same row or packed sequence, and 0 past its end.
+        tokens_KBS: int64. For the trunk, the tokens, and the pad token after the end of a sequence. For depth k, the
+            token k positions later in the same row or packed sequence, and 0 past its end.
         labels_KBS: int64; `labels[k, b, s]` is the token at s + k + 1 of the same sequence; -100 if it is ignored or
             does not exist. `micro_batches.on_this_rank` keeps them on the host, where targets are counted.
-        loss_scale_KBS: float32; weight of `labels[k, b, s]`, 0 where that is -100.
+        loss_scale_KBS: float32; weight of `labels[k, b, s]` in the loss; 0 if the label is -100.
         position_ids_BS: int64; 0, 1, 2, ... in every sequence.
         sequence_KBS: int64; index in the micro-batch of the sequence that `tokens[k, b, s]` belongs to; -1 for padding
             and at the last k positions of each sequence, where there is no token.
-        num_tokens: tokens without padding.
+        num_tokens: number of tokens without padding.
         squares: sum of the squared lengths of the samples; with `num_tokens` it determines the cost of a step.
         cu_seqlens: int32 [N + 1], or [N + 2] if padding fills the row: the start of each sequence of a packed row
             including its padding, and S. It is on the host, because shapes depend on it, and describes the whole
             row even after the row was split over ranks. None: the rows are padded.
-        num_sequences: N, without sequences that are only padding.
+        num_sequences: N; sequences that are only padding do not count.
         extras: tensors of the training method by name, see `Extra`. The sequences of one sample are adjacent: for
             pairs, sequence 2p is the preferred answer of pair p and sequence 2p + 1 the rejected one.
         items: extras with one entry per item.
-        on_host: the same batch before it was moved to a device; None if it was not moved.
+        on_host: the batch before it was moved to a device; None if it was not moved.
     """
 
     tokens_KBS: torch.Tensor
@@ -117,7 +117,7 @@ class Batch:
 
     @property
     def axes_3BS(self) -> torch.Tensor | None:
-        """Positions of the trunk's tokens along three axes (`AXES`), int64; None if one axis is enough."""
+        """Positions of the trunk's tokens along three axes (`AXES`), int64; None if samples have no such positions."""
         axes_K3BS = self.extras.get(AXES)
         return None if axes_K3BS is None else axes_K3BS[0]
 
@@ -134,7 +134,7 @@ class Batch:
         )
 
     def map_per_sequence(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
-        """Return the batch with its tensors of one entry per sequence or item replaced."""
+        """Apply a function to the tensors with one entry per sequence or item."""
         items = {name: function(tensor) for name, tensor in self.items.items()}
         return replace(self, extras=self._map_extras(function, per_sequence=True), items=items)
 
@@ -156,12 +156,12 @@ def collate(
     pad_to_multiple_of: int = 1,
     extras: Sequence[Extra] = (),
 ) -> Batch:
-    """Return one row per sequence, padded to the longest, rounded up to a multiple.
+    """Return a batch with one row per sequence, padded to the longest sequence, rounded up to a multiple.
 
     Args:
-        sequences: none gives one row of padding.
-        pad_token_id: any token of the vocabulary; causal attention keeps samples from seeing what follows them.
-        pad_to_multiple_of: so that ranks can share rows by position (`plan.run.row_multiple_of`).
+        sequences: the sequences; an empty list gives one row of padding.
+        pad_token_id: any token of the vocabulary, because attention is causal and padding is at the end.
+        pad_to_multiple_of: multiple for the length of rows, so that ranks can split them (`plan.run.row_multiple_of`).
         extras: tensors that the training method adds.
     """
     num_rows = max(1, len(sequences))
@@ -181,19 +181,22 @@ def collate_packed(
     pad_to_multiple_of: int = 1,
     extras: Sequence[Extra] = (),
 ) -> Batch:
-    """Return one row of all sequences, each padded separately; the padding at the end of the row is one more sequence.
+    """Return a batch with one packed row of all sequences, each padded separately.
+
+    Padding at the end of the row is an additional sequence.
 
     Args:
-        sequences: none gives a row of padding.
-        pad_token_id: any token of the vocabulary; no other sequence sees it.
-        pad_each_to_multiple_of: so that context-parallel ranks can share each sequence
+        sequences: the sequences; an empty list gives a row of padding.
+        pad_token_id: any token of the vocabulary, because other sequences do not see padding.
+        pad_each_to_multiple_of: multiple for the length of each sequence, so that context-parallel ranks can split it
             (`plan.layout.sequence_multiple`).
-        pad_to_multiple_of: what the length of the row divides by, a multiple of the former
-            (`plan.run.row_multiple_of`).
+        pad_to_multiple_of: multiple for the length of the row (`plan.run.row_multiple_of`); itself a multiple of
+            `pad_each_to_multiple_of`.
         extras: tensors that the training method adds.
 
-    Example: sequences of 3 and 1 tokens, each padded to a multiple of 2, the row to one of 8. The sequences have 4, 2
-    and 2 tokens, the last of padding alone: `cu_seqlens` is 0, 4, 6, 8 and positions are 0, 1, 2, 3, 0, 1, 0, 1.
+    Example: sequences of 3 and 1 tokens are padded to a multiple of 2, and the row to a multiple of 8. The sequences of
+    the row have 4, 2 and 2 tokens; the last one is only padding. `cu_seqlens` is 0, 4, 6, 8, and positions are 0, 1, 2,
+    3, 0, 1, 0, 1.
     """
     assert pad_to_multiple_of % pad_each_to_multiple_of == 0
     lengths = [_round_up(len(sequence), pad_each_to_multiple_of) for sequence in sequences]
@@ -221,14 +224,14 @@ def _lay_out(
     extras: Sequence[Extra],
     cu_seqlens: torch.Tensor | None = None,
 ) -> Batch:
-    """Put each sequence at its start, counted over all rows one after the other, and padding around them."""
+    """Place each sequence at its start, an index into the concatenated rows, and fill the rest with padding."""
     num_tokens = position_ids_BS.numel()
     tokens = np.full(num_tokens, pad_token_id, np.int64)
     labels = np.full(num_tokens, IGNORED, np.int64)
     loss_scale = np.zeros(num_tokens, np.float32)
     numbers = np.full(num_tokens, -1, np.int64)
     is_idle = np.zeros(num_tokens, bool)
-    # A packed row may have one more start, for its padding; a batch of nothing has one row.
+    # A packed row may have one more start, for its padding; a batch without sequences has one row.
     for number, (start, sequence) in enumerate(zip(starts, sequences, strict=False)):
         here = slice(start, start + len(sequence))
         tokens[here] = sequence.input_ids
@@ -241,10 +244,10 @@ def _lay_out(
         """Return an array and its shifts, [1 + num_shifts, B, S]."""
         return ahead(torch.from_numpy(array).view_as(position_ids_BS), num_shifts, fill, cu_seqlens)
 
-    labels_KBS = rows(labels, num_drafts + 1, fill=IGNORED)[1:]  # the trunk itself predicts one token ahead
+    labels_KBS = rows(labels, num_drafts + 1, fill=IGNORED)[1:]  # the trunk predicts one token ahead
     loss_scale_KBS = rows(loss_scale, num_drafts + 1, fill=0)[1:]
     is_idle_BS = torch.from_numpy(is_idle).view_as(position_ids_BS)
-    # A token and its label at any depth belong to the same sequence, so one mask serves all depths.
+    # A token and its label at any depth belong to the same sequence, so all depths use one mask.
     labels_KBS[1:].masked_fill_(is_idle_BS, IGNORED)
     loss_scale_KBS[1:].masked_fill_(is_idle_BS, 0)
     tensors = {}
@@ -254,7 +257,7 @@ def _lay_out(
             tensors[extra.name] = torch.tensor(values, dtype=extra.dtype)
         elif extra.per == "label":
             per_token = _per_token(extra, sequences, starts, num_tokens)
-            # As the trunk's labels: one token ahead.
+            # One token ahead, like the labels of the trunk.
             tensors[extra.name] = rows(per_token, 1, fill=extra.default)[1].to(extra.dtype)
         elif extra.per == "token":
             per_token = _per_token(extra, sequences, starts, num_tokens)
@@ -275,9 +278,9 @@ def _lay_out(
 
 
 def _per_token(extra: Extra, sequences: Sequence[Sample], starts: Sequence[int], num_tokens: int) -> np.ndarray:
-    """Return the values of one extra, each at its own token: float64 [num_tokens, *shape]."""
+    """Return the unshifted values of one extra per token: float64 [num_tokens, *shape]."""
     values = np.full((num_tokens, *extra.shape), extra.default, np.float64)
-    num_items = 0  # of the sequences before
+    num_items = 0  # of previous sequences
     for start, sequence in zip(starts, sequences, strict=False):
         here = values[start : start + len(sequence)]
         here[:] = sequence.extras.get(extra.name, extra.default)

@@ -1,7 +1,7 @@
-"""Files to encoded training and held-out samples, with an account of every row: kept, bad, too long, not sampled.
+"""Read files into encoded training and held-out samples, and count all rows: kept, bad, too long, not sampled.
 
-Nothing here depends on ranks, on the number of processes or on time: the same files, options and seed give the same
-samples, whose `digest` ranks may compare.
+The result depends only on files, options and seed, and not on ranks or the number of processes. Ranks can compare its
+`digest`.
 """
 
 import operator
@@ -34,11 +34,11 @@ class Counts:
     dropped_too_long: int = 0
     not_sampled: int = 0
     truncated: int = 0
-    """Rows among the kept that were cut to --max_length."""
+    """Kept rows that were truncated to --max_length."""
     tokens: int = 0
     """Tokens of the kept rows."""
     trained_tokens: int = 0
-    """Tokens of the kept rows that are labels."""
+    """Tokens of the kept rows that are trained (have a label)."""
 
     def __add__(self, other: "Counts") -> "Counts":
         return Counts(*map(operator.add, astuple(self), astuple(other)))
@@ -54,14 +54,14 @@ class Counts:
 
 @dataclass
 class DataReport:
-    """The account of the data, for the log and the run report."""
+    """Counts of rows and remarks about the data, for the log and the run report."""
 
     files: dict[str, Counts] = field(default_factory=dict)
-    """By the file as the user named it, `#N` included."""
+    """Counts by file, as the user specified it, including `#N`."""
     train_samples: int = 0
     val_samples: int = 0
     bad_rows: list[str] = field(default_factory=list)
-    """`file:line: field: problem` of each row that --max_bad_rows allowed to be left out."""
+    """`file:line: field: problem` of each bad row that was dropped because --max_bad_rows allows it."""
     notes: list[str] = field(default_factory=list)
     """Options that the data could not satisfy."""
 
@@ -82,12 +82,13 @@ class DataReport:
 
 @dataclass(frozen=True)
 class Data:
-    """Encoded samples and what became of every row.
+    """Encoded samples, and counts of all rows.
 
     Attributes:
         train: training samples, in the order of the files.
         val: held-out samples.
-        val_conversations: the turns of each held-out row; `.prompt()` is what to ask, `.answer()` the reference.
+        val_conversations: the turns of each held-out row; `.prompt()` is the prompt and `.answer()` the reference
+            answer.
         report: counts.
         digest: sha256 over the training and held-out samples.
     """
@@ -115,18 +116,18 @@ def load_train_val(
     """Read, encode and split the data of a run.
 
     Args:
-        dataset: files, `FILE` or `FILE#N`; none where only the held-out ones are to be read.
-        val_dataset: held-out files; with them nothing is split off.
-        split_dataset_ratio: part of the kept rows of `dataset` held out; at least one row if there are two.
-        max_bad_rows: bad rows over all files that may be left out.
-        system: system prompt for rows that bring none.
-        num_proc: processes that tokenize; does not change the result.
-        seed: decides which rows are the `#N` samples, which are held out, and what is drawn by `interleave_prob`.
-        interleave_prob: share of each of `dataset`; unset: all rows of all of them. What is held out stays all.
-        offered: names of the command's options, so that errors name no other; those of `megatron sft` if not given.
+        dataset: training files, `FILE` or `FILE#N`; empty to read only held-out files.
+        val_dataset: held-out files; with them no rows of `dataset` are held out.
+        split_dataset_ratio: share of the kept rows of `dataset` that is held out; at least one row if there are two.
+        max_bad_rows: maximum number of bad rows over all files; they are dropped.
+        system: system prompt for rows without one.
+        num_proc: number of processes that tokenize; it does not change the result.
+        seed: seed for the sample of `#N`, for the held-out rows, and for `interleave_prob`.
+        interleave_prob: weight of each file of `dataset`; None: all rows of all files. Held-out rows are not affected.
+        offered: names of the command's options, so that errors only name these; default: those of `megatron sft`.
 
     Raises:
-        UserError: a file that cannot be read, more bad rows than allowed, no row left.
+        UserError: a file cannot be read, there are more bad rows than allowed, or no row is left.
     """
     report = DataReport()
     train_rows = _read(dataset, report, system, seed, parse=encoder.parse)
@@ -134,7 +135,7 @@ def load_train_val(
     conversations = train_rows.conversations + val_rows.conversations
     encoded = list(encode_all(encoder, conversations, num_proc))
     bad_rows = train_rows.bad_rows + val_rows.bad_rows + [row.bad for row in encoded if row.bad]
-    some_are_good = any(row.bad is None for row in encoded)  # otherwise no row is left without the bad ones
+    some_are_good = any(row.bad is None for row in encoded)  # otherwise the error is that no row is left
     _check_bad_rows(bad_rows, max_bad_rows, some_are_good and _is_offered("max_bad_rows", offered))
     report.bad_rows = [str(bad) for bad in bad_rows]
     if encoder.truncation_strategy == "error":
@@ -168,15 +169,15 @@ def _is_offered(option: str, offered: Collection[str] | None) -> bool:
 def load_prompts(
     files: Sequence[str], *, system: str | None = None, seed: int = 42, max_bad_rows: int | None = None
 ) -> list[Conversation]:
-    """Read conversations to ask a model, from rows with or without an answer.
+    """Read conversations to be completed by a model, from rows with or without an answer.
 
-    `.prompt()` leaves the last assistant turn out, `.answer()` is its text.
+    `.prompt()` of a conversation omits the last assistant turn, and `.answer()` is the text of this turn.
 
     Args:
-        max_bad_rows: bad rows that may be left out; each is logged. None: the command has no such option.
+        max_bad_rows: maximum number of bad rows, which are dropped and logged. None: the command has no such option.
 
-    Raises:
-        UserError: a file that cannot be read, more bad rows than allowed.
+        Raises:
+            UserError: a file cannot be read, or there are more bad rows than allowed.
     """
     rows = _read(files, DataReport(), system, seed, parse=partial(parse_row, needs_answer=False))
     can_be_left_out = max_bad_rows is not None and len(rows.conversations) > 0
@@ -203,7 +204,7 @@ def split(num_samples: int, ratio: float, seed: int) -> np.ndarray:
 
 @dataclass
 class _Rows:
-    specs: list[str] = field(default_factory=list)  # the file each conversation came from
+    specs: list[str] = field(default_factory=list)  # the file of each conversation
     conversations: list[Conversation] = field(default_factory=list)
     bad_rows: list[BadRow] = field(default_factory=list)
 
@@ -216,13 +217,13 @@ def _read(
     parse: RowParser,
 ) -> _Rows:
     rows = _Rows()
-    files = [(spec, find_rows(spec)) for spec in specs]  # a misspelt last name shows before the first file is read
+    files = [(spec, find_rows(spec)) for spec in specs]  # reports a missing last file before the first one is read
     for spec, file in files:
         read = read_rows(file, system=system, parse=parse, seed=seed)
         rows.specs += [spec] * len(read.conversations)
         rows.conversations += read.conversations
         rows.bad_rows += read.bad_rows
-        counts = report.files.setdefault(spec, Counts())  # a file given twice has one entry, for both
+        counts = report.files.setdefault(spec, Counts())  # one entry for a file that is given twice
         counts.rows += read.num_rows
         counts.dropped_bad += len(read.bad_rows)
         counts.not_sampled += read.num_not_sampled
@@ -235,7 +236,7 @@ def _count_rows(specs: Sequence[str], encoded: Sequence[Encoded], left_out: set[
     """Add each row to the counts of its file.
 
     Args:
-        left_out: numbers of the rows that `--interleave_prob` does not draw.
+        left_out: indices of the rows that `--interleave_prob` does not draw.
     """
     for number, (spec, row) in enumerate(zip(specs, encoded, strict=True)):
         if number in left_out:
@@ -245,7 +246,7 @@ def _count_rows(specs: Sequence[str], encoded: Sequence[Encoded], left_out: set[
 
 
 def _count(row: Encoded, counts: Counts) -> None:
-    """Add an encoded row to its file's counts, whose `rows` already include it."""
+    """Add an encoded row to its file's counts; `rows` already includes it."""
     if row.bad is not None:
         counts.dropped_bad += 1
     elif not row.samples:
@@ -296,9 +297,9 @@ def _check_lengths(encoded: list[Encoded], max_length: int) -> None:
 
 
 class _Kept(NamedTuple):
-    """A row that is left, and its samples."""
+    """A kept row and its samples."""
 
-    number: int  # among the rows of its kind, to train on or held out
+    number: int  # index among training rows, or among held-out rows
     spec: str
     conversation: Conversation
     samples: tuple[Sample, ...]
@@ -307,7 +308,7 @@ class _Kept(NamedTuple):
 def _kept(
     rows: _Rows, encoded: list[Encoded], flag: str, encoder: Encoder, offered: Collection[str] | None
 ) -> list[_Kept]:
-    """Return the remaining rows, at least one."""
+    """Return the kept rows; raise UserError if there is none."""
     kept = []
     for number, (spec, conversation, row) in enumerate(zip(rows.specs, rows.conversations, encoded, strict=True)):
         if row.samples:
@@ -342,7 +343,7 @@ def _hold_out(rows: list[_Kept], ratio: float, seed: int, report: DataReport) ->
 
 
 def _build_data(train: Sequence[_Kept], val: Sequence[_Kept], report: DataReport) -> Data:
-    """Build the data of these rows, and log the report."""
+    """Create `Data` from these rows, and log the report."""
     samples = list(chain.from_iterable(row.samples for row in train))
     val_samples = list(chain.from_iterable(row.samples for row in val))
     report.train_samples = len(samples)
@@ -353,7 +354,7 @@ def _build_data(train: Sequence[_Kept], val: Sequence[_Kept], report: DataReport
 
 
 def _draw(rows: Sequence[_Kept], files: Sequence[str], mixture: Mixture) -> list[_Kept]:
-    """Return the rows that the mixture draws from the files, in that order."""
+    """Return the rows that the mixture draws from the files, in the order of drawing."""
     by_file: dict[str, list[_Kept]] = {file: [] for file in files}
     for row in rows:
         by_file[row.spec].append(row)

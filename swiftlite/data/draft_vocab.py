@@ -12,11 +12,11 @@ from swiftlite.log import logger
 
 @dataclass(frozen=True)
 class DraftVocab:
-    """A choice of tokens, and how many of the counted ones it has.
+    """Selected tokens, and the share of the counted labels that they cover.
 
     Attributes:
-        ids: in ascending order.
-        coverage: share of the counted tokens that are among them, 0 to 1.
+        ids: token ids in ascending order.
+        coverage: share of the counted labels that are among the ids, from 0 to 1.
     """
 
     ids: tuple[int, ...]
@@ -24,11 +24,11 @@ class DraftVocab:
 
 
 def choose(counts_V: np.ndarray, size: int) -> DraftVocab:
-    """Return the tokens with the highest counts; of equal ones those with the lowest ids.
+    """Return the tokens with the highest counts; for equal counts, those with the lowest ids.
 
     Args:
-        counts_V: how often each token of the vocabulary is to be said.
-        size: how many to choose.
+        counts_V: count of each token of the vocabulary.
+        size: number of tokens to select.
     """
     order = np.argsort(-counts_V, kind="stable")[:size]
     return DraftVocab(tuple(sorted(order.tolist())), covered(counts_V, order))
@@ -47,15 +47,15 @@ def count(labels: Iterable[np.ndarray], vocab_size: int) -> np.ndarray:
 
 
 def covered(counts_V: np.ndarray, ids: Sequence[int] | np.ndarray) -> float:
-    """Share of the counted tokens that are among `ids`, 0 to 1."""
+    """Return the share of the counted labels that are among `ids`, from 0 to 1."""
     return float(counts_V[np.asarray(ids)].sum() / max(1, counts_V.sum()))
 
 
 def choose_from(data: Data, size: int, vocab_size: int, num_ranks: int = 1) -> tuple[int, ...]:
-    """Return the `size` most frequent labels of the training rows, and log the share that they cover.
+    """Return the `size` most frequent labels of the training rows, and log their coverage.
 
     Args:
-        num_ranks: tensor-parallel ranks, which share the vocabulary evenly.
+        num_ranks: number of tensor-parallel ranks, which split the vocabulary evenly.
 
     Raises:
         UserError: a tensor-parallel rank holds none of these tokens.

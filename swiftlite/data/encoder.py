@@ -1,4 +1,4 @@
-"""Rows to samples: what encoding a row depends on, and the processes that share the work."""
+"""Encode rows as samples, in several processes."""
 
 import multiprocessing
 from collections.abc import Iterator, Sequence
@@ -23,8 +23,8 @@ from swiftlite.errors import UserError
 class Encoded:
     """The result of encoding one row; without samples and without `bad` it is too long."""
 
-    length: int = 0  # before truncation; of a pair, of its longer answer
-    samples: tuple[Sample, ...] = ()  # several where a long row is split
+    length: int = 0  # before truncation; for a pair, with the longer answer
+    samples: tuple[Sample, ...] = ()  # several if a long row is split
     bad: BadRow | None = None
     source: str = ""
     special_token: str = ""
@@ -32,12 +32,12 @@ class Encoded:
 
 
 class Encoder(Protocol):
-    """Everything that encoding one row depends on; travels to the worker processes once.
+    """Encodes rows as samples. It is sent to each worker process once, with everything that a result depends on.
 
     Attributes:
-        parse: parses the rows that it encodes.
-        max_length: in tokens.
-        truncation_strategy: for rows over `max_length`. A row that keeps no label is too long.
+        parse: function that parses the rows.
+        max_length: maximum length of a sample in tokens.
+        truncation_strategy: treatment of longer rows. A row without labels after truncation counts as too long.
     """
 
     @property
@@ -51,7 +51,7 @@ class Encoder(Protocol):
 
 @dataclass(frozen=True)
 class ConversationEncoder:
-    """An `Encoder` of conversations, by the tokenizer's chat template."""
+    """An `Encoder` of conversations with the tokenizer's chat template."""
 
     template: ChatTemplate
     max_length: int
@@ -79,10 +79,10 @@ class ConversationEncoder:
         return (sample.with_extras(**row.extras),)
 
     def _answers(self, row: Conversation) -> list[Sample]:
-        """Return the sample of the row, or both of a pair.
+        """Return the sample of a row, or the two samples of a pair.
 
         Raises:
-            RowError: as `ChatTemplate.encode`; the answers of a pair are equal as tokens.
+            RowError: see `ChatTemplate.encode`; or the answers of a pair have the same tokens.
         """
         answers = [self.template.encode(row)]
         if row.rejected is not None:
@@ -102,7 +102,7 @@ class DocumentEncoder:
     """An `Encoder` of documents without a template; a long document gives several samples.
 
     Attributes:
-        tokenizer: encodes a document like any text, with its beginning-of-text token if it has one.
+        tokenizer: encodes a document as plain text, with the beginning-of-text token if it has one.
         vocab_size: number of tokens in the model's embedding.
         append_eos: whether to append the tokenizer's eos token to each document.
 
@@ -155,10 +155,10 @@ class DocumentEncoder:
 
 
 def split(document: Sample, max_length: int) -> tuple[Sample, ...]:
-    """Split a document into pieces of at most `max_length` tokens; each starts with the last token of the previous
-    piece.
+    """Split a document into pieces of at most `max_length` tokens, which overlap by one token.
 
-    Every token except the first of the document is therefore a label exactly once.
+    Each piece starts with the last token of the previous piece. Every token except the first of the document is
+    therefore a label exactly once.
 
     Example: tokens `a b c d e f` in pieces of 3 are `a b c`, `c d e`, `e f`, with labels `b c`, `d e`, `f`.
 
@@ -178,7 +178,7 @@ def special_token_note(row: Encoded) -> str:
     return f"{row.source} has {row.special_token}: {becomes}"
 
 
-_encoder: Encoder | None = None  # in a worker process, where `_start_worker` puts it
+_encoder: Encoder | None = None  # set by `_start_worker` in a worker process
 
 
 def _start_worker(encoder: Encoder) -> None:

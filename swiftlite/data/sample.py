@@ -1,4 +1,4 @@
-"""`Sample`: one conversation as tokens, labels and weights. Plain numpy, so that workers need no torch."""
+"""`Sample`: one conversation as numpy arrays of tokens, labels and weights. Does not import torch."""
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 
 IGNORED = -100
-"""Label of a token that does not train; torch's cross entropy skips it."""
+"""Label of a token that is not trained; torch's cross entropy ignores it."""
 
 
 @dataclass(frozen=True)
@@ -17,16 +17,16 @@ class Sample:
 
     Attributes:
         input_ids: int32.
-        labels: int32; the token itself where it trains (NOT shifted), `IGNORED` elsewhere and at position 0, which
-            nothing predicts.
-        loss_scale: float32; what the label weighs in the loss, 0 where it is ignored.
+        labels: int32; the token itself if it is trained (NOT shifted), otherwise `IGNORED`. Position 0 is always
+            ignored, because nothing predicts it.
+        loss_scale: float32; weight of the label in the loss, 0 if it is ignored.
         source: `file:line`.
-        channel: the row's own name for its domain.
-        trains_heads: whether MTP heads learn from it; they do not imitate a rejected answer.
-        others: sequences that stay with this one, such as the rejected answer of a pair; they count as one sample.
+        channel: name of the row's domain.
+        trains_heads: whether MTP heads are trained on it; they do not imitate rejected answers.
+        others: further sequences of the sample, such as the rejected answer of a pair.
         companion: a sequence that is scored in separate micro-batches and not trained on (`rated.py`).
-        extras: values of the training method, by the names that it declares (`batch.Extra`): a number, an array of one
-            entry per token, or a tuple of items, which are not cut with the tokens.
+        extras: values for the training method, by the name of their `batch.Extra`: a number, an array with one entry
+            per token, or a tuple of items, which truncation does not shorten.
     """
 
     input_ids: np.ndarray
@@ -44,7 +44,7 @@ class Sample:
 
     @property
     def sequences(self) -> "list[Sample]":
-        """All sequences of the sample: itself and `others`; of a pair, the preferred answer first."""
+        """All sequences of the sample: itself and `others`. In a pair, the preferred answer is first."""
         return [self, *self.others]
 
     @property
@@ -62,7 +62,7 @@ def make_sample(
     source: str = "",
     channel: str | None = None,
 ) -> Sample:
-    """Make a sample whose labels follow from the weights: a token trains if its weight is above 0."""
+    """Create a sample in which tokens with a weight above 0 are trained."""
     ids = np.asarray(input_ids, dtype=np.int32)
     loss_scale = np.array(weights, dtype=np.float32)
     loss_scale[:1] = 0
@@ -70,12 +70,12 @@ def make_sample(
 
 
 def join(sequences: Sequence[Sample]) -> Sample:
-    """Return one sample of all these sequences."""
+    """Combine sequences into one sample."""
     return replace(sequences[0], others=tuple(sequences[1:]))
 
 
 def truncate(sample: Sample, max_length: int, strategy: Literal["left", "right"]) -> Sample:
-    """Cut to `max_length` tokens: `left` loses the beginning, `right` the end. May leave no label."""
+    """Truncate to `max_length` tokens at the beginning (`left`) or the end (`right`). The result can have no label."""
     if len(sample) <= max_length:
         return sample
     kept = slice(max_length)
@@ -91,8 +91,7 @@ def truncate(sample: Sample, max_length: int, strategy: Literal["left", "right"]
 
 
 def digest(samples: Iterable[Sample]) -> str:
-    """Compute the sha256 over tokens, labels and weights in order: equal on two ranks only if they train on the same
-    data."""
+    """Compute the sha256 over tokens, labels and weights in order, to compare the data of ranks."""
     sha = hashlib.sha256()
     for sample in samples:
         for sequence in sample.sequences:

@@ -1,7 +1,7 @@
 """Limit the memory of chat templates, which are untrusted programs.
 
-jinja2's sandbox denies access to Python, files and the network; this module limits memory. Time is not limited: a loop
-may run forever. Rows of `--streaming` are rendered in the training process, without a memory limit.
+jinja2's sandbox denies access to Python, files and the network; this module limits memory. Time is not limited, so a
+template can run forever. With `--streaming`, rows are rendered in the training process without a memory limit.
 """
 
 import os
@@ -15,7 +15,7 @@ from swiftlite.data.rows.conversation import RowError
 from swiftlite.errors import clip
 
 MAX_MEGABYTES = 1000
-"""Memory limit of a template; a conversation of ten million characters needs less than a tenth of it."""
+"""Memory limit of a template in MB; a conversation of ten million characters needs less than a tenth of it."""
 MAX_CHARACTERS = 10_000_000
 """Maximum length of a conversation. Tokenizing takes up to 500 bytes per character."""
 
@@ -34,7 +34,7 @@ def running_the_template() -> Iterator[None]:
         problem = f"the chat template requires more than {MAX_MEGABYTES} MB of memory"
         raise RowError("messages", problem, "read the template before you use this model") from None
     except Exception as error:
-        # On one line, so that the template cannot forge log lines.
+        # On a single line, so that a template cannot forge log lines.
         problem = " ".join(str(error).split()) or type(error).__name__
         raise RowError("messages", f"the chat template fails: {clip(problem, 200)}") from None
 
@@ -51,7 +51,7 @@ def check_length(text: str) -> None:
 
 
 def run_templates_unbounded() -> None:
-    """Disable the limit in this thread, because its process trains and the limit would apply to training as well."""
+    """Disable the limit in this thread, because it would also apply to the training in the same process."""
     _thread.is_unbounded = True
 
 
@@ -59,9 +59,8 @@ def run_templates_unbounded() -> None:
 def _bounded_memory(num_bytes: int) -> Iterator[None]:
     """Limit the additional memory of this process; exceeding it raises a MemoryError.
 
-    The limit is the kernel's, because no hook of jinja2 covers 'a' * n, 'a'.center(n), '%99999d' % 1, x ~ x ~ x ...
-    Only Linux enforces it and reports the memory of a process. All threads share one limit, which the last thread to
-    leave removes.
+    The kernel enforces the limit, because no hook of jinja2 covers 'a' * n, 'a'.center(n), '%99999d' % 1, x ~ x ~ x ...
+    It works only on Linux. All threads share one limit, which the last thread that leaves the context removes.
     """
     if sys.platform != "linux" or getattr(_thread, "is_unbounded", False):
         yield
@@ -87,9 +86,9 @@ class _Limit:
             if not self._num_inside:
                 self._before = resource.getrlimit(resource.RLIMIT_AS)
                 self._limit = 0
-            # Each new thread takes address space, so the limit is raised for threads that enter later.
+            # Each new thread uses address space, so the limit is raised for threads that enter later.
             self._limit = max(self._limit, _address_space() + num_bytes)
-            # The user's own limit (`ulimit -v`) may be lower.
+            # The user's limit (`ulimit -v`) can be lower.
             bounds = (self._limit, *self._before)
             lowest = min(bound for bound in bounds if bound != resource.RLIM_INFINITY)
             resource.setrlimit(resource.RLIMIT_AS, (lowest, self._before[1]))
@@ -107,7 +106,10 @@ _limit = _Limit()
 
 
 def _address_space() -> int:
-    """Return the bytes that count towards RLIMIT_AS. Called several times per row; `open` would take 10 us longer."""
+    """Return the bytes that count towards RLIMIT_AS.
+
+    This is called several times per row, so it does not use `open`, which would take 10 us longer.
+    """
     file = os.open("/proc/self/statm", os.O_RDONLY)
     try:
         pages, _, _ = os.read(file, 100).partition(b" ")

@@ -1,8 +1,8 @@
-"""Conversations to tokens and labels, through the tokenizer's own chat template.
+"""Convert conversations to tokens and labels with the tokenizer's chat template.
 
-The whole conversation is rendered once. The characters of each assistant turn are found in that text by the template's
-`{% generation %}` blocks where it has them, else by what the text gains when the turn is added; the text is tokenized
-once, and tokens inside a trained turn become labels. What cannot be located exactly is refused, never guessed.
+The whole conversation is rendered once. Each assistant turn is located in the text by the template's `{% generation %}`
+blocks. Without these blocks, it is the text that is added by rendering the turn. The text is tokenized once, and the
+tokens of trained turns become labels. If a turn cannot be located exactly, an error is raised.
 """
 
 import bisect
@@ -28,7 +28,7 @@ Tools = list[Any]  # JSON schemas; Any because transformers declares an invarian
 Span = tuple[int, int]
 
 KNOWN_TAILS = 64
-"""Number of texts kept. Without a special token, the text before every answer is different."""
+"""Maximum size of a cache of texts. If a template has no special tokens, the text before every answer is different."""
 MARK = "@@swiftlite marks this turn@@"
 GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 OTHER_WAYS = 'use --loss_scale last_round to train on the last answer only, or give that turn "loss": false'
@@ -38,11 +38,11 @@ def load_tokenizer(hf_dir: str | Path, trust_remote_code: bool = False) -> PreTr
     """Load the tokenizer of a model's directory.
 
     Raises:
-        UserError: it has none (transformers would make an empty one up), or one that cannot be read.
+        UserError: the tokenizer is missing (transformers would create an empty one) or cannot be read.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(hf_dir, trust_remote_code=trust_remote_code)
-    except Exception as error:  # of a dozen kinds, among them bare Exception from the library in Rust
+    except Exception as error:  # many kinds, including plain Exception from the Rust library
         if str(error) == _config_problem(hf_dir, trust_remote_code):
             problem = " ".join(str(error).split())
             path = Path(hf_dir) / "config.json"
@@ -61,7 +61,7 @@ def _config_problem(hf_dir: str | Path, trust_remote_code: bool) -> str:
     """Return transformers' error about config.json, which it reads before a tokenizer; empty without an error."""
     try:
         AutoConfig.from_pretrained(hf_dir, trust_remote_code=trust_remote_code)
-    except Exception as error:  # as many kinds
+    except Exception as error:  # as above
         return str(error)
     return ""
 
@@ -73,14 +73,14 @@ def special_tokens_of(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
 
 
 def check_ids(ids: list[int], tokenizer: PreTrainedTokenizerBase, vocab_size: int | None, field: str) -> None:
-    """Check that the model has an embedding of every token.
+    """Check that the model has an embedding for every token.
 
     Args:
-        vocab_size: of the model; None looks at nothing.
-        field: of the row, for the message.
+        vocab_size: number of embeddings; None disables the check.
+        field: field of the row, for the error.
 
     Raises:
-        RowError: it does not.
+        RowError: a token has no embedding.
     """
     largest = max(ids, default=0)
     if vocab_size is not None and largest >= vocab_size:
@@ -94,15 +94,17 @@ def check_ids(ids: list[int], tokenizer: PreTrainedTokenizerBase, vocab_size: in
 
 
 class ChatTemplate:
-    """A tokenizer's chat template, for training (`encode`) and for asking (`encode_prompt`).
+    """A tokenizer's chat template, for training (`encode`) and for prompts (`encode_prompt`).
 
     Args:
-        tokenizer: any transformers tokenizer; one without offsets (not "fast") is tokenized piece by piece.
+        tokenizer: any transformers tokenizer; with one without offsets (not "fast"), the pieces of a text are tokenized
+            separately.
         loss_scale: `default` trains every assistant turn, `last_round` those after the last user turn, `all` every
             token.
-        vocab_size: number of tokens with an embedding; unset: not checked.
+        vocab_size: number of tokens with an embedding; None disables the check.
+
     Raises:
-        UserError: the tokenizer has no chat template, or one that does not render a plain exchange.
+        UserError: the tokenizer has no chat template, or the template cannot render a user and an assistant turn.
     """
 
     def __init__(
@@ -124,23 +126,24 @@ class ChatTemplate:
         self._turn_end = found or str(tokenizer.eos_token or "")
 
     def encode_prompt(self, messages: list[Message], tools: Tools | None = None) -> list[int]:
-        """Return the tokens of a prompt, which `encode` puts before the answer to the same turns.
+        """Return the tokens of a prompt, the same as before the answer in `encode`.
 
-        (Unless an earlier answer shares a token with the text around it; that needs a template without special tokens.)
+        The only exception: in a template without special tokens, an earlier answer can share a token with the
+        surrounding text.
 
         Raises:
-            RowError: the template refuses these turns; a token that the model does not have.
+            RowError: the template does not support these turns, or a token has no embedding.
         """
         ids = self._ids(self._render(messages, tools, add_generation_prompt=True))
         check_ids(ids, self.tokenizer, self._vocab_size, "messages")
         return ids
 
     def special_token_in(self, conversation: Conversation) -> str:
-        """Return a special token in the text of a message, such as `<|im_end|>` in a text about templates; empty if
-        none.
+        """Return a special token in the text of a message, such as `<|im_end|>` in a text about templates; "" if none.
 
-        Like transformers, the tokenizer encodes it as the special token, so the text after it may look like another
-        turn."""
+        The tokenizer encodes it as the special token, as in transformers, so the model can read the following text as
+        another turn.
+        """
         for message in conversation.messages:
             for text in (message["content"], message.get("reasoning_content", "")):
                 if found := self._special_tokens.search(text):
@@ -149,21 +152,21 @@ class ChatTemplate:
 
     @property
     def end_token_id(self) -> int | None:
-        """The token that ends the assistant's turns, if it is one; a base model's eos token is often another."""
+        """The token that ends assistant turns, which is not always the eos token; None if it is not a single token."""
         ids = self._ids(self._turn_end)
         if len(ids) != 1:
             return None
         return ids[0]
 
     def encode(self, conversation: Conversation) -> Sample:
-        """Encode a conversation that ends with the assistant's turn: its tokens, labels and weights.
+        """Encode a conversation that ends with an assistant turn: its tokens, labels and weights.
 
-        The end-of-turn token trains with its turn. Where a template ends turns by nothing, the tokenizer's eos token
-        is put after the last one, or the model would never learn to stop.
+        The end-of-turn token is trained with its turn. If a template does not end turns with a token, the tokenizer's
+        eos token is appended to the last turn, so that the model learns to stop.
 
         Raises:
-            RowError: the template refuses or changes these turns, or a trained turn cannot be located exactly; a token
-                that the model does not have.
+            RowError: the template does not support or changes these turns, a trained turn cannot be located exactly, or
+                a token has no embedding.
         """
         messages = conversation.messages
         text = self._render(messages, conversation.tools)
@@ -203,7 +206,7 @@ class ChatTemplate:
         return text
 
     def _find_turn_end(self) -> str:
-        """Return the template's text after an assistant's answer, such as `<|im_end|>`, without white space."""
+        """Return the text that the template adds after an assistant turn, such as `<|im_end|>`, without white space."""
         try:
             text = self._render([{"role": "user", "content": "a"}, {"role": "assistant", "content": MARK}], None)
         except RowError as error:
@@ -217,7 +220,7 @@ class ChatTemplate:
         return end.rstrip()
 
     def _check_complete(self, conversation: Conversation, text: str) -> None:
-        """Check what templates drop silently: system turns, tools and calls."""
+        """Check that the text contains what templates can silently drop: system turns, tools and tool calls."""
         for i, message in enumerate(conversation.messages):
             role = message["role"]
             if role in ("system", "user") and message["content"].strip() not in text:
@@ -231,10 +234,10 @@ class ChatTemplate:
             if isinstance(name, str) and name not in text:
                 raise RowError(f"tools[{i}]", "the chat template does not render tools")
 
-    # Which characters train
+    # Selecting trained characters
 
     def _turn_weights(self, conversation: Conversation) -> dict[int, float]:
-        """Return the index of each assistant turn that may train, and its weight."""
+        """Return the weights of the assistant turns that are trained, by index."""
         messages = conversation.messages
         given = conversation.weights or [1.0] * len(messages)
         first = 0
@@ -243,20 +246,21 @@ class ChatTemplate:
         return {i: given[i] for i in range(first, len(messages)) if messages[i]["role"] == "assistant"}
 
     def _locate(self, conversation: Conversation, turns: list[int], text: str) -> list[Span]:
-        """Return the characters of the given turns in the text."""
+        """Return the character spans of the given turns in the text."""
         if not turns:
             return []
         messages = conversation.messages
         tools = conversation.tools
         blocks = self._generation_blocks(messages, tools)
         assistants = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        if len(blocks) == len(assistants):  # else a template marks only some kinds of turn
+        if len(blocks) == len(assistants):  # otherwise the template marks only some turns
             return [blocks[assistants.index(turn)] for turn in turns]
         return [self._turn_span(messages, tools, turn, text) for turn in turns]
 
     def _generation_blocks(self, messages: list[Message], tools: Tools | None) -> list[Span]:
-        # Below apply_chat_template, because its return_assistant_tokens_mask rounds blocks to whole tokens (a token
-        # shared with the prompt would train) and gives up on a block that starts with a space (transformers 5.19).
+        # A lower-level function than apply_chat_template, whose return_assistant_tokens_mask rounds blocks to whole
+        # tokens (a token shared with the prompt would be trained) and fails for a block that starts with a space
+        # (transformers 5.19).
         template = self.tokenizer.get_chat_template(None, tools)
         if not GENERATION_BLOCK.search(template):
             return []
@@ -268,7 +272,7 @@ class ChatTemplate:
         return [(int(start), int(end)) for start, end in blocks[0]]
 
     def _turn_span(self, messages: list[Message], tools: Tools | None, turn: int, text: str) -> Span:
-        """Return the text between the prompt that asks for this turn and the rest of the conversation."""
+        """Return the span between the prompt before this turn and the rest of the conversation."""
         where = f"messages[{turn}]"
         prompt = self._render(messages[:turn], tools, add_generation_prompt=True)
         if not text.startswith(prompt):
@@ -285,8 +289,8 @@ class ChatTemplate:
         so_far = self._render(messages[: turn + 1], tools)
         if text.startswith(so_far):
             return len(prompt), len(so_far)
-        # Qwen3 and its like write the last turn otherwise than earlier ones. The rest of the conversation is then found
-        # by rendering it after a turn whose end is known.
+        # Templates such as Qwen3's render the last turn differently from earlier turns. Then the rest of the
+        # conversation is found by rendering it after a turn with a known end.
         marked = [*messages[:turn], {"role": "assistant", "content": MARK}, *messages[turn + 1 :]]
         try:
             rest = self._render(marked, tools).partition(MARK)[2]
@@ -298,21 +302,21 @@ class ChatTemplate:
         return len(prompt), end
 
     def _trim(self, text: str, span: Span) -> Span:
-        """End a turn right after its end-of-turn token: nothing generated follows that."""
+        """End a span directly after its end-of-turn token, because nothing is generated after it."""
         start, end = span
         end = start + len(text[start:end].rstrip())
         if self._turn_end and not text.endswith(self._turn_end, start, end) and text.startswith(self._turn_end, end):
             end += len(self._turn_end)
         return start, end
 
-    # Which tokens train
+    # Selecting trained tokens
 
     def _tokenize(self, text: str, spans: list[Span], names: list[str]) -> tuple[list[int], list[Span]]:
-        """Tokenize the text, and return which tokens each span is.
+        """Tokenize the text, and return the range of tokens of each span.
 
-        The text is tokenized whole where that leaves the borders of spans between tokens, and the prompt of the last
-        span the tokens it has alone, as an engine will see it. Else it is cut there, which is what a model does that
-        continues a prompt.
+        The text is tokenized as a whole if no token crosses the border of a span, and the prompt of the last span has
+        the same tokens as without the answer, as in an engine. Otherwise, the text is split at the borders and the
+        pieces are tokenized separately, as when a model continues a prompt.
         """
         if self.tokenizer.is_fast:
             tokens = self._tokenize_pieces(text, set())
@@ -339,7 +343,7 @@ class ChatTemplate:
         return tokens.ids, ranges
 
     def _tokenize_pieces(self, text: str, cuts: set[int]) -> "_Tokens":
-        """Tokenize the text, cut at these places, each piece separately."""
+        """Split the text at these positions, and tokenize each piece separately."""
         tokens = _Tokens([], [], {})
         is_fast = bool(self.tokenizer.is_fast)
         inner_cuts = sorted(cuts - {0, len(text)})
@@ -355,7 +359,7 @@ class ChatTemplate:
         return tokens
 
     def _token_range(self, tokens: "_Tokens", text: str, span: Span) -> Span | None:
-        """Return the tokens of this span; None if one lies across its border, since they would decode to other text."""
+        """Return the range of tokens of a span; None if a token crosses its border."""
         start, end = span
         first = tokens.index(start)
         last = tokens.index(end)
@@ -364,11 +368,11 @@ class ChatTemplate:
         return first, last
 
     def _prompt_stands_alone(self, tokens: "_Tokens", text: str, end: int) -> bool:
-        """Return whether the tokens before `end` are those of that text alone.
+        """Return whether the tokens before `end` are the same as without the text after `end`.
 
-        They are not when the next character decides how white space is grouped: GPT-2 keeps two newlines together at
-        the end of a text, but not before a word. Special tokens divide a text, so the tokens from the last one on are
-        enough: `<|im_start|>assistant\\n` of a long conversation.
+        They can differ if the next character affects the grouping of white space: GPT-2 encodes two newlines as one
+        token at the end of a text, but not before a word. Special tokens separate the parts of a text, so only the
+        text from the last special token on is compared, such as `<|im_start|>assistant\\n`.
         """
         num_before = tokens.index(end)
         special = (i for i in reversed(range(num_before)) if tokens.ids[i] in self._added_tokens)
@@ -379,19 +383,19 @@ class ChatTemplate:
         if tail not in self._known_tails:
             if len(self._known_tails) == KNOWN_TAILS:
                 del self._known_tails[next(iter(self._known_tails))]
-            self._known_tails[tail] = self._ids(tail)  # nearly always the one header of the assistant's turns
+            self._known_tails[tail] = self._ids(tail)  # usually the header of assistant turns
         return self._known_tails[tail] == found
 
     def _gives_back(self, ids: list[int], first: int, last: int, text: str) -> bool:
         decoded = self._decode(ids[first:last])
         if decoded == text:
             return True
-        # SentencePiece decoders drop a leading space at the start of a text.
+        # SentencePiece decoders drop a space at the start of a text.
         before = max(0, first - 1)
         if self._decode(ids[before:last]) == self._decode(ids[before:first]) + text:
             return True
-        # Some tokenizers change text for good, such as Qwen2's, which composes accents: then the turn must be what the
-        # tokenizer makes of this text alone, and white space and composition all that has changed.
+        # Some tokenizers change text, such as Qwen2's, which composes accents. Then the turn must decode like this text
+        # alone, and only white space and composition may differ.
         return decoded == self._decode(self._ids(text)) and _bare(decoded) == _bare(text)
 
     def _ids(self, text: str) -> list[int]:
@@ -405,26 +409,26 @@ class ChatTemplate:
 
 @dataclass
 class _Tokens:
-    """Tokens of a text, the character each starts at, and the token index of places where the text was cut."""
+    """Tokens of a text, the character where each starts, and the token index at each position of a split."""
 
     ids: list[int]
     starts: list[int]
     indices: dict[int, int]
 
     def index(self, position: int) -> int:
-        """Return the first token that starts at or after a place in the text."""
-        if position in self.indices:  # exact, while the offsets of some tokenizers leave spaces out
+        """Return the first token that starts at or after a position in the text."""
+        if position in self.indices:  # exact; the offsets of some tokenizers omit spaces
             return self.indices[position]
         return bisect.bisect_left(self.starts, position)
 
 
 def _bare(text: str) -> str:
-    """Remove what tokenizers change: white space, and the ways to write a character."""
+    """Remove white space and normalize characters, which tokenizers can change."""
     return "".join(unicodedata.normalize("NFKC", text).split())
 
 
 def _check_turn(message: Message, path: str, text: str) -> None:
-    """Check that a trained turn holds all that the row says; templates are free to drop or rewrite it."""
+    """Check that a trained turn contains the content of the row, because templates can drop or rewrite it."""
     head, _, answer = message["content"].rpartition("</think>")
     thinking = message.get("reasoning_content") or head.strip().removeprefix("<think>")
     if thinking.strip() not in text:
@@ -438,8 +442,11 @@ def _check_turn(message: Message, path: str, text: str) -> None:
 
 
 def stop_token_ids(template: ChatTemplate, hf_dir: str | Path) -> tuple[int, ...]:
-    """Return the tokens that end an answer: the template's end of a turn, the tokenizer's eos, and the eos tokens of
-    generation_config.json and config.json."""
+    """Return the tokens that end an answer.
+
+    These are the template's end-of-turn token, the tokenizer's eos token, and the eos tokens in generation_config.json
+    and config.json.
+    """
     eos: Any = template.tokenizer.eos_token_id
     ids = {eos, template.end_token_id}
     for name in ("generation_config.json", "config.json"):
@@ -448,7 +455,7 @@ def stop_token_ids(template: ChatTemplate, hf_dir: str | Path) -> tuple[int, ...
             continue
         try:
             content = read_json(path)
-            named = (content.get("text_config") or content).get("eos_token_id")  # of a wrapped language model its own
+            named = (content.get("text_config") or content).get("eos_token_id")  # of the wrapped language model, if any
         except (OSError, ValueError, AttributeError) as error:
             raise UserError(f"{path} cannot be read: {error}", "copy it from the model's source again") from None
         given = named if isinstance(named, list) else [named]

@@ -1,4 +1,4 @@
-"""Draw the file of each row for --interleave_prob by a seed, identically on every rank."""
+"""For --interleave_prob, draw the file of each row with a seed, identically on every rank."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -6,11 +6,11 @@ from functools import lru_cache
 import numpy as np
 
 BLOCK = 1024
-"""Number of rows drawn at once. Each block has its own seed, so that any row can be looked up."""
+"""Number of rows drawn at once. Each block of rows has a separate seed, so that any row can be looked up."""
 
 
 class Mixture:
-    """Map row numbers of the mixture to parts and their rows: row 7 of the mixture may be row 2 of part 1.
+    """Maps row numbers of the mixture to a part and a row of it: row 7 of the mixture can be row 2 of part 1.
 
     Args:
         probabilities: weight of each part; only ratios matter. Empty: one part has all rows.
@@ -21,7 +21,7 @@ class Mixture:
         given = np.array(probabilities or [1.0])
         self._probabilities = given / given.sum()
         self._seed = seed
-        self._block = lru_cache(maxsize=4)(self._draw)  # rows come in order, from one block for long
+        self._block = lru_cache(maxsize=4)(self._draw)  # rows are read in order, mostly from the same block
         self._counts = [np.zeros(len(given), np.int64)]  # rows of each part before each block
 
     @property
@@ -33,7 +33,7 @@ class Mixture:
         return int(self._block(row // BLOCK)[row % BLOCK])
 
     def counts(self, row: int) -> list[int]:
-        """Count the rows of each part among the first `row` ones."""
+        """Return the number of rows of each part among the first `row` rows."""
         block, rest = divmod(row, BLOCK)
         while len(self._counts) <= block:
             drawn = np.bincount(self._block(len(self._counts) - 1), minlength=self.num_parts)
@@ -49,18 +49,18 @@ class Mixture:
     def _draw(self, block: int) -> np.ndarray:
         if self.num_parts == 1:
             return np.zeros(BLOCK, np.int64)
-        # RandomState, because numpy promises its stream for good and Generator's only within a version.
+        # RandomState, because numpy guarantees its stream across versions, unlike that of Generator.
         random = np.random.RandomState([self._seed, block])
         return random.choice(self.num_parts, BLOCK, p=self._probabilities)
 
 
 def interleave(lengths: Sequence[int], mixture: Mixture) -> list[tuple[int, int]]:
-    """Return (part, place) of the rows drawn until a drawn part has no row left.
+    """Return (part, row of the part) of all drawn rows, until a part without further rows is drawn.
 
-    Example: parts of 3 and 1 rows, drawn 0, 1, 0, 1, ...: rows 0 of part 0, 0 of part 1 and 1 of part 0 are taken.
+    Example: parts of 3 and 1 rows, drawn in the order 0, 1, 0, 1, ... give (0, 0), (1, 0), (0, 1).
 
     Args:
-        lengths: rows of each part.
+        lengths: number of rows of each part.
     """
     taken: list[tuple[int, int]] = []
     num_taken = [0] * mixture.num_parts

@@ -1,7 +1,8 @@
-"""Pack sequences into rows of `packing_length` tokens by best-fit-decreasing, over all lengths or over a stream.
+"""Pack sequences into rows of `packing_length` tokens by best-fit decreasing, for a whole dataset or a stream.
 
-All functions depend only on lengths, and sequences are never split. `batch.py` makes tensors of packed rows;
-`schedule.py` assigns sequences to ranks."""
+All functions depend only on lengths, and sequences are never split. `batch.py` creates the tensors of packed rows, and
+`schedule.py` assigns sequences to ranks.
+"""
 
 import bisect
 import itertools
@@ -17,7 +18,7 @@ from swiftlite.errors import UserError
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Rows of sequences, by index; a million sequences are two arrays.
+    """Rows of sequence indices, stored as two arrays.
 
     Attributes:
         order: int64 `[num_sequences]`; the sequences of row 0, then those of row 1, ...
@@ -38,7 +39,7 @@ class PackedRows:
 
 
 def padded(lengths: np.ndarray, multiple: int) -> np.ndarray:
-    """Round lengths up, so that ranks can share each sequence by position (`plan.layout.sequence_multiple`)."""
+    """Round lengths up to a multiple, so that ranks can split each sequence (`plan.layout.sequence_multiple`)."""
     return -(-lengths // multiple) * multiple
 
 
@@ -46,7 +47,7 @@ def check_lengths(lengths: Sequence[int] | np.ndarray, packing_length: int, mult
     """Return padded lengths, int64 `[num_sequences]`.
 
     Raises:
-        UserError: a sequence without tokens, or too long for a row even alone; names its index.
+        UserError: a sequence has no tokens or is longer than a row; the error names its index.
     """
     given = np.asarray(lengths, np.int64)
     result = padded(given, multiple)
@@ -66,30 +67,29 @@ def check_lengths(lengths: Sequence[int] | np.ndarray, packing_length: int, mult
 
 
 def pack(lengths: Sequence[int] | np.ndarray, packing_length: int, *, multiple: int = 1) -> PackedRows:
-    """Pack by best-fit-decreasing: each sequence, the longest first, goes into the fullest row that still has room for
-    it.
+    """Pack by best-fit decreasing: each sequence, longest first, goes into the fullest row with room for it.
 
-    Sequences of one length are alike, and so are rows with the same room. The loop is over pairs of these; the indices
-    are dealt out afterwards, all at once.
+    Sequences of the same length are interchangeable, and so are rows with the same room. The loop therefore runs over
+    distinct pairs of length and room, and the indices of sequences are assigned afterwards.
 
     Example: lengths `[5, 3, 8, 2, 2, 10, 10]` into rows of 10 tokens.
 
-        length  sequences  rows they go into, numbered as they are opened
+        length  sequences  rows that they go into, numbered as they are opened
         10      5, 6       0 and 1, both new and full now
         8       2          2, new, with room for 2 more
         5       0          3, new, with room for 5 more
         3       1          3, the fullest with room for it, now for 2 more
         2       3, 4       3 and 2, both full now
 
-    Numbered by their first sequences, the rows are `[0, 1, 3]`, `[2, 4]`, `[5]`, `[6]`.
+    In the order of their first sequences, the rows are `[0, 1, 3]`, `[2, 4]`, `[5]`, `[6]`.
 
     Args:
-        lengths: tokens of each sequence, at least 1.
-        packing_length: most tokens of a row.
-        multiple: what each sequence will be padded to; the padding counts.
+        lengths: number of tokens of each sequence, at least 1.
+        packing_length: maximum number of tokens of a row.
+        multiple: multiple to which each sequence is padded; padding counts.
 
     Returns:
-        Rows in the order of their first sequences, so that without shuffling data keeps its order as far as it can.
+        Rows in the order of their first sequences, so that without shuffling, data approximately keeps its order.
 
     Raises:
         UserError: see `check_lengths`.
@@ -97,7 +97,7 @@ def pack(lengths: Sequence[int] | np.ndarray, packing_length: int, *, multiple: 
     sizes = check_lengths(lengths, packing_length, multiple)
     if not len(sizes):
         return PackedRows(np.empty(0, np.int64), np.zeros(1, np.int64))
-    by_size = np.argsort(-sizes, kind="stable")  # ties stay in order of index
+    by_size = np.argsort(-sizes, kind="stable")  # equal sizes remain in order
     dealt, num_rows = _deal(sizes, packing_length)
     first_rows, num_rows_dealt, num_sequences = np.array(dealt).T
     row_numbers = _join_ranges(first_rows, num_rows_dealt)
@@ -107,10 +107,10 @@ def pack(lengths: Sequence[int] | np.ndarray, packing_length: int, *, multiple: 
 
 
 def _deal(sizes: np.ndarray, packing_length: int) -> tuple[list[tuple[int, int, int]], int]:
-    """Deal sequences to rows, the longest first, by length and without their indices.
+    """Assign sequences to rows, longest first, by length only.
 
     Returns:
-        (first row, number of rows, sequences for each) of each deal, and the number of rows.
+        For each step of the assignment (first row, number of rows, sequences per row), and the number of rows.
     """
     distinct, counts = np.unique(sizes, return_counts=True)
     num_rows = 0
@@ -124,14 +124,15 @@ def _deal(sizes: np.ndarray, packing_length: int) -> tuple[list[tuple[int, int, 
                 num_new = -(-count // (room // size))
                 rows = range(num_rows, num_rows + num_new)
                 num_rows += num_new
-            # The row with the least room that will do has still less after a sequence: it takes all it can at once.
+            # The fullest row with room for one sequence remains the fullest afterwards, so it gets as many as fit at
+            # once.
             most = room // size
             num_full = min(len(rows), count // most)
             full, others = rows[:num_full], rows[num_full:]
             dealt.append((full.start, num_full, most))
             open_rows.put(room - most * size, full)
             count -= num_full * most
-            if others and count:  # fewer than `most` are left: the next row takes them
+            if others and count:  # fewer than `most` are left for one more row
                 dealt.append((others.start, 1, count))
                 open_rows.put(room - count * size, others[:1])
                 others = others[1:]
@@ -141,10 +142,10 @@ def _deal(sizes: np.ndarray, packing_length: int) -> tuple[list[tuple[int, int, 
 
 
 class _OpenRows:
-    """Rows that have room left, by their room: `{3: [range(0, 5)]}` are rows 0 to 4 with room for 3 tokens each.
+    """Rows with room left, by their room: `{3: [range(0, 5)]}` are rows 0 to 4 with room for 3 tokens each.
 
     Args:
-        smallest_size: rows with less room are full: nothing will come that fits.
+        smallest_size: smallest size of a sequence; rows with less room count as full.
     """
 
     def __init__(self, smallest_size: int):
@@ -153,7 +154,7 @@ class _OpenRows:
         self._rows: dict[int, list[range]] = {}
 
     def put(self, room: int, rows: range) -> None:
-        """Note that these rows have this room now."""
+        """Record that rows have room for `room` tokens."""
         if not rows or room < self._smallest_size:
             return
         if room not in self._rows:
@@ -189,10 +190,10 @@ def _in_order(row_of: np.ndarray, num_rows: int) -> PackedRows:
     Args:
         row_of: `[num_sequences]`; every row below `num_rows` has a sequence.
     """
-    order = np.argsort(row_of, kind="stable")  # the sequences of row 0, of row 1, ...: [1, 0, 2]
+    order = np.argsort(row_of, kind="stable")  # sequences of row 0, then of row 1, ...: [1, 0, 2]
     counts = np.bincount(row_of, minlength=num_rows)  # [1, 2]
     starts = np.cumsum(counts) - counts  # start of each row in `order`: [0, 1]
-    by_first = np.argsort(order[starts])  # old numbers of the rows in their new order: [1, 0]
+    by_first = np.argsort(order[starts])  # previous row numbers in the new order: [1, 0]
     counts = counts[by_first]
     offsets = np.concatenate([[0], np.cumsum(counts)])
     return PackedRows(order[_join_ranges(starts[by_first], counts)], offsets)
@@ -222,8 +223,8 @@ class RowStream(Iterator[list[StreamSample]]):
         packing_length: maximum number of tokens in a row.
         buffer_size: maximum number of samples in the buffer.
         multiple: as for `pack`.
-        waiting: buffer of the stream that this one continues; `samples` are then the ones it had not read.
-        ready: packed rows of the stream that this one continues.
+        waiting: buffer of the stream to continue; `samples` are then those that it has not read.
+        ready: packed rows of the stream to continue.
     """
 
     def __init__(
@@ -257,11 +258,11 @@ class RowStream(Iterator[list[StreamSample]]):
         lengths = np.array([entry.length for entry in self.waiting], np.int64)
         rows = pack(lengths, self.packing_length, multiple=self.multiple)
         is_ready = np.ones(len(rows), bool)
-        if len(fresh) == wanted:  # else the stream has ended
+        if len(fresh) == wanted:  # otherwise the stream has ended
             fill = np.add.reduceat(padded(lengths, self.multiple)[rows.order], rows.offsets[:-1])
             fullest_first = np.argsort(-fill, kind="stable")
             is_ready[fullest_first[(len(rows) + 1) // 2 :]] = False
-            is_ready[0] = True  # it holds the oldest sample, since rows come in the order of their first samples
+            is_ready[0] = True  # the oldest sample is in row 0, because rows are in the order of their first samples
 
         staying: list[int] = []
         for row, goes_out in enumerate(is_ready.tolist()):

@@ -1,4 +1,4 @@
-"""Rows that a table has padded: what they say is not what their author wrote."""
+"""Detect rows of tables that contain nulls which their author did not write."""
 
 from typing import Any
 
@@ -6,10 +6,9 @@ from swiftlite.data.rows.conversation import RowError
 
 
 def padding_error(row: dict[str, Any]) -> RowError | None:
-    """Return the error of a row with nulls from other rows: tables give every struct of a column the same fields.
+    """Return an error if a row contains nulls for fields of other rows; None otherwise.
 
-    Returns:
-        The error of a row that holds such nulls.
+    In a table, all structs of a column have the same fields, so fields that a row does not have become null.
     """
     nested = [("tools", row.get("tools"))]
     for number, message in enumerate(_list(row.get("messages"))):

@@ -5,12 +5,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 NO_INDEX = -1
-"""Index without a sample, which fills the last evaluation batch."""
+"""Placeholder without a sample, which fills up the last evaluation batch."""
 
 
 @dataclass(frozen=True)
 class Sampler:
-    """Consecutive epochs, each with its own order, split into global batches.
+    """Splits consecutive epochs, each with a different order, into global batches.
 
     A batch may span two epochs, so every sample occurs exactly once per epoch and none is dropped.
 
@@ -39,10 +39,10 @@ class Sampler:
 
     def _order(self, epoch: int) -> np.ndarray:
         if epoch not in self._orders:
-            # Only the newest stays: steps go forward, and 10 million samples are 80 MB.
+            # Only the newest epoch is cached, because 10 million samples take 80 MB.
             self._orders.clear()
-            # RandomState, because numpy promises its stream for good and Generator's only within a version: a run
-            # resumed under another numpy must see the same order.
+            # RandomState, because numpy guarantees its stream across versions, unlike that of Generator. A run that
+            # resumes with another numpy must use the same order.
             order = np.arange(self.num_samples)
             if self.shuffle:
                 order = np.random.RandomState([self.seed, epoch]).permutation(self.num_samples)
@@ -55,8 +55,8 @@ def micro_batches(
 ) -> np.ndarray:
     """Return the micro-batches of one data-parallel rank, `[num_micro_batches, micro_batch_size]`.
 
-    Micro-batch m of all ranks together is the m-th run of the global batch, as in Megatron's own samplers; so the
-    samples of a step do not depend on the layout.
+    The micro-batches m of all ranks together are the m-th contiguous part of the global batch, as in Megatron's
+    samplers.
     """
     together = micro_batch_size * data_parallel_size
     if len(global_batch) % together:
@@ -65,7 +65,7 @@ def micro_batches(
 
 
 def evaluation_batches(num_samples: int, global_batch_size: int) -> np.ndarray:
-    """Return every sample once, in order, `[num_batches, global_batch_size]`; `NO_INDEX` fills the last batch."""
+    """Return all indices in order, `[num_batches, global_batch_size]`; `NO_INDEX` fills the last batch."""
     num_batches = -(-num_samples // global_batch_size)
     indices = np.full(num_batches * global_batch_size, NO_INDEX, np.int64)
     indices[:num_samples] = np.arange(num_samples)

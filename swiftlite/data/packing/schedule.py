@@ -1,10 +1,10 @@
-"""Who computes which sequences of a step: a pure function of the lengths of the global batch.
+"""Assign the sequences of a step to ranks and micro-batches, as a pure function of the lengths of the global batch.
 
-The work of a sequence is `linear * length + square * length ** 2` (matrices, attention; `estimate/flops.py`). First the
-sequences go to data-parallel ranks so that their sums of work are level, then each rank spreads its own over
-micro-batches. The micro-batches of a rank are ordered by work, so that at each index ranks are as level as they can be
-too. Moving the samples is not done here: a framework whose every rank has all data, or that has its own exchange, can
-use this alone.
+The work of a sequence is `linear * length + square * length ** 2` (matrices, attention; `estimate/flops.py`). First,
+sequences are assigned to data-parallel ranks with balanced total work. Then each rank distributes its sequences over
+micro-batches. The micro-batches of a rank are ordered by work, so that ranks are also balanced at each index. This
+module does not move samples, so it can be used in frameworks in which every rank has all data, or which have a
+different exchange.
 """
 
 import heapq
@@ -20,7 +20,7 @@ from swiftlite.data.packing.packing import PackedRows, check_lengths, pack
 
 @dataclass(frozen=True)
 class MicroBatchSchedule:
-    """The sequences of one step, by index: micro-batches of at most `packing_length` tokens, as many on every rank.
+    """The sequence indices of one step in micro-batches of at most `packing_length` tokens, equally many per rank.
 
     Attributes:
         rows: the sequences of micro-batch 0 on rank 0, on rank 1, ..., then of micro-batch 1.
@@ -32,7 +32,7 @@ class MicroBatchSchedule:
 
     @property
     def num_micro_batches(self) -> int:
-        """Micro-batches of each rank."""
+        """Number of micro-batches of each rank."""
         return self.work.shape[0]
 
     @property
@@ -42,7 +42,7 @@ class MicroBatchSchedule:
     def micro_batch(self, index: int, rank: int) -> np.ndarray:
         """Return the indices of the sequences of a rank's micro-batch, ascending.
 
-        It is empty only where there are fewer sequences than micro-batches of all ranks.
+        It is empty only if there are fewer sequences than micro-batches of all ranks.
         """
         return self.rows[index * self.data_parallel_size + rank]
 
@@ -52,8 +52,10 @@ class MicroBatchSchedule:
 
     @property
     def imbalance(self) -> float:
-        """Work of the busiest rank divided by the mean; 1 is balanced. A step takes this factor longer than a balanced
-        one."""
+        """Work of the busiest rank divided by the mean work; 1 is balanced.
+
+        A step takes this factor longer than a balanced step.
+        """
         ranks = self.work.sum(axis=0)
         return float(ranks.max() / ranks.mean())
 
@@ -70,14 +72,14 @@ def schedule(
 ) -> MicroBatchSchedule:
     """Assign the sequences of a global batch to micro-batches of data-parallel ranks; the same on every process.
 
-    There are as few micro-batches as level ranks allow.
+    The number of micro-batches is the smallest that keeps ranks balanced.
 
     Args:
-        lengths: tokens of each sequence of the global batch, at least one sequence.
-        packing_length: most tokens of a micro-batch.
-        linear, square: work per token and per token squared, in any one unit.
-        multiple: what each sequence will be padded to; the padding counts, as tokens and as work.
-        num_multiple_of: what divides the number of micro-batches: the pipeline's size, with virtual stages.
+        lengths: number of tokens of each sequence of the global batch, at least one sequence.
+        packing_length: maximum number of tokens of a micro-batch.
+        linear, square: work per token and per squared token, in the same unit.
+        multiple: multiple to which each sequence is padded; padding counts as tokens and as work.
+        num_multiple_of: required multiple of the number of micro-batches, the pipeline size with virtual stages.
 
     Raises:
         UserError: see `packing.check_lengths`.
@@ -116,20 +118,20 @@ def _work_of(group: _Group) -> float:
 
 
 def _level(items: Sequence[_Item], num_groups: int, at_least: int) -> list[_Group]:
-    """Distribute items over groups with balanced work: each item, most work first, goes to the group with the least
-    work.
+    """Distribute items over groups with balanced work.
 
-    Each group gets at least this minimum of items, if there are enough.
+    Each item, most work first, goes to the group with the least work. Each group gets `at_least` items, if there are
+    enough.
 
-    Example: work of 8, 6, 4, 4, 2 in two groups. 8 and 6 go to one group each, each 4 to the group with less work
-    (6 + 4 = 10, then 8 + 4 = 12), and so does 2: the groups are `[8, 4]` and `[6, 4, 2]`.
+    Example: work of 8, 6, 4, 4, 2 in two groups. 8 and 6 go to one group each. Both 4 and the 2 go to the group with
+    less work (6 + 4 = 10, 8 + 4 = 12, 10 + 2 = 12). The groups are `[8, 4]` and `[6, 4, 2]`.
     """
     groups: list[_Group] = [[] for _ in range(num_groups)]
-    heap = [(0.0, number) for number in range(num_groups)]  # work so far, and the index of the group
+    heap = [(0.0, number) for number in range(num_groups)]  # work so far, index of the group
     num_lacking = at_least * num_groups
     for position, item in enumerate(items):
         if len(items) - position == num_lacking:
-            # All that are left, the shortest sequences, are needed by groups that lack some.
+            # All remaining items, the shortest sequences, are needed for groups below the minimum.
             heap = [(so_far, number) for so_far, number in heap if len(groups[number]) < at_least]
             heapq.heapify(heap)
         so_far, number = heap[0]
@@ -141,8 +143,7 @@ def _level(items: Sequence[_Item], num_groups: int, at_least: int) -> list[_Grou
 
 
 def _micro_batches(items: Sequence[_Item], number: int, packing_length: int) -> list[_Group] | None:
-    """Group a rank's sequences, longest first, into this many micro-batches, most work first; None if they do not
-    fit."""
+    """Group a rank's sequences into `number` micro-batches, most work first; None if they do not fit."""
     if sum(item.size for item in items) > number * packing_length:
         return None
     groups = _level_within(items, number, packing_length)
@@ -154,10 +155,11 @@ def _micro_batches(items: Sequence[_Item], number: int, packing_length: int) -> 
 
 
 def _level_within(items: Sequence[_Item], number: int, packing_length: int) -> list[_Group] | None:
-    """Group as `_level` does, with at most `packing_length` tokens per group; None if an item does not fit.
+    """Group like `_level`, with at most `packing_length` tokens per group; None if an item does not fit.
 
-    Example: tokens 5, 4, 3, 2 as work, two groups of 7. The first three give `[5]` and `[4, 3]`; 2 goes to the first,
-    which has less work. With 5, 4, 3, 3 the second 3 has no place: None.
+    Example: items of 5, 4, 3 and 2 tokens, which are also their work, in two groups of 7 tokens. The first three give
+    `[5]` and `[4, 3]`; 2 goes to the first group, which has less work. With 5, 4, 3 and 3, the second 3 does not fit,
+    so the result is None.
     """
     groups: list[_Group] = [[] for _ in range(number)]
     rooms = [packing_length] * number
@@ -172,18 +174,18 @@ def _level_within(items: Sequence[_Item], number: int, packing_length: int) -> l
         heapq.heapreplace(heap, (so_far + item.work, chosen))
         rooms[chosen] -= item.size
         groups[chosen].append(item)
-        for entry in too_full:  # they may have room for shorter items
+        for entry in too_full:  # they can have room for shorter items
             heapq.heappush(heap, entry)
     return groups
 
 
 def _packed(items: Sequence[_Item], number: int, packing_length: int) -> list[_Group] | None:
-    """Group by length alone, as `packing.pack` does; None if that takes more than `number` groups."""
+    """Group like `packing.pack`, by length only; None if this needs more than `number` groups."""
     rows = pack([item.size for item in items], packing_length)
     if len(rows) > number:
         return None
     groups = [list(map(items.__getitem__, row)) for row in rows]
-    while len(groups) < min(number, len(items)):  # a micro-batch would be empty: halve the one with the most work
+    while len(groups) < min(number, len(items)):  # fill an empty micro-batch with half of the one with the most work
         groups.sort(key=lambda group: (len(group) > 1, _work_of(group)))
         most = groups.pop()
         groups += [most[::2], most[1::2]]
@@ -192,10 +194,10 @@ def _packed(items: Sequence[_Item], number: int, packing_length: int) -> list[_G
 
 
 def _as_schedule(ranks: Sequence[Sequence[_Group]], work: np.ndarray) -> MicroBatchSchedule:
-    """Build the schedule from each rank's micro-batches.
+    """Create the schedule from the micro-batches of each rank.
 
-    Example: rank 0 has `[[0], [2]]`, rank 1 has `[[3], [4, 1]]`. The first of both ranks come first, then the second of
-    both, `[0]`, `[3]`, `[2]`, `[1, 4]`: `order` is `[0, 3, 2, 1, 4]` and `offsets` is `[0, 1, 2, 3, 5]`.
+    Example: rank 0 has `[[0], [2]]`, rank 1 has `[[3], [4, 1]]`. The first micro-batch of both ranks is followed by the
+    second of both: `[0]`, `[3]`, `[2]`, `[1, 4]`. `order` is `[0, 3, 2, 1, 4]` and `offsets` is `[0, 1, 2, 3, 5]`.
     """
     groups = itertools.chain(*zip(*ranks, strict=True))
     indices = [sorted(item.index for item in group) for group in groups]

@@ -28,14 +28,14 @@ CHUNK_ROWS = 32
 CHUNKS_AHEAD = 4
 
 Gather = Callable[[list[int]], list[list[int]]]
-"""Returns the numbers of every reader, by rank; collective."""
+"""Function that returns the numbers of every reader, by rank; collective."""
 UnparsedRow = tuple[Callable[[], Any], str]
 """A function that parses a row, and its `file:line`."""
 
 # Codes that a reader sends for a row instead of its number of samples.
 BAD = -1
-BAD_AGAIN = -2  # in an epoch after the first, which has counted it
-TOO_LONG = -3  # where that is an error
+BAD_AGAIN = -2  # in a later epoch; counted in the first one
+TOO_LONG = -3  # if --truncation_strategy is error
 
 
 @dataclass
@@ -53,7 +53,7 @@ class Readers:
         return row % self.size
 
     def say(self, owner: int, text: str) -> str:
-        """Return the text of one reader on all readers; collective."""
+        """Broadcast the text of one reader to all readers; collective."""
         sent = list(text.encode()) if owner == self.rank else []
         return bytes(self.gather(sent)[owner]).decode()
 
@@ -64,8 +64,8 @@ class Chunk:
 
     Attributes:
         first: number of the first row.
-        own: this reader's rows among them.
-        said: for each of these a code such as `BAD`, or the number of its samples followed by their lengths.
+        own: the rows among them that this reader has read.
+        said: for each of its rows a code such as `BAD`, or the number of samples followed by their lengths.
         rows_per_epoch: number of rows of each part, 0 until its end was reached.
     """
 
@@ -86,7 +86,7 @@ class FilePart(Iterator[UnparsedRow]):
         num_read: number of rows that were already read.
 
     Raises:
-        UserError: while iterating: files that hold no rows, or fewer or more than before.
+        UserError: while iterating, if the files have no rows, or more or fewer than in a previous epoch.
     """
 
     def __init__(self, files: Sequence[DataFile], rows_per_epoch: int = 0, num_read: int = 0):
@@ -154,17 +154,17 @@ class Stream(Iterator[StreamSample]):
 
     Args:
         files: files in formats that are read row by row, without sampling.
-        encoder: used by a thread, so by no one else.
-        readers: the readers that share the work; default: this one only.
+        encoder: used in a thread, so it must not be used elsewhere.
+        readers: the readers that share the work; default: only this one.
         probabilities: weight of each file; default: the files are read one after another.
         seed: seed of the draws.
         max_bad_rows: maximum number of bad rows per epoch.
-        system: system prompt for rows that bring none.
+        system: system prompt for rows without one.
         state: state of a stream of the same files and options, with any number of readers, to continue exactly.
 
     Raises:
-        UserError: no such file; while iterating, on every reader: more bad rows than allowed, a row that is too long
-            where that is an error, files that keep no row, files that have changed.
+        UserError: a file is missing. While iterating, on every reader: there are more bad rows than allowed, a row is
+            too long with --truncation_strategy error, no row is kept, or files have changed.
     """
 
     def __init__(
@@ -188,7 +188,7 @@ class Stream(Iterator[StreamSample]):
         zeros = [0] * self._mixture.num_parts
         state = state or {"num_read": 0, "piece": 0, "rows_per_epoch": zeros, "num_kept": zeros, "num_bad": 0}
         self.num_read: int = state["num_read"]
-        self._piece: int = state["piece"]  # samples that have come of row `num_read`
+        self._piece: int = state["piece"]  # samples of row `num_read` that were returned
         self.rows_per_epoch: list[int] = list(state["rows_per_epoch"])
         self._num_kept: list[int] = list(state["num_kept"])
         self._num_bad: int = state["num_bad"]
@@ -224,13 +224,13 @@ class Stream(Iterator[StreamSample]):
     def hold(self, entries: Iterable[StreamSample]) -> None:
         """Read samples again that an earlier stream returned but that were not taken; only these are tokenized.
 
-        They are found while rows are skipped, before the first sample is returned. If the last one belongs to the
-        previous epoch, that epoch is read separately.
+        The rows are read again while the stream skips to its position, before the first sample is returned. If the last
+        of these rows belongs to the previous epoch, that epoch is read separately.
 
         Raises:
             UserError: a row has changed.
         """
-        wanted: dict[tuple[int, int], list[StreamSample]] = {}  # by part and place: a row may wait in several epochs
+        wanted: dict[tuple[int, int], list[StreamSample]] = {}  # by part and row; a row can be held in several epochs
         for entry in entries:
             if not self._readers.owns(entry.row):
                 continue
@@ -254,7 +254,7 @@ class Stream(Iterator[StreamSample]):
         self._held[entry.row, entry.piece] = encoded.samples[entry.piece]
 
     def _read(self) -> Iterator[StreamSample]:
-        """Yield samples from the current position, as the readers exchange their lengths."""
+        """Yield samples from the current position, after exchanging lengths with the other readers."""
         for chunk in _ahead(self._chunks()):
             own = iter(chunk.own)
             said = [iter(numbers) for numbers in self._readers.gather(chunk.rows_per_epoch + chunk.said)]
@@ -272,7 +272,7 @@ class Stream(Iterator[StreamSample]):
         """Yield the samples of a row that were not returned yet.
 
         Args:
-            said: numbers from the row's reader; those about this row are next.
+            said: numbers that the row's reader sent; the next ones are those of this row.
         """
         num_samples = next(said)
         if num_samples in (BAD, TOO_LONG):
@@ -291,7 +291,7 @@ class Stream(Iterator[StreamSample]):
         """Count a bad row, on every reader.
 
         Raises:
-            UserError: there are too many, or the row is too long and --truncation_strategy is error.
+            UserError: there are too many bad rows, or the row is too long and --truncation_strategy is error.
         """
         problem, hint = "", ""
         if why == TOO_LONG:
@@ -321,7 +321,7 @@ class Stream(Iterator[StreamSample]):
                     "use a larger --max_length, or --truncation_strategy right",
                 )
 
-    # In the thread
+    # Methods that run in the thread
 
     def _chunks(self) -> Iterator[Chunk]:
         """Yield this reader's rows from the current position."""
@@ -384,7 +384,7 @@ def _ahead(chunks: Iterator[Chunk]) -> Iterator[Chunk]:
 
 
 def _place(number: int, rows_per_epoch: int) -> int:
-    """Return the place of a row in its epoch; before the first epoch has ended, `rows_per_epoch` is 0."""
+    """Return the index of a row in its epoch; in the first epoch, `rows_per_epoch` is 0."""
     if not rows_per_epoch:
         return number
     return number % rows_per_epoch

@@ -1,1 +1,1 @@
-"""Files to rows, and rows to conversations or documents."""
+"""Read rows from files, and parse rows into conversations or documents."""

@@ -1,4 +1,4 @@
-"""One row of a data file, in any of the known formats, becomes one `Conversation`; a row that cannot says which field.
+"""Parse a row of a data file into a `Conversation`; errors name the invalid field.
 
 Formats: `messages` (roles system, user, assistant, tool), ShareGPT `conversations`, alpaca (`instruction`), `query` and
 `response` with `history`. Files are read in `sources.py`; tokens are made in `template.py`.
@@ -31,12 +31,12 @@ SHAREGPT_ROLES = {
 }
 
 LARGEST_WEIGHT = 1e6
-"""Of a turn, in the loss. Weights are float32, and beyond 3.4e38 infinite; their sums overflow long before."""
+"""Maximum loss weight of a turn, so that sums of weights do not overflow in float32."""
 SURROGATE = re.compile("[\ud800-\udfff]")
 HALF_A_PAIR = "contains half of a surrogate pair, such as \\ud83d, which is not a character"
 
-# Who may speak after whom; None is the start. A second user or assistant turn in a row is nearly always a lost turn
-# between them, and chat templates answer it by raising or by merging the two.
+# Allowed next roles after each role; None is the start. Two consecutive user or assistant turns usually mean that a
+# turn between them is missing, and chat templates raise an error or merge them.
 ORDER = {
     "system": (None,),
     "user": (None, "system", "assistant", "tool"),
@@ -46,7 +46,7 @@ ORDER = {
 
 
 class RowError(UserError):
-    """An invalid field of a row. It names the field; the reader of the file adds `file:line`, see `BadRow`."""
+    """An invalid field of a row. The message names the field; the reader of the file adds `file:line`, see `BadRow`."""
 
     def __init__(self, field: str, problem: str, hint: str = ""):
         super().__init__(f"{field}: {problem}", hint)
@@ -54,7 +54,7 @@ class RowError(UserError):
 
 @dataclass(frozen=True)
 class BadRow:
-    """A row that was left out: its location and the reason."""
+    """A row that was dropped: its location and the reason."""
 
     source: str
     problem: str
@@ -69,12 +69,12 @@ class Conversation:
     """The turns of one row, in the format of `apply_chat_template`.
 
     Attributes:
-        messages: role, content, and if given tool_calls, reasoning_content, name, tool_call_id.
-        weights: one per message; the loss weight of a token of that turn if the turn is trained.
-        tools: JSON schemas, untouched.
-        channel: the row's own name for its domain.
-        source: `file:line`; for Parquet the row's number instead of a line.
-        rejected: the rejected alternative of the last turn; None if the row is not a pair.
+        messages: the turns with role and content, and optional tool_calls, reasoning_content, name and tool_call_id.
+        weights: for each message, the loss weight of its tokens if the turn is trained.
+        tools: unchanged JSON schemas.
+        channel: name of the row's domain.
+        source: `file:line`; for Parquet, the number of the row instead of the line.
+        rejected: the rejected answer instead of the last turn; None if the row is not a pair.
         trains_heads: whether MTP heads are trained on the last turn.
         extras: values for the training method, such as a label; see `Sample.extras`.
     """
@@ -95,7 +95,7 @@ class Conversation:
         return replace(self, messages=self.messages[:-1], weights=self.weights[:-1], rejected=None)
 
     def with_answer(self, text: str) -> "Conversation":
-        """Return the conversation with another assistant turn."""
+        """Return the conversation with an assistant turn appended."""
         turn = {"role": "assistant", "content": text}
         return replace(self, messages=[*self.messages, turn], weights=[*self.weights, 1.0])
 
@@ -105,19 +105,21 @@ class Conversation:
         return replace(self, messages=[*self.messages[:-1], self.rejected], rejected=None)
 
     def with_last_turn_alone(self) -> "Conversation":
-        """Return the conversation with only the last turn trained: tool calls before an answer are part of the
-        prompt."""
+        """Return the conversation with only the last turn trained.
+
+        Tool calls before the answer then belong to the prompt.
+        """
         return replace(self, weights=[0.0] * (len(self.messages) - 1) + self.weights[-1:])
 
     def answer(self) -> str | None:
-        """Return the text of the last turn if it is the assistant's: the reference for a model's answer."""
+        """Return the text of the last turn, the reference answer, if it is an assistant turn; otherwise None."""
         last = self.messages[-1]
         if last["role"] != "assistant":
             return None
         return last["content"]
 
     def as_row(self) -> dict[str, Any]:
-        """Return a row of a dataset that is read as this conversation."""
+        """Return the row of a dataset file for this conversation."""
         messages = []
         for message, weight in zip(self.messages, self.weights, strict=True):
             if weight != 1:
@@ -132,19 +134,19 @@ class Conversation:
 
 
 def parse_row(row: object, *, system: str | None = None, needs_answer: bool = True, source: str = "") -> Conversation:
-    """Recognize a row's format by its fields and check every turn.
+    """Detect a row's format by its fields, and check every turn.
 
     Args:
-        row: one JSON object or table row; fields that are None count as absent, unknown ones are ignored unless
-            they look like a misspelled known one.
+        row: a JSON object or table row. Fields that are None count as missing; unknown fields are ignored unless they
+            look like a misspelled known field.
         system: system prompt for rows without one.
-        needs_answer: whether the last turn must be the assistant's, as in training.
-        source: `file:line`, kept on the result.
+        needs_answer: whether the last turn must be an assistant turn, as required for training.
+        source: `file:line`, stored in the result.
 
-    Raises:
-        RowError: naming the field.
+        Raises:
+            RowError: a field is invalid.
     """
-    if is_deeper(row, MAX_DEPTH):  # only tables; the depth of JSON was checked
+    if is_deeper(row, MAX_DEPTH):  # only for tables; JSON was checked when it was parsed
         raise RowError("row", f"is nested more than {MAX_DEPTH} deep")
     if not isinstance(row, dict):
         hint = "rename the file to .json if it is one array" if isinstance(row, list) else ""
@@ -194,7 +196,7 @@ def parse_row(row: object, *, system: str | None = None, needs_answer: bool = Tr
 
 
 def _check_spelling(row: dict[str, Any]) -> None:
-    """Reject a field whose name is almost that of a known field missing in the row: ignoring it would lose data."""
+    """Reject a field whose name is similar to a known field that is missing: ignoring it would lose data."""
     if misspelt := _misspelt(frozenset(row)):
         name, meant = misspelt
         raise RowError(name, f"is an unknown field (did you mean {meant}?)", "rename the field if it is your own")
@@ -202,7 +204,10 @@ def _check_spelling(row: dict[str, Any]) -> None:
 
 @lru_cache(maxsize=256)
 def _misspelt(names: frozenset[str]) -> tuple[str, str] | None:
-    """Return a name that looks like a known one that is missing, and that one; the rows of a file share their names."""
+    """Return an unknown name and the similar known name that is missing; None if there is none.
+
+    The result is cached, because rows of a file have the same names.
+    """
     for name in sorted(map(str, names - FIELDS)):
         if close := difflib.get_close_matches(name, sorted(FIELDS - names), n=1, cutoff=0.8):
             return name, close[0]
@@ -212,7 +217,7 @@ def _misspelt(names: frozenset[str]) -> tuple[str, str] | None:
 @dataclass
 class _Turn:
     message: Message
-    path: str  # where in the row it came from, for errors
+    path: str  # its location in the row, for errors
     weight: float = 1.0
 
 
@@ -233,7 +238,7 @@ def _from_messages(row: dict[str, Any], name: str) -> list[_Turn]:
             raise RowError(f"{path}.tool_calls", f"is on a {role} turn; only the assistant calls tools")
         content = message.get("content", "")
         if role == "system" and content == "":
-            continue  # many exporters write an empty system turn for "none"
+            continue  # many programs write an empty system turn if there is none
         if role == "tool" and not isinstance(content, str) and not _is_parts(content):
             content = json.dumps(content, ensure_ascii=False)
         if "reasoning_content" in message:
@@ -247,7 +252,7 @@ def _from_messages(row: dict[str, Any], name: str) -> list[_Turn]:
 def _from_sharegpt(row: dict[str, Any]) -> list[_Turn]:
     given_turns = _list_of_objects(row["conversations"], "conversations")
     if "role" in given_turns[0]:
-        return _from_messages(row, "conversations")  # many files called ShareGPT hold role and content
+        return _from_messages(row, "conversations")  # many ShareGPT files have role and content
     turns = []
     for i, given in enumerate(given_turns):
         path = f"conversations[{i}]"
@@ -320,7 +325,7 @@ def _check_order(turns: list[_Turn], needs_answer: bool) -> None:
 
 
 def _weight(message: Message, path: str) -> float:
-    """Take `loss` and `loss_scale` off a message."""
+    """Remove `loss` and `loss_scale` from a message, and return its weight."""
     loss = message.pop("loss", None)
     scale = message.pop("loss_scale", None)
     if loss is None and scale is None:
@@ -343,8 +348,10 @@ def _weight(message: Message, path: str) -> float:
 
 
 def _tool_calls(value: Any, path: str) -> list[Message]:
-    """Return calls in the shape chat templates expect: arguments as an object, because templates pass them to
-    `tojson`."""
+    """Return tool calls in the format of chat templates, with arguments as an object.
+
+    Templates pass the arguments to `tojson`.
+    """
     calls = _parsed(value, path)
     if calls is None:
         return []
@@ -386,7 +393,7 @@ def _list_of_objects(value: Any, path: str) -> list[dict[str, Any]]:
 
 
 def _parsed(value: Any, path: str) -> Any:
-    """Parse JSON text, which is how tables hold nested fields; return any other value unchanged."""
+    """Parse JSON text, with which tables store nested fields; return other values unchanged."""
     if not isinstance(value, str):
         return value
     try:
@@ -421,7 +428,7 @@ def _part_text(part: dict[str, Any], path: str) -> str:
 
 
 def shown(value: object) -> str:
-    """Format a value for a message; it may be a whole document."""
+    """Format a value for an error message, shortened because it can be a whole document."""
     return clip(repr(value), 80)
 
 

@@ -1,7 +1,7 @@
-"""One row with plain text, for `megatron pt`.
+"""Parse rows with plain text, for `megatron pt`.
 
-Formats: `text`; ms-swift's one turn of the assistant, `{"messages": [{"role": "assistant", "content": "..."}]}`. A .txt
-file is one such row.
+Formats: `text`, or a single assistant turn as in ms-swift, `{"messages": [{"role": "assistant", "content": "..."}]}`. A
+    .txt file is a single row.
 """
 
 from typing import Any
@@ -10,14 +10,14 @@ from swiftlite.data.rows.conversation import HALF_A_PAIR, SURROGATE, Conversatio
 
 
 def parse_document(row: object, *, system: str | None = None, source: str = "") -> Conversation:
-    """Return the document as one turn of the assistant.
+    """Return the document as a conversation of one assistant turn.
 
     Args:
         row, source: as for `parse_row`.
-        system: not used: a document has no turns (`megatron pt` refuses --system).
+        system: not used; `megatron pt` does not support --system.
 
-    Raises:
-        RowError: naming the field.
+        Raises:
+            RowError: a field is invalid.
     """
     hint = 'rows are {"text": "..."}'
     if not isinstance(row, dict):

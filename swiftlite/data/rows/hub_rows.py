@@ -1,7 +1,8 @@
 """Read datasets on the hub with the optional package `datasets`: `org/name:subset/split@revision#500`.
 
-`datasets` stores a dataset as Arrow files. The files of each commit are recorded next to them, so that ranks, resumed
-runs and machines without network read the same rows without a request."""
+`datasets` stores a dataset as Arrow files. The list of the files of each commit is stored next to them, so that other
+ranks, resumed runs and machines without network access read the same rows.
+"""
 
 import hashlib
 import importlib.util
@@ -25,7 +26,7 @@ _CARD = ("README.md", ".gitattributes")
 
 @dataclass(frozen=True)
 class HubRows:
-    """A split of a dataset, and how many of its rows to take (None: all)."""
+    """A split of a dataset, and the number of rows to sample (None: all)."""
 
     dataset: HubName
     sample: int | None = None
@@ -81,13 +82,13 @@ def fetch_rows(name: HubName) -> list[Path]:
         files = []
     if not files or not all(file.is_file() for file in files):
         files = _load(name, commit)
-        listed = [str(file.relative_to(cache)) for file in files]  # so that a cache may be moved
+        listed = [str(file.relative_to(cache)) for file in files]  # relative, so that the cache can be moved
         atomic_write(note, json.dumps(listed).encode())
     return files
 
 
 def _load(name: HubName, commit: str) -> list[Path]:
-    """Let `datasets` fetch a split and write its Arrow files."""
+    """Download a split with `datasets`, which writes its Arrow files."""
     from datasets import Dataset, load_dataset_builder
     from datasets.exceptions import DatasetsError
     from huggingface_hub.errors import LocalEntryNotFoundError
@@ -95,11 +96,11 @@ def _load(name: HubName, commit: str) -> list[Path]:
     with refusals(name):
         try:
             builder = load_dataset_builder(name.repository, name.subset or None, revision=commit)
-            if builder.hash != commit:  # without network, `datasets` takes whatever it had last
+            if builder.hash != commit:  # without network access, `datasets` uses the last version in its cache
                 raise LocalEntryNotFoundError("it is not in the cache")
             builder.download_and_prepare()
             dataset = cast(Dataset, builder.as_dataset(split=name.split))
-        # Missing subset or split, files without rows, a script: the first line of the error says which.
+        # For a missing subset or split, files without rows, or a script, the first line of the error states the cause.
         except (ValueError, RuntimeError, DatasetsError) as error:
             reason = clip(" ".join(str(error.__cause__ or error).split()), 400)
             hint = "use ORG/NAME:SUBSET/SPLIT, or ORG/NAME:/SPLIT without a subset"

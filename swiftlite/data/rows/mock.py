@@ -1,11 +1,11 @@
-"""Samples that mean nothing, of given lengths, for benchmarks: `--sft_mock_dataset_config_json`.
+"""Random samples of given lengths, for benchmarks: `--sft_mock_dataset_config_json`.
 
     {"mode": "file", "path": "lengths.csv"}
     {"mode": "distribution", "type": "lognormal", "min_seq_len": 1024, "max_seq_len": 8192, "mean_seq_len": 4096,
      "lognormal_sigma": 1.1}
 
-As in Megatron-LM, `mean_seq_len` is the mean before lengths are cut to [min, max]; the mean of what comes is another.
-Unlike there, a file's first line counts if it is a number, and an end-of-document token does not come on top.
+As in Megatron-LM, `mean_seq_len` is the mean before lengths are clipped to [min, max]. Unlike in Megatron-LM, the first
+line of a file is used if it is a number, and no end-of-document token is added.
 """
 
 import math
@@ -21,16 +21,16 @@ from swiftlite.data.sample import Sample, make_sample
 from swiftlite.errors import UserError
 
 NUM_SAMPLES = 100_000
-"""A distribution gives this many samples, as in Megatron-LM; a file gives one for each of its lines."""
+"""Number of samples of a distribution, as in Megatron-LM; a file gives one sample per line."""
 
 
 @dataclass(frozen=True)
 class MockSamples(Sequence[Sample]):
-    """Samples made when they are asked for; number `i` depends on seed, `i` and its length alone.
+    """Samples that are created when they are read; sample `i` depends only on the seed, `i` and its length.
 
     Attributes:
         lengths: int64 `[num_samples]`.
-        vocab_size: tokens are drawn from all of it. Every one trains but the first.
+        vocab_size: size of the vocabulary, from which tokens are drawn. All tokens except the first are labels.
     """
 
     lengths: np.ndarray
@@ -44,7 +44,7 @@ class MockSamples(Sequence[Sample]):
         if not 0 <= index < len(self):
             raise IndexError(index)
         length = int(self.lengths[index])
-        # RandomState, because numpy promises its stream for good and Generator's only within a version.
+        # RandomState, because numpy guarantees its stream across versions, unlike that of Generator.
         ids = np.random.RandomState([self.seed, index]).randint(self.vocab_size, size=length, dtype=np.int32)
         return make_sample(ids, np.ones(length), source=f"mock:{index}")
 
@@ -53,7 +53,7 @@ def mock_lengths(config: dict[str, Any], *, seed: int = 42, num_samples: int = N
     """Return the lengths that a value of the option describes, int64.
 
     Raises:
-        UserError: names the key that cannot be, or the file and line.
+        UserError: a key or a line of the file is invalid.
     """
     check_mock_config(config)
     if config["mode"] == "file":

@@ -1,7 +1,8 @@
 """Parse rows with a chosen and a rejected answer into a `Conversation` with `rejected`.
 
-Formats: any of `conversation.py` with `rejected_response` or `rejected_messages`, as in ms-swift; `chosen` and
-`rejected` with or without `prompt`, as texts or lists of messages, as in TRL."""
+Formats: any format of `conversation.py` with `rejected_response` or `rejected_messages`, as in ms-swift; or `chosen`
+    and `rejected`, with or without `prompt`, as texts or lists of messages, as in TRL.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -10,20 +11,20 @@ from swiftlite.data.rows.conversation import Conversation, RowError, parse_row
 
 FORMATS = '{"query": "...", "response": "...", "rejected_response": "..."}, or prompt, chosen and rejected'
 SHARED = ("system", "tools", "channel")
-"""Fields of a row apart from its turns."""
+"""Fields of a row other than its turns."""
 
 
 def parse_pair(row: object, *, system: str | None = None, source: str = "") -> Conversation:
-    """Return the conversation that ends with the preferred answer; `rejected` is the assistant's other turn.
+    """Return the conversation that ends with the preferred answer; its attribute `rejected` is the rejected answer.
 
     Args:
         row, system, source: as for `parse_row`.
 
     Raises:
-        RowError: naming the field; also where the answers are equal, or follow different turns.
+        RowError: a field is invalid, the answers are equal, or they follow different turns.
     """
     if not isinstance(row, dict):
-        return parse_row(row, system=system, source=source)  # which is part of the message
+        return parse_row(row, system=system, source=source)  # its error names the missing turns
     given = {name: value for name, value in row.items() if value is not None and value != ""}
     shared = {name: given[name] for name in SHARED if name in given}
     if "rejected_response" in given or "rejected_messages" in given:
@@ -62,7 +63,7 @@ def _other_row(given: dict[str, Any], rest: dict[str, Any], shared: dict[str, An
         raise RowError("rejected_response", "is empty or not text")
     conversation = parse_row(rest)
     turns = [*conversation.messages[:-1], {"role": "assistant", "content": text}]
-    beside = {name: value for name, value in shared.items() if name != "system"}  # among the turns by now
+    beside = {name: value for name, value in shared.items() if name != "system"}  # now part of the turns
     return {"messages": turns, **beside}
 
 
@@ -80,7 +81,7 @@ def _turns(given: dict[str, Any], name: str) -> dict[str, Any]:
     begins_with_answer = (
         isinstance(answer, list) and isinstance(answer[0], dict) and answer[0].get("role") == "assistant"
     )
-    if prompt is None or not begins_with_answer:  # a longer list contains the prompt
+    if prompt is None or not begins_with_answer:  # otherwise the list contains the prompt
         return {"messages": answer}
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]

@@ -1,7 +1,8 @@
 """Parse rows with one answer and a label, and pair each prompt with the answer of another row.
 
-Formats: any of `conversation.py` with `label`, as in ms-swift; `prompt` and `completion`, as texts or lists of
-messages, with `label`, as in TRL."""
+Formats: any format of `conversation.py` with `label`, as in ms-swift; or `prompt`, `completion` and `label`, with texts
+    or lists of messages, as in TRL.
+"""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
@@ -20,17 +21,18 @@ FORMATS = '{"query": "...", "response": "...", "label": true}, or prompt, comple
 
 
 def parse_rated(row: object, *, system: str | None = None, source: str = "") -> Conversation:
-    """Return the conversation that ends with the answer; its label is the extra `desirable`, and heads learn from good
-    answers only.
+    """Return the conversation that ends with the answer, with its label as the extra `desirable`.
+
+    Heads are trained only on good answers.
 
     Args:
         row, system, source: as for `parse_row`.
 
     Raises:
-        RowError: naming the field.
+        RowError: a field is invalid.
     """
     if not isinstance(row, dict):
-        return parse_row(row, system=system, source=source)  # which is part of the message
+        return parse_row(row, system=system, source=source)  # its error names the missing turns
     for name in ("chosen", "rejected", "rejected_response", "rejected_messages"):
         if row.get(name):
             raise RowError(name, "makes this row a pair", f"use --loss_type sigmoid for pairs; here rows are {FORMATS}")
@@ -43,7 +45,7 @@ def parse_rated(row: object, *, system: str | None = None, source: str = "") -> 
 
 
 def _label_of(value: object) -> bool:
-    """Return the label; in tables of text, such as .csv, it is a word, which pandas writes with a capital."""
+    """Return the label as a bool. In text tables such as .csv it is a word, which pandas capitalizes ("True")."""
     if isinstance(value, bool):
         return value
     if isinstance(value, str) and value.strip().lower() in ("true", "false"):
@@ -75,12 +77,12 @@ def _from_completion(row: dict[str, Any]) -> dict[str, Any]:
 def mismatch(samples: Sequence[Sample], max_length: int, strategy: TruncationStrategy, seed: int) -> list[Sample]:
     """Return the samples, each with a companion: its prompt followed by the answer of another sample.
 
-    The pairing is drawn by the seed and does not depend on the order of rows: files often alternate between good and
-    bad answers, where the next row always has the other label.
+    The pairing is drawn at random with the seed. Using the next row instead would pair every good answer with a bad one
+    in files that alternate between good and bad answers.
 
     Args:
         max_length: maximum length of the companion in tokens.
-        strategy: `left` truncates its start, every other value its end.
+        strategy: `left` truncates the start of the companion, any other value its end.
 
     Raises:
         UserError: all samples have the same prompt.
@@ -100,20 +102,19 @@ def mismatch(samples: Sequence[Sample], max_length: int, strategy: TruncationStr
 
 
 def others(questions: Sequence[Hashable], seed: int) -> np.ndarray:
-    """Return for each row the number of a row with another question; each row is used once, in an order drawn by the
-    seed.
+    """Return for each row the index of a row with another question, drawn at random with the seed.
 
-    Rows are grouped by question, with the groups in a random order, largest first. Shifting by the size of the largest
-    group pairs no row with its own group. If one question has more than half of the rows, its rows share those of the
-    others.
+    Rows are grouped by question, with the largest group first and the others in random order. Shifting by the size of
+    the largest group pairs no row with its own group, and uses each row once. If one question has more than half of the
+    rows, its rows share the rows of other questions.
 
     Example: questions `a a b c`, drawn in the order `1 0 3 2`: the groups are `1 0`, `3`, `2`, the largest has 2 rows,
     so rows 1, 0, 3, 2 get rows 3, 2, 1, 0.
 
     Args:
-        questions: at least two different ones.
+        questions: question of each row; at least two must differ.
     """
-    # RandomState: its stream never changes, so a resumed run pairs the same rows under any numpy.
+    # RandomState, because numpy guarantees its stream across versions, so a resumed run pairs the same rows.
     groups: dict[Hashable, list[int]] = {}
     for row in np.random.RandomState(seed).permutation(len(questions)).tolist():
         groups.setdefault(questions[row], []).append(row)

@@ -28,10 +28,10 @@ from swiftlite.json_file import decode_json, parse_json, skip_space
 
 
 class RowParser(Protocol):
-    """Parses one row of a training method: `parse_row` (turns), `parse_pair`, `parse_rated`, `parse_document`.
+    """Function that parses a row: `parse_row` (turns), `parse_pair`, `parse_rated` or `parse_document`.
 
     Raises:
-        RowError: naming the field.
+        RowError: a field is invalid.
     """
 
     def __call__(self, row: object, *, system: str | None, source: str) -> Conversation: ...
@@ -39,7 +39,7 @@ class RowParser(Protocol):
 
 @dataclass(frozen=True)
 class DataFile:
-    """A file a user named, and how many of its rows to take (None: all)."""
+    """A file, and the number of rows to sample (None: all)."""
 
     path: Path
     sample: int | None = None
@@ -50,12 +50,11 @@ class DataFile:
         return str(self.path)
 
     def rows(self) -> Iterator[tuple[int, Any]]:
-        """Yield (line, row), as its reader gives them."""
+        """Yield (line, row) from the reader of the file's format."""
         return READERS[self.path.suffix.lower()](self.path)
 
     def unparsed_rows(self) -> Iterator[tuple[int, Callable[[], Any]]]:
-        """Yield (line, function that parses that row), for a reader that needs few of the rows of .jsonl and .parquet
-        files."""
+        """Yield (line, function that parses the row) of a .jsonl or .parquet file, if only some rows are needed."""
         return UNPARSED_READERS[self.path.suffix.lower()](self.path)
 
 
@@ -71,7 +70,7 @@ class FileRows:
 
 
 def find_rows(spec: str) -> DataFile | HubRows:
-    """Parse `FILE`, `FILE#N` or a name of the hub. Rules have checked its format on the first rank.
+    """Parse `FILE`, `FILE#N` or a name on the hub, whose format the rules have already checked.
 
     Raises:
         UserError: the file does not exist.
@@ -99,16 +98,17 @@ def read_rows(
 ) -> FileRows:
     """Read, check and, for `FILE#N`, sample the rows of one file or dataset.
 
-    The sample is drawn from the good rows and keeps their order; it depends on the seed and the file alone, not on
-    the other files of the run.
+    The sample is drawn from the good rows and keeps their order. It depends only on the seed and the file, not on other
+    files of the run.
 
     Args:
-        file: from `find_rows`.
-        system: system prompt for rows that bring none.
-        parse: parses each row.
-        seed: of the sample.
+        file: result of `find_rows`.
+        system: system prompt for rows without one.
+        parse: function that parses each row.
+        seed: seed of the sample.
+
     Raises:
-        UserError: a file that is not what its suffix says, or holds no rows.
+        UserError: the file does not have the format of its suffix, or has no rows.
     """
     rows = FileRows()
     for line, row in file.rows():
@@ -125,7 +125,7 @@ def read_rows(
         num_good = len(rows.conversations)
         if file.sample > num_good:
             rows.note = f"{file.name}#{file.sample}: the file has only {num_good} good rows; all are used"
-        # RandomState, because numpy promises its stream for good and Generator's only within a version.
+        # RandomState, because numpy guarantees its stream across versions, unlike that of Generator.
         order = np.random.RandomState(seed).permutation(num_good)[: file.sample]
         rows.conversations = [rows.conversations[i] for i in np.sort(order)]
         rows.num_not_sampled = num_good - len(rows.conversations)
@@ -135,7 +135,7 @@ def read_rows(
 def check_row(
     row: object, source: str, *, system: str | None = None, parse: RowParser = parse_row
 ) -> Conversation | BadRow:
-    """Parse one row as a reader gives it; a row that cannot be parsed is returned as its `BadRow`.
+    """Parse one row from a reader; return a `BadRow` if it is invalid.
 
     Args:
         source: `file:line`.
@@ -149,13 +149,13 @@ def check_row(
 
 
 def _check_columns(where: str, names: list[str]) -> None:
-    """Reject two columns with the same name: a row would silently contain only the last."""
+    """Reject columns with the same name, of which a row would silently contain only the last."""
     for name, number in Counter(names).items():
         if number > 1:
             raise UserError(f"{where}: {number} columns have the name {name!r}", "rename or remove all but one")
 
 
-# Readers yield (line, row), counting lines from 1; a row that cannot be read alone comes as its RowError.
+# Readers yield (line, row), with lines counted from 1. For a row that cannot be read they yield its RowError.
 
 
 def _read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
@@ -164,7 +164,7 @@ def _read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _lines_of_jsonl(path: Path) -> Iterator[tuple[int, Callable[[], Any]]]:
-    with path.open("rb") as file:  # bytes: text mode would also split at a lone \r
+    with path.open("rb") as file:  # binary, because text mode also splits at a single \r
         for number, raw in enumerate(file, start=1):
             if number == 1:
                 raw = raw.removeprefix(b"\xef\xbb\xbf")
@@ -182,14 +182,14 @@ def _parse_line(raw: bytes, path: Path) -> Any:
 
 
 def _read_json(path: Path) -> Iterator[tuple[int, Any]]:
-    """Read one array of rows, or rows one after the other."""
+    """Read an array of rows, or concatenated rows."""
     text = _decode(path)
     position = skip_space(text, 0)
     is_array = text.startswith("[", position)
     if is_array:
         position = skip_space(text, position + 1)
     line = 1
-    counted = 0  # characters whose lines are counted in `line`
+    counted = 0  # characters up to which `line` has counted
     while position < len(text) and not (is_array and text[position] == "]"):
         line += text.count("\n", counted, position)
         counted = position
@@ -213,9 +213,9 @@ def _read_json(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _read_csv(path: Path) -> Iterator[tuple[int, Any]]:
-    # By the standard library and not pyarrow.csv, which does not know the line of a row behind one that spans lines.
+    # The standard library instead of pyarrow.csv, whose line numbers are wrong after a row that spans several lines.
     reader = csv.reader(io.StringIO(_decode(path), newline=""), strict=True)
-    limit = csv.field_size_limit(sys.maxsize)  # the default of 128 KiB is shorter than many a document
+    limit = csv.field_size_limit(sys.maxsize)  # the default limit is 128 KiB
     rows: list[tuple[int, Any]] = []
     try:
         header = next(reader, [])
@@ -226,11 +226,11 @@ def _read_csv(path: Path) -> Iterator[tuple[int, Any]]:
                 rows.append((start, RowError("row", f"has {len(values)} columns, the header has {len(header)}")))
             elif values:
                 rows.append((start, dict(zip(header, values, strict=True))))
-            start = reader.line_num + 1  # a quoted value may span lines
+            start = reader.line_num + 1  # a quoted value can span lines
     except csv.Error as error:
         raise UserError(f"{path}:{reader.line_num}: not CSV: {error}") from None
     finally:
-        csv.field_size_limit(limit)  # the module has one limit for the whole process
+        csv.field_size_limit(limit)  # the limit applies to the whole process
     return iter(rows)
 
 
@@ -280,7 +280,7 @@ def _naming_parquet(path: Path, num_read: int) -> Iterator[None]:
 
     try:
         yield
-    # Damage shows as an error of pyarrow or of the disk, text that is not UTF-8 and dates before the year 1 as these.
+    # Damaged files raise errors of pyarrow or OSError; text that is not UTF-8 and dates before year 1 raise the others.
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
         place = str(path)
         if num_read:
