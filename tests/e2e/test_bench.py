@@ -97,6 +97,7 @@ def test_bench(commands: Commands, bench: list[str]):
     wait_until_nothing_is_left(commands.directory)
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_what_was_measured_and_no_process(commands: Commands, bench: list[str]):
     process = commands.start(*bench)
     out = commands.directory / "out"

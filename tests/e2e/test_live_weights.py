@@ -96,6 +96,7 @@ def test_an_engine_that_takes_new_weights_in_parts_is_as_if_started_with_them(vl
 
 @needs_vllm
 @pytest.mark.gloo
+@pytest.mark.slow
 def test_the_example_over_two_stages(tmp_path):
     """The heads of a class of vLLM's own, trained on two ranks of which the first one has the engine."""
     model = make_tiny_hf(tmp_path / "model", "mimo", depth=1, with_tokenizer=True)

@@ -27,7 +27,8 @@ def gpu_sh(output_dir: Path, *options: str) -> tuple[int, list[dict], str]:
 @pytest.mark.parametrize(
     "stages",
     [
-        ["machine", "kernels", "training", "speed", "plan"],
+        ["machine", "plan"],
+        pytest.param(["kernels", "training", "speed"], marks=pytest.mark.slow),
         # Which other tests compute as well.
         pytest.param(["logits", "layouts", "faults", "engines", "live"], marks=pytest.mark.slow),
     ],
