@@ -308,7 +308,7 @@ class _Kept(NamedTuple):
 def _kept(
     rows: _Rows, encoded: list[Encoded], flag: str, encoder: Encoder, offered: Collection[str] | None
 ) -> list[_Kept]:
-    """Return the kept rows; raise UserError if there is none."""
+    """Return the kept rows; raise UserError if no row is kept."""
     kept = []
     for number, (spec, conversation, row) in enumerate(zip(rows.specs, rows.conversations, encoded, strict=True)):
         if row.samples:

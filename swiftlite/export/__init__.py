@@ -1,4 +1,4 @@
-"""Convert checkpoints of runs to Hugging Face directories, which are audited before they appear, and back.
+"""Convert checkpoints of runs to audited Hugging Face directories, and back.
 
 May use all packages below `cli`, and megatron-core only through them.
 """

@@ -1,4 +1,4 @@
-"""Give heads that were trained with the complete vocabulary a draft vocabulary (`export --draft_vocab`)."""
+"""Add a draft vocabulary to heads that were trained with the whole vocabulary (`export --draft_vocab`)."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -59,7 +59,7 @@ def _options_of(file: Path) -> SftArgs:
     try:
         args_class = command_of_run(read_json(file)).args_class
     except (OSError, ValueError, TypeError):
-        args_class = SftArgs  # reading its options reports the problem
+        args_class = SftArgs  # reading the options with this class reports the problem
     return from_config(args_class, file)
 
 

@@ -1,4 +1,4 @@
-"""Refuse exports whose heads have a low acceptance (`export --min_acceptance --max_regression`)."""
+"""Reject exports whose heads have a low acceptance (`export --min_acceptance --max_regression`)."""
 
 from pathlib import Path
 
@@ -29,7 +29,7 @@ def check_acceptance(args: ExportArgs, hf_dir: Path, torch_dtype: str, mesh: Mes
         )
     if args.max_regression is not None:
         baseline = args.baseline or model_of_run(Path(args.model))
-        if baseline is None:  # deleted during the export; rules have checked it before
+        if baseline is None:  # deleted during the export; the rules have checked it
             raise UserError(
                 "--max_regression requires the model that the run started from, which no longer exists",
                 "nothing was written; add --baseline DIR",

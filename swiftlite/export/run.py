@@ -1,4 +1,4 @@
-"""Run `swiftlite export`: convert a run or checkpoint to a Hugging Face model, audited before it appears; or back."""
+"""Run `swiftlite export`: convert a run or checkpoint to an audited Hugging Face model, or back."""
 
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
@@ -55,7 +55,7 @@ from swiftlite.train.checkpoint.source import (
 
 
 def run(args: ExportArgs) -> None:
-    """Convert in one direction; the result is complete or absent, however the process ends."""
+    """Convert in one direction. The result is either complete or absent, even if the process is killed."""
     with session(layout_of(args), timeout_minutes=args.distributed_timeout_minutes) as mesh:
         if args.to_hf:
             to_hf(args, mesh)
@@ -126,11 +126,11 @@ def to_hf(args: ExportArgs, mesh: Mesh) -> None:
 
 
 def to_mcore(args: ExportArgs, mesh: Mesh) -> None:
-    """Write `checkpoint-0` and `source/`, as a run has them, from a Hugging Face model.
+    """Write `checkpoint-0` and `source/`, in the format of a run, from a Hugging Face model.
 
     Raises:
         UserError: the model cannot be read, has heads that its config.json does not declare, or --output_dir cannot be
-            written; nothing remains.
+            written; nothing is written.
     """
     hf_model = resolve(args.model)
     check_agreement({"commit of --model": hf_model.identity})
@@ -193,7 +193,7 @@ def _resolve_graft(args: ExportArgs) -> HfModel | None:
 
 
 def _heads_of_result(args: ExportArgs, own: Heads, graft_from: HfModel | None) -> Heads:
-    """Return the MTP heads of the result: the model's own, another model's, or none."""
+    """Return the MTP heads of the result: those of the model, of another model, or none."""
     if args.mtp == "strip":
         return Heads()
     if graft_from:
@@ -202,7 +202,7 @@ def _heads_of_result(args: ExportArgs, own: Heads, graft_from: HfModel | None) -
 
 
 def _lora_of(args: ExportArgs, state: Mapping[str, Any]) -> Lora | None:
-    """Return the checkpoint's adapters; none on grafted heads."""
+    """Return the checkpoint's adapters, without those of heads if heads are grafted; None without adapters."""
     if state.get("lora") is None:
         return None
     lora = Lora.from_json(state["lora"])
@@ -242,10 +242,10 @@ def _cast(dtypes: Mapping[str, str], hf_model: HfModel, heads: Heads, dtype: str
 
 @contextmanager
 def _whole_or_absent(output_dir: Path) -> Iterator[Path]:
-    """Yield a directory to write into, which is renamed at the end of the context, or removed on failure.
+    """Yield a directory to write to, which is renamed at the end of the context, or removed on failure.
 
-    It is in `.NAME.writing` next to the result, which only one export holds at a time. Links are followed. The first
-    rank creates, renames and deletes.
+    It is in `.NAME.writing` next to the result, which is locked against other exports. Links are followed. The first
+    rank creates, renames and deletes it.
 
     Raises:
         UserError: another export is writing there, or the directory cannot be renamed.
@@ -259,7 +259,7 @@ def _whole_or_absent(output_dir: Path) -> Iterator[Path]:
     with only_run_in(output_dir, place):
         try:
             with _named(output_dir):
-                shutil.rmtree(writing, ignore_errors=True)  # of a killed export
+                shutil.rmtree(writing, ignore_errors=True)  # files of a killed export
                 writing.mkdir()
                 if result.exists():
                     result.rmdir()  # must be empty and not a mount point
@@ -277,7 +277,7 @@ def _named(output_dir: Path) -> Iterator[None]:
     """Convert errors of the file system in this context to errors that name the option.
 
     Raises:
-        UserError: instead of an OSError.
+        UserError: raised instead of an OSError.
     """
     try:
         yield
@@ -303,7 +303,7 @@ def _copy_small_files(args: ExportArgs, hf_model: HfModel, heads: Heads, writing
 
 
 def _audit(directory: Path, hf_model: HfModel, source_keys: Iterable[str]) -> None:
-    """Compare the export with its own config.json and with the source model.
+    """Compare the export with its config.json and with the source model.
 
     Args:
         source_keys: tensors of the source model.

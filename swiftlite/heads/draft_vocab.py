@@ -1,10 +1,10 @@
 """Convert the draft vocabulary, the tokens that MTP heads can draft, from and to text.
 
-A head computes one logit per token that it can draft, which in a small model is most of its work. Answers use few
-tokens of the vocabulary. Drafting only the most frequent ones is enough, because the trunk can generate all others
-itself. `data/draft_vocab.py` chooses them.
+A head computes one logit per token that it can draft, which in a small model is most of its work. Answers use only a
+part of the vocabulary, so it is sufficient to draft the most frequent tokens: the trunk generates all others.
+`data/draft_vocab.py` chooses them.
 
-config.json contains the ids as text with ranges: "0-2 5 8-9" is 0, 1, 2, 5, 8, 9.
+config.json contains the ids as text with ranges: "0-2 5 8-9" means 0, 1, 2, 5, 8, 9.
 """
 
 import re
@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from swiftlite.errors import UserError
 
 TOKEN_MAP_FILE = "speculative_token_map.pt"
-"""File of an export for SGLang's option of that name: the same ids as a list, written by `torch.save`."""
+"""File of an export for SGLang's option `speculative_token_map`: the ids as a list, written by `torch.save`."""
 
 
 def to_text(ids: Sequence[int]) -> str:
-    """Return ascending ids in the form of config.json; "" for none."""
+    """Return ascending ids in the format of config.json; "" for an empty list."""
     runs: list[list[int]] = []
     for token in ids:
         if runs and runs[-1][-1] == token - 1:
@@ -37,7 +37,7 @@ def from_text(text: object, vocab_size: int) -> tuple[int, ...]:
     """Parse the ids that `to_text` wrote.
 
     Raises:
-        UserError: the text has another form, or ids beyond the vocabulary.
+        UserError: the text does not have this format, or an id is outside of the vocabulary.
     """
     ids: list[int] = []
     for run in str(text).split():

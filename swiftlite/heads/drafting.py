@@ -12,7 +12,8 @@ class Drafting:
 
     Attributes:
         takes_before_norm: whether the trunk's state is used before its final norm; otherwise after it.
-        recycles_before_norm: whether a repeated head uses its own state before its output norm; otherwise after it.
+        recycles_before_norm: whether an unrolled head continues from its state before its output norm; otherwise after
+            it.
         zeroes_first_embedding: whether the embedding at a sequence's position 0 is zero.
     """
 
@@ -21,7 +22,7 @@ class Drafting:
     zeroes_first_embedding: bool = False
 
     def to_json(self) -> dict[str, bool]:
-        """Return the value in the form of config.json."""
+        """Return the value in the format of config.json."""
         return asdict(self)
 
     @classmethod
@@ -29,7 +30,7 @@ class Drafting:
         """Build the value that `to_json` wrote.
 
         Raises:
-            UserError: the content has another form.
+            UserError: the content does not have this format.
         """
         names = [field.name for field in fields(cls)]
         given: dict[str, Any] = {}

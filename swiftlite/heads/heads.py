@@ -40,8 +40,8 @@ class Heads:
         layers: number of MTP layers, each with separate weights; 0 for a model without heads.
         unroll: number of times that a single MTP layer is applied, each time to its own state; 1 with several layers.
         beta: loss weight of each draft token relative to the previous one, for an unrolled layer.
-        draft_vocab: ids of the tokens that they can draft, ascending; empty for the whole vocabulary.
-        drafting: their inputs; None means those of vLLM for their family.
+        draft_vocab: ids of the tokens that heads can draft, ascending; empty for the whole vocabulary.
+        drafting: inputs of the heads; None means those of vLLM for the family.
     """
 
     layers: int = 0
@@ -75,7 +75,8 @@ class Heads:
     def weights(self) -> tuple[float, ...]:
         """Weight of each drafted token in the MTP loss; they add up to 1.
 
-        Two layers weigh 1/2 each. One layer unrolled three times with beta 0.5 weighs 4/7, 2/7, 1/7.
+        For example, two layers have the weights 1/2 and 1/2. One layer unrolled three times with beta 0.5 has 4/7, 2/7
+        and 1/7.
         """
         powers = [self.beta**step for step in range(self.unroll)] * self.layers
         return tuple(power / sum(powers) for power in powers)

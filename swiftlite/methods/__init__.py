@@ -1,1 +1,1 @@
-"""Training methods: one record each, as families and engines have one. No torch."""
+"""Training methods, each described by a `Method`. Does not import torch."""

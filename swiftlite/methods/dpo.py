@@ -1,4 +1,4 @@
-"""`megatron dpo`: preferences, from pairs of answers or, with `--loss_type kto`, from single answers with a label."""
+"""`megatron dpo`: learn preferences from pairs of answers or, with `--loss_type kto`, from single labeled answers."""
 
 from dataclasses import replace
 
@@ -10,12 +10,12 @@ WITHOUT_REFERENCE = ("simpo", "orpo")
 
 
 def describe_pairs(args: DpoArgs) -> Lines:
-    """Return the kind of answers, the loss, and the reference model where there is one."""
+    """Return lines of the plan: the kind of answers, the loss, and the reference model, if any."""
     return _describe("pairs of answers", args)
 
 
 def describe_single_answers(args: DpoArgs) -> Lines:
-    """Return the same for answers with a label."""
+    """Return the lines of `describe_pairs` for answers with a label."""
     return _describe("single answers", args)
 
 
@@ -27,7 +27,7 @@ def _describe(answers: str, args: DpoArgs) -> Lines:
 
 
 def describe_files(args: DpoArgs) -> Lines:
-    """Return the directory of reference log probabilities, if this run writes one into --output_dir."""
+    """Return the plan's line for the directory of reference log-probabilities, if it is in --output_dir."""
     if args.loss_type in WITHOUT_REFERENCE or args.ref_logprobs_cache:
         return []
     return [("reference/", "log probabilities of the answers under the reference model; a resumed run reads them")]
@@ -43,7 +43,7 @@ DPO = Method(
     describe=describe_pairs,
     describe_files=describe_files,
     applies=lambda args: args.loss_type != "kto",
-    lr=1e-6,  # TRL's
+    lr=1e-6,  # as in TRL
     sequences_per_sample=2,
     imitates_rows=False,
 )

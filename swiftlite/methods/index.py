@@ -1,4 +1,4 @@
-"""The index of training methods: one line each, by name."""
+"""All training methods, by name."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -37,8 +37,8 @@ def method_for(args_class: type[SftArgs], args: Any) -> Method:
 def training_commands() -> dict[str, Method]:
     """Return the commands that train, by their words, each with its first method in `METHODS`.
 
-    Methods of one command share help and unsupported options, so those of the first one are used: `megatron dpo` has
-    DPO's, for KTO too.
+    Methods of one command have the same help and unsupported options, so those of the first one are used: `megatron
+    dpo` uses DPO's, also for KTO.
     """
     found: dict[str, Method] = {}
     for method in METHODS.values():
@@ -50,8 +50,8 @@ def command_of_run(config: Mapping[str, Any]) -> Method:
     """Return the first method of the command that wrote a run's args.json.
 
     Args:
-        config: the content of the file. Earlier releases wrote no `command`; then an option that only one command has
-            identifies it, such as `ref_model` for `megatron dpo`.
+        config: the content of the file. Files of earlier releases have no `command`. For them, an option that only one
+            command has identifies the command, such as `ref_model` for `megatron dpo`.
     """
     found = training_commands()
     words = config.get("command")

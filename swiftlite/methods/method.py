@@ -1,7 +1,8 @@
 """Define `Method`, the description of a training method that is available before torch is loaded.
 
-Commands, rules, plans and pages look up methods in `index.py`; only `doctor --plan` and a method's own rules refer to
-one by name. Parts that require torch are named as "module:attribute" and loaded when a run starts."""
+Commands, rules, plans and pages look up methods in `index.py`; only `doctor --plan` and the rules of a method refer to
+it by name. Parts that require torch are strings "module:attribute", which are imported when a run starts.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import Any
 from swiftlite.args.commands import SftArgs
 
 Lines = list[tuple[str, str]]
-"""Lines of a plan: what, and its value."""
+"""Lines of a plan: pairs of a label and a value."""
 
 
 def always(args: Any) -> bool:
@@ -20,7 +21,7 @@ def always(args: Any) -> bool:
 
 
 def no_lines(args: Any) -> Lines:
-    """Return nothing: the method has no lines of its own."""
+    """Return no lines, for methods without additional lines in the plan."""
     return []
 
 
@@ -35,14 +36,14 @@ class Method:
         line: one line of help for the command.
         training: name of its `Training` (`swiftlite/train/methods/training.py`).
         rules: name of a module with RULES and NOTES, which check the options (`swiftlite/rules`).
-        describe: returns the lines of the plan that say what the run learns from, from its options.
-        describe_files: returns the lines of the plan about files that only this method writes into --output_dir.
+        describe: returns the plan's lines about the training data and the loss, from the options.
+        describe_files: returns the plan's lines about files that only this method writes to --output_dir.
         applies: whether a run with these options of the command uses this method.
-        lr: peak learning rate where the trunk learns and --lr is not given.
+        lr: default peak learning rate if the trunk is trained.
         sequences_per_sample: sequences that one sample adds to a micro-batch.
         imitates_rows: whether the model and its heads learn to write the rows. `export --draft_vocab` counts their
             tokens, and heads alone can learn from them.
-        splits_long_rows: whether a row over --max_length may become several samples.
+        splits_long_rows: whether a row longer than --max_length can be split into several samples.
     """
 
     name: str
@@ -60,9 +61,9 @@ class Method:
     splits_long_rows: bool = False
 
     def load_training(self) -> Any:
-        """Import and return its `Training`; this loads torch."""
+        """Import and return the method's `Training`; this imports torch."""
         return resolve_name(self.training)
 
     def load_rules(self) -> Any:
-        """Import and return the module of its rules."""
+        """Import and return the module of the method's rules."""
         return resolve_name(self.rules)

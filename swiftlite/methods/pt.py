@@ -1,11 +1,11 @@
-"""`megatron pt`: the next token of plain text."""
+"""`megatron pt`: learn the next token of plain text."""
 
 from swiftlite.args.commands import PtArgs
 from swiftlite.methods.method import Lines, Method
 
 
 def describe(args: PtArgs) -> Lines:
-    """Return what documents are."""
+    """Return the plan's lines about documents."""
     content = "plain text"
     if args.append_eos:
         content += ", eos after each document"

@@ -1,11 +1,11 @@
-"""`megatron sft`: the next token of conversations."""
+"""`megatron sft`: learn the next token of conversations."""
 
 from swiftlite.args.commands import SftArgs
 from swiftlite.methods.method import Lines, Method
 
 
 def describe(args: SftArgs) -> Lines:
-    """Return no line: conversations are what a plan takes for granted."""
+    """Return no lines: conversations are the default."""
     return []
 
 

@@ -1,1 +1,1 @@
-"""Derive the plan of a run from options and config.json before anything loads; may import `args` and `families`."""
+"""Derive the plan of a run from options and config.json before anything is loaded; may import `args` and `families`."""

@@ -25,7 +25,7 @@ class Facts:
     """Inputs of rules besides the options."""
 
     world_size: int
-    """Processes of the run."""
+    """Number of processes of the run."""
     hf_config: dict[str, Any]
     """The model's config.json; empty if missing, which another rule reports."""
     directory: Path = Path()
@@ -44,7 +44,7 @@ class Facts:
         return Heads.from_config(self.hf_config)
 
     def described(self, option: str) -> tuple[Path, dict[str, Any]]:
-        """Return directory and config.json of the model that an option names; downloads them if necessary.
+        """Return directory and config.json of the model that an option names; download them if necessary.
 
         Raises:
             UserError: the model is not available.
@@ -56,10 +56,10 @@ class Facts:
 def read_facts(args: Any, world_size: int = 1) -> Facts:
     """Collect the facts for a command's rules.
 
-    The run that `export --to_hf` reads is always a directory, not a name of the hub.
+    The run that `export --to_hf` reads is always a directory, never a name on the hub.
 
     Raises:
-        UserError: --model is a name of the hub that is not available.
+        UserError: --model is a name on the hub that is not available.
     """
     names = models_in(args)
     if "model" not in names:
@@ -75,7 +75,7 @@ def _directory_of(option: str, name: str) -> Path:
     """Return the directory of the model that an option names, see `description_of`.
 
     Raises:
-        UserError: the model is not available; names the option, because the name may be a path with a typo.
+        UserError: the model is not available. The error names the option, because the name can be a path with a typo.
     """
     try:
         return description_of(name)
@@ -95,7 +95,7 @@ def read_hf_config(directory: Path) -> dict[str, Any]:
 
 
 def config_directory(model: Path) -> Path:
-    """Return the directory of the model's config.json; that of a run and its checkpoint-N is source/."""
+    """Return the directory of a model's config.json; for a run or its checkpoint-N this is source/."""
     if (model / "config.json").exists():
         return model
     for run in (model, model.parent):
@@ -135,7 +135,7 @@ def near_path(path: Path) -> str:
     if not path.parent.is_dir():
         return f"the directory {path.parent} does not exist either"
     suggestion = near(path.name, sorted(entry.name for entry in path.parent.iterdir()))
-    # The same extension does not make names similar: nosuch.jsonl and ok.jsonl.
+    # Extensions are ignored, so that nosuch.jsonl and ok.jsonl are not similar.
     if not suggestion or not near(path.stem, [Path(suggestion).stem]):
         return ""
     return f"did you mean {path.parent / suggestion}?"
@@ -144,10 +144,10 @@ def near_path(path: Path) -> str:
 def model_of_run(run: Path) -> str | None:
     """Return the Hugging Face model that a run (or a checkpoint's run) started from; None if it no longer exists.
 
-    A name of the hub includes the commit of the run.
+    A name on the hub includes the commit that the run used.
 
     Raises:
-        UserError: it is a name that neither the hub nor its cache has.
+        UserError: it is a name that is neither on the hub nor in its cache.
     """
     if run.name.startswith("checkpoint-"):
         run = run.parent

@@ -1,7 +1,8 @@
 """Choose defaults for MTP heads: their number, initial weights, loss and learning rate.
 
-Training only the heads of a frozen trunk differs from fine-tuning: heads may start from scratch, large steps lose
-nothing, and the target is known at every token, because it is the trunk's prediction."""
+Training only the heads of a frozen trunk differs from fine-tuning. Heads can start from scratch, large steps cannot
+damage the trunk, and every token has a target, because the target is the trunk's prediction.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -22,8 +23,10 @@ LR_OF_NEW_HEADS = 1e-3
 trained."""
 LR_OF_GRAFTED_HEADS = 3e-4
 """Peak learning rate if only heads of another trunk are trained. Measured on SmolLM2-135M with a trunk changed by LoRA,
-in tokens per drafting step: 1.37 before, after 154 steps 1.38 at 1e-5, 1.86 at 3e-4, 2.00 at 1e-3. That head had been
-trained for only 120 steps; longer training has more to lose."""
+in tokens per decoding step: 1.37 before training the heads; after 154 steps 1.38 at 1e-5, 1.86 at 3e-4, and 2.00 at
+1e-3. The grafted head was trained for only 120 steps; for heads that were trained longer, a large learning rate can do
+more harm.
+"""
 
 
 def heads_of(args: SftArgs, checkpoint: Heads) -> Heads:
@@ -42,7 +45,7 @@ def heads_of(args: SftArgs, checkpoint: Heads) -> Heads:
     heads = Heads(layers, args.mtp_unroll, args.mtp_unroll_beta)
     if not layers:
         return heads
-    # `heads_for_engine` adds the inputs of --draft_for; the tokens of --draft_vocab depend on the rows.
+    # `heads_for_engine` sets the inputs of --draft_for; the tokens of --draft_vocab are selected from the rows later.
     if args.draft_vocab is None:
         heads = replace(heads, draft_vocab=checkpoint.draft_vocab)
     return replace(heads, drafting=checkpoint.drafting)
@@ -137,7 +140,7 @@ def lr_of(args: SftArgs, checkpoint: Heads) -> float:
 
 
 def heads_defaults(args: SftArgs, checkpoint: Heads) -> dict[str, Any]:
-    """Return the values of these options if they are unset, by name."""
+    """Return the default values of options for heads, by option name."""
     unset = replace(args, mtp_num_layers=None, mtp_init=None, mtp_loss=None)
     return {
         "mtp_num_layers": heads_of(unset, checkpoint).layers,

@@ -16,9 +16,9 @@ from swiftlite.families.architecture import Architecture
 from swiftlite.plan.low_precision import LowPrecision, low_precision_of, precision_problems
 
 PackedKernel = Literal["flash_attn", "torch_varlen"]
-"""Implementation that computes all sequences of a packed row in one call: the package flash-attn, or torch."""
+"""Implementation that computes all sequences of a packed row in one call: the package flash-attn or torch."""
 FlashImpl = Literal["FA3", "FA4"]
-"""Kernels that torch calls for its own attention once they are activated, by torch's names."""
+"""Kernels that torch's attention calls after they are activated, by torch's names."""
 _IMPLS: dict[str, FlashImpl] = {"flash3": "FA3", "flash4": "FA4"}
 _PACKAGES = {"FA3": "flash_attn_interface of flash-attn 3", "FA4": "flash-attn-4"}
 CHUNK = 1024
@@ -42,10 +42,11 @@ class Kernels:
         transformer_impl: implementation of linear layers and norms.
         attention: implementation of core attention.
         is_fused: whether norms, activations and losses are fused, which rounds differently from transformers.
-        has_grouped_experts: whether all experts of a rank are one product instead of one each.
-        low_precision: precision of Transformer Engine's products; None for the model's own.
+        has_grouped_experts: whether one grouped product computes all experts of a rank, instead of one product per
+            expert.
+        low_precision: precision of Transformer Engine's products; None for the model's precision.
         is_deterministic: whether kernels are deterministic on GPUs as well.
-        flash_impl: implementation called by torch's own attention; None: the one included in torch.
+        flash_impl: implementation that torch's attention calls; None: the one included in torch.
     """
 
     transformer_impl: TransformerImpl = "local"
@@ -118,7 +119,7 @@ def _has_file(package: str, path: str) -> bool:
 
 
 def _torch_has(file: str, *words: str) -> bool:
-    """Return whether a file of torch.nn.attention contains all words: its first releases support less."""
+    """Return whether a file of torch.nn.attention contains all words, because early releases support less."""
     torch = importlib.util.find_spec("torch")
     if torch is None or torch.origin is None:
         return False
@@ -197,7 +198,7 @@ def kernel_problems(args: KernelArgs, machine: Machine, *, is_float32: bool, hea
 
 
 def _without_packed_kernel(args: KernelArgs, machine: Machine, is_float32: bool, head: int) -> Iterator[Problem]:
-    """Return why packed rows are not supported by one kernel."""
+    """Yield problems if no kernel computes a packed row in one call."""
     flag, other = f"--attention_backend {args.attention_backend}", "use --attention_backend sdpa"
     if not machine.is_cuda:
         yield f"{flag} requires an NVIDIA GPU, and torch finds none", other

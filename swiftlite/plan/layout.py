@@ -89,7 +89,7 @@ def ranks_of(layout: ParallelLayout, world_size: int) -> range:
 
 
 def process_problems(layout: ParallelLayout, world_size: int) -> list[Problem]:
-    """Return problems (problem, hint) if the processes do not divide into replicas or expert-parallel groups."""
+    """Return problems (problem, hint) if the number of processes does not match replicas or expert-parallel groups."""
     problems = []
     for names in (_MODEL_SIZES, _EXPERT_SIZES):
         size = _product(names, layout)
@@ -112,7 +112,7 @@ def _product(names: Sequence[str], layout: ParallelLayout) -> int:
 
 
 def length_multiple(layout: ParallelLayout) -> int:
-    """Return the number that must divide the length of a row, so that all ranks have equal parts."""
+    """Return the number by which the length of a row must be divisible, so that all ranks have equal parts."""
     return sequence_multiple(layout) * sequence_parallel_size(layout)
 
 
@@ -124,7 +124,7 @@ def sequence_parallel_size(layout: ParallelLayout) -> int:
 
 
 def sequence_multiple(layout: ParallelLayout) -> int:
-    """Return the number that must divide the length of a sequence in a packed row.
+    """Return the number by which the length of a sequence in a packed row must be divisible.
 
     Each context-parallel rank holds two chunks of each sequence.
     """
@@ -227,7 +227,7 @@ def _tower_problems(layout: ParallelLayout, architecture: Architecture | None, m
     pp = layout.pipeline_model_parallel_size
     if pp == 1 or not mtp_num_layers or architecture is None or architecture.tower is None:
         return []
-    # Tower outputs are not sent to other stages.
+    # Outputs of a tower are not sent to other stages.
     problem = f"--pipeline_model_parallel_size {pp}: the MTP heads of a model with a tower must be on its stage"
     return [(problem, "use --pipeline_model_parallel_size 1, or --mtp_num_layers 0")]
 

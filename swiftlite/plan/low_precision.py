@@ -1,6 +1,6 @@
 """Describe training with matrix products in 8 and 4 bits: its options, requirements and memory. No torch.
 
-Scales and copies of tensors are those of Transformer Engine.
+The formats of scales and copies of tensors are those of Transformer Engine.
 """
 
 import re
@@ -21,8 +21,8 @@ class LowPrecision:
 
     Attributes:
         format: megatron-core's `fp8` ("e4m3", "hybrid") or `fp4` ("e2m1").
-        recipe: how numbers share scales, by megatron-core's names.
-        bf16_at_start, bf16_at_end: decoder layers that stay in bfloat16.
+        recipe: granularity of scales, by megatron-core's names.
+        bf16_at_start, bf16_at_end: number of first and last decoder layers that remain in bfloat16.
     """
 
     format: str
@@ -41,7 +41,7 @@ class LowPrecision:
 
     @property
     def name(self) -> Literal["fp4", "fp8"]:
-        """Name in megatron-core's options and in ours."""
+        """Name in the options of megatron-core and swiftlite."""
         if self.is_fp4:
             return "fp4"
         return "fp8"
@@ -79,8 +79,10 @@ class LowPrecision:
 
     @property
     def moved(self) -> float:
-        """Bytes moved to quantize a 16-bit element: one read (two if the scale is that of the whole tensor), and a
-        write in each of two orders. Counted."""
+        """Bytes moved to quantize a 16-bit element. Counted.
+
+        These are one read (two if one scale is used for the whole tensor), and one write in each of two memory orders.
+        """
         reads = 1
         if self.recipe in ("tensorwise", "nvfp4"):
             reads = 2
@@ -160,7 +162,7 @@ def low_precision_misfit(row: Row, ranks: int, multiple: int) -> int:
 
 
 def model_problems(low: LowPrecision, layout: ParallelLayout, architecture: Architecture) -> Iterator[Problem]:
-    """Yield why a model cannot be trained with low precision at a layout."""
+    """Yield reasons why a model cannot be trained with low precision and this layout."""
     num_layers = len(architecture.layers)
     most = num_layers // layout.pipeline_model_parallel_size  # megatron-core's transformer_config.py:996
     for end, number in (("start", low.bf16_at_start), ("end", low.bf16_at_end)):

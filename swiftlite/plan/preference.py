@@ -1,4 +1,4 @@
-"""Plan preference losses and the layout of the reference model for `megatron dpo`. Arithmetic, no torch."""
+"""Plan preference losses and the layout of the reference model for `megatron dpo`. Does not import torch."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ SMOOTHED = ("sigmoid", "robust", "simpo")
 
 @dataclass(frozen=True)
 class Preference:
-    """A loss over pairs of answers, with its numbers under TRL's names."""
+    """A loss over pairs of answers, with its settings under TRL's names."""
 
     loss_type: PreferenceLoss = "sigmoid"
     beta: float = 0.1

@@ -1,4 +1,4 @@
-"""Derive layout, batch sizes and schedule from options as frozen values. Pure arithmetic, no files.
+"""Derive layout, batch sizes and schedule from options as frozen values. Does not read files.
 
 `make_plan` needs only options and the number of processes; `make_schedule` also needs the number of training rows.
 """
@@ -21,7 +21,9 @@ from swiftlite.plan.low_precision import LowPrecision
 from swiftlite.plan.trainable import trainable_of
 
 Packing = Literal["none", "micro_batch", "rows", "step"]
-"""Packing of nothing, of the samples of each micro-batch, of all samples into rows, or of the samples of each step."""
+"""none: no packing. micro_batch: the samples of each micro-batch are packed. rows: all samples are packed into rows.
+step: the samples of each step are packed.
+"""
 GPU_LENGTHS = 64
 
 
@@ -36,7 +38,7 @@ class Plan:
     global_batch_size: int
     packing: Packing
     packing_length: int
-    """Maximum tokens of a row, or of a micro-batch if each step is packed."""
+    """Maximum number of tokens of a row, or of a micro-batch if each step is packed."""
     row_multiple: int
     """Rows are padded to a multiple of this length."""
     heads: Heads
@@ -46,7 +48,7 @@ class Plan:
     kernels: Kernels
     distributed: DistributedArgs
     lora: Lora | None
-    """Adapters that are trained instead of the model's own parameters."""
+    """Adapters that are trained instead of the model's parameters; None without adapters."""
     lr: float
     min_lr: float
     save_steps: int
@@ -72,7 +74,7 @@ def make_plan(
     *,
     heads: Heads | None = None,
 ) -> Plan:
-    """Return layout and batches for `world_size` processes; the options have passed `rules.check`.
+    """Return layout and batches for `world_size` processes, from options that have passed `rules.check`.
 
     Args:
         checkpoint: heads of the model directory.
@@ -113,7 +115,7 @@ def make_plan(
 def distributed_of(args: DistributedArgs, num_replicas: int, is_cuda: bool) -> DistributedArgs:
     """Return the options with defaults: true on GPUs if several ranks hold the same parameters.
 
-    On a CPU overlapping communication with gloo does not save time.
+    On a CPU, overlapping communication with gloo does not save time.
 
     Args:
         num_replicas: number of ranks that hold the same parameters.
@@ -139,8 +141,9 @@ def row_multiple_of(
 ) -> int:
     """Return the required multiple of a row's length.
 
-    Every rank has an equal part, which is a multiple of the tokens that low-precision products require. On GPUs padded
-    rows have few distinct lengths, because cuDNN makes a plan for each."""
+    Every rank has an equal part, whose number of tokens is a multiple of what low-precision products require. On GPUs,
+    padded rows have few distinct lengths, because cuDNN creates a plan for each length.
+    """
     needed = length_multiple(layout)
     if low_precision:
         needed = math.lcm(needed, low_precision.tokens * length_divisor(layout))

@@ -12,12 +12,12 @@ from swiftlite.lora import Lora, is_adapter
 
 @dataclass(frozen=True)
 class Trainable:
-    """A selection of trained parameters; the others stay bitwise identical, which a run verifies by their hashes.
+    """A selection of trained parameters. All others remain bitwise identical; a run verifies this by their hashes.
 
     Attributes:
         learns: returns whether a parameter is trained, by its megatron-core name in its chunk of the model, such as
             "decoder.layers.0.mlp.linear_fc1.weight".
-        words: description in the plan of a run.
+        words: description for the plan of a run.
         option: the option that selected it, for errors; empty if all parameters are trained.
         freezes_trunk: whether no gradients are computed in the trunk. False if parts of it are trained, such as
             adapters.

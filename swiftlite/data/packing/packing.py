@@ -124,8 +124,7 @@ def _deal(sizes: np.ndarray, packing_length: int) -> tuple[list[tuple[int, int, 
                 num_new = -(-count // (room // size))
                 rows = range(num_rows, num_rows + num_new)
                 num_rows += num_new
-            # The fullest row with room for one sequence remains the fullest afterwards, so it gets as many as fit at
-            # once.
+            # The fullest row with room for one sequence remains the fullest afterwards, so it is filled in one step.
             most = room // size
             num_full = min(len(rows), count // most)
             full, others = rows[:num_full], rows[num_full:]

@@ -204,7 +204,7 @@ def _check_spelling(row: dict[str, Any]) -> None:
 
 @lru_cache(maxsize=256)
 def _misspelt(names: frozenset[str]) -> tuple[str, str] | None:
-    """Return an unknown name and the similar known name that is missing; None if there is none.
+    """Return an unknown name and the similar known name that is missing; None without such a pair.
 
     The result is cached, because rows of a file have the same names.
     """
@@ -238,7 +238,7 @@ def _from_messages(row: dict[str, Any], name: str) -> list[_Turn]:
             raise RowError(f"{path}.tool_calls", f"is on a {role} turn; only the assistant calls tools")
         content = message.get("content", "")
         if role == "system" and content == "":
-            continue  # many programs write an empty system turn if there is none
+            continue  # many programs write an empty turn instead of no system turn
         if role == "tool" and not isinstance(content, str) and not _is_parts(content):
             content = json.dumps(content, ensure_ascii=False)
         if "reasoning_content" in message:
