@@ -1,1 +1,1 @@
-"""Estimate memory, FLOPs and time of a run, and the fastest layout. Arithmetic, no torch."""
+"""Estimate memory, FLOPs and time of a run, and find the fastest layout. Does not import torch."""

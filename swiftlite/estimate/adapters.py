@@ -1,4 +1,4 @@
-"""Count the parameters and operations that adapters add. Arithmetic, no torch."""
+"""Count the parameters and operations that adapters add. Does not import torch."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -18,7 +18,7 @@ def is_split_by_columns(name: str) -> bool:
 
 
 def adapter_parameters(rows: Iterable[Row], lora: Lora, rank: Rank) -> ParameterCount:
-    """Count the adapters of these rows on a rank: A or B is split like the layer, the other is not."""
+    """Count the adapter parameters of these rows on a rank; one of A and B is split like the layer, one is whole."""
     dense, expert_total = 0, 0
     for row in adapted_rows(rows, lora):
         if ".experts." in row.mcore:
@@ -29,7 +29,7 @@ def adapter_parameters(rows: Iterable[Row], lora: Lora, rank: Rank) -> Parameter
 
 
 def _adapter_size(row: Row, lora: Lora, ranks: int) -> int:
-    """Count the parameters on one of the ranks that share the layers of a row."""
+    """Count the parameters of a row's adapters on one of the ranks that split its layer."""
     number = 0
     for module, (size_out, size_in) in zip(map(module_of, row.hf), row.hf.values(), strict=True):
         if module not in adapted_modules(row, lora):
@@ -54,10 +54,10 @@ def adapter_macs(layer: Layer, rows: Sequence[Row], lora: Lora) -> int:
 
 
 def adapter_activation_bytes(layer: Layer, rows: Iterable[Row], lora: Lora, rank: Rank) -> int:
-    """Count the bytes that DoRA stores of a layer for the backward pass: outputs before they are scaled.
+    """Count the bytes that DoRA stores for the backward pass of a layer: outputs before they are scaled.
 
     Args:
-        layer: the layer of these rows.
+        layer: the layer with these rows.
     """
     if not lora.has_magnitudes:
         return 0
@@ -79,7 +79,7 @@ def adapter_activation_bytes(layer: Layer, rows: Iterable[Row], lora: Lora, rank
 
 
 def saved_parameters(rows: Iterable[Row], lora: Lora, rank: Rank) -> dict[str, int]:
-    """Count the parameters on a rank of the modules that are trained in full, by Megatron name."""
+    """Count, by Megatron name, the parameters on a rank that are trained in full in addition to adapters."""
     rows = list(rows)
     names = saved_names(lora, rows)
     found = {}

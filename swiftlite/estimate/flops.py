@@ -1,10 +1,10 @@
-"""Count the FLOPs of training from config.json and actual lengths. Arithmetic, no torch. Each kind of layer counts its
-own operations (`families/layer.py`).
+"""Count the FLOPs of training from config.json and actual lengths. Does not import torch.
 
-A multiply-add of a matrix or of attention counts as two operations; attention counts causal pairs of tokens, n * (n +
-1) / 2 for a sequence of n; experts count if the router selects them; the vocabulary counts for labels only
-(`model.loss` computes no other logits). Padding, recomputation, and operations other than matrix products (norms,
-rotary embeddings, softmax, optimizer) are not counted."""
+Each kind of layer counts its operations (`families/layer.py`). A multiply-add of a matrix or of attention is two
+operations. Attention counts causal pairs of tokens, n * (n + 1) / 2 for a sequence of n tokens. Only selected experts
+count, and the output layer counts only for labels (`model.loss` computes no other logits). Padding, recomputation, and
+operations other than matrix products (norms, rotary embeddings, softmax, optimizer) are not counted.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,9 +27,9 @@ class Flops:
     """Operations of a forward and backward pass, over all ranks of a replica.
 
     Attributes:
-        linear: per token, without the vocabulary.
-        square: per token of a sequence squared.
-        targets: per token that is learned, by the trunk and by each MTP depth.
+        linear: operations per token, without the output layer.
+        square: operations per squared length of a sequence.
+        targets: operations per label, for the trunk and for each MTP depth.
     """
 
     linear: float
@@ -38,7 +38,7 @@ class Flops:
 
     @property
     def per_token(self) -> float:
-        """Operations per token if all are trained; `data.packing.schedule` balances this and `square` over ranks."""
+        """Operations per token if all are trained; `data.packing.schedule` balances ranks by this and `square`."""
         return self.linear + sum(self.targets)
 
     def step(self, num_tokens: int, squares: int, num_targets: Sequence[int]) -> float:
@@ -63,13 +63,13 @@ def training_flops(
 ) -> Flops:
     """Return the FLOPs of training the trunk, the MTP layers, and the output layer for each.
 
-    A backward pass costs twice the forward pass: gradients of inputs and of weights. With `heads_only` there are no
-    gradients of the trunk, of its loss, and of the output layer's weights. With adapters only adapters and modules
-    trained in full have gradients of weights.
+    A backward pass has twice the operations of a forward pass: gradients of inputs and of weights. With `heads_only`
+    there are no gradients of the trunk, its loss, and the weights of the output layer. With adapters, only adapters and
+    modules trained in full have gradients of weights.
 
     Args:
         hf_config: config.json.
-        trunk_is_read: whether cached states replace the trunk, with `heads_only`.
+        trunk_is_read: with `heads_only`: whether cached hidden states replace the trunk's computation.
 
     Raises:
         UserError: the model_type is unknown.
@@ -83,7 +83,7 @@ def training_flops(
         trunk_passes = 0
     matrix_passes = trunk_passes
     trunk = _PER_MAC * sum(layer.macs_per_token() for layer in architecture.layers)
-    mtp_layer = _PER_MAC * (block.macs_per_token() + 2 * hidden**2)  # and its projection
+    mtp_layer = _PER_MAC * (block.macs_per_token() + 2 * hidden**2)  # including its projection
     adapters, head_adapters = 0, 0
     if lora is not None:
         matrix_passes = min(trunk_passes, 2)
@@ -94,7 +94,7 @@ def training_flops(
         for number, layer in enumerate(architecture.layers):
             adapters += 3 * _PER_MAC * adapter_macs(layer, architecture.layer_rows(number), lora)
         head_adapters = 3 * _PER_MAC * adapter_macs(block, lift(block.rows(), "mtp.", ""), lora)
-    # Of n * (n + 1) / 2 pairs, at two operations: n ** 2 and n times the same number.
+    # n * (n + 1) / 2 pairs with two operations each are n ** 2 + n operations.
     trunk_pairs = sum(layer.attention.macs_per_pair() for layer in architecture.layers)
     square = trunk_passes * trunk_pairs + 3 * block.attention.macs_per_pair() * num_drafts
     vocabulary = _PER_MAC * architecture.outside.vocab * hidden

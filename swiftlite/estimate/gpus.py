@@ -1,4 +1,4 @@
-"""Specifications of GPUs by their vendors, for MFU and for `speed.py`."""
+"""Vendor specifications of GPUs, for MFU and for `speed.py`."""
 
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ class Gpu:
         processors: number of streaming multiprocessors; each computes one tile of a product at a time.
         memory_gb: memory, in GB (1e9 bytes).
         hbm: bytes per second between memory and processors.
-        link: bytes per second from a GPU to others in its machine: NVLink, else PCIe.
+        link: bytes per second from a GPU to others in its machine, by NVLink or else PCIe.
         linked: number of GPUs connected in this way.
         network: bytes per second from a GPU to other machines, with one network port per GPU.
     """
@@ -48,8 +48,9 @@ GPUS = {
     "L40S": Gpu(8.9, 362e12, 142, 48, 0.864 * _TB, 32 * _GB, network=_ETHERNET),
     "4090": Gpu(8.9, 165e12, 128, 24, 1.008 * _TB, 32 * _GB, network=_ETHERNET),
 }
-"""By a part of the driver's name for the GPU; the first match counts. Rounded from published figures. The network is an
-assumption, by default a port of 400 Gbit/s per GPU."""
+"""GPUs by a part of their name in the driver; the first match is used. Figures are rounded published ones. The network
+is assumed, by default a port of 400 Gbit/s per GPU.
+"""
 
 
 def gpu_named(name: str) -> Gpu | None:

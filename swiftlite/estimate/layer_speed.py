@@ -1,7 +1,7 @@
-"""Estimate the time of a decoder layer or an MTP layer for one micro-batch. Each kind of layer defines its matrix
-products and activations (`families/layer.py`).
+"""Estimate the time of a decoder layer or an MTP layer for one micro-batch.
 
-See `timing.py` for constants and `speed.py` for whole steps.
+Each kind of layer defines its matrix products and activations (`families/layer.py`). See `timing.py` for constants and
+`speed.py` for whole steps.
 """
 
 import dataclasses
@@ -18,12 +18,14 @@ from swiftlite.plan.low_precision import LowPrecision
 
 _BYTES_MOVED = 4.5
 """Bytes that elementwise kernels move, forward and backward, per byte that autograd stores of a layer. Counted as in
-`tests/model/test_kernels.py`, a layer of Qwen3 8B has 3.6; of 3 and 4.5, 4.5 fits Megatron's figures better."""
+`tests/model/test_kernels.py`, a layer of Qwen3 8B moves 3.6. The value 4.5 fits Megatron's published figures better
+than 3.
+"""
 
 
 @dataclass(frozen=True)
 class Seconds:
-    """Seconds by activity."""
+    """Seconds of a computation by activity."""
 
     products: float = 0
     attention: float = 0
@@ -50,7 +52,7 @@ class Seconds:
 
 
 class LayerSpeed:
-    """One micro-batch of a model's layers on a rank."""
+    """Estimates the time of a model's layers on a rank for one micro-batch."""
 
     def __init__(self, architecture: Architecture, setup: Setup, gpu: Gpu, software: Software):
         self.architecture, self.setup, self.gpu, self.software = architecture, setup, gpu, software
@@ -87,7 +89,7 @@ class LayerSpeed:
 
     def _forward(self, layer: Layer, products: list[Product]) -> Seconds:
         gather, exchange = self._tensor_collective(), self._expert_exchange(layer)
-        # A half layer has two collectives: a gather of quantized states, and a reduce-scatter.
+        # Each half of a layer has two collectives: a gather of quantized states, and a reduce-scatter.
         exposed = self.software.exposed_tp[0] * (self._gather_of(products) + gather) / 2
         quantizing = sum(product.quantizing()[0] for product in products)
         return Seconds(
@@ -119,14 +121,14 @@ class LayerSpeed:
         return list(products_of(layer, self.rank, self.has_grouped_experts, self.software.stack_bytes, low))
 
     def _attention(self, layer: Layer) -> float:
-        """Return the seconds of core attention, forward: each token of a row with the previous ones."""
+        """Return the seconds of core attention in the forward pass, in which each token sees all previous ones."""
         length = self.setup.max_length
         pairs = self.setup.micro_batch_size * length * (length + 1) / 2
         flops = 2 * layer.attention.macs_per_pair() * pairs / (self.rank.tp * self.rank.cp)
         return flops / (self.gpu.peak_flops * self.software.attention)
 
     def _elementwise(self, layer: Layer) -> float:
-        """Return the seconds of operations other than products, forward and backward: passes over memory."""
+        """Return the seconds of operations other than matrix products, forward and backward, as passes over memory."""
         return memory_seconds(self.gpu, _BYTES_MOVED * layer.activation_bytes(self.rank))
 
     def _tensor_collective(self, low: LowPrecision | None = None) -> float:
@@ -144,7 +146,7 @@ class LayerSpeed:
         return self._tensor_collective(next((product.low for product in products if product.low), None))
 
     def _context_gather(self, layer: Layer) -> float:
-        """Return the seconds of gathering keys and values, or their latent form, from the ranks that share a row."""
+        """Return the seconds of gathering keys and values, or their latents, from the ranks that share a row."""
         row_bytes = layer.attention.gathered(self.rank) * self.rank.cp
         return collective_seconds(self.gpu, self.rank.cp, self.rank.tp, row_bytes)
 

@@ -1,14 +1,16 @@
-"""Estimate the memory of a rank in training for `doctor --plan`. Arithmetic on config.json and options, no torch.
+"""Estimate the memory of a rank in training for `doctor --plan`, from config.json and options.
 
-Parameters, gradients and optimizer state are exact (except for the padding of the distributed optimizer's buffers, a
-few kilobytes). Activations are the tensors that autograd saves in our own model (`swiftlite/model`), listed module by
-module as `saved_tensors_hooks` reports them; `scripts/bench/memory.py` measures both. Activations of fused kernels were
-read from the sources of torch and megatron-core, because on a CPU torch has no fused norm.
+Does not import torch. Parameters, gradients and optimizer state are exact (except for the padding of the distributed
+optimizer's buffers, a few kilobytes). Activations are the tensors that autograd saves in swiftlite's model
+(`swiftlite/model`), listed by module as `saved_tensors_hooks` reports them; `scripts/bench/memory.py` measures both.
+Activations of fused kernels were read from the sources of torch and megatron-core, because on a CPU torch has no fused
+norm.
 
-`stage_memory.py` estimates a virtual stage; this module counts how many are in flight. The CUDA context, NCCL's
-buffers, fragmentation (`RESERVE`) and one layer's gradients in the backward pass are not counted. With adapters,
-activations are counted as if every weight were trained, which overestimates them, because a frozen norm saves less.
-Activations of DoRA are counted (`estimate/adapters.py`)."""
+`stage_memory.py` estimates one forward pass of a virtual stage; this module counts how many passes are in flight. The
+CUDA context, NCCL's buffers, fragmentation (`RESERVE`) and one layer's gradients in the backward pass are not counted.
+With adapters, activations are counted as if every weight were trained, which overestimates them, because a frozen norm
+saves less. Activations of DoRA are counted (`estimate/adapters.py`).
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,33 +23,35 @@ from swiftlite.families.index import architecture_of
 from swiftlite.families.rank import FLOAT32, ParameterCount
 from swiftlite.plan.layout import data_parallel_size
 
-# Share of a GPU's memory that is reserved for the CUDA context, NCCL's buffers and fragmentation.
+# Share of a GPU's memory reserved for the CUDA context, NCCL's buffers and fragmentation.
 RESERVE = 0.08
 USUAL_GPU_MEMORY_GB = 80.0
 
 
 @dataclass(frozen=True)
 class StageMemory:
-    """The memory of one rank of a pipeline stage, in bytes except `parameters` and `trained`, the number of trained
-    ones."""
+    """The memory of one rank of a pipeline stage, in bytes.
+
+    Only `parameters` and `trained` are numbers of parameters.
+    """
 
     holds: str
-    """Its virtual stages, as in a layout string: "E t*4" or "t*2 | t*2 m L"."""
+    """The virtual stages of the rank, as in a layout string: "E t*4" or "t*2 | t*2 m L"."""
     parameters: int
     trained: ParameterCount
     weights: int
     gradients: int
     optimizer: int
     activations: int
-    """Of all micro-batches in flight at the peak, without logits."""
+    """Activations of all micro-batches in flight at the peak, without logits."""
     in_flight: int
-    """Forward passes of virtual stages in flight at the peak."""
+    """Number of forward passes of virtual stages in flight at the peak."""
     recomputed: int
-    """Peak bytes that one backward pass recomputes."""
+    """Peak size of the activations that one backward pass recomputes."""
     quantized: int
-    """Copies of weights in low precision."""
+    """Low-precision copies of weights."""
     logits: int
-    """Logits that the losses of trunk and heads store, and the largest temporary copy."""
+    """Logits that the losses of trunk and heads store, plus the largest temporary copy."""
 
     @property
     def total(self) -> int:
@@ -56,7 +60,7 @@ class StageMemory:
 
 
 def estimate(hf_config: HfConfig, setup: Setup) -> list[StageMemory]:
-    """Estimate the memory of a rank on each pipeline stage; the layout must have no problems (`plan/layout.py`).
+    """Estimate the memory of a rank on each pipeline stage. The layout must be valid (`plan/layout.py`).
 
     Args:
         hf_config: config.json.
@@ -109,7 +113,7 @@ def _optimizer_bytes(trained: ParameterCount, setup: Setup) -> int:
     if not setup.use_distributed_optimizer:
         return trained.total * per_parameter
     layout = setup.layout
-    # Ranks with the same parameters; experts have other groups than the other parameters.
+    # Ranks with the same parameters; experts have different groups than other parameters.
     dense_ranks = data_parallel_size(layout, setup.num_gpus) * layout.context_parallel_size
     per_replica = layout.expert_tensor_parallel_size * layout.expert_model_parallel_size
     expert_ranks = setup.num_gpus // (per_replica * layout.pipeline_model_parallel_size)
@@ -119,10 +123,10 @@ def _optimizer_bytes(trained: ParameterCount, setup: Setup) -> int:
 def _most_waiting(sizes: Sequence[int], rank: int, pp: int) -> list[int]:
     """Count the forward passes of each virtual stage that are in flight when their bytes are highest.
 
-    megatron-core's schedules. 1F1B: stage `rank` of `pp` runs pp - rank forward passes before its first backward pass.
-    Interleaved: micro-batches pass in groups of `pp` through one virtual stage after another, and their backward passes
-    in the opposite order; after the warm-up each forward pass is followed by a backward pass. A step with few
-    micro-batches requires less.
+    The schedules are those of megatron-core. In 1F1B, stage `rank` of `pp` runs pp - rank forward passes before its
+    first backward pass. In the interleaved schedule, micro-batches pass in groups of `pp` through the virtual stages in
+    order, and in the opposite order in the backward pass. After the warm-up, each forward pass is followed by a
+    backward pass. A step with few micro-batches needs less memory.
 
     The first of 2 ranks with 2 virtual stages, A and B, warms up with 2 * (2 - 0 - 1) + (2 - 1) * 2 = 4 passes:
 
@@ -131,7 +135,8 @@ def _most_waiting(sizes: Sequence[int], rank: int, pp: int) -> list[int]:
         waiting A  1  2  2  2  3  4  4  3      counted before the backward pass of the same column
         waiting B  0  0  1  2  2  1  1  2
 
-    At most five passes wait, 3 of A and 2 of B; but 4 and 1 are more bytes if A stores more than B.
+    At most five passes are in flight, 3 of A and 2 of B, or 4 of A and 1 of B; the latter are more bytes if A stores
+    more than B.
 
     Args:
         sizes: bytes that one forward pass of each virtual stage stores.
@@ -162,12 +167,12 @@ def usable_bytes(gpu_memory_gb: float) -> int:
 
 
 def verdict(fits: bool) -> str:
-    """Return whether a plan fits, for users."""
+    """Return the text for whether a plan fits."""
     if fits:
         return "fits"
     return "does not fit"
 
 
 def largest(memory: Sequence[StageMemory]) -> StageMemory:
-    """Return the stage with the highest memory."""
+    """Return the stage with the largest memory."""
     return max(memory, key=lambda stage: stage.total)

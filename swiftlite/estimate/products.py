@@ -17,12 +17,12 @@ class Product:
     """A matrix product of a linear layer on a rank.
 
     Attributes:
-        module: name of its part in --recompute_modules; empty if none.
+        module: module in --recompute_modules to which it belongs; empty if none.
         number: number of identical products.
-        is_grouped: whether these are one kernel.
-        stack_bytes: as `Software.stack_bytes`, for grouped products.
+        is_grouped: whether one kernel computes all of them.
+        stack_bytes: see `Software.stack_bytes`; only for grouped products.
         is_expert: whether the matrices belong to an expert.
-        low: its low precision; None for bfloat16.
+        low: low precision of the product; None for bfloat16.
         tokens_in, tokens_out: number of tokens whose states and gradients are quantized here; fewer than `tokens` if
             ranks gather quantized tensors.
     """
@@ -58,7 +58,8 @@ class Product:
     def quantizing(self) -> tuple[float, float]:
         """Return the bytes moved to quantize inputs of the forward pass, and gradients of the backward pass.
 
-        Weights are quantized once per step, those of experts each time (`model/layers/te.py`)."""
+        Weights are quantized once per step, but weights of experts in each pass (`model/layers/te.py`).
+        """
         if self.low is None:
             return 0, 0
         forward = self.number * self.tokens_in * self.size_in + self.is_expert * self.weights
@@ -96,7 +97,7 @@ def products_of(
         if ".router." in name or name.endswith(".gate_weight"):
             tokens, ranks = rank.sequence_tokens, 1
         elif name.endswith(".linear_kv_up_proj.weight"):
-            tokens *= rank.cp  # each context-parallel rank expands the complete row
+            tokens *= rank.cp  # each context-parallel rank expands the whole row
         elif ".local_experts." in name:
             tokens = rank.sequence_tokens * rank.etp * rank.ep * layer.mlp.topk / experts
             ranks, number = rank.etp, experts // rank.ep
@@ -125,7 +126,7 @@ def in_low_precision(product: Product, low: LowPrecision, rank: Rank, is_split_b
     """Return the product with this precision.
 
     Args:
-        is_split_by_columns: whether tensor-parallel ranks split its input instead of its output.
+        is_split_by_columns: whether tensor-parallel ranks split the product's input instead of its output.
     """
     here = there = product.tokens
     if not product.is_expert:

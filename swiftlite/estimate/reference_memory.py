@@ -2,7 +2,7 @@
 
 The reference model is evaluated before the first step, when the model, its gradient buffers and the optimizer's float32
 weights are already allocated. Moments are allocated in the first step, when the reference model has been freed. A rank
-therefore needs the larger of two sums. Arithmetic, no torch.
+therefore needs the larger one of two sums. Does not import torch.
 """
 
 import dataclasses
@@ -26,10 +26,11 @@ class ReferenceMemory:
     Attributes:
         first, last: the ranks.
         stage: stage in the model's pipeline.
-        model: its weights, gradient buffers, and float32 main weights unless it is float32.
-        reference_stage: stage in the reference model's pipeline; None on ranks without a part of it.
-        reference: its weights.
-        layer: peak memory of one of its layers; an upper bound, because nothing is saved for a backward pass.
+        model: weights and gradient buffers of the model, and float32 main weights unless the model is float32.
+        reference_stage: stage in the reference model's pipeline; None on ranks without a part of the reference model.
+        reference: weights of the reference model.
+        layer: peak memory of one layer of the reference model; an upper bound, because nothing is saved for a backward
+            pass.
         logits: logits of one row.
     """
 
@@ -48,7 +49,7 @@ class ReferenceMemory:
 
 
 def reference_setup(args: DoctorArgs, setup: Setup) -> Setup:
-    """Return the setup of the reference model: its own layout, one row at a time, no heads.
+    """Return the setup of the reference model: with its layout, one row at a time, and without heads.
 
     Args:
         setup: setup of the model.
@@ -58,8 +59,8 @@ def reference_setup(args: DoctorArgs, setup: Setup) -> Setup:
         setup,
         layout=layout,
         num_gpus=len(ranks_of(layout, setup.num_gpus)),
-        recompute=RecomputeArgs(recompute_granularity="full"),  # shows the memory of one layer
-        micro_batch_size=2,  # a pair; with kto an answer, and another answer to the same question
+        recompute=RecomputeArgs(recompute_granularity="full"),  # so that one layer is counted
+        micro_batch_size=2,  # a pair, or with kto an answer and its companion
         heads=Heads(),
         mtp_mode="joint",
         lora=None,
@@ -70,17 +71,19 @@ def reference_setup(args: DoctorArgs, setup: Setup) -> Setup:
 def estimate_reference(
     args: DoctorArgs, setup: Setup, stages: list[StageMemory], reference_config: HfConfig
 ) -> list[ReferenceMemory]:
-    """Return the memory of the ranks while the reference model is evaluated, grouped by their stages of both models.
+    """Return the memory while the reference model is evaluated, by groups of ranks.
+
+    The ranks of a group have the same stages of both models.
 
     Args:
-        setup, stages: those of the model in training.
+        setup, stages: setup and stages of the trained model.
         reference_config: the reference model's config.json.
     """
     asked = reference_setup(args, setup)
     reference = estimate(reference_config, asked)
     pairs: dict[tuple[int, int | None], list[int]] = {}
     for rank in range(setup.num_gpus):
-        # Ranks of a stage follow each other (megatron-core's order has the pipeline last).
+        # Ranks of a stage are consecutive, because pipeline is the last dimension in megatron-core's order.
         place = rank * len(stages) // setup.num_gpus
         reference_place = None
         if rank < asked.num_gpus:

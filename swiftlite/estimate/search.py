@@ -1,6 +1,6 @@
 """Search the parallel layouts of a model on some GPUs, fastest first by `speed.py` (`doctor --plan --gpu_type`).
 
-A candidate consists of the user's options with values for unset ones, so that it can be used as a command line.
+A candidate consists of the user's options, with values for unset options, so that it can be printed as a command line.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from swiftlite.plan.layout import (
 )
 
 _ROWS = [1, 2, 4, 8]
-"""Micro-batch sizes; more rows do not make products faster."""
+"""Micro-batch sizes to try; larger ones do not make matrix products faster."""
 _VIRTUAL_STAGES = [2, 3, 4, 6, 8]
 DOUBLINGS = 7
 """How often the number of GPUs is doubled if no layout fits."""
@@ -42,7 +42,7 @@ class Candidate:
 
     @property
     def bytes(self) -> int:
-        """Memory of the rank with the highest memory."""
+        """Memory of the rank with the largest memory, in bytes."""
         return largest(self.step.memory).total
 
 
@@ -52,13 +52,13 @@ def global_batch_size(args: DoctorArgs) -> int:
 
 
 def ranked(args: DoctorArgs, hf_config: HfConfig, gpu: Gpu, gpu_memory_gb: float) -> list[Candidate]:
-    """Return the layouts that the model and the global batch allow and that fit into memory, fastest first."""
+    """Return the layouts that the model and the global batch size allow and that fit into memory, fastest first."""
     found = list(_fitting(args, hf_config, gpu, gpu_memory_gb))
     return sorted(found, key=lambda candidate: -candidate.step.tokens_per_second)
 
 
 def larger(args: DoctorArgs, hf_config: HfConfig, gpu: Gpu, gpu_memory_gb: float) -> DoctorArgs | None:
-    """Search with 2, 4, ... times the GPUs and rows until a layout fits; None if none does."""
+    """Search with 2, 4, ... times the GPUs and rows until a layout fits; return None if no layout fits."""
     assert args.num_gpus is not None
     for doublings in range(1, DOUBLINGS + 1):
         batch = global_batch_size(args) << doublings
@@ -96,7 +96,7 @@ def _layouts(args: DoctorArgs, hf_config: HfConfig, gpu: Gpu) -> Iterator[Doctor
     if architecture.has_experts:
         expert_sizes = powers
     choices: dict[str, list[Any]] = {
-        # Tensor parallelism is never faster beyond the link.
+        # Tensor parallelism is not faster beyond the GPUs of a link.
         "tensor_model_parallel_size": [size for size in powers if size <= gpu.linked],
         "pipeline_model_parallel_size": [size for size in range(1, args.num_gpus + 1) if args.num_gpus % size == 0],
         "num_virtual_stages_per_pipeline_rank": [None, *_VIRTUAL_STAGES],
@@ -110,7 +110,7 @@ def _layouts(args: DoctorArgs, hf_config: HfConfig, gpu: Gpu) -> Iterator[Doctor
             choices[name] = [given]
     for values in itertools.product(*choices.values()):
         settled = _settled(args, architecture.outside.num_layers, dict(zip(choices, values, strict=True)))
-        # Ranks that share a row have the tokens of several rows on one.
+        # Several rows split over context-parallel ranks give each rank the tokens of one whole row.
         shares_and_stacks = settled.context_parallel_size > 1 and settled.micro_batch_size > args.micro_batch_size
         if shares_and_stacks or not _divides(settled):
             continue
@@ -124,7 +124,7 @@ def _settled(args: DoctorArgs, num_layers: int, values: dict[str, Any]) -> Docto
     values = dict(values, sequence_parallel=values["tensor_model_parallel_size"] > 1)
     stated = (args.pipeline_model_parallel_layout, args.decoder_first_pipeline_num_layers)
     is_free = not any(stated) and args.decoder_last_pipeline_num_layers is None
-    if is_free and num_layers % pp:  # the last stage, which also has the vocabulary, has fewer layers
+    if is_free and num_layers % pp:  # fewer layers on the last stage, which has the output layer
         values["decoder_last_pipeline_num_layers"] = num_layers - math.ceil(num_layers / pp) * (pp - 1)
     return dataclasses.replace(args, **values)
 
@@ -145,10 +145,10 @@ def _divides(args: DoctorArgs) -> bool:
 
 
 def _recomputing(args: DoctorArgs, architecture: Architecture) -> list[DoctorArgs]:
-    """Return the options without recomputation, with that of MLPs, and with full; only the user's if set."""
+    """Return the options without, with selective and with full recomputation, unless the user set it."""
     if args.recompute_granularity != "none":
         return [args]
-    # Attention is fused and stores little; MLPs store most.
+    # Fused attention stores few activations; MLPs store most.
     modules = sorted({layer.mlp.recompute_modules[0] for layer in architecture.layers})
     selective = dataclasses.replace(args, recompute_granularity="selective", recompute_modules=modules)
     return [args, selective, dataclasses.replace(args, recompute_granularity="full")]

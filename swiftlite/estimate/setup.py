@@ -1,4 +1,4 @@
-"""Define the properties of a run that determine its memory and time, as one frozen value. No torch."""
+"""Define the properties of a run that determine its memory and time, as a frozen value. Does not import torch."""
 
 import dataclasses
 import math
@@ -35,11 +35,11 @@ class Setup:
     lora: Lora | None = None
     transformer_impl: TransformerImpl = "local"
     low_precision: LowPrecision | None = None
-    """Of products of linear layers and experts; None for bfloat16 or float32."""
+    """Low precision of linear layers and experts; None for bfloat16 or float32."""
 
 
 def planned_setup(args: DoctorArgs, hf_config: HfConfig) -> Setup:
-    """Return the setup of `doctor --plan`; without --num_gpus, with the minimum of the layout."""
+    """Return the setup of `doctor --plan`; without --num_gpus, with the minimum number of GPUs of the layout."""
     layout = layout_of(args)
     per_replica = layout.tensor_model_parallel_size * layout.context_parallel_size
     per_experts = layout.expert_tensor_parallel_size * layout.expert_model_parallel_size
@@ -72,8 +72,10 @@ def _sequences_per_sample(args: DoctorArgs) -> int:
 
 
 def _planned_heads(args: DoctorArgs, hf_config: HfConfig) -> Heads:
-    """Return the heads of a run with these options (`plan.heads.heads_of`); only the size of the draft vocabulary
-    matters."""
+    """Return the heads of a run with these options (`plan.heads.heads_of`).
+
+    The ids of the draft vocabulary are placeholders, because only its size matters.
+    """
     layers = args.mtp_num_layers
     if layers is None:
         layers = Heads.from_config(hf_config).layers or int(args.mtp_mode == "heads_only")
@@ -112,7 +114,7 @@ def is_possible(layout: ParallelLayout, architecture: Architecture, setup: Setup
 
 
 def rank_of(architecture: Architecture, setup: Setup) -> Rank:
-    """Return the rank that holds a part of the model in this setup."""
+    """Return the settings of a rank in this setup."""
     layout, recompute = setup.layout, setup.recompute
     recomputed: frozenset[str] = frozenset()
     if recompute.recompute_granularity == "selective":

@@ -1,8 +1,8 @@
-"""Estimate the time of a training step at a parallel layout, to rank layouts. Arithmetic, no torch.
+"""Estimate the time of a training step with a parallel layout, to rank layouts. Does not import torch.
 
-A step consists of the computation of the slowest pipeline stage for all its micro-batches, the waits of its GPU, the
-pipeline bubble, the reduction of gradients, and the optimizer. See `timing.py` for constants and `search.py` for the
-layouts that are tried.
+The time of a step consists of the computation of the slowest pipeline stage for all micro-batches, the waiting time of
+its GPU, the pipeline bubble, the reduction of gradients, and the optimizer. See `timing.py` for constants and
+`search.py` for the layouts that are tried.
 
 Products of adapters, uneven lengths, uneven experts, clock rates and the file system are not modeled.
 """
@@ -23,22 +23,23 @@ from swiftlite.families.rank import FLOAT32
 from swiftlite.plan.layout import data_parallel_size, num_virtual_stages
 
 _LAUNCH = 6e-6
-"""Seconds per kernel launch from Python, the minimum time of a kernel. Assumed."""
+"""Seconds per kernel launch from Python, which is the minimum time of a kernel. Assumed."""
 _KERNELS = 43
 """Kernels of a dense layer, forward and backward. Counted (`tests/cuda_emulated`)."""
 _MIXTURE_KERNELS = 46
-"""Additional kernels of a layer with grouped experts on one rank: router, sorting, sums. Counted there."""
+"""Additional kernels of a layer with grouped experts on one rank (router, sorting, sums). Counted
+(`tests/cuda_emulated`).
+"""
 _EXPERT_KERNELS = 20
-"""Kernels of an expert that is computed separately. Counted, roughly."""
+"""Kernels of an expert that is computed separately. Counted roughly."""
 _UNFUSED_LOGIT_BYTES = 54
-"""As `Software.logit_bytes`, for a loss over all logits at once, counted by pass."""
+"""Like `Software.logit_bytes`, for an unfused loss over all logits at once. Counted."""
 _OPTIMIZER_BYTES = 30
 """Bytes that AdamW moves per parameter: gradient, two moments, float32 main weight, weight. Counted."""
 _GRADIENT_BYTES = 8
 """Bytes moved per gradient to compute its norm and to zero it. Counted."""
 _HIDDEN_REDUCTION = 0.9
-"""Share of the reductions of gradients and gathers of weights that can be overlapped; the last bucket cannot.
-Assumed."""
+"""Share of gradient reductions and weight gathers that can be overlapped; the last bucket cannot. Assumed."""
 
 
 class Step:

@@ -20,7 +20,7 @@ from swiftlite.plan.kernels import CHUNK
 
 @dataclass(frozen=True)
 class Activation:
-    """Activation bytes of one forward pass on a rank, with their name."""
+    """Name and size in bytes of an activation of one forward pass on a rank."""
 
     name: str
     bytes: int
@@ -79,15 +79,15 @@ class ModelOnRank:
         return [projection, *lift(self.architecture.mtp_block.rows(), "mtp.", "mtp.")]
 
     def layer_activation_bytes(self, number: int) -> int:
-        """Count the activation bytes of decoder layer `number`, including its adapters."""
+        """Count the activation bytes of decoder layer `number`, including adapters."""
         layer, rank, lora = self.layers[number], self.rank_in(number), self.setup.lora
         num_bytes = layer.activation_bytes(rank)
-        if lora and lora.has_magnitudes:  # checked first, because a layer of DeepSeek-V3 has 770 rows
+        if lora and lora.has_magnitudes:  # checked first, because listing rows is slow: a layer of DeepSeek-V3 has 770
             num_bytes += adapter_activation_bytes(layer, self.architecture.layer_rows(number), lora, rank)
         return num_bytes
 
     def draft_activations(self, head: int) -> list[Activation]:
-        """List one run of an MTP layer, which drafts token number `head` (from 0)."""
+        """List the activations of one run of an MTP layer, which drafts token number `head` (from 0)."""
         rank = self.low_rank
         if self.setup.heads.unroll > 1:  # later steps read the keys of the first, see `model.mtp.UnrolledLayer`
             rank = replace(rank, recomputed=rank.recomputed - {"core_attn", "mla_up_proj"})
@@ -112,8 +112,8 @@ class ModelOnRank:
         """Count the bytes of one norm of an MTP layer.
 
         Args:
-            has_gradient: whether its input has a gradient, unlike a frozen embedding or a frozen trunk's state.
-                Otherwise only the weight is trained, for which a fused norm also stores its input.
+            has_gradient: whether the norm's input has a gradient, which a frozen embedding or a frozen trunk's state
+                does not have. Otherwise only the weight is trained; a fused norm stores its input for this as well.
         """
         num_bytes = rank.norm_activation_bytes(rank.sequence_tokens, self.hidden)
         if has_gradient or rank.is_fused:
@@ -121,7 +121,7 @@ class ModelOnRank:
         return num_bytes - rank.sequence_tokens * FLOAT32 * (self.hidden + 1)
 
     def loss_activations(self) -> list[Activation]:
-        """List one loss without its logits."""
+        """List the activations of one loss, without logits."""
         states = self.rank.tokens * self.hidden * self.rank.itemsize
         output_states = gradient = 0
         if not self.is_trunk_frozen:
@@ -131,13 +131,15 @@ class ModelOnRank:
         return [
             Activation("states for the output layer's gradient", output_states),
             Activation("gradient of the states, computed in chunks", gradient),
-            # Per position: row, place and label, its index among the states, its weight, and a mask.
+            # Per position: row, position, label, index of the state, weight, and a mask.
             Activation("labeled positions", self.rank.tokens * (3 * 8 + 8 + 4 + 1)),
         ]
 
     def rotary_bytes(self) -> int:
-        """Count the cosines and sines of all positions, which all layers share; each step of an unrolled layer is one
-        position later."""
+        """Count the bytes of cosines and sines, which all layers share.
+
+        Each step of an unrolled layer has separate ones, one position later.
+        """
         rotary = max(layer.attention.rotary for layer in self.layers)
         return 2 * self.rank.length * rotary * self.rank.itemsize * self.setup.heads.unroll
 
@@ -146,8 +148,8 @@ class VirtualStage:
     """The part of a virtual stage on one rank.
 
     Args:
-        holds: letters as in a layout string, "Ett" or "tmL".
-        first_layer: number of its first decoder layer.
+        holds: letters as in a layout string, such as "Ett" or "tmL".
+        first_layer: number of the stage's first decoder layer.
     """
 
     def __init__(self, model: ModelOnRank, holds: str, first_layer: int):
@@ -164,7 +166,7 @@ class VirtualStage:
             self.has_final_norm = ends_trunk
 
     def describe(self) -> str:
-        """Return its letters with counts of repetitions: "E t*2"."""
+        """Return the stage's letters with repetitions counted, such as "E t*2"."""
         words = []
         for letter, run in itertools.groupby(self.holds):
             count = len(list(run))
@@ -201,8 +203,10 @@ class VirtualStage:
         return count
 
     def quantized_weights(self) -> int:
-        """Count the bytes of low-precision copies of weights, which are created in the first micro-batch of a step. A
-        frozen trunk has no gradients, so one order of the two is sufficient."""
+        """Count the bytes of low-precision copies of weights, which the first micro-batch of a step creates.
+
+        A frozen trunk has no gradients, so it needs copies in only one of the two memory orders.
+        """
         model, low = self.model, self.model.setup.low_precision
         if low is None:
             return 0
@@ -250,7 +254,7 @@ class VirtualStage:
         return self.model.mtp_layer() * self.num_mtp_layers
 
     def forward_pass(self) -> "ForwardPass":
-        """List the bytes of one forward pass."""
+        """Return the bytes of one forward pass."""
         model, rank = self.model, self.model.rank
         entries, recomputed = self._layer_activations()
         entries += self._activations_outside_layers()
@@ -281,7 +285,7 @@ class VirtualStage:
             entries.append(Activation("rotary embeddings", model.rotary_bytes()))
         if model.is_trunk_frozen:
             return entries
-        # Norms in float32 store the tensor that a later stage receives.
+        # In float32, norms store the tensor that a later stage receives.
         keeps_received = rank.itemsize < FLOAT32 and not rank.is_fused
         if self.is_first:
             entries.append(Activation("token ids", 8 * rank.tokens))
@@ -314,13 +318,13 @@ class ForwardPass:
     """Bytes of one forward pass of a virtual stage on one rank."""
 
     entries: tuple[Activation, ...]
-    """Stored until its backward pass, without logits."""
+    """Activations stored until the backward pass, without logits."""
     recomputed: int
-    """Peak bytes that its backward pass recomputes."""
+    """Peak size of the activations that the backward pass recomputes, in bytes."""
     logits: int = 0
-    """The softmax of each loss, in float32, until its backward pass."""
+    """Bytes of the softmax of each loss, in float32, stored until the backward pass."""
     passing_logits: int = 0
-    """Temporary logits: of one loss before they are float32, or of one chunk."""
+    """Bytes of temporary logits: those of one loss before the conversion to float32, or of one chunk."""
 
     @property
     def activation_bytes(self) -> int:
@@ -329,18 +333,18 @@ class ForwardPass:
 
 
 def _recompute(setup: Setup, layers: list[int], boundary: int) -> tuple[int, int]:
-    """Count the bytes stored of consecutive layers, and the peak bytes of recomputation.
+    """Count the bytes stored by consecutive layers, and the peak bytes of recomputation.
 
     Args:
-        layers: bytes that each stores without recomputation.
-        boundary: bytes of the input of a recomputed span.
+        layers: bytes that each layer stores without recomputation.
+        boundary: bytes of the input of a group of recomputed layers.
     """
     recompute, number = setup.recompute, setup.recompute.recompute_num_layers
     if recompute.recompute_granularity != "full" or not layers:
         return sum(layers), 0
     if recompute.distribute_saved_activations and not setup.layout.sequence_parallel:
         boundary //= setup.layout.tensor_model_parallel_size
-    if recompute.recompute_method == "block":  # the first layers, each a separate span
+    if recompute.recompute_method == "block":  # each of the first layers separately
         return len(layers[:number]) * boundary + sum(layers[number:]), max(layers[:number])
     spans = [sum(layers[start : start + number]) for start in range(0, len(layers), number)]
     return len(spans) * boundary, max(spans)

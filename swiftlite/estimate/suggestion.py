@@ -15,9 +15,9 @@ from swiftlite.plan.layout import process_problems
 
 
 def suggest(hf_config: HfConfig, setup: Setup, gpu_memory_gb: float) -> Setup | None:
-    """Return the most similar setup that fits, with 2, 4, ... times the GPUs if necessary; None if none is found.
+    """Return the most similar setup that fits, with 2, 4, ... times the GPUs if necessary; None without one.
 
-    The order is: sharding the optimizer state, recomputation, then more ranks per model, with and without
+    The order of changes is: sharding the optimizer state, recomputation, then more ranks per model, without and with
     recomputation.
     """
     architecture = architecture_of(hf_config)
@@ -38,13 +38,13 @@ def _candidates(architecture: Architecture, setup: Setup) -> Iterator[Setup]:
         layout = _resized(setup.layout, tp, ep, pp)
         if not is_possible(layout, architecture, setup) or process_problems(layout, setup.num_gpus):
             continue
-        shares = setup.use_distributed_optimizer or setup.num_gpus > tp * pp  # else no ranks to share with
+        shares = setup.use_distributed_optimizer or setup.num_gpus > tp * pp  # needs several replicas
         for recompute in recomputes:
             yield dataclasses.replace(setup, layout=layout, recompute=recompute, use_distributed_optimizer=shares)
 
 
 def _candidate_sizes(architecture: Architecture, setup: Setup) -> list[tuple[int, int, int]]:
-    """Return tensor-, expert- and pipeline-parallel sizes that are not below the current ones."""
+    """Return (tensor-, expert-, pipeline-parallel) sizes that are not smaller than the current ones."""
     layout = setup.layout
     powers = [1 << exponent for exponent in range(setup.num_gpus.bit_length())]
     most_tp = max(8, layout.tensor_model_parallel_size)  # the GPUs of one machine
@@ -63,7 +63,7 @@ def _candidate_sizes(architecture: Architecture, setup: Setup) -> list[tuple[int
 
 def _resized(layout: ParallelLayout, tp: int, ep: int, pp: int) -> ParallelLayout:
     if pp != layout.pipeline_model_parallel_size:
-        layout = dataclasses.replace(  # options for other stages do not apply
+        layout = dataclasses.replace(  # other options for stages do not apply
             layout,
             pipeline_model_parallel_layout=None,
             num_virtual_stages_per_pipeline_rank=None,

@@ -1,7 +1,7 @@
-"""Estimate the seconds of a matrix product, a pass over memory, and a collective on a GPU. Arithmetic, no torch.
+"""Estimate the seconds of a matrix product, a pass over memory, and a collective on a GPU.
 
-Each effect has one constant here, which was fitted (see `tests/plan/test_speed.py`), counted from the kernels, or
-assumed; none was measured. `layer_speed.py` computes the times of layers from these.
+Does not import torch. Each effect has one constant, which was fitted (see `tests/plan/test_speed.py`), counted from the
+kernels, or assumed; none was measured. `layer_speed.py` computes the times of layers from these.
 """
 
 import math
@@ -14,7 +14,7 @@ _TILE = (128, 256)
 PRODUCT_EFFICIENCY = 0.62
 """Share of the peak inside a tile; clocks drop under load. Fitted."""
 _INNER_START = 400
-"""Cost of starting and ending a tile, in steps along the inner dimension. Fitted."""
+"""Time to start and end a tile, in steps along the inner dimension. Fitted."""
 HBM_EFFICIENCY = 0.85
 """Share of the memory bandwidth that a pass over a large tensor reaches. Assumed."""
 LINK_EFFICIENCY = 0.8
@@ -32,8 +32,9 @@ def product_seconds(
     faster: float = 1,
     itemsize: float = _BFLOAT16,
 ) -> float:
-    """Return the seconds of matrix products [rows, inner] x [inner, columns] in one kernel: of computing complete tiles
-    on all processors, or of moving the matrices, whichever is longer.
+    """Return the seconds of matrix products [rows, inner] x [inner, columns] in one kernel.
+
+    This is the time to compute complete tiles on all processors, or to move the matrices, whichever is longer.
 
     Args:
         faster: speed along the inner dimension relative to bfloat16; starting and ending a tile takes the same time.
@@ -52,8 +53,10 @@ def memory_seconds(gpu: Gpu, num_bytes: float) -> float:
 
 
 def bandwidth(gpu: Gpu, size: int, stride: int) -> float:
-    """Return the bytes per second of each rank of a group: of the link within a machine, otherwise of the network ports
-    of all ranks of the group on a machine.
+    """Return the bytes per second of each rank of a group.
+
+    Within a machine this is the bandwidth of the link, otherwise that of the network ports of all ranks of the group on
+    a machine.
 
     Args:
         size: number of ranks in the group.
@@ -69,7 +72,7 @@ def collective_seconds(gpu: Gpu, size: int, stride: int, num_bytes: float) -> fl
     """Return the seconds of a gather or a reduce-scatter over a group.
 
     Args:
-        num_bytes: bytes of the complete tensor; each rank sends all but its own share.
+        num_bytes: bytes of the whole tensor; each rank sends all except its share.
     """
     if size == 1:
         return 0
@@ -80,10 +83,10 @@ def collective_seconds(gpu: Gpu, size: int, stride: int, num_bytes: float) -> fl
 
 
 def exchange_seconds(gpu: Gpu, size: int, stride: int, num_bytes: float) -> float:
-    """Return the seconds of an all-to-all; data for other machines uses the rank's own network port.
+    """Return the seconds of an all-to-all; each rank sends data for other machines through its network port.
 
     Args:
-        num_bytes: bytes that one rank sends, including its own part.
+        num_bytes: bytes that one rank sends, including those for itself.
     """
     if size * stride <= gpu.linked:
         return collective_seconds(gpu, size, stride, num_bytes)

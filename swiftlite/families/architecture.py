@@ -1,5 +1,6 @@
-"""A whole model as its family reads it from config.json: decoder layers, and what is outside them. MTP heads, which
-a model may get more or fewer of, are not part of it.
+"""The architecture of a model, read from config.json by its family: decoder layers, and the modules outside of them.
+
+MTP heads are not part of it, because their number can change.
 """
 
 from collections.abc import Mapping
@@ -24,7 +25,7 @@ class Outside:
         vocab: size of the vocabulary.
         is_tied: whether the output layer shares the embedding.
         mcore_config: arguments of megatron-core's TransformerConfig for all layers: norms, activation.
-        hf_layers: prefix of the Hugging Face names of decoder layers; a number and a dot follow.
+        hf_layers: prefix of the Hugging Face names of decoder layers, followed by a number and a dot.
     """
 
     num_layers: int
@@ -38,18 +39,18 @@ class Outside:
     hf_output_layer: str = "lm_head.weight"
 
     def local_vocab(self, rank: Rank) -> int:
-        """Return the rows of the embedding on a rank, padding included."""
+        """Return the number of rows of the embedding on a rank, including padding."""
         return -(-self.vocab // rank.tp)
 
     def rows(self) -> list[Row]:
-        """Bridge rows of embedding, final norm and, unless tied, the output layer."""
+        """Return the bridge rows of embedding, final norm and, unless it is tied, the output layer."""
         matrix = (self.vocab, self.hidden)
         embedding = Row("embedding.word_embeddings.weight", {self.hf_embedding: matrix}, PadEnd())
         final_norm = Row("decoder.final_layernorm.weight", {self.hf_final_norm: (self.hidden,)})
         output_layer = Row("output_layer.weight", {self.hf_output_layer: matrix}, PadEnd())
         if not self.is_tied:
             return [embedding, final_norm, output_layer]
-        # Some files of a tied model hold a second copy of the embedding, some Megatron stages another.
+        # Files of a tied model can contain a copy of the embedding, and so can a later pipeline stage.
         embedding = replace(embedding, hf_copies=(self.hf_output_layer,), mcore_copies=(output_layer.mcore,))
         return [embedding, final_norm]
 
@@ -59,8 +60,8 @@ class Architecture:
     """A model without MTP heads.
 
     Attributes:
-        layers: its decoder layers, first to last; all may differ.
-        tower: makes embeddings of something else than tokens.
+        layers: decoder layers from first to last, which can differ.
+        tower: computes embeddings of inputs other than tokens; None without a tower.
     """
 
     outside: Outside
@@ -69,7 +70,7 @@ class Architecture:
 
     @property
     def mtp_block_number(self) -> int:
-        """The decoder layer (from 0) whose kinds an MTP head has: the last one that looks back at every token."""
+        """Number (from 0) of the decoder layer whose kinds MTP heads have: the last one with a KV cache."""
         numbers = [number for number, layer in enumerate(self.layers) if not layer.attention.is_recurrent]
         return numbers[-1]
 
@@ -80,7 +81,7 @@ class Architecture:
 
     @cached_property
     def sublayers(self) -> list[Sublayer]:
-        """The kinds that its layers are made of, with their sizes; each once, in the order of the layers."""
+        """The different kinds of attention and MLP of the layers, with sizes, in the order of the layers."""
         found: list[Sublayer] = []
         for layer in self.layers:
             found += [part for part in (layer.attention, layer.mlp) if part not in found]
@@ -88,7 +89,7 @@ class Architecture:
 
     @cached_property
     def attentions(self) -> list[Attention]:
-        """The kinds of attention among them."""
+        """The different kinds of attention of the layers."""
         found: list[Attention] = []
         for layer in self.layers:
             if layer.attention not in found:
@@ -97,16 +98,16 @@ class Architecture:
 
     @property
     def recompute_modules(self) -> set[str]:
-        """Return the values of --recompute_modules that it supports."""
+        """Return the supported values of --recompute_modules."""
         return set().union(*(part.recompute_modules for part in self.sublayers))
 
     @property
     def has_experts(self) -> bool:
-        """Whether a layer has experts."""
+        """Whether any layer has experts."""
         return any(layer.mlp.experts for layer in self.layers)
 
     def rows(self) -> list[Row]:
-        """Bridge rows, names whole."""
+        """Return the bridge rows of the model, with names in the whole model."""
         rows = self.outside.rows()
         if self.tower is not None:
             rows += self.tower.rows()
@@ -115,7 +116,7 @@ class Architecture:
         return rows
 
     def layer_rows(self, number: int) -> list[Row]:
-        """Return the kinds of one decoder layer, from 0."""
+        """Return the bridge rows of decoder layer `number` (from 0)."""
         rows = self.layers[number].rows()
         return lift(rows, f"decoder.layers.{number}.", f"{self.outside.hf_layers}{number}.")
 
@@ -123,7 +124,7 @@ class Architecture:
         """Return the arguments of megatron-core's TransformerConfig, which all layers share.
 
         Raises:
-            ValueError: two layers need different values of an argument, which megatron-core does not support.
+            ValueError: two layers require different values of an argument, which megatron-core does not support.
         """
         config: dict[str, Any] = {"num_layers": self.outside.num_layers, "hidden_size": self.outside.hidden}
         config |= self.outside.mcore_config
@@ -133,7 +134,7 @@ class Architecture:
                     raise ValueError(
                         f"layers differ in {name}: {config[name]!r} and {value!r}; megatron-core has one for all"
                     )
-        # A checkpoint keeps layers that differ one by one: megatron-core takes either for a sign of that.
+        # Makes megatron-core save layers separately in checkpoints, which is required if layers differ.
         if self.has_experts:
             config["moe_layer_freq"] = [int(layer.mlp.experts > 0) for layer in self.layers]
         elif any(layer != self.layers[0] for layer in self.layers):

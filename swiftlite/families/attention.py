@@ -19,14 +19,14 @@ class GroupedQueryAttention:
 
     Attributes:
         hidden: size of the model's states.
-        heads: attention heads.
-        groups: key-value heads.
+        heads: number of attention heads.
+        groups: number of key-value heads.
         head_dim: size of a head.
-        rotary: channels of a head that rotary angles turn.
+        rotary: number of rotary channels of a head.
         qkv_bias: whether queries, keys and values have biases.
         qk_norm: whether each head's query and key are normalized.
-        output_gate: whether each head's result is weighed by the sigmoid of a gate, one for each channel, that is
-            projected along with its query.
+        output_gate: whether each channel of a head's result is multiplied by the sigmoid of a gate. The layer that
+            projects queries also projects gates.
     """
 
     recompute_modules: ClassVar[tuple[str, ...]] = ("core_attn",)
@@ -101,14 +101,14 @@ class GroupedQueryAttention:
     def activation_bytes(self, rank: Rank) -> int:
         queries, keys = self._widths(rank)
         if rank.cp > 1:
-            # Queries and the result; keys and values of all context-parallel ranks are in separate tensors.
+            # Queries and the result; keys and values, of all context-parallel ranks, are separate tensors.
             core = 2 * queries + 2 * keys * rank.cp
         else:
-            # Queries, keys and the result; the values are a view of what the projection made, so all of that stays.
+            # Queries, keys and the result; values are a view of the projection's output, so the whole output is stored.
             core = 2 * queries + keys + (queries * (1 + self.output_gate) + 2 * keys)
         num_bytes = rank.itemsize * rank.tokens * core
         if self.output_gate:
-            num_bytes += rank.tokens * 2 * queries * rank.itemsize  # its sigmoid, and the product
+            num_bytes += rank.tokens * 2 * queries * rank.itemsize  # sigmoid of the gate, and the product
         num_bytes += _softmax_statistics(rank, self.heads)
         if self.qk_norm:
             num_bytes += self._qk_norm_bytes(rank)
@@ -129,25 +129,25 @@ class GroupedQueryAttention:
             rank.tokens * groups, self.head_dim
         )
         if not (rank.copies_norm_inputs or rank.copies_views) and rank.cp == 1:
-            num_bytes -= rank.tokens * keys * rank.itemsize  # the norm's input and the values are views of one tensor
+            num_bytes -= rank.tokens * keys * rank.itemsize  # input of the norm and values are views of one tensor
         return num_bytes
 
 
 @dataclass(frozen=True)
 class LatentAttention:
-    """Multi-head latent attention, DeepSeek's: queries, keys and values are unfolded from two small latents.
+    """DeepSeek's multi-head latent attention: queries, keys and values are up-projected from two small latents.
 
     Attributes:
         hidden: size of the model's states.
-        heads: attention heads.
-        q_lora_rank: size of the queries' latent; None for queries that are projected directly.
+        heads: number of attention heads.
+        q_lora_rank: size of the latent of queries; None if queries are projected directly.
         kv_lora_rank: size of the latent of keys and values.
-        qk_nope_head_dim: channels of a query and key head without rotary angles.
-        qk_rope_head_dim: channels with them; of the key they are the same for all heads.
-        v_head_dim: channels of a value head.
-        hf_rope: the keys of config.json that fix the rotary frequencies (`families/rope.py`), for heads of
+        qk_nope_head_dim: number of non-rotary channels of a query and key head.
+        qk_rope_head_dim: number of rotary channels of a query and key head; all heads share those of the key.
+        v_head_dim: size of a value head.
+        hf_rope: the keys of config.json that determine the rotary frequencies (`families/rope.py`), for heads of
             `qk_rope_head_dim`.
-        rope_interleave: whether channels 2i and 2i + 1 turn together; otherwise i and i + qk_rope_head_dim / 2.
+        rope_interleave: whether channels 2i and 2i + 1 are rotated together; otherwise i and i + qk_rope_head_dim / 2.
     """
 
     recompute_modules: ClassVar[tuple[str, ...]] = ("core_attn", "mla_up_proj")
@@ -189,7 +189,7 @@ class LatentAttention:
             "qk_pos_emb_head_dim": self.qk_rope_head_dim,
             "v_head_dim": self.v_head_dim,
             "add_qkv_bias": False,
-            "qk_layernorm": False,  # those of the latents are always there
+            "qk_layernorm": False,  # latents always have norms
             "hf_rope": dict(self.hf_rope),
             "rope_interleave": self.rope_interleave,
         }
@@ -228,8 +228,10 @@ class LatentAttention:
         return rank.itemsize * rank.tokens * self._key_latents
 
     def input_activation_bytes(self, rank: Rank) -> int:
-        """Return the bytes of inputs kept; the down-projections are never in low precision, queries that are projected
-        directly are."""
+        """Return the bytes of the saved inputs.
+
+        Down-projections never use low precision; queries that are projected directly do.
+        """
         is_kept_twice = rank.quantized is not None and self.q_lora_rank is None
         return rank.hidden_state_bytes(self.hidden) + is_kept_twice * rank.input_activation_bytes(
             rank.sequence_tokens, self.hidden
@@ -238,14 +240,14 @@ class LatentAttention:
     def activation_bytes(self, rank: Rank) -> int:
         heads = self.heads // rank.tp
         tokens = rank.sequence_tokens
-        # Every context-parallel rank unfolds keys and values of the whole row from its latent.
+        # Every context-parallel rank up-projects keys and values of the whole row from the latents.
         grad_query, grad_key = (
             rank.norm_activation_bytes(tokens, size) + rank.input_activation_bytes(tokens, size) if size else 0
             for size in (self.q_lora_rank, self.kv_lora_rank)
         )
         down = grad_query + rank.cp * grad_key
-        # A fused kernel keeps copies of queries, and of keys and values of all context-parallel ranks.
-        # On a CPU that takes equal sizes of keys and values; others keep the matrix of scores there.
+        # A fused kernel stores copies of queries, and of keys and values of all context-parallel ranks. On a CPU this
+        # requires equal sizes of keys and values; otherwise the matrix of scores is stored.
         up = heads * (self._key_size + rank.cp * (self._key_size + self.v_head_dim))
         if "mla_up_proj" in rank.recomputed:
             up = 0
@@ -255,7 +257,7 @@ class LatentAttention:
 
     @property
     def _key_size(self) -> int:
-        """Channels of a key head; a query head has as many."""
+        """Size of a key head, which is also that of a query head."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     @property
@@ -275,7 +277,7 @@ class LatentAttention:
 
 
 def _softmax_statistics(rank: Rank, heads: int) -> int:
-    """Return the bytes of one number per token and head, from which the backward pass recomputes the softmax."""
+    """Return the bytes of the log-sum-exp per token and head, which the backward pass of the softmax needs."""
     if "core_attn" in rank.recomputed:
         return 0
     return rank.tokens * (heads // rank.tp) * FLOAT32

@@ -1,6 +1,7 @@
-"""The Llama shape that all dense families share: RMSNorm, grouped-query attention, SwiGLU, no biases but q, k, v.
+"""The architecture of Llama, which all dense families share: RMSNorm, grouped-query attention, SwiGLU.
 
-A family states its differences as arguments; `llama.py` is the simplest.
+The only optional biases are those of q, k and v. A family passes its differences as arguments; `llama.py` is the
+simplest family.
 """
 
 import re
@@ -28,7 +29,7 @@ _REQUIRED = (
     "max_position_embeddings",
 )
 
-# Keys of config.json that would change the mathematics, with the values under which they do not.
+# Keys of config.json that change the computation, with the supported values, which do not.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "attention_dropout": (0, None),
@@ -39,13 +40,13 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 def check(hf_config: HfConfig, **neutral: tuple[Any, ...]) -> None:
-    """Refuse what the dense families do not compute.
+    """Reject unsupported settings of dense families.
 
     Args:
         neutral: see `problems_of`.
 
     Raises:
-        UserError: every such setting, in one message.
+        UserError: there are unsupported settings; the error lists all of them.
     """
     refuse(hf_config, problems_of(hf_config, **neutral))
 
@@ -57,13 +58,12 @@ def problems_of(
     layer_types: Collection[str] = ("full_attention",),
     **neutral: tuple[Any, ...],
 ) -> list[str]:
-    """Return one line for every setting of the Llama shape that would be ignored, or that makes no sense.
+    """Return one line for every setting that would be ignored or is invalid.
 
     Args:
-        reads: keys of NEUTRAL that the family computes, whatever their value.
-        layer_types: the kinds of layers that it has, by transformers' names.
-        neutral: the family's own keys, with the values it can take; a key that is absent has its default, which is one
-            of them.
+        reads: keys of NEUTRAL of which the family supports all values.
+        layer_types: supported kinds of layers, by transformers' names.
+        neutral: further keys of the family, with their supported values, which must include the default.
     """
     problems = missing_numbers(hf_config, _REQUIRED)
     problems += [
@@ -113,18 +113,20 @@ def refuse(hf_config: HfConfig, problems: Sequence[str]) -> None:
 
 
 def num_query_groups(hf_config: HfConfig) -> int:
-    """Return the number of key-value heads; a config without them has one per attention head."""
+    """Return the number of key-value heads; by default one per attention head."""
     return hf_config.get("num_key_value_heads") or hf_config["num_attention_heads"]
 
 
 def head_dim(hf_config: HfConfig) -> int:
-    """Return the size of one attention head: stated, or an equal share of the hidden size."""
+    """Return the size of an attention head; by default an equal share of the hidden size."""
     return hf_config.get("head_dim") or hf_config["hidden_size"] // hf_config["num_attention_heads"]
 
 
 def partial_rotary_factor(hf_config: HfConfig) -> float | None:
-    """Return the part of each head that rotary angles turn, if the config states it; transformers 5 moves it below
-    another key."""
+    """Return the share of rotary channels of each head, if the config has it.
+
+    transformers 5 moves it into the rotary settings.
+    """
     return hf_config.get("partial_rotary_factor") or _rope(hf_config).get("partial_rotary_factor")
 
 
@@ -134,12 +136,12 @@ def _rope(hf_config: HfConfig) -> Mapping[str, Any]:
 
 
 def rope_theta(hf_config: HfConfig) -> Any:
-    """Return the base of the rotary angles; like transformers, read the object with rotary settings first."""
+    """Return the base of the rotary angles; like in transformers, the rotary settings have precedence."""
     return _rope(hf_config).get("rope_theta", hf_config.get("rope_theta"))
 
 
 def partial_rotary_problems(hf_config: HfConfig) -> list[str]:
-    """Return one line if the config does not state which part of each head turns: defaults differ between readers."""
+    """Return one line if the config has no share of rotary channels, because defaults differ between programs."""
     factor = partial_rotary_factor(hf_config)
     if factor is None:
         return ["partial_rotary_factor is missing"]
@@ -149,7 +151,7 @@ def partial_rotary_problems(hf_config: HfConfig) -> list[str]:
 
 
 def layer(hf_config: HfConfig, number: int, *, qkv_bias: bool = False, qk_norm: bool = False) -> Layer:
-    """Return decoder layer `number`; all layers are alike."""
+    """Return decoder layer `number`; all layers are identical."""
     return Layer(attention(hf_config, qkv_bias=qkv_bias, qk_norm=qk_norm), mlp(hf_config))
 
 
@@ -176,7 +178,7 @@ def mlp(hf_config: HfConfig) -> Mlp:
 
 
 def outside(hf_config: HfConfig) -> Outside:
-    """Return the embedding, final norm and output layer, and what all layers have in common."""
+    """Return the modules outside of the layers, and the settings that all layers share."""
     return Outside(
         num_layers=hf_config["num_hidden_layers"],
         hidden=hf_config["hidden_size"],
@@ -194,15 +196,16 @@ def outside(hf_config: HfConfig) -> Outside:
 
 
 def is_tied(hf_config: HfConfig) -> bool:
-    """Return whether embedding and output layer are one; the default of dense families is False."""
+    """Return whether the output layer shares the embedding; the default of dense families is False."""
     return bool(hf_config.get("tie_word_embeddings"))
 
 
 def _frame_rows(hf_config: HfConfig, head: int) -> list[Row]:
-    """Return the rows of projection and norms of a head, in Qwen3-Next's names.
+    """Return the rows of projection and norms of a head, with Qwen3-Next's names.
 
-    Qwen3-Next has one projection and one set of norms for all its heads. Ours are independent, so heads after the first
-    keep theirs under `mtp.heads.{head}.`; a checkpoint with one head is laid out exactly like Qwen3-Next's.
+    Qwen3-Next has one projection and one set of norms for all heads. In swiftlite each head has separate ones, and
+    those of heads after the first have the prefix `mtp.heads.{head}.`. A checkpoint with one head has exactly the names
+    of Qwen3-Next.
     """
     prefix = "mtp." if head == 0 else f"mtp.heads.{head}."
     names = ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
@@ -239,5 +242,5 @@ def _head_of(hf_config: HfConfig, hf_key: str) -> int | None:
     return int(match.group(1) or 0)
 
 
-# For families that were published without heads.
+# For families whose published models have no heads.
 QWEN3_NEXT_HEADS = MtpLayout(_head_of, lambda hf_config, head: f"mtp.layers.{head}.", _frame_rows)

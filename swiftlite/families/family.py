@@ -1,4 +1,4 @@
-"""Define a family: everything specific to an HF `model_type`, as one value."""
+"""Define `Family`: everything specific to an HF `model_type`, as one value."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -13,12 +13,12 @@ from swiftlite.heads.drafting import Drafting
 
 
 def no_copies(hf_config: HfConfig, head: int) -> dict[str, str]:
-    """Return no names: a head has no copies of the trunk's tensors."""
+    """Return no names, for families whose heads do not copy tensors of the trunk."""
     return {}
 
 
 def no_tower(hf_config: HfConfig) -> None:
-    """Return no tower: the only inputs of the model are tokens."""
+    """Return no tower, for families whose only inputs are tokens."""
 
 
 @dataclass(frozen=True)
@@ -75,31 +75,31 @@ class Family:
     memory_names: Mapping[str, str] = field(default_factory=dict)
 
     def architecture(self, hf_config: HfConfig) -> Architecture:
-        """Return the model without MTP heads. It is not checked: settings that `check` rejects are ignored."""
+        """Return the architecture without calling `check`; unsupported settings are ignored."""
         outside = self.outside(hf_config)
         layers = tuple(self.layer(hf_config, number) for number in range(outside.num_layers))
         return Architecture(outside, layers, self.tower(hf_config))
 
     def trunk_rows(self, hf_config: HfConfig) -> list[Row]:
-        """Return the rows of everything but MTP."""
+        """Return the bridge rows of everything except MTP heads."""
         return self.architecture(hf_config).rows()
 
     def mtp_block_number(self, hf_config: HfConfig) -> int:
-        """Return the decoder layer whose kinds an MTP head has."""
+        """Return the number of the decoder layer whose kinds of attention and MLP an MTP head has."""
         return self.architecture(hf_config).mtp_block_number
 
     def block_rows(self, hf_config: HfConfig) -> list[Row]:
-        """Return the rows of the decoder layer inside an MTP head, names relative to the layer."""
+        """Return the rows of the decoder layer in an MTP head, with names relative to the layer."""
         return self.architecture(hf_config).mtp_block.rows()
 
     def head_rows(self, hf_config: HfConfig, head: int) -> list[Row]:
-        """Return the rows of one MTP head: the decoder layer's rows lifted, and the frame around it."""
+        """Return the rows of one MTP head: those of its decoder layer, and of projection and norms."""
         prefix = f"mtp.layers.{head}.transformer_layer."
         block = lift(self.block_rows(hf_config), prefix, self.mtp.block(hf_config, head))
         return self.mtp.frame_rows(hf_config, head) + block
 
     def rows(self, hf_config: HfConfig, mtp_num_layers: int | None = None) -> list[Row]:
-        """Return the whole table with this number of MTP layers (default: the number in config.json)."""
+        """Return the rows of the whole model with this number of MTP layers (default: the number in config.json)."""
         if mtp_num_layers is None:
             mtp_num_layers = Heads.from_config(hf_config).layers
         heads = range(mtp_num_layers)
@@ -115,7 +115,7 @@ class Family:
         return rows
 
     def head_of(self, hf_config: HfConfig, hf_key: str) -> int | None:
-        """Return the MTP head that an HF key belongs to, from 0; None for the trunk's keys."""
+        """Return the number (from 0) of the MTP head that an HF key belongs to; None for keys of the trunk."""
         return self.mtp.head_of(hf_config, hf_key)
 
     def is_mtp(self, hf_config: HfConfig, hf_key: str) -> bool:
@@ -123,19 +123,21 @@ class Family:
         return self.head_of(hf_config, hf_key) is not None
 
     def is_carried(self, hf_key: str) -> bool:
-        """Return whether an HF key belongs to another part than the language model: it is neither read nor changed, and
-        an export copies it from the source."""
+        """Return whether an HF key is outside of the language model.
+
+        Such tensors are not read, and an export copies them unchanged from the source model.
+        """
         return bool(self.language_model) and not hf_key.startswith(self.language_model)
 
     def is_derived(self, hf_key: str) -> bool:
-        """Return whether an HF key holds nothing but what follows from the config, so it is neither read nor written.
+        """Return whether an HF key holds values derived from the config, so that it is neither read nor written.
 
-        Old Llama files carry the rotary frequencies.
+        For example, old Llama files contain the rotary frequencies.
         """
         return hf_key.endswith(".rotary_emb.inv_freq")
 
 
 def _with_copies(row: Row, copies: Mapping[str, list[str]]) -> Row:
-    """Return the row with the copies that heads hold of its tensor; a tied model's output layer is the embedding."""
+    """Return the row with the names of copies of its tensor in heads; a tied output layer counts as the embedding."""
     found = chain.from_iterable(copies.get(key, ()) for key in (*row.hf, *row.hf_copies))
     return replace(row, hf_copies=(*row.hf_copies, *found))

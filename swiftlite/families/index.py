@@ -1,4 +1,4 @@
-"""The index of families: one line each, by HF `model_type`."""
+"""All families, by HF `model_type`."""
 
 from pathlib import Path
 
@@ -46,10 +46,10 @@ def get(hf_config: HfConfig, hf_dir: str | Path | None = None) -> Family:
     """Return the family of a config.json, after checking it.
 
     Args:
-        hf_dir: where the config comes from, for the message.
+        hf_dir: directory of the config, for errors.
 
     Raises:
-        UserError: the model_type is unknown, or a setting would change the mathematics and is not supported.
+        UserError: the model_type is unknown, or a setting that changes the computation is not supported.
     """
     family = _find(hf_config)
     if family is None:
@@ -69,7 +69,7 @@ def get(hf_config: HfConfig, hf_dir: str | Path | None = None) -> Family:
 
 
 def architecture_of(hf_config: HfConfig) -> Architecture:
-    """Return the architecture of a config.json for estimates only, because the family has not checked it.
+    """Return the architecture of a config.json that the family has not checked; for estimates only.
 
     Raises:
         UserError: the model_type is unknown, or a size is missing.
@@ -86,10 +86,10 @@ def architecture_of(hf_config: HfConfig) -> Architecture:
 
 
 def known_architecture(hf_config: HfConfig) -> Architecture | None:
-    """Return the architecture of a config.json for rules; None if too little is known.
+    """Return the architecture of a config.json for rules; None if it is incomplete.
 
-    A config.json that is absent, of an unknown model_type or without a size is not for every rule to report: one does,
-    or else the family when the model is read.
+    If config.json is missing, has an unknown model_type or lacks a size, one rule or the family reports it, so other
+    rules ignore it.
     """
     family = _find(hf_config)
     if family is None or value_problems(hf_config):

@@ -1,8 +1,8 @@
-"""A decoder layer as a value, and what is asked of the two kinds that it is made of.
+"""A decoder layer as a value, and the interface of its two halves, attention and MLP.
 
-A new kind is a frozen dataclass with these answers (`attention.py`, `mlp.py` have the known ones) and a megatron-core
-spec in `model/specs.py`. Everything that counts layers (`estimate/stage_memory.py`, `estimate/flops.py`,
-`plan/layout.py`) asks here and knows no kind by name.
+A new kind of attention or MLP is a frozen dataclass with these methods (see `attention.py` and `mlp.py`), and a
+megatron-core spec in `model/specs.py`. Code that counts layers (`estimate/stage_memory.py`, `estimate/flops.py`,
+`plan/layout.py`) uses only this interface.
 """
 
 from collections.abc import Mapping
@@ -18,9 +18,9 @@ class Sublayer(Protocol):
     """One half of a decoder layer: its attention or its MLP."""
 
     recompute_modules: ClassVar[tuple[str, ...]]
-    """Its names in --recompute_modules."""
+    """Names of its modules in --recompute_modules."""
     needs_sequence_parallel: ClassVar[str]
-    """The part of it that tensor-parallel ranks cannot share without sequence parallelism, in words; empty: no part."""
+    """Description of the part that tensor-parallel ranks can only split with sequence parallelism; empty if none."""
 
     @property
     def tensor_split(self) -> dict[str, int]:
@@ -28,11 +28,14 @@ class Sublayer(Protocol):
         ...
 
     def mcore_config(self) -> dict[str, Any]:
-        """Return the arguments of megatron-core's TransformerConfig that it fixes."""
+        """Return the arguments of megatron-core's TransformerConfig for this kind."""
         ...
 
     def rows(self) -> list[Row]:
-        """Bridge rows; names relative to the layer, those of Hugging Face as Llama, or who had it first, has them."""
+        """Return the bridge rows, with names relative to the layer.
+
+        Hugging Face names are those of Llama, or of the first family with such a module.
+        """
         ...
 
     def parameters(self, rank: Rank) -> ParameterCount:
@@ -56,14 +59,14 @@ class Sublayer(Protocol):
 
 
 class Attention(Sublayer, Protocol):
-    """The half of a layer in which tokens see each other."""
+    """The attention of a layer, in which tokens see each other."""
 
     takes_packed_rows: ClassVar[bool]
-    """Whether it keeps the sequences of a packed row apart."""
+    """Whether it supports packed rows, without attention between sequences."""
     takes_parts_of_rows: ClassVar[bool]
-    """Whether context-parallel ranks may each have a part of a row."""
+    """Whether it supports context parallelism."""
     is_recurrent: ClassVar[bool]
-    """Whether it keeps a state of fixed size instead of keys and values."""
+    """Whether it has a fixed-size state instead of keys and values."""
 
     @property
     def hidden(self) -> int:
@@ -72,7 +75,7 @@ class Attention(Sublayer, Protocol):
 
     @property
     def rotary(self) -> int:
-        """Channels of a head that rotary angles turn; 0 without any."""
+        """Number of rotary channels of a head; 0 without rotary embeddings."""
         ...
 
     def gathered(self, rank: Rank) -> int:
@@ -80,22 +83,24 @@ class Attention(Sublayer, Protocol):
         ...
 
     def macs_per_pair(self) -> int:
-        """Count the multiply-adds of a forward pass for each pair of tokens that see each other, on all ranks together;
-        0 if the work grows with tokens and not with pairs."""
+        """Count the multiply-adds of a forward pass per pair of tokens that see each other, on all ranks together.
+
+        The result is 0 if the work grows linearly with the number of tokens.
+        """
         ...
 
 
 class FeedForward(Sublayer, Protocol):
-    """The half of a layer that takes each token by itself."""
+    """The MLP of a layer, which processes each token separately."""
 
     @property
     def experts(self) -> int:
-        """Experts that are chosen from; 0 without any."""
+        """Number of routed experts; 0 without experts."""
         ...
 
     @property
     def topk(self) -> int:
-        """Experts that are chosen for a token; 0 without any."""
+        """Number of experts that the router selects per token; 0 without experts."""
         ...
 
     @property
@@ -109,8 +114,8 @@ class Layer:
     """A decoder layer: norm, attention, norm, MLP.
 
     Attributes:
-        hf_names: prefixes of Hugging Face names (within a layer) in the kinds' rows, with the names of this family:
-            {"mlp.gate_proj.": "feed_forward.w1."}.
+        hf_names: for prefixes of Hugging Face names (within a layer) in the rows of attention and MLP, the prefixes of
+            this family, such as {"mlp.gate_proj.": "feed_forward.w1."}.
     """
 
     attention: Attention
@@ -118,7 +123,7 @@ class Layer:
     hf_names: Mapping[str, str] = field(default_factory=dict)
 
     def rows(self) -> list[Row]:
-        """Bridge rows, names relative to the layer."""
+        """Return the bridge rows, with names relative to the layer."""
         hidden = self.attention.hidden
         norms = [
             Row("input_layernorm.weight", {"input_layernorm.weight": (hidden,)}),
@@ -131,7 +136,7 @@ class Layer:
 
     @cached_property
     def matrices(self) -> list[tuple[str, int, int]]:
-        """Megatron name, size out and size in of every matrix; of experts, which are alike, the first one's alone."""
+        """Return (Megatron name, output size, input size) of every matrix; of identical experts only the first."""
         found = []
         for row in self.rows():
             shapes = list(row.hf.values())
@@ -150,8 +155,7 @@ class Layer:
         return self.attention.macs_per_token() + self.mlp.macs_per_token()
 
     def activation_bytes(self, rank: Rank) -> int:
-        """Return the bytes that autograd keeps on a rank: two norms, the input of each half, and what the halves
-        keep."""
+        """Return the bytes that autograd saves on a rank: two norms, the inputs of both halves, and the halves."""
         norms = 2 * rank.norm_activation_bytes(rank.sequence_tokens, self.attention.hidden)
         inputs = self.attention.input_activation_bytes(rank) + self.mlp.input_activation_bytes(rank)
         return norms + inputs + self.attention.activation_bytes(rank) + self.mlp.activation_bytes(rank)

@@ -11,15 +11,15 @@ from swiftlite.bridge.rows import Row, lift
 from swiftlite.families.rank import FLOAT32, ParameterCount, Rank
 
 CHUNK = 64
-"""Tokens computed together: more make larger matrices, and a triangular system that grows with the square."""
+"""Number of tokens computed together: more tokens need fewer steps, but a quadratically larger triangular system."""
 
 
 @dataclass(frozen=True)
 class GatedDeltaNet:
     """Qwen3-Next's linear attention: a short convolution, the gated delta rule, and a gated norm.
 
-    Heads form groups: a key head with its query, and `value_heads / key_heads` value heads. Megatron's parameters are
-    ordered by group, so that tensor-parallel ranks split groups:
+    A group of heads is a key head with its query, and `value_heads / key_heads` value heads. Megatron's parameters are
+    ordered by group, so that tensor-parallel ranks can split groups:
 
         in_proj_qkvz of a group    query, key, values, gates of the values
         in_proj_ba of a group      beta and decay of each value
@@ -27,10 +27,10 @@ class GatedDeltaNet:
 
     Attributes:
         hidden: size of the model's states.
-        key_heads: heads of queries and keys.
-        value_heads: heads of values, a multiple of `key_heads`.
-        key_head_dim: channels of a query and of a key.
-        value_head_dim: channels of a value.
+        key_heads: number of heads of queries and keys.
+        value_heads: number of heads of values, a multiple of `key_heads`.
+        key_head_dim: size of a query head and a key head.
+        value_head_dim: size of a value head.
         kernel: number of tokens in the convolution.
         hf_is_grouped: whether files order the projections by group as well (Qwen3-Next); otherwise all queries, then
             all keys, and so on (Qwen3.5).
@@ -59,7 +59,7 @@ class GatedDeltaNet:
         return {"linear_num_key_heads": self.key_heads}
 
     def mcore_config(self) -> dict[str, Any]:
-        """Return nothing: the module receives its sizes from this value."""
+        """Return no arguments, because the module receives its sizes from this object."""
         return {}
 
     def rows(self) -> list[Row]:
@@ -101,9 +101,9 @@ class GatedDeltaNet:
     def macs_per_token(self) -> int:
         keys, values = self._widths(Rank())
         convolution = (2 * keys + values) * self.kernel
-        # Of a head, for each token: within its chunk the products of keys with keys and with queries, the triangular
-        # system and what is read through them; with the state, what it says to the key and to the query, and what is
-        # written. Half of each square is zero, but computed.
+        # Per head and token. Within a chunk: the products of keys with keys and with queries, the triangular system,
+        # and the products with values. With the state: reading it with the key and the query, and writing to it. Half
+        # of each square matrix is zero, but is computed.
         key, value = self.key_head_dim, self.value_head_dim
         within = CHUNK * (2 * key + (key + value) / 2 + value)
         with_state = 3 * key * value
@@ -124,10 +124,11 @@ class GatedDeltaNet:
         keys, values = self._widths(rank)
         heads, groups = self.value_heads // rank.tp, self.key_heads // rank.tp
         convolved = 2 * keys + values
-        # Before and after the convolution; queries and keys in float32, in a float32 model a view of the whole output.
+        # Before and after the convolution, and queries and keys in float32, which are a view of the output in a float32
+        # model.
         wide = convolved if rank.itemsize == FLOAT32 else 2 * keys
         mixed = 2 * rank.itemsize * convolved + FLOAT32 * wide
-        # What is read, normed, weighed, the gate and its SiLU, and the product of both.
+        # The output, the normed and weighted output, the gate, its SiLU, and the product of both.
         gated = (3 * FLOAT32 + 3 * rank.itemsize) * values
         per_head = heads * (3 * FLOAT32 + rank.itemsize) + groups * 2 * FLOAT32
         if "core_attn" in rank.recomputed:
@@ -137,7 +138,7 @@ class GatedDeltaNet:
         return rank.tokens * rank.cp * (mixed + gated + per_head + rule)  # context-parallel ranks compute whole rows
 
     def _delta_rule_bytes(self) -> int:
-        """Return how many numbers the rule keeps of a token for each value head."""
+        """Return the number of values that the delta rule stores per token and value head."""
         key, value = self.key_head_dim, self.value_head_dim
         return 6 * key + 3 * value + 6 * CHUNK + 2 * key * value // CHUNK + 4
 

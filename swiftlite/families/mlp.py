@@ -68,20 +68,20 @@ class Mlp:
 
 @dataclass(frozen=True)
 class MixtureOfExperts:
-    """A mixture of experts: a router chooses some of many gated MLPs for each token; one more may see every token.
+    """A mixture of experts: a router selects gated MLPs for each token; shared experts process every token.
 
-    Rows are written per expert, as the files of the hub have it; files that stack all experts in one tensor are
-    unfolded while reading (`bridge/encoding/expert_stack.py`).
+    Each expert has separate rows, as in files on the hub; files that stack all experts in one tensor are unfolded while
+    reading (`bridge/encoding/expert_stack.py`).
 
     Attributes:
         hidden: size of the model's states.
-        experts: experts that the router chooses from.
-        topk: experts that it chooses for a token.
+        experts: number of routed experts.
+        topk: number of experts selected per token.
         ffn: width of an expert.
-        shared_ffn: width of the MLP that sees every token (of several shared experts, the sum); 0 for none.
-        shared_gate: whether that MLP's output is weighed, for each token, by the sigmoid of one more row of weights.
-        expert_bias: whether a bias, which no gradient reaches, levels the router's choice.
-        router: how the router scores and chooses, as arguments of megatron-core's TransformerConfig.
+        shared_ffn: total width of the shared experts; 0 without them.
+        shared_gate: whether the output of shared experts is multiplied, per token, by the sigmoid of a gate.
+        expert_bias: whether a bias without gradients balances the router's selection.
+        router: how the router scores and selects experts, as arguments of megatron-core's TransformerConfig.
     """
 
     recompute_modules: ClassVar[tuple[str, ...]] = ("moe",)
@@ -145,33 +145,35 @@ class MixtureOfExperts:
         return router + chosen + _matrices(self.hidden, self.shared_ffn) + self.shared_gate * self.hidden
 
     def input_activation_bytes(self, rank: Rank) -> int:
-        """Return the bytes of inputs kept: the router's, never in low precision, and in low precision another of shared
-        experts."""
+        """Return the bytes of the saved inputs.
+
+        The router's input is never in low precision; with low precision, shared experts save a separate input.
+        """
         is_kept_twice = rank.quantized is not None and self.shared_ffn > 0 and "moe" not in rank.recomputed
         return rank.hidden_state_bytes(self.hidden) + is_kept_twice * rank.input_activation_bytes(
             rank.sequence_tokens, self.hidden
         )
 
     def activation_bytes(self, rank: Rank) -> int:
-        """Assume that the router gives every rank the same number of tokens."""
+        """See `Sublayer`; every rank is assumed to have the same number of routed tokens."""
         if "moe" in rank.recomputed:
             return 0
         scores = rank.sequence_tokens * (9 * self.experts + 20 * self.topk + 4)  # float32, indices and masks
         choices, ffn = rank.sequence_tokens * rank.etp * self.topk, self.ffn // rank.etp
-        # As the MLP, its input, and its output, which the router's weight multiplies.
+        # The activations of an MLP, its input, and its output, which is multiplied by the routing weight.
         widths = 3 if rank.is_fused else 4
         experts = choices * (rank.itemsize * (2 * self.hidden + widths * ffn) + FLOAT32)
-        if rank.quantized and rank.is_fused:  # experts one by one are torch's
+        if rank.quantized and rank.is_fused:  # ungrouped experts use torch
             narrow = choices * (self.hidden + ffn)
             experts -= narrow * rank.itemsize - int(narrow * rank.quantized.copy)
             # Each pass quantizes their weights again and stores them (`model/layers/te.py`).
             experts += int(self.experts // rank.ep * _matrices(self.hidden, ffn) * rank.quantized.weights)
-        gate = self.shared_gate * rank.tokens * (self.hidden + 2) * rank.itemsize  # output and score, before they meet
+        gate = self.shared_gate * rank.tokens * (self.hidden + 2) * rank.itemsize  # output and score before the product
         return scores + experts + _gated_activation_bytes(rank, self.shared_ffn // rank.tp) + gate
 
 
 def gated_rows(hf_prefix: str, hidden: int, ffn: int, mcore_prefix: str | None = None) -> list[Row]:
-    """Bridge rows of a gated MLP: a layer's own, an expert, or the shared experts.
+    """Return the bridge rows of a gated MLP: of a layer, an expert, or the shared experts.
 
     Args:
         mcore_prefix: prefix of the Megatron names; None if it equals `hf_prefix`.
@@ -190,7 +192,6 @@ def _matrices(hidden: int, ffn: int) -> int:
 
 
 def _gated_activation_bytes(rank: Rank, ffn: int) -> int:
-    """Return the bytes of gate and up in one tensor, the gate's activation unless it is fused, and the product, an
-    input."""
+    """Return the bytes of gate and up in one tensor, the activated gate unless fused, and their product."""
     num_tensors = 2 if rank.is_fused else 3
     return rank.tokens * num_tensors * ffn * rank.itemsize + rank.input_activation_bytes(rank.tokens, ffn)

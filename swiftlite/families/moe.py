@@ -1,6 +1,8 @@
-"""Code shared by GLM-4.5 and DeepSeek-V3: a sigmoid router with a bias for the choice of experts (not for their
-weights), shared experts, dense first layers, and MTP heads stored as additional decoder layers. See also
-`glm4_moe.py`."""
+"""Code shared by GLM-4.5 and DeepSeek-V3.
+
+Both have a sigmoid router with a bias for the selection of experts (not for their weights), shared experts, dense first
+layers, and MTP heads stored as additional decoder layers. See also `models/glm4_moe.py`.
+"""
 
 import re
 
@@ -21,21 +23,20 @@ def mlp(hf_config: HfConfig, number: int) -> Mlp | MixtureOfExperts:
 
 
 def first_k_dense_replace(hf_config: HfConfig) -> int:
-    """Return the number of dense layers before the first mixture; 1 in transformers' GLM-4.5 when the config does not
-    say."""
+    """Return the number of dense layers before the first mixture; the default of transformers' GLM-4.5 is 1."""
     return hf_config.get("first_k_dense_replace", 1)
 
 
 def num_shared(hf_config: HfConfig) -> int:
-    """Return the number of experts that see every token; they are one MLP as wide as all of them."""
+    """Return the number of shared experts, which are computed as one MLP."""
     return hf_config.get("n_shared_experts", 1)
 
 
 def mixture(hf_config: HfConfig) -> MixtureOfExperts:
     """Return the mixture with the sizes of a config.json.
 
-    Checked against transformers: scores are sigmoids in float32, the bias is added for the choice only, the chosen
-    scores are divided by their sum (+ 1e-20) and multiplied by `routed_scaling_factor`.
+    Compared with transformers: scores are sigmoids in float32, the bias is added only for the selection, and the
+    selected scores are divided by their sum (+ 1e-20) and multiplied by `routed_scaling_factor`.
     """
     groups, chosen = None, None
     if _is_grouped(hf_config):
@@ -53,14 +54,13 @@ def mixture(hf_config: HfConfig) -> MixtureOfExperts:
             "moe_router_group_topk": chosen,
             "moe_router_topk_scaling_factor": hf_config.get("routed_scaling_factor", 1.0),
             "moe_router_dtype": "fp32",
-            "moe_router_load_balancing_type": "seq_aux_loss",  # the loss of both papers
+            "moe_router_load_balancing_type": "seq_aux_loss",  # as in both papers
         },
     )
 
 
 def num_dense_of_types(hf_config: HfConfig) -> int:
-    """Count the dense layers in `mlp_layer_types`, which come first; 1 in transformers when config.json does not
-    say."""
+    """Return the number of dense layers in `mlp_layer_types`, which are the first ones; transformers' default is 1."""
     kinds = hf_config.get("mlp_layer_types")
     if kinds is None:
         return 1
@@ -84,7 +84,7 @@ def layer_type_problems(hf_config: HfConfig) -> list[str]:
 
 
 def mixture_problems(hf_config: HfConfig) -> list[str]:
-    """Return settings of the mixture that megatron-core does not compute, one line each."""
+    """Return one line for each setting of the experts that megatron-core does not support."""
     stated = [key for key in ("first_k_dense_replace", "n_shared_experts", "routed_scaling_factor") if key in hf_config]
     problems = dense.missing_numbers(hf_config, (*_REQUIRED, *stated))
     if problems:
@@ -100,7 +100,7 @@ def mixture_problems(hf_config: HfConfig) -> list[str]:
     if not hf_config.get("routed_scaling_factor", 1.0) > 0:
         problems.append(f"routed_scaling_factor {hf_config['routed_scaling_factor']} is not above 0")
     if bool(hf_config.get("norm_topk_prob", True)) is not (topk > 1):
-        # topk_routing_with_score_function divides by the sum when there is more than one score, and only then.
+        # topk_routing_with_score_function divides by the sum only if there are several scores.
         problems.append(
             f"norm_topk_prob {hf_config.get('norm_topk_prob', True)} is not supported with num_experts_per_tok {topk}"
         )
@@ -108,24 +108,24 @@ def mixture_problems(hf_config: HfConfig) -> list[str]:
         groups, chosen = _groups(hf_config)
         if experts % groups or experts // groups < 2 or not 0 < chosen <= groups:
             problems.append(f"n_group {groups}, topk_group {chosen} are invalid for n_routed_experts {experts}")
-        # transformers ranks groups by their best 2 experts, megatron-core by their best topk // topk_group.
+        # transformers ranks groups by their best 2 experts, but megatron-core by their best topk // topk_group.
         elif topk // chosen != 2:
             problems.append(f"topk_group {chosen} is not supported with num_experts_per_tok {topk}; use {topk // 2}")
     return problems
 
 
 def _is_grouped(hf_config: HfConfig) -> bool:
-    """Return whether the choice is limited to some groups of experts."""
+    """Return whether a token's experts are limited to some groups of experts."""
     groups, chosen = _groups(hf_config)
     return chosen != groups
 
 
 def _groups(hf_config: HfConfig) -> tuple[int, int]:
-    """Return the number of groups of experts, and how many of them a token may choose from; null is one, as absent."""
+    """Return the number of groups of experts, and the number of groups that a token can use; both are 1 by default."""
     return hf_config.get("n_group") or 1, hf_config.get("topk_group") or 1
 
 
-# Heads of GLM-4.5 and DeepSeek-V3: decoder layers with the numbers after the trunk's last.
+# Heads of GLM-4.5 and DeepSeek-V3 are stored as decoder layers, numbered after the trunk's last layer.
 
 _LAYER_KEY = re.compile(r"model\.layers\.(\d+)\.")
 

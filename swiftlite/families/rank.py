@@ -1,4 +1,4 @@
-"""One rank of a training run as a value, and what is counted on it: parameters, and bytes that autograd keeps."""
+"""One rank of a training run as a value, to count its parameters and the bytes that autograd saves."""
 
 from dataclasses import dataclass
 
@@ -7,11 +7,11 @@ FLOAT32 = 4
 
 @dataclass(frozen=True)
 class Quantized:
-    """Bytes of a number of 8 or 4 bits, with its share of a scale.
+    """Bytes per element in 8 or 4 bits, including its share of a scale.
 
     Attributes:
-        copy: of a tensor in one order: by rows, or by columns.
-        weights: of a weight as a layer keeps it while it trains: in both orders.
+        copy: bytes per element of a tensor in one memory order: by rows, or by columns.
+        weights: bytes per element of a trained weight, which is stored in both orders.
     """
 
     copy: float
@@ -20,8 +20,7 @@ class Quantized:
 
 @dataclass(frozen=True)
 class Rank:
-    """The settings that determine the sizes of a rank's modules, apart from the model; by default one rank without
-    tokens.
+    """The settings, apart from the model, that determine the sizes of a rank's modules.
 
     Attributes:
         tp: number of tensor-parallel ranks, which split every matrix.
@@ -33,8 +32,9 @@ class Rank:
         rows: number of rows of a micro-batch.
         length: number of tokens of a row on this rank.
         zero_centered_norms: whether norms add their weights to 1, so that they round last.
-        is_fused: whether norms and activations save only their inputs, and losses no logits.
-        copies_views: whether norms save a copy of an input that is a view, as Transformer Engine's do.
+        is_fused: whether kernels are fused, so that norms and activations save only their inputs, and losses save no
+            logits.
+        copies_views: whether norms save a copy of an input that is a view, as those of Transformer Engine do.
         recomputed: modules without saved activations, by the names of --recompute_modules.
         quantized: low precision of linear layers; None for the model's own precision.
     """
@@ -55,19 +55,19 @@ class Rank:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a micro-batch inside attention and MLP."""
+        """Number of tokens of a micro-batch in attention and MLP."""
         return self.rows * self.length
 
     @property
     def sequence_tokens(self) -> int:
-        """Tokens of a micro-batch outside of them: in norms, and in the states from layer to layer."""
+        """Number of tokens of a micro-batch in norms, and in the hidden states between layers."""
         if self.sequence_parallel:
             return self.tokens // self.tp
         return self.tokens
 
     @property
     def copies_norm_inputs(self) -> bool:
-        """Whether norms save their input in float32 in addition to the original one."""
+        """Whether norms save a float32 copy of their input in addition to the input."""
         return self.itemsize < FLOAT32 and not self.is_fused
 
     def hidden_state_bytes(self, width: int) -> int:
@@ -75,13 +75,16 @@ class Rank:
         return self.sequence_tokens * width * self.itemsize
 
     def input_activation_bytes(self, tokens: int, width: int) -> int:
-        """Return the bytes that a linear layer keeps of its input for the gradient of its weight."""
+        """Return the bytes of the input that a linear layer saves for the gradient of its weight."""
         bytes_per_number = self.quantized.copy if self.quantized else self.itemsize
         return int(tokens * width * bytes_per_number)
 
     def norm_activation_bytes(self, tokens: int, width: int) -> int:
-        """Return the bytes that a norm keeps: its input in float32, the scale, and the result before the weight; a
-        fused one its input unchanged, and the scale."""
+        """Return the bytes that a norm saves.
+
+        These are its input in float32, the scale, and the result before the multiplication by the weight. A fused norm
+        saves its unchanged input and the scale.
+        """
         if self.is_fused:
             return tokens * (self.itemsize * width + FLOAT32)
         result = FLOAT32 if self.zero_centered_norms else self.itemsize
@@ -90,7 +93,7 @@ class Rank:
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """Numbers of parameters of one rank: those on every rank of the expert-parallel group, and those of its experts."""
+    """Numbers of parameters of one rank: those that all expert-parallel ranks hold, and those of the rank's experts."""
 
     dense: int = 0
     expert: int = 0

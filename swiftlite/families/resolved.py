@@ -1,4 +1,4 @@
-"""Resolve the name of a model to one value; a command resolves each name once and passes the value on.
+"""Resolve the name of a model to an `HfModel`, once per command.
 
 Rules read config.json before weights are downloaded (`plan/facts.py`).
 """
@@ -18,11 +18,11 @@ from swiftlite.hub.name import models_in
 
 @dataclass(frozen=True)
 class HfModel:
-    """A Hugging Face model as its directory describes it; no tensor has been read.
+    """The description of a Hugging Face model, without its tensors.
 
     Attributes:
-        name: as it was given: a directory, a name of the hub or a GGUF file.
-        directory: config.json, safetensors, tokenizer.
+        name: the user's name of the model: a directory, a name on the hub or a GGUF file.
+        directory: directory with config.json, safetensors and tokenizer.
         config: content of config.json.
     """
 
@@ -38,8 +38,10 @@ class HfModel:
 
     @property
     def identity(self) -> str:
-        """Name that is equal on all machines with the same model: the commit, or the digest of a GGUF file; empty for a
-        directory."""
+        """Identifier that is equal on all machines: the commit, or the digest of a GGUF file.
+
+        It is empty for a directory.
+        """
         if self.directory == Path(self.name):
             return ""
         return self.directory.name
@@ -52,8 +54,7 @@ def resolve(name: str | Path) -> HfModel:
         name: a directory, or a name that `local_model` resolves.
 
     Raises:
-        UserError: it is not available, there is no config.json (with a separate message for training runs), or the
-            model is not supported.
+        UserError: the model is not available, has no config.json, or is not supported.
     """
     directory = local_model(str(name))
     is_of_run = any((place / "args.json").is_file() for place in (directory, directory.parent))

@@ -1,4 +1,4 @@
-"""The keys of a config.json that fix the rotary frequencies; `model/attention/rope.py` computes them."""
+"""The keys of a config.json that determine the rotary frequencies, which `model/attention/rope.py` computes."""
 
 ROPE_KEYS = (
     "hidden_size",
@@ -12,4 +12,4 @@ ROPE_KEYS = (
     "rope_parameters",
     "partial_rotary_factor",
 )
-"""Keys of a config that transformers' init functions read; every family here uses these names."""
+"""Keys of a config that transformers' init functions read; all families use these names."""

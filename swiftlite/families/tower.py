@@ -1,7 +1,7 @@
 """Define the interface of a tower, a module before the trunk that computes embeddings of inputs other than tokens.
 
-A new kind is a frozen dataclass with these methods and a line in `model/specs.py`. No family of swiftlite has one; the
-tower of families that are published with one is copied unchanged (`Family.language_model`).
+A new kind of tower is a frozen dataclass with these methods and a line in `model/specs.py`. No family of swiftlite
+computes a tower; the tower of a published vision-language model is copied unchanged (`Family.language_model`).
 """
 
 from typing import Protocol
@@ -11,12 +11,12 @@ from swiftlite.families.rank import ParameterCount, Rank
 
 
 class Tower(Protocol):
-    """The sizes of a tower, such as an image tower. Its rank holds all of it, on the stage of the embedding."""
+    """The sizes of a tower, such as an image tower. Each rank of the stage with the embedding holds the whole tower."""
 
     def rows(self) -> list[Row]:
-        """Return its bridge rows with full names; Megatron names start with `tower.`."""
+        """Return the bridge rows with names in the whole model; Megatron names start with `tower.`."""
         ...
 
     def parameters(self, rank: Rank) -> ParameterCount:
-        """Return the parameters on a rank."""
+        """Count the parameters on a rank."""
         ...

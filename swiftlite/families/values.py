@@ -9,8 +9,8 @@ from typing import Any
 from swiftlite.errors import clip
 from swiftlite.heads import DEPTH_KEY, QWEN3_5_DEPTH_KEY, UNROLL_KEY
 
-# Whole numbers: the smallest, and some ten times the largest of any published model. More is damage: a list of 1e9
-# layers, or an embedding of 1e9 tokens, would take all memory before anybody was told.
+# Bounds of integers: the maximum is about ten times the largest value of any published model. A larger value is an
+# error: a list of 1e9 layers, or an embedding of 1e9 tokens, would use all memory before it is reported.
 _SIZES = {
     "vocab_size": (1, 10_000_000),
     "hidden_size": (1, 200_000),

@@ -1,7 +1,6 @@
-"""DeepSeek-V3 and R1: latent attention, and the mixture and MTP heads that GLM-4.5 took over from it.
+"""DeepSeek-V3 and R1: latent attention, and the mixture of experts and MTP heads that GLM-4.5 also uses.
 
-What transformers takes for granted where config.json is silent are the numbers of the one model of 671 billion
-parameters, so the keys that decide must be there.
+The defaults of transformers are those of the 671B model, so config.json must contain all keys that determine sizes.
 """
 
 from swiftlite.families import dense, moe
@@ -28,14 +27,13 @@ def _check(hf_config: HfConfig) -> None:
 
 
 def problems_of(hf_config: HfConfig) -> list[str]:
-    """Return one line for every setting of latent attention and mixture that would be ignored, or that makes no
-    sense."""
+    """Return one line for every setting of attention and experts that would be ignored or is invalid."""
     problems = dense.missing_numbers(hf_config, _REQUIRED)
     if "q_lora_rank" not in hf_config:
         problems.append("q_lora_rank is missing; set it to null for a model without a query latent")
     if not problems:
         problems += dense.problems_of(
-            # Where it is stated, it is the rotary part; where not, the hidden size need not divide into heads.
+            # If head_dim is set, it is the size of the rotary part; otherwise heads need not divide the hidden size.
             {"head_dim": hf_config["qk_rope_head_dim"], **hf_config},
             head_dim=(hf_config["qk_rope_head_dim"],),
             attention_bias=(False, None),

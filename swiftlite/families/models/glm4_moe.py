@@ -1,5 +1,8 @@
-"""GLM-4.5 and 4.6: grouped-query attention with rotary embeddings on half of each head, a sigmoid router balanced by a
-bias, shared experts, dense first layers, and MTP heads."""
+"""GLM-4.5 and 4.6: grouped-query attention, experts, and MTP heads.
+
+Half of the channels of each head are rotary. The router uses sigmoids and is balanced by a bias. There are shared
+experts, and the first layers are dense.
+"""
 
 from dataclasses import replace
 
@@ -16,7 +19,7 @@ def _check(hf_config: HfConfig) -> None:
 
 
 def _layer(hf_config: HfConfig, number: int) -> Layer:
-    # transformers gives attention_bias to q, k and v only, unlike in Llama and Qwen3.
+    # In transformers, attention_bias applies only to q, k and v, unlike in Llama and Qwen3.
     qkv_bias, qk_norm = bool(hf_config.get("attention_bias")), bool(hf_config.get("use_qk_norm"))
     return Layer(dense.attention(hf_config, qkv_bias=qkv_bias, qk_norm=qk_norm), moe.mlp(hf_config, number))
 

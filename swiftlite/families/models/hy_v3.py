@@ -1,6 +1,6 @@
 """HY-V3: Qwen3's attention with GLM-4.5's experts and heads, under different names.
 
-transformers has other names in memory than in files (conversion_mapping.py of 5.16): `memory_names`.
+Names in transformers' memory differ from names in files (conversion_mapping.py of 5.16), see `memory_names`.
 """
 
 from dataclasses import replace
@@ -11,7 +11,7 @@ from swiftlite.families import dense, moe
 from swiftlite.families.family import Family, HfConfig, no_copies
 from swiftlite.families.layer import Layer
 
-# GLM-4.5's key of config.json for each of HY-V3's.
+# Keys of config.json of HY-V3, and the corresponding keys of GLM-4.5.
 _GLM_KEYS = {
     "num_experts": "n_routed_experts",
     "num_shared_experts": "n_shared_experts",
@@ -56,8 +56,11 @@ def _in_own_words(problem: str) -> str:
 
 
 def _contradictions(hf_config: HfConfig) -> list[str]:
-    """Return one line per contradiction: transformers reads `mlp_layer_types` and `moe_intermediate_size`; engines read
-    the same from two other keys."""
+    """Return one line per contradiction between the keys that transformers and engines read.
+
+    transformers reads `mlp_layer_types` and `moe_intermediate_size`; engines read the same values from two other
+    keys.
+    """
     problems = moe.layer_type_problems(hf_config)
     ffn = hf_config["moe_intermediate_size"]
     if hf_config.get("expert_hidden_dim", ffn) != ffn:
@@ -74,7 +77,7 @@ HY_V3 = Family(
     check=_check,
     layer=_layer,
     outside=dense.outside,
-    # GLM-4.5's, with the output norm under Megatron's name.
+    # As in GLM-4.5, but the output norm has Megatron's name.
     mtp=replace(
         moe.NEXT_LAYER_HEADS, frame_rows=partial(moe.frame_rows, output_norm="final_layernorm"), copies=no_copies
     ),

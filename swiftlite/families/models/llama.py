@@ -1,4 +1,4 @@
-"""Llama: the plain dense shape. Its optional biases (`attention_bias` reaches o_proj, `mlp_bias`) are refused."""
+"""Llama: the plain dense architecture. Its optional biases (`attention_bias`, `mlp_bias`) are not supported."""
 
 from functools import partial
 

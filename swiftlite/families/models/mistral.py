@@ -1,4 +1,4 @@
-"""Mistral: Llama's layers without biases; 7B v0.1 lets a token see 4,096 others alone, later ones see all."""
+"""Mistral: Llama's layers without biases. 7B v0.1 has sliding-window attention over 4,096 tokens; later ones do not."""
 
 from swiftlite.families import dense
 from swiftlite.families.family import Family, HfConfig
@@ -6,7 +6,7 @@ from swiftlite.families.family import Family, HfConfig
 
 def _check(hf_config: HfConfig) -> None:
     problems = dense.problems_of(hf_config)
-    # transformers takes 4096 where config.json is silent.
+    # The default in transformers is 4096.
     window = hf_config.get("sliding_window", 4096)
     if not problems and window is not None and window < hf_config["max_position_embeddings"]:
         problems.append(f"sliding_window {window} is below max_position_embeddings; it can only be null")

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: biases on q, k, v always, whatever the config says, as in transformers."""
+"""Qwen2 and Qwen2.5: q, k and v always have biases, independent of config.json, as in transformers."""
 
 from functools import partial
 

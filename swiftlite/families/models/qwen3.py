@@ -1,4 +1,4 @@
-"""Qwen3 (dense): norms on queries and keys per head, no biases. `attention_bias` would reach o_proj; refused."""
+"""Qwen3 (dense): norms on queries and keys per head, and no biases. `attention_bias` is not supported."""
 
 from functools import partial
 

@@ -1,7 +1,7 @@
 """Qwen3.5 and 3.6, dense and with experts: Qwen3-Next's layers with separate projections in files.
 
-Most are published as vision-language models: the language model's settings are in config.json under `text_config`
-(`bridge/hf_config.py` reads them), its tensors under `model.language_model.`, and what is not of it is carried through.
+Most are published as vision-language models. The settings of the language model are under `text_config` in config.json
+(see `bridge/hf_config.py`), and its tensors under `model.language_model.`. All other tensors are copied unchanged.
 
 See also `qwen3_next.py`.
 """
@@ -15,7 +15,7 @@ from swiftlite.families.family import Family, HfConfig
 from swiftlite.families.layer import Layer
 from swiftlite.families.models import qwen3_moe, qwen3_next
 
-# All layers of those with experts are mixtures, whose chosen scores are divided by their sum.
+# In models with experts, all layers are mixtures, and the selected scores are divided by their sum.
 _ALL_MIXTURES = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
 
 
@@ -25,7 +25,7 @@ def _check(hf_config: HfConfig) -> None:
 
 def _check_mixture(hf_config: HfConfig) -> None:
     problems = qwen3_next.hybrid_problems(
-        {"intermediate_size": 0, **hf_config},  # no MLP is dense
+        {"intermediate_size": 0, **hf_config},  # there are no dense MLPs
         **{key: (value, None) for key, value in _ALL_MIXTURES.items()},
     )
     problems += dense.missing_numbers(hf_config, ["shared_expert_intermediate_size"])

@@ -1,4 +1,4 @@
-"""Qwen3 MoE: Qwen3's attention, a softmax router without bias, no shared experts; published without MTP heads."""
+"""Qwen3 MoE: Qwen3's attention, a softmax router without bias, and no shared experts. Published without MTP heads."""
 
 from swiftlite.families import dense
 from swiftlite.families.family import Family, HfConfig
@@ -22,7 +22,7 @@ def _check(hf_config: HfConfig) -> None:
 
 
 def mixture_problems(hf_config: HfConfig) -> list[str]:
-    """Return settings of the mixture that megatron-core does not compute, one line each."""
+    """Return one line for each setting of the experts that megatron-core does not support."""
     problems = dense.missing_numbers(hf_config, ("num_experts_per_tok", "moe_intermediate_size", "num_hidden_layers"))
     experts = hf_config.get("num_experts", hf_config.get("num_local_experts"))
     if not isinstance(experts, int) or experts < 1:
@@ -45,7 +45,7 @@ def _layer(hf_config: HfConfig, number: int) -> Layer:
 
 
 def mlp(hf_config: HfConfig, number: int) -> Mlp | MixtureOfExperts:
-    """Return the MLP of decoder layer `number`, from 0; a mixture if `decoder_sparse_step` says so."""
+    """Return the MLP of decoder layer `number` (from 0): a mixture depending on `decoder_sparse_step`, or dense."""
     if _is_moe_layer(hf_config, number):
         return mixture(hf_config)
     return dense.mlp(hf_config)
@@ -60,11 +60,11 @@ def mixture(hf_config: HfConfig) -> MixtureOfExperts:
         ffn=hf_config["moe_intermediate_size"],
         router={
             "moe_router_score_function": "softmax",
-            # Softmax over the chosen scores is softmax over all, divided by the sum over the chosen.
+            # Softmax over the selected scores equals softmax over all scores, divided by the sum of the selected ones.
             "moe_router_pre_softmax": not hf_config.get("norm_topk_prob", False),
-            # The router multiplies in the model's precision, as in transformers and vLLM; bfloat16 logits are then
-            # equal to the bit. In float32, 2 of 576 tokens of a tiny model went to other experts than they do where it
-            # is served.
+            # The router computes logits in the model's precision, as in transformers and vLLM; bfloat16 logits are then
+            # bitwise identical. In float32, 2 of 576 tokens of a tiny model were routed to other experts than in
+            # engines.
             "moe_router_dtype": None,
             "moe_router_load_balancing_type": "aux_loss",
         },

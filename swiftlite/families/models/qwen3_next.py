@@ -1,5 +1,8 @@
-"""Qwen3-Next: three layers of linear attention for each layer of gated full attention; norms whose weights are added to
-1; Qwen3 MoE's router, and one gated shared expert. See also `linear_attention.py`."""
+"""Qwen3-Next: three layers of linear attention for each layer of gated full attention, and experts.
+
+The weights of norms are added to 1. The router is that of Qwen3 MoE, with one gated shared expert. See also
+`linear_attention.py`.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,7 +18,7 @@ from swiftlite.families.mlp import MixtureOfExperts, Mlp
 from swiftlite.families.models import qwen3_moe
 
 _LINEAR, _FULL = "linear_attention", "full_attention"
-_NORMED = {"norm_topk_prob": True}  # where config.json does not say
+_NORMED = {"norm_topk_prob": True}  # default
 _SIZES = (
     "linear_num_key_heads",
     "linear_num_value_heads",
@@ -32,7 +35,7 @@ def _check(hf_config: HfConfig) -> None:
 
 
 def hybrid_problems(hf_config: HfConfig, **neutral: tuple[Any, ...]) -> list[str]:
-    """Return settings of the layers that are not computed, one line each.
+    """Return one line for each unsupported setting of the layers.
 
     Args:
         neutral: as for `dense.problems_of`.
@@ -61,7 +64,7 @@ def hybrid_problems(hf_config: HfConfig, **neutral: tuple[Any, ...]) -> list[str
 
 
 def layer_types(hf_config: HfConfig) -> Sequence[str]:
-    """Return the kind of each layer: stated, or full attention in every `full_attention_interval`th."""
+    """Return the kind of each layer; by default, every `full_attention_interval`-th layer has full attention."""
     stated = hf_config.get("layer_types")
     if stated is not None:
         return stated

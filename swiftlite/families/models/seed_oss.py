@@ -1,13 +1,13 @@
-"""Seed-OSS: a Llama with biases on q, k and v (`attention_bias`); biases of o_proj and of the MLP are refused.
+"""Seed-OSS: a Llama with biases on q, k and v (`attention_bias`); other biases are not supported.
 
-The dropout of 0.1 in the published config.json does not change logits and is not applied in training here.
+The dropout of 0.1 in the published config.json does not change logits, and is not applied in training.
 """
 
 from swiftlite.families import dense
 from swiftlite.families.family import Family, HfConfig
 from swiftlite.families.layer import Layer
 
-# transformers takes true, 128 and 8 where config.json is silent.
+# The defaults in transformers are true, 128 and 8.
 _STATED = ("attention_bias", "head_dim", "num_key_value_heads")
 _NO_BIAS = (False, None)
 _DROPOUT = (0, 0.1, None)
