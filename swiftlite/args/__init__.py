@@ -1,4 +1,5 @@
-"""The options: types, bounds, defaults and help of every command, and their values from files; uses `errors` alone.
+"""The options of all commands: types, bounds, defaults, help, and values from files. Imports only `errors`.
 
-`fields.py` has the groups of options, `commands.py` composes them; `config.py` reads values, `docs.py` the help.
+`fields.py` defines groups of options, and `commands.py` combines them. `config.py` reads values, and `docs.py` reads
+the help.
 """

@@ -1,7 +1,7 @@
 """Define types of numbers with bounds. Fields of options have these types, and rules check the bounds.
 
-The bounds are `annotated_types`, which pydantic understands. Importing pydantic here would nearly double the time of
-`--help`, so it is imported when a number is checked.
+The bounds are `annotated_types`, which pydantic supports. pydantic is imported only when a number is checked, because
+importing it here would nearly double the time of `--help`.
 """
 
 import math
@@ -25,7 +25,7 @@ Length = Annotated[int, Interval(ge=2)]
 Seed = Annotated[int, Interval(ge=0, lt=2**32)]
 Port = Annotated[int, Interval(ge=1, le=65535)]
 
-# Below infinity: infinity and NaN are not valid settings.
+# Below infinity, because infinity and NaN are not valid settings.
 PositiveFloat = Annotated[float, Interval(gt=0, lt=math.inf)]
 NonNegativeFloat = Annotated[float, Interval(ge=0, lt=math.inf)]
 Fraction = Annotated[float, Interval(ge=0, le=1)]
@@ -62,7 +62,7 @@ def out_of_bounds(args: Any) -> dict[str, Interval]:
 
 
 def describe(bounds: Interval) -> str:
-    """Return bounds in words to follow "must be", such as "at least 0 and below 1"."""
+    """Return a description of bounds for a sentence with "must be", such as "at least 0 and below 1"."""
     words = [f"at least {bounds.ge}"]
     if bounds.gt is not None:
         words = [f"above {bounds.gt}"]

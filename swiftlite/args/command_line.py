@@ -1,4 +1,4 @@
-"""Format options as on a command line, the reverse of `cli/parse.py`."""
+"""Format options as a command line, the inverse of `cli/parse.py`."""
 
 import json
 import shlex
@@ -25,7 +25,7 @@ def command_line(command: str, args_class: type, values: Mapping[str, Any], alwa
 
     Args:
         command: command words, such as "megatron sft".
-        values: values by option name; defaults of the class and names that are not options of it are omitted.
+        values: values by option name; default values and names that are not options of the class are omitted.
         always: options to include even at their default.
     """
     words = ["swiftlite", *command.split()]

@@ -1,4 +1,4 @@
-"""Define the options class of each command, composed of the groups in `fields.py`."""
+"""Define the options class of each command, which combines groups of `fields.py`."""
 
 from dataclasses import dataclass, field
 from typing import Literal

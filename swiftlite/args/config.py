@@ -20,7 +20,7 @@ COMMAND_KEY = "command"
 Args = TypeVar("Args")
 Problem = tuple[str, str]
 
-# Option names of other trainers whose spelling differs from ours.
+# Option names of other trainers, and the corresponding options of swiftlite.
 _ELSEWHERE = {
     "batch_size": "global_batch_size",
     "eval_interval": "eval_steps",
@@ -71,17 +71,16 @@ def convert(option: Option, value: Any) -> Any:
     """Convert a value to the option's type. The rules check the bounds of numbers.
 
     Args:
-        value: a string from the command line (a list of strings for a list), or a value from a YAML or JSON file.
+        value: a string from the command line (for a list, a list of strings), or a value from a YAML or JSON file.
 
     Raises:
-        UserError: the value is invalid. The problem is a phrase to follow "invalid value for NAME: ", which the caller
-            adds.
+        UserError: the value is invalid. The caller adds "invalid value for NAME: " in front of the problem.
     """
     kind, may_be_none = split_type(option.type)
     choices: tuple[str, ...] = ()
     if typing.get_origin(kind) is Literal:
         choices = typing.get_args(kind)
-    if isinstance(value, str) and value in choices:  # "none" may be one of them
+    if isinstance(value, str) and value in choices:  # "none" can be one of them
         return value
     empty = value is None or (isinstance(value, str) and value.lower() in ("none", "null"))
     if empty and may_be_none:
@@ -111,10 +110,10 @@ def convert(option: Option, value: Any) -> Any:
 
 
 def _validated(kind: Any, value: Any, hint: str = "") -> Any:
-    """Return the value in a type. Only numbers may be texts; pydantic would also accept 2.0 for an int, or 1 for true.
+    """Return the value as this type. Only numbers may be strings; pydantic also accepts 2.0 for int, or 1 for true.
 
     Raises:
-        UserError: the value has another type.
+        UserError: the value has a different type.
     """
     from pydantic import TypeAdapter, ValidationError
 
@@ -123,7 +122,7 @@ def _validated(kind: Any, value: Any, hint: str = "") -> Any:
         valid = TypeAdapter(kind).validate_python(value, strict=not is_number_as_text)
     except ValidationError:
         raise UserError(f"expected {_EXPECTED[kind]}, not {_show(value)}", hint) from None
-    if kind is int and abs(valid) >= 2**63:  # arithmetic with floats would overflow
+    if kind is int and abs(valid) >= 2**63:  # conversion to float could overflow
         raise UserError(f"expected {_EXPECTED[kind]} below 2^63, not {_show(value)}")
     return valid
 
@@ -132,7 +131,7 @@ def _validated_numbers(kind: Any, value: Any) -> list[Any]:
     """Return a list of numbers.
 
     Raises:
-        UserError: lists all values that are not numbers.
+        UserError: some values are not numbers; the error lists them.
     """
     (number_kind,) = typing.get_args(kind)
     numbers, problems = [], []
@@ -153,7 +152,7 @@ def _show(value: Any) -> str:
 
 
 def _numbers(value: Any) -> Iterator[Any]:
-    """Yield single numbers: `0,1,2` and `0 1 2` from the command line are the same; a file may contain numbers."""
+    """Yield single numbers; `0,1,2` and `0 1 2` from the command line are equivalent, and files contain numbers."""
     if not isinstance(value, list):
         value = [value]
     for entry in value:
@@ -175,7 +174,7 @@ def _from_json(value: Any, example: str) -> Any:
 
 
 def _as_json(value: Any, example: str) -> Any:
-    """Return a value that args.json can contain: YAML also has dates, sets and bytes."""
+    """Return a value that JSON can represent, because YAML also has dates, sets and bytes."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except (TypeError, ValueError) as error:
@@ -286,7 +285,7 @@ def _construct(loader_class: Any, node: Any, where: str) -> Any:
     loader = loader_class("")
     try:
         value = loader.construct_document(node)
-        repr(value)  # raises for a number of 5000 digits, which may be written as 0x...
+        repr(value)  # raises for a number of 5000 digits, such as 0x...
         return value
     except yaml.MarkedYAMLError as error:
         if error.problem_mark:
@@ -303,7 +302,7 @@ _MAX_VALUES = 10_000
 
 
 def _is_larger(node: Any, limit: int) -> bool:
-    """Return whether a YAML node contains more nodes than a limit, with aliases expanded; true for loops."""
+    """Return whether a YAML node contains more than `limit` nodes, with aliases expanded; true for recursive ones."""
     waiting = [node]
     for _ in range(limit):
         if not waiting:
@@ -321,7 +320,7 @@ def _is_larger(node: Any, limit: int) -> bool:
 def values_from_file(
     args_class: type, path: str, choices: Choices | None = None, command: str = ""
 ) -> tuple[dict[str, Any], list[Problem]]:
-    """Return the file's options as values of their types, and the problems of the others.
+    """Return the file's valid options, converted to their types, and the problems of invalid ones.
 
     Args:
         command: words of the command that reads the file; a file of another command is a problem. Empty: any command.
@@ -334,7 +333,7 @@ def values_from_file(
     if not isinstance(written_for, str):
         problem = f"{where}: invalid value for {COMMAND_KEY}: expected text, not {_show(written_for)}"
         return {}, [(problem, f"write the words of a command, or remove {COMMAND_KEY}")]
-    if command and written_for != command:  # all its options would be unknown
+    if command and written_for != command:  # its options would all be unknown
         hint = f"run swiftlite {written_for} {shlex.quote(path)}"
         return {}, [(f"{where}: the file has options of {written_for}, not of {command}", hint)]
     for key, (value, where) in entries.items():

@@ -1,4 +1,4 @@
-"""Split `FILE#N`, the format of --dataset and --val_dataset; NAME#N of the hub (hub/name.py) has the same rules."""
+"""Split `FILE#N`, the format of --dataset and --val_dataset; the rules also apply to names on the hub (hub/name.py)."""
 
 from pathlib import Path
 
@@ -6,14 +6,14 @@ DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".txt")
 """Extensions of data files; a .txt file is one row with a text."""
 
 MAX_DIGITS = 15
-"""No file has more rows, and int() raises on 5000 digits."""
+"""Maximum digits of a number of rows. No file has more rows, and int() raises an error for 5000 digits."""
 
 
 def split_sample(spec: str) -> tuple[str, str]:
     """Return the file and the number of rows after its #; "" means all rows.
 
-    A # belongs to the name if a file of that name exists, or if the text after it cannot be a number of rows, as in
-    the name of a directory or before an extension.
+    A # is part of the name if a file with the whole name exists, or if the text after it cannot be a number of rows,
+    for example in the name of a directory or before an extension.
     """
     file, _, sample = spec.rpartition("#")
     if not file or Path(spec).is_file():

@@ -1,7 +1,7 @@
 """Groups of related options. The string under a field is its `--help` and its line in docs/options.
 
-The class of a command (see `commands.py`) combines these groups. They are frozen: nothing changes the user's options
-after parsing. Values that are derived from options are in the `Plan`.
+The class of a command (see `commands.py`) combines these groups. The classes are frozen, so the user's options never
+change after parsing. Values that are derived from options are in the `Plan`.
 """
 
 from dataclasses import dataclass, field

@@ -29,7 +29,7 @@ def check_mock_config(config: dict[str, Any]) -> None:
     """Check a value.
 
     Raises:
-        UserError: names the invalid key.
+        UserError: a key is invalid; the error names it.
     """
     mode = config.get("mode")
     if mode not in ("file", "distribution"):
@@ -52,7 +52,7 @@ def check_mock_config(config: dict[str, Any]) -> None:
         value = config[key]
         if type(value) not in (int, float) or not math.isfinite(value) or value < 0:
             raise _wrong(config, key, "expected a number of at least 0")
-    if config["lognormal_sigma"] > 10:  # the middle two thirds of lengths are e^20 apart
+    if config["lognormal_sigma"] > 10:  # two thirds of the lengths would span a factor of e^20
         raise _wrong(config, "lognormal_sigma", "must be at most 10")
     low = config["min_seq_len"]
     mean = config["mean_seq_len"]

@@ -1,5 +1,5 @@
-"""The command line: which command, its options, its processes; may use every room, loaded when a command runs.
+"""The command line: find the command, parse its options, and start its processes.
 
-`main.py` is the whole way of a command; only `elastic.py`, the launcher's own process, imports
-torch.
+The steps are in `main.py`. Other packages are imported when a command runs. Only `elastic.py`, the launcher process,
+imports torch.
 """

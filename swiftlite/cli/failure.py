@@ -1,9 +1,11 @@
 """Report the failure of a rank to the launcher (`elastic.py`), so that it can show the rank that failed first.
 
-When a rank dies its sockets close, and every rank that waits for it raises within milliseconds, often before the dead
-rank's traceback is printed. Each rank therefore writes torchelastic's error file. A rank that only lost a connection
-writes its traceback to this file only, to be shown if there is no better reason. torchelastic's `@record` is not
-sufficient: it requires torch, which most errors precede, and its timestamps are whole seconds. No torch."""
+When a rank dies, its sockets close, and every rank that waits for it raises an error within milliseconds, often before
+the dead rank's traceback is printed. Therefore each rank writes torchelastic's error file. A rank that only lost a
+connection writes its traceback only to this file; the launcher prints it if no rank has another error. torchelastic's
+`@record` is not sufficient, because it requires torch, which most errors precede, and its timestamps are whole seconds.
+This module does not import torch.
+"""
 
 import json
 import os
@@ -12,11 +14,11 @@ import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-# The launcher's folder for files of its ranks; unset without swiftlite's launcher.
+# Environment variable with the launcher's directory for files of ranks; unset without swiftlite's launcher.
 FOLDER = "SWIFTLITE_TOLD_DIR"
-# The launcher's process id.
+# Environment variable with the launcher's process id.
 LAUNCHER = "SWIFTLITE_LAUNCHER_PID"
-# Messages of torch, gloo and NCCL for a lost or silent peer; torch has no exception class for gloo's.
+# Messages of torch, gloo and NCCL for a lost peer; torch has no exception class for errors of gloo.
 _LOST_CONNECTION = (
     "gloo/transport",
     "NCCL",
@@ -29,7 +31,7 @@ _LOST_CONNECTION = (
 
 @dataclass(frozen=True)
 class Failure:
-    """The error file of one rank; torchelastic reads the first two fields too.
+    """The error file of one rank; torchelastic also reads the first two fields.
 
     Attributes:
         message: the traceback.
@@ -48,7 +50,7 @@ def report(error: BaseException, code: int) -> bool:
     """Report to the launcher, if there is one, why this rank ends with `code`.
 
     Returns:
-        Whether the launcher has the traceback and prints it if necessary; otherwise the rank prints it to stderr.
+        Whether the launcher has the traceback and prints it if necessary. If not, the rank must print it to stderr.
     """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not file or FOLDER not in os.environ:
@@ -59,6 +61,6 @@ def report(error: BaseException, code: int) -> bool:
     try:
         incomplete.write_text(json.dumps(asdict(failure)), encoding="utf-8")
         incomplete.replace(file)  # atomic, because the launcher reads it even if the rank is killed here
-    except OSError:  # the launcher has ended and removed its folder
+    except OSError:  # the launcher has ended and removed its directory
         return False
     return is_lost

@@ -1,4 +1,4 @@
-"""Build the text of `--help`: the docstring of each option under its group, with type and default."""
+"""Build the text of `--help`: options by group, with docstring, type and default."""
 
 import shutil
 import textwrap
@@ -76,14 +76,14 @@ def placeholder(kind: Any) -> str:
 
 
 def default_words(option: Option) -> str:
-    """Return the default in brackets; empty for an unset one, which the option's docstring explains."""
+    """Return the default in brackets; empty for None, which the option's docstring explains."""
     if option.default in (None, "", []):
         return ""
     return f" [{default_text(option)}]"
 
 
 def default_text(option: Option) -> str:
-    """Return the default as it would be typed."""
+    """Return the default as on a command line."""
     if isinstance(option.default, list):
         separator = " "
         if option.type in _LISTS:

@@ -1,4 +1,4 @@
-"""Start torchrun with the same argv for NPROC_PER_NODE, NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT.
+"""Start torchrun with the command's argv, as NPROC_PER_NODE, NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT specify.
 
 This process is replaced by `elastic.py` (torchrun, which forwards signals to the ranks); torch is not imported here.
 Inside torchrun (RANK, LOCAL_RANK and WORLD_SIZE are set) nothing is started.
@@ -91,7 +91,7 @@ def torchrun_command(processes: Processes, argv: list[str]) -> list[str]:
     """Return the command line that runs `swiftlite argv` in these processes."""
     address, default_port = processes.master_addr, DEFAULT_MASTER_PORT
     if processes.nnodes == 1:
-        address, default_port = LOOPBACK, 0  # 0: elastic.py selects a free one
+        address, default_port = LOOPBACK, 0  # 0: elastic.py selects a free port
     return [
         sys.executable,
         "-m",
@@ -108,7 +108,7 @@ def torchrun_command(processes: Processes, argv: list[str]) -> list[str]:
 
 
 def threads_per_process(nproc_per_node: int) -> int:
-    """Return an even share of the cores that this process may use, which a batch system may limit."""
+    """Return an equal share of the cores that this process can use, which a batch system may limit."""
     return max(1, len(os.sched_getaffinity(0)) // nproc_per_node)
 
 
@@ -121,7 +121,7 @@ def start(processes: Processes, argv: list[str]) -> NoReturn:
     if processes.node_rank == 0 and (processes.nnodes > 1 or processes.master_port is not None):
         _refuse_taken_port(processes.master_port or DEFAULT_MASTER_PORT)
     env = dict(os.environ)
-    # torchrun would set 1 and warn; without it each process would use all cores.
+    # Without this variable, torchrun would set 1 and warn. Outside of torchrun, each process would use all cores.
     env.setdefault("OMP_NUM_THREADS", str(threads_per_process(processes.nproc_per_node)))
     env.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # downloads are complete; ranks only read the cache
     sys.stdout.flush()

@@ -68,14 +68,14 @@ _LESS_MEMORY = (
 
 
 def _fail(error: Exception, hint: str) -> int:
-    """Print a failure of the machine with its reason and a hint, without a traceback; returns the exit code."""
+    """Print an error of the machine (disk, memory) with reason and hint, without traceback; return the exit code."""
     failure.report(error, 1)
     _log_once(f"swiftlite: {reason_of(error)}\n    {hint}")
     return 1
 
 
 class _Stopped(SystemExit):
-    """SIGTERM or SIGHUP without a more specific handler; also raised in forked children, which end with it."""
+    """SIGTERM or SIGHUP was received without a more specific handler; also raised in forked child processes."""
 
     code: int
 
@@ -88,9 +88,9 @@ class _Stopped(SystemExit):
 
 
 def _handle_signals() -> None:
-    """End a rank together with its launcher; otherwise end with a message and released resources on a signal.
+    """Install signal handlers: a rank ends with its launcher; other processes print a message and release resources.
 
-    A rank may wait in a collective, where Python's handlers do not run; there a signal ends it immediately.
+    A rank can wait in a collective, where Python's handlers do not run. Therefore a signal ends ranks immediately.
     """
     if launcher := os.environ.get(failure.LAUNCHER):
         exit_with_parent(int(launcher))
@@ -128,7 +128,7 @@ def _run(argv: list[str]) -> int:
     log.setup(rank)
     _settle_environment(args)
     hold_commits(args)
-    # Only rank 0 checks: other ranks could find files that rank 0 has already written.
+    # Only rank 0 checks, because other ranks could find files that rank 0 has already written.
     if rank == 0:
         notes += rules.check(args, world_size)
     if isinstance(args, SftArgs) and args.dry_run:
@@ -149,13 +149,13 @@ def _run(argv: list[str]) -> int:
 
 def _settle_environment(args: object) -> None:
     """Set environment variables for torch and its subprocesses unless the user has set them."""
-    # Waiting threads spin for less than a millisecond, then sleep. Without spinning, training of a small model is 10 %
-    # slower; long spinning makes it 8 times slower when another program runs.
+    # Waiting threads spin for less than 1 ms, then sleep. Without spinning, training a small model takes 10 % longer.
+    # With long spinning, it takes 8 times as long if another program runs.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ["OMP_WAIT_POLICY"] = "passive"
         os.environ.setdefault("GOMP_SPINCOUNT", "30000")  # for GNU OpenMP, which torch includes
     if isinstance(args, SftArgs):
-        # Rows of varying lengths fragment the memory of the allocator.
+        # Rows of varying lengths fragment the allocator's memory.
         if "PYTORCH_ALLOC_CONF" not in os.environ:
             os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
         # GPUs before Blackwell start the kernels of a single queue in order, so that a matrix product does not start
@@ -164,20 +164,20 @@ def _settle_environment(args: object) -> None:
             os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         if args.deterministic_mode:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by torch
-            os.environ.setdefault("NCCL_ALGO", "^NVLS")  # switches add in order of arrival
+            os.environ.setdefault("NCCL_ALGO", "^NVLS")  # NVLS sums in order of arrival
             os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # Transformer Engine's attention
     if hasattr(args, "infer_backend"):
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # vLLM's workers log the machine's NUMA nodes
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # hides logs of vLLM's workers about NUMA nodes
 
 
 def _ignore_upstream_warnings() -> None:
     # megatron-core warns many times per rank that Transformer Engine and Apex are missing; doctor prints it once.
     warnings.filterwarnings("ignore", module=r"megatron\.core\.")
-    # megatron-core's checkpoint loader is the cause, but the CPU shim hides the name of its module.
+    # Caused by megatron-core's checkpoint loader, but the CPU shim hides the name of its module.
     warnings.filterwarnings("ignore", message="Please use DTensor instead", category=FutureWarning)
-    # megatron-core's pipeline accesses gradients of tensors that it sends.
+    # Caused by megatron-core's pipeline, which accesses gradients of sent tensors.
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
-    # torch has newer names for the collectives that megatron-core calls.
+    # Caused by megatron-core, which calls collectives by their old names.
     warnings.filterwarnings("ignore", message="`torch.distributed.*` is deprecated", category=FutureWarning)
 
 
@@ -209,7 +209,7 @@ def _dry_run(args: SftArgs, world_size: int) -> str:
 
 
 def _count_rows(dataset: list[str]) -> int | None:
-    """Return the number of rows of JSON-lines files; None if another format is among them."""
+    """Return the number of rows of JSON Lines files; None if a file has another format."""
     total = 0
     for name in dataset:
         file, sample = split_sample(name)
@@ -224,7 +224,7 @@ def _count_rows(dataset: list[str]) -> int | None:
 
 
 def _show(text: str) -> int:
-    """Print to stdout; a reader that closes early, such as `| head`, is not an error."""
+    """Print to stdout; it is not an error if the reader closes early, such as `| head`."""
     try:
         print(text, flush=True)
     except BrokenPipeError:
@@ -233,7 +233,7 @@ def _show(text: str) -> int:
 
 
 def _log_once(text: str) -> None:
-    """Print to stderr, once for all ranks of this machine with the same message."""
+    """Print to stderr, only once for all ranks of this machine."""
     folder = os.environ.get(failure.FOLDER)
     if folder:
         try:

@@ -1,4 +1,4 @@
-"""Parse argv into a frozen argument object, with one flag per field of its class; all problems are reported together.
+"""Parse argv into a frozen object with one flag per field of its class; all problems are reported together.
 
 Only the standard library is used: tyro 1.0 and jsonargparse 4.53 add 0.1 s to every command and stop at the first
 problem.
@@ -16,7 +16,7 @@ from swiftlite.errors import OptionError, UserError
 def parse(
     args_class: type, argv: Sequence[str], command: str = "", choices: Choices | None = None
 ) -> tuple[Any, list[str]]:
-    """Parse flags, on top of a YAML or JSON file if the first argument is not a flag.
+    """Parse flags, which override a YAML or JSON file if the first argument is not a flag.
 
     `--some_flag value`, `--some-flag value` and `--some_flag=value` are equivalent. A list includes all values up to
     the next flag; a bool without a value is true.
@@ -31,7 +31,7 @@ def parse(
         The arguments, and notes on flags that were given twice.
 
     Raises:
-        OptionError: all invalid arguments, with similar options if there are any.
+        OptionError: arguments are invalid; the error lists all of them, with similar options if there are any.
     """
     known = options(args_class, choices)
     values: dict[str, Any] = {}

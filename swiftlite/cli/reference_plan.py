@@ -13,10 +13,10 @@ _COLUMNS = ("ranks", "stage", "model", "reference stage", "weights", "a layer", 
 
 
 def report_reference(args: DoctorArgs, facts: Facts, setup: Setup, stages: list[memory.StageMemory]) -> bool:
-    """Print the memory of ranks before the first step; returns whether it fits. True for a run without a reference.
+    """Print the memory of ranks before the first step; return whether it fits, True without a reference model.
 
     Args:
-        setup, stages: of the trained model.
+        setup, stages: setup and stages of the trained model.
     """
     if args.loss_type is None or args.loss_type in WITHOUT_REFERENCE:
         return True

@@ -1,4 +1,4 @@
-"""Define the table of commands: words, argument class, name of the function that runs it, and a line of help."""
+"""Define all commands: words, argument class, name of the function that runs the command, and a line of help."""
 
 import difflib
 import importlib
@@ -26,12 +26,12 @@ from swiftlite.methods.index import training_commands
 
 @dataclass(frozen=True)
 class Command:
-    """One line of the table."""
+    """A command of the command line."""
 
     words: str
     args_class: type
     target: str
-    """module:function; the function takes the arguments and returns None or an exit code."""
+    """"module:function"; the function accepts the arguments object, and returns None or an exit code."""
     line: str
     is_parallel: bool
     """Whether it can run as several processes."""
@@ -39,7 +39,7 @@ class Command:
     """Option that receives the words before any flag; if empty, the first word is a file of options."""
 
     def choices(self) -> Choices:
-        """Return the allowed values of options that name an engine, from the indexes of engines and conventions."""
+        """Return the allowed values of options that name an engine."""
         if issubclass(self.args_class, SftArgs):
             return {"draft_for": list(CONVENTIONS)}
         if self.args_class not in ENGINE_OPTIONS:
@@ -48,7 +48,7 @@ class Command:
         return {option: names()}
 
     def unsupported(self) -> Mapping[str, str]:
-        """Return options that the argument class shares with other commands and this one rejects, with the reasons."""
+        """Return the options of the argument class that this command does not support, with the reasons."""
         method = training_commands().get(self.words)
         if method is None:
             return {}
@@ -79,7 +79,7 @@ OTHERS = (
     Command("report", ReportArgs, "swiftlite.report.command:run", "write an HTML page of training runs", False, "runs"),
     Command("doctor", DoctorArgs, "swiftlite.cli.doctor:run", "check the environment and validate a model", False),
 )
-# By command: the option that names an engine, and its allowed values.
+# The option that names an engine, and its allowed values, by command.
 ENGINE_OPTIONS: dict[type, tuple[str, Callable[[], list[str]]]] = {
     InferArgs: ("infer_backend", lambda: names_with("adapter")),
     RegenerateArgs: ("infer_backend", lambda: names_with("adapter")),
@@ -88,7 +88,7 @@ ENGINE_OPTIONS: dict[type, tuple[str, Callable[[], list[str]]]] = {
     BenchArgs: ("infer_backend", lambda: names_with("client")),
     DoctorArgs: ("engine", lambda: names_with("dry_load")),
 }
-# Training methods that other tools have as commands, and the command and option that select them here.
+# Training methods that are commands in other tools, and the command and option that select them in swiftlite.
 _METHODS = {"megatron kto": "megatron dpo --loss_type kto", "megatron orpo": "megatron dpo --loss_type orpo"}
 
 
@@ -96,14 +96,14 @@ def find(argv: list[str]) -> tuple[Command, list[str]]:
     """Return the command at the start of argv, and the rest of argv.
 
     Raises:
-        UserError: the command is unknown; suggests a similar one.
+        UserError: the command is unknown; the hint suggests a similar one.
     """
     for command in commands():
         words = command.words.split()
         if argv[: len(words)] == words:
             return command, argv[len(words) :]
     given = " ".join(word for word in argv[:2] if not word.startswith("-")) or argv[0]
-    # `sft` alone and `megatron stf` both mean `megatron sft`; `export model_dir` and `exprot model_dir` have one word.
+    # The hint for `sft` and `megatron stf` is `megatron sft`; in `exprot model_dir`, the command is only one word.
     spellings = {command.words.split()[-1]: command.words for command in commands()}
     spellings |= {command.words: command.words for command in commands()}
     if given in _METHODS:

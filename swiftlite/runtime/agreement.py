@@ -1,6 +1,6 @@
 """Check before the first step that all ranks of a run have the same options, data, weights and versions.
 
-Without this check, nodes that differ would train on with gradients of another model or of other rows, and no error.
+Without this check, differing nodes would combine gradients of different models or rows without an error.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ def check_agreement(facts: Mapping[str, str]) -> None:
         facts: name -> a digest, or the value itself if it is short and more informative, such as a version.
 
     Raises:
-        UserError: on every rank, with the differing facts and their ranks.
+        UserError: facts differ; raised on every rank, with the differing facts and their ranks.
     """
     size = dist.get_world_size()
     if size == 1:
@@ -52,10 +52,10 @@ _HINT = "start all nodes with the same command, the same files and the same envi
 def differences(everyone: Sequence[tuple[str, Mapping[str, str]]]) -> list[str]:
     """Return one line for each fact that differs between ranks.
 
-    The most frequent value counts as the right one; in a tie, that of the lowest rank.
+    The most frequent value is taken to be correct; in a tie, the value of the lowest rank.
 
     Args:
-        everyone: by rank, (host, facts).
+        everyone: (host, facts) of each rank.
     """
     problems = []
     for name in dict.fromkeys(chain.from_iterable(facts for _, facts in everyone)):
@@ -70,4 +70,4 @@ def differences(everyone: Sequence[tuple[str, Mapping[str, str]]]) -> list[str]:
     return problems
 
 
-_SHOWN = 8  # a node's worth
+_SHOWN = 8  # the ranks of a node

@@ -1,4 +1,4 @@
-"""Handle differences between releases of megatron-core; no other module reads its version.
+"""Handle differences between releases of megatron-core. No other module reads its version.
 
 `swiftlite/cli/doctor.py` lists the tested releases. Code that works with all of them (keyword arguments that are passed
 on, methods that only some releases call) is not listed here.
@@ -28,10 +28,10 @@ ASYNC_WRITER: dict[str, Any] = {}
 if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters:
     ASYNC_WRITER["async_strategy"] = "mcore"
 
-# Warnings of 0.19 when a model is built, trained or saved, which users cannot act on: it recommends HybridModel, a
-# class method for a spec's `mlp`, parameter layouts from the caller, another package's asynchronous writer, and no
-# common.pt. 0.16 logs only the last one: it passes process groups only to its own class of expert layers; ours reads
-# them from the active mesh.
+# Warnings of megatron-core about its own interfaces, which users cannot fix. 0.19 recommends HybridModel, a class
+# method for a spec's `mlp`, parameter layouts from the caller, another package's asynchronous writer, and no common.pt.
+# 0.16 logs only the last entry, because it passes process groups only to its own class of expert layers; swiftlite's
+# class reads them from the active mesh.
 _KNOWN_WARNINGS = (
     ("models.gpt.gpt_model", "GPTModel IS DEPRECATED"),
     ("transformer.transformer_layer", "Rewrapping ModuleSpec"),
@@ -43,7 +43,7 @@ _KNOWN_WARNINGS = (
 
 
 def quiet_known_warnings() -> None:
-    """Remove these warnings from megatron-core's log; a second call has no effect."""
+    """Remove `_KNOWN_WARNINGS` from megatron-core's log; repeated calls have no effect."""
     for name, _ in _KNOWN_WARNINGS:
         logging.getLogger(f"megatron.core.{name}").addFilter(_is_news)
 

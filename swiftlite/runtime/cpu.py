@@ -1,8 +1,9 @@
 """Shims that let megatron-core run without CUDA, each a named function with its call sites.
 
 Importing this module has no effect. `install()` is called once per process, and never if CUDA is available. Paths are
-relative to megatron/core of the 0.16.1 wheel unless stated otherwise. tests/runtime/test_cpu.py fails for each shim
-that is removed."""
+relative to megatron/core of the 0.16.1 wheel unless stated otherwise. For each shim, tests/runtime/test_cpu.py fails if
+it is removed.
+"""
 
 from typing import Any
 
@@ -39,7 +40,7 @@ def tensor_type(name: str) -> str:
 
 
 class _CudaLiterals(TorchFunctionMode):
-    """Make torch behave for megatron-core, in this process's main thread, as if there were a GPU."""
+    """Makes torch functions accept CUDA devices and names in the main thread, and use the CPU."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
@@ -76,8 +77,9 @@ def patch_current_stream() -> None:
 def patch_rng_state() -> None:
     """Replace the CUDA generator by the CPU's.
 
-    tensor_parallel/random.py:55-60, 235 and 422 saves its state when seeds are set, under sequence parallelism and
-    around recomputation."""
+    tensor_parallel/random.py:55-60, 235 and 422 saves the generator's state when seeds are set, with sequence
+    parallelism, and around recomputation.
+    """
     random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
     random._set_cuda_rng_state = lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state)
     torch.cuda.get_rng_state = lambda device="cuda": torch.get_rng_state()
@@ -87,8 +89,9 @@ def patch_rng_state() -> None:
 def patch_alltoall_dispatcher() -> None:
     """Skip the copy of token counts to the CPU.
 
-    transformer/moe/token_dispatcher.py:445 opens a CUDA stream, on which :871 copies the counts. Here they are on the
-    CPU already; torch.distributed requires lists of numbers (moe_utils.py:1093)."""
+    transformer/moe/token_dispatcher.py:445 opens a CUDA stream, on which :871 copies the counts. Here the counts are
+    already on the CPU, and are converted to lists for torch.distributed (moe_utils.py:1093).
+    """
 
     def counts_to_numbers(self: Any, point: str, tokens_per_expert: Any = None) -> Any:
         for name in ("input_splits", "output_splits"):
@@ -104,8 +107,9 @@ def patch_alltoall_dispatcher() -> None:
 def run_eagerly() -> None:
     """Disable compilation.
 
-    jit.py:21 compiles fusible functions (including counts of the stock router), again for each length of rows. On a CPU
-    this requires a C++ compiler and takes longer than it saves."""
+    jit.py:21 compiles fusible functions (including counts of the router), again for each length of rows. On a CPU this
+    requires a C++ compiler, and compilation takes longer than it saves.
+    """
     torch.compiler.set_stance("force_eager")
 
 
@@ -113,7 +117,7 @@ _mode: _CudaLiterals | None = None
 
 
 def install() -> None:
-    """Let megatron-core run in this process; does nothing on a second call, or where CUDA is available."""
+    """Apply all shims to this process; no effect if CUDA is available, or in repeated calls."""
     global _mode
     if _mode is not None or torch.cuda.is_available():
         return
@@ -124,4 +128,4 @@ def install() -> None:
     patch_alltoall_dispatcher()
     run_eagerly()
     _mode = _CudaLiterals()
-    _mode.__enter__()  # for the life of the process: megatron-core asks for CUDA at every step
+    _mode.__enter__()  # never left, because megatron-core uses CUDA names in every step

@@ -1,4 +1,4 @@
-"""Provide the device of this process, cuda or cpu, as one object, so that callers need no `if`."""
+"""`Device`: one interface for cuda and cpu, so that callers do not distinguish them."""
 
 import os
 import resource
@@ -12,10 +12,10 @@ from swiftlite.estimate.gpus import gpu_named
 
 @dataclass(frozen=True)
 class Device:
-    """The device of this process and the backend that connects it to the others."""
+    """The device of this process, and the backend for communication with other processes."""
 
     torch_device: torch.device
-    backend: str  # of torch.distributed: nccl or gloo
+    backend: str  # backend of torch.distributed: nccl or gloo
 
     @property
     def is_cuda(self) -> bool:
@@ -45,7 +45,8 @@ class Device:
 def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copy a tensor to a device without waiting.
 
-    From memory that is not pinned, a copy to a GPU would make the host wait for all work queued there."""
+    The tensor is pinned first, because copying from unpinned memory to a GPU waits for all queued work.
+    """
     if device.type == "cuda" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""Connect the processes of a run: `session(...)` opens and closes torch's process groups."""
+"""`session`: open and close the process groups of a run."""
 
 import os
 from collections.abc import Iterator
@@ -24,13 +24,13 @@ def session(
     timeout_minutes: int = 10,
     deterministic: bool = False,
 ) -> Iterator[Mesh]:
-    """Connect the processes that torchrun started (or this one alone), and yield the layout's mesh, which is active.
+    """Connect the processes that torchrun started, or only this process, and yield the active mesh of the layout.
 
     Args:
         layout: default: all processes are data-parallel.
         tied_embeddings: as for `Mesh.create`.
         timeout_minutes: maximum time that a rank waits for another.
-        deterministic: whether torch uses deterministic algorithms, and raises an error where it has none.
+        deterministic: whether torch uses deterministic algorithms, and raises an error for operations without one.
 
     Raises:
         OptionError: the layout does not fit the number of processes.
@@ -40,7 +40,7 @@ def session(
     cpu.install()
     megatron_fixes.install()
     compat.quiet_known_warnings()
-    # All three, as torchrun sets them: Kubernetes' PyTorchJob sets RANK for a process that will start torchrun.
+    # All three, because Kubernetes' PyTorchJob also sets RANK for the process that will start torchrun.
     alone = not {"RANK", "LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys()
     world_size, rank = 1, 0
     store = device_id = None
@@ -49,10 +49,11 @@ def session(
     else:
         world_size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
     if device.is_cuda:
-        device_id = device.torch_device  # otherwise NCCL's first barrier may choose another GPU
+        device_id = device.torch_device  # otherwise NCCL's first barrier can select another GPU
     check_layout(layout, world_size)
     if world_size == int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
-        # All ranks are on this machine. By default gloo listens at the address of the host name, often on the network.
+        # All ranks are on this machine, but by default gloo listens on the address of the host name, often a public
+        # one.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(
         device.backend,
@@ -69,8 +70,8 @@ def session(
             tensor_parallel.model_parallel_cuda_manual_seed(seed)
             yield mesh
     except BaseException:
-        # Not under torchrun: connections would close before this rank's traceback is printed, and the launcher could
-        # blame the ranks that lost their connection.
+        # Not after an error under torchrun: connections would close before this rank's traceback is printed, and the
+        # launcher could report ranks that lost their connection.
         if alone:
             _close()
         raise

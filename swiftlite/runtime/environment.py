@@ -15,7 +15,7 @@ import swiftlite
 
 
 def versions_of(packages: Iterable[str]) -> dict[str, str]:
-    """Return the versions of swiftlite, Python, and these installed packages."""
+    """Return the versions of swiftlite, Python, and those of these packages that are installed."""
     found = {"swiftlite": swiftlite.__version__, "python": platform.python_version()}
     for name in packages:
         found[name] = version(name)
@@ -23,7 +23,7 @@ def versions_of(packages: Iterable[str]) -> dict[str, str]:
 
 
 def torch_cuda() -> str | None:
-    """Return `torch.version.cuda` without importing torch: the CUDA version torch is built for; None without CUDA."""
+    """Return `torch.version.cuda` without importing torch; None for a build without CUDA."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None
@@ -56,7 +56,7 @@ def sees_gpu() -> bool:
 def describe_machine() -> dict[str, Any]:
     """Return the platform, CPUs, GPUs and load of this machine."""
     gpus = []
-    if shutil.which("nvidia-smi"):  # torch would allocate GPU memory for this
+    if shutil.which("nvidia-smi"):  # with torch this would allocate GPU memory
         query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
         gpus = subprocess.run(query, capture_output=True, text=True).stdout.splitlines()
     return {

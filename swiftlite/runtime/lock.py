@@ -17,7 +17,7 @@ LOCK_FILE = ".lock"
 def only_run_in(output_dir: Path, directory: Path | None = None) -> Iterator[None]:
     """Lock a directory against other processes; the kernel releases the lock when this process ends.
 
-    The directory is created if necessary, and removed again if it stays empty.
+    The directory is created if necessary, and removed at the end if it is empty.
 
     Args:
         directory: another directory to create and lock instead.
@@ -27,21 +27,21 @@ def only_run_in(output_dir: Path, directory: Path | None = None) -> Iterator[Non
     """
     path = (directory or output_dir) / LOCK_FILE
     file = None
-    try:  # also around what makes the directory: a signal may come at any time
+    try:  # includes creating the directory, because a signal can arrive at any time
         file = _claim(output_dir, path)
         yield
     finally:
         with suppress(OSError):
             if file:
                 path.unlink()
-            path.parent.rmdir()  # refused unless it is empty
+            path.parent.rmdir()  # fails unless it is empty
         with suppress(OSError):
             if file:
                 file.close()
 
 
 def _claim(output_dir: Path, path: Path) -> IO[str]:
-    """Create and lock the lock file, and write this process's name in it.
+    """Create and lock the lock file, and write "PID on HOST" to it.
 
     Raises:
         UserError: another run holds the lock, or the file cannot be created.

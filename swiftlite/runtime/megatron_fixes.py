@@ -1,8 +1,10 @@
-"""Fix bugs of megatron-core on any device where neither a subclass nor a spec can.
+"""Fix bugs of megatron-core that subclasses and specs cannot fix, on any device.
 
-Importing this module has no effect. `install()` is called once per process, `lay_out` around one call. Paths are
-relative to megatron/core of the 0.16.1 wheel unless stated otherwise. tests/runtime/test_megatron_fixes.py fails for
-each fix that is removed, and tests/growth/test_meshes.py for `lay_out`."""
+Importing this module has no effect. `install()` is called once per process, and `lay_out` is a context for a single
+call. Paths are relative to megatron/core of the 0.16.1 wheel unless stated otherwise.
+For each fix, tests/runtime/test_megatron_fixes.py fails if it is removed; for `lay_out`, tests/growth/test_meshes.py
+does.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,26 +23,29 @@ from megatron.core.utils import local_multi_tensor_l2_norm, local_multi_tensor_s
 def define_te_general_gemm() -> None:
     """Define `te_general_gemm` as None where it is undefined.
 
-    transformer/moe/moe_utils.py:1192 and 1225 compare it with None; without Transformer Engine line 24 leaves it
-    undefined, so that every router raises a NameError."""
+    transformer/moe/moe_utils.py:1192 and 1225 compare it with None. Without Transformer Engine, line 24 leaves it
+    undefined, so every router raises a NameError.
+    """
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None  # type: ignore[attr-defined]
 
 
 def ignore_mocked_te() -> None:
-    """Let latent attention know that Transformer Engine is not installed.
+    """Correct HAVE_TE for latent attention without Transformer Engine.
 
-    transformer/multi_latent_attention.py:54 imports mocks in this case, but sets HAVE_TE; :183 passes a mock to
-    isinstance, so that every latent attention raises a TypeError."""
+    transformer/multi_latent_attention.py:54 imports mocks in this case, but sets HAVE_TE to true. :183 passes a mock to
+    isinstance, so every latent attention raises a TypeError.
+    """
     if find_spec("transformer_engine") is None:
         multi_latent_attention.HAVE_TE = False
 
 
 def enable_block_recompute() -> None:
-    """Call the block's own method `_checkpointed_forward` again.
+    """Make a block call its method `_checkpointed_forward`, as up to 0.17.
 
-    transformer/transformer_block.py:625 of 0.19 calls a function; up to 0.17 it called this method, which
-    model/layers/recompute.py overrides. Blocks without the method use the function."""
+    transformer/transformer_block.py:625 of 0.19 calls a function instead of this method, which
+    model/layers/recompute.py overrides. Blocks without the method still use the function.
+    """
     stock = getattr(transformer_block, "checkpointed_forward", None)
     if stock is None or stock is _checkpointed_forward:
         return
@@ -59,18 +64,20 @@ def _checkpointed_forward(block: torch.nn.Module, **inputs: Any) -> Any:
 def skip_results_server() -> None:
     """Prevent megatron-core from starting its server process for the results of checkpoint writers.
 
-    dist_checkpointing/strategies/filesystem_async.py:49 starts it before the first save; a signal to the process group
-    would end it, and the save with it. train/checkpoint/files.py uses a file instead, but only after the server was
-    started, unless the queue is already set."""
+    dist_checkpointing/strategies/filesystem_async.py:49 starts it before the first save. A signal to the process group
+    would end the server and make the save fail. train/checkpoint/files.py uses a file instead. The server is not
+    started if the queue is already set.
+    """
     filesystem_async._results_queue = filesystem_async._results_queue or object()
 
 
 def clip_gradients_together() -> None:
-    """Compute the gradient norm and scale gradients with one launch for many tensors.
+    """Compute the gradient norm and scale gradients with one kernel launch for many tensors.
 
-    optimizer/clip_grads.py:127 and 175 call utils.py:1205 and 1215 where neither Transformer Engine nor Apex is
-    installed. The first waits for the GPU once for each parameter (12,000 times a step with 48 layers of 128 experts).
-    The second copies each gradient twice, in two launches."""
+    optimizer/clip_grads.py:127 and 175 call utils.py:1205 and 1215 if neither Transformer Engine nor Apex is installed.
+    The first function waits for the GPU once per parameter (12,000 times per step with 48 layers of 128 experts). The
+    second one copies each gradient twice, in two launches.
+    """
     if clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:
         clip_grads.l2_norm_impl = _l2_norm
     if clip_grads.multi_tensor_scale_impl is local_multi_tensor_scale:
@@ -86,8 +93,8 @@ def _l2_norm(
 
 
 def _scale(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: list[list[torch.Tensor]], scale: float) -> None:
-    """Set the tensors of the second list to those of the first times `scale`."""
-    foreach: Any = torch  # its functions for lists of tensors have no types
+    """Set the tensors of the second list to those of the first list multiplied by `scale`."""
+    foreach: Any = torch  # torch's functions for lists of tensors have no types
     sources, targets = tensor_lists
     if not sources:  # a pipeline stage without parameters of this clipping group
         return
@@ -99,11 +106,12 @@ def _scale(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: list[list[tor
 
 @contextmanager
 def lay_out(ranks: range) -> Iterator[None]:
-    """Let initialize_model_parallel create the groups of these ranks only.
+    """Make initialize_model_parallel create groups only of these ranks, in this context.
 
-    parallel_state.py:736 uses all processes of the job, and :775 and :798 count them from 0, although RankGenerator
-    supports an offset. All processes must call it, because torch requires this for new groups; each keeps the groups
-    that it belongs to."""
+    parallel_state.py:736 uses all processes of the job, and :775 and :798 number them from 0, although RankGenerator
+    supports an offset. All processes must call initialize_model_parallel, as torch requires for new groups; each
+    process stores the groups that it belongs to.
+    """
     stock_generator, stock_size = parallel_state.RankGenerator, torch.distributed.get_world_size
 
     def generator(*, rank_offset: int, **options: Any) -> parallel_state.RankGenerator:
@@ -123,7 +131,7 @@ def lay_out(ranks: range) -> Iterator[None]:
 
 
 def install() -> None:
-    """Apply the fixes that this installation needs; a second call has no effect."""
+    """Apply the fixes that this installation needs; repeated calls have no effect."""
     define_te_general_gemm()
     ignore_mocked_te()
     enable_block_recompute()

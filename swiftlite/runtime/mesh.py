@@ -1,4 +1,4 @@
-"""Define a mesh: the ranks of one model, the process groups of its layout, and the position of this rank."""
+"""`Mesh`: the ranks of one model, the process groups of its layout, and the position of this rank."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -31,17 +31,18 @@ class Mesh:
             with other_mesh.active():
                 other_model(...)
 
-    Each group is torch's: `mesh.tp.rank()`, `mesh.tp.size()`. All groups of all meshes end with the session.
+    The groups are torch's process groups: `mesh.tp.rank()`, `mesh.tp.size()`. The end of the session destroys the
+    groups of all meshes.
 
-    A rank outside a mesh holds no part of its model and has no groups of it (`mesh.is_here` is False). It skips the
-    computation of the model's ranks and receives their results (`model.ranks.broadcast_from_mesh`).
+    A rank outside of a mesh holds no part of the model and has no groups (`mesh.is_here` is False). It does not
+    compute, and receives results from the model's ranks (`model.ranks.broadcast_from_mesh`).
 
     Attributes:
         device: the device of this rank.
         layout: sizes of the parallel dimensions.
         ranks: ranks of the job that hold the model.
-        groups: the process groups under megatron-core's names, as its classes expect them (`pg_collection`); empty on
-            ranks outside.
+        groups: the process groups by megatron-core's names, for the argument `pg_collection` of its classes; empty on
+            ranks outside of the mesh.
     """
 
     device: Device
@@ -89,7 +90,7 @@ class Mesh:
                 expert_model_parallel_size=layout.expert_model_parallel_size,
                 expert_tensor_parallel_size=layout.expert_tensor_parallel_size,
                 get_embedding_ranks=partial(_embedding_ranks, layout=layout, tied=tied_embeddings),
-                create_gloo_process_groups=device.is_cuda,  # on a CPU the groups are gloo already
+                create_gloo_process_groups=device.is_cuda,  # on a CPU, the groups already use gloo
                 distributed_timeout_minutes=timeout_minutes,
             )
             groups = ProcessGroupCollection()
@@ -124,7 +125,7 @@ class Mesh:
 
     @property
     def dp(self) -> dist.ProcessGroup:
-        """Data-parallel ranks: each computes other rows."""
+        """Data-parallel ranks, which compute different rows."""
         return self.groups.dp
 
     @property
@@ -134,15 +135,15 @@ class Mesh:
 
     @property
     def ep(self) -> dist.ProcessGroup:
-        """Ranks that share the experts of a layer."""
+        """Expert-parallel ranks, which hold different experts of a layer."""
         return self.groups.ep
 
     @contextmanager
     def active(self) -> Iterator[None]:
         """Set megatron-core's global groups (`parallel_state`) to those of this mesh inside the context.
 
-        Runs pass their groups wherever megatron-core accepts them; 0.16.1 still reads the globals here (paths below
-        megatron/core):
+        swiftlite passes groups as arguments if megatron-core accepts them. 0.16.1 still reads the global groups in the
+        following places (paths below megatron/core):
 
             building    transformer/multi_token_prediction.py:651, 666 and 1046, the parts of an MTP layer
                         transformer/moe/moe_layer.py:158, layers with experts (`model.layers.router.MoELayer`)
@@ -154,8 +155,8 @@ class Mesh:
             a step      transformer/moe/moe_utils.py:1070, the update of expert biases
             saving      transformer/module.py:84, the sharded state of modules that keep no group
 
-        The random states of tensor-parallel ranks stay the session's. Nothing is drawn from them: weights come from the
-        bridge, and dropout is 0.
+        The random states of tensor-parallel ranks are those of the session. They are not used, because the bridge sets
+        weights, and dropout is 0.
         """
         with _parallel_state(self._globals):
             yield
@@ -188,11 +189,14 @@ def _parallel_state(values: dict[str, Any]) -> Iterator[None]:
 
 
 def _embedding_ranks(pp_ranks: Sequence[int], pp_size: int | None = None, *, layout: ParallelLayout, tied: bool):
-    """Return the ranks of one pipeline that hold the embedding: the first, the one with MTP, and the last if it is
-    tied.
+    """Return the ranks of one pipeline that hold the embedding.
 
-    megatron-core would use the first and the last. With MTP on a separate stage it would silently add the gradient of
-    the embedding to that of the output layer (parallel_state.py:525, finalize_model_grads.py:146 of 0.16.1)."""
+    These are the first rank, the rank with MTP layers, and the last rank if the output layer is tied.
+
+    megatron-core would use the first and the last rank. With MTP layers on a separate stage, it would silently add the
+    gradient of the embedding to that of the output layer (parallel_state.py:525, finalize_model_grads.py:146 of
+    0.16.1).
+    """
     places = {0, mtp_pipeline_rank(layout)}
     if tied:
         places.add(len(pp_ranks) - 1)
