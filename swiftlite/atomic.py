@@ -1,4 +1,4 @@
-"""Write files that survive a crash and a power cut: a file is old, complete or absent."""
+"""Write files atomically, so that they survive crashes and power failures."""
 
 import os
 import tempfile
@@ -8,7 +8,7 @@ from swiftlite.errors import UserError
 
 
 def atomic_write(path: Path, content: bytes, writer: str = "") -> None:
-    """Write a small file atomically: after a crash it is absent, old or complete.
+    """Write a small file atomically: after a crash, it has the old or the new content.
 
     Args:
         writer: suffix that distinguishes processes that write the same file at the same time.
@@ -27,14 +27,14 @@ def atomic_write(path: Path, content: bytes, writer: str = "") -> None:
 
 
 def check_writable(flag: str, directory: Path) -> None:
-    """Create a directory and write a small test file in it, before an hour of work has to be written there.
+    """Check that a directory can be created and written, before work whose results will be written there.
 
     Raises:
         UserError: the directory cannot be written; the error names the flag.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        # Several processes may check the same directory, so each uses a different name.
+        # Several processes can check the same directory, so each uses a different name.
         with tempfile.NamedTemporaryFile(dir=directory, prefix=".trial-") as trial:
             trial.write(b"\0" * 4096)
             trial.flush()

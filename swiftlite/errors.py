@@ -1,4 +1,4 @@
-"""Errors that a user can fix. They are printed without a traceback; all other exceptions keep theirs."""
+"""Errors that a user can fix. They are printed without a traceback, unlike all other exceptions."""
 
 import errno
 import os
@@ -7,11 +7,11 @@ _OF_STORAGE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE,
 
 
 class UserError(Exception):
-    """An error in what the user gave: says what is wrong, why, and what to type next.
+    """An error in the user's input, with the problem and a hint.
 
     Args:
-        problem: what was given and why it is invalid, in the user's terms (flag, path, file:line).
-        hint: the next thing to do; printed indented below the problem.
+        problem: the invalid input and why it is invalid, in the user's terms (flag, path, file:line).
+        hint: what to do or type next; printed indented below the problem.
         exit_code: 1 for a failed run, 2 for invalid options.
     """
 
@@ -28,7 +28,7 @@ class UserError(Exception):
 
 
 def clip(text: str, length: int) -> str:
-    """Return a text for a message, cut to `length` characters, because it can be a whole document."""
+    """Truncate a text, which can be a whole document, to `length` characters for a message."""
     if len(text) <= length:
         return text
     return text[: length - 3] + "..."
@@ -46,7 +46,7 @@ class OptionError(UserError):
     """One or more invalid options; all problems of a command line are reported together.
 
     Args:
-        problems: pairs of (problem, hint); an empty hint is left out.
+        problems: pairs (problem, hint); an empty hint is not printed.
     """
 
     def __init__(self, problems: list[tuple[str, str]]):
@@ -62,9 +62,10 @@ class OptionError(UserError):
 
 
 def is_of_storage(error: BaseException) -> bool:
-    """Return whether a disk or a network file system failed, so that no change of options or code can fix it.
+    """Return whether an error is a failure of a disk or a network file system.
 
-    For some of these errors torch keeps only the message: "open file failed with strerror: No space left on device".
+    For some of these errors, torch raises an exception with only the message: "open file failed with strerror: No space
+    left on device".
     """
     if isinstance(error, OSError):
         return error.errno in _OF_STORAGE
@@ -72,13 +73,16 @@ def is_of_storage(error: BaseException) -> bool:
 
 
 def is_of_memory(error: BaseException) -> bool:
-    """Return whether a GPU or the host ran out of memory. For the host torch keeps only the message."""
-    name = type(error).__name__  # torch's class, compared by name because torch is not imported here
+    """Return whether a GPU or the host ran out of memory.
+
+    For the host, torch raises an exception with only the message.
+    """
+    name = type(error).__name__  # compared by name, because torch is not imported here
     return isinstance(error, MemoryError) or name == "OutOfMemoryError" or "can't allocate memory" in str(error)
 
 
 def reason_of(error: BaseException) -> str:
-    """Return a short reason why a file could not be written or read, which names a full disk as such."""
+    """Return a short reason why a file could not be written or read, such as a full disk."""
     text = (str(error).strip().splitlines() or [type(error).__name__])[-1]
     if any(os.strerror(number) in text for number in (errno.ENOSPC, errno.EDQUOT)):
         return f"the disk is full ({text[:200]})"

@@ -1,7 +1,7 @@
 """Read untrusted JSON: every invalid text raises a JSONDecodeError.
 
-It accepts what the standard library accepts, except values that are nested so deeply that code that walks through them
-could raise a RecursionError.
+It accepts the same texts as the standard library, except deeply nested values, for which recursive code could raise a
+RecursionError.
 """
 
 import errno
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 MAX_DEPTH = 100
-"""Maximum depth of nested lists and objects. Tools in real rows nest about 20 deep; Python fails near 1000."""
+"""Maximum depth of nested lists and objects. Real rows with tools have a depth of about 20; Python fails near 1000."""
 
 
 def parse_json(text: str) -> Any:
@@ -50,7 +50,7 @@ def read_json(path: Path) -> Any:
     """Return the value in a JSON file.
 
     Raises:
-        OSError: the file does not exist, or is not a regular file: a pipe or a device may never end.
+        OSError: the file does not exist, or is not a regular file, because a pipe or a device may never end.
         ValueError: the file is not UTF-8, or not JSON (JSONDecodeError).
     """
     if path.exists() and not path.is_file():

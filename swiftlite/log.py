@@ -9,7 +9,7 @@ logger = logging.getLogger("swiftlite")
 
 
 class _Formatter(logging.Formatter):
-    """Hide keys and tokens in every line."""
+    """Formatter that replaces keys and tokens in every line by ***."""
 
     def format(self, record: logging.LogRecord) -> str:
         return redact_text(super().format(record))
@@ -21,7 +21,7 @@ class _Handler(logging.Handler):
 
 
 def write_line(text: str) -> None:
-    """Print a line to stderr; on a terminal above the progress bar, if there is one."""
+    """Print a line to stderr, on a terminal above a progress bar."""
     if sys.stderr.isatty():
         from tqdm import tqdm
 
@@ -31,7 +31,7 @@ def write_line(text: str) -> None:
 
 
 def setup(rank: int = 0, level: int = logging.INFO) -> None:
-    """Send the logger to stderr, so that stdout stays free for results.
+    """Let the logger write to stderr, because stdout is for results.
 
     Args:
         rank: this process's global rank; ranks above 0 log only warnings and errors.

@@ -1,8 +1,8 @@
 """Describe LoRA settings as one value: the linear layers with low-rank adapters, and the scaling of the adapters.
 
-A layer with weight W computes W x + scaling * B A x, with A [rank, in] and B [out, rank]. With DoRA each row of
-W + scaling * B A is scaled to a trained length, its magnitude. Layers have their Hugging Face names, which match as in
-PEFT: `q_proj`, or more of the full name, from a dot on.
+A layer with weight W computes W x + scaling * B A x, with A [rank, in] and B [out, rank]. With DoRA, each row of W +
+scaling * B A is scaled to a trained norm, its magnitude. Layers are specified by their Hugging Face names as in PEFT:
+`q_proj`, or a longer suffix of the full name that starts after a dot.
 """
 
 from collections.abc import Mapping
@@ -69,7 +69,7 @@ class Lora:
 
 
 def is_named(module: str, names: tuple[str, ...]) -> bool:
-    """Return whether one of these names is the module's name, in full or from a dot on, as PEFT compares them."""
+    """Return whether one of these names is the module's full name, or a suffix after a dot, as in PEFT."""
     return any(module == name or module.endswith(f".{name}") for name in names)
 
 

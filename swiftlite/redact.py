@@ -1,6 +1,6 @@
 """Replace keys, tokens and passwords with *** in log lines and in files that describe a run.
 
-Their names identify them, such as api_key, hf_token or ssl_keyfile_password. max_tokens is not a secret.
+Secrets are identified by names such as api_key, hf_token or ssl_keyfile_password. max_tokens is not a secret.
 """
 
 import re
@@ -18,7 +18,7 @@ _UNTOLD = ("null", "none", "true", "false")
 
 
 def redact(value: Any) -> Any:
-    """Return the same options, lists or numbers, with *** for each value whose name identifies a secret."""
+    """Return a copy of nested options, with *** for each value whose name identifies a secret."""
     if isinstance(value, dict):
         return {name: _redact_named(name, part) for name, part in value.items()}
     if isinstance(value, list | tuple):
@@ -33,7 +33,7 @@ def _redact_named(name: object, value: Any) -> Any:
 
 
 def redact_text(text: str) -> str:
-    """Return a line, also of a command or an error, with *** for each value whose name identifies a secret."""
+    """Return a line of text, with *** for each value whose name identifies a secret."""
     for pattern in _IN_TEXT:
         text = pattern.sub(_hide, text)
     return text

@@ -1,4 +1,4 @@
-"""Measure how many draft tokens would be accepted, with the model itself and without an engine.
+"""Measure with the model how many draft tokens an engine would accept, without an engine.
 
-It may use `model` and everything below it.
+May import `model` and packages below it.
 """

@@ -1,4 +1,4 @@
-"""Attribute each token of a held-out answer to the trunk or to the head whose draft was accepted, for reports."""
+"""For reports, attribute each token of a held-out answer to the trunk or to the head that drafted it."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, cast
@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 from swiftlite.acceptance.counts import DraftStep
 
 MAX_PENDING = 4
-"""Tokens that may share one character: UTF-8 has at most 4 bytes."""
+"""Maximum number of tokens that can share one character: UTF-8 has at most 4 bytes per character."""
 
 
 class WrittenToken(NamedTuple):
@@ -16,7 +16,7 @@ class WrittenToken(NamedTuple):
 
     Attributes:
         depth: depth of the head that drafted it; 0 for the trunk.
-        refused: rejected draft token for this position; None if there was none.
+        refused: draft token that was rejected at this position; None without one.
     """
 
     token: int
@@ -25,7 +25,7 @@ class WrittenToken(NamedTuple):
 
 
 def written_tokens(answer: Sequence[int], steps: Iterable[DraftStep]) -> list[WrittenToken]:
-    """Return the tokens of a greedy answer with their author.
+    """Return the tokens of a greedy answer, each with the head that drafted it.
 
     Args:
         answer: token ids; the first one is generated from the prompt alone.
@@ -33,7 +33,7 @@ def written_tokens(answer: Sequence[int], steps: Iterable[DraftStep]) -> list[Wr
     """
     written = [WrittenToken(token, 0, None) for token in answer]
     for place, drafts, accepted in steps:
-        begin = place - 1  # the answer starts one token after the row
+        begin = place - 1  # the row starts one token before the answer
         for position in range(accepted):
             written[begin + position] = WrittenToken(drafts[position], position + 1, None)
         for refused in drafts[accepted:]:
@@ -42,7 +42,7 @@ def written_tokens(answer: Sequence[int], steps: Iterable[DraftStep]) -> list[Wr
 
 
 def describe(tokenizer: PreTrainedTokenizerBase, answer: Sequence[WrittenToken]) -> list[dict[str, Any]]:
-    """Return the form of drafts.json: each token's text and depth, and the text of a rejected draft at its position."""
+    """Return the entries of drafts.json: text and depth of each token, and the text of a rejected draft token."""
     texts = token_texts(tokenizer, [each.token for each in answer])
     described = []
     for text, (_, depth, refused) in zip(texts, answer, strict=True):
@@ -54,7 +54,7 @@ def describe(tokenizer: PreTrainedTokenizerBase, answer: Sequence[WrittenToken])
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> list[str]:
-    """Return the text that each token adds; empty if the next token completes its character.
+    """Return the text that each token adds; "" if a later token completes its character.
 
     Tokens are decoded together with the previous one, because some tokenizers drop the leading space of a single token.
     """
@@ -76,4 +76,4 @@ def token_texts(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> li
 
 def _decode(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
     text = tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    return cast(str, text)  # a list only for a batch
+    return cast(str, text)  # it is a list only for a batch

@@ -1,6 +1,6 @@
 """Count predictions by the length of their context and by their position in the answer.
 
-Heads may be weak at the start of an answer, or after a long prompt.
+This shows, for example, whether heads are weak at the start of an answer, or after a long prompt.
 
 Shapes: K MTP depths, S tokens of a row, P `PLACES`, N `NUM_BUCKETS`.
 """
@@ -12,12 +12,12 @@ import torch
 from swiftlite.data.batch import shift_left
 
 PLACES = ("by_context", "by_position")
-"""Number of tokens before the predicted one in its sequence, and in its answer."""
+"""The number of tokens before the predicted token in its sequence (context), and in its answer (position)."""
 NUM_BUCKETS = 24
 
 
 def bucket_of(count: torch.Tensor) -> torch.Tensor:
-    """Return the bucket of each count: 0 for 0 to 15, 1 for 16 to 31, 2 for 32 to 63; each is twice as wide."""
+    """Return the bucket of each count: 0 for 0 to 15, 1 for 16 to 31, 2 for 32 to 63, and so on in powers of two."""
     return (count // 8).clamp(min=1).double().log2().long().clamp(max=NUM_BUCKETS - 1)
 
 
@@ -40,12 +40,13 @@ def tally(
 
     Args:
         valid_KS: whether depth k predicts a label; at position s it predicts the token at s + k + 1.
-        hits_KS: whether it agrees with the trunk.
-        learned_S: whether the token at s + 1 is a label; each run of labels is an answer.
+        hits_KS: whether the prediction equals the trunk's.
+        learned_S: whether the token at s + 1 is a label; consecutive labels are an answer.
         position_S: position of s in its sequence.
-        cu_seqlens: as in `Batch`.
+        cu_seqlens: see `Batch`.
 
-    Example: an answer of 3 tokens follows a prompt of 5. Its last token, at position 7, has 7 tokens before it, 2 of
+        Example: an answer of 3 tokens follows a prompt of 5. Its last token, at position 7, has 7 tokens before it, 2
+        of
     them in the answer.
     """
     number_S = torch.arange(len(learned_S), device=learned_S.device)
@@ -62,7 +63,7 @@ def tally(
 
 
 def describe(table: torch.Tensor) -> dict[str, list[dict[str, Any]]]:
-    """Return a tally in the form of evaluation.json: for each of PLACES the buckets that have predictions."""
+    """Return a tally in the format of evaluation.json: for each of PLACES the buckets with predictions."""
     return {name: _buckets(bucket_counts.tolist()) for name, bucket_counts in zip(PLACES, table, strict=True)}
 
 

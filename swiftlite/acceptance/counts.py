@@ -1,8 +1,8 @@
 """Compute how many draft tokens an engine would accept, from one pass over a greedy continuation.
 
-Greedy verification accepts a draft when it equals the trunk's own next token. Given the trunk's greedy continuation,
-every draft the engine would make at a step whose earlier drafts were accepted has been computed already: the tokens it
-was conditioned on are the ones that came. A walk over the row therefore gives the engine's counts without running it.
+Greedy verification accepts a draft token if it equals the trunk's next token. A pass over the trunk's greedy
+continuation computes every draft token that an engine would draft after accepted ones, because its context consists of
+the same tokens. Following the row from step to step therefore gives the engine's counts without running it.
 """
 
 from collections.abc import Iterable, Iterator
@@ -38,7 +38,7 @@ class DraftCounts:
         )
 
     def to_json(self) -> dict[str, object]:
-        """Return the form of acceptance.json; rates are 0 if no token was drafted."""
+        """Return the counts in the format of acceptance.json; rates are 0 if no token was drafted."""
         steps = max(self.drafts, 1)
         return {
             "drafts": self.drafts,
@@ -54,9 +54,9 @@ class DraftStep(NamedTuple):
     """One step of an engine over a row.
 
     Attributes:
-        place: index of the token that the first draft is for.
+        place: index of the token that the first draft token is for.
         drafts: draft tokens of this step up to the first rejected one; later ones are unknown.
-        accepted: number of these that equal the actual tokens.
+        accepted: number of draft tokens that equal the actual tokens.
     """
 
     place: int
@@ -65,19 +65,19 @@ class DraftStep(NamedTuple):
 
 
 def draft_steps(drafts_KS: torch.Tensor, tokens_S: torch.Tensor, first: int) -> Iterator[DraftStep]:
-    """Follow an engine over one greedy row, step by step.
+    """Yield the steps of an engine over one greedy row.
 
     Args:
-        drafts_KS: drafts_KS[k, s] is the head of depth k+1's prediction at position s, for the token at s + k + 2.
+        drafts_KS: drafts_KS[k, s] is the prediction of depth k + 1 at position s, for the token at s + k + 2.
         tokens_S: prompt and greedy continuation.
-        first: index of the first generated token; it comes from the prompt alone, without a draft.
+        first: index of the first generated token, which follows from the prompt without a draft.
     """
     heads = drafts_KS.tolist()
     tokens = tokens_S.tolist()
-    newest = first  # index of the newest token the engine has
+    newest = first  # index of the engine's newest token
     while newest + 1 < len(tokens):
         place = newest + 1
-        # The heads' input is the trunk's state before the newest token, and the newest token.
+        # The inputs of the heads are the trunk's state before the newest token, and the newest token.
         drafted = [head[newest - 1] for head in heads]
         coming = tokens[place : place + len(heads)]
         accepted = 0
@@ -99,13 +99,13 @@ def count_steps(steps: Iterable[DraftStep], depth: int) -> DraftCounts:
 
 
 def replay(agrees_KS: torch.Tensor, counted_KS: torch.Tensor) -> DraftCounts:
-    """Follow an engine over rows that are given: a draft is kept where the head says what the trunk says.
+    """Count the steps of an engine over given rows, which accepts draft tokens that equal the trunk's prediction.
 
-    On answers that are the trunk's own this is what an engine counts while it writes them.
+    If the trunk generated the answers greedily, these are the counts of an engine that generates them.
 
     Args:
-        agrees_KS: agrees_KS[k, s] whether the head of depth k+1 and the trunk say the same for the token at s + k + 2.
-        counted_KS: whether that token is to be learned; each run of such tokens is an answer.
+        agrees_KS: agrees_KS[k, s] is whether depth k + 1 and the trunk predict the same token at s + k + 2.
+        counted_KS: whether that token is a label; consecutive labels are an answer.
     """
     depth, length = agrees_KS.shape
     kept_KS = (agrees_KS & counted_KS).tolist()
@@ -113,7 +113,7 @@ def replay(agrees_KS: torch.Tensor, counted_KS: torch.Tensor) -> DraftCounts:
     counted = [False, *counted_KS[0].tolist(), False]
     for begin in (s for s in range(length) if counted[s + 1] and not counted[s]):
         end = counted.index(False, begin + 1) - 1
-        position = begin + 1  # the first token of an answer comes from the prompt alone, without a draft
+        position = begin + 1  # the first token of an answer follows from the prompt without a draft
         while position < end:
             steps += 1
             hits = 0

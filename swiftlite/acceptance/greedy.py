@@ -1,9 +1,8 @@
-"""Continue prompts greedily with the model in training, with any layout, one forward pass per new token and a cache.
+"""Continue prompts greedily with the model in training, for any layout, with a KV cache.
 
-Each pass processes the unseen tokens of every row: the prompt, in parts if it is long, then one token at a time.
-The heads process the rows once, at the end, from the trunk's states in the cache.
-
-On a pipeline the rows of a rank form as many micro-batches as there are stages, so that all stages are busy.
+Each pass processes the unseen tokens of every row: first the prompt, in parts if it is long, then one token at a time.
+The heads process the rows once at the end, from the trunk's states in the cache. With pipeline parallelism, the rows of
+a rank form one micro-batch per stage, so that all stages are busy.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -22,9 +21,9 @@ from swiftlite.model.ranks import broadcast_from_last_stage
 from swiftlite.runtime.mesh import Mesh
 
 MAX_PASS_TOKENS = 2048
-"""Maximum number of tokens in one pass through the trunk; it limits the memory of activations."""
+"""Maximum number of tokens in one pass through the trunk, to limit the memory of activations."""
 Chunks = Sequence[torch.nn.Module]
-"""The chunks of a model on this rank, wrapped or bare."""
+"""The chunks of a model on this rank, with or without wrappers."""
 
 
 @dataclass
@@ -45,7 +44,7 @@ class GreedyRow:
 
     @classmethod
     def of(cls, prompt: Sequence[int], max_new_tokens: int, max_length: int) -> "GreedyRow":
-        """Create a row for a prompt without a continuation; a prompt of `max_length` or more gets none."""
+        """Create a row for a prompt; a prompt of at least `max_length` tokens is not continued."""
         max_length = min(len(prompt) + max_new_tokens, max_length)
         return cls(list(prompt), len(prompt), max_length, is_finished=len(prompt) >= max_length)
 
@@ -56,14 +55,14 @@ class GreedyRow:
 
 @dataclass(frozen=True)
 class _MicroBatch:
-    """Some of the rows, and their cache on this rank."""
+    """A part of the rows, and its cache on this rank."""
 
     rows: Sequence[GreedyRow]
     cache: Cache
 
 
 class GreedyRows:
-    """Rows that the model continues together; every rank of a layout makes the same passes.
+    """Rows that the model continues together; all ranks run the same number of passes.
 
     Args:
         rows: rows of this data-parallel rank; may be empty while other ranks have rows.
@@ -91,7 +90,7 @@ class GreedyRows:
         return sum(len(row.tokens) - row.first for row in self.rows)
 
     def step(self) -> None:
-        """Make one pass; rows whose tokens have all been processed get their next token."""
+        """Run one pass; rows without unseen tokens get their next token."""
         passes = []
         complete: list[list[GreedyRow]] = []
         for batch in self._micro_batches:
@@ -107,7 +106,7 @@ class GreedyRows:
                 row.append(token, self.eos_token_ids)
 
     def drafts(self, num_drafts: int) -> Iterator[tuple[GreedyRow, torch.Tensor]]:
-        """Yield each continued row with the predictions of its heads, int64 [K, S], from one pass after the last step.
+        """Run a pass of the heads, and yield each continued row with their predictions, int64 [K, S].
 
         The prediction of depth k at position s is for the token at s + k + 1; the positions are the prompt's last token
         and all tokens of the continuation except the last one.
@@ -129,7 +128,7 @@ class GreedyRows:
     def _pass(
         self, batch: _MicroBatch, spans: Sequence[Span], predicted: torch.Tensor, num_drafts: int | None = None
     ) -> CachedPass:
-        """Make a pass over these tokens; with `num_drafts` one of the heads, which also take the next tokens."""
+        """Return a pass of the trunk over these tokens or, with `num_drafts`, of the heads."""
         batch.cache.begin(spans)
         layout = self.mesh.layout
         multiple = 1
@@ -145,7 +144,7 @@ class GreedyRows:
         def tokens_ahead(depth: int) -> torch.Tensor:
             tokens: list[int] = []
             for row, start, end in spans:
-                # A head's inputs beyond the known tokens are not used, so any token will do.
+                # Predictions from tokens beyond the known ones are not used, so any token can be the input.
                 known = batch.rows[row].tokens + [0] * depth
                 tokens += known[start + depth : end + depth]
             return flat(tokens)

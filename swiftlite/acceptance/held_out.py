@@ -1,8 +1,8 @@
 """Measure on held-out prompts how many draft tokens would be accepted, before and after training.
 
-The prompts are continued greedily by the model as it is now, and the steps of an engine over the continuations are
-counted. Experts are shared by data-parallel ranks, so all ranks make the same number of passes, with no tokens when
-their own prompts are finished.
+The current model continues the prompts greedily, and the steps of an engine over the continuations are counted.
+Data-parallel ranks share experts, so all ranks run the same number of passes, without tokens if their prompts are
+finished.
 """
 
 import time
@@ -25,11 +25,11 @@ from swiftlite.log import logger
 from swiftlite.runtime.mesh import Mesh
 
 MAX_CACHED_TOKENS = 8192
-"""Maximum number of tokens in a rank's KV cache, over all rows of a batch; a single longer row is still processed."""
+"""Maximum number of tokens in a rank's KV cache over all rows of a batch; a batch of a single row can be longer."""
 PROGRESS_SECONDS = 5
-"""Interval of progress messages."""
+"""Interval of progress messages in seconds."""
 NUM_ANSWERS = 12
-"""Number of prompts whose answers are stored token by token; the first ones."""
+"""Number of prompts, the first ones, whose answers are stored token by token."""
 When = Literal["before", "after"]
 
 
@@ -39,7 +39,7 @@ class Prompt:
 
     Attributes:
         text: the prompt as text, for display.
-        channel: domain with separate figures; "" if it has no name.
+        channel: domain of the prompt, for which results are reported separately; "" without one.
     """
 
     token_ids: Sequence[int]
@@ -105,10 +105,10 @@ class HeldOut:
 
     @torch.no_grad()
     def _continue(self, when: When, model: Chunks) -> tuple[dict[str, DraftCounts], dict[int, Sequence[WrittenToken]]]:
-        """Return the counts of an engine that drafts `num_drafts` tokens per step by channel, and the first answers by
-        prompt number.
+        """Return the draft counts of an engine by channel, and the first answers by prompt number.
 
-        The prompts are distributed over data- and context-parallel ranks; every rank returns the combined results.
+        The engine drafts `num_drafts` tokens per step. The prompts are distributed over data- and context-parallel
+        ranks; every rank returns the combined results.
         """
         ranks = self.mesh.dp_cp
         counts = {prompt.channel: DraftCounts(0, 0, (0,) * self.num_drafts) for prompt in self.prompts}
@@ -127,11 +127,11 @@ class HeldOut:
                 unfinished, new_tokens = self._sum(batch.num_unfinished, batch.num_new_tokens)
                 progress.show(len(numbers) - unfinished, new_tokens)
             progress.add(len(numbers), new_tokens)
-            if not new_tokens:  # prompts that fill the longest row
+            if not new_tokens:  # the prompt has the maximum length
                 continue
             for row, drafts_KS in batch.drafts(self.num_drafts):
                 number = number_of[id(row)]
-                # As if the row began with the last token of the prompt: no draft is made before.
+                # Starts at the last token of the prompt, because nothing is drafted before.
                 steps = list(draft_steps(drafts_KS, torch.tensor(row.tokens[row.first - 1 :]), 1))
                 counts[self.prompts[number].channel] += count_steps(steps, self.num_drafts)
                 if number < NUM_ANSWERS:
@@ -157,7 +157,7 @@ class HeldOut:
         return MeasuredPrompts(sum(prompt.channel == channel for prompt in self.prompts), counts)
 
     def _describe(self, answers: Mapping[int, Sequence[WrittenToken]]) -> list[dict[str, Any]]:
-        """Return the answers in the form of drafts.json."""
+        """Return the answers in the format of drafts.json."""
         if self.tokenizer is None:
             return []
         described = []

@@ -1,7 +1,7 @@
-"""Read and write acceptance.json and drafts.json; no other module does.
+"""Read and write acceptance.json and drafts.json, which no other module reads or writes.
 
-acceptance.json has the acceptance rates before and after a run, and those of engines that served it. drafts.json has
-some held-out answers with the author of each token, for reports.
+acceptance.json contains the acceptance rates before and after a run, and those of engines that served its model.
+drafts.json contains some held-out answers, with the head that drafted each token, for reports.
 """
 
 import json
@@ -45,7 +45,7 @@ def add_run_acceptance(
     Args:
         acceptance_per_depth: teacher-forced acceptance over the held-out rows.
         generated: counts of speculative decoding over greedy continuations of the held-out prompts.
-        by_channel: the same for the prompts of each channel that has a name.
+        by_channel: `generated` for the prompts of each named channel.
     """
     content: dict[str, Any] = {"depths": len(acceptance_per_depth)}
     if when == "after" and path.exists():
@@ -78,7 +78,7 @@ def add_run_answers(path: Path, when: Literal["before", "after"], answers: Seque
 def read_answers(run: Path) -> dict[str, Any]:
     """Return the stored answers of a run by "before" and "after".
 
-    They are only displayed, so a missing file gives an empty result, and a damaged one also a warning.
+    They are only displayed, so the result is empty if the file is missing, or damaged (with a warning).
     """
     path = run / ANSWERS_FILE
     try:
@@ -111,14 +111,14 @@ def named(backend: str, temperature: float) -> str:
 
 
 def describe(name: str) -> str:
-    """Return a key of `named` in words."""
+    """Return a description of a key from `named`."""
     return name.replace(AT_TEMPERATURE, " at temperature ")
 
 
 def add_engine_acceptance(
     path: Path, backend: str, num_prompts: int, counts: DraftCounts, temperature: float = 0.0
 ) -> None:
-    """Add an engine's counts to a run's file; the run's own and those at other temperatures stay.
+    """Add an engine's counts to a run's file; other entries are not changed.
 
     Raises:
         UserError: the file is not an acceptance.json.

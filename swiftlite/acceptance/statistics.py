@@ -17,19 +17,20 @@ def all_reduce_sum(
 ) -> torch.Tensor:
     """Return the sums of one micro-batch, float64 [1 + drafts, 3].
 
-    Each row is a head (the trunk, then each MTP depth): sum of weighted losses, number of targets, and, for MTP, number
-    of predictions that equal the trunk's for the same token (an engine would accept these). Only losses are local:
-    predictions are compared on whole rows, and counted by the first context-parallel rank.
+    The rows are the trunk and each MTP depth. The columns are the sum of weighted losses, the number of targets, and
+    for MTP the number of predictions that equal the trunk's prediction of the same token, which an engine would accept.
+    Losses are those of this rank. Predictions are compared on whole rows and counted on the first context-parallel
+    rank.
 
     Args:
-        cu_seqlens: as in `Batch`.
+        cu_seqlens: see `Batch`.
     """
     counts_here = mesh.cp.rank() == 0
     rows = []
     trunk_BS = all_gather_rows(losses.main.prediction_BS, mesh, cu_seqlens)
     for depth, (head, weight_BS) in enumerate(zip((losses.main, *losses.mtp), loss_scale_KBS, strict=True)):
         if depth > 0:
-            # Values rolled in from another sequence are at positions where this depth has no target.
+            # Positions with values rolled in from another sequence have no target at this depth.
             trunk_BS = trunk_BS.roll(-1, dims=1)
         prediction_BS = all_gather_rows(head.prediction_BS, mesh, cu_seqlens)
         valid_BS = prediction_BS != -1
@@ -40,7 +41,7 @@ def all_reduce_sum(
 
 
 def means(sums: torch.Tensor) -> dict[str, float]:
-    """Return `loss`, and per depth `mtp_K_loss` and `mtp_K_acceptance`; 0 for a head without targets."""
+    """Return `loss`, and `mtp_K_loss` and `mtp_K_acceptance` of each depth K; 0 without targets."""
     (loss, count, _), *heads = sums.tolist()
     named = {"loss": _mean(loss, count)}
     for depth, (loss, count, hits) in enumerate(heads, start=1):

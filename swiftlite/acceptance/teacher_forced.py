@@ -1,4 +1,4 @@
-"""Measure how often each head agrees with the trunk on given rows, by channel; one forward pass per row, no engine."""
+"""Measure how often each head agrees with the trunk on given rows, by channel, without an engine."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from swiftlite.model.open import open_model
 from swiftlite.runtime.mesh import Mesh
 
 ALL = "all"
-"""Key of the sum over all channels."""
+"""Key for results over all channels."""
 
 
 @torch.no_grad()
@@ -43,8 +43,8 @@ def teacher_forced(
     Returns:
         For each channel `samples`, `loss`, and per MTP depth `targets`, `loss` and `acceptance`: the share of its
         predictions that equal the trunk's for the same token; lists are empty without heads. Also `replayed`, the
-        `DraftCounts.to_json` of speculative decoding over the same rows, which skips accepted tokens, and the
-        acceptance by place (`by_position.describe`).
+        `DraftCounts.to_json` of simulated speculative decoding over the rows, which skips accepted tokens, and the
+        acceptance by context length and position (`by_position.describe`).
     """
     heads = hf_model.heads
     (model,), _ = open_model(hf_model, mesh, dtype=getattr(torch, torch_dtype))
@@ -63,7 +63,7 @@ def teacher_forced(
 
 @dataclass(frozen=True)
 class _Measured:
-    """Measurements of some rows; adding two gives those of both.
+    """Measurements of some rows, which can be added.
 
     Attributes:
         num_samples: number of samples in the rows.
@@ -86,7 +86,7 @@ class _Measured:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return the form of evaluation.json."""
+        """Return the measurements in the format of evaluation.json."""
         (loss, targets, _), *depths = self.sums.tolist()
         heads = []
         for loss_of_depth, count, hits in depths:
@@ -104,7 +104,7 @@ class _Measured:
 def _measure(
     model: torch.nn.Module, samples: Sequence[Sample], depth: int, num_drafts: int | None, mesh: Mesh
 ) -> _Measured:
-    """Measure one packed row, also by the steps of an engine that drafts `num_drafts` of the `depth` tokens."""
+    """Measure one packed row, including simulated decoding with `num_drafts` of the `depth` draft tokens."""
     batch = collate_packed(samples, 0, num_drafts=depth).map(lambda tensor: tensor.to(mesh.device.torch_device))
     losses = forward(model, batch)
     sums = all_reduce_sum(losses, batch.loss_scale_KBS, mesh, batch.cu_seqlens).cpu()

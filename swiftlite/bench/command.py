@@ -1,8 +1,8 @@
 """Run `swiftlite bench`: measure the servers that `deploy` would start to find the best number of draft tokens.
 
-Servers are measured one after another, the one without drafts at the beginning and at the end; the difference between
-these two is noise of the machine. bench.json is written after each server, so an interrupted run keeps its results; the
-file of an earlier run stays until then.
+Servers are measured one after another. The server without drafts is measured first and last; the difference between
+these two measurements shows the noise of the machine. bench.json is written after each server, so that an interrupted
+run keeps its results.
 """
 
 import json
@@ -63,7 +63,7 @@ def run(args: BenchArgs) -> None:
             servers.append(measure(args, k, url, commands[k], prompts, sampling, log))
             content = environment | report.to_json(args, servers, is_complete=is_last)
             atomic_write(output_dir / report.BENCH_JSON, json.dumps(content, indent=2).encode() + b"\n")
-            for name in DRAWN:  # of an earlier run
+            for name in DRAWN:  # files of an earlier run
                 (output_dir / name).unlink(missing_ok=True)
     choices = report.choose_all(servers)
     print(report.table(args, servers, choices))
@@ -79,7 +79,7 @@ def load(args: BenchArgs, model: HfModel, template: ChatTemplate) -> list[list[i
     """Load the prompts as token ids.
 
     Raises:
-        UserError: there are fewer prompts than the largest concurrency, or one leaves no room for an answer (named).
+        UserError: there are fewer prompts than the largest concurrency, or a prompt leaves no room for an answer.
     """
     asked = [chat.prompt() for chat in load_prompts(args.val_dataset, system=args.system)][: args.max_prompts]
     if len(asked) < max(args.concurrency):

@@ -1,4 +1,4 @@
-"""Measure one server, with all rounds at every concurrency.
+"""Measure one server: all rounds at every concurrency.
 
 The engine's client sends the prompts (`engines/client.py`).
 """
@@ -32,7 +32,7 @@ class ServerResult:
 
     Attributes:
         num_speculative_tokens: number of draft tokens per step; 0 for a server without drafts.
-        command: its command line, with *** for a key.
+        command: its command line, with keys replaced by ***.
         seconds_to_start: seconds until it was healthy.
         measured: one result for each concurrency.
     """
@@ -82,7 +82,7 @@ async def _ask(
             counts_before, cached_before = await client.draft_counts(), await client.cached_tokens()
             rounds: list[Round] = []
             for number in range(args.rounds):
-                # Each round recomputes prompts, which share prefixes only within the round.
+                # Prompts share cached prefixes only within a round, so each round computes them again.
                 salt = f"{concurrency} {number}"
                 if args.repeat_prompts:
                     salt = WARM_UP
@@ -104,7 +104,7 @@ async def connect(backend: str, url: str, sampling: Sampling, num_speculative_to
     """Return a client of the engine in --infer_backend.
 
     Args:
-        sampling: sampling settings; the seed is ignored, so each round samples other answers.
+        sampling: sampling settings; the seed is ignored, so each round samples different answers.
         num_speculative_tokens: number of tokens that the server drafts per step.
     """
     make_client = resolve_name(ENGINES[backend].client)

@@ -56,7 +56,7 @@ def expected_answers(args: BenchArgs, servers: Sequence[ServerResult]) -> list[A
 
 
 def to_json(args: BenchArgs, servers: Sequence[ServerResult], is_complete: bool) -> dict[str, Any]:
-    """Return the part of the report that changes with each server; recommendations follow the last."""
+    """Return the part of the report that changes with each server, with recommendations after the last one."""
     choices: dict[int, Choice] = {}
     if is_complete:
         choices = choose_all(servers)
@@ -127,14 +127,14 @@ def _row(result: ConcurrencyResult, drafted: str, ratio: str, expected: Sequence
 
 
 def milliseconds(figures: Mapping[str, float] | None) -> str:
-    """Format the median of requests and their 90th percentile; empty if there are none."""
+    """Format the median and the 90th percentile over requests; "" without values."""
     if not figures:
         return ""
     return f"{figures['p50']:.1f} ({figures['p90']:.1f})"
 
 
 def recommendations(args: BenchArgs, choices: dict[int, Choice]) -> str:
-    """Return the recommendations for each concurrency with their commands, and one that adapts to the load."""
+    """Return the recommended command for each concurrency, and possibly one that adapts to the load."""
     lines: list[str] = []
     for concurrency, choice in choices.items():
         lines.append(
@@ -170,7 +170,7 @@ def deploy_line(args: BenchArgs, choice: Choice) -> str:
 
 
 def schedule_line(args: BenchArgs) -> str:
-    """Return the command of a server that adapts to the load as recommended, with *** for a key."""
+    """Return the command of the recommended server that adapts to the load, with keys replaced by ***."""
     bench_json = str(Path(args.output_dir) / BENCH_JSON)
     return _shell_line(replace(deploy_args(args, 1), num_speculative_tokens=None, draft_schedule=bench_json))
 

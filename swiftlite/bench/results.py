@@ -10,15 +10,15 @@ import numpy as np
 from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.engines.client import Answer
 
-# Percentiles of slow rounds with drafts and of fast rounds without, which are compared. With 5 rounds of equal servers,
-# normal noise and 3 numbers of tokens, 1 of 110 runs reports a gain (with quartiles 1 of 7). Of real gains of 3 times
-# the noise 13 % are missed (with the strictest rule, no overlap, 45 %).
+# Percentiles of slow rounds with drafts and of fast rounds without drafts, which are compared. With 5 rounds of equal
+# servers, normal noise and 3 numbers of draft tokens, 1 of 110 runs reports a gain (with quartiles, 1 of 7). If the
+# real gain is 3 times the noise, 13 % of runs miss it (45 % with the strictest rule, no overlap).
 SLOW_END, FAST_END = 10, 90
 
 
 @dataclass(frozen=True)
 class Round:
-    """All prompts answered once; `seconds` from the first request to the end of the last answer."""
+    """One answer to every prompt; `seconds` is the time from the first request to the end of the last answer."""
 
     answers: list[Answer]
     seconds: float
@@ -90,7 +90,7 @@ class ConcurrencyResult:
 
 
 def _spread(seconds: Sequence[float]) -> dict[str, float] | None:
-    """Return p50 and p90 of requests in milliseconds; None if there are none."""
+    """Return p50 and p90 over requests in milliseconds; None without requests."""
     if not seconds:
         return None
     p50, p90 = np.percentile(seconds, [50, 90])
@@ -120,13 +120,13 @@ def choose(
     last: Sequence[float],
     lengths: Mapping[int, float],
 ) -> Choice:
-    """Return the fastest number of draft tokens that is reliably faster than no drafts; else 0.
+    """Return the fastest number of draft tokens that is reliably faster than no drafts; otherwise 0.
 
     Args:
         first, last: rounds without drafts, before and after all others, which show the noise of the machine.
         speeds: rounds for each number of tokens above 0.
-        lengths: the mean accepted length of each. A step that verifies drafts takes at least as long as a plain one, so
-            this bounds the speed-up; anything beyond it is noise.
+        lengths: mean accepted length for each number of tokens. A step that verifies drafts takes at least as long as a
+            step without drafts, so this is the maximum speed-up; a larger one is noise.
     """
     limit = np.percentile([*first, *last], FAST_END)
     middle = max(np.median(first), np.median(last))

@@ -1,4 +1,4 @@
-"""Run an engine's server as a subprocess and remove all of its processes at the end."""
+"""Run an engine's server as a subprocess, and stop all of its processes at the end."""
 
 import contextlib
 import os
@@ -15,7 +15,7 @@ from pathlib import Path
 from swiftlite.engines.server_command import ServerCommand
 from swiftlite.errors import UserError
 
-# Engines drain in-flight requests and stop their workers, vLLM on a CPU in 2 s.
+# Time to drain in-flight requests and stop workers; vLLM on a CPU takes 2 s.
 SECONDS_TO_STOP = 60
 LINES_TO_SHOW = 15
 _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # ignores http_proxy for this machine
@@ -41,7 +41,7 @@ class Server:
 
 @contextlib.contextmanager
 def serve(command: ServerCommand, url: str, log: Path) -> Iterator[Server]:
-    """Start a server, wait until it is healthy, and stop it with all its children; they end if this process does.
+    """Start a server, wait until it is healthy, and stop it with its children, also if this process is killed.
 
     Args:
         command: command of a server that listens at `url`.
@@ -51,10 +51,10 @@ def serve(command: ServerCommand, url: str, log: Path) -> Iterator[Server]:
         UserError: the server ended before it was healthy.
     """
     with log.open("wb") as stream:
-        # A separate session: Ctrl-C reaches only this process, and remaining children can be found.
+        # In a separate session, so that Ctrl-C reaches only this process, and remaining children can be found.
         process = subprocess.Popen(
             [sys.executable, "-m", "swiftlite.bench.watchdog", str(os.getpid()), *command.words],
-            # Unbuffered, so that the log is in order of time, with errors last.
+            # Unbuffered, so that the log is in chronological order, with errors at the end.
             env={**os.environ, "PYTHONUNBUFFERED": "1", **command.variables},
             stdin=subprocess.DEVNULL,
             stdout=stream,

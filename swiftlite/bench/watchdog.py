@@ -1,8 +1,8 @@
-"""Run a server for `bench` such that it ends with `bench`, even if that is killed.
+"""Run a server for `bench`, and stop it when `bench` ends, even if `bench` is killed.
 
     python -m swiftlite.bench.watchdog PROCESS_ID_OF_BENCH COMMAND ...
 
-It leads a session, so the server and all its subprocesses, including workers, can be killed as one group.
+This process leads a session, so the server and all its subprocesses can be killed as one group.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Record how engines draft with the heads of each family, as measured: one file per engine, one line per family.
+"""The measured ways in which engines draft with the heads of each family: one file per engine, one entry per family.
 
 Adapters of engines use it to know how an engine will run a checkpoint, and training uses it to give heads the inputs of
 the engine that will run them (`sft --draft_for`).

@@ -1,8 +1,9 @@
 """Describe how an engine runs a family's MTP heads.
 
-Engines differ in the inputs of a head and in the number of heads that they run, and they do not report it: the text
-stays correct, only the acceptance drops. Each line is measured: the engine's counts of accepted drafts equal those of
-an independent reference that follows it. docs/en/serving.md shows all lines."""
+Engines differ in the inputs of heads and in the number of heads that they run, and do not report a mismatch: the text
+is still correct, but acceptance drops. Each entry is measured: with it, an independent reference accepts the same
+number of draft tokens as the engine. docs/en/serving.md lists all entries.
+"""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -16,10 +17,10 @@ class Convention:
     """The way an engine drafts with the heads of a family.
 
     Attributes:
-        draft: the class that runs the heads, as the engine prints it.
-        heads: which of several heads draft. each: every head drafts its own step. first: the first one drafts every
-            step. last: all are loaded into the same parameters, so the last one drafts every step. one: a
-            checkpoint with more heads is refused.
+        draft: name of the engine's class that runs the heads.
+        heads: which of several heads draft. each: each head drafts its step. first: the first head drafts every step.
+            last: all heads are loaded into the same parameters, so the last one drafts every step. one: checkpoints
+            with more heads are not supported.
         drafting: inputs of the heads.
     """
 
@@ -28,13 +29,15 @@ class Convention:
     drafting: Drafting = Drafting()
 
     def num_drafting(self, num_mtp_heads: int) -> int:
-        """Return how many of a checkpoint's MTP heads draft."""
+        """Return the number of a checkpoint's MTP heads that draft."""
         if self.heads == "each":
             return num_mtp_heads
         return min(num_mtp_heads, 1)
 
 
 def as_trained(family: Family) -> Convention:
-    """Return the convention of `engines/transformers/mtp_heads.py`: each head drafts its own step, with the inputs that
-    of its training."""
+    """Return the convention of `engines/transformers/mtp_heads.py`.
+
+    Each head drafts its step, with the same inputs as in training.
+    """
     return Convention("MtpHead", "each", family.mtp.drafting)

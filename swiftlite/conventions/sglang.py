@@ -4,7 +4,7 @@ from swiftlite.conventions.convention import Convention
 from swiftlite.families import Family
 from swiftlite.heads.drafting import Drafting
 
-# HF model_type -> convention. The classes of Llama, Mistral, Qwen2, Qwen3 and Seed-OSS are our plugin's
+# HF model_type -> convention. The classes of Llama, Mistral, Qwen2, Qwen3 and Seed-OSS are those of swiftlite's plugin
 # (models/dense.py).
 _LINES = {
     "llama": Convention("LlamaForCausalLMMTP", "one"),

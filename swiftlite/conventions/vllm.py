@@ -5,22 +5,22 @@ from typing import Literal
 from swiftlite.conventions.convention import Convention
 from swiftlite.families import Family
 
-# HF model_type -> the class that drafts, and which of several heads do. The classes of Llama, Mistral, Seed-OSS and the
-# Qwens are our plugin's (models.py), which run each head at its own step on a GPU alone.
+# HF model_type -> the draft class, and which of several heads draft. The classes of Llama, Mistral, Seed-OSS and Qwen
+# are those of swiftlite's plugin (models.py), which run each head at its step only on a GPU.
 _DRAFTS: dict[str, tuple[str, Literal["each", "first"]]] = {
     "llama": ("LlamaMTPModel", "each"),
     "mistral": ("MistralMTPModel", "each"),
     "qwen2": ("Qwen2MTPModel", "each"),
     "qwen3": ("Qwen3MTPModel", "each"),
-    "mimo": ("MiMoMTP", "first"),  # asserts that the draft step is 0
+    "mimo": ("MiMoMTP", "first"),  # it asserts that the draft step is 0
     "qwen3_moe": ("Qwen3MoeMTPModel", "each"),
     "seed_oss": ("SeedOssMTPModel", "each"),
-    # These classes support more heads; published models have one, and two were not measured.
+    # These classes support several heads, but this was not measured; published models have one.
     "glm4_moe": ("Glm4MoeMTP", "first"),
     "glm4_moe_lite": ("Glm4MoeLiteMTP", "first"),
     "deepseek_v3": ("DeepSeekMTP", "first"),
     "hy_v3": ("HYV3MTP", "first"),
-    # One projection and one set of norms for all its heads.
+    # All heads share one projection and one set of norms.
     "qwen3_next": ("Qwen3NextMTP", "first"),
     "qwen3_5": ("Qwen3_5MTP", "first"),
     "qwen3_5_text": ("Qwen3_5MTP", "first"),

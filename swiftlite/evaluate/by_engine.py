@@ -25,7 +25,7 @@ class EngineStats:
 
     Attributes:
         by_channel: `prompts` and `DraftCounts.to_json` of greedy answers for each channel, and for `all`.
-        drawn_by_channel: the same for sampled answers; empty if there are none.
+        drawn_by_channel: `by_channel` for sampled answers; empty without sampling.
         answers: prompts and greedy answers as samples whose labels are the answers.
         num_speculative_tokens: number of draft tokens per step.
         by_confidence: see `confidence.by_confidence`; empty if no values were given.
@@ -59,7 +59,8 @@ def by_engine(
         confidences: values of `Sampling.draft_confidence` to compare by speed.
 
     Raises:
-        UserError: the template cannot render a prompt, or it leaves no room for an answer; names its row.
+        UserError: the template cannot render a prompt, or a prompt leaves no room for an answer; the error names the
+            row.
     """
     template = ChatTemplate(tokenizer)
     chats = _first_of_each_channel(conversations, max_prompts)
@@ -71,7 +72,7 @@ def by_engine(
     engine = start_engine(backend, replace(config, max_model_len=max_model_len))
     try:
         drawn: dict[str, dict[str, object]] = {}
-        if temperature:  # first, because an engine may not support it
+        if temperature:  # first, because an engine can reject it
             drawn, _ = _ask(engine, prompts, replace(greedy, temperature=temperature))
         counted, answers = _ask(engine, prompts, greedy)
         measured = by_confidence(engine, ids, greedy, confidences)
@@ -109,7 +110,7 @@ def _first_of_each_channel(conversations: Sequence[Conversation], max_prompts: i
 
 
 def _samples(prompts: Sequence[Sequence[int]], completions: Sequence[Completion], channel: str | None) -> list[Sample]:
-    """Return prompts and answers as samples; tokenizing their text again could give other tokens."""
+    """Return prompts and answers as samples of the same tokens; tokenizing their text again could change them."""
     samples = []
     for prompt, completion in zip(prompts, completions, strict=True):
         weights = [0.0] * len(prompt) + [1.0] * len(completion.token_ids)

@@ -95,7 +95,7 @@ def _serve(args: EvaluateArgs, model: HfModel, tokenizer: PreTrainedTokenizerBas
         num_speculative_tokens=args.num_speculative_tokens,
         draws_drafts=args.temperature > 0,
     )
-    with raises_at_sigterm():  # the engine's processes end with this one
+    with raises_at_sigterm():  # ends the engine's processes too
         return by_engine(
             args.infer_backend,
             config,
@@ -109,7 +109,7 @@ def _serve(args: EvaluateArgs, model: HfModel, tokenizer: PreTrainedTokenizerBas
 
 
 def _compare_with_engine(args: EvaluateArgs, model: HfModel, served: EngineStats, mesh: Mesh) -> ModelFigures:
-    """Return the engine's counts and, if its drafts are those the heads were trained for, the replay of its answers."""
+    """Return the engine's counts and, if it drafts the trained number of tokens, the replay of its answers."""
     engine = args.infer_backend
     counted = served.by_channel
     drawn = {}

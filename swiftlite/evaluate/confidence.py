@@ -1,7 +1,7 @@
 """Measure an engine's speed at several values of `infer --draft_confidence` on the same prompts.
 
-Stopping early saves drafts that would be rejected and loses some that would be accepted. The cost of a draft depends on
-the machine, so the values are compared by time.
+Stopping drafts early avoids draft tokens that would be rejected, but also loses some that would be accepted. The cost
+of a draft token depends on the machine, so the values are compared by time.
 """
 
 import time

@@ -20,7 +20,7 @@ def load_rows(
     max_bad_rows: int = 0,
     system: str | None = None,
 ) -> tuple[PreTrainedTokenizerBase, Data]:
-    """Load the rows as held-out samples, with the model's own tokenizer and template.
+    """Load the rows as held-out samples, with the model's tokenizer and chat template.
 
     Args:
         offered: see `load_train_val`.

@@ -12,11 +12,13 @@ from swiftlite.report.table import text_table
 
 WORDS = dict(zip(PLACES, ("tokens before", "tokens of the answer before"), strict=True))
 Bucket = Mapping[str, Any]
-"""One of `acceptance.by_position.describe`."""
+"""One bucket of `acceptance.by_position.describe`."""
 
 
 def position_tables(results: Mapping[str, ModelFigures]) -> str:
-    """Return a table for each place, with differences from the baseline in points; empty for a model without heads.
+    """Return a table by context length and one by position, with differences from the baseline in percentage points.
+
+    The result is empty for a model without heads.
 
     Args:
         results: figures of "model", and of "baseline" if there is one.

@@ -6,8 +6,9 @@ from swiftlite.acceptance import report
 from swiftlite.report.table import text_table
 
 ModelFigures = dict[str, dict[str, dict[str, Any]]]
-"""Method (teacher_forced, replayed, an engine's name, that and `REPLAYED`, or that at a temperature, see
-`acceptance.report.named`) -> channel -> figures, as evaluation.json has them."""
+"""Method -> channel -> figures, in the format of evaluation.json. A method is teacher_forced, replayed, an engine's
+name, an engine's name followed by `REPLAYED`, or an engine's name with a temperature (`acceptance.report.named`).
+"""
 REPLAYED = "_replayed"
 """Suffix of an engine's name: simulated speculative decoding over this engine's answers."""
 
@@ -25,7 +26,7 @@ def describe(method: str) -> str:
 
 
 def num_rows(figures: dict[str, Any]) -> int:
-    """Return the number of samples, or of an engine's prompts."""
+    """Return the number of samples, or for an engine the number of prompts."""
     if "samples" in figures:
         return figures["samples"]
     return figures["prompts"]
@@ -44,7 +45,7 @@ def compare_with_engine(engine: str, counted: dict[str, Any], walk: dict[str, An
 
 
 def table(results: dict[str, ModelFigures]) -> str:
-    """Return a table with a line for each channel, with differences from the baseline in points.
+    """Return a table with a line for each channel, with differences from the baseline in percentage points.
 
     Args:
         results: figures of "model", and of "baseline" if there is one.
@@ -64,7 +65,7 @@ def table(results: dict[str, ModelFigures]) -> str:
 
 
 def share_cells(found: list[float], before: list[float]) -> list[str]:
-    """Return one cell per depth: 50.0%, or 50.0% (+10.0) if the baseline has that depth."""
+    """Return one cell per depth: "50.0%", or "50.0% (+10.0)" if the baseline has this depth."""
     cells = []
     for depth, rate in enumerate(found):
         cell = f"{rate:.1%}"

@@ -1,4 +1,4 @@
-"""Models and datasets of the Hugging Face hub and GGUF files, given by name, not as a directory. No torch at import.
+"""Resolve names of models and datasets on the Hugging Face hub, and GGUF files. Does not import torch.
 
-`model.py` resolves the name of a model to a directory. Read `name.py` next.
+`model.py` resolves the name of a model to a directory; `name.py` parses names.
 """

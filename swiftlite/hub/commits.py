@@ -1,6 +1,6 @@
-"""Resolve each name of the hub to a commit once; this process, its subprocesses and a resumed run use that commit.
+"""Resolve each name on the hub to a commit once; this process, its subprocesses and a resumed run use this commit.
 
-The commits are kept in an environment variable, because a launcher passes its environment to its ranks.
+The commits are stored in an environment variable, because a launcher passes its environment to its ranks.
 """
 
 import json
@@ -51,7 +51,7 @@ def write_commits(run_dir: Path, names: Iterable[HubName]) -> None:
 
 
 def read_commits(run_dir: Path) -> dict[str, str]:
-    """Return the commits that a run started with; {} if it has none.
+    """Return the commits that a run started with; {} without a file.
 
     Raises:
         UserError: the file is damaged.

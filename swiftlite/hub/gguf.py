@@ -1,6 +1,7 @@
 """Convert each GGUF file once to a Hugging Face directory, with transformers, and keep it next to the hub's cache.
 
-The SHA-256 of the file and the version of transformers name the directory. A directory is complete or absent.
+The directory's name contains the SHA-256 of the file and the version of transformers. Directories are created
+atomically.
 """
 
 import hashlib
@@ -23,7 +24,7 @@ PACKAGES = ("gguf", "accelerate")
 
 
 def gguf_description(file: Path) -> Path:
-    """Return the directory that `gguf_model` made, or one with only the config files and the tokenizer.
+    """Return the directory of `gguf_model` if it exists; otherwise one with only the config files and the tokenizer.
 
     Raises:
         UserError: transformers cannot read the file.
@@ -61,13 +62,13 @@ def _directory(file: Path) -> Path:
 
 @cache
 def _digest(file: Path, size: int, modified: int) -> str:
-    """Return the SHA-256 of a file. Its size and time are part of the cache key, so a changed file is read again."""
+    """Return the SHA-256 of a file; size and time are part of the cache key, so a changed file is read again."""
     with file.open("rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def _make(file: Path, directory: Path, write: Callable[[Path, Path], None]) -> Path:
-    """Let `write` fill a temporary directory, then rename it. Other processes wait and use the same directory."""
+    """Call `write` with a temporary directory, then rename it. Other processes wait, and use the result."""
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise UserError(f"{file} requires {' and '.join(missing)}", f"pip install {' '.join(missing)}")
@@ -77,7 +78,7 @@ def _make(file: Path, directory: Path, write: Callable[[Path, Path], None]) -> P
         with FileLock(writing.with_suffix(".lock")):
             if not directory.is_dir():
                 _write_whole(file, directory, writing, write)
-    except OSError as error:  # from writing, because errors of reading are UserErrors already
+    except OSError as error:  # an error of writing, because reading raises UserErrors
         raise UserError(
             f"{file} cannot be de-quantized to {directory.parent}: {reason_of(error)}",
             "free disk space, or export HF_HOME=DIR on another disk",
@@ -87,7 +88,7 @@ def _make(file: Path, directory: Path, write: Callable[[Path, Path], None]) -> P
 
 def _write_whole(file: Path, directory: Path, writing: Path, write: Callable[[Path, Path], None]) -> None:
     """Fill `writing`, and rename it to `directory` when it is complete."""
-    shutil.rmtree(writing, ignore_errors=True)  # left by a killed process
+    shutil.rmtree(writing, ignore_errors=True)  # files of a killed process
     try:
         writing.mkdir()
         write(file, writing)
@@ -105,7 +106,7 @@ def _write_description(file: Path, directory: Path) -> None:
     try:
         config = AutoConfig.from_pretrained(**named)
         tokenizer = AutoTokenizer.from_pretrained(**named)
-    except Exception as error:  # a parser of untrusted bytes can raise anything
+    except Exception as error:  # a parser of untrusted bytes can raise any exception
         raise _unreadable(file, error) from None
     config.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
@@ -124,9 +125,9 @@ def _write_model(file: Path, directory: Path) -> None:
     except Exception as error:
         raise _unreadable(file, error) from None
     loaded, report = cast(tuple[Any, dict[str, Any]], read)
-    if missing := sorted(report["missing_keys"]):  # transformers initialized them at random
+    if missing := sorted(report["missing_keys"]):  # transformers initialized them randomly
         raise UserError(f"{file} lacks {len(missing)} tensors, such as {missing[0]}", "download it again")
-    # transformers does not save a model that it read from GGUF, but it saves a new one with the same parameters.
+    # transformers cannot save a model that was read from GGUF, but it can save a new one with the same parameters.
     with torch.device("meta"):
         plain = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory), dtype=torch.float32)
     plain.load_state_dict(loaded.state_dict(), assign=True)

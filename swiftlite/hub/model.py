@@ -1,4 +1,4 @@
-"""Resolve the name of a model to a directory, for all other modules. A directory is returned unchanged.
+"""Resolve the name of a model to a directory. A directory is returned unchanged.
 
 Rules read config.json before anything large is downloaded. Therefore `description_of` fetches only the small files, and
 `local_model` also fetches the weights.
@@ -21,7 +21,7 @@ def description_of(name: str) -> Path:
         name: a directory, `org/name`, `org/name@revision`, or a file that ends in .gguf.
 
     Returns:
-        For a name of the hub or a GGUF file: a directory in the cache. Otherwise the given path, which may be missing.
+        For a name on the hub or a GGUF file, a directory in the cache. Otherwise the given path, which may not exist.
 
     Raises:
         UserError: the files are not available; the hint says what to type next.

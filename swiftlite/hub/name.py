@@ -1,4 +1,4 @@
-"""Parse names of the hub: `org/name`, `org/name@revision`, and for a dataset `org/name:subset/split@revision`."""
+"""Parse names on the hub: `org/name`, `org/name@revision`, and for a dataset `org/name:subset/split@revision`."""
 
 import re
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ _DATASET = re.compile(_REPOSITORY + _SUBSET + _REVISION)
 
 @dataclass(frozen=True)
 class HubName:
-    """A repository of the hub, as the user named it.
+    """A name of a repository on the hub, as given by the user.
 
     Attributes:
         repository: `org/name`.
@@ -56,7 +56,7 @@ class HubName:
 
 
 def model_name(text: str) -> HubName | None:
-    """Return the model of the hub that the text names; None if it is a path."""
+    """Return the model on the hub that the text names; None if the text is a path."""
     found = _MODEL.fullmatch(text)
     if found is None or text.endswith(".gguf") or _is_path(text):
         return None
@@ -64,7 +64,7 @@ def model_name(text: str) -> HubName | None:
 
 
 def dataset_name(text: str) -> HubName | None:
-    """Return the dataset of the hub that the text, without its #N, names; None if it is a file."""
+    """Return the dataset on the hub that the text, without #N, names; None if the text is a file."""
     found = _DATASET.fullmatch(text)
     if found is None or text.endswith(DATA_SUFFIXES) or _is_path(text):
         return None
@@ -86,14 +86,14 @@ def models_in(args: Any) -> dict[str, str]:
 
 
 def dataset_names(args: Any) -> list[HubName]:
-    """Return the datasets of the hub that a command's options name."""
+    """Return the datasets on the hub that a command's options name."""
     given = chain.from_iterable(vars(args).get(option, ()) for option in _DATASET_OPTIONS)
     names = [dataset_name(split_sample(text)[0]) for text in given]
     return [name for name in names if name is not None]
 
 
 def hub_names(args: Any) -> list[HubName]:
-    """Return all models and datasets of the hub that a command's options name."""
+    """Return all models and datasets on the hub that a command's options name."""
     models = [model_name(text) for text in models_in(args).values()]
     return [name for name in models if name is not None] + dataset_names(args)
 
@@ -101,7 +101,7 @@ def hub_names(args: Any) -> list[HubName]:
 def _is_path(text: str) -> bool:
     """Return whether a text is a path: it exists, or its parent directory exists and it has neither @ nor `:`.
 
-    The second case keeps a typo in a path from becoming a request to the hub.
+    The second case avoids a request to the hub for a path with a typo.
     """
     is_bare = not {"@", ":"} & set(text)
     return Path(text).exists() or (is_bare and Path(text).parent.exists())

@@ -1,4 +1,4 @@
-"""Upload a directory to a repository of the hub, in one commit."""
+"""Upload a directory to a repository on the hub, in one commit."""
 
 import glob
 from pathlib import Path
@@ -30,10 +30,10 @@ def push(directory: Path, name: HubName, *, is_private: bool) -> None:
     """Upload the directory in one commit.
 
     The commit also deletes *.safetensors and *.index.json files of an earlier model, such as superfluous shards. Files
-    in subfolders stay.
+    in subfolders are not deleted.
 
     Args:
-        is_private: visibility of a repository that is created; an existing repository keeps its own.
+        is_private: whether a new repository is private; the visibility of an existing one is not changed.
 
     Raises:
         UserError: the upload failed; the directory is unchanged.
@@ -44,7 +44,7 @@ def push(directory: Path, name: HubName, *, is_private: bool) -> None:
     try:
         with refusals(name, "write to"):
             api.create_repo(name.repository, private=is_private, exist_ok=True)
-            # A pattern such as *.safetensors would match in subfolders too.
+            # A pattern such as *.safetensors would also match in subfolders.
             old = [path for path in api.list_repo_files(name.repository) if "/" not in path and path.endswith(WEIGHTS)]
             commit = api.upload_folder(
                 repo_id=name.repository,

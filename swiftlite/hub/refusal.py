@@ -14,7 +14,7 @@ def refusals(name: HubName, doing: str = "read") -> Iterator[None]:
     """Convert the exceptions of calls to huggingface_hub and datasets.
 
     Raises:
-        UserError: instead of their exceptions.
+        UserError: raised instead of the exceptions of these packages.
     """
     from huggingface_hub import constants, errors
 

@@ -41,7 +41,7 @@ def snapshot(name: HubName, files: tuple[str, ...], shows_progress: bool = False
 
 
 def _silent_bar() -> Any:
-    """Return the class of an invisible progress bar, because small files arrive before a bar can be read."""
+    """Return the class of an invisible progress bar, for small files that are downloaded quickly."""
     from tqdm.auto import tqdm
 
     class SilentBar(tqdm):

@@ -1,1 +1,1 @@
-"""Run `swiftlite regenerate`: let the model answer the rows of a dataset, to train its heads on its own answers."""
+"""Run `swiftlite regenerate`: let a model answer the rows of a dataset, to train its heads on these answers."""

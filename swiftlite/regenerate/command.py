@@ -1,7 +1,8 @@
-"""Run `swiftlite regenerate`: generate answers, store them, and make a dataset of them.
+"""Run `swiftlite regenerate`: generate answers, store them, and write a dataset with them.
 
-Answers are appended to answers.jsonl as they finish, one line per turn (`serve/answers.py`); the same command resumes
-after them. dataset.jsonl and report.json depend only on the rows, the options and these answers."""
+Answers are appended to answers.jsonl as they finish, one line per turn (`serve/answers.py`); running the same command
+again continues after them. dataset.jsonl and report.json depend only on the rows, the options and these answers.
+"""
 
 import json
 from collections.abc import Sequence
@@ -41,7 +42,7 @@ def run(args: RegenerateArgs) -> None:
 
     longest = [longest_prompt(chat) for chat in dialogues.chats.values()]
     prompts = [encode_prompt(template, chat) for chat in longest]
-    # The model's answers may be longer than those of the rows, in every turn.
+    # In every turn, the model's answer can be longer than that of the row.
     longest_sequence = max(map(len, prompts)) + dialogues.longest * args.max_new_tokens
     length = sequence_length(model, longest_sequence, args.num_speculative_tokens, args.max_model_len)
     config = engine_config(args, model, length)
@@ -73,7 +74,7 @@ def run(args: RegenerateArgs) -> None:
 
 
 def _asking(chats: Sequence[Conversation]) -> dict[int, Conversation]:
-    """Return the rows with a prompt, by their number; in the others the assistant only calls tools."""
+    """Return the rows with a prompt, by row number; in all other rows the assistant only calls tools."""
     asking = {row: chat for row, chat in enumerate(chats) if answered_turns(chat)}
     if not asking:
         raise UserError("--dataset: no row has a prompt, the assistant only calls tools", "use other rows")

@@ -52,7 +52,7 @@ def make_rows(dialogues: Dialogues, gold: Sequence[NumberedRow], gold_fraction: 
             number,
             len(gold),
         )
-    # RandomState, because numpy guarantees a stable stream.
+    # RandomState, because numpy guarantees its stream across versions.
     order = np.random.RandomState(seed).permutation(len(gold))[:number]
     return DatasetRows(regenerated, [gold[place] for place in order], num_conversations - len(regenerated))
 

@@ -1,6 +1,6 @@
-"""Conversations that the model answers turn by turn, each after its own previous answers.
+"""Conversations that the model answers turn by turn, with its previous answers in the prompt.
 
-This module uses no engine and no file; `generate.py` generates, `rows.py` makes a dataset.
+This module uses neither engines nor files: `generate.py` generates answers, and `dataset_rows.py` creates a dataset.
 """
 
 import itertools
@@ -12,7 +12,7 @@ from typing import Literal
 from swiftlite.data.rows.conversation import Conversation
 
 End = Literal["last_turn", "truncated", "empty", "no_room"]
-"""End of a conversation: after its last turn, at a truncated answer, at an empty one, or without room for an answer."""
+"""Why a conversation ended: after its last turn, at a truncated or an empty answer, or without room for an answer."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,9 @@ def answered_turns(chat: Conversation) -> list[int]:
 def prompt_after(chat: Conversation, answers: Sequence[str]) -> Conversation:
     """Return the next prompt after these answers to the first turns of a conversation.
 
-    The model's answers are trained. Other assistant turns, tool calls, are not, because the model did not generate
-    them. The row's loss weights belong to the original answers and are not used for new ones."""
+    The model's answers are trained. Tool calls of the row are not trained, because the model did not generate them. The
+    loss weights of the row are not used, because they belong to the original answers.
+    """
     turns = answered_turns(chat)
     end = turns[len(answers)]
     messages = chat.messages[:end]
@@ -79,7 +80,7 @@ def prompt_after(chat: Conversation, answers: Sequence[str]) -> Conversation:
 
 
 def longest_prompt(chat: Conversation) -> Conversation:
-    """Return the prompt of a conversation's last turn, with the row's own answers to the previous turns."""
+    """Return the prompt of a conversation's last turn, with the answers of the row in previous turns."""
     turns = answered_turns(chat)
     return prompt_after(chat, [chat.messages[place]["content"] for place in turns[:-1]])
 
@@ -98,7 +99,7 @@ def distinct(chats: Mapping[int, Conversation]) -> dict[int, Conversation]:
 
 
 class Dialogues:
-    """Conversations while the model answers them.
+    """The state of conversations that the model answers.
 
     Args:
         chats: conversations by number of the row.
@@ -106,7 +107,7 @@ class Dialogues:
         drop_truncated: whether a truncated answer ends its conversation and is removed.
 
     Attributes:
-        requests: all requests, with the first turns of all conversations before the second ones.
+        requests: all requests: first turns of all conversations, then second turns, and so on.
         answers: answers of the model.
     """
 
@@ -127,7 +128,7 @@ class Dialogues:
         return max(self._num_turns.values(), default=0)
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
-        """Yield row and answer of every conversation."""
+        """Yield (row number, answer number) of every conversation."""
         return itertools.product(self.chats, range(self._num_answers))
 
     def turns_so_far(self, row: int, answer: int) -> list[RegeneratedTurn]:

@@ -21,7 +21,7 @@ from swiftlite.serve.answers import AnswersFile
 from swiftlite.serve.infer import Answers, decode
 
 Asked = tuple[int, list[int]]
-"""Place of a request among all, and the tokens of its prompt."""
+"""Index of a request among all requests, and the tokens of its prompt."""
 
 
 def names_of(dialogues: Dialogues) -> list[str]:
@@ -62,10 +62,10 @@ def generate_all(
     Args:
         config: its max_model_len must be set; a prompt without room for an answer ends its conversation.
         file: file with the answers of `dialogues`; each new answer is appended when it finishes.
-        sampling: an answer is sampled with its place among all requests as its number.
+        sampling: sampling settings; the number of an answer is the index of its request among all requests.
 
     Returns:
-        The new answers in the order of their requests. None if none was missing; then no engine was started.
+        The new answers in the order of their requests. None if no answer was missing; then no engine was started.
     """
     assert config.max_model_len is not None
     rounds = _rounds(dialogues, template, config.max_model_len)
@@ -101,8 +101,7 @@ def generate_all(
 
 
 def _rounds(dialogues: Dialogues, template: ChatTemplate, max_length: int) -> Iterator[list[Asked]]:
-    """Yield the missing requests of each turn, computed at the start of its round from the answers of the previous
-    ones.
+    """Yield the missing requests of each turn; they are computed when the previous turns are answered.
 
     Args:
         max_length: maximum length of prompt and answer. A conversation without room for an answer ends.

@@ -19,7 +19,7 @@ def make_report(
 
     Args:
         chats: every row of the dataset.
-        num_asking: number of rows with a prompt; in the others the assistant only calls tools.
+        num_asking: number of rows with a prompt; in all other rows the assistant only calls tools.
     """
     said = []
     for row, answer in dialogues:
@@ -53,7 +53,7 @@ def make_report(
 
 
 def lengths(numbers: Sequence[int]) -> dict[str, int]:
-    """Return the sum, the extremes, the median and the 90th percentile; all 0 if there are no numbers."""
+    """Return the sum, minimum, maximum, median and 90th percentile; all 0 for an empty list."""
     percentiles = np.percentile(numbers or [0], (0, 50, 90, 100), method="inverted_cdf").tolist()
     return {"sum": sum(numbers), **dict(zip(("min", "median", "p90", "max"), percentiles, strict=True))}
 

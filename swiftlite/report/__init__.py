@@ -1,5 +1,6 @@
 """Write report pages, each a single HTML file without scripts and network access.
 
-`page.py` defines the content of a page and renders HTML, `figure.py` draws charts, `run_page.py` and `comparison.py`
-make the pages of runs. The pages of `bench` and `evaluate` are in their packages. This package reads files of runs and
-never changes them."""
+`page.py` defines the content of a page and renders HTML, `figure.py` draws charts, and `run_page.py` and
+`comparison.py` create the pages of runs. The pages of `bench` and `evaluate` are in their packages. This package reads
+files of runs and never changes them.
+"""

@@ -22,7 +22,7 @@ def run(args: ReportArgs) -> None:
     path = Path(args.output or default_output(directories))
     try:
         content = render(_page(directories))
-    except (AttributeError, KeyError, TypeError, ValueError) as error:  # the files were modified
+    except (AttributeError, KeyError, TypeError, ValueError) as error:  # a file was modified
         raise UserError(
             f"--runs {' '.join(args.runs)}: invalid files: {type(error).__name__}: {error}",
             "give unmodified --output_dir directories of training runs",

@@ -21,7 +21,7 @@ CURVES = (
     ("tokens_per_second", "Speed", "tokens/s"),
     ("peak_memory_gb", "Peak memory of the first rank", "GB"),
 )
-"""Metrics of every run: name, title, label of the y axis."""
+"""Metrics that are plotted: name, title, label of the y axis."""
 MISSING = "–"
 
 
@@ -31,7 +31,7 @@ def comparison_page(directories: Sequence[Path]) -> Page:
     measured = {name: run.generated("after") for name, run in runs.items() if run.generated("after")}
     lead = "Acceptance of drafts was not measured in these runs."
     if measured:
-        # Not the acceptance rate, which is lower if more tokens are drafted.
+        # Not the acceptance rate, which decreases if more tokens are drafted.
         best = max(measured, key=lambda name: measured[name]["mean_accepted_length"])
         length = measured[best]["mean_accepted_length"]
         lead = f"{best} has the most tokens per step on held-out prompts: {length:.2f}, including one of the trunk."
@@ -56,7 +56,7 @@ def _named(runs: Sequence[tuple[Path, RunFiles]]) -> dict[str, RunFiles]:
 
 
 def _final_figures(runs: dict[str, RunFiles]) -> Table:
-    """Return a row for each figure that one of the runs has."""
+    """Return a row for each figure that any run has."""
     lines = chain.from_iterable(run.metrics for run in runs.values())
     metrics = sorted(set().union(*lines) - {"step"})
     rows = [["steps", *(number(run.last_step) for run in runs.values())]]
@@ -88,7 +88,7 @@ def _cells(values: Sequence[float | None], show: Callable[[float], str]) -> list
 
 
 def _differences(runs: dict[str, RunFiles]) -> Table:
-    """Return the options that differ between the runs; missing ones have their defaults."""
+    """Return the options that differ between the runs; missing options count as their defaults."""
     known = options(SftArgs)
     rows = []
     for name, option in known.items():

@@ -26,7 +26,7 @@ Points = Sequence[tuple[float, float]]
 INK = "#010101"
 GRID = "#010102"
 SERIES = ("#010111", "#010112", "#010113", "#010114", "#010115", "#010116")
-"""Placeholder colors of the series of a figure; a seventh series looks like the first."""
+"""Placeholder colors of the series of a figure; the seventh series has the color of the first."""
 VARIABLES = {INK: "--ink", GRID: "--line"} | {color: f"--series-{n + 1}" for n, color in enumerate(SERIES)}
 DASHES = ("-", "--", ":", "-.", "-", "--")
 HATCHES = ("", "////", "---", "", "xxx", "...")
@@ -54,7 +54,7 @@ STYLE: dict[Any, Any] = {
     "axes.axisbelow": True,
 }
 WIDTH, HEIGHT = 4.6, 2.5
-"""Size in inches: 442 pixels wide, which a phone scales to three quarters, with letters of 10 pixels."""
+"""Size of charts in inches, 442 pixels wide. A phone scales this to three quarters, with text of 10 pixels."""
 MAX_POINTS = 600
 """Maximum points of a line, about one per pixel."""
 MAX_ROWS = 40
@@ -195,16 +195,17 @@ def thin(points: Points, most: int) -> Points:
 @contextmanager
 def _axes(height: float = HEIGHT) -> Iterator[tuple[mpl_figure.Figure, Axes]]:
     with rc_context(STYLE), warnings.catch_warnings():
-        # The browser selects fonts; matplotlib only measures with one, which lacks characters of many languages.
+        # The browser selects fonts; matplotlib only measures text with its font, which lacks characters of many
+        # languages.
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
         figure = mpl_figure.Figure(figsize=(WIDTH, height), layout="constrained")
         yield figure, figure.subplots()
 
 
 def as_svg(figure: mpl_figure.Figure) -> bytes:
-    """Return the figure as an SVG file, bitwise identical each time."""
+    """Return the figure as an SVG file, which is bitwise reproducible."""
     out = io.BytesIO()
-    with rc_context({"svg.hashsalt": "swiftlite"}):  # otherwise ids are random
+    with rc_context({"svg.hashsalt": "swiftlite"}):  # otherwise, ids are random
         figure.savefig(out, format="svg", metadata={"Date": None})
     return out.getvalue()
 

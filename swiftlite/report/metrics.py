@@ -11,7 +11,7 @@ METRICS_FILE = "metrics.jsonl"
 
 
 def metrics_of(line: bytes) -> dict[str, Any] | None:
-    """Parse a line of metrics; None for damaged ones, such as an incomplete line of a killed process, or zeros."""
+    """Parse a line of metrics; None if it is damaged, such as an incomplete line of a killed process, or zeros."""
     try:
         content = parse_json(line.decode())
     except ValueError:  # UnicodeDecodeError is one
@@ -22,7 +22,7 @@ def metrics_of(line: bytes) -> dict[str, Any] | None:
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """Return the valid lines of a run's metrics.jsonl, with a warning about the others; none without the file."""
+    """Return the valid lines of a run's metrics.jsonl, with a warning about invalid ones; empty without the file."""
     path = run / METRICS_FILE
     if not path.is_file():
         return []

@@ -53,7 +53,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class MarkedAnswer:
-    """A held-out prompt and its answer, token by token (`swiftlite.acceptance.answers.describe`), after and before.
+    """A held-out prompt and its answers after and before training, by token (`swiftlite.acceptance.answers.describe`).
 
     Attributes:
         note: number of drafted tokens.

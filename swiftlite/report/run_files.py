@@ -1,6 +1,6 @@
 """Read the files in a training run's output_dir for a page.
 
-A missing file is empty; so is a damaged one, with a warning.
+Missing files count as empty, and so do damaged files, with a warning.
 """
 
 from dataclasses import dataclass

@@ -18,7 +18,7 @@ from swiftlite.report.run_files import RunFiles, read_run
 
 PAGE_FILE = "run_report.html"
 WHENS = ("after", "before")
-"""In order of importance."""
+"""The two measurements, in order of importance."""
 MAX_BAD_ROWS = 50
 
 
@@ -137,7 +137,7 @@ def _acceptance_section(run: RunFiles) -> Section | None:
 def held_out_agreement(run: RunFiles) -> list[Line]:
     """Return the share of held-out labels where a head predicts the same token as the trunk, by depth.
 
-    metrics.jsonl has the evaluations during training, acceptance.json the one before the first step.
+    metrics.jsonl contains the evaluations during training, acceptance.json the evaluation before the first step.
     """
     before = run.acceptance.get("before", {}).get("teacher_forced", {}).get("acceptance_per_depth", [])
     lines = []

@@ -1,9 +1,9 @@
-"""Rules for options, checked before torch loads. They may use `args`, `plan` and the contents of small files.
+"""Rules for options, checked before torch is imported.
 
-A rule is a small function, named after its requirement, that yields (problem, hint) in the user's terms. `check` runs
-all rules of a command and reports every problem together. A setting without effect is a note, not a problem. Each
-command has one file. `common.py` has the rules that commands share; `training/sft_*.py` divide the largest command by
-subject.
+May import `args` and `plan`, and read small files. A rule is a small function, named after its requirement, that yields
+(problem, hint) in the user's terms. `check` runs all rules of a command and reports every problem together. A setting
+without effect is a note, not a problem. Each command has one file. `common.py` has the rules that commands share;
+`training/sft_*.py` divide the largest command by subject.
 """
 
 from typing import Any
@@ -32,7 +32,7 @@ def check(args: Any, world_size: int = 1) -> list[str]:
 
     Args:
         args: an instance of one of the command classes.
-        world_size: processes of the run.
+        world_size: number of processes of the run.
 
     Returns:
         Notes: settings that have no effect, and why.
@@ -41,10 +41,10 @@ def check(args: Any, world_size: int = 1) -> list[str]:
         OptionError: an option is invalid; the error lists every problem.
     """
     problems: list[Problem] = list(common.texts_can_be(args))
-    if problems:  # the rules require valid texts
+    if problems:  # other rules require valid texts
         raise OptionError(problems)
     facts = read_facts(args, world_size)
-    if found := impossible_values(facts.hf_config):  # the rules compute with these values
+    if found := impossible_values(facts.hf_config):  # other rules compute with these values
         where = config_directory(facts.directory) / "config.json"
         raise OptionError([(f"--model: {where}: {problem}", "download config.json again") for problem in found])
     module = rules_of(args)
@@ -59,10 +59,11 @@ def check(args: Any, world_size: int = 1) -> list[str]:
 
 
 def rules_of(args: Any) -> Any:
-    """Return the module with RULES and NOTES of the command, or of the training method, that these options belong to.
+    """Return the module with RULES and NOTES for these options: that of the command or of the training method.
 
-    RULES yield a problem and a hint, NOTES a line about a setting without effect; both take the options and `Facts`.
-    A training method's module may have UNSUPPORTED: options of `megatron sft` that it rejects, with the reasons.
+    RULES yield (problem, hint), and NOTES yield lines about settings without effect. The arguments of both are the
+    options and `Facts`. A training method's module may have UNSUPPORTED: options of `megatron sft` that it rejects,
+    with the reasons.
     """
     if isinstance(args, SftArgs):
         return method_of(args).load_rules()

@@ -1,4 +1,4 @@
-"""Rules of `bench`: its own, and those of `deploy` for the servers that it starts."""
+"""Rules of `bench`, including those of `deploy` for the servers that it starts."""
 
 from collections.abc import Iterator
 

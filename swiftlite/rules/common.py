@@ -25,7 +25,7 @@ from swiftlite.plan.layout import layout_of, layout_problems, process_problems
 
 _PATHS = ("model", "output_dir", "dataset", "val_dataset", "baseline", "mtp_graft_from", "result_path")
 _PATHS += ("ref_model", "ref_logprobs_cache", "cache_trunk_states", "acceptance_json", "adapters", "runs", "output")
-# Linux allows 255 and 4095 bytes. The temporary file next to a path has a longer name.
+# Linux allows 255 and 4095 bytes. Temporary files next to a path have longer names.
 _MAX_NAME = 235
 _MAX_PATH = 4000
 TRAIN_HEADS = "train heads first: swiftlite megatron sft --mtp_num_layers 1"
@@ -43,10 +43,10 @@ def numbers_are_in_range(args: Any, facts: Facts) -> Iterator[Problem]:
 
 
 def left_out(args: Any, command: str, why: Mapping[str, str]) -> Iterator[Problem]:
-    """Yield a problem for each given option that a command has only because it shares a class with another command.
+    """Yield a problem for each given option that the command does not support, although its class has it.
 
     Args:
-        why: by name of each such option, the reason why the command does not support it.
+        why: the reasons, by option name.
     """
     known = options(type(args))
     for name, reason in why.items():
@@ -55,9 +55,9 @@ def left_out(args: Any, command: str, why: Mapping[str, str]) -> Iterator[Proble
 
 
 def without_options(rules: Iterable[Rule], names: Iterable[str]) -> tuple[Rule, ...]:
-    """Return the same rules, which see the options `names` at their defaults.
+    """Return the rules, called with the options `names` at their defaults.
 
-    `left_out` rejects these options; advice about how to use them would contradict it.
+    `left_out` rejects these options, and hints about how to use them would contradict it.
     """
     return tuple(_without_options(rule, tuple(names)) for rule in rules)
 
@@ -72,7 +72,7 @@ def _without_options(rule: Rule, names: tuple[str, ...]) -> Rule:
 
 
 def texts_can_be(args: Any) -> Iterator[Problem]:
-    """Reject texts that cannot be written to a file and paths that no file can have. Python raises for them later."""
+    """Reject texts that cannot be written to a file, and impossible paths, before Python raises errors for them."""
     for option, given in vars(args).items():
         texts = given if isinstance(given, list) else [given]
         for text in texts:

@@ -25,7 +25,7 @@ def engine_is_installed(args: DeployArgs, facts: Facts) -> Iterator[Problem]:
 
 
 def given_of_drafting(args: DeployArgs) -> list[str]:
-    """Return the names of the given options that control drafting."""
+    """Return the names of options for drafting that were given."""
     names = list(engine_options.given_of_speculation(args))
     if args.draft_schedule is not None:
         names.insert(0, "draft_schedule")
@@ -91,7 +91,7 @@ def one_gpu_has_one_worker(args: DeployArgs, facts: Facts) -> Iterator[Problem]:
 
 
 def live_weights_reach_whole_layers(args: DeployArgs, facts: Facts) -> Iterator[Problem]:
-    """Require workers that read every tensor, see `engines.loading.weight_update.unsupported_layout`."""
+    """Require a layout in which every worker reads every tensor; see `unsupported_layout`."""
     kwargs = ENGINES[args.infer_backend].engine_kwargs(args)
     for name, usual in (("pipeline_parallel_size", 1), ("enable_expert_parallel", False)):
         value = kwargs.get(name) or usual
@@ -105,7 +105,7 @@ def live_weights_reach_whole_layers(args: DeployArgs, facts: Facts) -> Iterator[
 def live_weights_are_guarded(args: DeployArgs, facts: Facts) -> Iterator[Problem]:
     """Require a key on a non-loopback address, and reject several keys on any address.
 
-    With several keys the routes that replace weights would not be guarded, see `engines/vllm/live/guard.py`.
+    With several keys, the routes that replace weights would not be protected, see `engines/vllm/live/guard.py`.
     """
     if not args.live_weights:
         return

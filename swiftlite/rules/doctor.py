@@ -30,7 +30,7 @@ def model_to_audit_is_a_directory(args: DoctorArgs, facts: Facts) -> Iterator[Pr
         yield f"--model {path} is not a directory", hint
 
 
-# Options of --engine that apply to every engine; each other one belongs to one engine.
+# Options that --engine uses with every engine; all other ones belong to one engine.
 OF_ENGINES = ("trust_remote_code", "torch_dtype", "num_speculative_tokens")
 
 
@@ -85,7 +85,7 @@ def plan_fits_the_model(args: DoctorArgs, facts: Facts) -> Iterator[Problem]:
             "give the directory of a Hugging Face model",
         )
     if any(True for _ in common.numbers_are_in_range(args, facts)) or not facts.hf_config:
-        return  # no plan can be computed; this or another rule reports why
+        return  # no plan can be computed; a rule reports the reason
     layout = layout_of(args)
     setup = planned_setup(args, facts.hf_config)
     yield from layout_problems(layout, facts.architecture, setup.heads.layers)

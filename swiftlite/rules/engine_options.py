@@ -62,7 +62,7 @@ def options_of_engines_agree(args: EngineCommand, facts: Facts) -> Iterator[Prob
 
 
 def engine_kwargs_leave_what_has_an_option(args: EngineCommand, facts: Facts) -> Iterator[Problem]:
-    """Reject engine kwargs that have an option, because rules check only the option."""
+    """Reject engine kwargs for which there is an option, because rules check only options."""
     info = ENGINES[args.infer_backend]
     kwargs = info.engine_kwargs(args)
     for name in info.option_names:

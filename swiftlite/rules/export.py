@@ -44,7 +44,7 @@ def export_source_fits(args: ExportArgs, facts: Facts) -> Iterator[Problem]:
 
 
 def export_output_can_take_its_name(args: ExportArgs, facts: Facts) -> Iterator[Problem]:
-    """Require an --output_dir that a rename can replace: an export is written next to it and renamed when complete."""
+    """Require an --output_dir that can be replaced by a rename, because exports are written next to it and renamed."""
     given = Path(args.output_dir)
     directory = given.resolve()
     if not args.output_dir or not directory.is_dir():

@@ -31,7 +31,7 @@ def output_can_be(args: ReportArgs, facts: Facts) -> Iterator[Problem]:
     if path.is_dir():
         yield f"--output {path} is a directory", f"give a file: --output {path / 'runs.html'}"
     elif path.exists() and not path.is_file():
-        yield f"--output {path} is not a regular file", "use another file"  # a device such as /dev/stdout
+        yield f"--output {path} is not a regular file", "use another file"  # such as /dev/stdout
     elif path.is_file() and not _is_page(path):
         yield f"--output {path} exists and is not an HTML page", "use another file"
     elif not path.parent.is_dir():

@@ -1,1 +1,1 @@
-"""The commands that serve a model, `infer` and `deploy`; they refer to engines only by their records."""
+"""The commands that serve a model, `infer` and `deploy`. They access engines only through their `EngineInfo`."""

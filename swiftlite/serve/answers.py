@@ -1,7 +1,9 @@
-"""Write the file of `infer --result_path`, to which answers are appended as they finish; the same command resumes.
+"""Write the file of `infer --result_path`, to which answers are appended as they finish.
 
-`regenerate` stores its answers in the same way. During a run lines are in the order in which answers finished, at its
-end in the order of the prompts. A second file, NAME.args.json, records the settings of the answers."""
+Running the same command again generates only missing answers. `regenerate` also stores its answers in this way. During
+a run, lines are in the order in which answers finish; at its end, they are sorted in the order of the prompts. A second
+file, NAME.args.json, records the settings of the answers.
+"""
 
 import fcntl
 import hashlib
@@ -22,7 +24,7 @@ from swiftlite.json_file import parse_json, read_json
 from swiftlite.log import logger
 from swiftlite.redact import redact
 
-# Options that do not change an answer. The files of the model and the prompts of a dataset count, not their paths.
+# Options that do not change an answer. Paths do not count, because the content of models and datasets is compared.
 NOT_OF_ANSWERS = {
     "model",
     "adapters",
@@ -32,15 +34,15 @@ NOT_OF_ANSWERS = {
     "acceptance_json",
     "max_batch_size",
     "trust_remote_code",
-    # regenerate's
+    # of regenerate
     "dataset",
     "output_dir",
     "gold_fraction",
     "drop_truncated",
     "max_bad_rows",
 }
-# Number and size of the blocks of each weight file that are compared. Fine-tuning changes nearly all of them, and a
-# file of 5 GB takes milliseconds.
+# Number and size of the blocks of each weight file that are compared. Fine-tuning changes almost all blocks, and a file
+# of 5 GB takes only milliseconds.
 BLOCK_BYTES, NUM_BLOCKS = 4096, 256
 
 
@@ -48,16 +50,17 @@ class AnswersFile:
     """The answers of one run, or of several runs with the same prompts and options.
 
     Args:
-        sources: `file:line` of every prompt, as in its answer; may contain duplicates.
+        sources: `file:line` of every prompt, which identifies its answer; may contain duplicates.
         made_with: result of `describe`.
-        option: option with the file, or with its directory.
+        option: option that specifies the file or its directory.
 
     Attributes:
-        missing: places of the prompts without an answer when the file was opened.
+        missing: indices of the prompts without an answer when the file was opened.
         num_answers: number of answers in the file.
 
     Raises:
-        UserError: the file cannot be written, another process writes it, or it contains other answers.
+        UserError: the file cannot be written, another process writes it, or it contains answers to other prompts or
+            options.
     """
 
     def __init__(self, path: Path, sources: Sequence[str], made_with: dict[str, Any], option: str = "--result_path"):
@@ -89,7 +92,7 @@ class AnswersFile:
         self.close()
 
     def close(self) -> None:
-        """Let other processes write the file."""
+        """Release the lock on the file."""
         os.close(self._file)
 
     def add(self, place: int, record: dict[str, Any]) -> None:
@@ -109,25 +112,25 @@ class AnswersFile:
         self.num_answers += 1
 
     def records(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Yield the answers in the file, each with the place of its prompt."""
+        """Yield the answers in the file, each with the index of its prompt."""
         lines = self._whole_lines()
         for place, line in zip(self._places(lines), lines, strict=True):
             yield place, parse_json(line.decode())
 
     def finish(self) -> None:
-        """Sort the lines in the order of the prompts; the file is complete at any time."""
+        """Sort the lines in the order of the prompts; the file is replaced atomically."""
         lines = self._whole_lines()
         places = self._places(lines)
         if places == sorted(places):
             return
         in_order = [line for _, line in sorted(zip(places, lines, strict=True))]
         try:
-            atomic_write(self.path.resolve(), b"".join(in_order))  # a link stays one
-        except OSError as error:  # the file has all answers
+            atomic_write(self.path.resolve(), b"".join(in_order))  # keeps a link
+        except OSError as error:  # a warning, because the file has all answers
             logger.warning("%s is not sorted in the order of the prompts: %s", self.path, error.strerror)
 
     def __str__(self) -> str:
-        # A signal may come between a line and its count.
+        # A signal can arrive between writing a line and counting it.
         return f"{len(self._whole_lines())} of {len(self._sources)} answers are in {self.path}"
 
     def _lock(self) -> None:
@@ -136,7 +139,7 @@ class AnswersFile:
         except BlockingIOError:
             hint = f"wait for it, or use another {self._option}"
             raise UserError(f"{self._option} {self.path}: another process is writing it", hint) from None
-        except OSError:  # a file system without locks
+        except OSError:  # the file system has no locks
             pass
 
     def _check_made_with(self, made_with: dict[str, Any]) -> None:
@@ -164,7 +167,7 @@ class AnswersFile:
             )
 
     def _whole_lines(self) -> list[bytes]:
-        """Return all lines; an incomplete one at the end, of a killed process, is removed."""
+        """Return all complete lines; an incomplete last line of a killed process is removed from the file."""
         content = self.path.read_bytes()
         whole = content[: content.rfind(b"\n") + 1]
         if len(whole) < len(content):
@@ -173,7 +176,7 @@ class AnswersFile:
         return whole.splitlines(keepends=True)
 
     def _places(self, lines: Sequence[bytes]) -> list[int]:
-        """Return the place of each line's prompt."""
+        """Return the index of each line's prompt."""
         waiting: dict[str, list[int]] = {}
         for place in reversed(range(len(self._sources))):
             waiting.setdefault(self._sources[place], []).append(place)

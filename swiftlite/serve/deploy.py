@@ -1,6 +1,6 @@
-"""Run `swiftlite deploy`: start an engine's own OpenAI-compatible server with the flags for a checkpoint.
+"""Run `swiftlite deploy`: start an engine's OpenAI-compatible server with the flags for a checkpoint.
 
-This process becomes the server, so signals and the exit code are the server's own.
+This process is replaced by the server, so signals and the exit code are those of the server.
 """
 
 import errno
@@ -21,7 +21,7 @@ from swiftlite.log import logger
 
 
 def run(args: DeployArgs) -> None:
-    """Become the server, or with --dry_run print its command.
+    """Replace this process by the server, or with --dry_run print its command.
 
     Raises:
         UserError: the engine would not draft with the checkpoint's heads, or the port is in use; nothing is started.

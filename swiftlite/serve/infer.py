@@ -138,7 +138,7 @@ def _answer(
     sampling: Sampling,
     on_answer: OnAnswer | None = None,
 ) -> tuple[Answers, Answers | None]:
-    """Return the answers, and with --compare those without speculation, which are generated first."""
+    """Return the answers, and with --compare also answers without speculation, which are generated first."""
     plain = None
     if args.compare:
         logger.info("generating without speculation")
@@ -160,7 +160,7 @@ def logs_how_to_resume(file: AnswersFile) -> Iterator[None]:
     """Log the number of answers in the file, and how to resume, if an exception ends the block.
 
     Raises:
-        UserError: the process received SIGINT or SIGTERM; with the exit code of that signal.
+        UserError: the process received SIGINT or SIGTERM; the error has the exit code of the signal.
     """
     hint = "run the same command again to resume"
     try:
@@ -249,7 +249,7 @@ def _equality(result: Answers, plain: Answers, temperature: float) -> str:
 
 
 def _chat(args: InferArgs, model: HfModel, template: ChatTemplate, sampling: Sampling) -> None:
-    """Answer the lines of stdin, each a user turn of one conversation, until the end of the input."""
+    """Answer the lines of stdin, which are user turns of one conversation, until the end of the input."""
     limit = args.max_model_len or min(model.config["max_position_embeddings"], CHAT_LENGTH)
     engine = start_engine(args.infer_backend, engine_config(args, model, limit))
     messages: list[dict[str, Any]] = []
@@ -335,7 +335,7 @@ def _check_result_path(args: InferArgs) -> None:
 
 
 def _check_chat_path(path: Path) -> None:
-    """Check that the file of a chat, which is rewritten after each turn, is new or empty, and writable."""
+    """Check that the file of a chat is new or empty, and writable, because it is rewritten after each turn."""
     if path.exists() and (not path.is_file() or path.stat().st_size):
         raise UserError(f"--result_path {path} is not empty", "use another file, or delete it")
     try:

@@ -87,7 +87,7 @@ def reference_layout_problems(args: DpoArgs | DoctorArgs, facts: Facts) -> Itera
         *process_problems(model_problems, facts.world_size),
     ]
     for problem, hint in problems:
-        if (problem, hint) not in model_problems:  # another rule reports those of the trained model
+        if (problem, hint) not in model_problems:  # another rule reports those
             yield (
                 f"the reference model: {problem}",
                 hint or "use --ref_tensor_model_parallel_size and --ref_pipeline_model_parallel_size",

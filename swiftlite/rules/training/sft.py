@@ -33,7 +33,7 @@ from swiftlite.runtime.environment import sees_gpu
 
 def global_batch_divides(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     if packing_of(args) == "step":
-        return  # the batch size counts samples, which are divided over ranks by their work
+        return  # ranks get samples by their work, not by number
     layout = layout_of(args)
     micro = args.micro_batch_size
     if micro < 1 or args.global_batch_size < 1 or out_of_bounds(layout):

@@ -69,7 +69,7 @@ def conversations_stay_whole(args: SftArgs, facts: Facts) -> Iterator[Problem]:
 def packing_has_room(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     if not args.packing or out_of_bounds(args):
         return
-    # Each sample is padded so that context-parallel ranks can share it: with 2 ranks, 2046 tokens take 2048.
+    # Each sample is padded so that context-parallel ranks can split it: with 2 ranks, 2046 tokens become 2048.
     multiple = sequence_multiple(layout_of(args))
     longest = math.ceil(args.max_length / multiple) * multiple
     length = args.packing_length or args.max_length

@@ -1,4 +1,6 @@
-"""Rules of `megatron sft` for --output_dir and --resume: two runs must not mix, and a resumed run keeps its options."""
+"""Rules of `megatron sft` for --output_dir and --resume: runs do not share a directory, and a resumed run keeps its
+options.
+"""
 
 import dataclasses
 from collections.abc import Iterator
@@ -15,7 +17,7 @@ from swiftlite.plan.facts import Facts, run_checkpoints
 from swiftlite.plan.heads import heads_defaults
 from swiftlite.runtime.lock import holder_of, in_use
 
-# Options that a resumed run may change: length, reports, evaluations, checkpoints, and how the work is split.
+# Options that a resumed run may change: length, reports, evaluations, checkpoints, and the distribution of work.
 _FREE = {
     *(field.name for field in dataclasses.fields(RunArgs)),
     *(field.name for field in dataclasses.fields(ParallelLayout)),
@@ -96,7 +98,7 @@ def resume_has_steps_left(args: SftArgs, facts: Facts) -> Iterator[Problem]:
 def resume_keeps_the_options(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     """Reject changes of options that are not in `_FREE`.
 
-    With other data, another objective or other heads it would be a different run under the same name.
+    With different data, objective or heads, it would be a different run with the same name.
     """
     for name, before, now in _changed_options(args, facts):
         if name not in _FREE:
