@@ -1,8 +1,9 @@
-"""Acceptance during training against `transformers.generate`: the same model, prompts, precision and threads.
+"""Compare the acceptance measurement of a training run with `transformers.generate` in time and memory.
 
-What a run of `sft` measures before its first step, continuing prompts greedily and asking its heads for drafts, takes
-the time and memory beside those of `generate` alone, all prompts in one batch. The contestants run as alternating
-subprocesses, each once to warm up and once on the clock. Memory is how far the process grows beyond the loaded model.
+Before its first step, a run of `sft` continues prompts greedily and predicts drafts with its heads. This is compared
+with `generate` without heads and all prompts in one batch, with the same model, prompts, precision and threads. The
+contestants run in alternating subprocesses, each once to warm up and once measured. Memory is the growth of the process
+after loading the model.
 
     python scripts/bench/acceptance.py --model DIR
     python scripts/bench/acceptance.py --model DIR --num_prompts 4 --max_new_tokens 16 --torch_dtype bfloat16
@@ -28,7 +29,7 @@ GetTexts = Callable[[], Texts]
 
 
 def make_prompts(args: argparse.Namespace) -> Texts:
-    """Questions about the standard library, of many lengths, as token ids."""
+    """Return questions about the standard library with different lengths, as token ids."""
     sys.path.insert(0, str(SCRIPTS))
     from make_docstring_dataset import stdlib_entries
     from transformers import AutoTokenizer
@@ -45,7 +46,7 @@ def make_prompts(args: argparse.Namespace) -> Texts:
 
 
 def generate(args: argparse.Namespace, prompts: Texts) -> tuple[GetTexts, GetTexts]:
-    """transformers, a plain batch padded on the left."""
+    """Return the contestant transformers: a batch with left padding."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -71,7 +72,7 @@ def generate(args: argparse.Namespace, prompts: Texts) -> tuple[GetTexts, GetTex
 
 
 def measure(args: argparse.Namespace, prompts: Texts) -> tuple[GetTexts, GetTexts]:
-    """swiftlite, with a head that is a copy of the last layer where the model has none."""
+    """Return the contestant swiftlite; a model without heads gets one that is a copy of the last layer."""
     import torch
 
     from swiftlite.acceptance.greedy import GreedyRow, GreedyRows
@@ -122,20 +123,20 @@ CONTESTANTS = {"generate": generate, "acceptance": measure}
 
 
 def compete(args: argparse.Namespace) -> dict[str, Any]:
-    """One contestant, in this process: its texts, and the seconds and bytes of its second time."""
+    """Run one contestant in this process; return its texts, and seconds and bytes of the second run."""
     prompts = json.loads(args.prompts.read_text())
     with ExitStack() as args.stack, tempfile.TemporaryDirectory() as directory:
         args.directory = Path(directory)
         warm_up, run = CONTESTANTS[args.contestant](args, prompts)
         before = memory("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")  # the peak of loading the model is forgotten
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak of loading the model
         texts = warm_up()
         seconds, _ = timed(run)
         return {"texts": texts, "seconds": seconds, "bytes": memory("VmHWM") - before}
 
 
 def memory(name: str) -> int:
-    """Bytes of this process as Linux counts them, now (VmRSS) or at most (VmHWM)."""
+    """Return the memory of this process in bytes: current (VmRSS) or peak (VmHWM)."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
@@ -173,7 +174,7 @@ def main() -> None:
 
 
 def is_same(theirs: Sequence[int], ours: Sequence[int]) -> bool:
-    """Whether one text is the other but for padding behind its end."""
+    """Return whether two texts are equal, apart from padding at the end."""
     return list(theirs[: len(ours)]) == list(ours) and not any(theirs[len(ours) :])
 
 

@@ -1,4 +1,4 @@
-"""What measurements share: a step on the clock, and contestants that take turns in fresh processes."""
+"""Code shared by benchmarks: time a step, and run contestants in alternating subprocesses."""
 
 import json
 import os
@@ -10,21 +10,22 @@ from typing import Any
 
 
 def timed(step: Callable[[], Any]) -> tuple[float, Any]:
-    """Seconds of a step, and its result."""
+    """Return the seconds of a step, and its result."""
     start = time.perf_counter()
     result = step()
     return time.perf_counter() - start, result
 
 
 def race(names: Iterable[str], rounds: int, threads: int, *options: object) -> dict[str, list[Any]]:
-    """Run the script again with `--contestant NAME` for each name, one after the other, so that a slow spell of the
-    machine hits all.
+    """Run the script again with `--contestant NAME` for each name, in alternating order.
+
+    If the machine is slow for some time, this affects all contestants.
 
     Args:
-        options: for the script, beside those that it was started with.
+        options: options of the script in addition to those that it was started with.
 
     Returns:
-        The last line that each contestant printed in each round, read as JSON.
+        For each contestant, the last line of its output in each round, parsed as JSON.
     """
     results: dict[str, list[Any]] = {name: [] for name in names}
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}

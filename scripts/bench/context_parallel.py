@@ -1,9 +1,10 @@
-"""What an attention layer moves, gathers and keeps on two context-parallel ranks, against the ways not taken.
+"""Compare the bytes that implementations of attention move, gather and store on two context-parallel ranks.
 
     python scripts/bench/context_parallel.py
 
-On this machine, with torch's kernel for packed rows by a stand-in that counts as one operation. Both ways are measured
-in one run: heads that are gathered in the place of latents, and the keys that segments share copied for one kernel.
+Runs on a CPU, with a stand-in for torch's kernel for packed rows that counts as one operation. The alternatives to
+swiftlite's implementation are gathering heads instead of latents, and copying keys that segments share for a single
+kernel call.
 """
 
 import os
@@ -12,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch is used
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
@@ -41,14 +42,14 @@ LENGTH, HIDDEN, SIZE = 512, 256, 2
 COMMON = {"hidden_size": HIDDEN, "num_attention_heads": 8, "max_position_embeddings": LENGTH, "rms_norm_eps": 1e-6}
 COMMON |= {"intermediate_size": 96, "num_hidden_layers": 1, "rope_theta": 10000.0, "vocab_size": 128}
 GROUPED = COMMON | {"num_key_value_heads": 2, "head_dim": 64}
-# Heads of DeepSeek-V3's sizes, a latent as much smaller as there are fewer of them.
+# Heads of DeepSeek-V3's size; the latent is reduced in proportion to their number.
 LATENT = COMMON | {"q_lora_rank": 96, "kv_lora_rank": 32, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
 LATENT |= {"v_head_dim": 128}
 PACKED = (64, 128, 320)
 
 
 def measure(kind: str, lengths: tuple[int, ...], is_recomputed: bool, is_new: bool) -> dict[str, int]:
-    """Bytes of one rank's layer: moved in both passes, received in the forward pass, kept for the backward pass."""
+    """Return a layer's bytes on one rank: moved in both passes, received in the forward pass, and stored."""
     with session(ParallelLayout(context_parallel_size=SIZE)) as mesh:
         library = flash_stand_ins.torch_on_cpu()
         module, turns = make_layer(kind, mesh, is_recomputed, is_new)
@@ -60,7 +61,7 @@ def measure(kind: str, lengths: tuple[int, ...], is_recomputed: bool, is_new: bo
         def run() -> torch.Tensor:
             return module(hidden, None, rotary_pos_emb=turns, packed_seq_params=packed)[0]
 
-        run().sum().backward()  # what is made once for a row
+        run().sum().backward()  # creates what is cached per row
         inputs = {tensor.untyped_storage()._cdata for tensor in (hidden, turns, *module.parameters())}
         kept = {}
 
@@ -73,7 +74,7 @@ def measure(kind: str, lengths: tuple[int, ...], is_recomputed: bool, is_new: bo
             with saved_tensors_hooks(keep, lambda tensor: tensor):
                 out = run()
             gathered = sum(received) * (SIZE - 1) // SIZE
-            # Counted now: what is recomputed has given its memory back.
+            # Counted here, after memory for recomputation has been freed.
             held = sum(kept[place].untyped_storage().nbytes() for place in kept if place not in inputs)
             out.sum().backward()
         library._destroy()
@@ -100,7 +101,7 @@ def make_layer(kind: str, mesh: Any, is_recomputed: bool, is_new: bool) -> tuple
 
 
 def count_gathered() -> list[int]:
-    """Bytes of each row that is gathered from here on."""
+    """Return a list to which the bytes of each gathered row are appended."""
     counted: list[int] = []
     gather = context_parallel.dist.all_gather_into_tensor
 

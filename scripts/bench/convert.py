@@ -1,10 +1,10 @@
-"""Conversion: Hugging Face -> Megatron -> Hugging Face of 1 GB, against safetensors load + save of the same file.
+"""Measure converting 1 GB from Hugging Face to Megatron and back, relative to loading and saving the file.
 
     python scripts/bench/convert.py [--gigabytes 1.0] [--rounds 5] [--dir DIR]
 
-One line per figure: what, median seconds, ratio to loading and saving, and whether the target holds. Every step runs in
-a process of its own, in turn, with the file in the page cache; imports and the building of the model are not counted.
-All writes count until they are on disk (fsync), since the bridge does not return before. Exit code 1 when a target is
+Prints one line per figure: name, median seconds, ratio to loading and saving, and whether the target is met. Steps run
+in alternating subprocesses, with the file in the page cache; imports and building the model are not measured. Writes
+include the time until data are on disk (fsync), because the bridge waits for this. The exit code is 1 if a target is
 missed.
 """
 
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from contest import race, timed
 
-TARGET = 2.0  # each way, against the plain load + save
+TARGET = 2.0  # of each direction, relative to plain load + save
 THREADS = 2
 HF_CONFIG = {
     "model_type": "qwen3",
@@ -38,7 +38,7 @@ HF_CONFIG = {
 
 
 def make_checkpoint(directory: Path, gigabytes: float) -> None:
-    """Random bfloat16 numbers in the shapes of a Qwen3 with one MTP head, of about this size, in one file."""
+    """Write a file of about this size with random bfloat16 values in the shapes of a Qwen3 with one MTP head."""
     import torch
     from safetensors.torch import save_file
 
@@ -49,7 +49,7 @@ def make_checkpoint(directory: Path, gigabytes: float) -> None:
         rows = families.FAMILIES["qwen3"].rows(HF_CONFIG | {"num_hidden_layers": num_layers})
         sizes.append(sum(2 * torch.Size(shape).numel() for row in rows for shape in row.hf.values()))
     per_layer = sizes[1] - sizes[0]
-    num_layers = 2 * max(1, round((gigabytes * 1e9 - sizes[0] + per_layer) / per_layer / 2))  # even: for two stages
+    num_layers = 2 * max(1, round((gigabytes * 1e9 - sizes[0] + per_layer) / per_layer / 2))  # even, for two stages
     config = HF_CONFIG | {"num_hidden_layers": num_layers}
     rows = families.get(config).rows(config)
     tensors = {key: torch.randn(shape).bfloat16() for row in rows for key, shape in row.hf.items()}
@@ -59,7 +59,7 @@ def make_checkpoint(directory: Path, gigabytes: float) -> None:
 
 
 def run_plain(source: Path, out_dir: Path) -> dict[str, float]:
-    """The safetensors package: load into memory (it maps the file; the copy is what makes it a load), then save."""
+    """Load and save with the safetensors package, which maps the file, so the tensors are copied to load them."""
     from safetensors.torch import load_file, save_file
 
     tensors = {}
@@ -76,7 +76,7 @@ def run_plain(source: Path, out_dir: Path) -> dict[str, float]:
 
 
 def run_bridge(source: Path, out_dir: Path) -> dict[str, float]:
-    """load_hf into a Megatron model that exists, then save_hf."""
+    """Measure `load_hf` into an existing Megatron model, then `save_hf`."""
     import torch
 
     from swiftlite import families
@@ -94,7 +94,7 @@ def run_bridge(source: Path, out_dir: Path) -> dict[str, float]:
         model = build_model(architecture, hf_config, mesh=mesh, dtype=torch.bfloat16, heads=Heads(1))
         with torch.no_grad():
             for parameter in model[0].parameters():
-                parameter.zero_()  # the pages exist before the clock starts
+                parameter.zero_()  # allocates the pages before the measurement
         dtypes = {key: tensor["dtype"] for key, tensor in describe(source).items()}
         found = {
             "HF -> Megatron": timed(lambda: load_hf(model, source, family, hf_config))[0],
@@ -105,7 +105,7 @@ def run_bridge(source: Path, out_dir: Path) -> dict[str, float]:
 
 
 def check_equal(source: Path, out_dir: Path) -> None:
-    """A fast conversion that loses a bit is worth nothing."""
+    """Check that the conversion is bitwise exact."""
     import torch
     from safetensors.torch import load_file
 
@@ -136,7 +136,7 @@ def main() -> int:
         size = (source / "model.safetensors").stat().st_size / 1e9
         results = race(CONTESTANTS, options.rounds + 1, THREADS, "--source", source)
     medians: dict[str, float] = {}
-    for _, *rounds in results.values():  # the first fills the page cache
+    for _, *rounds in results.values():  # the first round fills the page cache
         medians |= {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
     plain = medians.pop("plain")
     print(f"checkpoint {size:.2f} GB, {options.rounds} rounds, {THREADS} threads")

@@ -1,8 +1,8 @@
-"""Memory of one rank as `swiftlite doctor --plan` estimates it against what live objects hold.
+"""Compare the memory estimate of `swiftlite doctor --plan` for one rank with allocated tensors.
 
-Parameters, gradients and optimizer state: the bytes of the tensors. Activations: what autograd keeps after one forward
-pass (`saved_tensors_hooks`, each storage once). Logits: of these, those over the vocabulary; the bfloat16 copy
-that passes beside them is arithmetic on both sides. Every token is learned, as the estimate takes it.
+Parameters, gradients and optimizer state are the bytes of tensors. Activations are the tensors that autograd saves in
+one forward pass (`saved_tensors_hooks`, each storage once). Logits are those over the vocabulary among them; their
+temporary bfloat16 copy is calculated, not measured, on both sides. Every token has a label, as the estimate assumes.
 
     python scripts/bench/memory.py                                                     # on this machine, one process
     python scripts/bench/memory.py --model DIR --micro_batch_size 1 --max_length 512
@@ -45,7 +45,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Measured:
-    """Bytes on this rank, named as in `memory.StageMemory`; activations None where a stage cannot run alone."""
+    """Bytes on this rank, named as in `memory.StageMemory`; activations are None with pipeline parallelism."""
 
     parameters: int
     weights: int
@@ -57,9 +57,9 @@ class Measured:
 
 
 def measure(hf_config: dict[str, Any], setup: Setup) -> Measured:
-    """What this rank holds of a model with random weights, after one optimizer step's worth of state was made.
+    """Measure this rank's memory for a model with random weights, with allocated optimizer state.
 
-    Activations are measured where one rank runs the whole depth of the model (no pipeline).
+    Activations are measured only without pipeline parallelism.
     """
     dtype = torch.bfloat16 if setup.parameter_bytes == 2 else torch.float32
     tied = bool(hf_config.get("tie_word_embeddings"))
@@ -92,7 +92,7 @@ def measure(hf_config: dict[str, Any], setup: Setup) -> Measured:
         distributed = DistributedArgs(use_distributed_optimizer=setup.use_distributed_optimizer)
         wrapped = wrap_model(chunks, mesh, dtype, distributed)
         parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
-        gradients: Any = wrapped  # `buffers` is taken for torch's method
+        gradients: Any = wrapped  # otherwise `buffers` has the type of torch's method
         buffers = [buffer for chunk in gradients for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
         return Measured(
             parameters=sum(parameter.numel() for parameter in parameters),
@@ -116,20 +116,20 @@ def _kernels(setup: Setup) -> Kernels:
 
 
 def _copies_of_weights(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """What Transformer Engine's linear layers keep of their weights from one micro-batch to the next."""
+    """Yield the copies of weights that Transformer Engine's linear layers keep between micro-batches."""
     for module in model.modules():
         for copy in getattr(module, "_fp8_workspaces", {}).values():
             yield from (value for value in copy.get_metadata().values() if isinstance(value, torch.Tensor))
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Of the storages, each once."""
+    """Return the bytes of the tensors' storages, each counted once."""
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())
 
 
 def _optimizer_bytes(setup: Setup, wrapped, mesh: Mesh) -> int:
-    """AdamW's two moments after a step, and its float32 weights where the model's are not."""
+    """Return the bytes of AdamW's two moments, and of its float32 weights if the model is not float32."""
     args = SftArgs(
         torch_dtype="bfloat16" if setup.parameter_bytes == 2 else "float32",
         use_distributed_optimizer=setup.use_distributed_optimizer,
@@ -141,7 +141,7 @@ def _optimizer_bytes(setup: Setup, wrapped, mesh: Mesh) -> int:
     optimizer.step()
     held: list[torch.Tensor] = []
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if part.optimizer is None:  # nothing of this kind on this rank
+        if part.optimizer is None:  # no such parameters on this rank
             continue
         for group in part.optimizer.param_groups:
             for parameter in group["params"]:
@@ -153,10 +153,12 @@ def _optimizer_bytes(setup: Setup, wrapped, mesh: Mesh) -> int:
 
 
 def _kept_by_autograd(model, hf_config: dict[str, Any], setup: Setup, device) -> tuple[int, int]:
-    """(activations, logits) of one forward pass: what autograd saves, and what the functions that it will call again
-    hold on to."""
+    """Return bytes of (activations, logits) of one forward pass.
+
+    These are tensors that autograd saves, and those that functions for recomputation hold.
+    """
     own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
-    kept: dict[int, torch.Tensor] = {}  # holds them, so that no address is used twice
+    kept: dict[int, torch.Tensor] = {}  # references, so that no address is reused
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         address = tensor.untyped_storage().data_ptr()
@@ -169,7 +171,7 @@ def _kept_by_autograd(model, hf_config: dict[str, Any], setup: Setup, device) ->
     position_ids_BS = torch.arange(shape[1], device=device).expand(shape)
     ahead = [tokens_BS] * setup.heads.drafts
     labels = [tokens_BS.clone() for _ in ahead]
-    if model.mtp_loss != "ce":  # the trunk says nothing of what follows the row
+    if model.mtp_loss != "ce":  # the trunk has no prediction after the row
         for depth, labels_BS in enumerate(labels, start=1):
             labels_BS[:, -depth:] = IGNORE_INDEX
     before = {id(tensor) for tensor in _tensors_alive()}
@@ -179,16 +181,16 @@ def _kept_by_autograd(model, hf_config: dict[str, Any], setup: Setup, device) ->
     own |= {tensor.untyped_storage().data_ptr() for tensor in _copies_of_weights(model)}
     kept = {address: tensor for address, tensor in kept.items() if address not in own}
     results = {id(tensor) for loss in (losses.main, *losses.mtp) for tensor in vars(loss).values()}
-    # What sequence parallelism gathers goes through one buffer, used again and again.
+    # Sequence parallelism gathers into one buffer, which is reused.
     own |= {buffer.untyped_storage().data_ptr() for buffer in parallel_state.get_global_memory_buffer().buffer.values()}
     for tensor in _tensors_alive():
-        # Bytes are the states of random generators, of one size whatever the model.
+        # Tensors of bytes are states of random generators, whose size does not depend on the model.
         if id(tensor) not in before | results and tensor.dtype is not torch.uint8:
             pack(tensor)
     vocab = (len(setup.heads.draft_vocab) or hf_config["vocab_size"]) // setup.layout.tensor_model_parallel_size
 
     def is_of_loss(tensor: torch.Tensor) -> bool:
-        is_matrix = tensor.shape == (model.config.hidden_size, vocab)  # of a draft vocabulary, turned
+        is_matrix = tensor.shape == (model.config.hidden_size, vocab)  # transposed matrix of a draft vocabulary
         return tensor.dtype is torch.float32 and tensor.size(-1) == vocab and not is_matrix
 
     of_loss = {address for address, tensor in kept.items() if is_of_loss(tensor)}
@@ -205,7 +207,7 @@ def _tensors_alive() -> list[torch.Tensor]:
 
 
 def example(**sizes: int) -> dict[str, Any]:
-    """A qwen3 config.json of these sizes."""
+    """Return a qwen3 config.json with these sizes."""
     return {
         "model_type": "qwen3",
         "num_attention_heads": 8,
@@ -231,7 +233,7 @@ def main() -> None:
     print(f"{'MB (1e6 bytes)':40} {'measured':>10} {'estimated':>10} {'ratio':>7}")
     for name, hf_config in shapes.items():
         for parameter_bytes, recompute in ((2, RecomputeArgs()), (2, RecomputeArgs("full")), (4, RecomputeArgs())):
-            # MTP layers in the rows without recomputing only: the trunk shows what that is about.
+            # MTP layers only without recomputation; the trunk is sufficient to test recomputation.
             depth = 0
             if recompute.recompute_granularity == "none":
                 depth = args.mtp_num_layers

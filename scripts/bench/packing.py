@@ -1,13 +1,13 @@
-"""Packing and scheduling: fill, time and balance, against what others do.
+"""Measure packing and scheduling (fill, time and balance) against other implementations.
 
     pip install binpacking
     python scripts/bench/packing.py [--rounds 3]
 
-Packing: lognormal lengths (mean 512 and 2048 tokens) into rows of 4,096 tokens, against `binpacking`'s
-`to_constant_volume` over chunks of 1,000, as ms-swift packs. Both get the lengths in a list and give the sequences of
-each row. Streams: the same lengths through the bounded look-ahead. Scheduling: the busiest rank's work over the mean,
-against dealing the sequences out in turn; where one sequence alone is more than the mean, that is the bound beside it.
-Exit code 1 when a target is missed.
+Packing: lognormal lengths (mean 512 and 2048 tokens) are packed into rows of 4,096 tokens, and compared with
+    `binpacking.to_constant_volume` over chunks of 1,000 lengths, as in ms-swift. Both get the lengths as a list and
+    return the sequences of each row. Streams: the same lengths are packed with the bounded look-ahead. Scheduling: the
+    work of the busiest rank relative to the mean, compared with assigning sequences to ranks in turn. If a single
+    sequence has more work than the mean, its work is shown as the bound. The exit code is 1 if a target is missed.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def lognormal(number: int, mean: float, sigma: float = 1.0, longest: int = ROW) 
 
 
 def pack_in_chunks(lengths: Sequence[int]) -> list[list[int]]:
-    """Rows of indices, by `binpacking`."""
+    """Return rows of indices from `binpacking`."""
     pairs = list(enumerate(lengths))
     rows: list[list[tuple[int, int]]] = []
     for start in range(0, len(pairs), CHUNK):
@@ -54,7 +54,7 @@ def pack_in_chunks(lengths: Sequence[int]) -> list[list[int]]:
 
 
 def timed(function: Callable[[], Any], rounds: int) -> tuple[float, Any]:
-    """Median seconds, and the result."""
+    """Return the median seconds, and the result."""
     seconds, results = zip(*(contest.timed(function) for _ in range(rounds)), strict=True)
     return statistics.median(seconds), results[-1]
 

@@ -1,12 +1,14 @@
-"""Memory of activations with and without recomputation: what autograd keeps of one forward pass, and the most it holds
-until the end of the backward pass, when the layer that is being computed again counts as well.
+"""Measure activation memory with and without recomputation.
+
+This is the memory that autograd stores in one forward pass, and its peak until the end of the backward pass, which
+includes the layer that is being recomputed.
 
     python scripts/bench/recompute.py
     python scripts/bench/recompute.py --hidden_size 1024 --num_layers 16 --length 2048 --torch_dtype bfloat16
 
-One line per figure: the setting, MiB kept, MiB at the peak, both as a ratio to no recomputation; then the same for what
-the MTP layer keeps. Counted are the bytes of storages that backward functions hold, weights left out; it is arithmetic,
-not a measurement, and the same on every device that takes the same kernels.
+Prints one line per setting: MiB stored, peak MiB, and both relative to no recomputation; then the MiB stored by the MTP
+layer. The bytes of storages that backward functions hold are counted, without weights. The result is the same on every
+device with the same kernels.
 """
 
 import argparse
@@ -33,15 +35,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
 class _Kept:
     tensor: torch.Tensor
 
-    __hash__ = object.__hash__  # weakref.finalize looks it up by identity
+    __hash__ = object.__hash__  # weakref.finalize needs hashing by identity
 
 
 class SavedActivations(saved_tensors_hooks):
-    """Bytes that autograd keeps of what runs inside this context, each storage once, the model's weights not.
+    """Counts the bytes that autograd stores in this context, each storage once, without the model's weights.
 
     Attributes:
-        now: bytes held at this moment.
-        peak: the most so far.
+        now: bytes stored at the moment.
+        peak: maximum of `now` so far.
     """
 
     def __init__(self, model: torch.nn.Module):
@@ -66,7 +68,7 @@ class SavedActivations(saved_tensors_hooks):
 
 @dataclass(frozen=True)
 class Figures:
-    """Bytes: kept of the forward pass, the peak of forward and backward, and what one module keeps."""
+    """Bytes stored by the forward pass, the peak of forward and backward pass, and bytes stored by one module."""
 
     kept: int
     peak: int
@@ -74,10 +76,10 @@ class Figures:
 
 
 def measure(model: torch.nn.Module, module: torch.nn.Module, forward) -> Figures:
-    """Run `forward()`, a scalar, and its backward pass.
+    """Run `forward()`, which returns a scalar, and its backward pass.
 
     Args:
-        module: a part of `model`, called once, whose share is wanted.
+        module: a part of `model`, called once, whose stored bytes are counted separately.
     """
     saved, marks = SavedActivations(model), []
     hooks = [

@@ -1,10 +1,10 @@
-"""The packed roll against megatron-core's `roll_tensor`: ids of one packed row shifted by one inside each sequence.
+"""Compare `roll_packed` with megatron-core's `roll_tensor`: shift ids of a packed row by one within each sequence.
 
     python scripts/bench/roll.py
     python scripts/bench/roll.py --num_sequences 256 --context_parallel_size 4
 
-One line per number of context-parallel ranks: milliseconds of both (median over the runs, of the slowest rank) and the
-ratio. Before it counts, both are compared as ids.
+Prints one line per number of context-parallel ranks: milliseconds of both (median over runs, slowest rank) and the
+ratio. The results of both are compared first.
 """
 
 import argparse
@@ -22,7 +22,7 @@ MEAN_LENGTH = 128
 
 
 def measure(roll: Callable[[], torch.Tensor], num_runs: int) -> float:
-    """Milliseconds of one call, after one that does not count."""
+    """Return the milliseconds of one call, after a warm-up call."""
     roll()
     seconds = []
     for _ in range(num_runs):
@@ -36,7 +36,7 @@ def measure(roll: Callable[[], torch.Tensor], num_runs: int) -> float:
 
 
 def compare(rank: int, size: int, num_sequences: int, num_runs: int, store: str) -> None:
-    """What each process does."""
+    """Run the comparison on one rank."""
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.transformer.multi_token_prediction import roll_tensor
 

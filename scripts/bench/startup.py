@@ -1,9 +1,9 @@
-"""Start-up: `swiftlite --help` and its like against `python -c "import torch"`, medians of the same run.
+"""Measure the startup time of commands such as `swiftlite --help`, relative to `python -c "import torch"`.
 
     python scripts/bench/startup.py [--runs 15]
 
-One line per figure: what, median seconds, ratio to importing torch, and whether the target (0.3x) holds.
-Exit code 1 when it does not.
+Prints one line per figure: name, median seconds, ratio to importing torch, and whether the target (0.3x) is met. The
+exit code is 1 if it is missed.
 """
 
 import argparse
@@ -26,7 +26,7 @@ BASELINES = {"python -c 'import torch'": ["-c", "import torch"], "python -c pass
 
 
 def seconds(arguments: list[str]) -> float:
-    """Wall-clock time of one Python process."""
+    """Return the wall-clock time of one Python process in seconds."""
     return timed(lambda: subprocess.run([sys.executable, *arguments], capture_output=True, check=False))[0]
 
 
@@ -36,8 +36,8 @@ def main() -> int:
     runs = parser.parse_args().runs
     every = COMMANDS | BASELINES
     for arguments in every.values():
-        seconds(arguments)  # fill the file cache
-    # Interleaved, so that a slow minute of the machine slows all of them.
+        seconds(arguments)  # fills the file cache
+    # Interleaved, so that a temporarily slow machine affects all commands.
     rounds = [{name: seconds(arguments) for name, arguments in every.items()} for _ in range(runs)]
     medians = {name: statistics.median(one[name] for one in rounds) for name in every}
     torch = medians["python -c 'import torch'"]

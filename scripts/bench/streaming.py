@@ -1,11 +1,12 @@
-"""Streaming: samples/s of several readers against one that reads for all, what training waits for, and level ranks.
+"""Measure streaming: samples/s of several readers and of one, waiting time of training, and balance of ranks.
 
     python scripts/bench/streaming.py --model HF_DIR [--rows 4000] [--readers 2] [--seconds 0.5]
 
-Rows have lognormal lengths (mean 400 words). The reference is one process that reads and tokenizes every sample, which
-bounds a job whose first rank reads for all. The readers are processes over gloo that read their shares, tell each other
-the lengths and exchange the samples of each step (--sequence_packing_scheduler dp_balanced). Then the same steps with
---seconds of work between them that needs no CPU, as on a GPU: what is left of the reading is what a step waits for.
+Rows have lognormal lengths (mean 400 words). The reference is one process that reads and tokenizes all samples, as in a
+job whose first rank reads for all ranks. The readers are processes over gloo that each read a share, exchange lengths,
+and exchange the samples of each step (--sequence_packing_scheduler dp_balanced). Then the same steps run with --seconds
+of simulated GPU work between them, during which the CPU is idle; the remaining time of reading is the time that a step
+waits.
 """
 
 import argparse
@@ -20,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-PER_RANK = 16  # samples of a step
+PER_RANK = 16  # samples per step
 ROW = 4096
 MAX_LENGTH = 4096
 WORDS = "the loss of a step is the same sum over the same targets in each case up to the order of sums".split()
@@ -46,16 +47,16 @@ def open_stream(model: str, file: str, readers=None):
 
 
 def read_alone(model: str, file: str, number: int) -> float:
-    """Samples/s of one reader of all rows."""
+    """Return the samples/s of a single reader of all rows."""
     stream = open_stream(model, file)
-    stream.take(itertools.islice(stream, 100))  # the first row loads what it needs
+    stream.take(itertools.islice(stream, 100))  # warm-up
     start = time.perf_counter()
     stream.take(itertools.islice(stream, number))
     return number / (time.perf_counter() - start)
 
 
 def read_together(model: str, file: str, number: int, seconds: float) -> None:
-    """One of several readers; the first prints samples/s, seconds that a step waits, and the imbalance of ranks."""
+    """Run one of several readers; the first prints samples/s, seconds that a step waits, and the imbalance of ranks."""
     import torch
     import torch.distributed as dist
 

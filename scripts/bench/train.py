@@ -1,15 +1,15 @@
-"""Training speed: against a plain transformers loop and TRL, what one MTP layer and joint training cost, packed rows.
+"""Measure training speed: against a plain transformers loop and TRL, with MTP heads, and with packed rows.
 
-Same model, rows, batch, precision and threads on both sides, and every row exactly `--max_length` tokens, so that both
-do the same arithmetic and nothing is padding. The contestants run as alternating subprocesses. A figure is the median
-over all rounds of the steps after the warm-up, with the fastest step beside it: far apart, the machine was not idle.
+All contestants have the same model, rows, batch, precision and threads, and every row has exactly `--max_length`
+tokens, so that there is no padding. They run in alternating subprocesses. A figure is the median over the steps of all
+rounds after the warm-up, and the fastest step is shown next to it: if they differ a lot, the machine was not idle.
 
-    python scripts/bench/train.py                      # the quickstart's model, made on the spot
+    python scripts/bench/train.py                      # the quickstart's model, created temporarily
     python scripts/bench/train.py --model DIR --torch_dtype bfloat16
     python scripts/bench/train.py --model DIR --heads  # one MTP layer against arithmetic, heads_only against joint
-    python scripts/bench/train.py --packing            # rows of their own lengths, tokens/s without padding
+    python scripts/bench/train.py --packing            # rows of different lengths, tokens/s without padding
 
-TRL (`pip install trl`) takes part where it is installed.
+TRL (`pip install trl`) is measured if it is installed.
 """
 
 import argparse
@@ -34,11 +34,11 @@ SCRIPTS = Path(__file__).resolve().parents[1]
 
 
 def write_rows(path: Path, num_rows: int, max_length: int) -> None:
-    """Rows of standard-library documentation, each longer than `max_length` tokens: both sides cut them there."""
+    """Write rows of standard-library documentation, each longer than `max_length` tokens, to be truncated."""
     sys.path.insert(0, str(SCRIPTS))
     from make_docstring_dataset import stdlib_entries
 
-    # A token stands for at most one word here, so `max_length` words are at least `max_length` tokens.
+    # Each word has at least one token, so `max_length` words are at least `max_length` tokens.
     words = " ".join(entry.docstring for entry in stdlib_entries()).split()
     with path.open("w", encoding="utf-8") as file:
         for start in range(0, num_rows * max_length, max_length):
@@ -48,7 +48,7 @@ def write_rows(path: Path, num_rows: int, max_length: int) -> None:
 
 
 def encode_rows(args: argparse.Namespace) -> tuple[list[list[int]], int]:
-    """The rows as token ids, cut at `max_length`, and the length of the prompt that all of them have."""
+    """Return the rows as token ids, truncated to `max_length`, and the length of their common prompt."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(args.model)
@@ -59,7 +59,7 @@ def encode_rows(args: argparse.Namespace) -> tuple[list[list[int]], int]:
 
 
 def train_plain(args: argparse.Namespace) -> list[float]:
-    """Tokens/s of each step of the loop one writes by hand: transformers model, torch AdamW, nothing else."""
+    """Return the tokens/s of each step of a plain loop with a transformers model and torch's AdamW."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -73,7 +73,7 @@ def train_plain(args: argparse.Namespace) -> list[float]:
 
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32, attn_implementation="sdpa").train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    # Mixed precision as in swiftlite: float32 weights and optimizer state, bfloat16 arithmetic.
+    # Mixed precision as in swiftlite: float32 weights and optimizer state, bfloat16 computation.
     precision = torch.autocast("cpu", torch.bfloat16) if args.torch_dtype == "bfloat16" else nullcontext()
     speed = []
     for batch in batches:
@@ -90,10 +90,10 @@ def train_plain(args: argparse.Namespace) -> list[float]:
 
 
 def train_trl(args: argparse.Namespace) -> list[float]:
-    """Tokens/s of each step of TRL's SFTTrainer, which learns the prompts too."""
+    """Return the tokens/s of each step of TRL's SFTTrainer, which also trains prompts."""
     from transformers import TrainerCallback
 
-    trl = importlib.import_module("trl")  # not among our requirements
+    trl = importlib.import_module("trl")  # not a requirement of swiftlite
     datasets = importlib.import_module("datasets")
 
     rows, _ = encode_rows(args)
@@ -136,10 +136,10 @@ def train_trl(args: argparse.Namespace) -> list[float]:
 
 
 def train_swiftlite(args: argparse.Namespace, mtp_num_layers: int, options: Sequence[object] = ()) -> list[float]:
-    """Tokens/s of each step of `swiftlite megatron sft`, from the run's own metrics.
+    """Return the tokens/s of each step of `swiftlite megatron sft`, from the metrics of the run.
 
     Args:
-        options: on top of the rest; the dataset, if they name another source.
+        options: further options, which can also replace the dataset.
     """
     dataset: tuple[object, ...] = ()
     if "--sft_mock_dataset_config_json" not in options:
@@ -169,7 +169,7 @@ CONTESTANTS: dict[str, Callable[[argparse.Namespace], list[float]]] = {
     "trl": train_trl,
 }
 
-# The same samples in each step, side by side in another way.
+# The same samples in each step, arranged differently.
 PACKING: dict[str, tuple[object, ...]] = {
     "padded": (),
     "padding_free": ("--padding_free",),
@@ -194,7 +194,7 @@ CONTESTANTS |= {
 }
 
 
-# (contestant, label, whom it is compared with, in words)
+# (contestant, label, contestant to compare with, description of the comparison)
 ALONE = (
     ("plain", "plain transformers loop", "plain", ""),
     ("swiftlite", "swiftlite without MTP", "plain", "the plain loop"),
@@ -214,7 +214,7 @@ PACKED = tuple(
 
 
 def choose(args: argparse.Namespace) -> tuple[tuple[str, str, str, str], ...]:
-    """Who takes part."""
+    """Return the contestants."""
     if args.packing:
         return PACKED
     if args.heads:
@@ -226,8 +226,11 @@ def choose(args: argparse.Namespace) -> tuple[tuple[str, str, str, str], ...]:
 
 
 def mtp_cost(config: dict) -> float:
-    """The matrix products of one MTP layer over those of the model without: a layer like the last, the projection of
-    two states to one, and one more pass of the output matrix."""
+    """Return the work of matrix products of one MTP layer relative to that of the model without heads.
+
+    An MTP layer has the products of the last decoder layer, a projection of two states to one, and another pass through
+    the output matrix.
+    """
     hidden, width = config["hidden_size"], config["intermediate_size"]
     head_dim = config.get("head_dim") or hidden // config["num_attention_heads"]
     heads = 2 * config["num_attention_heads"] + 2 * config["num_key_value_heads"]

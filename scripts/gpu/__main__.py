@@ -1,7 +1,7 @@
-"""Run the stages, each in a process group of its own with a time limit; `scripts/gpu.sh` says how.
+"""Run the stages, each in a separate process group with a time limit; `scripts/gpu.sh` shows the usage.
 
-Each stage says what it does and ends in a line. The results are in gpu_results.jsonl and, rewritten after each stage,
-on one page, gpu_report.md. Exits with 1 if anything failed.
+Results are appended to gpu_results.jsonl; the page gpu_report.md is rewritten after each stage. The exit code is 1 if
+anything failed.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 from result import FILE, Results, Settings, page, read
 
-# In this order unless --stages names another.
+# Default order of the stages.
 STAGES = {
     "machine": "versions, chosen kernels, the speed of a product and of a copy",
     "kernels": "fused kernels against float64",

@@ -1,4 +1,4 @@
-"""Append the results of a stage line by line, so that a stopped stage keeps its results; and write the report page."""
+"""Write the results of stages: line by line, so that a stopped stage keeps its results, and as a report page."""
 
 import json
 import time
@@ -36,7 +36,7 @@ class Result:
 
     Attributes:
         passed: whether the requirement is met; None without a requirement.
-        demanded: the requirement in words.
+        demanded: description of the requirement.
     """
 
     stage: str

@@ -1,4 +1,4 @@
-"""What stages train: shapes of published models with random weights, drawn on the device; no file is involved."""
+"""Models for stages to train: shapes of published models with random weights, which are drawn on the device."""
 
 import gc
 import statistics
@@ -59,7 +59,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "1.7B": _qwen3(2048, 6144, 28, 16),
     "4B": _qwen3(2560, 9728, 36, 32),
     "8B": _qwen3(4096, 12288, 36, 32, tie_word_embeddings=False),
-    # The width of Qwen3-30B-A3B, 8 of its 128 experts, 4 of its 48 layers.
+    # Hidden size of Qwen3-30B-A3B, with 8 of its 128 experts and 4 of its 48 layers.
     "experts": _qwen3(
         *(2048, 6144, 4, 32),
         model_type="qwen3_moe",
@@ -72,7 +72,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         mlp_only_layers=[],
         tie_word_embeddings=False,
     ),
-    # DeepSeek-V3's attention at a width of 2048; one of four layers has experts.
+    # DeepSeek-V3's attention with a hidden size of 2048; one of four layers has experts.
     "latent": {
         "model_type": "deepseek_v3",
         "hidden_size": 2048,
@@ -161,13 +161,13 @@ def shape(name: str, tiny: bool) -> dict[str, Any]:
 
 
 def all_gather_rows(number: int, length: int, vocab_size: int) -> list[Sample]:
-    """Rows of one length, of which every token is learned."""
+    """Return rows of the same length in which every token is trained."""
     random = np.random.RandomState(0)
     return [make_sample(random.randint(0, vocab_size, length), np.ones(length)) for _ in range(number)]
 
 
 def lognormal_rows(tokens: int, longest: int, vocab_size: int) -> list[Sample]:
-    """Rows of uneven lengths, up to a number of tokens: half of them shorter than a fifth of the longest."""
+    """Return rows with this total number of tokens; half of them are shorter than a fifth of the longest."""
     random = np.random.RandomState(0)
     samples: list[Sample] = []
     while tokens > 0:
@@ -181,11 +181,11 @@ def lognormal_rows(tokens: int, longest: int, vocab_size: int) -> list[Sample]:
 def trainee(
     hf_config: dict[str, Any], args: SftArgs, samples: Sequence[Sample], model: Path | None = None
 ) -> Iterator[Trainer]:
-    """Make what trains a model of this config.json, as `megatron sft` would; the mesh is active inside.
+    """Yield a trainer for a model with this config.json, as in `megatron sft`; its mesh is active in the context.
 
     Args:
-        samples: of all steps, in order.
-        model: a directory with the weights; random ones are drawn where there is none.
+        samples: samples of all steps, in order.
+        model: directory with the weights; None for random weights.
     """
     with session(layout_of(args), tied_embeddings=bool(hf_config.get("tie_word_embeddings"))) as mesh:
         family = index.get(hf_config)
@@ -243,7 +243,7 @@ def trainee(
 
 
 def free_memory() -> None:
-    """Give back what the last model took, before the next one is made in this process."""
+    """Free the memory of the previous model, before the next one is created in this process."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -265,9 +265,9 @@ def profiled(step: Callable[[], object], is_cuda: bool) -> Any:
 
 
 def slowest(events: Any, is_cuda: bool, number: int = 8) -> list[tuple[str, float, int]]:
-    """Return name, share of the time and calls of the slowest kernels; on a CPU of operations.
+    """Return name, share of the time and number of calls of the slowest kernels; on a CPU of the slowest operations.
 
-    An operator's time on the device is that of its kernels, which are events as well: counting both would halve shares.
+    Operators are not counted on a GPU, because their time on the device is that of their kernels.
     """
     if is_cuda:
         kernels = [event for event in events if event.device_type == DeviceType.CUDA]

@@ -19,7 +19,7 @@ DOCS = HERE.parents[1] / "docs"
 HEADS = ("own", "unrolled", "gold", "joint")
 DOMAIN = "training domain"
 TOKENS_PER_STEP = 2048
-"""Two rows of 1,024 tokens, as set in measure.sh."""
+"""Number of tokens per step: two rows of 1,024 tokens, as set in measure.sh."""
 
 
 class Acceptance(NamedTuple):

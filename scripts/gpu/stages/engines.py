@@ -1,7 +1,8 @@
 """Serve trained heads with every installed engine, in float32 and bfloat16, and compare the acceptance.
 
-In float32 an engine's answers are equal with and without drafts, and its counts of accepted drafts equal those of the
-training run. In bfloat16 rounding decides between tokens of equal probability, so only the rates are compared.
+In float32, an engine's answers must be equal with and without drafts, and its number of accepted drafts must equal that
+of the training run. In bfloat16, rounding decides between tokens of equal probability, so only the acceptance rates are
+compared.
 """
 
 import json
@@ -19,7 +20,7 @@ BOUND = 0.05
 
 
 def run(settings: Settings, results: Results) -> None:
-    shutil.rmtree(settings.work_dir / "served", ignore_errors=True)  # of an earlier run
+    shutil.rmtree(settings.work_dir / "served", ignore_errors=True)  # files of an earlier run
     run_dir, _ = make_served(settings)
     counted = json.loads((run_dir / "acceptance.json").read_text())["after"]["generated"]
     results.add("training run: drafts accepted", shown(counted), counted["accepted"] > 0, "more than 0")

@@ -1,7 +1,7 @@
-"""Fused norm, activation, rotations, experts, loss and packed attention against the same in float64, values and
-gradients, on new numbers.
+"""Compare fused kernels with float64 references: values and gradients on random inputs.
 
-A kernel passes within 1e-2 in bfloat16 and 1e-4 in float32, by the norm of the difference over that of the result.
+The kernels are norm, activation, rotations, experts, loss and packed attention. The norm of the difference, relative to
+the norm of the result, must be at most 1e-2 in bfloat16 and 1e-4 in float32.
 """
 
 from collections.abc import Callable
@@ -155,7 +155,7 @@ def check_attention(results: Results, settings: Settings, device: torch.device) 
     compare_attention(results, "packed attention", kernel, device)
     for impl in this_machine(settings.device == "cuda").flash_impls:
         newer = replace(chosen, attention="torch_varlen", flash_impl=impl)
-        modules_of(newer)  # which activates it
+        modules_of(newer)  # activates the kernel
         kernel = varlen_kernel(newer)
         assert kernel is not None
         compare_attention(results, f"packed attention by {impl}", kernel, device)
@@ -179,6 +179,6 @@ def compare_attention(results: Results, what: str, kernel: Callable[..., torch.T
 
 
 def one_sequence(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Causal attention over [T, heads, channels]."""
+    """Compute causal attention over [T, heads, channels]."""
     query, key, value = (tensor.transpose(0, 1) for tensor in (query, key, value))
     return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True).transpose(0, 1)

@@ -1,4 +1,4 @@
-"""Compare the memory estimate of `swiftlite doctor --plan` with live tensors (scripts/bench/memory.py)."""
+"""Compare the memory estimate of `swiftlite doctor --plan` with allocated tensors (scripts/bench/memory.py)."""
 
 import runpy
 from pathlib import Path

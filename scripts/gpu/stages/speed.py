@@ -1,9 +1,9 @@
-"""Training speed by shape and kind of run, next to a plain transformers loop on the same device.
+"""Measure training speed by shape and kind of run, and that of a plain transformers loop on the same device.
 
-Each case is a process that ends in a line, the most wanted first, so that a stage that is cut off keeps the best.
-Weights are drawn on the device and rows made in memory. Rows are packed and have one length where nothing else is said;
-a step is one micro-batch. `x` is the ratio to another case, where that has run. The plain loop has float32 weights
-under bfloat16 autocast, SDPA and torch's fused AdamW, as swiftlite keeps float32 weights and moments.
+Each case is a subprocess that adds a line; the most important cases are first, in case the stage is stopped. Weights
+are drawn on the device, and rows are created in memory. By default, rows are packed and have the same length; a step is
+one micro-batch. `x` is the ratio to another case, if that case was measured. The plain loop has float32 weights under
+bfloat16 autocast, SDPA and torch's fused AdamW, as swiftlite keeps float32 weights and moments.
 """
 
 import importlib
@@ -38,7 +38,7 @@ from swiftlite.args.commands import SftArgs
 LENGTH, ROWS, STEPS = 4096, 2, 8
 TINY_LENGTH, TINY_STEPS = 64, 3
 FASTEST = 2
-"""Steps at the start that do not count: kernels are compiled, memory is asked for."""
+"""Number of warm-up steps, in which kernels are compiled and memory is allocated."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,10 @@ class Case:
     """One line of the stage.
 
     Attributes:
-        shape: of `trainees.SHAPES`.
-        options: of `megatron sft`; the plain loop has none.
-        rival: the case that its tokens/s are compared with.
-        needs: a package without which there is nothing to measure.
+        shape: name in `trainees.SHAPES`.
+        options: options of `megatron sft`; empty for the plain loop.
+        rival: name of the case with which tokens/s are compared.
+        needs: a required package.
     """
 
     name: str
@@ -66,7 +66,7 @@ def run(settings: Settings, results: Results) -> None:
         if case.needs and (reason := missing(case.needs, settings)):
             results.add(case.name, reason)
             continue
-        if settings.tiny:  # whether it runs: nothing of one case is left that could slow down the next
+        if settings.tiny:  # only checks that cases run, so no subprocess is needed
             case.run(case, settings, results)
             continue
         log = settings.output_dir / f"speed-{CASES.index(case)}.log"

@@ -23,7 +23,7 @@ DEMANDED = 0.8
 
 
 def run(settings: Settings, results: Results) -> None:
-    """Measure with the kernels of `auto`; where available also with Transformer Engine and FP8."""
+    """Measure with the kernels of `auto` and, if they are available, with Transformer Engine and FP8."""
     if settings.model:
         config = json.loads((settings.model / "config.json").read_text(encoding="utf-8"))
         measure(settings, results, settings.model.name, config)

@@ -1,6 +1,4 @@
-"""Rules of `megatron sft` for --output_dir and --resume: runs do not share a directory, and a resumed run keeps its
-options.
-"""
+"""Rules of `megatron sft` for --output_dir and --resume: one run per directory, which keeps its options."""
 
 import dataclasses
 from collections.abc import Iterator
