@@ -1,5 +1,6 @@
-"""What mkdocs.yml cannot say about the site: pages of the API, anchors of headings, and what reads otherwise in the
-repository: links that leave `docs/`, pipes in tables.
+"""Hooks of mkdocs that create the API pages, set anchors of headings, and adapt pages to the site.
+
+Pages are adapted because links out of `docs/` and pipes in tables differ between the repository and the site.
 """
 
 import ast
@@ -13,7 +14,7 @@ API = ROOT / "docs" / "api"
 
 
 def on_config(config: Any) -> Any:
-    """Write a page for each room, put them into the navigation, and give headings their anchors."""
+    """Write a page for each package and module, add the pages to the navigation, and set the anchors of headings."""
     sentences = rooms()
     table = [f"| [{room}]({room}.md) | {sentence} |" for room, sentence in sentences.items()]
     _write(API / "index.md", "\n".join(["# API", "", "| room | what it is |", "|---|---|", *table]))
@@ -27,10 +28,10 @@ def on_config(config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """A page as the site shows it.
+    """Return a page's text for the site.
 
-    The link to the other language goes, since the site has one at the top of every page. A link to a file outside of
-    `docs/` becomes the file's name. In a table's code `a\\|b` becomes `a|b`, since the site wants no backslash there.
+    The link to the other language is removed, because the site has one at the top of every page. Links to files
+    outside of `docs/` are replaced by the names of the files. In code in tables, `a\\|b` becomes `a|b`.
     """
     markdown = re.sub(r"^\[(?:中文|English)\]\(\.\./\w+/[\w-]+\.md\)\n", "", markdown, flags=re.MULTILINE)
     markdown = re.sub(r"\[([^]]+)\]\(\.\./\.\./([^)]+)\)", r"\1 (`\2`)", markdown)
@@ -43,7 +44,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def rooms() -> dict[str, str]:
-    """The rooms of the package, folders and single modules, each with the first paragraph of its docstring."""
+    """Return the first paragraph of the docstring of each package and module directly in `swiftlite`, by name."""
     found = {}
     for path in sorted(PACKAGE.iterdir()):
         file = path / "__init__.py" if path.is_dir() else path
@@ -55,15 +56,16 @@ def rooms() -> dict[str, str]:
 
 
 def anchor(heading: str, separator: str) -> str:
-    """The anchor of a heading in any language, as where the repository is read: `What a head computes?` is
-    `what-a-head-computes`.
+    """Return the anchor of a heading in any language, as on GitHub.
+
+    For example, `What a head computes?` becomes `what-a-head-computes`.
     """
     words = re.sub(r"[^\w\- ]", "", heading.lower()).strip()
     return words.replace(" ", separator)
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a page unless it is so already, since `mkdocs serve` builds again whenever a file changes."""
+    """Write a page if it differs, because `mkdocs serve` builds the site again whenever a file changes."""
     path.parent.mkdir(exist_ok=True)
     if not path.exists() or path.read_text(encoding="utf-8") != text + "\n":
         path.write_text(text + "\n", encoding="utf-8")

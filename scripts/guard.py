@@ -42,14 +42,14 @@ VARIABLES = {
     "OMP_NUM_THREADS": "1",  # the order of additions depends on it
     "CUDA_VISIBLE_DEVICES": "",
     "HF_HUB_OFFLINE": "1",
-    "PYTHONWARNINGS": "ignore",  # megatron-core's, that Apex is absent
+    "PYTHONWARNINGS": "ignore",  # megatron-core warns that Apex is missing
 }
 # Variables of the shell that would change the number of processes of a case.
 CLEARED = ("NPROC_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE")
 TIMEOUT = 900  # seconds for one command; a few are usual
 CLOCK = ("_per_second", "seconds", "mfu", "_gb")  # suffixes of metrics that differ between equal runs
 
-# By name: options of make_tiny_model.py. Heads are in the checkpoint where the family has them.
+# Options of make_tiny_model.py by name. Checkpoints have heads if published models of the family have them.
 SIZES = "--hidden_size 256 --num_layers 4 --vocab_size 512"
 MODELS = {
     "llama": "--family llama",
@@ -241,7 +241,7 @@ def tail(log: Path) -> str:
 
 
 def make_data(directory: Path) -> None:
-    """Write random conversations of one or two rounds; the same also as pairs, as rated answers, and as text."""
+    """Write random conversations of one or two rounds; also as pairs, as rated answers, and as text."""
     generator = random.Random(0)
     words = "sum list of the a value returns key text when set file first last is and in to no each".split()
 
@@ -294,7 +294,8 @@ def roughen(file: Path) -> None:
             tensors[name] += 0.1 * torch.randn(tensors[name].shape, generator=generator)
         else:
             tensors[name] *= 3  # logits differ clearly between tokens
-            # The embedding of padding is all 0; there the gradient of a norm is a thousand times the others'.
+            # The embedding of padding is 0, for which the gradient of a norm is a thousand times larger than for
+            # others.
             tensors[name][(tensors[name] == 0).all(-1)] = 0.05
     save_file(tensors, file, metadata={"format": "pt"})
 

@@ -1,8 +1,8 @@
 """Make a small instruction dataset from the documentation in Python's standard library.
 
 Rows are JSON-lines with `messages` (question, answer) and `channel` (purpose, arguments or module). Source files are
-parsed and never imported, except the C modules in `C_MODULES`, which have no source. The rows depend on the Python
-version only.
+parsed and never imported, except the C modules in `C_MODULES`, which have no source. The rows depend only on the Python
+version.
 
     python scripts/make_docstring_dataset.py --output train.jsonl --val_output val.jsonl
 """
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-# Not libraries: jokes, test suites, vendored installers, programs with windows, build leftovers.
+# Modules that are not libraries: jokes, test suites, vendored installers, GUI programs, build files.
 SKIPPED = {"antigravity", "this", "test", "tests", "idlelib", "tkinter", "turtle", "turtledemo", "lib2to3", "ensurepip",
            "site-packages", "dist-packages", "pydoc_data", "__phello__", "__main__"}  # fmt: skip
 C_MODULES = ("builtins", "cmath", "errno", "gc", "itertools", "marshal", "math", "operator", "select", "time", "zlib")
@@ -32,7 +32,7 @@ MODULE_QUESTIONS = ("Where do I find `{short}`?", "Which module has `{short}`?")
 
 @dataclass(frozen=True)
 class Entry:
-    """One documented function, class or method: dotted name, module, call signature without the name, docstring."""
+    """A documented function, class or method: dotted name, module, call signature without the name, docstring."""
 
     name: str
     module: str
@@ -70,7 +70,7 @@ def parsed_entries(source: str, module: str) -> Iterator[Entry]:
             if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) or node.name.startswith("_"):
                 continue
             if any(ast.unparse(decorator).endswith("property") for decorator in node.decorator_list):
-                continue  # read, not called
+                continue  # an attribute, not a method
             name = f"{prefix}.{node.name}"
             docstring = ast.get_docstring(node)
             if docstring:
@@ -114,7 +114,7 @@ def compiled_entries(module: str) -> Iterator[Entry]:
 
 
 def compiled_signature(value: Callable) -> str:
-    """Return the same as `parsed_signature` from an object's text signature; empty if it has none."""
+    """Return a signature like `parsed_signature`, from an object's text signature; empty if it has none."""
     try:
         signature = inspect.signature(value)
     except ValueError:
@@ -126,7 +126,7 @@ def compiled_signature(value: Callable) -> str:
 def purpose(docstring: str) -> str:
     """Return the first paragraph on one line, up to its last complete sentence within `LONGEST_PURPOSE` characters."""
     paragraphs = re.split(r"\n\s*\n", docstring.strip())
-    # C docstrings, and some others, open with the call: "range(stop) -> range object"; the words come after it.
+    # C docstrings and some others start with the signature, such as "range(stop) -> range object".
     text = next((" ".join(p.split()) for p in paragraphs if not re.match(r"[\w.]+\(.*", p.strip())), "")
     if len(text) > LONGEST_PURPOSE:
         end = text.rfind(". ", 0, LONGEST_PURPOSE)

@@ -1,7 +1,7 @@
-"""Questions for a model that knows something, from what every Python has: the documentation in its standard library.
+"""Make a dataset of questions from the documentation of Python's standard library.
 
 Rows are JSON-lines with `messages` (one question, no answer) and `channel` (explain, summary, code, example, purpose).
-`swiftlite regenerate` lets the model answer them. The rows depend on the Python version and on nothing else.
+`swiftlite regenerate` lets a pretrained model answer them. The rows depend only on the Python version.
 
     python scripts/make_question_dataset.py --output questions.jsonl --max_rows 400
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from make_docstring_dataset import Entry, stdlib_entries, write
 
-SHORTEST, LONGEST = 80, 600  # characters of a docstring: shorter ones say nothing, longer ones take long to read
+SHORTEST, LONGEST = 80, 600  # characters of a docstring
 QUESTIONS = {
     "explain": "What does the Python function `{name}` do? Its documentation says:\n\n{documentation}",
     "summary": "Summarize this in one sentence:\n\n{documentation}",
@@ -23,12 +23,12 @@ QUESTIONS = {
 
 
 def documentation(entry: Entry) -> str:
-    """The docstring on one line."""
+    """Return the docstring on one line."""
     return " ".join(entry.docstring.split())
 
 
 def question(entry: Entry, channel: str) -> dict:
-    """A row that asks about one entry."""
+    """Return a row with a question about one entry."""
     text = documentation(entry)
     asked = QUESTIONS[channel].format(
         name=entry.name,
@@ -41,7 +41,7 @@ def question(entry: Entry, channel: str) -> dict:
 
 
 def make_rows(max_rows: int) -> list[dict]:
-    """One question about each entry, in a fixed shuffled order."""
+    """Return one question about each entry, in a fixed shuffled order."""
     rng = random.Random(0)
     entries = [entry for entry in stdlib_entries() if SHORTEST < len(documentation(entry)) < LONGEST]
     rng.shuffle(entries)

@@ -1,6 +1,7 @@
-"""A language model of a few million random parameters, small enough to train on two CPU cores in minutes and shaped so
-that every engine takes it: head_dim 64, grouped-query attention, a byte-level BPE tokenizer trained on the spot, ChatML
-turns of which the template marks the assistant's.
+"""Make a language model of a few million random parameters that two CPU cores can train in minutes.
+
+Every engine supports it: head_dim is 64, with grouped-query attention. The byte-level BPE tokenizer is trained by this
+script. The chat template is ChatML, and marks the turns of the assistant.
 
     python scripts/make_tiny_model.py --output_dir tiny --family qwen3
     python scripts/make_tiny_model.py --output_dir tiny-mimo --family mimo    # with a native MTP layer
@@ -40,7 +41,7 @@ FAMILIES = (
     *("deepseek_v3", "glm4_moe_lite"),  # with latent attention
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),  # with linear attention
 )
-# transformers has no MiMo classes. MiMo's block is Qwen2's, and a checkpoint brings its own classes (MIMO_CODE).
+# transformers has no MiMo classes. MiMo's block is that of Qwen2, and a checkpoint contains its classes (MIMO_CODE).
 MODEL_TYPES = {"mimo": "qwen2"}
 EXPERTS = {"num_experts_per_tok": 2, "norm_topk_prob": True}
 SHARED_AND_ROUTED = EXPERTS | {
@@ -49,21 +50,21 @@ SHARED_AND_ROUTED = EXPERTS | {
     "first_k_dense_replace": 1,
     "routed_scaling_factor": 1.5,
 }
-# Latent attention: vLLM's CPU kernel takes a latent of 512 and 64 alone.
+# Latent attention: vLLM's CPU kernel supports only a latent of 512 and a rotary part of 64.
 LATENT = {
     "q_lora_rank": 128,
     "kv_lora_rank": 512,
     "qk_rope_head_dim": 64,
     "qk_nope_head_dim": 128,
     "v_head_dim": 128,
-    "topk_method": "noaux_tc",  # vLLM asks for it
+    "topk_method": "noaux_tc",  # required by vLLM
 }
 # Every other layer has linear attention.
 LINEAR = {
     "full_attention_interval": 2,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
-    "linear_key_head_dim": 128,  # which vLLM takes on a CPU
+    "linear_key_head_dim": 128,  # supported by vLLM on a CPU
     "linear_value_head_dim": 128,
     "partial_rotary_factor": 0.5,
 }
@@ -71,7 +72,7 @@ WITH_SHARED = EXPERTS | {"num_experts": 8, "shared_expert_intermediate_size": 12
 OWN_SIZES: dict[str, dict[str, Any]] = {
     "qwen3_moe": EXPERTS | {"num_experts": 8},
     "glm4_moe": SHARED_AND_ROUTED | {"attention_bias": True, "use_qk_norm": True, "partial_rotary_factor": 0.5},
-    # vLLM asks for scoring_func too.
+    # vLLM also requires scoring_func.
     "deepseek_v3": SHARED_AND_ROUTED | LATENT | {"n_group": 2, "topk_group": 1, "scoring_func": "sigmoid"},
     "glm4_moe_lite": SHARED_AND_ROUTED | LATENT,
     "hy_v3": {
@@ -79,7 +80,7 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "num_shared_experts": 1,
         "router_scaling_factor": 1.5,
-        "first_k_dense_replace": 1,  # from here on for vLLM and SGLang
+        "first_k_dense_replace": 1,  # this and the following keys are for vLLM and SGLang
         "qk_norm": True,
         "route_norm": True,
     },
@@ -88,7 +89,7 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     "qwen3_5_text": LINEAR,
     "qwen3_5_moe_text": WITH_SHARED | LINEAR,
 }
-# Names of two norms before the projection, of the projection, and of the norm behind the decoder layer.
+# Names of the two norms before the projection, of the projection, and of the norm after the decoder layer.
 MTP_NAMES = {
     "mimo": ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
     "glm4_moe": ("enorm", "hnorm", "eh_proj", "shared_head.norm"),
@@ -110,7 +111,7 @@ class MiMoForCausalLM(Qwen2ForCausalLM):
 
 
 def train_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer of `vocab_size` entries, trained on the standard library's docstrings."""
+    """Return a byte-level BPE tokenizer of `vocab_size` entries, trained on the standard library's docstrings."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -144,7 +145,7 @@ def tiny_config(family: str, tokenizer: PreTrainedTokenizerFast, args: argparse.
         "num_hidden_layers": args.num_layers,
         "num_attention_heads": num_heads,
         "num_key_value_heads": num_kv_heads,
-        "head_dim": 64,  # vLLM's CPU kernels take 32, 64 and 128
+        "head_dim": 64,  # vLLM's CPU kernels support 32, 64 and 128
         "max_position_embeddings": 1024,
         "tie_word_embeddings": args.tie_word_embeddings,
         "eos_token_id": tokenizer.eos_token_id,
@@ -154,17 +155,17 @@ def tiny_config(family: str, tokenizer: PreTrainedTokenizerFast, args: argparse.
     }
     if family in OWN_SIZES:
         values |= {"moe_intermediate_size": args.hidden_size, **OWN_SIZES[family]}
-    if family == "hy_v3":  # vLLM's name of the same
+    if family == "hy_v3":  # the name in vLLM
         values["expert_hidden_dim"] = args.hidden_size
     return AutoConfig.for_model(MODEL_TYPES.get(family, family), **values)
 
 
 def mtp_tensors(family: str, trunk: dict[str, torch.Tensor], num_layers: int, depth: int) -> dict[str, torch.Tensor]:
-    """Tensors of `depth` random MTP layers under the family's names; each block has the last decoder layer's shapes.
+    """Return the tensors of `depth` random MTP layers, whose blocks have the shapes of the last decoder layer.
 
     Args:
-        trunk: the tensors of the file.
-        num_layers: decoder layers of the trunk.
+        trunk: tensors of the trunk.
+        num_layers: number of the trunk's decoder layers.
     """
     last = f"model.layers.{num_layers - 1}."
     block = {name.removeprefix(last): tensor for name, tensor in trunk.items() if name.startswith(last)}
@@ -181,7 +182,7 @@ def mtp_tensors(family: str, trunk: dict[str, torch.Tensor], num_layers: int, de
         tensors[f"{prefix}{projection}.weight"] = torch.randn(hidden_size, 2 * hidden_size, dtype=embedding.dtype) * std
         for name, tensor in block.items():
             tensors[prefix + name] = torch.randn_like(tensor) * std if tensor.dim() == 2 else tensor.clone()
-        if family not in ("mimo", "hy_v3"):  # the hub's files repeat the trunk's tensors in each head
+        if family not in ("mimo", "hy_v3"):  # files on the hub repeat the trunk's tensors in each head
             tensors[f"{prefix}embed_tokens.weight"] = embedding.clone()
             tensors[f"{prefix}shared_head.head.weight"] = trunk.get("lm_head.weight", embedding).clone()
     return tensors
@@ -201,8 +202,10 @@ def make_tiny_model(args: argparse.Namespace) -> None:
 
 
 def add_mtp(directory: Path, family: str, num_layers: int, depth: int) -> None:
-    """Give a saved checkpoint MTP layers; a Qwen2 that is to be a MiMo also MiMo's name, and the classes transformers
-    lacks."""
+    """Add MTP layers to a saved checkpoint.
+
+    For MiMo, also change the Qwen2 checkpoint's name, and add the classes that transformers lacks.
+    """
     weights = directory / "model.safetensors"
     trunk = load_file(weights)
     save_file(trunk | mtp_tensors(family, trunk, num_layers, depth), weights, metadata={"format": "pt"})

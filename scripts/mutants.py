@@ -89,7 +89,7 @@ def mutants_of(path: str) -> list[Mutant]:
 
 def _nodes(node: ast.AST) -> Iterator[ast.AST]:
     """Yield a node and the nodes below it, except those that are not mutated."""
-    # Python 3.11 has no positions of expressions in an f-string.
+    # Python 3.11 has no positions for expressions in an f-string.
     if isinstance(node, ast.Assert | ast.JoinedStr) or _is_message(node):
         return
     yield node

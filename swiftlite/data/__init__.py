@@ -1,4 +1,1 @@
-"""Turn data files into batches of tokens and labels.
-
-Uses numpy, torch and the tokenizer's library, but no ranks or models.
-"""
+"""Turn data files into batches of tokens and labels, independent of ranks and of the model."""
