@@ -1,4 +1,4 @@
-"""Load a Hugging Face model (`families/resolved.py`) into its part on this rank."""
+"""Build and load this rank's part of a Hugging Face model (`families/resolved.py`)."""
 
 from typing import Any
 

@@ -148,7 +148,7 @@ def choose(args: KernelArgs, machine: Machine, *, is_float32: bool, head: int = 
         head: `largest_head` of the model.
 
     Raises:
-        OptionError: an option is not available on this machine; there is no silent fallback.
+        OptionError: an option is not available on this machine.
     """
     if problems := list(kernel_problems(args, machine, is_float32=is_float32, head=head)):
         raise OptionError(problems)

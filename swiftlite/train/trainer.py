@@ -41,7 +41,7 @@ class Trainer:
     Attributes:
         mesh: the ranks that hold the model.
         model: the chunks of this rank, one per virtual pipeline stage.
-        objective: what is minimized.
+        objective: the loss to minimize.
         train_batches: returns this rank's micro-batches of a step (counted from 0). They depend only on the step or the
             state of the data, so that a resumed run continues with the same data.
         eval_batches: this rank's share of the held-out rows.

@@ -1,4 +1,4 @@
-"""Derive SGLang's speculative options from the checkpoint, and detect its silent errors.
+"""Derive SGLang's speculative options from the checkpoint, and detect errors that SGLang does not report.
 
 Facts of SGLang 0.5.23: a table by architecture selects the draft class, independent of config.json. For an unknown
 architecture, the target is used as the draft model (`plugin.py` adds architectures). The three numbers must be set

@@ -1,10 +1,10 @@
-"""Multi-latent attention, DeepSeek's: queries, keys and values are unfolded from two small latents.
+"""DeepSeek's multi-latent attention: queries, keys and values are up-projected from two small latents.
 
-megatron-core's class computes wrong gradients under tensor parallelism, takes rotary channels in pairs only, and knows
-no frequencies but its own; what is written here is the part of it between hidden states and core attention.
+megatron-core's class computes wrong gradients with tensor parallelism, rotates channels only in adjacent pairs, and
+supports only its own rotary frequencies. This module replaces its part between hidden states and core attention.
 
-Shapes: T tokens ([S, B], or [S] when packed), H hidden size, N heads on this tensor-parallel rank, D query and key
-channels of a head, R of them rotary, V value channels.
+Shapes: T tokens ([S, B], or [S] in a packed row), H hidden size, N heads on this tensor-parallel rank, D query and key
+channels of a head, of which R are rotary, V value channels.
 """
 
 from dataclasses import dataclass, field
@@ -34,34 +34,36 @@ from swiftlite.model.context_parallel import gather_sequence, shared_row
 class MLATransformerConfig(McoreMLATransformerConfig):
     """megatron-core's config with additional settings of rotary embeddings.
 
-    Of megatron-core's fields for them, `rotary_scaling_factor` and `mscale_all_dim` determine the softmax scale and are
-    set from `hf_rope`; the others are not used.
+    Of megatron-core's fields for rotary embeddings, `rotary_scaling_factor` and `mscale_all_dim` determine the softmax
+    scale and are set from `hf_rope`; the others are not used.
 
     Args:
-        hf_rope: the keys of config.json for the frequencies, as RotaryEmbedding expects them, for a head of
-            `qk_pos_emb_head_dim`.
-        rope_interleave: whether channels 2i and 2i + 1 are rotated together, as in DeepSeek's files; otherwise i and
-            i + R / 2.
+        hf_rope: the keys of config.json for the frequencies, as for `RotaryEmbedding`, for a head of
+            `qk_pos_emb_head_dim` channels.
+        rope_interleave: whether channels 2i and 2i + 1 are rotated together, as in DeepSeek's models; otherwise i and i
+            + R / 2.
     """
 
     hf_rope: dict[str, Any] = field(default_factory=dict)
     rope_interleave: bool = True
 
     def __post_init__(self):
-        # megatron-core's defaults are those of one model.
+        # megatron-core's defaults are those of a specific model.
         rope_parameters = rope_config(self.hf_rope).rope_parameters or {}
         self.rope_type = "rope"
         self.rotary_scaling_factor = rope_parameters.get("factor") or 1.0
         self.mscale_all_dim = rope_parameters.get("mscale_all_dim") or 0.0
         super().__post_init__()
-        # finalize_model_grads.py:354 sums over tensor-parallel ranks what is called q_layernorm, for norms that each
-        # rank applies to its own heads. Every rank has the whole query latent: the sum would be a multiple.
+        # finalize_model_grads.py:354 sums gradients of parameters named q_layernorm over tensor-parallel ranks, because
+        # usually each rank applies this norm to different heads. Here every rank has the whole query latent, so the sum
+        # would be a multiple of the gradient.
         assert not self.qk_layernorm, "multi-latent attention always has its norms; qk_layernorm doubles a gradient"
 
 
 @cache
 def latent_norm(norm: Any) -> type:
-    """Create the norm of a latent: its epsilon is 1e-6 whatever `rms_norm_eps` says, as in transformers."""
+    """Return a class for the norm of a latent, with an epsilon of 1e-6 instead of `rms_norm_eps`, as in transformers.
+    """
 
     def init(self: torch.nn.Module, config: McoreMLATransformerConfig, hidden_size: int, eps: float = 1e-6) -> None:
         norm.__init__(self, config, hidden_size, eps=1e-6)
@@ -70,20 +72,22 @@ def latent_norm(norm: Any) -> type:
 
 
 def _reads_rows(attention_mask: Any) -> bool:
-    """Return whether queries see keys of the whole row: not in rows that grow, nor in the later steps of a draft, where
-    each query sees its own keys."""
+    """Return whether queries see the keys of the whole row.
+
+    This is not the case in decoding with a cache, and in later steps of a draft, where each query sees different
+    keys.
+    """
     if isinstance(attention_mask, Draft):
         return attention_mask.is_empty and attention_mask.cache is None
     return not isinstance(attention_mask, Cache)
 
 
 class MLASelfAttention(McoreMLASelfAttention):
-    """megatron-core's for the local spec, whose down-projections are split by columns.
+    """megatron-core's latent attention with down-projections that tensor-parallel ranks split by columns.
 
-    Takes padded rows [S, B, H] and packed ones [S, 1, H] with `packed_seq_params`; with sequence parallelism S is this
-    rank's part, with context parallelism the row is laid out in megatron-core's zigzag. No inference cache.
-
-    Cosines and sines are handed in, as to all other attention.
+    It supports padded rows [S, B, H], and packed rows [S, 1, H] with `packed_seq_params`. With sequence parallelism, S
+    is this rank's part; with context parallelism, the row has megatron-core's zigzag layout. megatron-core's inference
+    cache is not supported. Cosines and sines are arguments, as in all other kinds of attention.
     """
 
     config: MLATransformerConfig
@@ -91,20 +95,20 @@ class MLASelfAttention(McoreMLASelfAttention):
     def forward(
         self,
         hidden_states: torch.Tensor,
-        attention_mask: Any,  # None, or what core attention takes
+        attention_mask: Any,  # as for core attention
         *,
         rotary_pos_emb: torch.Tensor,
         **kwargs: Any,
     ) -> tuple[Any, Any]:
         """Return outputs [S, B, H], and None as the bias.
 
-        The stock method refuses rotary embeddings, because each of its layers computes them. It passes position ids and
-        the states of cross attention unchanged to `get_query_key_value_tensors`; cosines and sines are passed instead
-        of the former, and the context-parallel ranks instead of the latter.
+        megatron-core's method does not accept rotary embeddings, because each of its layers computes them. It passes
+        position ids and the states of cross attention unchanged to `get_query_key_value_tensors`. Here, cosines and
+        sines are passed as the position ids, and the context-parallel ranks as the states of cross attention.
 
         Args:
             rotary_pos_emb: output of `RotaryEmbedding` for this rank's part of the row.
-            kwargs: as passed by megatron-core's layers.
+            kwargs: further arguments of megatron-core's layers.
         """
         group = self.pg_collection.cp if _reads_rows(attention_mask) else None
         result: Any = super().forward(
@@ -119,16 +123,15 @@ class MLASelfAttention(McoreMLASelfAttention):
     def get_query_key_value_tensors(
         self,
         hidden_states: torch.Tensor,
-        cp_group: dist.ProcessGroup | None,  # key_value_states upstream, see `forward`
-        rotary_pos_emb: torch.Tensor,  # position_ids upstream
+        cp_group: dist.ProcessGroup | None,  # key_value_states in megatron-core, see `forward`
+        rotary_pos_emb: torch.Tensor,  # position_ids in megatron-core
         packed_seq_params: PackedSeqParams | None = None,
         **inference: None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Query [T, N, D], key [K, N, D] and value [K, N, V] of all sequence-parallel ranks; the latents of queries and
-        keys.
+        """Return query [T, N, D], key [K, N, D] and value [K, N, V] of all sequence-parallel ranks, and both latents.
 
         Args:
-            cp_group: the ranks with which keys and values are shared, K is then the length of the whole row; None: T.
+            cp_group: the ranks that share keys and values; K is then the number of tokens of whole rows. None: K is T.
         """
         assert not any(inference.values())
         config = self.config
@@ -155,7 +158,7 @@ class MLASelfAttention(McoreMLASelfAttention):
             return torch.cat([query, query_pos], dim=-1), torch.cat([key, keys_pos], dim=-1), value.contiguous()
 
         if self.recompute_up_proj:
-            # None and not False without fp8: random.py:635 asks whether it is None.
+            # None instead of False without FP8, because random.py:635 compares with None.
             precision = config.fp8 or config.fp4
             self.qkv_up_checkpoint = tensor_parallel.CheckpointWithoutOutput(fp8=precision)  # type: ignore[arg-type]
             query, key, value = self.qkv_up_checkpoint.checkpoint(unfold, query_latent, latent, key_pos)
@@ -164,12 +167,15 @@ class MLASelfAttention(McoreMLASelfAttention):
         return query, key, value, query_latent, latent
 
     def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, Any]:
-        """Build the submodules of the spec. Since megatron-core 0.19 the stock method refuses norms of latents without
-        `qk_layernorm`, which must not be set here (MLATransformerConfig), and an unused norm."""
+        """Build the submodules of the spec.
+
+        Since 0.19, megatron-core's method rejects norms of latents without `qk_layernorm`, which must not be set here
+        (see `MLATransformerConfig`), and unused norms.
+        """
         return vars(submodules)
 
     def _whole(self, columns: torch.Tensor) -> torch.Tensor:
-        """Gather the columns of a down-projection, of which each rank computed some."""
+        """Gather the output columns of a down-projection from tensor-parallel ranks."""
         return gather_from_tensor_model_parallel_region(columns, group=self.tp_group)
 
     def _gather(
@@ -179,18 +185,19 @@ class MLASelfAttention(McoreMLASelfAttention):
         rotary_pos_emb: torch.Tensor,
         packed_seq_params: PackedSeqParams | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the latent of keys and values, before its norm, and the rotated rotary part of the key: of
-        `compressed`, or of the whole row that context-parallel ranks share.
+        """Return the latent of keys and values before its norm, and the rotated rotary part of the key.
 
-        The heads are unfolded from them on every rank, so each unfolds all of a row: at DeepSeek-V3's sizes three
-        products of 34 MFLOP for each token of another rank, where forward and backward pass would receive 82 KB each
-        instead of 1.1. By `estimate/speed.py` that is half the time on H100s over NVLink and less between machines,
-        and as long on A100s; H20s over NVLink, with few FLOP for a byte, take three times as long.
+        With context parallelism, they are those of the whole row. Every rank then up-projects the heads of the whole
+        row. With the sizes of DeepSeek-V3, this takes three matrix products of 34 MFLOP for each token of another rank.
+        Gathering heads instead would receive 82 KB per token in each of forward and backward pass, instead of 1.1 KB.
+        According to `estimate/speed.py`, gathering latents takes half the time of gathering heads on H100s over NVLink,
+        less than half between machines, the same time on A100s, and three times as long on H20s over NVLink, which have
+        few FLOPs per byte.
         """
         sizes = [self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim]
         latent, key_pos = compressed.split(sizes, dim=-1)
-        # Each rank's gradient is that of its own heads; the up-projections sum theirs themselves. The sum is left out
-        # in silence where a gradient is not contiguous (mappings.py:20).
+        # Each rank has the gradient through its heads, so gradients are summed over ranks; the up-projections already
+        # sum theirs. A non-contiguous gradient would silently not be summed (mappings.py:20).
         key_pos = copy_to_tensor_model_parallel_region(key_pos, group=self.tp_group)
         if key_pos.requires_grad:
             key_pos.register_hook(torch.Tensor.contiguous)
@@ -205,7 +212,7 @@ class MLASelfAttention(McoreMLASelfAttention):
         return latent, key_pos
 
     def _scatter(self, latent: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of the sequence again: a column-parallel layer gathers the sequence."""
+        """Return this sequence-parallel rank's part, because the next layer gathers the sequence."""
         if not self.config.sequence_parallel:
             return latent
         return scatter_to_sequence_parallel_region(latent, group=self.tp_group)
@@ -217,7 +224,7 @@ class MLASelfAttention(McoreMLASelfAttention):
         return first, second
 
     def _rotate(self, pos: torch.Tensor, rotary_emb: torch.Tensor) -> torch.Tensor:
-        """Rotate channels; those rotated in pairs are taken apart before, of queries and keys alike."""
+        """Rotate channels. Interleaved channels are first reordered into halves, in queries and keys."""
         if self.config.rope_interleave:
             pos = pos.unflatten(-1, (-1, 2)).transpose(-2, -1).flatten(-2)
         return rotation(self.config)(pos, rotary_emb)

@@ -1,9 +1,9 @@
-"""Rotary embeddings with the frequencies that transformers computes, for every `rope_type` it supports.
+"""Rotary embeddings with the frequencies of transformers, for every `rope_type` that transformers supports.
 
-Shapes: S tokens of a row, B batch, N heads, D channels of a head, R of them rotary.
+Shapes: S tokens of a row, B batch, N heads, D channels of a head, of which R are rotary.
 
-Models that take images have positions along three axes (M-RoPE): time, row and column. Each of the R / 2 angles is that
-of one axis; with three equal positions all is as with one.
+Models that take images have positions along three axes (M-RoPE): time, row and column. Each of the R / 2 angles depends
+on the position along one axis. If all three positions are equal, this is the usual rotary embedding.
 """
 
 import math
@@ -23,16 +23,16 @@ from swiftlite.model.layers.compiled import compiled
 from swiftlite.runtime.device import on_device
 
 LENGTH_DEPENDENT = ("dynamic", "longrope")
-"""Types of rotary embedding whose frequencies depend on the length of the sequence."""
+"""Types of rotary embedding with frequencies that depend on the length of the sequence."""
 
 
 def rope_config(hf_config: dict[str, Any]) -> LlamaConfig:
     """Return the rotary part of a config.json, normalized by transformers (legacy `rope_scaling` included)."""
     with _refusing():
         values = {key: hf_config[key] for key in ROPE_KEYS if hf_config.get(key) is not None}
-        if values.get("head_dim"):  # Llama's class asks that heads divide the hidden size, which others do not
+        if values.get("head_dim"):  # LlamaConfig requires that heads divide the hidden size
             values["hidden_size"] = values["head_dim"] * values["num_attention_heads"]
-        if "rope_parameters" in values:  # about positions in images, which text does not have
+        if "rope_parameters" in values:  # drops settings for positions in images
             given = values["rope_parameters"]
             values["rope_parameters"] = {key: given[key] for key in given if not key.startswith("mrope_")}
         return LlamaConfig.from_dict(values)
@@ -62,7 +62,7 @@ class RotaryEmbedding:
         dtype: dtype of the result; computed in float32.
 
     Raises:
-        UserError: transformers does not know the type.
+        UserError: transformers does not support the type.
     """
 
     def __init__(self, hf_config: dict[str, Any], device: torch.device, dtype: torch.dtype):
@@ -102,8 +102,8 @@ class RotaryEmbedding:
         """Return [2, S, B, 1, R] for `rotate`, for tokens at these positions (int64) along three axes.
 
         Raises:
-            UserError: config.json does not assign channels to axes, or the type has frequencies that depend on the
-                length of the sequence.
+            UserError: config.json does not assign channels to axes, or frequencies depend on the length of the
+                sequence.
         """
         if self.rope_type in LENGTH_DEPENDENT:
             problem = f"config.json: rope_type {self.rope_type!r} is not supported with positions along three axes"
@@ -125,10 +125,11 @@ class RotaryEmbedding:
         """Return angles per position [R / 2], and the factor on cosines and sines, which is 1 for most types.
 
         Args:
-            length: of the sequence, on which they depend for some types.
+            length: length of the sequence, for the types in `LENGTH_DEPENDENT`.
         """
         if self.rope_type == "default":
-            # Llama's formula over a part of each head (partial_rotary_factor); Llama's own class takes all of it.
+            # Llama's formula for a part of each head (partial_rotary_factor), which LlamaRotaryEmbedding does not
+            # support.
             return Glm4MoeRotaryEmbedding.compute_default_rope_parameters(self.hf)  # type: ignore[arg-type]
         return ROPE_INIT_FUNCTIONS[self.rope_type](self.hf, device=torch.device("cpu"), seq_len=length)
 
@@ -141,8 +142,8 @@ def _axis_of_angle(stated: Mapping[str, Any], num_angles: int) -> torch.Tensor:
     Args:
         stated: rope_parameters of config.json.
 
-    Raises:
-        UserError: its mrope_section is not three numbers with the right sum.
+        Raises:
+            UserError: mrope_section does not consist of three numbers with the right sum.
     """
     sections = stated.get("mrope_section")
     if not isinstance(sections, list) or len(sections) != 3 or sum(sections) != num_angles:
@@ -157,16 +158,16 @@ def _axis_of_angle(stated: Mapping[str, Any], num_angles: int) -> torch.Tensor:
 
 
 def rotate(channels: torch.Tensor, rotary_emb: torch.Tensor) -> torch.Tensor:
-    """Rotate the first R channels of heads, i together with i + R / 2, and leave the others.
+    """Rotate the first R channels of heads, i together with i + R / 2; other channels are unchanged.
 
-    With x and y the two halves of those channels, c and s the cosines and sines of their angles:
+    For the two halves x and y of these channels, and the cosines c and sines s of their angles:
 
         x' = x * c + y * -s
         y' = y * c + x * s
 
     Args:
         channels: [S, B, N, D].
-        rotary_emb: [2, S, 1, 1, R] or [2, S, B, 1, R], c c and -s s of above.
+        rotary_emb: [2, S, 1, 1, R] or [2, S, B, 1, R]: the concatenations (c, c) and (-s, s).
     """
     cosine, sine = rotary_emb
     num_rotary = rotary_emb.size(-1)
@@ -181,7 +182,7 @@ def rotate(channels: torch.Tensor, rotary_emb: torch.Tensor) -> torch.Tensor:
 
 
 fused_rotate = compiled(rotate)
-"""`rotate` as one kernel on a GPU, which moves a quarter of the bytes."""
+"""`rotate` as one kernel on a GPU, which moves a quarter of the bytes of separate operations."""
 
 
 def rotation(config: TransformerConfig) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Self-attention whose queries and keys take the rotary embeddings that were computed once for all layers."""
+"""Self-attention with rotary embeddings that are computed once for all layers."""
 
 from typing import Any
 
@@ -9,25 +9,27 @@ from swiftlite.model.attention.rope import rotation
 
 
 class SelfAttention(McoreSelfAttention):
-    """megatron-core's attention with precomputed cosines and sines; the stock class computes them twice in every
-    layer."""
+    """megatron-core's attention with precomputed cosines and sines.
+
+    megatron-core's class computes them twice in every layer.
+    """
 
     def forward(
         self,
         hidden_states: torch.Tensor,
-        attention_mask: Any,  # None, or what CoreAttention takes
+        attention_mask: Any,  # as for CoreAttention
         *,
         rotary_pos_emb: torch.Tensor,
         **kwargs: Any,
     ) -> tuple[Any, Any]:
         """Return outputs [S, B, H], and None as the bias.
 
-        The stock method passes the states of cross attention unchanged to `get_query_key_value_tensors`. There is no
-        cross attention here, so rotary embeddings are passed instead.
+        megatron-core's method passes the states of cross attention unchanged to `get_query_key_value_tensors`. There is
+        no cross attention here, so this argument is used for rotary embeddings.
 
         Args:
             rotary_pos_emb: output of `RotaryEmbedding` for this rank's part of the row.
-            kwargs: as passed by megatron-core's layers.
+            kwargs: further arguments of megatron-core's layers.
         """
         result: Any = super().forward(hidden_states, attention_mask, key_value_states=rotary_pos_emb, **kwargs)
         return result
@@ -35,15 +37,15 @@ class SelfAttention(McoreSelfAttention):
     def get_query_key_value_tensors(
         self,
         hidden_states: torch.Tensor,
-        rotary_pos_emb: torch.Tensor,  # key_value_states upstream, see `forward`
+        rotary_pos_emb: torch.Tensor,  # key_value_states in megatron-core, see `forward`
         **kwargs: Any,
     ) -> tuple[torch.Tensor, ...]:
-        """Query [S, B, N, D], key and value [S, B, G, D] of the whole sequence."""
-        made: Any = super().get_query_key_value_tensors(hidden_states, None, **kwargs)  # always split: see upstream
-        query, key, *others = made  # the value, and the output gate where there is one
+        """Return query [S, B, N, D], and key and value [S, B, G, D] of the whole sequence."""
+        made: Any = super().get_query_key_value_tensors(hidden_states, None, **kwargs)  # always split by default
+        query, key, *others = made  # the value, and the output gate if there is one
         rotate = rotation(self.config)
         return rotate(query, rotary_pos_emb), rotate(key, rotary_pos_emb), *others
 
     def _apply_output_gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        """Multiply the result by its gate, in the model's precision as in transformers and vLLM."""
+        """Multiply the result by the sigmoid of its gate, in the model's precision, as in transformers and vLLM."""
         return x * gate.reshape(x.shape).sigmoid()

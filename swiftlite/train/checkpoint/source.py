@@ -75,7 +75,7 @@ def describe_tensors(hf_model: HfModel, graft_from: HfModel | None = None) -> di
     """Return dtype and shape of each tensor of a model directory, by HF name.
 
     Args:
-        graft_from: model whose heads replace its own.
+        graft_from: model whose heads replace those of `hf_model`.
     """
     tensors = describe(hf_model.directory)
     if not graft_from:
@@ -86,7 +86,7 @@ def describe_tensors(hf_model: HfModel, graft_from: HfModel | None = None) -> di
 def with_heads_of(
     hf_model: HfModel, tensors: Mapping[str, dict[str, Any]], graft_from: HfModel
 ) -> dict[str, dict[str, Any]]:
-    """Return the tensors of this model with another model's MTP heads instead of its own."""
+    """Return dtypes and shapes of this model's tensors, with the MTP heads of another model."""
     trunk = {key: tensor for key, tensor in tensors.items() if not hf_model.family.is_mtp(hf_model.config, key)}
     others = describe(graft_from.directory)
     return trunk | {key: tensor for key, tensor in others.items() if hf_model.family.is_mtp(hf_model.config, key)}
