@@ -55,7 +55,7 @@ class Client(Protocol):
         """Complete a prompt; the prefix cache is shared only between prompts with the same salt.
 
         Raises:
-            UserError: the server refuses the request.
+            UserError: the server rejects the request.
             aiohttp.ClientError: the server does not respond.
         """
         ...

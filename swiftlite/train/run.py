@@ -1,7 +1,7 @@
 """Execute a training run, phase by phase: `megatron sft`, `pt` and `dpo`.
 
 The parts that differ by method are in its `Training` (`train/methods/`). Three similar names: a `Trainable` selects the
-trained parameters, a `TrainState` holds the model with its optimizer, and a `Trainer` takes the steps.
+trained parameters, a `TrainState` holds the model with its optimizer, and a `Trainer` runs the steps.
 """
 
 import copy

@@ -79,8 +79,8 @@ class CoreAttention(MegatronModule):
     values, whose gradients are reduce-scattered, and computes the attention of its queries. Latent attention gathers
     latents itself, and calls this class with keys and values of the whole row.
 
-    The constructor takes the arguments of megatron-core's SelfAttention and MLASelfAttention (transformer/attention.py
-    of 0.16.1).
+    The constructor accepts the arguments that megatron-core passes in SelfAttention and MLASelfAttention
+    (transformer/attention.py of 0.16.1).
 
     Args:
         varlen: kernel for all sequences of a packed row in one call, see `kernels.varlen_kernel`.

@@ -62,8 +62,7 @@ class MLATransformerConfig(McoreMLATransformerConfig):
 
 @cache
 def latent_norm(norm: Any) -> type:
-    """Return a class for the norm of a latent, with an epsilon of 1e-6 instead of `rms_norm_eps`, as in transformers.
-    """
+    """Return a class for the norm of a latent, with epsilon 1e-6 instead of `rms_norm_eps`, as in transformers."""
 
     def init(self: torch.nn.Module, config: McoreMLATransformerConfig, hidden_size: int, eps: float = 1e-6) -> None:
         norm.__init__(self, config, hidden_size, eps=1e-6)
