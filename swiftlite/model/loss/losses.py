@@ -118,7 +118,7 @@ def distillation_loss(
     tp_group: dist.ProcessGroup,
     tokens_V: torch.Tensor | None = None,
 ) -> TokenLoss:
-    """Compute the distance between head's and trunk's distributions of the same token; only the head gets a gradient.
+    """Compute the distance of a head's distribution from the trunk's for the same token; only the head gets a gradient.
 
     "kl" is KL(trunk || head). Rejection sampling accepts a head's draft with a probability equal to their overlap, the
     sum of min(head, trunk): "tv" is 1 - overlap, "nla" is -log(overlap), and "lk_hybrid" is close to kl for a small

@@ -51,7 +51,7 @@ class SaveStrategy(TorchDistSaveShardedStrategy):
 class WriterReport:
     """A message from a writer, possibly a forked process, to its parent, in an anonymous file in memory.
 
-    Unlike a pipe, a file on disk or a server process, it has no size limit and cannot fail separately.
+    The message does not depend on the capacity of a pipe, on disk space, or on a server process.
     """
 
     def __init__(self):
