@@ -25,7 +25,7 @@ def test_every_room_has_a_page(hooks):
     ("heading", "expected"),
     [
         ("What a head computes", "what-a-head-computes"),
-        ("Operations, tokens/s, MFU", "operations-tokenss-mfu"),
+        ("FLOPs, tokens/s, MFU", "flops-tokenss-mfu"),
         ("一个头起草多个 token", "一个头起草多个-token"),
         ("`doctor --engine`: what would be loaded?", "doctor---engine-what-would-be-loaded"),
     ],
