@@ -612,6 +612,15 @@ class RegenerationArgs:
     dataset: list[str] = field(default_factory=list)
     """Files or datasets on the hub (as for sft) whose assistant turns are regenerated; FILE#500 selects a random
     sample."""
+    self_prompts: bounds.NonNegativeInt = 0
+    """Number of prompts that the model writes itself, in addition to --dataset; unusable ones are dropped."""
+    self_turns: bounds.PositiveInt = 1
+    """Number of user turns in each conversation of --self_prompts."""
+    topics: str | None = None
+    """File with one topic per line for --self_prompts; each prompt is about the next one. Default: the model
+    chooses."""
+    max_prompt_tokens: bounds.PositiveInt = 256
+    """Maximum length of a user turn of --self_prompts in tokens; longer ones are dropped."""
     output_dir: str = ""
     """Directory for dataset.jsonl, report.json and the answers; the same command resumes from these."""
     num_answers: bounds.PositiveInt = 1

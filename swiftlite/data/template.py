@@ -123,7 +123,7 @@ class ChatTemplate:
             )
         found = self._find_turn_end()
         self._appends_eos = not found
-        self._turn_end = found or str(tokenizer.eos_token or "")
+        self.turn_end = found or str(tokenizer.eos_token or "")
 
     def encode_prompt(self, messages: list[Message], tools: Tools | None = None) -> list[int]:
         """Return the tokens of a prompt, the same as before the answer in `encode`.
@@ -134,7 +134,7 @@ class ChatTemplate:
         Raises:
             RowError: the template does not support these turns, or a token has no embedding.
         """
-        ids = self._ids(self._render(messages, tools, add_generation_prompt=True))
+        ids = self.tokenize(self.render(messages, tools, add_generation_prompt=True))
         check_ids(ids, self.tokenizer, self._vocab_size, "messages")
         return ids
 
@@ -153,7 +153,7 @@ class ChatTemplate:
     @property
     def end_token_id(self) -> int | None:
         """The token that ends assistant turns, which is not always the eos token; None if it is not a single token."""
-        ids = self._ids(self._turn_end)
+        ids = self.tokenize(self.turn_end)
         if len(ids) != 1:
             return None
         return ids[0]
@@ -169,9 +169,9 @@ class ChatTemplate:
                 a token has no embedding.
         """
         messages = conversation.messages
-        text = self._render(messages, conversation.tools)
+        text = self.render(messages, conversation.tools)
         if self._appends_eos:
-            text = text.rstrip() + self._turn_end
+            text = text.rstrip() + self.turn_end
         self._check_complete(conversation, text)
 
         weights = self._turn_weights(conversation)
@@ -194,7 +194,12 @@ class ChatTemplate:
 
     # Rendering
 
-    def _render(self, messages: list[Message], tools: Tools | None, add_generation_prompt: bool = False) -> str:
+    def render(self, messages: list[Message], tools: Tools | None, add_generation_prompt: bool = False) -> str:
+        """Return the text of a conversation.
+
+        Raises:
+            RowError: the template refuses it.
+        """
         with running_the_template():
             text = self.tokenizer.apply_chat_template(
                 messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
@@ -208,7 +213,7 @@ class ChatTemplate:
     def _find_turn_end(self) -> str:
         """Return the text that the template adds after an assistant turn, such as `<|im_end|>`, without white space."""
         try:
-            text = self._render([{"role": "user", "content": "a"}, {"role": "assistant", "content": MARK}], None)
+            text = self.render([{"role": "user", "content": "a"}, {"role": "assistant", "content": MARK}], None)
         except RowError as error:
             raise UserError(f"the chat template cannot render a plain exchange: {error.problem}") from None
         _, mark, end = text.partition(MARK)
@@ -274,7 +279,7 @@ class ChatTemplate:
     def _turn_span(self, messages: list[Message], tools: Tools | None, turn: int, text: str) -> Span:
         """Return the span between the prompt before this turn and the rest of the conversation."""
         where = f"messages[{turn}]"
-        prompt = self._render(messages[:turn], tools, add_generation_prompt=True)
+        prompt = self.render(messages[:turn], tools, add_generation_prompt=True)
         if not text.startswith(prompt):
             same = next(i for i, character in enumerate(prompt) if text[i : i + 1] != character)
             around = slice(max(0, same - 20), same + 20)
@@ -286,14 +291,14 @@ class ChatTemplate:
             raise RowError(where, problem, hint)
         if turn == len(messages) - 1:
             return len(prompt), len(text)
-        so_far = self._render(messages[: turn + 1], tools)
+        so_far = self.render(messages[: turn + 1], tools)
         if text.startswith(so_far):
             return len(prompt), len(so_far)
         # Templates such as Qwen3's render the last turn differently from earlier turns. Then the rest of the
         # conversation is found by rendering it after a turn with a known end.
         marked = [*messages[:turn], {"role": "assistant", "content": MARK}, *messages[turn + 1 :]]
         try:
-            rest = self._render(marked, tools).partition(MARK)[2]
+            rest = self.render(marked, tools).partition(MARK)[2]
         except RowError:
             rest = ""
         end = len(text) - len(rest)
@@ -305,8 +310,8 @@ class ChatTemplate:
         """End a span directly after its end-of-turn token, because nothing is generated after it."""
         start, end = span
         end = start + len(text[start:end].rstrip())
-        if self._turn_end and not text.endswith(self._turn_end, start, end) and text.startswith(self._turn_end, end):
-            end += len(self._turn_end)
+        if self.turn_end and not text.endswith(self.turn_end, start, end) and text.startswith(self.turn_end, end):
+            end += len(self.turn_end)
         return start, end
 
     # Selecting trained tokens
@@ -337,7 +342,9 @@ class ChatTemplate:
             found = self._token_range(tokens, text, span)
             if not found:
                 given = text[slice(*span)]
-                problem = f"the tokenizer turns {clip(given, 40)!r} into {clip(self._decode(self._ids(given)), 40)!r}"
+                problem = (
+                    f"the tokenizer turns {clip(given, 40)!r} into {clip(self.decode(self.tokenize(given)), 40)!r}"
+                )
                 raise RowError(name, problem, "its vocabulary lacks these characters")
             ranges.append(found)
         return tokens.ids, ranges
@@ -387,21 +394,23 @@ class ChatTemplate:
         return self._known_tails[tail] == found
 
     def _gives_back(self, ids: list[int], first: int, last: int, text: str) -> bool:
-        decoded = self._decode(ids[first:last])
+        decoded = self.decode(ids[first:last])
         if decoded == text:
             return True
         # SentencePiece decoders drop a space at the start of a text.
         before = max(0, first - 1)
-        if self._decode(ids[before:last]) == self._decode(ids[before:first]) + text:
+        if self.decode(ids[before:last]) == self.decode(ids[before:first]) + text:
             return True
         # Some tokenizers change text, such as Qwen2's, which composes accents. Then the turn must decode like this text
         # alone, and only white space and composition may differ.
         return decoded == self._decode(self._ids(text)) and _bare(decoded) == _bare(text)
 
-    def _ids(self, text: str) -> list[int]:
+    def tokenize(self, text: str) -> list[int]:
+        """Return the tokens of a text of the template, without special tokens of the tokenizer's own."""
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
-    def _decode(self, ids: list[int]) -> str:
+    def decode(self, ids: list[int]) -> str:
+        """Return the text of tokens, with special tokens."""
         text = self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text

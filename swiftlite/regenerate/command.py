@@ -1,17 +1,19 @@
 """Run `swiftlite regenerate`: generate answers, store them, and write a dataset with them.
 
-Answers are appended to answers.jsonl as they finish, one line per turn (`serve/answers.py`); running the same command
-again continues after them. dataset.jsonl and report.json depend only on the rows, the options and these answers.
+The prompts are those of --dataset and those that the model writes (`self_prompts.py`). Answers are appended to
+answers.jsonl as they finish, one line per turn (`serve/answers.py`); the same command resumes after them. dataset.jsonl
+and report.json depend only on the prompts, the options and these answers.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from swiftlite.args.commands import RegenerateArgs
 from swiftlite.atomic import atomic_write, check_writable
 from swiftlite.data.dataset import load_prompts
 from swiftlite.data.rows.conversation import Conversation
+from swiftlite.data.template import ChatTemplate
 from swiftlite.engines.interrupt import raises_at_sigterm
 from swiftlite.engines.prompts import encode_prompt, sequence_length
 from swiftlite.engines.served_model import resolve_served
@@ -19,8 +21,10 @@ from swiftlite.errors import UserError
 from swiftlite.log import logger
 from swiftlite.regenerate.dataset_rows import NumberedRow, gold_rows, make_rows
 from swiftlite.regenerate.dialogue import Dialogues, answered_turns, distinct, longest_prompt
-from swiftlite.regenerate.generate import generate_all, names_of, read_answers
+from swiftlite.regenerate.generate import engine_on_demand, generate_all, names_of, read_answers
 from swiftlite.regenerate.report import make_report, summary_line
+from swiftlite.regenerate.self_dialogues import SelfPrompts
+from swiftlite.regenerate.self_prompts import SelfPromptWriter
 from swiftlite.serve.answers import AnswersFile, as_line, describe
 from swiftlite.serve.infer import engine_config, logs_how_to_resume, read_for_asking, summary
 
@@ -35,50 +39,86 @@ def run(args: RegenerateArgs) -> None:
     """
     model = resolve_served(args.model)
     template, sampling = read_for_asking(args, model)
-    chats = load_prompts(args.dataset, system=args.system, seed=args.seed, max_bad_rows=args.max_bad_rows)
-    asking = _asking(chats)
+    chats: list[Conversation] = []
+    if args.dataset:
+        chats = load_prompts(args.dataset, system=args.system, seed=args.seed, max_bad_rows=args.max_bad_rows)
+        if not _asking(chats):
+            raise UserError("--dataset: no row has a prompt, the assistant only calls tools", "use other rows")
     gold = _gold(chats, args.gold_fraction)
-    dialogues = Dialogues(distinct(asking), args.num_answers, args.drop_truncated)
-
-    longest = [longest_prompt(chat) for chat in dialogues.chats.values()]
-    prompts = [encode_prompt(template, chat) for chat in longest]
-    # In every turn, the model's answer can be longer than that of the row.
-    longest_sequence = max(map(len, prompts)) + dialogues.longest * args.max_new_tokens
-    length = sequence_length(model, longest_sequence, args.num_speculative_tokens, args.max_model_len)
+    prompts = _last_prompts(template, chats, {})
+    # The model's answers may be longer than those of the rows, in every turn.
+    turns = max((len(answered_turns(chats[row])) for row in prompts), default=0)
+    longest = max(map(len, prompts.values()), default=0) + turns * args.max_new_tokens
+    writer = None
+    if args.self_prompts:
+        writer = SelfPromptWriter(args, model, template, sampling)
+        longest = max(longest, writer.longest + args.max_new_tokens)
+    length = sequence_length(model, longest, args.num_speculative_tokens, args.max_model_len)
     config = engine_config(args, model, length)
-    made_with = describe(args, model, longest, prompts, sampling)
     output_dir = Path(args.output_dir)
     _check_output_dir(output_dir)
-    with (
-        raises_at_sigterm(),
-        AnswersFile(output_dir / ANSWERS, names_of(dialogues), made_with, "--output_dir") as file,
-    ):
-        if file.num_answers and file.missing:
-            logger.info("%s; generating the remaining ones", file)
-        read_answers(file, dialogues)
-        with logs_how_to_resume(file):
-            result = generate_all(args.infer_backend, config, dialogues, file, template, sampling)
-        file.finish()
-        if result:
-            for line in summary(result):
-                logger.info("%s", line)
-        rows = make_rows(dialogues, gold, args.gold_fraction, args.seed)
-        report = make_report(dialogues, rows, chats, len(asking))
-        for line in summary_line(report, args):
-            logger.info("%s", line)
-        if not rows.regenerated:
-            raise UserError("--dataset: no answer was kept", "see the counts above")
-        _write(output_dir / DATASET, b"".join(map(as_line, rows.in_order)))
-        _write(output_dir / REPORT, json.dumps(report, indent=2).encode() + b"\n")
-    logger.info("wrote %s", output_dir / DATASET)
+    with raises_at_sigterm(), engine_on_demand(args.infer_backend, config) as engine:
+        written = SelfPrompts()
+        if writer:
+            written = writer.write(output_dir, engine, length)
+            logger.info("%s", written)
+            chats += written.conversations
+            if not _asking(chats):
+                raise UserError("--self_prompts: no prompt is usable", "increase --max_prompt_tokens, or use --dataset")
+            prompts = _last_prompts(template, chats, prompts)
+        dialogues = Dialogues({row: chats[row] for row in prompts}, args.num_answers, args.drop_truncated)
+        asked = [longest_prompt(chat) for chat in dialogues.chats.values()]
+        made_with = describe(args, model, asked, list(prompts.values()), sampling)
+        with AnswersFile(output_dir / ANSWERS, names_of(dialogues), made_with, "--output_dir") as file:
+            if file.num_answers and file.missing:
+                logger.info("%s; generating the remaining ones", file)
+            read_answers(file, dialogues)
+            with logs_how_to_resume(file):
+                result = generate_all(engine, length, dialogues, file, template, sampling)
+            file.finish()
+            if result:
+                for line in summary(result):
+                    logger.info("%s", line)
+            _write_dataset(args, dialogues, chats, gold, written)
+
+
+def _write_dataset(
+    args: RegenerateArgs,
+    dialogues: Dialogues,
+    chats: Sequence[Conversation],
+    gold: Sequence[NumberedRow],
+    written: SelfPrompts,
+) -> None:
+    """Write dataset.jsonl and report.json from all answers."""
+    rows = make_rows(dialogues, gold, args.gold_fraction, args.seed)
+    report = make_report(dialogues, rows, chats, len(_asking(chats)), written)
+    for line in summary_line(report, args):
+        logger.info("%s", line)
+    if not rows.regenerated:
+        raise UserError("no answer was kept", "see the counts above")
+    directory = Path(args.output_dir)
+    _write(directory / DATASET, b"".join(map(as_line, rows.in_order)))
+    _write(directory / REPORT, json.dumps(report, indent=2).encode() + b"\n")
+    logger.info("wrote %s", directory / DATASET)
+
+
+def _last_prompts(
+    template: ChatTemplate, chats: Sequence[Conversation], known: Mapping[int, list[int]]
+) -> dict[int, list[int]]:
+    """Return the prompt of each conversation's last turn by row, without rows that ask the same as an earlier one.
+
+    Args:
+        known: prompts of a previous call, which are not tokenized again.
+    """
+    prompts = {}
+    for row, chat in distinct(_asking(chats)).items():
+        prompts[row] = known.get(row) or encode_prompt(template, longest_prompt(chat))
+    return prompts
 
 
 def _asking(chats: Sequence[Conversation]) -> dict[int, Conversation]:
-    """Return the rows with a prompt, by row number; in all other rows the assistant only calls tools."""
-    asking = {row: chat for row, chat in enumerate(chats) if answered_turns(chat)}
-    if not asking:
-        raise UserError("--dataset: no row has a prompt, the assistant only calls tools", "use other rows")
-    return asking
+    """Return the rows with a prompt, by their number; in the others the assistant only calls tools."""
+    return {row: chat for row, chat in enumerate(chats) if answered_turns(chat)}
 
 
 def _gold(chats: Sequence[Conversation], gold_fraction: float) -> list[NumberedRow]:

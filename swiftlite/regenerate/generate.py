@@ -4,16 +4,16 @@ The prompt of a turn contains the model's previous answers."""
 
 import itertools
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, replace
-from functools import partial
+from functools import cache, partial
 
 from pydantic import TypeAdapter, ValidationError
 from tqdm import tqdm
 
 from swiftlite.data.template import ChatTemplate
-from swiftlite.engines.engine import Completion, EngineConfig, Sampling, start_engine
+from swiftlite.engines.engine import Completion, Engine, EngineConfig, Sampling, start_engine
 from swiftlite.engines.prompts import encode_prompt
 from swiftlite.errors import UserError
 from swiftlite.regenerate.dialogue import Dialogues, RegeneratedTurn
@@ -49,9 +49,21 @@ def read_answers(file: AnswersFile, dialogues: Dialogues) -> None:
             raise UserError(problem, "delete the line and run the same command again") from None
 
 
+@contextmanager
+def engine_on_demand(backend: str, config: EngineConfig) -> Iterator[Callable[[], Engine]]:
+    """Yield a function that starts the engine at its first call and returns it; close the engine at the end."""
+    with ExitStack() as stack:
+
+        @cache
+        def start() -> Engine:
+            return stack.enter_context(closing(start_engine(backend, config)))
+
+        yield start
+
+
 def generate_all(
-    backend: str,
-    config: EngineConfig,
+    engine: Callable[[], Engine],
+    max_length: int,
     dialogues: Dialogues,
     file: AnswersFile,
     template: ChatTemplate,
@@ -60,25 +72,24 @@ def generate_all(
     """Generate the missing answers.
 
     Args:
-        config: its max_model_len must be set; a prompt without room for an answer ends its conversation.
+        engine: starts the engine, or returns the running one.
+        max_length: maximum length of a sequence in tokens; a prompt without room for an answer ends its conversation.
         file: file with the answers of `dialogues`; each new answer is appended when it finishes.
         sampling: sampling settings; the number of an answer is the index of its request among all requests.
 
     Returns:
         The new answers in the order of their requests. None if no answer was missing; then no engine was started.
     """
-    assert config.max_model_len is not None
-    rounds = _rounds(dialogues, template, config.max_model_len)
+    rounds = _rounds(dialogues, template, max_length)
     first = next(rounds, None)
     if first is None:
         return None
     names = names_of(dialogues)
     completions: list[Completion] = []
     num_tokens = 0
-    with (
-        closing(start_engine(backend, config)) as engine,
-        tqdm(total=dialogues.num_open, desc="answers", unit="answer") as bar,
-    ):
+    running = engine()
+    before = running.draft_counts()
+    with tqdm(total=dialogues.num_open, desc="answers", unit="answer") as bar:
         start = time.perf_counter()
 
         def keep(asked: Sequence[Asked], number: int, completion: Completion) -> None:
@@ -96,8 +107,8 @@ def generate_all(
             bar.total = bar.n + dialogues.num_open
             numbers = tuple(place for place, _ in asked)
             prompts = [prompt for _, prompt in asked]
-            completions += engine.generate(prompts, replace(sampling, numbers=numbers), partial(keep, asked))
-        return Answers(completions, time.perf_counter() - start, engine.draft_counts())
+            completions += running.generate(prompts, replace(sampling, numbers=numbers), partial(keep, asked))
+        return Answers(completions, time.perf_counter() - start, running.draft_counts().since(before))
 
 
 def _rounds(dialogues: Dialogues, template: ChatTemplate, max_length: int) -> Iterator[list[Asked]]:

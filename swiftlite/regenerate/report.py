@@ -10,15 +10,16 @@ from swiftlite.args.commands import RegenerateArgs
 from swiftlite.data.rows.conversation import Conversation
 from swiftlite.regenerate.dataset_rows import DatasetRows
 from swiftlite.regenerate.dialogue import Dialogues
+from swiftlite.regenerate.self_dialogues import SelfPrompts
 
 
 def make_report(
-    dialogues: Dialogues, rows: DatasetRows, chats: Sequence[Conversation], num_asking: int
+    dialogues: Dialogues, rows: DatasetRows, chats: Sequence[Conversation], num_asking: int, written: SelfPrompts
 ) -> dict[str, Any]:
     """Return the content of report.json, without times, so that a resumed run writes the same file.
 
     Args:
-        chats: every row of the dataset.
+        chats: every row of the dataset, and every conversation of `written`.
         num_asking: number of rows with a prompt; in all other rows the assistant only calls tools.
     """
     said = []
@@ -28,7 +29,14 @@ def make_report(
     finish_reasons = Counter(each.finish_reason for each in said)
     num_gold = len(rows.gold)
     num_rows = len(rows.regenerated) + num_gold
-    return {
+    report: dict[str, Any] = {}
+    if written.total:
+        report["self_prompts"] = {
+            "total": written.total,
+            "kept": len(written.conversations),
+            "dropped": written.dropped,
+        }
+    return report | {
         "dataset": {
             "rows": len(chats),
             "asked": len(dialogues.chats),
@@ -61,7 +69,7 @@ def lengths(numbers: Sequence[int]) -> dict[str, int]:
 def summary_line(report: dict[str, Any], args: RegenerateArgs) -> list[str]:
     """Return the report as lines for the log; zero counts are omitted."""
     dataset, ends, answers, rows = (report[name] for name in ("dataset", "conversations", "answers", "rows"))
-    lines = [f"{dataset['asked']} of {dataset['rows']} rows answered"]
+    lines = [f"{dataset['asked']} of {dataset['rows']} prompts answered"]
     if dataset["equal"]:
         lines[0] += f"; {dataset['equal']} with the same prompt as another one"
     if dataset["only_calls"]:

@@ -11,8 +11,9 @@ from swiftlite.rules import common, engine_options, infer
 
 
 def there_are_rows(args: RegenerateArgs, facts: Facts) -> Iterator[Problem]:
-    if not args.dataset:
-        yield "--dataset is required", "give files whose answers to regenerate: --dataset train.jsonl"
+    if not args.dataset and not args.self_prompts:
+        hint = "give files whose answers to regenerate, or let the model write prompts: --self_prompts 1000"
+        yield "--dataset or --self_prompts is required", hint
     for name in args.dataset:
         yield from common.file_problems("--dataset", name)
 
@@ -32,6 +33,13 @@ def answers_can_differ(args: RegenerateArgs, facts: Facts) -> Iterator[Problem]:
         yield problem, "add --temperature 0.7, or remove --num_answers"
 
 
+def options_of_self_prompts_have_them(args: RegenerateArgs, facts: Facts) -> Iterator[Problem]:
+    if args.self_prompts:
+        return
+    for name in common.changed(args, ("self_turns", "topics", "max_prompt_tokens")):
+        yield f"--{name} requires --self_prompts", f"add --self_prompts 1000, or remove --{name}"
+
+
 RULES = (
     common.hf_model_is_a_directory,
     there_are_rows,
@@ -39,6 +47,7 @@ RULES = (
     dataset_is_not_the_result,
     common.numbers_are_in_range,
     answers_can_differ,
+    options_of_self_prompts_have_them,
     infer.speculation_has_heads,
     infer.speculative_options_have_speculation,
     engine_options.options_of_engines_agree,

@@ -36,6 +36,8 @@ NOT_OF_ANSWERS = {
     "trust_remote_code",
     # of regenerate
     "dataset",
+    "self_prompts",
+    "topics",
     "output_dir",
     "gold_fraction",
     "drop_truncated",

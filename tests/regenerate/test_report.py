@@ -8,6 +8,7 @@ from swiftlite.data.rows.conversation import parse_row
 from swiftlite.regenerate.dataset_rows import make_rows
 from swiftlite.regenerate.dialogue import Dialogues, RegeneratedTurn, Request
 from swiftlite.regenerate.report import lengths, make_report, summary_line
+from swiftlite.regenerate.self_dialogues import SelfPrompts
 from tests.messages import mention_each
 
 TWO_TURNS = {"query": "q2", "response": "a2", "history": [["q1", "a1"]]}
@@ -42,7 +43,7 @@ def test_what_became_of_everything():
         for turn, answer in enumerate(answers):
             dialogues.answers[Request(turn, row, 0)] = answer
     rows = make_rows(dialogues, [], 0.0, 0)
-    report = make_report(dialogues, rows, chats, num_asking=6)
+    report = make_report(dialogues, rows, chats, 6, SelfPrompts())
     assert report == {
         "dataset": {"rows": 7, "asked": 5, "equal": 1, "only_calls": 1},
         "conversations": {"last_turn": 1, "truncated": 2, "empty": 1, "no_room": 1},
@@ -60,7 +61,7 @@ def test_what_became_of_everything():
 
 def test_a_report_of_nothing():
     dialogues = Dialogues({0: parse_row(TWO_TURNS)}, 1, drop_truncated=False)
-    report = make_report(dialogues, make_rows(dialogues, [], 0.0, 0), [parse_row(TWO_TURNS)], 1)
+    report = make_report(dialogues, make_rows(dialogues, [], 0.0, 0), [parse_row(TWO_TURNS)], 1, SelfPrompts())
     assert report["conversations"]["no_room"] == 1
     assert report["answers"]["completion_tokens"]["max"] == 0
     assert report["rows"] == {"total": 0, "regenerated": 0, "gold": 0, "gold_fraction": 0.0, "equal": 0}

@@ -12,13 +12,19 @@ from tests.rules.good import REGENERATE, problems_of
 def test_good_options_pass_without_a_note(here):
     assert rules.check(REGENERATE) == []
     assert rules.check(dataclasses.replace(REGENERATE, model="plain", num_answers=3, temperature=0.7, top_p=0.9)) == []
+    self_prompts = {"self_prompts": 10, "self_turns": 2, "max_prompt_tokens": 64, "topics": "train.jsonl"}
+    assert rules.check(dataclasses.replace(REGENERATE, dataset=[], **self_prompts)) == []
 
 
 @pytest.mark.parametrize(
     ("change", "problem", "hint"),
     [
         ({"model": "run"}, "--model run", "export --to_hf"),
-        ({"dataset": []}, "--dataset", "--dataset train.jsonl"),
+        ({"dataset": []}, "--dataset --self_prompts", "--self_prompts 1000"),
+        ({"self_prompts": -1}, "--self_prompts -1 0", ""),
+        ({"self_turns": 2}, "--self_turns --self_prompts", "--self_prompts 1000"),
+        ({"topics": "train.jsonl"}, "--topics --self_prompts", "--self_prompts 1000"),
+        ({"max_prompt_tokens": 64}, "--max_prompt_tokens --self_prompts", "--self_prompts 1000"),
         ({"dataset": ["trian.jsonl"]}, "--dataset trian.jsonl", "train.jsonl"),
         ({"output_dir": ""}, "--output_dir", ""),
         ({"output_dir": "val.jsonl"}, "--output_dir val.jsonl", ""),

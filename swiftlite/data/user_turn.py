@@ -1,0 +1,68 @@
+"""Prompt a model for the user's next turn, which it then writes itself.
+
+A chat template renders a conversation with a user turn whose text is a mark. The text before the mark is the prompt,
+and the first token after it is the one that ends the turn:
+
+    <|im_start|>user\n@@mark@@<|im_end|>\n<|im_start|>assistant\n
+    ----- prompt -----        -- end ---
+"""
+
+from collections.abc import Sequence
+
+from swiftlite.data.rows.conversation import Conversation, Message, RowError
+from swiftlite.data.template import ChatTemplate
+from swiftlite.errors import UserError
+
+MARK = "@@swiftlite marks this user turn@@"
+
+
+class UserTurn:
+    """The user's turn in a chat template.
+
+    Attributes:
+        end_token_id: the token that ends the turn.
+
+    Raises:
+        UserError: a model cannot be prompted for a user turn with this template.
+    """
+
+    def __init__(self, template: ChatTemplate):
+        self._template = template
+        exchange = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        try:
+            _, end = self._around([])
+            before, _ = self._around(exchange)
+        except RowError as error:
+            raise UserError(f"--self_prompts: {error.problem}", "use --dataset") from None
+        between = before.rpartition("b")[2].strip().removeprefix(template.turn_end)
+        if not between.strip():
+            raise _unusable("has no text at the start of a user turn")
+        ids = template.tokenize(end.lstrip())
+        if ids[0] not in template.tokenizer.added_tokens_decoder:
+            raise _unusable("has no token at the end of a user turn")
+        self.end_token_id = ids[0]
+
+    def encode_prompt(self, chat: Conversation) -> list[int]:
+        """Return the tokens up to the start of the user turn that follows a conversation.
+
+        Raises:
+            UserError: the template cannot render it; names its source.
+        """
+        try:
+            before, _ = self._around(chat.messages)
+        except RowError as error:
+            raise UserError(f"{chat.source}: {error.problem}", error.hint) from None
+        # Spaces belong to the first word of the turn, as in "USER: Hello".
+        return self._template.tokenize(before.rstrip(" "))
+
+    def _around(self, messages: Sequence[Message]) -> tuple[str, str]:
+        """Return the text before and after the user turn that follows these messages."""
+        marked = [*messages, {"role": "user", "content": MARK}]
+        before, mark, after = self._template.render(marked, None, add_generation_prompt=True).rpartition(MARK)
+        if not mark:
+            raise RowError("messages", "the chat template drops or changes user turns")
+        return before, after
+
+
+def _unusable(problem: str) -> UserError:
+    return UserError(f"--self_prompts: the chat template of --model {problem}", "use --dataset")

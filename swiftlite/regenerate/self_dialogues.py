@@ -1,0 +1,161 @@
+"""Conversations whose user turns the model writes itself, and the selection of the usable ones.
+
+This module uses no engine and no file; `self_prompts.py` generates the messages.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from swiftlite.data.rows.conversation import Conversation, Message
+from swiftlite.regenerate.near_duplicates import near_duplicates
+
+CHANNEL = "self_prompts"
+"""Channel of the rows, so that acceptance is reported separately from that of --dataset."""
+MIN_CHARACTERS = 10
+
+Role = Literal["user", "assistant"]
+Reason = Literal["truncated", "with special tokens", "too short", "near-duplicates"]
+"""Why a conversation is dropped."""
+
+
+@dataclass(frozen=True)
+class WrittenMessage:
+    """A message that the model wrote, as stored in prompts.jsonl.
+
+    Attributes:
+        text: the message. A user turn keeps its special tokens, except the one that ends it.
+        finish_reason: see `Completion`.
+    """
+
+    text: str
+    finish_reason: Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class SelfPrompts:
+    """The usable conversations, each of which ends with a user turn, and the number of dropped ones by reason."""
+
+    conversations: list[Conversation] = field(default_factory=list)
+    dropped: dict[Reason, int] = field(default_factory=dict)
+
+    @property
+    def total(self) -> int:
+        """Number of conversations that the model wrote."""
+        return len(self.conversations) + sum(self.dropped.values())
+
+    def __str__(self) -> str:
+        line = f"{len(self.conversations)} of {self.total} prompts of the model are kept"
+        if self.dropped:
+            line += "; dropped: " + ", ".join(f"{number} {reason}" for reason, number in self.dropped.items())
+        return line
+
+
+class SelfDialogues:
+    """Conversations while the model writes them.
+
+    Args:
+        number: number of conversations.
+        num_turns: number of user turns of each conversation.
+        system: system prompt of all conversations.
+        topics: topics that are assigned in turn; without topics the model chooses.
+        special_token: finds a special token in a text.
+
+    Attributes:
+        written: messages by conversation and position, both from 0.
+    """
+
+    def __init__(
+        self, number: int, num_turns: int, system: str | None, topics: Sequence[str], special_token: re.Pattern[str]
+    ):
+        self.number = number
+        self.num_messages = 2 * num_turns - 1
+        self.written: dict[tuple[int, int], WrittenMessage] = {}
+        self._system = system
+        self._topics = topics
+        self._special_token = special_token
+
+    def role(self, position: int) -> Role:
+        """Return who speaks at a position: the user at 0, 2, 4, ..."""
+        if position % 2 == 0:
+            return "user"
+        return "assistant"
+
+    def unfinished(self, position: int) -> list[int]:
+        """Return the conversations whose next message is at this position."""
+        numbers = []
+        for conversation in range(self.number):
+            messages = self._messages(conversation)
+            is_usable = not any(self._problem(message, place) for place, message in enumerate(messages))
+            if len(messages) == position and is_usable:
+                numbers.append(conversation)
+        return numbers
+
+    def context(self, conversation: int) -> list[Message]:
+        """Return the messages that precede the next one; a topic is in the system prompt of user turns only."""
+        messages = self._messages(conversation)
+        system = self._system
+        if self._topics and self.role(len(messages)) == "user":
+            topic = self._topics[conversation % len(self._topics)]
+            system = f"{self._system or ''}\n\nThe next request of the user is about this topic: {topic}".lstrip()
+        return _conversation(system, messages)
+
+    def select(self) -> SelfPrompts:
+        """Return the complete conversations with usable messages, of similar first turns only the first."""
+        dropped: Counter[Reason] = Counter()
+        usable = []
+        for conversation in range(self.number):
+            messages = self._messages(conversation)
+            problems = [self._problem(message, place) for place, message in enumerate(messages)]
+            found = [problem for problem in problems if problem]
+            if len(messages) < self.num_messages:
+                found.append("truncated")  # no room for the next message
+            if found:
+                dropped[found[0]] += 1
+            else:
+                usable.append(conversation)
+        duplicates = near_duplicates([self._messages(conversation)[0].text for conversation in usable])
+        if duplicates:
+            dropped["near-duplicates"] = len(duplicates)
+        conversations = []
+        for index, conversation in enumerate(usable):
+            if index not in duplicates:
+                messages = _conversation(self._system, self._messages(conversation))
+                source = f"prompt {conversation + 1}"
+                conversations.append(Conversation(messages, [1.0] * len(messages), channel=CHANNEL, source=source))
+        return SelfPrompts(conversations, dict(sorted(dropped.items())))
+
+    def _messages(self, conversation: int) -> list[WrittenMessage]:
+        """Return the messages of a conversation up to the first missing one."""
+        messages = []
+        for position in range(self.num_messages):
+            message = self.written.get((conversation, position))
+            if message is None:
+                break
+            messages.append(message)
+        return messages
+
+    def _problem(self, message: WrittenMessage, position: int) -> Reason | None:
+        """Return why the conversation of a message is not usable; an answer of the model need not be complete."""
+        text = message.text.strip()
+        if self.role(position) == "assistant":
+            return None if text else "too short"
+        if message.finish_reason == "length":
+            return "truncated"
+        if self._special_token.search(text):
+            return "with special tokens"
+        if len(text) < MIN_CHARACTERS:
+            return "too short"
+        return None
+
+
+def _conversation(system: str | None, written: Sequence[WrittenMessage]) -> list[Message]:
+    messages: list[Message] = []
+    if system:
+        messages.append({"role": "system", "content": system})
+    for position, message in enumerate(written):
+        role = "user" if position % 2 == 0 else "assistant"
+        messages.append({"role": role, "content": message.text.strip()})
+    return messages

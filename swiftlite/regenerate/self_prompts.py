@@ -1,0 +1,157 @@
+"""Let the model write prompts: sample the user's turns of conversations.
+
+After the chat template's text up to the start of a user turn, an instruct model continues with a plausible question
+(Magpie, Xu et al. 2024). In conversations of several turns the model also answers each question before it writes the
+next one; these answers are only context, and `regenerate` answers all turns again.
+
+Messages are appended to prompts.jsonl as they finish; the same command resumes.
+"""
+
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+from tqdm import tqdm
+
+from swiftlite.args.commands import RegenerateArgs
+from swiftlite.data.rows.conversation import Conversation
+from swiftlite.data.template import ChatTemplate, special_tokens_of
+from swiftlite.data.user_turn import UserTurn
+from swiftlite.engines.engine import Completion, Engine, Sampling
+from swiftlite.engines.prompts import encode_prompt
+from swiftlite.errors import UserError
+from swiftlite.families.resolved import HfModel
+from swiftlite.regenerate.self_dialogues import SelfDialogues, SelfPrompts, WrittenMessage
+from swiftlite.serve.answers import AnswersFile, describe
+from swiftlite.serve.infer import decode, logs_how_to_resume
+
+PROMPTS = "prompts.jsonl"
+TEMPERATURE, TOP_P = 1.0, 0.95
+
+
+class SelfPromptWriter:
+    """Write `--self_prompts` conversations of `--self_turns` user turns each.
+
+    Args:
+        template: chat template of `model`.
+        sampling: settings of the answers between user turns.
+
+    Attributes:
+        longest: maximum length of a prompt for the last answer, in tokens.
+
+    Raises:
+        UserError: --topics cannot be read, or the chat template does not support prompts for a user turn.
+    """
+
+    def __init__(self, args: RegenerateArgs, model: HfModel, template: ChatTemplate, sampling: Sampling):
+        self._template = template
+        self._user_turn = UserTurn(template)
+        topics = read_topics(args.topics)
+        special_token = special_tokens_of(template.tokenizer)
+        self._dialogues = SelfDialogues(args.self_prompts, args.self_turns, args.system, topics, special_token)
+        self._names = []
+        for number in range(args.self_prompts):
+            for position in range(self._dialogues.num_messages):
+                self._names.append(f"prompt {number + 1} message {position + 1}")
+        stops = (self._user_turn.end_token_id, *sampling.stop_token_ids)
+        self._sampling = {
+            "user": Sampling(args.max_prompt_tokens, TEMPERATURE, TOP_P, args.seed, stop_token_ids=stops),
+            "assistant": sampling,
+        }
+        numbers = range(min(args.self_prompts, max(1, len(topics))))
+        beginnings = [Conversation(self._dialogues.context(number), source=PROMPTS) for number in numbers]
+        prompts = [self._user_turn.encode_prompt(chat) for chat in beginnings]
+        self._made_with = describe(args, model, beginnings, prompts, self._sampling["user"])
+        turns = [
+            {"role": self._dialogues.role(position), "content": "a"} for position in range(2 * args.self_turns - 1)
+        ]
+        whole = [encode_prompt(template, replace(chat, messages=[*chat.messages, *turns])) for chat in beginnings]
+        texts = args.self_turns * args.max_prompt_tokens + (args.self_turns - 1) * args.max_new_tokens
+        self.longest = max(map(len, whole)) + texts
+
+    def write(self, directory: Path, engine: Callable[[], Engine], max_length: int) -> SelfPrompts:
+        """Generate the messages that prompts.jsonl lacks, and return the usable conversations.
+
+        Args:
+            engine: starts the engine, or returns the running one.
+            max_length: maximum length of a sequence in tokens; a conversation without room for a message ends.
+
+        Raises:
+            UserError: the file cannot be written, or its settings are different; the run was interrupted.
+        """
+        with AnswersFile(directory / PROMPTS, self._names, self._made_with, "--output_dir") as file:
+            self._read(file)
+            with logs_how_to_resume(file):
+                for position in range(self._dialogues.num_messages):
+                    self._write_messages(position, file, engine, max_length)
+            file.finish()
+        return self._dialogues.select()
+
+    def _read(self, file: AnswersFile) -> None:
+        form = TypeAdapter(WrittenMessage)
+        for place, record in file.records():
+            try:
+                key = divmod(place, self._dialogues.num_messages)
+                self._dialogues.written[key] = form.validate_python(record)
+            except ValidationError as error:
+                field = error.errors()[0]["loc"][0]
+                problem = f"{file.path}: {record['source']} has an invalid or missing {field}"
+                raise UserError(problem, "delete the line and run the same command again") from None
+
+    def _write_messages(self, position: int, file: AnswersFile, engine: Callable[[], Engine], max_length: int) -> None:
+        """Generate the messages at one position of all conversations that have reached it."""
+        role = self._dialogues.role(position)
+        asked = []
+        prompts = []
+        for number in self._dialogues.unfinished(position):
+            prompt = self._encode(number, position)
+            if len(prompt) < max_length:
+                asked.append(number)
+                prompts.append(prompt)
+        if not asked:
+            return
+        places = [number * self._dialogues.num_messages + position for number in asked]
+        with tqdm(total=len(asked), desc=f"{role} turns", unit="turn") as bar:
+
+            def keep(index: int, completion: Completion) -> None:
+                message = WrittenMessage(self._text(position, completion), completion.finish_reason)
+                file.add(places[index], {"source": self._names[places[index]], **asdict(message)})
+                self._dialogues.written[asked[index], position] = message
+                bar.update()
+
+            engine().generate(prompts, replace(self._sampling[role], numbers=tuple(places)), keep)
+
+    def _encode(self, number: int, position: int) -> list[int]:
+        chat = Conversation(self._dialogues.context(number), source=f"prompt {number + 1}")
+        if self._dialogues.role(position) == "user":
+            return self._user_turn.encode_prompt(chat)
+        return encode_prompt(self._template, chat)
+
+    def _text(self, position: int, completion: Completion) -> str:
+        if self._dialogues.role(position) == "assistant":
+            return decode(self._template.tokenizer, completion)
+        ids = completion.token_ids
+        if completion.finish_reason == "stop":
+            ids = ids[:-1]
+        return self._template.decode(ids)
+
+
+def read_topics(path: str | None) -> list[str]:
+    """Return the lines of --topics that are not empty.
+
+    Raises:
+        UserError: the file cannot be read, or has no topic.
+    """
+    if path is None:
+        return []
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"--topics {path} cannot be read: {error}", "give a text file with one topic per line"
+        ) from None
+    topics = [line.strip() for line in lines if line.strip()]
+    if not topics:
+        raise UserError(f"--topics {path} has no topic", "write one topic per line")
+    return topics

@@ -1,0 +1,161 @@
+"""`regenerate --self_prompts` as a whole command, with transformers as its engine.
+
+Random weights write no sentences. Half of the turns end within 64 tokens, because the tests let one token in ten end
+them; the others are dropped as truncated.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from swiftlite.args.commands import RegenerateArgs
+from swiftlite.data.dataset import load_train_val
+from swiftlite.data.encoder import ConversationEncoder
+from swiftlite.data.template import ChatTemplate, load_tokenizer
+from swiftlite.errors import UserError
+from swiftlite.regenerate.command import run
+from tests.messages import mentions, naming
+from tests.tiny import make_tiny_hf
+
+NUMBER = 24
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    """A tiny model for which any of 30 tokens ends an answer."""
+    directory = make_tiny_hf(tmp_path_factory.mktemp("model"), "qwen3", depth=1, with_tokenizer=True)
+    config = json.loads((directory / "config.json").read_text())
+    config["eos_token_id"] = [config["eos_token_id"], *range(40, 70)]
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+@pytest.fixture
+def args(model, tmp_path) -> RegenerateArgs:
+    return RegenerateArgs(
+        model=str(model),
+        self_prompts=NUMBER,
+        max_prompt_tokens=64,
+        max_new_tokens=8,
+        torch_dtype="float32",
+        output_dir=str(tmp_path / "out"),
+    )
+
+
+def read(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def files(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def test_prompts_are_written_selected_and_answered(args, model, tmp_path):
+    run(args)
+    out = tmp_path / "out"
+    written = read(out / "prompts.jsonl")
+    assert [line["source"] for line in written] == [f"prompt {number} message 1" for number in range(1, NUMBER + 1)]
+    report = json.loads((out / "report.json").read_text())
+    kept = report["self_prompts"]["kept"]
+    assert 0 < kept < NUMBER
+    assert kept + sum(report["self_prompts"]["dropped"].values()) == report["self_prompts"]["total"] == NUMBER
+    rows = read(out / "dataset.jsonl")
+    assert 0 < len(rows) <= kept
+    texts = {line["source"].removesuffix(" message 1"): line["text"] for line in written}
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    for row in rows:
+        question, answer = row["messages"]
+        assert question == {"role": "user", "content": texts[row["source"]].strip()}
+        assert not set(tokenizer.all_special_tokens) & set(question["content"].split())
+        assert answer["role"] == "assistant"
+        assert row["channel"] == "self_prompts"
+    encoder = ConversationEncoder(ChatTemplate(load_tokenizer(model)), 512, "delete")
+    assert len(load_train_val(encoder, [str(out / "dataset.jsonl")]).train) == len(rows)
+
+
+def test_another_seed_writes_other_prompts(args, tmp_path):
+    run(args)
+    run(dataclasses.replace(args, seed=100, output_dir=str(tmp_path / "other")))
+    one, other = (read(tmp_path / name / "prompts.jsonl") for name in ("out", "other"))
+    assert sum(a["text"] == b["text"] for a, b in zip(one, other, strict=True)) < NUMBER / 4
+
+
+@pytest.mark.parametrize("kept_lines", [0, 5, 2 * NUMBER])
+def test_it_resumes_in_any_turn(args, tmp_path, kept_lines):
+    args = dataclasses.replace(args, self_turns=2, temperature=0.9)
+    run(args)
+    before = files(tmp_path / "out")
+    lines = before["prompts.jsonl"].splitlines(keepends=True)
+    assert len(lines) > NUMBER
+    for name in ("answers.jsonl", "answers.jsonl.args.json", "dataset.jsonl", "report.json"):
+        (tmp_path / "out" / name).unlink()
+    beginning = b"".join(lines[:kept_lines]) + b"".join(lines[kept_lines : kept_lines + 1])[:20]
+    (tmp_path / "out/prompts.jsonl").write_bytes(beginning)
+    run(args)
+    assert files(tmp_path / "out") == before
+    roles = [[message["role"] for message in row["messages"]] for row in read(tmp_path / "out/dataset.jsonl")]
+    assert ["user", "assistant", "user", "assistant"] in roles
+
+
+def test_more_prompts_keep_those_that_are_there(args, tmp_path):
+    run(args)
+    before = read(tmp_path / "out/prompts.jsonl")
+    with pytest.raises(UserError, match=naming("--output_dir")):  # answers belong to their prompts
+        run(dataclasses.replace(args, self_prompts=NUMBER + 6))
+    assert read(tmp_path / "out/prompts.jsonl")[:NUMBER] == before
+    assert len(read(tmp_path / "out/prompts.jsonl")) == NUMBER + 6
+
+
+def test_they_are_mixed_with_a_dataset(args, tmp_path):
+    dataset = tmp_path / "rows.jsonl"
+    dataset.write_text(json.dumps({"query": "The quick", "response": "brown fox", "channel": "code"}) + "\n")
+    run(dataclasses.replace(args, dataset=[str(dataset)], gold_fraction=0.2))
+    rows = read(tmp_path / "out/dataset.jsonl")
+    assert [row["kind"] for row in rows[:2]] == ["gold", "regenerated"]
+    assert {row["source"] for row in rows[:2]} == {f"{dataset}:1"}
+    assert {row.get("channel") for row in rows} == {"code", "self_prompts"}
+
+
+def test_topics_are_in_no_row(args, tmp_path):
+    topics = tmp_path / "topics.txt"
+    topics.write_text("harbors\n\n glaciers \n")
+    run(dataclasses.replace(args, topics=str(topics), system="Be brief."))
+    rows = read(tmp_path / "out/dataset.jsonl")
+    assert {row["messages"][0]["content"] for row in rows} == {"Be brief."}
+    assert not any("harbors" in json.dumps(row) for row in rows)
+    topics.write_text("harbors\nvalleys\n")
+    with pytest.raises(UserError, match=naming("--output_dir")):
+        run(dataclasses.replace(args, topics=str(topics), system="Be brief."))
+
+
+@pytest.mark.parametrize("content", [None, "", "\n \n", b"\xff\xfe\x00"])
+def test_topics_that_cannot_be_read(args, tmp_path, content):
+    topics = tmp_path / "topics.txt"
+    if isinstance(content, bytes):
+        topics.write_bytes(content)
+    elif content is not None:
+        topics.write_text(content)
+    with pytest.raises(UserError, match=naming(f"--topics {topics}")):
+        run(dataclasses.replace(args, topics=str(topics)))
+    assert not (tmp_path / "out").exists()
+
+
+def test_no_usable_prompt_is_an_error(args, tmp_path):
+    with pytest.raises(UserError) as raised:
+        run(dataclasses.replace(args, max_prompt_tokens=1))
+    assert mentions(raised.value.hint, "--max_prompt_tokens")
+    assert not (tmp_path / "out/dataset.jsonl").exists()
+
+
+@pytest.mark.parametrize(("field", "value"), [("text", 3), ("finish_reason", "end")])
+def test_a_damaged_line_is_named(args, tmp_path, field, value):
+    run(args)
+    path = tmp_path / "out/prompts.jsonl"
+    lines = read(path)
+    lines[1][field] = value
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(UserError, match=naming(f"{path}: 2 {field}")):
+        run(args)
