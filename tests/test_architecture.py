@@ -30,7 +30,7 @@ LEVELS = (
     {"report"},
     {"engines", "train"},
     {"rules", "serve", "evaluate"},
-    {"export", "bench", "regenerate"},
+    {"export", "bench", "regenerate", "speedup"},
     {"cli"},
 )
 MEGATRON = ("runtime", "model", "acceptance", "train", "bridge/placement.py")

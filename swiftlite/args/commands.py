@@ -163,6 +163,11 @@ class EvaluateArgs(fields.SpeculationArgs, fields.EvaluationArgs, fields.ModelAr
 
 
 @dataclass(frozen=True)
+class SpeedupArgs(fields.SpeedupOptions, fields.ModelArgs):
+    """Make a model faster: train draft heads within a time budget, and measure what to draft at which load."""
+
+
+@dataclass(frozen=True)
 class ExaminationArgs:
     """Examination"""
 

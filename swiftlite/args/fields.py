@@ -569,6 +569,29 @@ class BenchmarkArgs:
 
 
 @dataclass(frozen=True)
+class SpeedupOptions:
+    """Speed-up"""
+
+    output_dir: str = ""
+    """Directory for all results; the same command resumes from it, and a larger --budget continues."""
+    budget: str = "1h"
+    """Time for everything, such as 45m or 1h30m; at least 5m. The step in progress at the end is completed."""
+    dataset: list[str] = field(default_factory=list)
+    """Files or datasets on the hub with prompts (rows as for sft) like those that will be served. Default: the model
+    writes all prompts."""
+    self_prompts_share: bounds.Fraction = 0.5
+    """With --dataset: share of prompts that the model writes itself."""
+    infer_backend: str = "vllm"
+    """Engine that answers the prompts and serves the model."""
+    max_new_tokens: bounds.PositiveInt = 128
+    """Maximum length of an answer in tokens."""
+    system: str | None = None
+    """System prompt of all conversations without one."""
+    seed: bounds.Seed = 42
+    """Seed for sampling prompts."""
+
+
+@dataclass(frozen=True)
 class GenerationArgs:
     """Generation"""
 

@@ -16,6 +16,7 @@ from swiftlite.args.commands import (
     RegenerateArgs,
     ReportArgs,
     SftArgs,
+    SpeedupArgs,
 )
 from swiftlite.args.docs import Choices
 from swiftlite.conventions.index import CONVENTIONS
@@ -68,6 +69,7 @@ def commands() -> tuple[Command, ...]:
 
 
 OTHERS = (
+    Command("speedup", SpeedupArgs, "swiftlite.speedup.command:run", "train draft heads within a time budget", False),
     Command("export", ExportArgs, "swiftlite.export.run:run", "convert a run to a Hugging Face model, or back", True),
     Command("infer", InferArgs, "swiftlite.serve.infer:run", "generate with MTP drafts and count accepted ones", False),
     Command(
@@ -86,6 +88,7 @@ ENGINE_OPTIONS: dict[type, tuple[str, Callable[[], list[str]]]] = {
     DeployArgs: ("infer_backend", lambda: names_with("server")),
     EvaluateArgs: ("infer_backend", lambda: ["none", *names_with("adapter")]),
     BenchArgs: ("infer_backend", lambda: names_with("client")),
+    SpeedupArgs: ("infer_backend", lambda: names_with("client")),
     DoctorArgs: ("engine", lambda: names_with("dry_load")),
 }
 # Training methods that are commands in other tools, and the command and option that select them in swiftlite.

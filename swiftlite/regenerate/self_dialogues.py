@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from swiftlite.data.near_duplicates import near_duplicates
 from swiftlite.data.rows.conversation import Conversation, Message
-from swiftlite.regenerate.near_duplicates import near_duplicates
 
 CHANNEL = "self_prompts"
 """Channel of the rows, so that acceptance is reported separately from that of --dataset."""

@@ -18,13 +18,14 @@ from swiftlite.args.commands import (
     RegenerateArgs,
     ReportArgs,
     SftArgs,
+    SpeedupArgs,
 )
 from swiftlite.args.config import Problem
 from swiftlite.errors import OptionError
 from swiftlite.families.index import impossible_values
 from swiftlite.methods.index import method_of
 from swiftlite.plan.facts import config_directory, read_facts
-from swiftlite.rules import bench, common, deploy, doctor, evaluate, export, infer, regenerate, report
+from swiftlite.rules import bench, common, deploy, doctor, evaluate, export, infer, regenerate, report, speedup
 
 
 def check(args: Any, world_size: int = 1) -> list[str]:
@@ -74,6 +75,7 @@ _MODULES: dict[type, Any] = {
     ExportArgs: export,
     InferArgs: infer,
     RegenerateArgs: regenerate,
+    SpeedupArgs: speedup,
     DeployArgs: deploy,
     EvaluateArgs: evaluate,
     BenchArgs: bench,

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from swiftlite.args.commands import RegenerateArgs
+from swiftlite.args.commands import RegenerateArgs, SpeedupArgs
 from swiftlite.args.config import Problem
 from swiftlite.args.data_file import split_sample
 from swiftlite.plan.facts import Facts
@@ -18,7 +18,7 @@ def there_are_rows(args: RegenerateArgs, facts: Facts) -> Iterator[Problem]:
         yield from common.file_problems("--dataset", name)
 
 
-def dataset_is_not_the_result(args: RegenerateArgs, facts: Facts) -> Iterator[Problem]:
+def dataset_is_not_the_result(args: RegenerateArgs | SpeedupArgs, facts: Facts) -> Iterator[Problem]:
     if not args.output_dir:
         return
     directory = Path(args.output_dir).resolve()

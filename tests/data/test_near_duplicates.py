@@ -3,7 +3,7 @@
 import hypothesis
 from hypothesis import strategies
 
-from swiftlite.regenerate.near_duplicates import near_duplicates
+from swiftlite.data.near_duplicates import near_duplicates
 
 QUESTION = "What are the main causes of the French Revolution?"
 

@@ -1,0 +1,14 @@
+"""Parse durations such as 90m, 1h or 1h30m."""
+
+import re
+
+_PATTERN = re.compile(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
+
+
+def seconds_of(text: str) -> int | None:
+    """Return the seconds of a duration of hours, minutes and seconds; None if the text is not one."""
+    found = _PATTERN.fullmatch(text)
+    if not text or not found:
+        return None
+    hours, minutes, seconds = (int(number or 0) for number in found.groups())
+    return 3600 * hours + 60 * minutes + seconds

@@ -1,0 +1,44 @@
+"""Rules of `speedup`."""
+
+from collections.abc import Iterator
+
+from swiftlite.args.commands import SpeedupArgs
+from swiftlite.args.config import Problem
+from swiftlite.args.duration import seconds_of
+from swiftlite.plan.facts import Facts
+from swiftlite.rules import common, engine_options, regenerate
+
+MIN_MINUTES = 5
+
+
+def budget_suffices(args: SpeedupArgs, facts: Facts) -> Iterator[Problem]:
+    seconds = seconds_of(args.budget)
+    if seconds is None:
+        yield f"--budget {args.budget} is not a duration", "give hours, minutes or seconds: --budget 1h30m"
+    elif seconds < 60 * MIN_MINUTES:
+        yield f"--budget {args.budget} is too short: starting the engine takes minutes", f"use at least {MIN_MINUTES}m"
+
+
+def dataset_files_exist(args: SpeedupArgs, facts: Facts) -> Iterator[Problem]:
+    for name in args.dataset:
+        yield from common.file_problems("--dataset", name)
+
+
+def share_has_a_dataset(args: SpeedupArgs, facts: Facts) -> Iterator[Problem]:
+    if args.dataset:
+        return
+    for name in common.changed(args, ("self_prompts_share",)):
+        yield f"--{name} requires --dataset", f"add --dataset FILE, or remove --{name}"
+
+
+RULES = (
+    common.hf_model_is_a_directory,
+    common.output_dir_is_given,
+    common.numbers_are_in_range,
+    budget_suffices,
+    dataset_files_exist,
+    share_has_a_dataset,
+    regenerate.dataset_is_not_the_result,
+    engine_options.engine_is_installed,
+)
+NOTES = ()

@@ -1,0 +1,135 @@
+"""Run `swiftlite speedup`.
+
+A round writes prompts, answers them, trains heads on all answers so far, and counts the accepted drafts on held-out
+prompts. The first round is small and shows how fast the machine is; the next ones use the rest of the budget. At the
+end `bench` measures the best heads.
+"""
+
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+
+from swiftlite.acceptance.teacher_forced import ALL
+from swiftlite.args.commands import SpeedupArgs
+from swiftlite.args.duration import seconds_of
+from swiftlite.atomic import check_writable
+from swiftlite.engines.served_model import resolve_served
+from swiftlite.families.resolved import HfModel
+from swiftlite.json_file import read_json
+from swiftlite.log import logger
+from swiftlite.runtime.lock import only_run_in
+from swiftlite.speedup import budget
+from swiftlite.speedup.held_out import divide, read_rows, without_similar, write_rows
+from swiftlite.speedup.plan import HELD_OUT, Commands
+from swiftlite.speedup.screen import final_lines
+from swiftlite.speedup.state import Progress
+from swiftlite.speedup.steps import run_step
+
+# A larger budget continues, and the other options do not change a result.
+NOT_SETTINGS = ("budget", "output_dir", "trust_remote_code")
+
+
+def run(args: SpeedupArgs) -> None:
+    """Train heads within the budget and print what they are worth.
+
+    Raises:
+        UserError: an option or the model is invalid, or a step failed; completed steps are kept.
+    """
+    model = resolve_served(args.model)
+    directory = Path(args.output_dir)
+    settings = {name: value for name, value in asdict(args).items() if name not in NOT_SETTINGS}
+    progress = Progress.read(directory, settings)
+    check_writable("--output_dir", directory)
+    with only_run_in(directory):
+        progress.write(directory)
+        best = _Speedup(args, model, directory, progress).best_heads()
+    bench = read_json(directory / best / "bench" / "bench.json")
+    evaluation = read_json(directory / best / "evaluation" / "evaluation.json")
+    for line in final_lines(progress, best, bench, evaluation["model"][args.infer_backend]):
+        print(line)
+
+
+class _Speedup:
+    """One call of the command: `best_heads` runs all missing steps."""
+
+    def __init__(self, args: SpeedupArgs, model: HfModel, directory: Path, progress: Progress):
+        self._model = model
+        self._args = args
+        self._directory = directory
+        self._progress = progress
+        self._commands = Commands(args, model, directory)
+        self._budget = float(seconds_of(args.budget) or 0)
+
+    def best_heads(self) -> str:
+        """Run rounds while the budget lasts, then `bench`; return the name of the best heads."""
+        number = 1
+        while prompts := self._prompts_of(number):
+            self._run_round(number, prompts)
+            number += 1
+        best = self._progress.best
+        run_step(self._commands.bench(best, self._path_of(best)), self._progress, self._directory)
+        return best
+
+    def _prompts_of(self, number: int) -> int:
+        """Return the number of prompts of a round, decided once; 0 if the previous round was the last."""
+        rounds = self._progress.rounds
+        if number <= len(rounds):
+            return rounds[number - 1]
+        if number == 1:
+            prompts = budget.first_round(self._budget)
+        else:
+            times = [self._times_of(each) for each in range(1, number)]
+            prompts = budget.next_round(self._budget, self._progress.spent, times)
+        if prompts:
+            rounds.append(prompts)
+            self._progress.write(self._directory)
+            logger.info("round %d: %d prompts", number, prompts)
+        return prompts
+
+    def _times_of(self, number: int) -> budget.RoundTimes:
+        seconds = self._progress.seconds
+        fixed = seconds[f"round-{number}/export"] + seconds[f"round-{number}/evaluation"]
+        return budget.RoundTimes(
+            self._progress.rounds[number - 1],
+            seconds[f"round-{number}/answers"],
+            seconds[f"round-{number}/training"],
+            fixed,
+        )
+
+    def _run_round(self, number: int, prompts: int) -> None:
+        commands, progress, directory = self._commands, self._progress, self._directory
+        first = sum(progress.rounds[: number - 1])
+        run_step(commands.answers(number, prompts, first), progress, directory)
+        self._divide(number)
+        if number == 1 and self._model.heads.layers:
+            self._evaluate("model")
+        base = progress.best
+        run_step(commands.training(number, self._path_of(base), has_heads=bool(base)), progress, directory)
+        shutil.rmtree(directory / f"round-{number}" / "states", ignore_errors=True)
+        run_step(commands.export(number), progress, directory)
+        self._evaluate(f"round-{number}")
+
+    def _divide(self, number: int) -> None:
+        """Write the training rows of a round; the held-out rows are from the first round."""
+        training = self._directory / f"round-{number}" / "train.jsonl"
+        if training.exists():
+            return
+        rows = read_rows(training.parent / "answers" / "dataset.jsonl")
+        held_out = self._directory / HELD_OUT
+        if number == 1:
+            rows, kept = divide(rows)
+            write_rows(held_out, kept)
+        write_rows(training, without_similar(rows, read_rows(held_out)))
+
+    def _evaluate(self, name: str) -> None:
+        step = self._commands.evaluation(name, self._path_of(name))
+        run_step(step, self._progress, self._directory)
+        accepted = read_json(step.result)["model"][self._args.infer_backend][ALL]
+        self._progress.acceptance[name] = accepted["acceptance_per_position"]
+        self._progress.write(self._directory)
+
+    def _path_of(self, name: str) -> str:
+        """Return the model with these heads: --model, or the export of a round."""
+        if name in ("", "model"):
+            return self._args.model
+        return str(self._commands.exported(int(name.removeprefix("round-"))))

@@ -1,0 +1,60 @@
+"""Divide the answers of a round into rows for training and held-out rows."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from swiftlite.atomic import atomic_write
+from swiftlite.data.near_duplicates import near_duplicates
+from swiftlite.errors import UserError
+
+NUM_HELD_OUT = 48
+MIN_HELD_OUT = 16
+"""As many as the largest number of concurrent requests that `bench` sends."""
+
+
+def divide(rows: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """Return the rows for training and the held-out rows, which are spread evenly over all rows.
+
+    At most a third of the rows is held out.
+
+    Raises:
+        UserError: there are too few rows.
+    """
+    number = min(NUM_HELD_OUT, len(rows) // 3)
+    if number < MIN_HELD_OUT:
+        problem = f"only {len(rows)} answers are usable, at least {3 * MIN_HELD_OUT} are required"
+        raise UserError(problem, "give more prompts with --dataset, or use an instruct model")
+    chosen = {place * len(rows) // number for place in range(number)}
+    training = [row for place, row in enumerate(rows) if place not in chosen]
+    return training, [rows[place] for place in sorted(chosen)]
+
+
+def without_similar(rows: Sequence[Any], held_out: Sequence[Any]) -> list[Any]:
+    """Return the rows whose first question does not resemble that of a held-out row."""
+    questions = [_question(row) for row in (*held_out, *rows)]
+    duplicates = near_duplicates(questions)
+    return [row for place, row in enumerate(rows, start=len(held_out)) if place not in duplicates]
+
+
+def read_rows(path: Path) -> list[Any]:
+    """Return the rows of a file that swiftlite wrote."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def write_rows(path: Path, rows: Sequence[Any]) -> None:
+    """Write rows to a file.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    try:
+        atomic_write(path, b"".join(json.dumps(row).encode() + b"\n" for row in rows))
+    except OSError as error:
+        problem = f"--output_dir: {path} cannot be written: {error.strerror}"
+        raise UserError(problem, "free disk space and run the same command again") from None
+
+
+def _question(row: Any) -> str:
+    return next(message["content"] for message in row["messages"] if message["role"] == "user")

@@ -1,0 +1,113 @@
+"""The commands of `speedup`. A user can run each of them by hand."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from swiftlite.args.commands import SpeedupArgs
+from swiftlite.args.data_file import split_sample
+from swiftlite.families.resolved import HfModel
+from swiftlite.speedup.steps import Step
+
+DRAFTED = 3
+"""Number of draft tokens per step in training and in evaluation; `bench` measures fewer as well."""
+DRAFT_VOCAB = 8192
+CONCURRENCY = (1, 4, 16)
+HELD_OUT = "held_out.jsonl"
+
+
+@dataclass(frozen=True)
+class Commands:
+    """The commands for one model.
+
+    Attributes:
+        model: the resolved --model.
+        directory: --output_dir.
+    """
+
+    args: SpeedupArgs
+    model: HfModel
+    directory: Path
+
+    def answers(self, number: int, prompts: int, first: int) -> Step:
+        """Write and answer the prompts of a round.
+
+        Args:
+            number: number of the round, from 1.
+            first: number of prompts of all previous rounds. A prompt is sampled with the sum of the seed and its
+                number, so that rounds with seeds this far apart write different prompts.
+        """
+        output = self.directory / f"round-{number}" / "answers"
+        words = ["regenerate", *self._model(self.args.model), "--infer_backend", self.args.infer_backend]
+        from_files = 0
+        if self.args.dataset:
+            from_files = round(prompts * (1 - self.args.self_prompts_share))
+            each = max(1, from_files // len(self.args.dataset))
+            words += ["--dataset", *(f"{split_sample(name)[0]}#{each}" for name in self.args.dataset)]
+        if prompts > from_files:
+            words += ["--self_prompts", str(prompts - from_files)]
+        words += ["--max_new_tokens", str(self.args.max_new_tokens), "--max_batch_size", "64"]
+        words += ["--seed", str(self.args.seed + first), *self._system(), "--output_dir", str(output)]
+        return Step(f"round-{number}/answers", tuple(words), output / "dataset.jsonl")
+
+    def training(self, number: int, base: str, has_heads: bool) -> Step:
+        """Train heads on the answers of all rounds so far.
+
+        Args:
+            base: model to start from, with the heads of an earlier round if there are better ones.
+        """
+        directory = self.directory / f"round-{number}"
+        output = directory / "run"
+        rows = [str(self.directory / f"round-{each}" / "train.jsonl") for each in range(1, number + 1)]
+        words = ["megatron", "sft", *self._model(base), "--dataset", *rows]
+        words += ["--val_dataset", str(self.directory / HELD_OUT), "--mtp_mode", "heads_only"]
+        words += "--packing true --max_length 1024 --global_batch_size 1 --num_train_epochs 3".split()
+        words += "--acceptance_samples 8 --acceptance_max_new_tokens 32 --save_steps 100 --save_total_limit 1".split()
+        if self.model.heads.layers <= 1:
+            words += ["--mtp_unroll", str(DRAFTED)]
+        if not has_heads and self.model.config["vocab_size"] > DRAFT_VOCAB:
+            words += ["--draft_vocab", str(DRAFT_VOCAB)]
+        words += ["--cache_trunk_states", str(directory / "states"), "--resume", "true"]
+        return Step(f"round-{number}/training", (*words, "--output_dir", str(output)), output / "run_report.json")
+
+    def export(self, number: int) -> Step:
+        """Export the heads of a round with their model."""
+        directory = self.directory / f"round-{number}"
+        words = ("export", "--to_hf", "--model", str(directory / "run"), "--output_dir", str(self.exported(number)))
+        return Step(f"round-{number}/export", words, self.exported(number) / "config.json")
+
+    def exported(self, number: int) -> Path:
+        """Return the exported model of a round."""
+        return self.directory / f"round-{number}" / "hf"
+
+    def evaluation(self, name: str, model: str) -> Step:
+        """Count the accepted drafts of a model on the held-out prompts.
+
+        Args:
+            name: "model", or the name of a round.
+        """
+        output = self.directory / name / "evaluation"
+        words = ["evaluate", *self._model(model), "--dataset", str(self.directory / HELD_OUT)]
+        words += ["--infer_backend", self.args.infer_backend, "--num_speculative_tokens", str(DRAFTED)]
+        words += ["--max_new_tokens", "64", *self._system(), "--output_dir", str(output)]
+        return Step(f"{name}/evaluation", tuple(words), output / "evaluation.json")
+
+    def bench(self, name: str, model: str) -> Step:
+        """Measure the servers of a model."""
+        output = self.directory / name / "bench"
+        words = ["bench", *self._model(model), "--val_dataset", str(self.directory / HELD_OUT)]
+        words += ["--infer_backend", self.args.infer_backend, "--num_speculative_tokens"]
+        words += map(str, range(DRAFTED + 1))
+        words += ["--concurrency", *map(str, CONCURRENCY), "--max_prompts", str(max(CONCURRENCY)), "--rounds", "2"]
+        words += ["--max_new_tokens", "64", *self._system(), "--output_dir", str(output)]
+        return Step(f"{name}/bench", tuple(words), output / "bench.json")
+
+    def _model(self, model: str) -> list[str]:
+        words = ["--model", model, "--torch_dtype", self.args.torch_dtype]
+        if self.args.trust_remote_code:
+            words += ["--trust_remote_code", "true"]
+        return words
+
+    def _system(self) -> list[str]:
+        if self.args.system is None:
+            return []
+        return ["--system", self.args.system]

@@ -1,0 +1,59 @@
+"""The last lines of `speedup`: loads at which drafts do not pay off, speed, acceptance, and the command to deploy."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from swiftlite.report.table import text_table
+from swiftlite.speedup.state import Progress
+
+
+def final_lines(progress: Progress, best: str, bench: Mapping[str, Any], acceptance: Mapping[str, Any]) -> list[str]:
+    """Return the lines.
+
+    Args:
+        best: name of the best heads: "model", or a round.
+        bench: content of their bench.json.
+        acceptance: their accepted drafts by channel, from evaluation.json.
+    """
+    choices = bench["recommendations"]
+    lines = []
+    for choice in choices:
+        if not choice["num_speculative_tokens"]:
+            lines.append(f"with {choice['concurrency']} concurrent requests, serve without drafts: {choice['reason']}")
+    lines += ["", text_table(_speeds(bench)), "", text_table(_acceptance(progress, best, acceptance)), ""]
+    if best == "model":
+        lines.append("The heads of --model are better than the trained ones and stay.")
+    lines.append("Serve it:")
+    if bench["schedule_command"]:
+        commands = [bench["schedule_command"]]
+    else:
+        commands = list(dict.fromkeys(choice["command"] for choice in choices))
+    lines += [f"    {command}" for command in commands]
+    minutes = progress.spent / 60
+    lines.append(f"{minutes:.0f} minutes in {len(progress.rounds)} rounds; a larger --budget continues from here.")
+    return lines
+
+
+def _speeds(bench: Mapping[str, Any]) -> list[Sequence[str]]:
+    """Return a row for each number of concurrent requests: tokens/s without drafts and ratios with them."""
+    choices = bench["recommendations"]
+    numbers = list(choices[0]["ratios"])
+    rows: list[Sequence[str]] = [["requests", "tokens/s without drafts", *(f"{k} drafts" for k in numbers), "best"]]
+    without = bench["servers"][0]["measured"]
+    for choice, plain in zip(choices, without, strict=True):
+        ratios = [f"{choice['ratios'][k]:.2f}x" for k in numbers]
+        speed = f"{plain['tokens_per_second']:.1f}"
+        rows.append([str(choice["concurrency"]), speed, *ratios, str(choice["num_speculative_tokens"])])
+    return rows
+
+
+def _acceptance(progress: Progress, best: str, by_channel: Mapping[str, Any]) -> list[Sequence[str]]:
+    """Return a row for each round over all held-out prompts, and with the best heads a row for each channel."""
+    positions = len(progress.acceptance[best])
+    rows: list[Sequence[str]] = [["held-out prompts", "heads", *(f"draft {place + 1}" for place in range(positions))]]
+    for name, shares in progress.acceptance.items():
+        rows.append(["all", name, *(f"{share:.1%}" for share in shares)])
+    for channel, figures in by_channel.items():
+        if channel != "all" and len(by_channel) > 2:
+            rows.append([channel, best, *(f"{share:.1%}" for share in figures["acceptance_per_position"])])
+    return rows

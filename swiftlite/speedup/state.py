@@ -1,0 +1,78 @@
+"""The progress of `speedup`, in speedup.json of its output directory; the same command resumes from it."""
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import TypeAdapter, ValidationError
+
+from swiftlite.atomic import atomic_write
+from swiftlite.errors import UserError
+from swiftlite.json_file import read_json
+
+FILE = "speedup.json"
+
+
+@dataclass
+class Progress:
+    """What has been decided and measured so far.
+
+    Attributes:
+        settings: options that a resumed command must not change.
+        rounds: number of prompts of each round.
+        seconds: duration of each completed step by its name, such as "round-1/answers".
+        acceptance: accepted drafts per position on the held-out prompts, by model: "model" is --model, "round-1" the
+            heads of the first round.
+    """
+
+    settings: dict[str, Any]
+    rounds: list[int] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+    acceptance: dict[str, list[float]] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, directory: Path, settings: dict[str, Any]) -> Self:
+        """Read the progress of an earlier command, or begin.
+
+        Raises:
+            UserError: the file is damaged, or the earlier command had other settings.
+        """
+        path = directory / FILE
+        hint = "use another --output_dir"
+        if not path.exists():
+            others = [path for path in directory.glob("*") if not path.name.startswith(".")]
+            if others:
+                raise UserError(f"--output_dir {directory} is not empty, and has no {FILE}", hint)
+            return cls(settings)
+        try:
+            progress = TypeAdapter(cls).validate_python(read_json(path))
+        except (OSError, ValueError, ValidationError):
+            raise UserError(f"{path} is damaged", hint) from None
+        changed = [name for name, value in settings.items() if progress.settings.get(name) != value]
+        if changed:
+            names = ", ".join(f"--{name}" for name in changed)
+            raise UserError(f"--output_dir {directory} was begun with another value of {names}", hint)
+        return progress
+
+    def write(self, directory: Path) -> None:
+        """Write the file.
+
+        Raises:
+            UserError: it cannot be written.
+        """
+        try:
+            atomic_write(directory / FILE, json.dumps(asdict(self), indent=2).encode() + b"\n")
+        except OSError as error:
+            problem = f"--output_dir: {directory / FILE} cannot be written: {error.strerror}"
+            raise UserError(problem, "free disk space and run the same command again") from None
+
+    @property
+    def spent(self) -> float:
+        """Seconds of all completed steps."""
+        return sum(self.seconds.values())
+
+    @property
+    def best(self) -> str:
+        """The model with the most accepted drafts per step; of equal ones the first. Empty if none has heads."""
+        return max(self.acceptance, key=lambda name: sum(self.acceptance[name]), default="")

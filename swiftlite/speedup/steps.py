@@ -1,0 +1,67 @@
+"""Run the steps of `speedup`: each is a command of swiftlite in a separate process, shown as it is run."""
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from swiftlite.errors import UserError
+from swiftlite.log import logger
+from swiftlite.runtime.parent import exit_with_parent
+from swiftlite.speedup.state import Progress
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command.
+
+    Attributes:
+        name: name in speedup.json.
+        words: words of the command line after `swiftlite`.
+        result: file that exists once the command has succeeded.
+    """
+
+    name: str
+    words: tuple[str, ...]
+    result: Path
+
+    def __str__(self) -> str:
+        return shlex.join(("swiftlite", *self.words))
+
+
+def run_step(step: Step, progress: Progress, directory: Path) -> None:
+    """Run a step unless it is complete, and record its duration.
+
+    A step that was interrupted runs again: every command resumes from its own files.
+
+    Raises:
+        UserError: the command failed.
+    """
+    if step.name in progress.seconds and step.result.exists():
+        return
+    logger.info("$ %s", step)
+    start = time.monotonic()
+    code = _run(step.words)
+    if code or not step.result.exists():
+        hint = "fix the cause above and run the same command again: completed steps are kept"
+        raise UserError(f"the step {step.name} failed with exit code {code}: {step}", hint, max(code, 1))
+    progress.seconds[step.name] = round(time.monotonic() - start, 1)
+    progress.write(directory)
+
+
+def _run(words: Sequence[str]) -> int:
+    """Run a command of swiftlite, which stops with SIGTERM if this process ends, and return its exit code."""
+    stops_with_parent = partial(exit_with_parent, os.getpid(), signal.SIGTERM)
+    process = subprocess.Popen([sys.executable, "-m", "swiftlite", *words], preexec_fn=stops_with_parent)
+    try:
+        return process.wait()
+    except BaseException:  # a signal; after Ctrl-C the command has received it as well
+        process.terminate()
+        process.wait()
+        raise
