@@ -390,7 +390,7 @@ class ChatTemplate:
         if tail not in self._known_tails:
             if len(self._known_tails) == KNOWN_TAILS:
                 del self._known_tails[next(iter(self._known_tails))]
-            self._known_tails[tail] = self._ids(tail)  # usually the header of assistant turns
+            self._known_tails[tail] = self.tokenize(tail)  # usually the header of assistant turns
         return self._known_tails[tail] == found
 
     def _gives_back(self, ids: list[int], first: int, last: int, text: str) -> bool:
@@ -403,7 +403,7 @@ class ChatTemplate:
             return True
         # Some tokenizers change text, such as Qwen2's, which composes accents. Then the turn must decode like this text
         # alone, and only white space and composition may differ.
-        return decoded == self._decode(self._ids(text)) and _bare(decoded) == _bare(text)
+        return decoded == self.decode(self.tokenize(text)) and _bare(decoded) == _bare(text)
 
     def tokenize(self, text: str) -> list[int]:
         """Return the tokens of a text of the template, without special tokens of the tokenizer's own."""

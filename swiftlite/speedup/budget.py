@@ -37,9 +37,9 @@ def first_round(budget: float) -> int:
 def next_round(budget: float, spent: float, rounds: Sequence[RoundTimes]) -> int:
     """Return the number of prompts of the next round; 0 if the rest of the budget does not suffice for one.
 
-    Times are extrapolated from the last round: answers by its number of prompts N, training by the number of all prompts
-    M, because a round trains on the answers of all rounds. With a(n) = A n / N, t(n) = T (M + n) / M, and a remainder R
-    without the fixed costs, the largest n with a(n) + t(n) <= R is (R - T) / (A / N + T / M).
+    Times are extrapolated from the last round: answers by its number of prompts N, training by the number of all
+    prompts M, because a round trains on the answers of all rounds. With a(n) = A n / N, t(n) = T (M + n) / M, and a
+    remainder R without the fixed costs, the largest n with a(n) + t(n) <= R is (R - T) / (A / N + T / M).
 
     Args:
         budget: seconds for everything.

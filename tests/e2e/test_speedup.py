@@ -1,0 +1,67 @@
+"""`swiftlite speedup` with real vLLM: killed again and again, it ends with heads, figures and a command that parses."""
+
+import importlib.util
+import json
+import random
+import shlex
+import time
+
+import pytest
+
+from swiftlite.args.commands import DeployArgs
+from swiftlite.cli.parse import parse
+from tests.e2e.conftest import Commands
+from tests.messages import has_line
+from tests.tiny import make_tiny_hf
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+]
+
+
+@pytest.fixture
+def speedup(commands: Commands) -> list[str]:
+    """Rows for a model with random weights, which cannot write prompts."""
+    make_tiny_hf(commands.directory / "model", "qwen3", with_tokenizer=True, vocab_size=320)
+    numbers = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
+    rows = [{"query": f"What is {one} times {other}, and why?"} for one in numbers for other in numbers]
+    (commands.directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = "--budget 10m --dataset rows.jsonl --self_prompts_share 0 --max_new_tokens 16 --torch_dtype float32"
+    return f"speedup --model model --output_dir out {options}".split()
+
+
+def test_killed_at_random_moments(commands: Commands, speedup: list[str]):
+    seed = time.time_ns()
+    print(f"random.Random({seed})")  # pytest shows it when the test fails
+    moments = random.Random(seed)
+    for _ in range(4):
+        process = commands.start(*speedup)
+        time.sleep(moments.uniform(5, 60))
+        if process.poll() is None:
+            commands.kill(process)
+        time.sleep(10)  # the step in progress receives a signal and stops
+    done = commands.ok(*speedup)
+    out = commands.directory / "out"
+    progress = json.loads((out / "speedup.json").read_text())
+    assert progress["rounds"][0] == 128
+    assert {"round-1/answers", "round-1/training", "round-1/export", "round-1/evaluation"} <= progress["seconds"].keys()
+    best = max(progress["acceptance"], key=lambda name: sum(progress["acceptance"][name]))
+    assert json.loads((out / best / "bench" / "bench.json").read_text())["complete"]
+    held_out = (out / "held_out.jsonl").read_text().splitlines()
+    training = (out / "round-1" / "train.jsonl").read_text().splitlines()
+    assert len(held_out) >= 16
+    assert not set(held_out) & set(training)
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("    swiftlite deploy")][:1]
+    args, _ = parse(DeployArgs, shlex.split(line)[2:])
+    assert args.infer_backend == "vllm"
+    # Nothing is left to do.
+    before = (out / "speedup.json").read_bytes()
+    again = commands.ok(*speedup)
+    assert again.stdout == done.stdout
+    assert (out / "speedup.json").read_bytes() == before
+    # Other settings are refused, and a larger budget is not.
+    refused = commands.run(*speedup, "--seed", "7")
+    assert refused.returncode != 0
+    assert has_line(refused.stderr, "--seed")

@@ -1,0 +1,49 @@
+"""Rules of `speedup`, without the one about the installed engine."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from swiftlite.args.commands import SpeedupArgs
+from swiftlite.plan.facts import read_facts
+from swiftlite.rules import speedup
+from swiftlite.rules.engine_options import engine_is_installed
+from tests.messages import mentions
+
+GOOD = SpeedupArgs(model="plain", output_dir="out")
+
+
+def problems_of(args: SpeedupArgs) -> list[Any]:
+    facts = read_facts(args, 1)
+    problems = []
+    for rule in speedup.RULES:
+        if rule is not engine_is_installed:
+            problems += rule(args, facts)
+    return problems
+
+
+@pytest.mark.parametrize("change", [{}, {"model": "mtp2"}, {"budget": "5m"}, {"dataset": ["train.jsonl#2"]}])
+def test_good_options_pass(here, change):
+    assert problems_of(dataclasses.replace(GOOD, **change)) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "problem", "hint"),
+    [
+        ({"model": "run"}, "--model run", "export --to_hf"),
+        ({"output_dir": ""}, "--output_dir", ""),
+        ({"budget": "soon"}, "--budget soon", "1h30m"),
+        ({"budget": "1s"}, "--budget 1s", "5m"),
+        ({"dataset": ["trian.jsonl"]}, "--dataset trian.jsonl", "train.jsonl"),
+        ({"dataset": ["train.jsonl"], "output_dir": "."}, "--dataset train.jsonl --output_dir", ""),
+        ({"self_prompts_share": 0.2}, "--self_prompts_share --dataset", "--dataset"),
+        ({"dataset": ["train.jsonl"], "self_prompts_share": 1.5}, "--self_prompts_share 1.5 0 1", ""),
+        ({"max_new_tokens": 0}, "--max_new_tokens 0 1", ""),
+    ],
+)
+def test_bad_options_are_named(here, change, problem, hint):
+    problems = problems_of(dataclasses.replace(GOOD, **change))
+    assert len(problems) == 1
+    assert mentions(problems[0][0], problem)
+    assert mentions(problems[0][1], hint)

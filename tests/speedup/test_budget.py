@@ -1,0 +1,38 @@
+"""The size of rounds, from times written by hand."""
+
+import pytest
+
+from swiftlite.speedup.budget import BENCH_SHARE, RoundTimes, first_round, next_round
+
+FIRST = RoundTimes(prompts=100, answers=50, training=100, fixed=20)
+
+
+def time_of(prompts: int, rounds: list[RoundTimes]) -> float:
+    """The time of a round if times grow as they are assumed to."""
+    last = rounds[-1]
+    total = sum(each.prompts for each in rounds)
+    return last.answers * prompts / last.prompts + last.training * (total + prompts) / total + last.fixed
+
+
+def test_the_first_round_is_smaller_within_a_small_budget():
+    assert 0 < first_round(600) < first_round(3600)
+
+
+@pytest.mark.parametrize("rounds", [[FIRST], [FIRST, RoundTimes(prompts=150, answers=80, training=250, fixed=20)]])
+def test_a_round_uses_the_rest_and_leaves_the_share_of_bench(rounds):
+    budget, spent = 2000.0, 170.0
+    prompts = next_round(budget, spent, rounds)
+    rest = (1 - BENCH_SHARE) * budget - spent
+    assert time_of(prompts, rounds) <= rest < time_of(prompts + 1, rounds)
+
+
+def test_no_round_that_is_not_worth_its_fixed_costs():
+    # 49 prompts would fit.
+    budget = (170 + time_of(49, [FIRST])) / (1 - BENCH_SHARE)
+    assert next_round(budget, 170, [FIRST]) == 0
+    assert next_round(budget * 1.05, 170, [FIRST]) >= 50
+    assert next_round(100, 170, [FIRST]) == 0
+
+
+def test_growth_is_limited():
+    assert next_round(1e6, 170, [FIRST]) == 800

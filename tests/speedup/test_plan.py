@@ -1,0 +1,77 @@
+"""The commands of `speedup` are valid command lines of swiftlite."""
+
+from pathlib import Path
+
+import pytest
+
+from swiftlite.args.commands import SpeedupArgs
+from swiftlite.cli.parse import parse
+from swiftlite.cli.table import find
+from swiftlite.families.resolved import resolve
+from swiftlite.speedup.plan import Commands
+from swiftlite.speedup.steps import Step
+from tests.tiny import make_tiny_hf
+
+
+def options_of(step: Step):
+    """The options of a step, as its process parses them."""
+    command, rest = find(list(step.words))
+    args, _ = parse(command.args_class, rest, command.words, command.choices())
+    return args
+
+
+@pytest.fixture
+def make_commands(tmp_path):
+    def make(depth: int = 0, vocab_size: int = 64, **options) -> Commands:
+        model = make_tiny_hf(tmp_path / f"model{depth}", "qwen3", depth=depth, vocab_size=vocab_size)
+        args = SpeedupArgs(model=str(model), output_dir=str(tmp_path / "out"), **options)
+        return Commands(args, resolve(str(model)), tmp_path / "out")
+
+    return make
+
+
+def test_every_command_parses(make_commands, tmp_path):
+    commands = make_commands(system="Be brief.", torch_dtype="float32", trust_remote_code=True)
+    steps = [
+        commands.answers(1, 128, 0),
+        commands.training(2, "base", has_heads=True),
+        commands.export(1),
+        commands.evaluation("round-1", "hf"),
+        commands.bench("round-1", "hf"),
+    ]
+    for step in steps:
+        args = options_of(step)
+        assert Path(args.output_dir).is_relative_to(tmp_path / "out")
+        assert step.result.is_relative_to(args.output_dir)
+        if step.name != "round-1/export":
+            assert (args.torch_dtype, args.trust_remote_code) == ("float32", True)
+
+
+def test_rounds_write_different_prompts(make_commands):
+    """A prompt is sampled with the seed plus its number."""
+    commands = make_commands(seed=7)
+    first, second = options_of(commands.answers(1, 128, 0)), options_of(commands.answers(2, 300, 128))
+    assert (first.seed, first.self_prompts) == (7, 128)
+    assert (second.seed, second.self_prompts) == (7 + 128, 300)
+    assert first.dataset == []
+
+
+@pytest.mark.parametrize(
+    ("share", "sample", "self_prompts"), [(0.5, "#50", 100), (0.0, "#100", 0), (0.75, "#25", 150), (1.0, "#1", 200)]
+)
+def test_prompts_of_a_dataset_are_mixed_in(make_commands, share, sample, self_prompts):
+    commands = make_commands(dataset=["a.jsonl", "b.jsonl#9"], self_prompts_share=share)
+    args = options_of(commands.answers(1, 200, 0))
+    assert args.dataset == [f"a.jsonl{sample}", f"b.jsonl{sample}"]
+    assert args.self_prompts == self_prompts
+
+
+def test_training_fits_the_model(make_commands):
+    small = options_of(make_commands().training(2, "base", has_heads=False))
+    assert [Path(name).parent.name for name in small.dataset] == ["round-1", "round-2"]
+    assert (small.mtp_mode, small.mtp_unroll, small.draft_vocab) == ("heads_only", 3, None)
+    large = make_commands(vocab_size=10_000)
+    assert options_of(large.training(1, "base", has_heads=False)).draft_vocab == 8192
+    assert options_of(large.training(1, "base", has_heads=True)).draft_vocab is None  # that of the checkpoint
+    several_heads = options_of(make_commands(depth=2).training(1, "base", has_heads=True))
+    assert several_heads.mtp_unroll == 1
