@@ -88,8 +88,7 @@ class SelfDialogues:
         numbers = []
         for conversation in range(self.number):
             messages = self._messages(conversation)
-            is_usable = not any(self._problem(message, place) for place, message in enumerate(messages))
-            if len(messages) == position and is_usable:
+            if len(messages) == position and self._first_problem(messages) is None:
                 numbers.append(conversation)
         return numbers
 
@@ -108,12 +107,11 @@ class SelfDialogues:
         usable = []
         for conversation in range(self.number):
             messages = self._messages(conversation)
-            problems = [self._problem(message, place) for place, message in enumerate(messages)]
-            found = [problem for problem in problems if problem]
-            if len(messages) < self.num_messages:
-                found.append("truncated")  # no room for the next message
-            if found:
-                dropped[found[0]] += 1
+            problem = self._first_problem(messages)
+            if problem is None and len(messages) < self.num_messages:
+                problem = "truncated"  # no room for the next message
+            if problem:
+                dropped[problem] += 1
             else:
                 usable.append(conversation)
         duplicates = near_duplicates([self._messages(conversation)[0].text for conversation in usable])
@@ -136,6 +134,13 @@ class SelfDialogues:
                 break
             messages.append(message)
         return messages
+
+    def _first_problem(self, messages: Sequence[WrittenMessage]) -> Reason | None:
+        for position, message in enumerate(messages):
+            problem = self._problem(message, position)
+            if problem:
+                return problem
+        return None
 
     def _problem(self, message: WrittenMessage, position: int) -> Reason | None:
         """Return why the conversation of a message is not usable; an answer of the model need not be complete."""

@@ -11,7 +11,7 @@ from swiftlite.errors import UserError
 
 NUM_HELD_OUT = 48
 MIN_HELD_OUT = 16
-"""As many as the largest number of concurrent requests that `bench` sends."""
+"""The largest number of concurrent requests that `bench` sends, each with a different prompt."""
 
 
 def divide(rows: Sequence[Any]) -> tuple[list[Any], list[Any]]:

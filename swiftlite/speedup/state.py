@@ -16,7 +16,7 @@ FILE = "speedup.json"
 
 @dataclass
 class Progress:
-    """What has been decided and measured so far.
+    """Decisions and measurements of the completed steps.
 
     Attributes:
         settings: options that a resumed command must not change.
@@ -52,7 +52,7 @@ class Progress:
         changed = [name for name, value in settings.items() if progress.settings.get(name) != value]
         if changed:
             names = ", ".join(f"--{name}" for name in changed)
-            raise UserError(f"--output_dir {directory} was begun with another value of {names}", hint)
+            raise UserError(f"--output_dir {directory} was started with another value of {names}", hint)
         return progress
 
     def write(self, directory: Path) -> None:

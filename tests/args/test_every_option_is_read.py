@@ -31,6 +31,7 @@ READERS = {
     "infer": ["serve/infer.py", "engines"],
     "regenerate": ["regenerate", "serve/infer.py", "engines"],
     "evaluate": ["evaluate"],
+    "speedup": ["speedup"],
     "bench": ["bench", "args/commands.py"],
     "doctor": [
         "cli/doctor.py",

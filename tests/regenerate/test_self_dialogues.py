@@ -1,6 +1,7 @@
 """Conversations that the model writes, without a model."""
 
 import re
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ def dialogues(number: int = 3, num_turns: int = 1, system: str | None = None, to
     return SelfDialogues(number, num_turns, system, topics, SPECIAL)
 
 
-def write(target: SelfDialogues, *texts: str, position: int = 0, finish_reason="stop") -> None:
+def write(target: SelfDialogues, *texts: str, position: int = 0, finish_reason: Any = "stop") -> None:
     for conversation, text in enumerate(texts):
         target.written[conversation, position] = WrittenMessage(text, finish_reason)
 
