@@ -36,17 +36,18 @@ class Commands:
             first: number of prompts of all previous rounds. A prompt is sampled with the sum of the seed and its
                 number, so that rounds with seeds this far apart write different prompts.
         """
+        args = self.args
         output = self.directory / f"round-{number}" / "answers"
-        words = ["regenerate", *self._model(self.args.model), "--infer_backend", self.args.infer_backend]
+        words = ["regenerate", *self._model(args.model), "--infer_backend", args.infer_backend]
         from_files = 0
-        if self.args.dataset:
-            from_files = round(prompts * (1 - self.args.self_prompts_share))
-            each = max(1, from_files // len(self.args.dataset))
-            words += ["--dataset", *(f"{split_sample(name)[0]}#{each}" for name in self.args.dataset)]
+        if args.dataset:
+            from_files = round(prompts * (1 - args.self_prompts_share))
+            each = max(1, from_files // len(args.dataset))
+            words += ["--dataset", *(f"{split_sample(name)[0]}#{each}" for name in args.dataset)]
         if prompts > from_files:
             words += ["--self_prompts", str(prompts - from_files)]
-        words += ["--max_new_tokens", str(self.args.max_new_tokens), "--max_batch_size", "64"]
-        words += ["--seed", str(self.args.seed + first), *self._system(), "--output_dir", str(output)]
+        words += ["--max_new_tokens", str(args.max_new_tokens), "--max_batch_size", "64"]
+        words += ["--seed", str(args.seed + first), *self._system(), "--output_dir", str(output)]
         return Step(f"round-{number}/answers", tuple(words), output / "dataset.jsonl")
 
     def training(self, number: int, base: str, has_heads: bool) -> Step:
@@ -85,29 +86,33 @@ class Commands:
         Args:
             name: "model", or the name of a round.
         """
+        args = self.args
         output = self.directory / name / "evaluation"
         words = ["evaluate", *self._model(model), "--dataset", str(self.directory / HELD_OUT)]
-        words += ["--infer_backend", self.args.infer_backend, "--num_speculative_tokens", str(DRAFTED)]
+        words += ["--infer_backend", args.infer_backend, "--num_speculative_tokens", str(DRAFTED)]
         words += ["--max_new_tokens", "64", *self._system(), "--output_dir", str(output)]
         return Step(f"{name}/evaluation", tuple(words), output / "evaluation.json")
 
     def bench(self, name: str, model: str) -> Step:
         """Measure the servers of a model."""
+        args = self.args
         output = self.directory / name / "bench"
         words = ["bench", *self._model(model), "--val_dataset", str(self.directory / HELD_OUT)]
-        words += ["--infer_backend", self.args.infer_backend, "--num_speculative_tokens"]
+        words += ["--infer_backend", args.infer_backend, "--num_speculative_tokens"]
         words += map(str, range(DRAFTED + 1))
         words += ["--concurrency", *map(str, CONCURRENCY), "--max_prompts", str(max(CONCURRENCY)), "--rounds", "2"]
         words += ["--max_new_tokens", "64", *self._system(), "--output_dir", str(output)]
         return Step(f"{name}/bench", tuple(words), output / "bench.json")
 
     def _model(self, model: str) -> list[str]:
-        words = ["--model", model, "--torch_dtype", self.args.torch_dtype]
-        if self.args.trust_remote_code:
+        args = self.args
+        words = ["--model", model, "--torch_dtype", args.torch_dtype]
+        if args.trust_remote_code:
             words += ["--trust_remote_code", "true"]
         return words
 
     def _system(self) -> list[str]:
-        if self.args.system is None:
+        args = self.args
+        if args.system is None:
             return []
-        return ["--system", self.args.system]
+        return ["--system", args.system]
