@@ -12,7 +12,7 @@ from swiftlite.model.ranks import all_gather_rows
 from swiftlite.runtime.mesh import Mesh
 
 
-def all_reduce_sum(
+def depth_sums(
     losses: Losses, loss_scale_KBS: torch.Tensor, mesh: Mesh, cu_seqlens: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Return the sums of one micro-batch, float64 [1 + drafts, 3].

@@ -10,7 +10,7 @@ import torch
 
 from swiftlite.acceptance import by_position
 from swiftlite.acceptance.counts import DraftCounts, replay
-from swiftlite.acceptance.statistics import all_reduce_sum
+from swiftlite.acceptance.statistics import depth_sums
 from swiftlite.data.batch import collate_packed, shift_left
 from swiftlite.data.packing.packing import pack
 from swiftlite.data.sample import Sample
@@ -67,7 +67,7 @@ class _Measured:
 
     Attributes:
         num_samples: number of samples in the rows.
-        sums: see `statistics.all_reduce_sum`.
+        sums: see `statistics.depth_sums`.
         walk: counts of simulated speculative decoding.
         table: see `by_position.tally`.
     """
@@ -107,7 +107,7 @@ def _measure(
     """Measure one packed row, including simulated decoding with `num_drafts` of the `depth` draft tokens."""
     batch = collate_packed(samples, 0, num_drafts=depth).map(lambda tensor: tensor.to(mesh.device.torch_device))
     losses = forward(model, batch)
-    sums = all_reduce_sum(losses, batch.loss_scale_KBS, mesh, batch.cu_seqlens).cpu()
+    sums = depth_sums(losses, batch.loss_scale_KBS, mesh, batch.cu_seqlens).cpu()
     trunk_BS = losses.main.prediction_BS
     learned_S = trunk_BS[0] != -1
     agrees_KS = torch.zeros(depth, len(learned_S), dtype=torch.bool, device=learned_S.device)

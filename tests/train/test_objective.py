@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from swiftlite.acceptance.statistics import all_reduce_sum, means
+from swiftlite.acceptance.statistics import depth_sums, means
 from swiftlite.data.batch import Batch, collate
 from swiftlite.data.sample import Sample, make_sample
 from swiftlite.heads import Heads
@@ -52,7 +52,7 @@ def batch_loss_and_gradients(model, batches: list[Batch], depth: int, mesh: Mesh
         loss = total_loss(losses, batch.loss_scale_KBS, coefficients)
         loss.backward()
         total += float(loss.detach())
-        parts.append(all_reduce_sum(losses, batch.loss_scale_KBS, mesh))
+        parts.append(depth_sums(losses, batch.loss_scale_KBS, mesh))
     main = max(int(counts[0, 0]), 1)
     return total / main, {name: p.grad / main for name, p in model.named_parameters() if p.grad is not None}, parts
 
@@ -211,4 +211,4 @@ def test_acceptance_counts_agreement_with_the_trunk(tmp_path, mesh):
             if sample.labels[position + 2] != -100:
                 targets += 1
                 hits += int(head[row, position] == trunk[row, position + 1])
-    assert all_reduce_sum(losses, batch.loss_scale_KBS, mesh)[1, 1:].tolist() == [targets, hits]
+    assert depth_sums(losses, batch.loss_scale_KBS, mesh)[1, 1:].tolist() == [targets, hits]

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from result import Results, Settings, read
 from trainees import (
-    all_gather_rows,
     free_memory,
     lognormal_rows,
+    make_rows,
     medians,
     profiled,
     shape,
@@ -112,7 +112,7 @@ def swiftlite(case: Case, settings: Settings, results: Results, lengths: str = "
         mtp_init="random",
         **options,
     )
-    rows = all_gather_rows(steps * ROWS, length, vocab)
+    rows = make_rows(steps * ROWS, length, vocab)
     if lengths == "lognormal":
         rows = lognormal_rows(steps * ROWS * length, length, vocab)
     with trainee(config, args, rows) as trainer:

@@ -62,7 +62,7 @@ def add_heads(
 
 def head_sums(losses: Losses, batch: Batch, mesh: Mesh) -> torch.Tensor:
     """Return the statistics of the heads in one micro-batch: float64 [3 * drafts], see `acceptance/statistics.py`."""
-    return statistics.all_reduce_sum(losses, batch.loss_scale_KBS, mesh, batch.cu_seqlens)[1:].flatten()
+    return statistics.depth_sums(losses, batch.loss_scale_KBS, mesh, batch.cu_seqlens)[1:].flatten()
 
 
 def head_means(sums: torch.Tensor) -> dict[str, float]:

@@ -72,7 +72,7 @@ class NextTokenObjective:
 
             def loss_func(losses: Losses) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
                 num_targets = int((batch.labels_KBS[0] != IGNORE_INDEX).sum())
-                sums = statistics.all_reduce_sum(losses, batch.loss_scale_KBS, mesh, batch.cu_seqlens)
+                sums = statistics.depth_sums(losses, batch.loss_scale_KBS, mesh, batch.cu_seqlens)
                 number = torch.full((), num_targets, dtype=torch.int32, device=sums.device)
                 return total_loss(losses, batch.loss_scale_KBS, coefficients), number, sums
 
