@@ -160,7 +160,7 @@ def shape(name: str, tiny: bool) -> dict[str, Any]:
     return config | smaller
 
 
-def make_rows(number: int, length: int, vocab_size: int) -> list[Sample]:
+def random_rows(number: int, length: int, vocab_size: int) -> list[Sample]:
     """Return rows of the same length in which every token is trained."""
     random = np.random.RandomState(0)
     return [make_sample(random.randint(0, vocab_size, length), np.ones(length)) for _ in range(number)]

@@ -23,9 +23,9 @@ from result import Results, Settings, read
 from trainees import (
     free_memory,
     lognormal_rows,
-    make_rows,
     medians,
     profiled,
+    random_rows,
     shape,
     slowest,
     trainee,
@@ -112,7 +112,7 @@ def swiftlite(case: Case, settings: Settings, results: Results, lengths: str = "
         mtp_init="random",
         **options,
     )
-    rows = make_rows(steps * ROWS, length, vocab)
+    rows = random_rows(steps * ROWS, length, vocab)
     if lengths == "lognormal":
         rows = lognormal_rows(steps * ROWS * length, length, vocab)
     with trainee(config, args, rows) as trainer:

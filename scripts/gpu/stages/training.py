@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from result import Results, Settings
-from trainees import free_memory, make_rows, medians, profiled, shape, slowest, trainee, waits
+from trainees import free_memory, medians, profiled, random_rows, shape, slowest, trainee, waits
 
 from swiftlite.args.commands import SftArgs
 from swiftlite.estimate.gpus import gpu_named
@@ -61,7 +61,7 @@ def train(settings: Settings, results: Results | None, name: str, hf_config: dic
         **options,
     )
     free_memory()
-    rows = make_rows(steps * global_batch, length, hf_config["vocab_size"])
+    rows = random_rows(steps * global_batch, length, hf_config["vocab_size"])
     with trainee(hf_config, args, rows, settings.model) as trainer:
         is_cuda = trainer.mesh.device.is_cuda
         middle = medians([trainer.step(step) for step in range(1, steps)][steps // 4 :])
