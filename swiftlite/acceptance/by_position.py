@@ -38,16 +38,15 @@ def tally(
 ) -> torch.Tensor:
     """Count all and correct predictions by place and depth: int64 [P, N, K, 2].
 
+    Example: an answer of 3 tokens follows a prompt of 5. Its last token, at position 7, has 7 tokens before it, 2 of
+    them in the answer.
+
     Args:
         valid_KS: whether depth k predicts a label; at position s it predicts the token at s + k + 1.
         hits_KS: whether the prediction equals the trunk's.
         learned_S: whether the token at s + 1 is a label; consecutive labels are an answer.
         position_S: position of s in its sequence.
         cu_seqlens: see `Batch`.
-
-        Example: an answer of 3 tokens follows a prompt of 5. Its last token, at position 7, has 7 tokens before it, 2
-        of
-    them in the answer.
     """
     number_S = torch.arange(len(learned_S), device=learned_S.device)
     last_outside_S = torch.where(learned_S, -1, number_S).cummax(0).values

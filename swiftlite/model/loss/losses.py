@@ -72,12 +72,12 @@ def sharing(tp_group: dist.ProcessGroup) -> Group:
 def vocab_parallel_argmax(logits_NV: torch.Tensor, group: Group, tokens_V: torch.Tensor | None = None) -> torch.Tensor:
     """Return the most likely token [N] of logits whose vocabulary is split over a tensor-parallel group.
 
+    Example with 4 tokens on each of 2 ranks: the largest logit of rank 0 is 1.5 for token 3. The largest logit of rank
+    1 is 2.0 for its token 1, which is token 5 of the whole vocabulary. Both ranks receive (1.5, 3) and (2.0, 5), and
+    choose 5.
+
     Args:
         tokens_V: the token of each logit on this rank; None: this rank's part of the whole vocabulary.
-
-        For example, with 4 tokens on each of 2 ranks: the largest logit of rank 0 is 1.5 for token 3. The largest logit
-        of rank 1 is 2.0 for its token 1, which is token 5 of the whole vocabulary. Both ranks receive (1.5, 3) and
-        (2.0, 5), and choose 5.
     """
     value_N, token_N = logits_NV.max(dim=-1)
     if tokens_V is not None:
