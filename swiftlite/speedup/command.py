@@ -67,7 +67,7 @@ class _Speedup:
             self._run_round(number, prompts)
             number += 1
         best = self._progress.best
-        run_step(self._commands.bench(best, self._path_of(best)), self._progress, self._directory)
+        run_step(self._commands.bench(best), self._progress, self._directory)
         return best
 
     def _prompts_of(self, number: int) -> int:
@@ -103,8 +103,7 @@ class _Speedup:
         self._divide(number)
         if number == 1 and self._model.heads.layers:
             self._evaluate("model")
-        base = progress.best
-        run_step(commands.training(number, self._path_of(base), has_heads=bool(base)), progress, directory)
+        run_step(commands.training(number, progress.best), progress, directory)
         shutil.rmtree(directory / f"round-{number}" / "states", ignore_errors=True)
         run_step(commands.export(number), progress, directory)
         self._evaluate(f"round-{number}")
@@ -122,14 +121,8 @@ class _Speedup:
         write_rows(training, without_similar(rows, read_rows(held_out)))
 
     def _evaluate(self, name: str) -> None:
-        step = self._commands.evaluation(name, self._path_of(name))
+        step = self._commands.evaluation(name)
         run_step(step, self._progress, self._directory)
         accepted = read_json(step.result)["model"][self._args.infer_backend][ALL]
         self._progress.acceptance[name] = accepted["acceptance_per_position"]
         self._progress.write(self._directory)
-
-    def _path_of(self, name: str) -> str:
-        """Return the model with these heads: --model, or the export of a round."""
-        if name in ("", "model"):
-            return self._args.model
-        return str(self._commands.exported(int(name.removeprefix("round-"))))

@@ -11,6 +11,10 @@ from swiftlite.speedup.steps import Step
 DRAFTED = 3
 """Number of draft tokens per step in training and in evaluation; `bench` measures fewer as well."""
 DRAFT_VOCAB = 8192
+LR_OF_ROUNDS = "1e-3"
+"""Peak learning rate for the heads of an earlier round, the default for new heads."""
+LR_OF_TRAINED_HEADS = "3e-4"
+"""Peak learning rate for heads of the checkpoint, which a larger one could damage."""
 CONCURRENCY = (1, 4, 16)
 HELD_OUT = "held_out.jsonl"
 
@@ -50,22 +54,24 @@ class Commands:
         words += ["--seed", str(args.seed + first), *self._system(), "--output_dir", str(output)]
         return Step(f"round-{number}/answers", tuple(words), output / "dataset.jsonl")
 
-    def training(self, number: int, base: str, has_heads: bool) -> Step:
+    def training(self, number: int, base: str) -> Step:
         """Train heads on the answers of all rounds so far.
 
         Args:
-            base: model to start from, with the heads of an earlier round if there are better ones.
+            base: name of the heads to start from: "model", or an earlier round; empty for new heads.
         """
         directory = self.directory / f"round-{number}"
         output = directory / "run"
         rows = [str(self.directory / f"round-{each}" / "train.jsonl") for each in range(1, number + 1)]
-        words = ["megatron", "sft", *self._model(base), "--dataset", *rows]
+        words = ["megatron", "sft", *self._model(self.path_of(base)), "--dataset", *rows]
         words += ["--val_dataset", str(self.directory / HELD_OUT), "--mtp_mode", "heads_only"]
         words += "--packing true --max_length 1024 --global_batch_size 1 --num_train_epochs 3".split()
         words += "--acceptance_samples 8 --acceptance_max_new_tokens 32 --save_steps 100 --save_total_limit 1".split()
         if self.model.heads.layers <= 1:
             words += ["--mtp_unroll", str(DRAFTED)]
-        if not has_heads and self.model.config["vocab_size"] > DRAFT_VOCAB:
+        if base:
+            words += ["--lr", LR_OF_TRAINED_HEADS if base == "model" else LR_OF_ROUNDS]
+        elif self.model.config["vocab_size"] > DRAFT_VOCAB:
             words += ["--draft_vocab", str(DRAFT_VOCAB)]
         words += ["--cache_trunk_states", str(directory / "states"), "--resume", "true"]
         return Step(f"round-{number}/training", (*words, "--output_dir", str(output)), output / "run_report.json")
@@ -73,31 +79,34 @@ class Commands:
     def export(self, number: int) -> Step:
         """Export the heads of a round with their model."""
         directory = self.directory / f"round-{number}"
-        words = ("export", "--to_hf", "--model", str(directory / "run"), "--output_dir", str(self.exported(number)))
-        return Step(f"round-{number}/export", words, self.exported(number) / "config.json")
+        output = directory / "hf"
+        words = ("export", "--to_hf", "--model", str(directory / "run"), "--output_dir", str(output))
+        return Step(f"round-{number}/export", words, output / "config.json")
 
-    def exported(self, number: int) -> Path:
-        """Return the exported model of a round."""
-        return self.directory / f"round-{number}" / "hf"
+    def path_of(self, name: str) -> str:
+        """Return the model with these heads: --model, or the export of a round."""
+        if name in ("", "model"):
+            return self.args.model
+        return str(self.directory / name / "hf")
 
-    def evaluation(self, name: str, model: str) -> Step:
-        """Count the accepted drafts of a model on the held-out prompts.
+    def evaluation(self, name: str) -> Step:
+        """Count the accepted drafts on the held-out prompts.
 
         Args:
-            name: "model", or the name of a round.
+            name: name of the heads: "model", or a round.
         """
         args = self.args
         output = self.directory / name / "evaluation"
-        words = ["evaluate", *self._model(model), "--dataset", str(self.directory / HELD_OUT)]
+        words = ["evaluate", *self._model(self.path_of(name)), "--dataset", str(self.directory / HELD_OUT)]
         words += ["--infer_backend", args.infer_backend, "--num_speculative_tokens", str(DRAFTED)]
         words += ["--max_new_tokens", "64", *self._system(), "--output_dir", str(output)]
         return Step(f"{name}/evaluation", tuple(words), output / "evaluation.json")
 
-    def bench(self, name: str, model: str) -> Step:
-        """Measure the servers of a model."""
+    def bench(self, name: str) -> Step:
+        """Measure servers of the model with these heads."""
         args = self.args
         output = self.directory / name / "bench"
-        words = ["bench", *self._model(model), "--val_dataset", str(self.directory / HELD_OUT)]
+        words = ["bench", *self._model(self.path_of(name)), "--val_dataset", str(self.directory / HELD_OUT)]
         words += ["--infer_backend", args.infer_backend, "--num_speculative_tokens"]
         words += map(str, range(DRAFTED + 1))
         words += ["--concurrency", *map(str, CONCURRENCY), "--max_prompts", str(max(CONCURRENCY)), "--rounds", "2"]

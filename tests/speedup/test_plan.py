@@ -34,10 +34,10 @@ def test_every_command_parses(make_commands, tmp_path):
     commands = make_commands(system="Be brief.", torch_dtype="float32", trust_remote_code=True)
     steps = [
         commands.answers(1, 128, 0),
-        commands.training(2, "base", has_heads=True),
+        commands.training(2, "round-1"),
         commands.export(1),
-        commands.evaluation("round-1", "hf"),
-        commands.bench("round-1", "hf"),
+        commands.evaluation("round-1"),
+        commands.bench("round-1"),
     ]
     for step in steps:
         args = options_of(step)
@@ -67,11 +67,16 @@ def test_prompts_of_a_dataset_are_mixed_in(make_commands, share, sample, self_pr
 
 
 def test_training_fits_the_model(make_commands):
-    small = options_of(make_commands().training(2, "base", has_heads=False))
+    commands = make_commands()
+    small = options_of(commands.training(2, ""))
+    assert small.model == commands.args.model
     assert [Path(name).parent.name for name in small.dataset] == ["round-1", "round-2"]
     assert (small.mtp_mode, small.mtp_unroll, small.draft_vocab) == ("heads_only", 3, None)
+    assert small.lr is None  # that of new heads
     large = make_commands(vocab_size=10_000)
-    assert options_of(large.training(1, "base", has_heads=False)).draft_vocab == 8192
-    assert options_of(large.training(1, "base", has_heads=True)).draft_vocab is None  # that of the checkpoint
-    several_heads = options_of(make_commands(depth=2).training(1, "base", has_heads=True))
-    assert several_heads.mtp_unroll == 1
+    assert options_of(large.training(1, "")).draft_vocab == 8192
+    later = options_of(large.training(2, "round-1"))
+    assert Path(later.model) == large.directory / "round-1" / "hf"
+    assert (later.draft_vocab, later.lr) == (None, 1e-3)  # None: that of the checkpoint
+    several_heads = options_of(make_commands(depth=2).training(1, "model"))
+    assert (several_heads.mtp_unroll, several_heads.lr) == (1, 3e-4)
