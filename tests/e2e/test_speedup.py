@@ -28,8 +28,8 @@ def speedup(commands: Commands) -> list[str]:
     numbers = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
     rows = [{"query": f"What is {one} times {other}, and why?"} for one in numbers for other in numbers]
     (commands.directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    options = "--budget 10m --dataset rows.jsonl --self_prompts_share 0 --max_new_tokens 16 --torch_dtype float32"
-    return f"speedup --model model --output_dir out {options}".split()
+    options: str = "--budget 10m --dataset rows.jsonl --self_prompts_share 0 --max_new_tokens 16 --torch_dtype float32"
+    return ["speedup", "--model", "model", "--output_dir", "out", *options.split()]
 
 
 def test_killed_at_random_moments(commands: Commands, speedup: list[str]):
