@@ -141,7 +141,7 @@ def rope_theta(hf_config: HfConfig) -> Any:
 
 
 def partial_rotary_problems(hf_config: HfConfig) -> list[str]:
-    """Return one line if the config has no share of rotary channels, because defaults differ between programs."""
+    """Return a problem if `partial_rotary_factor` is missing (programs have different defaults) or invalid."""
     factor = partial_rotary_factor(hf_config)
     if factor is None:
         return ["partial_rotary_factor is missing"]

@@ -47,7 +47,7 @@ class HubName:
 
     @property
     def key(self) -> str:
-        """Key of the commit, without subset and split: `models/org/name@main`."""
+        """Key under which the commit of this name is recorded: `models/org/name@main`, without subset and split."""
         return f"{self.kind}s/{self.repository}@{self.revision or 'main'}"
 
     def at(self, commit: str) -> Self:

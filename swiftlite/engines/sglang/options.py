@@ -78,8 +78,9 @@ def speculative_options(
 def schedule_options(schedule: DraftSchedule, bench_json: Path) -> tuple[dict[str, Any], dict[Path, str]]:
     """Return SGLang's options for an adaptive number of draft tokens, and the text of the file that they name.
 
-    SGLang uses the entry with the largest number of requests that is not exceeded, and selects one of its candidates by
-    recent acceptance. Here each entry has a single candidate, the fastest. The file is written next to bench.json.
+    Each entry of the file has a number of requests. SGLang uses the entry with the largest such number that is at most
+    the number of running requests, and selects one of the entry's candidates by recent acceptance. Here each entry has
+    a single candidate, the fastest. The file is written next to bench.json.
     """
     if schedule.is_constant:
         return {}, {}

@@ -87,7 +87,7 @@ class Cache:
         return kept
 
     def kept(self, name: Name, num_tokens: int) -> torch.Tensor:
-        """Return the values [T, ...] of this pass's tokens in the tensor `name`; zeros for padding."""
+        """Return what the cached tensor called `name` holds for this pass's tokens, [T, ...]; zeros for padding."""
         kept = self._kept[name]
         return self._padded(kept[self._row_T, self._position_T], num_tokens)
 

@@ -104,7 +104,7 @@ class GroupedMLP(AddsGradients, SequentialMLP):
         return bool(first.linear_fc1._forward_hooks or first.linear_fc2._forward_hooks)
 
     def with_adapters(self, linear: str, tokens: torch.Tensor, output: torch.Tensor, counts: list[int]) -> torch.Tensor:
-        """Return the output of all "linear_fc1" or "linear_fc2" after their hooks.
+        """Return the output of "linear_fc1" or "linear_fc2" of all experts, after their forward hooks (adapters).
 
         Args:
             counts: number of tokens of each expert.

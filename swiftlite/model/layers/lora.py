@@ -116,7 +116,7 @@ class Adapter(nn.Module):
         self._describe_split(weight, B, 0, self.is_column)
 
     def _add_part(self, leaf: str, weight: torch.Tensor, length: int, rank: int) -> None:
-        """Register the uninitialized parameters of an HF part with `length` rows."""
+        """Register uninitialized parameters for one Hugging Face module of this layer, with `length` output rows."""
         self.register_parameter(f"{A}{leaf}", nn.Parameter(weight.new_empty(rank, weight.size(1))))
         self.register_parameter(f"{B}{leaf}", nn.Parameter(weight.new_empty(length, rank)))
 

@@ -49,7 +49,7 @@ def measure_kl(model: Sequence[torch.nn.Module], mesh: Mesh, companions: Sequenc
 
     Args:
         model: the chunks of this rank, in evaluation mode.
-        companions: this rank's micro-batches of companions, the same number on every rank.
+        companions: this rank's micro-batches of mismatched answers; the same number of micro-batches on every rank.
     """
 
     def sum_ratios(losses: Losses, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -181,7 +181,7 @@ def kto_objective(run: Run) -> KtoObjective:
 
 
 def _with_companion(sample: Sample) -> Sample:
-    """Return a sample of the two sequences that the reference model scores: the answer and its companion."""
+    """Return one sample with the two sequences that the reference model scores, the answer and its companion."""
     assert sample.companion is not None
     return replace(sample, others=(sample.companion,), companion=None)
 
