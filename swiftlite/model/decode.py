@@ -25,7 +25,7 @@ from swiftlite.model.gpt import GPTModel, OutputMatrix
 from swiftlite.model.loss.losses import MAX_POSITIONS, sharing, vocab_parallel_argmax
 
 HEAD_INPUT = "head_input"
-"""Key in the cache of the trunk's states that the heads read."""
+"""Name under which the cache stores the trunk's states that the heads read."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def _rotary_emb(model: GPTModel, new: CachedPass, offset: int = 0) -> torch.Tens
 
 
 def _placeholder(model: GPTModel, cache: Cache) -> torch.Tensor:
-    """Return a tensor for a stage without output, because the next stage waits for a message."""
+    """Return a tensor that a stage without output sends, because the next stage waits for a message."""
     return torch.zeros(1, 1, model.config.hidden_size, dtype=model.config.pipeline_dtype, device=cache.device)
 
 

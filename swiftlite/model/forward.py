@@ -17,7 +17,7 @@ def forward(model: torch.nn.Module, batch: Batch, balance: Balance | None = None
 
     Args:
         balance: load balance of the global batch; without it routers have no load-balancing loss.
-        trunk: output of the trunk for the micro-batch, if it is known.
+        trunk: output of the trunk for the micro-batch, if it was already computed (for example in a previous epoch).
     """
     return model(
         batch.tokens_KBS[0],

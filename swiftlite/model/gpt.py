@@ -86,8 +86,8 @@ class TrunkOutput:
 class GPTModel(McoreGPTModel):
     """megatron-core's GPTModel with its forward pass rewritten as four stages.
 
-    The forward method of megatron-core requires labels if there are MTP layers, weights the MTP loss by local token
-    counts, and does not return it (gpt_model.py:611-661 of 0.16.1). Here each stage returns its result.
+    If there are MTP layers, the forward method of megatron-core requires labels, weights the MTP loss by local token
+    counts, and does not return this loss (gpt_model.py:611-661 of 0.16.1). Here each stage returns its result.
 
     Args:
         rotary_pos_emb: computes cosines and sines for all layers.
@@ -178,7 +178,8 @@ class GPTModel(McoreGPTModel):
             packed_seq_params: the sequences of a packed row (B = 1), between which there is no attention.
             sequences: int64 [K, B, S], `Batch.sequence_KBS`; without it routers do not count their load.
             balance: load balance of the global batch; without it routers have no load-balancing loss.
-            trunk: `trunk_output` of these tokens and labels, if it is known; not supported with pipeline parallelism.
+            trunk: `trunk_output` of these tokens and labels, if it was already computed; not supported with pipeline
+                parallelism.
             tower_inputs: inputs of the micro-batch for a model with a tower.
             axes_3BS: int64, positions of the tokens along three axes, for rotary embeddings with sections. Default:
                 the positions in the sequence.
@@ -305,7 +306,8 @@ class GPTModel(McoreGPTModel):
         packed_seq_params: PackedSeqParams | None,
         axes_3BS: torch.Tensor | None,
     ) -> list[torch.Tensor]:
-        """Return one `rotary_emb` per MTP depth: the trunk's; for step j of an unrolled head, j - 1 positions later."""
+        """Return one `rotary_emb` per MTP depth: that of the trunk or, for step j of an unrolled head, of positions
+        that are larger by j - 1."""
         offsets = range(1, self.heads.unroll)
         later = [self.rotary_emb(position_ids, packed_seq_params, offset, axes_3BS) for offset in offsets]
         return [rotary_emb, *later] * self.heads.layers
@@ -369,7 +371,7 @@ class GPTModel(McoreGPTModel):
                 `set_input_tensor` has set.
             rotary_emb: result of `rotary_emb` for these tokens.
             tokens: the router targets.
-            cache: in decoding, the cache of the rows whose new tokens these are.
+            cache: in decoding, the cache of the rows, to which these tokens are added.
 
         Returns:
             The trunk's states [S, B, H]. After the final norm, if the heads read the state before it: both states,

@@ -105,7 +105,8 @@ class MultiTokenPredictionLayer(McoreMultiTokenPredictionLayer):
 
 
 class UnrolledLayer(MultiTokenPredictionLayer):
-    """A head that drafts several tokens like an engine: step j (from 1) of position s is at position s + j - 1.
+    """A head that drafts several tokens like an engine: step j (from 1) of the draft from position s is at position s +
+    j - 1.
 
     Its attention is `DraftAttention`. Example: three steps from position s, where t are the row's tokens:
 
@@ -141,7 +142,7 @@ class UnrolledLayer(MultiTokenPredictionLayer):
         Args:
             hidden_SBH: states of the trunk.
             decoder_inputs_SBH: for each step j, embeddings of the tokens j positions later.
-            rotary_pos_embs: for each step j, rotary embeddings from position j - 1 on.
+            rotary_pos_embs: for each step j, rotary embeddings of the positions from j - 1 on.
             tokens: the routers' tokens of each step.
             cache: cache of whole rows, as for `GPTModel.forward`.
             recycles_before_norm: whether a step continues from the state before the output norm instead of after it.

@@ -1,8 +1,8 @@
 """Shift a packed row within each of its sequences if a rank holds only its context-parallel part of the row.
 
 If the whole row is available, shift it before splitting, as `data/batch.py` does; the result is the same. This module
-is for frameworks that distribute parts. megatron-core's `roll_tensor` iterates over the sequences in Python and sends
-two messages for each.
+is for frameworks that split the row before tokens are shifted. megatron-core's `roll_tensor` iterates over the
+sequences in Python and sends two messages for each.
 
 Shapes: T tokens of this rank's part, N non-empty sequences.
 """
@@ -74,7 +74,8 @@ def _check(tensor: torch.Tensor, cu_seqlens: torch.Tensor, lengths: torch.Tensor
 
 
 def _exchange(first: torch.Tensor, second: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the first tokens [..., N] of the chunks that follow this rank's later and earlier chunks.
+    """Return the first tokens [..., N] of the chunks that follow this rank's later and its earlier chunk of each
+    sequence.
 
     The previous rank holds the chunk after a later chunk, the next rank the chunk after an earlier chunk. At the ends
     of the group, tokens of missing chunks are undefined.

@@ -51,7 +51,7 @@ def broadcast_from_mesh(tensor: torch.Tensor, mesh: Mesh) -> torch.Tensor:
 
 
 def all_reduce_max(value: int, mesh: Mesh, group: dist.ProcessGroup | None = None) -> int:
-    """Return the maximum value over the ranks of the group (None: over all ranks)."""
+    """Return the maximum of `value` over the ranks of the group (None: over all ranks of the job)."""
     number = torch.tensor(value, device=mesh.device.torch_device)
     dist.all_reduce(number, op=dist.ReduceOp.MAX, group=group)
     return int(number)

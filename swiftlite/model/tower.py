@@ -3,7 +3,7 @@
 Trunk and MTP heads use the same outputs: a head whose token is a placeholder receives the corresponding output.
 `data/batch.py` shifts the indices of outputs with the tokens, so the tower runs once for all depths.
 
-Shapes: K the trunk and each MTP depth, B rows, S tokens of a row on this rank, I items of the micro-batch, H hidden
+Shapes: K the trunk and the MTP depths, B rows, S tokens of a row on this rank, I items of the micro-batch, H hidden
 size.
 """
 

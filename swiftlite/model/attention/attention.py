@@ -35,8 +35,8 @@ from swiftlite.model.context_parallel import (
 from swiftlite.runtime.device import on_device
 
 LONG = 2048
-"""Minimum average number of queries per segment for which, with context parallelism, each segment is a separate kernel
-call instead of copying keys and values for a single call. Launching a kernel in both passes takes about 20
+"""Minimum average number of queries per segment for one kernel call per segment with context parallelism. With fewer
+queries, keys and values of all segments are copied for a single call. Launching a kernel in both passes takes about 20
 microseconds, as long as copying the keys and values of 2,048 tokens for 8 heads of size 128; with latent attention,
 copies take ten times as long. Estimated for an H100, not measured.
 """
@@ -46,7 +46,7 @@ class Offsets(NamedTuple):
     """The positions of queries and keys of all segments of all rows for one kernel call.
 
     Attributes:
-        keys_T: indices of the keys in the row, in the order of segments; None: the keys of the row in their order.
+        keys_T: indices of the keys in the row, in the order of segments; None: all keys of the row, in order.
         cu_q, cu_k: start of each segment, int32 [segments + 1], on the device.
     """
 
@@ -59,7 +59,7 @@ class Offsets(NamedTuple):
 
 @lru_cache(maxsize=16)  # every layer calls it for the row of the micro-batch
 def offsets(segments: tuple[Segment, ...], num_rows: int, num_keys: int, device: torch.device) -> Offsets:
-    """Create the offsets on the host and copy them once: a copy in each layer would wait for the device each time."""
+    """Create the offsets on the host and copy them once for all layers, because each copy waits for the device."""
     keys = torch.cat([torch.arange(segment.key_start, segment.key_end) for segment in segments])
     # Without context parallelism, the segments are the whole row.
     keys_T = None
@@ -128,7 +128,8 @@ class CoreAttention(MegatronModule):
             query_SBND: queries; [T, N, D] for a packed row, as megatron-core passes it.
             key_SBGD, value_SBGD: keys and values in the same layout, of this rank or of all context-parallel ranks.
             attention_mask: a mask [B or 1, 1, S, S], True at masked entries as in megatron-core, only for dense rows
-                without context parallelism; or, in decoding, the cache of the rows whose new tokens these are.
+                without context parallelism; or, in decoding, the KV cache of the rows, to which the tokens of this pass
+                are added.
             packed_seq_params: for a packed row (`qkv_format` thd): starts of its padded sequences in the whole row.
                 There is no attention between sequences.
 
@@ -287,8 +288,8 @@ class CoreAttention(MegatronModule):
     ) -> torch.Tensor:
         """Return attention [S, 1, N, D], with one kernel call per segment and without copying keys and values.
 
-        `_attend_varlen` would copy keys that two segments share, and keep the copies, which are larger than all keys,
-        until the backward pass.
+        `_attend_varlen` would copy keys that two segments share, and keep the copies until the backward pass. Together
+        they are larger than the keys.
 
         Args:
             own_keys, own_values: additional keys and values of each query, see `merged_attention.attend`.
@@ -316,7 +317,8 @@ def for_each_query_head(keys_BGSD: torch.Tensor, num_heads: int) -> torch.Tensor
 def is_for_slices(query_SBND: torch.Tensor, key_SBGD: torch.Tensor, segments: Sequence[Segment]) -> bool:
     """Return whether to compute each segment in a separate kernel call.
 
-    This is the case if segments share keys, and either belong to one sequence or are long.
+    This is the case if context-parallel ranks share the row, and it has a single sequence or segments with many queries
+    (`LONG`).
     """
     num_queries, num_rows = query_SBND.shape[:2]
     if num_rows > 1 or num_queries == key_SBGD.size(0):
@@ -326,7 +328,7 @@ def is_for_slices(query_SBND: torch.Tensor, key_SBGD: torch.Tensor, segments: Se
 
 @lru_cache(maxsize=16)
 def slices_of(segments: tuple[Segment, ...], device: torch.device) -> tuple[merged_attention.Slice, ...]:
-    """Create the slices; like `offsets`, once per row."""
+    """Create the slice of each segment, once per row for all layers (see `offsets`)."""
     slices, start = [], 0
     for segment in segments:
         num_keys = segment.key_end - segment.key_start

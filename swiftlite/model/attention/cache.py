@@ -78,7 +78,8 @@ class Cache:
         return (*map(len, self.spans), num_tokens - self.num_tokens)
 
     def keep(self, name: Name, new_T: torch.Tensor) -> torch.Tensor:
-        """Write values [T, ...] of this pass's tokens into the tensor `name`, and return all of it, [B, C, ...]."""
+        """Write values [T, ...] of this pass's tokens into the tensor cached as `name`; return this tensor, [B, C,
+        ...]."""
         kept = self._kept.get(name)
         if kept is None:
             # Initialized to zeros: masked values are multiplied by 0 in attention, and 0 * NaN would be NaN.
@@ -126,7 +127,7 @@ class Cache:
         return self._padded(rows_B[self._row_T], num_tokens)
 
     def visible(self) -> torch.Tensor:
-        """Return which keys the token of each row sees, bool [B, longest]: all keys up to the token's position."""
+        """Return which keys each row's token of this pass sees, bool [B, longest row]: all keys up to its position."""
         longest = max((span.end for span in self.spans), default=1)
         last_B = self._position_T.new_zeros(self.num_rows)
         last_B[self._row_T] = self._position_T

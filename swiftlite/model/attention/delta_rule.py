@@ -150,7 +150,7 @@ class _Chunks:
     Attributes:
         places_MC: index of the token in each slot of each chunk; an empty slot has the index of the chunk's first
             token.
-        is_token_MC: whether a slot has a token; None if all have.
+        is_token_MC: whether a slot has a token; None if every slot has one.
         place_T: slot of each token. Indexing with a mask instead would make the host wait for the number of tokens.
         turns: for each turn, the chunks that are processed at the same time, and their sequences.
         order_M: position of each chunk in the concatenated turns.

@@ -39,7 +39,7 @@ class GatedDeltaNet(MegatronModule):
     """Linear attention for dense rows (one sequence each, padded at the end) and packed rows.
 
     Groups of heads are split over tensor-parallel ranks. Context-parallel ranks gather the projections of their parts,
-    compute whole rows, and keep their parts.
+    compute whole rows, and keep the outputs of their parts.
 
     Args:
         sizes: the family's description of this attention, with its sizes.
@@ -107,7 +107,7 @@ class GatedDeltaNet(MegatronModule):
         Args:
             hidden_states: [S, B, H]; with sequence parallelism S is this rank's part, with context parallelism the row
                 has megatron-core's zigzag layout.
-            attention_mask: in decoding, the cache of the rows whose new tokens these are.
+            attention_mask: in decoding, the cache of the rows, to which the tokens of this pass are added.
             packed_seq_params: for a packed row: starts of its padded sequences in the whole row.
             unused: arguments that megatron-core passes to other kinds of attention.
         """

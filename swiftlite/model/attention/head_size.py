@@ -1,4 +1,4 @@
-"""Use kernels that require equal sizes of keys and values for smaller values, by padding values with zeros.
+"""Pad values with zeros, so that a kernel that requires keys and values of equal size supports smaller values.
 
 Shapes: as in merged_attention.py, but values and results have a separate size.
 """

@@ -2,8 +2,8 @@
 
 If the kernel returns a query's log-sum-exp, the additional keys can be merged afterwards:
 
-    lse = log(exp(lse of the prefix) + sum of exp(own scores))
-    out = exp(lse of the prefix - lse) * out of the prefix + sum of exp(own score - lse) * own value
+    lse = log(exp(lse of the prefix) + sum of exp(additional score)) out = exp(lse of the prefix - lse) * out of the
+    prefix + sum of exp(additional score - lse) * its value
 
 The kernel's backward pass uses `out` and `lse`. Called with the merged values, it computes the correct gradients of the
 prefix. Without additional keys, the result is that of the kernel alone.
@@ -48,7 +48,8 @@ def in_slices(kernel: PrefixKernel, slices: Sequence[Slice]) -> PrefixKernel:
     A key can belong to several slices; its gradients are summed.
 
     Args:
-        slices: cover all queries in order; within a sequence, each slice has a longer prefix of keys.
+        slices: cover all queries in order; within a sequence, each slice sees a longer prefix of keys than the one
+            before.
     """
 
     def forward(query_TND, key_KGD, value_KGD, scale):

@@ -130,7 +130,8 @@ class MLASelfAttention(McoreMLASelfAttention):
         """Return query [T, N, D], key [K, N, D] and value [K, N, V] of all sequence-parallel ranks, and both latents.
 
         Args:
-            cp_group: the ranks that share keys and values; K is then the number of tokens of whole rows. None: K is T.
+            cp_group: the ranks that share keys and values; K is then the number of tokens of whole rows. None: this
+                rank has whole rows, and K is T.
         """
         assert not any(inference.values())
         config = self.config

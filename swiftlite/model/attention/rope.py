@@ -27,7 +27,8 @@ LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 
 def rope_config(hf_config: dict[str, Any]) -> LlamaConfig:
-    """Return the rotary part of a config.json, normalized by transformers (legacy `rope_scaling` included)."""
+    """Return the settings of rotary embeddings in a config.json, normalized by transformers (legacy `rope_scaling`
+    included)."""
     with _refusing():
         values = {key: hf_config[key] for key in ROPE_KEYS if hf_config.get(key) is not None}
         if values.get("head_dim"):  # LlamaConfig requires that heads divide the hidden size
@@ -137,7 +138,7 @@ class RotaryEmbedding:
 def _axis_of_angle(stated: Mapping[str, Any], num_angles: int) -> torch.Tensor:
     """Return the axis (of three) of each angle, int64: consecutive sections of the axes, or interleaved.
 
-    For example, sections 4, 2, 2 are 0 0 0 0 1 1 2 2, interleaved 0 1 2 0 1 2 0 0.
+    For example, sections 4, 2, 2 give the axes 0 0 0 0 1 1 2 2 if consecutive, and 0 1 2 0 1 2 0 0 if interleaved.
 
     Args:
         stated: rope_parameters of config.json.

@@ -53,7 +53,7 @@ class LocalTokenDispatcher(MoETokenDispatcher):
     def dispatch_postprocess(
         self, hidden_states: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Add the number of each expert's tokens [E], on the device."""
+        """Return the arguments, with the number of tokens of each expert [E] (on the device) between them."""
         return hidden_states, self.tokens_per_expert, probs
 
     def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:

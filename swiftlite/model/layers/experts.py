@@ -26,10 +26,10 @@ class SequentialMLP(McoreSequentialMLP):
     The class of megatron-core applies the weight between the expert's two matrices. In bfloat16 this rounds
     differently, enough to route some tokens to other experts in the next layer.
 
-    Gradients are always summed over the ranks that hold the same expert (`allreduce` False of the parameters).
-    megatron-core does this only with expert parallelism. Without it, if expert tensor parallelism (ETP) and tensor
-    parallelism (TP) have different sizes, it sums over the wrong ranks: with TP 2 and ETP 1, half of the gradient is
-    silently lost (tensor_parallel/layers.py:886 of 0.16.1).
+    Gradients are always summed over the ranks that hold the same expert (the attribute `allreduce` of the parameters is
+    False). megatron-core does this only with expert parallelism. Without it, if expert tensor parallelism (ETP) and
+    tensor parallelism (TP) have different sizes, it sums over the wrong ranks: with TP 2 and ETP 1, half of the
+    gradient is silently lost (tensor_parallel/layers.py:886 of 0.16.1).
     """
 
     def __init__(self, num_local_experts: int, config: TransformerConfig, *args: Any, **kwargs: Any):
@@ -59,9 +59,9 @@ class SequentialMLP(McoreSequentialMLP):
 class GroupedMLP(AddsGradients, SequentialMLP):
     """Experts with the parameters of `SequentialMLP`, computed as one grouped product per matrix.
 
-    On a GPU with a hundred experts, launching a product for each expert takes most of a step. Counts are copied to the
-    host only if there are adapters, because each adapter is called with the tokens of its expert. Matrices that are not
-    aligned need one call each.
+    On a GPU with a hundred experts, launching a product for each expert takes most of a step. The numbers of tokens per
+    expert are copied to the host only if there are adapters, because each adapter is called with the tokens of its
+    expert. Matrices that are not aligned need one call each.
     """
 
     works_with_overlap = True
@@ -120,7 +120,8 @@ class GroupedMLP(AddsGradients, SequentialMLP):
         return torch.cat(parts)
 
     def weights(self, linear: str) -> list[torch.Tensor]:
-        """Run the pre-forward hooks of all "linear_fc1" or "linear_fc2", and return their weights.
+        """Run the pre-forward hooks of all experts' "linear_fc1" or "linear_fc2", and return the weights of these
+        layers.
 
         With `overlap_param_gather`, the hooks wait until the weights are gathered (distributed_data_parallel.py:384 of
         0.16.1).
@@ -197,7 +198,8 @@ def added(weights: Sequence[Any], grad_EOI: torch.Tensor) -> Sequence[torch.Tens
 
 
 def together(main_grads: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Return `main_grad` of all experts as one strided view, last expert first; None if their distances differ.
+    """Return `main_grad` of all experts as one strided view, last expert first; None if they are not at equal distances
+    in memory.
 
     Buffers of DistributedDataParallel are filled from the last parameter to the first (param_and_grad_buffer.py:717 of
     0.16.1): with two experts, a buffer holds fc2 and fc1 of expert 1, then fc2 and fc1 of expert 0.

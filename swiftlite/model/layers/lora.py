@@ -3,7 +3,8 @@
 A layer keeps its module, name and weight. The adapter is a child module; a forward hook adds its output to the output
 of the layer, so every kind of layer supports it. With B = 0 the output is bitwise identical to that of the base model.
 
-Shapes: S sequence, B batch, R the LoRA rank times the number of HF parts of the layer.
+Shapes: S sequence, B batch, R the LoRA rank times the number of HF parts of the layer: Hugging Face modules that it
+fuses, such as q_proj, k_proj and v_proj.
 """
 
 import zlib
@@ -88,7 +89,7 @@ class Adapter(nn.Module):
         """Create an empty adapter.
 
         Args:
-            layer: the layer's bridge row and weight.
+            layer: the layer's weight on this rank, and the bridge row that maps it to HF tensors.
         """
         super().__init__()
         weight: Any = linear.weight
@@ -121,7 +122,7 @@ class Adapter(nn.Module):
         self.register_parameter(f"{B}{leaf}", nn.Parameter(weight.new_empty(length, rank)))
 
     def _describe_split(self, weight: torch.Tensor, kind: str, dim: int, is_split: bool) -> None:
-        """Mark for megatron-core along which axis the parameters of a kind are split."""
+        """Mark for megatron-core along which axis the parameters of one kind (A, B or magnitudes) are split."""
         # Experts that are not split over tensor-parallel ranks are not duplicates of each other.
         all_differ = self.is_expert and self.group.size() == 1
         for parameter in self.parts(kind):
@@ -284,7 +285,7 @@ def _parts(layer: Binding) -> list[tuple[str | None, int]]:
 def _order(parts: Sequence[tuple[str | None, int]], modules: Sequence[str], lengths: Counter) -> torch.Tensor:
     """Return the position of each row of the layer in the concatenated rows of `modules`.
 
-    Rows of other modules are placed after all of them."""
+    Rows of modules that are not among `modules` all get the position after the last of these rows."""
     places: dict[str | None, int] = {}
     behind = 0
     for module in modules:
@@ -378,7 +379,7 @@ def merge(chunks: Sequence[nn.Module]) -> None:
 @contextmanager
 @torch.no_grad()
 def merged(chunks: Sequence[nn.Module]) -> Iterator[None]:
-    """Merge the adapters inside this context; afterwards copies of the weights are restored bitwise."""
+    """Merge the adapters inside this context; afterwards the weights are restored bitwise from copies."""
     taken = [(linear, linear.adapter, linear.weight.data) for linear in _adapted(chunks)]
     try:
         merge(chunks)

@@ -48,9 +48,9 @@ def checkpoint(
 ) -> torch.Tensor:
     """Call `function(hidden_states, *others)`, storing only its arguments for the backward pass.
 
-    The arguments are the tensors with gradients. Masks, rotary embeddings and packing descriptors belong in the closure
-    of `function`, where they do not have to be tensors. With `distribute_saved_activations`, each tensor-parallel rank
-    stores a part of `hidden_states`.
+    Only tensors with gradients are passed as arguments. Masks, rotary embeddings and packing descriptors belong in the
+    closure of `function`, where they do not have to be tensors. With `distribute_saved_activations`, each
+    tensor-parallel rank stores a part of `hidden_states`.
     """
     if torch.is_grad_enabled() and not hidden_states.requires_grad:
         # The result has a gradient only if an argument has one: with a frozen trunk the layer would not be trained.

@@ -92,7 +92,7 @@ class TopKRouter(McoreTopKRouter):
 
 
 class MoELayer(McoreMoELayer):
-    """megatron-core's layer that passes token information to its router.
+    """megatron-core's mixture-of-experts layer, extended to pass information about the tokens to its router.
 
     megatron-core's MoELayer only passes a mask. Its TransformerLayer passes process groups only to megatron-core's own
     class, so this class reads the groups from the active mesh. If one rank holds all experts, tokens are sorted without

@@ -126,7 +126,7 @@ def check_available(precision: LowPrecision) -> None:
     """Check that this GPU supports the precision.
 
     Raises:
-        OptionError: it does not, with Transformer Engine's reason.
+        OptionError: the GPU does not support the precision, with Transformer Engine's reason.
     """
     asked = {
         "tensorwise": is_fp8_available,

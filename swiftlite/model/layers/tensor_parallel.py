@@ -71,7 +71,7 @@ class RowParallelLinear(AddsGradients, McoreRowParallelLinear):
 
 
 def _adds_in_place(weight: Any, options: dict[str, Any]) -> bool:
-    """Return whether `_linear` can replace megatron-core's product; it cannot gather sequences."""
+    """Return whether `_linear` can replace megatron-core's product; `_linear` cannot gather sequences."""
     if not (options["gradient_accumulation_fusion"] and weight.requires_grad and torch.is_grad_enabled()):
         return False
     if options["bias"] is not None or options["sequence_parallel"]:
