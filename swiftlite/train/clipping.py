@@ -86,14 +86,15 @@ class SeparateClipping(ChainedOptimizer):
         return square
 
     def _clip(self, *, are_heads: bool, largest: float, norm: float) -> None:
-        """Scale gradients with this norm down to the norm `largest`; 0 disables clipping."""
+        """Scale gradients, whose norm is `norm`, down to the norm `largest`; a `largest` of 0 disables clipping."""
         if largest > 0:
             for part in self.chained_optimizers:
                 clip_grad_by_total_norm_fp32(_parameters(part, are_heads), max_norm=largest, total_norm=norm)
 
 
 def _parameters(part: MegatronOptimizer, are_heads: bool) -> list[torch.Tensor]:
-    """Return the tensors that torch's optimizer updates: parameters, their float32 copies, or flat shards of either."""
+    """Return the tensors of heads or trunk that the optimizer updates: parameters, float32 copies, or flat shards of
+    either."""
     groups = [group for group in part.param_groups if group.get(_OF_HEADS, False) == are_heads]
     return list(chain.from_iterable(group["params"] for group in groups))
 

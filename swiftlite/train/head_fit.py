@@ -34,7 +34,8 @@ from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.batches.micro_batches import run_batches
 
 TOKENS_PER_INPUT = 50
-"""Number of tokens for the fit per input of the projection, which has 2H: about 60,000 for a hidden size of 576."""
+"""Number of tokens for the fit per input channel of the projection, which has 2H of them: about 60,000 tokens for a
+hidden size of 576."""
 RIDGE = 0.01
 """Regularization of the fit, small compared to the inputs: they are outputs of norms, with a mean square of about 1."""
 

@@ -144,7 +144,7 @@ def open_hidden_state_cache(
 def _manifest(
     plan: Plan, hf_config: Mapping[str, Any], train_state: TrainState, data: Data, torch_dtype: str
 ) -> dict[str, str]:
-    """Return everything that the states depend on; the keys are the terms of the error message. Collective."""
+    """Return everything that the states depend on; error messages name the keys. Collective."""
     mine = {name: value for name, value in train_state.hashes.items() if not is_head_parameter(name)}
     trunks: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(trunks, _sha256(mine))
@@ -233,7 +233,7 @@ def _check_disk(directory: Path, batches: Batches, train_state: TrainState, data
 
 
 def _lengths(batches: Batches, data: Data) -> list[int]:
-    """Return the number of tokens, with padding, of each micro-batch that is written; equal rows count once."""
+    """Return the number of tokens, with padding, of each micro-batch that is written; equal rows share one file."""
     held_out = batches.rows(data.val)
     rows = [*batches.rows(data.train), *held_out]
     if len(held_out) % batches.plan.global_batch_size:

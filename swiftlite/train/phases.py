@@ -55,11 +55,11 @@ class Run:
     """The components of a run before its first step.
 
     Attributes:
-        hf_model, graft_from, ref_model: --model, --mtp_graft_from, --ref_model.
+        hf_model, graft_from, ref_model: the models that --model, --mtp_graft_from and --ref_model name.
         rows: the training rows, which batch sizes count; empty if they are streamed.
-        encoder: encoder of the rows.
+        encoder: converts rows of data files to samples.
         checkpoint: the checkpoint to resume from; None for a new run.
-        data_state: state of data and tokenizer for checkpoints, see `data_state`.
+        data_state: digests of data and tokenizer that checkpoints store, see the function `data_state`.
         hidden_state_cache: cache of the frozen trunk's hidden states; None computes them each time.
     """
 
@@ -95,7 +95,7 @@ class Outcome:
     """The result of training.
 
     Attributes:
-        stopped_by: number of the signal that stopped it before the last step; 0 if none did.
+        stopped_by: number of the signal that stopped training before the last step; 0 if no signal did.
         seconds: time of all steps.
         evaluation: the last metrics over held-out rows, by name; empty if there are none.
     """
@@ -234,7 +234,7 @@ def restore(run: Run) -> dict[str, Any]:
 
 
 def check_run_files(run: Run) -> None:
-    """Check the files that the final phase of a resumed run and its export read; write missing ones again.
+    """Check the files that the last phase of a resumed run and an export of the run read; write missing ones again.
 
     Raises:
         UserError: acceptance.json, to which the final phase adds results, is damaged.

@@ -72,7 +72,7 @@ class Trainer:
     seed: int = 42
 
     def fit(self, first: int) -> int:
-        """Run all steps after step `first`, with periodic checkpoints and evaluations; none after the last step.
+        """Run all steps after step `first`, with periodic checkpoints and evaluations; the last step is not evaluated.
 
         Returns:
             The number of a signal that asked to stop (a checkpoint was saved), or 0.

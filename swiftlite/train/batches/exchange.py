@@ -31,7 +31,7 @@ TARGETS: Fields = ALL[1:]
 
 
 def gather(numbers: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> list[list[int]]:
-    """Return the numbers of every rank of the group, by rank; their counts may differ."""
+    """Return the `numbers` of each rank of the group, one list per rank; ranks may have different counts."""
     counts = torch.zeros(group.size(), dtype=torch.int64)
     counts[group.rank()] = len(numbers)
     counts = on_device(counts, device)
@@ -57,7 +57,8 @@ def exchange(
 
     Args:
         samples: the samples that this rank has read.
-        lengths: tokens of each sample that each rank has read, by rank (`gather`). Samples are numbered in this order.
+        lengths: for each rank, the number of tokens of each sample that it has read, as returned by `gather`. Samples
+            are numbered in this order.
         assignment: the numbers of the samples that each rank receives; the same value on every rank. A sample may go to
             several ranks or to none.
 

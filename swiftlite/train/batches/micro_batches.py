@@ -52,7 +52,7 @@ def run_batches(
 
 @dataclass(frozen=True)
 class SampleRows(Sequence[list[Sample]]):
-    """The rows that batch sizes count; the samples of a row stay in one micro-batch."""
+    """Rows, each a list of samples that stay in one micro-batch; batch sizes are numbers of rows."""
 
     samples: Sequence[Sample]
     rows: PackedRows
@@ -108,7 +108,8 @@ class Batches:
     Args:
         data_parallel_rank: the rank, `mesh.dp.rank()`.
         pad_token_id: token of padding. It can be any token of the vocabulary, because padding is masked.
-        flops: number of operations, used to balance the work of ranks if each step is packed separately.
+        flops: operations per token and per squared sequence length, used to balance the work of ranks if each step is
+            packed separately.
         extras: tensors that the training method adds to batches.
     """
 
@@ -160,7 +161,7 @@ class Batches:
         return self._lay_out(list(chain.from_iterable(sample.sequences for sample in samples)))
 
     def collate_companions(self, samples: Sequence[Sample]) -> Batch:
-        """Return one micro-batch that contains the companions of these samples."""
+        """Return one micro-batch that contains the companions (KTO's mismatched answers) of these samples."""
         return self._lay_out([sample.companion for sample in samples if sample.companion])
 
     def _lay_out(self, sequences: Sequence[Sample]) -> Batch:
@@ -197,10 +198,11 @@ class Batches:
         return [_samples(rows, chosen) for chosen in mine]
 
     def _cut_companions(self, rows: SampleRows, indices: np.ndarray) -> list[list[Sample]]:
-        """Return the samples whose companions this rank scores, by micro-batch; `indices` as for `_cut`.
+        """Return, by micro-batch, the samples whose companions (KTO's mismatched answers) this rank scores.
 
-        If rows are packed to a fixed length, companions are packed separately: a companion and its sample have
-        different lengths, so the companions of one row might not fit into one row.
+        `indices` are those of `_cut`. If rows are packed to a fixed length, companions are packed separately: a
+        companion and its sample have different lengths, so the companions of one row might not fit into one row
+        together.
         """
         samples = _samples(rows, indices)
         if not any(sample.companion for sample in samples):

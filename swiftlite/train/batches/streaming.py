@@ -19,7 +19,7 @@ from swiftlite.train.batches.exchange import broadcast, exchange, stage_fields
 from swiftlite.train.batches.micro_batches import Batches
 
 MicroBatches = list[list[int]]
-"""For each micro-batch of a rank, the numbers of its samples, counted within the step."""
+"""For each micro-batch of a rank, the indices of its samples among all samples of the step."""
 
 
 class StreamedSteps(Iterator[tuple[list[StreamSample], list[MicroBatches]]]):
@@ -28,7 +28,7 @@ class StreamedSteps(Iterator[tuple[list[StreamSample], list[MicroBatches]]]):
     All ranks that read files iterate over the same values.
 
     Args:
-        state: `state` of a previous `StreamedSteps`, to continue after its last step.
+        state: the property `state` of a previous `StreamedSteps`, to continue after its last step.
     """
 
     def __init__(self, batches: Batches, stream: Stream, buffer_size: int, state: dict[str, Any] | None = None):
@@ -71,8 +71,8 @@ class StreamedBatches:
     """The micro-batches of each step, sent to the ranks that compute them.
 
     Attributes:
-        stream, steps: rows and steps on the first rank of each model replica, which reads the files; None on other
-            ranks.
+        stream, steps: the rows and the steps made from them, on the first rank of each model replica, which reads the
+            files; None on other ranks.
     """
 
     batches: Batches
@@ -126,7 +126,7 @@ def reads(mesh: Mesh) -> bool:
 
 
 def number_samples(row_sizes: Sequence[int], micro_batch_size: int, rank: int, size: int) -> MicroBatches:
-    """Return the samples of each micro-batch of data-parallel rank `rank` of `size`, counted over all rows.
+    """Return the indices (over all rows) of the samples in each micro-batch of data-parallel rank `rank` of `size`.
 
     Example: four rows of 2, 1, 3 and 1 samples hold the samples 0-1, 2, 3-5 and 6. With one row per micro-batch, rank 0
     of 2 computes the first and the third row, `[[0, 1], [3, 4, 5]]`, and rank 1 the other rows, `[[2], [6]]`.

@@ -162,9 +162,10 @@ class Checkpointer:
         chunks: the bare model, without wrappers, one per virtual pipeline stage.
         optimizer: the optimizer whose state is written; None writes weights only.
         state: small JSON values stored with the tensors.
-        keep: maximum number of checkpoints, the newest ones; None keeps all.
-        is_async: write in a subprocess while training continues; the checkpoint gets its name when it is complete.
-        hint: hint in the error if a checkpoint cannot be written.
+        keep: number of newest checkpoints to keep; None keeps all.
+        is_async: whether a subprocess writes while training continues; the checkpoint gets its name when it is
+            complete.
+        hint: advice in the error message if a checkpoint cannot be written.
     """
 
     output_dir: Path
@@ -179,7 +180,8 @@ class Checkpointer:
     _strategy: SaveStrategy = field(default_factory=SaveStrategy, repr=False)
 
     def save(self, step: int, data_state: Mapping[str, Any] | None = None) -> None:
-        """Write `checkpoint-STEP`, then delete the oldest; with `is_async`, return before files are written.
+        """Write `checkpoint-STEP`, then delete the oldest checkpoints; with `is_async`, return before files are
+        written.
 
         Args:
             data_state: state of the data, which the first rank writes together with `state`.
@@ -209,7 +211,7 @@ class Checkpointer:
                 self._queue.schedule_async_request(request)
 
     def clean_up(self) -> None:
-        """Delete incomplete checkpoints of a killed run, and old ones that it did not delete any more."""
+        """Delete incomplete checkpoints of a killed run, and old checkpoints that it had no time to delete."""
         if dist.get_rank() == 0:
             self._delete_unfinished()
             self._delete_oldest()
@@ -320,7 +322,7 @@ def load_checkpoint(
     *,
     with_heads: bool = True,
 ) -> None:
-    """Read weights, and optimizer state if asked, into the objects of this rank.
+    """Read weights and, if `optimizer` is given, its state into the objects of this rank.
 
     Args:
         mesh: the ranks that hold the model.
@@ -419,7 +421,7 @@ def _is_extra(key: str) -> bool:
 
 
 def _without_extra(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state without extra state, which only checkpoints of Transformer Engine's layers have."""
+    """Return the state without `_extra_state` entries, which only checkpoints of Transformer Engine's layers have."""
     return {key: value for key, value in state.items() if not _is_extra(key)}
 
 

@@ -216,7 +216,7 @@ def _distribute(slot: Slot, whole: torch.Tensor | None, owner: int) -> torch.Ten
 def _owners(slots: Sequence[Slot]) -> list[int]:
     """Return the owner of each parameter: the rank of its group that reads and writes its state.
 
-    Each parameter is assigned to the rank with the fewest elements so far. It is 0 if the state is not split.
+    Each parameter is assigned to the rank with the fewest elements so far. If its state is not split, the owner is 0.
     """
     numbers: dict[dist.ProcessGroup, list[int]] = {}  # of elements that each rank of a group owns
     owners = []

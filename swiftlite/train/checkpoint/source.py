@@ -146,7 +146,7 @@ def check_model_links(hf_dir: Path) -> None:
     In the Hugging Face cache the files of models--NAME/snapshots/REVISION are links to models--NAME/blobs.
 
     Raises:
-        UserError: a file does.
+        UserError: a file is such a link.
     """
     directory = hf_dir.resolve()
     homes = [directory]

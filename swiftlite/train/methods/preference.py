@@ -125,7 +125,8 @@ def pair_losses(scores: Scores, preference: Preference) -> torch.Tensor:
 
 
 def _smoothed(logits_P: torch.Tensor, smoothing: float) -> torch.Tensor:
-    """Compute -log sigmoid(logits) with label smoothing, the assumed share of swapped pairs."""
+    """Compute -log sigmoid(logits) with label smoothing; `smoothing` is the assumed share of pairs with swapped
+    answers."""
     return -logsigmoid(logits_P) * (1 - smoothing) - logsigmoid(-logits_P) * smoothing
 
 

@@ -260,8 +260,8 @@ def score_with_reference(
     """Return the run with the log-probabilities of the reference model added to its samples; collective.
 
     Args:
-        pair_of: returns the two sequences of a sample that are scored, as one sample.
-        scored: returns the sample with the log-probabilities of the two.
+        pair_of: returns one sample that consists of the two sequences to score for a given sample.
+        scored: returns the given sample with the log-probabilities of its two sequences added.
 
     Raises:
         UserError: the reference model or its cache cannot be used.

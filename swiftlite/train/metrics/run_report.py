@@ -32,7 +32,7 @@ class Hashed(NamedTuple):
 
 
 def hash_tensors(chunks: Sequence[torch.nn.Module]) -> dict[str, str]:
-    """Compute the sha256 of each parameter's bytes on this rank, by label."""
+    """Compute the sha256 of each parameter's bytes on this rank, by label (see `_parameters`)."""
     return {label: _sha256(parameter) for label, _, parameter in _parameters(chunks)}
 
 
@@ -45,7 +45,7 @@ def compare_tensors(
         before: earlier `hash_tensors` of these chunks.
 
     Returns:
-        The entries of run_report.json; `trunk_sha256_...` is one hash over all tensors outside of MTP heads.
+        Keys and values for run_report.json; `trunk_sha256_...` is one hash over all tensors outside of MTP heads.
     """
     mine = {
         label: Hashed(before[label], _sha256(parameter), trainable.learns(name), is_head_parameter(name))
@@ -112,7 +112,7 @@ def write_report(
     """Write run_report.json.
 
     Args:
-        measured: the first entries: steps, seconds, and metrics of the last evaluation.
+        measured: keys and values to write first: steps, seconds, and metrics of the last evaluation.
         tensors: result of `compare_tensors`.
     """
     content = {
