@@ -70,7 +70,8 @@ class Architecture:
 
     @property
     def mtp_block_number(self) -> int:
-        """Number (from 0) of the decoder layer whose kinds MTP heads have: the last one with a KV cache."""
+        """Number (from 0) of the decoder layer whose kinds of attention and MLP the heads have: the last one with a KV
+        cache."""
         numbers = [number for number, layer in enumerate(self.layers) if not layer.attention.is_recurrent]
         return numbers[-1]
 

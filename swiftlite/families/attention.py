@@ -262,7 +262,7 @@ class LatentAttention:
 
     @property
     def _key_latents(self) -> int:
-        """Output size of the projection: the latent of keys and values, and the rotary part of the key."""
+        """Output size of the down-projection: the latent of keys and values, and the rotary part of the key."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     def _matrices(self, rank: Rank) -> int:

@@ -58,7 +58,7 @@ def problems_of(
     layer_types: Collection[str] = ("full_attention",),
     **neutral: tuple[Any, ...],
 ) -> list[str]:
-    """Return one line for every setting that would be ignored or is invalid.
+    """Return a problem (one line) for every setting that would be ignored or is invalid.
 
     Args:
         reads: keys of NEUTRAL of which the family supports all values.
@@ -94,7 +94,7 @@ def problems_of(
 
 
 def missing_numbers(hf_config: HfConfig, keys: Sequence[str]) -> list[str]:
-    """Return one line for every key that is missing or not a number."""
+    """Return a problem (one line) for every key that is missing or not a number."""
     return [f"{key} is missing or not a number" for key in keys if not isinstance(hf_config.get(key), int | float)]
 
 
@@ -123,9 +123,9 @@ def head_dim(hf_config: HfConfig) -> int:
 
 
 def partial_rotary_factor(hf_config: HfConfig) -> float | None:
-    """Return the share of rotary channels of each head, if the config has it.
+    """Return the share of each head's channels that are rotary; None if the config does not specify it.
 
-    transformers 5 moves it into the rotary settings.
+    transformers 5 stores it in `rope_parameters`.
     """
     return hf_config.get("partial_rotary_factor") or _rope(hf_config).get("partial_rotary_factor")
 
@@ -220,7 +220,8 @@ def frame_rows(
     Args:
         prefix: prefix of the head in HF files.
         names: HF names, without the prefix, of the projection, the norms of embedding and state, and the output norm.
-        join: join of the projection.
+        join: how the projection's HF tensor becomes the Megatron parameter (`bridge/join.py`), for example with swapped
+            halves.
     """
     hidden, mcore = hf_config["hidden_size"], f"mtp.layers.{head}."
     projection, embedding_norm, state_norm, output_norm = names

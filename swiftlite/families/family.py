@@ -26,10 +26,11 @@ class MtpLayout:
     """The names of MTP heads in a family's HF files; heads are numbered from 0.
 
     Args:
-        head_of: returns the head of an HF key; None for the trunk's keys. An unknown key with the prefix of a head also
-            belongs to that head, so that it is reported with it.
+        head_of: returns the number of the head that an HF key (name of a tensor in HF files) belongs to; None for the
+            trunk's keys. An unknown key with the prefix of a head also belongs to that head, so that errors list it
+            there.
         block: returns the HF prefix of the decoder layer in head k.
-        frame_rows: returns the bridge rows of the rest of head k: projection and norms.
+        frame_rows: returns the bridge rows of head k without its decoder layer: projection and norms.
         copies: returns HF keys of head k that copy a tensor of the trunk, each with the trunk's key.
         drafting: default inputs of the heads, those of vLLM.
     """
@@ -138,6 +139,9 @@ class Family:
 
 
 def _with_copies(row: Row, copies: Mapping[str, list[str]]) -> Row:
-    """Return the row with the names of copies of its tensor in heads; a tied output layer counts as the embedding."""
+    """Return the bridge row, extended by the names of its tensor's copies in MTP heads.
+
+    A tied output layer counts as the embedding.
+    """
     found = chain.from_iterable(copies.get(key, ()) for key in (*row.hf, *row.hf_copies))
     return replace(row, hf_copies=(*row.hf_copies, *found))

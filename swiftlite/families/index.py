@@ -114,7 +114,7 @@ def _countable(family: Family, hf_config: HfConfig) -> Architecture | None:
 
 
 def impossible_values(hf_config: HfConfig) -> list[str]:
-    """Return one line for every invalid value in the config.json of a known family."""
+    """Return a problem (one line) for every invalid value in the config.json of a known family."""
     if not _find(hf_config):
         return []
     return value_problems(hf_config)

@@ -18,7 +18,7 @@ class Sublayer(Protocol):
     """One half of a decoder layer: its attention or its MLP."""
 
     recompute_modules: ClassVar[tuple[str, ...]]
-    """Names of its modules in --recompute_modules."""
+    """Values of --recompute_modules that select modules of this half."""
     needs_sequence_parallel: ClassVar[str]
     """Description of the part that tensor-parallel ranks can only split with sequence parallelism; empty if none."""
 
@@ -79,7 +79,8 @@ class Attention(Sublayer, Protocol):
         ...
 
     def gathered(self, rank: Rank) -> int:
-        """Return the bytes of this rank's tokens that every other context-parallel rank needs in a forward pass."""
+        """Return the bytes, such as keys and values of this rank's tokens, that other context-parallel ranks gather per
+        pass."""
         ...
 
     def macs_per_pair(self) -> int:
@@ -114,8 +115,8 @@ class Layer:
     """A decoder layer: norm, attention, norm, MLP.
 
     Attributes:
-        hf_names: for prefixes of Hugging Face names (within a layer) in the rows of attention and MLP, the prefixes of
-            this family, such as {"mlp.gate_proj.": "feed_forward.w1."}.
+        hf_names: maps prefixes of Hugging Face names (within a layer), as in the bridge rows of attention and MLP, to
+            those of this family: {"mlp.gate_proj.": "feed_forward.w1."}.
     """
 
     attention: Attention
@@ -155,7 +156,8 @@ class Layer:
         return self.attention.macs_per_token() + self.mlp.macs_per_token()
 
     def activation_bytes(self, rank: Rank) -> int:
-        """Return the bytes that autograd saves on a rank: two norms, the inputs of both halves, and the halves."""
+        """Return the bytes that autograd saves on a rank in the two norms, at the inputs of attention and MLP, and in
+        these two."""
         norms = 2 * rank.norm_activation_bytes(rank.sequence_tokens, self.attention.hidden)
         inputs = self.attention.input_activation_bytes(rank) + self.mlp.input_activation_bytes(rank)
         return norms + inputs + self.attention.activation_bytes(rank) + self.mlp.activation_bytes(rank)

@@ -60,7 +60,7 @@ def mixture(hf_config: HfConfig) -> MixtureOfExperts:
 
 
 def num_dense_of_types(hf_config: HfConfig) -> int:
-    """Return the number of dense layers in `mlp_layer_types`, which are the first ones; transformers' default is 1."""
+    """Return the number of dense layers in `mlp_layer_types`, which come first; transformers' default is 1."""
     kinds = hf_config.get("mlp_layer_types")
     if kinds is None:
         return 1
@@ -84,7 +84,7 @@ def layer_type_problems(hf_config: HfConfig) -> list[str]:
 
 
 def mixture_problems(hf_config: HfConfig) -> list[str]:
-    """Return one line for each setting of the experts that megatron-core does not support."""
+    """Return a problem (one line) for each setting of the experts that megatron-core does not support."""
     stated = [key for key in ("first_k_dense_replace", "n_shared_experts", "routed_scaling_factor") if key in hf_config]
     problems = dense.missing_numbers(hf_config, (*_REQUIRED, *stated))
     if problems:

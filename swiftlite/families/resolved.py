@@ -68,5 +68,5 @@ def resolve(name: str | Path) -> HfModel:
 
 
 def resolve_options(args: Any) -> dict[str, HfModel]:
-    """Resolve every model that a command's options name, by option."""
+    """Resolve every model that a command's options name; return the models by option name."""
     return {option: resolve(name) for option, name in models_in(args).items()}

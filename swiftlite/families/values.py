@@ -75,7 +75,7 @@ _OBJECTS = ("rope_parameters", "rope_scaling")
 
 
 def value_problems(hf_config: Mapping[str, Any]) -> list[str]:
-    """Return one line for every key whose value no model can have."""
+    """Return a problem (one line) for every key whose value no model can have."""
     problems = []
     for key, (lowest, highest) in _SIZES.items():
         value = hf_config.get(key)

@@ -27,7 +27,7 @@ def _check(hf_config: HfConfig) -> None:
 
 
 def problems_of(hf_config: HfConfig) -> list[str]:
-    """Return one line for every setting of attention and experts that would be ignored or is invalid."""
+    """Return a problem (one line) for every setting of attention and experts that would be ignored or is invalid."""
     problems = dense.missing_numbers(hf_config, _REQUIRED)
     if "q_lora_rank" not in hf_config:
         problems.append("q_lora_rank is missing; set it to null for a model without a query latent")

@@ -30,7 +30,7 @@ _MEMORY_NAMES = {
 
 
 def _in_glm_words(hf_config: HfConfig) -> dict[str, Any]:
-    """Return the config with its keys for the mixture as in GLM-4.5."""
+    """Return the config with the keys of its mixture of experts renamed to those of GLM-4.5."""
     words = {glm: hf_config[own] for own, glm in _GLM_KEYS.items() if own in hf_config}
     fixed = {"norm_topk_prob": True, "n_group": 1, "topk_group": 1}
     return {**hf_config, **words, **fixed, "first_k_dense_replace": moe.num_dense_of_types(hf_config)}
@@ -56,7 +56,7 @@ def _in_own_words(problem: str) -> str:
 
 
 def _contradictions(hf_config: HfConfig) -> list[str]:
-    """Return one line per contradiction between the keys that transformers and engines read.
+    """Return a problem (one line) per contradiction between the keys that transformers and engines read.
 
     transformers reads `mlp_layer_types` and `moe_intermediate_size`; engines read the same values from two other
     keys.

@@ -1,7 +1,8 @@
 """MiMo: a Qwen2 trunk (q, k, v biases) published with MTP heads.
 
-The input of its projection is [hidden, embedding], but that of megatron-core's `eh_proj` is [embedding, hidden], so the
-halves of the columns are swapped. Without the swap the text is still correct, but drafts are never accepted.
+The input of a head's projection is [hidden, embedding], but that of megatron-core's `eh_proj` is [embedding, hidden],
+so the halves of the projection's columns are swapped. Without the swap the text is still correct, but drafts are never
+accepted.
 """
 
 import re

@@ -22,7 +22,7 @@ def _check(hf_config: HfConfig) -> None:
 
 
 def mixture_problems(hf_config: HfConfig) -> list[str]:
-    """Return one line for each setting of the experts that megatron-core does not support."""
+    """Return a problem (one line) for each setting of the experts that megatron-core does not support."""
     problems = dense.missing_numbers(hf_config, ("num_experts_per_tok", "moe_intermediate_size", "num_hidden_layers"))
     experts = hf_config.get("num_experts", hf_config.get("num_local_experts"))
     if not isinstance(experts, int) or experts < 1:

@@ -35,7 +35,7 @@ def _check(hf_config: HfConfig) -> None:
 
 
 def hybrid_problems(hf_config: HfConfig, **neutral: tuple[Any, ...]) -> list[str]:
-    """Return one line for each unsupported setting of the layers.
+    """Return a problem (one line) for each unsupported setting of the layers.
 
     Args:
         neutral: as for `dense.problems_of`.
