@@ -49,7 +49,7 @@ class Answer:
 
 
 class Client(Protocol):
-    """A client of one engine's server, made from a session, a `Sampling` and the tokens drafted per step."""
+    """A client of one engine's server, made from a session, a `Sampling` and the number of tokens drafted per step."""
 
     async def answer(self, prompt: Sequence[int], salt: str) -> Answer:
         """Complete a prompt; the prefix cache is shared only between prompts with the same salt.

@@ -77,7 +77,7 @@ class EngineConfig:
             the time, but changes thread settings and process groups of this process permanently.
         engine_kwargs: the engine's own keyword arguments, which override all others; None removes a key.
         speculative_config: the engine's own speculative options, instead of those derived from the checkpoint.
-        devices: GPUs for the engine, such as those without a training process; empty: the first ones.
+        devices: indices of GPUs for the engine, such as those without a training process; empty: the first GPUs.
         weight_transport: transport of live weights, if the engine supports several. file: the temporary directory.
             nccl: from GPU to GPU. ipc: on a shared GPU.
         draws_drafts: whether drafts are sampled at a temperature above 0, for engines that need this setting at

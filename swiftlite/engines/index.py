@@ -13,7 +13,7 @@ ENGINES: dict[str, EngineInfo] = {
 
 
 def names_with(part: str) -> list[str]:
-    """Return the names of engines for which a part of `EngineInfo` is set.
+    """Return the names of engines whose `EngineInfo` has a value for the attribute `part`.
 
     `deploy` requires `server`, `bench` requires `client`, and `doctor` requires `dry_load`. All engines have
     `adapter`.

@@ -28,7 +28,7 @@ def resolve_served(name: str | Path) -> HfModel:
 
 
 def check_files(model: HfModel) -> None:
-    """Read the headers of the safetensors.
+    """Read the headers of all safetensors files, to find damaged ones.
 
     Raises:
         UserError: a file is damaged, or the directory contains adapters.

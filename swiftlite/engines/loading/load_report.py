@@ -23,7 +23,7 @@ class LoadReport:
 
     Attributes:
         engine: name and version.
-        target: class of the trunk in the engine; None if an error occurred before.
+        target: class of the trunk in the engine; None if an error occurred before it was known.
         draft: class of the draft model in the engine; None without drafts.
         num_mtp_heads: number of MTP heads in config.json.
         num_drafting: number of heads that draft.
@@ -90,11 +90,11 @@ class Loading:
             self.problems += self._unread()
 
     def fill(self, name: str, build: Callable[[], Any], not_loaded: Iterable[str] = ()) -> nn.Module:
-        """Record unfilled parameters of a model that the engine built and loaded on the meta device.
+        """Let the engine build and load a model on the meta device, and record the unfilled parameters.
 
         Args:
-            name: name of its class in the engine.
-            not_loaded: suffixes of parameters that are filled from the target or by default.
+            name: the model's class in the engine, for errors.
+            not_loaded: suffixes of parameters that the checkpoint does not fill, such as those shared with the target.
         """
         label = self.info.label
         with torch.device("meta"):

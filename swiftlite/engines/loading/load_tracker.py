@@ -115,7 +115,7 @@ class DryLoad(LoadTracker):
     Attributes:
         keys: keys of all tensors.
         used: keys with at least one element that was copied into a parameter.
-        replaced: keys whose elements in a parameter were overwritten by another key.
+        replaced: keys whose elements in a parameter were later overwritten by those of another key.
     """
 
     def __init__(self, entries: Mapping[str, Entry]):

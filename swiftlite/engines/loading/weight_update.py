@@ -97,7 +97,8 @@ class WeightUpdate:
             draft: all HF tensors of the MTP heads; None keeps the current heads.
 
         Raises:
-            UserError: names or shapes differ from the engine's model, it has no heads, or its layout is not supported.
+            UserError: names or shapes differ from the engine's model, the engine has no heads, or its layout is not
+                supported.
         """
         self.check_whole()
         self.check_layout()

@@ -62,8 +62,8 @@ class SglangEngine:
         self._weights = WeightUpdate("SGLang", channel, config.model, self.num_speculative_tokens > 0, layout)
 
     def _keep_sigterm(self) -> None:
-        """Restore this process's SIGTERM handler: with its first request SGLang installs one that drains requests and
-        exits with code 0."""
+        """Restore this process's SIGTERM handler, which SGLang replaces at its first request by one that drains
+        requests and exits with code 0."""
         before = signal.getsignal(signal.SIGTERM)
 
         async def begin() -> None:

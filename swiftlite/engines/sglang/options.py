@@ -1,8 +1,9 @@
 """Derive SGLang's speculative options from the checkpoint, and detect errors that SGLang does not report.
 
 Facts of SGLang 0.5.23: a table by architecture selects the draft class, independent of config.json. For an unknown
-architecture, the target is used as the draft model (`plugin.py` adds architectures). The three numbers must be set
-together: only steps raises a TypeError, only topk an AssertionError.
+architecture, the target is used as the draft model (`plugin.py` adds architectures). The three numbers (steps, topk,
+draft tokens) must be set together: SGLang raises a TypeError if only the steps are set, and an AssertionError if only
+topk is.
 """
 
 import json

@@ -42,7 +42,7 @@ class SglangChannel:
         return self._engine.flush_cache().success
 
     def _notify(self, load_format: str, word: str) -> None:
-        """Call `weight_transfer.take` in each worker, with one name and no numbers."""
+        """Call `weight_transfer.take` in each worker, with one empty tensor whose name is `word`."""
         payload: Any = MultiprocessingSerializer.serialize([(word, torch.empty(0))])
         request = UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=[payload] * self._num_ranks,

@@ -16,7 +16,8 @@ from torch import nn
 from swiftlite.engines.loading.load_tracker import RunningLoad
 
 LOAD, KEEP, FINISH = "swiftlite_load", "swiftlite_keep", "swiftlite_finish"
-"""Load a file into the model; keep the tensors of a file; load the kept tensors and report missing ones."""
+"""The three formats: LOAD loads a file into the model, KEEP keeps the tensors of a file, and FINISH loads the kept
+tensors and reports missing ones."""
 # SGLang shares these parameters of the target with every MTP draft (`set_embed_and_head` of the draft classes).
 SHARED = ("embed_tokens.weight", "lm_head.weight")
 
@@ -45,7 +46,7 @@ class _Transfer:
 
 
 _transfers: WeakKeyDictionary[nn.Module, _Transfer] = WeakKeyDictionary()
-"""Transfers in progress by model."""
+"""The transfers in progress, by model."""
 
 
 def load_at_once(result: bool, weight: torch.Tensor) -> bool:

@@ -250,7 +250,11 @@ def _trunk_tensors(model: HfModel, dtype: torch.dtype) -> dict[str, torch.Tensor
 def _draft(
     drafter: MtpCandidateGenerator | None, ids: torch.Tensor, fed: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the ids [1, S] followed by drafts, and the drafts' logits; `fed` None starts a sequence."""
+    """Return the ids [1, S] followed by drafts, and the drafts' logits.
+
+    Args:
+        fed: the trunk's states of the last pass, which the heads read; None before the first pass of a sequence.
+    """
     if drafter is None or fed is None:
         return ids, None
     hidden_states: Any = (fed,)

@@ -91,7 +91,7 @@ def _vllm_config(config: EngineConfig, speculative: dict[str, Any] | None) -> Vl
 
 
 def _load_draft(loading: Loading, vllm_config: VllmConfig) -> nn.Module | None:
-    """Let vLLM build and fill the draft model; None if the method requires no model."""
+    """Let vLLM build and fill the draft model; return None if the speculative method requires none."""
     drafting = vllm_config.speculative_config
     if drafting is None or drafting.method not in ("mtp", "draft_model"):
         return None

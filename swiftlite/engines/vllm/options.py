@@ -95,9 +95,9 @@ def num_drafting_heads(model: HfModel) -> int:
 
 
 def schedule_options(schedule: DraftSchedule) -> dict[str, Any]:
-    """Return vLLM's options for a draft schedule: ranges [first, last, tokens] of the requests in a step.
+    """Return vLLM's options for a draft schedule, as ranges [first, last, tokens].
 
-    For more requests than in the last range, vLLM uses the number of the last range.
+    A step with `first` to `last` requests drafts `tokens` tokens per request. For more requests than in the last range, vLLM uses the number of the last range.
     """
     if schedule.is_constant:
         return {}

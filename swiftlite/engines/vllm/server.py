@@ -71,7 +71,7 @@ def server_command(args: DeployArgs, model: HfModel, drafts: bool, schedule: Dra
 
 
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Maximum ranks that vLLM supports."""
+"""Values of `max_lora_rank` that vLLM supports."""
 
 
 def lora_options(adapters: str, model: HfModel, drafts: bool) -> dict[str, Any]:
