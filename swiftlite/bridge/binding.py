@@ -67,7 +67,7 @@ class SlicePair(NamedTuple):
 
 @dataclass(frozen=True)
 class Binding:
-    """A row and the shard of its parameter on this rank."""
+    """A bridge row (a Megatron parameter and its HF tensors), and this rank's shard of the parameter."""
 
     row: Row
     shard: Shard
@@ -193,7 +193,7 @@ def _check_claims(rows: Iterable[Row]) -> None:
 
 
 def expected_shapes(rows: Sequence[Row], present: Container[str]) -> dict[str, Shape]:
-    """Return the shapes of the HF keys that the rows require, and of copies that are present."""
+    """Return the shapes of the HF keys that the rows require, and of the copies whose keys are in `present`."""
     expected: dict[str, Shape] = {}
     for row in rows:
         expected |= row.hf
@@ -205,7 +205,7 @@ def expected_shapes(rows: Sequence[Row], present: Container[str]) -> dict[str, S
 def compare_shapes(
     expected: Mapping[str, Shape], found: Mapping[str, Shape], ignored: Collection[str] = ()
 ) -> list[str]:
-    """Return one line for every HF key that is missing, unexpected, or of another shape."""
+    """Return a problem (one line) for every HF key that is missing, unexpected, or of another shape."""
     problems = [f"missing: {key}" for key in expected if key not in found]
     problems += [f"unexpected: {key}" for key in found if key not in expected and key not in ignored]
     for key, shape in expected.items():
@@ -215,7 +215,7 @@ def compare_shapes(
 
 
 def whole_numbers(rows: Iterable[Row], entries: Mapping[str, Entry]) -> list[str]:
-    """Return one line per HF tensor of these rows with an integer dtype, which means quantized weights."""
+    """Return a problem (one line) per HF tensor of these rows with an integer dtype, which means quantized weights."""
     problems = []
     for row in rows:
         for key in (*row.hf, *row.hf_copies):

@@ -106,7 +106,8 @@ def quantization_change(hf_config: HfConfig) -> dict[str, Any]:
 
 
 def write_patched(source_dir: str | Path, out_dir: str | Path, changes: Mapping[str, Any]) -> list[str]:
-    """Write config.json with some keys changed, added or removed (REMOVE); without changes it is copied byte for byte.
+    """Write config.json with some keys changed, added or removed (value REMOVE); without changes, copy it byte for
+    byte.
 
     Keys of a wrapped language model are changed in place, and new keys are added next to them.
 

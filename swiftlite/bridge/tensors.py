@@ -196,7 +196,7 @@ class Checkpoint:
         return encoding.read(parts, box)
 
     def _storage(self, key: str) -> tuple[Encoding, tuple[Entry, ...]]:
-        """Return the encoding of a tensor and its entries in the files."""
+        """Return the encoding of a tensor, and the location in the files of each tensor that stores it."""
         if self._encoding and key in self._encoded:
             return self._encoding, self._encoded[key]
         entry = self.entries[key]
@@ -495,7 +495,7 @@ def _chunks(whole: Box, itemsize: int, align: Callable[[Box], Box] = lambda box:
 
 
 class _Buffers:
-    """Buffers for the entries of a tensor that are allocated once and reused for all chunks."""
+    """Buffers for the stored tensors of one tensor, allocated once and reused for all chunks."""
 
     def __init__(self):
         self._bytes: defaultdict[int, torch.Tensor] = defaultdict(lambda: torch.empty(0, dtype=torch.uint8))

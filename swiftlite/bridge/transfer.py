@@ -356,7 +356,7 @@ def _saved_tensors(
     family: RowTable,
     hf_config: HfConfig,
 ) -> dict[str, tuple[torch.dtype, Shape]]:
-    """Return the dtype and shape of each tensor that `save_hf` writes, with the copies it describes."""
+    """Return the dtype and shape of each tensor that `save_hf` writes, including the copies described there."""
     heads_of_source = {family.head_of(hf_config, key) for key in source_dtypes}
     tensors = {}
     for row in rows:

@@ -50,7 +50,7 @@ class AdapterBase:
 
     Attributes:
         model: a directory or a name on the hub.
-        sha256: `digest_of` its directory.
+        sha256: digest of its directory, as computed by `digest_of`.
     """
 
     model: str
@@ -137,7 +137,7 @@ class SavedAdapter:
         magnitudes: DoRA magnitudes of each module; empty for LoRA.
         saved: tensors of the trunk that were trained in full, by HF name.
         heads: tensors of the MTP heads, by HF name; empty without heads.
-        promise: the keys of config.json that describe the heads.
+        promise: the keys and values of config.json that describe the heads.
         base_sha256: digest of the base model; empty if it was not recorded.
     """
 

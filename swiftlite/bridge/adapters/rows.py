@@ -25,10 +25,10 @@ HF_MAGNITUDE = "lora_magnitude_vector"
 
 @dataclass(frozen=True)
 class OnePart:
-    """A join of only one HF tensor of another join, with the order of its ranges there.
+    """A join of only one of the HF tensors of another join, whose ranges keep their order.
 
     Args:
-        whole: the join of several HF tensors.
+        whole: the other join, of several HF tensors.
         lengths: length of each HF tensor along the axis.
         source: index of the tensor.
     """

@@ -18,7 +18,7 @@ class Encoding(Protocol):
     """An encoding that can be read.
 
     Example: FP8 stores `w` [300, 130] as codes `w` and scales `w_scale_inv` [3, 2], one for each block of 128 x 128.
-    Rows 130 to 139 need rows 130 to 139 of the codes and row 1 of the scales.
+    Decoding rows 130 to 139 requires rows 130 to 139 of the codes and row 1 of the scales.
     """
 
     def entries(self, name: str) -> tuple[str, ...]:
@@ -26,11 +26,11 @@ class Encoding(Protocol):
         ...
 
     def boxes(self, box: Box) -> tuple[Box, ...]:
-        """Return the box of each entry that is needed to decode this box of the tensor."""
+        """Return the box (one range per axis) of each stored tensor that is needed to decode this box of the tensor."""
         ...
 
     def read(self, parts: Sequence[torch.Tensor], box: Box) -> torch.Tensor:
-        """Decode a box of the tensor from the `boxes` of its entries; the caller casts the result."""
+        """Decode a box of the tensor from the `boxes` of its stored tensors; the caller casts the result."""
         ...
 
 
@@ -38,7 +38,7 @@ class DeclaredEncoding(Encoding, Protocol):
     """An encoding that a config.json declares; the files show which tensors have it."""
 
     def find(self, key: str, entries: Mapping[str, Entry]) -> tuple[str, Entry] | None:
-        """Return name and decoded entry of the tensor whose codes are stored under this key.
+        """Return the name and the `Entry` of the decoded tensor whose codes are stored under this key.
 
         The entry has the shape of the tensor, a floating-point dtype and the file position of the codes. Returns None
         if the key does not hold codes of this encoding.
@@ -57,7 +57,7 @@ class WritableEncoding(Encoding, Protocol):
         ...
 
     def write(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Encode a box of whole blocks; return the part of each entry. On the meta device only dtypes and shapes."""
+        """Encode a box of whole blocks; return the part of each stored tensor (on the meta device, without values)."""
         ...
 
 
@@ -89,7 +89,7 @@ class Found:
 
     Attributes:
         tensors: every tensor, by name.
-        encoded: the file's entries of each encoded tensor, by name.
+        encoded: for each encoded tensor, by name, its stored tensors, such as codes and scales.
         problems: one line for each tensor that cannot be decoded; such tensors are treated as plain.
     """
 

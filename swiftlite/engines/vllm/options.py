@@ -97,7 +97,8 @@ def num_drafting_heads(model: HfModel) -> int:
 def schedule_options(schedule: DraftSchedule) -> dict[str, Any]:
     """Return vLLM's options for a draft schedule, as ranges [first, last, tokens].
 
-    A step with `first` to `last` requests drafts `tokens` tokens per request. For more requests than in the last range, vLLM uses the number of the last range.
+    A step with `first` to `last` requests drafts this number of tokens per request. For more requests than in the last
+    range, vLLM uses the number of the last range.
     """
     if schedule.is_constant:
         return {}
