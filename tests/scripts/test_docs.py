@@ -59,7 +59,7 @@ def test_the_releases_it_was_run_with(language):
 
 # The words of the table of conventions in docs/*/serving.md.
 WORDS = {
-    "each": ("head *k*", "每个头各管一步"),
+    "each": ("head *k*", "第 *k* 个头"),
     "first": ("the first head, for every token", "第一个头，每一步"),
     "last": ("the last head, for every token", "最后一个头，每一步"),
     "one": ("more than one head is refused", "多于一个就拒绝"),
