@@ -31,7 +31,7 @@ class Extra:
     """A tensor that a training method adds to every batch, collated from `Sample.extras`.
 
     Attributes:
-        name: name of the entry in `Sample.extras` and in `Batch.extras`.
+        name: key of the values in `Sample.extras`, and of the tensor in `Batch.extras`.
         dtype: dtype of the tensor.
         per: what a value belongs to. `sequence`: one value per sequence of the micro-batch, [N], not split over
             context-parallel ranks. `label`: one value per label of the trunk, [B, S], shifted and split like labels;
@@ -41,8 +41,8 @@ class Extra:
             items.
         default: value for sequences without one, and for padding.
         shape: shape of one value of a token or an item; empty for a number.
-        counts: name of the extra whose items the values of tokens are indices of. In a sample they count from 0, in a
-            batch over the whole micro-batch. Negative values are not changed.
+        counts: name of another extra with `item` values, if the values here are indices of these items. In a sample the
+            indices count from 0, in a batch over the items of the whole micro-batch. Negative values are not changed.
     """
 
     name: str
@@ -98,7 +98,7 @@ class Batch:
         num_sequences: N; sequences that are only padding do not count.
         extras: tensors of the training method by name, see `Extra`. The sequences of one sample are adjacent: for
             pairs, sequence 2p is the preferred answer of pair p and sequence 2p + 1 the rejected one.
-        items: extras with one entry per item.
+        items: tensors of the extras with one value per item, by name.
         on_host: the batch before it was moved to a device; None if it was not moved.
     """
 

@@ -21,7 +21,7 @@ from swiftlite.errors import UserError
 
 @dataclass(frozen=True)
 class Encoded:
-    """The result of encoding one row; without samples and without `bad` it is too long."""
+    """The result of encoding one row. If it has neither samples nor `bad`, the row is too long."""
 
     length: int = 0  # before truncation; for a pair, with the longer answer
     samples: tuple[Sample, ...] = ()  # several if a long row is split

@@ -14,10 +14,10 @@ def near_duplicates(texts: Sequence[str], similarity: float = 0.7) -> set[int]:
     Two texts resemble each other if their shingles (substrings of five characters, without regard to case and white
     space) have a Jaccard index of at least `similarity`.
 
-    Two sets of a and b shingles with Jaccard index J share at least J * max(a, b) of them. If all shingles are sorted
-    in one order, two such sets therefore share one of the first a - ceil(J * a) + 1 shingles of the first set and one
-    of as many of the second. Only texts that share one of these are compared; with the rarest shingles first, these are
-    few (prefix filtering, Chaudhuri et al. 2006).
+    Two sets of a and b shingles with Jaccard index J share at least J * max(a, b) of them. If all sets are sorted in
+    the same order, two such sets therefore share a shingle that is among the first a - ceil(J * a) + 1 of one set and
+    among the first b - ceil(J * b) + 1 of the other. Only texts that share one of these are compared; with the rarest
+    shingles first, these are few (prefix filtering, Chaudhuri et al. 2006).
     """
     all_shingles = [_shingles(text) for text in texts]
     frequencies: Counter[str] = Counter()

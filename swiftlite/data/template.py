@@ -28,7 +28,8 @@ Tools = list[Any]  # JSON schemas; Any because transformers declares an invarian
 Span = tuple[int, int]
 
 KNOWN_TAILS = 64
-"""Maximum size of a cache of texts. If a template has no special tokens, the text before every answer is different."""
+"""Maximum number of texts in the cache of tokenized answer headers, which differ for all rows if a template has no
+special tokens."""
 MARK = "@@swiftlite marks this turn@@"
 GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 OTHER_WAYS = 'use --loss_scale last_round to train on the last answer only, or give that turn "loss": false'
@@ -126,7 +127,7 @@ class ChatTemplate:
         self.turn_end = found or str(tokenizer.eos_token or "")
 
     def encode_prompt(self, messages: list[Message], tools: Tools | None = None) -> list[int]:
-        """Return the tokens of a prompt, the same as before the answer in `encode`.
+        """Return the tokens of a prompt, the same as `encode` returns before the answer.
 
         The only exception: in a template without special tokens, an earlier answer can share a token with the
         surrounding text.
@@ -406,7 +407,7 @@ class ChatTemplate:
         return decoded == self.decode(self.tokenize(text)) and _bare(decoded) == _bare(text)
 
     def tokenize(self, text: str) -> list[int]:
-        """Return the tokens of a text of the template, without special tokens of the tokenizer's own."""
+        """Return the tokens of a text of the template, without special tokens that the tokenizer adds itself."""
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def decode(self, ids: list[int]) -> str:

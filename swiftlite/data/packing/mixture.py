@@ -10,7 +10,7 @@ BLOCK = 1024
 
 
 class Mixture:
-    """Maps row numbers of the mixture to a part and a row of it: row 7 of the mixture can be row 2 of part 1.
+    """Maps the row numbers of a mixture to its parts (files): row 7 of the mixture can be row 2 of part 1.
 
     Args:
         probabilities: weight of each part; only ratios matter. Empty: one part has all rows.
@@ -42,7 +42,7 @@ class Mixture:
         return (self._counts[block] + inside).tolist()
 
     def place(self, row: int) -> tuple[int, int]:
-        """Return the part of a row, and the number of rows of that part before it."""
+        """Return the part of a row, and its index in that part."""
         part = self.part(row)
         return part, self.counts(row)[part]
 

@@ -218,7 +218,7 @@ class RowStream(Iterator[list[StreamSample]]):
         ready: packed rows, next first.
 
     Args:
-        samples: the stream, as lengths.
+        samples: the stream, as positions and lengths of samples.
         packing_length: maximum number of tokens in a row.
         buffer_size: maximum number of samples in the buffer.
         multiple: as for `pack`.

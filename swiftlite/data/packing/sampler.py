@@ -55,7 +55,7 @@ def micro_batches(
 ) -> np.ndarray:
     """Return the micro-batches of one data-parallel rank, `[num_micro_batches, micro_batch_size]`.
 
-    The micro-batches m of all ranks together are the m-th contiguous part of the global batch, as in Megatron's
+    The m-th micro-batches of all ranks together are the m-th contiguous part of the global batch, as in Megatron's
     samplers.
     """
     together = micro_batch_size * data_parallel_size

@@ -24,7 +24,8 @@ class MicroBatchSchedule:
 
     Attributes:
         rows: the sequences of micro-batch 0 on rank 0, on rank 1, ..., then of micro-batch 1.
-        work: float64 `[num_micro_batches, data_parallel_size]`, in units of the coefficients; 0 if empty.
+        work: float64 `[num_micro_batches, data_parallel_size]`, in the unit of `linear` and `square`; 0 for an empty
+            micro-batch.
     """
 
     rows: PackedRows

@@ -64,9 +64,9 @@ class Chunk:
 
     Attributes:
         first: number of the first row.
-        own: the rows among them that this reader has read.
-        said: for each of its rows a code such as `BAD`, or the number of samples followed by their lengths.
-        rows_per_epoch: number of rows of each part, 0 until its end was reached.
+        own: those of the rows that this reader has read.
+        said: for each row of `own` a code such as `BAD`, or the number of its samples followed by their lengths.
+        rows_per_epoch: number of rows of each part (`FilePart`), 0 until the end of the part was reached.
     """
 
     first: int
@@ -146,7 +146,8 @@ class FilePart(Iterator[UnparsedRow]):
 
 
 class Stream(Iterator[StreamSample]):
-    """An infinite iterator over samples, as lengths; `take` returns the samples that this reader has read.
+    """An infinite iterator over positions and lengths of samples; `take` returns those samples that this reader has
+    read.
 
     Attributes:
         num_read: number of rows whose samples have all been returned.

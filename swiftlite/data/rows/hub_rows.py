@@ -33,7 +33,7 @@ class HubRows:
 
     @property
     def name(self) -> str:
-        """Prefix of the number of a row."""
+        """Name of the dataset, as in the `name:number` of its rows in messages."""
         return str(self.dataset)
 
     def rows(self) -> Iterator[tuple[int, Any]]:
@@ -54,7 +54,7 @@ class HubRows:
 
 
 def commit_of_dataset(name: HubName) -> str:
-    """Return the commit of the name; only the dataset's card is downloaded.
+    """Return the commit that the name refers to; only the dataset's card is downloaded.
 
     Raises:
         UserError: the dataset does not exist, or the hub cannot be reached.

@@ -46,7 +46,7 @@ class DataFile:
 
     @property
     def name(self) -> str:
-        """Prefix of the line number of a row."""
+        """Name of the file, as in the `file:line` of its rows."""
         return str(self.path)
 
     def rows(self) -> Iterator[tuple[int, Any]]:
@@ -255,7 +255,7 @@ def _row_of_batch(batch: Any, index: int, path: Path, number: int) -> Any:
 
 
 def _batches_of_parquet(path: Path) -> Iterator[tuple[int, Any]]:
-    """Yield (number of its first row, batch)."""
+    """Yield (number of the batch's first row, batch)."""
     import pyarrow.parquet
 
     number = 1
