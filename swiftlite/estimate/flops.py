@@ -38,7 +38,8 @@ class Flops:
 
     @property
     def per_token(self) -> float:
-        """Operations per token if all are trained; `data.packing.schedule` balances ranks by this and `square`."""
+        """Operations per token if every token has a label; `data.packing.schedule` balances ranks by this and
+        `square`."""
         return self.linear + sum(self.targets)
 
     def step(self, num_tokens: int, squares: int, num_targets: Sequence[int]) -> float:

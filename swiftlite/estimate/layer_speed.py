@@ -140,7 +140,10 @@ class LayerSpeed:
         return collective_seconds(self.gpu, self.rank.tp, 1, num_bytes)
 
     def _gather_of(self, products: list[Product]) -> float:
-        """Return the seconds of gathering the inputs of a half layer's products, which are quantized first."""
+        """Return the seconds of gathering the inputs of the products in one half (attention or MLP) of a layer.
+
+        With low precision, the inputs are quantized first.
+        """
         if not self.rank.sequence_parallel:
             return self._tensor_collective()
         return self._tensor_collective(next((product.low for product in products if product.low), None))

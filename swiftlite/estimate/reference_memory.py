@@ -24,7 +24,7 @@ class ReferenceMemory:
     """The memory of a range of ranks while the reference model is evaluated, in bytes.
 
     Attributes:
-        first, last: the ranks.
+        first, last: the first and the last rank of the range.
         stage: stage in the model's pipeline.
         model: weights and gradient buffers of the model, and float32 main weights unless the model is float32.
         reference_stage: stage in the reference model's pipeline; None on ranks without a part of the reference model.

@@ -58,7 +58,7 @@ def ranked(args: DoctorArgs, hf_config: HfConfig, gpu: Gpu, gpu_memory_gb: float
 
 
 def larger(args: DoctorArgs, hf_config: HfConfig, gpu: Gpu, gpu_memory_gb: float) -> DoctorArgs | None:
-    """Search with 2, 4, ... times the GPUs and rows until a layout fits; return None if no layout fits."""
+    """Search with 2, 4, ... times the GPUs and the global batch until a layout fits; return None if no layout fits."""
     assert args.num_gpus is not None
     for doublings in range(1, DOUBLINGS + 1):
         batch = global_batch_size(args) << doublings

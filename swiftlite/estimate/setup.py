@@ -136,7 +136,7 @@ def rank_of(architecture: Architecture, setup: Setup) -> Rank:
 
 
 def low_rank_of(rank: Rank, setup: Setup) -> Rank:
-    """Return the rank for layers with low-precision products; unchanged without low precision."""
+    """Return the settings of a rank for layers whose products have 8 or 4 bits; `rank` itself without low precision."""
     low = setup.low_precision
     if low is None:
         return rank

@@ -22,7 +22,8 @@ class Software:
             accumulates directly and moves 8 bytes.
         stack_bytes: bytes moved per weight of experts to stack weights for one product, once in the forward and once in
             the backward pass. Counted.
-        vocabulary_products: products of the loss; a chunked loss recomputes logits (`model/loss/chunked_loss.py`).
+        vocabulary_products: number of matrix products for the loss, forward and backward; a chunked loss recomputes
+            logits (`model/loss/chunked_loss.py`).
         exposed_tp: number of exposed (not overlapped) collectives of half a layer, forward and backward. megatron-core
             overlaps two of the three collectives of the backward pass with products. Counted.
         exposed_sends: exposed share of the messages between interleaved stages, which are sent during computation.

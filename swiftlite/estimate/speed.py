@@ -177,7 +177,7 @@ class Step:
         return exposed * 2 * virtual * self.num_micro_batches * one
 
     def _gradients(self, micro_batch: float) -> Seconds:
-        """Return the seconds of reducing gradients and gathering weights that one micro-batch does not overlap."""
+        """Return the seconds of reducing gradients and gathering weights that do not overlap with one micro-batch."""
         learns = largest(self.memory).trained
         layout, num_bytes = self.layout, FLOAT32 + self.setup.parameter_bytes
         size = self.replicas * layout.context_parallel_size

@@ -27,7 +27,7 @@ class Activation:
 
 
 def total(entries: Iterable[Activation]) -> int:
-    """Return the bytes of all entries."""
+    """Return the bytes of all these activations."""
     return sum(entry.bytes for entry in entries)
 
 
@@ -50,7 +50,8 @@ class ModelOnRank:
         self.is_trunk_frozen = setup.mtp_mode == "heads_only"
 
     def rank_in(self, layer: int) -> Rank:
-        """Return this rank as seen by a decoder layer (from 0)."""
+        """Return the settings of this rank for decoder layer `layer` (from 0), which depend on the layer's
+        precision."""
         low = self.setup.low_precision
         if low and low.is_in_layer(layer, len(self.layers)):
             return self.low_rank
@@ -58,7 +59,7 @@ class ModelOnRank:
 
     @property
     def vocabularies(self) -> list[int]:
-        """Vocabulary entries of this rank in each trained loss: the trunk's, then those of the heads."""
+        """Number of logits per position on this rank, for each trained loss: the trunk's, then those of the heads."""
         head_vocabularies = [self.drafted or self.vocab] * self.setup.heads.drafts
         if self.is_trunk_frozen:
             return head_vocabularies

@@ -53,7 +53,7 @@ def memory_seconds(gpu: Gpu, num_bytes: float) -> float:
 
 
 def bandwidth(gpu: Gpu, size: int, stride: int) -> float:
-    """Return the bytes per second of each rank of a group.
+    """Return the bytes per second that each rank of a group can send.
 
     Within a machine this is the bandwidth of the link, otherwise that of the network ports of all ranks of the group on
     a machine.
