@@ -180,7 +180,7 @@ def states_sent(
 
 
 def length_divisor(layout: ParallelLayout) -> int:
-    """Return the number of parts into which a row is split between layers."""
+    """Return the number of parts into which ranks split the hidden states of a row between two layers."""
     return layout.context_parallel_size * sequence_parallel_size(layout)
 
 

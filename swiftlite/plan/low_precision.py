@@ -148,7 +148,8 @@ def takes_low_precision(name: str) -> bool:
 
 
 def low_precision_misfit(row: Row, ranks: int, multiple: int) -> int:
-    """Return the number of rows or columns of a low-precision matrix on a rank if it is not a multiple; 0 otherwise."""
+    """Return a size (rows or columns) of a low-precision matrix on a rank that is not a multiple of `multiple`; else
+    0."""
     if not takes_low_precision(row.mcore):
         return 0
     shapes = list(row.hf.values())
@@ -181,7 +182,7 @@ def model_problems(low: LowPrecision, layout: ParallelLayout, architecture: Arch
 
 
 def _misfits(low: LowPrecision, layout: ParallelLayout, architecture: Architecture) -> Iterator[Problem]:
-    """Yield the first matrix whose size is not supported."""
+    """Yield a problem for the first matrix whose size is not supported."""
     for part in architecture.sublayers:
         for row in part.rows():
             ranks = layout.tensor_model_parallel_size

@@ -52,7 +52,8 @@ def preference_of(args: SftArgs) -> Preference:
 
 
 def reference_layout(args: DpoArgs | DoctorArgs) -> ParallelLayout:
-    """Return the layout of the reference model: the model's layout with the sizes of its options and even stages.
+    """Return the layout of the reference model: that of the model, with the sizes of --ref_... options and equal
+    stages.
 
     If only the reference model uses tensor parallelism, it also uses sequence parallelism, which experts require.
     """
