@@ -42,7 +42,8 @@ def written_tokens(answer: Sequence[int], steps: Iterable[DraftStep]) -> list[Wr
 
 
 def describe(tokenizer: PreTrainedTokenizerBase, answer: Sequence[WrittenToken]) -> list[dict[str, Any]]:
-    """Return the entries of drafts.json: text and depth of each token, and the text of a rejected draft token."""
+    """Return the tokens in the format of drafts.json: text and depth of each, and the text of a rejected draft
+    token."""
     texts = token_texts(tokenizer, [each.token for each in answer])
     described = []
     for text, (_, depth, refused) in zip(texts, answer, strict=True):

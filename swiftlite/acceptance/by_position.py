@@ -12,7 +12,8 @@ import torch
 from swiftlite.data.batch import shift_left
 
 PLACES = ("by_context", "by_position")
-"""The number of tokens before the predicted token in its sequence (context), and in its answer (position)."""
+"""Two groupings of predictions: by the predicted token's position in its sequence (the length of its context) and by
+its position in the answer. Both positions count from 0."""
 NUM_BUCKETS = 24
 
 
@@ -36,7 +37,7 @@ def tally(
     position_S: torch.Tensor,
     cu_seqlens: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Count all and correct predictions by place and depth: int64 [P, N, K, 2].
+    """Count all and correct predictions by `PLACES`, bucket and depth: int64 [P, N, K, 2].
 
     Example: an answer of 3 tokens follows a prompt of 5. Its last token, at position 7, has 7 tokens before it, 2 of
     them in the answer.

@@ -54,7 +54,7 @@ class DraftStep(NamedTuple):
     """One step of an engine over a row.
 
     Attributes:
-        place: index of the token that the first draft token is for.
+        place: index in the row of the token that the first draft token predicts.
         drafts: draft tokens of this step up to the first rejected one; later ones are unknown.
         accepted: number of draft tokens that equal the actual tokens.
     """

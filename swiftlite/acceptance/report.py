@@ -19,7 +19,7 @@ from swiftlite.log import logger
 ACCEPTANCE_FILE = "acceptance.json"
 ANSWERS_FILE = "drafts.json"
 AT_TEMPERATURE = "_at_temperature_"
-"""Separates an engine's name from a temperature above 0 in keys."""
+"""Separates an engine's name from a temperature above 0 in keys of acceptance.json: `vllm_at_temperature_0.7`."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,8 @@ def read_summary(path: Path) -> dict[str, float]:
 
 
 def named(backend: str, temperature: float) -> str:
-    """Return the key of an engine's counts at a temperature; for greedy decoding the engine's name."""
+    """Return the key of an engine's counts in acceptance.json: the engine's name, with a temperature if it is above
+    0."""
     if not temperature:
         return backend
     return f"{backend}{AT_TEMPERATURE}{temperature:g}"
@@ -118,7 +119,7 @@ def describe(name: str) -> str:
 def add_engine_acceptance(
     path: Path, backend: str, num_prompts: int, counts: DraftCounts, temperature: float = 0.0
 ) -> None:
-    """Add an engine's counts to a run's file; other entries are not changed.
+    """Add an engine's counts to a run's acceptance.json, whose other keys are not changed.
 
     Raises:
         UserError: the file is not an acceptance.json.

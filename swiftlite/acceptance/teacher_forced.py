@@ -20,7 +20,7 @@ from swiftlite.model.open import open_model
 from swiftlite.runtime.mesh import Mesh
 
 ALL = "all"
-"""Key for results over all channels."""
+"""Key of the results over all channels, next to one key per channel."""
 
 
 @torch.no_grad()
