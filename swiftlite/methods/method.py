@@ -30,7 +30,7 @@ class Method:
     """One training method.
 
     Attributes:
-        name: key of the index.
+        name: key of the method in `index.METHODS`.
         words: the command that runs it, such as `megatron dpo`. Methods may share a command.
         args_class: options of the command.
         line: one line of help for the command.
@@ -40,7 +40,7 @@ class Method:
         describe_files: returns the plan's lines about files that only this method writes to --output_dir.
         applies: whether a run with these options of the command uses this method.
         lr: default peak learning rate if the trunk is trained.
-        sequences_per_sample: sequences that one sample adds to a micro-batch.
+        sequences_per_sample: number of sequences that one sample adds to a micro-batch.
         imitates_rows: whether the model and its heads learn to write the rows. `export --draft_vocab` counts their
             tokens, and heads alone can learn from them.
         splits_long_rows: whether a row longer than --max_length can be split into several samples.
