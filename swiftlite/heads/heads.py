@@ -11,15 +11,16 @@ from swiftlite.heads import draft_vocab
 from swiftlite.heads.drafting import Drafting
 
 DEPTH_KEY = "num_nextn_predict_layers"
-"""config.json: number of MTP layers; engines read it."""
+"""Key of config.json for the number of MTP layers, which engines read."""
 QWEN3_5_DEPTH_KEY = "mtp_num_hidden_layers"
 """The same key for Qwen3.5 and 3.6."""
 UNROLL_KEY = "mtp_unroll"
-"""config.json of an export: number of tokens that its single MTP layer was trained to draft; no engine reads it."""
+"""Key of an export's config.json for the number of tokens that its single MTP layer was trained to draft. No engine
+reads it."""
 DRAFT_VOCAB_KEY = "mtp_draft_vocab"
-"""config.json of an export: ids of the tokens that its heads draft, see `swiftlite.heads.draft_vocab`."""
+"""Key of an export's config.json for the ids of the tokens that its heads draft, see `swiftlite.heads.draft_vocab`."""
 DRAFTING_KEY = "mtp_drafting"
-"""config.json of an export: inputs of its heads if --draft_for was used; no engine reads it."""
+"""Key of an export's config.json for the inputs of its heads, if --draft_for was used. No engine reads it."""
 
 KEYS = (DEPTH_KEY, QWEN3_5_DEPTH_KEY, UNROLL_KEY, DRAFT_VOCAB_KEY, DRAFTING_KEY)
 """All keys of a config.json that describe heads only."""
