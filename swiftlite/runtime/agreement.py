@@ -50,7 +50,7 @@ _HINT = "start all nodes with the same command, the same files and the same envi
 
 
 def differences(everyone: Sequence[tuple[str, Mapping[str, str]]]) -> list[str]:
-    """Return one line for each fact that differs between ranks.
+    """Return a description (one line) of each fact that differs between ranks.
 
     The most frequent value is taken to be correct; in a tie, the value of the lowest rank.
 

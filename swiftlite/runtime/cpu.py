@@ -53,7 +53,7 @@ class _CudaLiterals(TorchFunctionMode):
 
 
 def patch_current_device() -> None:
-    """Return the CPU as the current CUDA device.
+    """Make `torch.cuda.current_device` return the CPU.
 
     Called by optimizer/optimizer.py:1141, its checkpoints and pipeline schedules."""
     torch.cuda.current_device = lambda: CPU  # type: ignore[assignment]
@@ -67,7 +67,7 @@ def patch_synchronize() -> None:
 
 
 def patch_current_stream() -> None:
-    """Return no stream as the current CUDA stream.
+    """Make `torch.cuda.current_stream` return None.
 
     distributed/param_and_grad_buffer.py:632 of 0.19 requests the stream before it sums gradients; only CUDA graphs wait
     for anything on it."""
