@@ -2,7 +2,7 @@
 
 import re
 
-_PATTERN = re.compile(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
+_PATTERN = re.compile(r"(?:(\d{1,6})h)?(?:(\d{1,6})m)?(?:(\d{1,6})s)?")
 
 
 def seconds_of(text: str) -> int | None:

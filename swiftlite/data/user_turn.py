@@ -38,7 +38,7 @@ class UserTurn:
         if not between.strip():
             raise _unusable("has no text at the start of a user turn")
         ids = template.tokenize(end.lstrip())
-        if ids[0] not in template.tokenizer.added_tokens_decoder:
+        if not ids or ids[0] not in template.tokenizer.added_tokens_decoder:
             raise _unusable("has no token at the end of a user turn")
         self.end_token_id = ids[0]
 

@@ -64,7 +64,10 @@ def run(args: RegenerateArgs) -> None:
             logger.info("%s", written)
             chats += written.conversations
             if not _asking(chats):
-                raise UserError("--self_prompts: no prompt is usable", "increase --max_prompt_tokens, or use --dataset")
+                raise UserError(
+                    "--self_prompts: no prompt is usable",
+                    "increase --max_prompt_tokens or --max_model_len, or use --dataset",
+                )
             prompts = _last_prompts(template, chats, prompts)
         dialogues = Dialogues({row: chats[row] for row in prompts}, args.num_answers, args.drop_truncated)
         asked = [longest_prompt(chat) for chat in dialogues.chats.values()]

@@ -36,7 +36,6 @@ NOT_OF_ANSWERS = {
     "trust_remote_code",
     # of regenerate
     "dataset",
-    "self_prompts",
     "topics",
     "output_dir",
     "gold_fraction",

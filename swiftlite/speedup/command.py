@@ -38,9 +38,9 @@ def run(args: SpeedupArgs) -> None:
     model = resolve_served(args.model)
     directory = Path(args.output_dir)
     settings = {name: value for name, value in asdict(args).items() if name not in NOT_SETTINGS}
-    progress = Progress.read(directory, settings)
     check_writable("--output_dir", directory)
     with only_run_in(directory):
+        progress = Progress.read(directory, settings)
         progress.write(directory)
         best = _Speedup(args, model, directory, progress).best_heads()
     bench = read_json(directory / best / "bench" / "bench.json")

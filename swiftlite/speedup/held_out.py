@@ -40,7 +40,9 @@ def without_similar(rows: Sequence[Any], held_out: Sequence[Any]) -> list[Any]:
 
 def read_rows(path: Path) -> list[Any]:
     """Return the rows of a file that swiftlite wrote."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    # Not splitlines(): a text may contain other line separators, such as U+2028.
+    with path.open(encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
 
 
 def write_rows(path: Path, rows: Sequence[Any]) -> None:

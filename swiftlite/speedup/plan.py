@@ -81,7 +81,7 @@ class Commands:
         directory = self.directory / f"round-{number}"
         output = directory / "hf"
         words = ("export", "--to_hf", "--model", str(directory / "run"), "--output_dir", str(output))
-        return Step(f"round-{number}/export", words, output / "config.json")
+        return Step(f"round-{number}/export", words, output / "config.json", is_atomic=True)
 
     def path_of(self, name: str) -> str:
         """Return the model with these heads: --model, or the export of a round."""

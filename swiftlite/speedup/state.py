@@ -22,6 +22,7 @@ class Progress:
         settings: options that a resumed command must not change.
         rounds: number of prompts of each round.
         seconds: duration of each completed step by its name, such as "round-1/answers".
+        unfinished: duration so far of each step that is running or was interrupted.
         acceptance: accepted drafts per position on the held-out prompts, by model: "model" is --model, "round-1" the
             heads of the first round.
     """
@@ -29,6 +30,7 @@ class Progress:
     settings: dict[str, Any]
     rounds: list[int] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
+    unfinished: dict[str, float] = field(default_factory=dict)
     acceptance: dict[str, list[float]] = field(default_factory=dict)
 
     @classmethod
@@ -69,8 +71,8 @@ class Progress:
 
     @property
     def spent(self) -> float:
-        """Seconds of all completed steps."""
-        return sum(self.seconds.values())
+        """Seconds of all steps, including interrupted attempts."""
+        return sum(self.seconds.values()) + sum(self.unfinished.values())
 
     @property
     def best(self) -> str:

@@ -6,7 +6,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,8 @@ from swiftlite.errors import UserError
 from swiftlite.log import logger
 from swiftlite.runtime.parent import exit_with_parent
 from swiftlite.speedup.state import Progress
+
+SECONDS_BETWEEN_WRITES = 5
 
 
 @dataclass(frozen=True)
@@ -25,18 +28,21 @@ class Step:
         name: name in speedup.json.
         words: words of the command line after `swiftlite`.
         result: file that exists once the command has succeeded.
+        is_atomic: whether an existing result proves that the command has succeeded. A second run of such a command
+            fails, because its result exists.
     """
 
     name: str
     words: tuple[str, ...]
     result: Path
+    is_atomic: bool = False
 
     def __str__(self) -> str:
         return shlex.join(("swiftlite", *self.words))
 
 
 def run_step(step: Step, progress: Progress, directory: Path) -> None:
-    """Run a step unless it is complete, and record its duration.
+    """Run a step unless it is complete, and record its duration, including that of interrupted attempts.
 
     A step that was interrupted runs again: every command resumes from its own files.
 
@@ -45,22 +51,40 @@ def run_step(step: Step, progress: Progress, directory: Path) -> None:
     """
     if step.name in progress.seconds and step.result.exists():
         return
+    before = progress.unfinished.pop(step.name, 0.0)
+    if step.is_atomic and step.result.exists():  # killed before speedup.json was written
+        progress.seconds[step.name] = before
+        progress.write(directory)
+        return
     logger.info("$ %s", step)
     start = time.monotonic()
-    code = _run(step.words)
+
+    def keep_time() -> None:
+        progress.unfinished[step.name] = round(before + time.monotonic() - start, 1)
+        progress.write(directory)
+
+    code = _run(step.words, keep_time)
+    progress.unfinished.pop(step.name, None)
     if code or not step.result.exists():
         hint = "fix the cause above and run the same command again: completed steps are kept"
         raise UserError(f"the step {step.name} failed with exit code {code}: {step}", hint, max(code, 1))
-    progress.seconds[step.name] = round(time.monotonic() - start, 1)
+    progress.seconds[step.name] = round(before + time.monotonic() - start, 1)
     progress.write(directory)
 
 
-def _run(words: Sequence[str]) -> int:
-    """Run a command of swiftlite, which stops with SIGTERM if this process ends, and return its exit code."""
+def _run(words: Sequence[str], keep_time: Callable[[], None]) -> int:
+    """Run a command of swiftlite, which stops with SIGTERM if this process ends, and return its exit code.
+
+    Args:
+        keep_time: called every few seconds, so that kill -9 loses little of the measured time.
+    """
     stops_with_parent = partial(exit_with_parent, os.getpid(), signal.SIGTERM)
     process = subprocess.Popen([sys.executable, "-m", "swiftlite", *words], preexec_fn=stops_with_parent)
     try:
-        return process.wait()
+        while True:
+            with suppress(subprocess.TimeoutExpired):
+                return process.wait(timeout=SECONDS_BETWEEN_WRITES)
+            keep_time()
     except BaseException:  # a signal; after Ctrl-C the command has received it as well
         process.terminate()
         process.wait()

@@ -20,6 +20,7 @@ from swiftlite.args.duration import seconds_of
         ("1.5h", None),
         ("-5m", None),
         ("an hour", None),
+        ("1" + 400 * "0" + "h", None),
     ],
 )
 def test_seconds(text, seconds):

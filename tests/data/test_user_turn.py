@@ -53,6 +53,7 @@ def test_turn_without_an_end_token_is_refused(make_tokenizer, chat_template):
         "{{ m.content + '<|eot|>' }}",  # nothing introduces the turn
         "{{ '<|user|>' }}",  # its text is dropped
         "{{ '<|user|>' + m.content | upper + '<|eot|>' }}",  # its text is changed
+        "{{ '<|user|>' + m.content }}",  # nothing ends it
     ],
 )
 def test_template_without_a_place_for_the_user_is_refused(make_tokenizer, user):

@@ -100,13 +100,14 @@ def test_it_resumes_in_any_turn(args, tmp_path, kept_lines):
     assert ["user", "assistant", "user", "assistant"] in roles
 
 
-def test_more_prompts_keep_those_that_are_there(args, tmp_path):
+@pytest.mark.parametrize("change", [{"self_prompts": NUMBER + 6}, {"max_prompt_tokens": 65}, {"self_turns": 2}])
+def test_other_prompts_require_another_directory(args, tmp_path, change):
+    """Answers belong to their prompts; the directory stays as it is."""
     run(args)
-    before = read(tmp_path / "out/prompts.jsonl")
-    with pytest.raises(UserError, match=naming("--output_dir")):  # answers belong to their prompts
-        run(dataclasses.replace(args, self_prompts=NUMBER + 6))
-    assert read(tmp_path / "out/prompts.jsonl")[:NUMBER] == before
-    assert len(read(tmp_path / "out/prompts.jsonl")) == NUMBER + 6
+    before = files(tmp_path / "out")
+    with pytest.raises(UserError, match=naming(f"--output_dir --{next(iter(change))}")):
+        run(dataclasses.replace(args, **change))
+    assert files(tmp_path / "out") == before
 
 
 def test_they_are_mixed_with_a_dataset(args, tmp_path):

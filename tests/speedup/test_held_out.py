@@ -5,6 +5,7 @@ import itertools
 import pytest
 
 from swiftlite.errors import UserError
+from swiftlite.serve.answers import as_line
 from swiftlite.speedup.held_out import divide, read_rows, without_similar, write_rows
 from tests.messages import naming
 
@@ -34,11 +35,13 @@ def test_training_rows_do_not_resemble_held_out_ones(tmp_path):
         row("How do I bake bread?"),
         row("what are the main causes of the french revolution"),
         row("How do I bake bread?"),
-        row("Naïve question: 日本?"),
+        row("Naïve question: 日本?\u2028\x85Please."),
     ]
     found = without_similar(rows, held_out)
     assert found == [rows[0], rows[3]]
     write_rows(tmp_path / "rows.jsonl", found)
+    assert read_rows(tmp_path / "rows.jsonl") == found
+    (tmp_path / "rows.jsonl").write_bytes(b"".join(map(as_line, found)))  # as `regenerate` writes them
     assert read_rows(tmp_path / "rows.jsonl") == found
 
 
