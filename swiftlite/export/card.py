@@ -48,7 +48,7 @@ def _front_matter(provenance: Provenance, heads: Heads) -> str:
 
 
 def _what_it_is(provenance: Provenance, heads: Heads) -> str:
-    """Return a line each for model, data, steps and heads."""
+    """Return one line each about the model, the data, the steps and the heads."""
     lines = [f"- Base model: {_shown(provenance.model, provenance.commits)}"]
     data = ", ".join(_shown(name, provenance.commits) for name in provenance.datasets)
     lines.append(f"- Data: {data or 'random tokens'}")

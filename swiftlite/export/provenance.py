@@ -17,7 +17,7 @@ class Provenance:
     """Model and data of a run, as names on the hub or as paths.
 
     Attributes:
-        commits: commits by `HubName.key`.
+        commits: commits of the names on the hub, by `HubName.key` (such as `models/org/name@main`).
         steps: number of steps of the checkpoint.
     """
 

@@ -231,7 +231,8 @@ def _open_checkpoint(
 
 
 def _cast(dtypes: Mapping[str, str], hf_model: HfModel, heads: Heads, dtype: str) -> dict[str, str]:
-    """Return the dtype of every tensor; float32 tensors of 16-bit models are not cast down."""
+    """Return the dtype in which every tensor is written: `dtype`, but float32 tensors of 16-bit models remain
+    float32."""
     cast = dict.fromkeys(dtypes, dtype)
     if dtype == "float32":
         return cast
