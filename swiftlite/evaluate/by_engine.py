@@ -24,8 +24,9 @@ class EngineStats:
     """The measurement of one engine.
 
     Attributes:
-        by_channel: `prompts` and `DraftCounts.to_json` of greedy answers for each channel, and for `all`.
-        drawn_by_channel: `by_channel` for sampled answers; empty without sampling.
+        by_channel: for each channel and for `all`, the number of `prompts` and the `DraftCounts.to_json` of greedy
+            answers.
+        drawn_by_channel: like `by_channel`, of sampled answers; empty without sampling.
         answers: prompts and greedy answers as samples whose labels are the answers.
         num_speculative_tokens: number of draft tokens per step.
         by_confidence: see `confidence.by_confidence`; empty if no values were given.

@@ -109,7 +109,8 @@ def _serve(args: EvaluateArgs, model: HfModel, tokenizer: PreTrainedTokenizerBas
 
 
 def _compare_with_engine(args: EvaluateArgs, model: HfModel, served: EngineStats, mesh: Mesh) -> ModelFigures:
-    """Return the engine's counts and, if it drafts the trained number of tokens, the replay of its answers."""
+    """Return the engine's counts and, if it drafts the trained number of tokens, those of decoding simulated on its
+    answers."""
     engine = args.infer_backend
     counted = served.by_channel
     drawn = {}
@@ -136,12 +137,12 @@ def _compare_with_engine(args: EvaluateArgs, model: HfModel, served: EngineStats
 
 
 def _walks(forced: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the replays in the result of `teacher_forced`, by channel."""
+    """Return, by channel, the counts of simulated decoding (`replayed`) in the result of `teacher_forced`."""
     return {channel: {"samples": found["samples"], **found["replayed"]} for channel, found in forced.items()}
 
 
 def _without_walks(forced: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the result of `teacher_forced` without replays, by channel."""
+    """Return, by channel, the result of `teacher_forced` without the counts of simulated decoding (`replayed`)."""
     rest = {}
     for channel, found in forced.items():
         rest[channel] = {name: value for name, value in found.items() if name != "replayed"}

@@ -39,7 +39,7 @@ def by_confidence(
 
 
 def confidence_rows(measured: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Return a row of COLUMNS for each value; ratios are relative to the first."""
+    """Return a row of COLUMNS for each value; ratios are relative to the first value."""
     first = measured[0]["tokens_per_second"]
     rows = []
     for each in measured:

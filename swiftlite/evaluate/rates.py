@@ -10,7 +10,7 @@ ModelFigures = dict[str, dict[str, dict[str, Any]]]
 name, an engine's name followed by `REPLAYED`, or an engine's name with a temperature (`acceptance.report.named`).
 """
 REPLAYED = "_replayed"
-"""Suffix of an engine's name: simulated speculative decoding over this engine's answers."""
+"""Suffix of an engine's name, for the figures of speculative decoding that is simulated on this engine's answers."""
 
 
 def rates(method: str, figures: dict[str, Any]) -> list[float]:
@@ -33,7 +33,7 @@ def num_rows(figures: dict[str, Any]) -> int:
 
 
 def compare_with_engine(engine: str, counted: dict[str, Any], walk: dict[str, Any], torch_dtype: str) -> str:
-    """Compare an engine's counts with the replay of its answers, in one sentence."""
+    """Compare an engine's counts with those of decoding simulated on its answers, in one sentence."""
     its, own = (f"{each['accepted']} of {each['drafted']}" for each in (counted, walk))
     if all(counted[name] == walk[name] for name in ("drafts", "drafted", "acceptance_per_position")):
         return f"{engine} accepted {its} drafted tokens, equal to the replay of its answers"
