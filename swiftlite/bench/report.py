@@ -56,7 +56,7 @@ def expected_answers(args: BenchArgs, servers: Sequence[ServerResult]) -> list[A
 
 
 def to_json(args: BenchArgs, servers: Sequence[ServerResult], is_complete: bool) -> dict[str, Any]:
-    """Return the part of the report that changes with each server, with recommendations after the last one."""
+    """Return the part of bench.json that changes with each server; it has recommendations after the last server."""
     choices: dict[int, Choice] = {}
     if is_complete:
         choices = choose_all(servers)

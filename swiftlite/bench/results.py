@@ -90,7 +90,7 @@ class ConcurrencyResult:
 
 
 def _spread(seconds: Sequence[float]) -> dict[str, float] | None:
-    """Return p50 and p90 over requests in milliseconds; None without requests."""
+    """Return p50 and p90 of the requests' seconds, in milliseconds; None without requests."""
     if not seconds:
         return None
     p50, p90 = np.percentile(seconds, [50, 90])
