@@ -52,7 +52,7 @@ class AnswersFile:
 
     Args:
         sources: `file:line` of every prompt, which identifies its answer; may contain duplicates.
-        made_with: result of `describe`.
+        made_with: settings of the answers, as returned by `describe`.
         option: option that specifies the file or its directory.
 
     Attributes:

@@ -61,7 +61,7 @@ class Answers:
 
 
 def run(args: InferArgs) -> None:
-    """Generate.
+    """Answer the prompts, and write or print the answers.
 
     Raises:
         UserError: an option or file is invalid; before the engine starts if possible.
@@ -308,7 +308,7 @@ def decode(tokenizer: PreTrainedTokenizerBase, completion: Completion) -> str:
 
 
 def _record(chat: Conversation, prompt_tokens: int, completion: Completion, tokenizer: PreTrainedTokenizerBase) -> dict:
-    """Return one line of the result: a row for training (`messages`, `tools`, `channel`) and its token counts."""
+    """Return an answer for --result_path: a row for training (`messages`, `tools`, `channel`) and its token counts."""
     response = decode(tokenizer, completion)
     return chat.with_answer(response).as_row() | {
         "response": response,
