@@ -32,7 +32,7 @@ ANSWERS, DATASET, REPORT = "answers.jsonl", "dataset.jsonl", "report.json"
 
 
 def run(args: RegenerateArgs) -> None:
-    """Regenerate.
+    """Generate the missing answers, and write the dataset.
 
     Raises:
         UserError: an option or file is invalid; before the engine starts if possible.
@@ -108,7 +108,8 @@ def _write_dataset(
 def _last_prompts(
     template: ChatTemplate, chats: Sequence[Conversation], known: Mapping[int, list[int]]
 ) -> dict[int, list[int]]:
-    """Return the prompt of each conversation's last turn by row, without rows that ask the same as an earlier one.
+    """Return, by row number, the prompt of each conversation's last turn, without rows that ask the same as an earlier
+    row.
 
     Args:
         known: prompts of a previous call, which are not tokenized again.
@@ -125,7 +126,7 @@ def _asking(chats: Sequence[Conversation]) -> dict[int, Conversation]:
 
 
 def _gold(chats: Sequence[Conversation], gold_fraction: float) -> list[NumberedRow]:
-    """Return the original rows that can be mixed in."""
+    """Return the original rows that can be mixed into the dataset; none if `gold_fraction` is 0."""
     if not gold_fraction:
         return []
     gold = gold_rows(chats)

@@ -36,10 +36,12 @@ class DatasetRows:
 
 
 def make_rows(dialogues: Dialogues, gold: Sequence[NumberedRow], gold_fraction: float, seed: int) -> DatasetRows:
-    """Return the rows of all conversations, and enough gold rows for this share of the total, or all of them.
+    """Return the rows of all conversations, and original (gold) rows that are the share `gold_fraction` of the total.
+
+    If there are too few gold rows for this share, all of them are returned.
 
     Args:
-        gold: rows to draw from.
+        gold: original rows, of which the returned ones are drawn.
         seed: seed of the draw.
     """
     regenerated = _regenerated_rows(dialogues)

@@ -102,7 +102,8 @@ class SelfDialogues:
         return _conversation(system, messages)
 
     def select(self) -> SelfPrompts:
-        """Return the complete conversations with usable messages, of similar first turns only the first."""
+        """Return the complete conversations with usable messages; among those with similar first turns, only the first
+        one."""
         dropped: Counter[Reason] = Counter()
         usable = []
         for conversation in range(self.number):

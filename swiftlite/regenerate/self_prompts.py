@@ -1,8 +1,8 @@
 """Let the model write prompts: sample the user's turns of conversations.
 
-After the chat template's text up to the start of a user turn, an instruct model continues with a plausible question
-(Magpie, Xu et al. 2024). In conversations of several turns the model also answers each question before it writes the
-next one; these answers are only context, and `regenerate` answers all turns again.
+If the prompt is only the chat template's text up to the start of a user turn, an instruct model continues it with a
+plausible question (Magpie, Xu et al. 2024). In conversations of several turns the model also answers each question
+before it writes the next one; these answers are only context, and `regenerate` answers all turns again.
 
 Messages are appended to prompts.jsonl as they finish; the same command resumes.
 """
