@@ -15,7 +15,7 @@ from swiftlite.json_file import read_json
 from swiftlite.log import logger
 
 VARIABLE = "SWIFTLITE_COMMITS"
-"""Environment variable with a JSON object of commits by `HubName.key`."""
+"""Environment variable with a JSON object of commits by `HubName.key`, such as {"models/org/name@main": "4f5e..."}."""
 
 COMMITS_FILE = "commits.json"
 """File next to args.json of a run: a JSON object of the commits of the names in args.json, by `HubName.key`."""

@@ -62,7 +62,8 @@ def _directory(file: Path) -> Path:
 
 @cache
 def _digest(file: Path, size: int, modified: int) -> str:
-    """Return the SHA-256 of a file; size and time are part of the cache key, so a changed file is read again."""
+    """Return the SHA-256 of a file. The cache key includes size and modification time, so a changed file is read
+    again."""
     with file.open("rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()
 
