@@ -200,7 +200,7 @@ def _cuda() -> str:
 
 
 def _report_model(args: DoctorArgs) -> bool:
-    """Audit --model, and load it with --engine."""
+    """Print the audit of --model and, with --engine, the report of loading it; return whether there is no problem."""
     assert args.model is not None
     directory = local_model(args.model)
     print(f"\n{directory}")

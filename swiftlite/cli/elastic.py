@@ -181,7 +181,7 @@ def _rank_at_fault(failures: "dict[int, ProcessFailure]", reports: dict[int, Fai
 
 
 def _was_stopped(failed: "ProcessFailure", earliest: float) -> bool:
-    """Return whether torchrun ended the rank: with SIGTERM, or with SIGKILL 30 seconds after the first one ended."""
+    """Return whether torchrun ended the rank: with SIGTERM, or with SIGKILL 30 seconds after the first rank ended."""
     return failed.exitcode == -signal.SIGTERM or failed.timestamp - earliest >= STOPPED_SECONDS
 
 

@@ -110,7 +110,7 @@ def _mfu(candidate: Candidate, hf_config: HfConfig, gpu: Gpu) -> float:
 
 
 def _splits(shown: list[Candidate]) -> list[tuple[str, ...]]:
-    """Return the breakdown of step times in percent, without columns that are zero for all."""
+    """Return the breakdown of step times in percent, without columns that are zero for all layouts."""
     parts = [vars(candidate.step.seconds) for candidate in shown]
     names = [name for name in parts[0] if any(map(itemgetter(name), parts))]
     header = tuple(name.replace("_", " ") for name in names)
