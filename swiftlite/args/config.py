@@ -40,7 +40,7 @@ _ELSEWHERE = {
 
 
 def near(word: str, words: Collection[str]) -> str:
-    """Return the one of `words` that is most similar to `word`; empty if none is."""
+    """Return the element of `words` that is most similar to `word`; empty if no element is similar."""
     spellings = {name: ours for name, ours in _ELSEWHERE.items() if ours in set(words)} | {ours: ours for ours in words}
     if word in spellings:
         return spellings[word]

@@ -1,4 +1,5 @@
-"""Split `FILE#N`, the format of --dataset and --val_dataset; the rules also apply to names on the hub (hub/name.py)."""
+"""Split `FILE#N`, the format of --dataset and --val_dataset; names on the hub (hub/name.py) are split in the same
+way."""
 
 from pathlib import Path
 
