@@ -55,7 +55,7 @@ def left_out(args: Any, command: str, why: Mapping[str, str]) -> Iterator[Proble
 
 
 def without_options(rules: Iterable[Rule], names: Iterable[str]) -> tuple[Rule, ...]:
-    """Return the rules, called with the options `names` at their defaults.
+    """Return rules that call the given ones with the options `names` set to their defaults.
 
     `left_out` rejects these options, and hints about how to use them would contradict it.
     """

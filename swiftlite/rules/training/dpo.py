@@ -95,7 +95,7 @@ def reference_layout_problems(args: DpoArgs | DoctorArgs, facts: Facts) -> Itera
 
 
 def without_reference(args: DpoArgs) -> dict[str, tuple[bool, str]]:
-    """Return the options of the reference model, each with whether it has no effect and the reason."""
+    """Return, for each option of the reference model, whether it has no effect, and the reason."""
     idle = (not preference_of(args).needs_reference, f"--loss_type {args.loss_type} has no reference model")
     names = ("ref_model", "ref_tensor_model_parallel_size", "ref_pipeline_model_parallel_size", "ref_logprobs_cache")
     return dict.fromkeys(names, idle)
