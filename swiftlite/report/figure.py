@@ -56,11 +56,11 @@ STYLE: dict[Any, Any] = {
 WIDTH, HEIGHT = 4.6, 2.5
 """Size of charts in inches, 442 pixels wide. A phone scales this to three quarters, with text of 10 pixels."""
 MAX_POINTS = 600
-"""Maximum points of a line, about one per pixel."""
+"""Maximum number of points of a line, about one per pixel."""
 MAX_ROWS = 40
-"""Maximum rows of a line's table."""
+"""Maximum number of rows in the table of a line chart's values."""
 MAX_LABEL = 24
-"""Maximum characters of a bar's label."""
+"""Maximum number of characters of a bar's label."""
 
 
 @dataclass(frozen=True)

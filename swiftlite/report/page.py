@@ -44,7 +44,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Tile:
-    """A main figure."""
+    """One of the main numbers at the top of a page: its name, the formatted value and a note."""
 
     name: str
     value: str
@@ -120,7 +120,7 @@ def _folded(command: str) -> str:
 
 
 def _visible(text: str) -> str:
-    """Return a text in which only white space is shown by symbols."""
+    """Return a text of only white space as visible symbols, such as ␣; other texts are returned unchanged."""
     if text.strip():
         return text
     return text.replace("\n", "↵").replace("\t", "⇥").replace(" ", "␣") or "∅"
