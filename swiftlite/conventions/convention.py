@@ -1,8 +1,8 @@
 """Describe how an engine runs a family's MTP heads.
 
 Engines differ in the inputs of heads and in the number of heads that they run, and do not report a mismatch: the text
-is still correct, but acceptance drops. Each entry is measured: with it, an independent reference accepts the same
-number of draft tokens as the engine. docs/en/serving.md lists all entries.
+is still correct, but acceptance drops. Each convention is measured: with it, an independent reference implementation
+accepts the same number of draft tokens as the engine. docs/en/serving.md lists all conventions.
 """
 
 from dataclasses import dataclass
