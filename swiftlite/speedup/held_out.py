@@ -11,7 +11,8 @@ from swiftlite.errors import UserError
 
 NUM_HELD_OUT = 48
 MIN_HELD_OUT = 16
-"""The largest number of concurrent requests that `bench` sends, each with a different prompt."""
+"""Minimum number of held-out rows: `bench` sends up to this number of concurrent requests, each with a different
+prompt."""
 
 
 def divide(rows: Sequence[Any]) -> tuple[list[Any], list[Any]]:

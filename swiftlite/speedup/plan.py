@@ -12,7 +12,7 @@ DRAFTED = 3
 """Number of draft tokens per step in training and in evaluation; `bench` measures fewer as well."""
 DRAFT_VOCAB = 8192
 LR_OF_ROUNDS = "1e-3"
-"""Peak learning rate for the heads of an earlier round, the default for new heads."""
+"""Peak learning rate for the heads of an earlier round; the same as the default for new heads."""
 LR_OF_TRAINED_HEADS = "3e-4"
 """Peak learning rate for heads of the checkpoint, which a larger one could damage."""
 CONCURRENCY = (1, 4, 16)
@@ -37,8 +37,8 @@ class Commands:
 
         Args:
             number: number of the round, from 1.
-            first: number of prompts of all previous rounds. A prompt is sampled with the sum of the seed and its
-                number, so that rounds with seeds this far apart write different prompts.
+            first: number of prompts of all previous rounds, which is added to the seed. A prompt is sampled with the
+                sum of the seed and its number in the round, so all rounds write different prompts.
         """
         args = self.args
         output = self.directory / f"round-{number}" / "answers"

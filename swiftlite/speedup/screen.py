@@ -8,7 +8,7 @@ from swiftlite.speedup.state import Progress
 
 
 def final_lines(progress: Progress, best: str, bench: Mapping[str, Any], acceptance: Mapping[str, Any]) -> list[str]:
-    """Return the lines.
+    """Return the last lines of the output.
 
     Args:
         best: name of the best heads: "model", or a round.
@@ -48,7 +48,7 @@ def _speeds(bench: Mapping[str, Any]) -> list[Sequence[str]]:
 
 
 def _acceptance(progress: Progress, best: str, by_channel: Mapping[str, Any]) -> list[Sequence[str]]:
-    """Return a row for each round over all held-out prompts, and with the best heads a row for each channel."""
+    """Return a row for each round over all held-out prompts and, for the best heads, a row for each channel."""
     positions = len(progress.acceptance[best])
     rows: list[Sequence[str]] = [["held-out prompts", "heads", *(f"draft {place + 1}" for place in range(positions))]]
     for name, shares in progress.acceptance.items():
