@@ -184,7 +184,7 @@ class HeldOut:
 
 
 class _Progress:
-    """Log a line at the start and one every `PROGRESS_SECONDS`."""
+    """Logs a line at the start, and then one every `PROGRESS_SECONDS`."""
 
     def __init__(self, when: When, num_prompts: int):
         self.when = when

@@ -21,7 +21,7 @@ Fill = Callable[[Shard], None]
 
 
 def copied_rows(family: RowTable, hf_config: HfConfig, depth: int) -> list[Row]:
-    """Return the rows that fill blocks and output norms of `depth` heads from HF tensors of the trunk."""
+    """Return the bridge rows that fill blocks and output norms of `depth` heads from HF tensors of the trunk."""
     trunk, last_layer = family.rows(hf_config, 0), f"decoder.layers.{family.mtp_block_number(hf_config)}."
     rows = []
     for head in range(depth):

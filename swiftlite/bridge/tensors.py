@@ -350,7 +350,7 @@ class ShardedFiles:
 
 
 def some(lines: Iterable[str], limit: int = 20) -> list[str]:
-    """Return the first lines of a list for an error message, and the number of further ones."""
+    """Return the first lines of a list for an error message, followed by "... and N more" if lines are omitted."""
     lines = list(lines)
     if len(lines) <= limit:
         return lines
@@ -374,7 +374,7 @@ def _read_index(path: Path) -> dict[str, set[str] | None]:
 
 
 def _read_header(hf_dir: Path, file: str) -> dict[str, Entry]:
-    """Read the entries of one file; every offset is checked against the size of the file."""
+    """Read the tensors' locations from the header of one file; every offset is checked against the size of the file."""
     path = hf_dir / file
     try:
         if path.exists() and not path.is_file():  # opening a pipe would block

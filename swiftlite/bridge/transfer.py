@@ -265,7 +265,7 @@ def _sources(checkpoint: Checkpoint, family: RowTable, hf_config: HfConfig, dept
 
 
 def _head_rows(family: RowTable, hf_config: HfConfig, depth: int) -> list[Row]:
-    """Return the rows of heads 0 to depth - 1."""
+    """Return the bridge rows of heads 0 to depth - 1."""
     rows: list[Row] = []
     for head in range(depth):
         rows += family.head_rows(hf_config, head)
@@ -511,7 +511,7 @@ def _unequal(hf_key: str, copy_key: str, head: int | None) -> UserError:
 def _bind_all(
     model_chunks: Sequence[nn.Module], family: RowTable, hf_config: HfConfig
 ) -> tuple[list[Row], list[Binding]]:
-    """Return the rows of the whole model, and the bindings of this rank."""
+    """Return the bridge rows of the whole model, and the bindings of this rank."""
     rows = family.rows(hf_config, placement.mtp_num_layers(model_chunks))
     shards = placement.shards_of(model_chunks)
     bindings = bind(

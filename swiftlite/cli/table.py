@@ -61,7 +61,7 @@ class Command:
 
 
 def commands() -> tuple[Command, ...]:
-    """Return all commands: training commands from the index of methods, and the others."""
+    """Return all commands: the training commands from the index of methods, then all other commands."""
     training = []
     for words, method in training_commands().items():
         training.append(Command(words, method.args_class, "swiftlite.train.run:run", method.line, True))

@@ -43,7 +43,7 @@ def check_length(text: str) -> None:
     """Check the length of a conversation before it is tokenized.
 
     Raises:
-        RowError: it has more than MAX_CHARACTERS.
+        RowError: the conversation has more than MAX_CHARACTERS.
     """
     if len(text) > MAX_CHARACTERS:
         problem = f"have {len(text):,} characters, over the limit of {MAX_CHARACTERS:,}"

@@ -142,7 +142,7 @@ class EngineInfo:
         """Check that drafts are verified correctly at a temperature.
 
         Raises:
-            UserError: they are not.
+            UserError: this engine verifies drafts incorrectly at this temperature.
         """
         if temperature <= 0 or not self.drawing_problem:
             return

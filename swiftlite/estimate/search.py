@@ -35,7 +35,7 @@ _DEFAULTS = DoctorArgs()
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """Options of a plan with a complete layout, and their training step."""
+    """Options with a complete layout, and the estimated training step with these options."""
 
     args: DoctorArgs
     step: Step

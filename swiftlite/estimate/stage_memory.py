@@ -75,7 +75,7 @@ class ModelOnRank:
         return ParameterCount(frame) + self.architecture.mtp_block.parameters(self.rank)
 
     def head_rows(self) -> list[Row]:
-        """Return the rows of a head's linear layers, for adapters."""
+        """Return the bridge rows of a head's linear layers, for adapters."""
         projection = Row("mtp.eh_proj.weight", {"mtp.fc.weight": (self.hidden, 2 * self.hidden)})
         return [projection, *lift(self.architecture.mtp_block.rows(), "mtp.", "mtp.")]
 
@@ -329,7 +329,7 @@ class ForwardPass:
 
     @property
     def activation_bytes(self) -> int:
-        """The sum of `entries`."""
+        """The bytes of all `entries`."""
         return total(self.entries)
 
 

@@ -310,7 +310,7 @@ def _audit(directory: Path, hf_model: HfModel, source_keys: Iterable[str]) -> No
         source_keys: tensors of the source model.
 
     Raises:
-        UserError: they differ.
+        UserError: the export differs from either of them.
     """
 
     def is_mtp(key: str) -> bool:

@@ -43,7 +43,8 @@ class Outside:
         return -(-self.vocab // rank.tp)
 
     def rows(self) -> list[Row]:
-        """Return the bridge rows of embedding, final norm and, unless it is tied, the output layer."""
+        """Return the bridge rows (`bridge/rows.py`) of embedding, final norm and, unless it is tied, the output
+        layer."""
         matrix = (self.vocab, self.hidden)
         embedding = Row("embedding.word_embeddings.weight", {self.hf_embedding: matrix}, PadEnd())
         final_norm = Row("decoder.final_layernorm.weight", {self.hf_final_norm: (self.hidden,)})
@@ -108,7 +109,7 @@ class Architecture:
         return any(layer.mlp.experts for layer in self.layers)
 
     def rows(self) -> list[Row]:
-        """Return the bridge rows of the model, with names in the whole model."""
+        """Return the bridge rows (`bridge/rows.py`) of the model, with names in the whole model."""
         rows = self.outside.rows()
         if self.tower is not None:
             rows += self.tower.rows()

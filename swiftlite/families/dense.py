@@ -201,7 +201,7 @@ def is_tied(hf_config: HfConfig) -> bool:
 
 
 def _frame_rows(hf_config: HfConfig, head: int) -> list[Row]:
-    """Return the rows of projection and norms of a head, with Qwen3-Next's names.
+    """Return the bridge rows of a head's projection and norms, with Qwen3-Next's names.
 
     Qwen3-Next has one projection and one set of norms for all heads. In swiftlite each head has separate ones, and
     those of heads after the first have the prefix `mtp.heads.{head}.`. A checkpoint with one head has exactly the names

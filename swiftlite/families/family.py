@@ -90,17 +90,18 @@ class Family:
         return self.architecture(hf_config).mtp_block_number
 
     def block_rows(self, hf_config: HfConfig) -> list[Row]:
-        """Return the rows of the decoder layer in an MTP head, with names relative to the layer."""
+        """Return the bridge rows of the decoder layer in an MTP head, with names relative to the layer."""
         return self.architecture(hf_config).mtp_block.rows()
 
     def head_rows(self, hf_config: HfConfig, head: int) -> list[Row]:
-        """Return the rows of one MTP head: those of its decoder layer, and of projection and norms."""
+        """Return the bridge rows of one MTP head: those of its decoder layer, and of projection and norms."""
         prefix = f"mtp.layers.{head}.transformer_layer."
         block = lift(self.block_rows(hf_config), prefix, self.mtp.block(hf_config, head))
         return self.mtp.frame_rows(hf_config, head) + block
 
     def rows(self, hf_config: HfConfig, mtp_num_layers: int | None = None) -> list[Row]:
-        """Return the rows of the whole model with this number of MTP layers (default: the number in config.json)."""
+        """Return the bridge rows of the whole model with this number of MTP layers (default: the number in
+        config.json)."""
         if mtp_num_layers is None:
             mtp_num_layers = Heads.from_config(hf_config).layers
         heads = range(mtp_num_layers)

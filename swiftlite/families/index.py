@@ -98,7 +98,7 @@ def known_architecture(hf_config: HfConfig) -> Architecture | None:
 
 
 def _countable(family: Family, hf_config: HfConfig) -> Architecture | None:
-    """Return the architecture, if it has every size that the memory estimate requires."""
+    """Return the architecture; None if a size that the memory estimate requires is missing."""
     try:
         architecture = family.architecture(hf_config)
         architecture.outside.local_vocab(Rank())

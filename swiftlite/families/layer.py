@@ -34,7 +34,8 @@ class Sublayer(Protocol):
     def rows(self) -> list[Row]:
         """Return the bridge rows, with names relative to the layer.
 
-        Hugging Face names are those of Llama, or of the first family with such a module.
+        A row maps Hugging Face tensors to a Megatron parameter. Hugging Face names are those of Llama, or of the first
+        family with such a module.
         """
         ...
 

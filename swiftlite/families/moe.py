@@ -145,7 +145,7 @@ def _prefix(hf_config: HfConfig, head: int) -> str:
 
 
 def frame_rows(hf_config: HfConfig, head: int, output_norm: str = "shared_head.norm") -> list[Row]:
-    """Return the rows of projection and norms of a head."""
+    """Return the bridge rows of a head's projection and norms."""
     return dense.frame_rows(hf_config, head, _prefix(hf_config, head), ("eh_proj", "enorm", "hnorm", output_norm))
 
 

@@ -13,7 +13,7 @@ from swiftlite.heads.drafting import Drafting
 DEPTH_KEY = "num_nextn_predict_layers"
 """Key of config.json for the number of MTP layers, which engines read."""
 QWEN3_5_DEPTH_KEY = "mtp_num_hidden_layers"
-"""The same key for Qwen3.5 and 3.6."""
+"""Key of config.json for the number of MTP layers in Qwen3.5 and 3.6."""
 UNROLL_KEY = "mtp_unroll"
 """Key of an export's config.json for the number of tokens that its single MTP layer was trained to draft. No engine
 reads it."""

@@ -40,7 +40,8 @@ def forward_step_of(
     """Return the forward step that runs each micro-batch through the model.
 
     Args:
-        compute: returns the sum to minimize, its number of targets, and the statistics of a micro-batch.
+        compute: returns for a micro-batch the loss summed over targets, the number of these targets, and the
+            statistics.
         balance: as for `forward`.
     """
 

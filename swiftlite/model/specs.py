@@ -170,7 +170,7 @@ def decoder_spec(
 def mtp_spec(
     config: TransformerConfig, block: Layer, is_unrolled: bool = False, modules: Modules = LOCAL
 ) -> MultiTokenPredictionBlockSubmodules | None:
-    """Return the spec of `mtp_num_layers` heads; None at depth 0.
+    """Return the spec of `mtp_num_layers` heads; None without heads.
 
     Args:
         block: the decoder layer inside each head, `Architecture.mtp_block`.

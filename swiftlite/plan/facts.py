@@ -148,7 +148,7 @@ def model_of_run(run: Path) -> str | None:
     A name on the hub includes the commit that the run used.
 
     Raises:
-        UserError: it is a name that is neither on the hub nor in its cache.
+        UserError: the run started from a name on the hub that is neither available there nor in the cache.
     """
     if run.name.startswith("checkpoint-"):
         run = run.parent

@@ -97,7 +97,7 @@ def new_heads_learn_alone(args: SftArgs, checkpoint: Heads) -> bool:
 
 
 def heads_tuner_of(args: SftArgs, checkpoint: Heads) -> HeadsTuner:
-    """Return how the heads are trained with adapters."""
+    """Return how MTP heads are trained in a run that trains adapters."""
     if args.mtp_tuner is not None:
         return args.mtp_tuner
     if mtp_init_of(args, checkpoint) in ("checkpoint", "graft"):

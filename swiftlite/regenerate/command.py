@@ -121,7 +121,7 @@ def _last_prompts(
 
 
 def _asking(chats: Sequence[Conversation]) -> dict[int, Conversation]:
-    """Return the rows with a prompt, by their number; in the others the assistant only calls tools."""
+    """Return the rows with a prompt, by row number; in all other rows the assistant only calls tools."""
     return {row: chat for row, chat in enumerate(chats) if answered_turns(chat)}
 
 

@@ -132,7 +132,7 @@ class Dialogues:
         return itertools.product(self.chats, range(self._num_answers))
 
     def turns_so_far(self, row: int, answer: int) -> list[RegeneratedTurn]:
-        """Return the answers of one conversation, which ends at an answer that is not kept."""
+        """Return the answers of one conversation so far; an answer that is not kept is the last one."""
         said = []
         for turn in range(self._num_turns[row]):
             found = self.answers.get(Request(turn, row, answer))

@@ -166,7 +166,7 @@ def check_layout(layout: ParallelLayout, num_processes: int) -> None:
     """Check that a layout fits the number of processes.
 
     Raises:
-        OptionError: it does not.
+        OptionError: the layout does not fit.
     """
     if problems := process_problems(layout, num_processes):
         raise OptionError(problems)

@@ -100,7 +100,7 @@ class AnswersFile:
         """Append the answer to a prompt, as one complete line.
 
         Raises:
-            UserError: it cannot be written; the file is unchanged.
+            UserError: the line cannot be written; the file is unchanged.
         """
         line = as_line(record)
         try:

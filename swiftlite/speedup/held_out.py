@@ -50,7 +50,7 @@ def write_rows(path: Path, rows: Sequence[Any]) -> None:
     """Write rows to a file.
 
     Raises:
-        UserError: it cannot be written.
+        UserError: the file cannot be written.
     """
     try:
         atomic_write(path, b"".join(json.dumps(row).encode() + b"\n" for row in rows))

@@ -61,7 +61,7 @@ class Progress:
         """Write the file.
 
         Raises:
-            UserError: it cannot be written.
+            UserError: the file cannot be written.
         """
         try:
             atomic_write(directory / FILE, json.dumps(asdict(self), indent=2).encode() + b"\n")

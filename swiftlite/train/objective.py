@@ -36,7 +36,7 @@ class Objective(Protocol):
         ...
 
     def count_targets(self, batches: Sequence[Batch]) -> torch.Tensor:
-        """Count the targets in these whole micro-batches: int64 of any shape.
+        """Count the targets in these micro-batches, whose rows are not split over ranks yet: int64 of any shape.
 
         Only the last pipeline stage has labels, so the result is used only from there.
         """

@@ -142,7 +142,7 @@ def check_ranks_agree(args: SftArgs, hf_model: HfModel, plan: Plan, data: Data, 
     """Check that all ranks have the same options and files; nodes may have separate copies.
 
     Raises:
-        UserError: they differ; raised on every rank, with the differences.
+        UserError: options or files differ; raised on every rank, with the differences.
     """
     # These may differ between nodes.
     where = ("model", "mtp_graft_from", "cache_trunk_states", "output_dir", "dataset", "val_dataset")

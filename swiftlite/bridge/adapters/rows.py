@@ -75,7 +75,8 @@ def adapted_modules(row: Row, lora: Lora) -> list[str]:
 
 
 def adapter_rows(rows: Iterable[Row], lora: Lora) -> list[Row]:
-    """Return the rows of all adapters from the model's rows. HF names are PEFT's names without prefix."""
+    """Return the bridge rows of all adapters, derived from those of the model. HF names are PEFT's names without
+    prefix."""
     return list(chain.from_iterable(_rows_of_layer(layer, lora) for layer in adapted_rows(rows, lora)))
 
 
@@ -107,7 +108,7 @@ def saved_names(lora: Lora, rows: Iterable[Row]) -> set[str]:
     """Return the Megatron names of the trunk's parameters that are trained in full, including copies.
 
     Args:
-        rows: the rows of the trunk.
+        rows: the bridge rows of the trunk.
     """
     names: set[str] = set()
     for row in rows:

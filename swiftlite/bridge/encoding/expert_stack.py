@@ -21,7 +21,7 @@ _STACK_OF = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj"
 
 
 def unfold(entries: Mapping[str, Entry]) -> dict[str, Entry]:
-    """Return the entries with each stack replaced by the entries of its experts.
+    """Return the tensors' locations, with each stack of experts replaced by the locations of its experts' tensors.
 
     A stack with an invalid shape, or whose experts also exist as single tensors, is kept, so that `binding.py` reports
     it as unexpected.
@@ -83,7 +83,7 @@ def _num_parts(name: str) -> int:
 
 
 def _experts_of(key: str, entry: Entry) -> dict[str, Entry]:
-    """Return the entries of the experts in a stack; empty if this is not a stack."""
+    """Return the locations of the experts' tensors in a stack; empty if this is not a stack."""
     prefix, _, name = key.rpartition(".")
     if not prefix.endswith(".experts") or name not in _PARTS or len(entry.shape) != 3:
         return {}

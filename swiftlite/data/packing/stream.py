@@ -53,7 +53,7 @@ class Readers:
         return row % self.size
 
     def say(self, owner: int, text: str) -> str:
-        """Broadcast the text of one reader to all readers; collective."""
+        """Broadcast `text` from the reader `owner` to all readers; collective."""
         sent = list(text.encode()) if owner == self.rank else []
         return bytes(self.gather(sent)[owner]).decode()
 

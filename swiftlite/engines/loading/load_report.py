@@ -133,7 +133,7 @@ class Loading:
         )
 
     def _unread(self) -> list[str]:
-        """Describe keys that were not read, except derived tensors and the copies in tied models."""
+        """Return a problem (one line) for each tensor that was not read, except derived tensors and copies."""
         family = self.model.family
         copies = chain.from_iterable(row.hf_copies for row in family.rows(self.model.config))
         keys = (self.recorder.keys - self.recorder.used).difference(copies)

@@ -110,7 +110,7 @@ class DryLoad(LoadTracker):
     """Tracker for an engine's `load_weights` on `weights()`, without reading or allocating tensors.
 
     Args:
-        entries: the checkpoint's tensors: HF key -> shape and dtype.
+        entries: shape and dtype of each tensor of the checkpoint, by HF key.
 
     Attributes:
         keys: keys of all tensors.

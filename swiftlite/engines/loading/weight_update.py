@@ -146,7 +146,7 @@ class WeightUpdate:
         """Check that the engine's layout supports weight updates.
 
         Raises:
-            UserError: it does not, see `unsupported_layout`.
+            UserError: the layout does not support them, see `unsupported_layout`.
         """
         if self._layout:
             raise UserError(

@@ -212,7 +212,7 @@ class MLASelfAttention(McoreMLASelfAttention):
         return latent, key_pos
 
     def _scatter(self, latent: torch.Tensor) -> torch.Tensor:
-        """Return this sequence-parallel rank's part, because the next layer gathers the sequence."""
+        """Return this sequence-parallel rank's part of a latent, because the next layer gathers the sequence."""
         if not self.config.sequence_parallel:
             return latent
         return scatter_to_sequence_parallel_region(latent, group=self.tp_group)

@@ -79,7 +79,8 @@ class TopKRouter(McoreTopKRouter):
         group_T: torch.Tensor,
         num_groups: int,
     ) -> torch.Tensor:
-        """Return `probs` unchanged, with the loss attached: their backward pass also computes its gradient."""
+        """Return `probs` unchanged, with the loss attached: the backward pass of `probs` also computes the loss's
+        gradient."""
         tokens = self.tokens
         assert tokens is not None
         summed = tokens_times_loss(scores_TE, chosen_TE, group_T, num_groups, self.tp_cp_group)

@@ -102,7 +102,7 @@ class _DataState(BaseModel, strict=True):
 
 
 class _State(BaseModel, strict=True):
-    """The required entries of trainer_state.json."""
+    """The required keys of trainer_state.json."""
 
     step: _Count
     mtp_num_layers: _Count

@@ -135,7 +135,8 @@ def set_state(slots: Sequence[Slot], loaded: dict[str, torch.Tensor], step: int)
     """Copy loaded state into the optimizer; collective over data-parallel ranks.
 
     Args:
-        loaded: `state_to_load` after `dist_checkpointing.load`; entries are removed one by one to free memory.
+        loaded: result of `state_to_load`, filled by `dist_checkpointing.load`; tensors are removed one by one to free
+            memory.
     """
     for number, (slot, owner) in enumerate(zip(slots, _owners(slots), strict=True)):
         for kind in slot.kinds:

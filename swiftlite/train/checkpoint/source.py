@@ -126,7 +126,7 @@ def check_source(run_dir: Path) -> None:
     """Check that no link in source/ points outside of the run, because an export copies these files.
 
     Raises:
-        UserError: a link points outside, or an entry is not a file.
+        UserError: a link points outside, or source/ contains something other than files.
     """
     source = run_dir / "source"
     try:

@@ -145,7 +145,7 @@ class Reference:
         """Create the directory if it does not exist.
 
         Raises:
-            UserError: it contains other files, or cannot be written.
+            UserError: the directory contains other files, or cannot be written.
         """
         check_writable(FLAG, self.directory)
         if any(self.directory.iterdir()) and not self._files():
@@ -163,7 +163,7 @@ class Reference:
         """Return the stored log-probabilities.
 
         Raises:
-            UserError: they belong to another model or are damaged.
+            UserError: the stored log-probabilities belong to another model or are damaged.
         """
         answers: Answers = {}
         for path in self._files():

@@ -143,7 +143,7 @@ def open_metric_loggers(
         config: the run's options, without secrets.
 
     Raises:
-        UserError: one of them cannot be opened.
+        UserError: a metric logger cannot be opened.
     """
     metric_loggers: list[MetricLogger] = [ProgressBar(last), MetricsFile(output_dir / METRICS_FILE, first, last)]
     if "tensorboard" in report_to:
