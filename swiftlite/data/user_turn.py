@@ -14,6 +14,7 @@ from swiftlite.data.template import ChatTemplate
 from swiftlite.errors import UserError
 
 MARK = "@@swiftlite marks this user turn@@"
+ANSWER = "@@swiftlite marks this answer@@"
 
 
 class UserTurn:
@@ -28,13 +29,13 @@ class UserTurn:
 
     def __init__(self, template: ChatTemplate):
         self._template = template
-        exchange = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        exchange = [{"role": "user", "content": "a"}, {"role": "assistant", "content": ANSWER}]
         try:
             _, end = self._around([])
             before, _ = self._around(exchange)
         except RowError as error:
             raise UserError(f"--self_prompts: {error.problem}", "use --dataset") from None
-        between = before.rpartition("b")[2].strip().removeprefix(template.turn_end)
+        between = before.rpartition(ANSWER)[2].strip().removeprefix(template.turn_end)
         if not between.strip():
             raise _unusable("has no text at the start of a user turn")
         ids = template.tokenize(end.lstrip())
