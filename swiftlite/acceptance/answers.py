@@ -29,7 +29,7 @@ def written_tokens(answer: Sequence[int], steps: Iterable[DraftStep]) -> list[Wr
 
     Args:
         answer: token ids; the first one is generated from the prompt alone.
-        steps: steps of an engine over the prompt's last token and the answer, `draft_steps(..., first=1)`.
+        steps: result of `draft_steps(..., first=1)` for a row of the prompt's last token and the answer.
     """
     written = [WrittenToken(token, 0, None) for token in answer]
     for place, drafts, accepted in steps:

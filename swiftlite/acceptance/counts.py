@@ -1,8 +1,9 @@
 """Compute how many draft tokens an engine would accept, from one pass over a greedy continuation.
 
 Greedy verification accepts a draft token if it equals the trunk's next token. A pass over the trunk's greedy
-continuation computes every draft token that an engine would draft after accepted ones, because its context consists of
-the same tokens. Following the row from step to step therefore gives the engine's counts without running it.
+continuation computes every draft token that an engine would draft after accepted ones, because the context of such a
+draft token consists of the same tokens. Following the row from step to step therefore gives the engine's counts without
+running it.
 """
 
 from collections.abc import Iterable, Iterator
@@ -99,7 +100,7 @@ def count_steps(steps: Iterable[DraftStep], depth: int) -> DraftCounts:
 
 
 def replay(agrees_KS: torch.Tensor, counted_KS: torch.Tensor) -> DraftCounts:
-    """Count the steps of an engine over given rows, which accepts draft tokens that equal the trunk's prediction.
+    """Count the steps of an engine that decodes given rows and accepts draft tokens that equal the trunk's prediction.
 
     If the trunk generated the answers greedily, these are the counts of an engine that generates them.
 

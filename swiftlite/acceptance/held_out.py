@@ -168,7 +168,7 @@ class HeldOut:
         return described
 
     def _batches(self) -> Iterator[Sequence[int]]:
-        """Yield the numbers of the prompts that all ranks continue together, the longest prompts first."""
+        """Yield the indices of the prompts that all ranks continue together, the longest prompts first."""
         numbers = sorted(range(len(self.prompts)), key=lambda number: -len(self.prompts[number]))
         while numbers:
             longest = min(len(self.prompts[numbers[0]]) + self.max_new_tokens, self.max_length)

@@ -110,7 +110,8 @@ def convert(option: Option, value: Any) -> Any:
 
 
 def _validated(kind: Any, value: Any, hint: str = "") -> Any:
-    """Return the value as this type. Only numbers may be strings; pydantic also accepts 2.0 for int, or 1 for true.
+    """Return the value, checked to have this type. Only numbers may be strings; pydantic also accepts 2.0 for int, or 1
+    for true.
 
     Raises:
         UserError: the value has a different type.

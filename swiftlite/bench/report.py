@@ -33,7 +33,7 @@ COLUMNS = (
 
 
 def choose_all(servers: Sequence[ServerResult]) -> dict[int, Choice]:
-    """Return the choice at each concurrency.
+    """Return the recommended number of draft tokens at each concurrency.
 
     Args:
         servers: measurements; the first and the last are without drafts.

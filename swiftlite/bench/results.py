@@ -44,7 +44,7 @@ class ConcurrencyResult:
 
     @property
     def mean_accepted_length(self) -> float:
-        """Tokens per step."""
+        """Mean number of tokens that a step generates."""
         if self.counts is None:
             return 1.0
         return 1 + self.counts.accepted / max(self.counts.drafts, 1)
@@ -102,9 +102,9 @@ class Choice:
     """The recommended number of draft tokens at one concurrency.
 
     Attributes:
-        ratios: for each number above 0, its median tokens per second divided by that of the faster server without
-            drafts.
-        drift: relative speed-up of the server without drafts from the beginning to the end.
+        ratios: for each number of draft tokens above 0, the median tokens per second, divided by those of the faster of
+            both measurements without drafts.
+        drift: relative speed-up of the server without drafts from its first to its last measurement.
         reason: one sentence.
     """
 
@@ -123,10 +123,11 @@ def choose(
     """Return the fastest number of draft tokens that is reliably faster than no drafts; otherwise 0.
 
     Args:
-        first, last: rounds without drafts, before and after all others, which show the noise of the machine.
-        speeds: rounds for each number of tokens above 0.
-        lengths: mean accepted length for each number of tokens. A step that verifies drafts takes at least as long as a
-            step without drafts, so this is the maximum speed-up; a larger one is noise.
+        first, last: tokens per second of the rounds without drafts, measured before and after all others; their
+            difference shows the noise of the machine.
+        speeds: tokens per second of the rounds, for each number of draft tokens above 0.
+        lengths: mean accepted length, for each number of draft tokens. A step that verifies drafts takes at least as
+            long as a step without drafts, so this is the maximum speed-up; a larger one is noise.
     """
     limit = np.percentile([*first, *last], FAST_END)
     middle = max(np.median(first), np.median(last))

@@ -127,8 +127,8 @@ def bind(
 
     Args:
         shards: the parameters of this rank.
-        rows: rows that claim their HF keys.
-        borrowed: rows that read HF keys claimed by other rows (a head that is initialized from the last layer).
+        rows: bridge rows. Each claims its HF keys: they must not be in any other row.
+        borrowed: bridge rows that read HF keys claimed by other rows (a head that is initialized from the last layer).
         not_read: Megatron names that are filled from other sources.
         others_hold: returns whether a parameter that is not in `shards` can be on another rank.
         hf_shapes: when loading, shapes of the HF tensors; every key must be claimed or ignored.

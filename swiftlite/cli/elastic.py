@@ -136,7 +136,7 @@ class _FirstFailure:
     """Exit code of the whole job: that of the rank, or 128 + N for signal N."""
     how: str
     lost_connection: str
-    """Traceback of a rank that only lost its connection to another one, and did not print it; otherwise empty."""
+    """The traceback, which the rank did not print, if it only lost its connection to another rank; otherwise empty."""
 
 
 def _first_failure(failures: "dict[int, ProcessFailure]") -> _FirstFailure:

@@ -158,7 +158,7 @@ def _flags(args: DoctorArgs) -> str:
 
 
 def _nothing_fits(args: DoctorArgs, hf_config: HfConfig, gpu: Gpu, gpu_memory_gb: float) -> str:
-    """Return the number of GPUs that the run requires.
+    """Return a text with the number of GPUs that the run requires.
 
     Raises:
         UserError: the batch does not divide over any layout of these GPUs.

@@ -174,7 +174,8 @@ def load_prompts(
     `.prompt()` of a conversation omits the last assistant turn, and `.answer()` is the text of this turn.
 
     Args:
-        max_bad_rows: maximum number of bad rows, which are dropped and logged. None: the command has no such option.
+        max_bad_rows: maximum number of bad rows, which are dropped and logged. None: no bad row is allowed, because the
+            command has no option for it.
 
         Raises:
             UserError: a file cannot be read, or there are more bad rows than allowed.

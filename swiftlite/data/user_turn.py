@@ -47,7 +47,7 @@ class UserTurn:
         """Return the tokens up to the start of the user turn that follows a conversation.
 
         Raises:
-            UserError: the template cannot render it; names its source.
+            UserError: the template cannot render the conversation; the error names its `file:line`.
         """
         try:
             before, _ = self._around(chat.messages)

@@ -1,7 +1,7 @@
 """Define the interface of engines: token ids in, token ids out, and counts of drafts.
 
-An adapter is a class with these methods; the `EngineInfo` of its engine contains its name (`info.py`). Adapters and
-their dependencies are imported only when `start_engine` is called with the engine's name.
+An adapter is a class with these methods; the engine's `EngineInfo` (`info.py`) contains the name of the class. Adapters
+and their dependencies are imported only when `start_engine` is called with the engine's name.
 """
 
 from collections.abc import Callable, Sequence
@@ -99,7 +99,8 @@ class EngineConfig:
 
 
 OnAnswer = Callable[[int, Completion], None]
-"""Function called with the index of the prompt as soon as its answer is finished, in any order."""
+"""Function called with the index of a prompt and its completion as soon as this is finished; prompts finish in any
+order."""
 
 
 class Engine(Protocol):

@@ -39,7 +39,7 @@ class EngineInfo:
     """One engine.
 
     Attributes:
-        name: its value in --infer_backend.
+        name: the engine's name in --infer_backend.
         label: the engine's official name.
         package: the Python package; an engine without it counts as not installed.
         distributions: possible names of its pip distribution.
@@ -54,8 +54,9 @@ class EngineInfo:
         serves_adapters: whether its server supports adapters, tested to give the answers of the merged model.
         is_batched: whether the engine processes several prompts at once.
         options_class: class of the engine's own options in args/fields.py, a base class of the commands' classes; None
-            if there are none. Every name starts with the engine's name. read_speculative_config: function that maps a
-            command's options to the user's speculative options under the engine's names, or None if there are none.
+            if there are none. The name of each option starts with the engine's name.
+        read_speculative_config: function that maps a command's options to the user's speculative options under the
+            engine's names, or None if there are none.
         rules: functions that yield (problem, hint) for invalid options.
         server: name of the function that returns a `ServerCommand`; its arguments are `DeployArgs`, an `HfModel`,
             whether the server drafts, and a `DraftSchedule` or None. "": the engine has no server, and `deploy` does

@@ -18,7 +18,8 @@ def is_split_by_columns(name: str) -> bool:
 
 
 def adapter_parameters(rows: Iterable[Row], lora: Lora, rank: Rank) -> ParameterCount:
-    """Count the adapter parameters of these rows on a rank; one of A and B is split like the layer, one is whole."""
+    """Count the adapter parameters of these rows on a rank; one of A and B is split like the layer, the other is
+    whole."""
     dense, expert_total = 0, 0
     for row in adapted_rows(rows, lora):
         if ".experts." in row.mcore:

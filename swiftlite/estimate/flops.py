@@ -46,9 +46,9 @@ class Flops:
         """Return the operations of a step.
 
         Args:
-            num_tokens: sum of the lengths of its sequences.
-            squares: sum of their squares.
-            num_targets: labels of the trunk and of each MTP depth that are not ignored.
+            num_tokens: sum of the lengths of the step's sequences.
+            squares: sum of the squared lengths of these sequences.
+            num_targets: number of labels that are not ignored, of the trunk and of each MTP depth.
         """
         vocabulary = sum(each * number for each, number in zip(self.targets, num_targets, strict=True))
         return self.linear * num_tokens + self.square * squares + vocabulary

@@ -2,7 +2,7 @@
 
 The reference model is evaluated before the first step, when the model, its gradient buffers and the optimizer's float32
 weights are already allocated. Moments are allocated in the first step, when the reference model has been freed. A rank
-therefore needs the larger one of two sums. Does not import torch.
+therefore needs the larger of two sums: one with the reference model, the other with the moments. Does not import torch.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Run `swiftlite evaluate`: measure the acceptance by depth and channel, of a model and of a baseline."""
+"""Run `swiftlite evaluate`: measure the acceptance of a model and of a baseline, by depth and channel."""
 
 import json
 from pathlib import Path

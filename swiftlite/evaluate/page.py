@@ -17,7 +17,7 @@ METHODS = {
     "teacher_forced": "Share of labels where a head predicts the same token as its trunk.",
     "replayed": "Acceptance of simulated speculative decoding over the same rows, which skips accepted tokens.",
 }
-"""Descriptions of measurements; see `_meaning` for the others."""
+"""Descriptions of the measurements without an engine; `_meaning` describes those with an engine."""
 
 
 def evaluation_page(

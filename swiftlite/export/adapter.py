@@ -25,7 +25,7 @@ def check_can_be_written(checkpoint: Path, lora: Lora | None, hf_model: HfModel,
     """Check that PEFT can represent every adapter and every module that was trained in full.
 
     Raises:
-        UserError: names the part that it cannot represent.
+        UserError: PEFT cannot represent a part; the error names it.
     """
     if lora is None:
         raise UserError(f"--merge_lora false: {checkpoint} has no adapters; it was trained in full", _MERGE)

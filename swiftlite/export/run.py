@@ -163,7 +163,7 @@ def to_mcore(args: ExportArgs, mesh: Mesh) -> None:
 
 
 def _measured_run(args: ExportArgs, checkpoint: Path) -> Path | None:
-    """Return the run if its acceptance.json, which is written at its end, describes the heads of this export."""
+    """Return the run if its acceptance.json, written when it ends, describes the heads of this export; else None."""
     is_last = checkpoint.name == run_checkpoints(checkpoint.parent)[-1].name
     if not is_last or args.mtp != "keep" or args.mtp_graft_from or args.draft_vocab is not None:
         return None

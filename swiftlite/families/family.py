@@ -61,7 +61,8 @@ class Family:
         tower: computes embeddings of inputs other than tokens, such as images; None without a tower.
         language_model: prefixes of the HF names of the language model, its heads and its tower, if files contain other
             parts, such as a vision tower that is not computed here; empty otherwise.
-        memory_names: prefixes of HF names (within a layer) that transformers renames in memory, with the new ones.
+        memory_names: maps prefixes of HF names (within a layer) to those that transformers uses in memory, if they
+            differ.
         norm_start: initial weight of norms: 1, or 0 if the weight is added to 1.
     """
 

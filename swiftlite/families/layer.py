@@ -80,8 +80,8 @@ class Attention(Sublayer, Protocol):
         ...
 
     def gathered(self, rank: Rank) -> int:
-        """Return the bytes, such as keys and values of this rank's tokens, that other context-parallel ranks gather per
-        pass."""
+        """Return the bytes that every other context-parallel rank gathers from this rank per pass, such as keys and
+        values."""
         ...
 
     def macs_per_pair(self) -> int:
@@ -157,8 +157,8 @@ class Layer:
         return self.attention.macs_per_token() + self.mlp.macs_per_token()
 
     def activation_bytes(self, rank: Rank) -> int:
-        """Return the bytes that autograd saves on a rank in the two norms, at the inputs of attention and MLP, and in
-        these two."""
+        """Return the bytes that autograd saves on a rank: those of both norms, and of attention and MLP with their
+        inputs."""
         norms = 2 * rank.norm_activation_bytes(rank.sequence_tokens, self.attention.hidden)
         inputs = self.attention.input_activation_bytes(rank) + self.mlp.input_activation_bytes(rank)
         return norms + inputs + self.attention.activation_bytes(rank) + self.mlp.activation_bytes(rank)

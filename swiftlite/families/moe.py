@@ -16,7 +16,7 @@ _REQUIRED = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size")
 
 
 def mlp(hf_config: HfConfig, number: int) -> Mlp | MixtureOfExperts:
-    """Return the MLP of decoder layer `number`: the first `first_k_dense_replace` are dense."""
+    """Return the MLP of decoder layer `number`: dense in the first `first_k_dense_replace` layers, then a mixture."""
     if number < first_k_dense_replace(hf_config):
         return dense.mlp(hf_config)
     return mixture(hf_config)

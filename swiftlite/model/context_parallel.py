@@ -26,7 +26,7 @@ from swiftlite.runtime.device import on_device
 
 
 class Segment(NamedTuple):
-    """Consecutive queries of a rank, and the keys that the last of them sees: a prefix of its sequence."""
+    """Consecutive queries of a rank, and the keys that the last of these queries sees: a prefix of their sequence."""
 
     num_queries: int
     key_start: int

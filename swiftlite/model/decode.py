@@ -130,7 +130,8 @@ def _check_use(model: GPTModel, cache: Cache) -> None:
 def _most_likely(
     model: GPTModel, hidden_T1H: torch.Tensor, predicted: torch.Tensor, output: OutputMatrix
 ) -> torch.Tensor:
-    """Return the most likely tokens [N] after the predicted positions; at most MAX_POSITIONS logits at a time."""
+    """Return the most likely tokens [N] after the predicted positions; logits are computed for MAX_POSITIONS at a
+    time."""
     hidden_NH = model.whole_sequence(hidden_T1H)[predicted, 0]
     token_N = torch.empty_like(predicted)
     for start in range(0, len(predicted), MAX_POSITIONS):

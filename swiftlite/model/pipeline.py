@@ -35,9 +35,9 @@ def run_pipeline(
     Args:
         model: the chunks of this rank, one per virtual pipeline stage.
         iterators: one per chunk, because each iterates over the micro-batches separately.
-        shapes: rows and tokens of each micro-batch, before the split over context-parallel ranks.
-        tells_shapes: whether stages first send the shape of each tensor, for which the host waits; required for
-            decoding, which sends other states than training (`model/decode.py`).
+        shapes: numbers of rows and of tokens per row of each micro-batch, before the split over context-parallel ranks.
+        tells_shapes: whether stages send a shape before each tensor, and the host waits for it; required for decoding,
+            which sends other states than training (`model/decode.py`).
         options: further options of megatron-core's schedules.
 
     Returns:

@@ -10,7 +10,7 @@ from swiftlite.runtime.mesh import Mesh
 
 
 def all_gather_rows(tensor_BS: torch.Tensor, mesh: Mesh, cu_seqlens: torch.Tensor | None = None) -> torch.Tensor:
-    """Gather whole rows on each context-parallel rank from the parts of all of them.
+    """Gather whole rows on each context-parallel rank from the parts of all context-parallel ranks.
 
     Args:
         cu_seqlens: starts of the sequences if the row is packed.

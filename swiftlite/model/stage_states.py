@@ -61,7 +61,7 @@ class StageStates:
         Args:
             has_prenorm: whether the tensor comes from the stage of the final norm and contains the state before the
                 norm, for heads on this or a later stage.
-            num_heads: D after the heads, 0 before them.
+            num_heads: number of heads' states in the tensor: D after the stage of the heads, 0 before it.
         """
         num_states = has_prenorm + 1 + num_heads
         states_SBH = [wire_SBH]

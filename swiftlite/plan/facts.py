@@ -1,4 +1,4 @@
-"""Collect what rules check besides options: config.json, run directories, the number of processes; no weights."""
+"""Collect what rules check besides options: config.json, run directories, the number of processes. Reads no weights."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

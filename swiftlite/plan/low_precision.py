@@ -67,8 +67,8 @@ class LowPrecision:
     @property
     def quantized(self) -> Quantized:
         """Bytes per element in memory, read from transformer_engine's tensor/*.py (2.20.2) and counted by
-        `tests/parallel/test_low_precision.py`. A Blackwell GPU stores weights of `tensorwise` in one order, half of
-        this."""
+        `tests/parallel/test_low_precision.py`. A Blackwell GPU stores weights of `tensorwise` in one order, in half of
+        these bytes."""
         copy, weights = {
             "tensorwise": (1, 2),
             "blockwise": (1 + 4 / 128, 2 + 2 * 4 / 128**2),

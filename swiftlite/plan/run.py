@@ -142,7 +142,7 @@ def row_multiple_of(
     """Return the required multiple of a row's length.
 
     Every rank has an equal part, whose number of tokens is a multiple of what low-precision products require. On GPUs,
-    padded rows have few distinct lengths, because cuDNN creates a plan for each length.
+    the multiple for padded rows is larger, so that they have few distinct lengths: cuDNN creates a plan for each.
     """
     needed = length_multiple(layout)
     if low_precision:
@@ -153,7 +153,7 @@ def row_multiple_of(
 
 
 def holds_out(args: SftArgs) -> bool:
-    """Return whether there are held-out rows: separate files, or a part of a dataset that is read as a whole."""
+    """Return whether there are held-out rows: those of --val_dataset, or a part of a --dataset that is not streamed."""
     is_whole = not args.streaming and args.sft_mock_dataset_config_json is None
     return bool(args.val_dataset) or (is_whole and args.split_dataset_ratio > 0)
 

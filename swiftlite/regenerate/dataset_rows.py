@@ -12,7 +12,7 @@ from swiftlite.log import logger
 from swiftlite.regenerate.dialogue import Dialogues, prompt_after
 
 NumberedRow = tuple[int, dict[str, Any]]
-"""Number of the row in --dataset that a row comes from, and the row."""
+"""A row, after the number of the row in --dataset that it comes from."""
 
 
 @dataclass(frozen=True)

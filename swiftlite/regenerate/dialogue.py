@@ -86,7 +86,7 @@ def longest_prompt(chat: Conversation) -> Conversation:
 
 
 def distinct(chats: Mapping[int, Conversation]) -> dict[int, Conversation]:
-    """Return the first of the conversations with equal prompts.
+    """Return the conversations without those whose prompt equals that of an earlier conversation.
 
     Args:
         chats: conversations with a prompt, by number of the row.
@@ -103,7 +103,7 @@ class Dialogues:
 
     Args:
         chats: conversations by number of the row.
-        num_answers: number of answers to each conversation, from its first turn.
+        num_answers: number of times that each conversation is answered, from its first turn on.
         drop_truncated: whether a truncated answer ends its conversation and is removed.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""Make report.json: counts of rows, ends of answers, and their lengths."""
+"""Make report.json: counts of rows, how answers ended, and the lengths of answers."""
 
 from collections import Counter
 from collections.abc import Sequence

@@ -31,14 +31,14 @@ TEMPERATURE, TOP_P = 1.0, 0.95
 
 
 class SelfPromptWriter:
-    """Write `--self_prompts` conversations of `--self_turns` user turns each.
+    """Writes `--self_prompts` conversations of `--self_turns` user turns each.
 
     Args:
         template: chat template of `model`.
         sampling: settings of the answers between user turns.
 
     Attributes:
-        longest: maximum length of a prompt for the last answer, in tokens.
+        longest: maximum length, in tokens, of the prompt for the last answer of a conversation.
 
     Raises:
         UserError: --topics cannot be read, or the chat template does not support prompts for a user turn.

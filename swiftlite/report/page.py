@@ -56,7 +56,7 @@ class MarkedAnswer:
     """A held-out prompt and its answers after and before training, by token (`swiftlite.acceptance.answers.describe`).
 
     Attributes:
-        note: number of drafted tokens.
+        note: text with the number of drafted tokens.
     """
 
     prompt: str

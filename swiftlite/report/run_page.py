@@ -151,7 +151,7 @@ def held_out_agreement(run: RunFiles) -> list[Line]:
 
 
 def position_bars(measured: dict[str, dict[str, Any]]) -> Figure:
-    """Draw the acceptance by draft position, with a bar for each name."""
+    """Draw the acceptance by draft position, with a bar for each key of `measured`."""
     depth = max(len(counts["acceptance_per_position"]) for counts in measured.values())
     bars = []
     for name, counts in measured.items():
@@ -227,7 +227,7 @@ def _training_section(run: RunFiles) -> Section | None:
 
 
 def lines_of(run: RunFiles, pattern: str, name: str) -> list[Line]:
-    """Return a line for each metric that matches the pattern, named by its groups."""
+    """Return a line for each metric whose name matches the pattern; the groups of the match name the line."""
     names = sorted(set().union(*run.metrics))
     lines = []
     for metric in names:

@@ -268,7 +268,7 @@ def without_effect(args: Any, idle: dict[str, tuple[bool, str]]) -> Iterator[str
     """Yield a note for each option that differs from its default and has no effect.
 
     Args:
-        idle: by name of an option, whether it has no effect, and the reason.
+        idle: for each of some options, by name, whether it has no effect, and the reason.
     """
     values = vars(args)
     known = options(type(args))

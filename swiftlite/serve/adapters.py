@@ -19,7 +19,7 @@ _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".safetensors.ind
 def with_adapters(base: HfModel, adapters: str | None) -> Iterator[HfModel]:
     """Yield the model for an engine: the model itself, or a temporary copy with the adapters merged.
 
-    Merged adapters work with every engine, including heads, at the same speed.
+    Merged adapters, including those of MTP heads, work with every engine, and at the speed of the base model.
 
     Raises:
         UserError: the adapters are unreadable or belong to another model.

@@ -80,7 +80,8 @@ def schedule(
         packing_length: maximum number of tokens of a micro-batch.
         linear, square: work per token and per squared token, in the same unit.
         multiple: multiple to which each sequence is padded; padding counts as tokens and as work.
-        num_multiple_of: required multiple of the number of micro-batches, the pipeline size with virtual stages.
+        num_multiple_of: the number of micro-batches per rank is a multiple of this, with virtual stages the pipeline
+            size.
 
     Raises:
         UserError: see `packing.check_lengths`.

@@ -74,7 +74,7 @@ class Conversation:
         tools: unchanged JSON schemas.
         channel: name of the row's domain.
         source: `file:line`; for Parquet, the number of the row instead of the line.
-        rejected: the rejected answer instead of the last turn; None if the row is not a pair.
+        rejected: the rejected answer, an alternative to the last turn; None if the row is not a pair.
         trains_heads: whether MTP heads are trained on the last turn.
         extras: values for the training method, such as a label; see `Sample.extras`.
     """

@@ -47,7 +47,7 @@ class LoadTracker(TorchDispatchMode):
         """Return parameters that were not written completely: name -> number of unwritten elements.
 
         Args:
-            elsewhere: suffixes of parameters that are filled in another way, which are omitted.
+            elsewhere: suffixes of parameters that are filled in another way; these parameters are not returned.
         """
         left = {}
         for name, parameter in model.named_parameters():

@@ -2,8 +2,8 @@
 
 Buckets are sent one at a time, so that neither side holds a second model: as files in the temporary directory, or from
 GPU to GPU if the engine supports it. Each engine has its own channel (`engines/vllm/live/weight_channel.py`,
-`engines/sglang/weight_channel.py`), and its workers load the tensors in `weight_transfer.py` next to it. The weights
-come from an iterable, such as that of `train/live_weights.py`.
+`engines/sglang/weight_channel.py`), and its workers load the tensors with the code in `weight_transfer.py` of the same
+folder. The weights come from an iterable, such as that of `train/live_weights.py`.
 """
 
 import tempfile
@@ -74,7 +74,7 @@ class WeightUpdate:
         name: name of the engine.
         model: the model that the engine was started with; new tensors must have the same names and shapes.
         drafts: whether the engine runs the model's MTP heads.
-        layout: unsupported part of the engine's layout, see `unsupported_layout`.
+        layout: why the engine's layout does not support updates, as returned by `unsupported_layout`; empty if it does.
     """
 
     def __init__(self, name: str, channel: Channel, model: HfModel, drafts: bool, layout: str = ""):
@@ -90,7 +90,8 @@ class WeightUpdate:
     def run(self, target: Iterable[Bucket] | None, draft: Iterable[Bucket] | None) -> None:
         """Send new weights to the engine, target and draft in separate transfers.
 
-        The next request uses them, and the prefix cache is cleared. After a failure, `check_whole` raises an error.
+        The next request uses the new weights, and the prefix cache is cleared. After a failure, `check_whole` raises an
+        error.
 
         Args:
             target: all HF tensors of the trunk; None keeps the current trunk.

@@ -68,7 +68,8 @@ def take(
     """Replace WeightUpdater.update_weights_from_tensor (`stock`) for the three formats of this file.
 
     Args:
-        named_tensors: one tensor, whose name is the path of the file, or with FINISH the part that was sent.
+        named_tensors: one tensor, whose name is the path of the file or, with FINISH, the model (target or draft) that
+            received the weights.
 
     Returns:
         Whether it succeeded, and a message. Nothing is raised, because an exception would end SGLang.

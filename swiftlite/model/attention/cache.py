@@ -78,8 +78,7 @@ class Cache:
         return (*map(len, self.spans), num_tokens - self.num_tokens)
 
     def keep(self, name: Name, new_T: torch.Tensor) -> torch.Tensor:
-        """Write values [T, ...] of this pass's tokens into the tensor cached as `name`; return this tensor, [B, C,
-        ...]."""
+        """Write this pass's values [T, ...] into the tensor cached as `name`, and return this tensor, [B, C, ...]."""
         kept = self._kept.get(name)
         if kept is None:
             # Initialized to zeros: masked values are multiplied by 0 in attention, and 0 * NaN would be NaN.

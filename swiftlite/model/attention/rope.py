@@ -58,12 +58,12 @@ class RotaryEmbedding:
     megatron-core recomputes them in every layer, separately for queries and keys, with its own frequencies.
 
     Args:
-        hf_config: the model's config.json, or its part about the frequencies.
+        hf_config: the model's config.json, or only its keys about rotary frequencies.
         device: device of the result.
         dtype: dtype of the result; computed in float32.
 
     Raises:
-        UserError: transformers does not support the type.
+        UserError: transformers does not support the `rope_type`.
     """
 
     def __init__(self, hf_config: dict[str, Any], device: torch.device, dtype: torch.dtype):

@@ -52,7 +52,7 @@ class Linear(Protocol):
 
     Attributes:
         weight: [out, in]; a rank can hold a part of the rows (`partition_dim` 0) or of the columns (1).
-        explicit_expert_comm: whether the caller reduces over ranks.
+        explicit_expert_comm: whether the layer leaves the reduction of its output over ranks to its caller.
     """
 
     weight: nn.Parameter

@@ -64,11 +64,11 @@ class _Linear(AddsGradients):
 
 
 class ColumnParallelLinear(_Linear, TEColumnParallelLinear):
-    """megatron-core's wrapper."""
+    """megatron-core's wrapper of Transformer Engine's column-parallel layer."""
 
 
 class RowParallelLinear(_Linear, TERowParallelLinear):
-    """megatron-core's wrapper."""
+    """megatron-core's wrapper of Transformer Engine's row-parallel layer."""
 
 
 class GroupedMLP(experts.GroupedMLP):

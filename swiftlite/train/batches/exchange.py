@@ -98,7 +98,7 @@ def stage_fields(layout: ParallelLayout, mtp_num_layers: int) -> list[Fields]:
     """Return the fields that each pipeline rank needs: ids for embeddings, including those of MTP layers, and labels
     and weights for the loss. Positions follow from lengths, which every rank receives.
 
-    Example: for three stages with the MTP layers on the second, it is `IDS`, `IDS`, `TARGETS`.
+    Example: for three stages with the MTP layers on the second, the result is `IDS`, `IDS`, `TARGETS`.
     """
     last = layout.pipeline_model_parallel_size - 1
     with_embedding = {0}

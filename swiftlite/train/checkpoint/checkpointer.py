@@ -220,7 +220,7 @@ class Checkpointer:
         """Rename an asynchronous checkpoint if all ranks have written it; collective.
 
         Raises:
-            UserError: it cannot be written; its files are deleted.
+            UserError: the checkpoint cannot be written; its files are deleted.
         """
         if self.is_async:
             with self._whole_or_absent():
@@ -230,7 +230,7 @@ class Checkpointer:
         """Wait until the asynchronous checkpoint is written and renamed.
 
         Raises:
-            UserError: it cannot be written; its files are deleted.
+            UserError: the checkpoint cannot be written; its files are deleted.
         """
         if self.is_async:
             with self._whole_or_absent():

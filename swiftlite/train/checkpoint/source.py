@@ -1,4 +1,5 @@
-"""Write `source/` of a run, a copy of the model directory without weights, which exports read instead of it."""
+"""Write `source/` of a run, a copy of the model directory without weights. Exports read the copy, not the model
+directory."""
 
 import json
 import shutil

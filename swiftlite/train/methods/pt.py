@@ -34,7 +34,7 @@ def document_prompts(run: Run) -> tuple[Sequence[Prompt], Collection[int | None]
 
 
 def first_pieces(samples: Sequence[Sample]) -> list[Sample]:
-    """Return the first sample of each document."""
+    """Return the first sample of each document; a long document is split into several."""
     by_source: dict[str, Sample] = {}
     for sample in samples:
         by_source.setdefault(sample.source, sample)

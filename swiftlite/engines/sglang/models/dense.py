@@ -85,7 +85,8 @@ class MtpDraft(nn.Module):
     """A draft model that SGLang's EAGLE worker runs at every draft step, with the trunk's state or the head's state.
 
     Raises:
-        ValueError: the checkpoint has several heads; SGLang does not pass the draft step.
+        ValueError: the checkpoint has several heads, which is not supported, because SGLang does not pass the draft
+            step.
     """
 
     layer_class: ClassVar[Any]

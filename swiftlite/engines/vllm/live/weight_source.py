@@ -53,7 +53,7 @@ class MegatronSource(WeightSource):
 
 
 class BucketSource(WeightSource):
-    """A source of whole tensors."""
+    """A source for vLLM's senders that yields the whole tensors of one bucket."""
 
     def __init__(self, bucket: Bucket):
         self._bucket = bucket

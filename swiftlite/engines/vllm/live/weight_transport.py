@@ -27,7 +27,7 @@ allocated. With several broadcasts, this process would hang if a worker rejects 
 class TransferClient(Protocol):
     """The calls of vLLM's weight-transfer API, in this process or to a server.
 
-    The first four are those of vLLM's own `VLLMWeightSyncClient`, so vLLM's senders accept this class too.
+    The first four methods are those of vLLM's own `VLLMWeightSyncClient`, so vLLM's senders accept this class too.
 
     Attributes:
         part: the model (target or draft) that receives the next transfer.
