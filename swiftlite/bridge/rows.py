@@ -112,9 +112,9 @@ class RowTable(Protocol):
         ...
 
     def head_rows(self, hf_config: HfConfig, head: int, /) -> list[Row]:
-        """Return the rows of MTP head number `head`, from 0."""
+        """Return the bridge rows of MTP head number `head`, from 0."""
         ...
 
     def rows(self, hf_config: HfConfig, mtp_num_layers: int, /) -> list[Row]:
-        """Return the rows of the whole model with `mtp_num_layers` MTP layers."""
+        """Return the bridge rows of the whole model with `mtp_num_layers` MTP layers."""
         ...

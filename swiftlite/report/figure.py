@@ -73,7 +73,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Bars:
-    """A named bar for each group; None for groups without a value."""
+    """Bars of one name, one value for each group; None for groups without a value."""
 
     name: str
     heights: Sequence[float | None]

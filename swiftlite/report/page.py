@@ -68,7 +68,7 @@ class MarkedAnswer:
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a page under a heading; empty fields are omitted."""
+    """A part of a page under a heading; fields without content are not shown."""
 
     title: str
     text: str = ""

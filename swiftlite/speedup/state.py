@@ -76,5 +76,5 @@ class Progress:
 
     @property
     def best(self) -> str:
-        """The model with the most accepted drafts per step; of equal ones the first. Empty if none has heads."""
+        """The model with the most accepted drafts per step; among equal ones, the first. Empty if none has heads."""
         return max(self.acceptance, key=lambda name: sum(self.acceptance[name]), default="")

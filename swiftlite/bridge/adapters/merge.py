@@ -18,7 +18,7 @@ _SHARD_BYTES = 5_000_000_000
 
 
 class _Mtp(Protocol):
-    """The method of a family that is used here."""
+    """The method of a family's `MtpLayout` that this module calls."""
 
     def copies(self, hf_config: HfConfig, head: int, /) -> dict[str, str]:
         """Return the HF keys of a head that repeat a tensor of the trunk, each with the trunk's key."""

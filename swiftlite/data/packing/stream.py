@@ -150,7 +150,7 @@ class Stream(Iterator[StreamSample]):
     read.
 
     Attributes:
-        num_read: number of rows whose samples have all been returned.
+        num_read: number of rows that are finished: all their samples have been returned.
         rows_per_epoch: number of rows of each part, 0 until it is known.
 
     Args:

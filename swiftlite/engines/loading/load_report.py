@@ -66,7 +66,7 @@ class Loading:
 
     Attributes:
         target, draft: the models that were built and filled.
-        problems: as in the report.
+        problems: see `LoadReport`.
     """
 
     info: EngineInfo
