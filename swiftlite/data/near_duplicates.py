@@ -40,6 +40,17 @@ def near_duplicates(texts: Sequence[str], similarity: float = 0.7) -> set[int]:
     return duplicates
 
 
+def resembling(texts: Sequence[str], references: Sequence[str], similarity: float = 0.7) -> set[int]:
+    """Return the indices of texts that resemble a reference; each text is compared with each reference."""
+    of_references = [_shingles(reference) for reference in references]
+    found = set()
+    for index, text in enumerate(texts):
+        shingles = _shingles(text)
+        if any(_jaccard(shingles, other) >= similarity for other in of_references):
+            found.add(index)
+    return found
+
+
 def _shingles(text: str) -> set[str]:
     normalized = " ".join(text.casefold().split())
     if len(normalized) <= SHINGLE:

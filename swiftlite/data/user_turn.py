@@ -16,6 +16,9 @@ from swiftlite.errors import UserError
 MARK = "@@swiftlite marks this user turn@@"
 ANSWER = "@@swiftlite marks this answer@@"
 
+CHANNEL = "self_prompts"
+"""Channel of rows whose user turns the model wrote, so that acceptance is reported separately for them."""
+
 
 class UserTurn:
     """The user's turn in a chat template.

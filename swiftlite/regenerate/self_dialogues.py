@@ -11,9 +11,8 @@ from typing import Literal
 
 from swiftlite.data.near_duplicates import near_duplicates
 from swiftlite.data.rows.conversation import Conversation, Message
+from swiftlite.data.user_turn import CHANNEL
 
-CHANNEL = "self_prompts"
-"""Channel of the rows, so that acceptance is reported separately from that of --dataset."""
 MIN_CHARACTERS = 10
 
 Role = Literal["user", "assistant"]

@@ -60,7 +60,13 @@ class SelfPromptWriter:
             "assistant": sampling,
         }
         numbers = range(min(args.self_prompts, max(1, len(topics))))
-        beginnings = [Conversation(self._dialogues.context(number), source=PROMPTS) for number in numbers]
+        # A template may refuse a system prompt: name the option that it comes from.
+        origin = "--self_prompts"
+        if args.system:
+            origin = "--system"
+        elif args.topics:
+            origin = f"--topics {args.topics}"
+        beginnings = [Conversation(self._dialogues.context(number), source=origin) for number in numbers]
         prompts = [self._user_turn.encode_prompt(chat) for chat in beginnings]
         self._made_with = describe(args, model, beginnings, prompts, self._sampling["user"])
         turns = [
@@ -146,7 +152,7 @@ def read_topics(path: str | None) -> list[str]:
     if path is None:
         return []
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
             f"--topics {path} cannot be read: {error}", "give a text file with one topic per line"

@@ -14,6 +14,7 @@ from swiftlite.args.commands import SpeedupArgs
 from swiftlite.args.duration import seconds_of
 from swiftlite.atomic import check_writable
 from swiftlite.engines.served_model import resolve_served
+from swiftlite.errors import UserError
 from swiftlite.families.resolved import HfModel
 from swiftlite.json_file import read_json
 from swiftlite.log import logger
@@ -42,7 +43,11 @@ def run(args: SpeedupArgs) -> None:
     with only_run_in(directory):
         progress = Progress.read(directory, settings)
         progress.write(directory)
-        best = _Speedup(args, model, directory, progress).best_heads()
+        try:
+            best = _Speedup(args, model, directory, progress).best_heads()
+        except KeyboardInterrupt:
+            hint = "run the same command again to resume"
+            raise UserError("interrupted; completed steps are kept", hint, 130) from None
     bench = read_json(directory / best / "bench" / "bench.json")
     evaluation = read_json(directory / best / "evaluation" / "evaluation.json")
     for line in final_lines(progress, best, bench, evaluation["model"][args.infer_backend]):

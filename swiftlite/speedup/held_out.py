@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from swiftlite.atomic import atomic_write
-from swiftlite.data.near_duplicates import near_duplicates
+from swiftlite.data.near_duplicates import resembling
+from swiftlite.data.user_turn import CHANNEL
 from swiftlite.errors import UserError
+from swiftlite.log import logger
 
 NUM_HELD_OUT = 48
 MIN_HELD_OUT = 16
@@ -33,10 +35,29 @@ def divide(rows: Sequence[Any]) -> tuple[list[Any], list[Any]]:
 
 
 def without_similar(rows: Sequence[Any], held_out: Sequence[Any]) -> list[Any]:
-    """Return the rows whose first question does not resemble that of a held-out row."""
-    questions = [_question(row) for row in (*held_out, *rows)]
-    duplicates = near_duplicates(questions)
-    return [row for place, row in enumerate(rows, start=len(held_out)) if place not in duplicates]
+    """Return the rows whose first question differs from those of the held-out rows.
+
+    Questions that the model wrote must not even resemble a held-out one. Rows of a dataset may: they often share an
+    instruction.
+
+    Raises:
+        UserError: no row is left.
+    """
+    of_held_out = [_question(row) for row in held_out]
+    questions = [_question(row) for row in rows]
+    similar = resembling(questions, of_held_out)
+    different = []
+    for place, row in enumerate(rows):
+        is_own = row.get("channel") == CHANNEL
+        if questions[place] not in of_held_out and not (is_own and place in similar):
+            different.append(row)
+    if len(different) < len(rows):
+        logger.info(
+            "%d of %d rows are too similar to held-out ones and not trained", len(rows) - len(different), len(rows)
+        )
+    if not different:
+        raise UserError("every row is too similar to a held-out one", "give other prompts with --dataset")
+    return different
 
 
 def read_rows(path: Path) -> list[Any]:

@@ -47,11 +47,14 @@ class Commands:
         if args.dataset:
             from_files = round(prompts * (1 - args.self_prompts_share))
             each = max(1, from_files // len(args.dataset))
-            words += ["--dataset", *(f"{split_sample(name)[0]}#{each}" for name in args.dataset)]
+            words.append("--dataset")
+            for name in args.dataset:
+                file, sample = split_sample(name)
+                words.append(f"{file}#{min(each, int(sample or each))}")
         if prompts > from_files:
             words += ["--self_prompts", str(prompts - from_files)]
         words += ["--max_new_tokens", str(args.max_new_tokens), "--max_batch_size", "64"]
-        words += ["--seed", str(args.seed + first), *self._system(), "--output_dir", str(output)]
+        words += ["--seed", str((args.seed + first) % 2**32), *self._system(), "--output_dir", str(output)]
         return Step(f"round-{number}/answers", tuple(words), output / "dataset.jsonl")
 
     def training(self, number: int, base: str) -> Step:

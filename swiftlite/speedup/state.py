@@ -53,8 +53,8 @@ class Progress:
             raise UserError(f"{path} is damaged", hint) from None
         changed = [name for name, value in settings.items() if progress.settings.get(name) != value]
         if changed:
-            names = ", ".join(f"--{name}" for name in changed)
-            raise UserError(f"--output_dir {directory} was started with another value of {names}", hint)
+            lines = [f"--{name} was {progress.settings.get(name)}, now {settings[name]}" for name in changed]
+            raise UserError(f"--output_dir {directory} has results with other settings: {'; '.join(lines)}", hint)
         return progress
 
     def write(self, directory: Path) -> None:

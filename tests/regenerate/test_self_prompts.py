@@ -6,6 +6,7 @@ them; the others are dropped as truncated.
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -160,3 +161,16 @@ def test_a_damaged_line_is_named(args, tmp_path, field, value):
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     with pytest.raises(UserError, match=naming(f"{path}: 2 {field}")):
         run(args)
+
+
+@pytest.mark.parametrize("option", ["system", "topics"])
+def test_a_template_without_system_prompts_names_the_option(args, model, tmp_path, option):
+    directory = shutil.copytree(model, tmp_path / "model")
+    template = "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    template += "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' }}{% endfor %}"
+    template += "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    (directory / "chat_template.jinja").write_text(template)
+    (tmp_path / "topics").write_text("\ufeffharbors\n")
+    value = {"system": "Be brief.", "topics": str(tmp_path / "topics")}[option]
+    with pytest.raises(UserError, match=naming(f"--{option}")):
+        run(dataclasses.replace(args, model=str(directory), **{option: value}))

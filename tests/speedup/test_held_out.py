@@ -33,16 +33,24 @@ def test_training_rows_do_not_resemble_held_out_ones(tmp_path):
     held_out = [row("What are the main causes of the French Revolution?"), row("What is 1 plus 1, and why is it so?")]
     rows = [
         row("How do I bake bread?"),
-        row("what are the main causes of the french revolution"),
+        row("what are the main causes of the french revolution") | {"channel": "self_prompts"},
         row("How do I bake bread?"),
         row("Naïve question: 日本?\u2028\x85Please."),
     ]
     found = without_similar(rows, held_out)
-    assert found == [rows[0], rows[3]]
+    assert found == [rows[0], *rows[2:]]
     write_rows(tmp_path / "rows.jsonl", found)
     assert read_rows(tmp_path / "rows.jsonl") == found
     (tmp_path / "rows.jsonl").write_bytes(b"".join(map(as_line, found)))  # as `regenerate` writes them
     assert read_rows(tmp_path / "rows.jsonl") == found
+
+
+def test_rows_of_a_dataset_may_share_an_instruction():
+    held_out = [row("Classify the sentiment of this review as good or bad: it is number 1")]
+    rows = [row(f"Classify the sentiment of this review as good or bad: it is number {number}") for number in (1, 2, 3)]
+    assert without_similar(rows, held_out) == rows[1:]
+    with pytest.raises(UserError, match=naming("--dataset")):
+        without_similar(rows[:1], held_out)
 
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path):

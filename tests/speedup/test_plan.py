@@ -49,6 +49,7 @@ def test_every_command_parses(make_commands, tmp_path):
 
 def test_rounds_write_different_prompts(make_commands):
     """A prompt is sampled with the seed plus its number."""
+    assert options_of(make_commands(seed=2**32 - 1).answers(2, 128, 128)).seed == 127  # the largest is 2**32 - 1
     commands = make_commands(seed=7)
     first, second = options_of(commands.answers(1, 128, 0)), options_of(commands.answers(2, 300, 128))
     assert (first.seed, first.self_prompts) == (7, 128)
@@ -62,7 +63,7 @@ def test_rounds_write_different_prompts(make_commands):
 def test_prompts_of_a_dataset_are_mixed_in(make_commands, share, sample, self_prompts):
     commands = make_commands(dataset=["a.jsonl", "b.jsonl#9"], self_prompts_share=share)
     args = options_of(commands.answers(1, 200, 0))
-    assert args.dataset == [f"a.jsonl{sample}", f"b.jsonl{sample}"]
+    assert args.dataset == [f"a.jsonl{sample}", "b.jsonl#9" if share < 1 else "b.jsonl#1"]
     assert args.self_prompts == self_prompts
 
 

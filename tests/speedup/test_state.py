@@ -29,7 +29,7 @@ def test_a_file_of_a_killed_command_is_no_obstacle(tmp_path):
 
 def test_other_settings_are_named(tmp_path):
     Progress(SETTINGS).write(tmp_path)
-    with pytest.raises(UserError, match=naming("--seed")):
+    with pytest.raises(UserError, match=naming("--seed 42 1")):
         Progress.read(tmp_path, SETTINGS | {"seed": 1})
 
 
