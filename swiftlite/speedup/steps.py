@@ -44,7 +44,8 @@ class Step:
 def run_step(step: Step, progress: Progress, directory: Path) -> None:
     """Run a step unless it is complete, and record its duration, including that of interrupted attempts.
 
-    A step that was interrupted runs again: every command resumes from its own files, except `bench`, which starts again.
+    A step that was interrupted runs again. Every command resumes from its own files, except `bench`, which starts
+    again.
 
     Raises:
         UserError: the command failed.
