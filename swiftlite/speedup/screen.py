@@ -30,7 +30,7 @@ def final_lines(progress: Progress, best: str, bench: Mapping[str, Any], accepta
         commands = list(dict.fromkeys(choice["command"] for choice in choices))
     lines += [f"    {command}" for command in commands]
     minutes = progress.spent / 60
-    lines.append(f"{minutes:.0f} minutes in {len(progress.rounds)} rounds; a larger --budget continues from here.")
+    lines.append(f"time: {minutes:.0f} minutes, rounds: {len(progress.rounds)}; a larger --budget continues from here")
     return lines
 
 
@@ -38,7 +38,7 @@ def _speeds(bench: Mapping[str, Any]) -> list[Sequence[str]]:
     """Return a row for each number of concurrent requests: tokens/s without drafts and ratios with them."""
     choices = bench["recommendations"]
     numbers = list(choices[0]["ratios"])
-    rows: list[Sequence[str]] = [["requests", "tokens/s without drafts", *(f"{k} drafts" for k in numbers), "best"]]
+    rows: list[Sequence[str]] = [["requests", "tokens/s without drafts", *(f"drafts: {k}" for k in numbers), "best"]]
     without = bench["servers"][0]["measured"]
     for choice, plain in zip(choices, without, strict=True):
         ratios = [f"{choice['ratios'][k]:.2f}x" for k in numbers]
