@@ -38,6 +38,7 @@ class UserTurn:
             before, _ = self._around(exchange)
         except RowError as error:
             raise UserError(f"--self_prompts: {error.problem}", "use --dataset") from None
+        # Between an answer and the next user turn: the end of the answer, then the text that starts the user's turn.
         between = before.rpartition(ANSWER)[2].strip().removeprefix(template.turn_end)
         if not between.strip():
             raise _unusable("has no text at the start of a user turn")

@@ -7,7 +7,7 @@ before it writes the next one; these answers are only context, and `regenerate` 
 Messages are appended to prompts.jsonl as they finish; the same command resumes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -59,6 +59,7 @@ class SelfPromptWriter:
             "user": Sampling(args.max_prompt_tokens, TEMPERATURE, TOP_P, args.seed, stop_token_ids=stops),
             "assistant": sampling,
         }
+        # The first conversation of each topic; without topics, all conversations begin in the same way.
         numbers = range(min(args.self_prompts, max(1, len(topics))))
         # A template may refuse a system prompt: name the option that it comes from.
         origin = "--self_prompts"
@@ -69,12 +70,22 @@ class SelfPromptWriter:
         beginnings = [Conversation(self._dialogues.context(number), source=origin) for number in numbers]
         prompts = [self._user_turn.encode_prompt(chat) for chat in beginnings]
         self._made_with = describe(args, model, beginnings, prompts, self._sampling["user"])
-        turns = [
-            {"role": self._dialogues.role(position), "content": "a"} for position in range(2 * args.self_turns - 1)
-        ]
-        whole = [encode_prompt(template, replace(chat, messages=[*chat.messages, *turns])) for chat in beginnings]
+        self.longest = self._longest(args, beginnings)
+
+    def _longest(self, args: RegenerateArgs, beginnings: Sequence[Conversation]) -> int:
+        """Return the length of a conversation whose messages all have their maximum length.
+
+        The template's own text around messages is measured with messages of one letter.
+        """
+        letters = []
+        for position in range(self._dialogues.num_messages):
+            letters.append({"role": self._dialogues.role(position), "content": "a"})
+        lengths = []
+        for chat in beginnings:
+            with_letters = replace(chat, messages=[*chat.messages, *letters])
+            lengths.append(len(encode_prompt(self._template, with_letters)))
         texts = args.self_turns * args.max_prompt_tokens + (args.self_turns - 1) * args.max_new_tokens
-        self.longest = max(map(len, whole)) + texts
+        return max(lengths) + texts
 
     def write(self, directory: Path, engine: Callable[[], Engine], max_length: int) -> SelfPrompts:
         """Generate the messages that prompts.jsonl lacks, and return the usable conversations.

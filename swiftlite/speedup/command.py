@@ -63,10 +63,13 @@ class _Speedup:
         self._directory = directory
         self._progress = progress
         self._commands = Commands(args, model, directory)
-        self._budget = float(seconds_of(args.budget) or 0)
+        self._budget = float(seconds_of(args.budget) or 0)  # a rule has checked the duration
 
     def best_heads(self) -> str:
-        """Run rounds while the budget lasts, then `bench`; return the name of the best heads."""
+        """Run rounds while the budget lasts, then `bench`; return the name of the best heads.
+
+        After an interruption, all rounds are gone through again, and `run_step` skips the complete steps.
+        """
         number = 1
         while prompts := self._prompts_of(number):
             self._run_round(number, prompts)
@@ -76,7 +79,11 @@ class _Speedup:
         return best
 
     def _prompts_of(self, number: int) -> int:
-        """Return the number of prompts of a round, decided once; 0 if the previous round was the last."""
+        """Return the number of prompts of a round; 0 if the rest of the budget does not suffice for one.
+
+        The size of a round that has started is stored. After the last round, the next one is computed again in each
+        call, because the budget may be larger.
+        """
         rounds = self._progress.rounds
         if number <= len(rounds):
             return rounds[number - 1]
@@ -108,6 +115,7 @@ class _Speedup:
         self._divide(number)
         if number == 1 and self._model.heads.layers:
             self._evaluate("model")
+        # From the best heads so far; `best` is empty for new heads.
         run_step(commands.training(number, progress.best), progress, directory)
         shutil.rmtree(directory / f"round-{number}" / "states", ignore_errors=True)
         run_step(commands.export(number), progress, directory)

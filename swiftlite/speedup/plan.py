@@ -6,7 +6,7 @@ from pathlib import Path
 from swiftlite.args.commands import SpeedupArgs
 from swiftlite.args.data_file import split_sample
 from swiftlite.families.resolved import HfModel
-from swiftlite.speedup.steps import Step
+from swiftlite.speedup.steps import CommandStep
 
 DRAFTED = 3
 """Number of draft tokens per step in training and in evaluation; `bench` measures fewer as well."""
@@ -32,7 +32,7 @@ class Commands:
     model: HfModel
     directory: Path
 
-    def answers(self, number: int, prompts: int, first: int) -> Step:
+    def answers(self, number: int, prompts: int, first: int) -> CommandStep:
         """Write and answer the prompts of a round.
 
         Args:
@@ -55,9 +55,9 @@ class Commands:
             words += ["--self_prompts", str(prompts - from_files)]
         words += ["--max_new_tokens", str(args.max_new_tokens), "--max_batch_size", "64"]
         words += ["--seed", str((args.seed + first) % 2**32), *self._system(), "--output_dir", str(output)]
-        return Step(f"round-{number}/answers", tuple(words), output / "dataset.jsonl")
+        return CommandStep(f"round-{number}/answers", tuple(words), output / "dataset.jsonl")
 
-    def training(self, number: int, base: str) -> Step:
+    def training(self, number: int, base: str) -> CommandStep:
         """Train heads on the answers of all rounds so far.
 
         Args:
@@ -77,14 +77,15 @@ class Commands:
         elif self.model.config["vocab_size"] > DRAFT_VOCAB:
             words += ["--draft_vocab", str(DRAFT_VOCAB)]
         words += ["--cache_trunk_states", str(directory / "states"), "--resume", "true"]
-        return Step(f"round-{number}/training", (*words, "--output_dir", str(output)), output / "run_report.json")
+        words += ["--output_dir", str(output)]
+        return CommandStep(f"round-{number}/training", tuple(words), output / "run_report.json")
 
-    def export(self, number: int) -> Step:
+    def export(self, number: int) -> CommandStep:
         """Export the heads of a round with their model."""
         directory = self.directory / f"round-{number}"
         output = directory / "hf"
         words = ("export", "--to_hf", "--model", str(directory / "run"), "--output_dir", str(output))
-        return Step(f"round-{number}/export", words, output / "config.json", is_atomic=True)
+        return CommandStep(f"round-{number}/export", words, output / "config.json", is_atomic=True)
 
     def path_of(self, name: str) -> str:
         """Return the model with these heads: --model, or the export of a round."""
@@ -92,7 +93,7 @@ class Commands:
             return self.args.model
         return str(self.directory / name / "hf")
 
-    def evaluation(self, name: str) -> Step:
+    def evaluation(self, name: str) -> CommandStep:
         """Count the accepted drafts on the held-out prompts.
 
         Args:
@@ -103,9 +104,9 @@ class Commands:
         words = ["evaluate", *self._model(self.path_of(name)), "--dataset", str(self.directory / HELD_OUT)]
         words += ["--infer_backend", args.infer_backend, "--num_speculative_tokens", str(DRAFTED)]
         words += ["--max_new_tokens", "64", *self._system(), "--output_dir", str(output)]
-        return Step(f"{name}/evaluation", tuple(words), output / "evaluation.json")
+        return CommandStep(f"{name}/evaluation", tuple(words), output / "evaluation.json")
 
-    def bench(self, name: str) -> Step:
+    def bench(self, name: str) -> CommandStep:
         """Measure servers of the model with these heads."""
         args = self.args
         output = self.directory / name / "bench"
@@ -114,7 +115,7 @@ class Commands:
         words += map(str, range(DRAFTED + 1))
         words += ["--concurrency", *map(str, CONCURRENCY), "--max_prompts", str(max(CONCURRENCY)), "--rounds", "2"]
         words += ["--max_new_tokens", "64", *self._system(), "--output_dir", str(output)]
-        return Step(f"{name}/bench", tuple(words), output / "bench.json")
+        return CommandStep(f"{name}/bench", tuple(words), output / "bench.json")
 
     def _model(self, model: str) -> list[str]:
         args = self.args

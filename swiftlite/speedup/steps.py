@@ -21,7 +21,7 @@ SECONDS_BETWEEN_WRITES = 5
 
 
 @dataclass(frozen=True)
-class Step:
+class CommandStep:
     """One command.
 
     Attributes:
@@ -41,7 +41,7 @@ class Step:
         return shlex.join(("swiftlite", *self.words))
 
 
-def run_step(step: Step, progress: Progress, directory: Path) -> None:
+def run_step(step: CommandStep, progress: Progress, directory: Path) -> None:
     """Run a step unless it is complete, and record its duration, including that of interrupted attempts.
 
     A step that was interrupted runs again. Every command resumes from its own files, except `bench`, which starts

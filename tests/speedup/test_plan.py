@@ -9,11 +9,11 @@ from swiftlite.cli.parse import parse
 from swiftlite.cli.table import find
 from swiftlite.families.resolved import resolve
 from swiftlite.speedup.plan import Commands
-from swiftlite.speedup.steps import Step
+from swiftlite.speedup.steps import CommandStep
 from tests.tiny import make_tiny_hf
 
 
-def options_of(step: Step):
+def options_of(step: CommandStep):
     """The options of a step, as its process parses them."""
     command, rest = find(list(step.words))
     args, _ = parse(command.args_class, rest, command.words, command.choices())

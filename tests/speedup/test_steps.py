@@ -8,7 +8,7 @@ import pytest
 from swiftlite.errors import UserError
 from swiftlite.speedup import steps
 from swiftlite.speedup.state import FILE, Progress
-from swiftlite.speedup.steps import Step, run_step
+from swiftlite.speedup.steps import CommandStep, run_step
 from tests.messages import naming
 
 
@@ -23,7 +23,7 @@ def stored(directory) -> dict:
 
 def test_a_complete_step_is_recorded_and_not_run_again(progress, tmp_path, capfd):
     (tmp_path / "result").touch()
-    step = Step("round-1/x", ("--version",), tmp_path / "result")
+    step = CommandStep("round-1/x", ("--version",), tmp_path / "result")
     run_step(step, progress, tmp_path)
     assert stored(tmp_path)["seconds"][step.name] > 0
     assert capfd.readouterr().out.startswith("swiftlite")
@@ -35,13 +35,13 @@ def test_a_step_whose_result_is_gone_runs_again(progress, tmp_path, capfd):
     (tmp_path / "result").touch()
     progress.seconds["round-1/x"] = 1.0
     with pytest.raises(UserError, match=naming("round-1/x 0 swiftlite --version")):
-        run_step(Step("round-1/x", ("--version",), tmp_path / "gone"), progress, tmp_path)
+        run_step(CommandStep("round-1/x", ("--version",), tmp_path / "gone"), progress, tmp_path)
     assert capfd.readouterr().out.startswith("swiftlite")
 
 
 def test_a_failed_command_ends_with_its_exit_code(progress, tmp_path):
     with pytest.raises(UserError, match=naming("round-1/x 2")) as raised:
-        run_step(Step("round-1/x", ("evalaute",), tmp_path / "result"), progress, tmp_path)
+        run_step(CommandStep("round-1/x", ("evalaute",), tmp_path / "result"), progress, tmp_path)
     assert raised.value.exit_code == 2
     assert "round-1/x" not in progress.seconds
 
@@ -50,7 +50,7 @@ def test_an_atomic_result_is_enough(progress, tmp_path, capfd):
     """Of a command that was killed after its result, before speedup.json."""
     (tmp_path / "result").touch()
     progress.unfinished["round-1/export"] = 7.0
-    run_step(Step("round-1/export", ("--version",), tmp_path / "result", is_atomic=True), progress, tmp_path)
+    run_step(CommandStep("round-1/export", ("--version",), tmp_path / "result", is_atomic=True), progress, tmp_path)
     assert capfd.readouterr().out == ""
     assert stored(tmp_path)["seconds"] == {"round-1/export": 7.0}
     assert stored(tmp_path)["unfinished"] == {}
@@ -63,7 +63,7 @@ def test_interrupted_attempts_count(progress, tmp_path, monkeypatch):
     kept = []
     monkeypatch.setattr(Progress, "write", lambda self, directory: kept.append(dict(self.unfinished)))
     start = time.monotonic()
-    run_step(Step("round-1/x", ("--version",), tmp_path / "result"), progress, tmp_path)
+    run_step(CommandStep("round-1/x", ("--version",), tmp_path / "result"), progress, tmp_path)
     assert any(100 < times.get("round-1/x", 0) < 101 for times in kept)  # during the attempt
     assert 100 < progress.seconds["round-1/x"] <= 100 + time.monotonic() - start + 0.1
     assert progress.unfinished == {}
