@@ -129,11 +129,11 @@ def bind(
         shards: the parameters of this rank.
         rows: bridge rows. Each claims its HF keys: they must not be in any other row.
         borrowed: bridge rows that read HF keys claimed by other rows (a head that is initialized from the last layer).
-        not_read: Megatron names that are filled from other sources.
+        not_read: names of Megatron parameters that are not filled from HF tensors and require no row.
         others_hold: returns whether a parameter that is not in `shards` can be on another rank.
         hf_shapes: when loading, shapes of the HF tensors; every key must be claimed or ignored.
         ignored: HF keys that are deliberately not read.
-        what, hint: name of the HF side and hint in errors.
+        what, hint: name of the HF tensors' source, such as "the checkpoint", and hint, both for error messages.
 
     Raises:
         UserError: there are mismatches. It lists Megatron parameters without a source, rows without a parameter,

@@ -378,7 +378,7 @@ def _create(files: ShardedFiles) -> None:
 
 
 def _write(files: ShardedFiles, pieces: Iterator[placement.Piece], others: Mapping[str, torch.Tensor]) -> None:
-    """Write the slices of all ranks and the other tensors, and publish the files; collective."""
+    """Write the slices of all ranks and the tensors in `others`, and publish the files; collective."""
     if not placement.all_ranks_see(files.out_dir):
         pieces = placement.gather_on_first_rank(pieces)
     for piece in pieces:

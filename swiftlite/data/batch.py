@@ -3,8 +3,8 @@
 Labels are shifted to the positions where they are predicted. A batch also contains the tokens and labels of each MTP
 depth. They are shifted here, within each sequence and on whole rows, before rows are split over context-parallel ranks.
 
-Shape suffixes: K the trunk and each MTP depth, B rows of the micro-batch, S tokens of a row, N sequences of the
-micro-batch, I items of the micro-batch.
+Shape suffixes: K the number of predictions (1 for the trunk, 1 for each MTP depth), B rows of the micro-batch, S tokens
+of a row, N sequences of the micro-batch, I items of the micro-batch.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -255,7 +255,8 @@ class VirtualStage:
         return self.model.mtp_layer() * self.num_mtp_layers
 
     def forward_pass(self) -> "ForwardPass":
-        """Return the bytes of one forward pass."""
+        """Return the bytes of the activations and logits of one forward pass, stored or recomputed for the backward
+        pass."""
         model, rank = self.model, self.model.rank
         entries, recomputed = self._layer_activations()
         entries += self._activations_outside_layers()

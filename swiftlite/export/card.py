@@ -23,8 +23,9 @@ def model_card(repository: str, provenance: Provenance, heads: Heads, measured: 
 
     Args:
         heads: heads of the model.
-        measured: directory of the run that trained these heads, with acceptance.json if it was measured; None for heads
-            of another model, or with another draft vocabulary.
+        measured: directory of the run whose acceptance.json, if it exists, describes the exported heads. None if the
+            export differs from the end of the run: an earlier checkpoint, heads grafted from another model, or another
+            draft vocabulary.
     """
     sections = [_front_matter(provenance, heads), f"# {repository}\n", f"{_what_it_is(provenance, heads)}\n"]
     if measured:

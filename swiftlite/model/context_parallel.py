@@ -8,7 +8,7 @@ and 4 on 2 ranks:
     rank 0    0 1 6 7    8 11
     rank 1    2 3 4 5    9 10
 
-The functions before the autograd function are arithmetic on lengths, without communication.
+The functions above `_GatherSequence` only compute with lengths and do not communicate.
 
 Shapes: S tokens of a whole row.
 """
@@ -178,7 +178,8 @@ def unshard_sequence(shards: Sequence[torch.Tensor], dim: int, cu_seqlens: torch
 
 
 class _GatherSequence(torch.autograd.Function):
-    """Gathers all ranks' parts along axis 0 into a row in token order; the gradient is summed and split again."""
+    """Gathers all ranks' parts along axis 0 into a row in token order; in the backward pass the row's gradient is
+    summed over ranks, and each rank keeps its part."""
 
     @staticmethod
     def forward(ctx, local: torch.Tensor, lengths: tuple[int, ...], group: dist.ProcessGroup) -> torch.Tensor:

@@ -53,8 +53,8 @@ def forward_cached(model: GPTModel, new: CachedPass) -> torch.Tensor:
     """Run the stages that this rank holds over a pass.
 
     Returns:
-        On the last pipeline stage, the most likely token after each predicted position by the trunk, int64 [1, N], or
-        by each depth, [D, N]. On other stages, the states for the next stage.
+        On the last pipeline stage, the most likely next token after each token in `predicted`: according to the trunk,
+            int64 [1, N], or to each MTP depth, [D, N]. On other stages, the states for the next stage.
 
     Raises:
         UserError: a layer does not support the cache, or the model has a tower.
@@ -117,7 +117,8 @@ def _placeholder(model: GPTModel, cache: Cache) -> torch.Tensor:
 def _check_use(model: GPTModel, cache: Cache) -> None:
     """Raise UserError if a layer has not stored anything in the cache, or if the model has a tower.
 
-    Tokens of later passes would not see earlier ones in such a layer, and prompts have no inputs for a tower.
+    In a layer that stores nothing, tokens of later passes would not see tokens of earlier passes. Prompts contain no
+    inputs for a tower.
     """
     if model.tower is not None:
         raise UserError("measuring acceptance is not supported for a model with a tower", "use --acceptance_samples 0")

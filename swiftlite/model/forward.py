@@ -42,7 +42,7 @@ def forward_step_of(
     Args:
         compute: returns for a micro-batch the loss summed over targets, the number of these targets, and the
             statistics.
-        balance: as for `forward`.
+        balance: load balance of the global batch; without it routers have no load-balancing loss.
     """
 
     def forward_step(batches: Iterator[Batch], model: torch.nn.Module) -> tuple[object, Callable]:

@@ -7,5 +7,5 @@ import torch
 
 ForwardStep = Callable[[Iterator[Any], torch.nn.Module], tuple[Any, Callable]]
 """Function (iterator, chunk) -> (output of the chunk, function). The returned function maps the model's output to the
-loss summed over targets, the number of these targets, and further values.
+loss summed over targets, the number of these targets, and statistics that `run_pipeline` returns.
 """

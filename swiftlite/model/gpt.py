@@ -288,7 +288,8 @@ class GPTModel(McoreGPTModel):
 
         Args:
             offset: position of each sequence's first token.
-            axes_3BS: as for `forward`. The result is then [2, S, B, 1, R], with `offset` added to all axes.
+            axes_3BS: int64, positions of the tokens along three axes; None: the positions in the sequence. With three
+                axes the result is [2, S, B, 1, R], and `offset` is added to all axes.
         """
         if axes_3BS is not None:
             return self.rotary_pos_emb.at(axes_3BS + offset)
@@ -306,14 +307,15 @@ class GPTModel(McoreGPTModel):
         packed_seq_params: PackedSeqParams | None,
         axes_3BS: torch.Tensor | None,
     ) -> list[torch.Tensor]:
-        """Return one `rotary_emb` per MTP depth: that of the trunk or, for step j of an unrolled head, of positions
-        that are larger by j - 1."""
+        """Return one result of `rotary_emb` per MTP depth: that of the trunk's positions or, for step j of an unrolled
+        head, of positions that are larger by j - 1."""
         offsets = range(1, self.heads.unroll)
         later = [self.rotary_emb(position_ids, packed_seq_params, offset, axes_3BS) for offset in offsets]
         return [rotary_emb, *later] * self.heads.layers
 
     def _placed(self, tower_inputs: TowerInputs | None) -> list[Placed] | list[None]:
-        """Run the tower of this stage, if any; return its outputs with positions for the trunk and each MTP depth."""
+        """Run the tower; return its outputs and the tokens that they replace, for the trunk and each MTP depth; None
+        without one."""
         if self.tower is None:
             return [None] * (1 + self.heads.drafts)
         if tower_inputs is None:
@@ -332,7 +334,7 @@ class GPTModel(McoreGPTModel):
     def _routed_tokens(
         self, sequences: torch.Tensor | None, balance: Balance | None, cu_seqlens: torch.Tensor | None
     ) -> list[RoutedTokens] | list[None]:
-        """Return the router targets for the trunk and for each MTP depth."""
+        """Describe the tokens to the routers of the trunk and of each MTP depth; None without `sequences`."""
         if sequences is None:
             return [None] * (1 + self.heads.drafts)
         num_sequences = sequences.size(1)
@@ -370,7 +372,7 @@ class GPTModel(McoreGPTModel):
             hidden_SBH: embeddings; None after the first pipeline stage, where the decoder reads the tensor that
                 `set_input_tensor` has set.
             rotary_emb: result of `rotary_emb` for these tokens.
-            tokens: the router targets.
+            tokens: description of the tokens for the routers; None: routers do not count their load.
             cache: in decoding, the cache of the rows, to which these tokens are added.
 
         Returns:
@@ -406,7 +408,7 @@ class GPTModel(McoreGPTModel):
             hidden_SBH: the trunk's states (`StageStates.head_input_SBH`).
             mtp_input_ids: [B, S] for each depth.
             rotary_embs: result of `rotary_emb` for each depth.
-            tokens: the router targets for each depth.
+            tokens: description of the tokens for the routers of each depth; None: routers do not count their load.
             cache: cache of the rows in decoding.
             placed: outputs of the tower for placeholder tokens of each depth.
         """
@@ -441,7 +443,7 @@ class GPTModel(McoreGPTModel):
         cache: Cache | None,
         placed: Sequence[Placed | None],
     ) -> list[torch.Tensor]:
-        """Run `forward_mtp` for one layer over several steps."""
+        """Compute the result of `forward_mtp` with one layer that is unrolled over several steps."""
         (layer,) = self.mtp.layers
         assert isinstance(layer, UnrolledLayer)
         # From position 0, step j is at position j - 1.
@@ -489,7 +491,7 @@ class GPTModel(McoreGPTModel):
         Args:
             labels: [B, S] for the trunk, then for each depth.
             cu_seqlens: for a packed row, the starts of its padded sequences in the whole row.
-            main: the trunk's loss, if it is already known.
+            main: the trunk's loss, if it was already computed; None: compute it here.
         """
         if labels is None:
             main_logits, *mtp_logits = map(self._whole_logits, (states.trunk_SBH, *states.heads_SBH))

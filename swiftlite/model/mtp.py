@@ -61,7 +61,7 @@ class MultiTokenPredictionLayer(McoreMultiTokenPredictionLayer):
         padding_mask: RoutedTokens | None = None,
         **closure: Any,
     ) -> torch.Tensor:
-        """Run the part that can be recomputed: projection, decoder layer and output norm, in their precision.
+        """Run the part that can be recomputed: projection, decoder layer and output norm, in FP8 or FP4 if configured.
 
         megatron-core's method enters only the FP8 context; this one also enters the FP4 context. Up to 0.16,
         megatron-core's method also does not pass the padding mask to the decoder layer.
@@ -144,7 +144,7 @@ class UnrolledLayer(MultiTokenPredictionLayer):
             decoder_inputs_SBH: for each step j, embeddings of the tokens j positions later.
             rotary_pos_embs: for each step j, rotary embeddings of the positions from j - 1 on.
             tokens: the routers' tokens of each step.
-            cache: cache of whole rows, as for `GPTModel.forward`.
+            cache: in decoding, the KV cache of the rows; None in training.
             recycles_before_norm: whether a step continues from the state before the output norm instead of after it.
         """
         steps = partial(

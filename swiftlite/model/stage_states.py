@@ -56,7 +56,7 @@ class StageStates:
 
     @classmethod
     def from_wire(cls, wire_SBH: Any, *, has_prenorm: bool = False, num_heads: int = 0) -> "StageStates":
-        """Split what `to_wire` concatenated.
+        """Split the tensor that `to_wire` concatenated into named states.
 
         Args:
             has_prenorm: whether the tensor comes from the stage of the final norm and contains the state before the

@@ -3,8 +3,8 @@
 Trunk and MTP heads use the same outputs: a head whose token is a placeholder receives the corresponding output.
 `data/batch.py` shifts the indices of outputs with the tokens, so the tower runs once for all depths.
 
-Shapes: K the trunk and the MTP depths, B rows, S tokens of a row on this rank, I items of the micro-batch, H hidden
-size.
+Shapes: K the number of predictions (1 for the trunk, 1 for each MTP depth), B rows, S tokens of a row on this rank, I
+items of the micro-batch, H hidden size.
 """
 
 from collections.abc import Mapping

@@ -86,7 +86,7 @@ class Run:
 
     @property
     def is_first_rank(self) -> bool:
-        """Whether this rank writes the files of the run."""
+        """Whether this is rank 0, which writes the files of the run."""
         return dist.get_rank() == 0
 
 

@@ -186,7 +186,8 @@ def batches_to_fit(hf_model: HfModel, batches: Batches, data: Data) -> MicroBatc
 
 
 def adapter_state(run: phases.Run, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state of checkpoints that describes the adapters and their base model; collective in a new run.
+    """Return the part of a checkpoint's state that describes the adapters and their base model; collective in a new
+    run.
 
     Args:
         state: what `phases.restore` returned.

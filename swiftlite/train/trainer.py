@@ -182,7 +182,7 @@ class Trainer:
         return {f"eval_{name}": value for name, value in objective.means(sums).items()}
 
     def _objective_for(self, batches: Sequence[Batch]) -> Objective:
-        """Return the objective of this global batch."""
+        """Return the objective, prepared for this global batch if it is a `PreparedObjective`."""
         if not isinstance(self.objective, PreparedObjective):
             return self.objective
         with self.evaluating():

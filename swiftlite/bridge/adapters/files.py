@@ -50,7 +50,7 @@ class AdapterBase:
 
     Attributes:
         model: a directory or a name on the hub.
-        sha256: digest of its directory, as computed by `digest_of`.
+        sha256: digest of the base model's directory, as computed by `digest_of`.
     """
 
     model: str
@@ -132,7 +132,7 @@ class SavedAdapter:
 
     Attributes:
         rank: number of rows of each A.
-        scaling: factor of the product B A.
+        scaling: factor of the product B A that is added to a weight.
         pairs: A and B of each module, by HF name.
         magnitudes: DoRA magnitudes of each module; empty for LoRA.
         saved: tensors of the trunk that were trained in full, by HF name.
@@ -271,7 +271,8 @@ def read_adapter(directory: Path) -> SavedAdapter:
 
 
 def _read_heads(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any], str]:
-    """Return the heads, the keys of config.json that describe them, and the digest of the base model.
+    """Return the heads' tensors by HF name, the keys and values of config.json that describe the heads, and the digest
+    of the base model.
 
     All are empty if there are no heads.
     """

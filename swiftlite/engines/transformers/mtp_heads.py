@@ -192,7 +192,8 @@ class MtpCandidateGenerator(CandidateGenerator):
 
         Args:
             model_outputs: outputs of the trunk's last pass; `hidden_states[-1]` [1, positions of that pass, H] are the
-                states that `Drafting` selects. The first of them belong to accepted tokens.
+                states that `Drafting` selects. Only the states of accepted tokens are used; the states after them
+                belong to rejected drafts.
             is_first_iteration: whether the sequence is new to the trunk; then nothing is drafted.
 
         Returns:

@@ -59,7 +59,8 @@ class Offsets(NamedTuple):
 
 @lru_cache(maxsize=16)  # every layer calls it for the row of the micro-batch
 def offsets(segments: tuple[Segment, ...], num_rows: int, num_keys: int, device: torch.device) -> Offsets:
-    """Create the offsets on the host and copy them once for all layers, because each copy waits for the device."""
+    """Create the `Offsets` on the host and copy them to the device once for all layers, because each copy waits for
+    it."""
     keys = torch.cat([torch.arange(segment.key_start, segment.key_end) for segment in segments])
     # Without context parallelism, the segments are the whole row.
     keys_T = None
@@ -83,8 +84,10 @@ class CoreAttention(MegatronModule):
     (transformer/attention.py of 0.16.1).
 
     Args:
-        varlen: kernel for all sequences of a packed row in one call, see `kernels.varlen_kernel`.
-        prefix: the kernel with separate forward and backward functions, see `kernels.prefix_kernel`.
+        varlen: kernel for all sequences of a packed row in one call (`kernels.varlen_kernel`); None calls a kernel once
+            per sequence.
+        prefix: attention kernel with separate forward and backward functions (`kernels.prefix_kernel`); None if the
+            selected kernels have no such functions.
     """
 
     def __init__(
@@ -214,7 +217,7 @@ class CoreAttention(MegatronModule):
     def _attend_cached(
         self, query_T1ND: torch.Tensor, key_T1GD: torch.Tensor, value_T1GD: torch.Tensor, cache: Cache
     ) -> torch.Tensor:
-        """Return attention [T, 1, N, D] of the tokens of a pass; undefined for padding."""
+        """Return the attention output [T, 1, N, D] of the tokens of this pass; the output of padding is undefined."""
         key_BCGD = cache.keep((self, "key"), key_T1GD.squeeze(1))
         value_BCGD = cache.keep((self, "value"), value_T1GD.squeeze(1))
         if cache.is_step:
@@ -328,7 +331,7 @@ def is_for_slices(query_SBND: torch.Tensor, key_SBGD: torch.Tensor, segments: Se
 
 @lru_cache(maxsize=16)
 def slices_of(segments: tuple[Segment, ...], device: torch.device) -> tuple[merged_attention.Slice, ...]:
-    """Create the slice of each segment, once per row for all layers (see `offsets`)."""
+    """Create a `Slice` (queries and the keys that they see) per segment; it is cached, so that all layers share it."""
     slices, start = [], 0
     for segment in segments:
         num_keys = segment.key_end - segment.key_start
@@ -340,7 +343,8 @@ def slices_of(segments: tuple[Segment, ...], device: torch.device) -> tuple[merg
 
 
 def whole_row(rows_SBGD: torch.Tensor, lengths: tuple[int, ...], group: dist.ProcessGroup) -> torch.Tensor:
-    """Gather keys or values of the whole row from this rank's part; returns them unchanged if they are complete."""
+    """Gather keys or values of the whole row from this rank's part; return `rows_SBGD` if it is already the whole
+    row."""
     if rows_SBGD.size(0) == sum(lengths):
         return rows_SBGD
     return gather_sequence(rows_SBGD, lengths, group)

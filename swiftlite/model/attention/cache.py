@@ -74,7 +74,7 @@ class Cache:
         return self.num_tokens == len(self.spans)
 
     def lengths(self, num_tokens: int) -> tuple[int, ...]:
-        """Return the lengths of the spans and of the padding after them in a pass of `num_tokens`."""
+        """Return the number of tokens of each span, then of the padding, in a pass of `num_tokens` tokens."""
         return (*map(len, self.spans), num_tokens - self.num_tokens)
 
     def keep(self, name: Name, new_T: torch.Tensor) -> torch.Tensor:

@@ -112,7 +112,7 @@ def by_kernel(
     lengths: Sequence[int],
     states: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `gated_delta_rule` with a kernel for packed rows [1, T, N, *] and the starts of their sequences."""
+    """Compute `gated_delta_rule` with a kernel that reads a packed row [1, T, N, *] and the starts of its sequences."""
     dtype = value_TNE.dtype
     read, states = kernel(
         query_TND.to(dtype)[None],
@@ -145,7 +145,7 @@ def _solve(overlap: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Chunks:
-    """The layout of sequences in chunks.
+    """The layout of sequences in chunks. Turn i processes chunk i of every sequence that has one.
 
     Attributes:
         places_MC: index of the token in each slot of each chunk; an empty slot has the index of the chunk's first

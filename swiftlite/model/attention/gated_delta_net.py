@@ -42,7 +42,7 @@ class GatedDeltaNet(MegatronModule):
     compute whole rows, and keep the outputs of their parts.
 
     Args:
-        sizes: the family's description of this attention, with its sizes.
+        sizes: the family's description of this attention: numbers and sizes of heads.
         unused: arguments that megatron-core passes for other kinds of attention.
     """
 
@@ -167,8 +167,8 @@ class GatedDeltaNet(MegatronModule):
 
         Args:
             lengths: lengths of the sequences; their sum is T.
-            before, states: inputs of the convolution and states from previous tokens of each sequence; None at its
-                start.
+            before: the last inputs of the convolution from previous tokens of each sequence; None without such tokens.
+            states: the state of each sequence after its previous tokens; None without such tokens.
         """
         key, value, per_group = self.sizes.key_head_dim, self.sizes.value_head_dim, self.values_per_group
         qkvz_TGP = qkvz_TP.unflatten(-1, (self.groups, -1))

@@ -19,7 +19,7 @@ def fill_values(kernel: Callable[..., Any], others: Collection[Sizes] = ()) -> C
     """Return a `kernels.varlen_kernel` that supports values of any size up to the size of keys.
 
     Args:
-        others: pairs of different sizes that `kernel` supports without padding.
+        others: pairs (key size, value size) with unequal sizes that `kernel` supports without padding.
     """
 
     def filled(query_TND: torch.Tensor, key_KGD: torch.Tensor, value_KGD: torch.Tensor, *places: Any, scale: float):

@@ -21,7 +21,8 @@ from torch.autograd.function import once_differentiable
 
 @dataclass(frozen=True)
 class PrefixKernel:
-    """Forward and backward function of an attention kernel over segments, causal from the lower right.
+    """Forward and backward function of an attention kernel over segments; the last query of a segment sees its last
+    key.
 
     Attributes:
         forward: maps (query_TND, key_KGD, value_KGD, cu_q, cu_k, longest_q, longest_k, scale) to out_TND and lse [N, T]
@@ -43,7 +44,8 @@ class Slice(NamedTuple):
 
 
 def in_slices(kernel: PrefixKernel, slices: Sequence[Slice]) -> PrefixKernel:
-    """Return a kernel that calls `kernel` for each slice and ignores `places`.
+    """Return a kernel that calls `kernel` for each slice, and ignores its own arguments cu_q, cu_k, longest_q,
+    longest_k.
 
     A key can belong to several slices; its gradients are summed.
 
@@ -99,7 +101,8 @@ def attend(
 
     Args:
         places: arguments cu_q, cu_k, longest_q and longest_k of the kernel.
-        own_keys, own_values: additional keys and values, [T, G, D] each; a query sees the entry at its position.
+        own_keys, own_values: additional keys and values, [T, G, D] each; each query sees only the additional keys with
+            its own index.
     """
     out = _Merged.apply(kernel, places, scale, query_TND, key_KGD, value_KGD, *own_keys, *own_values)
     assert out is not None
@@ -174,13 +177,13 @@ def _merge(
 
 
 def _scores(query_TND: torch.Tensor, key_TGD: torch.Tensor, scale: float) -> torch.Tensor:
-    """Return [T, N], at least in float32: the score of each query with the key at its position."""
+    """Return [T, N], at least in float32: the score of each query with the key of the same index."""
     product = query_TND * _per_head(key_TGD, query_TND)
     return product.to(torch.promote_types(product.dtype, torch.float32)).sum(-1) * scale
 
 
 def _per_head(shared_TGD: torch.Tensor, query_TND: torch.Tensor) -> torch.Tensor:
-    """Return [T, N, D], at least in float32: for each query head the entry of its group."""
+    """Return [T, N, D], at least in float32: the key or value of its group for each query head."""
     wide = shared_TGD.to(torch.promote_types(shared_TGD.dtype, torch.float32))
     return wide.repeat_interleave(query_TND.size(1) // shared_TGD.size(1), dim=1)
 

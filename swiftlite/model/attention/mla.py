@@ -127,7 +127,8 @@ class MLASelfAttention(McoreMLASelfAttention):
         packed_seq_params: PackedSeqParams | None = None,
         **inference: None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return query [T, N, D], key [K, N, D] and value [K, N, V] of all sequence-parallel ranks, and both latents.
+        """Return query [T, N, D], key [K, N, D] and value [K, N, V] of all sequence-parallel ranks, and the two
+        latents: that of queries, and that of keys and values.
 
         Args:
             cp_group: the ranks that share keys and values; K is then the number of tokens of whole rows. None: this

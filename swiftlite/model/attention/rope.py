@@ -126,7 +126,7 @@ class RotaryEmbedding:
         """Return angles per position [R / 2], and the factor on cosines and sines, which is 1 for most types.
 
         Args:
-            length: length of the sequence, for the types in `LENGTH_DEPENDENT`.
+            length: length of the sequence, read only for the types in `LENGTH_DEPENDENT`; None for other types.
         """
         if self.rope_type == "default":
             # Llama's formula for a part of each head (partial_rotary_factor), which LlamaRotaryEmbedding does not

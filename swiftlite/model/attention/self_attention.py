@@ -47,5 +47,6 @@ class SelfAttention(McoreSelfAttention):
         return rotate(query, rotary_pos_emb), rotate(key, rotary_pos_emb), *others
 
     def _apply_output_gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        """Multiply the result by the sigmoid of its gate, in the model's precision, as in transformers and vLLM."""
+        """Multiply the attention output x by the sigmoid of the gate, in the model's precision, as in transformers and
+        vLLM."""
         return x * gate.reshape(x.shape).sigmoid()

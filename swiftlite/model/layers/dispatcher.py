@@ -30,7 +30,7 @@ class LocalTokenDispatcher(MoETokenDispatcher):
     def dispatch_preprocess(
         self, tokens: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return tokens [P, H] in order of their experts, and the weight [P] of each.
+        """Return tokens [P, H] in order of their experts, and the routing weight [P] of each pair.
 
         Args:
             tokens: [..., H].
@@ -53,7 +53,7 @@ class LocalTokenDispatcher(MoETokenDispatcher):
     def dispatch_postprocess(
         self, hidden_states: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the arguments, with the number of tokens of each expert [E] (on the device) between them."""
+        """Return `hidden_states`, the number of tokens of each expert [E] (on the device), and `probs`."""
         return hidden_states, self.tokens_per_expert, probs
 
     def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:

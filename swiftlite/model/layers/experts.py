@@ -80,7 +80,7 @@ class GroupedMLP(AddsGradients, SequentialMLP):
     def forward(
         self, permuted_local_hidden_states: torch.Tensor, tokens_per_expert: torch.Tensor, permuted_probs: torch.Tensor
     ) -> tuple[torch.Tensor, None]:
-        """See `SequentialMLP`."""
+        """Return outputs [T, H] for tokens [T, H] sorted by expert, with the arguments of `SequentialMLP.forward`."""
         hidden_TH = permuted_local_hidden_states
         if not len(hidden_TH) or not self.is_aligned:
             return super().forward(hidden_TH, tokens_per_expert, permuted_probs)
@@ -88,7 +88,7 @@ class GroupedMLP(AddsGradients, SequentialMLP):
         return (output_TH * permuted_probs[:, None]).to(hidden_TH.dtype), None
 
     def products(self, hidden_TH: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
-        """Return the experts' outputs for their tokens."""
+        """Return the outputs [T, H] of the experts for tokens [T, H] sorted by expert."""
         ends = on_device(tokens_per_expert.cumsum(0, dtype=torch.int32), hidden_TH.device)
         counts = tokens_per_expert.tolist() if self.has_adapters() else []
 

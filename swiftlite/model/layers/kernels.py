@@ -115,7 +115,7 @@ def varlen_kernel(kernels: Kernels) -> VarlenKernel | None:
 
 
 def _other_sizes(kernels: Kernels) -> tuple[Sizes, ...]:
-    """Return the pairs of different sizes of keys and values that the kernel supports.
+    """Return the pairs (key size, value size) with unequal sizes that the kernel supports.
 
     Flash-attn 2 (csrc/flash_attn/flash_api.cpp:615 of 2.8.3) and its copy in torch support none; flash-attn 3
     (hopper/flash_api.cpp:783) and 4 (flash_attn/cute/interface.py:114) support the sizes of DeepSeek.

@@ -63,12 +63,12 @@ class Linear(Protocol):
 
 
 class Base(NamedTuple):
-    """The layer and its output without the adapter.
+    """A layer's output without the adapter, its weight and its bias, from which the adapter computes its output.
 
     Attributes:
         output: [S, B, out].
         weight: weight of the layer.
-        bias: bias of the layer, if the output includes it.
+        bias: bias of the layer; None if `output` does not include a bias.
     """
 
     output: torch.Tensor
@@ -86,7 +86,7 @@ class Adapter(nn.Module):
     """
 
     def __init__(self, linear: Linear, layer: Binding, lora: Lora):
-        """Create an empty adapter.
+        """Create an adapter with uninitialized parameters.
 
         Args:
             layer: the layer's weight on this rank, and the bridge row that maps it to HF tensors.
@@ -218,7 +218,7 @@ class DoraAdapter(Adapter):
         return added + change.to(base.output.dtype) * product
 
     def merged(self, weight: torch.Tensor) -> torch.Tensor:
-        """See `Adapter.merged`; rows are scaled to their learned magnitudes."""
+        """Return the layer's weight on this rank with the adapter, its rows scaled to the learned magnitudes."""
         whole = super().merged(weight)
         return whole * self.factors(whole)[:, None]
 
@@ -265,7 +265,7 @@ class DoraAdapter(Adapter):
 
 
 def _summed(whole: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the tensor, with its gradient summed over ranks."""
+    """Return the tensor unchanged; the backward pass sums its gradient over ranks."""
     if group.size() == 1:
         return whole
     copied = copy_to_tensor_model_parallel_region(whole, group=group)
@@ -275,7 +275,7 @@ def _summed(whole: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def _parts(layer: Binding) -> list[tuple[str | None, int]]:
-    """Return the parts of a layer on this rank from first to last row, as (HF tensor, number of rows)."""
+    """Return the parts of a layer on this rank in row order, as (HF tensor or None for padding, number of rows)."""
     if layer.row.join.axis == 1:
         (key,) = layer.row.hf
         return [(key, layer.shard.tensor.size(0))]
@@ -283,9 +283,9 @@ def _parts(layer: Binding) -> list[tuple[str | None, int]]:
 
 
 def _order(parts: Sequence[tuple[str | None, int]], modules: Sequence[str], lengths: Counter) -> torch.Tensor:
-    """Return the position of each row of the layer in the concatenated rows of `modules`.
+    """Return the index of each row of the layer in the concatenated rows of `modules`.
 
-    Rows of modules that are not among `modules` all get the position after the last of these rows."""
+    All rows of other modules get the index after the last concatenated row, where `_in_order` adds a row of zeros."""
     places: dict[str | None, int] = {}
     behind = 0
     for module in modules:
@@ -411,7 +411,7 @@ def gather_adapters(chunks: Sequence[nn.Module], lora: Lora, rows: Sequence[Row]
 
 
 def gather_saved(chunks: Sequence[nn.Module], lora: Lora, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
-    """Gather the modules that were trained in full, like `gather_adapters`."""
+    """Gather tensors trained in full by their HF names on the first rank; empty on the others; collective."""
     names = saved_names(lora, rows)
     return _gather(chunks, [row for row in rows if row.mcore in names])
 

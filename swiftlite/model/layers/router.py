@@ -28,7 +28,8 @@ class TopKRouter(McoreTopKRouter):
     token counts stop growing at 256, because bfloat16 cannot represent 257.
 
     Attributes:
-        tokens: the tokens of the next call; None without a load-balancing loss.
+        tokens: description of the tokens of the next call; None: no load-balancing loss is computed and no load is
+            counted.
         mean_loss: load-balancing loss of this rank's tokens, without coefficient, summed since it was last set to None.
     """
 
@@ -48,7 +49,7 @@ class TopKRouter(McoreTopKRouter):
     def _apply_aux_loss(
         self, probs: torch.Tensor, scores_for_aux_loss: torch.Tensor, routing_map: torch.Tensor, *_: Any, **__: Any
     ) -> torch.Tensor:
-        """Attach the loss over all tokens of the micro-batch (`aux_loss`)."""
+        """Attach the load-balancing loss over all tokens of the micro-batch (`aux_loss`) to `probs`."""
         if self.tokens is None or not self.get_aux_loss_coeff("aux_loss"):
             return probs
         group_T = self.tokens.sequence_T.clamp(max=0)
@@ -57,7 +58,7 @@ class TopKRouter(McoreTopKRouter):
     def _apply_seq_aux_loss(
         self, probs: torch.Tensor, scores_for_aux_loss: torch.Tensor, routing_map: torch.Tensor, *_: Any, **__: Any
     ) -> torch.Tensor:
-        """Attach the loss over each sequence (`seq_aux_loss`)."""
+        """Attach the load-balancing loss over each sequence (`seq_aux_loss`) to `probs`."""
         if self.tokens is None or not self.get_aux_loss_coeff("seq_aux_loss"):
             return probs
         group_T = self.tokens.sequence_T

@@ -1,8 +1,9 @@
 """Layers of Transformer Engine with the same parameters as swiftlite's layers.
 
-Bridge, checkpoints and exports therefore do not depend on the choice. Only `kernels.py` imports this module, and only
-if the package is installed. Linear layers are megatron-core's wrappers of Transformer Engine's layers. RMSNorm is a
-class here, because megatron-core provides it only as a function. The embedding and the output layer always use torch.
+Bridge, checkpoints and exports are therefore the same for both kinds of layers. Only `kernels.py` imports this module,
+and only if the package is installed. Linear layers are megatron-core's wrappers of Transformer Engine's layers. RMSNorm
+is a class here, because megatron-core provides it only as a function. The embedding and the output layer always use
+torch.
 """
 
 from typing import Any
@@ -75,7 +76,7 @@ class GroupedMLP(experts.GroupedMLP):
     """Experts whose matrix products Transformer Engine computes, also in FP8.
 
     The parameters are those of `SequentialMLP`. Two layers of Transformer Engine, which are not part of the model,
-    compute with references to them.
+    compute with references to these parameters.
     """
 
     works_with_overlap = True
@@ -90,7 +91,7 @@ class GroupedMLP(experts.GroupedMLP):
             borrower.linear.fuse_wgrad_accumulation = True
 
     def products(self, hidden_TH: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
-        """See `experts.GroupedMLP`; in FP8 the rows of each expert are padded with zeros."""
+        """Return the outputs of the experts for tokens sorted by expert; in FP8 tokens are padded with zero rows."""
         counts = padded = tokens_per_expert.tolist()
         is_low = FP8GlobalStateManager.is_fp8_enabled()
         if is_low:
@@ -184,7 +185,7 @@ class CoreAttention(attention.CoreAttention):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> torch.Tensor:
-        """See `attention.CoreAttention`; context parallelism is not supported."""
+        """Compute attention, with the arguments of `attention.CoreAttention.forward`, without context parallelism."""
         if attention_mask is not None:
             return super().forward(query_SBND, key_SBGD, value_SBGD, attention_mask)
         mask_type = AttnMaskType.causal
@@ -201,7 +202,7 @@ class CoreAttention(attention.CoreAttention):
 
 
 def _on_device(lengths: tuple[int, ...], device: torch.device) -> PackedSeqParams:
-    """Return the sequences of a row on the device, copied once for all layers."""
+    """Return the starts of the sequences of a row on the device, copied once for all layers."""
     _, starts, _, longest, _ = attention.offsets(causal_segments(lengths, rank=0, size=1), 1, sum(lengths), device)
     return PackedSeqParams(
         qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts, max_seqlen_q=longest, max_seqlen_kv=longest

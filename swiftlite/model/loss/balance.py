@@ -52,7 +52,7 @@ class RoutedTokens:
         num_sequences: number of sequences of the micro-batch on all ranks that share it.
         load_weight: weight of a token's load: 1, or `Heads.weights` in later steps of an unrolled layer.
         mean_weight: weight of a token in the mean over the global batch; 0 without a load-balancing loss.
-        divisor: see `Balance`.
+        divisor: number of targets of the next-token loss in the global batch, as in `Balance`.
     """
 
     sequence_SB: torch.Tensor
@@ -74,7 +74,7 @@ def routed_tokens(
 
     Args:
         sequence_KSB: `RoutedTokens.sequence_SB` of the trunk and of each depth.
-        num_sequences: see `RoutedTokens`.
+        num_sequences: number of sequences of the micro-batch on all ranks that share it.
         balance: normalization for the global batch; without it routers have no load-balancing loss.
     """
     step_weights: Sequence[float] = (1.0,) * heads.layers
@@ -99,7 +99,7 @@ def tokens_times_loss(
 ) -> torch.Tensor:
     """Return this rank's part, a scalar, of `sum(n * L)` over groups.
 
-    L is the load-balancing loss of a group, and n its number of tokens (see the module).
+    L is the load-balancing loss of a group (formula in the module docstring), and n the group's number of tokens.
 
     Args:
         scores_TE: score of each expert (E) for each token (T); they sum to 1.

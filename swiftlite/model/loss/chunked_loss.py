@@ -1,10 +1,11 @@
 """Compute the losses of `losses.py` from hidden states, so that only one chunk of logits is in memory at a time.
 
 The forward pass computes the logits of a chunk, then its losses, and overwrites the logits with their gradient. It
-stores only the gradient with respect to the states. The gradient of the output matrix also depends on the weight of
-each position in the loss, which is known only in the backward pass. Therefore, if the matrix is trained, the backward
-pass computes the logits of each chunk again. With 8,192 positions and a vocabulary of 150,000, this costs one more
-matrix product (1/30 of the work of an 8B model) and saves 5 GB.
+stores only the gradient with respect to the states. The weight of each position in the loss is known only in the
+backward pass. There, the stored gradients are multiplied by it, position by position. The gradient of the output matrix
+is a sum over positions and could not be corrected afterwards. Therefore, if the matrix is trained, the backward pass
+computes the logits of each chunk again. With 8,192 positions and a vocabulary of 150,000, this costs one more matrix
+product (1/30 of the work of an 8B model) and saves 5 GB.
 
 Shapes: B batch, S sequence, N selected tokens, C of them in a chunk, V vocabulary on this rank, H hidden size.
 """
@@ -74,7 +75,8 @@ class TrunkTarget:
         group: Group,
         share_C1: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See `LabelTarget.loss_`."""
+        """Return the distances [C] of a chunk in float32, and overwrite its logits; arguments as in
+        `LabelTarget.loss_`."""
         trunk_CV = self.trunk_NH[rows] @ weight_VH.t()
         function = _fused_distance_
         if group is not None:
@@ -127,7 +129,7 @@ def chunked_loss(
 
     Args:
         weight_VH: this rank's part of the output matrix.
-        selected: the positions of the states.
+        selected: the positions in the micro-batch that `states_NH` belong to, and their labels.
         tokens_V: the token of each row of the matrix, for a draft vocabulary; None for the whole vocabulary.
     """
     results: Any = _ChunkedLoss.apply(states_NH, weight_VH, target, sharing(tp_group), tokens_V)

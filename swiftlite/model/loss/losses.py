@@ -129,7 +129,7 @@ def distillation_loss(
     Args:
         logits_NV: logits of the head; float32 ones are overwritten with the gradient, so they must not be read later.
         trunk_logits: returns the trunk's logits [n, V] at some of the N positions, at most MAX_POSITIONS per call.
-        selected: the selected positions.
+        selected: the positions in the micro-batch that the logits belong to.
         tokens_V: the token of each logit, for a draft vocabulary; None for the whole vocabulary.
     """
     with torch.no_grad():

@@ -128,7 +128,8 @@ def broadcast(
     Samples have the arrays that the rank's stage uses; their other arrays are filled with a constant.
 
     Args:
-        micro_batches: read only on the rank that is first in both groups.
+        micro_batches: the micro-batches of the replica on the rank that is first in both groups; not read on other
+            ranks.
         fields: names of the arrays that each pipeline rank needs (`stage_fields`).
         pipeline_group: ranks that hold the stages in order.
         stage_group: ranks that hold the same stage: its tensor- and context-parallel ranks.

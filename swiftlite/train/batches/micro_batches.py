@@ -140,7 +140,7 @@ class Batches:
         return MicroBatches(batches, Collated(self.collate_companions, self._cut_companions(rows, indices)))
 
     def evaluation(self, samples: Sequence[Sample], max_global_batches: int | None = None) -> MicroBatches:
-        """Return this rank's share of the held-out samples; each sample is on one rank.
+        """Return this data-parallel rank's micro-batches of the held-out samples; each sample is on one rank.
 
         Every rank has the same number of micro-batches, because ranks that share experts compute together. Missing
         micro-batches are padding only.
@@ -213,7 +213,7 @@ class Batches:
         return [[samples[index] for index in group.tolist()] for group in self._share(lengths)]
 
     def _share(self, lengths: Sequence[int]) -> list[np.ndarray]:
-        """Return the indices of the samples that this rank computes in each of its micro-batches of a step."""
+        """Return, for each of this rank's micro-batches of a step, the indices of its samples in `lengths`."""
         return self.schedule(lengths).rank(self.data_parallel_rank)
 
     def schedule(self, lengths: Sequence[int]) -> MicroBatchSchedule:

@@ -47,7 +47,8 @@ class Slot:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Return the names of the parameter's state: its moments and, unless it is float32, its main weight."""
+        """Return the kinds of state of the parameter: two moments and, unless the parameter is float32, its main
+        weight."""
         if self.parameter.dtype is torch.float32:
             return MOMENTS
         return (*MOMENTS, MAIN_WEIGHT)
@@ -231,7 +232,8 @@ def _owners(slots: Sequence[Slot]) -> list[int]:
 
 
 def _like(sharded: Sharded, tensor: torch.Tensor, kind: str) -> Sharded:
-    """Return the tensor at the parameter's place in the whole model, under a name for this kind of state."""
+    """Return the tensor with the place of the parameter `sharded` in the whole model, and a name with the kind of
+    state."""
     return make_sharded_optimizer_tensor(sharded, tensor, prefix=f"optimizer.{kind}")
 
 

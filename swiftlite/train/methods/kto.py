@@ -4,8 +4,8 @@ The KL divergence between the model and the reference is estimated from mismatch
 is paired with the answer of another row. The estimate is one value per global batch, so it is computed before the
 training step, without gradients.
 
-Shapes: P answers of a micro-batch, K the trunk and each MTP depth, B rows, S tokens of a row on this context-parallel
-rank.
+Shapes: P answers of a micro-batch, K the number of predictions (1 for the trunk, 1 for each MTP depth), B rows, S
+tokens of a row on this context-parallel rank.
 """
 
 from collections.abc import Sequence

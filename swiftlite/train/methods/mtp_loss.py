@@ -1,6 +1,7 @@
 """The losses of the MTP heads, which every objective adds to its own loss.
 
-Shapes: K the trunk and each MTP depth, B rows, S tokens of a row on this context-parallel rank.
+Shapes: K the number of predictions (1 for the trunk, 1 for each MTP depth), B rows, S tokens of a row on this
+context-parallel rank.
 """
 
 from collections.abc import Sequence

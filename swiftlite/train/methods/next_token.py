@@ -1,6 +1,7 @@
 """The next-token loss of `megatron sft` and `megatron pt`.
 
-Shapes: K the trunk and each MTP depth, B rows, S tokens of a row on this context-parallel rank.
+Shapes: K the number of predictions (1 for the trunk, 1 for each MTP depth), B rows, S tokens of a row on this
+context-parallel rank.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -54,11 +55,12 @@ class NextTokenObjective:
         return (1 + self.heads.drafts, 3)  # see `acceptance/statistics.py`
 
     def count_targets(self, batches: Sequence[Batch]) -> torch.Tensor:
-        """See `count_labels`."""
+        """Count valid targets and all tokens of the trunk and of each MTP depth: int64 [2, K]."""
         return count_labels(batches, self.heads)
 
     def make_forward_step(self, counts: torch.Tensor, mesh: Mesh) -> ForwardStep:
-        """Return a forward step that gives `total_loss`, the trunk's number of targets and the statistics."""
+        """Return a forward step that returns `total_loss`, the trunk's number of targets and the statistics of a
+        micro-batch."""
         targets, tokens = counts.tolist()
         coefficients = head_coefficients(self.heads, self.mtp_loss_scaling_factor, targets[1:], targets[0])
         balance = Balance(tokens, divisor=targets[0])

@@ -1,7 +1,8 @@
 """The losses of `megatron dpo` over pairs of answers, and the heads' losses on the preferred answers.
 
 Shapes: P pairs of a micro-batch, 2 the answers of a pair (the preferred one first), N all sequences of the micro-batch,
-K the trunk and each MTP depth, B rows, S tokens of a row on this context-parallel rank.
+K the number of predictions (1 for the trunk, 1 for each MTP depth), B rows, S tokens of a row on this context-parallel
+rank.
 """
 
 from collections.abc import Sequence
@@ -77,7 +78,8 @@ def log_probabilities_of(loss_BS: torch.Tensor, batch: Batch, mesh: Mesh) -> tup
     Both are the same on every context-parallel rank.
 
     Args:
-        loss_BS, batch: as for `score`.
+        loss_BS: the trunk's loss of each label; 0 at positions without a label.
+        batch: this rank's part of the micro-batch.
     """
     numbers = torch.arange(batch.num_sequences, device=loss_BS.device)
     # A matrix product instead of index_add, whose order of summation varies on a GPU.

@@ -174,7 +174,7 @@ class TolerantTracker:
 
 
 def open_trackers(names: list[str], output_dir: Path, config: Mapping[str, Any], first: int) -> list[TolerantTracker]:
-    """Open the trackers among these names.
+    """Open the trackers that `names` contains; other names, such as tensorboard, are ignored.
 
     Args:
         config: the run's options, without secrets.

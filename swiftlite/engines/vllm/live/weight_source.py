@@ -43,11 +43,11 @@ class MegatronSource(WeightSource):
         self._device = device
 
     def metadata(self) -> list[ParamMeta]:
-        """See vLLM's class; nothing is gathered."""
+        """Return name, dtype and shape of every tensor, in the order of iteration; nothing is gathered."""
         return [ParamMeta(name, *entry) for name, entry in self._model.tensors(self._part).items()]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See vLLM's class. Ranks other than the first send their slices and yield nothing."""
+        """Yield (HF name, whole tensor) on the first rank; other ranks send their slices and yield nothing."""
         for bucket in self._model.stream(self._part, self._device):
             yield from bucket.items()
 
@@ -59,9 +59,9 @@ class BucketSource(WeightSource):
         self._bucket = bucket
 
     def metadata(self) -> list[ParamMeta]:
-        """See vLLM's class."""
+        """Return name, dtype and shape of every tensor of the bucket."""
         return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self._bucket.items()]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See vLLM's class."""
+        """Yield (HF name, tensor) for every tensor of the bucket."""
         yield from self._bucket.items()
