@@ -30,7 +30,7 @@ def decode_json(text: str, position: int) -> tuple[Any, int]:
     """Return the value that starts at a position in a text, and the position where it ends.
 
     Raises:
-        JSONDecodeError: see `parse_json`.
+        JSONDecodeError: the text is not JSON, is nested too deeply, or has a number with too many digits.
     """
     try:
         value, end = _DECODER.raw_decode(text, position)

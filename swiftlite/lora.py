@@ -59,7 +59,7 @@ class Lora:
         """Return whether a linear layer gets an adapter.
 
         Args:
-            module: its full Hugging Face name, such as `model.layers.0.self_attn.q_proj`.
+            module: full Hugging Face name of the layer, such as `model.layers.0.self_attn.q_proj`.
         """
         return ALL_LINEAR in self.targets or is_named(module, self.targets)
 

@@ -47,7 +47,7 @@ def tally(
         hits_KS: whether the prediction equals the trunk's.
         learned_S: whether the token at s + 1 is a label; consecutive labels are an answer.
         position_S: position of s in its sequence.
-        cu_seqlens: see `Batch`.
+        cu_seqlens: starts of the sequences of a packed row, as in `Batch`; None if the row is one sequence.
     """
     number_S = torch.arange(len(learned_S), device=learned_S.device)
     last_outside_S = torch.where(learned_S, -1, number_S).cummax(0).values

@@ -32,7 +32,7 @@ class DraftCounts:
         )
 
     def since(self, before: "DraftCounts") -> "DraftCounts":
-        """Return the counts since `before`."""
+        """Return these counts minus the earlier counts `before`."""
         pairs = zip(self.accepted_per_position, before.accepted_per_position, strict=True)
         return DraftCounts(
             self.drafts - before.drafts, self.drafted - before.drafted, tuple(now - then for now, then in pairs)

@@ -23,7 +23,7 @@ def depth_sums(
     rank.
 
     Args:
-        cu_seqlens: see `Batch`.
+        cu_seqlens: starts of the sequences of a packed row, as in `Batch`; None if each row is one sequence.
     """
     counts_here = mesh.cp.rank() == 0
     rows = []

@@ -67,9 +67,9 @@ class _Measured:
 
     Attributes:
         num_samples: number of samples in the rows.
-        sums: see `statistics.depth_sums`.
+        sums: sum of `statistics.depth_sums` over the rows.
         walk: counts of simulated speculative decoding.
-        table: see `by_position.tally`.
+        table: sum of `by_position.tally` over the rows.
     """
 
     num_samples: int

@@ -13,8 +13,8 @@ MAX_DIGITS = 15
 def split_sample(spec: str) -> tuple[str, str]:
     """Return the file and the number of rows after its #; "" means all rows.
 
-    A # is part of the name if a file with the whole name exists, or if the text after it cannot be a number of rows,
-    for example in the name of a directory or before an extension.
+    A # is part of the file's name if a file with the whole text as its name exists, or if the text after it cannot be a
+    number of rows, for example in the name of a directory or before an extension.
     """
     file, _, sample = spec.rpartition("#")
     if not file or Path(spec).is_file():

@@ -68,7 +68,7 @@ def title(args_class: type) -> str:
 
 @cache
 def _docstrings(module: str) -> dict[str, dict[str, str]]:
-    """Return the strings under fields by class and field name; the class's own docstring has the name ""."""
+    """Return the strings under fields by class name and field name; the docstring of a class has the field name ""."""
     source = sys.modules[module].__file__
     assert source is not None, f"{module} has no source file"
     found = {}

@@ -32,8 +32,8 @@ class ServerResult:
 
     Attributes:
         num_speculative_tokens: number of draft tokens per step; 0 for a server without drafts.
-        command: its command line, with keys replaced by ***.
-        seconds_to_start: seconds until it was healthy.
+        command: command line of the server, with keys replaced by ***.
+        seconds_to_start: seconds until the server was healthy.
         measured: one result for each concurrency.
     """
 

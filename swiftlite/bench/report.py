@@ -155,7 +155,8 @@ def changes_with_load(args: BenchArgs, choices: dict[int, Choice]) -> bool:
 
 
 def warnings(choices: dict[int, Choice]) -> list[str]:
-    """Return a warning if the machine's speed changed a lot."""
+    """Return a warning for each concurrency at which the server without drafts changed speed a lot between start and
+    end."""
     return [
         f"concurrency {concurrency}: the server without drafts was {1 + choice.drift:.2f}x as fast at the end as at "
         "the start: the load of the machine changed, and ratios are inaccurate"

@@ -105,7 +105,7 @@ class Choice:
         ratios: for each number of draft tokens above 0, the median tokens per second, divided by those of the faster of
             both measurements without drafts.
         drift: relative speed-up of the server without drafts from its first to its last measurement.
-        reason: one sentence.
+        reason: why this number is recommended, in one sentence.
     """
 
     num_speculative_tokens: int

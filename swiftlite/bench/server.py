@@ -26,7 +26,7 @@ class Server:
     """A process that was started to serve.
 
     Attributes:
-        log: file with its output.
+        log: file with the server's output.
     """
 
     process: subprocess.Popen
@@ -45,7 +45,7 @@ def serve(command: ServerCommand, url: str, log: Path) -> Iterator[Server]:
 
     Args:
         command: command of a server that listens at `url`.
-        log: file for its output.
+        log: file for the server's output.
 
     Raises:
         UserError: the server ended before it was healthy.

@@ -140,7 +140,7 @@ class _FirstFailure:
 
 
 def _first_failure(failures: "dict[int, ProcessFailure]") -> _FirstFailure:
-    """Return the failure that caused the others.
+    """Return the failure that caused the failures of all other ranks.
 
     Args:
         failures: torchrun's record of every failed rank on this node.

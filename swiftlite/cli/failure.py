@@ -37,7 +37,7 @@ class Failure:
         message: the traceback.
         timestamp: seconds since the epoch.
         code: exit code of the rank.
-        is_lost: whether it only lost its connection to another rank; its stderr then has no traceback.
+        is_lost: whether the rank only lost its connection to another rank; its stderr then has no traceback.
     """
 
     message: str

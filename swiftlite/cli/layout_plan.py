@@ -101,7 +101,7 @@ def _row(candidate: Candidate, hf_config: HfConfig, gpu: Gpu) -> tuple[str, ...]
 
 
 def _mfu(candidate: Candidate, hf_config: HfConfig, gpu: Gpu) -> float:
-    """Return the MFU: required FLOPs divided by the FLOPs at peak speed, as a run logs it."""
+    """Return the MFU: required FLOPs divided by the FLOPs at peak speed, computed like the MFU in a run's log."""
     step, setup = candidate.step, candidate.step.setup
     flops = training_flops(hf_config, setup.heads, heads_only=setup.mtp_mode == "heads_only", lora=setup.lora)
     tokens = step.tokens_per_step

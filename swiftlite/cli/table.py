@@ -35,7 +35,7 @@ class Command:
     """"module:function"; the function accepts the arguments object, and returns None or an exit code."""
     line: str
     is_parallel: bool
-    """Whether it can run as several processes."""
+    """Whether the command can run as several processes."""
     first_option: str = ""
     """Option that receives the words before any flag; if empty, the first word is a file of options."""
 

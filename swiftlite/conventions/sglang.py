@@ -27,5 +27,5 @@ _LINES = {
 
 
 def convention(family: Family) -> Convention | None:
-    """Return the convention of a family; None if it was not measured."""
+    """Return the convention with which SGLang runs the heads of a family; None if it was not measured."""
     return _LINES.get(family.name)

@@ -30,7 +30,7 @@ _DRAFTS: dict[str, tuple[str, Literal["each", "first"]]] = {
 
 
 def convention(family: Family) -> Convention | None:
-    """Return the convention of a family; None if it was not measured."""
+    """Return the convention with which vLLM runs the heads of a family; None if it was not measured."""
     if family.name not in _DRAFTS:
         return None
     draft, heads = _DRAFTS[family.name]

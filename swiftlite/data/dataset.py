@@ -194,7 +194,7 @@ def split(num_samples: int, ratio: float, seed: int) -> np.ndarray:
     None are held out if `ratio` is 0 or there is only one sample.
 
     Args:
-        ratio: at least 0 and below 1.
+        ratio: share of the samples that is held out, at least 0 and below 1.
     """
     if ratio == 0 or num_samples < 2:
         return np.empty(0, np.int64)

@@ -82,7 +82,8 @@ class ConversationEncoder:
         """Return the sample of a row, or the two samples of a pair.
 
         Raises:
-            RowError: see `ChatTemplate.encode`; or the answers of a pair have the same tokens.
+            RowError: the template does not support the turns, a trained turn cannot be located exactly, a token has no
+                embedding, or the answers of a pair have the same tokens.
         """
         answers = [self.template.encode(row)]
         if row.rejected is not None:

@@ -67,7 +67,7 @@ class EngineConfig:
     """The configuration of an engine.
 
     Args:
-        model: see `resolve_served`.
+        model: the model to load, result of `resolve_served`.
         torch_dtype: bfloat16 or float32.
         trust_remote_code: whether Python files of the model may run.
         num_speculative_tokens: number of draft tokens per step; 0 disables drafts, None uses one per head.

@@ -20,7 +20,8 @@ def resolve_served(name: str | Path) -> HfModel:
     """Resolve a model for an engine.
 
     Raises:
-        UserError: see `resolve`; or a file is damaged, for which engines show a traceback.
+        UserError: the model is not available or not supported (`resolve`), or a file is damaged, for which engines show
+            a traceback.
     """
     model = resolve(name)
     check_files(model)

@@ -19,7 +19,7 @@ class Gpu:
         memory_gb: memory, in GB (1e9 bytes).
         hbm: bytes per second between memory and processors.
         link: bytes per second from a GPU to others in its machine, by NVLink or else PCIe.
-        linked: number of GPUs connected in this way.
+        linked: number of GPUs that are connected by `link`.
         network: bytes per second from a GPU to other machines, with one network port per GPU.
     """
 

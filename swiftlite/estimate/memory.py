@@ -167,7 +167,7 @@ def usable_bytes(gpu_memory_gb: float) -> int:
 
 
 def verdict(fits: bool) -> str:
-    """Return the text for whether a plan fits."""
+    """Return "fits" or "does not fit"."""
     if fits:
         return "fits"
     return "does not fit"

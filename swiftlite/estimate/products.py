@@ -20,7 +20,7 @@ class Product:
         module: module in --recompute_modules to which it belongs; empty if none.
         number: number of identical products.
         is_grouped: whether one kernel computes all of them.
-        stack_bytes: see `Software.stack_bytes`; only for grouped products.
+        stack_bytes: bytes moved per weight to stack the weights of experts (`Software.stack_bytes`); 0 if not grouped.
         is_expert: whether the matrices belong to an expert.
         low: low precision of the product; None for bfloat16.
         tokens_in, tokens_out: number of tokens whose states and gradients are quantized here; fewer than `tokens` if

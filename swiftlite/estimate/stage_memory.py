@@ -32,7 +32,7 @@ def total(entries: Iterable[Activation]) -> int:
 
 
 def share(number: int, ranks: int) -> int:
-    """Return an equal share, rounded up."""
+    """Return `number / ranks`, rounded up: the share of one rank."""
     return -(-number // ranks)
 
 

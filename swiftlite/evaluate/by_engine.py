@@ -29,7 +29,8 @@ class EngineStats:
         drawn_by_channel: like `by_channel`, of sampled answers; empty without sampling.
         answers: prompts and greedy answers as samples whose labels are the answers.
         num_speculative_tokens: number of draft tokens per step.
-        by_confidence: see `confidence.by_confidence`; empty if no values were given.
+        by_confidence: speed at each draft confidence, from `confidence.by_confidence`; empty if no confidences were
+            given.
     """
 
     by_channel: dict[str, dict[str, object]]
@@ -53,7 +54,7 @@ def by_engine(
     """Start the engine once, and generate answers.
 
     Args:
-        config: its max_model_len is computed here.
+        config: configuration of the engine, whose max_model_len is replaced by the length that the prompts need.
         conversations: conversations whose last assistant turn is generated.
         max_prompts: maximum number of prompts per channel, the first ones.
         temperature: above 0, answers are also sampled at this temperature.

@@ -23,10 +23,10 @@ def load_rows(
     """Load the rows as held-out samples, with the model's tokenizer and chat template.
 
     Args:
-        offered: see `load_train_val`.
+        offered: names of the command's options, so that errors only name these; default: those of `megatron sft`.
 
     Raises:
-        UserError: see `load_train_val`.
+        UserError: a file cannot be read, there are more bad rows than allowed, or no row is left.
     """
     tokenizer = load_tokenizer(model.directory, trust_remote_code)
     template = ChatTemplate(tokenizer, vocab_size=model.config["vocab_size"])

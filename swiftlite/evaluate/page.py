@@ -30,7 +30,7 @@ def evaluation_page(
     Args:
         results: figures of "model", and of "baseline" if there is one.
         directories: paths or names of the models, by the same keys.
-        confidences: see `confidence.by_confidence`.
+        confidences: speed at each draft confidence, from `confidence.by_confidence`; empty if not measured.
     """
     methods = list(results["model"])
     tiles = []
@@ -62,7 +62,7 @@ def evaluation_chart(results: Mapping[str, ModelFigures]) -> bytes:
     """Draw evaluation.svg: acceptance by channel, with a bar for each depth of the model and the baseline.
 
     Args:
-        results: as for `evaluation_page`.
+        results: figures of "model", and of "baseline" if there is one.
     """
     methods = list(results["model"])
     chart = mpl_figure.Figure(figsize=(8, 3.2 * len(methods)), layout="constrained")

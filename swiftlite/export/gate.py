@@ -14,7 +14,7 @@ from swiftlite.runtime.mesh import Mesh
 
 
 def check_acceptance(args: ExportArgs, hf_dir: Path, torch_dtype: str, mesh: Mesh) -> None:
-    """Measure an export and its baseline on the same rows, if one of the two options is given.
+    """Measure an export and its baseline on the same rows, if --min_acceptance or --max_regression is given.
 
     Raises:
         UserError: a limit is not met, and --force is not given.

@@ -290,7 +290,8 @@ def _named(output_dir: Path) -> Iterator[None]:
 
 
 def _copy_small_files(args: ExportArgs, hf_model: HfModel, heads: Heads, writing: Path) -> None:
-    """Copy the tokenizer and the other small files of the source model, and write config.json with its changes."""
+    """Copy the tokenizer and the other small files of the source model, and config.json with the heads and dtype of the
+    export."""
     for path in hf_model.directory.iterdir():
         if path.name not in ("config.json", TENSORS_FILE, CARRIED_FILE, TOKEN_MAP_FILE):
             shutil.copy2(path, writing / path.name)
@@ -310,7 +311,7 @@ def _audit(directory: Path, hf_model: HfModel, source_keys: Iterable[str]) -> No
         source_keys: tensors of the source model.
 
     Raises:
-        UserError: the export differs from either of them.
+        UserError: the export differs from its config.json or from the source model.
     """
 
     def is_mtp(key: str) -> bool:

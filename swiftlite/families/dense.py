@@ -43,7 +43,7 @@ def check(hf_config: HfConfig, **neutral: tuple[Any, ...]) -> None:
     """Reject unsupported settings of dense families.
 
     Args:
-        neutral: see `problems_of`.
+        neutral: further keys of the family, with their supported values, which must include the default.
 
     Raises:
         UserError: there are unsupported settings; the error lists all of them.
@@ -61,7 +61,7 @@ def problems_of(
     """Return a problem (one line) for every setting that would be ignored or is invalid.
 
     Args:
-        reads: keys of NEUTRAL of which the family supports all values.
+        reads: keys of NEUTRAL for which the family supports every value.
         layer_types: supported kinds of layers, by transformers' names.
         neutral: further keys of the family, with their supported values, which must include the default.
     """

@@ -28,7 +28,7 @@ class Sublayer(Protocol):
         ...
 
     def mcore_config(self) -> dict[str, Any]:
-        """Return the arguments of megatron-core's TransformerConfig for this kind."""
+        """Return the arguments of megatron-core's TransformerConfig for this attention or MLP."""
         ...
 
     def rows(self) -> list[Row]:
@@ -63,11 +63,11 @@ class Attention(Sublayer, Protocol):
     """The attention of a layer, in which tokens see each other."""
 
     takes_packed_rows: ClassVar[bool]
-    """Whether it supports packed rows, without attention between sequences."""
+    """Whether this attention supports packed rows, without attention between sequences."""
     takes_parts_of_rows: ClassVar[bool]
-    """Whether it supports context parallelism."""
+    """Whether this attention supports context parallelism."""
     is_recurrent: ClassVar[bool]
-    """Whether it has a fixed-size state instead of keys and values."""
+    """Whether this attention has a fixed-size state instead of keys and values."""
 
     @property
     def hidden(self) -> int:

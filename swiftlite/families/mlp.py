@@ -155,7 +155,7 @@ class MixtureOfExperts:
         )
 
     def activation_bytes(self, rank: Rank) -> int:
-        """See `Sublayer`; every rank is assumed to have the same number of routed tokens."""
+        """Return the bytes saved on a rank apart from the input, if all ranks have the same number of routed tokens."""
         if "moe" in rank.recomputed:
             return 0
         scores = rank.sequence_tokens * (9 * self.experts + 20 * self.topk + 4)  # float32, indices and masks

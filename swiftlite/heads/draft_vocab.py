@@ -34,7 +34,7 @@ def _run_text(run: Sequence[int]) -> str:
 
 
 def from_text(text: object, vocab_size: int) -> tuple[int, ...]:
-    """Parse the ids that `to_text` wrote.
+    """Parse a text in the format of `to_text` to ids.
 
     Raises:
         UserError: the text does not have this format, or an id is outside of the vocabulary.

@@ -11,9 +11,10 @@ class Drafting:
     """The inputs of MTP heads.
 
     Attributes:
-        takes_before_norm: whether the trunk's state is used before its final norm; otherwise after it.
-        recycles_before_norm: whether an unrolled head continues from its state before its output norm; otherwise after
-            it.
+        takes_before_norm: whether heads read the trunk's state before its final norm; otherwise the state after the
+            norm.
+        recycles_before_norm: whether an unrolled head continues from its state before its output norm; otherwise from
+            the state after the norm.
         zeroes_first_embedding: whether the embedding at a sequence's position 0 is zero.
     """
 
@@ -22,12 +23,12 @@ class Drafting:
     zeroes_first_embedding: bool = False
 
     def to_json(self) -> dict[str, bool]:
-        """Return the value in the format of config.json."""
+        """Return the attributes by name, the format in config.json."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, content: object) -> "Drafting":
-        """Build the value that `to_json` wrote.
+        """Build the `Drafting` from the content that `to_json` returned.
 
         Raises:
             UserError: the content does not have this format.

@@ -117,8 +117,8 @@ def is_run(path: Path) -> bool:
 
 
 def method_of_run(run: Path) -> Method | None:
-    """Return the method of the command that made this run (or the run of this checkpoint); the first, if several share
-    it.
+    """Return the method of the command that made this run (or the run of this checkpoint); the first method, if several
+    share the command.
 
     Returns:
         None if args.json cannot be read.

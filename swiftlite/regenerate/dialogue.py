@@ -20,7 +20,7 @@ class RegeneratedTurn:
     """The model's answer in one turn, as stored in answers.jsonl.
 
     Attributes:
-        finish_reason: see `Completion`.
+        finish_reason: stop, or length if the answer was truncated, as in `Completion`.
     """
 
     response: str

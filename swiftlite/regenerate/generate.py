@@ -25,7 +25,7 @@ Asked = tuple[int, list[int]]
 
 
 def names_of(dialogues: Dialogues) -> list[str]:
-    """Return the names of requests in answers.jsonl."""
+    """Return the name of each request in answers.jsonl, such as "rows.jsonl:7 turn 1 answer 2"."""
     names = []
     for request in dialogues.requests:
         source = dialogues.chats[request.row].source

@@ -26,7 +26,7 @@ class WrittenMessage:
 
     Attributes:
         text: the message. A user turn keeps its special tokens, except the one that ends it.
-        finish_reason: see `Completion`.
+        finish_reason: stop, or length if the message was truncated, as in `Completion`.
     """
 
     text: str
@@ -60,7 +60,7 @@ class SelfDialogues:
         num_turns: number of user turns of each conversation.
         system: system prompt of all conversations.
         topics: topics that are assigned in turn; without topics the model chooses.
-        special_token: finds a special token in a text.
+        special_token: pattern that matches any special token.
 
     Attributes:
         written: messages by conversation and position, both from 0.

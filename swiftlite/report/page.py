@@ -29,7 +29,7 @@ class Figure:
         name: unique name within the page.
         text: description in a sentence, also for screen readers.
         svg: SVG from `figure.py`, which escapes all text.
-        series: names for the legend; a single one has no legend.
+        series: names for the legend, which is omitted for a single name.
         is_bars: whether the chart has bars instead of lines.
     """
 

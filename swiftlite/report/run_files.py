@@ -20,7 +20,7 @@ class RunFiles:
     """The files of a run.
 
     Attributes:
-        name: name of its directory.
+        name: name of the run's directory.
         options: args.json, without secrets.
         report: run_report.json; empty before the run is finished.
         acceptance: acceptance.json.
@@ -41,7 +41,7 @@ class RunFiles:
         return max((line["step"] for line in self.metrics), default=0)
 
     def generated(self, when: str) -> dict[str, Any]:
-        """Return the counts on held-out prompts "before" or "after" training; empty if not measured."""
+        """Return the draft counts on held-out prompts "before" or "after" training; empty if not measured."""
         return self.acceptance.get(when, {}).get("generated", {})
 
     def last(self, name: str) -> float | None:

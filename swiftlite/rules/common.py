@@ -43,7 +43,8 @@ def numbers_are_in_range(args: Any, facts: Facts) -> Iterator[Problem]:
 
 
 def left_out(args: Any, command: str, why: Mapping[str, str]) -> Iterator[Problem]:
-    """Yield a problem for each given option that the command does not support, although its class has it.
+    """Yield a problem for each given option that the command does not support, although its options class has the
+    option.
 
     Args:
         why: the reasons, by option name.

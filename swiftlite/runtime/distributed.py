@@ -28,7 +28,7 @@ def session(
 
     Args:
         layout: default: all processes are data-parallel.
-        tied_embeddings: as for `Mesh.create`.
+        tied_embeddings: whether the last pipeline stage uses the embedding as its output layer.
         timeout_minutes: maximum time that a rank waits for another.
         deterministic: whether torch uses deterministic algorithms, and raises an error for operations without one.
 

@@ -179,7 +179,7 @@ def _read_parallel_state() -> dict[str, Any]:
 
 @contextmanager
 def _parallel_state(values: dict[str, Any]) -> Iterator[None]:
-    """Set these globals to other values inside the context."""
+    """Set megatron-core's globals for groups and ranks to `values`, by name, inside the context."""
     before = _read_parallel_state()
     parallel_state.__dict__.update(values)
     try:

@@ -64,7 +64,7 @@ def check_address(host: str, port: int) -> None:
 
 
 def server_command(args: DeployArgs, model: HfModel) -> ServerCommand:
-    """Return the command of the engine in --infer_backend; without --speculative, existing heads draft.
+    """Return the command of the engine in --infer_backend; without --speculative, heads draft if there are any.
 
     Raises:
         UserError: the engine would not draft with the checkpoint's heads, or --draft_schedule is for another engine.

@@ -44,7 +44,7 @@ class Answers:
     Attributes:
         completions: one for each prompt, in order.
         seconds: time of generation, without the engine's start.
-        counts: drafts of these answers.
+        counts: draft counts of these answers.
     """
 
     completions: list[Completion]

@@ -12,8 +12,8 @@ def final_lines(progress: Progress, best: str, bench: Mapping[str, Any], accepta
 
     Args:
         best: name of the best heads: "model", or a round.
-        bench: content of their bench.json.
-        acceptance: their accepted drafts by channel, from evaluation.json.
+        bench: content of the bench.json of the best heads.
+        acceptance: accepted drafts of the best heads by channel, from evaluation.json.
     """
     choices = bench["recommendations"]
     lines = []

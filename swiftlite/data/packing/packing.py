@@ -47,7 +47,7 @@ def check_lengths(lengths: Sequence[int] | np.ndarray, packing_length: int, mult
     """Return padded lengths, int64 `[num_sequences]`.
 
     Raises:
-        UserError: a sequence has no tokens or is longer than a row; the error names its index.
+        UserError: a sequence has no tokens or is longer than a row; the error names the sequence's index.
     """
     given = np.asarray(lengths, np.int64)
     result = padded(given, multiple)
@@ -92,7 +92,7 @@ def pack(lengths: Sequence[int] | np.ndarray, packing_length: int, *, multiple: 
         Rows in the order of their first sequences, so that without shuffling, data approximately keeps its order.
 
     Raises:
-        UserError: see `check_lengths`.
+        UserError: a sequence has no tokens or is longer than a row; the error names the sequence's index.
     """
     sizes = check_lengths(lengths, packing_length, multiple)
     if not len(sizes):
@@ -221,8 +221,8 @@ class RowStream(Iterator[list[StreamSample]]):
         samples: the stream, as positions and lengths of samples.
         packing_length: maximum number of tokens in a row.
         buffer_size: maximum number of samples in the buffer.
-        multiple: as for `pack`.
-        waiting: buffer of the stream to continue; `samples` are then those that it has not read.
+        multiple: multiple to which each sequence is padded; padding counts.
+        waiting: buffer of the stream to continue; `samples` are then the samples that this stream had not read yet.
         ready: packed rows of the stream to continue.
     """
 

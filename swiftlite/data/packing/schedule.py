@@ -84,7 +84,7 @@ def schedule(
             size.
 
     Raises:
-        UserError: see `packing.check_lengths`.
+        UserError: a sequence has no tokens or is longer than `packing_length`; the error names the sequence's index.
     """
     sizes = check_lengths(lengths, packing_length, multiple)
     work = linear * sizes + square * sizes.astype(np.float64) ** 2

@@ -64,7 +64,7 @@ class Chunk:
 
     Attributes:
         first: number of the first row.
-        own: those of the rows that this reader has read.
+        own: the rows of the chunk that this reader has read.
         said: for each row of `own` a code such as `BAD`, or the number of its samples followed by their lengths.
         rows_per_epoch: number of rows of each part (`FilePart`), 0 until the end of the part was reached.
     """
@@ -270,7 +270,7 @@ class Stream(Iterator[StreamSample]):
             self._check_all_parts_have_rows()
 
     def _samples_of(self, row: int, encoded: Encoded, said: Iterator[int]) -> Iterator[StreamSample]:
-        """Yield the samples of a row that were not returned yet.
+        """Yield the samples of row number `row` that the stream has not returned yet.
 
         Args:
             said: numbers that the row's reader sent; the next ones are those of this row.
@@ -339,7 +339,7 @@ class Stream(Iterator[StreamSample]):
             yield Chunk(first, own, said, [part.rows_per_epoch for part in self._parts])
 
     def _outcome(self, encoded: Encoded, is_first_epoch: bool) -> list[int]:
-        """Return the numbers that this reader sends for a row."""
+        """Return the numbers that this reader sends for a row, in the format of `Chunk.said`."""
         if encoded.bad and is_first_epoch:
             return [BAD]
         if encoded.bad:

@@ -13,7 +13,8 @@ def parse_document(row: object, *, system: str | None = None, source: str = "") 
     """Return the document as a conversation of one assistant turn.
 
     Args:
-        row, source: as for `parse_row`.
+        row: a JSON object or table row in one of the formats in the module docstring.
+        source: `file:line`, stored in the result.
         system: not used; `megatron pt` does not support --system.
 
         Raises:

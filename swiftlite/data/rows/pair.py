@@ -18,7 +18,9 @@ def parse_pair(row: object, *, system: str | None = None, source: str = "") -> C
     """Return the conversation that ends with the preferred answer; its attribute `rejected` is the rejected answer.
 
     Args:
-        row, system, source: as for `parse_row`.
+        row: a JSON object or table row in one of the formats in the module docstring.
+        system: system prompt for rows without one.
+        source: `file:line`, stored in the result.
 
     Raises:
         RowError: a field is invalid, the answers are equal, or they follow different turns.

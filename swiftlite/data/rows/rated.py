@@ -26,7 +26,9 @@ def parse_rated(row: object, *, system: str | None = None, source: str = "") -> 
     Heads are trained only on good answers.
 
     Args:
-        row, system, source: as for `parse_row`.
+        row: a JSON object or table row in one of the formats in the module docstring.
+        system: system prompt for rows without one.
+        source: `file:line`, stored in the result.
 
     Raises:
         RowError: a field is invalid.

@@ -59,7 +59,7 @@ def fill(
         parameters: parameters by their names in a checkpoint.
         num_mtp_heads: number of heads in config.json.
         default_loader: loader of parameters without a `weight_loader`.
-        experts: how fused parameters of experts are filled.
+        experts: how fused parameters of experts are filled; None for heads without experts.
         is_part: whether the weights are only a part of the checkpoint, so that missing ones are allowed.
 
     Returns:

@@ -66,7 +66,7 @@ class Loading:
 
     Attributes:
         target, draft: the models that were built and filled.
-        problems: see `LoadReport`.
+        problems: problems that make serving incorrect, one line each, as in `LoadReport`.
     """
 
     info: EngineInfo
@@ -80,7 +80,8 @@ class Loading:
 
     @contextmanager
     def until_it_objects(self) -> Iterator[None]:
-        """Record an error of the engine as a problem; without an error, record unread tensors."""
+        """Record an error that the engine raises in this context as a problem; without an error, record unread
+        tensors."""
         try:
             yield
         except LoadError as error:

@@ -57,7 +57,7 @@ class LoadTracker(TorchDispatchMode):
         return left
 
     def _parts_of(self, target: torch.Tensor) -> tuple[dict[Part, set[str]], Part]:
-        """Return the written ranges of a tensor's storage, and the tensor's range."""
+        """Return all written ranges of the storage that a tensor belongs to, and the range of the tensor itself."""
         return self._written[_storage(target)], (int(target.storage_offset()), target.shape, target.stride())
 
 
@@ -86,7 +86,8 @@ class RunningLoad(LoadTracker):
         return unread
 
     def unfilled(self, model: nn.Module, elsewhere: Iterable[str] = ()) -> dict[str, int]:
-        """See `LoadTracker`; only parameters of the language model."""
+        """Return parameters of the language model that were not written completely: name -> number of unwritten
+        elements."""
         left = super().unfilled(model, elsewhere)
         return {name: count for name, count in left.items() if not name.startswith(CARRIED)}
 

@@ -11,7 +11,7 @@ from swiftlite.engines.sglang.engine import draft_counts
 
 
 class SglangClient:
-    """See `Client`."""
+    """The `Client` of an SGLang server."""
 
     def __init__(self, session: aiohttp.ClientSession, sampling: Sampling, num_speculative_tokens: int):
         self._session = session
@@ -21,7 +21,7 @@ class SglangClient:
         self._cached_tokens = 0
 
     async def answer(self, prompt: Sequence[int], salt: str) -> Answer:
-        """See `Client`."""
+        """Complete a prompt; the prefix cache is shared only between prompts with the same salt."""
         request = {
             "input_ids": list(prompt),
             "sampling_params": {
@@ -39,11 +39,11 @@ class SglangClient:
         return answer
 
     async def draft_counts(self) -> DraftCounts:
-        """See `Client`."""
+        """Return the draft counts since the start of the server."""
         return self._counts
 
     async def cached_tokens(self) -> int:
-        """See `Client`."""
+        """Return the number of prompt tokens from the prefix cache since the start of the server."""
         return self._cached_tokens
 
 

@@ -25,7 +25,7 @@ from swiftlite.errors import UserError
 
 
 class SglangEngine:
-    """See `Engine`.
+    """The `Engine` that runs SGLang.
 
     Attributes:
         bucket_device: device of the tensors in a bucket of new weights.
@@ -76,7 +76,7 @@ class SglangEngine:
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, on_answer: OnAnswer | None = None
     ) -> list[Completion]:
-        """See `Engine`.
+        """Complete every prompt and return completions in order, as `Engine.generate` specifies.
 
         Raises:
             UserError: also if this SGLang ignores a sampling option when it verifies drafts.
@@ -118,7 +118,7 @@ class SglangEngine:
         self._weights.run(target, draft)
 
     def draft_counts(self) -> DraftCounts:
-        """See `Engine`."""
+        """Return the engine's counts of steps, drafted and accepted tokens since its start."""
         return self._counts
 
     def close(self) -> None:

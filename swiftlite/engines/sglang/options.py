@@ -3,7 +3,7 @@
 Facts of SGLang 0.5.23: a table by architecture selects the draft class, independent of config.json. For an unknown
 architecture, the target is used as the draft model (`plugin.py` adds architectures). The three numbers (steps, topk,
 draft tokens) must be set together: SGLang raises a TypeError if only the steps are set, and an AssertionError if only
-topk is.
+topk is set.
 """
 
 import json

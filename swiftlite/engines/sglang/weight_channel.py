@@ -12,7 +12,7 @@ from swiftlite.errors import UserError
 
 
 class SglangChannel:
-    """See `Channel`.
+    """The `Channel` for new weights of an SGLang engine.
 
     Args:
         engine: an `sglang.Engine` with the plugin in its processes.

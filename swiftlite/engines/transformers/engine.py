@@ -36,7 +36,7 @@ from swiftlite.families.resolved import HfModel
 
 
 class TransformersEngine:
-    """See `Engine`. It uses the GPU if there is one.
+    """The `Engine` that runs transformers, on the GPU if there is one.
 
     Raises:
         UserError: the model is missing, or its MTP heads do not match its config.json.
@@ -70,7 +70,7 @@ class TransformersEngine:
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, on_answer: OnAnswer | None = None
     ) -> list[Completion]:
-        """See `Engine`."""
+        """Complete every prompt and return completions in order, as `Engine.generate` specifies."""
         check_prompts(prompts, self._max_length)
         generator = torch.Generator(self._decoder.device)
         completions = []
@@ -82,7 +82,8 @@ class TransformersEngine:
         return completions
 
     def draft_counts(self) -> DraftCounts:
-        """See `Engine`. Drafts after a stop token or after the maximum length also count as accepted."""
+        """Return the draft counts since the start; drafts after a stop token or the maximum length also count as
+        accepted."""
         return self._counts
 
     def close(self) -> None:
@@ -150,7 +151,8 @@ class TransformersEngine:
         )
 
     def _states(self, ids: torch.Tensor, cache: DynamicCache) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the trunk's states [1, S, H] before and after its final norm; transformers returns only the second."""
+        """Return the trunk's states [1, S, H] before and after its final norm; transformers returns only those after
+        the norm."""
         before: list[torch.Tensor] = []
         with self._decoder.norm.register_forward_pre_hook(lambda norm, inputs: before.append(inputs[0])):
             after = self._decoder(input_ids=ids, past_key_values=cache, use_cache=True).last_hidden_state

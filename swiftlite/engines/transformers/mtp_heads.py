@@ -51,8 +51,7 @@ class MtpHead(nn.Module):
         """Return the state [B, S, H] before the output norm.
 
         Args:
-            embedding_BSH: at each position, the embedding of the token after the newest one that this position has
-                read.
+            embedding_BSH: at position i of depth k (from 0), the embedding of the token at i + k + 1.
             hidden_BSH: state of the previous depth, or of the trunk.
             layer_kwargs: arguments of the decoder layer.
         """
@@ -65,7 +64,7 @@ class DraftOutput(nn.Module):
 
     Args:
         output_layer: output layer of the trunk.
-        draft_vocab: ids of those tokens.
+        draft_vocab: ids of the tokens that heads can draft.
     """
 
     def __init__(self, output_layer: Any, draft_vocab: Sequence[int]):
@@ -140,8 +139,8 @@ class MtpCandidateGenerator(CandidateGenerator):
 
     Args:
         decoder: the trunk without its output layer, whose states are passed to `get_candidates`.
-        output_layer: the trunk's, shared by all heads, or a `DraftOutput` of it.
-        heads: from `load_heads`.
+        output_layer: output layer of the trunk, shared by all heads, or a `DraftOutput` made from it.
+        heads: the MTP heads, loaded by `load_heads`.
         num_tokens: tokens to draft per round.
         drafting: inputs of the heads, `MtpLayout.drafting` of the family.
         logits_processor: applied to the heads' logits before drafts are sampled; None drafts the most likely token.
@@ -241,7 +240,8 @@ class MtpCandidateGenerator(CandidateGenerator):
     def _run(
         self, head: Any, cache: DynamicCache, hidden: torch.Tensor, ids: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return states before and after the output norm; the output layer and the next depth use the second."""
+        """Return states before and after the output norm; the output layer and the next depth use those after the
+        norm."""
         embedding = self._decoder.get_input_embeddings()(ids)
         begin = cache.get_seq_length()
         position_ids = torch.arange(begin, begin + ids.shape[1], device=ids.device)[None]

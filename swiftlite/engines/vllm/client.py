@@ -11,7 +11,7 @@ from swiftlite.engines.engine import Sampling
 
 
 class VllmClient:
-    """See `Client`."""
+    """The `Client` of a vLLM server."""
 
     def __init__(self, session: aiohttp.ClientSession, sampling: Sampling, num_speculative_tokens: int):
         self._session = session
@@ -19,7 +19,7 @@ class VllmClient:
         self._num_tokens = num_speculative_tokens
 
     async def answer(self, prompt: Sequence[int], salt: str) -> Answer:
-        """See `Client`."""
+        """Complete a prompt; the prefix cache is shared only between prompts with the same salt."""
         request = {
             "prompt": list(prompt),
             "max_tokens": self._sampling.max_new_tokens,
@@ -32,11 +32,11 @@ class VllmClient:
         return read_answer(await stream(self._session, "/v1/completions", request))
 
     async def draft_counts(self) -> DraftCounts:
-        """See `Client`."""
+        """Return the draft counts since the start of the server."""
         return read_metrics(await self._metrics(), self._num_tokens)
 
     async def cached_tokens(self) -> int:
-        """See `Client`."""
+        """Return the number of prompt tokens from the prefix cache since the start of the server."""
         return read_cached_tokens(await self._metrics())
 
     async def _metrics(self) -> str:

@@ -31,7 +31,7 @@ from swiftlite.errors import UserError
 
 
 class VllmEngine:
-    """See `Engine`.
+    """The `Engine` that runs vLLM.
 
     Raises:
         UserError: vLLM rejects the options or cannot start, or it would not draft with the checkpoint's heads.
@@ -76,7 +76,7 @@ class VllmEngine:
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, on_answer: OnAnswer | None = None
     ) -> list[Completion]:
-        """See `Engine`.
+        """Complete every prompt and return completions in order, as `Engine.generate` specifies.
 
         Raises:
             UserError: also if this vLLM verifies drafts incorrectly with these sampling options.
@@ -122,7 +122,7 @@ class VllmEngine:
         self._weights.run(target, draft)
 
     def draft_counts(self) -> DraftCounts:
-        """See `Engine`."""
+        """Return the engine's counts of steps, drafted and accepted tokens since its start."""
         from vllm.v1.metrics.reader import Counter, Vector
 
         counted = {"num_drafts": 0, "num_draft_tokens": 0}

@@ -189,7 +189,7 @@ class MtpDraft(nn.Module):
         return whole.index_copy_(1, self._drafted, logits)
 
     def load_weights(self, weights: Weights) -> set[str]:
-        """Load the heads, see `fill`."""
+        """Load the heads from HF tensors and return the names of the filled parameters, like `fill`."""
         names = {_name_on_disk(name): name for name, _ in self.named_parameters()}
         parameters = {stored: self.get_parameter(name) for stored, name in names.items()}
         filled = fill(
@@ -246,7 +246,7 @@ class Qwen3MTPModel(MtpDraft):
 
 
 class SeedOssMTPModel(MtpDraft):
-    """The draft of a Seed-OSS with a Llama layer, because vLLM has no layer for Seed-OSS."""
+    """MTP draft model for Seed-OSS with the decoder layer of Llama, because vLLM has no layer for Seed-OSS."""
 
     def make_layer(self, vllm_config: VllmConfig, prefix: str) -> nn.Module:
         # vLLM's Llama reads attention_bias for o_proj as well, and for q, k and v only if there is no qkv_bias.

@@ -28,7 +28,7 @@ _SHORT = 60
 
 
 class ServedVllm:
-    """See `Engine`. `close` leaves the server running.
+    """The `Engine` that sends requests to a vLLM server; `close` leaves the server running.
 
     Args:
         url: address of the server, such as http://127.0.0.1:8000.
@@ -71,7 +71,7 @@ class ServedVllm:
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, on_answer: OnAnswer | None = None
     ) -> list[Completion]:
-        """See `Engine`."""
+        """Complete every prompt and return completions in order, as `Engine.generate` specifies."""
         self._weights.check_whole()
         check_prompts(prompts, self._max_length)
 
@@ -136,7 +136,7 @@ class ServedVllm:
         return self._server.call("GET", "/weight_info")["weight_version"]
 
     def draft_counts(self) -> DraftCounts:
-        """See `Engine`; includes the requests of other clients."""
+        """Return the draft counts since the start of the server, including the requests of other clients."""
         return read_metrics(self._server.call("GET", "/metrics"), self.num_speculative_tokens)
 
     def close(self) -> None:
@@ -168,7 +168,7 @@ class ServedVllm:
 
 
 class _ServerClient:
-    """`TransferClient` of a server, see there."""
+    """The `TransferClient` that calls the HTTP routes of a vLLM server."""
 
     part: Part = "target"
 

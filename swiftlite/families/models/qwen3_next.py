@@ -38,7 +38,7 @@ def hybrid_problems(hf_config: HfConfig, **neutral: tuple[Any, ...]) -> list[str
     """Return a problem (one line) for each unsupported setting of the layers.
 
     Args:
-        neutral: as for `dense.problems_of`.
+        neutral: further keys of the family, with their supported values, which must include the default.
     """
     problems = dense.missing_numbers(hf_config, (*_SIZES, "head_dim"))
     problems += dense.problems_of(

@@ -112,7 +112,7 @@ def heads_and_adapters_go_together(args: SftArgs, facts: Facts) -> Iterator[Prob
 
 
 def _alike(some: list[Row], rows: list[Row]) -> list[Row]:
-    """Return the bridge rows in `rows` of the same modules as in `some`, in all layers."""
+    """Return the bridge rows in `rows` that belong to the modules of `some`, such as q_proj, in any layer."""
     kinds = {numberless(row.mcore) for row in some}
     return [row for row in rows if numberless(row.mcore) in kinds]
 

@@ -55,7 +55,7 @@ class MtpHead(nn.Module):
     """The MTP head; its parameters have the names of the checkpoint's tensors.
 
     Args:
-        layer: the trunk's kind of decoder layer.
+        layer: a decoder layer of the class that the trunk uses.
     """
 
     def __init__(self, config: Any, layer: nn.Module):
@@ -122,7 +122,7 @@ class MtpDraft(nn.Module):
         return self.logits_processor(input_ids, state, self.lm_head, forward_batch)
 
     def load_weights(self, weights: Weights) -> set[str]:
-        """Load the head, see `fill`."""
+        """Load the head from HF tensors and return the names of the filled parameters, like `fill`."""
         parameters = {name: tensor for name, tensor in self.named_parameters() if name.startswith("mtp.")}
         return fill(parameters, weights, 1, default_weight_loader)
 
@@ -164,7 +164,7 @@ class Qwen3ForCausalLMMTP(MtpDraft):
 
 
 class SeedOssForCausalLMMTP(Qwen2ForCausalLMMTP):
-    """MTP draft model for Seed-OSS, see the trunk."""
+    """MTP draft model for Seed-OSS, with the decoder layer of Qwen2 like the trunk."""
 
 
 EntryClass = [

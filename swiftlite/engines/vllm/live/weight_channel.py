@@ -41,7 +41,7 @@ class LlmClient:
 
 
 class VllmChannel:
-    """See `Channel`."""
+    """The `Channel` for new weights of a vLLM engine or server."""
 
     def __init__(self, client: TransferClient, transport: Transport):
         self._client, self._transport = client, transport

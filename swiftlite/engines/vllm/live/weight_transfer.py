@@ -145,7 +145,7 @@ class IpcInfo(WeightTransferUpdateInfo):
 
 
 class _IpcEngine(IPCWeightTransferEngine):
-    """vLLM's engine with a buffer described by plain values."""
+    """vLLM's backend for CUDA IPC, with the buffer described by plain values (`ipc_handle.py`)."""
 
     update_info_cls: Any = IpcInfo
 

@@ -101,14 +101,14 @@ class Files:
         self._client = client
 
     def connect(self) -> None:
-        """Files need no connection."""
+        """Do nothing: files need no connection."""
 
     def send(self, bucket: Bucket) -> None:
         with bucket_file(bucket) as path:
             self._client.update_weights({"path": str(path)})
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no connection is open."""
 
 
 class Nccl:
@@ -182,7 +182,7 @@ class Ipc:
         torch.cuda.ipc_collect()  # frees the buffer
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no connection is open."""
 
 
 class _WithinTransfer:
