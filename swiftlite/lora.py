@@ -69,7 +69,7 @@ class Lora:
 
 
 def is_named(module: str, names: tuple[str, ...]) -> bool:
-    """Return whether one of these names is the module's full name, or a suffix of it that starts after a dot, as in
+    """Return whether one of `names` is the module's full name, or a suffix of it that starts after a dot, as in
     PEFT."""
     return any(module == name or module.endswith(f".{name}") for name in names)
 

@@ -15,7 +15,7 @@ class WrittenToken(NamedTuple):
     """A token of an answer.
 
     Attributes:
-        depth: depth of the head that drafted it; 0 for the trunk.
+        depth: depth of the head that drafted the token; 0 if the trunk generated it.
         refused: draft token that was rejected at this position; None without one.
     """
 

@@ -106,7 +106,7 @@ def replay(agrees_KS: torch.Tensor, counted_KS: torch.Tensor) -> DraftCounts:
 
     Args:
         agrees_KS: agrees_KS[k, s] is whether depth k + 1 and the trunk predict the same token at s + k + 2.
-        counted_KS: whether that token is a label; consecutive labels are an answer.
+        counted_KS: whether the token at s + k + 2 is a label; consecutive labels are an answer.
     """
     depth, length = agrees_KS.shape
     kept_KS = (agrees_KS & counted_KS).tolist()

@@ -62,7 +62,7 @@ def audit_hf(hf_dir: str | Path, family: RowTable) -> list[str]:
     The checks are:
 
     - the index lists exactly the keys in the files
-    - keys and shapes of the trunk are those of the family for this config
+    - keys and shapes of the trunk are the ones that the family defines for this config
     - config.json declares exactly the MTP heads in the files
     - copies of a tied embedding are equal to it
     - all values are finite

@@ -25,9 +25,10 @@ class Shard:
     Attributes:
         name: Megatron name in the whole model, with layers counted over all pipeline stages.
         tensor: the part of this rank.
-        partition_dim: axis along which ranks split the parameter; None if each rank holds all of it.
-        tp_rank, tp_size: index and number of the ranks that split it.
-        writes: whether this rank writes the part into an export; False for other replicas.
+        partition_dim: axis along which ranks split the parameter; None if each rank holds the whole parameter.
+        tp_rank, tp_size: index of this rank among the ranks that split the parameter, and number of these ranks.
+        writes: whether this rank writes the part into an export; False if another rank that holds the same part writes
+            it.
     """
 
     name: str

@@ -79,7 +79,8 @@ class Interleave:
 
 @dataclass(frozen=True)
 class InterleaveBlocks:
-    """Like `Interleave`, but split each block of an HF tensor into `units` equal parts.
+    """Split each block of each HF tensor into `units` equal parts, and interleave the parts: part 0 of every block
+    first.
 
     For example, with two units, one HF tensor of the blocks q0 q1, k0 k1 and v0 v1 v2 v3 becomes q0 k0 v0 v1 q1 k1 v2
     v3.

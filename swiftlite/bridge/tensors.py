@@ -111,14 +111,15 @@ class Checkpoint:
     """The tensors of a Hugging Face directory, as a context manager. Opening it reads only headers.
 
     Args:
-        encoding: the encoding that config.json declares (`encoding_of`); tensors in it are decoded while reading.
+        encoding: the encoding that config.json declares (`encoding_of`); encoded tensors are decoded while reading.
+            None: all tensors are plain.
 
     Attributes:
         stored: dtype, shape and location of every tensor in the files, by key.
         entries: the decoded view: single experts instead of stacks, no scales of encoded tensors.
 
     Raises:
-        UserError: see `scan`; every problem of every file is listed.
+        UserError: a file is missing or damaged (see `scan`); the error lists every problem of every file.
     """
 
     def __init__(self, hf_dir: str | Path, encoding: DeclaredEncoding | None = None):

@@ -231,7 +231,7 @@ class _Sources:
         drawn: rows of head parameters whose HF tensors are drawn at random.
         fills: functions that fill head parameters without HF tensors, by Megatron name.
         grafted: names of head parameters that `graft_heads` fills.
-        dropped: HF keys that are not needed.
+        dropped: HF keys that are not needed: heads that were not requested, buffers derived from the config.
     """
 
     read: Sequence[Row]
@@ -427,7 +427,7 @@ def stream_hf(
     Args:
         family: the model's family, which defines the rows.
         part: the trunk, or all MTP heads of the model.
-        dtypes: as for `save_hf`.
+        dtypes: dtype by HF key, a single dtype, or None for the dtype of the parameters, as for `save_hf`.
         bucket_bytes: maximum size of a bucket on the first rank; a larger tensor is a separate bucket.
         device: device of the whole tensors on the first rank; default: the CPU.
 

@@ -57,7 +57,7 @@ def shift_left(tensor_BS: torch.Tensor, fill: float, cu_seqlens: torch.Tensor | 
     """Shift by one token: result[b, s] = tensor[b, s + 1], and `fill` at the end of each sequence.
 
     Args:
-        cu_seqlens: starts of the sequences of a packed row, see `Batch`; without it each row is one sequence.
+        cu_seqlens: starts of the sequences of a packed row, as in `Batch`; None: each row is one sequence.
     """
     shifted = tensor_BS.roll(-1, dims=1)
     if cu_seqlens is None:

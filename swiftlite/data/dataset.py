@@ -118,8 +118,9 @@ def load_train_val(
     Args:
         dataset: training files, `FILE` or `FILE#N`; empty to read only held-out files.
         val_dataset: held-out files; with them no rows of `dataset` are held out.
-        split_dataset_ratio: share of the kept rows of `dataset` that is held out; at least one row if there are two.
-        max_bad_rows: maximum number of bad rows over all files; they are dropped.
+        split_dataset_ratio: share of the kept rows of `dataset` that is held out; at least one row if there are two or
+            more. 0 holds out no row.
+        max_bad_rows: maximum number of bad rows over all files; bad rows are dropped.
         system: system prompt for rows without one.
         num_proc: number of processes that tokenize; it does not change the result.
         seed: seed for the sample of `#N`, for the held-out rows, and for `interleave_prob`.
@@ -335,7 +336,7 @@ def _kept(
 
 
 def _hold_out(rows: list[_Kept], ratio: float, seed: int, report: DataReport) -> tuple[list[_Kept], list[_Kept]]:
-    """Split the rows into those to train on and those held out."""
+    """Split the rows into training rows and held-out rows."""
     held_out = split(len(rows), ratio, seed)
     if ratio > 0 and not len(held_out):
         report.notes.append("--split_dataset_ratio: there is only one row; none is held out for evaluation")

@@ -24,7 +24,7 @@ class DraftVocab:
 
 
 def choose(counts_V: np.ndarray, size: int) -> DraftVocab:
-    """Return the tokens with the highest counts; for equal counts, those with the lowest ids.
+    """Return the tokens with the highest counts; among tokens with equal counts, lower ids first.
 
     Args:
         counts_V: count of each token of the vocabulary.

@@ -19,10 +19,10 @@ class Sample:
         input_ids: int32.
         labels: int32; the token itself if it is trained (NOT shifted), otherwise `IGNORED`. Position 0 is always
             ignored, because nothing predicts it.
-        loss_scale: float32; weight of the label in the loss, 0 if it is ignored.
+        loss_scale: float32; weight of the label in the loss, 0 if the label is `IGNORED`.
         source: `file:line`.
         channel: name of the row's domain.
-        trains_heads: whether MTP heads are trained on it; they do not imitate rejected answers.
+        trains_heads: whether MTP heads are trained on this sample; False for rejected answers.
         others: further sequences of the sample, such as the rejected answer of a pair.
         companion: a sequence that is scored in separate micro-batches and not trained on (`rated.py`).
         extras: values for the training method, by the name of their `batch.Extra`: a number, an array with one entry
@@ -52,7 +52,7 @@ class Sample:
         return int(np.count_nonzero(self.labels != IGNORED))
 
     def with_extras(self, **extras: Any) -> "Sample":
-        """Return the sample with these values added."""
+        """Return the sample with the values `extras` added to its extras."""
         return replace(self, extras={**self.extras, **extras})
 
 

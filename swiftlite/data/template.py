@@ -200,7 +200,7 @@ class ChatTemplate:
         """Return the text of a conversation.
 
         Raises:
-            RowError: the template refuses it.
+            RowError: the template raises an error for this conversation.
         """
         with running_the_template():
             text = self.tokenizer.apply_chat_template(

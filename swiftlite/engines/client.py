@@ -29,8 +29,8 @@ class Answer:
         num_tokens: number of generated tokens, as counted by the engine.
         seconds_to_first: seconds from sending the request to the first chunk of the answer.
         seconds: seconds from sending the request to the last chunk.
-        counts: draft counts, if the engine counts them per request.
-        cached_tokens: number of prompt tokens from the prefix cache, if the engine counts them per request.
+        counts: draft counts of this answer; None if the engine does not count drafts per request.
+        cached_tokens: number of prompt tokens from the prefix cache; 0 if the engine does not report it per request.
     """
 
     text: str

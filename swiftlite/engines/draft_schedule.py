@@ -33,7 +33,7 @@ class DraftSchedule:
 
     @property
     def is_constant(self) -> bool:
-        """Whether the number is the same at every load."""
+        """Whether the number of draft tokens is the same for every number of in-flight requests."""
         return len(set(self.numbers.values())) == 1
 
 

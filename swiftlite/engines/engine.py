@@ -28,9 +28,9 @@ class Sampling:
         draft_confidence: stop drafting after a draft with a smaller probability, in engines with
             `EngineInfo.takes_draft_confidence`; 0 always drafts the full number.
         stop_token_ids: tokens that end a completion; the completion includes them.
-        numbers: one number per prompt, which together with `seed` determines its random numbers; default: 0, 1, 2, ...
-            To get the same answer for a part of a list of prompts, pass the numbers that the prompts have in the whole
-            list.
+        numbers: one number per prompt, which together with `seed` determines the prompt's random numbers; default: 0,
+            1, 2, ... To get the same answer for a part of a list of prompts, pass the numbers that the prompts have in
+            the whole list.
     """
 
     max_new_tokens: int
@@ -55,7 +55,7 @@ class Completion:
 
     Attributes:
         token_ids: token ids, including the stop token.
-        finish_reason: stop, or length if it was truncated at max_new_tokens or at the maximum sequence length.
+        finish_reason: stop, or length if the completion was truncated at max_new_tokens or the maximum sequence length.
     """
 
     token_ids: list[int]
@@ -118,7 +118,8 @@ class Engine(Protocol):
         busy.
 
         Args:
-            on_answer: an exception in it ends the call, after which the engine can only be closed.
+            on_answer: called with each finished completion. An exception in this function ends the call; after this,
+                the engine can only be closed.
 
         Raises:
             UserError: a prompt leaves no room for an answer.

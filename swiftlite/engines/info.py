@@ -42,15 +42,16 @@ class EngineInfo:
         name: the engine's name in --infer_backend.
         label: the engine's official name.
         package: the Python package; an engine without it counts as not installed.
-        distributions: possible names of its pip distribution.
-        install: command to install it.
+        distributions: possible names of the package's pip distribution.
+        install: command to install the package.
         adapter: name of the `Engine` class, which is called with an `EngineConfig`.
         convention: name of the function that maps a `Family` to the `Convention` with which the engine runs its heads;
             None for a family that was not measured.
-        measured: prefix of the engine's version with which conventions were measured; "" if they do not depend on it.
-        is_required: whether its package is a dependency of swiftlite.
+        measured: prefix of the engine's version with which conventions were measured; "" if conventions do not depend
+            on the version.
+        is_required: whether the package is a dependency of swiftlite.
         takes_draft_confidence: whether the engine supports `Sampling.draft_confidence`.
-        takes_live_weights: whether its server accepts new weights while serving.
+        takes_live_weights: whether the engine's server accepts new weights while serving.
         serves_adapters: whether its server supports adapters, tested to give the answers of the merged model.
         is_batched: whether the engine processes several prompts at once.
         options_class: class of the engine's own options in args/fields.py, a base class of the commands' classes; None
@@ -67,7 +68,7 @@ class EngineInfo:
         known_report: name of the function that maps an `HfModel` to a `LoadReport` without an installed engine. "": not
             supported.
         command_needs_no_install: whether the server's command can be printed without an installed engine.
-        plugin: plugin that the engine needs to serve swiftlite's checkpoints; None if it needs none.
+        plugin: plugin that the engine needs to serve swiftlite's checkpoints; None if the engine needs no plugin.
         drawing_problem: name of the function that returns why this engine verifies drafts incorrectly at a
             temperature above 0 on this machine, or None. "": it is correct everywhere.
     """

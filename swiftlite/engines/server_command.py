@@ -17,7 +17,7 @@ class ServerCommand:
     Attributes:
         words: the program and its arguments.
         variables: additional environment variables.
-        files: text of files that the program reads, by path; must be written before it starts.
+        files: text of files that the program reads, by path; they must be written before the program starts.
     """
 
     words: list[str]

@@ -55,10 +55,10 @@ def adapter_macs(layer: Layer, rows: Sequence[Row], lora: Lora) -> int:
 
 
 def adapter_activation_bytes(layer: Layer, rows: Iterable[Row], lora: Lora, rank: Rank) -> int:
-    """Count the bytes that DoRA stores for the backward pass of a layer: outputs before they are scaled.
+    """Count the bytes that DoRA stores for the backward pass of a layer: the outputs before scaling.
 
     Args:
-        layer: the layer with these rows.
+        layer: the layer that `rows` belong to.
     """
     if not lora.has_magnitudes:
         return 0

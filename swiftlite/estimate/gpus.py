@@ -18,7 +18,7 @@ class Gpu:
         processors: number of streaming multiprocessors; each computes one tile of a product at a time.
         memory_gb: memory, in GB (1e9 bytes).
         hbm: bytes per second between memory and processors.
-        link: bytes per second from a GPU to others in its machine, by NVLink or else PCIe.
+        link: bytes per second from a GPU to other GPUs in its machine, by NVLink or else PCIe.
         linked: number of GPUs that are connected by `link`.
         network: bytes per second from a GPU to other machines, with one network port per GPU.
     """

@@ -17,10 +17,11 @@ class Product:
     """A matrix product of a linear layer on a rank.
 
     Attributes:
-        module: module in --recompute_modules to which it belongs; empty if none.
+        module: module in --recompute_modules that the product belongs to; empty if none.
         number: number of identical products.
-        is_grouped: whether one kernel computes all of them.
-        stack_bytes: bytes moved per weight to stack the weights of experts (`Software.stack_bytes`); 0 if not grouped.
+        is_grouped: whether one kernel computes all `number` products.
+        stack_bytes: bytes moved per weight to stack the weights of experts (`Software.stack_bytes`); read if
+            `is_grouped`.
         is_expert: whether the matrices belong to an expert.
         low: low precision of the product; None for bfloat16.
         tokens_in, tokens_out: number of tokens whose states and gradients are quantized here; fewer than `tokens` if
@@ -49,7 +50,7 @@ class Product:
         return self._seconds(gpu, self.tokens, self.size_out, self.size_in) + self._stacking(gpu)
 
     def backward(self, gpu: Gpu, learns: bool = True) -> float:
-        """Return the seconds of the gradients of inputs, and of trained weights."""
+        """Return the seconds to compute the gradients of inputs and, if `learns`, those of weights."""
         seconds = self._seconds(gpu, self.tokens, self.size_in, self.size_out) + self._stacking(gpu)
         if learns:
             seconds += self._seconds(gpu, self.size_out, self.size_in, self.tokens)

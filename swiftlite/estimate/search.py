@@ -119,7 +119,7 @@ def _layouts(args: DoctorArgs, hf_config: HfConfig, gpu: Gpu) -> Iterator[Doctor
 
 
 def _settled(args: DoctorArgs, num_layers: int, values: dict[str, Any]) -> DoctorArgs:
-    """Return the options with these values and the settings that they require."""
+    """Return the options with `values`, and with the settings that these values require."""
     pp = values["pipeline_model_parallel_size"]
     values = dict(values, sequence_parallel=values["tensor_model_parallel_size"] > 1)
     stated = (args.pipeline_model_parallel_layout, args.decoder_first_pipeline_num_layers)

@@ -27,7 +27,7 @@ class Activation:
 
 
 def total(entries: Iterable[Activation]) -> int:
-    """Return the bytes of all these activations."""
+    """Return the sum of the bytes of `entries`."""
     return sum(entry.bytes for entry in entries)
 
 
@@ -59,7 +59,8 @@ class ModelOnRank:
 
     @property
     def vocabularies(self) -> list[int]:
-        """Number of logits per position on this rank, for each trained loss: the trunk's, then those of the heads."""
+        """Number of logits per position on this rank for each trained loss: first the trunk's loss, then the losses of
+        the heads."""
         head_vocabularies = [self.drafted or self.vocab] * self.setup.heads.drafts
         if self.is_trunk_frozen:
             return head_vocabularies

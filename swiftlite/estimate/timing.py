@@ -86,7 +86,7 @@ def exchange_seconds(gpu: Gpu, size: int, stride: int, num_bytes: float) -> floa
     """Return the seconds of an all-to-all; each rank sends data for other machines through its network port.
 
     Args:
-        num_bytes: bytes that one rank sends, including those for itself.
+        num_bytes: bytes that one rank sends to all ranks, including itself.
     """
     if size * stride <= gpu.linked:
         return collective_seconds(gpu, size, stride, num_bytes)

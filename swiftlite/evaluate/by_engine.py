@@ -26,7 +26,7 @@ class EngineStats:
     Attributes:
         by_channel: for each channel and for `all`, the number of `prompts` and the `DraftCounts.to_json` of greedy
             answers.
-        drawn_by_channel: like `by_channel`, of sampled answers; empty without sampling.
+        drawn_by_channel: the same figures as `by_channel` for sampled answers; empty without sampling.
         answers: prompts and greedy answers as samples whose labels are the answers.
         num_speculative_tokens: number of draft tokens per step.
         by_confidence: speed at each draft confidence, from `confidence.by_confidence`; empty if no confidences were
@@ -112,7 +112,8 @@ def _first_of_each_channel(conversations: Sequence[Conversation], max_prompts: i
 
 
 def _samples(prompts: Sequence[Sequence[int]], completions: Sequence[Completion], channel: str | None) -> list[Sample]:
-    """Return prompts and answers as samples of the same tokens; tokenizing their text again could change them."""
+    """Return prompts and answers as samples with the engine's tokens; tokenizing their text again could give other
+    tokens."""
     samples = []
     for prompt, completion in zip(prompts, completions, strict=True):
         weights = [0.0] * len(prompt) + [1.0] * len(completion.token_ids)

@@ -109,8 +109,8 @@ def _serve(args: EvaluateArgs, model: HfModel, tokenizer: PreTrainedTokenizerBas
 
 
 def _compare_with_engine(args: EvaluateArgs, model: HfModel, served: EngineStats, mesh: Mesh) -> ModelFigures:
-    """Return the engine's counts and, if it drafts the trained number of tokens, those of decoding simulated on its
-    answers."""
+    """Return the engine's counts and, if the engine drafts the trained number of tokens, the counts of decoding
+    simulated on the engine's answers."""
     engine = args.infer_backend
     counted = served.by_channel
     drawn = {}

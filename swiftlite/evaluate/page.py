@@ -29,7 +29,7 @@ def evaluation_page(
 
     Args:
         results: figures of "model", and of "baseline" if there is one.
-        directories: paths or names of the models, by the same keys.
+        directories: paths or names of the models, by the keys of `results`.
         confidences: speed at each draft confidence, from `confidence.by_confidence`; empty if not measured.
     """
     methods = list(results["model"])

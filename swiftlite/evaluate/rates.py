@@ -33,7 +33,7 @@ def num_rows(figures: dict[str, Any]) -> int:
 
 
 def compare_with_engine(engine: str, counted: dict[str, Any], walk: dict[str, Any], torch_dtype: str) -> str:
-    """Compare an engine's counts with those of decoding simulated on its answers, in one sentence."""
+    """Compare, in one sentence, an engine's counts with the counts of decoding simulated on the engine's answers."""
     its, own = (f"{each['accepted']} of {each['drafted']}" for each in (counted, walk))
     if all(counted[name] == walk[name] for name in ("drafts", "drafted", "acceptance_per_position")):
         return f"{engine} accepted {its} drafted tokens, equal to the replay of its answers"

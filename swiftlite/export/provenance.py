@@ -32,7 +32,7 @@ def provenance_of(checkpoint: Path) -> Provenance:
     """Read model and data of the run of a checkpoint.
 
     Raises:
-        UserError: its args.json cannot be read; outputs of `export --to_mcore` have none.
+        UserError: the run's args.json cannot be read; outputs of `export --to_mcore` have no args.json.
     """
     run = checkpoint.parent
     try:

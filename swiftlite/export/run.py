@@ -193,7 +193,7 @@ def _resolve_graft(args: ExportArgs) -> HfModel | None:
 
 
 def _heads_of_result(args: ExportArgs, own: Heads, graft_from: HfModel | None) -> Heads:
-    """Return the MTP heads of the result: those of the model, of another model, or none."""
+    """Return the MTP heads of the result: the heads of the run (`own`), of another model, or none."""
     if args.mtp == "strip":
         return Heads()
     if graft_from:
@@ -202,7 +202,7 @@ def _heads_of_result(args: ExportArgs, own: Heads, graft_from: HfModel | None) -
 
 
 def _lora_of(args: ExportArgs, state: Mapping[str, Any]) -> Lora | None:
-    """Return the checkpoint's adapters, without those of heads if heads are grafted; None without adapters."""
+    """Return the checkpoint's adapters, without the adapters of heads if heads are grafted; None without adapters."""
     if state.get("lora") is None:
         return None
     lora = Lora.from_json(state["lora"])

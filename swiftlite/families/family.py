@@ -32,7 +32,7 @@ class MtpLayout:
         block: returns the HF prefix of the decoder layer in head k.
         frame_rows: returns the bridge rows of head k without its decoder layer: projection and norms.
         copies: returns HF keys of head k that copy a tensor of the trunk, each with the trunk's key.
-        drafting: default inputs of the heads, those of vLLM.
+        drafting: default inputs of the heads: the inputs that vLLM passes to them.
     """
 
     head_of: Callable[[HfConfig, str], int | None]
@@ -61,8 +61,8 @@ class Family:
         tower: computes embeddings of inputs other than tokens, such as images; None without a tower.
         language_model: prefixes of the HF names of the language model, its heads and its tower, if files contain other
             parts, such as a vision tower that is not computed here; empty otherwise.
-        memory_names: maps prefixes of HF names (within a layer) to those that transformers uses in memory, if they
-            differ.
+        memory_names: maps prefixes of HF names (within a layer) to the prefixes that transformers uses in memory; only
+            prefixes that differ.
         norm_start: initial weight of norms: 1, or 0 if the weight is added to 1.
     """
 
@@ -95,7 +95,7 @@ class Family:
         return self.architecture(hf_config).mtp_block.rows()
 
     def head_rows(self, hf_config: HfConfig, head: int) -> list[Row]:
-        """Return the bridge rows of one MTP head: those of its decoder layer, and of projection and norms."""
+        """Return the bridge rows of one MTP head: decoder layer, projection and norms."""
         prefix = f"mtp.layers.{head}.transformer_layer."
         block = lift(self.block_rows(hf_config), prefix, self.mtp.block(hf_config, head))
         return self.mtp.frame_rows(hf_config, head) + block

@@ -107,7 +107,7 @@ class FeedForward(Sublayer, Protocol):
 
     @property
     def expert_split(self) -> dict[str, int]:
-        """Return the sizes that expert-tensor-parallel ranks split evenly, like `tensor_split`."""
+        """Return the sizes that expert-tensor-parallel ranks split evenly, by their names in config.json."""
         ...
 
 
@@ -157,7 +157,7 @@ class Layer:
         return self.attention.macs_per_token() + self.mlp.macs_per_token()
 
     def activation_bytes(self, rank: Rank) -> int:
-        """Return the bytes that autograd saves on a rank: those of both norms, and of attention and MLP with their
+        """Return the bytes that autograd saves on a rank for both norms, and for attention and MLP with their
         inputs."""
         norms = 2 * rank.norm_activation_bytes(rank.sequence_tokens, self.attention.hidden)
         inputs = self.attention.input_activation_bytes(rank) + self.mlp.input_activation_bytes(rank)

@@ -78,7 +78,7 @@ class MixtureOfExperts:
         experts: number of routed experts.
         topk: number of experts selected per token.
         ffn: width of an expert.
-        shared_ffn: total width of the shared experts; 0 without them.
+        shared_ffn: total width of the shared experts; 0 without shared experts.
         shared_gate: whether the output of shared experts is multiplied, per token, by the sigmoid of a gate.
         expert_bias: whether a bias without gradients balances the router's selection.
         router: how the router scores and selects experts, as arguments of megatron-core's TransformerConfig.

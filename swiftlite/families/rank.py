@@ -31,10 +31,10 @@ class Rank:
         itemsize: bytes of a parameter and of an activation: 2 for bfloat16, 4 for float32.
         rows: number of rows of a micro-batch.
         length: number of tokens of a row on this rank.
-        zero_centered_norms: whether norms add their weights to 1, so that they round last.
+        zero_centered_norms: whether norms add their weights to 1 and round only after multiplying by the weight.
         is_fused: whether kernels are fused, so that norms and activations save only their inputs, and losses save no
             logits.
-        copies_views: whether norms save a copy of an input that is a view, as those of Transformer Engine do.
+        copies_views: whether norms save a copy of an input that is a view, as the norms of Transformer Engine do.
         recomputed: modules without saved activations, by the names of --recompute_modules.
         quantized: low precision of linear layers; None for the model's own precision.
     """

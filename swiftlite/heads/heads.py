@@ -42,7 +42,7 @@ class Heads:
         unroll: number of times that a single MTP layer is applied, each time to its own state; 1 with several layers.
         beta: loss weight of each draft token relative to the previous one, for an unrolled layer.
         draft_vocab: ids of the tokens that heads can draft, ascending; empty for the whole vocabulary.
-        drafting: inputs of the heads; None means those of vLLM for the family.
+        drafting: inputs of the heads; None means the inputs that vLLM passes to heads of the family.
     """
 
     layers: int = 0

@@ -27,7 +27,7 @@ def known() -> dict[str, str]:
 
 
 def keep(commits: Mapping[str, str]) -> None:
-    """Use these commits, by `HubName.key`, from now on."""
+    """Use `commits`, a mapping from `HubName.key` to commit, from now on."""
     os.environ[VARIABLE] = json.dumps(known() | dict(commits))
 
 

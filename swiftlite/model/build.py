@@ -46,7 +46,7 @@ def build_config(
     moe: MoeArgs | None = None,
     kernels: Kernels = Kernels(),
 ) -> TransformerConfig:
-    """Build megatron-core's config from the architecture's settings and those of the run.
+    """Build megatron-core's config from the settings of the architecture and of the run.
 
     Args:
         mcore_config: arguments of TransformerConfig from `Architecture.mcore_config`.
@@ -164,8 +164,8 @@ def build_model(
         heads: the MTP heads of the model.
         freeze_trunk: whether the trunk is computed without gradients; `Trainable` selects the trained parameters.
         drafting: which states and embeddings the MTP layers read; irrelevant if the model is not run.
-        mtp_loss: loss of the heads, see GPTModel.
-        kernels: kernels of the layers; default: those for the device.
+        mtp_loss: loss of the heads (argument of `GPTModel`).
+        kernels: kernels of the layers; default: the automatic choice for the device.
 
         Returns:
             One chunk per virtual pipeline stage.

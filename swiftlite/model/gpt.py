@@ -274,7 +274,7 @@ class GPTModel(McoreGPTModel):
         return StageStates.from_wire(hidden_SBH, has_prenorm=self.mtp_process and self.drafting.takes_before_norm)
 
     def _frozen(self) -> AbstractContextManager:
-        """Return the context in which the trunk is computed: without gradients if it is frozen."""
+        """Return the context in which the trunk is computed: without gradients if the trunk is frozen."""
         return torch.no_grad() if self.trunk_is_frozen else nullcontext()
 
     def rotary_emb(

@@ -123,7 +123,8 @@ class UnrolledLayer(MultiTokenPredictionLayer):
         super().__init__(config, *args, **kwargs)
 
     def _postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Do nothing: `forward_steps` applies the norm, because some engines continue from the state before it."""
+        """Do nothing: `forward_steps` applies the output norm, because some engines continue from the state before this
+        norm."""
         return hidden_states
 
     def forward_steps(
@@ -145,7 +146,8 @@ class UnrolledLayer(MultiTokenPredictionLayer):
             rotary_pos_embs: for each step j, rotary embeddings of the positions from j - 1 on.
             tokens: the routers' tokens of each step.
             cache: in decoding, the KV cache of the rows; None in training.
-            recycles_before_norm: whether a step continues from the state before the output norm instead of after it.
+            recycles_before_norm: whether a step continues from the previous step's state before the output norm;
+                otherwise from the state after the norm.
         """
         steps = partial(
             self._steps,

@@ -48,7 +48,7 @@ def open_model(
     seed: int = 42,
     **options: Any,
 ) -> tuple[list[GPTModel], WeightsReport]:
-    """Build the model's part on this rank and load its weights; also return a report on the directory's tensors.
+    """Build the model's part on this rank and load the weights; also return a report on the directory's tensors.
 
     Args:
         heads: the MTP heads of the model; None: those of the directory.

@@ -82,7 +82,7 @@ def _exchange(first: torch.Tensor, second: torch.Tensor, group: dist.ProcessGrou
 
     Args:
         first: first tokens of this rank's earlier chunks.
-        second: first tokens of its later chunks.
+        second: first tokens of this rank's later chunks.
     """
     received, operations = (torch.empty_like(first), torch.empty_like(second)), []
     for neighbor, sent, target in zip((group.rank() - 1, group.rank() + 1), (first, second), received, strict=True):

@@ -49,7 +49,7 @@ class Placed:
     item_BS: torch.Tensor
 
     def put_into(self, embeddings_SBH: torch.Tensor, item_SB: torch.Tensor) -> torch.Tensor:
-        """Return the embeddings with those of placeholder tokens replaced by outputs.
+        """Return the embeddings, in which the outputs of the tower replace the embeddings of placeholder tokens.
 
         Args:
             item_SB: this sequence-parallel rank's part of `item_BS`, transposed.

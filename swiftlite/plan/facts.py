@@ -148,7 +148,8 @@ def model_of_run(run: Path) -> str | None:
     A name on the hub includes the commit that the run used.
 
     Raises:
-        UserError: the run started from a name on the hub that is neither available there nor in the cache.
+        UserError: the run started from a name on the hub, and the model is available neither on the hub nor in the
+            cache.
     """
     if run.name.startswith("checkpoint-"):
         run = run.parent

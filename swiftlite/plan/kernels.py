@@ -46,7 +46,7 @@ class Kernels:
             expert.
         low_precision: precision of Transformer Engine's products; None for the model's precision.
         is_deterministic: whether kernels are deterministic on GPUs as well.
-        flash_impl: implementation that torch's attention calls; None: the one included in torch.
+        flash_impl: implementation that torch's attention calls; None: the implementation included in torch.
     """
 
     transformer_impl: TransformerImpl = "local"
@@ -179,7 +179,7 @@ def _packed_kernel(args: KernelArgs, machine: Machine, is_float32: bool, head: i
 
 
 def kernel_problems(args: KernelArgs, machine: Machine, *, is_float32: bool, head: int = 0) -> Iterator[Problem]:
-    """Yield unavailable options; arguments as for `choose`."""
+    """Yield a problem for each option that this machine does not support; the arguments are those of `choose`."""
     if args.transformer_impl == "transformer_engine":
         flag = "--transformer_impl transformer_engine"
         if not machine.is_cuda:

@@ -18,7 +18,7 @@ class Trainable:
         learns: returns whether a parameter is trained, by its megatron-core name in its chunk of the model, such as
             "decoder.layers.0.mlp.linear_fc1.weight".
         words: description for the plan of a run.
-        option: the option that selected it, for errors; empty if all parameters are trained.
+        option: the option that selected these parameters, for errors; empty if all parameters are trained.
         freezes_trunk: whether no gradients are computed in the trunk. False if parts of it are trained, such as
             adapters.
     """

@@ -108,8 +108,8 @@ def _write_dataset(
 def _last_prompts(
     template: ChatTemplate, chats: Sequence[Conversation], known: Mapping[int, list[int]]
 ) -> dict[int, list[int]]:
-    """Return, by row number, the prompt of each conversation's last turn, without rows that ask the same as an earlier
-    row.
+    """Return, by row number, the prompt of each conversation's last turn, without rows whose last prompt equals that of
+    an earlier row.
 
     Args:
         known: prompts of a previous call, which are not tokenized again.

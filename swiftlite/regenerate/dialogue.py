@@ -34,7 +34,7 @@ class Request:
     """A request for one answer; all numbers count from 0.
 
     Attributes:
-        turn: number of the turn among those that the model answers.
+        turn: number of the turn among the turns that the model answers.
         row: number of the conversation's row.
         answer: number among the answers to the same conversation.
     """
@@ -61,7 +61,7 @@ def answered_turns(chat: Conversation) -> list[int]:
 
 
 def prompt_after(chat: Conversation, answers: Sequence[str]) -> Conversation:
-    """Return the next prompt after these answers to the first turns of a conversation.
+    """Return the next prompt after the model's `answers` to the first turns of a conversation.
 
     The model's answers are trained. Tool calls of the row are not trained, because the model did not generate them. The
     loss weights of the row are not used, because they belong to the original answers.

@@ -93,7 +93,7 @@ def _l2_norm(
 
 
 def _scale(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: list[list[torch.Tensor]], scale: float) -> None:
-    """Set the tensors of the second list to those of the first list multiplied by `scale`."""
+    """Set each tensor of the second list to the corresponding tensor of the first list multiplied by `scale`."""
     foreach: Any = torch  # torch's functions for lists of tensors have no types
     sources, targets = tensor_lists
     if not sources:  # a pipeline stage without parameters of this clipping group

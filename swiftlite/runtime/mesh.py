@@ -140,7 +140,7 @@ class Mesh:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Set megatron-core's global groups (`parallel_state`) to those of this mesh inside the context.
+        """Set megatron-core's global groups (`parallel_state`) to the groups of this mesh inside the context.
 
         swiftlite passes groups as arguments if megatron-core accepts them. 0.16.1 still reads the global groups in the
         following places (paths below megatron/core):

@@ -35,7 +35,7 @@ def divide(rows: Sequence[Any]) -> tuple[list[Any], list[Any]]:
 
 
 def without_similar(rows: Sequence[Any], held_out: Sequence[Any]) -> list[Any]:
-    """Return the rows whose first question differs from those of the held-out rows.
+    """Return the rows whose first question differs from the first question of every held-out row.
 
     Questions that the model wrote must not even resemble a held-out one. Rows of a dataset may: they often share an
     instruction.

@@ -56,7 +56,7 @@ class SeparateClipping(ChainedOptimizer):
 
     @torch.no_grad()
     def step(self) -> tuple[bool, float | None, int | None]:
-        """Run one update, like `ChainedOptimizer.step` except for the clipping.
+        """Run one update like `ChainedOptimizer.step`, but clip the gradients of trunk and heads separately.
 
         Returns:
             Whether parameters were updated, the norm of the trunk's gradients, and None.

@@ -1,10 +1,10 @@
 """Fit the projection of new heads to the inputs of the last decoder layer (`--mtp_init fit_last_layer`).
 
-The head's block is a copy of the last decoder layer, so it needs inputs similar to those of that layer. Its input is
-the output of the projection `eh_proj`, which maps the embedding of a token and the state at the previous position to
-one hidden state. The projection is fitted so that this hidden state is close to the last layer's input at that token.
-Let a[s] be the input of the projection of depth k = 1, 2, ... at position s and x[s] the input of the last decoder
-layer, over N tokens of training rows:
+The head's block is a copy of the last decoder layer, so it needs inputs similar to the inputs of that layer. The
+block's input is the output of the projection `eh_proj`, which maps the embedding of a token and the state at the
+previous position to one hidden state. The projection is fitted so that this hidden state is close to the last layer's
+input at that token. Let a[s] be the input of the projection of depth k = 1, 2, ... at position s and x[s] the input of
+the last decoder layer, over N tokens of training rows:
 
     eh_proj = argmin over W of  sum over s of |W a[s] - x[s + k]|^2  +  RIDGE * N * |W|^2
 
@@ -41,7 +41,7 @@ RIDGE = 0.01
 
 
 def samples_to_fit(samples: Sequence[Sample], hidden_size: int) -> list[Sample]:
-    """Return enough samples for the fit, or all if there are fewer, spread evenly over all files."""
+    """Return enough samples for the fit, spread evenly over all files; all samples if there are not enough."""
     num_tokens = sum(len(sample) for sample in samples)
     stride = max(num_tokens // (2 * hidden_size * TOKENS_PER_INPUT), 1)
     return [samples[index] for index in range(0, len(samples), stride)]

@@ -284,7 +284,8 @@ def _read(path: Path, has_prenorm: bool, device: torch.device) -> TrunkOutput:
     """Read the output that `_write` wrote.
 
     Args:
-        has_prenorm: whether the heads read the trunk's state before its final norm, so the file has it too.
+        has_prenorm: whether the heads read the trunk's state before its final norm, so that the file also contains this
+            state.
 
     Raises:
         UserError: the file is damaged or belongs to another micro-batch.

@@ -42,8 +42,8 @@ class LiveWeights:
     Args:
         model: the model's chunks on this rank.
         hf_model: the model that the run started from.
-        dtypes: dtypes of the tensors, see `bridge.transfer.save_hf`. They are those of an export, so that an engine
-            produces the same results as with the export.
+        dtypes: dtypes of the tensors in the format of `bridge.transfer.save_hf`. Pass the dtypes of an export, so that
+            an engine produces the same results as with the export.
         bucket_bytes: maximum size of the tensors that the first rank holds at a time, in memory and on disk.
     """
 

@@ -28,7 +28,7 @@ def wrap_model(
     """Wrap the chunks in megatron-core's modules for mixed precision and DDP; gradients are accumulated in float32.
 
     Args:
-        distributed: `Plan.distributed`; options that are None are disabled.
+        distributed: `Plan.distributed`; an option with the value None is disabled.
     """
     distributed = distributed or DistributedArgs()
     wrapped = []

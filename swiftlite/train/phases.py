@@ -56,7 +56,7 @@ class Run:
 
     Attributes:
         hf_model, graft_from, ref_model: the models that --model, --mtp_graft_from and --ref_model name.
-        rows: the training rows, which batch sizes count; empty if they are streamed.
+        rows: the training rows; batch sizes are numbers of these rows. Empty if rows are streamed.
         encoder: converts rows of data files to samples.
         checkpoint: the checkpoint to resume from; None for a new run.
         data_state: digests of data and tokenizer that checkpoints store, see the function `data_state`.
@@ -97,7 +97,7 @@ class Outcome:
     Attributes:
         stopped_by: number of the signal that stopped training before the last step; 0 if no signal did.
         seconds: time of all steps.
-        evaluation: the last metrics over held-out rows, by name; empty if there are none.
+        evaluation: the last metrics over held-out rows, by name; empty without held-out rows.
     """
 
     stopped_by: int
@@ -128,7 +128,7 @@ def claim_output_dir(args: SftArgs) -> AbstractContextManager[None]:
 
 
 def checkpoint_to_resume(args: SftArgs) -> Path | None:
-    """Return the newest checkpoint if --resume is set; None if it is not, or if the run has no checkpoint yet."""
+    """Return the newest checkpoint if --resume is set; None without --resume, or if the run has no checkpoint yet."""
     if not args.resume:
         return None
     checkpoints = run_checkpoints(Path(args.output_dir))

@@ -42,8 +42,8 @@ class Trainer:
         mesh: the ranks that hold the model.
         model: the chunks of this rank, one per virtual pipeline stage.
         objective: the loss to minimize.
-        train_batches: returns this rank's micro-batches of a step (counted from 0). They depend only on the step or the
-            state of the data, so that a resumed run continues with the same data.
+        train_batches: returns this rank's micro-batches of a step (counted from 0). The micro-batches depend only on
+            the step or the state of the data, so that a resumed run continues with the same data.
         eval_batches: this rank's share of the held-out rows.
         count_flops: returns the FLOPs of a step over all ranks of a replica, for the metrics. Its arguments are the
             number of tokens, the sum of squared sequence lengths, and the counts of the objective.
@@ -172,7 +172,7 @@ class Trainer:
         return metrics
 
     def evaluate(self) -> dict[str, float]:
-        """Return the objective's metrics over the held-out rows, named `eval_...`; empty if there are none."""
+        """Return the objective's metrics over the held-out rows, named `eval_...`; empty without held-out rows."""
         if not sum(self._sum_over_data_parallel(len(self.eval_batches))):
             return {}
         objective = self._objective_for(self.eval_batches)

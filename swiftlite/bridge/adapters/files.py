@@ -152,7 +152,7 @@ class SavedAdapter:
     base_sha256: str
 
     def heads_of(self, hf_config: Mapping[str, Any]) -> Heads:
-        """Return the MTP heads of a base model with these adapters.
+        """Return the MTP heads of a base model with the adapters in this directory.
 
         Args:
             hf_config: content of the base model's config.json.
@@ -165,7 +165,7 @@ class SavedAdapter:
         """Check that a directory is the base model of these adapters.
 
         Raises:
-            UserError: its digest is not the recorded one.
+            UserError: the digest of the directory is not `base_sha256`.
         """
         if self.base_sha256 and digest_of(hf_dir) != self.base_sha256:
             made_for = read_json(self.directory / ADAPTER_CONFIG).get("base_model_name_or_path")

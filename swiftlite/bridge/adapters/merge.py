@@ -38,7 +38,7 @@ def write_merged(base: Path, hf_config: HfConfig, family: _Family, adapter: Save
         out_dir: existing directory without safetensors files.
 
     Raises:
-        UserError: the adapters do not match the base model, or it is quantized.
+        UserError: the adapters do not match the base model, or the base model is quantized.
     """
     if encoding_of(hf_config):
         raise UserError(f"--adapters is not supported on the quantized model {base}", "use the model in BF16")

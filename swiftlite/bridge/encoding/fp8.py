@@ -17,7 +17,7 @@ _FACTORS = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Fp8Blocks:
-    """FP8 codes with one scale per block; see `DeclaredEncoding`.
+    """FP8 codes with one scale per block, as a `DeclaredEncoding`.
 
     Args:
         block: rows and columns of a block; blocks at the end of a tensor can be smaller.

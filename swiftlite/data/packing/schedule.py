@@ -157,7 +157,8 @@ def _micro_batches(items: Sequence[_Item], number: int, packing_length: int) -> 
 
 
 def _level_within(items: Sequence[_Item], number: int, packing_length: int) -> list[_Group] | None:
-    """Group like `_level`, with at most `packing_length` tokens per group; None if an item does not fit.
+    """Distribute items with balanced work like `_level`, at most `packing_length` tokens per group; None if one does
+    not fit.
 
     Example: items of 5, 4, 3 and 2 tokens, which are also their work, in two groups of 7 tokens. The first three give
     `[5]` and `[4, 3]`; 2 goes to the first group, which has less work. With 5, 4, 3 and 3, the second 3 does not fit,
@@ -182,7 +183,7 @@ def _level_within(items: Sequence[_Item], number: int, packing_length: int) -> l
 
 
 def _packed(items: Sequence[_Item], number: int, packing_length: int) -> list[_Group] | None:
-    """Group like `packing.pack`, by length only; None if this needs more than `number` groups."""
+    """Group sequences by best-fit decreasing like `packing.pack`; None if this needs more than `number` groups."""
     rows = pack([item.size for item in items], packing_length)
     if len(rows) > number:
         return None

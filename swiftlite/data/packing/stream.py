@@ -203,7 +203,7 @@ class Stream(Iterator[StreamSample]):
         return next(self._entries)
 
     def take(self, entries: Iterable[StreamSample]) -> list[Sample]:
-        """Return the samples among these that this reader holds, and release them."""
+        """Return the samples among `entries` that this reader holds, and release them."""
         return [self._held.pop((entry.row, entry.piece)) for entry in entries if self._readers.owns(entry.row)]
 
     def owner(self, entry: StreamSample) -> int:
@@ -273,7 +273,7 @@ class Stream(Iterator[StreamSample]):
         """Yield the samples of row number `row` that the stream has not returned yet.
 
         Args:
-            said: numbers that the row's reader sent; the next ones are those of this row.
+            said: iterator over the numbers that the row's reader sent, positioned at the numbers of this row.
         """
         num_samples = next(said)
         if num_samples in (BAD, TOO_LONG):

@@ -23,7 +23,7 @@ def parse_pair(row: object, *, system: str | None = None, source: str = "") -> C
         source: `file:line`, stored in the result.
 
     Raises:
-        RowError: a field is invalid, the answers are equal, or they follow different turns.
+        RowError: a field is invalid, the two answers are equal, or the turns before the two answers differ.
     """
     if not isinstance(row, dict):
         return parse_row(row, system=system, source=source)  # its error names the missing turns

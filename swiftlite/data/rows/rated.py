@@ -77,7 +77,7 @@ def _from_completion(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def mismatch(samples: Sequence[Sample], max_length: int, strategy: TruncationStrategy, seed: int) -> list[Sample]:
-    """Return the samples, each with a companion: its prompt followed by the answer of another sample.
+    """Return the samples, each with a companion: the prompt of the sample followed by the answer of another sample.
 
     The pairing is drawn at random with the seed. Using the next row instead would pair every good answer with a bad one
     in files that alternate between good and bad answers.
@@ -143,7 +143,7 @@ def _question_of(sample: Sample) -> np.ndarray:
 
 
 def _join(asked: Sample, answered: Sample) -> Sample:
-    """Join the question of one sample with the answer of the other."""
+    """Join the question of the sample `asked` with the answer of the sample `answered`."""
     end, start = _start_of_answer(asked), _start_of_answer(answered)
     ids = np.concatenate([asked.input_ids[:end], answered.input_ids[start:]])
     weights = np.concatenate([asked.loss_scale[:end], answered.loss_scale[start:]])

@@ -23,7 +23,7 @@ class LoadReport:
 
     Attributes:
         engine: name and version.
-        target: class of the trunk in the engine; None if an error occurred before it was known.
+        target: class of the trunk in the engine; None if an error occurred before the class was known.
         draft: class of the draft model in the engine; None without drafts.
         num_mtp_heads: number of MTP heads in config.json.
         num_drafting: number of heads that draft.

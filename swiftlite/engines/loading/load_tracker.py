@@ -47,7 +47,8 @@ class LoadTracker(TorchDispatchMode):
         """Return parameters that were not written completely: name -> number of unwritten elements.
 
         Args:
-            elsewhere: suffixes of parameters that are filled in another way; these parameters are not returned.
+            elsewhere: suffixes of parameters that the loader does not fill, such as parameters shared with another
+                model; they are not returned.
         """
         left = {}
         for name, parameter in model.named_parameters():

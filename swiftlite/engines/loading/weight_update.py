@@ -147,7 +147,7 @@ class WeightUpdate:
         """Check that the engine's layout supports weight updates.
 
         Raises:
-            UserError: the layout does not support them, see `unsupported_layout`.
+            UserError: the layout does not support weight updates, for the reason that `unsupported_layout` returned.
         """
         if self._layout:
             raise UserError(

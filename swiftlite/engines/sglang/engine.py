@@ -79,7 +79,8 @@ class SglangEngine:
         """Complete every prompt and return completions in order, as `Engine.generate` specifies.
 
         Raises:
-            UserError: also if this SGLang ignores a sampling option when it verifies drafts.
+            UserError: a prompt leaves no room for an answer, or this SGLang ignores a sampling option when it verifies
+                drafts.
         """
         self._weights.check_whole()
         check_prompts(prompts, self._max_length)
@@ -114,7 +115,8 @@ class SglangEngine:
         return list(await asyncio.gather(*(answer(place, prompt) for place, prompt in enumerate(prompts))))
 
     def update_weights(self, target: Iterable[Bucket] | None = None, draft: Iterable[Bucket] | None = None) -> None:
-        """Send new weights to the running engine, see `WeightUpdate.run`."""
+        """Send all HF tensors of trunk and heads to the running engine; None keeps the current weights
+        (`WeightUpdate.run`)."""
         self._weights.run(target, draft)
 
     def draft_counts(self) -> DraftCounts:

@@ -79,7 +79,8 @@ class VllmEngine:
         """Complete every prompt and return completions in order, as `Engine.generate` specifies.
 
         Raises:
-            UserError: also if this vLLM verifies drafts incorrectly with these sampling options.
+            UserError: a prompt leaves no room for an answer, or this vLLM verifies drafts incorrectly with these
+                sampling options.
         """
         from vllm import SamplingParams, TokensPrompt
 
@@ -116,7 +117,8 @@ class VllmEngine:
         return self._transport.device
 
     def update_weights(self, target: Iterable[Bucket] | None = None, draft: Iterable[Bucket] | None = None) -> None:
-        """Send new weights to the running engine, see `WeightUpdate.run`."""
+        """Send all HF tensors of trunk and heads to the running engine; None keeps the current weights
+        (`WeightUpdate.run`)."""
         self._weights.check_layout()
         self._transport.connect()
         self._weights.run(target, draft)

@@ -83,7 +83,7 @@ class MtpHeads(nn.Module):
     because a captured graph reads its inputs at fixed addresses: vLLM keeps ids at one address, but not embeddings.
 
     Args:
-        vllm_config: its model_config is the draft's.
+        vllm_config: vLLM's config, whose model_config is that of the draft model.
         layers: one decoder layer per depth.
     """
 

@@ -64,7 +64,7 @@ def num_tokens_to_draft(model: HfModel, num_tokens: int | None) -> int:
     """Return the number of draft tokens per step; None means the number that the heads were trained for.
 
     Raises:
-        UserError: at one of the steps vLLM would run another head than the one trained for it.
+        UserError: at one of the draft steps vLLM would run another head than the one trained for this step.
     """
     from swiftlite.engines.vllm.plugin import check_draft_steps
 
@@ -119,7 +119,8 @@ def attention_options(model: HfModel, torch_dtype: str) -> dict[str, Any]:
     """Return options that vLLM requires to compute the model's kind of attention correctly.
 
     Raises:
-        UserError: vLLM does not support linear attention in that precision, or a package of its classes is missing.
+        UserError: vLLM does not support linear attention in `torch_dtype`, or a package that vLLM's classes import is
+            missing.
     """
     if model.family.name.startswith("qwen3_5") and find_spec("torchvision") is None:
         raise UserError(

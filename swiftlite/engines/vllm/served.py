@@ -107,7 +107,7 @@ class ServedVllm:
         return self._transport.device
 
     def update_weights(self, target: Iterable[Bucket] | None = None, draft: Iterable[Bucket] | None = None) -> None:
-        """Send new weights to the server, see `WeightUpdate.run`.
+        """Send all HF tensors of trunk and heads to the server; None keeps the current weights (`WeightUpdate.run`).
 
         The server finishes in-flight requests with the old weights, and starts new ones after the update. If the update
         fails, the server remains paused for all clients.

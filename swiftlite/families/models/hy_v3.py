@@ -30,7 +30,7 @@ _MEMORY_NAMES = {
 
 
 def _in_glm_words(hf_config: HfConfig) -> dict[str, Any]:
-    """Return the config with the keys of its mixture of experts renamed to those of GLM-4.5."""
+    """Return the config with the keys of its mixture of experts renamed to the keys of GLM-4.5."""
     words = {glm: hf_config[own] for own, glm in _GLM_KEYS.items() if own in hf_config}
     fixed = {"norm_topk_prob": True, "n_group": 1, "topk_group": 1}
     return {**hf_config, **words, **fixed, "first_k_dense_replace": moe.num_dense_of_types(hf_config)}

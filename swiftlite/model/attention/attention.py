@@ -295,7 +295,7 @@ class CoreAttention(MegatronModule):
         they are larger than the keys.
 
         Args:
-            own_keys, own_values: additional keys and values of each query, see `merged_attention.attend`.
+            own_keys, own_values: additional keys and values, [S, 1, G, D] each; query s sees only those at index s.
         """
         assert self.prefix is not None
         query, key, value = (tensor.squeeze(1) for tensor in (query_S1ND, key_S1GD, value_S1GD))

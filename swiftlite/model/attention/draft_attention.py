@@ -1,9 +1,9 @@
 """Core attention of an unrolled MTP head in training, equal to its attention when an engine drafts.
 
 When an engine drafts from position s, step 1 of the head reads the trunk's states up to s, and its keys stay in the KV
-cache for all further steps. Step j (from 2) processes one more position, s + j - 1. It sees these keys and the keys of
-steps 2 .. j, all for the same s. In training, drafts from all positions s are computed at once: the query of s in step
-j sees the keys of step 1 up to s, and in each later step only the key of s itself.
+cache for all further steps. Step j (from 2) processes one more position, s + j - 1. Its query sees these keys and the
+keys of steps 2 .. j, all for the same s. In training, drafts from all positions s are computed at once: the query of s
+in step j sees the keys of step 1 up to s, and in each later step only the key of s itself.
 
 For example, step 3 of a sequence of 4 tokens (a query per line, x a key that it sees):
 
@@ -86,7 +86,7 @@ class DraftAttention(CoreAttention):
 
         Args:
             attention_mask: receives the keys and values of this step.
-            attention_bias: None; for other arguments and the result see `CoreAttention.forward`.
+            attention_bias: None. All other arguments and the result are those of `CoreAttention.forward`.
         """
         draft = attention_mask
         if draft.is_empty:

@@ -70,7 +70,8 @@ fused_zero_centered_norm = compiled(zero_centered_norm)
 def returning_input(norm: Any) -> type:
     """Return a class for the trunk's final norm, for MTP heads that read the state before this norm.
 
-    Its output is both states, concatenated [2S, B, H], so that a pipeline sends both to the stage of the heads.
+    Its output is the states before and after the norm, concatenated [2S, B, H], so that a pipeline sends both to the
+    stage of the heads.
     """
 
     def forward(self: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Activation recomputation: layers store their inputs and repeat their forward pass in the backward pass.
+"""Activation recomputation: a layer stores only its input, and repeats its forward pass in the backward pass.
 
 This module implements `recompute_granularity` full for decoder layers; mtp.py does so for MTP layers. Selective
 recomputation (core_attn, mlp, moe, mla_up_proj) is implemented in megatron-core's layers.

@@ -1,4 +1,4 @@
-"""The router of a mixture of experts: its load excludes padding, and its bias and counts remain in float32."""
+"""The router of a mixture of experts, which does not count padding as load, and keeps bias and counts in float32."""
 
 from collections.abc import Callable, Iterable
 from typing import Any

@@ -23,7 +23,7 @@ MAX_POSITIONS = 256
 
 @dataclass(frozen=True)
 class Selected:
-    """The positions of a micro-batch that have a label, row by row; see `select`.
+    """The positions of a micro-batch that have a label, row by row, as returned by `select`.
 
     Attributes:
         row_N, pos_N: indices of the positions in [B, S], int64.
@@ -41,7 +41,8 @@ def select(labels_BS: torch.Tensor, device: torch.device) -> Selected:
     """Return the positions with a label, on the device.
 
     Args:
-        labels_BS: labels, preferably on the host: the host needs their number, and would wait for a GPU.
+        labels_BS: labels, preferably on the host: the host needs the number of labels, and would wait for a GPU to get
+            it.
     """
     row_N, pos_N = (labels_BS != IGNORE_INDEX).nonzero(as_tuple=True)
     stacked_3N = torch.stack([row_N, pos_N, labels_BS[row_N, pos_N]])  # one copy instead of three
@@ -127,7 +128,8 @@ def distillation_loss(
     "lk_hybrid" 0.24.
 
     Args:
-        logits_NV: logits of the head; float32 ones are overwritten with the gradient, so they must not be read later.
+        logits_NV: logits of the head. Logits in float32 are overwritten with the gradient, so they must not be read
+            later.
         trunk_logits: returns the trunk's logits [n, V] at some of the N positions, at most MAX_POSITIONS per call.
         selected: the positions in the micro-batch that the logits belong to.
         tokens_V: the token of each logit, for a draft vocabulary; None for the whole vocabulary.

@@ -44,7 +44,7 @@ def on_this_rank(batches: Iterable[Batch], mesh: Mesh) -> Iterator[Batch]:
 def run_batches(
     model: Sequence[nn.Module], mesh: Mesh, batches: Sequence[Batch], forward_step: ForwardStep, *, forward_only: bool
 ) -> list[Any]:
-    """Send this rank's micro-batches through its chunks of the model; see `run_pipeline`."""
+    """Send this rank's micro-batches through its chunks of the model with `run_pipeline`, and return the result."""
     iterators = [on_this_rank(batches, mesh) for _ in model]
     shapes = [batch.position_ids_BS.shape for batch in batches]
     return run_pipeline(model, mesh, forward_step, iterators, shapes=shapes, forward_only=forward_only)
@@ -157,11 +157,11 @@ class Batches:
         return MicroBatches(Collated(self.collate, cut), Collated(self.collate_companions, companions))
 
     def collate(self, samples: Sequence[Sample]) -> Batch:
-        """Return one micro-batch that contains all sequences of these samples."""
+        """Return one micro-batch with all sequences of `samples`."""
         return self._lay_out(list(chain.from_iterable(sample.sequences for sample in samples)))
 
     def collate_companions(self, samples: Sequence[Sample]) -> Batch:
-        """Return one micro-batch that contains the companions (KTO's mismatched answers) of these samples."""
+        """Return one micro-batch with the companions (KTO's mismatched answers) of `samples`."""
         return self._lay_out([sample.companion for sample in samples if sample.companion])
 
     def _lay_out(self, sequences: Sequence[Sample]) -> Batch:
@@ -200,9 +200,9 @@ class Batches:
     def _cut_companions(self, rows: SampleRows, indices: np.ndarray) -> list[list[Sample]]:
         """Return, by micro-batch, the samples whose companions (KTO's mismatched answers) this rank scores.
 
-        `indices` are those of `_cut`. If rows are packed to a fixed length, companions are packed separately: a
-        companion and its sample have different lengths, so the companions of one row might not fit into one row
-        together.
+        `indices` are the rows of a global batch, as for `_cut`. If rows are packed to a fixed length, companions are
+        packed separately: a companion and its sample have different lengths, so the companions of one row might not fit
+        into one row together.
         """
         samples = _samples(rows, indices)
         if not any(sample.companion for sample in samples):

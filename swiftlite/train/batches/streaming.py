@@ -71,8 +71,8 @@ class StreamedBatches:
     """The micro-batches of each step, sent to the ranks that compute them.
 
     Attributes:
-        stream, steps: the rows and the steps made from them, on the first rank of each model replica, which reads the
-            files; None on other ranks.
+        stream, steps: the rows, and the steps made from these rows. Both are set on the first rank of each model
+            replica, which reads the files, and None on other ranks.
     """
 
     batches: Batches

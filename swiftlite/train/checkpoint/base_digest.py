@@ -37,7 +37,7 @@ def shared_digest_of(hf_dir: Path) -> str:
 
 
 def _hash_some(checkpoint: Checkpoint, keys: list[str]) -> dict[str, str]:
-    """Return the digests of some of these tensors, at least one per rank that has a share; collective."""
+    """Return the digests of some of the tensors `keys`, at least one per rank that has a share; collective."""
     deadline = time.monotonic() + ROUND_SECONDS
     mine: dict[str, str] = {}
     for key in keys[dist.get_rank() :: dist.get_world_size()]:

@@ -238,7 +238,8 @@ class Checkpointer:
 
     @contextmanager
     def _whole_or_absent(self) -> Iterator[None]:
-        """Delete the files written in this context if it fails; otherwise a full disk would stay full."""
+        """Delete the files written in this context if an exception ends the context; otherwise a full disk would stay
+        full."""
         try:
             yield
         except CheckpointException as error:  # raised on all ranks; only the first rank knows the cause
@@ -326,7 +327,7 @@ def load_checkpoint(
 
     Args:
         mesh: the ranks that hold the model.
-        with_heads: whether MTP layers are read too; otherwise they keep their weights.
+        with_heads: whether MTP layers are read too; otherwise the MTP layers of `chunks` keep their weights.
 
     Raises:
         UserError: the checkpoint is damaged or belongs to another model.

@@ -80,7 +80,7 @@ def write_buckets(trainer: int, transforms: list[Any], rank: int, buckets: Seque
     """Write the files of this rank, one thread per file, and report results and digests.
 
     Args:
-        trainer: process id of the trainer; the current process can be its fork.
+        trainer: process id of the trainer; the current process is the trainer or a fork of the trainer.
         transforms: torch's transforms of written data; swiftlite registers none.
         buckets: (path, file name, data) as planned by megatron-core.
     """

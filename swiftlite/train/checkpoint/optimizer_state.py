@@ -2,7 +2,7 @@
 
 The moments and the float32 main weights of a parameter are saved under the parameter's name and in its shape. In
 megatron-core 0.16.1 each optimizer (plain or distributed, with or without expert parallelism) has a separate format
-that the others cannot read. The format written here is the same for all of them.
+that other optimizers cannot read. The format written here is the same for all of them.
 """
 
 import itertools
@@ -32,11 +32,11 @@ class Slot:
 
     Attributes:
         parameter: the parameter of the model.
-        inner: the torch optimizer that updates it.
-        main: the tensor that the optimizer updates: the parameter, its float32 copy, or a flat part of one of these.
-            None if the whole state is on other ranks.
+        inner: the torch optimizer that updates the parameter.
+        main: the tensor that the optimizer updates: the parameter, its float32 copy, or a flat part of the parameter or
+            copy. None if the whole state is on other ranks.
         start: start of `main` in the flat parameter.
-        group: data-parallel ranks that the state is split over; None if each rank holds all of it.
+        group: data-parallel ranks that the state is split over; None if each rank holds the whole state.
     """
 
     parameter: torch.nn.Parameter

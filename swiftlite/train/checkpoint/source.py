@@ -32,7 +32,8 @@ def write_source(hf_model: HfModel, run_dir: Path, heads: Heads, graft_from: HfM
     quantized. Nothing else changes.
 
     Args:
-        graft_from: the model that the heads came from; their tensors are noted too.
+        graft_from: the model that the heads were copied from, whose head tensors are noted too; None without such a
+            model.
 
     Raises:
         UserError: the directory cannot be created, or a file is a link that points outside of the model.
@@ -165,7 +166,7 @@ def _small_files(hf_dir: Path) -> list[Path]:
 
 
 def _check_link(path: Path, homes: Sequence[Path], name: str) -> None:
-    """Check that a path does not point outside of these directories.
+    """Check that a path does not point outside of the directories `homes`.
 
     Otherwise the author of the directory could have any file of this machine copied into an export.
 
@@ -173,7 +174,7 @@ def _check_link(path: Path, homes: Sequence[Path], name: str) -> None:
         homes: absolute paths without links.
 
     Raises:
-        UserError: the path is a link that points outside of all of them.
+        UserError: the path is a link that points outside of all `homes`.
     """
     if not any(path.resolve().is_relative_to(home) for home in homes):
         raise UserError(f"{path} links to {path.resolve()}, outside of {name}", "replace the link with the file")

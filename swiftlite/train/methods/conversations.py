@@ -33,7 +33,7 @@ def make_conversation_encoder(
 
 
 def load_data(args: SftArgs, encoder: Encoder, vocab_size: int) -> Data:
-    """Load the held-out samples and, unless --streaming reads them during training, those to train on.
+    """Load the held-out samples and, unless --streaming reads them during training, the training samples.
 
     Raises:
         UserError: a file or a row is invalid.

@@ -63,7 +63,7 @@ class Reference:
 
     Attributes:
         mesh: the ranks on which the model is opened.
-        batches: cuts rows for these ranks.
+        batches: splits rows over the ranks of `mesh`.
         directory: directory of the stored log-probabilities.
     """
 
@@ -98,7 +98,8 @@ class Reference:
         return [answers[key] for key in keys]
 
     def _score(self, missing: Mapping[str, Sample], manifest: Mapping[str, str]) -> Answers:
-        """Return the log-probabilities of these pairs, by digest, computed in slices; collective over all ranks."""
+        """Return the log-probabilities of the pairs `missing`, by digest, computed in slices; collective over all
+        ranks."""
         logger.info("the reference model %s scores %d samples", self.model.name, len(missing))
         chunks = self.open()
         answers: Answers = {}
@@ -115,7 +116,7 @@ class Reference:
         return answers
 
     def _check_agreement(self) -> None:
-        """Check that all ranks have the same model; collective over all ranks.
+        """Check that all ranks have the same reference model; collective over all ranks.
 
         Raises:
             UserError: the models differ.
@@ -232,7 +233,7 @@ def log_probabilities(
 
     Args:
         chunks: the model's stages on this rank.
-        batches: splits rows for this mesh.
+        batches: splits rows over the ranks of `mesh`.
     """
     firsts = range(0, len(pairs), mesh.dp.size())
     mine = [first + mesh.dp.rank() for first in firsts]  # an index past the end is computed as padding

@@ -25,8 +25,8 @@ class Training:
         make_encoder: returns the encoder of rows for the options, the tokenizer and the size of the vocabulary.
         make_objective: returns the objective; called after the model was loaded and `prepare` was called.
         load: reads training and held-out rows.
-        prepare: called once before the first step. It returns the run with scores added to its samples, such as the
-            log-probabilities of a reference model.
+        prepare: called once before the first step. The function returns the run with scores added to the samples, such
+            as the log-probabilities of a reference model.
         held_out_prompts: returns the prompts that acceptance.json continues, and the tokens that end an answer.
         extras: tensors that samples carry into batches.
     """

@@ -42,7 +42,7 @@ def compare_tensors(
     """Return which tensors changed since `before` on any rank, separately for trained and frozen tensors; collective.
 
     Args:
-        before: earlier `hash_tensors` of these chunks.
+        before: result of `hash_tensors` for the same chunks before training.
 
     Returns:
         Keys and values for run_report.json; `trunk_sha256_...` is one hash over all tensors outside of MTP heads.

@@ -181,7 +181,7 @@ def open_trackers(names: list[str], output_dir: Path, config: Mapping[str, Any],
         first: number of the last completed step; if it is not 0, each tracker continues its run.
 
     Raises:
-        UserError: a tracker cannot be opened. If the run resumes, this is only a warning.
+        UserError: a tracker cannot be opened. If the run resumes, a warning is logged instead.
     """
     path = output_dir / IDS_FILE
     known = _known_ids(path) if first else {}

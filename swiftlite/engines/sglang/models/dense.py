@@ -115,7 +115,8 @@ class MtpDraft(nn.Module):
         Args:
             input_ids: [T], the token after each position.
             positions: [T], positions in the trunk.
-            forward_batch: its spec_info contains the state [T, H] of the trunk after its final norm, or of the head.
+            forward_batch: `forward_batch.spec_info` contains the state [T, H] of the trunk after its final norm or,
+                from the second step on, of the head.
         """
         hidden: Any = forward_batch.spec_info
         state = self.mtp(self.embed_tokens(input_ids), positions, hidden.hidden_states, forward_batch)
@@ -130,7 +131,8 @@ class MtpDraft(nn.Module):
         """Use the trunk's embedding and output layer, which SGLang's EAGLE worker passes.
 
         Raises:
-            ValueError: the checkpoint has a draft vocabulary, but `head` does not consist of its rows.
+            ValueError: the checkpoint has a draft vocabulary, but `head` does not consist of the rows of this
+                vocabulary.
         """
         num_drafted = len(heads_of(self.config).draft_vocab)
         if num_drafted and len(head) != num_drafted:

@@ -30,7 +30,7 @@ class TransferClient(Protocol):
     The first four methods are those of vLLM's own `VLLMWeightSyncClient`, so vLLM's senders accept this class too.
 
     Attributes:
-        part: the model (target or draft) that receives the next transfer.
+        part: which model, target or draft, receives the next transfer.
     """
 
     part: Part
