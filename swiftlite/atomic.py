@@ -8,7 +8,7 @@ from swiftlite.errors import UserError
 
 
 def atomic_write(path: Path, content: bytes, writer: str = "") -> None:
-    """Write a small file atomically: after a crash, it has the old or the new content.
+    """Write a small file atomically: after a crash, the file has the old or the new content.
 
     Args:
         writer: suffix that distinguishes processes that write the same file at the same time.

@@ -123,8 +123,8 @@ def choose(
     """Return the fastest number of draft tokens that is reliably faster than no drafts; otherwise 0.
 
     Args:
-        first, last: tokens per second of the rounds without drafts, measured before and after all others; their
-            difference shows the noise of the machine.
+        first, last: tokens per second of the rounds without drafts, measured before and after all other servers; the
+            difference of the two shows the noise of the machine.
         speeds: tokens per second of the rounds, for each number of draft tokens above 0.
         lengths: mean accepted length, for each number of draft tokens. A step that verifies drafts takes at least as
             long as a step without drafts, so this is the maximum speed-up; a larger one is noise.

@@ -57,14 +57,14 @@ def mtp_depth_on_disk(hf_dir: str | Path, family: RowTable, hf_config: HfConfig)
 
 
 def audit_hf(hf_dir: str | Path, family: RowTable) -> list[str]:
-    """Read every file of a Hugging Face directory and compare it with its config.json.
+    """Read every file of a Hugging Face directory and compare the tensors with the directory's config.json.
 
     The checks are:
 
     - the index lists exactly the keys in the files
     - keys and shapes of the trunk are the ones that the family defines for this config
     - config.json declares exactly the MTP heads in the files
-    - copies of a tied embedding are equal to it
+    - copies of a tied embedding are equal to the embedding
     - all values are finite
 
     Returns:

@@ -128,7 +128,7 @@ def bind(
 
     Args:
         shards: the parameters of this rank.
-        rows: bridge rows. Each claims its HF keys: they must not be in any other row.
+        rows: bridge rows. Each row claims its HF keys: no other row may contain these keys.
         borrowed: bridge rows that read HF keys claimed by other rows (a head that is initialized from the last layer).
         not_read: names of Megatron parameters that are not filled from HF tensors and require no row.
         others_hold: returns whether a parameter that is not in `shards` can be on another rank.
@@ -137,7 +137,7 @@ def bind(
         what, hint: name of the HF tensors' source, such as "the checkpoint", and hint, both for error messages.
 
     Raises:
-        UserError: there are mismatches. It lists Megatron parameters without a source, rows without a parameter,
+        UserError: there are mismatches. The error lists Megatron parameters without a source, rows without a parameter,
             missing and unexpected HF keys, and different shapes.
         ValueError: two rows claim the same HF key or parameter, or a join does not use each element once. This is a bug
             in the rows of a family.

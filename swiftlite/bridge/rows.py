@@ -26,12 +26,12 @@ class Row:
         hf: shapes of the HF tensors for this config, by name, in the order of the join's arguments.
         join: how the HF tensors are joined.
         hf_copies: further HF names that may hold a copy of the row's single HF tensor (`lm_head.weight` of a tied
-            model, the embedding in a DeepSeek-V3 head). Loading only checks that they are equal. Saving writes them if
-            the source model had them; in MTP heads always, because some engines require them.
+            model, the embedding in a DeepSeek-V3 head). Loading only checks that the copies are equal to the tensor.
+            Saving writes copies if the source model had them; in MTP heads always, because some engines require them.
         mcore_copies: further Megatron names of the parameter (`output_layer.weight` of a tied model on a later pipeline
-            stage). They are filled on load and never written.
-        is_exact: whether the parameter is float32 even in a 16-bit model. It is written as float32, unless the source
-            model had another dtype.
+            stage). These parameters are filled on load and never written.
+        is_exact: whether the parameter is float32 even in a 16-bit model. An export writes it as float32, unless the
+            source model had another dtype.
     """
 
     mcore: str

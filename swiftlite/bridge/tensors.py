@@ -158,7 +158,7 @@ class Checkpoint:
                 there.copy_(self._decode(key, box, buffers))
 
     def dtype_of(self, key: str, decoded: torch.dtype) -> torch.dtype:
-        """Return the dtype of a tensor; `decoded` if it is encoded."""
+        """Return the dtype of a tensor in the files; `decoded` if the tensor is encoded."""
         if key in self._encoded:
             return decoded
         return self.entries[key].dtype

@@ -99,7 +99,7 @@ def load_hf(
 ) -> WeightsReport:
     """Fill a Megatron model from a Hugging Face directory; each rank reads its slices, cast to the parameter's dtype.
 
-    The number of MTP heads is that of the model; if it is 0, the checkpoint's heads are dropped.
+    The model determines the number of MTP heads; if the model has no heads, the checkpoint's heads are dropped.
 
     Args:
         model_chunks: GPTModel(s) of this rank, wrapped or not.
@@ -301,7 +301,7 @@ def save_hf(
 ) -> list[str]:
     """Write a Megatron model as Hugging Face safetensors; every rank writes its slices into the files in place.
 
-    If some ranks do not see the first rank's directory, they send it their slices, one at a time.
+    Ranks that do not see the first rank's directory send their slices to the first rank, one at a time.
 
     All MTP heads of the model are written, independent of the number in `hf_config`; the caller writes a matching
     config.json (`hf_config.write_patched`). Files are renamed to their final names after all files are complete on
@@ -528,7 +528,7 @@ def _pieces(bindings: Sequence[Binding], keys: Container[str]) -> Iterator[place
     """Yield the pieces that this rank writes.
 
     Args:
-        keys: HF keys of the output; copies are written only if they are among them.
+        keys: HF keys of the output; a copy is written only if its key is among them.
     """
     for binding in bindings:
         if not binding.shard.writes or binding.is_copy:

@@ -1,7 +1,7 @@
 """`Batch`: the tensors of a micro-batch, as padded rows of one sequence each, or as one packed row.
 
 Labels are shifted to the positions where they are predicted. A batch also contains the tokens and labels of each MTP
-depth. They are shifted here, within each sequence and on whole rows, before rows are split over context-parallel ranks.
+depth. Both are shifted here, within each sequence and on whole rows, before rows are split over context-parallel ranks.
 
 Shape suffixes: K the number of predictions (1 for the trunk, 1 for each MTP depth), B rows of the micro-batch, S tokens
 of a row, N sequences of the micro-batch, I items of the micro-batch.
@@ -22,7 +22,7 @@ tokens that use their embedding (`model/tower.py`).
 """
 AXES = "axes"
 """Name of the `Extra` with the positions of each token along three axes: time, row and column of an image. For text,
-all three are the token's position. Models with such positions require it in every sample.
+all three are the token's position. Models with such positions require this extra in every sample.
 """
 
 
@@ -99,7 +99,7 @@ class Batch:
         extras: tensors of the training method by name, see `Extra`. The sequences of one sample are adjacent: for
             pairs, sequence 2p is the preferred answer of pair p and sequence 2p + 1 the rejected one.
         items: tensors of the extras with one value per item, by name.
-        on_host: the batch before it was moved to a device; None if it was not moved.
+        on_host: the batch before it was moved to a device; None if the batch was not moved.
     """
 
     tokens_KBS: torch.Tensor

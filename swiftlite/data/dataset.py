@@ -122,7 +122,7 @@ def load_train_val(
             more. 0 holds out no row.
         max_bad_rows: maximum number of bad rows over all files; bad rows are dropped.
         system: system prompt for rows without one.
-        num_proc: number of processes that tokenize; it does not change the result.
+        num_proc: number of processes that tokenize; does not change the result.
         seed: seed for the sample of `#N`, for the held-out rows, and for `interleave_prob`.
         interleave_prob: weight of each file of `dataset`; empty: all rows of all files. Held-out rows are not affected.
         offered: names of the command's options, so that errors only name these; default: those of `megatron sft`.

@@ -21,7 +21,7 @@ from swiftlite.errors import UserError
 
 @dataclass(frozen=True)
 class Encoded:
-    """The result of encoding one row. If it has neither samples nor `bad`, the row is too long."""
+    """The result of encoding one row. If neither `samples` nor `bad` is set, the row is too long."""
 
     length: int = 0  # before truncation; for a pair, with the longer answer
     samples: tuple[Sample, ...] = ()  # several if a long row is split
@@ -32,7 +32,8 @@ class Encoded:
 
 
 class Encoder(Protocol):
-    """Encodes rows as samples. It is sent to each worker process once, with everything that a result depends on.
+    """Encodes rows as samples. The encoder is sent to each worker process once, with everything that a result depends
+    on.
 
     Attributes:
         parse: function that parses the rows.

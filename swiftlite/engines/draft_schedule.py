@@ -1,7 +1,7 @@
 """A draft schedule maps the number of in-flight requests to a number of draft tokens.
 
-`bench` measures it, and `deploy` starts servers with it. Drafting is faster only if the machine has unused compute, so
-the best number of draft tokens depends on the number of requests.
+`bench` measures the schedule, and `deploy` starts servers with a schedule. Drafting is faster only if the machine has
+unused compute, so the best number of draft tokens depends on the number of requests.
 """
 
 from collections.abc import Mapping, Sequence

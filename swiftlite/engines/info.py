@@ -69,8 +69,8 @@ class EngineInfo:
             supported.
         command_needs_no_install: whether the server's command can be printed without an installed engine.
         plugin: plugin that the engine needs to serve swiftlite's checkpoints; None if the engine needs no plugin.
-        drawing_problem: name of the function that returns why this engine verifies drafts incorrectly at a
-            temperature above 0 on this machine, or None. "": it is correct everywhere.
+        drawing_problem: name of the function that returns why this engine verifies drafts incorrectly at a temperature
+            above 0 on this machine, or None. "": verification is correct everywhere.
     """
 
     name: str

@@ -8,7 +8,7 @@ from swiftlite.errors import UserError
 
 
 def require_plugin(info: EngineInfo) -> None:
-    """Check that the plugin is installed and enabled; an engine's processes find it by its entry point.
+    """Check that the plugin is installed and enabled; an engine's processes find the plugin by its entry point.
 
     Raises:
         UserError: swiftlite is not installed as a package, or a variable of the engine excludes the plugin.

@@ -1,4 +1,4 @@
-"""Convert conversations to prompts of an engine, and compute the sequence length that they need."""
+"""Convert conversations to prompts of an engine, and compute the sequence length that prompts and answers need."""
 
 from collections.abc import Sequence
 

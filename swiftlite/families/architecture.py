@@ -1,6 +1,6 @@
 """The architecture of a model, read from config.json by its family: decoder layers, and the modules outside of them.
 
-MTP heads are not part of it, because their number can change.
+MTP heads are not part of the architecture, because their number can change.
 """
 
 from collections.abc import Mapping
@@ -43,8 +43,8 @@ class Outside:
         return -(-self.vocab // rank.tp)
 
     def rows(self) -> list[Row]:
-        """Return the bridge rows (`bridge/rows.py`) of embedding, final norm and, unless it is tied, the output
-        layer."""
+        """Return the bridge rows (`bridge/rows.py`) of embedding, final norm and, unless the embedding is tied, the
+        output layer."""
         matrix = (self.vocab, self.hidden)
         embedding = Row("embedding.word_embeddings.weight", {self.hf_embedding: matrix}, PadEnd())
         final_norm = Row("decoder.final_layernorm.weight", {self.hf_final_norm: (self.hidden,)})

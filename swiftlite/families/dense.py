@@ -125,7 +125,7 @@ def head_dim(hf_config: HfConfig) -> int:
 def partial_rotary_factor(hf_config: HfConfig) -> float | None:
     """Return the share of each head's channels that are rotary; None if the config does not specify it.
 
-    transformers 5 stores it in `rope_parameters`.
+    transformers 5 stores this share in `rope_parameters`.
     """
     return hf_config.get("partial_rotary_factor") or _rope(hf_config).get("partial_rotary_factor")
 

@@ -43,7 +43,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def get(hf_config: HfConfig, hf_dir: str | Path | None = None) -> Family:
-    """Return the family of a config.json, after checking it.
+    """Return the family of a config.json, after checking that its settings are supported.
 
     Args:
         hf_dir: directory of the config, for errors.

@@ -40,7 +40,7 @@ class HfModel:
     def identity(self) -> str:
         """Identifier that is equal on all machines: the commit, or the digest of a GGUF file.
 
-        It is empty for a directory.
+        The identifier is empty for a directory.
         """
         if self.directory == Path(self.name):
             return ""

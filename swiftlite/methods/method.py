@@ -31,7 +31,7 @@ class Method:
 
     Attributes:
         name: key of the method in `index.METHODS`.
-        words: the command that runs it, such as `megatron dpo`. Methods may share a command.
+        words: the command that runs the method, such as `megatron dpo`. Methods may share a command.
         args_class: options of the command.
         line: one line of help for the command.
         training: name of its `Training` (`swiftlite/train/methods/training.py`).

@@ -206,8 +206,8 @@ class _GatherSequence(torch.autograd.Function):
 def _gather_chunks(row: torch.Tensor, local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Fill `row`, which is one sequence, from the chunks of all ranks.
 
-    The first chunks of all ranks are gathered in place. The second chunks are in reverse order of rank, so they are
-    gathered into a buffer and copied.
+    The first chunks of all ranks are gathered in place. The second chunks are in reverse order of rank, so these chunks
+    are gathered into a buffer and copied.
     """
     first, second = local.split(_chunk_length(row.size(0), group.size()))
     early, late = row.chunk(2)

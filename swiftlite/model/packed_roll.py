@@ -26,8 +26,8 @@ def roll_packed(
 
     Args:
         tensor: ids, labels or weights [..., T]; stack several to exchange them together. Without context parallelism T
-            is the whole row. With it, rank r holds chunks r and 2 * cp - 1 - r of the 2 * cp equal chunks of each
-            sequence, in order (zigzag layout).
+            is the whole row. With context parallelism, rank r holds chunks r and 2 * cp - 1 - r of the 2 * cp equal
+            chunks of each sequence, in order (zigzag layout).
         cu_seqlens: int [num_sequences + 1], global: the start of each padded sequence in the whole row, and the
             length of the whole row. The same on every rank.
         shift: negative; moves later values to earlier positions.

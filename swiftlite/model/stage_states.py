@@ -29,7 +29,7 @@ class StageStates:
     Attributes:
         trunk_SBH: the trunk's state; on the stage of the final norm and later stages, the state after the norm.
         prenorm_SBH: the trunk's state before the final norm, from the stage of the norm to the stage of heads that read
-            it; otherwise None.
+            this state; None on other stages.
         heads_SBH: the state of each MTP depth after its output norm; empty before the heads.
     """
 

@@ -29,7 +29,7 @@ class TowerInputs:
 
     @classmethod
     def of(cls, batch: Batch) -> "TowerInputs | None":
-        """Return the tower's inputs of a batch; None if it has none."""
+        """Return the tower's inputs of a batch; None if the batch has no such inputs."""
         item_KBS = batch.extras.get(ITEM)
         if item_KBS is None:
             return None

@@ -95,7 +95,7 @@ class SelfPromptWriter:
             max_length: maximum length of a sequence in tokens; a conversation without room for a message ends.
 
         Raises:
-            UserError: the file cannot be written, or its settings are different; the run was interrupted.
+            UserError: prompts.jsonl cannot be written or was written with other settings, or the run was interrupted.
         """
         with AnswersFile(directory / PROMPTS, self._names, self._made_with, "--output_dir") as file:
             self._read(file)

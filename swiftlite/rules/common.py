@@ -269,7 +269,7 @@ def without_effect(args: Any, idle: dict[str, tuple[bool, str]]) -> Iterator[str
     """Yield a note for each option that differs from its default and has no effect.
 
     Args:
-        idle: for each of some options, by name, whether it has no effect, and the reason.
+        idle: by option name, whether the option has no effect, and the reason.
     """
     values = vars(args)
     known = options(type(args))

@@ -51,7 +51,7 @@ class AnswersFile:
     """The answers of one run, or of several runs with the same prompts and options.
 
     Args:
-        sources: `file:line` of every prompt, which identifies its answer; may contain duplicates.
+        sources: `file:line` of every prompt, which identifies the prompt's answer; may contain duplicates.
         made_with: settings of the answers, as returned by `describe`.
         option: option that specifies the file or its directory.
 

@@ -1,12 +1,12 @@
 """Cache the hidden states of a frozen trunk (`--cache_trunk_states`).
 
 With `--mtp_mode heads_only` the trunk produces the same hidden states for a micro-batch in every epoch. After the first
-epoch they are read from a directory instead of being computed again.
+epoch these states are read from a directory instead of being computed again.
 
-The directory holds one safetensors file per micro-batch (and per part of its row, if ranks share rows). Its name is the
-sha256 of the micro-batch's tokens, labels and other inputs of the trunk. Any run over the same rows can read it, also
-with a different order of rows, loss or number of drafts. `cache.json` describes the model and the settings of the
-states. The states are bitwise identical to computed ones, so the results of training do not change.
+The directory holds one safetensors file per micro-batch (and per part of a row, if ranks share rows). The name of a
+file is the sha256 of the micro-batch's tokens, labels and other inputs of the trunk. Any run over the same rows can
+read the file, also with a different order of rows, loss or number of drafts. `cache.json` describes the model and the
+settings of the states. The states are bitwise identical to computed ones, so the results of training do not change.
 """
 
 import hashlib

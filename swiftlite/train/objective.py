@@ -11,7 +11,7 @@ from swiftlite.runtime.mesh import Mesh
 
 
 class Objective(Protocol):
-    """A loss over a global batch, and statistics of it for the log.
+    """A loss over a global batch, and statistics of this batch for the log.
 
     A loss is a sum over targets (such as tokens or pairs of answers), divided by the number of targets in the global
     batch. Therefore it does not depend on the micro-batch size, data parallelism or padding. For each global batch the
@@ -45,10 +45,11 @@ class Objective(Protocol):
     def make_forward_step(self, counts: torch.Tensor, mesh: Mesh) -> ForwardStep:
         """Return the function that megatron-core's schedule calls for each micro-batch of a global batch.
 
-        It returns the model's output and a function, which returns three values for the micro-batch:
+        The returned function returns the model's output and a second function, which returns three values for the
+        micro-batch:
 
         - the sum to be minimized, a scalar
-        - the number of targets, an int32 scalar; megatron-core sums it over micro-batches and over data- and
+        - the number of targets, an int32 scalar; megatron-core sums this number over micro-batches and over data- and
           context-parallel ranks, and divides the gradients by the total
         - the statistics, float64 of `sums_shape`, summed in the same way
 

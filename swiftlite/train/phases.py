@@ -282,7 +282,7 @@ def fit(run: Run, trainer: Trainer, first: int, held_out: HeldOut) -> Outcome:
 def finish(run: Run, outcome: Outcome) -> int:
     """Report on a run after its last step, and return the exit code.
 
-    It is 0, or 128 plus the number of the signal that stopped the run, as in a shell.
+    The exit code is 0, or 128 plus the number of the signal that stopped the run, as in a shell.
     """
     if outcome.stopped_by:
         if run.is_first_rank:

@@ -134,8 +134,8 @@ def check_supported(args: SftArgs, mesh: Mesh, hf_model: HfModel, training: Trai
     """Check requirements before any data is read.
 
     Raises:
-        UserError: the model's directory contains a link out of it, the device does not support the layout, or the
-            method does not support streaming.
+        UserError: the model's directory contains a link that points outside of the directory, the device does not
+            support the layout, or the method does not support streaming.
     """
     check_model_links(hf_model.directory)
     check_computable(mesh.layout, mesh.device)

@@ -45,8 +45,8 @@ class Trainer:
         train_batches: returns this rank's micro-batches of a step (counted from 0). The micro-batches depend only on
             the step or the state of the data, so that a resumed run continues with the same data.
         eval_batches: this rank's share of the held-out rows.
-        count_flops: returns the FLOPs of a step over all ranks of a replica, for the metrics. Its arguments are the
-            number of tokens, the sum of squared sequence lengths, and the counts of the objective.
+        count_flops: returns the FLOPs of a step over all ranks of a replica, for the metrics. The function's arguments
+            are the number of tokens, the sum of squared sequence lengths, and the counts of the objective.
         metric_loggers: receivers of the metrics.
         checkpointer: writes the checkpoints; None writes none.
         get_data_state: returns the state of the data for checkpoints, on the first rank.
@@ -236,7 +236,7 @@ class Trainer:
 def seed_of_step(seed: int, step: int) -> int:
     """Return the seed of random numbers in a step, such as the dropout of adapters.
 
-    It depends only on the run's seed and the step, so a resumed run draws the same numbers. It is the same on all
+    The seed depends only on the run's seed and the step, so a resumed run draws the same numbers. It is the same on all
     ranks; layers derive different seeds per rank where needed (`Adapter.drop`). It is a hash, so that neighboring seeds
     and steps differ.
     """
@@ -260,7 +260,8 @@ def whole_parameters(model: Sequence[DistributedDataParallel]) -> Iterator[None]
 
 
 class _StopSignals:
-    """Defers SIGTERM, SIGHUP and Ctrl-C until the end of the step; a second Ctrl-C ends the process immediately.
+    """Defers SIGTERM, SIGHUP and Ctrl-C until the end of the training step; a second Ctrl-C ends the process
+    immediately.
 
     A second SIGTERM is deferred as well, because a rank can receive it twice: SLURM sends it to every process, and the
     launcher forwards its own to the ranks.

@@ -60,7 +60,7 @@ class AdapterBase:
 def digest_of(hf_dir: str | Path) -> str:
     """Return a sha256 of all tensors of a Hugging Face directory and of the trunk's settings in config.json.
 
-    It does not depend on how tensors are distributed over files.
+    The digest does not depend on how tensors are distributed over files.
     """
     with Checkpoint(hf_dir) as checkpoint:
         return combine_digests(hf_dir, {key: digest_of_tensor(checkpoint, key) for key in checkpoint.entries})

@@ -24,7 +24,7 @@ def unfold(entries: Mapping[str, Entry]) -> dict[str, Entry]:
     """Return the tensors' locations, with each stack of experts replaced by the locations of its experts' tensors.
 
     A stack with an invalid shape, or whose experts also exist as single tensors, is kept, so that `binding.py` reports
-    it as unexpected.
+    the stack as unexpected.
     """
     unfolded = {}
     for key, entry in entries.items():

@@ -43,7 +43,7 @@ class MicroBatchSchedule:
     def micro_batch(self, index: int, rank: int) -> np.ndarray:
         """Return the indices of the sequences of a rank's micro-batch, ascending.
 
-        It is empty only if there are fewer sequences than micro-batches of all ranks.
+        The micro-batch is empty only if there are fewer sequences than micro-batches of all ranks.
         """
         return self.rows[index * self.data_parallel_size + rank]
 

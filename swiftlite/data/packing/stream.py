@@ -151,11 +151,11 @@ class Stream(Iterator[StreamSample]):
 
     Attributes:
         num_read: number of rows that are finished: all their samples have been returned.
-        rows_per_epoch: number of rows of each part, 0 until it is known.
+        rows_per_epoch: number of rows of each part (`FilePart`), 0 until the number is known.
 
     Args:
         files: files in formats that are read row by row, without sampling.
-        encoder: used in a thread, so it must not be used elsewhere.
+        encoder: encodes rows, in a thread, so the object must not be used elsewhere at the same time.
         readers: the readers that share the work; default: only this one.
         probabilities: weight of each file; default: the files are read one after another.
         seed: seed of the draws.

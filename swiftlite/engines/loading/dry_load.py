@@ -3,7 +3,7 @@
     python -m swiftlite.engines.loading.dry_load MODULE:FUNCTION MODEL_DIR < JSON
 
 calls the function of an engine's folder with an `EngineConfig`, whose other fields are in JSON, and prints its
-`LoadReport` as JSON on the last line of stdout. It runs in a subprocess, because engines create process groups.
+`LoadReport` as JSON on the last line of stdout. This runs in a subprocess, because engines create process groups.
 """
 
 import dataclasses

@@ -29,7 +29,7 @@ def heads_of(hf_config: PreTrainedConfig) -> Heads:
 
 
 class Trunk(torch.nn.Module):
-    """Base class placed before an engine's model class; it removes the heads' weights from those that the engine loads.
+    """Base class placed before an engine's model class, which removes the heads' weights from the weights to be loaded.
 
     If config.json declares no heads, all weights are passed to the engine, which rejects weights of heads.
     """

@@ -1,8 +1,8 @@
 """Track which tensors an engine's own weight loader reads and which parameters it fills.
 
-An engine's `load_weights` silently skips unknown tensors. `RunningLoad` tracks it in a running engine. `DryLoad` tracks
-it on torch's meta device, so that checking a model of any size takes only the time of the loader's loops, without
-memory."""
+An engine's `load_weights` silently skips unknown tensors. `RunningLoad` tracks `load_weights` in a running engine.
+`DryLoad` tracks it on torch's meta device, so that checking a model of any size takes only the time of the loader's
+loops, without memory."""
 
 from bisect import bisect
 from collections import defaultdict
@@ -28,7 +28,7 @@ WRITES = (
 
 CARRIED = ("visual.",)
 """Name prefixes, in both engines, of parameters outside of the language model (Qwen3.5's vision tower). Training does
-not change them (`Family.is_carried`), so they are not transferred, and the engine keeps its values.
+not change them (`Family.is_carried`), so these parameters are not transferred, and the engine keeps its own values.
 """
 
 Part = tuple[int, torch.Size, tuple[int, ...]]

@@ -1,4 +1,5 @@
-"""Client of SGLang's server. It uses SGLang's native route, whose answers include draft counts. Tested with 0.5.23."""
+"""Client of SGLang's server, which uses SGLang's native route, because its answers include draft counts. Tested with
+0.5.23."""
 
 from collections.abc import Sequence
 

@@ -1,7 +1,7 @@
 """Adapt SGLang: `sglang.Engine` with the checkpoint's own MTP heads as its EAGLE drafter.
 
 SGLang runs scheduler and workers in subprocesses; this process only sends token ids. `options.py` derives its
-speculative options, and `plugin.py` extends it for swiftlite's checkpoints. Measured with SGLang 0.5.23.
+speculative options, and `plugin.py` extends SGLang for swiftlite's checkpoints. Measured with SGLang 0.5.23.
 """
 
 import asyncio
@@ -184,9 +184,9 @@ def report_lost_process(signum: int, frame: object) -> None:
 def draft_counts(meta_info: Mapping[str, Any], num_tokens: int) -> DraftCounts:
     """Return the counts of one answer.
 
-    SGLang returns a histogram of steps by their number of correct drafts; it is missing for an answer of one token.
-    With 2 draft tokens, [2, 1, 3] means 2 steps without a correct draft, 1 step in which only the first was correct,
-    and 3 steps in which both were. So in 6 steps, the first draft was correct 4 times, the second 3 times.
+    SGLang returns a histogram of steps by their number of correct drafts; the histogram is missing for an answer of one
+    token. With 2 draft tokens, [2, 1, 3] means 2 steps without a correct draft, 1 step in which only the first was
+    correct, and 3 steps in which both were. So in 6 steps, the first draft was correct 4 times, the second 3 times.
 
     Args:
         meta_info: `meta_info` of an output of `Engine.generate`.

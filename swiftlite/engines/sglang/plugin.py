@@ -1,7 +1,7 @@
 """Plugin of SGLang to serve swiftlite's checkpoints.
 
-It adds a config class for MiMo, draft models for Llama, Mistral, Qwen2, Qwen3 and Seed-OSS, and live weights from
-files.
+The plugin adds a config class for MiMo, draft models for Llama, Mistral, Qwen2, Qwen3 and Seed-OSS, and live weights
+from files.
 
 SGLang calls `register` in each of its processes, through the entry point group `sglang.srt.plugins`, so
 
@@ -34,9 +34,10 @@ DRAFTS = {
 def choose_draft(result: None, model_config: Any) -> None:
     """Set the architecture of a draft class in the draft model's config.
 
-    SGLang runs it after ModelConfig._config_draft_model (sglang/srt/configs/model_config.py of 0.5.23, called when a
-    ModelConfig is created). That method has a branch for each architecture with a draft class, but none for those in
-    DRAFTS. Without this hook, SGLang would use the target as the draft model (tests/engines/sglang/test_dry_load.py).
+    SGLang runs this hook after ModelConfig._config_draft_model (sglang/srt/configs/model_config.py of 0.5.23, called
+    when a ModelConfig is created). That method has a branch for each architecture with a draft class, but none for
+    those in DRAFTS. Without this hook, SGLang would use the target as the draft model
+    (tests/engines/sglang/test_dry_load.py).
     """
     hf_config = model_config.hf_config
     architecture = hf_config.architectures[0]

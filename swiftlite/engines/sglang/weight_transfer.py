@@ -54,7 +54,8 @@ def load_at_once(result: bool, weight: torch.Tensor) -> bool:
 
     `RunningLoad` cannot track copies in other threads.
 
-    SGLang calls it after should_async_load (sglang/srt/model_loader/utils.py of 0.5.23), which loaders of DeepSeek use.
+    SGLang calls this hook after should_async_load (sglang/srt/model_loader/utils.py of 0.5.23), which loaders of
+    DeepSeek use.
     """
     return result and not _transfers
 

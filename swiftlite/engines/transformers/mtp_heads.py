@@ -114,7 +114,8 @@ class MtpCandidateGenerator(CandidateGenerator):
     """Draft with MTP heads through the interface of transformers' assisted generation.
 
     Depth k (from 0) at position i receives the state of depth k - 1 at i, the token at i + k + 1 and, through its KV
-    cache, all earlier positions. It predicts the token at i + k + 2. Rotary positions equal those of the trunk.
+    cache, all earlier positions. The depth predicts the token at i + k + 2. Rotary positions equal the trunk's
+    positions.
 
     Example with two heads, after the trunk has processed t0 .. t3 and chosen t4; d marks a draft:
 

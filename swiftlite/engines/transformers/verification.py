@@ -1,7 +1,7 @@
 """Verify drafts and choose the next token, so that the output is that of the trunk alone.
 
-With greedy decoding the output is identical, token by token. At a temperature it has the same distribution: drafts are
-sampled from the heads and verified by rejection sampling, algorithm 1 of arXiv 2211.17192.
+With greedy decoding the output is identical, token by token. At a temperature above 0 the output has the same
+distribution: drafts are sampled from the heads and verified by rejection sampling, algorithm 1 of arXiv 2211.17192.
 
 Shapes: K drafts, V vocabulary.
 """

@@ -1,4 +1,4 @@
-"""Client of vLLM's server. It uses the OpenAI route, and reads draft counts from /metrics."""
+"""Client of vLLM's server, which uses the OpenAI route, and reads draft counts from /metrics."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any

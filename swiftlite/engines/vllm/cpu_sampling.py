@@ -3,7 +3,7 @@
 On a CPU there is no Triton. vLLM 0.32 repeats each request's temperature, top-k and top-p for its draft tokens with a
 Triton kernel (v1/sample/rejection_sampler.py:612). Its fallback without Triton writes into a copy and leaves the result
 uninitialized, so drafts are verified with arbitrary memory. This is the only function of vLLM that swiftlite replaces
-on a CPU; without it tests/e2e/test_cpu_sampling.py samples from a wrong distribution.
+on a CPU; without the replacement, tests/e2e/test_cpu_sampling.py samples from a wrong distribution.
 """
 
 import torch

@@ -138,7 +138,7 @@ class VllmEngine:
         return DraftCounts(counted["num_drafts"], counted["num_draft_tokens"], per_position)
 
     def close(self) -> None:
-        """Stop vLLM's processes, if it has any, and wait for them."""
+        """Stop vLLM's processes, if there are any, and wait for them."""
         self._transport.close()
         # By default vLLM waits 5 s for the engine, which waits 5 s for its workers, and then kills them.
         self._llm.llm_engine.engine_core.shutdown(timeout=30)

@@ -79,8 +79,9 @@ def _runs_one_head(vllm_config: VllmConfig) -> bool:
 class MtpHeads(nn.Module):
     """All heads of a checkpoint: for each depth an `MtpFrame` and a decoder layer, and the trunk's embedding.
 
-    vLLM compiles it like the trunk, unless eager mode is enforced or several heads draft. It includes the embedding,
-    because a captured graph reads its inputs at fixed addresses: vLLM keeps ids at one address, but not embeddings.
+    vLLM compiles this module like the trunk, unless eager mode is enforced or several heads draft. The module includes
+    the embedding, because a captured graph reads its inputs at fixed addresses: vLLM keeps ids at one address, but not
+    embeddings.
 
     Args:
         vllm_config: vLLM's config, whose model_config is that of the draft model.

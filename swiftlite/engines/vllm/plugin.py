@@ -1,7 +1,7 @@
 """Plugin of vLLM to serve swiftlite's checkpoints.
 
-It adds a config class for MiMo, draft models for Llama, Mistral, Qwen2, Qwen3, Qwen3 MoE and Seed-OSS, backends for
-live weights, and a fix of the verification of drafts on a CPU.
+The plugin adds a config class for MiMo, draft models for Llama, Mistral, Qwen2, Qwen3, Qwen3 MoE and Seed-OSS, backends
+for live weights, and a fix of the verification of drafts on a CPU.
 
 vLLM calls `register` in each of its processes, through the entry point group `vllm.general_plugins`, so
 
@@ -45,10 +45,11 @@ _vllm_hf_config_override = SpeculativeConfig.hf_config_override
 def hf_config_override(hf_config: PreTrainedConfig) -> PreTrainedConfig:
     """Return the draft model's config from a copy of the target's.
 
-    It replaces SpeculativeConfig.hf_config_override (vllm/config/speculative.py of 0.32, called when the draft model's
-    ModelConfig is created). That function has a branch for each architecture with a draft class, but none for those in
-    DRAFTS. Without it vLLM raises "Unsupported speculative method: 'mtp'" (tests/e2e/test_engines.py). vLLM sends it to
-    its worker processes by name, so it must be a function of this module.
+    This function replaces SpeculativeConfig.hf_config_override (vllm/config/speculative.py of 0.32, called when the
+    draft model's ModelConfig is created). That function has a branch for each architecture with a draft class, but none
+    for those in DRAFTS. Without the replacement, vLLM raises "Unsupported speculative method: 'mtp'"
+    (tests/e2e/test_engines.py). vLLM sends the function to its worker processes by name, so it must be a function of
+    this module.
     """
     architecture = (hf_config.architectures or [""])[0]
     if architecture not in DRAFTS or not heads_of(hf_config).layers:
@@ -62,7 +63,8 @@ def hf_config_override(hf_config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def _layers_like_the_last(hf_config: PreTrainedConfig) -> dict[str, Any]:
-    """Return settings that give MTP heads the kind of the trunk's last layer; vLLM selects it by layer index."""
+    """Return settings with which vLLM, which selects the kind of a layer by its index, gives MTP heads the kind of the
+    last layer."""
     last = hf_config.num_hidden_layers - 1
     dense_heads: list[int] = []
     if last in hf_config.mlp_only_layers or (last + 1) % hf_config.decoder_sparse_step != 0:
@@ -75,8 +77,9 @@ def check_draft_steps(num_tokens: int, depth: int, runs_all_heads: bool) -> None
 
     Args:
         num_tokens: number of draft tokens per step. A single head can draft any number, from its previous state.
-        runs_all_heads: whether vLLM runs a separate head for each draft step. Its newer model runner does, for classes
-            that support it; the older one, used without Triton (so on a CPU), does not pass the step.
+        runs_all_heads: whether vLLM runs a separate head for each draft step. vLLM's newer model runner does so for
+            classes that support it. The older model runner, which is used without Triton (so on a CPU), does not pass
+            the step.
 
     Raises:
         ValueError: names the supported numbers.

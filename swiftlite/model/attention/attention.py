@@ -1,8 +1,8 @@
 """Core attention without Transformer Engine, with the interface of megatron-core.
 
 For dense rows, torch's scaled_dot_product_attention is called as in transformers, so that logits are bitwise identical.
-With the class of megatron-core, logits differ by 2e-6 in float32 and 0.05 in bfloat16. It also allocates scores of S x
-S, and does not support packed rows, context parallelism and MLA.
+With the class of megatron-core, logits differ by 2e-6 in float32 and 0.05 in bfloat16. That class also allocates scores
+of S x S, and does not support packed rows, context parallelism and MLA.
 
 Shapes: S sequence, T tokens of a packed row, B batch, N query heads, G key-value heads, D head size (values may have a
 different one); N and G are per tensor-parallel rank, S and T per context-parallel rank.
@@ -76,9 +76,9 @@ def offsets(segments: tuple[Segment, ...], num_rows: int, num_keys: int, device:
 class CoreAttention(MegatronModule):
     """Causal attention for dense rows (one sequence each, padded at the end) and packed rows, for any CP size.
 
-    With context parallelism, each rank holds two chunks of each sequence (context_parallel.py). It gathers all keys and
-    values, whose gradients are reduce-scattered, and computes the attention of its queries. Latent attention gathers
-    latents itself, and calls this class with keys and values of the whole row.
+    With context parallelism, each rank holds two chunks of each sequence (context_parallel.py). Each rank gathers all
+    keys and values, whose gradients are reduce-scattered, and computes the attention of its own queries. Latent
+    attention gathers latents itself, and calls this class with keys and values of the whole row.
 
     The constructor accepts the arguments that megatron-core passes in SelfAttention and MLASelfAttention
     (transformer/attention.py of 0.16.1).
@@ -128,7 +128,7 @@ class CoreAttention(MegatronModule):
         """Compute attention; without a mask it is causal, which is sufficient for rows padded at the end.
 
         Args:
-            query_SBND: queries; [T, N, D] for a packed row, as megatron-core passes it.
+            query_SBND: queries; for a packed row [T, N, D], the shape that megatron-core passes.
             key_SBGD, value_SBGD: keys and values in the same layout, of this rank or of all context-parallel ranks.
             attention_mask: a mask [B or 1, 1, S, S], True at masked entries as in megatron-core, only for dense rows
                 without context parallelism; or, in decoding, the KV cache of the rows, to which the tokens of this pass
@@ -292,7 +292,7 @@ class CoreAttention(MegatronModule):
         """Return attention [S, 1, N, D], with one kernel call per segment and without copying keys and values.
 
         `_attend_varlen` would copy keys that two segments share, and keep the copies until the backward pass. Together
-        they are larger than the keys.
+        these copies are larger than the keys.
 
         Args:
             own_keys, own_values: additional keys and values, [S, 1, G, D] each; query s sees only those at index s.
@@ -308,8 +308,8 @@ class CoreAttention(MegatronModule):
 def for_each_query_head(keys_BGSD: torch.Tensor, num_heads: int) -> torch.Tensor:
     """Repeat keys or values for the query heads that share them: [B, N, S, D].
 
-    In float32 on a GPU, torch's only kernel for grouped heads stores scores of S x S; without grouped heads, it has a
-    kernel that does not.
+    In float32 on a GPU, torch's only kernel for grouped heads stores scores of S x S; without grouped heads, torch has
+    a kernel that does not store scores.
     """
     repeats = num_heads // keys_BGSD.size(1)
     if repeats == 1:

@@ -1,6 +1,6 @@
 """Compute the gated delta rule, the recurrence of linear attention.
 
-It is computed in torch or with the CUDA kernels of flash-linear-attention.
+The recurrence is computed in torch or with the CUDA kernels of flash-linear-attention.
 
 A head has a state S [D, E] that maps keys to values. Each token decays the state, corrects the value that the state
 maps the token's key to, and reads the state with the token's query:
@@ -9,7 +9,7 @@ maps the token's key to, and reads the state with the token's query:
     S = S + beta * k (v - k S)
     out = q S
 
-Processing tokens one by one is slow, so they are processed in chunks of C tokens. The corrections within a chunk are
+Processing tokens one by one is slow, so tokens are processed in chunks of C tokens. The corrections within a chunk are
 the solution of a triangular system (the WY form in Yang et al., Gated Delta Networks, 2024). The systems of all chunks
 are solved at once; only the state is passed from chunk to chunk. A chunk never contains tokens of two sequences, so
 results for packed rows are exact.

@@ -5,7 +5,7 @@ cache for all further steps. Step j (from 2) processes one more position, s + j 
 keys of steps 2 .. j, all for the same s. In training, drafts from all positions s are computed at once: the query of s
 in step j sees the keys of step 1 up to s, and in each later step only the key of s itself.
 
-For example, step 3 of a sequence of 4 tokens (a query per line, x a key that it sees):
+For example, step 3 of a sequence of 4 tokens (one query per line; x marks a key that the query sees):
 
              keys of step 1    of step 2    of step 3
     s = 0    x . . .           x . . .      x . . .

@@ -221,8 +221,8 @@ class GatedDeltaNet(MegatronModule):
 class GatedRMSNorm(nn.Module):
     """RMSNorm of each value head, times SiLU of a gate; in the order of operations that transformers uses.
 
-    The weight is stored in float32 and rounded when it is used, because transformers and engines round it when they
-    load a 16-bit model.
+    The weight is stored in float32 and rounded to 16 bits when it is used, because transformers and engines round the
+    weight when they load a 16-bit model.
     """
 
     def __init__(self, config: TransformerConfig, size: int, tp_group: Any):

@@ -5,8 +5,8 @@ If the kernel returns a query's log-sum-exp, the additional keys can be merged a
     lse = log(exp(lse of the prefix) + sum of exp(additional score))
     out = exp(lse of the prefix - lse) * out of the prefix + sum of exp(additional score - lse) * additional value
 
-The kernel's backward pass uses `out` and `lse`. Called with the merged values, it computes the correct gradients of the
-prefix. Without additional keys, the result is that of the kernel alone.
+The kernel's backward pass uses `out` and `lse`. Called with the merged `out` and `lse`, the backward pass computes the
+correct gradients of the prefix. Without additional keys, the result is that of the kernel alone.
 
 Shapes: T queries of all segments, K keys of all segments, N query heads, G key-value heads, D head size.
 """

@@ -101,9 +101,9 @@ class MLASelfAttention(McoreMLASelfAttention):
     ) -> tuple[Any, Any]:
         """Return outputs [S, B, H], and None as the bias.
 
-        megatron-core's method does not accept rotary embeddings, because each of its layers computes them. It passes
-        position ids and the states of cross attention unchanged to `get_query_key_value_tensors`. Here, cosines and
-        sines are passed as the position ids, and the context-parallel ranks as the states of cross attention.
+        megatron-core's method does not accept rotary embeddings, because each of its layers computes them. The method
+        passes position ids and the states of cross attention unchanged to `get_query_key_value_tensors`. Here, cosines
+        and sines are passed as the position ids, and the context-parallel ranks as the states of cross attention.
 
         Args:
             rotary_pos_emb: output of `RotaryEmbedding` for this rank's part of the row.
@@ -188,12 +188,12 @@ class MLASelfAttention(McoreMLASelfAttention):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the latent of keys and values before its norm, and the rotated rotary part of the key.
 
-        With context parallelism, they are those of the whole row. Every rank then up-projects the heads of the whole
-        row. With the sizes of DeepSeek-V3, this takes three matrix products of 34 MFLOP for each token of another rank.
-        Gathering heads instead would receive 82 KB per token in each of forward and backward pass, instead of 1.1 KB.
-        According to `estimate/speed.py`, gathering latents takes half the time of gathering heads on H100s over NVLink,
-        less than half between machines, the same time on A100s, and three times as long on H20s over NVLink, which have
-        few FLOPs per byte.
+        With context parallelism, latent and key part are gathered for the whole row. Every rank then up-projects the
+        heads of the whole row. With the sizes of DeepSeek-V3, this takes three matrix products of 34 MFLOP for each
+        token of another rank. Gathering heads instead would receive 82 KB per token in each of forward and backward
+        pass, instead of 1.1 KB. According to `estimate/speed.py`, gathering latents takes half the time of gathering
+        heads on H100s over NVLink, less than half between machines, the same time on A100s, and three times as long on
+        H20s over NVLink, which have few FLOPs per byte.
         """
         sizes = [self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim]
         latent, key_pos = compressed.split(sizes, dim=-1)

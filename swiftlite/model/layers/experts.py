@@ -27,9 +27,9 @@ class SequentialMLP(McoreSequentialMLP):
     differently, enough to route some tokens to other experts in the next layer.
 
     Gradients are always summed over the ranks that hold the same expert (the attribute `allreduce` of the parameters is
-    False). megatron-core does this only with expert parallelism. Without it, if expert tensor parallelism (ETP) and
-    tensor parallelism (TP) have different sizes, it sums over the wrong ranks: with TP 2 and ETP 1, half of the
-    gradient is silently lost (tensor_parallel/layers.py:886 of 0.16.1).
+    False). megatron-core does this only with expert parallelism. Without expert parallelism, if expert tensor
+    parallelism (ETP) and tensor parallelism (TP) have different sizes, megatron-core sums over the wrong ranks: with TP
+    2 and ETP 1, half of the gradient is silently lost (tensor_parallel/layers.py:886 of 0.16.1).
     """
 
     def __init__(self, num_local_experts: int, config: TransformerConfig, *args: Any, **kwargs: Any):
@@ -155,7 +155,7 @@ def grouped_linear(
 class _GroupedLinear(torch.autograd.Function):
     """Concatenates the weights for the grouped kernel.
 
-    They are concatenated again in the backward pass, so that no copy is stored.
+    The weights are concatenated again in the backward pass, so that no copy is stored.
     """
 
     @staticmethod
@@ -198,8 +198,8 @@ def added(weights: Sequence[Any], grad_EOI: torch.Tensor) -> Sequence[torch.Tens
 
 
 def together(main_grads: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Return `main_grad` of all experts as one strided view, last expert first; None if they are not at equal distances
-    in memory.
+    """Return `main_grad` of all experts as one strided view, last expert first; None if the gradients are not at equal
+    distances in memory.
 
     Buffers of DistributedDataParallel are filled from the last parameter to the first (param_and_grad_buffer.py:717 of
     0.16.1): with two experts, a buffer holds fc2 and fc1 of expert 1, then fc2 and fc1 of expert 0.

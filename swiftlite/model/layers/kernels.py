@@ -126,7 +126,8 @@ def _other_sizes(kernels: Kernels) -> tuple[Sizes, ...]:
 
 
 def prefix_kernel(kernels: Kernels) -> PrefixKernel | None:
-    """Return forward and backward functions of the kernel, with the log-sum-exp; None if they are not available."""
+    """Return the kernel's forward and backward functions, which return and read the log-sum-exp; None if not
+    available."""
     if kernels.attention == "flash_attn":
         return fill_values_in_halves(_flash_attn_in_halves(kernels.is_deterministic))
     if kernels.attention == "torch_varlen":

@@ -44,8 +44,8 @@ class FusedRMSNorm(RMSNorm):
     """RMSNorm as one kernel for the forward and one for the backward pass, which stores only its input.
 
     torch's kernel multiplies by the weight before it rounds, so in bfloat16 results differ from transformers by one
-    rounding. It requires weights in the input's precision. Zero-centered weights use a compiled function instead,
-    because 1 + w in bfloat16 would round w to multiples of 2^-7.
+    rounding. The kernel requires weights in the input's precision. Zero-centered weights use a compiled function
+    instead, because 1 + w in bfloat16 would round w to multiples of 2^-7.
     """
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:

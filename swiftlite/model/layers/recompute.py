@@ -79,7 +79,7 @@ def checkpoint(
 class TransformerBlock(McoreTransformerBlock):
     """megatron-core's block, with recomputation that also works after a frozen embedding.
 
-    In megatron-core's block, layers after a frozen embedding get no gradient. Up to 0.17 it also fails with an
+    In megatron-core's block, layers after a frozen embedding get no gradient. Up to 0.17 that block also fails with an
     IndexError if `recompute_num_layers` does not divide the layers of a stage (uniform), and drops the padding mask
     (block); transformer_block.py:532 of 0.16.1.
     """

@@ -136,7 +136,7 @@ class MoELayer(McoreMoELayer):
 def take_load_balancing_loss(model: Iterable[torch.nn.Module], mesh: Mesh) -> float:
     """Return the load-balancing loss since the last call, averaged over routers, without coefficient; collective.
 
-    It is 1 if the load is balanced.
+    The loss is 1 if the load is balanced.
     """
     values = torch.zeros(2, dtype=torch.float64, device=mesh.device.torch_device)
     for chunk in model:

@@ -40,7 +40,7 @@ from swiftlite.plan.low_precision import LowPrecision
 
 
 class RMSNorm(TERMSNorm):
-    """Transformer Engine's RMSNorm for megatron-core; it multiplies by the weight before rounding."""
+    """Transformer Engine's RMSNorm for megatron-core, which multiplies by the weight before rounding."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5):
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()

@@ -5,10 +5,10 @@ the load-balancing loss is
 
     L = E * sum_i( n_i / (k * n) * mean(p_i) )
 
-It is computed over the tokens of a micro-batch (`aux_loss`; Switch Transformer, arXiv 2101.03961) or over each sequence
-(`seq_aux_loss`; DeepSeek-V3, arXiv 2412.19437, equations 17 to 20). The papers assume equal lengths. Here losses are
-weighted by tokens, like the next-token loss: a micro-batch or sequence with n of the T tokens in the global batch has
-the weight n / T. In a step
+The loss is computed over the tokens of a micro-batch (`aux_loss`; Switch Transformer, arXiv 2101.03961) or over each
+sequence (`seq_aux_loss`; DeepSeek-V3, arXiv 2412.19437, equations 17 to 20). The papers assume equal lengths. Here
+losses are weighted by tokens, like the next-token loss: a micro-batch or sequence with n of the T tokens in the global
+batch has the weight n / T. In a step
 
     loss = next-token and MTP losses + moe_aux_loss_coeff * sum over routers of sum( n / T * L )
 
@@ -44,8 +44,8 @@ class Balance:
 class RoutedTokens:
     """The tokens of one call of a router on this rank.
 
-    megatron-core's layers pass it to routers in the argument for a padding mask. It belongs to the micro-batch, so it
-    stays correct when a pipeline interleaves micro-batches and when layers are recomputed.
+    megatron-core's layers pass this object to routers in the argument for a padding mask. The object belongs to one
+    micro-batch, so it stays correct when a pipeline interleaves micro-batches and when layers are recomputed.
 
     Attributes:
         sequence_SB: int64; index of the token's sequence in the micro-batch, -1 for padding.

@@ -2,10 +2,10 @@
 
 The forward pass computes the logits of a chunk, then its losses, and overwrites the logits with their gradient. It
 stores only the gradient with respect to the states. The weight of each position in the loss is known only in the
-backward pass. There, the stored gradients are multiplied by it, position by position. The gradient of the output matrix
-is a sum over positions and could not be corrected afterwards. Therefore, if the matrix is trained, the backward pass
-computes the logits of each chunk again. With 8,192 positions and a vocabulary of 150,000, this costs one more matrix
-product (1/30 of the work of an 8B model) and saves 5 GB.
+backward pass. There, the stored gradient of each position is multiplied by the position's weight. The gradient of the
+output matrix is a sum over positions and could not be corrected afterwards. Therefore, if the matrix is trained, the
+backward pass computes the logits of each chunk again. With 8,192 positions and a vocabulary of 150,000, this costs one
+more matrix product (1/30 of the work of an 8B model) and saves 5 GB.
 
 Shapes: B batch, S sequence, N selected tokens, C of them in a chunk, V vocabulary on this rank, H hidden size.
 """

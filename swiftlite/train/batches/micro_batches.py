@@ -107,7 +107,7 @@ class Batches:
 
     Args:
         data_parallel_rank: the rank, `mesh.dp.rank()`.
-        pad_token_id: token of padding. It can be any token of the vocabulary, because padding is masked.
+        pad_token_id: token of padding; any token of the vocabulary, because padding is masked.
         flops: operations per token and per squared sequence length, used to balance the work of ranks if each step is
             packed separately.
         extras: tensors that the training method adds to batches.

@@ -268,7 +268,7 @@ class Checkpointer:
         return self.output_dir / f".checkpoint-{step}.writing"
 
     def _tensors(self) -> dict[str, Any]:
-        """Return the weights, and the optimizer's state if this rank holds any of it."""
+        """Return the weights, and the part of the optimizer's state on this rank, if any."""
         tensors = sharded_model(self.chunks, self.mesh)
         if self.optimizer is not None:
             slot_state = state_to_save(slots_of(self.optimizer), dict(tensors))

@@ -117,7 +117,7 @@ def state_to_load(slots: Sequence[Slot], model_state: dict[str, Any]) -> dict[st
     """Return the tensors that `dist_checkpointing.load` fills on this rank.
 
     With the distributed optimizer these are whole states of the parameters that this rank owns, as in `state_to_save`,
-    so only one rank reads each byte. If a rank holds the whole state of a parameter, it is read in place.
+    so only one rank reads each byte. If a rank holds the whole state of a parameter, the state is read in place.
     """
     tensors = {}
     owners = _owners(slots)

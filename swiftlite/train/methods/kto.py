@@ -1,8 +1,8 @@
 """Compute KTO, a loss over single answers labeled good or bad (`megatron dpo --loss_type kto`).
 
 The KL divergence between the model and the reference is estimated from mismatched answers, the companions: each prompt
-is paired with the answer of another row. The estimate is one value per global batch, so it is computed before the
-training step, without gradients.
+is paired with the answer of another row. The estimate is one value per global batch, and is therefore computed before
+the training step, without gradients.
 
 Shapes: P answers of a micro-batch, K the number of predictions (1 for the trunk, 1 for each MTP depth), B rows, S
 tokens of a row on this context-parallel rank.

@@ -1,9 +1,9 @@
 """Compute log-probabilities under the reference model once, before the first step, and store them on disk.
 
 A frozen model gives the same log-probabilities for a pair in every epoch. Therefore the reference model is opened
-before training, on a mesh with a separate layout. It scores the pairs of the training steps and is closed. Each pair
-gets two log-probabilities, one per answer. They are stored on disk under the sha256 of the pair's tokens, so that
-resumed runs and other runs read exactly the same values.
+before training, on a mesh with a separate layout. The reference model scores the pairs of the training steps and is
+closed. Each pair gets two log-probabilities, one per answer. These are stored on disk under the sha256 of the pair's
+tokens, so that resumed runs and other runs read exactly the same values.
 
 Pairs are scored in slices. After each slice all ranks synchronize, so that ranks outside the reference model's mesh
 wait for at most one slice. The scores are written after each slice, so that a killed run keeps them.

@@ -39,7 +39,8 @@ class Qwen3ForCausalLM(Trunk, qwen3.Qwen3ForCausalLM):
 
 
 class SeedOssForCausalLM(Trunk, qwen2.Qwen2ForCausalLM):
-    """The trunk of a Seed-OSS: SGLang 0.5.23 has no class for it; its Qwen2 has the same biases and supports head_dim.
+    """The trunk of a Seed-OSS: SGLang 0.5.23 has no class for Seed-OSS; its class for Qwen2 has the same biases and
+    supports head_dim.
 
     Raises:
         ValueError: the checkpoint has no biases on q, k and v, so Qwen2's would remain random.

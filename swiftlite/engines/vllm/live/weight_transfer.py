@@ -1,7 +1,7 @@
 """Backends of vLLM's weight-transfer API: a worker reloads its model in place.
 
 Registered by `plugin.py`; `weight_transport.py` sends the weights. Unlike vLLM's backends, these raise an error if a
-tensor was not read or a parameter was not filled. They also support CPUs, where vLLM repacks weights.
+tensor was not read or a parameter was not filled. The backends here also support CPUs, where vLLM repacks weights.
 """
 
 from collections.abc import Iterable
