@@ -1,7 +1,7 @@
 """Read untrusted JSON: every invalid text raises a JSONDecodeError.
 
-It accepts the same texts as the standard library, except deeply nested values, for which recursive code could raise a
-RecursionError.
+This module accepts the same texts as the standard library, except deeply nested values, for which recursive code could
+raise a RecursionError.
 """
 
 import errno

@@ -43,8 +43,8 @@ def tally(
     them in the answer.
 
     Args:
-        valid_KS: whether depth k predicts a label; at position s it predicts the token at s + k + 1.
-        hits_KS: whether the prediction equals the trunk's.
+        valid_KS: whether the token that depth k predicts at position s, the token at s + k + 1, is a label.
+        hits_KS: whether this prediction equals the trunk's prediction of the same token.
         learned_S: whether the token at s + 1 is a label; consecutive labels are an answer.
         position_S: position of s in its sequence.
         cu_seqlens: starts of the sequences of a packed row, as in `Batch`; None if the row is one sequence.

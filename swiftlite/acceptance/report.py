@@ -24,7 +24,7 @@ AT_TEMPERATURE = "_at_temperature_"
 
 @dataclass(frozen=True)
 class MeasuredPrompts:
-    """Draft counts, and the number of prompts they were measured on."""
+    """Draft counts, and the number of prompts on which the counts were measured."""
 
     num_prompts: int
     counts: DraftCounts
@@ -78,7 +78,7 @@ def add_run_answers(path: Path, when: Literal["before", "after"], answers: Seque
 def read_answers(run: Path) -> dict[str, Any]:
     """Return the stored answers of a run by "before" and "after".
 
-    They are only displayed, so the result is empty if the file is missing, or damaged (with a warning).
+    Answers are only displayed, so the result is empty if the file is missing, or damaged (with a warning).
     """
     path = run / ANSWERS_FILE
     try:

@@ -10,7 +10,7 @@ from swiftlite.redact import redact_text
 
 
 def shell_line(value: Any) -> str:
-    """Return a value as it is typed after its flag."""
+    """Return the value of an option in the form in which it is typed after the flag."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list):

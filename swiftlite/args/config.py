@@ -265,7 +265,7 @@ def _not_yaml(where: str, reason: str) -> UserError:
 
 
 def _marked(path: str, error: Any) -> str:
-    """Return the path with the line of a YAML error, if it has one."""
+    """Return the path with the line of a YAML error, if the error has a line."""
     if error.problem_mark is None:
         return path
     return f"{path}:{error.problem_mark.line + 1}"
@@ -303,7 +303,7 @@ _MAX_VALUES = 10_000
 
 
 def _is_larger(node: Any, limit: int) -> bool:
-    """Return whether a YAML node contains more than `limit` nodes, with aliases expanded; true for recursive ones."""
+    """Return whether a YAML node contains more than `limit` nodes, with aliases expanded; true for recursive nodes."""
     waiting = [node]
     for _ in range(limit):
         if not waiting:

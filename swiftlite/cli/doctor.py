@@ -79,7 +79,7 @@ class InstalledPart:
     fix: str
     """Command to type if one of the packages is missing."""
     is_core: bool = False
-    """Whether training requires it; without it, doctor exits with 1."""
+    """Whether training requires the packages; if one is missing, doctor exits with 1."""
 
 
 def parts() -> list[InstalledPart]:
@@ -98,8 +98,8 @@ def parts() -> list[InstalledPart]:
 def run(args: DoctorArgs) -> int:
     """Print the report and return the exit code.
 
-    It is 1 if training is not possible on this machine, the model is invalid, an engine would load it incorrectly, or
-    the plan does not fit.
+    The exit code is 1 if training is not possible on this machine, the model is invalid, an engine would load it
+    incorrectly, or the plan does not fit.
     """
     return int(not _report(args))
 
@@ -308,7 +308,7 @@ _COLUMNS = ("stage", "parameters", "weights", "gradients", "optimizer", "activat
 
 
 def _report_plan(args: DoctorArgs, facts: Facts) -> bool:
-    """Print the memory of a rank of each pipeline stage, whether it fits, and a suggestion if not."""
+    """Print the memory of a rank of each pipeline stage and whether it fits into the GPU; if not, also a suggestion."""
     hf_config = facts.hf_config
     setup = planned_setup(args, hf_config)
     stages = memory.estimate(hf_config, setup)

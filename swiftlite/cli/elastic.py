@@ -136,7 +136,8 @@ class _FirstFailure:
     """Exit code of the whole job: that of the rank, or 128 + N for signal N."""
     how: str
     lost_connection: str
-    """The traceback, which the rank did not print, if it only lost its connection to another rank; otherwise empty."""
+    """Traceback of a rank that only lost its connection to another rank and did not print the traceback; otherwise
+    empty."""
 
 
 def _first_failure(failures: "dict[int, ProcessFailure]") -> _FirstFailure:

@@ -224,7 +224,7 @@ def _count_rows(dataset: list[str]) -> int | None:
 
 
 def _show(text: str) -> int:
-    """Print to stdout; it is not an error if the reader closes early, such as `| head`."""
+    """Print to stdout; a reader that closes the pipe early, such as `| head`, is not an error."""
     try:
         print(text, flush=True)
     except BrokenPipeError:

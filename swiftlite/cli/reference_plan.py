@@ -13,7 +13,8 @@ _COLUMNS = ("ranks", "stage", "model", "reference stage", "weights", "a layer", 
 
 
 def report_reference(args: DoctorArgs, facts: Facts, setup: Setup, stages: list[memory.StageMemory]) -> bool:
-    """Print the memory of ranks before the first step; return whether it fits, True without a reference model.
+    """Print the memory of ranks before the first step; return whether the memory suffices, True without a reference
+    model.
 
     Args:
         setup, stages: setup and stages of the trained model.

@@ -51,7 +51,8 @@ def check_length(text: str) -> None:
 
 
 def run_templates_unbounded() -> None:
-    """Disable the limit in this thread, because it would also apply to the training in the same process."""
+    """Disable the memory limit in this thread, because the limit would also apply to the training in the same
+    process."""
     _thread.is_unbounded = True
 
 
@@ -60,7 +61,7 @@ def _bounded_memory(num_bytes: int) -> Iterator[None]:
     """Limit the additional memory of this process; exceeding it raises a MemoryError.
 
     The kernel enforces the limit, because no hook of jinja2 covers 'a' * n, 'a'.center(n), '%99999d' % 1, x ~ x ~ x ...
-    It works only on Linux. All threads share one limit, which the last thread that leaves the context removes.
+    The limit works only on Linux. All threads share one limit, which the last thread that leaves the context removes.
     """
     if sys.platform != "linux" or getattr(_thread, "is_unbounded", False):
         yield

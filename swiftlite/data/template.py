@@ -60,7 +60,8 @@ def load_tokenizer(hf_dir: str | Path, trust_remote_code: bool = False) -> PreTr
 
 
 def _config_problem(hf_dir: str | Path, trust_remote_code: bool) -> str:
-    """Return transformers' error about config.json, which it reads before a tokenizer; empty without an error."""
+    """Return the error that transformers raises for config.json, which it reads before a tokenizer; empty without an
+    error."""
     try:
         AutoConfig.from_pretrained(hf_dir, trust_remote_code=trust_remote_code)
     except Exception as error:  # as above
@@ -154,7 +155,8 @@ class ChatTemplate:
 
     @property
     def end_token_id(self) -> int | None:
-        """The token that ends assistant turns, which is not always the eos token; None if it is not a single token."""
+        """The token that ends assistant turns, which is not always the eos token; None if turns do not end with a
+        single token."""
         ids = self.tokenize(self.turn_end)
         if len(ids) != 1:
             return None
@@ -379,8 +381,8 @@ class ChatTemplate:
     def _prompt_stands_alone(self, tokens: "_Tokens", text: str, end: int) -> bool:
         """Return whether the tokens before `end` are the same as without the text after `end`.
 
-        They can differ if the next character affects the grouping of white space: GPT-2 encodes two newlines as one
-        token at the end of a text, but not before a word. Special tokens separate the parts of a text, so only the
+        The tokens can differ if the next character affects the grouping of white space: GPT-2 encodes two newlines as
+        one token at the end of a text, but not before a word. Special tokens separate the parts of a text, so only the
         text from the last special token on is compared, such as `<|im_start|>assistant\\n`.
         """
         num_before = tokens.index(end)

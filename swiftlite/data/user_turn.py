@@ -1,4 +1,4 @@
-"""Prompt a model for the user's next turn, which it then writes itself.
+"""Make prompts after which a model writes the user's next turn itself.
 
 A chat template renders a conversation with a user turn whose text is a mark. The text before the mark is the prompt,
 and the first token after the mark is the one that ends the turn:

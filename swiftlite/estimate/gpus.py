@@ -48,8 +48,8 @@ GPUS = {
     "L40S": Gpu(8.9, 362e12, 142, 48, 0.864 * _TB, 32 * _GB, network=_ETHERNET),
     "4090": Gpu(8.9, 165e12, 128, 24, 1.008 * _TB, 32 * _GB, network=_ETHERNET),
 }
-"""GPUs by a part of their name in the driver; the first match is used. Figures are rounded published ones. The network
-is assumed, by default a port of 400 Gbit/s per GPU.
+"""GPUs by a part of their name in the driver; the first match is used. Figures are published by the vendors, and
+rounded. The network is assumed, by default a port of 400 Gbit/s per GPU.
 """
 
 

@@ -121,7 +121,7 @@ class LayerSpeed:
         return list(products_of(layer, self.rank, self.has_grouped_experts, self.software.stack_bytes, low))
 
     def _attention(self, layer: Layer) -> float:
-        """Return the seconds of core attention in the forward pass, in which each token sees all previous ones."""
+        """Return the seconds of core attention in the forward pass, in which each token sees all previous tokens."""
         length = self.setup.max_length
         pairs = self.setup.micro_batch_size * length * (length + 1) / 2
         flops = 2 * layer.attention.macs_per_pair() * pairs / (self.rank.tp * self.rank.cp)
@@ -161,7 +161,7 @@ class LayerSpeed:
         return exchange_seconds(self.gpu, self.rank.ep, self.rank.etp, states * layer.mlp.topk)
 
     def _recomputed(self, layer: Layer, products: list[Product], forward: Seconds) -> float:
-        """Return the seconds of recomputing a layer's forward pass, or modules of it."""
+        """Return the seconds of recomputing a layer's forward pass, or only the modules in --recompute_modules."""
         recompute = self.setup.recompute
         if recompute.recompute_granularity == "none":
             return 0

@@ -26,7 +26,7 @@ from swiftlite.plan.layout import (
 )
 
 _ROWS = [1, 2, 4, 8]
-"""Micro-batch sizes to try; larger ones do not make matrix products faster."""
+"""Micro-batch sizes to try; larger sizes do not make matrix products faster."""
 _VIRTUAL_STAGES = [2, 3, 4, 6, 8]
 DOUBLINGS = 7
 """How often the number of GPUs is doubled if no layout fits."""
@@ -145,7 +145,8 @@ def _divides(args: DoctorArgs) -> bool:
 
 
 def _recomputing(args: DoctorArgs, architecture: Architecture) -> list[DoctorArgs]:
-    """Return the options without, with selective and with full recomputation, unless the user set it."""
+    """Return the options without, with selective and with full recomputation; only `args` if the user set
+    recomputation."""
     if args.recompute_granularity != "none":
         return [args]
     # Fused attention stores few activations; MLPs store most.

@@ -140,7 +140,7 @@ class ModelOnRank:
     def rotary_bytes(self) -> int:
         """Count the bytes of cosines and sines, which all layers share.
 
-        Each step of an unrolled layer has separate ones, one position later.
+        Each step of an unrolled layer has separate cosines and sines, for positions that are later by one.
         """
         rotary = max(layer.attention.rotary for layer in self.layers)
         return 2 * self.rank.length * rotary * self.rank.itemsize * self.setup.heads.unroll

@@ -163,7 +163,8 @@ def to_mcore(args: ExportArgs, mesh: Mesh) -> None:
 
 
 def _measured_run(args: ExportArgs, checkpoint: Path) -> Path | None:
-    """Return the run if its acceptance.json, written when it ends, describes the heads of this export; else None."""
+    """Return the run if its acceptance.json, written at the end of the run, describes the heads of this export; else
+    None."""
     is_last = checkpoint.name == run_checkpoints(checkpoint.parent)[-1].name
     if not is_last or args.mtp != "keep" or args.mtp_graft_from or args.draft_vocab is not None:
         return None
@@ -245,8 +246,8 @@ def _cast(dtypes: Mapping[str, str], hf_model: HfModel, heads: Heads, dtype: str
 def _whole_or_absent(output_dir: Path) -> Iterator[Path]:
     """Yield a directory to write to, which is renamed at the end of the context, or removed on failure.
 
-    It is in `.NAME.writing` next to the result, which is locked against other exports. Links are followed. The first
-    rank creates, renames and deletes it.
+    The directory is `.NAME.writing` next to the result, which is locked against other exports. Links are followed. The
+    first rank creates, renames and deletes it.
 
     Raises:
         UserError: another export is writing there, or the directory cannot be renamed.

@@ -32,7 +32,8 @@ def keep(commits: Mapping[str, str]) -> None:
 
 
 def revision_of(name: HubName) -> str:
-    """Return the revision to request from the hub, which is the commit if it is known."""
+    """Return the revision to request from the hub: the commit if it has been resolved, otherwise the name's
+    revision."""
     return known().get(name.key) or name.revision or "main"
 
 
@@ -44,7 +45,7 @@ def note(name: HubName, commit: str) -> None:
 
 
 def write_commits(run_dir: Path, names: Iterable[HubName]) -> None:
-    """Write the commits of the names in a run's args.json next to it; write no file if none of them has a commit."""
+    """Write the commits of `names` next to a run's args.json; write no file if no name has a commit."""
     commits = {name.key: known()[name.key] for name in names if name.key in known()}
     if commits:
         atomic_write(run_dir / COMMITS_FILE, json.dumps(commits, indent=2).encode() + b"\n")
@@ -69,7 +70,7 @@ def read_commits(run_dir: Path) -> dict[str, str]:
 
 
 def check_commits(run_dir: Path) -> None:
-    """Check that a resumed run uses the commits that it started with.
+    """Check that a resumed run uses the same commits as when it was started.
 
     Raises:
         UserError: a name now resolves to another commit.

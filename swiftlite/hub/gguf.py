@@ -24,7 +24,8 @@ PACKAGES = ("gguf", "accelerate")
 
 
 def gguf_description(file: Path) -> Path:
-    """Return the directory of `gguf_model` if it exists; otherwise one with only the config files and the tokenizer.
+    """Return the directory of `gguf_model` if it exists; otherwise a directory with only the config files and the
+    tokenizer.
 
     Raises:
         UserError: transformers cannot read the file.

@@ -27,7 +27,7 @@ def _describe(answers: str, args: DpoArgs) -> Lines:
 
 
 def describe_files(args: DpoArgs) -> Lines:
-    """Return the plan's line for the directory of reference log-probabilities, if it is in --output_dir."""
+    """Return the plan's line for the directory of reference log-probabilities, unless it is outside of --output_dir."""
     if args.loss_type in WITHOUT_REFERENCE or args.ref_logprobs_cache:
         return []
     return [("reference/", "log probabilities of the answers under the reference model; a resumed run reads them")]

@@ -27,8 +27,8 @@ def method_for(args_class: type[SftArgs], args: Any) -> Method:
     """Return the method for a command's options: exactly one method of each command applies.
 
     Args:
-        args_class: options class of the command. It is separate from `args` because `doctor --plan` selects a method
-            with its own options.
+        args_class: options class of the command. This class is separate from `args` because `doctor --plan` selects a
+            method with its own options.
         args: object with the options that select among the command's methods.
     """
     return next(method for method in METHODS.values() if method.args_class is args_class and method.applies(args))

@@ -143,7 +143,8 @@ def near_path(path: Path) -> str:
 
 
 def model_of_run(run: Path) -> str | None:
-    """Return the Hugging Face model that a run (or a checkpoint's run) started from; None if it no longer exists.
+    """Return the Hugging Face model that a run (or a checkpoint's run) started from; None if the model no longer
+    exists.
 
     A name on the hub includes the commit that the run used.
 

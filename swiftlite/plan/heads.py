@@ -74,7 +74,7 @@ def mtp_init_of(args: SftArgs, checkpoint: Heads) -> MtpInit:
 
 
 def why_no_fit(args: SftArgs) -> str:
-    """Return why `fit_last_layer` is not possible; empty if it is."""
+    """Return why `fit_last_layer` is not possible; empty if it is possible."""
     if args.streaming:
         return "--streaming reads rows only during training"
     if not mtp_is_with_last_layer(layout_of(args)):

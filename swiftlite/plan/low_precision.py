@@ -142,7 +142,8 @@ def precision_problems(args: KernelArgs, is_float32: bool) -> Iterator[Problem]:
 
 
 def takes_low_precision(name: str) -> bool:
-    """Return whether a matrix, by its Megatron name, supports low precision; experts do if they are grouped."""
+    """Return whether a matrix, by its Megatron name, supports low precision; matrices of experts support it if
+    grouped."""
     # The outputs of down-projections are gathered, so these stay in bfloat16.
     return re.search(r"(^|\.)(linear_\w+|eh_proj)\.weight$", name) is not None and "_down_proj" not in name
 

@@ -56,9 +56,9 @@ def left_out(args: Any, command: str, why: Mapping[str, str]) -> Iterator[Proble
 
 
 def without_options(rules: Iterable[Rule], names: Iterable[str]) -> tuple[Rule, ...]:
-    """Return rules that call the given ones with the options `names` set to their defaults.
+    """Return rules that call `rules` with the options `names` set to their defaults.
 
-    `left_out` rejects these options, and hints about how to use them would contradict it.
+    `left_out` rejects these options, and hints about how to use them would contradict its message.
     """
     return tuple(_without_options(rule, tuple(names)) for rule in rules)
 

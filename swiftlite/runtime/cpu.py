@@ -35,7 +35,7 @@ def tensor_cuda(tensor: torch.Tensor) -> torch.Tensor:
 def tensor_type(name: str) -> str:
     """Return a CUDA name such as "torch.cuda.FloatTensor" for `Tensor.type()`.
 
-    optimizer/clip_grads.py:167 and optimizer/optimizer.py:671 compare with it."""
+    optimizer/clip_grads.py:167 and optimizer/optimizer.py:671 compare the result with CUDA names."""
     return name.replace("torch.", "torch.cuda.")
 
 

@@ -23,8 +23,8 @@ from megatron.core.utils import local_multi_tensor_l2_norm, local_multi_tensor_s
 def define_te_general_gemm() -> None:
     """Define `te_general_gemm` as None where it is undefined.
 
-    transformer/moe/moe_utils.py:1192 and 1225 compare it with None. Without Transformer Engine, line 24 leaves it
-    undefined, so every router raises a NameError.
+    transformer/moe/moe_utils.py:1192 and 1225 compare this name with None. Without Transformer Engine, line 24 leaves
+    the name undefined, so every router raises a NameError.
     """
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None  # type: ignore[attr-defined]
@@ -64,9 +64,9 @@ def _checkpointed_forward(block: torch.nn.Module, **inputs: Any) -> Any:
 def skip_results_server() -> None:
     """Prevent megatron-core from starting its server process for the results of checkpoint writers.
 
-    dist_checkpointing/strategies/filesystem_async.py:49 starts it before the first save. A signal to the process group
-    would end the server and make the save fail. train/checkpoint/files.py uses a file instead. The server is not
-    started if the queue is already set.
+    dist_checkpointing/strategies/filesystem_async.py:49 starts this server before the first save. A signal to the
+    process group would end the server and make the save fail. train/checkpoint/files.py uses a file instead. The server
+    is not started if the queue is already set.
     """
     filesystem_async._results_queue = filesystem_async._results_queue or object()
 

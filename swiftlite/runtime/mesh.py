@@ -34,8 +34,8 @@ class Mesh:
     The groups are torch's process groups: `mesh.tp.rank()`, `mesh.tp.size()`. The end of the session destroys the
     groups of all meshes.
 
-    A rank outside of a mesh holds no part of the model and has no groups (`mesh.is_here` is False). It does not
-    compute, and receives results from the model's ranks (`model.ranks.broadcast_from_mesh`).
+    A rank outside of a mesh holds no part of the model and has no groups (`mesh.is_here` is False). Such a rank does
+    not compute, and receives results from the model's ranks (`model.ranks.broadcast_from_mesh`).
 
     Attributes:
         device: the device of this rank.
@@ -63,8 +63,8 @@ class Mesh:
     ) -> "Mesh":
         """Create the groups of a layout without changing the active mesh.
 
-        Collective: every rank of the job must call it, including ranks outside, and several meshes must be created in
-        the same order on all ranks.
+        Collective: every rank of the job must call this method, including ranks outside of the mesh, and several meshes
+        must be created in the same order on all ranks.
 
         Args:
             ranks: contiguous ranks of the job that hold the model; default: all.
@@ -155,8 +155,8 @@ class Mesh:
             a step      transformer/moe/moe_utils.py:1070, the update of expert biases
             saving      transformer/module.py:84, the sharded state of modules that keep no group
 
-        The random states of tensor-parallel ranks are those of the session. They are not used, because the bridge sets
-        weights, and dropout is 0.
+        The random states of tensor-parallel ranks are those of the session. These states are not used, because the
+        bridge sets weights, and dropout is 0.
         """
         with _parallel_state(self._globals):
             yield
@@ -193,9 +193,9 @@ def _embedding_ranks(pp_ranks: Sequence[int], pp_size: int | None = None, *, lay
 
     These are the first rank, the rank with MTP layers, and the last rank if the output layer is tied.
 
-    megatron-core would use the first and the last rank. With MTP layers on a separate stage, it would silently add the
-    gradient of the embedding to that of the output layer (parallel_state.py:525, finalize_model_grads.py:146 of
-    0.16.1).
+    megatron-core would use the first and the last rank. With MTP layers on a separate stage, megatron-core would
+    silently add the gradient of the embedding to that of the output layer (parallel_state.py:525,
+    finalize_model_grads.py:146 of 0.16.1).
     """
     places = {0, mtp_pipeline_rank(layout)}
     if tied:

@@ -10,7 +10,7 @@ _PR_SET_PDEATHSIG = 1
 def exit_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
     """Make Linux send this process a signal when its parent ends, even by kill -9; no effect on other systems.
 
-    Children of this process do not inherit this setting, and it is lost when the process changes its user.
+    Children of this process do not inherit this setting, and the setting is lost when the process changes its user.
 
     Args:
         parent: the parent's process id. A parent that has already ended is detected.

@@ -43,7 +43,7 @@ def run(args: DeployArgs) -> None:
 
 
 def check_address(host: str, port: int) -> None:
-    """Check that a server can listen on this address; engines check it only after loading the model.
+    """Check that a server can listen on this address, which engines check only after loading the model.
 
     Raises:
         UserError: the address is invalid or in use.

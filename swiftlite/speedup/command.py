@@ -31,7 +31,7 @@ NOT_SETTINGS = ("budget", "output_dir", "trust_remote_code")
 
 
 def run(args: SpeedupArgs) -> None:
-    """Train heads within the budget and print what they are worth.
+    """Train heads within the budget, and print speed and acceptance with these heads.
 
     Raises:
         UserError: an option or the model is invalid, or a step failed; completed steps are kept.

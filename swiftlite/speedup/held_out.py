@@ -37,8 +37,8 @@ def divide(rows: Sequence[Any]) -> tuple[list[Any], list[Any]]:
 def without_similar(rows: Sequence[Any], held_out: Sequence[Any]) -> list[Any]:
     """Return the rows whose first question differs from the first question of every held-out row.
 
-    Questions that the model wrote must not even resemble a held-out one. Rows of a dataset may: they often share an
-    instruction.
+    Questions that the model wrote must not even resemble a held-out question. Questions in rows of a dataset may,
+    because such rows often share an instruction.
 
     Raises:
         UserError: no row is left.

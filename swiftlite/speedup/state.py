@@ -76,5 +76,6 @@ class Progress:
 
     @property
     def best(self) -> str:
-        """The model with the most accepted drafts per step; among equal ones, the first. Empty if none has heads."""
+        """The model ("model" or "round-N") with the most accepted drafts per step, the first in a tie. Empty without
+        heads."""
         return max(self.acceptance, key=lambda name: sum(self.acceptance[name]), default="")

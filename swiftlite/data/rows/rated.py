@@ -47,7 +47,8 @@ def parse_rated(row: object, *, system: str | None = None, source: str = "") -> 
 
 
 def _label_of(value: object) -> bool:
-    """Return the label as a bool. In text tables such as .csv it is a word, which pandas capitalizes ("True")."""
+    """Return the label as a bool. In text tables such as .csv the label is a word, which pandas capitalizes
+    ("True")."""
     if isinstance(value, bool):
         return value
     if isinstance(value, str) and value.strip().lower() in ("true", "false"):

@@ -98,8 +98,8 @@ def read_rows(
 ) -> FileRows:
     """Read, check and, for `FILE#N`, sample the rows of one file or dataset.
 
-    The sample is drawn from the good rows and keeps their order. It depends only on the seed and the file, not on other
-    files of the run.
+    The sample is drawn from the good rows and keeps their order. The sample depends only on the seed and the file, not
+    on other files of the run.
 
     Args:
         file: result of `find_rows`.

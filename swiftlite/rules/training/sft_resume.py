@@ -96,7 +96,7 @@ def resume_has_steps_left(args: SftArgs, facts: Facts) -> Iterator[Problem]:
 def resume_keeps_the_options(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     """Reject changes of options that are not in `_FREE`.
 
-    With different data, objective or heads, it would be a different run with the same name.
+    With different data, objective or heads, the resumed run would be a different run with the same name.
     """
     for name, before, now in _changed_options(args, facts):
         if name not in _FREE:
