@@ -64,15 +64,16 @@ class ConversionArgs:
     max_shard_size_gb: PositiveFloat = 5.0
     """Maximum size of a safetensors file in GB (1e9 bytes)."""
     val_dataset: list[str] = field(default_factory=list)
-    """Files or datasets on the hub with rows for the next two options."""
+    """Files or datasets on the hub with rows for --min_acceptance and --max_regression."""
     min_acceptance: Fraction | None = None
-    """Minimum agreement of heads and trunk on these rows (mean over depths, 0 to 1); refuse an export below it."""
+    """Minimum agreement of heads and trunk on --val_dataset (mean over depths, 0 to 1); refuse an export below it."""
     max_regression: Fraction | None = None
-    """Maximum decrease of this agreement compared with --baseline (0 to 1); refuse an export beyond it."""
+    """Maximum decrease of the agreement of heads and trunk compared with --baseline (0 to 1); refuse an export beyond
+    it."""
     baseline: str | None = None
     """Hugging Face model for --max_regression. Default: the model that the run started from."""
     force: bool = False
-    """Keep an export that these two options refuse, with a warning."""
+    """Keep an export that --min_acceptance or --max_regression refuses, with a warning."""
     push_to_hub: str | None = None
     """With --to_hf: repository on the hub (ORG/NAME) that the complete, audited export is uploaded to, with a model
     card."""

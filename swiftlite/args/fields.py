@@ -268,8 +268,8 @@ class OptimizerShareArgs:
     """Distributed optimizer and communication"""
 
     use_distributed_optimizer: bool | None = None
-    """Shard the optimizer state over data-parallel ranks. Default for this and the next two options: on GPUs with
-    several data-parallel ranks."""
+    """Shard the optimizer state over data-parallel ranks. Default, also for --overlap_grad_reduce and
+    --overlap_param_gather: true on GPUs with several data-parallel ranks."""
 
 
 @dataclass(frozen=True)
@@ -287,7 +287,8 @@ class DistributedArgs(OptimizerShareArgs, TimeoutArgs):
     overlap_grad_reduce: bool | None = None
     """Reduce gradients over data-parallel ranks during the backward pass."""
     overlap_param_gather: bool | None = None
-    """Gather updated parameters during the forward pass; requires the two options above."""
+    """Gather updated parameters during the forward pass; requires --use_distributed_optimizer and
+    --overlap_grad_reduce."""
 
 
 @dataclass(frozen=True)
@@ -352,7 +353,8 @@ class MoeArgs:
     moe_aux_loss_coeff: bounds.NonNegativeFloat = 0.0
     """Weight of the load-balancing loss of routers."""
     moe_router_bias_update_rate: bounds.NonNegativeFloat = 0.0
-    """Update of a router's expert bias after each optimizer step, to balance the load; 0 keeps the bias."""
+    """Amount by which a router's expert bias changes after each optimizer step, to balance the load; 0 keeps the
+    bias."""
 
 
 @dataclass(frozen=True)
@@ -471,11 +473,13 @@ class SglangArgs:
     sglang_speculative_algorithm: Literal["NEXTN", "EAGLE"] | None = None
     """SGLang's algorithm for MTP heads; both names mean the same. Default: NEXTN."""
     sglang_speculative_num_steps: bounds.PositiveInt | None = None
-    """Number of consecutive draft steps. Set all three numbers or none. Default: derived from the checkpoint."""
+    """Number of consecutive draft steps. Set the numbers of steps, branches (topk) and draft tokens together or none of
+    them. Default: derived from the checkpoint."""
     sglang_speculative_eagle_topk: bounds.PositiveInt | None = None
     """Number of branches per draft step. Default: 1, a chain."""
     sglang_speculative_num_draft_tokens: Annotated[int, Interval(ge=2)] | None = None
-    """Number of tokens verified at once, including the newest one; for a chain, one more than its steps."""
+    """Number of tokens verified at once, including the newest token; for a chain, one more than the number of draft
+    steps."""
 
 
 @dataclass(frozen=True)
@@ -640,8 +644,8 @@ class RegenerationArgs:
     self_turns: bounds.PositiveInt = 1
     """Number of user turns in each conversation of --self_prompts."""
     topics: str | None = None
-    """File with one topic per line for --self_prompts; each prompt is about the next one. Default: the model
-    chooses."""
+    """File with one topic per line for --self_prompts; each new conversation is about the next topic in the file.
+    Default: the model chooses."""
     max_prompt_tokens: bounds.PositiveInt = 256
     """Maximum length of a user turn of --self_prompts in tokens; longer ones are dropped."""
     output_dir: str = ""
