@@ -127,7 +127,8 @@ def choose(
             difference of the two shows the noise of the machine.
         speeds: tokens per second of the rounds, for each number of draft tokens above 0.
         lengths: mean accepted length, for each number of draft tokens. A step that verifies drafts takes at least as
-            long as a step without drafts, so this is the maximum speed-up; a larger one is noise.
+            long as a step without drafts, so the mean accepted length is the maximum speed-up; a larger speed-up is
+            noise.
     """
     limit = np.percentile([*first, *last], FAST_END)
     middle = max(np.median(first), np.median(last))

@@ -1,8 +1,9 @@
 """Determine which rank holds which part of a parameter.
 
 This is the only module of the bridge that uses megatron-core and process groups. Parameters have attributes that
-describe how they are split (`tensor_model_parallel`, `partition_dim`), and layers and experts have their numbers.
-Reading requires no collective operation. Writing requires only barriers if all ranks see the same files.
+describe how they are split (`tensor_model_parallel`, `partition_dim`), and modules of layers and experts have
+attributes with their numbers. Reading requires no collective operation. Writing requires only barriers if all ranks see
+the same files.
 """
 
 import re

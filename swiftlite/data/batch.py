@@ -39,7 +39,7 @@ class Extra:
             the trunk or an MTP depth reads, [K, *shape, B, S], shifted and split like tokens. `item`: the concatenated
             items of all sequences, [I, *shape], not split over context-parallel ranks; a sequence has any number of
             items.
-        default: value for sequences without one, and for padding.
+        default: value for sequences whose `Sample.extras` lack this name, and for padding.
         shape: shape of one value of a token or an item; empty for a number.
         counts: name of another extra with `item` values, if the values here are indices of these items. In a sample the
             indices count from 0, in a batch over the items of the whole micro-batch. Negative values are not changed.

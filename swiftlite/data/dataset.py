@@ -89,7 +89,7 @@ class Data:
         val: held-out samples.
         val_conversations: the turns of each held-out row; `.prompt()` is the prompt and `.answer()` the reference
             answer.
-        report: counts.
+        report: counts of rows and remarks about the data.
         digest: sha256 over the training and held-out samples.
     """
 

@@ -31,7 +31,7 @@ class Setup:
     heads: Heads = Heads()
     mtp_mode: MtpMode = "joint"
     is_fused: bool = False
-    """Whether kernels are fused, see `plan.kernels.Kernels`."""
+    """Whether kernels of norms, activations and losses are fused (`plan.kernels.Kernels.is_fused`)."""
     lora: Lora | None = None
     transformer_impl: TransformerImpl = "local"
     low_precision: LowPrecision | None = None

@@ -132,7 +132,7 @@ def _figures(results: Mapping[str, ModelFigures], method: str) -> list[Figure]:
 
 
 def _shares(figures: ModelFigures, method: str, channels: list[str]) -> list[list[float]]:
-    """Return the shares by channel and depth; empty if a model lacks the channel."""
+    """Return the acceptance, from 0 to 1, by channel and depth; an empty list for a channel that the model lacks."""
     shares = []
     for channel in channels:
         found = figures.get(method, {}).get(channel)

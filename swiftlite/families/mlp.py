@@ -18,7 +18,7 @@ class Mlp:
 
     Attributes:
         hidden: size of the model's states.
-        ffn: width between the matrices.
+        ffn: number of channels between the matrices (outputs of gate and up, inputs of down).
     """
 
     recompute_modules: ClassVar[tuple[str, ...]] = ("mlp",)

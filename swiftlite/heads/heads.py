@@ -85,7 +85,7 @@ class Heads:
     def config_change(self, hf_config: Mapping[str, Any]) -> dict[str, Any]:
         """Return the change of a config.json that makes it declare these heads.
 
-        It always includes the number of layers, because in some files this number follows from the tensors only.
+        The change always includes the number of layers, because some config.json files do not declare this number.
         """
         declared = Heads.from_config(hf_config)
         change: dict[str, Any] = {}

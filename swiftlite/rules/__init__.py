@@ -60,7 +60,8 @@ def check(args: Any, world_size: int = 1) -> list[str]:
 
 
 def rules_of(args: Any) -> Any:
-    """Return the module with RULES and NOTES for these options: that of the command or of the training method.
+    """Return the module with RULES and NOTES for the options `args`: the module of the command or of the training
+    method.
 
     RULES yield (problem, hint), and NOTES yield lines about settings without effect. The arguments of both are the
     options and `Facts`. A training method's module may have UNSUPPORTED: options of `megatron sft` that it rejects,

@@ -105,7 +105,7 @@ class Trainer:
                 self.checkpointer.save(step, self.get_data_state())
 
     def _refuse_broken_weights(self, step: int) -> None:
-        """Reject non-finite weights, because their checkpoint would replace a usable one.
+        """Reject non-finite weights, because a checkpoint with such weights would replace a usable checkpoint.
 
         Raises:
             UserError: the norm of a parameter on any rank is not finite in float32; raised on every rank.

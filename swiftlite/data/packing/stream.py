@@ -106,7 +106,7 @@ class FilePart(Iterator[UnparsedRow]):
 
     @property
     def is_first_epoch(self) -> bool:
-        """Whether the last row belongs to the first epoch."""
+        """Whether the last returned row belongs to the first epoch."""
         return not self.rows_per_epoch or self.num_read <= self.rows_per_epoch
 
     def one_epoch(self) -> Iterator[UnparsedRow]:

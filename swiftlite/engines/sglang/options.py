@@ -135,7 +135,7 @@ def drawing_problem() -> str | None:
 
 
 def cpu_variables() -> dict[str, str]:
-    """Return the environment variables without which SGLang requires a GPU."""
+    """Return the environment variables that let SGLang run without a GPU."""
     if not is_on_cpu():
         return {}
     return {"SGLANG_USE_CPU_ENGINE": "1"}

@@ -59,8 +59,7 @@ class Offsets(NamedTuple):
 
 @lru_cache(maxsize=16)  # every layer calls it for the row of the micro-batch
 def offsets(segments: tuple[Segment, ...], num_rows: int, num_keys: int, device: torch.device) -> Offsets:
-    """Create the `Offsets` on the host and copy them to the device once for all layers, because each copy waits for
-    it."""
+    """Create the `Offsets` on the host and copy them once for all layers, because each copy waits for the device."""
     keys = torch.cat([torch.arange(segment.key_start, segment.key_end) for segment in segments])
     # Without context parallelism, the segments are the whole row.
     keys_T = None
@@ -331,7 +330,8 @@ def is_for_slices(query_SBND: torch.Tensor, key_SBGD: torch.Tensor, segments: Se
 
 @lru_cache(maxsize=16)
 def slices_of(segments: tuple[Segment, ...], device: torch.device) -> tuple[merged_attention.Slice, ...]:
-    """Create a `Slice` (queries and the keys that they see) per segment; it is cached, so that all layers share it."""
+    """Create a `Slice` (queries and the keys that they see) per segment; the result is cached and shared by all
+    layers."""
     slices, start = [], 0
     for segment in segments:
         num_keys = segment.key_end - segment.key_start

@@ -57,7 +57,7 @@ class Scores:
 
     @property
     def margin_P(self) -> torch.Tensor:
-        """log(model / reference) of the chosen answer minus that of the rejected answer."""
+        """log(model / reference) of the chosen answer minus log(model / reference) of the rejected answer."""
         return self.ratio_P2[:, 0] - self.ratio_P2[:, 1]
 
 

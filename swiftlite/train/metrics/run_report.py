@@ -73,7 +73,7 @@ def compare_tensors(
 
 
 def _parameters(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, str, torch.nn.Parameter]]:
-    """Yield (label, name, parameter) of this rank.
+    """Yield (label, name, parameter) for each parameter of this rank.
 
     Names are unique in a chunk. If there are several virtual pipeline stages, labels have the stage's number as a
     prefix.
