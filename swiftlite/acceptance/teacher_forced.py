@@ -63,7 +63,7 @@ def teacher_forced(
 
 @dataclass(frozen=True)
 class _Measured:
-    """Measurements of some rows, which can be added.
+    """Measurements of some rows; the measurements of several groups of rows can be added.
 
     Attributes:
         num_samples: number of samples in the rows.

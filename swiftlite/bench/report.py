@@ -134,7 +134,8 @@ def milliseconds(figures: Mapping[str, float] | None) -> str:
 
 
 def recommendations(args: BenchArgs, choices: dict[int, Choice]) -> str:
-    """Return the recommended command for each concurrency, and possibly one that adapts to the load."""
+    """Return the recommended command for each concurrency and, if the numbers of draft tokens differ, one that adapts
+    to the load."""
     lines: list[str] = []
     for concurrency, choice in choices.items():
         lines.append(

@@ -40,7 +40,8 @@ def read_config(hf_dir: str | Path) -> dict[str, Any]:
 
 
 def with_architecture_names(content: HfConfig, hf_dir: Path) -> dict[str, Any]:
-    """Return the content of a config.json in the form of `read_config`."""
+    """Return the content of a config.json in the form that `read_config` returns, with a language model's settings on
+    top."""
     hf_config = _unwrapped(content)
     key = depth_key(hf_config)
     if key not in hf_config:

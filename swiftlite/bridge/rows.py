@@ -14,7 +14,7 @@ Shape = tuple[int, ...]
 HfConfig = Mapping[str, Any]
 """The content of a config.json."""
 HfPart = Literal["trunk", "heads"]
-"""A part of a checkpoint: the trunk's tensors, or those of the MTP heads."""
+"""A part of a checkpoint: the tensors of the trunk, or the tensors of the MTP heads."""
 
 
 @dataclass(frozen=True)

@@ -266,7 +266,8 @@ def _become_subreaper() -> None:
 
 
 def _end_children() -> None:
-    """Kill all remaining children; the orphans of a killed process become children of this one."""
+    """Kill all remaining children, repeatedly, because the orphans of a killed process become children of this
+    process."""
     deadline = time.monotonic() + 5  # a process stuck in a driver cannot be killed
     while (children := _kill_children()) and time.monotonic() < deadline:
         psutil.wait_procs(children, timeout=1)

@@ -64,7 +64,7 @@ _LISTS = {list[int]: "INT[,INT ...]", list[float]: "NUMBER[,NUMBER ...]"}
 
 
 def placeholder(kind: Any) -> str:
-    """Return the placeholder after a flag."""
+    """Return the placeholder of a value after a flag, such as INT."""
     kind, _ = split_type(kind)
     if typing.get_origin(kind) is typing.Literal:
         return "|".join(typing.get_args(kind))

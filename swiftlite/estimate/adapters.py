@@ -80,7 +80,8 @@ def adapter_activation_bytes(layer: Layer, rows: Iterable[Row], lora: Lora, rank
 
 
 def saved_parameters(rows: Iterable[Row], lora: Lora, rank: Rank) -> dict[str, int]:
-    """Count, by Megatron name, the parameters on a rank that are trained in full in addition to adapters."""
+    """Return, by Megatron name, the sizes of the parameters on a rank that are trained in full in addition to
+    adapters."""
     rows = list(rows)
     names = saved_names(lora, rows)
     found = {}

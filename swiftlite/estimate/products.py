@@ -42,7 +42,7 @@ class Product:
 
     @property
     def weights(self) -> int:
-        """Number of elements of the matrices."""
+        """Number of elements of the `number` weight matrices."""
         return self.number * self.size_out * self.size_in
 
     def forward(self, gpu: Gpu) -> float:

@@ -110,7 +110,8 @@ class Step:
         return [seconds for *_, seconds in found]
 
     def _launches(self, holds: str, first_layer: int) -> float:
-        """Return the seconds of launching the kernels of a micro-batch, a lower bound of its time."""
+        """Return the seconds of launching the kernels of a micro-batch, a lower bound of the time of the
+        micro-batch."""
         count = holds.count("t")
         layers = list(self.architecture.layers[first_layer : first_layer + count])
         kernels = sum(map(self._kernels, layers))

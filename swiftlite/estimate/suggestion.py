@@ -44,7 +44,7 @@ def _candidates(architecture: Architecture, setup: Setup) -> Iterator[Setup]:
 
 
 def _candidate_sizes(architecture: Architecture, setup: Setup) -> list[tuple[int, int, int]]:
-    """Return (tensor-, expert-, pipeline-parallel) sizes that are not smaller than the current ones."""
+    """Return (tensor-, expert-, pipeline-parallel) sizes that are not smaller than the sizes of `setup`."""
     layout = setup.layout
     powers = [1 << exponent for exponent in range(setup.num_gpus.bit_length())]
     most_tp = max(8, layout.tensor_model_parallel_size)  # the GPUs of one machine

@@ -18,7 +18,7 @@ COLUMNS = ["draft_confidence", "drafted per step", "tokens per step", "tokens/s"
 def by_confidence(
     engine: Engine, prompts: Sequence[Sequence[int]], greedy: Sampling, confidences: Sequence[float]
 ) -> list[dict[str, Any]]:
-    """Return the measurement at each value in the format of evaluation.json."""
+    """Return the measurement at each draft confidence in the format of evaluation.json."""
     measured = []
     for confidence in confidences:
         before = engine.draft_counts()
@@ -39,7 +39,7 @@ def by_confidence(
 
 
 def confidence_rows(measured: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Return a row of COLUMNS for each value; ratios are relative to the first value."""
+    """Return a row of COLUMNS for each draft confidence; ratios are relative to the first confidence."""
     first = measured[0]["tokens_per_second"]
     rows = []
     for each in measured:
@@ -51,7 +51,7 @@ def confidence_rows(measured: Sequence[Mapping[str, Any]]) -> list[list[str]]:
 
 
 def confidence_table(measured: Sequence[Mapping[str, Any]]) -> str:
-    """Return the table and the fastest value."""
+    """Return the table, followed by a line with the fastest draft confidence."""
     fastest = max(measured, key=lambda each: each["tokens_per_second"])
     advice = f"fastest: --draft_confidence {fastest['draft_confidence']:g}"
     return f"{text_table([COLUMNS, *confidence_rows(measured)])}\n\n{advice}"

@@ -644,7 +644,8 @@ class GPTModel(McoreGPTModel):
         )
 
     def _find_drafted_rows(self) -> torch.Tensor:
-        """Return the rows of this rank's part of the output matrix that are in the draft vocabulary, int64 [V]."""
+        """Return the indices of the rows of this rank's output matrix whose tokens are in the draft vocabulary, int64
+        [V]."""
         group: Any = self.pg_collection.tp
         num_rows = self.vocab_size // group.size()
         row_V = torch.tensor(self.heads.draft_vocab, dtype=torch.int64) - group.rank() * num_rows

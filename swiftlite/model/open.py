@@ -18,11 +18,11 @@ def build_hf_model(
     """Build the model's part on this rank with uninitialized weights, one chunk per virtual pipeline stage.
 
     Args:
-        heads: the MTP heads of the model; None: those of the directory.
+        heads: the MTP heads of the model; None: the heads that config.json declares.
         options: further arguments of `build_model`.
 
-        Raises:
-            OptionError: the model does not support the layout.
+    Raises:
+        OptionError: the model does not support the layout.
     """
     if heads is None:
         heads = hf_model.heads

@@ -42,7 +42,7 @@ from swiftlite.plan.kernels import Kernels
 from swiftlite.runtime.compat import MTP_INNER_LAYER
 
 LOCAL = modules_of(Kernels())
-"""The classes for a CPU."""
+"""The classes of layers for a CPU."""
 
 
 def _grouped_query(attention: GroupedQueryAttention, modules: Modules) -> ModuleSpec:

@@ -331,7 +331,7 @@ def _even_pipeline_problems(layout: ParallelLayout, architecture: Architecture |
 
 
 def _letter_problems(flag: str, stages: Sequence[str], wanted: Mapping[str, int]) -> list[Problem]:
-    """Report wrong numbers or a wrong order of the letters in a layout string."""
+    """Return a problem if a letter occurs in a layout string more or less often than `wanted`, or in a wrong order."""
     names = {"E": "embedding", "t": "decoder layer", "m": "MTP layer", "L": "loss"}
     whole = "".join(stages)
     problems = []

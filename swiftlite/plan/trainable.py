@@ -29,7 +29,7 @@ class Trainable:
     freezes_trunk: bool = False
 
     def apply(self, chunks: Iterable[Any]) -> None:
-        """Disable gradients of all other parameters; must be called before an optimizer is created.
+        """Disable gradients of all parameters that are not trained; must be called before an optimizer is created.
 
         Args:
             chunks: the model without wrappers, whose parameters have the names for `learns`.

@@ -112,7 +112,8 @@ def generate_all(
 
 
 def _rounds(dialogues: Dialogues, template: ChatTemplate, max_length: int) -> Iterator[list[Asked]]:
-    """Yield the missing requests of each turn; they are computed when the previous turns are answered.
+    """Yield the missing requests of each turn; the requests of a turn are computed when the previous turns are
+    answered.
 
     Args:
         max_length: maximum length of prompt and answer. A conversation without room for an answer ends.

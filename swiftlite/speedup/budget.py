@@ -9,7 +9,8 @@ BENCH_SHARE = 0.3
 LARGEST_GROWTH = 8
 """Maximum growth from one round to the next; measured times say little about much larger rounds."""
 SMALLEST_GROWTH = 0.5
-"""A round with fewer prompts, relative to the previous one, is not worth its fixed costs."""
+"""Minimum number of prompts of a round, relative to the previous round; a smaller round is not worth its fixed
+costs."""
 
 
 @dataclass(frozen=True)

@@ -179,7 +179,7 @@ def _has_manifest(directory: Path, manifest: Mapping[str, str]) -> bool:
 
 
 def _check_is_same(directory: Path, manifest: Mapping[str, str]) -> None:
-    """Check that the directory is empty or has this run's states.
+    """Check that the directory is empty or has states with the same manifest as this run.
 
     Raises:
         UserError: the directory has other content.

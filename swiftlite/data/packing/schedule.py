@@ -55,7 +55,7 @@ class MicroBatchSchedule:
     def imbalance(self) -> float:
         """Work of the busiest rank divided by the mean work; 1 is balanced.
 
-        A step takes this factor longer than a balanced step.
+        A step takes about this many times the time of a balanced step.
         """
         ranks = self.work.sum(axis=0)
         return float(ranks.max() / ranks.mean())

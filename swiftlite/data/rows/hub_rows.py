@@ -33,7 +33,7 @@ class HubRows:
 
     @property
     def name(self) -> str:
-        """Name of the dataset, as in the `name:number` of its rows in messages."""
+        """Name of the dataset; messages refer to its rows as `name:number`."""
         return str(self.dataset)
 
     def rows(self) -> Iterator[tuple[int, Any]]:

@@ -46,7 +46,7 @@ class DataFile:
 
     @property
     def name(self) -> str:
-        """Name of the file, as in the `file:line` of its rows."""
+        """Name of the file; messages refer to its rows as `file:line`."""
         return str(self.path)
 
     def rows(self) -> Iterator[tuple[int, Any]]:

@@ -2,7 +2,7 @@
 
     python -m swiftlite.engines.loading.dry_load MODULE:FUNCTION MODEL_DIR < JSON
 
-calls the function of an engine's folder with an `EngineConfig`, whose other fields are in JSON, and prints its
+calls the function with an `EngineConfig` for MODEL_DIR, whose other fields are in JSON, and prints the function's
 `LoadReport` as JSON on the last line of stdout. This runs in a subprocess, because engines create process groups.
 """
 

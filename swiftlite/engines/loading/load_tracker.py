@@ -101,7 +101,8 @@ class RunningLoad(LoadTracker):
         return func(*args, **(kwargs or {}))
 
     def _note_read(self, tensor: torch.Tensor) -> None:
-        """Mark the expected tensor that contains `tensor` as read: the last one that starts at or before it."""
+        """Mark the expected tensor that contains `tensor` as read: the last expected tensor that starts at or before
+        `tensor`."""
         places = self._expected.get(_storage(tensor), [])
         not_behind = bisect(places, _start(tensor), key=lambda place: place[0])
         if not_behind:

@@ -30,7 +30,7 @@ def draw(probabilities_V: torch.Tensor, generator: torch.Generator | None = None
 
 
 def verify_greedily(drafts_K: torch.Tensor, logits_KV: torch.Tensor) -> torch.Tensor:
-    """Return the drafts before the first one that is not the trunk's most likely token, and the trunk's token there.
+    """Return the drafts before the first draft that differs from the trunk's most likely token, and then that token.
 
     Args:
         logits_KV: logits of the trunk, with one row more than there are drafts.

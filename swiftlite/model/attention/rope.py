@@ -82,7 +82,8 @@ class RotaryEmbedding:
         self._stated = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
 
     def __call__(self, lengths: Sequence[int], offset: int = 0) -> torch.Tensor:
-        """Return [2, S, 1, 1, R] for `rotate`, for a row of concatenated sequences with these lengths.
+        """Return cosines and sines [2, S, 1, 1, R] for `rotate`, for a row of concatenated sequences with these
+        lengths.
 
         Args:
             offset: position of each sequence's first token.
@@ -100,7 +101,8 @@ class RotaryEmbedding:
         return self._axis_angles(angles, scaling)[:, :, None, None]
 
     def at(self, axes_3BS: torch.Tensor) -> torch.Tensor:
-        """Return [2, S, B, 1, R] for `rotate`, for tokens at these positions (int64) along three axes.
+        """Return cosines and sines [2, S, B, 1, R] for `rotate`, for tokens at these positions (int64) along three
+        axes.
 
         Raises:
             UserError: config.json does not assign channels to axes, or frequencies depend on the length of the

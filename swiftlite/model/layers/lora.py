@@ -52,7 +52,7 @@ class Linear(Protocol):
 
     Attributes:
         weight: [out, in]; a rank can hold a part of the rows (`partition_dim` 0) or of the columns (1).
-        explicit_expert_comm: whether the layer leaves the reduction of its output over ranks to its caller.
+        explicit_expert_comm: whether the layer's output is not reduced over ranks by the layer, but by its caller.
     """
 
     weight: nn.Parameter
@@ -163,7 +163,7 @@ class Adapter(nn.Module):
         return input * is_kept / (1 - self.dropout)
 
     def merged(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return the layer's weight on this rank with the adapter, summed in float32; not for a backward pass."""
+        """Return the layer's weight on this rank plus the adapter, added in float32; not used in a backward pass."""
         pairs = zip(self.parts(A), self.parts(B), strict=True)
         return weight.float() + self._in_order(torch.cat([(b.float() @ a.float()) * self.scaling for a, b in pairs]))
 

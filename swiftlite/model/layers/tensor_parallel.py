@@ -188,7 +188,8 @@ def _lookup(row: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 class _Lookup(torch.autograd.Function):
-    """Selects rows of a weight, and adds their gradient to `main_grad` like `_Linear`."""
+    """Selects rows of a weight, and adds the gradient of these rows to `main_grad` instead of returning it to
+    autograd."""
 
     @staticmethod
     def forward(ctx, row: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -88,7 +88,7 @@ class _LoraState(BaseModel, strict=True):
 
 
 class _BaseState(BaseModel, strict=True):
-    """The base model of the adapters."""
+    """The base model of the adapters in a checkpoint: the fields of `AdapterBase`."""
 
     model: str
     sha256: str
@@ -211,7 +211,7 @@ class Checkpointer:
                 self._queue.schedule_async_request(request)
 
     def clean_up(self) -> None:
-        """Delete incomplete checkpoints of a killed run, and old checkpoints that it had no time to delete."""
+        """Delete incomplete checkpoints of a killed run, and old checkpoints that the run had no time to delete."""
         if dist.get_rank() == 0:
             self._delete_unfinished()
             self._delete_oldest()

@@ -54,7 +54,8 @@ class Slot:
         return (*MOMENTS, MAIN_WEIGHT)
 
     def part(self, kind: str) -> torch.Tensor:
-        """Return this rank's part of one kind of state; moments are zeros before the first step."""
+        """Return this rank's part of one kind of state (an element of `kinds`); moments are zeros before the first
+        step."""
         if self.main is None:
             return torch.empty(0, device=self.parameter.device)
         if kind == MAIN_WEIGHT:

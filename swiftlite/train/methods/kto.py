@@ -74,7 +74,7 @@ class KtoObjective:
         bad     undesirable_weight * (1 - sigmoid(beta * (kl - r)))
 
     Attributes:
-        kl: the KL estimate of the global batch, see `measure_kl`.
+        kl: estimated KL divergence of the global batch, result of `measure_kl`.
     """
 
     preference: Preference

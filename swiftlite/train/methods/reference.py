@@ -125,7 +125,8 @@ class Reference:
         agreement.check_agreement({"tensors of --ref_model": tensors, "commit of --ref_model": self.model.identity})
 
     def open(self) -> list[GPTModel]:
-        """Return the model's stages on this rank, empty outside of its mesh; collective over the ranks of the mesh.
+        """Return the reference model's stages on this rank, empty outside of `mesh`; collective over the ranks of
+        `mesh`.
 
         Raises:
             UserError: the model cannot be opened.

@@ -43,7 +43,7 @@ class SeedOssForCausalLM(Trunk, qwen2.Qwen2ForCausalLM):
     supports head_dim.
 
     Raises:
-        ValueError: the checkpoint has no biases on q, k and v, so Qwen2's would remain random.
+        ValueError: the checkpoint has no biases on q, k and v, so these biases of Qwen2's class would remain random.
     """
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any):

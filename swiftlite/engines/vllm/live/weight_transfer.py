@@ -107,7 +107,8 @@ class _Watched:
 
 @dataclass
 class FileInfo(WeightTransferUpdateInfo):
-    """One bucket: a safetensors file that the worker can read; it may be deleted once `update_weights` returns."""
+    """One bucket: a safetensors file that the worker can read. The file may be deleted once `update_weights`
+    returns."""
 
     path: str
 
