@@ -173,8 +173,8 @@ def graft_heads(
         family: the model's family, which defines the rows.
         hf_config: content of the model's config.json.
 
-        Raises:
-            UserError: family, number or shapes of the heads differ.
+    Raises:
+        UserError: family, number or shapes of the heads differ.
     """
     base_config = read_config(Path(graft_from))
     base_type = base_config.get("model_type")

@@ -178,8 +178,8 @@ def load_prompts(
         max_bad_rows: maximum number of bad rows, which are dropped and logged. None: no bad row is allowed, because the
             command has no option for it.
 
-        Raises:
-            UserError: a file cannot be read, or there are more bad rows than allowed.
+    Raises:
+        UserError: a file cannot be read, or there are more bad rows than allowed.
     """
     rows = _read(files, DataReport(), system, seed, parse=partial(parse_row, needs_answer=False))
     can_be_left_out = max_bad_rows is not None and len(rows.conversations) > 0

@@ -167,8 +167,8 @@ def build_model(
         mtp_loss: loss of the heads (argument of `GPTModel`).
         kernels: kernels of the layers; default: the automatic choice for the device.
 
-        Returns:
-            One chunk per virtual pipeline stage.
+    Returns:
+        One chunk per virtual pipeline stage.
 
     Raises:
         OptionError: the model does not support the layout.

@@ -143,8 +143,8 @@ def parse_row(row: object, *, system: str | None = None, needs_answer: bool = Tr
         needs_answer: whether the last turn must be an assistant turn, as required for training.
         source: `file:line`, stored in the result.
 
-        Raises:
-            RowError: a field is invalid.
+    Raises:
+        RowError: a field is invalid.
     """
     if is_deeper(row, MAX_DEPTH):  # only for tables; JSON was checked when it was parsed
         raise RowError("row", f"is nested more than {MAX_DEPTH} deep")

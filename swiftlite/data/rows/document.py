@@ -17,8 +17,8 @@ def parse_document(row: object, *, system: str | None = None, source: str = "") 
         source: `file:line`, stored in the result.
         system: not used; `megatron pt` does not support --system.
 
-        Raises:
-            RowError: a field is invalid.
+    Raises:
+        RowError: a field is invalid.
     """
     hint = 'rows are {"text": "..."}'
     if not isinstance(row, dict):

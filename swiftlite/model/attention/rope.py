@@ -145,8 +145,8 @@ def _axis_of_angle(stated: Mapping[str, Any], num_angles: int) -> torch.Tensor:
     Args:
         stated: rope_parameters of config.json.
 
-        Raises:
-            UserError: mrope_section does not consist of three numbers with the right sum.
+    Raises:
+        UserError: mrope_section does not consist of three numbers with the right sum.
     """
     sections = stated.get("mrope_section")
     if not isinstance(sections, list) or len(sections) != 3 or sum(sections) != num_angles:
