@@ -177,7 +177,7 @@ class HeldOut:
             numbers = numbers[num_rows:]
 
     def _sum(self, *numbers: int) -> list[int]:
-        """Sum over the data-parallel ranks, which have different prompts."""
+        """Sum each number over the data-parallel ranks, which have different prompts."""
         sums = torch.tensor(numbers, device=self.mesh.device.torch_device)
         dist.all_reduce(sums, group=self.mesh.dp_cp)
         return sums.tolist()

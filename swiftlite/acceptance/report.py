@@ -76,7 +76,7 @@ def add_run_answers(path: Path, when: Literal["before", "after"], answers: Seque
 
 
 def read_answers(run: Path) -> dict[str, Any]:
-    """Return the stored answers of a run by "before" and "after".
+    """Return the stored answers of a run, under the keys "before" and "after" (training).
 
     Answers are only displayed, so the result is empty if the file is missing, or damaged (with a warning).
     """

@@ -275,7 +275,7 @@ def _construct(loader_class: Any, node: Any, where: str) -> Any:
     """Return the value of a YAML node.
 
     Raises:
-        UserError: the node has no valid value; instead of any exception of PyYAML.
+        UserError: the node has no valid value; replaces any exception of PyYAML.
     """
     import yaml
 
@@ -370,7 +370,7 @@ def from_config(args_class: type[Args], path: str | Path) -> Args:
 
 
 def write_config(args: Any, path: str | Path, command: str = "") -> None:
-    """Write the arguments as a JSON file that runs again: `swiftlite COMMAND FILE`.
+    """Write the arguments as a JSON file, with which `swiftlite COMMAND FILE` runs the command again.
 
     Args:
         command: words of the command to record; empty: none.

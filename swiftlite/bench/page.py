@@ -89,7 +89,7 @@ def _figures(servers: Mapping[str, list[dict[str, Any]]]) -> list[Figure]:
 
 
 def _median(figures: float | Mapping[str, float] | None) -> float | None:
-    """Return the median if `figures` are percentiles over requests; return a single number unchanged."""
+    """Return the median if `figures` are percentiles over requests; return a single number or None unchanged."""
     if isinstance(figures, Mapping):
         return figures["p50"]
     return figures

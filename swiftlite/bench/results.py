@@ -102,8 +102,8 @@ class Choice:
     """The recommended number of draft tokens at one concurrency.
 
     Attributes:
-        ratios: for each number of draft tokens above 0, the median tokens per second, divided by those of the faster of
-            both measurements without drafts.
+        ratios: for each number of draft tokens above 0, the median tokens per second, divided by the median of the
+            faster measurement (of two) without drafts.
         drift: relative speed-up of the server without drafts from its first to its last measurement.
         reason: why this number is recommended, in one sentence.
     """

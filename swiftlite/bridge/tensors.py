@@ -171,7 +171,8 @@ class Checkpoint:
         return result
 
     def chunks(self, key: str, index: Index | None = None) -> Iterator[torch.Tensor]:
-        """Yield a slice of a tensor (None: all of it) in chunks of a few MB; each overwrites the previous one."""
+        """Yield a slice of a tensor (None: the whole tensor) in chunks of a few MB; each chunk overwrites the previous
+        chunk."""
         entry = self.entries[key]
         buffers = _Buffers()
         if index is None:

@@ -133,7 +133,7 @@ class _FirstFailure:
 
     rank: int
     code: int
-    """Exit code of the whole job: that of the rank, or 128 + N for signal N."""
+    """Exit code of the whole job: the exit code of the rank, or 128 + N if signal N ended the rank."""
     how: str
     lost_connection: str
     """Traceback of a rank that only lost its connection to another rank and did not print the traceback; otherwise

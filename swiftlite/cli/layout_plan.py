@@ -42,7 +42,7 @@ _WORDS = {
 
 
 def report_layouts(args: DoctorArgs, facts: Facts) -> bool:
-    """Print the layouts; returns whether one fits."""
+    """Print the layouts; return whether any layout fits into memory."""
     assert args.model is not None  # checked by rules
     assert args.gpu_type is not None
     hf_config, gpu = facts.hf_config, GPUS[args.gpu_type]

@@ -175,7 +175,7 @@ def split(document: Sample, max_length: int) -> tuple[Sample, ...]:
 
 
 def special_token_note(row: Encoded) -> str:
-    """Describe where a special token occurs and how it is encoded."""
+    """Return a note that says where a special token occurs in a row, and how the token is encoded."""
     becomes = "it becomes that token, as in transformers, and may end a turn or a text early"
     return f"{row.source} has {row.special_token}: {becomes}"
 

@@ -99,8 +99,8 @@ class EngineConfig:
 
 
 OnAnswer = Callable[[int, Completion], None]
-"""Function called with the index of a prompt and its completion as soon as this is finished; prompts finish in any
-order."""
+"""Function called with the index of a prompt and the prompt's completion, as soon as the completion is finished;
+prompts finish in any order."""
 
 
 class Engine(Protocol):

@@ -39,7 +39,7 @@ def check_files(model: HfModel) -> None:
 
 
 def require_heads(model: HfModel) -> None:
-    """Check that the files contain exactly the tensors of the MTP heads in config.json.
+    """Check that the files contain exactly the tensors of the MTP heads that config.json declares.
 
     Raises:
         UserError: config.json declares no heads, or tensors are missing or unexpected.

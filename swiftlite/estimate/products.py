@@ -50,7 +50,7 @@ class Product:
         return self._seconds(gpu, self.tokens, self.size_out, self.size_in) + self._stacking(gpu)
 
     def backward(self, gpu: Gpu, learns: bool = True) -> float:
-        """Return the seconds to compute the gradients of inputs and, if `learns`, those of weights."""
+        """Return the seconds to compute the gradients of inputs and, if `learns`, also the gradients of weights."""
         seconds = self._seconds(gpu, self.tokens, self.size_in, self.size_out) + self._stacking(gpu)
         if learns:
             seconds += self._seconds(gpu, self.size_out, self.size_in, self.tokens)

@@ -1,4 +1,5 @@
-"""Define numbers that describe how trainers differ on the same GPU and layout."""
+"""Define numbers that describe the efficiency of trainers, such as swiftlite or Megatron-LM, on the same GPU and
+layout."""
 
 from dataclasses import dataclass
 

@@ -64,7 +64,7 @@ class Step:
 
     @functools.cached_property
     def seconds(self) -> Seconds:
-        """Seconds of the step by activity, of the slowest pipeline stage."""
+        """Seconds of a step on the slowest pipeline stage, by activity."""
         pp = self.layout.pipeline_model_parallel_size
         held = held_by_stages(self.setup, self.architecture.outside.num_layers)
         firsts = [sum(each.count("t") for each in held[:number]) for number in range(len(held))]

@@ -72,7 +72,7 @@ def collective_seconds(gpu: Gpu, size: int, stride: int, num_bytes: float) -> fl
     """Return the seconds of a gather or a reduce-scatter over a group.
 
     Args:
-        num_bytes: bytes of the whole tensor; each rank sends all except its share.
+        num_bytes: bytes of the whole tensor; each rank sends `num_bytes * (size - 1) / size`.
     """
     if size == 1:
         return 0

@@ -23,7 +23,7 @@ def mlp(hf_config: HfConfig, number: int) -> Mlp | MixtureOfExperts:
 
 
 def first_k_dense_replace(hf_config: HfConfig) -> int:
-    """Return the number of dense layers before the first mixture; the default of transformers' GLM-4.5 is 1."""
+    """Return the number of dense layers before the first mixture; 1 without the key, as in transformers' GLM-4.5."""
     return hf_config.get("first_k_dense_replace", 1)
 
 

@@ -71,7 +71,7 @@ class Rank:
         return self.itemsize < FLOAT32 and not self.is_fused
 
     def hidden_state_bytes(self, width: int) -> int:
-        """Return the bytes of one state of `width` numbers for each of `sequence_tokens`."""
+        """Return the bytes of one state of `width` numbers for each of the `sequence_tokens` tokens."""
         return self.sequence_tokens * width * self.itemsize
 
     def input_activation_bytes(self, tokens: int, width: int) -> int:

@@ -149,8 +149,8 @@ def takes_low_precision(name: str) -> bool:
 
 
 def low_precision_misfit(row: Row, ranks: int, multiple: int) -> int:
-    """Return a size (rows or columns) of a low-precision matrix on a rank that is not a multiple of `multiple`; else
-    0."""
+    """Return the number of rows or columns of a low-precision matrix on a rank if it is not divisible by `multiple`;
+    else 0."""
     if not takes_low_precision(row.mcore):
         return 0
     shapes = list(row.hf.values())

@@ -45,7 +45,8 @@ class Request:
 
 
 def answered_turns(chat: Conversation) -> list[int]:
-    """Return the indices of the assistant turns to regenerate; for an unanswered question, the index after it.
+    """Return the indices of the assistant turns to regenerate; for an unanswered question at the end, also the index
+    after the question.
 
     Tool calls are kept, because the results that follow belong to them.
     """

@@ -34,7 +34,7 @@ def names_of(dialogues: Dialogues) -> list[str]:
 
 
 def read_answers(file: AnswersFile, dialogues: Dialogues) -> None:
-    """Continue the conversations after the answers in a file.
+    """Add the answers in a file to `dialogues`, so that the conversations continue after these answers.
 
     Raises:
         UserError: a line is not an answer.

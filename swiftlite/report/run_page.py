@@ -227,7 +227,8 @@ def _training_section(run: RunFiles) -> Section | None:
 
 
 def lines_of(run: RunFiles, pattern: str, name: str) -> list[Line]:
-    """Return a line for each metric whose name matches the pattern; the groups of the match name the line."""
+    """Return a line for each metric whose name matches `pattern`; `name`, filled with the groups of the match, names
+    the line."""
     names = sorted(set().union(*run.metrics))
     lines = []
     for metric in names:

@@ -94,7 +94,7 @@ class SeparateClipping(ChainedOptimizer):
 
 def _parameters(part: MegatronOptimizer, are_heads: bool) -> list[torch.Tensor]:
     """Return the tensors of heads or trunk that the optimizer updates: parameters, float32 copies, or flat shards of
-    either."""
+    parameters or copies."""
     groups = [group for group in part.param_groups if group.get(_OF_HEADS, False) == are_heads]
     return list(chain.from_iterable(group["params"] for group in groups))
 

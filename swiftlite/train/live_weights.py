@@ -31,7 +31,8 @@ class Receiver(Protocol):
         ...
 
     def update_weights(self, target: Iterable[Bucket] | None, draft: Iterable[Bucket] | None) -> None:
-        """Load HF tensors into the target model (trunk) and the draft model (heads); None: unchanged."""
+        """Load HF tensors into the target model (trunk) and the draft model (heads); a model with None remains
+        unchanged."""
         ...
 
 

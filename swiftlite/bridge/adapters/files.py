@@ -76,7 +76,8 @@ def digest_of_tensor(checkpoint: Checkpoint, key: str) -> str:
 
 
 def combine_digests(hf_dir: str | Path, digests: Mapping[str, str]) -> str:
-    """Return `digest_of` a directory from the digests of its tensors, for example from several processes."""
+    """Return the result of `digest_of` for a directory from the digests of its tensors, which several processes can
+    compute."""
     digest = hashlib.sha256(digest_of_trunk(read_config(hf_dir)).encode())
     for key in sorted(digests):
         digest.update(f"{key} {digests[key]}\n".encode())

@@ -23,7 +23,8 @@ class MicroBatchSchedule:
     """The sequence indices of one step in micro-batches of at most `packing_length` tokens, equally many per rank.
 
     Attributes:
-        rows: the sequences of micro-batch 0 on rank 0, on rank 1, ..., then of micro-batch 1.
+        rows: the sequences of micro-batch 0 on rank 0, of micro-batch 0 on rank 1, ..., then of micro-batch 1 on rank
+            0, ...
         work: float64 `[num_micro_batches, data_parallel_size]`, in the unit of `linear` and `square`; 0 for an empty
             micro-batch.
     """

@@ -289,7 +289,7 @@ class Stream(Iterator[StreamSample]):
         self._piece = 0
 
     def _leave_out(self, row: int, encoded: Encoded, why: int) -> None:
-        """Count a bad row, on every reader.
+        """Count a row that is left out as `why` (BAD or TOO_LONG), on every reader.
 
         Raises:
             UserError: there are too many bad rows, or the row is too long and --truncation_strategy is error.

@@ -95,7 +95,8 @@ class Loading:
 
         Args:
             name: the model's class in the engine, for errors.
-            not_loaded: suffixes of parameters that the checkpoint does not fill, such as those shared with the target.
+            not_loaded: suffixes of parameters that the checkpoint does not fill, such as parameters shared with the
+                target.
         """
         label = self.info.label
         with torch.device("meta"):

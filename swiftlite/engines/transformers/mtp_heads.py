@@ -81,7 +81,7 @@ class DraftOutput(nn.Module):
 
 
 def load_heads(model: HfModel, decoder: Any) -> nn.ModuleList:
-    """Load the checkpoint's MTP heads, on the decoder's device and in its dtype."""
+    """Load the checkpoint's MTP heads, on the device and in the dtype of the decoder."""
     heads = nn.ModuleList()
     with Checkpoint(model.directory, encoding_of(model.config)) as checkpoint:
         for index in range(model.heads.layers):

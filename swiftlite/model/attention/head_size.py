@@ -1,6 +1,6 @@
 """Pad values with zeros, so that a kernel that requires keys and values of equal size supports smaller values.
 
-Shapes: as in merged_attention.py, but values and results have a separate size.
+Shapes: as in merged_attention.py, but the head size of values and results can differ from that of queries and keys.
 """
 
 from collections.abc import Callable, Collection

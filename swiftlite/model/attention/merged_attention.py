@@ -183,7 +183,7 @@ def _scores(query_TND: torch.Tensor, key_TGD: torch.Tensor, scale: float) -> tor
 
 
 def _per_head(shared_TGD: torch.Tensor, query_TND: torch.Tensor) -> torch.Tensor:
-    """Return [T, N, D], at least in float32: the key or value of its group for each query head."""
+    """Return [T, N, D], at least in float32: for each query head, the key or value of the head's group."""
     wide = shared_TGD.to(torch.promote_types(shared_TGD.dtype, torch.float32))
     return wide.repeat_interleave(query_TND.size(1) // shared_TGD.size(1), dim=1)
 

@@ -207,7 +207,8 @@ def _flatten(samples: Sequence[Sample], fields: Fields, device: torch.device) ->
 
 
 def _unflatten(flat: torch.Tensor, lengths: Sequence[int], fields: Fields) -> list[Sample]:
-    """Invert `_flatten`; arrays that are not among the fields contain only their fill value."""
+    """Split a tensor made by `_flatten` into samples; arrays of a sample that are not in `fields` contain a fill
+    value."""
     received = dict(zip(fields, flat.cpu().numpy().T, strict=True))
     arrays = {}
     for name, fill in FILL.items():

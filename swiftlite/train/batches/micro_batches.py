@@ -32,7 +32,8 @@ def shard(batch: Batch, rank: int, size: int) -> Batch:
 def on_this_rank(batches: Iterable[Batch], mesh: Mesh) -> Iterator[Batch]:
     """Yield each batch on the device, reduced to the part of each row that this context-parallel rank computes.
 
-    Labels stay on the host, where their number is known without waiting for the device (`model.loss.losses.select`).
+    Labels stay on the host, where the number of labels is known without waiting for the device
+    (`model.loss.losses.select`).
     """
     move = partial(on_device, device=mesh.device.torch_device)
     for batch in batches:
