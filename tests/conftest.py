@@ -1,6 +1,7 @@
 """Fixtures shared by all tests."""
 
 import json
+import logging
 import os
 import shutil
 from collections.abc import Callable
@@ -15,6 +16,13 @@ hypothesis.settings.load_profile("any machine")
 
 Shared = Callable[[str, Callable[[Path], object]], Path]
 Trained = Callable[..., tuple[Path, list[list[int]]]]
+
+
+@pytest.fixture(autouse=True)
+def propagating_logger():
+    """A command that an earlier test ran in this process has turned propagation off (`log.setup`). pytest would then
+    capture a record twice if the test turns it on: at the logger and at the root."""
+    logging.getLogger("swiftlite").propagate = True
 
 
 @pytest.fixture(scope="session")
