@@ -88,9 +88,10 @@ class _Stopped(SystemExit):
 
 
 def _handle_signals() -> None:
-    """Install signal handlers: a rank ends with its launcher; other processes print a message and release resources.
+    """Make a rank end when its launcher ends; in other processes, raise an exception on SIGTERM and SIGHUP.
 
-    A rank can wait in a collective, where Python's handlers do not run. Therefore a signal ends ranks immediately.
+    With the exception, a process releases its resources and prints a message. A rank keeps the default action of these
+    signals, which ends it immediately, because Python's handlers do not run while it waits in a collective.
     """
     if launcher := os.environ.get(failure.LAUNCHER):
         exit_with_parent(int(launcher))

@@ -20,7 +20,9 @@ from swiftlite.data.packing.packing import PackedRows, check_lengths, pack
 
 @dataclass(frozen=True)
 class MicroBatchSchedule:
-    """The sequence indices of one step in micro-batches of at most `packing_length` tokens, equally many per rank.
+    """The sequence indices of one step, divided into micro-batches of at most `packing_length` tokens.
+
+    Every rank has the same number of micro-batches.
 
     Attributes:
         rows: the sequences of micro-batch 0 on rank 0, of micro-batch 0 on rank 1, ..., then of micro-batch 1 on rank

@@ -69,8 +69,8 @@ def take(
     """Replace WeightUpdater.update_weights_from_tensor (`stock`) for the three formats of this file.
 
     Args:
-        named_tensors: one tensor, whose name is the path of the file or, with FINISH, the model (target or draft) that
-            received the weights.
+        named_tensors: one tensor, of which only the name is used. With LOAD and KEEP it is the path of a safetensors
+            file; with FINISH, the model that received the weights, target or draft.
 
     Returns:
         Whether it succeeded, and a message. Nothing is raised, because an exception would end SGLang.

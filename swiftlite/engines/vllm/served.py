@@ -34,8 +34,8 @@ class ServedVllm:
         url: address of the server, such as http://127.0.0.1:8000.
         api_key: key of the server; default: VLLM_API_KEY of this process.
         timeout: maximum seconds of a request, such as loading a bucket of weights or draining in-flight requests. With
-            a batch of prompts, maximum seconds until the next one is finished. The default is that of
-            --distributed_timeout_minutes, for which other ranks of a trainer wait.
+            a batch of prompts, maximum seconds until the next one is finished. The default equals that of
+            --distributed_timeout_minutes, the time that other ranks of a trainer wait in a collective.
 
     Raises:
         UserError: no server responds in time; the key is wrong, the server was started without --live_weights, or

@@ -99,7 +99,7 @@ class Cache:
         kept[self._span_rows()] = new
 
     def state(self, name: Name, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return a module's state for each span of this pass, [spans, *shape]; zeros for new rows."""
+        """Return a module's state for each span of this pass, [spans, *shape]; zeros for spans that start a row."""
         kept = self._kept.get(name)
         if kept is None:
             return torch.zeros(len(self.spans), *shape, dtype=dtype, device=self.device)
