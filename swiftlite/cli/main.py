@@ -90,9 +90,9 @@ class _Stopped(SystemExit):
 def _handle_signals() -> None:
     """Make a rank end when its launcher ends; in other processes, raise an exception on SIGTERM and SIGHUP.
 
-    With the exception, a process releases its resources and prints a message. Outside of
-    the training steps, a rank keeps the default action of these signals, which ends it immediately, because Python's
-    handlers do not run while it waits in a collective.
+    With the exception, a process releases its resources and prints a message. Outside of the training steps, a rank
+    keeps the default action of these signals, which ends it immediately, because Python's handlers do not run while it
+    waits in a collective.
     """
     if launcher := os.environ.get(failure.LAUNCHER):
         exit_with_parent(int(launcher))
