@@ -28,7 +28,7 @@ def speedup(commands: Commands) -> list[str]:
     numbers = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
     rows = [{"query": f"What is {one} times {other}, and why?"} for one in numbers for other in numbers]
     (commands.directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    options: str = "--budget 10m --dataset rows.jsonl --self_prompts_share 0 --max_new_tokens 16 --torch_dtype float32"
+    options: str = "--budget 5m --dataset rows.jsonl --self_prompts_share 0 --max_new_tokens 16 --torch_dtype float32"
     return ["speedup", "--model", "model", "--output_dir", "out", *options.split()]
 
 
@@ -36,13 +36,15 @@ def test_killed_at_random_moments(commands: Commands, speedup: list[str]):
     seed = time.time_ns()
     print(f"random.Random({seed})")  # pytest shows it when the test fails
     moments = random.Random(seed)
-    for _ in range(4):
+    for _ in range(3):
         process = commands.start(*speedup)
-        time.sleep(moments.uniform(5, 60))
+        time.sleep(moments.uniform(5, 40))
         if process.poll() is None:
             commands.kill(process)
         time.sleep(10)  # the step in progress receives a signal and stops
-    done = commands.ok(*speedup)
+    process = commands.start(*speedup)
+    printed, errors = process.communicate(timeout=1800)
+    assert process.returncode == 0, errors
     out = commands.directory / "out"
     progress = json.loads((out / "speedup.json").read_text())
     assert progress["rounds"][0] == 128
@@ -53,13 +55,13 @@ def test_killed_at_random_moments(commands: Commands, speedup: list[str]):
     training = (out / "round-1" / "train.jsonl").read_text().splitlines()
     assert len(held_out) >= 16
     assert not set(held_out) & set(training)
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("    swiftlite deploy")][:1]
+    (line,) = [line for line in printed.splitlines() if line.startswith("    swiftlite deploy")][:1]
     args, _ = parse(DeployArgs, shlex.split(line)[2:])
     assert args.infer_backend == "vllm"
     # Nothing is left to do.
     before = (out / "speedup.json").read_bytes()
     again = commands.ok(*speedup)
-    assert again.stdout == done.stdout
+    assert again.stdout in printed  # which begins with the tables of the steps
     assert (out / "speedup.json").read_bytes() == before
     # Other settings are refused, and a larger budget is not.
     refused = commands.run(*speedup, "--seed", "7")
