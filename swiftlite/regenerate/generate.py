@@ -9,13 +9,11 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, replace
 from functools import cache, partial
 
-from pydantic import TypeAdapter, ValidationError
 from tqdm import tqdm
 
 from swiftlite.data.template import ChatTemplate
 from swiftlite.engines.engine import Completion, Engine, EngineConfig, Sampling, start_engine
 from swiftlite.engines.prompts import encode_prompt
-from swiftlite.errors import UserError
 from swiftlite.regenerate.dialogue import Dialogues, RegeneratedTurn
 from swiftlite.serve.answers import AnswersFile
 from swiftlite.serve.infer import Answers, decode
@@ -39,14 +37,8 @@ def read_answers(file: AnswersFile, dialogues: Dialogues) -> None:
     Raises:
         UserError: a line is not an answer.
     """
-    form = TypeAdapter(RegeneratedTurn)
-    for place, record in file.records():
-        try:
-            dialogues.answers[dialogues.requests[place]] = form.validate_python(record)
-        except ValidationError as error:
-            field = error.errors()[0]["loc"][0]
-            problem = f"{file.path}: the answer to {record['source']} has an invalid or missing {field}"
-            raise UserError(problem, "delete the line and run the same command again") from None
+    for place, answer in file.typed_records(RegeneratedTurn):
+        dialogues.answers[dialogues.requests[place]] = answer
 
 
 @contextmanager

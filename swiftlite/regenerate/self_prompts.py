@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from pydantic import TypeAdapter, ValidationError
 from tqdm import tqdm
 
 from swiftlite.args.commands import RegenerateArgs
@@ -98,23 +97,13 @@ class SelfPromptWriter:
             UserError: prompts.jsonl cannot be written or was written with other settings, or the run was interrupted.
         """
         with AnswersFile(directory / PROMPTS, self._names, self._made_with, "--output_dir") as file:
-            self._read(file)
+            for place, message in file.typed_records(WrittenMessage):
+                self._dialogues.written[divmod(place, self._dialogues.num_messages)] = message
             with logs_how_to_resume(file):
                 for position in range(self._dialogues.num_messages):
                     self._write_messages(position, file, engine, max_length)
             file.finish()
         return self._dialogues.select()
-
-    def _read(self, file: AnswersFile) -> None:
-        form = TypeAdapter(WrittenMessage)
-        for place, record in file.records():
-            try:
-                key = divmod(place, self._dialogues.num_messages)
-                self._dialogues.written[key] = form.validate_python(record)
-            except ValidationError as error:
-                field = error.errors()[0]["loc"][0]
-                problem = f"{file.path}: {record['source']} has an invalid or missing {field}"
-                raise UserError(problem, "delete the line and run the same command again") from None
 
     def _write_messages(self, position: int, file: AnswersFile, engine: Callable[[], Engine], max_length: int) -> None:
         """Generate the messages at one position of all conversations that have reached it."""

@@ -12,7 +12,9 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
 
 from swiftlite.args.commands import GenerationCommand
 from swiftlite.atomic import atomic_write
@@ -23,6 +25,8 @@ from swiftlite.families.resolved import HfModel
 from swiftlite.json_file import parse_json, read_json
 from swiftlite.log import logger
 from swiftlite.redact import redact
+
+Record = TypeVar("Record")
 
 # Options that do not change an answer. Paths do not count, because the content of models and datasets is compared.
 NOT_OF_ANSWERS = {
@@ -117,6 +121,21 @@ class AnswersFile:
         lines = self._whole_lines()
         for place, line in zip(self._places(lines), lines, strict=True):
             yield place, parse_json(line.decode())
+
+    def typed_records(self, kind: type[Record]) -> Iterator[tuple[int, Record]]:
+        """Yield `records` as instances of a dataclass.
+
+        Raises:
+            UserError: a line has an invalid or missing field.
+        """
+        form = TypeAdapter(kind)
+        for place, record in self.records():
+            try:
+                yield place, form.validate_python(record)
+            except ValidationError as error:
+                field = error.errors()[0]["loc"][0]
+                problem = f"{self.path}: {record['source']} has an invalid or missing {field}"
+                raise UserError(problem, "delete the line and run the same command again") from None
 
     def finish(self) -> None:
         """Sort the lines in the order of the prompts; the file is replaced atomically."""
