@@ -46,6 +46,7 @@ class Commands:
         from_files = 0
         if args.dataset:
             from_files = round(prompts * (1 - args.self_prompts_share))
+        if from_files:
             each = max(1, from_files // len(args.dataset))
             words.append("--dataset")
             for name in args.dataset:

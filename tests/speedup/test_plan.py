@@ -58,12 +58,19 @@ def test_rounds_write_different_prompts(make_commands):
 
 
 @pytest.mark.parametrize(
-    ("share", "sample", "self_prompts"), [(0.5, "#50", 100), (0.0, "#100", 0), (0.75, "#25", 150), (1.0, "#1", 200)]
+    ("share", "dataset", "self_prompts"),
+    [
+        (0.5, ["a.jsonl#50", "b.jsonl#9"], 100),
+        (0.0, ["a.jsonl#100", "b.jsonl#9"], 0),
+        (0.97, ["a.jsonl#3", "b.jsonl#3"], 194),
+        (1.0, [], 200),
+    ],
 )
-def test_prompts_of_a_dataset_are_mixed_in(make_commands, share, sample, self_prompts):
+def test_prompts_of_a_dataset_are_mixed_in(make_commands, share, dataset, self_prompts):
+    """`b.jsonl#9` never contributes more than nine rows."""
     commands = make_commands(dataset=["a.jsonl", "b.jsonl#9"], self_prompts_share=share)
     args = options_of(commands.answers(1, 200, 0))
-    assert args.dataset == [f"a.jsonl{sample}", "b.jsonl#9" if share < 1 else "b.jsonl#1"]
+    assert args.dataset == dataset
     assert args.self_prompts == self_prompts
 
 
