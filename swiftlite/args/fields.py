@@ -581,7 +581,7 @@ class SpeedupOptions:
     budget: str = "1h"
     """Time for everything, such as 45m or 1h30m; at least 5m. The step in progress at the end is completed."""
     dataset: list[str] = field(default_factory=list)
-    """Files or datasets on the hub with prompts (rows as for sft) like those that will be served. Default: the model
+    """Files or datasets on the hub with prompts (rows as for sft) similar to the expected requests. Default: the model
     writes all prompts."""
     self_prompts_share: bounds.Fraction = 0.5
     """With --dataset: share of prompts that the model writes itself."""
