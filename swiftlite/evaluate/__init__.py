@@ -1,1 +1,1 @@
-"""Run `swiftlite evaluate`: measure the acceptance of MTP heads, by channel."""
+"""Run `swiftlite evaluate`: measure the acceptance of MTP heads, by channel (label of dataset rows)."""

@@ -1,4 +1,4 @@
-"""Measure which drafts an engine accepts, by its own counters and by channel, and collect its answers."""
+"""Generate answers with an engine, and read from its counters how many draft tokens it accepted, by channel."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,8 +24,8 @@ class EngineStats:
     """The measurement of one engine.
 
     Attributes:
-        by_channel: for each channel and for `all`, the number of `prompts` and the `DraftCounts.to_json` of greedy
-            answers.
+        by_channel: for each channel and for "all", the number of prompts (`prompts`) and the draft counts of greedy
+            answers (as from `DraftCounts.to_json`).
         drawn_by_channel: the same figures as `by_channel` for sampled answers; empty without sampling.
         answers: prompts and greedy answers as samples whose labels are the answers.
         num_speculative_tokens: number of draft tokens per step.
@@ -51,14 +51,14 @@ def by_engine(
     temperature: float = 0.0,
     confidences: Sequence[float] = (),
 ) -> EngineStats:
-    """Start the engine once, and generate answers.
+    """Start an engine once, and generate answers to the prompts of all channels.
 
     Args:
-        config: configuration of the engine, whose max_model_len is replaced by the length that the prompts need.
+        config: configuration of the engine. Its max_model_len is replaced by the length that the prompts need.
         conversations: conversations whose last assistant turn is generated.
-        max_prompts: maximum number of prompts per channel, the first ones.
-        temperature: above 0, answers are also sampled at this temperature.
-        confidences: values of `Sampling.draft_confidence` to compare by speed.
+        max_prompts: maximum number of prompts per channel; the first ones are used.
+        temperature: if above 0, answers are also sampled at this temperature.
+        confidences: values of `Sampling.draft_confidence` whose speeds are compared.
 
     Raises:
         UserError: the template cannot render a prompt, or a prompt leaves no room for an answer; the error names the
@@ -86,7 +86,7 @@ def by_engine(
 def _ask(
     engine: Engine, prompts: Mapping[str, Sequence[Sequence[int]]], sampling: Sampling
 ) -> tuple[dict[str, dict[str, object]], list[Sample]]:
-    """Return the engine's counts for each channel and for all, and its answers."""
+    """Generate answers, and return the engine's draft counts for each channel and for "all", and the answers."""
     counts: dict[str, DraftCounts] = {}
     answers: list[Sample] = []
     for channel in sorted(prompts):
@@ -102,7 +102,7 @@ def _ask(
 
 
 def _first_of_each_channel(conversations: Sequence[Conversation], max_prompts: int) -> dict[str, list[Conversation]]:
-    """Return the first conversations of each channel without their last turns; "" for rows without a channel."""
+    """Return the first conversations of each channel ("" for none), without their last turns."""
     chats: dict[str, list[Conversation]] = {}
     for chat in conversations:
         chosen = chats.setdefault(chat.channel or "", [])
@@ -112,8 +112,10 @@ def _first_of_each_channel(conversations: Sequence[Conversation], max_prompts: i
 
 
 def _samples(prompts: Sequence[Sequence[int]], completions: Sequence[Completion], channel: str | None) -> list[Sample]:
-    """Return prompts and answers as samples with the engine's tokens; tokenizing their text again could give other
-    tokens."""
+    """Return prompts and answers as samples with exactly the engine's tokens.
+
+    Tokenizing their text again could give other tokens.
+    """
     samples = []
     for prompt, completion in zip(prompts, completions, strict=True):
         weights = [0.0] * len(prompt) + [1.0] * len(completion.token_ids)

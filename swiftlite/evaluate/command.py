@@ -1,4 +1,4 @@
-"""Run `swiftlite evaluate`: measure the acceptance of a model and of a baseline, by depth and channel."""
+"""Run `swiftlite evaluate`: measure the acceptance of a model's MTP heads and of a baseline's, by depth and channel."""
 
 import json
 from pathlib import Path
@@ -30,7 +30,7 @@ from swiftlite.runtime.mesh import Mesh
 
 
 def run(args: EvaluateArgs) -> None:
-    """Measure, print a table, write evaluation.json, evaluation.svg and evaluation.html.
+    """Measure the acceptance, print a table, and write evaluation.json, evaluation.svg and evaluation.html.
 
     Raises:
         UserError: rows or a model are invalid, or --output_dir cannot be written.
@@ -74,7 +74,6 @@ def run(args: EvaluateArgs) -> None:
 
 
 def _read_rows(args: EvaluateArgs, model: HfModel) -> tuple[PreTrainedTokenizerBase, Data]:
-    """Return the model's tokenizer, and the rows encoded with it."""
     return load_rows(
         model,
         args.dataset,
@@ -87,7 +86,6 @@ def _read_rows(args: EvaluateArgs, model: HfModel) -> tuple[PreTrainedTokenizerB
 
 
 def _serve(args: EvaluateArgs, model: HfModel, tokenizer: PreTrainedTokenizerBase, data: Data) -> EngineStats:
-    """Return the engine's answers and counts."""
     config = EngineConfig(
         model=model,
         torch_dtype=args.torch_dtype,
@@ -109,8 +107,11 @@ def _serve(args: EvaluateArgs, model: HfModel, tokenizer: PreTrainedTokenizerBas
 
 
 def _compare_with_engine(args: EvaluateArgs, model: HfModel, served: EngineStats, mesh: Mesh) -> ModelFigures:
-    """Return the engine's counts and, if the engine drafts the trained number of tokens, the counts of decoding
-    simulated on the engine's answers."""
+    """Return the draft counts of the engine.
+
+    If the engine drafts as many tokens as the heads were trained for, also return the counts of speculative decoding
+    simulated on the engine's answers.
+    """
     engine = args.infer_backend
     counted = served.by_channel
     drawn = {}
@@ -137,12 +138,12 @@ def _compare_with_engine(args: EvaluateArgs, model: HfModel, served: EngineStats
 
 
 def _walks(forced: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return, by channel, the counts of simulated decoding (`replayed`) in the result of `teacher_forced`."""
+    """Return, by channel, only the counts of simulated decoding (`replayed`) of a `teacher_forced` result."""
     return {channel: {"samples": found["samples"], **found["replayed"]} for channel, found in forced.items()}
 
 
 def _without_walks(forced: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return, by channel, the result of `teacher_forced` without the counts of simulated decoding (`replayed`)."""
+    """Return, by channel, a `teacher_forced` result without the counts of simulated decoding (`replayed`)."""
     rest = {}
     for channel, found in forced.items():
         rest[channel] = {name: value for name, value in found.items() if name != "replayed"}

@@ -39,7 +39,7 @@ def by_confidence(
 
 
 def confidence_rows(measured: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Return a row of COLUMNS for each draft confidence; ratios are relative to the first confidence."""
+    """Return a row for each draft confidence, with the columns COLUMNS; ratios are relative to the first confidence."""
     first = measured[0]["tokens_per_second"]
     rows = []
     for each in measured:

@@ -23,7 +23,7 @@ def load_rows(
     """Load the rows as held-out samples, with the model's tokenizer and chat template.
 
     Args:
-        offered: names of the command's options, so that errors only name these; default: those of `megatron sft`.
+        offered: names of the command's options; errors only name these options. Default: the options of `megatron sft`.
 
     Raises:
         UserError: a file cannot be read, there are more bad rows than allowed, or no row is left.

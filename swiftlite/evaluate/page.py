@@ -80,7 +80,7 @@ def evaluation_chart(results: Mapping[str, ModelFigures]) -> bytes:
 
 
 def _percentages(results: Mapping[str, ModelFigures], method: str, channels: list[str]) -> dict[str, list[float]]:
-    """Return the percentage of each channel for each model and depth; 0 if a model lacks the channel or depth."""
+    """Return, for each model and depth, the percentages of all channels; 0 if a model lacks the channel or depth."""
     bars = {}
     for name, figures in results.items():
         shares = _shares(figures, method, channels)
@@ -116,7 +116,7 @@ def _first(figures: ModelFigures, method: str) -> float | None:
 
 
 def _figures(results: Mapping[str, ModelFigures], method: str) -> list[Figure]:
-    """Return a figure for each depth with the model and the baseline by channel."""
+    """Return, for each depth, a figure that compares the model and the baseline by channel."""
     channels = list(results["model"][method])
     by_name = {name: _shares(figures, method, channels) for name, figures in results.items()}
     depth = max(len(shares) for shares in by_name["model"])

@@ -1,4 +1,4 @@
-"""Report the acceptance by length of context and by position in the answer, to show where heads are weak."""
+"""Report the acceptance by context length and by position in the answer, to show where heads predict badly."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,9 +16,9 @@ Bucket = Mapping[str, Any]
 
 
 def position_tables(results: Mapping[str, ModelFigures]) -> str:
-    """Return a table by context length and one by position, with differences from the baseline in percentage points.
+    """Return a table by context length and one by position; empty for a model without heads.
 
-    The result is empty for a model without heads.
+    Differences from the baseline are in percentage points.
 
     Args:
         results: figures of "model", and of "baseline" if there is one.

@@ -6,15 +6,16 @@ from swiftlite.acceptance import report
 from swiftlite.report.table import text_table
 
 ModelFigures = dict[str, dict[str, dict[str, Any]]]
-"""Method -> channel -> figures, in the format of evaluation.json. A method is teacher_forced, replayed, an engine's
-name, an engine's name followed by `REPLAYED`, or an engine's name with a temperature (`acceptance.report.named`).
+"""Figures by method and channel, in the format of evaluation.json. A method is "teacher_forced", "replayed", an
+engine's name, an engine's name followed by `REPLAYED`, or an engine's name with a temperature
+(`acceptance.report.named`).
 """
 REPLAYED = "_replayed"
 """Suffix of an engine's name, for the figures of speculative decoding that is simulated on this engine's answers."""
 
 
 def rates(method: str, figures: dict[str, Any]) -> list[float]:
-    """Return the acceptance by depth, or by the engine's draft position."""
+    """Return the acceptance by depth of the head or, for an engine, by position of the draft token."""
     if method == "teacher_forced":
         return [head["acceptance"] for head in figures["heads"]]
     return figures["acceptance_per_position"]
@@ -26,7 +27,7 @@ def describe(method: str) -> str:
 
 
 def num_rows(figures: dict[str, Any]) -> int:
-    """Return the number of samples, or for an engine the number of prompts."""
+    """Return the number of samples or, for an engine, the number of prompts."""
     if "samples" in figures:
         return figures["samples"]
     return figures["prompts"]
@@ -45,7 +46,8 @@ def compare_with_engine(engine: str, counted: dict[str, Any], walk: dict[str, An
 
 
 def table(results: dict[str, ModelFigures]) -> str:
-    """Return a table with a line for each channel, with differences from the baseline in percentage points.
+    """Return a table of the acceptance with a line for each channel; differences from the baseline are in percentage
+    points.
 
     Args:
         results: figures of "model", and of "baseline" if there is one.

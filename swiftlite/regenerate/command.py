@@ -1,8 +1,8 @@
 """Run `swiftlite regenerate`: generate answers, store them, and write a dataset with them.
 
-The prompts are those of --dataset and those that the model writes (`self_prompts.py`). Answers are appended to
-answers.jsonl as they finish, one line per turn (`serve/answers.py`); the same command resumes after them. dataset.jsonl
-and report.json depend only on the prompts, the options and these answers.
+The prompts come from --dataset or are written by the model (`self_prompts.py`). Each answer is appended to
+answers.jsonl when it is complete, one line per turn (`serve/answers.py`). If the same command runs again, it generates
+only the missing answers. dataset.jsonl and report.json depend only on the prompts, the options and the answers.
 """
 
 import json
@@ -35,7 +35,7 @@ def run(args: RegenerateArgs) -> None:
     """Generate the missing answers, and write the dataset.
 
     Raises:
-        UserError: an option or file is invalid; before the engine starts if possible.
+        UserError: an option or file is invalid. This is detected before the engine starts where possible.
     """
     model = resolve_served(args.model)
     template, sampling = read_for_asking(args, model)
@@ -108,11 +108,12 @@ def _write_dataset(
 def _last_prompts(
     template: ChatTemplate, chats: Sequence[Conversation], known: Mapping[int, list[int]]
 ) -> dict[int, list[int]]:
-    """Return, by row number, the prompt of each conversation's last turn, without rows whose last prompt equals that of
-    an earlier row.
+    """Return the tokens of the prompt of each conversation's last turn, by row number.
+
+    A row is left out if its last prompt equals the last prompt of an earlier row.
 
     Args:
-        known: prompts of a previous call, which are not tokenized again.
+        known: prompts that a previous call has returned; they are not tokenized again.
     """
     prompts = {}
     for row, chat in distinct(_asking(chats)).items():
@@ -121,12 +122,14 @@ def _last_prompts(
 
 
 def _asking(chats: Sequence[Conversation]) -> dict[int, Conversation]:
-    """Return the rows with a prompt, by row number; in all other rows the assistant only calls tools."""
+    """Return the rows with a prompt, by row number. Rows without a prompt are those in which the assistant only calls
+    tools.
+    """
     return {row: chat for row, chat in enumerate(chats) if answered_turns(chat)}
 
 
 def _gold(chats: Sequence[Conversation], gold_fraction: float) -> list[NumberedRow]:
-    """Return the original rows that can be mixed into the dataset; none if `gold_fraction` is 0."""
+    """Return the original rows that can be mixed into the dataset; an empty list if `gold_fraction` is 0."""
     if not gold_fraction:
         return []
     gold = gold_rows(chats)

@@ -12,7 +12,7 @@ from swiftlite.log import logger
 from swiftlite.regenerate.dialogue import Dialogues, prompt_after
 
 NumberedRow = tuple[int, dict[str, Any]]
-"""A row, after the number of the row in --dataset that it comes from."""
+"""The number of a row in --dataset, and a row made from it."""
 
 
 @dataclass(frozen=True)
@@ -20,9 +20,9 @@ class DatasetRows:
     """The rows of dataset.jsonl.
 
     Attributes:
-        regenerated: rows with the model's answers, with the numbers of their original rows.
+        regenerated: rows with the model's answers, each with the number of its original row.
         gold: original rows of the dataset.
-        num_equal: number of conversations that were removed because another one has the same answers.
+        num_equal: number of conversations that were removed because an earlier conversation has the same answers.
     """
 
     regenerated: list[NumberedRow]
@@ -36,12 +36,12 @@ class DatasetRows:
 
 
 def make_rows(dialogues: Dialogues, gold: Sequence[NumberedRow], gold_fraction: float, seed: int) -> DatasetRows:
-    """Return the rows of all conversations, and original (gold) rows that are the share `gold_fraction` of the total.
+    """Return the rows of all conversations together with original (gold) rows.
 
-    If there are too few gold rows for this share, all of them are returned.
+    The gold rows are the share `gold_fraction` of all returned rows, or less if there are too few of them.
 
     Args:
-        gold: original rows, of which the returned ones are drawn.
+        gold: the original rows from which the returned ones are drawn at random.
         seed: seed of the draw.
     """
     regenerated = _regenerated_rows(dialogues)

@@ -20,7 +20,7 @@ class RegeneratedTurn:
     """The model's answer in one turn, as stored in answers.jsonl.
 
     Attributes:
-        finish_reason: stop, or length if the answer was truncated, as in `Completion`.
+        finish_reason: "length" if the answer was truncated, else "stop".
     """
 
     response: str
@@ -31,12 +31,12 @@ class RegeneratedTurn:
 
 @dataclass(frozen=True)
 class Request:
-    """A request for one answer; all numbers count from 0.
+    """A request for one answer. All numbers count from 0.
 
     Attributes:
-        turn: number of the turn among the turns that the model answers.
-        row: number of the conversation's row.
-        answer: number among the answers to the same conversation.
+        turn: number of the turn, counting only turns that the model answers.
+        row: number of the row that contains the conversation.
+        answer: number of the answer; a conversation can be answered several times.
     """
 
     turn: int
@@ -45,10 +45,10 @@ class Request:
 
 
 def answered_turns(chat: Conversation) -> list[int]:
-    """Return the indices of the assistant turns to regenerate; for an unanswered question at the end, also the index
-    after the question.
+    """Return the indices of the assistant turns to regenerate.
 
-    Tool calls are kept, because the results that follow belong to them.
+    If the conversation ends with a question, the last index is the one after the question. Turns with tool calls are
+    not regenerated, because the tool results that follow depend on them.
     """
     roles = [message["role"] for message in chat.messages]
     turns = []
@@ -62,10 +62,10 @@ def answered_turns(chat: Conversation) -> list[int]:
 
 
 def prompt_after(chat: Conversation, answers: Sequence[str]) -> Conversation:
-    """Return the next prompt after the model's `answers` to the first turns of a conversation.
+    """Return the prompt that follows the model's `answers` to the first turns of a conversation.
 
-    The model's answers are trained. Tool calls of the row are not trained, because the model did not generate them. The
-    loss weights of the row are not used, because they belong to the original answers.
+    The model's answers are marked for training. Tool calls of the row are not, because the model did not generate them.
+    The loss weights of the row are ignored, because they apply to the original answers.
     """
     turns = answered_turns(chat)
     end = turns[len(answers)]
@@ -81,7 +81,7 @@ def prompt_after(chat: Conversation, answers: Sequence[str]) -> Conversation:
 
 
 def longest_prompt(chat: Conversation) -> Conversation:
-    """Return the prompt of a conversation's last turn, with the answers of the row in previous turns."""
+    """Return the prompt of a conversation's last turn. Previous turns have the original answers of the row."""
     turns = answered_turns(chat)
     return prompt_after(chat, [chat.messages[place]["content"] for place in turns[:-1]])
 
@@ -100,12 +100,12 @@ def distinct(chats: Mapping[int, Conversation]) -> dict[int, Conversation]:
 
 
 class Dialogues:
-    """The state of conversations that the model answers.
+    """The state of the conversations that the model answers.
 
     Args:
         chats: conversations by number of the row.
-        num_answers: number of times that each conversation is answered, from its first turn on.
-        drop_truncated: whether a truncated answer ends its conversation and is removed.
+        num_answers: number of times that each whole conversation is answered.
+        drop_truncated: whether a truncated answer is removed and ends its conversation.
 
     Attributes:
         requests: all requests: first turns of all conversations, then second turns, and so on.
@@ -133,7 +133,7 @@ class Dialogues:
         return itertools.product(self.chats, range(self._num_answers))
 
     def turns_so_far(self, row: int, answer: int) -> list[RegeneratedTurn]:
-        """Return the answers of one conversation so far; an answer that is not kept is the last one."""
+        """Return the answers of one conversation so far. If an answer cannot be trained on, it is the last one."""
         said = []
         for turn in range(self._num_turns[row]):
             found = self.answers.get(Request(turn, row, answer))
@@ -145,11 +145,11 @@ class Dialogues:
         return said
 
     def is_kept(self, answer: RegeneratedTurn) -> bool:
-        """Return whether an answer can be trained on and followed by the next turn."""
+        """Return whether an answer can be trained on. Otherwise the conversation ends."""
         return bool(answer.response.strip()) and not (self._drop_truncated and answer.finish_reason == "length")
 
     def kept(self, row: int, answer: int) -> list[str]:
-        """Return the kept answers of one conversation."""
+        """Return the texts of the answers of one conversation that can be trained on."""
         return [said.response for said in self.turns_so_far(row, answer) if self.is_kept(said)]
 
     @property
@@ -160,7 +160,7 @@ class Dialogues:
         return sum((request.row, request.answer) in open_rows for request in missing)
 
     def prompt(self, request: Request) -> Conversation | None:
-        """Return the prompt; None if the conversation has not reached this turn, or ended before it."""
+        """Return the prompt of a request; None if the conversation has not reached this turn, or ended before it."""
         kept = self.kept(request.row, request.answer)
         if len(kept) < request.turn:
             return None

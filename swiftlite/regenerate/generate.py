@@ -19,7 +19,7 @@ from swiftlite.serve.answers import AnswersFile
 from swiftlite.serve.infer import Answers, decode
 
 Asked = tuple[int, list[int]]
-"""Index of a request among all requests, and the tokens of its prompt."""
+"""The index of a request in `Dialogues.requests`, and the tokens of its prompt."""
 
 
 def names_of(dialogues: Dialogues) -> list[str]:
@@ -65,9 +65,11 @@ def generate_all(
 
     Args:
         engine: starts the engine, or returns the running one.
-        max_length: maximum length of a sequence in tokens; a prompt without room for an answer ends its conversation.
-        file: file with the answers of `dialogues`; each new answer is appended when it finishes.
-        sampling: sampling settings; the number of an answer is the index of its request among all requests.
+        max_length: maximum length of a sequence in tokens. A conversation ends if its prompt leaves no room for an
+            answer.
+        file: file with the answers of `dialogues`; each new answer is appended when it is complete.
+        sampling: sampling settings. The random numbers of an answer depend on the index of its request in
+            `dialogues.requests`.
 
     Returns:
         The new answers in the order of their requests. None if no answer was missing; then no engine was started.
@@ -104,8 +106,9 @@ def generate_all(
 
 
 def _rounds(dialogues: Dialogues, template: ChatTemplate, max_length: int) -> Iterator[list[Asked]]:
-    """Yield the missing requests of each turn; the requests of a turn are computed when the previous turns are
-    answered.
+    """Yield, for each turn, the requests without an answer.
+
+    The requests of a turn are computed after the previous turns have been answered.
 
     Args:
         max_length: maximum length of prompt and answer. A conversation without room for an answer ends.

@@ -16,11 +16,12 @@ from swiftlite.regenerate.self_dialogues import SelfPrompts
 def make_report(
     dialogues: Dialogues, rows: DatasetRows, chats: Sequence[Conversation], num_asking: int, written: SelfPrompts
 ) -> dict[str, Any]:
-    """Return the content of report.json, without times, so that a resumed run writes the same file.
+    """Return the content of report.json. It contains no times, so that a resumed run writes the same file.
 
     Args:
         chats: every row of the dataset, and every conversation of `written`.
-        num_asking: number of rows with a prompt; in all other rows the assistant only calls tools.
+        num_asking: number of rows with a prompt. Rows without a prompt are those in which the assistant only calls
+            tools.
     """
     said = []
     for row, answer in dialogues:

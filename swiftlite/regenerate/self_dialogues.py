@@ -35,7 +35,10 @@ class WrittenMessage:
 
 @dataclass(frozen=True)
 class SelfPrompts:
-    """The usable conversations, each of which ends with a user turn, and the number of dropped ones by reason."""
+    """The usable conversations that the model wrote, and the number of dropped ones by reason.
+
+    Each conversation ends with a user turn.
+    """
 
     conversations: list[Conversation] = field(default_factory=list)
     dropped: dict[Reason, int] = field(default_factory=dict)
@@ -59,11 +62,11 @@ class SelfDialogues:
         number: number of conversations.
         num_turns: number of user turns of each conversation.
         system: system prompt of all conversations.
-        topics: topics that are assigned in turn; without topics the model chooses.
+        topics: topics, given to the conversations one after another and repeated. Without topics the model chooses.
         special_token: pattern that matches any special token.
 
     Attributes:
-        written: messages by conversation and position, both from 0.
+        written: messages by (conversation, position), both counted from 0.
     """
 
     def __init__(
@@ -92,7 +95,10 @@ class SelfDialogues:
         return numbers
 
     def context(self, conversation: int) -> list[Message]:
-        """Return the messages that precede the next one; a topic is in the system prompt of user turns only."""
+        """Return the messages that precede the next one.
+
+        A topic is added to the system prompt only if the user speaks next.
+        """
         messages = self._messages(conversation)
         system = self._system
         if self._topics and self.role(len(messages)) == "user":
@@ -101,8 +107,10 @@ class SelfDialogues:
         return _conversation(system, messages)
 
     def select(self) -> SelfPrompts:
-        """Return the complete conversations with usable messages; among those with similar first turns, only the first
-        one."""
+        """Return the complete conversations whose messages are all usable.
+
+        If the first turns of several conversations are similar, only the first of these conversations is returned.
+        """
         dropped: Counter[Reason] = Counter()
         usable = []
         for conversation in range(self.number):
@@ -143,7 +151,10 @@ class SelfDialogues:
         return None
 
     def _problem(self, message: WrittenMessage, position: int) -> Reason | None:
-        """Return why the conversation of a message is not usable; an answer of the model need not be complete."""
+        """Return why a message makes its conversation unusable; None if it does not.
+
+        An answer of the model may be truncated, a user turn may not.
+        """
         text = message.text.strip()
         if self.role(position) == "assistant":
             return None if text else "too short"

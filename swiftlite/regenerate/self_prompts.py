@@ -4,7 +4,8 @@ If the prompt is only the chat template's text up to the start of a user turn, a
 plausible question (Magpie, Xu et al. 2024). In conversations of several turns the model also answers each question
 before it writes the next one; these answers are only context, and `regenerate` answers all turns again.
 
-Messages are appended to prompts.jsonl as they finish; the same command resumes.
+Each message is appended to prompts.jsonl when it is complete. If the same command runs again, it generates only the
+missing messages.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,7 +35,7 @@ class SelfPromptWriter:
 
     Args:
         template: chat template of `model`.
-        sampling: settings of the answers between user turns.
+        sampling: sampling settings of the answers between user turns.
 
     Attributes:
         longest: maximum length, in tokens, of the prompt for the last answer of a conversation.
@@ -72,9 +73,9 @@ class SelfPromptWriter:
         self.longest = self._longest(args, beginnings)
 
     def _longest(self, args: RegenerateArgs, beginnings: Sequence[Conversation]) -> int:
-        """Return the length of a conversation whose messages all have their maximum length.
+        """Return the length in tokens of a conversation whose messages all have their maximum length.
 
-        The template's own text around messages is measured with messages of one letter.
+        The text that the template adds around messages is measured with messages of one letter.
         """
         letters = []
         for position in range(self._dialogues.num_messages):
@@ -87,7 +88,7 @@ class SelfPromptWriter:
         return max(lengths) + texts
 
     def write(self, directory: Path, engine: Callable[[], Engine], max_length: int) -> SelfPrompts:
-        """Generate the messages that prompts.jsonl lacks, and return the usable conversations.
+        """Generate the messages that are missing in prompts.jsonl, and return the usable conversations.
 
         Args:
             engine: starts the engine, or returns the running one.
@@ -106,7 +107,7 @@ class SelfPromptWriter:
         return self._dialogues.select()
 
     def _write_messages(self, position: int, file: AnswersFile, engine: Callable[[], Engine], max_length: int) -> None:
-        """Generate the messages at one position of all conversations that have reached it."""
+        """Generate the next message of all conversations that have exactly `position` messages."""
         role = self._dialogues.role(position)
         asked = []
         prompts = []

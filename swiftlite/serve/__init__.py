@@ -1,1 +1,1 @@
-"""The commands that serve a model, `infer` and `deploy`. They access engines only through their `EngineInfo`."""
+"""Run the commands that serve a model, `infer` and `deploy`. They access engines only through `EngineInfo`."""

@@ -19,7 +19,7 @@ _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".safetensors.ind
 def with_adapters(base: HfModel, adapters: str | None) -> Iterator[HfModel]:
     """Yield the model for an engine: the model itself, or a temporary copy with the adapters merged.
 
-    Merged adapters, including those of MTP heads, work with every engine, and at the speed of the base model.
+    Merged adapters work with every engine and do not slow it down. Adapters of MTP heads are merged as well.
 
     Raises:
         UserError: the adapters are unreadable or belong to another model.

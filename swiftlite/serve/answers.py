@@ -1,8 +1,8 @@
-"""Write the file of `infer --result_path`, to which answers are appended as they finish.
+"""Write the file of `infer --result_path`. Each answer is appended when it is complete.
 
-Running the same command again generates only missing answers. `regenerate` also stores its answers in this way. During
-a run, lines are in the order in which answers finish; at its end, they are sorted in the order of the prompts. A second
-file, NAME.args.json, records the settings of the answers.
+Running the same command again generates only missing answers. `regenerate` also stores its answers in such a file.
+During a run, lines are in the order in which answers are completed; at its end, they are sorted in the order of the
+prompts. A second file, NAME.args.json, records the settings of the answers.
 """
 
 import fcntl
@@ -52,12 +52,12 @@ BLOCK_BYTES, NUM_BLOCKS = 4096, 256
 
 
 class AnswersFile:
-    """The answers of one run, or of several runs with the same prompts and options.
+    """The file with the answers of one run, or of several runs with the same prompts and options.
 
     Args:
-        sources: `file:line` of every prompt, which identifies the prompt's answer; may contain duplicates.
+        sources: `file:line` of every prompt; an answer is stored with the source of its prompt. May contain duplicates.
         made_with: settings of the answers, as returned by `describe`.
-        option: option that specifies the file or its directory.
+        option: name of the option that specifies the file or its directory, for error messages.
 
     Attributes:
         missing: indices of the prompts without an answer when the file was opened.
@@ -101,7 +101,10 @@ class AnswersFile:
         os.close(self._file)
 
     def add(self, place: int, record: dict[str, Any]) -> None:
-        """Append the answer to a prompt, as one complete line.
+        """Append an answer as one complete line.
+
+        Args:
+            place: index of the prompt.
 
         Raises:
             UserError: the line cannot be written; the file is unchanged.
@@ -187,7 +190,7 @@ class AnswersFile:
             )
 
     def _whole_lines(self) -> list[bytes]:
-        """Return all complete lines; an incomplete last line of a killed process is removed from the file."""
+        """Return all complete lines. If a killed process left an incomplete last line, it is removed from the file."""
         content = self.path.read_bytes()
         whole = content[: content.rfind(b"\n") + 1]
         if len(whole) < len(content):
@@ -233,7 +236,7 @@ def describe(
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
 ) -> dict[str, Any]:
-    """Return the settings of answers as JSON: options, and digests of the prompts and of the model."""
+    """Return the settings that determine the answers, as JSON: options, and digests of the prompts and of the model."""
     options = {name: value for name, value in asdict(args).items() if name not in NOT_OF_ANSWERS}
     described = [[chat.source, list(prompt)] for chat, prompt in zip(asked, prompts, strict=True)]
     return {
@@ -245,7 +248,7 @@ def describe(
 
 
 def describe_changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Return the differences between two results of `describe`, in terms of options."""
+    """Return the differences between two results of `describe`, as texts that name options."""
     old, new = before["options"], now["options"]
     changed = []
     for name in sorted(old.keys() | new.keys()):
@@ -265,7 +268,7 @@ def _shown(value: Any) -> str:
 
 
 def digest_of_model(directory: Path) -> str:
-    """Return a digest of config.json and of many blocks of the weight files."""
+    """Return a digest of config.json and of samples of the weight files."""
     digest = hashlib.sha256((directory / "config.json").read_bytes())
     for path in sorted(directory.glob("*.safetensors")):
         size = path.stat().st_size

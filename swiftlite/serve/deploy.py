@@ -1,6 +1,6 @@
-"""Run `swiftlite deploy`: start an engine's OpenAI-compatible server with the flags for a checkpoint.
+"""Run `swiftlite deploy`: start an engine's OpenAI-compatible server with the flags that a checkpoint requires.
 
-This process is replaced by the server, so signals and the exit code are those of the server.
+The server replaces this process, so the server receives its signals and returns its exit code.
 """
 
 import errno
@@ -43,7 +43,7 @@ def run(args: DeployArgs) -> None:
 
 
 def check_address(host: str, port: int) -> None:
-    """Check that a server can listen on this address, which engines check only after loading the model.
+    """Check that a server can listen on this address. Engines check this only after they have loaded the model.
 
     Raises:
         UserError: the address is invalid or in use.
@@ -64,7 +64,9 @@ def check_address(host: str, port: int) -> None:
 
 
 def server_command(args: DeployArgs, model: HfModel) -> ServerCommand:
-    """Return the command of the engine in --infer_backend; without --speculative, heads draft if there are any.
+    """Return the command that starts the server of the engine in --infer_backend.
+
+    Without --speculative, the heads of the checkpoint draft if there are any.
 
     Raises:
         UserError: the engine would not draft with the checkpoint's heads, or --draft_schedule is for another engine.

@@ -1,6 +1,7 @@
-"""Run `swiftlite infer`: answer prompts from files or a chat on stdin, and count accepted drafts.
+"""Run `swiftlite infer`: answer prompts from files or chat lines from stdin, and count accepted drafts.
 
-Answers are written to --result_path as they finish (`answers.py`), or to stdout; all other output goes to stderr.
+Each answer is written to --result_path when it is complete (`answers.py`), or to stdout. All other output is written to
+stderr.
 """
 
 import sys
@@ -43,7 +44,7 @@ class Answers:
 
     Attributes:
         completions: one for each prompt, in order.
-        seconds: time of generation, without the engine's start.
+        seconds: time of generation, excluding the start of the engine.
         counts: draft counts of these answers.
     """
 
@@ -64,7 +65,7 @@ def run(args: InferArgs) -> None:
     """Answer the prompts, and write or print the answers.
 
     Raises:
-        UserError: an option or file is invalid; before the engine starts if possible.
+        UserError: an option or file is invalid. This is detected before the engine starts where possible.
     """
     _check_result_path(args)
     if args.acceptance_json:
@@ -138,7 +139,10 @@ def _answer(
     sampling: Sampling,
     on_answer: OnAnswer | None = None,
 ) -> tuple[Answers, Answers | None]:
-    """Return the answers, and with --compare also answers without speculation, which are generated first."""
+    """Return the answers and, with --compare, the answers without speculation; else None.
+
+    With --compare, the answers without speculation are generated first.
+    """
     plain = None
     if args.compare:
         logger.info("generating without speculation")
@@ -157,7 +161,7 @@ def _report(args: InferArgs, result: Answers, plain: Answers | None) -> None:
 
 @contextmanager
 def logs_how_to_resume(file: AnswersFile) -> Iterator[None]:
-    """Log the number of answers in the file, and how to resume, if an exception ends the block.
+    """If an exception ends the block, log the number of answers in the file and how to resume.
 
     Raises:
         UserError: the process received SIGINT or SIGTERM; the error has the exit code of the signal.
@@ -249,7 +253,7 @@ def _equality(result: Answers, plain: Answers, temperature: float) -> str:
 
 
 def _chat(args: InferArgs, model: HfModel, template: ChatTemplate, sampling: Sampling) -> None:
-    """Answer the lines of stdin, which are user turns of one conversation, until the end of the input."""
+    """Answer the lines of stdin until its end. Each line is a user turn of one conversation."""
     limit = args.max_model_len or min(model.config["max_position_embeddings"], CHAT_LENGTH)
     engine = start_engine(args.infer_backend, engine_config(args, model, limit))
     messages: list[dict[str, Any]] = []
@@ -281,7 +285,7 @@ def _ask() -> str:
 
 
 def engine_config(args: GenerationCommand, model: HfModel, max_model_len: int) -> EngineConfig:
-    """Return the configuration of the engine in the options."""
+    """Return the engine's configuration as specified by the options."""
     info = ENGINES[args.infer_backend]
     num_tokens: int | None = 0
     if args.speculative == "mtp":
@@ -335,7 +339,7 @@ def _check_result_path(args: InferArgs) -> None:
 
 
 def _check_chat_path(path: Path) -> None:
-    """Check that the file of a chat is new or empty, and writable, because it is rewritten after each turn."""
+    """Check that the file for a chat is writable, and new or empty, because it is rewritten after each turn."""
     if path.exists() and (not path.is_file() or path.stat().st_size):
         raise UserError(f"--result_path {path} is not empty", "use another file, or delete it")
     try:

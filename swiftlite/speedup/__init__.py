@@ -1,1 +1,1 @@
-"""Run `swiftlite speedup`: train draft heads for a model within a time budget, and measure what they are worth."""
+"""Run `swiftlite speedup`: train draft heads for a model within a time budget, and measure the speed with them."""

@@ -1,4 +1,4 @@
-"""Decide how many prompts the next round answers and trains on, from the time that the previous rounds took."""
+"""Compute the number of prompts of the next training round from the durations of the previous rounds."""
 
 import math
 from collections.abc import Sequence
@@ -7,9 +7,10 @@ from dataclasses import dataclass
 BENCH_SHARE = 0.3
 """Share of the budget that is reserved for `bench`."""
 LARGEST_GROWTH = 8
-"""Maximum growth from one round to the next; measured times say little about much larger rounds."""
+"""Maximum ratio of the prompts of a round to those of the previous one. Times cannot be extrapolated to much larger
+rounds."""
 SMALLEST_GROWTH = 0.5
-"""Minimum number of prompts of a round, relative to the previous round; a smaller round is not worth its fixed
+"""Minimum ratio of the prompts of a round to those of the previous one. A smaller round is not worth its fixed
 costs."""
 
 
@@ -31,19 +32,20 @@ class RoundTimes:
 
 
 def first_round(budget: float) -> int:
-    """Return the number of prompts of the first round, which also shows how fast the machine is."""
+    """Return the number of prompts of the first round. Its duration also shows how fast the machine is."""
     return 256 if budget >= 1800 else 128
 
 
 def next_round(budget: float, spent: float, rounds: Sequence[RoundTimes]) -> int:
-    """Return the number of prompts of the next round; 0 if the rest of the budget does not suffice for one.
+    """Return the number of prompts of the next round; 0 if the rest of the budget is too small for a round.
 
-    Times are extrapolated from the last round: answers by its number of prompts N, training by the number of all
-    prompts M, because a round trains on the answers of all rounds. With a(n) = A n / N, t(n) = T (M + n) / M, and a
-    remainder R without the fixed costs, the largest n with a(n) + t(n) <= R is (R - T) / (A / N + T / M).
+    Times are extrapolated from the last round, which answered N prompts in A seconds and trained in T seconds on the M
+    prompts of all rounds so far. A next round of n prompts needs A n / N seconds for answers and T (M + n) / M for
+    training. If R seconds of the budget remain after the fixed costs, the largest possible n is (R - T) / (A / N + T /
+    M).
 
     Args:
-        budget: seconds for everything.
+        budget: seconds of the whole command, including the final benchmark.
         spent: seconds so far.
     """
     last = rounds[-1]

@@ -1,8 +1,8 @@
 """Run `swiftlite speedup`.
 
-A round writes prompts, answers them, trains heads on all answers so far, and counts the accepted drafts on held-out
-prompts. The first round is small and shows how fast the machine is; the next ones use the rest of the budget. At the
-end `bench` measures the best heads.
+In each round the model writes prompts and answers them, heads are trained on all answers so far, and the accepted
+drafts on held-out prompts are counted. The first round is small and shows how fast the machine is; the next rounds use
+the rest of the budget. At the end `bench` measures the speed with the best heads.
 """
 
 import shutil
@@ -55,7 +55,7 @@ def run(args: SpeedupArgs) -> None:
 
 
 class _Speedup:
-    """One call of the command: `best_heads` runs all missing steps."""
+    """One run of the command. `best_heads` runs all missing steps."""
 
     def __init__(self, args: SpeedupArgs, model: HfModel, directory: Path, progress: Progress):
         self._model = model
@@ -68,7 +68,7 @@ class _Speedup:
     def best_heads(self) -> str:
         """Run rounds while the budget lasts, then `bench`; return the name of the best heads.
 
-        After an interruption, all rounds are gone through again, and `run_step` skips the complete steps.
+        After an interruption, this function starts with the first round again, and `run_step` skips the complete steps.
         """
         number = 1
         while prompts := self._prompts_of(number):
@@ -79,10 +79,10 @@ class _Speedup:
         return best
 
     def _prompts_of(self, number: int) -> int:
-        """Return the number of prompts of a round; 0 if the rest of the budget does not suffice for one.
+        """Return the number of prompts of a round; 0 if the rest of the budget is too small for a round.
 
-        The size of a round that has started is stored. After the last round, the next one is computed again in each
-        call, because the budget may be larger.
+        For a round that has started, the stored number is returned. For a new round, the number is computed from the
+        current --budget, which may be larger than in a previous call.
         """
         rounds = self._progress.rounds
         if number <= len(rounds):
@@ -122,7 +122,7 @@ class _Speedup:
         self._evaluate(f"round-{number}")
 
     def _divide(self, number: int) -> None:
-        """Write the training rows of a round; the held-out rows are from the first round."""
+        """Write the training rows of a round; in the first round also the held-out rows that all rounds share."""
         training = self._directory / f"round-{number}" / "train.jsonl"
         if training.exists():
             return

@@ -13,8 +13,8 @@ from swiftlite.log import logger
 
 NUM_HELD_OUT = 48
 MIN_HELD_OUT = 16
-"""Minimum number of held-out rows: `bench` sends up to this number of concurrent requests, each with a different
-prompt."""
+"""Minimum number of held-out rows. `bench` sends up to this number of concurrent requests, each with a different
+held-out prompt."""
 
 
 def divide(rows: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -37,8 +37,8 @@ def divide(rows: Sequence[Any]) -> tuple[list[Any], list[Any]]:
 def without_similar(rows: Sequence[Any], held_out: Sequence[Any]) -> list[Any]:
     """Return the rows whose first question differs from the first question of every held-out row.
 
-    Questions that the model wrote must not even resemble a held-out question. Questions in rows of a dataset may,
-    because such rows often share an instruction.
+    Questions that the model wrote must also not resemble a held-out question. Questions in rows of a dataset may
+    resemble one, because such rows often share an instruction.
 
     Raises:
         UserError: no row is left.
@@ -68,11 +68,6 @@ def read_rows(path: Path) -> list[Any]:
 
 
 def write_rows(path: Path, rows: Sequence[Any]) -> None:
-    """Write rows to a file.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
     try:
         atomic_write(path, b"".join(json.dumps(row).encode() + b"\n" for row in rows))
     except OSError as error:

@@ -9,19 +9,19 @@ from swiftlite.families.resolved import HfModel
 from swiftlite.speedup.steps import CommandStep
 
 DRAFTED = 3
-"""Number of draft tokens per step in training and in evaluation; `bench` measures fewer as well."""
+"""Number of draft tokens per step in training and in evaluation. `bench` also measures smaller numbers."""
 DRAFT_VOCAB = 8192
 LR_OF_ROUNDS = "1e-3"
-"""Peak learning rate for the heads of an earlier round; the same as the default for new heads."""
+"""Peak learning rate if training starts from the heads of an earlier round; it equals the default for new heads."""
 LR_OF_TRAINED_HEADS = "3e-4"
-"""Peak learning rate for heads of the checkpoint, which a larger one could damage."""
+"""Peak learning rate if training starts from the heads of the checkpoint, which a larger rate could damage."""
 CONCURRENCY = (1, 4, 16)
 HELD_OUT = "held_out.jsonl"
 
 
 @dataclass(frozen=True)
 class Commands:
-    """The commands for one model.
+    """The swiftlite commands that `speedup` runs for one model.
 
     Attributes:
         model: the resolved --model.
@@ -33,7 +33,7 @@ class Commands:
     directory: Path
 
     def answers(self, number: int, prompts: int, first: int) -> CommandStep:
-        """Write and answer the prompts of a round.
+        """Return the command that writes and answers the prompts of a round.
 
         Args:
             number: number of the round, from 1.
@@ -59,10 +59,11 @@ class Commands:
         return CommandStep(f"round-{number}/answers", tuple(words), output / "dataset.jsonl")
 
     def training(self, number: int, base: str) -> CommandStep:
-        """Train heads on the answers of all rounds so far.
+        """Return the command that trains heads on the answers of all rounds so far.
 
         Args:
-            base: name of the heads to start from: "model", or an earlier round; empty for new heads.
+            number: number of the round, from 1.
+            base: name of the heads to start from: "model" or an earlier round such as "round-1"; empty for new heads.
         """
         directory = self.directory / f"round-{number}"
         output = directory / "run"
@@ -82,23 +83,23 @@ class Commands:
         return CommandStep(f"round-{number}/training", tuple(words), output / "run_report.json")
 
     def export(self, number: int) -> CommandStep:
-        """Export the heads of a round with their model."""
+        """Return the command that exports the heads of a round together with the model."""
         directory = self.directory / f"round-{number}"
         output = directory / "hf"
         words = ("export", "--to_hf", "--model", str(directory / "run"), "--output_dir", str(output))
         return CommandStep(f"round-{number}/export", words, output / "config.json", is_atomic=True)
 
     def path_of(self, name: str) -> str:
-        """Return the model with these heads: --model, or the export of a round."""
+        """Return the path of the model with the heads called `name`: --model, or the export of a round."""
         if name in ("", "model"):
             return self.args.model
         return str(self.directory / name / "hf")
 
     def evaluation(self, name: str) -> CommandStep:
-        """Count the accepted drafts on the held-out prompts.
+        """Return the command that counts the accepted drafts on the held-out prompts.
 
         Args:
-            name: name of the heads: "model", or a round.
+            name: name of the heads: "model", or a round such as "round-1".
         """
         args = self.args
         output = self.directory / name / "evaluation"
@@ -108,7 +109,7 @@ class Commands:
         return CommandStep(f"{name}/evaluation", tuple(words), output / "evaluation.json")
 
     def bench(self, name: str) -> CommandStep:
-        """Measure servers of the model with these heads."""
+        """Return the command that measures the speed of servers of the model with the heads called `name`."""
         args = self.args
         output = self.directory / name / "bench"
         words = ["bench", *self._model(self.path_of(name)), "--val_dataset", str(self.directory / HELD_OUT)]

@@ -1,4 +1,7 @@
-"""The last lines of `speedup`: loads at which drafts do not pay off, speed, acceptance, and the command to deploy."""
+"""Format the last lines of `speedup`.
+
+They show the loads at which drafts do not pay off, the speed, the acceptance, and the command that deploys the model.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,7 +14,7 @@ def final_lines(progress: Progress, best: str, bench: Mapping[str, Any], accepta
     """Return the last lines of the output.
 
     Args:
-        best: name of the best heads: "model", or a round.
+        best: name of the best heads: "model", or a round such as "round-1".
         bench: content of the bench.json of the best heads.
         acceptance: accepted drafts of the best heads by channel, from evaluation.json.
     """
@@ -35,7 +38,9 @@ def final_lines(progress: Progress, best: str, bench: Mapping[str, Any], accepta
 
 
 def _speeds(bench: Mapping[str, Any]) -> list[Sequence[str]]:
-    """Return a row for each number of concurrent requests: tokens/s without drafts and ratios with them."""
+    """Return a table row for each number of concurrent requests: tokens/s without drafts, and ratios of the speed with
+    drafts.
+    """
     choices = bench["recommendations"]
     numbers = list(choices[0]["ratios"])
     rows: list[Sequence[str]] = [["requests", "tokens/s without drafts", *(f"drafts: {k}" for k in numbers), "best"]]
@@ -48,7 +53,11 @@ def _speeds(bench: Mapping[str, Any]) -> list[Sequence[str]]:
 
 
 def _acceptance(progress: Progress, best: str, by_channel: Mapping[str, Any]) -> list[Sequence[str]]:
-    """Return a row for each round over all held-out prompts and, for the best heads, a row for each channel."""
+    """Return the rows of the acceptance table.
+
+    Each round has a row over all held-out prompts. The best heads also have a row for each channel (label of dataset
+    rows).
+    """
     positions = len(progress.acceptance[best])
     rows: list[Sequence[str]] = [["held-out prompts", "heads", *(f"draft {place + 1}" for place in range(positions))]]
     for name, shares in progress.acceptance.items():

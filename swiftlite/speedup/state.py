@@ -1,4 +1,7 @@
-"""The progress of `speedup`, in speedup.json of its output directory; the same command resumes from it."""
+"""Store the progress of `speedup` in speedup.json of its output directory.
+
+If the same command runs again, it resumes from this progress.
+"""
 
 import json
 from dataclasses import asdict, dataclass, field
@@ -21,10 +24,10 @@ class Progress:
     Attributes:
         settings: options that a resumed command must not change.
         rounds: number of prompts of each round.
-        seconds: duration of each completed step by its name, such as "round-1/answers".
-        unfinished: duration so far of each step that is running or was interrupted.
-        acceptance: accepted drafts per position on the held-out prompts, by model: "model" is --model, "round-1" the
-            heads of the first round.
+        seconds: seconds of each completed step by its name, such as "round-1/answers".
+        unfinished: seconds so far of each step that is running or was interrupted.
+        acceptance: accepted drafts per position on the held-out prompts, by name of the heads: "model" for the heads of
+            --model, "round-1" for those of the first round.
     """
 
     settings: dict[str, Any]
@@ -35,7 +38,7 @@ class Progress:
 
     @classmethod
     def read(cls, directory: Path, settings: dict[str, Any]) -> Self:
-        """Read the progress of an earlier command, or begin.
+        """Read the progress of an earlier command; without one, return an empty progress.
 
         Raises:
             UserError: the file is damaged, or the earlier command had other settings.
@@ -76,6 +79,9 @@ class Progress:
 
     @property
     def best(self) -> str:
-        """The model ("model" or "round-N") with the most accepted drafts per step, the first in a tie. Empty without
-        heads."""
+        """The name of the heads ("model" or "round-N") with the most accepted drafts per step; empty if no heads were
+        measured.
+
+        If several are equally good, the first one.
+        """
         return max(self.acceptance, key=lambda name: sum(self.acceptance[name]), default="")

@@ -1,4 +1,7 @@
-"""Run the steps of `speedup`: each is a command of swiftlite in a separate process, shown as it is run."""
+"""Run the steps of `speedup`.
+
+Each step is a command of swiftlite in a separate process; the command is printed before it runs.
+"""
 
 import os
 import shlex
@@ -28,8 +31,8 @@ class CommandStep:
         name: name in speedup.json.
         words: words of the command line after `swiftlite`.
         result: file that exists once the command has succeeded.
-        is_atomic: whether an existing result proves that the command has succeeded. A second run of such a command
-            fails, because its result exists.
+        is_atomic: whether an existing result proves that the command has succeeded. Such a command must not run twice,
+            because it fails if its result exists.
     """
 
     name: str
@@ -42,10 +45,10 @@ class CommandStep:
 
 
 def run_step(step: CommandStep, progress: Progress, directory: Path) -> None:
-    """Run a step unless it is complete, and record its duration, including that of interrupted attempts.
+    """Run a step unless it is complete, and record its duration, including the duration of interrupted attempts.
 
-    A step that was interrupted runs again. Every command resumes from its own files, except `bench`, which starts
-    again.
+    An interrupted step runs again. All commands resume from their files, except `bench`, which starts from the
+    beginning.
 
     Raises:
         UserError: the command failed.
@@ -74,10 +77,10 @@ def run_step(step: CommandStep, progress: Progress, directory: Path) -> None:
 
 
 def _run(words: Sequence[str], keep_time: Callable[[], None]) -> int:
-    """Run a command of swiftlite, which stops with SIGTERM if this process ends, and return its exit code.
+    """Run a command of swiftlite, and return its exit code. If this process ends, the command receives SIGTERM.
 
     Args:
-        keep_time: called every few seconds, so that kill -9 loses little of the measured time.
+        keep_time: function called every few seconds. It stores the time so far, so that kill -9 loses little of it.
     """
     stops_with_parent = partial(exit_with_parent, os.getpid(), signal.SIGTERM)
     process = subprocess.Popen([sys.executable, "-m", "swiftlite", *words], preexec_fn=stops_with_parent)
