@@ -1,1 +1,1 @@
-"""Turn data files into batches of tokens and labels, independent of ranks and of the model."""
+"""Convert data files to batches of tokens and labels, independent of ranks and of the model."""

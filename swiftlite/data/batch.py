@@ -1,7 +1,7 @@
 """`Batch`: the tensors of a micro-batch, as padded rows of one sequence each, or as one packed row.
 
-Labels are shifted to the positions where they are predicted. A batch also contains the tokens and labels of each MTP
-depth. Both are shifted here, within each sequence and on whole rows, before rows are split over context-parallel ranks.
+Labels are shifted to the positions where they are predicted. A batch also contains shifted tokens and labels for each
+MTP depth. This module shifts them within each sequence, before rows are split over context-parallel ranks.
 
 Shape suffixes: K the number of predictions (1 for the trunk, 1 for each MTP depth), B rows of the micro-batch, S tokens
 of a row, N sequences of the micro-batch, I items of the micro-batch.
@@ -39,10 +39,11 @@ class Extra:
             the trunk or an MTP depth reads, [K, *shape, B, S], shifted and split like tokens. `item`: the concatenated
             items of all sequences, [I, *shape], not split over context-parallel ranks; a sequence has any number of
             items.
-        default: value for sequences whose `Sample.extras` lack this name, and for padding.
+        default: value for padding, and for sequences whose `Sample.extras` do not contain this name.
         shape: shape of one value of a token or an item; empty for a number.
-        counts: name of another extra with `item` values, if the values here are indices of these items. In a sample the
-            indices count from 0, in a batch over the items of the whole micro-batch. Negative values are not changed.
+        counts: set if the values are indices of items: the name of the extra with these items. In a sample the indices
+            count the items of the sample, in a batch those of the whole micro-batch, both from 0. Negative values are
+            not changed.
     """
 
     name: str
@@ -156,11 +157,11 @@ def collate(
     pad_to_multiple_of: int = 1,
     extras: Sequence[Extra] = (),
 ) -> Batch:
-    """Return a batch with one row per sequence, padded to the longest sequence, rounded up to a multiple.
+    """Return a batch with one row per sequence. Rows have the length of the longest sequence, rounded up to a multiple.
 
     Args:
         sequences: the sequences; an empty list gives one row of padding.
-        pad_token_id: any token of the vocabulary, because attention is causal and padding is at the end.
+        pad_token_id: can be any token of the vocabulary, because attention is causal and padding is at the end.
         pad_to_multiple_of: multiple for the length of rows, so that ranks can split them (`plan.run.row_multiple_of`).
         extras: tensors that the training method adds.
     """
@@ -187,7 +188,7 @@ def collate_packed(
 
     Args:
         sequences: the sequences; an empty list gives a row of padding.
-        pad_token_id: any token of the vocabulary, because other sequences do not see padding.
+        pad_token_id: can be any token of the vocabulary, because sequences do not see padding.
         pad_each_to_multiple_of: multiple for the length of each sequence, so that context-parallel ranks can split it
             (`plan.layout.sequence_multiple`).
         pad_to_multiple_of: multiple for the length of the row (`plan.run.row_multiple_of`); itself a multiple of

@@ -1,7 +1,7 @@
 """Read files into encoded training and held-out samples, and count all rows: kept, bad, too long, not sampled.
 
-The result depends only on files, options and seed, and not on ranks or the number of processes. Ranks can compare its
-`digest`.
+The result depends only on files, options and seed, and not on ranks or the number of processes. Ranks can compare the
+`digest` of their results.
 """
 
 import operator
@@ -63,7 +63,7 @@ class DataReport:
     bad_rows: list[str] = field(default_factory=list)
     """`file:line: field: problem` of each bad row that was dropped because --max_bad_rows allows it."""
     notes: list[str] = field(default_factory=list)
-    """Options that the data could not satisfy."""
+    """Notes about options that the data could not satisfy."""
 
     @property
     def total(self) -> Counts:
@@ -116,7 +116,7 @@ def load_train_val(
     """Read, encode and split the data of a run.
 
     Args:
-        dataset: training files, `FILE` or `FILE#N`; empty to read only held-out files.
+        dataset: training files, `FILE` or `FILE#N` (N rows drawn at random); empty to read only held-out files.
         val_dataset: held-out files; with them no rows of `dataset` are held out.
         split_dataset_ratio: share of the kept rows of `dataset` that is held out; at least one row if there are two or
             more. 0 holds out no row.
@@ -125,7 +125,7 @@ def load_train_val(
         num_proc: number of processes that tokenize; does not change the result.
         seed: seed for the sample of `#N`, for the held-out rows, and for `interleave_prob`.
         interleave_prob: weight of each file of `dataset`; empty: all rows of all files. Held-out rows are not affected.
-        offered: names of the command's options, so that errors only name these; default: those of `megatron sft`.
+        offered: names of the command's options; errors only name these options. Default: the options of `megatron sft`.
 
     Raises:
         UserError: a file cannot be read, there are more bad rows than allowed, or no row is left.
@@ -192,10 +192,10 @@ def load_prompts(
 def split(num_samples: int, ratio: float, seed: int) -> np.ndarray:
     """Return the sorted indices of the held-out samples: about `ratio` of them, at least one and never all.
 
-    None are held out if `ratio` is 0 or there is only one sample.
+    No sample is held out if `ratio` is 0 or there is only one sample.
 
     Args:
-        ratio: share of the samples that is held out, at least 0 and below 1.
+        ratio: share of the samples to hold out, at least 0 and below 1.
     """
     if ratio == 0 or num_samples < 2:
         return np.empty(0, np.int64)
@@ -235,11 +235,6 @@ def _read(
 
 
 def _count_rows(specs: Sequence[str], encoded: Sequence[Encoded], left_out: set[int], report: DataReport) -> None:
-    """Add each row to the counts of its file.
-
-    Args:
-        left_out: indices of the rows that `--interleave_prob` does not draw.
-    """
     for number, (spec, row) in enumerate(zip(specs, encoded, strict=True)):
         if number in left_out:
             report.files[spec].not_sampled += 1
@@ -345,7 +340,7 @@ def _hold_out(rows: list[_Kept], ratio: float, seed: int, report: DataReport) ->
 
 
 def _build_data(train: Sequence[_Kept], val: Sequence[_Kept], report: DataReport) -> Data:
-    """Create `Data` from these rows, and log the report."""
+    """Create `Data` from training rows and held-out rows, and log the report."""
     samples = list(chain.from_iterable(row.samples for row in train))
     val_samples = list(chain.from_iterable(row.samples for row in val))
     report.train_samples = len(samples)

@@ -12,7 +12,7 @@ from swiftlite.log import logger
 
 @dataclass(frozen=True)
 class DraftVocab:
-    """Selected tokens, and the share of the counted labels that they cover.
+    """The tokens of a draft vocabulary, and the share of the counted labels that they cover.
 
     Attributes:
         ids: token ids in ascending order.
@@ -24,7 +24,7 @@ class DraftVocab:
 
 
 def choose(counts_V: np.ndarray, size: int) -> DraftVocab:
-    """Return the tokens with the highest counts; among tokens with equal counts, lower ids first.
+    """Return the `size` tokens with the highest counts. Among tokens with equal counts, lower ids are chosen first.
 
     Args:
         counts_V: count of each token of the vocabulary.
@@ -58,7 +58,7 @@ def choose_from(data: Data, size: int, vocab_size: int, num_ranks: int = 1) -> t
         num_ranks: number of tensor-parallel ranks, which split the vocabulary evenly.
 
     Raises:
-        UserError: a tensor-parallel rank holds none of these tokens.
+        UserError: none of these tokens is in a tensor-parallel rank's part of the vocabulary.
     """
     chosen = choose(count((sample.labels for sample in data.train), vocab_size), size)
     words = f"draft vocabulary: {size} of {vocab_size} tokens cover {chosen.coverage:.2%} of the labels to train on"

@@ -32,8 +32,9 @@ class Encoded:
 
 
 class Encoder(Protocol):
-    """Encodes rows as samples. The encoder is sent to each worker process once, with everything that a result depends
-    on.
+    """Encodes rows as samples.
+
+    The encoder is sent to each worker process once. It contains everything that a result depends on.
 
     Attributes:
         parse: function that parses the rows.
@@ -52,7 +53,7 @@ class Encoder(Protocol):
 
 @dataclass(frozen=True)
 class ConversationEncoder:
-    """An `Encoder` of conversations with the tokenizer's chat template."""
+    """An `Encoder` that encodes conversations with the tokenizer's chat template."""
 
     template: ChatTemplate
     max_length: int
@@ -83,8 +84,8 @@ class ConversationEncoder:
         """Return the sample of a row, or the two samples of a pair.
 
         Raises:
-            RowError: the template does not support the turns, a trained turn cannot be located exactly, a token has no
-                embedding, or the answers of a pair have the same tokens.
+            RowError: the template does not support the turns, a trained turn cannot be located exactly in the text, a
+                token has no embedding, or the two answers of a pair have the same tokens.
         """
         answers = [self.template.encode(row)]
         if row.rejected is not None:
@@ -101,10 +102,10 @@ def _are_equal(answers: Sequence[Sample]) -> bool:
 
 @dataclass(frozen=True)
 class DocumentEncoder:
-    """An `Encoder` of documents without a template; a long document gives several samples.
+    """An `Encoder` that encodes documents without a template. A long document gives several samples.
 
     Attributes:
-        tokenizer: encodes a document as plain text, with the beginning-of-text token if it has one.
+        tokenizer: encodes a document as plain text, with the beginning-of-text token if the tokenizer has one.
         vocab_size: number of tokens in the model's embedding.
         append_eos: whether to append the tokenizer's eos token to each document.
 
@@ -159,8 +160,8 @@ class DocumentEncoder:
 def split(document: Sample, max_length: int) -> tuple[Sample, ...]:
     """Split a document into pieces of at most `max_length` tokens, which overlap by one token.
 
-    Each piece starts with the last token of the previous piece. Every token except the first of the document is
-    therefore a label exactly once.
+    Each piece starts with the last token of the previous piece. Therefore every token of the document except the first
+    is a label exactly once.
 
     Example: tokens `a b c d e f` in pieces of 3 are `a b c`, `c d e`, `e f`, with labels `b c`, `d e`, `f`.
 
@@ -194,7 +195,7 @@ def _encode_in_worker(row: Conversation) -> Encoded:
 
 
 def encode_all(encoder: Encoder, rows: list[Conversation], num_proc: int) -> Iterator[Encoded]:
-    """Encode rows, in order."""
+    """Encode rows with `num_proc` processes, and yield the results in the order of the rows."""
     if num_proc <= 1:
         yield from map(encoder, rows)
         return

@@ -5,19 +5,20 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 SHINGLE = 5
-"""Length of a shingle in characters, which needs no word boundaries and therefore suits every script."""
+"""Length of a shingle (a substring that is compared) in characters. Shingles of characters suit every script, because
+they need no word boundaries."""
 
 
 def near_duplicates(texts: Sequence[str], similarity: float = 0.7) -> set[int]:
-    """Return the indices of texts that resemble an earlier text that is not itself in the result.
+    """Return the indices of texts that resemble an earlier text. Texts in the result do not count as earlier texts.
 
-    Two texts resemble each other if their shingles (substrings of five characters, without regard to case and white
+    Two texts resemble each other if their sets of shingles (substrings of five characters, ignoring case and white
     space) have a Jaccard index of at least `similarity`.
 
-    Two sets of a and b shingles with Jaccard index J share at least J * max(a, b) of them. If all sets are sorted in
-    the same order, two such sets therefore share a shingle that is among the first a - ceil(J * a) + 1 of one set and
-    among the first b - ceil(J * b) + 1 of the other. Only texts that share one of these are compared; with the rarest
-    shingles first, these are few (prefix filtering, Chaudhuri et al. 2006).
+    The search uses prefix filtering (Chaudhuri et al. 2006). Two sets of a and b shingles with Jaccard index J share at
+    least J * max(a, b) shingles. If all sets are sorted in the same order, the two sets therefore share a shingle among
+    the first a - ceil(J * a) + 1 shingles of the one set and the first b - ceil(J * b) + 1 of the other. Only texts
+    that share such a shingle are compared. Sets are sorted with the rarest shingles first, so that few texts share one.
     """
     all_shingles = [_shingles(text) for text in texts]
     frequencies: Counter[str] = Counter()
@@ -41,7 +42,7 @@ def near_duplicates(texts: Sequence[str], similarity: float = 0.7) -> set[int]:
 
 
 def resembling(texts: Sequence[str], references: Sequence[str], similarity: float = 0.7) -> set[int]:
-    """Return the indices of texts that resemble a reference; each text is compared with each reference."""
+    """Return the indices of texts that resemble a reference. Each text is compared with each reference."""
     of_references = [_shingles(reference) for reference in references]
     found = set()
     for index, text in enumerate(texts):

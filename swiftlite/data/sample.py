@@ -8,12 +8,12 @@ from typing import Any, Literal
 import numpy as np
 
 IGNORED = -100
-"""Label of a token that is not trained; torch's cross entropy ignores it."""
+"""Label of a token that is not trained. torch's cross-entropy ignores this label."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Arrays of equal length, one entry per token.
+    """The tokens of one sequence with their labels and loss weights, as arrays of equal length.
 
     Attributes:
         input_ids: int32.
@@ -21,12 +21,12 @@ class Sample:
             ignored, because nothing predicts it.
         loss_scale: float32; weight of the label in the loss, 0 if the label is `IGNORED`.
         source: `file:line`.
-        channel: name of the row's domain.
+        channel: label of the row for separate metrics, such as its domain; None without a label.
         trains_heads: whether MTP heads are trained on this sample; False for rejected answers.
         others: further sequences of the sample, such as the rejected answer of a pair.
         companion: a sequence that is scored in separate micro-batches and not trained on (`rated.py`).
-        extras: values for the training method, by the name of their `batch.Extra`: a number, an array with one entry
-            per token, or a tuple of items, which truncation does not shorten.
+        extras: values for the training method, by the name of their `batch.Extra`. A value is a number, an array with
+            one entry per token, or a tuple of items. Truncation does not shorten a tuple.
     """
 
     input_ids: np.ndarray
@@ -52,7 +52,7 @@ class Sample:
         return int(np.count_nonzero(self.labels != IGNORED))
 
     def with_extras(self, **extras: Any) -> "Sample":
-        """Return the sample with the values `extras` added to its extras."""
+        """Return a copy of the sample with the values `extras` added to its extras."""
         return replace(self, extras={**self.extras, **extras})
 
 
@@ -70,12 +70,15 @@ def make_sample(
 
 
 def join(sequences: Sequence[Sample]) -> Sample:
-    """Combine sequences into one sample."""
+    """Combine sequences into one sample: the first sequence, with the rest as its `others`."""
     return replace(sequences[0], others=tuple(sequences[1:]))
 
 
 def truncate(sample: Sample, max_length: int, strategy: Literal["left", "right"]) -> Sample:
-    """Truncate to `max_length` tokens at the beginning (`left`) or the end (`right`). The result can have no label."""
+    """Truncate to `max_length` tokens by removing the beginning (`left`) or the end (`right`).
+
+    The result may have no label.
+    """
     if len(sample) <= max_length:
         return sample
     kept = slice(max_length)

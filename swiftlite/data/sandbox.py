@@ -22,7 +22,8 @@ MAX_CHARACTERS = 10_000_000
 
 @contextmanager
 def running_the_template() -> Iterator[None]:
-    """Contain failures of a chat template, such as a division by zero, endless recursion or `'a' * 10**10`.
+    """Convert failures of a chat template to a RowError, such as a division by zero, endless recursion or `'a' *
+    10**10`.
 
     Raises:
         RowError: the template raised an exception, or exceeded MAX_MEGABYTES.
@@ -60,8 +61,9 @@ def run_templates_unbounded() -> None:
 def _bounded_memory(num_bytes: int) -> Iterator[None]:
     """Limit the additional memory of this process; exceeding it raises a MemoryError.
 
-    The kernel enforces the limit, because no hook of jinja2 covers 'a' * n, 'a'.center(n), '%99999d' % 1, x ~ x ~ x ...
-    The limit works only on Linux. All threads share one limit, which the last thread that leaves the context removes.
+    The kernel enforces the limit, because jinja2 has no hook that covers all expressions that allocate memory ('a' * n,
+    'a'.center(n), '%99999d' % 1, x ~ x ~ x ...). The limit works only on Linux. All threads share one limit, which is
+    removed by the last thread that leaves the context.
     """
     if sys.platform != "linux" or getattr(_thread, "is_unbounded", False):
         yield
@@ -109,7 +111,7 @@ _limit = _Limit()
 def _address_space() -> int:
     """Return the bytes that count towards RLIMIT_AS.
 
-    This is called several times per row, so it does not use `open`, which would take 10 us longer.
+    The function is called several times per row. It does not use `open`, which would take 10 us longer.
     """
     file = os.open("/proc/self/statm", os.O_RDONLY)
     try:

@@ -29,8 +29,8 @@ Tools = list[Any]  # JSON schemas; Any because transformers declares an invarian
 Span = tuple[int, int]
 
 KNOWN_TAILS = 64
-"""Maximum number of texts in the cache of tokenized answer headers, which differ for all rows if a template has no
-special tokens."""
+"""Maximum number of texts in the cache of tokenized answer headers. If a template has no special tokens, every row has
+a different header."""
 MARK = "@@swiftlite marks this turn@@"
 GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 OTHER_WAYS = 'use --loss_scale last_round to train on the last answer only, or give that turn "loss": false'
@@ -80,7 +80,7 @@ def check_ids(ids: list[int], tokenizer: PreTrainedTokenizerBase, vocab_size: in
 
     Args:
         vocab_size: number of embeddings; None disables the check.
-        field: field of the row, for the error.
+        field: field of the row that is named in the error.
 
     Raises:
         RowError: a token has no embedding.
@@ -100,10 +100,10 @@ class ChatTemplate:
     """A tokenizer's chat template, for training (`encode`) and for prompts (`encode_prompt`).
 
     Args:
-        tokenizer: any transformers tokenizer; with one without offsets (not "fast"), the pieces of a text are tokenized
-            separately.
-        loss_scale: `default` trains every assistant turn, `last_round` those after the last user turn, `all` every
-            token.
+        tokenizer: any transformers tokenizer. If it does not return offsets (not "fast"), the pieces of a text are
+            tokenized separately.
+        loss_scale: `default` trains every assistant turn, `last_round` only the assistant turns after the last user
+            turn, `all` every token.
         vocab_size: number of tokens with an embedding; None disables the check.
 
     Raises:
@@ -129,9 +129,9 @@ class ChatTemplate:
         self.turn_end = found or str(tokenizer.eos_token or "")
 
     def encode_prompt(self, messages: list[Message], tools: Tools | None = None) -> list[int]:
-        """Return the tokens of a prompt, the same as `encode` returns before the answer.
+        """Return the tokens of a prompt. They equal the tokens that `encode` returns before the answer.
 
-        The only exception: in a template without special tokens, an earlier answer can share a token with the
+        Tokens can differ only in a template without special tokens, where an earlier answer can share a token with the
         surrounding text.
 
         Raises:
@@ -142,7 +142,8 @@ class ChatTemplate:
         return ids
 
     def special_token_in(self, conversation: Conversation) -> str:
-        """Return a special token in the text of a message, such as `<|im_end|>` in a text about templates; "" if none.
+        """Return a special token in the text of a message, such as `<|im_end|>` in a text about templates; "" without
+        one.
 
         The tokenizer encodes it as the special token, as in transformers, so the model can read the following text as
         another turn.
@@ -155,8 +156,8 @@ class ChatTemplate:
 
     @property
     def end_token_id(self) -> int | None:
-        """The token that ends assistant turns, which is not always the eos token; None if turns do not end with a
-        single token."""
+        """The token that ends assistant turns; None if turns do not end with a single token. It is not always the eos
+        token."""
         ids = self.tokenize(self.turn_end)
         if len(ids) != 1:
             return None
@@ -281,7 +282,9 @@ class ChatTemplate:
         return [(int(start), int(end)) for start, end in blocks[0]]
 
     def _turn_span(self, messages: list[Message], tools: Tools | None, turn: int, text: str) -> Span:
-        """Return the span between the prompt before this turn and the rest of the conversation."""
+        """Return the span of a turn in the text: it starts after the prompt and ends where the rest of the conversation
+        starts.
+        """
         where = f"messages[{turn}]"
         prompt = self.render(messages[:turn], tools, add_generation_prompt=True)
         if not text.startswith(prompt):
@@ -311,7 +314,7 @@ class ChatTemplate:
         return len(prompt), end
 
     def _trim(self, text: str, span: Span) -> Span:
-        """End a span directly after its end-of-turn token, because nothing is generated after it."""
+        """Let a span end directly after its end-of-turn token, because nothing after this token is generated."""
         start, end = span
         end = start + len(text[start:end].rstrip())
         if self.turn_end and not text.endswith(self.turn_end, start, end) and text.startswith(self.turn_end, end):
@@ -323,9 +326,9 @@ class ChatTemplate:
     def _tokenize(self, text: str, spans: list[Span], names: list[str]) -> tuple[list[int], list[Span]]:
         """Tokenize the text, and return the range of tokens of each span.
 
-        The text is tokenized as a whole if no token crosses the border of a span, and the prompt of the last span has
-        the same tokens as without the answer, as in an engine. Otherwise, the text is split at the borders and the
-        pieces are tokenized separately, as when a model continues a prompt.
+        The text is tokenized as a whole under two conditions: no token crosses the border of a span, and the prompt of
+        the last span has the same tokens as in an engine, which tokenizes it without the answer. Otherwise, the text is
+        split at the borders of spans and the pieces are tokenized separately.
         """
         if self.tokenizer.is_fast:
             tokens = self._tokenize_pieces(text, set())
@@ -379,11 +382,11 @@ class ChatTemplate:
         return first, last
 
     def _prompt_stands_alone(self, tokens: "_Tokens", text: str, end: int) -> bool:
-        """Return whether the tokens before `end` are the same as without the text after `end`.
+        """Return whether the tokens before `end` are the same if the text after `end` is removed.
 
-        The tokens can differ if the next character affects the grouping of white space: GPT-2 encodes two newlines as
-        one token at the end of a text, but not before a word. Special tokens separate the parts of a text, so only the
-        text from the last special token on is compared, such as `<|im_start|>assistant\\n`.
+        The tokens can differ if the next character affects the grouping of white space. For example, GPT-2 encodes two
+        newlines as one token at the end of a text, but not before a word. Tokenizers split a text at special tokens.
+        Therefore only the text from the last special token on is compared, such as `<|im_start|>assistant\\n`.
         """
         num_before = tokens.index(end)
         special = (i for i in reversed(range(num_before)) if tokens.ids[i] in self._added_tokens)
@@ -410,11 +413,11 @@ class ChatTemplate:
         return decoded == self.decode(self.tokenize(text)) and _bare(decoded) == _bare(text)
 
     def tokenize(self, text: str) -> list[int]:
-        """Return the tokens of a text of the template, without special tokens that the tokenizer adds itself."""
+        """Return the tokens of a text that the template rendered. The tokenizer adds no special tokens."""
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def decode(self, ids: list[int]) -> str:
-        """Return the text of tokens, with special tokens."""
+        """Return the text of tokens, including special tokens."""
         text = self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text
@@ -422,7 +425,9 @@ class ChatTemplate:
 
 @dataclass
 class _Tokens:
-    """Tokens of a text, the character where each starts, and the token index at each position of a split."""
+    """Tokens of a text, the character at which each token starts, and the token index at each position where the text
+    is split.
+    """
 
     ids: list[int]
     starts: list[int]
@@ -436,7 +441,7 @@ class _Tokens:
 
 
 def _bare(text: str) -> str:
-    """Remove white space and normalize characters, which tokenizers can change."""
+    """Remove white space and normalize characters. Tokenizers can change both."""
     return "".join(unicodedata.normalize("NFKC", text).split())
 
 

@@ -1,7 +1,7 @@
-"""Make prompts after which a model writes the user's next turn itself.
+"""Make prompts after which a model writes the user's next turn.
 
 A chat template renders a conversation with a user turn whose text is a mark. The text before the mark is the prompt,
-and the first token after the mark is the one that ends the turn:
+and the first token after the mark is the token that ends the turn:
 
     <|im_start|>user\n@@mark@@<|im_end|>\n<|im_start|>assistant\n
     ----- prompt -----        -- end ---

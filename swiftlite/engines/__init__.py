@@ -1,5 +1,5 @@
-"""Engines that serve trained heads. Each engine has a folder and an `EngineInfo` (`info.py`); other modules are shared.
+"""Engines that serve models with trained heads. Each engine has a folder and an `EngineInfo` (`info.py`).
 
-May import args, plan, data, bridge, families and acceptance, but not training. Commands access engines only through
-their `EngineInfo` (`index.py`).
+All engines share the other modules. This package may import args, plan, data, bridge, families and acceptance, but not
+training. Commands access engines only through their `EngineInfo` (`index.py`).
 """

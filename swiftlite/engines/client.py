@@ -1,7 +1,7 @@
 """Define the interface of clients for an engine's server, and read the stream of an answer.
 
-Each engine has one class (`vllm/client.py`, `sglang/client.py`). Bytes are stored with their arrival times and parsed
-after the answer is complete, so that the time of parsing is not measured.
+Each engine has its client class (`vllm/client.py`, `sglang/client.py`). Received bytes are stored with their arrival
+times. They are parsed after the answer is complete, so that the time of parsing is not measured.
 
 vLLM's own client (`vllm bench serve`) is not used, because it requires vLLM and does not count SGLang's drafts.
 """
@@ -18,7 +18,7 @@ from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.errors import UserError
 
 Event = tuple[float, dict[str, Any]]
-"""Seconds since the request was sent, and a chunk of the answer."""
+"""A chunk of a streamed answer: seconds since the request was sent, and the parsed content."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,8 @@ class Answer:
         seconds_to_first: seconds from sending the request to the first chunk of the answer.
         seconds: seconds from sending the request to the last chunk.
         counts: draft counts of this answer; None if the engine does not count drafts per request.
-        cached_tokens: number of prompt tokens from the prefix cache; 0 if the engine does not report it per request.
+        cached_tokens: number of prompt tokens found in the prefix cache; 0 if the engine does not report it per
+            request.
     """
 
     text: str
@@ -42,7 +43,7 @@ class Answer:
 
     @property
     def seconds_per_token(self) -> float | None:
-        """Mean seconds per token after the first chunk; None if no token follows."""
+        """Mean seconds per token after the first chunk; None if there are no further tokens."""
         if self.num_tokens <= 1:
             return None
         return (self.seconds - self.seconds_to_first) / (self.num_tokens - 1)
@@ -65,7 +66,7 @@ class Client(Protocol):
         ...
 
     async def cached_tokens(self) -> int:
-        """Return the number of prompt tokens from the prefix cache since the start of the server."""
+        """Return the number of prompt tokens found in the prefix cache since the start of the server."""
         ...
 
 

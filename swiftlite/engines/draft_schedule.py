@@ -1,7 +1,7 @@
 """A draft schedule maps the number of in-flight requests to a number of draft tokens.
 
-`bench` measures the schedule, and `deploy` starts servers with a schedule. Drafting is faster only if the machine has
-unused compute, so the best number of draft tokens depends on the number of requests.
+`bench` measures the best schedule, and `deploy` starts servers with it. Drafting speeds up generation only if the
+machine has unused compute. The best number of draft tokens therefore depends on the number of requests.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,10 +38,13 @@ class DraftSchedule:
 
 
 def schedule_of(chosen: Mapping[int, int]) -> DraftSchedule:
-    """Build the schedule from the numbers chosen at the measured concurrencies.
+    """Build the schedule from the best number of draft tokens at each measured concurrency.
 
-    A number applies from its concurrency up to the next measured one; the first number also applies below. Consecutive
-    equal numbers are merged.
+    A number of draft tokens applies from its concurrency up to the next measured one; the first number also applies
+    below its concurrency. Consecutive equal numbers are merged.
+
+    Args:
+        chosen: best number of draft tokens, by concurrency.
     """
     numbers: dict[int, int] = {}
     latest = None
@@ -80,7 +83,7 @@ def read_schedule(path: Path, backend: str) -> DraftSchedule:
 
 
 def _chosen(recommendations: Sequence[Mapping[str, Any]]) -> dict[int, int]:
-    """Return the number of draft tokens by concurrency.
+    """Return the best number of draft tokens by concurrency, from the recommendations in a bench.json.
 
     Raises:
         KeyError, TypeError, ValueError: the content does not have the format of bench.json.

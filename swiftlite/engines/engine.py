@@ -1,7 +1,7 @@
-"""Define the interface of engines: token ids in, token ids out, and counts of drafts.
+"""Define the interface of engines. They receive and return token ids, and count drafts.
 
-An adapter is a class with these methods; the engine's `EngineInfo` (`info.py`) contains the name of the class. Adapters
-and their dependencies are imported only when `start_engine` is called with the engine's name.
+A class per engine implements the interface; the engine's `EngineInfo` (`info.py`) contains the name of this class. The
+class and its dependencies are imported only when `start_engine` is called with the engine's name.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,12 +25,12 @@ class Sampling:
         temperature: 0 is greedy.
         top_p: sample from the smallest set of tokens with this total probability.
         seed: seed of one `generate` call; ignored for greedy decoding.
-        draft_confidence: stop drafting after a draft with a smaller probability, in engines with
-            `EngineInfo.takes_draft_confidence`; 0 always drafts the full number.
+        draft_confidence: drafting stops after a draft token with a smaller probability, in engines with
+            `EngineInfo.takes_draft_confidence`. With 0, the full number of tokens is always drafted.
         stop_token_ids: tokens that end a completion; the completion includes them.
-        numbers: one number per prompt, which together with `seed` determines the prompt's random numbers; default: 0,
-            1, 2, ... To get the same answer for a part of a list of prompts, pass the numbers that the prompts have in
-            the whole list.
+        numbers: one number per prompt, which together with `seed` determines the prompt's random numbers. Default: 0,
+            1, 2, ... If only a part of a list of prompts is completed, pass each prompt's index in the whole list, so
+            that its answer stays the same.
     """
 
     max_new_tokens: int
@@ -42,7 +42,7 @@ class Sampling:
     draft_confidence: float = 0.0
 
     def seed_of(self, place: int) -> int:
-        """Return the seed of the prompt with index `place` in the call; repeated prompts have different seeds."""
+        """Return the seed of the prompt with index `place` in the call. Equal prompts have different seeds."""
         number = place
         if self.numbers:
             number = self.numbers[place]
@@ -55,7 +55,8 @@ class Completion:
 
     Attributes:
         token_ids: token ids, including the stop token.
-        finish_reason: stop, or length if the completion was truncated at max_new_tokens or the maximum sequence length.
+        finish_reason: "length" if the completion was truncated at max_new_tokens or the maximum sequence length, else
+            "stop".
     """
 
     token_ids: list[int]
@@ -70,18 +71,18 @@ class EngineConfig:
         model: the model to load, result of `resolve_served`.
         torch_dtype: bfloat16 or float32.
         trust_remote_code: whether Python files of the model may run.
-        num_speculative_tokens: number of draft tokens per step; 0 disables drafts, None uses one per head.
+        num_speculative_tokens: number of draft tokens per step. 0 disables drafts; None drafts one token per head.
         max_model_len: maximum length of prompt and completion; None is the model's limit.
         max_batch_size: maximum number of prompts processed at once, if the engine supports batches.
-        in_this_process: whether vLLM on a CPU runs in this process instead of a subprocess. This starts in a third of
-            the time, but changes thread settings and process groups of this process permanently.
+        in_this_process: whether vLLM on a CPU runs in this process instead of a subprocess. vLLM then starts in a third
+            of the time, but permanently changes thread settings and process groups of this process.
         engine_kwargs: the engine's own keyword arguments, which override all others; None removes a key.
         speculative_config: the engine's own speculative options, instead of those derived from the checkpoint.
         devices: indices of GPUs for the engine, such as those without a training process; empty: the first GPUs.
-        weight_transport: transport of live weights, if the engine supports several. file: the temporary directory.
-            nccl: from GPU to GPU. ipc: on a shared GPU.
-        draws_drafts: whether drafts are sampled at a temperature above 0, for engines that need this setting at
-            start and otherwise draft the most likely token. Greedy requests are not affected.
+        weight_transport: transport of new weights to a running engine, if the engine supports several. "file": through
+            files in the temporary directory. "nccl": from GPU to GPU. "ipc": within a GPU that both processes use.
+        draws_drafts: whether drafts are sampled if the temperature is above 0; otherwise the most likely token is
+            drafted. Only for engines that need this setting at start. Greedy requests are not affected.
     """
 
     model: HfModel
@@ -99,8 +100,8 @@ class EngineConfig:
 
 
 OnAnswer = Callable[[int, Completion], None]
-"""Function called with the index of a prompt and the prompt's completion, as soon as the completion is finished;
-prompts finish in any order."""
+"""A function that is called with the index of a prompt and its completion, as soon as the completion is finished.
+Completions finish in any order."""
 
 
 class Engine(Protocol):
@@ -108,18 +109,18 @@ class Engine(Protocol):
 
     @property
     def num_speculative_tokens(self) -> int:
-        """Tokens drafted per step; 0 without speculation."""
+        """Number of tokens drafted per step; 0 without speculation."""
         ...
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, on_answer: OnAnswer | None = None
     ) -> list[Completion]:
-        """Complete every prompt and return completions in order. All prompts are submitted at once to keep the engine
-        busy.
+        """Complete every prompt, and return the completions in the order of the prompts. All prompts are submitted at
+        once.
 
         Args:
-            on_answer: called with each finished completion. An exception in this function ends the call; after this,
-                the engine can only be closed.
+            on_answer: called with each finished completion. An exception in this function ends the call; afterwards the
+                engine can only be closed.
 
         Raises:
             UserError: a prompt leaves no room for an answer.
@@ -134,7 +135,7 @@ class Engine(Protocol):
 
 
 def finish_reason(reason: str | None) -> Literal["stop", "length"]:
-    """Convert an engine's finish reason to that of a `Completion`."""
+    """Convert an engine's finish reason to the `finish_reason` of a `Completion`."""
     if reason == "stop":
         return "stop"
     return "length"

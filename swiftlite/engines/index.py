@@ -1,4 +1,4 @@
-"""All engines, by their name in --infer_backend."""
+"""A list of all engines, by their name in --infer_backend."""
 
 from swiftlite.engines.info import EngineInfo
 from swiftlite.engines.sglang.info import SGLANG

@@ -1,7 +1,8 @@
-"""Define `EngineInfo`, the description of an engine that is available before the engine is loaded.
+"""Define `EngineInfo`, the description of an engine. It is available without importing the engine.
 
-Commands, rules and messages iterate over these objects (`index.py`) without referring to an engine by name. Parts that
-require torch or the engine are strings "module:attribute", which are imported when they are used.
+Commands, rules and messages iterate over all `EngineInfo`s (`index.py`) and do not refer to an engine by name.
+Functions and classes that require torch or the engine are strings "module:attribute", which are imported when they are
+used.
 """
 
 import importlib.util
@@ -26,7 +27,7 @@ class Plugin:
     Attributes:
         entry_point: "module:function", as in pyproject.toml.
         group: group of entry points in which the engine looks for plugins.
-        variable: environment variable that restricts the plugins which the engine loads.
+        variable: environment variable with which a user can restrict the plugins that the engine loads.
     """
 
     entry_point: str
@@ -41,36 +42,36 @@ class EngineInfo:
     Attributes:
         name: the engine's name in --infer_backend.
         label: the engine's official name.
-        package: the Python package; an engine without it counts as not installed.
+        package: name of the Python package; the engine is installed if this package is.
         distributions: possible names of the package's pip distribution.
         install: command to install the package.
         adapter: name of the `Engine` class, which is called with an `EngineConfig`.
-        convention: name of the function that maps a `Family` to the `Convention` with which the engine runs its heads;
-            None for a family that was not measured.
-        measured: prefix of the engine's version with which conventions were measured; "" if conventions do not depend
-            on the version.
+        convention: name of the function that maps a `Family` to the `Convention` with which the engine runs the
+            family's heads. The function returns None for a family that was not measured.
+        measured: prefix of the engine's version with which conventions were measured; "" if conventions are the same in
+            all versions.
         is_required: whether the package is a dependency of swiftlite.
         takes_draft_confidence: whether the engine supports `Sampling.draft_confidence`.
         takes_live_weights: whether the engine's server accepts new weights while serving.
-        serves_adapters: whether its server supports adapters, tested to give the answers of the merged model.
+        serves_adapters: whether the engine's server supports adapters. Tests check that it gives the answers of the
+            merged model.
         is_batched: whether the engine processes several prompts at once.
-        options_class: class of the engine's own options in args/fields.py, a base class of the commands' classes; None
-            if there are none. The name of each option starts with the engine's name.
-        read_speculative_config: function that maps a command's options to the user's speculative options under the
-            engine's names, or None if there are none.
+        options_class: class of the engine's own options in args/fields.py, a base class of the commands' option
+            classes; None if the engine has no options. The name of each option starts with the engine's name.
+        read_speculative_config: function that returns the speculative options that the user set in a command's options,
+            under the engine's names; it returns None if the user set none.
         rules: functions that yield (problem, hint) for invalid options.
         server: name of the function that returns a `ServerCommand`; its arguments are `DeployArgs`, an `HfModel`,
-            whether the server drafts, and a `DraftSchedule` or None. "": the engine has no server, and `deploy` does
-            not support it.
-        client: name of the `Client` class that `bench` uses. "": `bench` does not support the engine.
-        dry_load: name of the function that maps an `EngineConfig` to a `LoadReport`, called in a subprocess. "":
-            `doctor` does not support the engine.
-        known_report: name of the function that maps an `HfModel` to a `LoadReport` without an installed engine. "": not
-            supported.
+            whether the server drafts, and a `DraftSchedule` or None. If "", `deploy` does not support the engine.
+        client: name of the `Client` class that `bench` uses. If "", `bench` does not support the engine.
+        dry_load: name of the function that maps an `EngineConfig` to a `LoadReport`; it is called in a subprocess. If
+            "", `doctor` does not support the engine.
+        known_report: name of the function that maps an `HfModel` to a `LoadReport` if the engine is not installed. If
+            "", this is not supported.
         command_needs_no_install: whether the server's command can be printed without an installed engine.
         plugin: plugin that the engine needs to serve swiftlite's checkpoints; None if the engine needs no plugin.
         drawing_problem: name of the function that returns why this engine verifies drafts incorrectly at a temperature
-            above 0 on this machine, or None. "": verification is correct everywhere.
+            above 0 on this machine; it returns None if verification is correct. If "", verification is always correct.
     """
 
     name: str
@@ -123,13 +124,13 @@ class EngineInfo:
         return self.options_class is not None and isinstance(args, self.options_class)
 
     def engine_kwargs(self, args: Any) -> dict[str, Any]:
-        """Return the engine's keyword arguments that the user gave."""
+        """Return the keyword arguments for the engine that the user set."""
         if not self.has_options_in(args):
             return {}
         return vars(args)[self.kwargs_option] or {}
 
     def speculative_config(self, args: Any) -> dict[str, Any] | None:
-        """Return the user's speculative options under the engine's names; None if there are none."""
+        """Return the speculative options that the user set, under the engine's names; None if the user set none."""
         if not self.has_options_in(args):
             return None
         return self.read_speculative_config(args)

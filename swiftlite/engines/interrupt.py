@@ -11,7 +11,7 @@ class Terminated(SystemExit):
 
 @contextmanager
 def raises_at_sigterm() -> Iterator[None]:
-    """Let SIGTERM, for example from a batch system, end this process like Ctrl-C, after its engines have closed.
+    """Let SIGTERM, for example from a batch system, end this process like Ctrl-C: its engines are closed first.
 
     Raises:
         Terminated: at any point of the context, when SIGTERM is received.

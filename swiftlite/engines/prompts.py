@@ -19,8 +19,8 @@ def needed_length(
     """Return the maximum sequence length for these prompts and their answers, within the model's limit.
 
     Args:
-        asked: the prompts as conversations.
-        max_model_len: the user's value, if set.
+        asked: the conversations that `prompts` were made from.
+        max_model_len: the user's limit; None without one.
 
     Raises:
         UserError: a prompt leaves no room for an answer; the error names the row.
@@ -46,7 +46,7 @@ def sequence_length(
 
     Args:
         longest: maximum length of prompt and answer in tokens.
-        max_model_len: the user's value, if set.
+        max_model_len: the user's limit; None without one.
     """
     # vLLM stops drafting if drafts do not fit: leave room after the last token.
     drafts = 1 + (num_speculative_tokens or model.heads.drafts)

@@ -1,6 +1,7 @@
 """Check that the files and the heads of a Hugging Face model are complete before an engine reads them.
 
-Engines silently drop MTP tensors or leave heads random. Then the generated text is still correct, but acceptance drops.
+If tensors of heads are missing, engines silently drop heads or leave their weights random. The generated text is then
+still correct, but acceptance drops.
 """
 
 from pathlib import Path
@@ -20,8 +21,7 @@ def resolve_served(name: str | Path) -> HfModel:
     """Resolve a model for an engine.
 
     Raises:
-        UserError: the model is not available or not supported (`resolve`), or a file is damaged, for which engines show
-            a traceback.
+        UserError: the model is not available or not supported (`resolve`), or a file is damaged.
     """
     model = resolve(name)
     check_files(model)
@@ -29,7 +29,7 @@ def resolve_served(name: str | Path) -> HfModel:
 
 
 def check_files(model: HfModel) -> None:
-    """Read the headers of all safetensors files, to find damaged ones.
+    """Read the headers of all safetensors files to find damaged files.
 
     Raises:
         UserError: a file is damaged, or the directory contains adapters.
@@ -68,7 +68,7 @@ def require_heads(model: HfModel) -> None:
 
 
 def fed_otherwise(model: HfModel, info: EngineInfo) -> str:
-    """Return a description of head inputs that differ between the engine and training; empty if none."""
+    """Return a description of the inputs of heads that differ between the engine and training; empty if none differ."""
     trained = model.family.mtp.drafting_of(model.heads)
     difference = trained.difference(info.convention_for(model.family).drafting)
     if not difference or not model.heads.layers:
@@ -83,14 +83,18 @@ def fed_otherwise(model: HfModel, info: EngineInfo) -> str:
 
 
 def log_fed_otherwise(model: HfModel, info: EngineInfo) -> None:
-    """Log a warning if head inputs differ between the engine and training."""
+    """Log a warning if the inputs of heads differ between the engine and training."""
     text = fed_otherwise(model, info)
     if text:
         logger.warning("%s", text)
 
 
 def log_untrained_drafts(model: HfModel, num_tokens: int | None) -> None:
-    """Warn if more tokens are drafted than the heads were trained for; None means the trained number."""
+    """Log a warning if more tokens are drafted than the heads were trained for.
+
+    Args:
+        num_tokens: number of draft tokens per step; None means the number that the heads were trained for.
+    """
     if (num_tokens or 0) > model.heads.drafts > 0:
         logger.info(
             "drafting %d tokens with heads trained for %d: acceptance is lower at further positions "

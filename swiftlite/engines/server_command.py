@@ -17,7 +17,7 @@ class ServerCommand:
     Attributes:
         words: the program and its arguments.
         variables: additional environment variables.
-        files: text of files that the program reads, by path; they must be written before the program starts.
+        files: files that must be written before the program starts: text by path.
     """
 
     words: list[str]
@@ -25,7 +25,7 @@ class ServerCommand:
     files: dict[Path, str] = field(default_factory=dict)
 
     def shell_line(self) -> str:
-        """Return the command as one line for a shell, which also writes the files."""
+        """Return the command as one line for a shell. The line also writes the files."""
         steps = [f"echo {shlex.quote(text)} > {shlex.quote(str(path))}" for path, text in self.files.items()]
         variables = [f"{name}={value}" for name, value in self.variables.items()]
         return " && ".join([*steps, shlex.join([*variables, *self.words])])

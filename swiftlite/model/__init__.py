@@ -1,4 +1,4 @@
 """The model on megatron-core: layers, hidden states, logits and losses on the ranks of a mesh.
 
-May import `families`, `data`, `plan` and `runtime`, but nothing about training.
+This package may import `families`, `data`, `plan` and `runtime`, but no package about training.
 """

@@ -136,7 +136,7 @@ def _recompute_config(recompute: RecomputeArgs) -> dict[str, Any]:
 
 
 def _stages(layout: ParallelLayout) -> str | None:
-    """Return the pipeline layout as a string for megatron-core, which does not accept spaces."""
+    """Return the pipeline layout as a string without spaces, as megatron-core requires it."""
     text = layout.pipeline_model_parallel_layout
     return text and "|".join(parse_stages(text))
 

@@ -82,10 +82,10 @@ def shared_row(
 
 
 def _runs(lengths: Sequence[int], rank: int, size: int) -> Iterator[tuple[int, int, int]]:
-    """Yield the runs of consecutive tokens on rank `rank` of `size`, in order; a run may be empty.
+    """Yield the runs of consecutive tokens that rank `rank` of `size` holds, in order. A run may be empty.
 
-    Each run is (start of its sequence, start of the run, end of the run) in the whole row. In the example above, rank 0
-    has (0, 0, 2), (0, 6, 8), (8, 8, 9) and (8, 11, 12).
+    Each run is (start of its sequence, start of the run, end of the run) in the whole row. In the example of the module
+    docstring, rank 0 has (0, 0, 2), (0, 6, 8), (8, 8, 9) and (8, 11, 12).
 
     Raises:
         ValueError: a length is not a multiple of 2 * size.
@@ -140,8 +140,8 @@ def causal_segments(lengths: tuple[int, ...], rank: int, size: int) -> tuple[Seg
 def seen_by(segments: Sequence[Segment], row: torch.Tensor) -> list[torch.Tensor]:
     """Return the part of a whole row of keys or values [S, ...] that the queries of each segment see.
 
-    If the parts are disjoint and cover the row, `torch.split` is used instead of slices: the gradient of each slice
-    would be a tensor of the size of the whole row.
+    If the parts are disjoint and cover the row, `torch.split` is used instead of slices, because the gradient of each
+    slice would be a tensor of the size of the whole row.
     """
     sizes = [segment.key_end - segment.key_start for segment in segments]
     ends = list(accumulate(sizes))
@@ -178,8 +178,10 @@ def unshard_sequence(shards: Sequence[torch.Tensor], dim: int, cu_seqlens: torch
 
 
 class _GatherSequence(torch.autograd.Function):
-    """Gathers all ranks' parts along axis 0 into a row in token order; in the backward pass the row's gradient is
-    summed over ranks, and each rank keeps its part."""
+    """Gathers all ranks' parts along axis 0 into a row in token order.
+
+    In the backward pass, the row's gradient is summed over ranks and each rank keeps its part of the sum.
+    """
 
     @staticmethod
     def forward(ctx, local: torch.Tensor, lengths: tuple[int, ...], group: dist.ProcessGroup) -> torch.Tensor:

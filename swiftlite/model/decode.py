@@ -1,8 +1,8 @@
 """Greedy decoding with a cache: run the stages of `GPTModel` over the new tokens of rows, one pass at a time.
 
-A pass of the trunk appends tokens to the rows. A pass of the heads follows, over tokens that the trunk has processed:
-the stage of the heads has stored the trunk's states in its cache. On a pipeline, stages therefore send other states
-than in training:
+A pass of the trunk appends tokens to the rows, and the pipeline stage of the heads stores the trunk's states in its
+cache. A pass of the heads follows, over tokens that the trunk has processed. Stages therefore send other states than in
+training:
 
     pass            to the stage of the heads       from there to the last stage
     of the trunk    as `StageStates` says           the trunk's state after the norm      [T, 1, H]
@@ -105,20 +105,20 @@ def _forward_heads(model: GPTModel, new: CachedPass, mtp_input_ids: Sequence[tor
 
 
 def _rotary_emb(model: GPTModel, new: CachedPass, offset: int = 0) -> torch.Tensor:
-    """Look up cosines and sines [2, T, 1, 1, R] at the positions of a pass; each row starts at `offset`."""
+    """Return cosines and sines [2, T, 1, 1, R] at the positions of a pass; each row starts at `offset`."""
     return model.rotary_pos_emb([new.cache.capacity], offset)[:, new.position_ids[0]]
 
 
 def _placeholder(model: GPTModel, cache: Cache) -> torch.Tensor:
-    """Return a tensor that a stage without output sends, because the next stage waits for a message."""
+    """Return a tensor for a stage without output to send, because the next stage waits for a message."""
     return torch.zeros(1, 1, model.config.hidden_size, dtype=model.config.pipeline_dtype, device=cache.device)
 
 
 def _check_use(model: GPTModel, cache: Cache) -> None:
     """Raise UserError if a layer has not stored anything in the cache, or if the model has a tower.
 
-    In a layer that stores nothing, tokens of later passes would not see tokens of earlier passes. Prompts contain no
-    inputs for a tower.
+    In a layer that stores nothing, tokens of later passes would not see tokens of earlier passes. A tower (such as an
+    image tower) is not supported, because prompts contain no inputs for it.
     """
     if model.tower is not None:
         raise UserError("measuring acceptance is not supported for a model with a tower", "use --acceptance_samples 0")
@@ -131,8 +131,10 @@ def _check_use(model: GPTModel, cache: Cache) -> None:
 def _most_likely(
     model: GPTModel, hidden_T1H: torch.Tensor, predicted: torch.Tensor, output: OutputMatrix
 ) -> torch.Tensor:
-    """Return the most likely tokens [N] after the predicted positions; logits are computed for MAX_POSITIONS at a
-    time."""
+    """Return the most likely tokens [N] after the predicted positions.
+
+    Logits are computed for MAX_POSITIONS at a time.
+    """
     hidden_NH = model.whole_sequence(hidden_T1H)[predicted, 0]
     token_N = torch.empty_like(predicted)
     for start in range(0, len(predicted), MAX_POSITIONS):

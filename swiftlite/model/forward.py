@@ -13,7 +13,8 @@ from swiftlite.model.tower import TowerInputs
 
 
 def forward(model: torch.nn.Module, batch: Batch, balance: Balance | None = None, trunk: TrunkOutput | None = None):
-    """Compute a micro-batch; return Losses on the last pipeline stage, otherwise the states for the next stage.
+    """Run a micro-batch through the model, and return its `Losses`. Before the last pipeline stage, return the states
+    to send.
 
     Args:
         balance: load balance of the global batch; without it routers have no load-balancing loss.

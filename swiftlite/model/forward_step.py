@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 ForwardStep = Callable[[Iterator[Any], torch.nn.Module], tuple[Any, Callable]]
-"""Function (iterator, chunk) -> (output of the chunk, function). The returned function maps the model's output to the
-loss summed over targets, the number of these targets, and statistics that `run_pipeline` returns.
+"""A function that maps (iterator over micro-batches, model chunk) to (output of the chunk, loss function). The loss
+function maps the output to the loss summed over targets, the number of these targets, and statistics that
+`run_pipeline` returns.
 """

@@ -163,7 +163,7 @@ class GPTModel(McoreGPTModel):
         tower_inputs: TowerInputs | None = None,
         axes_3BS: torch.Tensor | None = None,
     ) -> Logits | Losses | torch.Tensor:
-        """Run the stages of this rank; without pipeline parallelism, all four.
+        """Run the stages of this rank. Without pipeline parallelism, these are all four stages.
 
         Attention is causal: rows are padded at the end, so no mask is needed.
 
@@ -172,9 +172,9 @@ class GPTModel(McoreGPTModel):
             position_ids: [B, S].
             labels: [B, S], where labels[b, s] is the token at s + 1, or IGNORE_INDEX. They should be on the host;
                 otherwise the loss waits for the device (`model.loss.losses.select`).
-            mtp_input_ids: for each depth k the tokens at s + k, [B, S]. Default: `input_ids` shifted within each
-                sequence, which is correct unless context-parallel ranks split the row.
-            mtp_labels: for each depth k the tokens at s + k + 1, [B, S]; default: `labels` shifted in the same way.
+            mtp_input_ids: for each depth k the tokens at s + k, [B, S]. Default: `input_ids`, shifted within each
+                sequence. The default is wrong if context-parallel ranks split the row.
+            mtp_labels: for each depth k the tokens at s + k + 1, [B, S]. Default: `labels`, shifted in the same way.
             packed_seq_params: the sequences of a packed row (B = 1), between which there is no attention.
             sequences: int64 [K, B, S], `Batch.sequence_KBS`; without it routers do not count their load.
             balance: load balance of the global batch; without it routers have no load-balancing loss.
@@ -261,7 +261,7 @@ class GPTModel(McoreGPTModel):
         tokens: RoutedTokens | None = None,
         placed: Placed | None = None,
     ) -> StageStates:
-        """Run the embedding and the decoder layers of this stage; without gradients if they are frozen."""
+        """Run the embedding and the decoder layers of this stage. If the trunk is frozen, no gradients are computed."""
         with self._frozen():
             hidden_SBH = self.forward_preprocess(input_ids, position_ids, placed)
             hidden_SBH = self.forward_decoder(hidden_SBH, rotary_emb, packed_seq_params, tokens)
@@ -307,15 +307,20 @@ class GPTModel(McoreGPTModel):
         packed_seq_params: PackedSeqParams | None,
         axes_3BS: torch.Tensor | None,
     ) -> list[torch.Tensor]:
-        """Return one result of `rotary_emb` per MTP depth: that of the trunk's positions or, for step j of an unrolled
-        head, of positions that are larger by j - 1."""
+        """Return one result of `rotary_emb` per MTP depth.
+
+        For normal heads it belongs to the trunk's positions, for step j of an unrolled head to positions that are
+        larger by j - 1.
+        """
         offsets = range(1, self.heads.unroll)
         later = [self.rotary_emb(position_ids, packed_seq_params, offset, axes_3BS) for offset in offsets]
         return [rotary_emb, *later] * self.heads.layers
 
     def _placed(self, tower_inputs: TowerInputs | None) -> list[Placed] | list[None]:
-        """Run the tower; return its outputs and the tokens that they replace, for the trunk and each MTP depth; None
-        without one."""
+        """Run the tower, and return its outputs and the tokens that they replace, for the trunk and each MTP depth.
+
+        Without a tower, each entry is None.
+        """
         if self.tower is None:
             return [None] * (1 + self.heads.drafts)
         if tower_inputs is None:
@@ -334,7 +339,7 @@ class GPTModel(McoreGPTModel):
     def _routed_tokens(
         self, sequences: torch.Tensor | None, balance: Balance | None, cu_seqlens: torch.Tensor | None
     ) -> list[RoutedTokens] | list[None]:
-        """Describe the tokens to the routers of the trunk and of each MTP depth; None without `sequences`."""
+        """Describe the tokens for the routers of the trunk and of each MTP depth; None for each without `sequences`."""
         if sequences is None:
             return [None] * (1 + self.heads.drafts)
         num_sequences = sequences.size(1)
@@ -526,7 +531,7 @@ class GPTModel(McoreGPTModel):
     def _distillation_losses(
         self, states: StageStates, labels: Sequence[torch.Tensor], cu_seqlens: torch.Tensor | None
     ) -> list[TokenLoss]:
-        """Compare each head with the trunk's prediction of the same token.
+        """Return the losses that compare each head's prediction with the trunk's prediction of the same token.
 
         At position s, depth k predicts the token s + k + 1, which the trunk predicts at position s + k. This position
         can be on another context-parallel rank: with a row of 8 tokens on 2 ranks, rank 0 holds positions 0 1 6 7, and
@@ -545,7 +550,7 @@ class GPTModel(McoreGPTModel):
     def _distillation(
         self, states_NH: torch.Tensor, trunk_NH: torch.Tensor, selected: Selected, output: "OutputMatrix"
     ) -> TokenLoss:
-        """Return the distance between the predictions of head and trunk at each selected position."""
+        """Return the distance between the predictions of a head and the trunk at each selected position."""
         assert self.mtp_loss != "ce"
         tp = self.pg_collection.tp
         if self.loss_in_chunks:
@@ -594,7 +599,10 @@ class GPTModel(McoreGPTModel):
         return OutputMatrix(lambda hidden_NH: self.logits(hidden_NH[:, None]).squeeze(1), weight, None)
 
     def head_output_matrix(self) -> "OutputMatrix":
-        """Return the output layer of the heads: the rows of the draft vocabulary, if there is one."""
+        """Return the output layer of the heads.
+
+        If there is a draft vocabulary, it has only the rows of the draft vocabulary.
+        """
         whole = self.trunk_output_matrix()
         if not self.heads.draft_vocab:
             return whole
@@ -612,7 +620,10 @@ class GPTModel(McoreGPTModel):
     # Construction
 
     def setup_embeddings_and_output_layer(self) -> None:
-        """Replace the embedding and the output layer; megatron-core's constructor calls this after creating them."""
+        """Replace the embedding and the output layer by swiftlite's classes.
+
+        The constructor of megatron-core's class calls this method after it has created both layers.
+        """
         if self.pre_process or self.mtp_process:
             stock = self.embedding.word_embeddings
             self.embedding.word_embeddings = VocabParallelEmbedding.in_place_of(
@@ -671,7 +682,7 @@ class OutputMatrix:
     Attributes:
         logits: computes logits [N, V] from states [N, H].
         weight_VH: the matrix.
-        tokens_V: the token of each row; None for this rank's part of the whole vocabulary.
+        tokens_V: the token of each row; None if the rows are this rank's part of the whole vocabulary.
     """
 
     logits: Callable[[torch.Tensor], torch.Tensor]
@@ -680,9 +691,10 @@ class OutputMatrix:
 
 
 class _NoGradient(torch.autograd.Function):
-    """Returns a frozen stage's output; the gradient of its input is zeros.
+    """Returns a frozen stage's output unchanged; the gradient of its input is zeros.
 
-    megatron-core's pipeline schedule waits for a gradient from every later stage, and a frozen stage would send none.
+    megatron-core's pipeline schedule waits for a gradient from every later stage. Without this function, a frozen stage
+    would send no gradient.
     """
 
     @staticmethod

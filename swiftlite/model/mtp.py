@@ -1,9 +1,9 @@
-"""The MTP layer of a depth.
+"""The layers of MTP heads, one per depth.
 
 At position s, depth k (from 1) reads the state of depth k - 1 at s (depth 1: the trunk's state) and the embedding of
 token s + k, and predicts token s + k + 1.
 
-For example, in the row "the cat sat on mats", at the position of "cat": depth 1 reads the trunk's state, which depends
+For example, take the position of "cat" in the row "the cat sat on mats". Depth 1 reads the trunk's state, which depends
 on "the cat", and the embedding of "sat", and predicts "on". Depth 2 reads the state of depth 1 and the embedding of
 "on", and predicts "mats".
 
@@ -61,7 +61,8 @@ class MultiTokenPredictionLayer(McoreMultiTokenPredictionLayer):
         padding_mask: RoutedTokens | None = None,
         **closure: Any,
     ) -> torch.Tensor:
-        """Run the part that can be recomputed: projection, decoder layer and output norm, in FP8 or FP4 if configured.
+        """Run the part that can be recomputed: projection, decoder layer and output norm. It runs in FP8 or FP4 if
+        configured.
 
         megatron-core's method enters only the FP8 context; this one also enters the FP4 context. Up to 0.16,
         megatron-core's method also does not pass the padding mask to the decoder layer.
@@ -85,9 +86,10 @@ class MultiTokenPredictionLayer(McoreMultiTokenPredictionLayer):
     ) -> torch.Tensor:
         """Run `_proj_and_transformer_layer`, storing only the two arguments with gradients.
 
-        With `recompute_granularity` full, an MTP layer is always recomputed; the method and `recompute_num_layers`
-        apply only to decoder layers. megatron-core's method does not support `uniform` with more than 1 layer, does
-        nothing with `block`, and passes descriptors of packed rows to autograd, which accepts only tensors.
+        If `recompute_granularity` is full, an MTP layer is always recomputed; `recompute_method` and
+        `recompute_num_layers` apply only to decoder layers. megatron-core's function of this name does not support
+        `uniform` with more than 1 layer and does nothing with `block`. It also passes descriptors of packed rows to
+        autograd, which accepts only tensors.
         """
 
         def forward(hidden_states: torch.Tensor, decoder_input: torch.Tensor) -> torch.Tensor:
@@ -105,10 +107,10 @@ class MultiTokenPredictionLayer(McoreMultiTokenPredictionLayer):
 
 
 class UnrolledLayer(MultiTokenPredictionLayer):
-    """A head that drafts several tokens like an engine: step j (from 1) of the draft from position s is at position s +
-    j - 1.
+    """A head that drafts several tokens like an engine.
 
-    Its attention is `DraftAttention`. Example: three steps from position s, where t are the row's tokens:
+    Step j (from 1) of the draft from position s is computed at position s + j - 1. The head's attention is
+    `DraftAttention`. Example: three steps from position s, where t are the row's tokens:
 
         step 1   trunk's state, t[s + 1]   at position s        predicts t[s + 2]
         step 2   state of step 1, t[s + 2] at position s + 1    predicts t[s + 3]
@@ -123,8 +125,9 @@ class UnrolledLayer(MultiTokenPredictionLayer):
         super().__init__(config, *args, **kwargs)
 
     def _postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Do nothing: `forward_steps` applies the output norm, because some engines continue from the state before this
-        norm."""
+        """Do nothing, because `forward_steps` applies the output norm. Some engines use the state before this norm for
+        the next step.
+        """
         return hidden_states
 
     def forward_steps(
@@ -143,11 +146,11 @@ class UnrolledLayer(MultiTokenPredictionLayer):
         Args:
             hidden_SBH: states of the trunk.
             decoder_inputs_SBH: for each step j, embeddings of the tokens j positions later.
-            rotary_pos_embs: for each step j, rotary embeddings of the positions from j - 1 on.
+            rotary_pos_embs: for each step j, rotary embeddings of the row's positions plus j - 1.
             tokens: the routers' tokens of each step.
             cache: in decoding, the KV cache of the rows; None in training.
-            recycles_before_norm: whether a step continues from the previous step's state before the output norm;
-                otherwise from the state after the norm.
+            recycles_before_norm: whether a step reads the previous step's state before the output norm; otherwise it
+                reads the state after the norm.
         """
         steps = partial(
             self._steps,
@@ -173,7 +176,9 @@ class UnrolledLayer(MultiTokenPredictionLayer):
         cache: Cache | None,
         recycles_before_norm: bool,
     ) -> torch.Tensor:
-        """Return the concatenated states of `forward_steps`, because a checkpointed function returns one tensor."""
+        """Return the states of `forward_steps` as one tensor, because a checkpointed function must return a single
+        tensor.
+        """
         draft = Draft(cache)
         states_SBH = []
         steps = zip(decoder_inputs_SBH, rotary_pos_embs, tokens, strict=True)

@@ -48,7 +48,8 @@ def open_model(
     seed: int = 42,
     **options: Any,
 ) -> tuple[list[GPTModel], WeightsReport]:
-    """Build the model's part on this rank and load the weights; also return a report on the directory's tensors.
+    """Build the model's part on this rank and load the weights. Also return a report on the tensors in the model's
+    directory.
 
     Args:
         heads: the MTP heads of the model; None: those of the directory.

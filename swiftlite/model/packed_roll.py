@@ -74,11 +74,11 @@ def _check(tensor: torch.Tensor, cu_seqlens: torch.Tensor, lengths: torch.Tensor
 
 
 def _exchange(first: torch.Tensor, second: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the first tokens [..., N] of the chunks that follow this rank's later and its earlier chunk of each
-    sequence.
+    """Return the tokens that follow this rank's chunks: the first tokens [..., N] of the next chunks of all sequences.
 
-    The previous rank holds the chunk after a later chunk, the next rank the chunk after an earlier chunk. At the ends
-    of the group, tokens of missing chunks are undefined.
+    The first result belongs to this rank's later chunks; the previous rank holds what follows them. The second result
+    belongs to the earlier chunks; the next rank holds what follows them. The first rank has no previous and the last
+    rank no next rank; the tokens of a missing rank are undefined.
 
     Args:
         first: first tokens of this rank's earlier chunks.

@@ -36,13 +36,13 @@ def run_pipeline(
         model: the chunks of this rank, one per virtual pipeline stage.
         iterators: one per chunk, because each iterates over the micro-batches separately.
         shapes: numbers of rows and of tokens per row of each micro-batch, before the split over context-parallel ranks.
-        tells_shapes: whether stages send a shape before each tensor, and the host waits for it; required for decoding,
-            which sends other states than training (`model/decode.py`).
+        tells_shapes: whether stages send a shape before each tensor, for which the host of the receiver waits. Required
+            for decoding, which sends other states than training (`model/decode.py`).
         options: further options of megatron-core's schedules.
 
     Returns:
-        For each micro-batch the further values that the function of `forward_step` returns; empty before the last
-        stage.
+        For each micro-batch, the statistics that the loss function of `forward_step` returns; empty before the last
+            stage.
     """
     config = get_model_config(model[0])
     schedule = get_forward_backward_func(mesh.pp.size(), num_virtual_stages(mesh.layout))
@@ -67,7 +67,7 @@ def run_pipeline(
 
 
 class _KnownShapes(P2PCommunicator):
-    """megatron-core's communicator with known shapes instead of a message before every tensor.
+    """megatron-core's communicator, without the messages that announce the shape of every tensor.
 
     megatron-core's class exchanges shapes before every tensor, and waits for the GPU twice
     (p2p_communication.py:214-242 of 0.16.1).
@@ -107,7 +107,7 @@ class _KnownShapes(P2PCommunicator):
 def _crossing(
     model: Sequence[torch.nn.Module], mesh: Mesh, shapes: Sequence[Sequence[int]]
 ) -> tuple[list[Shape], list[Shape], list[Shape]]:
-    """Return the shapes for `_KnownShapes` of all micro-batches.
+    """Return the arguments of `_KnownShapes` (received, sent, gradients) for all micro-batches.
 
     Each rank computes pairs (micro-batch, chunk) in the order of megatron-core's schedule table, in the backward pass
     with reversed chunks, and sends each result immediately. For example, with two ranks of two chunks each, chunk 1 of

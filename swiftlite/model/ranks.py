@@ -23,7 +23,7 @@ def all_gather_rows(tensor_BS: torch.Tensor, mesh: Mesh, cu_seqlens: torch.Tenso
 
 
 def broadcast_from_last_stage(tensor: torch.Tensor, mesh: Mesh) -> torch.Tensor:
-    """Broadcast this tensor from the last pipeline stage to all stages, in place."""
+    """Broadcast a tensor from the last pipeline stage to all stages, in place."""
     if mesh.pp.size() > 1:
         dist.broadcast(tensor, group=mesh.pp, group_src=mesh.pp.size() - 1)
     return tensor
@@ -44,7 +44,7 @@ def all_reduce_sum(parts: Sequence[torch.Tensor], shape: tuple[int, ...], mesh: 
 
 
 def broadcast_from_mesh(tensor: torch.Tensor, mesh: Mesh) -> torch.Tensor:
-    """Broadcast this tensor from the ranks of a mesh to all ranks of the job, in place; collective over the job."""
+    """Broadcast a tensor from the ranks of a mesh to all ranks of the job, in place. Collective over the job."""
     if len(mesh.ranks) < dist.get_world_size():
         dist.broadcast(tensor, src=mesh.ranks[0])
     return tensor

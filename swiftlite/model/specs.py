@@ -1,7 +1,7 @@
 """Select the modules of each part of the model.
 
-A family specifies the kind of each layer (`families/layer.py`). This module maps each kind to modules, made of the
-classes that `kernels.py` selects.
+A family (model architecture) specifies the kind of each layer (`families/layer.py`). This module maps each kind to
+modules, built from the classes that `kernels.py` selects.
 """
 
 from collections.abc import Callable, Sequence
@@ -95,9 +95,10 @@ def _mlp(mlp: Mlp, modules: Modules) -> ModuleSpec:
 
 
 def _mixture(mixture: MixtureOfExperts, modules: Modules) -> ModuleSpec:
-    """Return the spec of a router, one MLP per expert, and one for all shared experts.
+    """Return the spec of a mixture of experts: a router, one MLP per expert, and one MLP for all shared experts.
 
-    Experts always use torch's linear layers: calling other kernels for each expert costs more than it saves.
+    Experts always use torch's linear layers, because calling other kernels for each expert costs more time than it
+    saves.
     """
     experts = replace(modules, column=LOCAL.column, row=LOCAL.row)
     return ModuleSpec(

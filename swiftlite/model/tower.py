@@ -21,7 +21,8 @@ class TowerInputs:
 
     Attributes:
         items: inputs of the tower, by name (`Batch.items`).
-        item_KBS: int64; index of the tower's output for the token, -1 for tokens that use their embedding.
+        item_KBS: int64; index of the tower's output that replaces the token's embedding, -1 for tokens that use their
+            embedding.
     """
 
     items: Mapping[str, torch.Tensor]

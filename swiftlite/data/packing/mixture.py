@@ -1,4 +1,4 @@
-"""For --interleave_prob, draw the file of each row with a seed, identically on every rank."""
+"""Draw the file of each row for --interleave_prob, with a seed and identically on every rank."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -10,7 +10,8 @@ BLOCK = 1024
 
 
 class Mixture:
-    """Maps the row numbers of a mixture to its parts (files): row 7 of the mixture can be row 2 of part 1.
+    """A mixture of rows from several parts (files), drawn at random. For example, row 7 of the mixture can be row 2 of
+    part 1.
 
     Args:
         probabilities: weight of each part; only ratios matter. Empty: one part has all rows.
@@ -55,7 +56,7 @@ class Mixture:
 
 
 def interleave(lengths: Sequence[int], mixture: Mixture) -> list[tuple[int, int]]:
-    """Return (part, row of the part) of all drawn rows, until a part without further rows is drawn.
+    """Return (part, row of the part) for all drawn rows. Drawing ends when a part without further rows is drawn.
 
     Example: parts of 3 and 1 rows, drawn in the order 0, 1, 0, 1, ... give (0, 0), (1, 0), (0, 1).
 

@@ -89,7 +89,7 @@ def pack(lengths: Sequence[int] | np.ndarray, packing_length: int, *, multiple: 
         multiple: multiple to which each sequence is padded; padding counts.
 
     Returns:
-        Rows in the order of their first sequences, so that without shuffling, data approximately keeps its order.
+        Rows in the order of their first sequences. Without shuffling, the data therefore approximately keeps its order.
 
     Raises:
         UserError: a sequence has no tokens or is longer than a row; the error names the sequence's index.
@@ -141,10 +141,10 @@ def _deal(sizes: np.ndarray, packing_length: int) -> tuple[list[tuple[int, int, 
 
 
 class _OpenRows:
-    """Rows with room left, by their room: `{3: [range(0, 5)]}` are rows 0 to 4 with room for 3 tokens each.
+    """Rows that are not full, by their room: `{3: [range(0, 5)]}` are rows 0 to 4 with room for 3 tokens each.
 
     Args:
-        smallest_size: smallest size of a sequence; rows with less room count as full.
+        smallest_size: size of the smallest sequence; rows with less room count as full.
     """
 
     def __init__(self, smallest_size: int):
@@ -153,7 +153,7 @@ class _OpenRows:
         self._rows: dict[int, list[range]] = {}
 
     def put(self, room: int, rows: range) -> None:
-        """Record that rows have room for `room` tokens."""
+        """Record that these rows have room for `room` tokens."""
         if not rows or room < self._smallest_size:
             return
         if room not in self._rows:
@@ -162,7 +162,10 @@ class _OpenRows:
         self._rows[room].append(rows)
 
     def take(self, size: int) -> tuple[int, range]:
-        """Return the smallest room that holds `size` tokens, and its rows, which are removed; no rows if none fits."""
+        """Remove the rows with the smallest room that holds `size` tokens; return this room and the rows.
+
+        The rows are empty if there is no room of this size.
+        """
         place = bisect.bisect_left(self._rooms, size)
         if place == len(self._rooms):
             return 0, range(0)
@@ -181,13 +184,13 @@ def _join_ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 
 def _in_order(row_of: np.ndarray, num_rows: int) -> PackedRows:
-    """Return rows, renumbered by their first sequences, from the row of each sequence.
+    """Return the rows, renumbered in the order of their first sequences.
 
     Example: in `[1, 0, 1]` sequences 0 and 2 are in row 1. This row comes first, because sequence 0 does: the result is
     `[0, 2]`, `[1]`.
 
     Args:
-        row_of: `[num_sequences]`; every row below `num_rows` has a sequence.
+        row_of: `[num_sequences]`, the row of each sequence; every row below `num_rows` has a sequence.
     """
     order = np.argsort(row_of, kind="stable")  # sequences of row 0, then of row 1, ...: [1, 0, 2]
     counts = np.bincount(row_of, minlength=num_rows)  # [1, 2]
@@ -199,7 +202,7 @@ def _in_order(row_of: np.ndarray, num_rows: int) -> PackedRows:
 
 
 class StreamSample(NamedTuple):
-    """A sample of a stream: its row in the files, its index within the row, and its length in tokens."""
+    """A sample of a stream: number of its row in the files, its index within the row, and its length in tokens."""
 
     row: int
     piece: int
@@ -209,21 +212,22 @@ class StreamSample(NamedTuple):
 class RowStream(Iterator[list[StreamSample]]):
     """Rows packed from a stream of samples with a bounded look-ahead.
 
-    Whenever no row is ready, the buffer is filled and packed. The fuller half of the rows becomes ready, together with
-    the row that contains the oldest sample, so that no sample waits forever. All other samples stay in the buffer. The
-    result depends only on the lengths. At the end of the stream all samples are packed.
+    Whenever no packed row is ready, the buffer is filled and packed. The fuller half of the rows becomes ready. The row
+    that contains the oldest sample also becomes ready, so that no sample waits forever. All other samples stay in the
+    buffer. At the end of the stream all samples are packed. The result depends only on the lengths.
 
     Attributes:
         waiting: the buffer, oldest first.
         ready: packed rows, next first.
 
     Args:
-        samples: the stream, as positions and lengths of samples.
+        samples: the stream: position and length of each sample.
         packing_length: maximum number of tokens in a row.
         buffer_size: maximum number of samples in the buffer.
         multiple: multiple to which each sequence is padded; padding counts.
-        waiting: buffer of the stream to continue; `samples` are then the samples that this stream had not read yet.
-        ready: packed rows of the stream to continue.
+        waiting: to continue an earlier stream, its buffer; `samples` are then the samples that the earlier stream had
+            not read yet.
+        ready: to continue an earlier stream, its packed rows.
     """
 
     def __init__(

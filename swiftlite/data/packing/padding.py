@@ -8,7 +8,7 @@ from swiftlite.data.rows.conversation import RowError
 def padding_error(row: dict[str, Any]) -> RowError | None:
     """Return an error if a row contains nulls for fields of other rows; None otherwise.
 
-    In a table, all structs of a column have the same fields, so fields that a row does not have become null.
+    In a table, all structs of a column have the same fields. Fields that a row does not have therefore become null.
     """
     nested = [("tools", row.get("tools"))]
     for number, message in enumerate(_list(row.get("messages"))):

@@ -1,18 +1,18 @@
-"""Select the samples of each step as a function of the step, so that resuming needs only the step number."""
+"""Select the samples of each step as a function of the step number. A resumed run therefore needs only this number."""
 
 from dataclasses import dataclass, field
 
 import numpy as np
 
 NO_INDEX = -1
-"""Placeholder without a sample, which fills up the last evaluation batch."""
+"""Placeholder that fills up the last evaluation batch if there are no further samples."""
 
 
 @dataclass(frozen=True)
 class Sampler:
     """Splits consecutive epochs, each with a different order, into global batches.
 
-    A batch may span two epochs, so every sample occurs exactly once per epoch and none is dropped.
+    A batch may contain the end of one epoch and the start of the next. Every sample occurs exactly once per epoch.
 
     Attributes:
         num_samples: at least 1.
@@ -55,8 +55,7 @@ def micro_batches(
 ) -> np.ndarray:
     """Return the micro-batches of one data-parallel rank, `[num_micro_batches, micro_batch_size]`.
 
-    The m-th micro-batches of all ranks together are the m-th contiguous part of the global batch, as in Megatron's
-    samplers.
+    As in Megatron's samplers, the m-th micro-batches of all ranks together are a contiguous part of the global batch.
     """
     together = micro_batch_size * data_parallel_size
     if len(global_batch) % together:

@@ -1,10 +1,10 @@
 """Assign the sequences of a step to ranks and micro-batches, as a pure function of the lengths of the global batch.
 
-The work of a sequence is `linear * length + square * length ** 2` (matrices, attention; `estimate/flops.py`). First,
-sequences are assigned to data-parallel ranks with balanced total work. Then each rank distributes its sequences over
-micro-batches. The micro-batches of a rank are ordered by work, so that ranks are also balanced at each index. This
-module does not move samples, so it can be used in frameworks in which every rank has all data, or which have a
-different exchange.
+The work of a sequence is `linear * length + square * length ** 2`, for matrix products and attention
+(`estimate/flops.py`). First, sequences are assigned to data-parallel ranks with balanced total work. Then each rank
+distributes its sequences over micro-batches. The micro-batches of each rank are ordered by work, so that the ranks are
+also balanced in their first, second, ... micro-batch. This module does not move samples between ranks. It can therefore
+be used in other frameworks, however their ranks exchange data.
 """
 
 import heapq
@@ -25,8 +25,8 @@ class MicroBatchSchedule:
     Every rank has the same number of micro-batches.
 
     Attributes:
-        rows: the sequences of micro-batch 0 on rank 0, of micro-batch 0 on rank 1, ..., then of micro-batch 1 on rank
-            0, ...
+        rows: the sequences of micro-batch 0 on rank 0, then those of micro-batch 0 on rank 1, and so on; then those of
+            micro-batch 1 on rank 0, and so on.
         work: float64 `[num_micro_batches, data_parallel_size]`, in the unit of `linear` and `square`; 0 for an empty
             micro-batch.
     """
@@ -44,21 +44,21 @@ class MicroBatchSchedule:
         return self.work.shape[1]
 
     def micro_batch(self, index: int, rank: int) -> np.ndarray:
-        """Return the indices of the sequences of a rank's micro-batch, ascending.
+        """Return the indices of the sequences in a micro-batch of a rank, ascending.
 
         The micro-batch is empty only if there are fewer sequences than micro-batches of all ranks.
         """
         return self.rows[index * self.data_parallel_size + rank]
 
     def rank(self, rank: int) -> list[np.ndarray]:
-        """Return the sequences of each micro-batch of a rank."""
+        """Return the indices of the sequences in each micro-batch of a rank."""
         return [self.micro_batch(index, rank) for index in range(self.num_micro_batches)]
 
     @property
     def imbalance(self) -> float:
         """Work of the busiest rank divided by the mean work; 1 is balanced.
 
-        A step takes about this many times the time of a balanced step.
+        For example, with an imbalance of 1.2 a step takes about 1.2 times as long as a balanced step.
         """
         ranks = self.work.sum(axis=0)
         return float(ranks.max() / ranks.mean())
@@ -74,7 +74,8 @@ def schedule(
     multiple: int = 1,
     num_multiple_of: int = 1,
 ) -> MicroBatchSchedule:
-    """Assign the sequences of a global batch to micro-batches of data-parallel ranks; the same on every process.
+    """Assign the sequences of a global batch to micro-batches of data-parallel ranks. The result is the same on every
+    rank.
 
     The number of micro-batches is the smallest that keeps ranks balanced.
 
@@ -83,8 +84,7 @@ def schedule(
         packing_length: maximum number of tokens of a micro-batch.
         linear, square: work per token and per squared token, in the same unit.
         multiple: multiple to which each sequence is padded; padding counts as tokens and as work.
-        num_multiple_of: the number of micro-batches per rank is a multiple of this, with virtual stages the pipeline
-            size.
+        num_multiple_of: divisor of the number of micro-batches per rank; with virtual stages, the pipeline size.
 
     Raises:
         UserError: a sequence has no tokens or is longer than `packing_length`; the error names the sequence's index.
@@ -108,7 +108,7 @@ def schedule(
 
 
 class _Item(NamedTuple):
-    """A sequence: its index in the global batch, its padded tokens, its work."""
+    """A sequence: its index in the global batch, its number of tokens with padding, and its work."""
 
     index: int
     size: int
@@ -148,7 +148,10 @@ def _level(items: Sequence[_Item], num_groups: int, at_least: int) -> list[_Grou
 
 
 def _micro_batches(items: Sequence[_Item], number: int, packing_length: int) -> list[_Group] | None:
-    """Group a rank's sequences into `number` micro-batches, most work first; None if they do not fit."""
+    """Group a rank's sequences into `number` micro-batches, ordered by work, most work first.
+
+    None if the sequences do not fit into this number of micro-batches.
+    """
     if sum(item.size for item in items) > number * packing_length:
         return None
     groups = _level_within(items, number, packing_length)
@@ -160,8 +163,9 @@ def _micro_batches(items: Sequence[_Item], number: int, packing_length: int) -> 
 
 
 def _level_within(items: Sequence[_Item], number: int, packing_length: int) -> list[_Group] | None:
-    """Distribute items with balanced work like `_level`, at most `packing_length` tokens per group; None if one does
-    not fit.
+    """Distribute items with balanced work like `_level`, with at most `packing_length` tokens per group.
+
+    None if an item does not fit into any group.
 
     Example: items of 5, 4, 3 and 2 tokens, which are also their work, in two groups of 7 tokens. The first three give
     `[5]` and `[4, 3]`; 2 goes to the first group, which has less work. With 5, 4, 3 and 3, the second 3 does not fit,

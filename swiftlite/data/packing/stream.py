@@ -1,9 +1,10 @@
-"""Stream samples from files without holding these in memory (`--streaming`), read by one or several ranks.
+"""Stream samples from files without holding the files in memory (`--streaming`). One or several ranks read.
 
-Rows are numbered in file order through all epochs. Row n is parsed and tokenized by reader `n % size`, in a thread that
-reads slightly ahead. The readers then exchange the lengths. Each reader thus knows the length of every sample and holds
-a part of them, and all readers compute the same order, which does not depend on their number or on how far they have
-read ahead."""
+Rows are numbered in file order through all epochs. Reader `n % size` parses and tokenizes row n, in a thread that reads
+slightly ahead. Then the readers exchange the lengths of samples. Each reader thus knows the length of every sample but
+holds only the samples that it has read. All readers compute the same order of samples, which depends neither on the
+number of readers nor on how far they have read ahead.
+"""
 
 import itertools
 from collections import deque
@@ -28,7 +29,8 @@ CHUNK_ROWS = 32
 CHUNKS_AHEAD = 4
 
 Gather = Callable[[list[int]], list[list[int]]]
-"""Function that returns the numbers of every reader, by rank; collective."""
+"""A collective function. Each reader passes its list of numbers; the result contains the lists of all readers, by
+rank."""
 UnparsedRow = tuple[Callable[[], Any], str]
 """A function that parses a row, and its `file:line`."""
 
@@ -40,7 +42,9 @@ TOO_LONG = -3  # if --truncation_strategy is error
 
 @dataclass
 class Readers:
-    """The readers of a stream: index of this reader, their number, and a collective to exchange numbers."""
+    """The readers of a stream: index of this reader, number of readers, and a collective function that exchanges
+    numbers.
+    """
 
     rank: int = 0
     size: int = 1
@@ -65,8 +69,8 @@ class Chunk:
     Attributes:
         first: number of the first row.
         own: the rows of the chunk that this reader has read.
-        said: for each row of `own` a code such as `BAD`, or the number of its samples followed by their lengths.
-        rows_per_epoch: number of rows of each part (`FilePart`), 0 until the end of the part was reached.
+        said: for each row of `own`, a code such as `BAD`, or the number of the row's samples followed by their lengths.
+        rows_per_epoch: number of rows of each part (`FilePart`); 0 until the end of the part has been read once.
     """
 
     first: int
@@ -79,7 +83,7 @@ class FilePart(Iterator[UnparsedRow]):
     """An infinite iterator over the rows of some files, one file after another.
 
     Attributes:
-        rows_per_epoch: 0 until the end of the files was reached.
+        rows_per_epoch: number of rows of the files; 0 until their end has been read once.
         first: position in its epoch of the first row to return; earlier rows are skipped.
 
     Args:
@@ -115,7 +119,10 @@ class FilePart(Iterator[UnparsedRow]):
                 yield parse, f"{file.name}:{line}"
 
     def up_to_first(self) -> Iterator[tuple[int, UnparsedRow]]:
-        """Yield (position, row) for each skipped row and for the first row, which is still returned afterwards."""
+        """Yield (position, row) for each skipped row and for the first row to return.
+
+        Iterating over this object afterwards starts with the first row to return.
+        """
         while self._num_to_pass:
             yield self._pass()
         first = next(self._rows)
@@ -127,9 +134,9 @@ class FilePart(Iterator[UnparsedRow]):
         return next(self._rows)
 
     def _read(self) -> Iterator[tuple[int, UnparsedRow]]:
-        """Yield (position, row) from the start of an epoch.
+        """Yield (position, row) from the start of an epoch, with the rows to skip.
 
-        Example: for a part with 5 rows after 7 reads, positions 0 and 1 are skipped, then 2, 3, 4, 0, ...
+        Example: a part has 5 rows, of which 7 were already read. Positions 0 and 1 are skipped; 2, 3, 4, 0, ...
         follow."""
         at_least = self.first
         while True:
@@ -146,22 +153,22 @@ class FilePart(Iterator[UnparsedRow]):
 
 
 class Stream(Iterator[StreamSample]):
-    """An infinite iterator over positions and lengths of samples; `take` returns those samples that this reader has
-    read.
+    """An infinite iterator over positions and lengths of samples. `take` returns the samples that this reader has read.
 
     Attributes:
-        num_read: number of rows that are finished: all their samples have been returned.
+        num_read: number of rows whose samples have all been returned.
         rows_per_epoch: number of rows of each part (`FilePart`), 0 until the number is known.
 
     Args:
         files: files in formats that are read row by row, without sampling.
-        encoder: encodes rows, in a thread, so the object must not be used elsewhere at the same time.
+        encoder: encodes rows in a thread; it must not be used elsewhere at the same time.
         readers: the readers that share the work; default: only this one.
         probabilities: weight of each file; default: the files are read one after another.
         seed: seed of the draws.
         max_bad_rows: maximum number of bad rows per epoch.
         system: system prompt for rows without one.
-        state: state of a stream of the same files and options, with any number of readers, to continue exactly.
+        state: to continue an earlier stream, its `state()`. The earlier stream must have the same files and options,
+            but can have another number of readers.
 
     Raises:
         UserError: a file is missing. While iterating, on every reader: there are more bad rows than allowed, a row is
@@ -211,9 +218,9 @@ class Stream(Iterator[StreamSample]):
         return self._readers.owner(entry.row)
 
     def state(self) -> dict[str, Any]:
-        """Return the state for a stream that continues this one, for JSON.
+        """Return the state of this stream for JSON; a new `Stream` can continue from it.
 
-        Samples that were returned but not taken are restored by `hold`."""
+        The new stream must call `hold` for samples that were returned but not taken."""
         return {
             "num_read": self.num_read,
             "piece": self._piece,
@@ -223,10 +230,10 @@ class Stream(Iterator[StreamSample]):
         }
 
     def hold(self, entries: Iterable[StreamSample]) -> None:
-        """Read samples again that an earlier stream returned but that were not taken; only these are tokenized.
+        """Read samples again that an earlier stream has returned, but that were not taken. No other rows are tokenized.
 
-        The rows are read again while the stream skips to its position, before the first sample is returned. If the last
-        of these rows belongs to the previous epoch, that epoch is read separately.
+        Their rows are read while the stream skips to its position, before it returns the first sample. If the last of
+        these rows belongs to the previous epoch, that epoch is read separately.
 
         Raises:
             UserError: a row has changed.
@@ -255,7 +262,7 @@ class Stream(Iterator[StreamSample]):
         self._held[entry.row, entry.piece] = encoded.samples[entry.piece]
 
     def _read(self) -> Iterator[StreamSample]:
-        """Yield samples from the current position, after exchanging lengths with the other readers."""
+        """Yield samples from the current position, after the readers have exchanged the lengths."""
         for chunk in _ahead(self._chunks()):
             own = iter(chunk.own)
             said = [iter(numbers) for numbers in self._readers.gather(chunk.rows_per_epoch + chunk.said)]
@@ -289,7 +296,7 @@ class Stream(Iterator[StreamSample]):
         self._piece = 0
 
     def _leave_out(self, row: int, encoded: Encoded, why: int) -> None:
-        """Count a row that is left out as `why` (BAD or TOO_LONG), on every reader.
+        """Count a row that is left out for the reason `why` (BAD or TOO_LONG), on every reader.
 
         Raises:
             UserError: there are too many bad rows, or the row is too long and --truncation_strategy is error.
@@ -360,7 +367,6 @@ class Stream(Iterator[StreamSample]):
 
 
 def _parts_of(files: Sequence[str], num_parts: int) -> list[list[DataFile]]:
-    """Return all files as one part, or each as a separate part."""
     found = []
     for name in files:
         file = find_rows(name)

@@ -54,7 +54,7 @@ class RowError(UserError):
 
 @dataclass(frozen=True)
 class BadRow:
-    """A row that was dropped: its location and the reason."""
+    """An invalid row: its location and the reason."""
 
     source: str
     problem: str
@@ -89,7 +89,7 @@ class Conversation:
     extras: Mapping[str, Any] = field(default_factory=dict)
 
     def prompt(self) -> "Conversation":
-        """Return the prompt: the conversation without a final assistant turn."""
+        """Return the conversation without a final assistant turn."""
         if self.messages[-1]["role"] != "assistant":
             return self
         return replace(self, messages=self.messages[:-1], weights=self.weights[:-1], rejected=None)
@@ -112,7 +112,7 @@ class Conversation:
         return replace(self, weights=[0.0] * (len(self.messages) - 1) + self.weights[-1:])
 
     def answer(self) -> str | None:
-        """Return the text of the last turn, the reference answer, if it is an assistant turn; otherwise None."""
+        """Return the text of the last turn if this is an assistant turn; otherwise None."""
         last = self.messages[-1]
         if last["role"] != "assistant":
             return None
@@ -196,7 +196,10 @@ def parse_row(row: object, *, system: str | None = None, needs_answer: bool = Tr
 
 
 def _check_spelling(row: dict[str, Any]) -> None:
-    """Reject a field whose name is similar to a known field that is missing: ignoring it would lose data."""
+    """Reject an unknown field with a name similar to a known field that is missing.
+
+    Ignoring such a field would lose data.
+    """
     if misspelt := _misspelt(frozenset(row)):
         name, meant = misspelt
         raise RowError(name, f"is an unknown field (did you mean {meant}?)", "rename the field if it is your own")
@@ -204,9 +207,9 @@ def _check_spelling(row: dict[str, Any]) -> None:
 
 @lru_cache(maxsize=256)
 def _misspelt(names: frozenset[str]) -> tuple[str, str] | None:
-    """Return an unknown name and the similar known name that is missing; None without such a pair.
+    """Return an unknown name and a similar known name that is missing; None without such a pair.
 
-    The result is cached, because rows of a file have the same names.
+    The result is cached, because all rows of a file usually have the same names.
     """
     for name in sorted(map(str, names - FIELDS)):
         if close := difflib.get_close_matches(name, sorted(FIELDS - names), n=1, cutoff=0.8):
@@ -393,7 +396,10 @@ def _list_of_objects(value: Any, path: str) -> list[dict[str, Any]]:
 
 
 def _parsed(value: Any, path: str) -> Any:
-    """Parse JSON text, with which tables store nested fields; return other values unchanged."""
+    """Parse a value that is JSON text; return other values unchanged.
+
+    Tables store nested fields as JSON text.
+    """
     if not isinstance(value, str):
         return value
     try:

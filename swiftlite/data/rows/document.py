@@ -1,7 +1,7 @@
 """Parse rows with plain text, for `megatron pt`.
 
-Formats: `text`, or a single assistant turn as in ms-swift, `{"messages": [{"role": "assistant", "content": "..."}]}`. A
-    .txt file is a single row.
+A row has the field `text`, or a single assistant turn as in ms-swift, `{"messages": [{"role": "assistant", "content":
+"..."}]}`. A .txt file is a single row.
 """
 
 from typing import Any
@@ -37,7 +37,7 @@ def parse_document(row: object, *, system: str | None = None, source: str = "") 
 
 
 def _text_of(row: dict[str, Any], hint: str) -> tuple[str, Any]:
-    """Return the name and the content of the field with the text."""
+    """Return the name and the content of the field that contains the text."""
     messages = row.get("messages")
     if row.get("text") is None and isinstance(messages, list) and len(messages) == 1:
         turn = messages[0]

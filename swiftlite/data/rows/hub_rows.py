@@ -1,7 +1,7 @@
 """Read datasets on the hub with the optional package `datasets`: `org/name:subset/split@revision#500`.
 
-`datasets` stores a dataset as Arrow files. The list of the files of each commit is stored next to them, so that other
-ranks, resumed runs and machines without network access read the same rows.
+`datasets` stores a dataset as Arrow files. This module stores, next to them, a list of the files of each commit. With
+this list, other ranks, resumed runs and machines without network access read the same rows.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ _CARD = ("README.md", ".gitattributes")
 
 @dataclass(frozen=True)
 class HubRows:
-    """A split of a dataset, and the number of rows to sample (None: all)."""
+    """A split of a dataset on the hub, and the number of rows to draw from it (None: all)."""
 
     dataset: HubName
     sample: int | None = None
@@ -37,7 +37,7 @@ class HubRows:
         return str(self.dataset)
 
     def rows(self) -> Iterator[tuple[int, Any]]:
-        """Yield (number from 1, row).
+        """Yield (number of the row from 1, row).
 
         Raises:
             UserError: the dataset is not available.

@@ -21,7 +21,7 @@ from swiftlite.data.sample import Sample, make_sample
 from swiftlite.errors import UserError
 
 NUM_SAMPLES = 100_000
-"""Number of samples of a distribution, as in Megatron-LM; a file gives one sample per line."""
+"""Number of samples in the mode "distribution", as in Megatron-LM. In the mode "file" there is one sample per line."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class MockSamples(Sequence[Sample]):
 
 
 def mock_lengths(config: dict[str, Any], *, seed: int = 42, num_samples: int = NUM_SAMPLES) -> np.ndarray:
-    """Return the lengths that a value of the option describes, int64.
+    """Return the lengths that a value of `--sft_mock_dataset_config_json` describes, int64.
 
     Raises:
         UserError: a key or a line of the file is invalid.

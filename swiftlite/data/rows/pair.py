@@ -1,7 +1,8 @@
 """Parse rows with a chosen and a rejected answer into a `Conversation` with `rejected`.
 
-Formats: any format of `conversation.py` with `rejected_response` or `rejected_messages`, as in ms-swift; or `chosen`
-    and `rejected`, with or without `prompt`, as texts or lists of messages, as in TRL.
+The format of ms-swift is any format of `conversation.py` with the additional field `rejected_response` or
+`rejected_messages`. The format of TRL has the fields `chosen`, `rejected` and optionally `prompt`, which are texts or
+lists of messages.
 """
 
 from dataclasses import replace
@@ -11,7 +12,7 @@ from swiftlite.data.rows.conversation import Conversation, RowError, parse_row
 
 FORMATS = '{"query": "...", "response": "...", "rejected_response": "..."}, or prompt, chosen and rejected'
 SHARED = ("system", "tools", "channel")
-"""Fields of a row other than its turns."""
+"""Fields of a row that apply to both answers."""
 
 
 def parse_pair(row: object, *, system: str | None = None, source: str = "") -> Conversation:

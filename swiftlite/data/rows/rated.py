@@ -1,7 +1,7 @@
-"""Parse rows with one answer and a label, and pair each prompt with the answer of another row.
+"""Parse rows with one answer and a label (good or bad), and pair each prompt with the answer of another row.
 
-Formats: any format of `conversation.py` with `label`, as in ms-swift; or `prompt`, `completion` and `label`, with texts
-    or lists of messages, as in TRL.
+The format of ms-swift is any format of `conversation.py` with the additional field `label`. The format of TRL has the
+fields `prompt`, `completion` and `label`; the first two are texts or lists of messages.
 """
 
 from collections.abc import Hashable, Sequence
@@ -21,7 +21,7 @@ FORMATS = '{"query": "...", "response": "...", "label": true}, or prompt, comple
 
 
 def parse_rated(row: object, *, system: str | None = None, source: str = "") -> Conversation:
-    """Return the conversation that ends with the answer, with its label as the extra `desirable`.
+    """Return the conversation that ends with the answer. The label is stored as the extra `desirable`.
 
     Heads are trained only on good answers.
 
@@ -47,8 +47,10 @@ def parse_rated(row: object, *, system: str | None = None, source: str = "") -> 
 
 
 def _label_of(value: object) -> bool:
-    """Return the label as a bool. In text tables such as .csv the label is a word, which pandas capitalizes
-    ("True")."""
+    """Return the label as a bool.
+
+    In text tables such as .csv, a label is a word, with which pandas writes "True" or "False".
+    """
     if isinstance(value, bool):
         return value
     if isinstance(value, str) and value.strip().lower() in ("true", "false"):
@@ -60,7 +62,7 @@ def _label_of(value: object) -> bool:
 
 
 def _from_completion(row: dict[str, Any]) -> dict[str, Any]:
-    """Convert a row in the format of TRL to one that `parse_row` accepts."""
+    """Convert a row in the format of TRL (`prompt`, `completion`) to a row that `parse_row` accepts."""
     prompt, completion = row.get("prompt"), row["completion"]
     shared = {name: row[name] for name in SHARED if row.get(name)}
     for name, value in (("prompt", prompt), ("completion", completion)):
@@ -78,7 +80,8 @@ def _from_completion(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def mismatch(samples: Sequence[Sample], max_length: int, strategy: TruncationStrategy, seed: int) -> list[Sample]:
-    """Return the samples, each with a companion: the prompt of the sample followed by the answer of another sample.
+    """Return the samples, each with a companion. It consists of the prompt of the sample and the answer of another
+    sample.
 
     The pairing is drawn at random with the seed. Using the next row instead would pair every good answer with a bad one
     in files that alternate between good and bad answers.
@@ -107,9 +110,10 @@ def mismatch(samples: Sequence[Sample], max_length: int, strategy: TruncationStr
 def others(questions: Sequence[Hashable], seed: int) -> np.ndarray:
     """Return for each row the index of a row with another question, drawn at random with the seed.
 
-    Rows are grouped by question, with the largest group first and the others in random order. Shifting by the size of
-    the largest group pairs no row with its own group, and uses each row once. If one question has more than half of the
-    rows, its rows share the rows of other questions.
+    Rows are listed group by group, where a group has the same question. The largest group is first; the order is
+    otherwise random. Each row gets the row that is later in this list by the size of the largest group, so that no row
+    gets a row of its own group and each row is used once. If one question has more than half of the rows, some rows of
+    other questions are used several times.
 
     Example: questions `a a b c`, drawn in the order `1 0 3 2`: the groups are `1 0`, `3`, `2`, the largest has 2 rows,
     so rows 1, 0, 3, 2 get rows 3, 2, 1, 0.

@@ -1,8 +1,7 @@
 """Read conversations from .jsonl, .json, .parquet, .csv and .txt files; `FILE#500` selects a random sample of 500 rows.
 
 Datasets on the hub (`hub_rows.py`) have the same interface. Every row has its `file:line`. Bad rows are returned with
-the good ones and never dropped silently; `dataset.py` decides how many are allowed. `conversation.py` defines the
-formats."""
+the good ones; `dataset.py` decides how many are allowed. `conversation.py` defines the formats of rows."""
 
 import csv
 import io
@@ -28,7 +27,7 @@ from swiftlite.json_file import decode_json, parse_json, skip_space
 
 
 class RowParser(Protocol):
-    """Function that parses a row: `parse_row` (turns), `parse_pair`, `parse_rated` or `parse_document`.
+    """A function that parses a row: `parse_row` (conversations), `parse_pair`, `parse_rated` or `parse_document`.
 
     Raises:
         RowError: a field is invalid.
@@ -39,7 +38,7 @@ class RowParser(Protocol):
 
 @dataclass(frozen=True)
 class DataFile:
-    """A file, and the number of rows to sample (None: all)."""
+    """A file, and the number of rows to draw from it (None: all)."""
 
     path: Path
     sample: int | None = None
@@ -50,11 +49,14 @@ class DataFile:
         return str(self.path)
 
     def rows(self) -> Iterator[tuple[int, Any]]:
-        """Yield (line, row) from the reader of the file's format."""
+        """Yield (line, row) for each row of the file."""
         return READERS[self.path.suffix.lower()](self.path)
 
     def unparsed_rows(self) -> Iterator[tuple[int, Callable[[], Any]]]:
-        """Yield (line, function that parses the row) of a .jsonl or .parquet file, if only some rows are needed."""
+        """Yield (line, function that parses the row) of a .jsonl or .parquet file.
+
+        The caller can parse only the rows it needs.
+        """
         return UNPARSED_READERS[self.path.suffix.lower()](self.path)
 
 
@@ -70,7 +72,9 @@ class FileRows:
 
 
 def find_rows(spec: str) -> DataFile | HubRows:
-    """Parse `FILE`, `FILE#N` or a name on the hub, whose format the rules have already checked.
+    """Return the rows that `spec` names: `FILE`, `FILE#N` or a name on the hub.
+
+    The rules have already checked its format.
 
     Raises:
         UserError: the file does not exist.
@@ -135,7 +139,7 @@ def read_rows(
 def check_row(
     row: object, source: str, *, system: str | None = None, parse: RowParser = parse_row
 ) -> Conversation | BadRow:
-    """Parse one row from a reader; return a `BadRow` if it is invalid.
+    """Parse one row of a file; return a `BadRow` if it is invalid.
 
     Args:
         source: `file:line`.
@@ -149,7 +153,7 @@ def check_row(
 
 
 def _check_columns(where: str, names: list[str]) -> None:
-    """Reject columns with the same name, of which a row would silently contain only the last."""
+    """Reject several columns with the same name, because a row would silently contain only the last of them."""
     for name, number in Counter(names).items():
         if number > 1:
             raise UserError(f"{where}: {number} columns have the name {name!r}", "rename or remove all but one")
@@ -182,7 +186,7 @@ def _parse_line(raw: bytes, path: Path) -> Any:
 
 
 def _read_json(path: Path) -> Iterator[tuple[int, Any]]:
-    """Read an array of rows, or concatenated rows."""
+    """Read a file with an array of rows, or with rows one after another."""
     text = _decode(path)
     position = skip_space(text, 0)
     is_array = text.startswith("[", position)
@@ -275,7 +279,7 @@ def _batches_of_parquet(path: Path) -> Iterator[tuple[int, Any]]:
 
 @contextmanager
 def _naming_parquet(path: Path, num_read: int) -> Iterator[None]:
-    """Convert errors in the context to a UserError that names the file and the last row."""
+    """Convert errors in the context to a UserError that names the file and the last row that was read."""
     import pyarrow
 
     try:

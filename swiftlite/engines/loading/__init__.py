@@ -1,1 +1,3 @@
-"""Load weights in engines: check which tensors are read and which parameters are filled, and update live weights."""
+"""Load weights in engines, check which tensors are read and which parameters are filled, and update the weights of a
+running engine.
+"""

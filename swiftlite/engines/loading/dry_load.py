@@ -2,8 +2,9 @@
 
     python -m swiftlite.engines.loading.dry_load MODULE:FUNCTION MODEL_DIR < JSON
 
-calls the function with an `EngineConfig` for MODEL_DIR, whose other fields are in JSON, and prints the function's
-`LoadReport` as JSON on the last line of stdout. This runs in a subprocess, because engines create process groups.
+calls the function with an `EngineConfig` for MODEL_DIR. The other fields of the config are read as JSON from stdin. The
+function's `LoadReport` is printed as JSON on the last line of stdout. A subprocess is used, because engines create
+process groups.
 """
 
 import dataclasses
@@ -41,7 +42,7 @@ def dry_load(info: EngineInfo, config: EngineConfig) -> LoadReport:
 
 
 def main(target: str, directory: str) -> None:
-    """Print the report of one engine, with options as JSON from stdin."""
+    """Print the load report of one engine. Fields of the `EngineConfig` are read as JSON from stdin."""
     report = resolve_name(target)(EngineConfig(resolve_served(directory), **json.load(sys.stdin)))
     print(json.dumps(dataclasses.asdict(report)))
 

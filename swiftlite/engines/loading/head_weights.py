@@ -1,7 +1,7 @@
 """Load `mtp.*` tensors into the draft classes of `vllm/models.py` and `sglang/models/`.
 
-The heads are stored in the layout of Qwen3-Next; heads after the first have their projection and norms under
-`mtp.heads.{k}`.
+The tensors of heads have the names of Qwen3-Next, with one addition: for heads after the first, the names of projection
+and norms start with `mtp.heads.{k}`.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -29,9 +29,9 @@ def heads_of(hf_config: PreTrainedConfig) -> Heads:
 
 
 class Trunk(torch.nn.Module):
-    """Base class placed before an engine's model class, which removes the heads' weights from the weights to be loaded.
+    """Base class placed before an engine's model class. It removes the heads' weights from the weights to be loaded.
 
-    If config.json declares no heads, all weights are passed to the engine, which rejects weights of heads.
+    If config.json declares no heads, all weights are passed to the engine's class, which rejects weights of heads.
     """
 
     config: PreTrainedConfig
@@ -53,20 +53,21 @@ def fill(
     *,
     is_part: bool = False,
 ) -> set[str]:
-    """Fill every parameter from the checkpoint's tensors, or raise.
+    """Fill every parameter from the checkpoint's tensors.
 
     Args:
         parameters: parameters by their names in a checkpoint.
         num_mtp_heads: number of heads in config.json.
         default_loader: loader of parameters without a `weight_loader`.
         experts: how fused parameters of experts are filled; None for heads without experts.
-        is_part: whether the weights are only a part of the checkpoint, so that missing ones are allowed.
+        is_part: whether the weights are only a part of the checkpoint, so that missing tensors are not an error.
 
     Returns:
         Names of the filled parameters.
 
     Raises:
-        ValueError: names every missing tensor of a head, and every unknown mtp.* tensor.
+        ValueError: tensors are missing or unknown; the error names every missing tensor of a head and every unknown
+            mtp.* tensor.
     """
     targets: dict[str, tuple[str, tuple]] = {}  # tensor of the checkpoint -> parameter, and shard id
     for name in parameters:
@@ -98,8 +99,8 @@ def fill(
 def _sources(name: str, experts: ExpertMapping) -> dict[str, tuple]:
     """Return the checkpoint's tensors that fill a parameter, each with the arguments for the parameter's loader.
 
-    For example, `mtp.layers.0.self_attn.qkv_proj.weight` is filled from `...q_proj.weight` with ("q",), and so on;
-    `mtp.norm.weight` from `mtp.norm.weight` with ().
+    For example, `mtp.layers.0.self_attn.qkv_proj.weight` is filled from `...q_proj.weight` with ("q",), and also from
+    the tensors of k and v. `mtp.norm.weight` is filled from the tensor of the same name with ().
     """
     expert_entries = [entry for entry in experts if entry[0] in name]
     if expert_entries:

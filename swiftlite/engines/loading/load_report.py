@@ -1,4 +1,4 @@
-"""Define the report of a dry load and build it while an engine's own loaders run on a recorder."""
+"""Define the report of a dry load, and build it. A dry load runs an engine's own loaders without reading tensors."""
 
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -27,7 +27,7 @@ class LoadReport:
         draft: class of the draft model in the engine; None without drafts.
         num_mtp_heads: number of MTP heads in config.json.
         num_drafting: number of heads that draft.
-        verdict: summary if there is no problem.
+        verdict: summary, used if there is no problem.
         problems: problems that make serving incorrect, one line each.
         notes: further information.
     """
@@ -48,10 +48,10 @@ class LoadError(Exception):
 
 @contextmanager
 def stage(words: str) -> Iterator[None]:
-    """Add the current stage to an engine's error.
+    """Convert errors of an engine to a `LoadError` that names the current stage.
 
     Raises:
-        LoadError: instead of any exception inside.
+        LoadError: an exception was raised inside the context.
     """
     try:
         yield
@@ -80,8 +80,7 @@ class Loading:
 
     @contextmanager
     def until_it_objects(self) -> Iterator[None]:
-        """Record an error that the engine raises in this context as a problem; without an error, record unread
-        tensors."""
+        """Record an error of the engine in this context as a problem; without an error, record the unread tensors."""
         try:
             yield
         except LoadError as error:
@@ -95,7 +94,7 @@ class Loading:
 
         Args:
             name: the model's class in the engine, for errors.
-            not_loaded: suffixes of parameters that the checkpoint does not fill, such as parameters shared with the
+            not_loaded: name endings of parameters that the checkpoint does not fill, such as parameters shared with the
                 target.
         """
         label = self.info.label
@@ -135,7 +134,7 @@ class Loading:
         )
 
     def _unread(self) -> list[str]:
-        """Return a problem (one line) for each tensor that was not read, except derived tensors and copies."""
+        """Return a problem (one line) for each tensor that was not read. Derived tensors and copies do not count."""
         family = self.model.family
         copies = chain.from_iterable(row.hf_copies for row in family.rows(self.model.config))
         keys = (self.recorder.keys - self.recorder.used).difference(copies)
@@ -143,7 +142,7 @@ class Loading:
         return [f"{self.info.label} does not read {key}" for key in some(left)]
 
     def _other_version(self, version: str) -> list[str]:
-        """Return a note if conventions were measured with another version, because they can change between versions."""
+        """Return a note if conventions were measured with another version of the engine, because they can differ."""
         measured = self.info.measured
         if self.draft is None or version.startswith(measured):
             return []

@@ -27,8 +27,9 @@ WRITES = (
 """Operations of weight loaders that write to their first argument."""
 
 CARRIED = ("visual.",)
-"""Name prefixes, in both engines, of parameters outside of the language model (Qwen3.5's vision tower). Training does
-not change them (`Family.is_carried`), so these parameters are not transferred, and the engine keeps its own values.
+"""Name prefixes, in vLLM and SGLang, of parameters outside of the language model (Qwen3.5's vision tower). Training
+does not change these parameters (`Family.is_carried`). They are therefore not transferred, and the engine keeps its
+values.
 """
 
 Part = tuple[int, torch.Size, tuple[int, ...]]
@@ -36,7 +37,7 @@ Part = tuple[int, torch.Size, tuple[int, ...]]
 
 
 class LoadTracker(TorchDispatchMode):
-    """Context manager for loading a model; records every copy and fill of its weight loader."""
+    """Context manager for loading a model. It records every copy and fill of the model's weight loader."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,10 +45,10 @@ class LoadTracker(TorchDispatchMode):
         self._written: dict[int, dict[Part, set[str]]] = defaultdict(dict)
 
     def unfilled(self, model: nn.Module, elsewhere: Iterable[str] = ()) -> dict[str, int]:
-        """Return parameters that were not written completely: name -> number of unwritten elements.
+        """Return the parameters that were not written completely, with the number of unwritten elements.
 
         Args:
-            elsewhere: suffixes of parameters that the loader does not fill, such as parameters shared with another
+            elsewhere: name endings of parameters that the loader does not fill, such as parameters shared with another
                 model; they are not returned.
         """
         left = {}
@@ -87,8 +88,9 @@ class RunningLoad(LoadTracker):
         return unread
 
     def unfilled(self, model: nn.Module, elsewhere: Iterable[str] = ()) -> dict[str, int]:
-        """Return parameters of the language model that were not written completely: name -> number of unwritten
-        elements."""
+        """Return the parameters of the language model that were not written completely, with the number of unwritten
+        elements.
+        """
         left = super().unfilled(model, elsewhere)
         return {name: count for name, count in left.items() if not name.startswith(CARRIED)}
 
@@ -101,8 +103,10 @@ class RunningLoad(LoadTracker):
         return func(*args, **(kwargs or {}))
 
     def _note_read(self, tensor: torch.Tensor) -> None:
-        """Mark the expected tensor that contains `tensor` as read: the last expected tensor that starts at or before
-        `tensor`."""
+        """Mark the expected tensor that contains `tensor` as read.
+
+        This is the last expected tensor that starts at or before the start of `tensor`.
+        """
         places = self._expected.get(_storage(tensor), [])
         not_behind = bisect(places, _start(tensor), key=lambda place: place[0])
         if not_behind:
@@ -110,14 +114,14 @@ class RunningLoad(LoadTracker):
 
 
 class DryLoad(LoadTracker):
-    """Tracker for an engine's `load_weights` on `weights()`, without reading or allocating tensors.
+    """Tracker for an engine's `load_weights` on the tensors of `weights()`, without reading or allocating tensors.
 
     Args:
         entries: shape and dtype of each tensor of the checkpoint, by HF key.
 
     Attributes:
         keys: keys of all tensors.
-        used: keys with at least one element that was copied into a parameter.
+        used: keys of which at least one element was copied into a parameter.
         replaced: keys whose elements in a parameter were later overwritten by those of another key.
     """
 

@@ -1,9 +1,10 @@
-"""Send new weights to a running engine as Hugging Face tensors: the sender's code that all engines share.
+"""Send new weights to a running engine as Hugging Face tensors. This is the sender's code that all engines share.
 
-Buckets are sent one at a time, so that neither side holds a second model: as files in the temporary directory, or from
-GPU to GPU if the engine supports it. Each engine has its own channel (`engines/vllm/live/weight_channel.py`,
-`engines/sglang/weight_channel.py`), and its workers load the tensors with the code in `weight_transfer.py` of the same
-folder. The weights come from an iterable, such as that of `train/live_weights.py`.
+Weights are sent in buckets (groups of tensors), one at a time, so that neither side holds a second model. A bucket is
+sent as a file in the temporary directory, or from GPU to GPU if the engine supports it. Each engine has its own
+`Channel` (`engines/vllm/live/weight_channel.py`, `engines/sglang/weight_channel.py`). The engine's workers load the
+tensors with the code in `weight_transfer.py` of the same folder. The caller passes the weights as an iterable of
+buckets, for example from `train/live_weights.py`.
 """
 
 import tempfile
@@ -26,30 +27,37 @@ Part = Literal["target", "draft"]
 
 
 class Channel(Protocol):
-    """The channel for new weights of an engine: a transfer is `start`, `send` for each bucket, `finish`."""
+    """The way in which one engine receives new weights.
+
+    A transfer calls `start`, `send` for each bucket, then `finish`.
+    """
 
     def start(self, part: Part) -> None:
-        """Start a transfer to the target or to the draft."""
+        """Start a transfer to the target (trunk) or to the draft model (heads)."""
         ...
 
     def send(self, bucket: Bucket) -> None:
-        """Send tensors to the workers, which have received them when this returns."""
+        """Send a bucket of tensors to the workers. The workers have received it when this method returns."""
         ...
 
     def finish(self) -> None:
-        """End the transfer; fails if a tensor was not read or a parameter was not filled."""
+        """End the transfer.
+
+        An exception is raised if a tensor was not read or a parameter was not filled.
+        """
         ...
 
     def reset_prefix_cache(self) -> bool:
-        """Clear the KV cache of the old weights; returns whether this succeeded."""
+        """Clear the prefix cache, which was computed with the old weights; return whether this succeeded."""
         ...
 
 
 def unsupported_layout(pipeline_stages: int, shares_experts: bool) -> str:
-    """Return why an engine with this layout does not support weight updates; empty if it does.
+    """Return why an engine with this layout does not support weight updates; empty if it supports them.
 
-    Every worker must read every tensor and fill every parameter (or its part, with tensor parallelism). A worker that
-    holds only some layers or experts skips tensors, which cannot be distinguished from lost tensors.
+    Every worker must read every tensor and fill every parameter (with tensor parallelism, its part). A worker that
+    holds only some layers or experts skips the tensors of the others. Skipped tensors cannot be distinguished from
+    tensors that were lost.
     """
     if pipeline_stages > 1:
         return f"{pipeline_stages} pipeline stages"
@@ -74,7 +82,8 @@ class WeightUpdate:
         name: name of the engine.
         model: the model that the engine was started with; new tensors must have the same names and shapes.
         drafts: whether the engine runs the model's MTP heads.
-        layout: why the engine's layout does not support updates, as returned by `unsupported_layout`; empty if it does.
+        layout: result of `unsupported_layout`: why the engine's layout does not support updates; empty if it supports
+            them.
     """
 
     def __init__(self, name: str, channel: Channel, model: HfModel, drafts: bool, layout: str = ""):
@@ -90,7 +99,7 @@ class WeightUpdate:
     def run(self, target: Iterable[Bucket] | None, draft: Iterable[Bucket] | None) -> None:
         """Send new weights to the engine, target and draft in separate transfers.
 
-        The next request uses the new weights, and the prefix cache is cleared. After a failure, `check_whole` raises an
+        The prefix cache is cleared, and the next request uses the new weights. After a failure, `check_whole` raises an
         error.
 
         Args:
@@ -147,7 +156,7 @@ class WeightUpdate:
         """Check that the engine's layout supports weight updates.
 
         Raises:
-            UserError: the layout does not support weight updates, for the reason that `unsupported_layout` returned.
+            UserError: the layout does not support weight updates.
         """
         if self._layout:
             raise UserError(

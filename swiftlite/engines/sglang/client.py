@@ -1,5 +1,7 @@
-"""Client of SGLang's server, which uses SGLang's native route, because its answers include draft counts. Tested with
-0.5.23."""
+"""Client of SGLang's server. Tested with 0.5.23.
+
+It uses SGLang's native route, because answers of this route include draft counts.
+"""
 
 from collections.abc import Sequence
 

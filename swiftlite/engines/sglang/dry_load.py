@@ -66,13 +66,13 @@ def dry_load(config: EngineConfig) -> LoadReport:
 
 
 def _replaced(loading: Loading) -> list[str]:
-    """Describe tensors whose values the draft model overwrites with other tensors."""
+    """Return a description of the tensors in the draft model that are later overwritten by other tensors."""
     keys = sorted(key for key in loading.recorder.replaced if not key.endswith(SHARED))
     return [f"{type(loading.draft).__name__} overwrites {key} with another tensor" for key in some(keys)]
 
 
 def _options(config: EngineConfig, drafts: bool) -> dict[str, Any]:
-    """Return SGLang's options without checking the heads, whose problems the report shows."""
+    """Return SGLang's options without checking the heads; the load report shows problems of heads."""
     num_tokens = config.num_speculative_tokens or 1
     drafting: dict[str, Any] = {}
     if drafts:

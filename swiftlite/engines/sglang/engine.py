@@ -1,7 +1,8 @@
-"""Adapt SGLang: `sglang.Engine` with the checkpoint's own MTP heads as its EAGLE drafter.
+"""Adapt SGLang: run `sglang.Engine` with the checkpoint's MTP heads as its EAGLE drafter.
 
-SGLang runs scheduler and workers in subprocesses; this process only sends token ids. `options.py` derives its
-speculative options, and `plugin.py` extends SGLang for swiftlite's checkpoints. Measured with SGLang 0.5.23.
+SGLang runs scheduler and workers in subprocesses; this process only exchanges token ids with them. `options.py` derives
+SGLang's speculative options from the checkpoint, and `plugin.py` extends SGLang for swiftlite's checkpoints. Tested
+with SGLang 0.5.23.
 """
 
 import asyncio
@@ -62,8 +63,10 @@ class SglangEngine:
         self._weights = WeightUpdate("SGLang", channel, config.model, self.num_speculative_tokens > 0, layout)
 
     def _keep_sigterm(self) -> None:
-        """Restore this process's SIGTERM handler, which SGLang replaces at its first request by one that drains
-        requests and exits with code 0."""
+        """Restore this process's SIGTERM handler.
+
+        At its first request, SGLang replaces the handler by one that drains requests and exits with code 0.
+        """
         before = signal.getsignal(signal.SIGTERM)
 
         async def begin() -> None:
@@ -79,8 +82,8 @@ class SglangEngine:
         """Complete every prompt and return completions in order, as `Engine.generate` specifies.
 
         Raises:
-            UserError: a prompt leaves no room for an answer, or this SGLang ignores a sampling option when it verifies
-                drafts.
+            UserError: a prompt leaves no room for an answer, or the installed SGLang ignores a sampling option when it
+                verifies drafts.
         """
         self._weights.check_whole()
         check_prompts(prompts, self._max_length)
@@ -157,10 +160,10 @@ def engine_options(config: EngineConfig) -> dict[str, Any]:
 
 
 def checked_options(options: Mapping[str, Any]) -> Any:  # returns a ServerArgs
-    """Return SGLang's resolved options, so that its errors appear before any process is started.
+    """Let SGLang resolve the options and return the result, so that its errors appear before any process is started.
 
     Raises:
-        UserError: SGLang's error.
+        UserError: SGLang rejects an option.
     """
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import ServerArgs
@@ -177,16 +180,20 @@ def checked_options(options: Mapping[str, Any]) -> Any:  # returns a ServerArgs
 
 
 def report_lost_process(signum: int, frame: object) -> None:
-    """Raise an error if a process of SGLang fails; SGLang's handler would kill this process."""
+    """Raise an error if a process of SGLang fails.
+
+    This handler replaces SGLang's handler, which would kill this process.
+    """
     raise UserError("a process of SGLang failed", "see its log above for the cause")
 
 
 def draft_counts(meta_info: Mapping[str, Any], num_tokens: int) -> DraftCounts:
     """Return the counts of one answer.
 
-    SGLang returns a histogram of steps by their number of correct drafts; the histogram is missing for an answer of one
-    token. With 2 draft tokens, [2, 1, 3] means 2 steps without a correct draft, 1 step in which only the first was
-    correct, and 3 steps in which both were. So in 6 steps, the first draft was correct 4 times, the second 3 times.
+    SGLang returns the number of steps with 0, 1, 2, ... correct drafts; these numbers are missing for an answer of one
+    token. With 2 draft tokens, [2, 1, 3] means 2 steps without a correct draft, 1 step in which only the first draft
+    was correct, and 3 steps in which both were. In these 6 steps, the first draft was correct 4 times and the second 3
+    times.
 
     Args:
         meta_info: `meta_info` of an output of `Engine.generate`.

@@ -1,9 +1,8 @@
 """Derive SGLang's speculative options from the checkpoint, and detect errors that SGLang does not report.
 
-Facts of SGLang 0.5.23: a table by architecture selects the draft class, independent of config.json. For an unknown
-architecture, the target is used as the draft model (`plugin.py` adds architectures). The three numbers (steps, topk,
-draft tokens) must be set together: SGLang raises a TypeError if only the steps are set, and an AssertionError if only
-topk is set.
+SGLang 0.5.23 selects the draft class by the architecture only. For an unknown architecture, it uses the target as the
+draft model (`plugin.py` adds architectures). The three numbers (steps, topk, draft tokens) must be set together: SGLang
+raises a TypeError if only the steps are set, and an AssertionError if only topk is set.
 """
 
 import json
@@ -26,7 +25,7 @@ def depth_problem(model: HfModel, num_steps: int | None = None) -> str | None:
     """Return why SGLang would not draft with the checkpoint's heads; None if it would.
 
     Args:
-        num_steps: number of draft tokens per step; None means one per head that SGLang runs.
+        num_steps: number of draft tokens per step; None means one for each head that SGLang can run.
     """
     known = SGLANG.convention_for(model.family)
     depth = model.heads.layers
@@ -45,12 +44,12 @@ def depth_problem(model: HfModel, num_steps: int | None = None) -> str | None:
 def speculative_options(
     model: HfModel, num_tokens: int | None = None, given: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return SGLang's four speculative options: the user's, otherwise those that fit the checkpoint.
+    """Return SGLang's four speculative options: the values that the user set, otherwise values that fit the checkpoint.
 
     Args:
         num_tokens: number of draft tokens per step, in a chain; None means the number in `given`, or the number that
             the heads were trained for.
-        given: the user's values of the four options.
+        given: the options that the user set.
 
     Raises:
         UserError: the heads are incomplete, or SGLang would not draft with them.
@@ -77,11 +76,12 @@ def speculative_options(
 
 
 def schedule_options(schedule: DraftSchedule, bench_json: Path) -> tuple[dict[str, Any], dict[Path, str]]:
-    """Return SGLang's options for an adaptive number of draft tokens, and the text of the file that they name.
+    """Return SGLang's options for an adaptive number of draft tokens, and the text of a file that SGLang reads, by
+    path.
 
-    Each entry of the file has a number of requests. SGLang uses the entry with the largest such number that is at most
-    the number of running requests, and selects one of the entry's candidates by recent acceptance. Here each entry has
-    a single candidate, the fastest. The file is written next to bench.json.
+    Each entry of the file has a minimum number of running requests and a list of numbers of draft tokens. SGLang uses
+    the last entry whose minimum is reached, and selects from its list by recent acceptance. Here each list has only the
+    fastest number. The file is written next to bench.json.
     """
     if schedule.is_constant:
         return {}, {}
@@ -91,10 +91,10 @@ def schedule_options(schedule: DraftSchedule, bench_json: Path) -> tuple[dict[st
 
 
 def _token_map(model: HfModel) -> dict[str, str]:
-    """Return SGLang's option for heads with a draft vocabulary.
+    """Return the option with which SGLang runs heads with a draft vocabulary.
 
     Raises:
-        UserError: the file that `export` writes for it is missing, or belongs to another model.
+        UserError: the file that `export` writes for this option is missing, or belongs to another model.
     """
     if not model.heads.draft_vocab:
         return {}
@@ -105,7 +105,7 @@ def _token_map(model: HfModel) -> dict[str, str]:
 
 
 def known_report(model: HfModel) -> LoadReport:
-    """Return the known facts about SGLang's draft classes, for machines without SGLang."""
+    """Return a load report for a machine without SGLang, from known facts about SGLang's draft classes."""
     known = SGLANG.convention_for(model.family)
     draft = None
     if model.heads.layers:
@@ -128,7 +128,9 @@ def is_on_cpu() -> bool:
 
 
 def drawing_problem() -> str | None:
-    """Return why this SGLang verifies drafts incorrectly at a temperature above 0."""
+    """Return why the installed SGLang verifies drafts incorrectly at a temperature above 0; None if it verifies
+    correctly.
+    """
     if not is_on_cpu():
         return None
     return "SGLang on a CPU verifies drafts greedily"

@@ -35,8 +35,8 @@ def choose_draft(result: None, model_config: Any) -> None:
     """Set the architecture of a draft class in the draft model's config.
 
     SGLang runs this hook after ModelConfig._config_draft_model (sglang/srt/configs/model_config.py of 0.5.23, called
-    when a ModelConfig is created). That method has a branch for each architecture with a draft class, but none for
-    those in DRAFTS. Without this hook, SGLang would use the target as the draft model
+    when a ModelConfig is created). That method has a branch for each architecture with a draft class in SGLang, but
+    none for the architectures in DRAFTS. Without this hook, SGLang would use the target as the draft model
     (tests/engines/sglang/test_dry_load.py).
     """
     hf_config = model_config.hf_config
@@ -46,7 +46,7 @@ def choose_draft(result: None, model_config: Any) -> None:
 
 
 def register() -> None:
-    """Register the classes with transformers and SGLang; can be called repeatedly."""
+    """Register the classes with transformers and SGLang. May be called repeatedly."""
     AutoConfig.register("mimo", MiMoConfig, exist_ok=True)
     # Read when a process of SGLang first looks up a model's class; classes of this package take precedence.
     os.environ.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", "swiftlite.engines.sglang.models")

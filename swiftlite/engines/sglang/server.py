@@ -1,4 +1,4 @@
-"""Build the command of SGLang's OpenAI-compatible server, also if SGLang is not installed."""
+"""Build the command of SGLang's OpenAI-compatible server. SGLang does not have to be installed."""
 
 import sys
 from pathlib import Path

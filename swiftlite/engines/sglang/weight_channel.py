@@ -1,4 +1,4 @@
-"""Send new weights to a running SGLang through its weight-update sessions, in a format of `weight_transfer.py`."""
+"""Send new weights to a running SGLang with SGLang's weight updates, in a format of `weight_transfer.py`."""
 
 from typing import Any
 

@@ -1,7 +1,7 @@
-"""A format of SGLang's weight updates in which a worker loads safetensors files into its running model.
+"""Add formats to SGLang's weight updates, with which a worker loads safetensors files into its running model.
 
-Registered by `plugin.py` and used by `weight_channel.py`. The formats of SGLang do not report missing tensors, and with
-them a tensor of a wrong shape ends the worker.
+`plugin.py` registers the formats and `weight_channel.py` uses them. SGLang's own formats do not report missing tensors,
+and a tensor of a wrong shape ends the worker.
 """
 
 from collections.abc import Callable, Sequence
@@ -50,7 +50,7 @@ _transfers: WeakKeyDictionary[nn.Module, _Transfer] = WeakKeyDictionary()
 
 
 def load_at_once(result: bool, weight: torch.Tensor) -> bool:
-    """Return whether SGLang may copy a weight in a separate thread: False during a transfer.
+    """Return whether SGLang may copy a weight in a separate thread. It may not during a transfer.
 
     `RunningLoad` cannot track copies in other threads.
 
@@ -66,7 +66,7 @@ def take(
     named_tensors: Sequence[tuple[str, torch.Tensor]],
     load_format: str | None = None,
 ) -> tuple[bool, str]:
-    """Replace WeightUpdater.update_weights_from_tensor (`stock`) for the three formats of this file.
+    """Replace WeightUpdater.update_weights_from_tensor (`stock`) for the three formats LOAD, KEEP and FINISH.
 
     Args:
         named_tensors: one tensor, of which only the name is used. With LOAD and KEEP it is the path of a safetensors

@@ -1,1 +1,1 @@
-"""The engine transformers, with MTP heads in plain torch. It is always installed."""
+"""The engine "transformers", with MTP heads in plain torch. It is always installed."""

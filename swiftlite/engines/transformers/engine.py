@@ -1,8 +1,8 @@
 """Adapt transformers: complete one prompt at a time; MTP heads draft and the trunk verifies.
 
-The loop is implemented here, because transformers selects the drafter of `generate` in a private method and does not
-count drafts. The drafter itself follows transformers' protocol and also works in its loop
-(tests/engines/transformers/test_mtp_heads.py).
+swiftlite implements the generation loop, because transformers selects the drafter of `generate` in a private method and
+does not count drafts. swiftlite's drafter has the interface that transformers defines, and also works in transformers'
+loop (tests/engines/transformers/test_mtp_heads.py).
 """
 
 from collections.abc import Sequence
@@ -82,12 +82,14 @@ class TransformersEngine:
         return completions
 
     def draft_counts(self) -> DraftCounts:
-        """Return the draft counts since the start; drafts after a stop token or the maximum length also count as
-        accepted."""
+        """Return the draft counts since the start.
+
+        Drafts after a stop token or the maximum length also count as accepted.
+        """
         return self._counts
 
     def close(self) -> None:
-        """Drop the weights."""
+        """Release the weights."""
         del self._decoder, self._output_layer, self._draft_output, self._heads
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -151,8 +153,10 @@ class TransformersEngine:
         )
 
     def _states(self, ids: torch.Tensor, cache: DynamicCache) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the trunk's states [1, S, H] before and after its final norm; transformers returns only those after
-        the norm."""
+        """Return the trunk's states [1, S, H] before and after its final norm.
+
+        transformers returns only the states after the norm.
+        """
         before: list[torch.Tensor] = []
         with self._decoder.norm.register_forward_pre_hook(lambda norm, inputs: before.append(inputs[0])):
             after = self._decoder(input_ids=ids, past_key_values=cache, use_cache=True).last_hidden_state
@@ -161,8 +165,9 @@ class TransformersEngine:
     def _roll_back(self, ids: torch.Tensor, number: int, cache: DynamicCache, begin: RecurrentStates) -> None:
         """Remove the last `number` ids of the previous pass from the cache.
 
-        Keys and values are truncated. A recurrent state covers all previous tokens, so it is restored to the state
-        before the pass, and the remaining tokens are recomputed."""
+        Keys and values of the tokens are removed. A recurrent state (linear attention) covers all previous tokens and
+        cannot be truncated. It is restored to the state before the pass, and the remaining tokens are processed
+        again."""
         if not begin.layers:
             cache.crop(-number)
             return
@@ -180,7 +185,7 @@ def load_trunk(config: EngineConfig) -> PreTrainedModel:
     """Load the model without its MTP heads, on the GPU if there is one.
 
     Raises:
-        UserError: a tensor of the trunk is missing, which transformers would initialize randomly.
+        UserError: a tensor of the trunk is missing; transformers would initialize it randomly.
     """
     model = config.model
     options: dict[str, Any] = {
@@ -217,7 +222,7 @@ def load_trunk(config: EngineConfig) -> PreTrainedModel:
 
 
 def _unquantized_class(model_class: Any, model: HfModel, options: dict[str, Any]) -> tuple[Any, PreTrainedConfig]:
-    """Return the class of a quantized model's trunk, and its config without the quantization."""
+    """Return the class for the trunk of a quantized model, and the model's config without the quantization."""
     config = options.pop("config", None)
     trust_remote_code = options.pop("trust_remote_code", False)
     if config is None:
@@ -252,7 +257,7 @@ def _trunk_tensors(model: HfModel, dtype: torch.dtype) -> dict[str, torch.Tensor
 def _draft(
     drafter: MtpCandidateGenerator | None, ids: torch.Tensor, fed: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the ids [1, S] followed by drafts, and the drafts' logits.
+    """Return the ids [1, S] with the drafts appended, and the logits of the drafts.
 
     Args:
         fed: the trunk's states of the last pass, which the heads read; None before the first pass of a sequence.

@@ -1,8 +1,9 @@
 """Implement MTP heads in plain torch on top of a transformers trunk, and draft with them.
 
-transformers drops MTP tensors on load. It can draft with them (`use_mtp`) only for two of the supported families at
-their published sizes, so this module reads the heads from the safetensors. Names inside a head are those of
-megatron-core; its block is a copy of one of the trunk's decoder layers. `engine.py` verifies the drafts.
+transformers drops MTP tensors when it loads a model. It can draft with heads (`use_mtp`) only for two of the supported
+families at their published sizes. This module therefore reads the heads from the safetensors files. Modules inside a
+head have the names of megatron-core. The decoder layer of a head is a copy of one of the trunk's layers. `engine.py`
+verifies the drafts.
 
 Shapes: B batch (always 1), S positions, H hidden size.
 """
@@ -31,9 +32,8 @@ class MtpHead(nn.Module):
     """One MTP depth: norms, the projection of [embedding, hidden], a decoder layer, and an output norm.
 
     Args:
-        decoder: the trunk without its output layer (`model.get_decoder()`). One of its layers and its norm are copied,
-            because the index of a layer determines its kinds of attention and MLP, and a router's bias has a separate
-            dtype.
+        decoder: the trunk without its output layer (`model.get_decoder()`). The head copies one of its layers, which
+            has the right kinds of attention and MLP and the right dtype of a router's bias, and its norm.
         number: index of the decoder layer that is copied.
     """
 
@@ -60,7 +60,7 @@ class MtpHead(nn.Module):
 
 
 class DraftOutput(nn.Module):
-    """The trunk's output layer for the tokens that heads can draft; all others have a logit of -inf.
+    """The trunk's output layer for the tokens that heads can draft. All other tokens have the logit -inf.
 
     Args:
         output_layer: output layer of the trunk.
@@ -100,7 +100,9 @@ def load_heads(model: HfModel, decoder: Any) -> nn.ModuleList:
 
 
 def _read(row: Row, checkpoint: Checkpoint) -> torch.Tensor:
-    """Read a row's tensors in the order of megatron-core: MiMo's [hidden, embedding] becomes [embedding, hidden]."""
+    """Read the tensors of a bridge row, converted to the order of megatron-core: [hidden, embedding] of MiMo becomes
+    [embedding, hidden].
+    """
     axis = row.join.axis
     sources = [checkpoint.read(key) for key in row.hf]
     lengths = [source.shape[axis] for source in sources]
@@ -125,18 +127,18 @@ class MtpCandidateGenerator(CandidateGenerator):
         inputs of depth 1    s0  s1  s2  s3    depth 0's states
                              t2  t3  t4  d5    from position 3 it drafts d6
 
-    Position 3 of depth 1 depends on a draft, so it is removed from the cache of depth 1. Depth 0 keeps position 3, so
-    s3 is not computed again and is stored for the next round. In general, depth k removes its last k positions, and one
-    state is stored for it. If d5 is accepted and t6 follows, the next round is
+    Position 3 of depth 1 depends on a draft, so it is removed from the KV cache of depth 1. Depth 0 keeps position 3,
+    so s3 is not computed again; it is stored as the input of depth 1 in the next round. In general, depth k removes its
+    last k positions, and one input state is stored for it. If d5 is accepted and t6 follows, the next round is
 
         depth 0 at 4, 5 receives h4 t5, h5 t6 and drafts d7
         depth 1 at 3, 4, 5 receives s3 t5, s4 t6, s5 d7 and drafts d8
 
-    A depth that is skipped, because an earlier draft was below the confidence threshold, keeps its cache; the states of
-    the depth before it are stored for it.
+    If an earlier draft is below the confidence threshold, the following depths are skipped. A skipped depth keeps its
+    KV cache, and the states of the depth before it are stored as its inputs for the next round.
 
-    With more tokens than heads, the last head drafts the rest: its own state replaces the state of the previous depth,
-    one position further each time. With one head this is the algorithm of vLLM.
+    If more tokens are drafted than there are heads, the last head drafts the rest. It then reads its own state instead
+    of the state of the previous depth, one position further each time. With one head, this is the algorithm of vLLM.
 
     Args:
         decoder: the trunk without its output layer, whose states are passed to `get_candidates`.
@@ -146,8 +148,8 @@ class MtpCandidateGenerator(CandidateGenerator):
         drafting: inputs of the heads, `MtpLayout.drafting` of the family.
         logits_processor: applied to the heads' logits before drafts are sampled; None drafts the most likely token.
         generator: random number generator; None is torch's default.
-        confidence: drafting stops after a draft with a smaller probability, which is still proposed. 0 always drafts
-            `num_tokens`.
+        confidence: drafting stops after a draft token with a smaller probability; this token is still proposed. With 0,
+            `num_tokens` tokens are always drafted.
     """
 
     requires_model_outputs = True
@@ -197,8 +199,8 @@ class MtpCandidateGenerator(CandidateGenerator):
             is_first_iteration: whether the sequence is new to the trunk; then nothing is drafted.
 
         Returns:
-            The ids, and the logits [1, drafts, V] that drafts were sampled from; None if the most likely tokens were
-            drafted, which verification treats as certain.
+            The ids with the drafts, and the logits [1, drafts, V] from which the drafts were sampled. The logits are
+                None if the most likely tokens were drafted; verification then treats drafts as certain.
         """
         if is_first_iteration:
             self._reset()
@@ -241,8 +243,10 @@ class MtpCandidateGenerator(CandidateGenerator):
     def _run(
         self, head: Any, cache: DynamicCache, hidden: torch.Tensor, ids: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return states before and after the output norm; the output layer and the next depth use those after the
-        norm."""
+        """Run a head, and return its states before and after the output norm.
+
+        The output layer and the next depth use the states after the norm.
+        """
         embedding = self._decoder.get_input_embeddings()(ids)
         begin = cache.get_seq_length()
         position_ids = torch.arange(begin, begin + ids.shape[1], device=ids.device)[None]
@@ -269,10 +273,10 @@ class MtpCandidateGenerator(CandidateGenerator):
     def _append_draft(
         self, ids: torch.Tensor, hidden: torch.Tensor, drawn_from: list[torch.Tensor]
     ) -> tuple[torch.Tensor, bool]:
-        """Return the ids with another draft, and whether drafting may continue.
+        """Return the ids with another draft token appended, and whether drafting may continue.
 
         Args:
-            drawn_from: receives the logits [1, V] of the draft if it is sampled.
+            drawn_from: the logits [1, V] of the draft are appended to this list if the draft is sampled.
         """
         logits = self._output_layer(hidden[:, -1])
         if self._logits_processor is None:

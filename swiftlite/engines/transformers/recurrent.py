@@ -1,4 +1,4 @@
-"""Copy and restore states of linear attention in a transformers cache, because they cannot be truncated."""
+"""Copy and restore states of linear attention in the cache of transformers. Such states cannot be truncated."""
 
 from typing import Any
 

@@ -1,7 +1,7 @@
 """Verify drafts and choose the next token, so that the output is that of the trunk alone.
 
-With greedy decoding the output is identical, token by token. At a temperature above 0 the output has the same
-distribution: drafts are sampled from the heads and verified by rejection sampling, algorithm 1 of arXiv 2211.17192.
+With greedy decoding, the tokens are identical. At a temperature above 0, they have the same distribution: drafts are
+sampled from the heads and verified by rejection sampling (algorithm 1 of arXiv 2211.17192).
 
 Shapes: K drafts, V vocabulary.
 """
@@ -15,7 +15,7 @@ from swiftlite.engines.engine import Sampling
 
 
 def warpers(sampling: Sampling) -> LogitsProcessorList | None:
-    """Return the temperature and top-p processors for trunk and heads; None for greedy decoding."""
+    """Return the processors that apply temperature and top-p to logits; None for greedy decoding."""
     if sampling.temperature == 0:
         return None
     chosen: list[Any] = [TemperatureLogitsWarper(float(sampling.temperature))]
@@ -25,12 +25,14 @@ def warpers(sampling: Sampling) -> LogitsProcessorList | None:
 
 
 def draw(probabilities_V: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
-    """Sample one token [1] from a distribution, which need not be normalized."""
+    """Sample one token [1] from probabilities, which do not have to be normalized."""
     return torch.multinomial(probabilities_V, 1, generator=generator)
 
 
 def verify_greedily(drafts_K: torch.Tensor, logits_KV: torch.Tensor) -> torch.Tensor:
-    """Return the drafts before the first draft that differs from the trunk's most likely token, and then that token.
+    """Return the correct drafts, followed by the trunk's next token.
+
+    A draft is correct if it and all drafts before it equal the trunk's most likely tokens.
 
     Args:
         logits_KV: logits of the trunk, with one row more than there are drafts.
@@ -46,8 +48,9 @@ def verify(
     """Return the accepted drafts followed by one token: [1] to [K + 1].
 
     A draft x is accepted with probability min(1, p(x) / q(x)). The first rejected draft is replaced by a sample from
-    the positive part of p - q, and later drafts are discarded. After K accepted drafts follows a sample from p. The
-    tokens therefore have the distribution p for any q, and the closer q is to p, the more are accepted.
+    the positive part of p - q, and later drafts are discarded. If all K drafts are accepted, a sample from p is
+    appended. The tokens therefore have the distribution p for any q. The closer q is to p, the more drafts are
+    accepted.
 
     Args:
         q_KV: distribution that each draft was sampled from.

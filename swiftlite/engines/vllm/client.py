@@ -1,4 +1,4 @@
-"""Client of vLLM's server, which uses the OpenAI route, and reads draft counts from /metrics."""
+"""Client of vLLM's server. It uses the OpenAI-compatible route, and reads draft counts from /metrics."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -45,7 +45,7 @@ class VllmClient:
 
 
 def read_answer(events: Sequence[Event]) -> Answer:
-    """Read an answer from a stream of completions, whose last chunk contains the number of tokens."""
+    """Read an answer from a stream of chunks; the last chunk contains the number of tokens."""
     pieces = [(seconds, event["choices"][0]["text"]) for seconds, event in events if event["choices"]]
     return Answer(
         text="".join(text for _, text in pieces),
@@ -56,7 +56,7 @@ def read_answer(events: Sequence[Event]) -> Answer:
 
 
 def read_metrics(text: str, num_speculative_tokens: int) -> DraftCounts:
-    """Return vLLM's draft counts from the text of /metrics, summed over all its engines."""
+    """Return vLLM's draft counts from the text of /metrics, summed over all engines of the server."""
     counted = {"num_drafts": 0, "num_draft_tokens": 0}
     per_position = [0] * num_speculative_tokens
     for sample in _samples(text):
@@ -69,7 +69,10 @@ def read_metrics(text: str, num_speculative_tokens: int) -> DraftCounts:
 
 
 def read_cached_tokens(text: str) -> int:
-    """Return the prompt tokens that came from the prefix cache, from the text of /metrics, summed over all engines."""
+    """Return the number of prompt tokens found in the prefix cache, from the text of /metrics.
+
+    The number is summed over all engines of the server.
+    """
     return sum(int(sample.value) for sample in _samples(text) if sample.name == "vllm:prefix_cache_hits_total")
 
 

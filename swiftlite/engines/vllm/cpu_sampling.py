@@ -1,9 +1,9 @@
 """Fix the verification of drafts at temperatures above 0 in vLLM without Triton (vllm-project/vllm#55005).
 
-On a CPU there is no Triton. vLLM 0.32 repeats each request's temperature, top-k and top-p for its draft tokens with a
-Triton kernel (v1/sample/rejection_sampler.py:612). Its fallback without Triton writes into a copy and leaves the result
-uninitialized, so drafts are verified with arbitrary memory. This is the only function of vLLM that swiftlite replaces
-on a CPU; without the replacement, tests/e2e/test_cpu_sampling.py samples from a wrong distribution.
+On a CPU there is no Triton. vLLM 0.32 repeats each request's temperature, top-k and top-p for the request's draft
+tokens with a Triton kernel (v1/sample/rejection_sampler.py:612). The fallback without Triton writes into a copy and
+leaves the result uninitialized, so drafts are verified with arbitrary values. This is the only function of vLLM that
+swiftlite replaces on a CPU. Without the replacement, tests/e2e/test_cpu_sampling.py fails.
 """
 
 import torch
@@ -18,7 +18,8 @@ def expand_batch_to_tokens(
 ) -> torch.Tensor:
     """Repeat each request's value for each of its draft tokens.
 
-    For example, [0.7, 0, 1] with [2, 2, 5] becomes [0.7, 0.7, 1, 1, 1]: the second request drafted nothing.
+    For example, x = [0.7, 0, 1] with cu_num_tokens = [2, 2, 5] becomes [0.7, 0.7, 1, 1, 1]: the second request has no
+    draft tokens.
 
     Args:
         x: [requests].
@@ -27,7 +28,7 @@ def expand_batch_to_tokens(
         replace_from: value of x that is replaced by `replace_to`, such as the temperature 0 of greedy requests.
 
     Returns:
-        [num_tokens], in the type of x.
+        [num_tokens], in the dtype of x.
     """
     first = cu_num_tokens.new_zeros(1)
     expanded = x.repeat_interleave(cu_num_tokens.diff(prepend=first).long(), output_size=num_tokens)

@@ -58,10 +58,10 @@ def dry_load(config: EngineConfig) -> LoadReport:
 
 
 def _speculative_config(config: EngineConfig, problems: list[str]) -> dict[str, Any] | None:
-    """Return vLLM's speculative options without checking the heads, whose problems the report shows.
+    """Return vLLM's speculative options without checking the heads; the load report shows problems of heads.
 
     Args:
-        problems: receives a line if vLLM would run another head than the one trained for a step.
+        problems: a line is appended if vLLM would run another head than the one trained for a draft step.
     """
     model, given = config.model, config.speculative_config
     if (given is None and model.heads.layers == 0) or config.num_speculative_tokens == 0:
@@ -91,7 +91,7 @@ def _vllm_config(config: EngineConfig, speculative: dict[str, Any] | None) -> Vl
 
 
 def _load_draft(loading: Loading, vllm_config: VllmConfig) -> nn.Module | None:
-    """Let vLLM build and fill the draft model; return None if the speculative method requires none."""
+    """Let vLLM build and fill the draft model; return None if the speculative method has no draft model."""
     drafting = vllm_config.speculative_config
     if drafting is None or drafting.method not in ("mtp", "draft_model"):
         return None

@@ -1,7 +1,7 @@
-"""Adapt vLLM: `vllm.LLM` with `{"method": "mtp"}` and options derived from the checkpoint (`options.py`).
+"""Adapt vLLM: run `vllm.LLM` with `{"method": "mtp"}` and options that `options.py` derives from the checkpoint.
 
-vLLM has its own worker processes; this process only sends token ids. `plugin.py` extends vLLM for swiftlite's
-checkpoints. Tested with vLLM 0.32.
+vLLM has its own worker processes; this process only exchanges token ids with them. `plugin.py` extends vLLM for
+swiftlite's checkpoints. Tested with vLLM 0.32.
 """
 
 import logging
@@ -79,8 +79,8 @@ class VllmEngine:
         """Complete every prompt and return completions in order, as `Engine.generate` specifies.
 
         Raises:
-            UserError: a prompt leaves no room for an answer, or this vLLM verifies drafts incorrectly with these
-                sampling options.
+            UserError: a prompt leaves no room for an answer, or the installed vLLM verifies drafts incorrectly with
+                these sampling options.
         """
         from vllm import SamplingParams, TokensPrompt
 
@@ -113,7 +113,7 @@ class VllmEngine:
 
     @property
     def bucket_device(self) -> torch.device:
-        """Device of the tensors of a bucket."""
+        """Device of the tensors in a bucket of new weights."""
         return self._transport.device
 
     def update_weights(self, target: Iterable[Bucket] | None = None, draft: Iterable[Bucket] | None = None) -> None:
@@ -145,7 +145,7 @@ class VllmEngine:
 
 
 def _completion(output: Any) -> Completion:
-    """Convert one of vLLM's RequestOutputs."""
+    """Convert a RequestOutput of vLLM to a `Completion`."""
     answer = output.outputs[0]
     return Completion(list(answer.token_ids), finish_reason(answer.finish_reason))
 
@@ -154,7 +154,7 @@ def engine_options(config: EngineConfig) -> dict[str, Any]:
     """Return the keyword arguments for `vllm.LLM`.
 
     Raises:
-        UserError: the heads are incomplete, or vLLM would run another head than the one trained for a step.
+        UserError: the heads are incomplete, or vLLM would run another head than the one trained for a draft step.
     """
     attention = attention_options(config.model, config.torch_dtype)
     options = {
@@ -177,7 +177,9 @@ def engine_options(config: EngineConfig) -> dict[str, Any]:
 
 @contextmanager
 def outside_torchrun() -> Iterator[None]:
-    """Hide torchrun's environment variables; vLLM's processes would use them and wait for a missing store."""
+    """Hide torchrun's environment variables. vLLM's processes would use them, and would wait for a store that does not
+    exist.
+    """
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     parts = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_")
     hidden = {name: value for name, value in os.environ.items() if name in names or name.startswith(parts)}

@@ -1,7 +1,7 @@
 """Model classes of vLLM for checkpoints with MTP heads, and draft models that run the heads.
 
-Supported are Llama, Mistral, Qwen2, Qwen3, Qwen3 MoE and Seed-OSS. Registered by `plugin.py`; no other module imports
-this file.
+Supported are Llama, Mistral, Qwen2, Qwen3, Qwen3 MoE and Seed-OSS. `plugin.py` registers the classes; no other module
+imports this file.
 
 Shapes: T tokens of all requests of a batch, H hidden size.
 """
@@ -51,11 +51,11 @@ class Qwen3MoeForCausalLM(Trunk, qwen3_moe.Qwen3MoeForCausalLM):
 
 
 class SeedOssForCausalLM(Trunk, transformers.TransformersForCausalLM):
-    """The trunk of a checkpoint with MTP heads; vLLM runs transformers' own modules."""
+    """The trunk of a checkpoint with MTP heads. vLLM has no own class and runs the modules of transformers."""
 
 
 class MtpFrame(nn.Module):
-    """The modules of a head other than its decoder layer, with the names of Qwen3-Next."""
+    """The modules of a head except its decoder layer, with the names of Qwen3-Next."""
 
     def __init__(self, hidden_size: int, eps: float):
         super().__init__()
@@ -68,8 +68,8 @@ class MtpFrame(nn.Module):
 def _runs_one_head(vllm_config: VllmConfig) -> bool:
     """Return whether every draft step runs the same head.
 
-    vLLM drops the guards of compiled code (compilation/wrapper.py of 0.32), so with several heads, the graph of one
-    depth would run for all depths.
+    vLLM compiles a head without guards (compilation/wrapper.py of 0.32): with several heads, the graph that was
+    compiled for one head would run for all heads.
     """
     speculative = vllm_config.speculative_config
     return speculative is None or not speculative.use_multi_module_mtp()
@@ -80,8 +80,8 @@ class MtpHeads(nn.Module):
     """All heads of a checkpoint: for each depth an `MtpFrame` and a decoder layer, and the trunk's embedding.
 
     vLLM compiles this module like the trunk, unless eager mode is enforced or several heads draft. The module includes
-    the embedding, because a captured graph reads its inputs at fixed addresses: vLLM keeps ids at one address, but not
-    embeddings.
+    the embedding, because a captured CUDA graph reads its inputs at fixed addresses: vLLM keeps token ids at a fixed
+    address, but not embeddings.
 
     Args:
         vllm_config: vLLM's config, whose model_config is that of the draft model.
@@ -103,7 +103,7 @@ class MtpHeads(nn.Module):
         embedding_TH: torch.Tensor | None,
         depth: int,
     ) -> torch.Tensor:
-        """Return the state [T, H] after the head's output norm, from either ids or embeddings."""
+        """Return the state [T, H] after the head's output norm. Exactly one of `ids_T` and `embedding_TH` is given."""
         if embedding_TH is None:
             embedding_TH = self.embed_tokens(ids_T)
         frame: Any = self.heads[depth]
@@ -116,9 +116,9 @@ class MtpHeads(nn.Module):
 class MtpDraft(nn.Module):
     """A draft model that vLLM runs after each pass of the trunk, with the trunk's embedding and output layer.
 
-    Depth k runs at draft step k, as vLLM's multi-module speculator requires. vLLM's older model runner, which is used
-    without Triton (such as on a CPU), silently runs the first head at every step, so checkpoints with several heads are
-    rejected there.
+    The head of depth k runs at draft step k, as vLLM's multi-module speculator requires. vLLM's older model runner,
+    which is used without Triton (for example on a CPU), silently runs the first head at every step. Checkpoints with
+    several heads are therefore rejected if that runner is used.
 
     Raises:
         ValueError: there are more steps than heads, or the tensors do not match config.json.
@@ -179,7 +179,7 @@ class MtpDraft(nn.Module):
         return self.model(input_ids, positions, hidden_states, inputs_embeds, depth)
 
     def compute_logits(self, hidden_states: torch.Tensor, spec_step_idx: int = 0) -> torch.Tensor | None:
-        """Return logits [T, V]; -inf for tokens outside of the draft vocabulary, which are not computed."""
+        """Return logits [T, V]. Tokens outside of the draft vocabulary have the logit -inf, which is not computed."""
         if not len(self._drafted):
             return self.logits_processor(self.lm_head, hidden_states)
         if self._drafted_rows is None:
@@ -190,7 +190,7 @@ class MtpDraft(nn.Module):
         return whole.index_copy_(1, self._drafted, logits)
 
     def load_weights(self, weights: Weights) -> set[str]:
-        """Load the heads from HF tensors and return the names of the filled parameters, like `fill`."""
+        """Load the heads from HF tensors, and return the names of the filled parameters, as `fill` does."""
         names = {_name_on_disk(name): name for name, _ in self.named_parameters()}
         parameters = {stored: self.get_parameter(name) for stored, name in names.items()}
         filled = fill(
@@ -205,7 +205,7 @@ class MtpDraft(nn.Module):
 
 
 def _rows(lm_head: Any, tokens: torch.Tensor) -> torch.Tensor:
-    """Return rows [N, H] of an output layer, on every tensor-parallel rank."""
+    """Return the rows [N, H] of an output layer for N tokens, on every tensor-parallel rank."""
     row = tokens - lm_head.shard_indices.org_vocab_start_index
     is_elsewhere = (row < 0) | (tokens >= lm_head.shard_indices.org_vocab_end_index)
     rows = lm_head.weight.detach()[row.masked_fill(is_elsewhere, 0)]
@@ -247,7 +247,7 @@ class Qwen3MTPModel(MtpDraft):
 
 
 class SeedOssMTPModel(MtpDraft):
-    """MTP draft model for Seed-OSS with the decoder layer of Llama, because vLLM has no layer for Seed-OSS."""
+    """MTP draft model for Seed-OSS. It uses the decoder layer of Llama, because vLLM has no layer for Seed-OSS."""
 
     def make_layer(self, vllm_config: VllmConfig, prefix: str) -> nn.Module:
         # vLLM's Llama reads attention_bias for o_proj as well, and for q, k and v only if there is no qkv_bias.

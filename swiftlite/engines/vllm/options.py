@@ -1,6 +1,6 @@
-"""Derive vLLM's speculative options from the checkpoint, and set what vLLM requires on a CPU.
+"""Derive vLLM's speculative options from the checkpoint, and set the options that vLLM requires on a CPU.
 
-Requires an installed vLLM, which is imported when a function is called.
+vLLM must be installed; it is imported when a function is called.
 """
 
 import os
@@ -25,7 +25,7 @@ def speculative_config(config: EngineConfig) -> dict[str, Any] | None:
         vLLM's `speculative_config`; None without speculation.
 
     Raises:
-        UserError: the heads are incomplete, or vLLM would run another head than the one trained for a step.
+        UserError: the heads are incomplete, or vLLM would run another head than the one trained for a draft step.
     """
     from swiftlite.engines.vllm.plugin import DRAFTS
 
@@ -64,7 +64,7 @@ def num_tokens_to_draft(model: HfModel, num_tokens: int | None) -> int:
     """Return the number of draft tokens per step; None means the number that the heads were trained for.
 
     Raises:
-        UserError: at one of the draft steps vLLM would run another head than the one trained for this step.
+        UserError: vLLM would run another head than the one trained for a draft step.
     """
     from swiftlite.engines.vllm.plugin import check_draft_steps
 
@@ -85,7 +85,7 @@ def num_tokens_to_draft(model: HfModel, num_tokens: int | None) -> int:
 
 
 def num_drafting_heads(model: HfModel) -> int:
-    """Return the number of MTP heads that draft in this vLLM; its older model runner runs only the first."""
+    """Return the number of MTP heads that the installed vLLM runs. Its older model runner runs only the first head."""
     from swiftlite.engines.vllm.plugin import has_multi_module_runner
 
     can_draft = VLLM.convention_for(model.family).num_drafting(model.heads.layers)
@@ -109,7 +109,7 @@ def schedule_options(schedule: DraftSchedule) -> dict[str, Any]:
 
 
 def is_on_cpu() -> bool:
-    """Return whether this vLLM computes on the CPU."""
+    """Return whether the installed vLLM computes on the CPU."""
     from vllm.platforms import current_platform
 
     return current_platform.is_cpu()
@@ -148,7 +148,9 @@ def attention_options(model: HfModel, torch_dtype: str) -> dict[str, Any]:
 
 
 def with_backend_of_trunk(speculative: dict[str, Any] | None, attention: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the draft model's options with the trunk's attention backend, which vLLM would select separately.
+    """Return the draft model's options with the trunk's attention backend.
+
+    By default vLLM selects a backend for each model.
 
     Args:
         attention: result of `attention_options`.
@@ -160,7 +162,9 @@ def with_backend_of_trunk(speculative: dict[str, Any] | None, attention: dict[st
 
 
 def memory_on_cpu() -> dict[str, str]:
-    """Return environment variables that limit the KV cache on a CPU, by default half of the machine's memory."""
+    """Return environment variables that limit the memory of the KV cache on a CPU. vLLM's default is half of the
+    machine's memory.
+    """
     if not is_on_cpu():
         return {}
     name = "VLLM_CPU_KVCACHE_SPACE"

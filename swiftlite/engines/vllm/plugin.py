@@ -46,10 +46,10 @@ def hf_config_override(hf_config: PreTrainedConfig) -> PreTrainedConfig:
     """Return the draft model's config from a copy of the target's.
 
     This function replaces SpeculativeConfig.hf_config_override (vllm/config/speculative.py of 0.32, called when the
-    draft model's ModelConfig is created). That function has a branch for each architecture with a draft class, but none
-    for those in DRAFTS. Without the replacement, vLLM raises "Unsupported speculative method: 'mtp'"
-    (tests/e2e/test_engines.py). vLLM sends the function to its worker processes by name, so it must be a function of
-    this module.
+    draft model's ModelConfig is created). That function has a branch for each architecture with a draft class in vLLM,
+    but none for the architectures in DRAFTS. Without the replacement, vLLM raises "Unsupported speculative method:
+    'mtp'" (tests/e2e/test_engines.py). vLLM sends the function to its worker processes by name, so it must be defined
+    at the top level of this module.
     """
     architecture = (hf_config.architectures or [""])[0]
     if architecture not in DRAFTS or not heads_of(hf_config).layers:
@@ -63,8 +63,10 @@ def hf_config_override(hf_config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def _layers_like_the_last(hf_config: PreTrainedConfig) -> dict[str, Any]:
-    """Return settings with which vLLM, which selects the kind of a layer by its index, gives MTP heads the kind of the
-    last layer."""
+    """Return settings with which MTP heads have the same kind of layer as the trunk's last layer.
+
+    vLLM selects the kind of a layer by its index; the indices of heads start from 0.
+    """
     last = hf_config.num_hidden_layers - 1
     dense_heads: list[int] = []
     if last in hf_config.mlp_only_layers or (last + 1) % hf_config.decoder_sparse_step != 0:
@@ -73,16 +75,17 @@ def _layers_like_the_last(hf_config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def check_draft_steps(num_tokens: int, depth: int, runs_all_heads: bool) -> None:
-    """Reject numbers of draft tokens at which vLLM 0.32 would run another head than the one trained for the step.
+    """Reject numbers of draft tokens with which vLLM 0.32 would run another head than the one trained for a draft step.
 
     Args:
-        num_tokens: number of draft tokens per step. A single head can draft any number, from its previous state.
+        num_tokens: number of draft tokens per step. A single head can draft any number, because it continues from its
+            previous state.
         runs_all_heads: whether vLLM runs a separate head for each draft step. vLLM's newer model runner does so for
-            classes that support it. The older model runner, which is used without Triton (so on a CPU), does not pass
-            the step.
+            classes that support it. The older model runner, which is used without Triton (for example on a CPU), does
+            not pass the number of the draft step.
 
     Raises:
-        ValueError: names the supported numbers.
+        ValueError: the number is not supported; the error names the supported numbers.
     """
     if depth == 1 or num_tokens == 1:
         return
@@ -107,7 +110,7 @@ def has_multi_module_runner() -> bool:
 
 
 def register() -> None:
-    """Register the classes with vLLM; can be called repeatedly."""
+    """Register the classes with vLLM. May be called repeatedly."""
     AutoConfig.register("mimo", MiMoConfig, exist_ok=True)
     for trunk, draft in DRAFTS.items():
         # vLLM's own classes reject mtp.* tensors: "There is no module or parameter named 'mtp'".

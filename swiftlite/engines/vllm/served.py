@@ -1,4 +1,4 @@
-"""Use a vLLM server started by `swiftlite deploy --live_weights` with the methods of `VllmEngine`.
+"""Use a vLLM server with the methods of `VllmEngine`. The server was started by `swiftlite deploy --live_weights`.
 
 Another process, such as a trainer, sends requests and new weights to the server.
 """
@@ -103,7 +103,7 @@ class ServedVllm:
 
     @property
     def bucket_device(self) -> torch.device:
-        """Device of the tensors of a bucket."""
+        """Device of the tensors in a bucket of new weights."""
         return self._transport.device
 
     def update_weights(self, target: Iterable[Bucket] | None = None, draft: Iterable[Bucket] | None = None) -> None:
@@ -195,7 +195,7 @@ class _ServerClient:
 
 
 class _Server:
-    """Requests to one server with readable errors.
+    """Requests to one server, with errors that a user can understand.
 
     Args:
         timeout: maximum seconds of a request.
@@ -209,7 +209,7 @@ class _Server:
             self._headers["Authorization"] = f"Bearer {api_key}"
 
     def call(self, method: str, path: str, body: dict[str, Any] | None = None, timeout: float | None = None) -> Any:
-        """Send a request and return its response; for errors see `ask` and `in_time`.
+        """Send a request and return its response. Errors are those of `ask` and `in_time`.
 
         Args:
             timeout: maximum seconds, if shorter than the default.

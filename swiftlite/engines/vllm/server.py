@@ -75,7 +75,8 @@ _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def lora_options(adapters: str, model: HfModel, drafts: bool) -> dict[str, Any]:
-    """Return vLLM's options for serving adapters next to a model; requests select them by their directory's name.
+    """Return vLLM's options for serving adapters together with their base model. Requests select adapters by directory
+    name.
 
     Args:
         drafts: whether the MTP heads of the base model draft.
@@ -99,7 +100,7 @@ def lora_options(adapters: str, model: HfModel, drafts: bool) -> dict[str, Any]:
 
 
 def _left_out(adapter: SavedAdapter, drafts: bool) -> str:
-    """Return the parts of a directory of adapters that vLLM does not support; empty if none."""
+    """Return the parts of saved adapters that vLLM does not support; empty if it supports all."""
     if adapter.rank > _RANKS[-1]:
         return f"vLLM supports ranks up to {_RANKS[-1]}, not {adapter.rank}"
     if adapter.magnitudes:

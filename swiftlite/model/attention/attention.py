@@ -1,8 +1,8 @@
 """Core attention without Transformer Engine, with the interface of megatron-core.
 
 For dense rows, torch's scaled_dot_product_attention is called as in transformers, so that logits are bitwise identical.
-With the class of megatron-core, logits differ by 2e-6 in float32 and 0.05 in bfloat16. That class also allocates scores
-of S x S, and does not support packed rows, context parallelism and MLA.
+megatron-core's own class gives logits that differ by 2e-6 in float32 and by 0.05 in bfloat16. It also allocates scores
+of S x S, and supports neither packed rows nor context parallelism nor MLA.
 
 Shapes: S sequence, T tokens of a packed row, B batch, N query heads, G key-value heads, D head size (values may have a
 different one); N and G are per tensor-parallel rank, S and T per context-parallel rank.
@@ -36,9 +36,9 @@ from swiftlite.runtime.device import on_device
 
 LONG = 2048
 """Minimum average number of queries per segment for one kernel call per segment with context parallelism. With fewer
-queries, keys and values of all segments are copied for a single call. Launching a kernel in both passes takes about 20
-microseconds, as long as copying the keys and values of 2,048 tokens for 8 heads of size 128; with latent attention,
-copies take ten times as long. Estimated for an H100, not measured.
+queries, keys and values of all segments are copied for a single call. On an H100, launching a kernel in the forward and
+the backward pass is estimated to take about 20 microseconds. Copying the keys and values of 2,048 tokens for 8 heads of
+size 128 takes as long; with latent attention, copies take ten times as long.
 """
 
 
@@ -59,7 +59,10 @@ class Offsets(NamedTuple):
 
 @lru_cache(maxsize=16)  # every layer calls it for the row of the micro-batch
 def offsets(segments: tuple[Segment, ...], num_rows: int, num_keys: int, device: torch.device) -> Offsets:
-    """Create the `Offsets` on the host and copy them once for all layers, because each copy waits for the device."""
+    """Create the `Offsets` on the host, and copy them to the device.
+
+    The result is cached for all layers of a pass, because each copy waits for the device.
+    """
     keys = torch.cat([torch.arange(segment.key_start, segment.key_end) for segment in segments])
     # Without context parallelism, the segments are the whole row.
     keys_T = None
@@ -189,7 +192,8 @@ class CoreAttention(MegatronModule):
         value_SBGD: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return attention [S, B, N, D]; without a mask it is causal, and the last query sees the last key."""
+        """Return attention [S, B, N, D]. Without a mask, the attention is causal and the last query sees the last
+        key."""
         num_queries, num_keys = query_SBND.size(0), key_SBGD.size(0)
         is_allowed = None
         if attention_mask is not None:
@@ -235,8 +239,8 @@ class CoreAttention(MegatronModule):
     ) -> torch.Tensor:
         """Compute `_attend_cached` in one call, for passes with at most one token per row.
 
-        The query heads that share a key are computed as several queries of one head, because torch would repeat the
-        keys otherwise.
+        Query heads that share a key head are computed as several queries of one head. Otherwise torch would repeat the
+        keys.
         """
         visible_BS = cache.visible()
         key, value = (kept[:, : visible_BS.size(1)].transpose(1, 2) for kept in (key_BCGD, value_BCGD))
@@ -257,11 +261,12 @@ class CoreAttention(MegatronModule):
         value_SBGD: torch.Tensor,
         segments: Sequence[Segment],
     ) -> torch.Tensor:
-        """Return attention [S, B, N, D], with one call per segment.
+        """Return attention [S, B, N, D], with one kernel call per segment.
 
         On a CPU, torch 2.13 has no faster function with gradients for packed rows: varlen_attn requires CUDA,
-        flex_attention has no backward pass, and nested tensors do not support causal attention. A mask over the row
-        takes 458 ms instead of 42 ms (16 sequences, 1,700 tokens, 8 heads of size 64, forward and backward).
+        flex_attention has no backward pass, and nested tensors do not support causal attention. With 16 sequences,
+        1,700 tokens and 8 heads of size 64, forward and backward pass take 42 ms this way, and 458 ms with a mask over
+        the row.
         """
         queries = query_SBND.split([segment.num_queries for segment in segments])
         keys, values = seen_by(segments, key_SBGD), seen_by(segments, value_SBGD)
@@ -307,8 +312,8 @@ class CoreAttention(MegatronModule):
 def for_each_query_head(keys_BGSD: torch.Tensor, num_heads: int) -> torch.Tensor:
     """Repeat keys or values for the query heads that share them: [B, N, S, D].
 
-    In float32 on a GPU, torch's only kernel for grouped heads stores scores of S x S; without grouped heads, torch has
-    a kernel that does not store scores.
+    In float32 on a GPU, torch's only kernel for grouped heads stores scores of S x S. Its kernel for heads that are not
+    grouped stores no scores.
     """
     repeats = num_heads // keys_BGSD.size(1)
     if repeats == 1:
@@ -343,8 +348,10 @@ def slices_of(segments: tuple[Segment, ...], device: torch.device) -> tuple[merg
 
 
 def whole_row(rows_SBGD: torch.Tensor, lengths: tuple[int, ...], group: dist.ProcessGroup) -> torch.Tensor:
-    """Gather keys or values of the whole row from this rank's part; return `rows_SBGD` if it is already the whole
-    row."""
+    """Return keys or values of the whole row, gathered from all ranks of the group.
+
+    If `rows_SBGD` is already the whole row, it is returned unchanged.
+    """
     if rows_SBGD.size(0) == sum(lengths):
         return rows_SBGD
     return gather_sequence(rows_SBGD, lengths, group)

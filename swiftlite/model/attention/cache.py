@@ -1,7 +1,7 @@
 """Cache keys, values and states of rows in decoding.
 
-A pass processes the new tokens of all rows as one flat row without padding. For example, for the rows "the cat" and "a
-dog ran", each continued by one token:
+A pass processes the new tokens of all rows as one flat row without padding. For example, pass 1 processes the rows "the
+cat" and "a dog ran", and pass 2 the next token of each:
 
     pass 1    the cat a dog ran    positions 0 1 0 1 2
     pass 2    sat off              positions 2 3
@@ -35,7 +35,10 @@ class Span(NamedTuple):
 
 
 class Cache:
-    """The cache of one batch of rows on one rank: keys and values or the state of every layer, and the heads' inputs.
+    """The cache of one batch of rows on one rank.
+
+    For every layer it contains keys and values, or the state of linear attention. It also contains the inputs of the
+    MTP heads.
 
     Args:
         num_rows: B.
@@ -53,7 +56,7 @@ class Cache:
         self.begin(())
 
     def begin(self, spans: Sequence[Span]) -> None:
-        """Start a pass over these spans."""
+        """Start a pass over the tokens in `spans`."""
         self.spans = tuple(spans)
         rows: list[int] = []
         positions: list[int] = []
@@ -87,12 +90,12 @@ class Cache:
         return kept
 
     def kept(self, name: Name, num_tokens: int) -> torch.Tensor:
-        """Return what the cached tensor called `name` holds for this pass's tokens, [T, ...]; zeros for padding."""
+        """Return the entries of the tensor cached as `name` for this pass's tokens, [T, ...]; zeros for padding."""
         kept = self._kept[name]
         return self._padded(kept[self._row_T, self._position_T], num_tokens)
 
     def update_state(self, name: Name, new: torch.Tensor) -> None:
-        """Store a module's state [spans, ...] after the last token of each span."""
+        """Store a module's state after the last token of each span, [spans, ...]."""
         kept = self._kept.get(name)
         if kept is None:
             kept = self._kept[name] = new.new_zeros(self.num_rows, *new.shape[1:])
@@ -126,7 +129,9 @@ class Cache:
         return self._padded(rows_B[self._row_T], num_tokens)
 
     def visible(self) -> torch.Tensor:
-        """Return which keys each row's token of this pass sees, bool [B, longest row]: all keys up to its position."""
+        """Return which keys the token of each row sees in this pass, bool [B, longest row]: all keys up to the token's
+        position.
+        """
         longest = max((span.end for span in self.spans), default=1)
         last_B = self._position_T.new_zeros(self.num_rows)
         last_B[self._row_T] = self._position_T

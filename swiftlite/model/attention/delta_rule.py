@@ -112,7 +112,10 @@ def by_kernel(
     lengths: Sequence[int],
     states: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `gated_delta_rule` with a kernel that reads a packed row [1, T, N, *] and the starts of its sequences."""
+    """Compute `gated_delta_rule` with a kernel.
+
+    The kernel reads a packed row [1, T, N, *] and the starts of its sequences.
+    """
     dtype = value_TNE.dtype
     read, states = kernel(
         query_TND.to(dtype)[None],
@@ -131,7 +134,7 @@ def by_kernel(
 
 @lru_cache(maxsize=16)
 def starts_of(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Return the starts of the sequences, int64 [sequences + 1] on the device, as one tensor for all layers.
+    """Return the starts of the sequences, int64 [sequences + 1], on the device. All layers receive the same tensor.
 
     A copy in each layer would wait for the device. flash-linear-attention also copies the starts to the host, but
     caches the results while it is called with the same tensor object (fla/utils.py, `tensor_cache`).
@@ -145,15 +148,16 @@ def _solve(overlap: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Chunks:
-    """The layout of sequences in chunks. Turn i processes chunk i of every sequence that has one.
+    """The split of sequences into chunks. Turn i of the computation processes chunk i of every sequence that has such a
+    chunk.
 
     Attributes:
         places_MC: index of the token in each slot of each chunk; an empty slot has the index of the chunk's first
             token.
         is_token_MC: whether a slot has a token; None if every slot has one.
-        place_T: slot of each token. Indexing with a mask instead would make the host wait for the number of tokens.
+        place_T: slot of each token. If tokens were selected with a mask instead, the host would wait for their number.
         turns: for each turn, the chunks that are processed at the same time, and their sequences.
-        order_M: position of each chunk in the concatenated turns.
+        order_M: position of each chunk in the concatenation of all turns.
     """
 
     places_MC: torch.Tensor
@@ -215,6 +219,6 @@ def _chunks(lengths: tuple[int, ...], device: torch.device) -> _Chunks:
 
 
 def _each_on(numbers: Sequence[Sequence[int]], device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Copy lists of numbers to the device in a single copy, and return each list as a tensor."""
+    """Copy all lists to the device in a single copy, and return each list as a tensor."""
     together = on_device(torch.tensor(list(itertools.chain(*numbers))), device)
     return together.split([len(each) for each in numbers])

@@ -1,9 +1,11 @@
-"""Core attention of an unrolled MTP head in training, equal to its attention when an engine drafts.
+"""Core attention of an unrolled MTP head in training. It computes the attention that the head has when an engine
+drafts.
 
-When an engine drafts from position s, step 1 of the head reads the trunk's states up to s, and its keys stay in the KV
-cache for all further steps. Step j (from 2) processes one more position, s + j - 1. Its query sees these keys and the
-keys of steps 2 .. j, all for the same s. In training, drafts from all positions s are computed at once: the query of s
-in step j sees the keys of step 1 up to s, and in each later step only the key of s itself.
+When an engine drafts from position s, step 1 of the head reads the trunk's states up to s. The keys of step 1 stay in
+the KV cache for all further steps. Step j (from 2) processes one more position, s + j - 1. Its query sees the keys of
+step 1 and the keys of steps 2 .. j, which all belong to the draft from s. In training, drafts from all positions s are
+computed at once: the query of s in step j sees the keys of step 1 up to s, and of each later step only the key of s
+itself.
 
 For example, step 3 of a sequence of 4 tokens (one query per line; x marks a key that the query sees):
 
@@ -41,9 +43,9 @@ MAX_QUERIES = 1024
 
 @dataclass
 class Draft:
-    """The keys and values of all previous steps of a forward pass, in order.
+    """The keys and values of all previous draft steps of a forward pass, in order.
 
-    The object is passed to attention as the mask, because the keys that a query sees are those of previous steps.
+    megatron-core's layers pass this object to attention in the argument for a mask.
 
     Attributes:
         keys: for the first step the keys of the whole row, for later steps the keys of this rank, [S, B, G, D] each.
@@ -69,7 +71,8 @@ class Draft:
 class DraftAttention(CoreAttention):
     """`CoreAttention` for unrolled heads: each call computes one draft step from all positions.
 
-    In later steps, `prefix` computes the attention to keys of the first step; without this kernel, a mask is used.
+    In later steps, the kernel `prefix` computes the attention to keys of the first step; without `prefix`, a mask is
+    used.
     """
 
     def forward(
@@ -114,7 +117,7 @@ class DraftAttention(CoreAttention):
         return out
 
     def _attend_merged(self, query_SBND: torch.Tensor, draft: Draft, segments: tuple[Segment, ...]) -> torch.Tensor:
-        """Compute `_attend_steps` with a kernel over the prefixes of all segments."""
+        """Compute the result of `_attend_steps` with one kernel call over the prefixes of all segments."""
         assert self.prefix is not None
         key_SBGD, value_SBGD = draft.keys[0], draft.values[0]
         later = draft.keys[1:], draft.values[1:]
@@ -126,7 +129,9 @@ class DraftAttention(CoreAttention):
         return tokens_to_rows(out, query_SBND)
 
     def _attend_steps(self, query_SBND: torch.Tensor, draft: Draft, segments: Sequence[Segment]) -> torch.Tensor:
-        """Return attention [S, B, N, D] of each query to its prefix in step 1 and its position in later steps."""
+        """Return attention [S, B, N, D] of each query to its prefix of step 1 and, of each later step, to its own
+        position.
+        """
         segments = list(_short_segments(segments))
         queries = query_SBND.split([segment.num_queries for segment in segments])
         keys, values = _visible(draft.keys, segments), _visible(draft.values, segments)

@@ -30,8 +30,8 @@ from swiftlite.model.context_parallel import gather_sequence, shared_row, zigzag
 from swiftlite.model.layers.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
 _EXACT = ("A_log", "dt_bias", "norm.weight")
-"""Parameters that remain float32 in a 16-bit model. The first two determine a decay over thousands of tokens; the third
-is float32 in the published Qwen3.5 models.
+"""Parameters that remain float32 in a 16-bit model. `A_log` and `dt_bias` determine a decay over thousands of tokens;
+`norm.weight` is float32 in the published Qwen3.5 models.
 """
 
 
@@ -163,12 +163,16 @@ class GatedDeltaNet(MegatronModule):
         before: torch.Tensor | None = None,
         states: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return outputs [T, N * E], and the last inputs of the convolution and the final state of each sequence.
+        """Compute the convolution and the delta rule of all sequences.
 
         Args:
             lengths: lengths of the sequences; their sum is T.
             before: the last inputs of the convolution from previous tokens of each sequence; None without such tokens.
             states: the state of each sequence after its previous tokens; None without such tokens.
+
+        Returns:
+            Outputs [T, N * E], the last inputs of the convolution of each sequence, and the final state of each
+            sequence.
         """
         key, value, per_group = self.sizes.key_head_dim, self.sizes.value_head_dim, self.values_per_group
         qkvz_TGP = qkvz_TP.unflatten(-1, (self.groups, -1))
@@ -219,10 +223,10 @@ class GatedDeltaNet(MegatronModule):
 
 
 class GatedRMSNorm(nn.Module):
-    """RMSNorm of each value head, times SiLU of a gate; in the order of operations that transformers uses.
+    """RMSNorm of each value head, multiplied by SiLU of a gate, with the same order of operations as in transformers.
 
-    The weight is stored in float32 and rounded to 16 bits when it is used, because transformers and engines round the
-    weight when they load a 16-bit model.
+    The weight is stored in float32 and rounded to 16 bits for each use, because transformers and engines round it when
+    they load a 16-bit model.
     """
 
     def __init__(self, config: TransformerConfig, size: int, tp_group: Any):

@@ -1,4 +1,4 @@
-"""Pad values with zeros, so that a kernel that requires keys and values of equal size supports smaller values.
+"""Pad values with zeros for kernels that require keys and values of equal size.
 
 Shapes: as in merged_attention.py, but the head size of values and results can differ from that of queries and keys.
 """
@@ -31,7 +31,7 @@ def fill_values(kernel: Callable[..., Any], others: Collection[Sizes] = ()) -> C
 
 
 def fill_values_in_halves(kernel: PrefixKernel, others: Collection[Sizes] = ()) -> PrefixKernel:
-    """Wrap a `PrefixKernel` like `fill_values`; tensors stored for the backward pass are not padded."""
+    """Wrap a `PrefixKernel` as `fill_values` does. The tensors that are stored for the backward pass are not padded."""
 
     def forward(query_TND, key_KGD, value_KGD, *rest):
         out_TND, lse_NT = kernel.forward(query_TND, key_KGD, _as_wide(value_KGD, key_KGD, others), *rest)

@@ -21,8 +21,9 @@ from torch.autograd.function import once_differentiable
 
 @dataclass(frozen=True)
 class PrefixKernel:
-    """Forward and backward function of an attention kernel over segments; the last query of a segment sees its last
-    key.
+    """Forward and backward function of an attention kernel over segments.
+
+    The last query of a segment sees the segment's last key.
 
     Attributes:
         forward: maps (query_TND, key_KGD, value_KGD, cu_q, cu_k, longest_q, longest_k, scale) to out_TND and lse [N, T]
@@ -36,7 +37,7 @@ class PrefixKernel:
 
 
 class Slice(NamedTuple):
-    """Consecutive queries, and the consecutive keys of a row that they see; the last query sees the last key."""
+    """Consecutive queries of a row, and the consecutive keys that they see. The last query sees the last key."""
 
     queries: slice
     keys: slice
@@ -44,13 +45,13 @@ class Slice(NamedTuple):
 
 
 def in_slices(kernel: PrefixKernel, slices: Sequence[Slice]) -> PrefixKernel:
-    """Return a kernel that calls `kernel` for each slice, and ignores its own arguments cu_q, cu_k, longest_q,
-    longest_k.
+    """Return a kernel that calls `kernel` for each slice.
 
-    A key can belong to several slices; its gradients are summed.
+    The returned kernel ignores its arguments cu_q, cu_k, longest_q and longest_k. A key can belong to several slices;
+    its gradients are summed.
 
     Args:
-        slices: cover all queries in order; within a sequence, each slice sees a longer prefix of keys than the one
+        slices: cover all queries in order; within a sequence, each slice sees a longer prefix of keys than the slice
             before.
     """
 
@@ -164,7 +165,7 @@ def _merge(
     """Return the merged output and the log-sum-exp [T, N].
 
     Args:
-        prefix_TND, prefix_TN: output and log-sum-exp of the prefix.
+        prefix_TND, prefix_TN: output and log-sum-exp of the attention to the prefix.
         own: additional keys, then values.
     """
     keys, values = own[: len(own) // 2], own[len(own) // 2 :]
@@ -177,7 +178,7 @@ def _merge(
 
 
 def _scores(query_TND: torch.Tensor, key_TGD: torch.Tensor, scale: float) -> torch.Tensor:
-    """Return [T, N], at least in float32: the score of each query with the key of the same index."""
+    """Return [T, N], at least in float32: the score of each query with the key at the same index."""
     product = query_TND * _per_head(key_TGD, query_TND)
     return product.to(torch.promote_types(product.dtype, torch.float32)).sum(-1) * scale
 

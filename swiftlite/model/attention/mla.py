@@ -1,7 +1,8 @@
 """DeepSeek's multi-latent attention: queries, keys and values are up-projected from two small latents.
 
 megatron-core's class computes wrong gradients with tensor parallelism, rotates channels only in adjacent pairs, and
-supports only its own rotary frequencies. This module replaces its part between hidden states and core attention.
+supports only megatron-core's rotary frequencies. This module replaces the part of that class that computes queries,
+keys and values from hidden states.
 
 Shapes: T tokens ([S, B], or [S] in a packed row), H hidden size, N heads on this tensor-parallel rank, D query and key
 channels of a head, of which R are rotary, V value channels.
@@ -73,8 +74,7 @@ def latent_norm(norm: Any) -> type:
 def _reads_rows(attention_mask: Any) -> bool:
     """Return whether queries see the keys of the whole row.
 
-    This is not the case in decoding with a cache, and in later steps of a draft, where each query sees different
-    keys.
+    They do not in decoding with a cache, and not in later steps of a draft, where each query sees different keys.
     """
     if isinstance(attention_mask, Draft):
         return attention_mask.is_empty and attention_mask.cache is None
@@ -101,9 +101,10 @@ class MLASelfAttention(McoreMLASelfAttention):
     ) -> tuple[Any, Any]:
         """Return outputs [S, B, H], and None as the bias.
 
-        megatron-core's method does not accept rotary embeddings, because each of its layers computes them. The method
-        passes position ids and the states of cross attention unchanged to `get_query_key_value_tensors`. Here, cosines
-        and sines are passed as the position ids, and the context-parallel ranks as the states of cross attention.
+        megatron-core's method does not accept rotary embeddings, because each of its layers computes them. It passes
+        two of its arguments unchanged to `get_query_key_value_tensors`: position ids and the states of cross attention.
+        Here, cosines and sines are passed as the position ids, and the context-parallel ranks as the states of cross
+        attention.
 
         Args:
             rotary_pos_emb: output of `RotaryEmbedding` for this rank's part of the row.
@@ -127,8 +128,8 @@ class MLASelfAttention(McoreMLASelfAttention):
         packed_seq_params: PackedSeqParams | None = None,
         **inference: None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return query [T, N, D], key [K, N, D] and value [K, N, V] of all sequence-parallel ranks, and the two
-        latents: that of queries, and that of keys and values.
+        """Return query [T, N, D], key [K, N, D] and value [K, N, V] of all sequence-parallel ranks, then the latent of
+        queries and the latent of keys and values.
 
         Args:
             cp_group: the ranks that share keys and values; K is then the number of tokens of whole rows. None: this
@@ -170,8 +171,8 @@ class MLASelfAttention(McoreMLASelfAttention):
     def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, Any]:
         """Build the submodules of the spec.
 
-        Since 0.19, megatron-core's method rejects norms of latents without `qk_layernorm`, which must not be set here
-        (see `MLATransformerConfig`), and unused norms.
+        Since 0.19, megatron-core's method rejects unused norms. It also rejects norms of latents unless `qk_layernorm`
+        is set, which must not be set here (see `MLATransformerConfig`).
         """
         return vars(submodules)
 
@@ -188,12 +189,12 @@ class MLASelfAttention(McoreMLASelfAttention):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the latent of keys and values before its norm, and the rotated rotary part of the key.
 
-        With context parallelism, latent and key part are gathered for the whole row. Every rank then up-projects the
-        heads of the whole row. With the sizes of DeepSeek-V3, this takes three matrix products of 34 MFLOP for each
-        token of another rank. Gathering heads instead would receive 82 KB per token in each of forward and backward
-        pass, instead of 1.1 KB. According to `estimate/speed.py`, gathering latents takes half the time of gathering
-        heads on H100s over NVLink, less than half between machines, the same time on A100s, and three times as long on
-        H20s over NVLink, which have few FLOPs per byte.
+        With context parallelism, both are gathered for the whole row, and every rank up-projects the heads of the whole
+        row. With the sizes of DeepSeek-V3, this requires three matrix products of 34 MFLOP for each token of another
+        rank. If heads were gathered instead, a rank would receive 82 KB per token in each of forward and backward pass,
+        instead of 1.1 KB. According to `estimate/speed.py`, gathering latents takes half the time of gathering heads on
+        H100s over NVLink and less than half between machines. On A100s it takes the same time, and on H20s over NVLink,
+        which have few FLOPs per byte, three times as long.
         """
         sizes = [self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim]
         latent, key_pos = compressed.split(sizes, dim=-1)
@@ -225,7 +226,7 @@ class MLASelfAttention(McoreMLASelfAttention):
         return first, second
 
     def _rotate(self, pos: torch.Tensor, rotary_emb: torch.Tensor) -> torch.Tensor:
-        """Rotate channels. Interleaved channels are first reordered into halves, in queries and keys."""
+        """Rotate channels of queries or keys. Interleaved channels are first reordered into halves."""
         if self.config.rope_interleave:
             pos = pos.unflatten(-1, (-1, 2)).transpose(-2, -1).flatten(-2)
         return rotation(self.config)(pos, rotary_emb)

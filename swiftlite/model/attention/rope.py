@@ -27,8 +27,10 @@ LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 
 def rope_config(hf_config: dict[str, Any]) -> LlamaConfig:
-    """Return the settings of rotary embeddings in a config.json, normalized by transformers (legacy `rope_scaling`
-    included)."""
+    """Return the settings of rotary embeddings in a config.json, normalized by transformers.
+
+    Legacy `rope_scaling` is supported.
+    """
     with _refusing():
         values = {key: hf_config[key] for key in ROPE_KEYS if hf_config.get(key) is not None}
         if values.get("head_dim"):  # LlamaConfig requires that heads divide the hidden size
@@ -55,7 +57,7 @@ _HINT = "copy rope_parameters (or rope_scaling, rope_theta) from the model's sou
 class RotaryEmbedding:
     """Cosines and sines of rotary embeddings, computed once for all layers with transformers' frequencies.
 
-    megatron-core recomputes them in every layer, separately for queries and keys, with its own frequencies.
+    megatron-core computes cosines and sines in every layer, separately for queries and keys, with its own frequencies.
 
     Args:
         hf_config: the model's config.json, or only its keys about rotary frequencies.
@@ -82,8 +84,7 @@ class RotaryEmbedding:
         self._stated = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
 
     def __call__(self, lengths: Sequence[int], offset: int = 0) -> torch.Tensor:
-        """Return cosines and sines [2, S, 1, 1, R] for `rotate`, for a row of concatenated sequences with these
-        lengths.
+        """Return cosines and sines [2, S, 1, 1, R] for `rotate`, for a row of sequences with the given lengths.
 
         Args:
             offset: position of each sequence's first token.
@@ -94,15 +95,14 @@ class RotaryEmbedding:
         return torch.cat([longest[:, :length] for length in lengths], dim=1)
 
     def _rotary_emb(self, length: int, offset: int) -> torch.Tensor:
-        """Compute [2, length, 1, 1, R] for one sequence."""
+        """Compute cosines and sines [2, length, 1, 1, R] for one sequence."""
         frequencies, scaling = self._frequencies(length)
         positions = torch.arange(offset, offset + length, dtype=torch.float32, device=self.device)
         angles = torch.outer(positions, on_device(frequencies, self.device))
         return self._axis_angles(angles, scaling)[:, :, None, None]
 
     def at(self, axes_3BS: torch.Tensor) -> torch.Tensor:
-        """Return cosines and sines [2, S, B, 1, R] for `rotate`, for tokens at these positions (int64) along three
-        axes.
+        """Return cosines and sines [2, S, B, 1, R] for `rotate`, for tokens with int64 positions along three axes.
 
         Raises:
             UserError: config.json does not assign channels to axes, or frequencies depend on the length of the
@@ -138,7 +138,8 @@ class RotaryEmbedding:
 
 
 def _axis_of_angle(stated: Mapping[str, Any], num_angles: int) -> torch.Tensor:
-    """Return the axis (of three) of each angle, int64: consecutive sections of the axes, or interleaved.
+    """Return the axis (0, 1 or 2) that each angle belongs to, int64. The axes form consecutive sections or are
+    interleaved.
 
     For example, sections 4, 2, 2 give the axes 0 0 0 0 1 1 2 2 if consecutive, and 0 1 2 0 1 2 0 0 if interleaved.
 
@@ -161,7 +162,7 @@ def _axis_of_angle(stated: Mapping[str, Any], num_angles: int) -> torch.Tensor:
 
 
 def rotate(channels: torch.Tensor, rotary_emb: torch.Tensor) -> torch.Tensor:
-    """Rotate the first R channels of heads, i together with i + R / 2; other channels are unchanged.
+    """Rotate the first R channels of heads: channel i together with channel i + R / 2. Other channels are unchanged.
 
     For the two halves x and y of these channels, and the cosines c and sines s of their angles:
 
@@ -185,7 +186,7 @@ def rotate(channels: torch.Tensor, rotary_emb: torch.Tensor) -> torch.Tensor:
 
 
 fused_rotate = compiled(rotate)
-"""`rotate` as one kernel on a GPU, which moves a quarter of the bytes of separate operations."""
+"""`rotate`, compiled to one kernel on a GPU, which moves a quarter of the bytes that separate operations move."""
 
 
 def rotation(config: TransformerConfig) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:

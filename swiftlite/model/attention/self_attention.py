@@ -11,7 +11,7 @@ from swiftlite.model.attention.rope import rotation
 class SelfAttention(McoreSelfAttention):
     """megatron-core's attention with precomputed cosines and sines.
 
-    megatron-core's class computes them twice in every layer.
+    megatron-core's class computes cosines and sines twice in every layer.
     """
 
     def forward(

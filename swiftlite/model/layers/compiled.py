@@ -19,5 +19,7 @@ def compiled(function: Function) -> Function:
 
 
 def raise_version_limit() -> None:
-    """Raise torch's limit of compiled versions per function to `MAX_VERSIONS` in this process; idempotent."""
+    """Set torch's limit of compiled versions per function to `MAX_VERSIONS` for this process. May be called several
+    times.
+    """
     torch._dynamo.config.recompile_limit = MAX_VERSIONS

@@ -1,4 +1,6 @@
-"""The experts of one rank, each a gated MLP, computed one by one or as one grouped matrix product."""
+"""The experts of one rank. Each expert is a gated MLP; experts are computed one by one or as one grouped matrix
+product.
+"""
 
 import itertools
 from collections.abc import Sequence
@@ -27,9 +29,9 @@ class SequentialMLP(McoreSequentialMLP):
     differently, enough to route some tokens to other experts in the next layer.
 
     Gradients are always summed over the ranks that hold the same expert (the attribute `allreduce` of the parameters is
-    False). megatron-core does this only with expert parallelism. Without expert parallelism, if expert tensor
-    parallelism (ETP) and tensor parallelism (TP) have different sizes, megatron-core sums over the wrong ranks: with TP
-    2 and ETP 1, half of the gradient is silently lost (tensor_parallel/layers.py:886 of 0.16.1).
+    False). megatron-core does this only with expert parallelism. Without it, megatron-core sums over the wrong ranks if
+    expert tensor parallelism (ETP) and tensor parallelism (TP) have different sizes: with TP 2 and ETP 1, half of the
+    gradient is silently lost (tensor_parallel/layers.py:886 of 0.16.1).
     """
 
     def __init__(self, num_local_experts: int, config: TransformerConfig, *args: Any, **kwargs: Any):
@@ -59,9 +61,9 @@ class SequentialMLP(McoreSequentialMLP):
 class GroupedMLP(AddsGradients, SequentialMLP):
     """Experts with the parameters of `SequentialMLP`, computed as one grouped product per matrix.
 
-    On a GPU with a hundred experts, launching a product for each expert takes most of a step. The numbers of tokens per
-    expert are copied to the host only if there are adapters, because each adapter is called with the tokens of its
-    expert. Matrices that are not aligned need one call each.
+    On a GPU with a hundred experts, launching a separate product for each expert would take most of a step. The numbers
+    of tokens per expert are copied to the host only if there are adapters, because each adapter is called with the
+    tokens of its expert. Matrices that are not aligned are multiplied one by one.
     """
 
     works_with_overlap = True
@@ -120,7 +122,7 @@ class GroupedMLP(AddsGradients, SequentialMLP):
         return torch.cat(parts)
 
     def weights(self, linear: str) -> list[torch.Tensor]:
-        """Run the pre-forward hooks of all experts' "linear_fc1" or "linear_fc2", and return the weights of these
+        """Return the weights of all experts' "linear_fc1" or "linear_fc2", after running the pre-forward hooks of these
         layers.
 
         With `overlap_param_gather`, the hooks wait until the weights are gathered (distributed_data_parallel.py:384 of
@@ -198,11 +200,11 @@ def added(weights: Sequence[Any], grad_EOI: torch.Tensor) -> Sequence[torch.Tens
 
 
 def together(main_grads: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Return `main_grad` of all experts as one strided view, last expert first; None if the gradients are not at equal
-    distances in memory.
+    """Return `main_grad` of all experts as one strided view, with the last expert first.
 
-    Buffers of DistributedDataParallel are filled from the last parameter to the first (param_and_grad_buffer.py:717 of
-    0.16.1): with two experts, a buffer holds fc2 and fc1 of expert 1, then fc2 and fc1 of expert 0.
+    None if the gradients are not at equal distances in memory. Buffers of DistributedDataParallel are filled from the
+    last parameter to the first (param_and_grad_buffer.py:717 of 0.16.1): with two experts, a buffer holds fc2 and fc1
+    of expert 1, then fc2 and fc1 of expert 0.
     """
     last = main_grads[-1]
     if len({each.untyped_storage().data_ptr() for each in main_grads}) > 1:
@@ -219,4 +221,4 @@ def _add_reversed_(main_EOI: torch.Tensor, grad_EOI: torch.Tensor) -> None:
 
 
 fused_add_reversed_ = compiled(_add_reversed_)
-"""`_add_reversed_` as one kernel, which reads the gradients in reverse order instead of copying them."""
+"""`_add_reversed_`, compiled to one kernel that reads the gradients in reverse order instead of copying them."""

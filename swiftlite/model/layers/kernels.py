@@ -27,7 +27,7 @@ class Modules:
     """The modules of a layer, in the form of megatron-core's specs.
 
     Attributes:
-        keeping_norm: a `norm` that also returns its input, see `norm.returning_input`.
+        keeping_norm: a norm like `norm` that also returns its input, see `norm.returning_input`.
         down_projection: down-projection of latent attention, whose columns are gathered afterwards.
         experts: experts of one rank.
         core_attention: attention of decoder layers and heads.
@@ -91,10 +91,10 @@ def _activate(impl: FlashImpl) -> None:
 
 
 def varlen_kernel(kernels: Kernels) -> VarlenKernel | None:
-    """Return `kernel(q_TND, k_TGD, v_TGD, cu_q, cu_k, max_q, max_k, scale=)` for all sequences of a packed row; None if
-    each sequence is a separate call.
+    """Return the kernel for all sequences of a packed row; None if each sequence is a separate call.
 
-    The causal mask is aligned to the lower right: the last query of a sequence sees its last key.
+    The kernel is called as `kernel(q_TND, k_TGD, v_TGD, cu_q, cu_k, max_q, max_k, scale=)`. Its causal mask is aligned
+    to the lower right: the last query of a sequence sees the sequence's last key.
     """
     if kernels.attention == "flash_attn":
         from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
@@ -126,8 +126,10 @@ def _other_sizes(kernels: Kernels) -> tuple[Sizes, ...]:
 
 
 def prefix_kernel(kernels: Kernels) -> PrefixKernel | None:
-    """Return the kernel's forward and backward functions, which return and read the log-sum-exp; None if not
-    available."""
+    """Return the kernel's forward and backward functions; None if they are not available.
+
+    These functions return and read the log-sum-exp of each query.
+    """
     if kernels.attention == "flash_attn":
         return fill_values_in_halves(_flash_attn_in_halves(kernels.is_deterministic))
     if kernels.attention == "torch_varlen":

@@ -3,8 +3,8 @@
 A layer keeps its module, name and weight. The adapter is a child module; a forward hook adds its output to the output
 of the layer, so every kind of layer supports it. With B = 0 the output is bitwise identical to that of the base model.
 
-Shapes: S sequence, B batch, R the LoRA rank times the number of HF parts of the layer: Hugging Face modules that it
-fuses, such as q_proj, k_proj and v_proj.
+Shapes: S sequence, B batch, R the LoRA rank times the number of the layer's HF parts. The HF parts are the Hugging Face
+modules that the layer fuses, such as q_proj, k_proj and v_proj.
 """
 
 import zlib
@@ -48,11 +48,11 @@ from swiftlite.model.gpt import GPTModel
 
 
 class Linear(Protocol):
-    """The interface of a layer of megatron-core or Transformer Engine for its adapter.
+    """The attributes of a layer of megatron-core or Transformer Engine that its adapter uses.
 
     Attributes:
         weight: [out, in]; a rank can hold a part of the rows (`partition_dim` 0) or of the columns (1).
-        explicit_expert_comm: whether the layer's output is not reduced over ranks by the layer, but by its caller.
+        explicit_expert_comm: whether the layer's caller reduces the output over ranks, and not the layer.
     """
 
     weight: nn.Parameter
@@ -63,7 +63,7 @@ class Linear(Protocol):
 
 
 class Base(NamedTuple):
-    """A layer's output without the adapter, its weight and its bias, from which the adapter computes its output.
+    """A layer's output without the adapter, its weight and its bias. The adapter computes its output from them.
 
     Attributes:
         output: [S, B, out].
@@ -77,19 +77,19 @@ class Base(NamedTuple):
 
 
 class Adapter(nn.Module):
-    """The adapter of one linear layer: an A and a B for each adapted HF part.
+    """The adapter of one linear layer: two matrices A and B for each adapted HF part.
 
-    If the layer's rows are split over ranks, B is split in the same way and each rank has the whole A; if its columns
-    are split, A is split and each rank has the whole B. Ranks exchange only the `rank` values per token between A and
-    B. For experts, and for layers whose caller reduces over ranks, the gradient of the matrix that is not split is
-    reduced instead.
+    If ranks split the layer's rows, they split B in the same way and each rank has the whole A. If they split the
+    columns, they split A and each rank has the whole B. Ranks exchange only the values between A and B: as many per
+    token as the LoRA rank. For experts, and for layers whose caller reduces over ranks, the gradient of the matrix that
+    is not split is reduced instead.
     """
 
     def __init__(self, linear: Linear, layer: Binding, lora: Lora):
         """Create an adapter with uninitialized parameters.
 
         Args:
-            layer: the layer's weight on this rank, and the bridge row that maps it to HF tensors.
+            layer: the layer's weight on this rank, and the bridge row that maps the weight to HF tensors.
         """
         super().__init__()
         weight: Any = linear.weight
@@ -283,9 +283,10 @@ def _parts(layer: Binding) -> list[tuple[str | None, int]]:
 
 
 def _order(parts: Sequence[tuple[str | None, int]], modules: Sequence[str], lengths: Counter) -> torch.Tensor:
-    """Return the index of each row of the layer in the concatenated rows of `modules`.
+    """Return, for each row of the layer, its index in the concatenated rows of `modules`.
 
-    All rows of other modules get the index after the last concatenated row, where `_in_order` adds a row of zeros."""
+    Rows of modules that are not in `modules` get the index after the last row, where `_in_order` adds a row of zeros.
+    """
     places: dict[str | None, int] = {}
     behind = 0
     for module in modules:
@@ -302,10 +303,10 @@ def _order(parts: Sequence[tuple[str | None, int]], modules: Sequence[str], leng
 
 
 def add_adapters(chunks: Sequence[GPTModel], lora: Lora, rows: Sequence[Row], seed: int = 42) -> int:
-    """Add adapters to the model's linear layers, initially without effect; collective.
+    """Add adapters to the model's linear layers. At first they do not change the output. Collective.
 
     Args:
-        chunks: the bare model with loaded weights.
+        chunks: the model's chunks with loaded weights, not wrapped in Float16Module or DistributedDataParallel.
         rows: the bridge's rows of the whole model.
         seed: seed of the initial A's, which are the same for every layout.
 
@@ -379,7 +380,7 @@ def merge(chunks: Sequence[nn.Module]) -> None:
 @contextmanager
 @torch.no_grad()
 def merged(chunks: Sequence[nn.Module]) -> Iterator[None]:
-    """Merge the adapters inside this context; afterwards the weights are restored bitwise from copies."""
+    """Merge the adapters inside this context. Afterwards the weights are restored from copies, bitwise identical."""
     taken = [(linear, linear.adapter, linear.weight.data) for linear in _adapted(chunks)]
     try:
         merge(chunks)
@@ -402,7 +403,7 @@ def _sum(linear: Any) -> torch.Tensor:
 
 
 def gather_adapters(chunks: Sequence[nn.Module], lora: Lora, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
-    """Gather whole adapter tensors by their HF names on the first rank; empty on the others; collective.
+    """Gather whole adapter tensors on the first rank, by their HF names; empty on all other ranks. Collective.
 
     Args:
         rows: bridge rows of the layers whose adapters are gathered.
@@ -411,7 +412,9 @@ def gather_adapters(chunks: Sequence[nn.Module], lora: Lora, rows: Sequence[Row]
 
 
 def gather_saved(chunks: Sequence[nn.Module], lora: Lora, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
-    """Gather tensors trained in full by their HF names on the first rank; empty on the others; collective."""
+    """Gather the tensors that are trained in full on the first rank, by their HF names; empty on all other ranks.
+    Collective.
+    """
     names = saved_names(lora, rows)
     return _gather(chunks, [row for row in rows if row.mcore in names])
 

@@ -18,8 +18,8 @@ class RMSNorm(nn.Module):
     megatron-core's WrappedTorchNorm does not support sequence parallelism, and multiplies by the weight before rounding
     to the input's precision, while transformers rounds first.
 
-    With `layernorm_zero_centered_gamma`, the output is multiplied by 1 + weight. For these models, transformers rounds
-    last.
+    With `layernorm_zero_centered_gamma`, the output is multiplied by 1 + weight, and rounded afterwards as in
+    transformers.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5):

@@ -1,7 +1,7 @@
 """Activation recomputation: a layer stores only its input, and repeats its forward pass in the backward pass.
 
-This module implements `recompute_granularity` full for decoder layers; mtp.py does so for MTP layers. Selective
-recomputation (core_attn, mlp, moe, mla_up_proj) is implemented in megatron-core's layers.
+This module implements the value "full" of `recompute_granularity` for decoder layers, and mtp.py for MTP layers.
+Selective recomputation (core_attn, mlp, moe, mla_up_proj) is implemented in megatron-core's layers.
 """
 
 from collections.abc import Callable, Collection
@@ -79,9 +79,10 @@ def checkpoint(
 class TransformerBlock(McoreTransformerBlock):
     """megatron-core's block, with recomputation that also works after a frozen embedding.
 
-    In megatron-core's block, layers after a frozen embedding get no gradient. Up to 0.17 that block also fails with an
-    IndexError if `recompute_num_layers` does not divide the layers of a stage (uniform), and drops the padding mask
-    (block); transformer_block.py:532 of 0.16.1.
+    In megatron-core's block, layers after a frozen embedding get no gradient. Up to 0.17 that block has two more
+    defects (transformer_block.py:532 of 0.16.1). With the method `uniform`, it fails with an IndexError if
+    `recompute_num_layers` does not divide the number of layers of a stage. With the method `block`, it drops the
+    padding mask.
     """
 
     def _checkpointed_forward(
@@ -99,7 +100,8 @@ class TransformerBlock(McoreTransformerBlock):
         of each group. `block` recomputes the first `recompute_num_layers` layers, one at a time.
 
         Args:
-            extract_layer_indices: unused; in megatron-core 0.17 and later, layers whose states are returned as well.
+            extract_layer_indices: unused. megatron-core 0.17 and later passes the layers whose states are to be
+                returned.
             layer_offset: number of layers on previous stages.
             inputs: inputs shared by all layers, without cross attention.
         """

@@ -19,16 +19,17 @@ from swiftlite.runtime.mesh import Mesh
 class TopKRouter(McoreTopKRouter):
     """megatron-core's router with a correctly weighted load-balancing loss and buffers that remain in float32.
 
-    megatron-core multiplies the loss by the number of all tokens of the micro-batch, padding included, but the step
-    divides by the number of trained tokens (`calculate_per_token_loss`, moe/router.py:452 of 0.16.1). For long prompts
-    with short answers, the loss is many times too large. This router uses the loss of `balance.py`.
+    megatron-core multiplies the loss by the number of all tokens of the micro-batch, including padding. The gradients
+    are later divided by the number of trained tokens only (`calculate_per_token_loss`, moe/router.py:452 of 0.16.1).
+    For long prompts with short answers, the loss is therefore many times too large. This router uses the loss of
+    `balance.py`.
 
-    Float16Module casts a model with `bfloat16()`. megatron-core's router converts its expert bias back to float32 only
-    at the next forward pass, after it was rounded (the biases of GLM-4.5 are near 0 and differ by about 1e-3). Its
-    token counts stop growing at 256, because bfloat16 cannot represent 257.
+    Float16Module casts a model, including the router's buffers, with `bfloat16()`. megatron-core's router converts its
+    expert bias back to float32 at the next forward pass, but it was already rounded (the biases of GLM-4.5 are near 0
+    and differ by about 1e-3). The token counts stop growing at 256, because bfloat16 cannot represent 257.
 
     Attributes:
-        tokens: description of the tokens of the next call; None: no load-balancing loss is computed and no load is
+        tokens: description of the tokens of the next call. None: no load-balancing loss is computed, and no load is
             counted.
         mean_loss: load-balancing loss of this rank's tokens, without coefficient, summed since it was last set to None.
     """
@@ -80,8 +81,8 @@ class TopKRouter(McoreTopKRouter):
         group_T: torch.Tensor,
         num_groups: int,
     ) -> torch.Tensor:
-        """Return `probs` unchanged, with the loss attached: the backward pass of `probs` also computes the loss's
-        gradient."""
+        """Return `probs` unchanged, with the loss attached: the backward pass of `probs` also adds the gradient of the
+        loss."""
         tokens = self.tokens
         assert tokens is not None
         summed = tokens_times_loss(scores_TE, chosen_TE, group_T, num_groups, self.tp_cp_group)
@@ -134,7 +135,8 @@ class MoELayer(McoreMoELayer):
 
 
 def take_load_balancing_loss(model: Iterable[torch.nn.Module], mesh: Mesh) -> float:
-    """Return the load-balancing loss since the last call, averaged over routers, without coefficient; collective.
+    """Return the load-balancing loss since the last call, averaged over routers and without its coefficient.
+    Collective.
 
     The loss is 1 if the load is balanced.
     """

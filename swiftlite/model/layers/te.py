@@ -1,9 +1,9 @@
 """Layers of Transformer Engine with the same parameters as swiftlite's layers.
 
-Bridge, checkpoints and exports are therefore the same for both kinds of layers. Only `kernels.py` imports this module,
-and only if the package is installed. Linear layers are megatron-core's wrappers of Transformer Engine's layers. RMSNorm
-is a class here, because megatron-core provides it only as a function. The embedding and the output layer always use
-torch.
+Weight conversion, checkpoints and exports are therefore the same for both kinds of layers. Only `kernels.py` imports
+this module, and only if the package is installed. Linear layers are megatron-core's wrappers of Transformer Engine's
+layers. RMSNorm is a class here, because megatron-core provides it only as a function. The embedding and the output
+layer always use torch.
 """
 
 from typing import Any
@@ -55,7 +55,9 @@ class RMSNorm(TERMSNorm):
 
 
 class _Linear(AddsGradients):
-    """Accumulates gradients in `main_grad` of any precision; megatron-core's hook still overlaps communication."""
+    """A layer that accumulates gradients in `main_grad` of any precision. megatron-core's hook can still overlap
+    communication.
+    """
 
     works_with_overlap = True
     is_expert = explicit_expert_comm = False  # read by adapters; never used for experts

@@ -1,10 +1,11 @@
 """megatron-core's tensor-parallel layers, with weight gradients accumulated directly in `main_grad`.
 
-Autograd allocates a whole weight gradient for each use, which for an embedding is almost all zeros, and the hook of
-DistributedDataParallel adds it to `main_grad`. megatron-core can fuse the addition into the matrix product with Apex on
-CUDA (`gradient_accumulation_fusion`). torch can do so if weight and `main_grad` have the same precision, and on GPUs if
-the weight is bfloat16. Linear layers use this where possible, the embedding always. A float32 step of SmolLM2-135M
-takes 10 % less time on two CPU cores.
+Without these layers, autograd allocates a whole weight gradient for each use, and the hook of DistributedDataParallel
+adds it to `main_grad`. The gradient of an embedding is almost all zeros. For a linear layer, the addition can be fused
+into the matrix product: by megatron-core with Apex on CUDA (`gradient_accumulation_fusion`), or by torch if weight and
+`main_grad` have the same precision, and on GPUs also if the weight is bfloat16. Linear layers use such a fusion where
+possible; the embedding always accumulates directly. A float32 step of SmolLM2-135M takes 10 % less time on two CPU
+cores.
 """
 
 from functools import cache
@@ -28,7 +29,7 @@ class AddsGradients:
     """A layer that can add its weight's gradient to `main_grad` itself."""
 
     works_with_overlap: ClassVar[bool] = False
-    """Whether autograd still receives a gradient, which the hook of `overlap_grad_reduce` requires
+    """Whether the layer still returns a gradient to autograd, which the hook of `overlap_grad_reduce` requires
     (distributed_data_parallel.py:434 of 0.16.1)."""
 
     def add_gradients_in_place(self) -> None:
@@ -38,7 +39,7 @@ class AddsGradients:
 def add_gradients_in_place(model: torch.nn.Module, overlap_grad_reduce: bool) -> None:
     """Enable accumulation in `main_grad` in all layers that support it.
 
-    The model must be wrapped in megatron-core's DistributedDataParallel, whose hook then has nothing to add.
+    The model must be wrapped in megatron-core's DistributedDataParallel. Its hook then has no gradient to add.
     """
     for module in model.modules():
         if isinstance(module, AddsGradients) and (module.works_with_overlap or not overlap_grad_reduce):
@@ -71,7 +72,7 @@ class RowParallelLinear(AddsGradients, McoreRowParallelLinear):
 
 
 def _adds_in_place(weight: Any, options: dict[str, Any]) -> bool:
-    """Return whether `_linear` can replace megatron-core's product; `_linear` cannot gather sequences."""
+    """Return whether `_linear` can replace megatron-core's product. It cannot if the product gathers the sequence."""
     if not (options["gradient_accumulation_fusion"] and weight.requires_grad and torch.is_grad_enabled()):
         return False
     if options["bias"] is not None or options["sequence_parallel"]:
@@ -96,7 +97,8 @@ def sums_products_in_float32(dtype: torch.dtype) -> bool:
 
 
 def add_product_(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """Add `left @ right` to a matrix of the same or a higher precision, without rounding the product."""
+    """Add `left @ right` to `total`, which has the same or a higher precision. The product is not rounded before the
+    addition."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
     else:

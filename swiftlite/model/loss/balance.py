@@ -33,7 +33,7 @@ class Balance:
 
     Attributes:
         tokens: number of tokens of the trunk and of each MTP depth in the global batch.
-        divisor: divisor of all gradients at the end of the step, the number of targets of the next-token loss.
+        divisor: the number of targets of the next-token loss. All gradients are divided by it at the end of the step.
     """
 
     tokens: Sequence[int]

@@ -62,7 +62,7 @@ class LabelTarget:
 
 @dataclass(frozen=True)
 class TrunkTarget:
-    """A distance from the trunk's distribution, which is computed from the trunk's states [N, H]."""
+    """A distance from the trunk's distribution. The distribution is computed from the trunk's states [N, H]."""
 
     trunk_NH: torch.Tensor
     distance: Distance
@@ -75,8 +75,10 @@ class TrunkTarget:
         group: Group,
         share_C1: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the distances [C] of a chunk in float32, and overwrite its logits; arguments as in
-        `LabelTarget.loss_`."""
+        """Return the distances [C] of a chunk in float32, and overwrite its logits with the gradient.
+
+        The arguments are those of `LabelTarget.loss_`.
+        """
         trunk_CV = self.trunk_NH[rows] @ weight_VH.t()
         function = _fused_distance_
         if group is not None:
@@ -125,7 +127,7 @@ def chunked_loss(
     tp_group: dist.ProcessGroup,
     tokens_V: torch.Tensor | None = None,
 ) -> TokenLoss:
-    """Compute `token_loss` or `distillation_loss` of `states_NH @ weight_VH.T`.
+    """Return the result of `token_loss` or `distillation_loss` for the logits `states_NH @ weight_VH.T`.
 
     Args:
         weight_VH: this rank's part of the output matrix.
@@ -138,7 +140,7 @@ def chunked_loss(
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """Computes losses and predictions [N]."""
+    """Computes losses [N] and predictions [N]."""
 
     @staticmethod
     def forward(

@@ -119,7 +119,8 @@ def distillation_loss(
     tp_group: dist.ProcessGroup,
     tokens_V: torch.Tensor | None = None,
 ) -> TokenLoss:
-    """Compute the distance of a head's distribution from the trunk's for the same token; only the head gets a gradient.
+    """Compute the distance between the distributions of a head and the trunk for the same token. Only the head gets a
+    gradient.
 
     "kl" is KL(trunk || head). Rejection sampling accepts a head's draft with a probability equal to their overlap, the
     sum of min(head, trunk): "tv" is 1 - overlap, "nla" is -log(overlap), and "lk_hybrid" is close to kl for a small
@@ -273,7 +274,7 @@ def _kl_and_probabilities_(
 
 
 def _half_norm(difference_NV: torch.Tensor, group: Group) -> torch.Tensor:
-    """Return [N], half of the sum over the vocabulary of the absolute values."""
+    """Return [N], half of the sum of the absolute values over the vocabulary."""
     return _sum_over_ranks(torch.linalg.vector_norm(difference_NV, 1, dim=-1), group) / 2
 
 
@@ -303,7 +304,7 @@ def _below_largest_(logits_NV: torch.Tensor, group: Group) -> None:
 
 
 def _sum_of_products(one_NV: torch.Tensor, other_NV: torch.Tensor, group: Group) -> torch.Tensor:
-    """Return the sum of products over the whole vocabulary, [N]."""
+    """Return [N], the sum over the whole vocabulary of the products of the two tensors' elements."""
     if torch.compiler.is_compiling():
         products_N = (one_NV * other_NV).sum(dim=-1)  # fused when compiled
     else:

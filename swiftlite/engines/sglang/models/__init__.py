@@ -1,1 +1,1 @@
-"""Model classes for SGLang, which imports every module of this package. See `plugin.py`."""
+"""Model classes for SGLang. SGLang imports every module of this package (see `plugin.py`)."""

@@ -35,12 +35,13 @@ class Qwen2ForCausalLM(Trunk, qwen2.Qwen2ForCausalLM):
 
 
 class Qwen3ForCausalLM(Trunk, qwen3.Qwen3ForCausalLM):
-    """The trunk of a checkpoint with an MTP head. SGLang's class raises a KeyError for such checkpoints."""
+    """The trunk of a checkpoint with an MTP head. SGLang's own class raises a KeyError for tensors of heads."""
 
 
 class SeedOssForCausalLM(Trunk, qwen2.Qwen2ForCausalLM):
-    """The trunk of a Seed-OSS: SGLang 0.5.23 has no class for Seed-OSS; its class for Qwen2 has the same biases and
-    supports head_dim.
+    """The trunk of a Seed-OSS checkpoint, with SGLang's class for Qwen2.
+
+    SGLang 0.5.23 has no class for Seed-OSS. Its class for Qwen2 has the same biases and supports head_dim.
 
     Raises:
         ValueError: the checkpoint has no biases on q, k and v, so these biases of Qwen2's class would remain random.
@@ -53,10 +54,10 @@ class SeedOssForCausalLM(Trunk, qwen2.Qwen2ForCausalLM):
 
 
 class MtpHead(nn.Module):
-    """The MTP head; its parameters have the names of the checkpoint's tensors.
+    """The MTP head. Its parameters have the names of the checkpoint's tensors.
 
     Args:
-        layer: a decoder layer of the class that the trunk uses.
+        layer: a decoder layer of the same class as the trunk's layers.
     """
 
     def __init__(self, config: Any, layer: nn.Module):
@@ -83,11 +84,13 @@ class MtpHead(nn.Module):
 
 
 class MtpDraft(nn.Module):
-    """A draft model that SGLang's EAGLE worker runs at every draft step, with the trunk's state or the head's state.
+    """A draft model that SGLang's EAGLE worker runs at every draft step.
+
+    Its input is the trunk's state or the head's state.
 
     Raises:
-        ValueError: the checkpoint has several heads, which is not supported, because SGLang does not pass the draft
-            step.
+        ValueError: the checkpoint has several heads. They are not supported, because SGLang does not pass the number of
+            the draft step.
     """
 
     layer_class: ClassVar[Any]
@@ -124,7 +127,7 @@ class MtpDraft(nn.Module):
         return self.logits_processor(input_ids, state, self.lm_head, forward_batch)
 
     def load_weights(self, weights: Weights) -> set[str]:
-        """Load the head from HF tensors and return the names of the filled parameters, like `fill`."""
+        """Load the head from HF tensors, and return the names of the filled parameters, as `fill` does."""
         parameters = {name: tensor for name, tensor in self.named_parameters() if name.startswith("mtp.")}
         return fill(parameters, weights, 1, default_weight_loader)
 

@@ -1,1 +1,1 @@
-"""Live weights for vLLM: the channel, the transports and the code in workers."""
+"""Send new weights to a running vLLM: the channel, the transports and the code in vLLM's workers."""

@@ -1,7 +1,7 @@
 """Require the key of vLLM's server on every route of a server with live weights.
 
-vLLM checks the key only on routes such as /v1, but not on those that pause the server or replace its weights. vLLM's
-server imports this class by its name, see `server.py`.
+vLLM checks the key on routes such as /v1, but not on the routes that pause the server or replace its weights. vLLM's
+server imports the class `ApiKeyGuard` by its name, see `server.py`.
 """
 
 from collections.abc import Awaitable
@@ -17,7 +17,7 @@ OPEN = ("/health", "/ping", "/version", "/metrics")
 
 
 class ApiKeyGuard(AuthenticationMiddleware):
-    """Middleware that checks the key of each request; without a key it allows all requests."""
+    """Middleware that checks the key of each request. If the server has no key, all requests are allowed."""
 
     def __init__(self, app: ASGIApp):
         super().__init__(app, tokens=list(filter(None, [envs.VLLM_API_KEY])))

@@ -1,7 +1,7 @@
-"""Convert the handle of a GPU buffer to plain values, so that another process can open it.
+"""Convert the CUDA IPC handle of a GPU buffer to numbers and strings, so that another process can open the buffer.
 
-vLLM sends torch's arguments, which include Python types, so it has to unpickle them. With plain values, JSON is
-sufficient.
+vLLM sends the arguments of torch's function, which include Python types, so the receiver has to unpickle them. Numbers
+and strings can be sent as JSON.
 """
 
 import base64
@@ -16,13 +16,10 @@ _HANDLES = {"storage": 7, "ref_counter": 11, "event": 13}
 
 
 def as_plain_values(arguments: Sequence[Any]) -> dict[str, Any]:
-    """Convert the arguments of torch's `reduce_tensor` to plain values.
+    """Convert the arguments of torch's `reduce_tensor` to numbers and strings.
 
     Args:
-        arguments: arguments for a flat tensor of bytes.
-
-    Returns:
-        Numbers and strings only.
+        arguments: the arguments for a flat tensor of bytes.
     """
     [length] = arguments[1]
     values = {name: arguments[place] for name, place in _NUMBERS.items()}
@@ -31,7 +28,7 @@ def as_plain_values(arguments: Sequence[Any]) -> dict[str, Any]:
 
 
 def as_arguments(values: dict[str, Any], device: int) -> list[Any]:
-    """Convert plain values back, for a process on GPU number `device`.
+    """Convert the result of `as_plain_values` back, for a process on GPU number `device`.
 
     Raises:
         ValueError: a value is missing, or a handle is not base64.

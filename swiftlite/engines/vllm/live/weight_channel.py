@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class LlmClient:
-    """The `TransferClient` of an engine that this process started.
+    """The `TransferClient` of a vLLM engine in this process.
 
     Args:
         llm: an engine that was started with one of swiftlite's backends.

@@ -1,4 +1,4 @@
-"""Implement `WeightSource`, the interface of vLLM's senders.
+"""Implement `WeightSource`, the interface from which vLLM's senders read weights.
 
 Programs that use vLLM's senders pass a `MegatronSource`, and a client of `weight_channel.py` or of vLLM:
 
@@ -18,19 +18,21 @@ from swiftlite.engines.loading.weight_update import Bucket
 
 
 class TrainedModel(Protocol):
-    """Interface of a model in training as Hugging Face tensors, such as `train.live_weights.LiveWeights`."""
+    """Interface of a model in training that can be read as Hugging Face tensors, such as
+    `train.live_weights.LiveWeights`.
+    """
 
     def tensors(self, part: HfPart) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Return dtype and shape of every tensor of a part, in the order of `stream`; not collective."""
+        """Return dtype and shape of every tensor of a part, in the order of `stream`. Not collective."""
         ...
 
     def stream(self, part: HfPart, device: torch.device) -> Iterator[Bucket]:
-        """Yield the tensors, only on the first rank; collective."""
+        """Yield the tensors of a part. Collective; only the first rank receives the tensors."""
         ...
 
 
 class MegatronSource(WeightSource):
-    """The trunk or the heads of a model in training, as a source for vLLM's senders, in any layout.
+    """The trunk or the heads of a model in training, in any parallel layout, as a source for vLLM's senders.
 
     Args:
         part: trunk for the target model, heads for the draft model; each is a separate transfer.
@@ -47,7 +49,7 @@ class MegatronSource(WeightSource):
         return [ParamMeta(name, *entry) for name, entry in self._model.tensors(self._part).items()]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (HF name, whole tensor) on the first rank; other ranks send their slices and yield nothing."""
+        """Yield (HF name, whole tensor) on the first rank. Other ranks send their slices and yield nothing."""
         for bucket in self._model.stream(self._part, self._device):
             yield from bucket.items()
 

@@ -1,7 +1,8 @@
-"""Backends of vLLM's weight-transfer API: a worker reloads its model in place.
+"""Backends of vLLM's weight-transfer API, with which a worker reloads its model in place.
 
-Registered by `plugin.py`; `weight_transport.py` sends the weights. Unlike vLLM's backends, these raise an error if a
-tensor was not read or a parameter was not filled. The backends here also support CPUs, where vLLM repacks weights.
+`plugin.py` registers the backends, and `weight_transport.py` sends the weights. Unlike vLLM's backends, they raise an
+error if a tensor was not read or a parameter was not filled. They also support CPUs, where vLLM stores weights in
+another layout.
 """
 
 from collections.abc import Iterable
@@ -29,7 +30,7 @@ from swiftlite.engines.vllm.live.ipc_handle import as_arguments
 
 
 class Checked(WeightTransferEngine[Any, Any]):
-    """Base class placed before a backend, which checks that all tensors were read and all parameters filled.
+    """Base class placed before a backend. It checks that all tensors were read and all parameters filled.
 
     The backend calls `self.model.load_weights` repeatedly, each time with some of the tensors. vLLM's base class
     documents when the methods are called.
@@ -38,7 +39,7 @@ class Checked(WeightTransferEngine[Any, Any]):
     supports_draft_weight_update = True
 
     def start_weight_update(self) -> None:
-        """Convert the model's parameters back to the format for loading."""
+        """Convert the model's parameters back to the layout for loading."""
         shared: set[int] = set()
         if self.model is not self._default_model:
             # A draft model, which shares the target's embedding and output layer.
@@ -68,9 +69,10 @@ class Checked(WeightTransferEngine[Any, Any]):
         self._unread += watched.unread
 
     def finish_weight_update(self) -> None:
-        """Repack the parameters.
+        """Convert the parameters to the layout for computing, and check that all were filled.
 
-        Loaded weights remain if this raises; the caller must not generate with them (`WeightUpdate.check_whole`).
+        If this method raises, loaded weights remain; the caller must not generate with them
+        (`WeightUpdate.check_whole`).
 
         Raises:
             ValueError: a tensor was not read, or a parameter was not filled.
@@ -84,7 +86,7 @@ class Checked(WeightTransferEngine[Any, Any]):
 
 
 class _Watched:
-    """A model during a transfer, for tracking which tensors it loads.
+    """A model during a transfer. It records which tensors it loads.
 
     Attributes:
         loaded: names of the parameters that were filled, completely or in part.
@@ -107,8 +109,10 @@ class _Watched:
 
 @dataclass
 class FileInfo(WeightTransferUpdateInfo):
-    """One bucket: a safetensors file that the worker can read. The file may be deleted once `update_weights`
-    returns."""
+    """One bucket: a safetensors file that the worker can read.
+
+    The file may be deleted after `update_weights` has returned.
+    """
 
     path: str
 
@@ -118,19 +122,19 @@ class _FileEngine(WeightTransferEngine[WeightTransferInitInfo, FileInfo]):
     update_info_cls = FileInfo
 
     def init_transfer_engine(self, init_info: WeightTransferInitInfo) -> None:
-        """Do nothing: files need no connection."""
+        """Do nothing, because files need no connection."""
 
     def receive_weights(self, update_info: FileInfo) -> None:
         model: Any = self.model
         model.load_weights(load_file(update_info.path).items())
 
     def shutdown(self) -> None:
-        """Do nothing: there is no connection."""
+        """Do nothing, because there is no connection."""
 
 
 @dataclass
 class IpcInfo(WeightTransferUpdateInfo):
-    """One bucket: concatenated tensors in a buffer on a GPU of the sender, see `ipc_handle.py`.
+    """One bucket: a buffer of concatenated tensors on a GPU of the sender, see `ipc_handle.py`.
 
     Attributes:
         tensor_sizes: size of each tensor in bytes.
@@ -146,7 +150,7 @@ class IpcInfo(WeightTransferUpdateInfo):
 
 
 class _IpcEngine(IPCWeightTransferEngine):
-    """vLLM's backend for CUDA IPC, with the buffer described by plain values (`ipc_handle.py`)."""
+    """vLLM's backend for CUDA IPC, which receives the buffer's handle as numbers and strings (`ipc_handle.py`)."""
 
     update_info_cls: Any = IpcInfo
 
@@ -170,11 +174,11 @@ class IpcTransfer(Checked, _IpcEngine):
 
 
 def _forget_packed_experts(model: nn.Module) -> None:
-    """Let vLLM repack experts at the end of a reload by removing their kernel.
+    """Remove the kernel of experts, so that vLLM packs their weights again at the end of a reload.
 
-    On a CPU, vLLM 0.32 packs experts when it builds their kernel, and keeps the kernel in a reload (_setup_kernel in
-    layers/fused_moe/unquantized_fused_moe_method.py), so new weights would be treated as packed. vLLM has no argument
-    or hook to change this (tests/e2e/test_live_weights.py).
+    On a CPU, vLLM 0.32 packs the weights of experts when it builds their kernel. It keeps the kernel in a reload
+    (_setup_kernel in layers/fused_moe/unquantized_fused_moe_method.py) and would treat new weights as packed. vLLM has
+    no argument or hook to change this (tests/e2e/test_live_weights.py).
     """
     for layer in model.modules():
         method = getattr(layer, "quant_method", None)
@@ -183,10 +187,11 @@ def _forget_packed_experts(model: nn.Module) -> None:
 
 
 def _repack_tied(model: nn.Module) -> None:
-    """Repack the output layer of a tied model.
+    """Pack the weights of the output layer again, if it shares the embedding.
 
-    vLLM reloads a shared parameter through its first layer (limitation 2 in model_loader/reload/__init__.py of 0.32),
-    so on a CPU the output layer would use the packed old embedding."""
+    vLLM reloads a shared parameter through its first layer (limitation 2 in model_loader/reload/__init__.py of 0.32).
+    On a CPU, the output layer would therefore use the packed old embedding.
+    """
     layers = [layer for layer in model.modules() if isinstance(layer, VocabParallelEmbedding)]
     embeddings = {id(layer.weight) for layer in layers if not isinstance(layer, ParallelLMHead)}
     for layer in layers:

@@ -1,7 +1,7 @@
 """Transport buckets of weights to the workers of a running vLLM: as files, or from GPU to GPU.
 
-Each transport has a backend in the workers, in `weight_transfer.py`, which `plugin.py` registers under its name in
-BACKENDS. The GPU transports are vLLM's own; vLLM is imported when one of them connects.
+Each transport has a backend in the workers (`weight_transfer.py`), which `plugin.py` registers under its name in
+BACKENDS. The transports from GPU to GPU use vLLM's senders; vLLM is imported when such a transport connects.
 """
 
 import socket
@@ -19,18 +19,19 @@ BACKENDS: dict[WeightTransport, str] = {"file": "swiftlite", "nccl": "swiftlite_
 
 _CPU = torch.device("cpu")
 _WHOLE_BUCKET = 1 << 62
-"""Maximum bytes of vLLM's buffer, so large that each bucket is a single broadcast; only the size of the content is
-allocated. With several broadcasts, this process would hang if a worker rejects a tensor between two of them.
+"""Maximum bytes of vLLM's send buffer. It is so large that each bucket is a single broadcast; vLLM allocates only the
+size of the content. With several broadcasts per bucket, this process would hang if a worker rejected a tensor between
+two broadcasts.
 """
 
 
 class TransferClient(Protocol):
-    """The calls of vLLM's weight-transfer API, in this process or to a server.
+    """The calls of vLLM's weight-transfer API, to an engine in this process or to a server.
 
-    The first four methods are those of vLLM's own `VLLMWeightSyncClient`, so vLLM's senders accept this class too.
+    The first four methods are those of vLLM's `VLLMWeightSyncClient`, so that vLLM's senders accept this class.
 
     Attributes:
-        part: which model, target or draft, receives the next transfer.
+        part: the model that receives the next transfer: target or draft.
     """
 
     part: Part
@@ -60,7 +61,7 @@ class Transport(Protocol):
         ...
 
     def send(self, bucket: Bucket) -> None:
-        """Send a bucket to all workers, which have received it when this returns."""
+        """Send a bucket to all workers. The workers have received it when this method returns."""
         ...
 
     def close(self) -> None:
@@ -93,7 +94,7 @@ def make_transport(
 
 
 class Files:
-    """Transport by safetensors files in the temporary directory, which trainer and workers can read."""
+    """Transport by safetensors files in the temporary directory, which the trainer and the workers can both access."""
 
     device = _CPU
 
@@ -101,14 +102,14 @@ class Files:
         self._client = client
 
     def connect(self) -> None:
-        """Do nothing: files need no connection."""
+        """Do nothing, because files need no connection."""
 
     def send(self, bucket: Bucket) -> None:
         with bucket_file(bucket) as path:
             self._client.update_weights({"path": str(path)})
 
     def close(self) -> None:
-        """Do nothing: no connection is open."""
+        """Do nothing, because no connection is open."""
 
 
 class Nccl:
@@ -151,7 +152,7 @@ class Nccl:
 
 
 class Ipc:
-    """Transport by CUDA IPC: a buffer on this process's GPU, from which a single worker on the same GPU copies."""
+    """Transport by CUDA IPC: a single worker on the same GPU copies from a buffer of this process."""
 
     def __init__(self, client: TransferClient):
         self._client = client
@@ -182,7 +183,7 @@ class Ipc:
         torch.cuda.ipc_collect()  # frees the buffer
 
     def close(self) -> None:
-        """Do nothing: no connection is open."""
+        """Do nothing, because no connection is open."""
 
 
 class _WithinTransfer:
@@ -193,10 +194,10 @@ class _WithinTransfer:
         self.update_weights = client.update_weights
 
     def start_weight_update(self) -> None:
-        """Do nothing: the channel has started the transfer."""
+        """Do nothing, because the channel has started the transfer."""
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Do nothing: the channel finishes the transfer."""
+        """Do nothing, because the channel finishes the transfer."""
 
 
 def _source_of(bucket: Bucket) -> Any:
@@ -217,10 +218,10 @@ def check_gpus(name: WeightTransport, devices: Sequence[int]) -> None:
     """Check that a transport works from the GPU of this process.
 
     Args:
-        devices: GPUs of the engine on this machine, if any.
+        devices: indices of the engine's GPUs on this machine; empty if the engine is on another machine.
 
     Raises:
-        UserError: the transport is unknown, this process has no GPU, or nccl would send to the same GPU.
+        UserError: the transport is unknown, this process has no GPU, or "nccl" would send to this process's own GPU.
     """
     if name not in BACKENDS:
         raise UserError(f"unknown weight_transport {name}", f"use {', '.join(BACKENDS)}")
@@ -237,10 +238,10 @@ def check_gpus(name: WeightTransport, devices: Sequence[int]) -> None:
 
 
 def own_address(server: str) -> str:
-    """Return the address of this machine in the network of another one.
+    """Return the network address at which `server` can reach this machine.
 
     Raises:
-        UserError: the other machine is not reachable.
+        UserError: `server` is not reachable.
     """
     try:
         family, kind, _, _, address = socket.getaddrinfo(server, 9, type=socket.SOCK_DGRAM)[0]
