@@ -1,4 +1,4 @@
 """Train on megatron-core: the phases of a run, the trainer and its objective, checkpoints.
 
-May import packages up to `model` and `acceptance`, and megatron-core, but no engine.
+This package may import megatron-core and the packages up to `model` and `acceptance`, but no engine.
 """

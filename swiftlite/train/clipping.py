@@ -1,6 +1,6 @@
 """Clip the gradients of the MTP heads by a separate norm.
 
-With one norm over trunk and heads, the large gradients of new heads shrink the updates of the trunk.
+With a common norm of trunk and heads, the large gradients of new heads would reduce the updates of the trunk.
 """
 
 import math
@@ -40,11 +40,11 @@ class SeparateClipping(ChainedOptimizer):
     """
 
     def __init__(self, optimizer: MegatronOptimizer, mtp_clip_grad: float, device: torch.device):
-        """Wrap an optimizer made with `separate_head_groups`.
+        """Wrap an optimizer whose parameter groups were made with `separate_head_groups`.
 
         Args:
             mtp_clip_grad: maximum norm of the heads' gradients; 0 disables clipping.
-            device: device of the gradients, also needed on a rank without gradients.
+            device: device of the gradients; required also on a rank without gradients.
         """
         optimizers = [optimizer]
         if isinstance(optimizer, ChainedOptimizer):
@@ -86,20 +86,25 @@ class SeparateClipping(ChainedOptimizer):
         return square
 
     def _clip(self, *, are_heads: bool, largest: float, norm: float) -> None:
-        """Scale gradients, whose norm is `norm`, down to the norm `largest`; a `largest` of 0 disables clipping."""
+        """Scale gradients with the norm `norm` down to the norm `largest`. If `largest` is 0, clipping is disabled."""
         if largest > 0:
             for part in self.chained_optimizers:
                 clip_grad_by_total_norm_fp32(_parameters(part, are_heads), max_norm=largest, total_norm=norm)
 
 
 def _parameters(part: MegatronOptimizer, are_heads: bool) -> list[torch.Tensor]:
-    """Return the tensors of heads or trunk that the optimizer updates: parameters, float32 copies, or flat shards of
-    parameters or copies."""
+    """Return the tensors of heads or trunk that the optimizer updates.
+
+    These are parameters, float32 copies of parameters, or flat shards of either.
+    """
     groups = [group for group in part.param_groups if group.get(_OF_HEADS, False) == are_heads]
     return list(chain.from_iterable(group["params"] for group in groups))
 
 
 def _counts(parameter: Any, part: MegatronOptimizer) -> bool:
-    """Return whether this rank's gradient counts in a norm over all ranks; each parameter counts on one rank."""
+    """Return whether this rank's gradient of a parameter counts in a norm over all ranks.
+
+    It counts on exactly one rank.
+    """
     is_first = param_is_not_tensor_parallel_duplicate(parameter, getattr(part, "tp_group", None))
     return parameter.grad is not None and param_is_not_shared(parameter) and is_first

@@ -1,15 +1,16 @@
 """Fit the projection of new heads to the inputs of the last decoder layer (`--mtp_init fit_last_layer`).
 
-The head's block is a copy of the last decoder layer, so it needs inputs similar to the inputs of that layer. The
-block's input is the output of the projection `eh_proj`, which maps the embedding of a token and the state at the
-previous position to one hidden state. The projection is fitted so that this hidden state is close to the last layer's
-input at that token. Let a[s] be the input of the projection of depth k = 1, 2, ... at position s and x[s] the input of
-the last decoder layer, over N tokens of training rows:
+The decoder layer of a new head is a copy of the trunk's last decoder layer, so it needs inputs similar to the inputs of
+that layer. Its input is the output of the projection `eh_proj`, which maps the embedding of a token and the state at
+the previous position to one hidden state. The projection is fitted so that this hidden state is close to the last
+layer's input at that token. Let a[s] be the input of the projection of depth k = 1, 2, ... at position s, and x[s] the
+input of the last decoder layer. Over N tokens of training rows:
 
     eh_proj = argmin over W of  sum over s of |W a[s] - x[s + k]|^2  +  RIDGE * N * |W|^2
 
-Measured on SmolLM2-135M-Instruct and answers that it generated: before the first step, the head predicts the trunk's
-token at 38 % of the held-out positions; with `copy_last_layer` or `random` at less than 0.2 %.
+The effect was measured on SmolLM2-135M-Instruct with answers that it generated. Before the first step, the head
+predicts the trunk's token at 38 % of the held-out positions; with `--mtp_init copy_last_layer` or `random`, at less
+than 0.2 %.
 
 Shapes: S sequence, B batch, H hidden size, N tokens.
 """
@@ -34,10 +35,11 @@ from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.batches.micro_batches import run_batches
 
 TOKENS_PER_INPUT = 50
-"""Number of tokens for the fit per input channel of the projection, which has 2H of them: about 60,000 tokens for a
-hidden size of 576."""
+"""Number of tokens for the fit per input channel of the projection. The projection has 2H input channels, so a hidden
+size of 576 requires about 60,000 tokens."""
 RIDGE = 0.01
-"""Regularization of the fit, small compared to the inputs: they are outputs of norms, with a mean square of about 1."""
+"""Regularization of the fit. It is small compared to the inputs, which are outputs of norms and have a mean square of
+about 1."""
 
 
 def samples_to_fit(samples: Sequence[Sample], hidden_size: int) -> list[Sample]:
@@ -49,7 +51,8 @@ def samples_to_fit(samples: Sequence[Sample], hidden_size: int) -> list[Sample]:
 
 @torch.no_grad()
 def fit_heads(chunks: Sequence[GPTModel], mesh: Mesh, batches: Sequence[Batch]) -> None:
-    """Fit the projection of each head, in order, because each depth reads the previous one; collective.
+    """Fit the projection of each head, in order of depth, because each head reads the output of the previous one.
+    Collective.
 
     Args:
         chunks: the stages of the model on this rank. The last decoder layer and all heads must be on one stage;

@@ -1,12 +1,13 @@
 """Cache the hidden states of a frozen trunk (`--cache_trunk_states`).
 
-With `--mtp_mode heads_only` the trunk produces the same hidden states for a micro-batch in every epoch. After the first
-epoch these states are read from a directory instead of being computed again.
+With `--mtp_mode heads_only`, the trunk produces the same hidden states for a micro-batch in every epoch. After the
+first epoch, these states are read from files instead of being computed again.
 
-The directory holds one safetensors file per micro-batch (and per part of a row, if ranks share rows). The name of a
-file is the sha256 of the micro-batch's tokens, labels and other inputs of the trunk. Any run over the same rows can
-read the file, also with a different order of rows, loss or number of drafts. `cache.json` describes the model and the
-settings of the states. The states are bitwise identical to computed ones, so the results of training do not change.
+The directory of the cache contains one safetensors file per micro-batch (and per part of a row, if ranks share rows).
+The name of a file is the sha256 of the micro-batch's tokens, labels and other inputs of the trunk. Other runs over the
+same rows can read the files, also with another order of rows, another loss or another number of drafts. `cache.json`
+describes the model and the settings that the states depend on. The stored states are bitwise identical to computed
+states, so the results of training do not change.
 """
 
 import hashlib
@@ -56,7 +57,7 @@ LOSS_BYTES = 4 + 8
 HEADER_BYTES = 344
 """Maximum header size of a file: names, dtypes and shapes of its tensors, and their sha256."""
 ABANDONED_SECONDS = 3600
-"""Age at which an incomplete file counts as abandoned. Writing one file takes seconds."""
+"""Age in seconds at which an incomplete file counts as abandoned. Writing one file takes seconds."""
 
 
 @dataclass(frozen=True)
@@ -65,14 +66,16 @@ class HiddenStateCache:
 
     Attributes:
         directory: directory of the files.
-        mesh: the ranks of the run, which process their micro-batches in lockstep.
+        mesh: the ranks of the run. They process their micro-batches at the same time.
     """
 
     directory: Path
     mesh: Mesh
 
     def output_of(self, model: torch.nn.Module, batch: Batch) -> TrunkOutput:
-        """Return the trunk's output for a micro-batch from the cache, or compute and add it; collective over all ranks.
+        """Return the trunk's output for a micro-batch. Collective over all ranks.
+
+        If the output is not in the cache, it is computed and added.
 
         Raises:
             UserError: a file is damaged, or cannot be written.
@@ -97,7 +100,9 @@ class HiddenStateCache:
         return output
 
     def _name(self, batch: Batch) -> str:
-        """Return the stem of the file: sha256 of the trunk's inputs and labels, and this rank's part of the row."""
+        """Return the name of the file without its suffix: sha256 of the trunk's inputs, the labels, and this rank's
+        part of the row.
+        """
         tp_rank = 0
         if self.mesh.layout.sequence_parallel:
             tp_rank = self.mesh.tp.rank()
@@ -144,7 +149,7 @@ def open_hidden_state_cache(
 def _manifest(
     plan: Plan, hf_config: Mapping[str, Any], train_state: TrainState, data: Data, torch_dtype: str
 ) -> dict[str, str]:
-    """Return everything that the states depend on; error messages name the keys. Collective."""
+    """Return everything that the stored states depend on, by name. Error messages contain the names. Collective."""
     mine = {name: value for name, value in train_state.hashes.items() if not is_head_parameter(name)}
     trunks: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(trunks, _sha256(mine))
@@ -169,8 +174,7 @@ def _manifest(
 def _has_manifest(directory: Path, manifest: Mapping[str, str]) -> bool:
     """Return whether a directory has exactly this manifest.
 
-    Without this check, a rank on another machine could read states of another model from a local directory at the same
-    path.
+    The check finds ranks on other machines for which the same path is a local directory with states of another model.
     """
     try:
         return read_json(directory / MANIFEST) == manifest
@@ -202,7 +206,7 @@ def _check_is_same(directory: Path, manifest: Mapping[str, str]) -> None:
 
 
 def _delete_abandoned(directory: Path) -> None:
-    """Delete incomplete files of killed runs, but not recent ones, because another run could be writing them."""
+    """Delete incomplete files of killed runs. Recent files are kept, because another run could be writing them."""
     for path in directory.glob(".*.incomplete"):
         if time.time() - path.stat().st_mtime > ABANDONED_SECONDS:
             path.unlink(missing_ok=True)
@@ -233,7 +237,10 @@ def _check_disk(directory: Path, batches: Batches, train_state: TrainState, data
 
 
 def _lengths(batches: Batches, data: Data) -> list[int]:
-    """Return the number of tokens, with padding, of each micro-batch that is written; equal rows share one file."""
+    """Return the number of tokens, including padding, of each micro-batch that is written.
+
+    Equal rows share one file.
+    """
     held_out = batches.rows(data.val)
     rows = [*batches.rows(data.train), *held_out]
     if len(held_out) % batches.plan.global_batch_size:

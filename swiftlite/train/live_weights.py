@@ -1,6 +1,6 @@
 """Send the weights of a training run to a running engine, in the callback `after_step` of `train.run.run`.
 
-The engine receives them in `engines/loading/weight_update.py`; neither module imports the other.
+The engine's side is `engines/loading/weight_update.py`; neither module imports the other.
 """
 
 from collections import deque
@@ -31,8 +31,7 @@ class Receiver(Protocol):
         ...
 
     def update_weights(self, target: Iterable[Bucket] | None, draft: Iterable[Bucket] | None) -> None:
-        """Load HF tensors into the target model (trunk) and the draft model (heads); a model with None remains
-        unchanged."""
+        """Load HF tensors into the target model (trunk) and the draft model (heads). None leaves a model unchanged."""
         ...
 
 
@@ -43,9 +42,9 @@ class LiveWeights:
     Args:
         model: the model's chunks on this rank.
         hf_model: the model that the run started from.
-        dtypes: dtypes of the tensors in the format of `bridge.transfer.save_hf`. Pass the dtypes of an export, so that
-            an engine produces the same results as with the export.
-        bucket_bytes: maximum size of the tensors that the first rank holds at a time, in memory and on disk.
+        dtypes: dtypes of the tensors, in the format of `bridge.transfer.save_hf`. With the dtypes of an export, an
+            engine produces the same results as with the export.
+        bucket_bytes: maximum size in bytes of the tensors that the first rank holds at a time, in memory and on disk.
     """
 
     model: Sequence[DistributedDataParallel]
@@ -59,7 +58,7 @@ class LiveWeights:
         return streamed_tensors(self.model, family, config, part, dtypes=self.dtypes)
 
     def stream(self, part: HfPart, device: torch.device = _CPU) -> Iterator[Bucket]:
-        """Yield buckets of tensors on the first rank and nothing on the others.
+        """Yield buckets (groups of tensors) on the first rank, and nothing on other ranks.
 
         Collective: all ranks must iterate to the end.
         """

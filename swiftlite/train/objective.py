@@ -1,4 +1,4 @@
-"""`Objective`: the loss that a trainer minimizes. `train/methods` implements the objectives of the commands."""
+"""Define `Objective`, the loss that a trainer minimizes. `train/methods` implements the objectives of the commands."""
 
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
@@ -27,7 +27,7 @@ class Objective(Protocol):
 
     @property
     def nonfinite_hint(self) -> str:
-        """Hint of the error for a non-finite loss: which options to change."""
+        """Hint for the error about a non-finite loss: which options to change."""
         ...
 
     @property
@@ -36,22 +36,22 @@ class Objective(Protocol):
         ...
 
     def count_targets(self, batches: Sequence[Batch]) -> torch.Tensor:
-        """Count the targets in these micro-batches, whose rows are not split over ranks yet: int64 of any shape.
+        """Count the targets in these micro-batches, whose rows are not split over ranks yet; int64 of any shape.
 
-        Only the last pipeline stage has labels, so the result is used only from there.
+        The result is used only from the last pipeline stage, because only this stage has labels.
         """
         ...
 
     def make_forward_step(self, counts: torch.Tensor, mesh: Mesh) -> ForwardStep:
         """Return the function that megatron-core's schedule calls for each micro-batch of a global batch.
 
-        The returned function returns the model's output and a second function, which returns three values for the
-        micro-batch:
+        The returned function returns the model's output and a loss function. The loss function returns three values for
+        the micro-batch:
 
         - the sum to be minimized, a scalar
-        - the number of targets, an int32 scalar; megatron-core sums this number over micro-batches and over data- and
-          context-parallel ranks, and divides the gradients by the total
-        - the statistics, float64 of `sums_shape`, summed in the same way
+        - the number of targets, an int32 scalar; megatron-core sums it over micro-batches and over data- and
+          context-parallel ranks, and divides the gradients by the sum
+        - the statistics, float64 with the shape `sums_shape`, summed in the same way
 
         Args:
             counts: sum of `count_targets` over the global batch, the same on every rank.
@@ -66,10 +66,10 @@ class Objective(Protocol):
 
 @runtime_checkable
 class PreparedObjective(Protocol):
-    """An objective that needs a value of the whole global batch before the step, such as KTO's KL estimate."""
+    """An objective that needs a value of the whole global batch before the training step, such as KTO's KL estimate."""
 
     def prepare(self, model: Sequence[torch.nn.Module], mesh: Mesh, batches: Sequence[Batch]) -> Objective:
-        """Return the objective for this global batch; collective, called without gradients and in evaluation mode.
+        """Return the objective for this global batch. Collective; called without gradients and in evaluation mode.
 
         Args:
             model: the chunks of this rank.

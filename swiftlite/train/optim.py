@@ -1,4 +1,4 @@
-"""Create DDP wrappers, AdamW and the learning-rate schedule of megatron-core."""
+"""Create megatron-core's DDP wrappers, AdamW and learning-rate schedule."""
 
 from collections.abc import Sequence
 
@@ -57,7 +57,7 @@ def wrap_model(
 def make_optimizer(
     args: SftArgs, plan: Plan, schedule: Schedule, model: Sequence[DistributedDataParallel], mesh: Mesh
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
-    """Create AdamW and its learning-rate schedule; both are connected to the model's config."""
+    """Create AdamW and its learning-rate schedule, and connect both to the model's config."""
     optimizer = _adamw(args, plan, model, mesh)
     no_sync = [chunk.no_sync for chunk in model]
     for chunk in model:
@@ -71,7 +71,7 @@ def make_optimizer(
 
 
 def _adamw(args: SftArgs, plan: Plan, model: Sequence[DistributedDataParallel], mesh: Mesh) -> MegatronOptimizer:
-    """Create AdamW, without weight decay on biases and norms."""
+    """Create AdamW. Biases and norms have no weight decay."""
     is_bfloat16 = args.torch_dtype == "bfloat16"
     config = OptimizerConfig(
         optimizer="adam",
@@ -112,7 +112,7 @@ def _adamw(args: SftArgs, plan: Plan, model: Sequence[DistributedDataParallel], 
 def _learning_rate(
     args: SftArgs, plan: Plan, schedule: Schedule, optimizer: MegatronOptimizer
 ) -> OptimizerParamScheduler:
-    """Return the learning-rate schedule: linear warmup from 0, then --lr_decay_style down to the minimum."""
+    """Return the learning-rate schedule: linear warmup from 0, then decay with --lr_decay_style to the minimum."""
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,

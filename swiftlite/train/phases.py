@@ -47,7 +47,7 @@ from swiftlite.train.trainer import Trainer, whole_parameters
 VERSIONS = ("torch", "megatron-core", "transformers")
 """Packages whose versions affect numerical results."""
 AfterStep = Callable[[int, LiveWeights], None]
-"""A function called on every rank after each step, with its number and the current weights."""
+"""A function that is called on every rank after each step, with the step's number and the current weights."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Run:
         encoder: converts rows of data files to samples.
         checkpoint: the checkpoint to resume from; None for a new run.
         data_state: digests of data and tokenizer that checkpoints store, see the function `data_state`.
-        hidden_state_cache: cache of the frozen trunk's hidden states; None computes them each time.
+        hidden_state_cache: cache of the frozen trunk's hidden states. None: the states are computed in each step.
     """
 
     args: SftArgs
@@ -95,7 +95,7 @@ class Outcome:
     """The result of training.
 
     Attributes:
-        stopped_by: number of the signal that stopped training before the last step; 0 if no signal did.
+        stopped_by: number of the signal that stopped training before the last step; 0 if training was not stopped.
         seconds: time of all steps.
         evaluation: the last metrics over held-out rows, by name; empty without held-out rows.
     """
@@ -128,7 +128,7 @@ def claim_output_dir(args: SftArgs) -> AbstractContextManager[None]:
 
 
 def checkpoint_to_resume(args: SftArgs) -> Path | None:
-    """Return the newest checkpoint if --resume is set; None without --resume, or if the run has no checkpoint yet."""
+    """Return the newest checkpoint if --resume is set. None without --resume, or if the run has no checkpoint yet."""
     if not args.resume:
         return None
     checkpoints = run_checkpoints(Path(args.output_dir))
@@ -139,7 +139,7 @@ def checkpoint_to_resume(args: SftArgs) -> Path | None:
 
 
 def check_ranks_agree(args: SftArgs, hf_model: HfModel, plan: Plan, data: Data, checkpoint: Path | None) -> None:
-    """Check that all ranks have the same options and files; nodes may have separate copies.
+    """Check that all ranks have the same options and files, because nodes may have separate copies of files.
 
     Raises:
         UserError: options or files differ; raised on every rank, with the differences.
@@ -163,9 +163,9 @@ def check_ranks_agree(args: SftArgs, hf_model: HfModel, plan: Plan, data: Data, 
 
 
 def data_state(args: SftArgs, data: Data, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-    """Return digests of data and tokenizer, which determine the steps of a run; checkpoints store them.
+    """Return digests of data and tokenizer, which checkpoints store. The steps of a run depend on both.
 
-    For files that --streaming reads during training, only sizes are known.
+    For files that --streaming reads during training, only the sizes of the files are included.
     """
     rows = data.digest
     if args.streaming:
@@ -178,8 +178,8 @@ def data_state(args: SftArgs, data: Data, tokenizer: PreTrainedTokenizerBase) ->
 def check_same_data(checkpoint: Path | None, data: Mapping[str, str]) -> None:
     """Check that a resumed run has the same data as before.
 
-    The order of rows, the held-out split and a draft vocabulary depend on the data: with different rows, rows that were
-    used for training could become held out.
+    The order of rows, the held-out split and a draft vocabulary depend on the data. With other data, rows that were
+    used for training could become held-out rows.
 
     Args:
         checkpoint: the checkpoint to resume from, if any.
@@ -204,10 +204,10 @@ _NAMES_OF_DATA = {"tokenizer": "tokenizer of --model", "rows": "content of --dat
 
 
 def restore(run: Run) -> dict[str, Any]:
-    """Load the checkpoint, or write the first files of a new run.
+    """Load the checkpoint to resume from. In a new run, write the first files instead.
 
     Returns:
-        The checkpoint's state apart from tensors; its `step` is the number of the last completed step, or 0.
+        The checkpoint's state except tensors; its `step` is the number of the last completed step, or 0.
 
     Raises:
         UserError: the checkpoint cannot be used, or --output_dir cannot be written.
@@ -234,10 +234,10 @@ def restore(run: Run) -> dict[str, Any]:
 
 
 def check_run_files(run: Run) -> None:
-    """Check the files that the last phase of a resumed run and an export of the run read; write missing ones again.
+    """Check the files that the last phase of a resumed run and an export read, and write missing files again.
 
     Raises:
-        UserError: acceptance.json, to which the final phase adds results, is damaged.
+        UserError: acceptance.json, to which the last phase adds results, is damaged.
     """
     source = run.output_dir / "source"
     try:
@@ -255,7 +255,7 @@ def check_run_files(run: Run) -> None:
 
 
 def fit(run: Run, trainer: Trainer, first: int, held_out: HeldOut) -> Outcome:
-    """Run all steps after step `first`; evaluate and measure acceptance before the first and after the last step."""
+    """Run all steps after step `first`. Before the first and after the last step, evaluate and measure acceptance."""
 
     def measure(when: Literal["before", "after"], evaluation: Mapping[str, float]) -> None:
         with trainer.evaluating():
@@ -319,7 +319,7 @@ def report(run: Run, outcome: Outcome) -> None:
 
 
 def write_page(run: Run) -> None:
-    """Write run_report.html on the first rank. A failure is logged and does not end the run."""
+    """Write run_report.html on the first rank. An error is logged and does not end the run."""
     from swiftlite.report.run_page import write_run_page  # importing matplotlib takes 0.5 s
 
     try:
@@ -329,7 +329,10 @@ def write_page(run: Run) -> None:
 
 
 def hand_out_weights(run: Run, after_step: AfterStep) -> Callable[[int], None]:
-    """Return a callback for each step that passes the weights to `after_step`, with the dtypes of an export."""
+    """Return a function that is called after each step and passes the weights to `after_step`.
+
+    The weights have the dtypes of an export.
+    """
     dtypes = dtypes_of(describe_tensors(run.hf_model, run.graft_from))
     weights = LiveWeights(run.train_state.wrapped, run.hf_model, dtypes)
     return lambda step: after_step(step, weights)

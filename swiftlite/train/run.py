@@ -1,7 +1,8 @@
-"""Execute a training run, phase by phase: `megatron sft`, `pt` and `dpo`.
+"""Execute a training run (`megatron sft`, `pt` or `dpo`), phase by phase.
 
-The parts that differ by method are in its `Training` (`train/methods/`). Three similar names: a `Trainable` selects the
-trained parameters, a `TrainState` holds the model with its optimizer, and a `Trainer` runs the steps.
+The parts that differ between methods are in the method's `Training` (`train/methods/`). Three names are similar: a
+`Trainable` selects the trained parameters, a `TrainState` holds the model with its optimizer, and a `Trainer` runs the
+steps.
 """
 
 import copy
@@ -144,7 +145,7 @@ def check_supported(args: SftArgs, mesh: Mesh, hf_model: HfModel, training: Trai
 
 
 def warn_of_long_samples(data: Data, hf_model: HfModel) -> None:
-    """Log how many samples are longer than the model's maximum context; streamed rows are not counted."""
+    """Log how many samples are longer than the model's maximum context. Streamed rows are not counted."""
     positions = hf_model.config.get("max_position_embeddings")
     if positions is None:
         return
@@ -186,11 +187,12 @@ def batches_to_fit(hf_model: HfModel, batches: Batches, data: Data) -> MicroBatc
 
 
 def adapter_state(run: phases.Run, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of a checkpoint's state that describes the adapters and their base model; collective in a new
-    run.
+    """Return the part of a checkpoint's state that describes the adapters and their base model.
+
+    Collective in a new run.
 
     Args:
-        state: what `phases.restore` returned.
+        state: result of `phases.restore`.
     """
     if run.plan.lora is None:
         return {}
@@ -208,7 +210,7 @@ def make_trainer(
     """Return the trainer of a restored run.
 
     Args:
-        state: what `phases.restore` returned.
+        state: result of `phases.restore`.
     """
     args, train_state = run.args, run.train_state
     train_batches, get_data_state = open_train_batches(run, state)
@@ -263,7 +265,9 @@ def open_cache(
 
 
 def open_train_batches(run: phases.Run, state: Mapping[str, Any]) -> tuple[GetBatches, Callable[[], dict[str, Any]]]:
-    """Return two functions: one for the micro-batches of a step, one for the data state of a checkpoint."""
+    """Return a function that returns the micro-batches of a step, and a function that returns the data state for a
+    checkpoint.
+    """
     args = run.args
     if args.streaming:
         streamed = open_streamed_batches(run, state.get("stream"))
@@ -274,7 +278,7 @@ def open_train_batches(run: phases.Run, state: Mapping[str, Any]) -> tuple[GetBa
 
 
 def make_held_out(run: phases.Run) -> HeldOut:
-    """Return the held-out prompts of the run, with the options for continuing them."""
+    """Return the held-out prompts of the run, with the options for generating answers to them."""
     args = run.args
     prompts, eos_token_ids = training_of(args).held_out_prompts(run)
     return HeldOut(
@@ -290,7 +294,7 @@ def make_held_out(run: phases.Run) -> HeldOut:
 
 
 def open_streamed_batches(run: phases.Run, state: dict[str, Any] | None) -> StreamedBatches:
-    """Open the rows of --streaming, at the position in a checkpoint's state if there is one."""
+    """Open the rows of --streaming. If there is a state from a checkpoint, continue at its position."""
     if not reads(run.mesh):
         return StreamedBatches(run.batches, None, None, run.mesh)
     args, group = run.args, run.mesh.dp

@@ -1,4 +1,4 @@
-"""Create the model that a run trains, with its optimizer: build, load, freeze and wrap it."""
+"""Create the model that a run trains, with its optimizer. The model is built, loaded, frozen in part, and wrapped."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -59,7 +59,7 @@ def make_train_state(
     rows_to_fit: Sequence[Batch] | None = None,
     graft_from: HfModel | None = None,
 ) -> TrainState:
-    """Load --model as the options specify, and create everything that training it requires; collective.
+    """Load --model as the options specify, and create everything that its training requires. Collective.
 
     Args:
         rows_to_fit: micro-batches to which projections of new heads are fitted; None if no fit is needed.

@@ -1,4 +1,4 @@
-"""The training loop: fit -> step -> optimizer.step()."""
+"""Implement the training loop: `fit` calls `step`, and `step` updates the weights with the optimizer."""
 
 import math
 import signal
@@ -31,7 +31,8 @@ from swiftlite.train.metrics.loggers import MetricLogger
 from swiftlite.train.objective import Objective, PreparedObjective
 
 GetBatches = Callable[[int], Sequence[Batch]]
-"""Function from a step (counted from 0) to this rank's micro-batches, the same number on all data-parallel ranks."""
+"""A function that returns this rank's micro-batches of a step (counted from 0). All data-parallel ranks have the same
+number of micro-batches."""
 
 
 @dataclass
@@ -47,8 +48,8 @@ class Trainer:
         eval_batches: this rank's share of the held-out rows.
         count_flops: returns the FLOPs of a step over all ranks of a replica, for the metrics. The function's arguments
             are the number of tokens, the sum of squared sequence lengths, and the counts of the objective.
-        metric_loggers: receivers of the metrics.
-        checkpointer: writes the checkpoints; None writes none.
+        metric_loggers: destinations of the metrics.
+        checkpointer: writes the checkpoints. None: no checkpoints are written.
         get_data_state: returns the state of the data for checkpoints, on the first rank.
         after_step: called on every rank with the number of each step, after it is completed and logged.
         seed: seed of random numbers in training, such as dropout of adapters.
@@ -72,10 +73,11 @@ class Trainer:
     seed: int = 42
 
     def fit(self, first: int) -> int:
-        """Run all steps after step `first`, with periodic checkpoints and evaluations; the last step is not evaluated.
+        """Run all steps after step `first`, with periodic checkpoints and evaluations. There is no evaluation after the
+        last step.
 
         Returns:
-            The number of a signal that asked to stop (a checkpoint was saved), or 0.
+            The number of the signal that stopped training, in which case a checkpoint was saved; otherwise 0.
         """
         with self.mesh.active(), _StopSignals() as stop:
             for step in range(first + 1, self.schedule.steps + 1):
@@ -108,7 +110,7 @@ class Trainer:
         """Reject non-finite weights, because a checkpoint with such weights would replace a usable checkpoint.
 
         Raises:
-            UserError: the norm of a parameter on any rank is not finite in float32; raised on every rank.
+            UserError: the norm of a parameter is not finite in float32 on some rank; raised on every rank.
         """
         parameters = chain.from_iterable(chunk.parameters() for chunk in self.model)
         norms = torch.stack([torch.linalg.vector_norm(each.detach(), dtype=torch.float32) for each in parameters])
@@ -119,12 +121,12 @@ class Trainer:
             )
 
     def _finish_checkpoint(self) -> None:
-        """Wait for the last checkpoint; `fit` calls this while signals are deferred."""
+        """Wait until the last checkpoint is written. `fit` calls this method while signals are deferred."""
         if self.checkpointer:
             self.checkpointer.finish()
 
     def close(self) -> None:
-        """Wait for the last checkpoint and close all metric loggers."""
+        """Wait until the last checkpoint is written, and close all metric loggers."""
         self._finish_checkpoint()
         for metric_logger in self.metric_loggers:
             metric_logger.close()
@@ -236,9 +238,9 @@ class Trainer:
 def seed_of_step(seed: int, step: int) -> int:
     """Return the seed of random numbers in a step, such as the dropout of adapters.
 
-    The seed depends only on the run's seed and the step, so a resumed run draws the same numbers. It is the same on all
-    ranks; layers derive different seeds per rank where needed (`Adapter.drop`). It is a hash, so that neighboring seeds
-    and steps differ.
+    The result depends only on the run's seed and the step, so that a resumed run draws the same numbers. It is the same
+    on all ranks; layers derive different seeds per rank where needed (`Adapter.drop`). It is a hash, so that
+    neighboring seeds and steps give unrelated numbers.
     """
     return zlib.crc32(f"{seed}/{step}".encode())
 
@@ -247,7 +249,7 @@ def seed_of_step(seed: int, step: int) -> int:
 def whole_parameters(model: Sequence[DistributedDataParallel]) -> Iterator[None]:
     """Gather the parameters for use outside of a training step, within this context.
 
-    With `--overlap_param_gather`, parameters are otherwise gathered layer by layer in the next forward pass, by hooks.
+    Otherwise, with `--overlap_param_gather`, hooks gather the parameters layer by layer in the next forward pass.
     """
     overlapping = [chunk for chunk in model if chunk.ddp_config.overlap_param_gather]
     for chunk in overlapping:
@@ -260,11 +262,12 @@ def whole_parameters(model: Sequence[DistributedDataParallel]) -> Iterator[None]
 
 
 class _StopSignals:
-    """Defers SIGTERM, SIGHUP and Ctrl-C until the end of the training step; a second Ctrl-C ends the process
-    immediately.
+    """Defers SIGTERM, SIGHUP and Ctrl-C until the end of the training step.
 
-    A second SIGTERM is deferred as well, because a rank can receive it twice: SLURM sends it to every process, and the
-    launcher forwards its own to the ranks.
+    A second Ctrl-C ends the process immediately.
+
+    A second SIGTERM is deferred as well, because a rank can receive one signal twice: SLURM sends it to every process,
+    and the launcher forwards the signal that it received.
     """
 
     def __init__(self):

@@ -1,9 +1,8 @@
-"""Move samples between ranks, for sources that only some ranks read.
+"""Move samples between ranks, if only some ranks read the source of the samples.
 
-`exchange` moves each sample to the data-parallel rank that computes it, and `broadcast` sends a rank's micro-batches to
-the ranks that share its replica of the model. Each is a separate function over process groups, for frameworks that need
-only one of them; `batches.shard` splits a batch over context-parallel ranks. Counts and lengths are always sent first.
-A sample's `source` and `channel` stay on the rank that read it."""
+`exchange` moves each sample to the data-parallel rank that computes it. `broadcast` sends a rank's micro-batches to the
+ranks that share its replica of the model. Both functions have process groups as arguments, so that other frameworks can
+use one without the other. Counts and lengths are always sent first. A sample's `source` and `channel` are not sent."""
 
 import itertools
 from collections.abc import Iterable, Sequence
@@ -18,7 +17,7 @@ from swiftlite.plan.layout import mtp_pipeline_rank
 from swiftlite.runtime.device import on_device
 
 Fields = tuple[str, ...]
-"""Names of some of a sample's arrays."""
+"""Names of arrays of a `Sample`."""
 # Placeholder for an array that a rank does not receive, because it does not use it.
 FILL: dict[str, np.generic] = {
     "input_ids": np.int32(0),
@@ -31,7 +30,7 @@ TARGETS: Fields = ALL[1:]
 
 
 def gather(numbers: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> list[list[int]]:
-    """Return the `numbers` of each rank of the group, one list per rank; ranks may have different counts."""
+    """Return the `numbers` of each rank of the group, one list per rank. Lists may have different lengths."""
     counts = torch.zeros(group.size(), dtype=torch.int64)
     counts[group.rank()] = len(numbers)
     counts = on_device(counts, device)
@@ -50,15 +49,16 @@ def exchange(
     group: dist.ProcessGroup,
     device: torch.device,
 ) -> list[Sample]:
-    """Return the samples that are assigned to this rank, in the order of the assignment; one all-to-all moves them.
+    """Return the samples that are assigned to this rank, in the order of the assignment. One all-to-all moves the
+    samples.
 
-    Example: rank 0 has two samples, numbers 0 and 1, rank 1 has number 2. With the assignment `[[2], [0, 1]]` rank 0
-    sends both of its samples to rank 1 and receives number 2 from rank 1.
+    Example: rank 0 has the samples 0 and 1, and rank 1 has sample 2. With the assignment `[[2], [0, 1]]`, rank 0 sends
+    both of its samples to rank 1 and receives sample 2 from rank 1.
 
     Args:
         samples: the samples that this rank has read.
-        lengths: for each rank, the number of tokens of each sample that it has read, as returned by `gather`. Samples
-            are numbered in this order.
+        lengths: for each rank, the number of tokens of each sample that the rank has read, as returned by `gather`.
+            Samples of all ranks are numbered in this order.
         assignment: the numbers of the samples that each rank receives; the same value on every rank. A sample may go to
             several ranks or to none.
 
@@ -95,10 +95,11 @@ def _among(numbers: Iterable[int], own: range) -> list[int]:
 
 
 def stage_fields(layout: ParallelLayout, mtp_num_layers: int) -> list[Fields]:
-    """Return the fields that each pipeline rank needs: ids for embeddings, including those of MTP layers, and labels
-    and weights for the loss. Positions follow from lengths, which every rank receives.
+    """Return the fields of samples that each pipeline rank needs.
 
-    Example: for three stages with the MTP layers on the second, the result is `IDS`, `IDS`, `TARGETS`.
+    Token ids (`IDS`) are needed for embeddings, including those of MTP layers, and labels and weights (`TARGETS`) for
+    the loss. Positions follow from lengths, which every rank receives. Example: for three stages with the MTP layers on
+    the second, the result is `IDS`, `IDS`, `TARGETS`.
     """
     last = layout.pipeline_model_parallel_size - 1
     with_embedding = {0}
@@ -125,14 +126,14 @@ def broadcast(
 ) -> list[list[Sample]]:
     """Return a replica's micro-batches on each of its ranks.
 
-    Samples have the arrays that the rank's stage uses; their other arrays are filled with a constant.
+    In the returned samples, arrays that the rank's stage does not use are filled with a constant.
 
     Args:
-        micro_batches: the micro-batches of the replica on the rank that is first in both groups; not read on other
+        micro_batches: the micro-batches of the replica, on the rank that is first in both groups; ignored on other
             ranks.
         fields: names of the arrays that each pipeline rank needs (`stage_fields`).
         pipeline_group: ranks that hold the stages in order.
-        stage_group: ranks that hold the same stage: its tensor- and context-parallel ranks.
+        stage_group: the tensor- and context-parallel ranks that hold the same stage.
     """
     micro_batches = micro_batches or []
     samples = list(itertools.chain(*micro_batches))
@@ -175,7 +176,7 @@ def broadcast_counts(
 def _send_to_stages(
     samples: Sequence[Sample], num_tokens: int, fields: Sequence[Fields], group: dist.ProcessGroup, device: torch.device
 ) -> torch.Tensor:
-    """Return the arrays that this stage uses, sent by the first stage; a stage that uses none receives nothing."""
+    """Send each stage the arrays that it uses from the first stage, and return the arrays of this stage."""
     own = fields[group.rank()]
     if group.rank() == 0:
         sending = []  # pairs of request and tensor, because the tensor must not be freed before it is sent
@@ -194,7 +195,10 @@ def _send_to_stages(
 
 
 def _flatten(samples: Sequence[Sample], fields: Fields, device: torch.device) -> torch.Tensor:
-    """Concatenate some arrays of all samples: int32 [tokens, fields]. The bits of float32 weights are sent as int32."""
+    """Concatenate the arrays `fields` of all samples: int32 [tokens, fields].
+
+    The bits of float32 weights are sent as int32.
+    """
     if not fields:
         return torch.empty(0, 0, dtype=torch.int32, device=device)
     columns = []
@@ -207,8 +211,7 @@ def _flatten(samples: Sequence[Sample], fields: Fields, device: torch.device) ->
 
 
 def _unflatten(flat: torch.Tensor, lengths: Sequence[int], fields: Fields) -> list[Sample]:
-    """Split a tensor made by `_flatten` into samples; arrays of a sample that are not in `fields` contain a fill
-    value."""
+    """Split a tensor made by `_flatten` into samples. Arrays that are not in `fields` contain a fill value."""
     received = dict(zip(fields, flat.cpu().numpy().T, strict=True))
     arrays = {}
     for name, fill in FILL.items():

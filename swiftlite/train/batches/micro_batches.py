@@ -1,4 +1,4 @@
-"""Select the micro-batches of a rank as a function of the step, so that a checkpoint stores no data state."""
+"""Select the micro-batches of a rank as a function of the step. A checkpoint therefore stores no state of the data."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -25,14 +25,15 @@ from swiftlite.runtime.mesh import Mesh
 
 
 def shard(batch: Batch, rank: int, size: int) -> Batch:
-    """Return the part of a batch for context-parallel rank `rank` of `size`: two chunks of each sequence."""
+    """Return the part of a batch for context-parallel rank `rank` of `size`, which consists of two chunks of each
+    sequence."""
     return batch.map(partial(shard_sequence, dim=-1, rank=rank, size=size, cu_seqlens=batch.cu_seqlens))
 
 
 def on_this_rank(batches: Iterable[Batch], mesh: Mesh) -> Iterator[Batch]:
     """Yield each batch on the device, reduced to the part of each row that this context-parallel rank computes.
 
-    Labels stay on the host, where the number of labels is known without waiting for the device
+    Labels stay on the host. There, the number of labels is known without waiting for the device
     (`model.loss.losses.select`).
     """
     move = partial(on_device, device=mesh.device.torch_device)
@@ -53,7 +54,7 @@ def run_batches(
 
 @dataclass(frozen=True)
 class SampleRows(Sequence[list[Sample]]):
-    """Rows, each a list of samples that stay in one micro-batch; batch sizes are numbers of rows."""
+    """Rows, each of which is a list of samples that stay in one micro-batch. Batch sizes count rows."""
 
     samples: Sequence[Sample]
     rows: PackedRows
@@ -88,8 +89,8 @@ class MicroBatches(Sequence[Batch]):
     """A rank's micro-batches of one or several global batches.
 
     Attributes:
-        companions: micro-batches of the samples' companions (answers to other questions, for KTO), the same number on
-            every rank; empty without companions.
+        companions: micro-batches of the samples' companions (for KTO, each prompt with an answer to another question).
+            Every rank has the same number of them; empty without companions.
     """
 
     batches: Sequence[Batch]
@@ -104,13 +105,13 @@ class MicroBatches(Sequence[Batch]):
 
 @dataclass(frozen=True)
 class Batches:
-    """Cuts global batches into the micro-batches of one data-parallel rank.
+    """Divides global batches into micro-batches, and returns those of one data-parallel rank.
 
     Args:
         data_parallel_rank: the rank, `mesh.dp.rank()`.
-        pad_token_id: token of padding; any token of the vocabulary, because padding is masked.
-        flops: operations per token and per squared sequence length, used to balance the work of ranks if each step is
-            packed separately.
+        pad_token_id: token of padding. It can be any token of the vocabulary, because padding is masked.
+        flops: operations per token and per squared sequence length. They are used to balance the work of ranks if each
+            step is packed separately.
         extras: tensors that the training method adds to batches.
     """
 
@@ -129,7 +130,8 @@ class Batches:
         return SampleRows(samples, pack(lengths, self.plan.packing_length, multiple=multiple))
 
     def length_of(self, row: Sequence[Sample]) -> int:
-        """Return the number of tokens, with padding, of a micro-batch of this row; an empty row is padding only."""
+        """Return the number of tokens, including padding, of a micro-batch that consists of this row. An empty row is
+        padding only."""
         multiple = sequence_multiple(self.plan.layout)
         num_tokens = sum(_length_of(sample, multiple) for sample in row)
         return -(-max(1, num_tokens) // self.plan.row_multiple) * self.plan.row_multiple
@@ -141,10 +143,11 @@ class Batches:
         return MicroBatches(batches, Collated(self.collate_companions, self._cut_companions(rows, indices)))
 
     def evaluation(self, samples: Sequence[Sample], max_global_batches: int | None = None) -> MicroBatches:
-        """Return this data-parallel rank's micro-batches of the held-out samples; each sample is on one rank.
+        """Return this data-parallel rank's micro-batches of the held-out samples. Each sample is on one data-parallel
+        rank.
 
-        Every rank has the same number of micro-batches, because ranks that share experts compute together. Missing
-        micro-batches are padding only.
+        Every rank has the same number of micro-batches, because ranks that share experts must compute at the same time.
+        If there are too few samples, the last micro-batches are padding only.
 
         Args:
             max_global_batches: maximum number of global batches; None: all samples.
@@ -162,7 +165,9 @@ class Batches:
         return self._lay_out(list(chain.from_iterable(sample.sequences for sample in samples)))
 
     def collate_companions(self, samples: Sequence[Sample]) -> Batch:
-        """Return one micro-batch with the companions (KTO's mismatched answers) of `samples`."""
+        """Return one micro-batch with the companions of `samples` (for KTO, each prompt with an answer to another
+        question).
+        """
         return self._lay_out([sample.companion for sample in samples if sample.companion])
 
     def _lay_out(self, sequences: Sequence[Sample]) -> Batch:
@@ -185,7 +190,7 @@ class Batches:
         )
 
     def _cut(self, rows: SampleRows, indices: np.ndarray) -> list[list[Sample]]:
-        """Return the samples of each of this rank's micro-batches.
+        """Divide a global batch into micro-batches, and return the samples of each micro-batch of this rank.
 
         Args:
             indices: the rows of a global batch; NO_INDEX for rows that are missing at the end of the data.
@@ -199,11 +204,14 @@ class Batches:
         return [_samples(rows, chosen) for chosen in mine]
 
     def _cut_companions(self, rows: SampleRows, indices: np.ndarray) -> list[list[Sample]]:
-        """Return, by micro-batch, the samples whose companions (KTO's mismatched answers) this rank scores.
+        """Return, by micro-batch, the samples whose companions this rank scores (for KTO, prompts with answers to other
+        questions).
 
-        `indices` are the rows of a global batch, as for `_cut`. If rows are packed to a fixed length, companions are
-        packed separately: a companion and its sample have different lengths, so the companions of one row might not fit
-        into one row together.
+        If rows are packed to a fixed length, companions are packed separately, because they have other lengths than
+        their samples: the companions of one row might not fit into one row.
+
+        Args:
+            indices: the rows of a global batch, as for `_cut`.
         """
         samples = _samples(rows, indices)
         if not any(sample.companion for sample in samples):
@@ -214,11 +222,15 @@ class Batches:
         return [[samples[index] for index in group.tolist()] for group in self._share(lengths)]
 
     def _share(self, lengths: Sequence[int]) -> list[np.ndarray]:
-        """Return, for each of this rank's micro-batches of a step, the indices of its samples in `lengths`."""
+        """Return, for each of this rank's micro-batches of a step, the indices of its samples.
+
+        Args:
+            lengths: number of tokens of each sample of the step.
+        """
         return self.schedule(lengths).rank(self.data_parallel_rank)
 
     def schedule(self, lengths: Sequence[int]) -> MicroBatchSchedule:
-        """Distribute the samples of a step to ranks and micro-batches with equal work; see `data.packing.schedule`."""
+        """Distribute the samples of a step over ranks and micro-batches with equal work (`data.packing.schedule`)."""
         layout = self.plan.layout
         num_multiple_of = 1
         if num_virtual_stages(layout):
@@ -235,7 +247,7 @@ class Batches:
 
 
 def _length_of(sample: Sample, multiple: int) -> int:
-    """Return the number of tokens, with padding, of a sample's sequences in a packed row."""
+    """Return the number of tokens of a sample's sequences in a packed row, including padding."""
     if not sample.others:
         return len(sample)
     return int(padded(np.array([len(sequence) for sequence in sample.sequences]), multiple).sum())

@@ -1,4 +1,4 @@
-"""`--streaming`: each data-parallel rank reads a share of the rows and receives the samples that it computes."""
+"""Implement `--streaming`: each model replica reads some of the rows, and receives the samples that it computes."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -23,12 +23,14 @@ MicroBatches = list[list[int]]
 
 
 class StreamedSteps(Iterator[tuple[list[StreamSample], list[MicroBatches]]]):
-    """An iterator over steps: samples in stream order, and which of them each data-parallel rank computes.
+    """An iterator over steps.
 
-    All ranks that read files iterate over the same values.
+    It yields the samples of a step in stream order, and the samples of each data-parallel rank.
+
+    All ranks that read files yield the same values.
 
     Args:
-        state: the property `state` of a previous `StreamedSteps`, to continue after its last step.
+        state: result of `state()` of a previous `StreamedSteps`, to continue after its last step.
     """
 
     def __init__(self, batches: Batches, stream: Stream, buffer_size: int, state: dict[str, Any] | None = None):
@@ -62,7 +64,10 @@ class StreamedSteps(Iterator[tuple[list[StreamSample], list[MicroBatches]]]):
         ]
 
     def state(self) -> dict[str, Any]:
-        """Return the state for continuing after the current step, as JSON values; the stream has a separate state."""
+        """Return the state for continuing after the current step, as JSON values.
+
+        It does not include the state of the stream.
+        """
         return {"waiting": self._rows.waiting, "ready": list(self._rows.ready)}
 
 
@@ -71,8 +76,8 @@ class StreamedBatches:
     """The micro-batches of each step, sent to the ranks that compute them.
 
     Attributes:
-        stream, steps: the rows, and the steps made from these rows. Both are set on the first rank of each model
-            replica, which reads the files, and None on other ranks.
+        stream, steps: the stream of samples, and the steps made from it. Both are None on ranks that do not read files.
+            The first rank of each model replica reads files.
     """
 
     batches: Batches
@@ -81,7 +86,7 @@ class StreamedBatches:
     mesh: Mesh
 
     def train(self, step: int) -> list[Batch]:
-        """Return this rank's micro-batches of the next step; `step` is not used, because a stream is read in order."""
+        """Return this rank's micro-batches of the next step. `step` is ignored, because a stream is read in order."""
         plan = self.batches.plan
         sent = self._receive() if self.steps else None
         received = broadcast(
@@ -94,7 +99,7 @@ class StreamedBatches:
         return [self.batches.collate(samples) for samples in received]
 
     def state(self) -> dict[str, Any]:
-        """Return the state for a resumed run: the same on every rank that reads, empty on other ranks."""
+        """Return the state for a resumed run. It is the same on every rank that reads, and empty on other ranks."""
         if self.stream is None or self.steps is None:
             return {}
         return {"stream": self.stream.state() | self.steps.state()}
@@ -121,15 +126,16 @@ class StreamedBatches:
 
 
 def reads(mesh: Mesh) -> bool:
-    """Return whether this rank reads files: whether it is the first rank of its model replica."""
+    """Return whether this rank reads files. The first rank of each model replica does."""
     return mesh.pp.rank() == 0 and mesh.tp_cp.rank() == 0
 
 
 def number_samples(row_sizes: Sequence[int], micro_batch_size: int, rank: int, size: int) -> MicroBatches:
-    """Return the indices (over all rows) of the samples in each micro-batch of data-parallel rank `rank` of `size`.
+    """Return the indices of the samples in each micro-batch of data-parallel rank `rank` of `size`.
 
-    Example: four rows of 2, 1, 3 and 1 samples hold the samples 0-1, 2, 3-5 and 6. With one row per micro-batch, rank 0
-    of 2 computes the first and the third row, `[[0, 1], [3, 4, 5]]`, and rank 1 the other rows, `[[2], [6]]`.
+    The indices count the samples of all rows. Example: four rows of 2, 1, 3 and 1 samples contain the samples 0-1, 2,
+    3-5 and 6. With one row per micro-batch, rank 0 of 2 computes the first and the third row, `[[0, 1], [3, 4, 5]]`,
+    and rank 1 the second and the fourth, `[[2], [6]]`.
 
     Args:
         row_sizes: number of samples of each row of the global batch.

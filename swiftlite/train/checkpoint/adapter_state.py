@@ -1,4 +1,4 @@
-"""Save adapters in a checkpoint independently of the layout: whole tensors under the names of the whole model."""
+"""Save adapters in a checkpoint independently of the layout, as whole tensors with names of the whole model."""
 
 from typing import Any
 
@@ -13,9 +13,9 @@ from swiftlite.runtime.mesh import Mesh
 
 
 def with_adapters(state: dict[str, Any], chunk: nn.Module, mesh: Mesh) -> dict[str, Any]:
-    """Return the sharded state of a chunk, in which each adapter tensor has its place in the whole model.
+    """Return the sharded state of a chunk with the place of each adapter tensor in the whole model.
 
-    megatron-core's layers treat every tensor other than their weight and bias as replicated on all ranks.
+    megatron-core's layers treat all tensors except their weight and bias as replicated on all ranks.
     """
     placed = {name: value for name, value in state.items() if not is_adapter(name)}
     for name, module in chunk.named_modules():

@@ -1,4 +1,4 @@
-"""Compute a digest that identifies the base model of adapters or a reference model, together on all ranks."""
+"""Compute a digest that identifies a base model of adapters or a reference model. All ranks compute it together."""
 
 import math
 import time
@@ -14,16 +14,16 @@ from swiftlite.bridge.tensors import Checkpoint
 from swiftlite.log import logger
 
 ROUND_SECONDS = 20.0
-"""Seconds that a rank hashes before all ranks exchange their digests. A rank waits for another one for at most about
-this time plus the time of one tensor, far less than --distributed_timeout_minutes for a model of any size.
+"""Seconds for which each rank hashes tensors before all ranks exchange their digests. A rank thus waits for the slowest
+rank for at most about this time plus the time of one tensor, which is far less than --distributed_timeout_minutes.
 """
 
 
 @lru_cache(maxsize=4)
 def shared_digest_of(hf_dir: Path) -> str:
-    """Return `digest_of` a Hugging Face directory, read once per process; collective over all ranks.
+    """Return `digest_of` a Hugging Face directory. Collective over all ranks; the result is cached in the process.
 
-    Each rank hashes a share of the tensors. After each round, the tensors that are left are distributed again.
+    Each rank hashes a share of the tensors. After each round, the remaining tensors are distributed again.
     """
     found: dict[str, str] = {}
     with Checkpoint(hf_dir) as checkpoint:
@@ -37,7 +37,10 @@ def shared_digest_of(hf_dir: Path) -> str:
 
 
 def _hash_some(checkpoint: Checkpoint, keys: list[str]) -> dict[str, str]:
-    """Return the digests of some of the tensors `keys`, at least one per rank that has a share; collective."""
+    """Hash some of the tensors `keys`, and return their digests. Collective.
+
+    Every rank that has a share of the tensors hashes at least one.
+    """
     deadline = time.monotonic() + ROUND_SECONDS
     mine: dict[str, str] = {}
     for key in keys[dist.get_rank() :: dist.get_world_size()]:

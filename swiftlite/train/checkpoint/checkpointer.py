@@ -1,7 +1,8 @@
 """Write and read the checkpoints of a run, in megatron-core's distributed format; each write is atomic.
 
-A checkpoint is written under a hidden temporary name, flushed to disk and renamed, so a directory named `checkpoint-N`
-is always complete. No random state is stored: data order and the seed of dropout are functions of the step.
+A checkpoint is written under a hidden temporary name, flushed to disk and renamed. A directory named `checkpoint-N` is
+therefore always complete. No random state is stored, because data order and the seed of dropout are functions of the
+step.
 """
 
 import json
@@ -58,11 +59,11 @@ _Count = Annotated[int, Field(ge=0)]
 
 
 _Entry = Annotated[list[_Count], Field(min_length=3, max_length=3)]
-"""A `packing.StreamSample`, as a list."""
+"""The three fields of a `packing.StreamSample`."""
 
 
 class _StreamState(BaseModel, strict=True):
-    """Position of --streaming in its files, as returned by `StreamedBatches.state`."""
+    """The position of --streaming in its files, from `StreamedBatches.state`."""
 
     num_read: _Count
     piece: _Count
@@ -161,7 +162,7 @@ class Checkpointer:
         mesh: the ranks that hold the model.
         chunks: the bare model, without wrappers, one per virtual pipeline stage.
         optimizer: the optimizer whose state is written; None writes weights only.
-        state: small JSON values stored with the tensors.
+        state: JSON values that are stored with the tensors.
         keep: number of newest checkpoints to keep; None keeps all.
         is_async: whether a subprocess writes while training continues; the checkpoint gets its name when it is
             complete.
@@ -180,14 +181,15 @@ class Checkpointer:
     _strategy: SaveStrategy = field(default_factory=SaveStrategy, repr=False)
 
     def save(self, step: int, data_state: Mapping[str, Any] | None = None) -> None:
-        """Write `checkpoint-STEP`, then delete the oldest checkpoints; with `is_async`, return before files are
+        """Write `checkpoint-STEP`, then delete the oldest checkpoints. With `is_async`, return before the files are
         written.
 
         Args:
             data_state: state of the data, which the first rank writes together with `state`.
 
         Raises:
-            UserError: the checkpoint (with `is_async` the previous one) cannot be written; its files are deleted.
+            UserError: the checkpoint (with `is_async`, the previous checkpoint) cannot be written; its files are
+                deleted.
         """
         self.finish()
         temporary = self._temporary(step)
@@ -211,7 +213,9 @@ class Checkpointer:
                 self._queue.schedule_async_request(request)
 
     def clean_up(self) -> None:
-        """Delete incomplete checkpoints of a killed run, and old checkpoints that the run had no time to delete."""
+        """Delete incomplete checkpoints of a killed run, and old checkpoints that it did not delete before it was
+        killed.
+        """
         if dist.get_rank() == 0:
             self._delete_unfinished()
             self._delete_oldest()
@@ -238,8 +242,9 @@ class Checkpointer:
 
     @contextmanager
     def _whole_or_absent(self) -> Iterator[None]:
-        """Delete the files written in this context if an exception ends the context; otherwise a full disk would stay
-        full."""
+        """If an exception ends this context, delete the files that were written in it, so that a full disk becomes free
+        again.
+        """
         try:
             yield
         except CheckpointException as error:  # raised on all ranks; only the first rank knows the cause
@@ -259,7 +264,7 @@ class Checkpointer:
         return UserError(f"{self.output_dir}: a checkpoint cannot be written: {reason}", self.hint)
 
     def _delete_unfinished(self) -> None:
-        """Delete the files of interrupted saves, on the first rank."""
+        """On the first rank, delete the files of interrupted saves."""
         if dist.get_rank() == 0:
             for unfinished in self.output_dir.glob(".checkpoint-*"):
                 shutil.rmtree(unfinished, ignore_errors=True)
@@ -268,7 +273,7 @@ class Checkpointer:
         return self.output_dir / f".checkpoint-{step}.writing"
 
     def _tensors(self) -> dict[str, Any]:
-        """Return the weights, and the part of the optimizer's state on this rank, if any."""
+        """Return the weights and, if there is an optimizer, the part of its state on this rank."""
         tensors = sharded_model(self.chunks, self.mesh)
         if self.optimizer is not None:
             slot_state = state_to_save(slots_of(self.optimizer), dict(tensors))
@@ -303,7 +308,10 @@ class Checkpointer:
 
 
 def _delete(checkpoint: Path) -> None:
-    """Delete a checkpoint: rename it first, so that a partly deleted one does not look like a damaged checkpoint."""
+    """Delete a checkpoint.
+
+    It is renamed first, so that a partly deleted directory does not look like a damaged checkpoint.
+    """
     nameless = checkpoint.with_name(f".{checkpoint.name}.deleting")
     try:
         checkpoint.rename(nameless)
@@ -323,7 +331,8 @@ def load_checkpoint(
     *,
     with_heads: bool = True,
 ) -> None:
-    """Read weights and, if `optimizer` is given, its state into the objects of this rank.
+    """Load a checkpoint's weights into this rank's chunks and, if `optimizer` is given, the optimizer state into the
+    optimizer.
 
     Args:
         mesh: the ranks that hold the model.
@@ -361,10 +370,10 @@ def load_checkpoint(
 
 
 def verify_files(checkpoint: Path) -> None:
-    """Verify the digests of all files; collective, each rank reads some of the files.
+    """Verify the digests of all files. Collective: each rank reads some of the files.
 
     Raises:
-        UserError: a file differs; raised on every rank, with the names of all such files.
+        UserError: files differ; raised on every rank, with the names of these files.
     """
     try:
         digests = read_manifest(checkpoint)
@@ -389,9 +398,9 @@ def verify_files(checkpoint: Path) -> None:
 
 @contextmanager
 def _weights_only() -> Iterator[None]:
-    """Restrict torch.load to tensors in this context, so that it runs no code.
+    """Let torch.load load only tensors in this context, so that it runs no code.
 
-    torch itself allows other classes when it loads objects of a distributed checkpoint
+    When torch itself loads objects of a distributed checkpoint, it allows other classes
     (torch/distributed/checkpoint/default_planner.py, load_bytes).
     """
     name = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
@@ -406,7 +415,10 @@ def _weights_only() -> Iterator[None]:
 
 
 def sharded_model(chunks: Sequence[MegatronModule], mesh: Mesh) -> dict[str, Any]:
-    """Return the sharded weights: each tensor with its place in the whole model, independent of the layout."""
+    """Return the sharded weights.
+
+    Each tensor has its place in the whole model, so that checkpoints do not depend on the layout.
+    """
     states = {}
     for name, chunk in zip(_chunk_names(chunks), chunks, strict=True):
         state = chunk.sharded_state_dict(metadata={"dp_cp_group": mesh.dp_cp})
@@ -422,7 +434,7 @@ def _is_extra(key: str) -> bool:
 
 
 def _without_extra(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state without `_extra_state` entries, which only checkpoints of Transformer Engine's layers have."""
+    """Return the state without `_extra_state` entries, which only Transformer Engine's layers write."""
     return {key: value for key, value in state.items() if not _is_extra(key)}
 
 

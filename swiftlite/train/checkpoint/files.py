@@ -1,8 +1,9 @@
 """Write the files of a checkpoint with their digests, and verify them when they are read.
 
-megatron-core writes with two forked processes, and a server process receives their results. A signal to the process
-group ends that server, so the save fails, and all these processes survive a killed trainer. Here threads write: threads
-of the trainer or, in an asynchronous save, of one forked process that ends when the trainer ends.
+megatron-core writes with two forked processes, and a server process receives their results. If a signal is sent to the
+process group, the server ends and the save fails. If the trainer is killed, all three processes keep running. Here
+threads write: threads of the trainer or, in an asynchronous save, of one forked process that ends when the trainer
+ends.
 """
 
 import hashlib
@@ -49,9 +50,10 @@ class SaveStrategy(TorchDistSaveShardedStrategy):
 
 
 class WriterReport:
-    """A message from a writer, possibly a forked process, to its parent, in an anonymous file in memory.
+    """A message from a writer of files to its parent process, in an anonymous file in memory.
 
-    The message does not depend on the capacity of a pipe, on disk space, or on a server process.
+    The writer can be a forked process. The message does not depend on the capacity of a pipe, on disk space or on a
+    server process.
     """
 
     def __init__(self):
@@ -63,7 +65,7 @@ class WriterReport:
         self._file.flush()
 
     def get_nowait(self) -> Any:
-        """Return the writer's results for megatron-core, or its error, and set `digests`.
+        """Return the results that megatron-core expects from a writer, or the writer's error, and set `digests`.
 
         Raises:
             queue.Empty: the writer ended without a report.
@@ -77,10 +79,10 @@ class WriterReport:
 
 
 def write_buckets(trainer: int, transforms: list[Any], rank: int, buckets: Sequence[Any], report: WriterReport) -> None:
-    """Write the files of this rank, one thread per file, and report results and digests.
+    """Write the files of this rank with one thread per file, and report results and digests.
 
     Args:
-        trainer: process id of the trainer; the current process is the trainer or a fork of the trainer.
+        trainer: process id of the trainer. The current process is the trainer or a fork of it.
         transforms: torch's transforms of written data; swiftlite registers none.
         buckets: (path, file name, data) as planned by megatron-core.
     """
@@ -102,7 +104,7 @@ def write_buckets(trainer: int, transforms: list[Any], rank: int, buckets: Seque
 
 
 def _write_bucket(transforms: list[Any], number: int, bucket: Any) -> tuple[Any, str]:
-    """Write one file; return its results or the exception, and its digest."""
+    """Write one file. Return its results, or the exception that was raised, and its digest."""
     outcomes: Any = queue.Queue()  # megatron-core's function expects the queue that it uses between processes
     pending: Any = queue.Queue()
     pending.put(number)
@@ -114,7 +116,8 @@ def _write_bucket(transforms: list[Any], number: int, bucket: Any) -> tuple[Any,
 
 
 def _cause(error: BaseException) -> Exception:
-    """Return the operating system's error that caused torch's error, if any.
+    """Return the operating system's error that caused an error of torch; without one, an exception with torch's
+    message.
 
     For example, torch reports a full disk as "unexpected pos 704 vs 598".
     """

@@ -1,6 +1,6 @@
-"""Check a checkpoint's `.metadata` before torch unpickles it.
+"""Check the file `.metadata` of a checkpoint before torch unpickles it.
 
-A pickle may run code, so only the classes that torch's distributed checkpoints consist of are allowed.
+A pickle can run code. Therefore only the classes that occur in torch's distributed checkpoints are allowed.
 """
 
 import pickle
@@ -49,7 +49,7 @@ _MEMBERS: dict[Any, dict[str, Enum]] = {enum: dict(enum.__members__) for enum in
 
 
 def _enum_member(enum: Any, name: Any) -> Enum:
-    """Resolve enum members by name: early Python 3.11, such as Debian 12's, pickles them with `getattr`."""
+    """Return a member of an enum. Early Python 3.11, such as Debian 12's, pickles members of enums with `getattr`."""
     try:
         return _MEMBERS[enum][name]
     except (KeyError, TypeError):

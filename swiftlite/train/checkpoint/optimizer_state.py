@@ -1,8 +1,8 @@
-"""Save the optimizer state in a checkpoint independently of the layout.
+"""Save the optimizer state in a checkpoint independently of the parallel layout.
 
 The moments and the float32 main weights of a parameter are saved under the parameter's name and in its shape. In
 megatron-core 0.16.1 each optimizer (plain or distributed, with or without expert parallelism) has a separate format
-that other optimizers cannot read. The format written here is the same for all of them.
+that other optimizers cannot read. The format written here is the same for all optimizers.
 """
 
 import itertools
@@ -33,8 +33,8 @@ class Slot:
     Attributes:
         parameter: the parameter of the model.
         inner: the torch optimizer that updates the parameter.
-        main: the tensor that the optimizer updates: the parameter, its float32 copy, or a flat part of the parameter or
-            copy. None if the whole state is on other ranks.
+        main: the tensor that the optimizer updates: the parameter, its float32 copy, or a flat part of one of them.
+            None if the whole state is on other ranks.
         start: start of `main` in the flat parameter.
         group: data-parallel ranks that the state is split over; None if each rank holds the whole state.
     """
@@ -47,15 +47,16 @@ class Slot:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Return the kinds of state of the parameter: two moments and, unless the parameter is float32, its main
-        weight."""
+        """The kinds of state of the parameter: two moments and, unless the parameter is float32, its main weight."""
         if self.parameter.dtype is torch.float32:
             return MOMENTS
         return (*MOMENTS, MAIN_WEIGHT)
 
     def part(self, kind: str) -> torch.Tensor:
-        """Return this rank's part of one kind of state (an element of `kinds`); moments are zeros before the first
-        step."""
+        """Return this rank's part of one kind of state (an element of `kinds`).
+
+        Before the first step, moments are zeros.
+        """
         if self.main is None:
             return torch.empty(0, device=self.parameter.device)
         if kind == MAIN_WEIGHT:
@@ -66,7 +67,7 @@ class Slot:
         return state[kind]
 
     def set_step(self, step: int) -> None:
-        """Set the number of updates that torch's optimizer has counted."""
+        """Set the optimizer's number of updates so far."""
         if isinstance(self.inner, torch.optim.AdamW) and self.main is not None:
             is_fused = self.inner.param_groups[0].get("fused")
             device = self.main.device if is_fused else torch.device("cpu")
@@ -93,13 +94,14 @@ def slots_of(optimizer: MegatronOptimizer) -> list[Slot]:
 
 
 def state_to_save(slots: Sequence[Slot], model_state: dict[str, Any]) -> dict[str, Sharded]:
-    """Return the tensors for `dist_checkpointing.save`; collective over data-parallel ranks.
+    """Return the tensors for `dist_checkpointing.save`. Collective over data-parallel ranks.
 
-    With the distributed optimizer, the parts of a parameter's state are gathered on its owner, one of the ranks that
-    share it. Owners are distributed evenly, so all ranks write, and none holds more than its share.
+    With the distributed optimizer, the ranks that share a parameter hold parts of its state. One of them, its owner,
+    gathers the parts. The parameters are distributed evenly over owners, so that all ranks write and none holds more
+    than its share.
 
     Args:
-        model_state: the model's own sharded tensors.
+        model_state: the sharded tensors of the model.
     """
     tensors = {}
     owners = _owners(slots)
@@ -117,8 +119,9 @@ def state_to_save(slots: Sequence[Slot], model_state: dict[str, Any]) -> dict[st
 def state_to_load(slots: Sequence[Slot], model_state: dict[str, Any]) -> dict[str, Sharded]:
     """Return the tensors that `dist_checkpointing.load` fills on this rank.
 
-    With the distributed optimizer these are whole states of the parameters that this rank owns, as in `state_to_save`,
-    so only one rank reads each byte. If a rank holds the whole state of a parameter, the state is read in place.
+    With the distributed optimizer, these are the whole states of the parameters that this rank owns, as in
+    `state_to_save`. Each byte is therefore read by only one rank. If this rank holds the whole state of a parameter,
+    the state is read in place.
     """
     tensors = {}
     owners = _owners(slots)
@@ -134,7 +137,7 @@ def state_to_load(slots: Sequence[Slot], model_state: dict[str, Any]) -> dict[st
 
 @torch.no_grad()
 def set_state(slots: Sequence[Slot], loaded: dict[str, torch.Tensor], step: int) -> None:
-    """Copy loaded state into the optimizer; collective over data-parallel ranks.
+    """Copy loaded state into the optimizer. Collective over data-parallel ranks.
 
     Args:
         loaded: result of `state_to_load`, filled by `dist_checkpointing.load`; tensors are removed one by one to free
@@ -152,12 +155,11 @@ def set_state(slots: Sequence[Slot], loaded: dict[str, torch.Tensor], step: int)
 
 
 def _shared_slots(part: DistributedOptimizer) -> Iterator[Slot]:
-    """Return the slots of megatron-core's distributed optimizer, which shards state over data-parallel ranks.
+    """Yield the slots of megatron-core's distributed optimizer, which shards state over data-parallel ranks.
 
-    Parameters are concatenated in a flat buffer, and each rank holds the state of one range of the buffer.
-
-    Example: two parameters of 6 and 4 elements, two ranks. Rank 0 holds the state of elements 0 to 4 of the first
-    parameter. Rank 1 holds the state of element 5 of the first parameter (`start` is 5) and of the whole second one.
+    Parameters are concatenated in a flat buffer, and each rank holds the state of one range of the buffer. Example: two
+    parameters of 6 and 4 elements, two ranks. Rank 0 holds the state of elements 0 to 4 of the first parameter. Rank 1
+    holds the state of element 5 of the first parameter (`start` is 5) and of the whole second parameter.
     """
     for buffer in part.buffers:
         for parameter in buffer.params:
@@ -171,7 +173,7 @@ def _shared_slots(part: DistributedOptimizer) -> Iterator[Slot]:
 
 
 def _whole_slots(part: Any) -> Iterator[Slot]:
-    """Return the slots of megatron-core's other optimizers: each data-parallel rank holds the whole state."""
+    """Yield the slots of megatron-core's other optimizers, in which each data-parallel rank holds the whole state."""
     if isinstance(part, Float16OptimizerWithFloat16Params):
         parameters = [*itertools.chain(*part.float16_groups), *itertools.chain(*part.fp32_from_fp32_groups)]
         mains = [*itertools.chain(*part.fp32_from_float16_groups), *itertools.chain(*part.fp32_from_fp32_groups)]
@@ -183,7 +185,7 @@ def _whole_slots(part: Any) -> Iterator[Slot]:
 
 
 def _placed(slots: Sequence[Slot], model_state: dict[str, Any]) -> Iterator[tuple[Slot, Sharded]]:
-    """Return each slot with its parameter's place in the whole model."""
+    """Yield each slot with the place of its parameter in the whole model."""
     if not slots:  # only weights are saved; megatron-core would warn of an empty mapping
         return
     places = get_param_id_to_sharded_param_map(model_state, (slot.parameter for slot in slots))
@@ -192,7 +194,7 @@ def _placed(slots: Sequence[Slot], model_state: dict[str, Any]) -> Iterator[tupl
 
 
 def _gather(slot: Slot, kind: str, owner: int) -> torch.Tensor | None:
-    """Return one kind of state of the whole parameter on the owner, None on other ranks.
+    """Return one kind of state of the whole parameter on the owner; None on other ranks.
 
     The parts are summed as integers. At each element only one rank has a nonzero value, so every bit is preserved.
     """
@@ -233,12 +235,13 @@ def _owners(slots: Sequence[Slot]) -> list[int]:
 
 
 def _like(sharded: Sharded, tensor: torch.Tensor, kind: str) -> Sharded:
-    """Return the tensor with the place of the parameter `sharded` in the whole model, and a name with the kind of
-    state."""
+    """Return `tensor` with the place of the parameter `sharded` in the whole model, and with a name that includes
+    `kind`.
+    """
     return make_sharded_optimizer_tensor(sharded, tensor, prefix=f"optimizer.{kind}")
 
 
 def _by_its_owner(sharded: Sharded) -> Sharded:
-    """Return the tensor marked as the main replica among data-parallel ranks, because no other rank holds it."""
+    """Return the tensor marked as the main replica among data-parallel ranks, because only its owner holds it."""
     assert isinstance(sharded.replica_id, tuple)
     return replace(sharded, replica_id=(*sharded.replica_id[:-1], 0))

@@ -1,5 +1,7 @@
-"""Write `source/` of a run, a copy of the model directory without weights. Exports read the copy, not the model
-directory."""
+"""Write the directory `source/` of a run: a copy of the model directory without weights.
+
+Exports read this copy, not the model directory.
+"""
 
 import json
 import shutil
@@ -26,13 +28,12 @@ _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msg
 
 
 def write_source(hf_model: HfModel, run_dir: Path, heads: Heads, graft_from: HfModel | None = None) -> Path:
-    """Copy every small file of the model directory, and note the dtype and shape of every tensor.
+    """Copy every small file of the model directory, and record the dtype and shape of every tensor.
 
-    In the copy of config.json, the heads are those of the run and quantization is removed, because exports are not
-    quantized. Nothing else changes.
+    The copy of config.json declares the heads of the run, and has no quantization, because exports are not quantized.
 
     Args:
-        graft_from: the model that the heads were copied from, whose head tensors are noted too; None without such a
+        graft_from: the model that the heads were copied from, whose head tensors are recorded too; None without such a
             model.
 
     Raises:
@@ -88,7 +89,7 @@ def describe_tensors(hf_model: HfModel, graft_from: HfModel | None = None) -> di
 def with_heads_of(
     hf_model: HfModel, tensors: Mapping[str, dict[str, Any]], graft_from: HfModel
 ) -> dict[str, dict[str, Any]]:
-    """Return dtypes and shapes of this model's tensors, with the MTP heads of another model."""
+    """Return the dtypes and shapes in `tensors`, with the MTP heads replaced by those of `graft_from`."""
     trunk = {key: tensor for key, tensor in tensors.items() if not hf_model.family.is_mtp(hf_model.config, key)}
     others = describe(graft_from.directory)
     return trunk | {key: tensor for key, tensor in others.items() if hf_model.family.is_mtp(hf_model.config, key)}
@@ -143,9 +144,12 @@ def check_source(run_dir: Path) -> None:
 
 
 def check_model_links(hf_dir: Path) -> None:
-    """Check that no small file is a link out of the model's directory: runs and exports would copy the target.
+    """Check that no small file is a link that points out of the model's directory.
 
-    In the Hugging Face cache the files of models--NAME/snapshots/REVISION are links to models--NAME/blobs.
+    Runs and exports would copy its target.
+
+    In the Hugging Face cache, the files of models--NAME/snapshots/REVISION are links to models--NAME/blobs; these are
+    allowed.
 
     Raises:
         UserError: a file is such a link.
@@ -168,7 +172,7 @@ def _small_files(hf_dir: Path) -> list[Path]:
 def _check_link(path: Path, homes: Sequence[Path], name: str) -> None:
     """Check that a path does not point outside of the directories `homes`.
 
-    Otherwise the author of the directory could have any file of this machine copied into an export.
+    Otherwise, the author of the directory could cause any file of this machine to be copied into an export.
 
     Args:
         homes: absolute paths without links.

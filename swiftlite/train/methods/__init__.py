@@ -1,1 +1,1 @@
-"""The parts of the training methods that need torch; `swiftlite/methods` describes the methods without torch."""
+"""The parts of the training methods that require torch. `swiftlite/methods` describes the methods without torch."""

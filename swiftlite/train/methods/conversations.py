@@ -1,4 +1,4 @@
-"""Functions shared by methods: encode conversations, read files, and select prompts for measuring acceptance."""
+"""Functions shared by training methods: encode conversations, read files, and select prompts for acceptance.json."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
@@ -19,9 +19,9 @@ from swiftlite.runtime.agreement import digest
 from swiftlite.train.phases import Run
 
 MakeEncoder = Callable[[Any, PreTrainedTokenizerBase, int], Encoder]
-"""Function that makes an encoder of rows from the options, the tokenizer and the size of the vocabulary."""
+"""A function that makes an encoder of rows from the options, the tokenizer and the size of the vocabulary."""
 LoadData = Callable[[Any, Encoder, int], Data]
-"""Function that reads the data of a run from the options, the encoder and the size of the vocabulary."""
+"""A function that reads the data of a run, given the options, the encoder and the size of the vocabulary."""
 
 
 def make_conversation_encoder(

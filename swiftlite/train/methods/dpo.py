@@ -1,4 +1,4 @@
-"""`megatron dpo`: a loss over pairs of answers, relative to a reference model if the loss requires one."""
+"""Implement `megatron dpo`: a loss over pairs of answers, relative to a reference model if the loss requires one."""
 
 from dataclasses import replace
 from functools import partial
@@ -14,7 +14,9 @@ from swiftlite.train.phases import Run
 
 
 def compare_with_reference(run: Run) -> Run:
-    """Return the run with log-probabilities of the reference model in its pairs, if the loss requires them; collective.
+    """Add log-probabilities of the reference model to the run's pairs if the loss requires them; return the run.
+
+    Collective.
 
     Raises:
         UserError: the reference model or its cache cannot be used.

@@ -1,8 +1,8 @@
 """Compute KTO, a loss over single answers labeled good or bad (`megatron dpo --loss_type kto`).
 
-The KL divergence between the model and the reference is estimated from mismatched answers, the companions: each prompt
-is paired with the answer of another row. The estimate is one value per global batch, and is therefore computed before
-the training step, without gradients.
+The loss requires the KL divergence between the model and the reference model. It is estimated from mismatched answers:
+each prompt is paired with the answer of another row, its companion. The estimate is one value per global batch, and is
+therefore computed before the training step, without gradients.
 
 Shapes: P answers of a micro-batch, K the number of predictions (1 for the trunk, 1 for each MTP depth), B rows, S
 tokens of a row on this context-parallel rank.
@@ -39,13 +39,13 @@ from swiftlite.train.phases import Run
 DESIRABLE = Extra("desirable", torch.bool)
 """Whether an answer is labeled good."""
 SUMS = 8
-"""Number of sums per micro-batch: the number of answers and their loss; the number, rewards and log-probabilities of
-the good answers, and the same three of the bad answers.
+"""Number of sums per micro-batch. There are two over all answers (their number and their loss), and three each over
+good and over bad answers (their number, rewards and log-probabilities).
 """
 
 
 def measure_kl(model: Sequence[torch.nn.Module], mesh: Mesh, companions: Sequence[Batch]) -> float:
-    """Return the mean log(model / reference) of the mismatched answers of a global batch, clamped at 0; collective.
+    """Return the mean of log(model / reference) over the mismatched answers of a global batch, at least 0. Collective.
 
     Args:
         model: the chunks of this rank, in evaluation mode.
@@ -66,7 +66,7 @@ def measure_kl(model: Sequence[torch.nn.Module], mesh: Mesh, companions: Sequenc
 
 @dataclass(frozen=True)
 class KtoObjective:
-    """TRL's KTO loss, a mean over the answers of a global batch, plus the heads' losses on the good answers.
+    """TRL's KTO loss, a mean over the answers of a global batch, plus the losses of the MTP heads on the good answers.
 
     The loss of an answer with r = log(model / reference), summed over its tokens:
 
@@ -96,7 +96,7 @@ class KtoObjective:
         return (SUMS + 3 * self.heads.drafts,)
 
     def count_targets(self, batches: Sequence[Batch]) -> torch.Tensor:
-        """Count, for the trunk and each MTP depth: valid targets, all tokens, and answers.
+        """Count valid targets, all tokens and answers, for the trunk and each MTP depth.
 
         Returns int64 [3, K]; the number of answers is the same in every column.
         """
@@ -164,7 +164,7 @@ class KtoObjective:
 
 
 def load_rated(args: DpoArgs, encoder: Encoder, vocab_size: int) -> Data:
-    """Read training and held-out rows; each sample gets the answer to another question as its companion.
+    """Read training and held-out rows. The companion of each sample is its prompt with the answer of another row.
 
     Raises:
         UserError: a file or a row is invalid.
@@ -181,7 +181,7 @@ def kto_objective(run: Run) -> KtoObjective:
 
 
 def _with_companion(sample: Sample) -> Sample:
-    """Return one sample with the two sequences that the reference model scores, the answer and its companion."""
+    """Return one sample with the two sequences that the reference model scores: the answer and its companion."""
     assert sample.companion is not None
     return replace(sample, others=(sample.companion,), companion=None)
 

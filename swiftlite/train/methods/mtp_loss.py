@@ -1,4 +1,4 @@
-"""The losses of the MTP heads, which every objective adds to its own loss.
+"""Compute the losses of the MTP heads, which every objective adds to its own loss.
 
 Shapes: K the number of predictions (1 for the trunk, 1 for each MTP depth), B rows, S tokens of a row on this
 context-parallel rank.
@@ -28,16 +28,17 @@ def count_labels(batches: Sequence[Batch], heads: Heads) -> torch.Tensor:
 def head_coefficients(
     heads: Heads, mtp_loss_scaling_factor: float, num_targets: Sequence[int], divisor: int
 ) -> list[float]:
-    """Return the coefficient of the summed loss of each MTP depth, given that gradients are divided by `divisor`.
+    """Return the coefficient with which the summed loss of each MTP depth is added. Gradients are later divided by
+    `divisor`.
 
-    The coefficients make the loss of each depth a mean over its targets; a depth without targets has 0.
+    The coefficients make the loss of each depth a mean over its targets. A depth without targets has the coefficient 0.
 
-    Example: one depth with weight 1, scaling factor 0.3, 50 targets, and gradients divided by 200 tokens: 0.3 * 200 /
-    50 = 1.2.
+    Example: for one depth with weight 1, scaling factor 0.3 and 50 targets, and gradients divided by 200 tokens, the
+    coefficient is 0.3 * 200 / 50 = 1.2.
 
     Args:
         num_targets: number of targets of each MTP depth in the global batch.
-        divisor: number of elements (tokens or pairs) in the global batch that the objective's own loss is a mean over.
+        divisor: number of targets (tokens or pairs) of the objective's own loss in the global batch.
     """
     coefficients = []
     for weight, count in zip(heads.weights, num_targets, strict=True):

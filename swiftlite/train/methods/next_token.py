@@ -44,7 +44,7 @@ class NextTokenObjective:
     heads: Heads
     mtp_loss_scaling_factor: float
     hidden_state_cache: HiddenStateCache | None = None
-    """Cache of a frozen trunk's hidden states; None computes them in each step."""
+    """Cache of a frozen trunk's hidden states. None: the hidden states are computed in each step."""
 
     @property
     def nonfinite_hint(self) -> str:
@@ -59,8 +59,8 @@ class NextTokenObjective:
         return count_labels(batches, self.heads)
 
     def make_forward_step(self, counts: torch.Tensor, mesh: Mesh) -> ForwardStep:
-        """Return a forward step that returns `total_loss`, the trunk's number of targets and the statistics of a
-        micro-batch."""
+        """Return a forward step that returns, for a micro-batch, `total_loss`, the trunk's number of targets and the
+        statistics."""
         targets, tokens = counts.tolist()
         coefficients = head_coefficients(self.heads, self.mtp_loss_scaling_factor, targets[1:], targets[0])
         balance = Balance(tokens, divisor=targets[0])

@@ -1,4 +1,4 @@
-"""The losses of `megatron dpo` over pairs of answers, and the heads' losses on the preferred answers.
+"""Compute the losses of `megatron dpo` over pairs of answers, and the losses of MTP heads on the preferred answers.
 
 Shapes: P pairs of a micro-batch, 2 the answers of a pair (the preferred one first), N all sequences of the micro-batch,
 K the number of predictions (1 for the trunk, 1 for each MTP depth), B rows, S tokens of a row on this context-parallel
@@ -33,7 +33,7 @@ FIGURES += ("logps/chosen", "logps/rejected")
 
 @dataclass(frozen=True)
 class Scores:
-    """Scores of pairs of answers by a model and its reference.
+    """Scores of pairs of answers under a model and its reference model.
 
     Attributes:
         log_p_P2: log-probability of each answer under the model.
@@ -52,7 +52,7 @@ class Scores:
 
     @property
     def ratio_P2(self) -> torch.Tensor:
-        """log(model / reference) of each answer."""
+        """log(model / reference) of each answer, from the probabilities of the whole answer."""
         return self.log_p_P2 - self.reference_P2
 
     @property
@@ -127,7 +127,7 @@ def pair_losses(scores: Scores, preference: Preference) -> torch.Tensor:
 
 
 def _smoothed(logits_P: torch.Tensor, smoothing: float) -> torch.Tensor:
-    """Compute -log sigmoid(logits) with label smoothing; `smoothing` is the assumed share of pairs with swapped
+    """Compute -log sigmoid(logits) with label smoothing. `smoothing` is the assumed share of pairs with swapped
     answers."""
     return -logsigmoid(logits_P) * (1 - smoothing) - logsigmoid(-logits_P) * smoothing
 
@@ -161,7 +161,7 @@ class PreferenceObjective:
         return (1 + len(FIGURES) + 2 + 3 * self.heads.drafts,)
 
     def count_targets(self, batches: Sequence[Batch]) -> torch.Tensor:
-        """Count, for the trunk and each MTP depth: targets, tokens, targets in preferred answers, pairs.
+        """Count targets, tokens, targets in preferred answers and pairs, for the trunk and each MTP depth.
 
         Returns int64 [4, K]; the number of pairs is the same in every column.
         """
@@ -199,7 +199,7 @@ class PreferenceObjective:
 
     @torch.no_grad()
     def _figures(self, scores: Scores, losses_P: torch.Tensor) -> torch.Tensor:
-        """Return sums over pairs, float64, in the order of FIGURES."""
+        """Return sums over the pairs of a micro-batch, float64, in the order of FIGURES."""
         log_p_P2 = scores.log_p_P2
         if self.preference.is_per_token:
             log_p_P2 = scores.mean_P2
@@ -209,7 +209,8 @@ class PreferenceObjective:
         return torch.stack([row.double().sum() for row in rows])
 
     def means(self, sums: torch.Tensor) -> dict[str, float]:
-        """Return FIGURES by name, and `mtp_K_loss` and `mtp_K_acceptance` of each depth K on the preferred answers.
+        """Return the metrics in FIGURES by name, and `mtp_K_loss` and `mtp_K_acceptance` of each depth K on the
+        preferred answers.
 
         If preferred answers are also imitated (`Preference.imitation`), `nll_loss` is added, and `loss` includes it.
         """
@@ -224,5 +225,5 @@ class PreferenceObjective:
 
 
 def _is_preferred(batch: Batch) -> torch.Tensor:
-    """Return a boolean mask [B, S]: whether each token belongs to a preferred answer."""
+    """Return which tokens belong to a preferred answer, bool [B, S]."""
     return batch.sequence_KBS[0] % 2 == 0  # false for padding, -1

@@ -1,4 +1,4 @@
-"""`megatron pt`: the next token of plain text."""
+"""Implement `megatron pt`: the next-token loss over plain text."""
 
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -23,7 +23,7 @@ def make_document_encoder(args: PtArgs, tokenizer: PreTrainedTokenizerBase, voca
 
 
 def document_prompts(run: Run) -> tuple[Sequence[Prompt], Collection[int | None]]:
-    """Return the beginnings of the first held-out documents, and the token that ends one."""
+    """Return the beginnings of the first held-out documents, and the token that ends a document."""
     firsts = first_pieces(run.data.val)[: run.args.acceptance_samples]
     prompts = []
     for sample in firsts:
@@ -34,7 +34,7 @@ def document_prompts(run: Run) -> tuple[Sequence[Prompt], Collection[int | None]
 
 
 def first_pieces(samples: Sequence[Sample]) -> list[Sample]:
-    """Return the first sample of each document; a long document is split into several."""
+    """Return the first sample of each document. A long document consists of several samples."""
     by_source: dict[str, Sample] = {}
     for sample in samples:
         by_source.setdefault(sample.source, sample)

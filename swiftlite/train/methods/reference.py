@@ -1,12 +1,12 @@
 """Compute log-probabilities under the reference model once, before the first step, and store them on disk.
 
 A frozen model gives the same log-probabilities for a pair in every epoch. Therefore the reference model is opened
-before training, on a mesh with a separate layout. The reference model scores the pairs of the training steps and is
-closed. Each pair gets two log-probabilities, one per answer. These are stored on disk under the sha256 of the pair's
-tokens, so that resumed runs and other runs read exactly the same values.
+before training, on a mesh with its own parallel layout, scores the pairs of all training steps, and is closed. Each
+pair gets two log-probabilities, one per answer. They are stored on disk under the sha256 of the pair's tokens, so that
+resumed runs and other runs read exactly the same values.
 
-Pairs are scored in slices. After each slice all ranks synchronize, so that ranks outside the reference model's mesh
-wait for at most one slice. The scores are written after each slice, so that a killed run keeps them.
+Pairs are scored in slices. After each slice, all ranks synchronize and the scores are written to disk. Ranks outside
+the reference model's mesh therefore wait for at most one slice at a time, and a killed run loses at most one slice.
 """
 
 import itertools
@@ -48,18 +48,18 @@ from swiftlite.train.phases import Run
 FLAG = "--ref_logprobs_cache"
 FILE = "reference.safetensors"
 SLICES = "reference-*.safetensors"
-"""Files of a run that has not scored all its pairs yet."""
+"""Names of the files of a run that has not scored all its pairs yet, one per slice."""
 SLICE_PAIRS, SLICE_TOKENS = 1000, 1_000_000
 """Maximum number of pairs and approximate maximum number of tokens of a slice. Even at 2,000 tokens/s a slice takes
 less than ten minutes.
 """
 Answers = dict[str, tuple[float, float]]
-"""The log-probabilities of the preferred and the rejected answer, by the digest of the pair."""
+"""The log-probabilities of the preferred and the rejected answer of pairs, by the digest of the pair."""
 
 
 @dataclass(frozen=True)
 class Reference:
-    """A reference model that is not open yet.
+    """A reference model, which is opened when it is needed.
 
     Attributes:
         mesh: the ranks on which the model is opened.
@@ -74,7 +74,7 @@ class Reference:
     directory: Path
 
     def score(self, pairs: Sequence[Sample]) -> list[tuple[float, float]]:
-        """Return the log-probabilities of both sequences of each pair; collective, each rank has all pairs.
+        """Return the log-probabilities of both sequences of each pair. Collective; each rank passes all pairs.
 
         Raises:
             UserError: the stored log-probabilities belong to another model, are damaged or cannot be written, or the
@@ -98,8 +98,10 @@ class Reference:
         return [answers[key] for key in keys]
 
     def _score(self, missing: Mapping[str, Sample], manifest: Mapping[str, str]) -> Answers:
-        """Return the log-probabilities of the pairs `missing`, by digest, computed in slices; collective over all
-        ranks."""
+        """Return the log-probabilities of the pairs `missing`, by digest. Collective over all ranks.
+
+        The pairs are scored in slices.
+        """
         logger.info("the reference model %s scores %d samples", self.model.name, len(missing))
         chunks = self.open()
         answers: Answers = {}
@@ -140,11 +142,11 @@ class Reference:
         return chunks
 
     def _manifest(self) -> dict[str, str]:
-        """Return the facts that the scores depend on, apart from the pairs, by name; collective."""
+        """Return everything that the log-probabilities depend on except the pairs, by name. Collective."""
         return {"model": shared_digest_of(self.model.directory), "torch_dtype": self.torch_dtype}
 
     def _check_directory(self) -> None:
-        """Create the directory if it does not exist.
+        """Create the directory if it does not exist, and check its content.
 
         Raises:
             UserError: the directory contains other files, or cannot be written.
@@ -154,7 +156,7 @@ class Reference:
             raise UserError(f"{FLAG} {self.directory} is not empty, and has no {FILE}", _ANOTHER)
 
     def _files(self) -> list[Path]:
-        """Return the existing files of log-probabilities."""
+        """Return the files that contain stored log-probabilities."""
         files = sorted(self.directory.glob(SLICES))
         whole = self.directory / FILE
         if whole.exists():
@@ -210,7 +212,12 @@ _ANOTHER = "use another directory; or delete this one, if nothing else needs it"
 
 
 def slices(pairs: Mapping[str, Sample]) -> Iterator[list[str]]:
-    """Cut pairs, by digest, into slices of at most `SLICE_PAIRS` pairs and about `SLICE_TOKENS` tokens."""
+    """Divide pairs into slices of at most `SLICE_PAIRS` pairs and about `SLICE_TOKENS` tokens; yield the digests of
+    each slice.
+
+    Args:
+        pairs: pairs by digest.
+    """
     keys: list[str] = []
     num_tokens = 0
     for key, pair in pairs.items():
@@ -229,8 +236,8 @@ def log_probabilities(
 ) -> torch.Tensor:
     """Return log-probabilities [len(pairs), 2] of the answers on all ranks of the mesh; collective over the mesh.
 
-    Each pair is a separate micro-batch, so that its scores are bitwise independent of other pairs: a resumed run with a
-    different number of steps scores different pairs.
+    Each pair is a separate micro-batch, so that its scores do not depend, bit for bit, on other pairs. A resumed run
+    with another number of steps scores other pairs, and must get the same values.
 
     Args:
         chunks: the model's stages on this rank.
@@ -259,10 +266,12 @@ def log_probabilities(
 def score_with_reference(
     run: Run, pair_of: Callable[[Sample], Sample], scored: Callable[[Sample, float, float], Sample]
 ) -> Run:
-    """Return the run with the log-probabilities of the reference model added to its samples; collective.
+    """Score the run's samples with the reference model, and return the run with these scores in its samples.
+
+    Collective.
 
     Args:
-        pair_of: returns one sample that consists of the two sequences to score for a given sample.
+        pair_of: returns, for a sample, one sample that consists of the two sequences to score.
         scored: returns the given sample with the log-probabilities of its two sequences added.
 
     Raises:
@@ -293,7 +302,7 @@ def samples_of_steps(run: Run) -> list[int]:
 
 
 def open_reference(run: Run) -> Reference:
-    """Return the reference model, with a mesh for its layout, which may exclude the last ranks; collective."""
+    """Return the reference model, with a mesh for its layout. The mesh can exclude the last ranks. Collective."""
     args: Any = run.args
     layout = reference_layout(args)
     model = run.ref_model or run.hf_model

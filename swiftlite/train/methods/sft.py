@@ -1,4 +1,4 @@
-"""`megatron sft`: the next token of conversations."""
+"""Implement `megatron sft`: the next-token loss over conversations."""
 
 from swiftlite.train.methods.conversations import make_conversation_encoder
 from swiftlite.train.methods.next_token import next_token_objective

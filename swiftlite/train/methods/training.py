@@ -1,4 +1,7 @@
-"""`Training`: the part of a training method that needs torch, see `Method` in `swiftlite/methods`."""
+"""Define `Training`, the part of a training method that requires torch.
+
+`Method` in `swiftlite/methods` is the other part.
+"""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -28,7 +31,7 @@ class Training:
         prepare: called once before the first step. The function returns the run with scores added to the samples, such
             as the log-probabilities of a reference model.
         held_out_prompts: returns the prompts that acceptance.json continues, and the tokens that end an answer.
-        extras: tensors that samples carry into batches.
+        extras: additional tensors that batches contain, collated from values of samples.
     """
 
     make_encoder: MakeEncoder

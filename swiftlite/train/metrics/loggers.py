@@ -59,7 +59,7 @@ class ProgressBar:
         return " ".join(f"{self.SHORT.get(name, name)}={value:.4g}" for name, value in metrics.items())
 
     def summarize(self, figures: Mapping[str, float]) -> None:
-        """Do nothing: the summary is in the log."""
+        """Do nothing, because the summary is in the log."""
 
     def close(self) -> None:
         if self.bar is not None:
@@ -67,11 +67,11 @@ class ProgressBar:
 
 
 class MetricsFile:
-    """The file metrics.jsonl: one JSON object per line, flushed after each line.
+    """The file metrics.jsonl, with one JSON object per line. The file is flushed after each line.
 
     Args:
         first: step of the checkpoint that the run resumes from; lines of later steps are removed.
-        last: step of the final evaluation. A run that resumes at this step only evaluates again.
+        last: step of the final evaluation. A run that resumes at this step only repeats this evaluation.
     """
 
     def __init__(self, path: Path, first: int, last: int):
@@ -103,7 +103,7 @@ class MetricsFile:
             ) from None
 
     def summarize(self, figures: Mapping[str, float]) -> None:
-        """Do nothing: the summary is in acceptance.json."""
+        """Do nothing, because the summary is in acceptance.json."""
 
     def close(self) -> None:
         self.file.close()
@@ -114,7 +114,7 @@ def _is_evaluation(metrics: Mapping[str, float]) -> bool:
 
 
 class TensorBoard:
-    """Scalars for TensorBoard."""
+    """Writes metrics as scalars for TensorBoard."""
 
     def __init__(self, directory: Path, first: int):
         from torch.utils.tensorboard import SummaryWriter  # needs the optional tensorboard package
@@ -127,7 +127,7 @@ class TensorBoard:
             self.writer.add_scalar(name, value, step)
 
     def summarize(self, figures: Mapping[str, float]) -> None:
-        """Do nothing: TensorBoard shows only charts."""
+        """Do nothing, because TensorBoard shows only charts."""
 
     def close(self) -> None:
         self.writer.close()

@@ -1,4 +1,6 @@
-"""run_report.json: statistics of the data, the changes of tensors, and a check that frozen tensors did not change."""
+"""Write run_report.json: statistics of the data, the changes of tensors, and a check that frozen tensors did not
+change.
+"""
 
 import hashlib
 import json
@@ -32,14 +34,14 @@ class Hashed(NamedTuple):
 
 
 def hash_tensors(chunks: Sequence[torch.nn.Module]) -> dict[str, str]:
-    """Compute the sha256 of each parameter's bytes on this rank, by label (see `_parameters`)."""
+    """Compute the sha256 of the bytes of each parameter on this rank, by label (see `_parameters`)."""
     return {label: _sha256(parameter) for label, _, parameter in _parameters(chunks)}
 
 
 def compare_tensors(
     chunks: Sequence[torch.nn.Module], before: Mapping[str, str], trainable: Trainable
 ) -> dict[str, Any]:
-    """Return which tensors changed since `before` on any rank, separately for trained and frozen tensors; collective.
+    """Return which tensors changed on any rank since `before`, separately for trained and frozen tensors. Collective.
 
     Args:
         before: result of `hash_tensors` for the same chunks before training.
@@ -94,7 +96,7 @@ def _sha256_of_all(hashes: Mapping[str, str]) -> str:
 
 
 def check_frozen(tensors: Mapping[str, Any], trainable: Trainable) -> None:
-    """Raise UserError if a frozen tensor has changed: this is a defect, so the run must fail.
+    """Raise UserError if a frozen tensor has changed. Such a change is a defect, so the run must fail.
 
     Args:
         tensors: result of `compare_tensors`.

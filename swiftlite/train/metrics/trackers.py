@@ -1,7 +1,7 @@
 """Send metrics to wandb, SwanLab or MLflow through their own packages, which are optional.
 
-Addresses, accounts, projects and offline modes are set by each package's environment variables. The command line, the
-console and the environment are not sent, because they may contain secrets.
+Environment variables of each package set addresses, accounts, projects and offline modes. The command line, the output
+on the console and the environment are not sent, because they may contain secrets.
 """
 
 import json
@@ -18,9 +18,9 @@ from swiftlite.json_file import read_json
 from swiftlite.log import logger
 
 PROJECT = "swiftlite"
-"""Project of a run, unless the tracker's own environment variable sets another."""
+"""Name of the tracker's project for a run, unless the tracker's environment variable sets another name."""
 IDS_FILE = "trackers.json"
-"""File in output_dir with the id of the run in each tracker; a resumed run continues these tracker runs."""
+"""File in output_dir with the id of the run in each tracker. A resumed run continues the tracker's run with this id."""
 MAX_PARAMETER = 500
 """Maximum length of an option's value that every release of MLflow accepts."""
 
@@ -60,7 +60,7 @@ class Tracker(Protocol):
 
 
 class Wandb:
-    """Weights & Biases."""
+    """A run of Weights & Biases."""
 
     def __init__(self, run: TrackedRun):
         import wandb  # pyright: ignore[reportMissingImports]
@@ -89,7 +89,7 @@ class Wandb:
 
 
 class SwanLab:
-    """SwanLab. It has no summary, so the summary is logged as the last point."""
+    """A run of SwanLab. SwanLab has no summary, so the summary is logged as the last point."""
 
     def __init__(self, run: TrackedRun):
         import swanlab  # pyright: ignore[reportMissingImports]
@@ -121,7 +121,7 @@ class SwanLab:
 
 
 class MLflow:
-    """MLflow."""
+    """A run of MLflow."""
 
     def __init__(self, run: TrackedRun):
         import mlflow  # pyright: ignore[reportMissingImports]
