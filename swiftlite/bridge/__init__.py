@@ -1,5 +1,5 @@
-"""Convert weights between Hugging Face directories and live Megatron models.
+"""Convert weights between Hugging Face directories and Megatron models in memory.
 
 The entry points are `load_hf` and `save_hf` in `transfer.py`. Only `placement.py` uses megatron-core and process
-groups.
+groups; all other modules work on shapes and files.
 """

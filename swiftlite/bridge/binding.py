@@ -1,7 +1,8 @@
-"""Bind rows to live parameters, and report all mismatches before any tensor is read or written.
+"""Bind bridge rows to parameters in memory, and report all mismatches before any tensor is read or written.
 
-The functions operate on shapes and ranges, without files or process groups. `placement.py` creates each `Shard`, and
-`transfer.py` copies the slices of a binding.
+A bridge row maps a Megatron parameter to Hugging Face tensors (`rows.py`). The functions here operate on shapes and
+ranges, without files or process groups. `placement.py` creates each `Shard`, and `transfer.py` copies the slices of a
+binding.
 """
 
 from collections import Counter
@@ -27,7 +28,7 @@ class Shard:
         tensor: the part of this rank.
         partition_dim: axis along which ranks split the parameter; None if each rank holds the whole parameter.
         tp_rank, tp_size: index of this rank among the ranks that split the parameter, and number of these ranks.
-        writes: whether this rank writes the part into an export; False if another rank that holds the same part writes
+        writes: whether this rank writes the part into an export. False if another rank holds the same part and writes
             it.
     """
 
@@ -48,7 +49,7 @@ class Shard:
 
     @property
     def first(self) -> int:
-        """Start of this rank's part along `partition_dim`."""
+        """Start of this rank's part along `partition_dim` of the whole parameter."""
         if self.partition_dim is None:
             return 0
         return self.tp_rank * self.tensor.shape[self.partition_dim]
@@ -129,12 +130,13 @@ def bind(
     Args:
         shards: the parameters of this rank.
         rows: bridge rows. Each row claims its HF keys: no other row may contain these keys.
-        borrowed: bridge rows that read HF keys claimed by other rows (a head that is initialized from the last layer).
+        borrowed: bridge rows that read HF keys which other rows claim, for example to initialize a head from the last
+            layer.
         not_read: names of Megatron parameters that are not filled from HF tensors and require no row.
-        others_hold: returns whether a parameter that is not in `shards` can be on another rank.
+        others_hold: returns whether another rank can hold the parameter with a given name, which is not in `shards`.
         hf_shapes: when loading, shapes of the HF tensors; every key must be claimed or ignored.
         ignored: HF keys that are deliberately not read.
-        what, hint: name of the HF tensors' source, such as "the checkpoint", and hint, both for error messages.
+        what, hint: for error messages, the name of the HF tensors' source, such as "the checkpoint", and the hint.
 
     Raises:
         UserError: there are mismatches. The error lists Megatron parameters without a source, rows without a parameter,
@@ -173,7 +175,7 @@ def bind(
 
 
 def _rows_by_name(rows: Iterable[Row]) -> dict[str, Row]:
-    """Return the row of each Megatron parameter, by name."""
+    """Return the bridge rows by the name of their Megatron parameter."""
     row_of: dict[str, Row] = {}
     for row in rows:
         for name in (row.mcore, *row.mcore_copies):
@@ -216,7 +218,10 @@ def compare_shapes(
 
 
 def whole_numbers(rows: Iterable[Row], entries: Mapping[str, Entry]) -> list[str]:
-    """Return a problem (one line) per HF tensor of these rows with an integer dtype, which means quantized weights."""
+    """Return a problem (one line) for each HF tensor of these bridge rows with an integer dtype.
+
+    Integers mean quantized weights.
+    """
     problems = []
     for row in rows:
         for key in (*row.hf, *row.hf_copies):
@@ -226,7 +231,7 @@ def whole_numbers(rows: Iterable[Row], entries: Mapping[str, Entry]) -> list[str
 
 
 def _misfit(row: Row, shard: Shard) -> str:
-    """Return why the HF tensors of a row cannot fill this parameter; empty if they can."""
+    """Return why the HF tensors of a bridge row cannot fill a parameter; empty if they can."""
     axis = row.join.axis
     shapes = list(row.hf.values())
     other_axes = {_without(shape, axis) for shape in shapes}

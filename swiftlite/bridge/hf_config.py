@@ -3,7 +3,7 @@
 Every key that is not changed explicitly keeps its value and position, because engines read keys that swiftlite and
 transformers do not know.
 
-Vision-language models wrap a language model, whose settings are under `text_config`. This module moves these keys to
+Vision-language models contain a language model, whose settings are under `text_config`. This module moves these keys to
 the top level, where all other code reads them.
 """
 
@@ -28,7 +28,7 @@ _MTP_LAYER = re.compile(r"mtp\.layers\.(\d+)\.")
 
 
 def read_config(hf_dir: str | Path) -> dict[str, Any]:
-    """Read a model directory's config.json, with the settings of a wrapped language model at the top level.
+    """Read a model directory's config.json. Keys under `text_config` are moved to the top level.
 
     If config.json does not declare the number of MTP layers, as for Qwen3-Next-80B, the `mtp.layers.*` tensors are
     counted.
@@ -40,8 +40,9 @@ def read_config(hf_dir: str | Path) -> dict[str, Any]:
 
 
 def with_architecture_names(content: HfConfig, hf_dir: Path) -> dict[str, Any]:
-    """Return the content of a config.json in the form that `read_config` returns, with a language model's settings on
-    top."""
+    """Return the content of a config.json in the form that `read_config` returns, with keys under `text_config` at the
+    top level.
+    """
     hf_config = _unwrapped(content)
     key = depth_key(hf_config)
     if key not in hf_config:
@@ -53,7 +54,7 @@ def with_architecture_names(content: HfConfig, hf_dir: Path) -> dict[str, Any]:
 
 
 def _unwrapped(content: HfConfig) -> dict[str, Any]:
-    """Return the config with the settings of a wrapped language model at the top level."""
+    """Return the config with the keys under `text_config` at the top level."""
     text = content.get(_TEXT)
     if not isinstance(text, dict):
         return dict(content)
@@ -62,10 +63,7 @@ def _unwrapped(content: HfConfig) -> dict[str, Any]:
 
 
 def _tensor_names(hf_dir: Path) -> list[str]:
-    """Return the names of a model's tensors, from the index or the header of a single file.
-
-    The result is empty if neither is valid.
-    """
+    """Return a model's tensor names, from the index or the header of a single file; empty if neither is valid."""
     try:
         if (hf_dir / _INDEX).is_file():
             return [str(name) for name in read_json(hf_dir / _INDEX)["weight_map"]]
@@ -92,7 +90,9 @@ def _read(hf_dir: str | Path) -> dict[str, Any]:
 
 
 def dtype_change(hf_config: HfConfig, dtype: str) -> dict[str, Any]:
-    """Return the change that declares another dtype, under the key that this config uses (`dtype` or `torch_dtype`)."""
+    """Return the change of config.json that declares another dtype, under the key that it uses (`dtype` or
+    `torch_dtype`).
+    """
     key = "torch_dtype" if "torch_dtype" in hf_config else "dtype"
     if hf_config.get(key) == dtype:
         return {}
@@ -100,17 +100,17 @@ def dtype_change(hf_config: HfConfig, dtype: str) -> dict[str, Any]:
 
 
 def quantization_change(hf_config: HfConfig) -> dict[str, Any]:
-    """Return the change that removes quantization from the config of a quantized checkpoint."""
+    """Return the change of config.json that removes the quantization of a checkpoint."""
     if "quantization_config" not in hf_config:
         return {}
     return {"quantization_config": REMOVE}
 
 
 def write_patched(source_dir: str | Path, out_dir: str | Path, changes: Mapping[str, Any]) -> list[str]:
-    """Write config.json with some keys changed, added or removed (value REMOVE); without changes, copy it byte for
-    byte.
+    """Write config.json with some keys changed, added or removed (value REMOVE).
 
-    Keys of a wrapped language model are changed in place, and new keys are added next to them.
+    Without changes, the file is copied byte for byte. Keys under `text_config` are changed in place, and new keys are
+    added next to them.
 
     Returns:
         The difference, one line per key that changed: `key: old -> new`.
@@ -125,7 +125,7 @@ def write_patched(source_dir: str | Path, out_dir: str | Path, changes: Mapping[
 
 
 def _patch_wrapped(hf_config: HfConfig, changes: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Call `patch` on a config.json, including the settings of a wrapped language model."""
+    """Apply `patch` to a config.json whose settings can be under `text_config`."""
     text = hf_config.get(_TEXT)
     if not isinstance(text, dict):
         return patch(hf_config, changes)

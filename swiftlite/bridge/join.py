@@ -1,8 +1,8 @@
-"""Describe how HF tensors are concatenated in one Megatron parameter, with arithmetic on lengths only.
+"""Describe how Hugging Face tensors are concatenated in one Megatron parameter, by computing with lengths only.
 
-A Megatron parameter consists of ranges of HF tensors, placed end to end along one axis; a join is the list of these
-ranges. This description is used to load, to save, to slice for a rank, and to check that no element is missing. The
-rows of a family (`rows.py`) select the join of each parameter, and `placement.py` determines the part of each rank.
+A Megatron parameter consists of ranges of HF tensors, placed end to end along one axis. A join is the list of these
+ranges. Joins are used to load, to save, to slice for a rank, and to check that no element is missing. The bridge rows
+of a family (`rows.py`) select the join of each parameter, and `placement.py` determines the part of each rank.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ ZEROS = -1
 
 
 class SourceRange(NamedTuple):
-    """`length` elements along the axis from index `start` of HF tensor number `source`, or zeros."""
+    """`length` elements of HF tensor number `source` along the axis, from index `start` on; or this number of zeros."""
 
     source: int
     start: int
@@ -22,7 +22,7 @@ class SourceRange(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A rank's part of a `SourceRange`, and its start in the rank's part of the parameter."""
+    """A rank's part of a `SourceRange`, and the position where it starts in the rank's part of the parameter."""
 
     source: int
     start: int
@@ -79,11 +79,10 @@ class Interleave:
 
 @dataclass(frozen=True)
 class InterleaveBlocks:
-    """Split each block of each HF tensor into `units` equal parts, and interleave the parts: part 0 of every block
-    first.
+    """Split each block of each HF tensor into `units` equal parts, and interleave the parts.
 
-    For example, with two units, one HF tensor of the blocks q0 q1, k0 k1 and v0 v1 v2 v3 becomes q0 k0 v0 v1 q1 k1 v2
-    v3.
+    Part 0 of every block comes first. For example, with two units, one HF tensor of the blocks q0 q1, k0 k1 and v0 v1
+    v2 v3 becomes q0 k0 v0 v1 q1 k1 v2 v3.
 
     Args:
         blocks: lengths of the blocks of each HF tensor.
@@ -161,7 +160,9 @@ class SwapHalves:
 
 @dataclass(frozen=True)
 class PadEnd:
-    """A single HF tensor, padded with zeros to the length of the Megatron parameter (a vocabulary padded for TP)."""
+    """A single HF tensor, padded with zeros to the length of the Megatron parameter, such as a vocabulary that is
+    padded for TP.
+    """
 
     axis: int = 0
 
@@ -178,10 +179,11 @@ GATE_UP = Interleave(None)
 
 
 def clip(source_ranges: Sequence[SourceRange], begin: int, end: int) -> list[Piece]:
-    """Return the parts of `source_ranges` in positions [begin, end), with offsets relative to `begin`.
+    """Return the parts of `source_ranges` at the positions [begin, end) of the parameter, with offsets relative to
+    `begin`.
 
-    Example: 3 elements of tensor 0, then 3 of tensor 1, and positions [2, 4): the last element of tensor 0 at offset 0,
-    the first of tensor 1 at offset 1.
+    Example: for 3 elements of tensor 0, then 3 of tensor 1, and positions [2, 4), the result is the last element of
+    tensor 0 at offset 0 and the first element of tensor 1 at offset 1.
     """
     pieces = []
     position = 0

@@ -1,9 +1,9 @@
 """Determine which rank holds which part of a parameter.
 
-This is the only module of the bridge that uses megatron-core and process groups. Parameters have attributes that
-describe how they are split (`tensor_model_parallel`, `partition_dim`), and modules of layers and experts have
-attributes with their numbers. Reading requires no collective operation. Writing requires only barriers if all ranks see
-the same files.
+This is the only module of `bridge` that uses megatron-core and process groups. Attributes of parameters describe how
+they are split (`tensor_model_parallel`, `partition_dim`), and modules of layers and experts have their numbers as
+attributes. Reading weights requires no collective operation. Writing requires only barriers if all ranks can access the
+same files.
 """
 
 import re
@@ -72,9 +72,9 @@ def shards_of(model_chunks: Sequence[nn.Module]) -> list[Shard]:
 
 
 def _sharing(local_name: str, model: GPTModel) -> tuple[int, int, bool]:
-    """Return the index and number of the ranks that split a parameter, and whether this is the first replica.
+    """Return the index and number of the ranks that split a parameter, and whether this rank holds the first replica.
 
-    Experts are split and replicated over different groups than the rest of the model.
+    Experts are split and replicated over other groups of ranks than the rest of the model.
     """
     if match := _EXPERTS.search(local_name):
         experts = cast(SequentialMLP, model.get_submodule(local_name[: match.start() + len(".experts")]))
@@ -87,7 +87,7 @@ def global_name(local_name: str, model: nn.Module) -> str:
     """Return a parameter's name in the whole model, without wrappers.
 
     Layers are numbered over all pipeline stages, and experts over all expert-parallel ranks. The numbers are attributes
-    of the modules (`layer_number`, from 1; `local_expert_indices`), so this works for any layout.
+    of the modules (`layer_number`, from 1; `local_expert_indices`), so the result is correct for any layout.
     """
     name = _WRAPPERS.sub("", local_name)
     if match := _EXPERTS.search(name):
@@ -102,11 +102,11 @@ def global_name(local_name: str, model: nn.Module) -> str:
 
 
 def others_hold(model_chunks: Sequence[nn.Module], shards: Sequence[Shard]) -> Callable[[str], bool]:
-    """Return a function that returns whether another rank can hold a parameter, by its name.
+    """Return a function that returns whether another rank can hold the parameter with a given name.
 
-    Pipeline stages split the layers (and the embedding, the final norm, the head), and expert-parallel ranks split the
-    experts of a layer. Another rank can hold a parameter if this rank does not hold its layer or expert. The rank that
-    holds the layer checks the parameter, so no communication is needed.
+    Pipeline stages split the layers (and the embedding, the final norm and the output layer), and expert-parallel ranks
+    split the experts of a layer. Another rank can hold a parameter if this rank does not hold the parameter's layer or
+    expert. No communication is needed, because the rank that holds the layer checks the parameter.
     """
     config = _unwrap(model_chunks[0]).config
     num_layers = {"decoder": config.num_layers, "mtp": config.mtp_num_layers or 0}
@@ -160,7 +160,7 @@ def _unwrap(chunk: nn.Module) -> GPTModel:
 
 
 def is_first_rank() -> bool:
-    """Return whether this is rank 0, which does work that must be done once."""
+    """Return whether this is rank 0. Rank 0 does the work that must be done only once."""
     return dist.get_rank() == 0
 
 
@@ -173,7 +173,7 @@ def gather_from_all_ranks(value: Any) -> list[Any]:
 
 
 def all_ranks_see(directory: Path) -> bool:
-    """Return whether all ranks see files that the first rank writes to the directory; collective."""
+    """Return whether all ranks can read files that the first rank writes to the directory. Collective."""
     token: list[Any] = [f".seen-by-all-{uuid4().hex}"]
     if dist.get_world_size() > 1:
         dist.broadcast_object_list(token, src=0)

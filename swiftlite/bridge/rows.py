@@ -1,7 +1,7 @@
-"""`Row`: the HF tensors that form one Megatron parameter. Families define rows; loading and saving use them.
+"""Define `Row`: one Megatron parameter and the Hugging Face tensors that form it.
 
-Names are those of the whole model: layers are numbered over all pipeline stages, and there are no wrappers or ranks.
-See also `join.py` and `transfer.py`.
+Families define rows; loading and saving use them. Names are those of the whole model: layers are numbered over all
+pipeline stages, and there are no wrappers or ranks. See also `join.py` and `transfer.py`.
 """
 
 from collections.abc import Iterable, Mapping
@@ -22,14 +22,15 @@ class Row:
     """A Megatron parameter and the HF tensors that form it.
 
     Args:
-        mcore: Megatron name, e.g. `self_attention.linear_qkv.weight` within a layer.
+        mcore: Megatron name, such as `self_attention.linear_qkv.weight` within a layer.
         hf: shapes of the HF tensors for this config, by name, in the order of the join's arguments.
         join: how the HF tensors are joined.
-        hf_copies: further HF names that may hold a copy of the row's single HF tensor (`lm_head.weight` of a tied
-            model, the embedding in a DeepSeek-V3 head). Loading only checks that the copies are equal to the tensor.
-            Saving writes copies if the source model had them; in MTP heads always, because some engines require them.
-        mcore_copies: further Megatron names of the parameter (`output_layer.weight` of a tied model on a later pipeline
-            stage). These parameters are filled on load and never written.
+        hf_copies: further HF names that may contain a copy of the row's single HF tensor (`lm_head.weight` of a tied
+            model, the embedding in a DeepSeek-V3 head). Loading checks that copies are equal to the tensor. Saving
+            writes the copies that the source model had. Copies in MTP heads are always written, because some engines
+            require them.
+        mcore_copies: further Megatron parameters with the same values (`output_layer.weight` of a tied model on a later
+            pipeline stage). They are filled on load and never written.
         is_exact: whether the parameter is float32 even in a 16-bit model. An export writes it as float32, unless the
             source model had another dtype.
     """
@@ -42,7 +43,7 @@ class Row:
     is_exact: bool = False
 
     def hf_shapes(self) -> dict[str, Shape]:
-        """Return the shapes of the row's HF names, copies included."""
+        """Return the shapes of the row's HF tensors by name, including copies."""
         if not self.hf_copies:
             return dict(self.hf)
         (shape,) = self.hf.values()  # a row with copies has a single HF tensor
@@ -58,7 +59,10 @@ def shapes_of(rows: Iterable[Row]) -> dict[str, Shape]:
 
 
 def renamed(name: str, beginnings: Mapping[str, str]) -> str:
-    """Return the name with its prefix replaced according to `beginnings`; other names are unchanged."""
+    """Return the name with its prefix replaced as specified by `beginnings`.
+
+    Names with other prefixes are unchanged.
+    """
     for begin, own in beginnings.items():
         if name.startswith(begin):
             return own + name.removeprefix(begin)
@@ -66,7 +70,10 @@ def renamed(name: str, beginnings: Mapping[str, str]) -> str:
 
 
 def lift(rows: Iterable[Row], mcore_prefix: str, hf_prefix: str) -> list[Row]:
-    """Return rows with prefixes added, to use the rows of one decoder layer for every layer and MTP block."""
+    """Return the rows with prefixes added to their names.
+
+    Thus the rows of one decoder layer can be used for every layer and for the decoder layers of MTP heads.
+    """
 
     def lifted(row: Row) -> Row:
         return replace(
@@ -81,7 +88,7 @@ def lift(rows: Iterable[Row], mcore_prefix: str, hf_prefix: str) -> list[Row]:
 
 
 class RowTable(Protocol):
-    """The interface of a family (`families/family.py`) for the bridge: its rows, and the meaning of HF keys.
+    """The methods of a family (`families/family.py`) that `bridge` uses: its rows, and the meaning of HF keys.
 
     `hf_config` is the content of config.json.
     """
@@ -92,7 +99,9 @@ class RowTable(Protocol):
         ...
 
     def mtp_block_number(self, hf_config: HfConfig, /) -> int:
-        """Return the number (from 0) of the decoder layer whose kinds of attention and MLP an MTP head has."""
+        """Return the number (from 0) of the trunk's decoder layer with the same kinds of attention and MLP as an MTP
+        head.
+        """
         ...
 
     def head_of(self, hf_config: HfConfig, hf_key: str, /) -> int | None:
@@ -104,11 +113,13 @@ class RowTable(Protocol):
         ...
 
     def is_derived(self, hf_key: str, /) -> bool:
-        """Return whether an HF key holds values that are derived from the config (rotary `inv_freq`)."""
+        """Return whether the HF tensor with this key contains values that are derived from the config (rotary
+        `inv_freq`).
+        """
         ...
 
     def is_carried(self, hf_key: str, /) -> bool:
-        """Return whether an HF key is outside of the language model; such tensors are copied unchanged."""
+        """Return whether an HF tensor is not part of the language model. Such tensors are copied unchanged."""
         ...
 
     def head_rows(self, hf_config: HfConfig, head: int, /) -> list[Row]:

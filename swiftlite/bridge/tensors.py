@@ -1,9 +1,10 @@
 """Lazy access to safetensors files: read slices of tensors, and write files that several processes fill in place.
 
-The format is eight bytes of header length, a JSON header, then the numbers (huggingface.co/docs/safetensors). The
-safetensors package is not used, because it cannot fill a file slice by slice, and frees memory only when a file is
-closed. Files are read and written in blocks of a few megabytes, not memory-mapped: filling 1 GB through a memory map
-took 3 times as long (a page fault per 4 KB), and a full disk would kill the process.
+A safetensors file has eight bytes with the length of the header, a JSON header, and then the numbers
+(huggingface.co/docs/safetensors). The safetensors package is not used, because it cannot write a file slice by slice,
+and frees memory only when a file is closed. Files are read and written in blocks of a few megabytes and not
+memory-mapped: writing 1 GB through a memory map took 3 times as long (a page fault per 4 KB), and a full disk would
+kill the process.
 """
 
 import ctypes
@@ -103,7 +104,9 @@ def scan(hf_dir: str | Path) -> tuple[dict[str, Entry], list[str]]:
 
 
 def as_read(stored: Mapping[str, Entry], encoding: DeclaredEncoding | None) -> Found:
-    """Return the decoded view of files: single experts instead of stacks, and encoded tensors without scales."""
+    """Return the tensors of files after decoding: single experts instead of stacks, and decoded tensors instead of
+    codes and scales.
+    """
     return find_tensors(unfold(stored), encoding)
 
 
@@ -116,7 +119,8 @@ class Checkpoint:
 
     Attributes:
         stored: dtype, shape and location of every tensor in the files, by key.
-        entries: the decoded view: single experts instead of stacks, no scales of encoded tensors.
+        entries: the same after decoding: single experts instead of stacks, and decoded tensors instead of codes and
+            scales.
 
     Raises:
         UserError: a file is missing or damaged (see `scan`); the error lists every problem of every file.
@@ -141,7 +145,7 @@ class Checkpoint:
         self._files.close()
 
     def read_into(self, target: torch.Tensor, key: str, index: Index) -> None:
-        """Copy a slice of a tensor into `target`; nothing outside the slice is read, and no other copy is held.
+        """Copy a slice of a tensor into `target`. Only the slice is read, and no other copy of it is held in memory.
 
         Args:
             target: tensor of the slice's shape, on any device; values are cast to its dtype.
@@ -171,7 +175,7 @@ class Checkpoint:
         return result
 
     def chunks(self, key: str, index: Index | None = None) -> Iterator[torch.Tensor]:
-        """Yield a slice of a tensor (None: the whole tensor) in chunks of a few MB; each chunk overwrites the previous
+        """Yield a slice of a tensor (None: the whole tensor) in chunks of a few MB. Each chunk overwrites the previous
         chunk."""
         entry = self.entries[key]
         buffers = _Buffers()
@@ -182,7 +186,10 @@ class Checkpoint:
             yield self._decode(key, box, buffers)
 
     def is_equal(self, key: str, other: str, index: Index | None = None) -> bool:
-        """Return whether two tensors of the same shape are bitwise equal in a slice; equal NaNs are equal."""
+        """Return whether two tensors of the same shape have the same bits in a slice.
+
+        NaNs with the same bits are equal.
+        """
         if self.entries[key].dtype != self.entries[other].dtype:
             return False
         chunks = zip(self.chunks(key, index), self.chunks(other, index), strict=True)
@@ -216,8 +223,8 @@ class Checkpoint:
 def describe(hf_dir: str | Path) -> dict[str, dict[str, Any]]:
     """Return the content of a directory for JSON: `{key: {"dtype": "bfloat16", "shape": [..]}}`.
 
-    Keys are those of the files, so experts may be stacked. For encoded tensors the dtype is bfloat16, as an export
-    writes them, and scales are omitted.
+    Keys are those of the files, so experts may be stacked. For encoded tensors, the dtype is bfloat16, in which an
+    export writes them; their scales are omitted.
     """
     with Checkpoint(hf_dir) as checkpoint:
         found = find_tensors(checkpoint.stored, encoding_of(read_config(hf_dir)))
@@ -231,13 +238,13 @@ def describe(hf_dir: str | Path) -> dict[str, dict[str, Any]]:
 class ShardedFiles:
     """Safetensors files of a known set of tensors, filled in place by one or several processes.
 
-    The layout of the files depends only on names, shapes and dtypes, so every process computes the same layout and no
-    tensor is gathered. One process calls `create`, then all call `write` and `flush`, then one calls `publish`; callers
-    synchronize in between. Before `publish` the files have hidden temporary names.
+    The position of each tensor in the files depends only on names, shapes and dtypes. Every process computes the same
+    positions, so no tensor is gathered. One process calls `create`, then all call `write` and `flush`, then one calls
+    `publish`; callers synchronize between these calls. Before `publish`, the files have hidden temporary names.
 
     Args:
         out_dir: existing directory.
-        tensors: key -> (dtype, shape), in the order of the files.
+        tensors: dtype and shape by key, in the order of the files.
         max_shard_bytes: maximum size of one file's tensors; a larger tensor gets a separate file.
         encodings: encodings of the tensors that are not plain, by key; the dtypes of these tensors are ignored.
     """
@@ -268,14 +275,17 @@ class ShardedFiles:
 
     @property
     def files(self) -> list[str]:
-        """Names of the finished files, index included."""
+        """Names of the finished files, including the index."""
         files = list(self._headers)
         if len(files) > 1:
             files.append(INDEX_NAME)
         return files
 
     def create(self) -> None:
-        """Create the files under temporary names: write headers and reserve disk space, to detect a full disk early."""
+        """Create the files under temporary names.
+
+        Headers are written and disk space is reserved, so that a full disk is detected early.
+        """
         size_of = {file: len(header) for file, header in self._headers.items()}
         for entry in self.entries.values():
             size_of[entry.file] = max(size_of[entry.file], entry.offset + entry.nbytes)
@@ -323,7 +333,7 @@ class ShardedFiles:
             memory = memory[length:]
 
     def flush(self) -> None:
-        """Flush what this process has written to disk."""
+        """Flush the data that this process has written to disk."""
         self._files.sync()
         self._files.close()
 
@@ -360,7 +370,7 @@ def some(lines: Iterable[str], limit: int = 20) -> list[str]:
 
 
 def _read_index(path: Path) -> dict[str, set[str] | None]:
-    """Read the index: the keys of each file, by file name."""
+    """Read the index: for each file, by name, the keys of its tensors."""
     try:
         weight_map = read_json(path)["weight_map"]
         files: dict[str, set[str] | None] = {}
@@ -376,7 +386,10 @@ def _read_index(path: Path) -> dict[str, set[str] | None]:
 
 
 def _read_header(hf_dir: Path, file: str) -> dict[str, Entry]:
-    """Read the tensors' locations from the header of one file; every offset is checked against the size of the file."""
+    """Read the locations of tensors from the header of one file.
+
+    Every offset is checked against the size of the file.
+    """
     path = hf_dir / file
     try:
         if path.exists() and not path.is_file():  # opening a pipe would block
@@ -445,7 +458,7 @@ def _make_header(file: str, tensors: TensorTypes) -> tuple[bytes, dict[str, Entr
 
 
 def split(tensors: TensorTypes, max_bytes: int) -> list[list[str]]:
-    """Split keys into files, in order, of at most max_bytes each, unless a single tensor is larger."""
+    """Divide keys, in order, into files of at most max_bytes each. A larger tensor gets a separate file."""
     shards: list[list[str]] = [[]]
     filled = 0
     for key, (dtype, shape) in tensors.items():
@@ -476,7 +489,7 @@ def _box(index: Index, shape: tuple[int, ...]) -> Box:
 
 
 def _chunks(whole: Box, itemsize: int, align: Callable[[Box], Box] = lambda box: box) -> Iterator[tuple[Index, Box]]:
-    """Cut a box along its first axis into boxes of about _CHUNK_BYTES, each with its index in the whole box.
+    """Divide a box along its first axis into boxes of about _CHUNK_BYTES, each with its index in the whole box.
 
     Args:
         align: extends a box to whole blocks; `whole` must consist of whole blocks.
@@ -497,7 +510,7 @@ def _chunks(whole: Box, itemsize: int, align: Callable[[Box], Box] = lambda box:
 
 
 class _Buffers:
-    """Buffers for the stored tensors of one tensor, allocated once and reused for all chunks."""
+    """Buffers for the stored tensors (such as codes and scales) of one tensor, allocated once for all chunks."""
 
     def __init__(self):
         self._bytes: defaultdict[int, torch.Tensor] = defaultdict(lambda: torch.empty(0, dtype=torch.uint8))
@@ -545,8 +558,8 @@ def _write_fully(descriptor: int, memory: memoryview, offset: int) -> None:
 def _reserve(descriptor: int, size: int) -> None:
     """Set a file's size and allocate its blocks, so that a full disk is detected before hours of writing.
 
-    Some file systems cannot allocate blocks, such as NFS before 4.2. There, only the size is set. `os.posix_fallocate`
-    would write a byte into each block instead, on one rank while the others wait.
+    Some file systems, such as NFS before 4.2, cannot allocate blocks. There, only the size is set. `os.posix_fallocate`
+    is not used, because there it would write a byte into each block, on one rank while the others wait.
     """
     if sys.platform != "linux":
         os.truncate(descriptor, size)

@@ -1,20 +1,17 @@
-"""Convert weights between Hugging Face directories and live Megatron models, bitwise exact.
+"""Convert weights between Hugging Face directories and Megatron models in memory, without changing a bit.
 
-`load_hf` reads a directory into a model, `save_hf` writes a model to a directory, and `stream_hf` yields the same
-tensors for a running engine. Every rank reads and writes only its slices. Each function first binds the family's rows
-to the model's parameters, and raises an error for mismatches before it reads or writes a tensor. Two checks are made
-later: copies are compared with the tensor that they repeat when they are read, and the heads of `mtp_init="graft"` are
-in a second directory, which is opened after the trunk is read.
+`load_hf` reads a directory into a model, `save_hf` writes a model to a directory, and `stream_hf` yields the tensors
+for a running engine. Every rank reads and writes only its slices. Each function first binds the family's bridge rows to
+the model's parameters, and raises an error for mismatches before it reads or writes a tensor. Two checks are made
+later. Copies of a tensor are compared with it when they are read. The heads for `mtp_init="graft"` are in a second
+directory, which is opened after the trunk is read.
 
-Terms:
-    row: one Megatron parameter and the HF tensors that form it (`rows.py`).
-    shard: the part of a parameter on this rank (`placement.py`).
-    binding: a row with its shard, which maps slices of HF tensors to slices of the shard (`binding.py`). A slice
-        without an HF key is padding: it is zero in the model and not written.
-    piece: an HF key, a slice of that tensor and its values, to be sent to a file or an engine.
-    copy: an HF tensor that repeats another one, such as `lm_head.weight` of tied embeddings.
-    carried: tensors outside of the language model, which are copied unchanged.
-    drawn, grafted: initial values of MTP heads from random numbers, or from another model.
+Terms: row: one Megatron parameter and the HF tensors that form it (`rows.py`). shard: the part of a parameter on this
+rank (`placement.py`). binding: a row with its shard, which maps slices of HF tensors to slices of the shard
+(`binding.py`). A slice without an HF key is padding: it is zero in the model and not written. piece: an HF key, a slice
+of that tensor and its values, to be sent to a file or an engine. copy: an HF tensor with the same values as another
+one, such as `lm_head.weight` of tied embeddings. carried: tensors outside of the language model, which are copied
+unchanged. drawn, grafted: initial values of MTP heads from random numbers, or from another model.
 """
 
 import itertools
@@ -56,7 +53,7 @@ class WeightsReport:
         loaded: Megatron parameters read from the checkpoint.
         initialized: Megatron parameters filled from another source, with its name: "random", "copy_last_layer",
             "fit_last_layer", "graft".
-        dropped: HF keys that are not needed: heads that were not requested, buffers derived from the config.
+        dropped: HF keys that are not needed (of heads that were not requested, of buffers derived from the config).
         carried: HF keys outside of the language model, which an export copies unchanged.
     """
 
@@ -97,7 +94,8 @@ def load_hf(
     graft_from: str | Path | None = None,
     seed: int = 42,
 ) -> WeightsReport:
-    """Fill a Megatron model from a Hugging Face directory; each rank reads its slices, cast to the parameter's dtype.
+    """Fill a Megatron model from a Hugging Face directory. Each rank reads its slices and casts them to the parameter's
+    dtype.
 
     The model determines the number of MTP heads; if the model has no heads, the checkpoint's heads are dropped.
 
@@ -202,7 +200,7 @@ def _bind_heads(shards: Iterable[Shard], rows: Sequence[Row]) -> list[Binding]:
 
 
 def _check_same_shapes(rows: Sequence[Row], wanted: Sequence[Row], base: Checkpoint) -> None:
-    """Check that the rows of the heads on disk fill exactly the parameters that the trunk's config requires."""
+    """Check that the bridge rows of the heads on disk fill exactly the parameters that the trunk's config requires."""
     shapes = {row.mcore: list(row.hf.values()) for row in wanted}
     present = {row.mcore for row in rows}
     problems = [f"unexpected: {row.mcore}" for row in rows if row.mcore not in shapes]
@@ -231,7 +229,7 @@ class _Sources:
         drawn: rows of head parameters whose HF tensors are drawn at random.
         fills: functions that fill head parameters without HF tensors, by Megatron name.
         grafted: names of head parameters that `graft_heads` fills.
-        dropped: HF keys that are not needed: heads that were not requested, buffers derived from the config.
+        dropped: HF keys that are not needed (of heads that were not requested, of buffers derived from the config).
     """
 
     read: Sequence[Row]
@@ -299,9 +297,9 @@ def save_hf(
     max_shard_bytes: int = 5_000_000_000,
     carried: Path | None = None,
 ) -> list[str]:
-    """Write a Megatron model as Hugging Face safetensors; every rank writes its slices into the files in place.
+    """Write a Megatron model as Hugging Face safetensors. Every rank writes its slices into the files in place.
 
-    Ranks that do not see the first rank's directory send their slices to the first rank, one at a time.
+    Ranks that cannot access the first rank's directory send their slices to the first rank, one slice at a time.
 
     All MTP heads of the model are written, independent of the number in `hf_config`; the caller writes a matching
     config.json (`hf_config.write_patched`). Files are renamed to their final names after all files are complete on
@@ -310,19 +308,18 @@ def save_hf(
     Args:
         family: the model's family, which defines the rows.
         out_dir: directory without safetensors files, created if missing; preferably on a shared file system.
-        dtypes: dtype by HF key in the source model ("bfloat16" or torch.bfloat16). A key that is missing there gets the
-            most frequent dtype, or float32 if its row is `is_exact`. A single dtype applies to all tensors. None: the
-            dtype of the parameters.
-            The keys of a mapping also list the source's tensors: a copy such as the `lm_head.weight` of a tied model is
-            written if it is among them; a copy in an MTP head also if the source had no tensor of that head. Experts
-            are stacked if the stack is among the keys.
+        dtypes: the source model's dtypes ("bfloat16" or torch.bfloat16) by HF key. A tensor whose key is missing gets
+            the most frequent dtype, or float32 if its bridge row is `is_exact`. A single dtype applies to all tensors.
+            None: the dtype of the parameters. The keys also list the source model's tensors: a copy such as the
+            `lm_head.weight` of a tied model is written if its key is among them. A copy in an MTP head is also written
+            if the source had no tensor of that head. Experts are stacked if the key of the stack is among the keys.
         encodings: encodings of tensors that are not plain, by HF key; not supported for stacked experts. Each rank must
             hold whole blocks.
         max_shard_bytes: maximum size of one file.
         carried: safetensors file of parts outside of the language model, which are copied unchanged.
 
     Returns:
-        Names of the files written, index included.
+        Names of the written files, including the index.
 
     Raises:
         UserError: the directory contains safetensors, is not writable, or the disk is too small.
@@ -369,7 +366,7 @@ def _saved_tensors(
 
 
 def _create(files: ShardedFiles) -> None:
-    """Create the directory, which must have no safetensors, and the files under temporary names."""
+    """Create the directory, which must not contain safetensors files, and the files under temporary names."""
     files.out_dir.mkdir(parents=True, exist_ok=True)
     present = sorted(path.name for path in files.out_dir.glob("*.safetensors*"))
     if present:
@@ -396,7 +393,10 @@ def _write(files: ShardedFiles, pieces: Iterator[placement.Piece], others: Mappi
 def streamed_tensors(
     model_chunks: Sequence[nn.Module], family: RowTable, hf_config: HfConfig, part: HfPart, *, dtypes: Dtypes = None
 ) -> dict[str, tuple[torch.dtype, Shape]]:
-    """Return dtype and shape of the tensors that `stream_hf` yields, by HF key and in its order; not collective."""
+    """Return dtype and shape of the tensors that `stream_hf` yields, by HF key and in the same order.
+
+    Not collective.
+    """
     rows, bindings = _bind_all(model_chunks, family, hf_config)
     dtype_of = _dtype_of(dtypes, rows, bindings)
     wants_heads = part == "heads"
@@ -419,10 +419,10 @@ def stream_hf(
     bucket_bytes: int = 1_000_000_000,
     device: torch.device | None = None,
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Gather the weights of a Megatron model as whole Hugging Face tensors on the first rank; collective.
+    """Gather the weights of a Megatron model as whole Hugging Face tensors on the first rank. Collective.
 
-    Every rank must iterate to the end; only the first rank receives tensors. Each tensor is sent once, without copies
-    of a tied embedding or in MTP heads. Experts are single tensors.
+    Every rank must iterate to the end; only the first rank receives tensors. Copies of a tensor (of a tied embedding,
+    or in MTP heads) are not sent. Experts are not stacked.
 
     Args:
         family: the model's family, which defines the rows.
@@ -432,7 +432,7 @@ def stream_hf(
         device: device of the whole tensors on the first rank; default: the CPU.
 
     Yields:
-        Buckets of HF key -> tensor, which the caller may keep.
+        Buckets, each of which maps HF keys to tensors. The caller may keep the tensors.
     """
     tensors = streamed_tensors(model_chunks, family, hf_config, part, dtypes=dtypes)
     if not tensors:
@@ -455,7 +455,7 @@ def stream_hf(
 
 
 def gather_hf(bindings: Sequence[Binding], rows: Sequence[Row]) -> dict[str, torch.Tensor]:
-    """Gather the whole HF tensors of these rows on the first rank; empty on other ranks; collective.
+    """Gather whole HF tensors of bridge rows on the first rank; empty on other ranks. Collective.
 
     Args:
         bindings: bindings of the rows on this rank.
@@ -471,7 +471,7 @@ def gather_hf(bindings: Sequence[Binding], rows: Sequence[Row]) -> dict[str, tor
 
 
 def _read(bindings: Sequence[Binding], checkpoint: Checkpoint, family: RowTable, hf_config: HfConfig) -> None:
-    """Read every slice of this rank in the order of the files, so that disks can read ahead."""
+    """Read all slices of this rank in the order of the files, so that disks can read ahead."""
 
     def place(binding: Binding) -> tuple[str, int]:
         entry = checkpoint.entries[next(iter(binding.row.hf))]

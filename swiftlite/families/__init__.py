@@ -1,7 +1,9 @@
-"""Define model families, one file each; `index.py` lists them, and `resolved.py` finds the family of a model.
+"""Define model families (architectures), one file each.
 
-Families are declarations: they use the bridge's rows, and do not import torch, transformers or megatron-core. `model/`
-builds models from them; `plan/` and `estimate/` read their sizes.
+`index.py` lists them, and `resolved.py` finds a model's family.
+
+Families contain only declarations: they use the bridge rows of `bridge`, and do not import torch, transformers or
+megatron-core. `model/` builds models from them; `plan/` and `estimate/` read their sizes.
 """
 
 from swiftlite.families.family import Family

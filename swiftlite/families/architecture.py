@@ -24,7 +24,7 @@ class Outside:
         hidden: hidden size.
         vocab: size of the vocabulary.
         is_tied: whether the output layer shares the embedding.
-        mcore_config: arguments of megatron-core's TransformerConfig for all layers: norms, activation.
+        mcore_config: arguments of megatron-core's TransformerConfig that all layers share, for norms and activation.
         hf_layers: prefix of the Hugging Face names of decoder layers, followed by a number and a dot.
     """
 
@@ -61,7 +61,7 @@ class Architecture:
     """A model without MTP heads.
 
     Attributes:
-        layers: decoder layers from first to last, which can differ.
+        layers: decoder layers from first to last; they can be of different kinds.
         tower: computes embeddings of inputs other than tokens; None without a tower.
     """
 
@@ -71,8 +71,10 @@ class Architecture:
 
     @property
     def mtp_block_number(self) -> int:
-        """Number (from 0) of the decoder layer whose kinds of attention and MLP the heads have: the last one with a KV
-        cache."""
+        """Number (from 0) of the decoder layer with the same kinds of attention and MLP as the heads.
+
+        It is the last layer with a KV cache.
+        """
         numbers = [number for number, layer in enumerate(self.layers) if not layer.attention.is_recurrent]
         return numbers[-1]
 
@@ -100,7 +102,7 @@ class Architecture:
 
     @property
     def recompute_modules(self) -> set[str]:
-        """Return the supported values of --recompute_modules."""
+        """The supported values of --recompute_modules."""
         return set().union(*(part.recompute_modules for part in self.sublayers))
 
     @property
@@ -109,7 +111,7 @@ class Architecture:
         return any(layer.mlp.experts for layer in self.layers)
 
     def rows(self) -> list[Row]:
-        """Return the bridge rows (`bridge/rows.py`) of the model, with names in the whole model."""
+        """Return the bridge rows (`bridge/rows.py`) of the model. Their names are names in the whole model."""
         rows = self.outside.rows()
         if self.tower is not None:
             rows += self.tower.rows()

@@ -1,4 +1,4 @@
-"""Kinds of attention, each with its bridge rows, sizes, FLOPs, and how ranks can split it.
+"""Define kinds of attention, each with its bridge rows, sizes, FLOPs, and the ways in which ranks can split it.
 
 `model/specs.py` selects the modules that compute them. `mlp.py` has the kinds of MLP, the other half of a decoder
 layer; `layer.py` defines the interface of a kind.
@@ -25,8 +25,8 @@ class GroupedQueryAttention:
         rotary: number of rotary channels of a head.
         qkv_bias: whether queries, keys and values have biases.
         qk_norm: whether each head's query and key are normalized.
-        output_gate: whether each channel of a head's result is multiplied by the sigmoid of a gate. The layer that
-            projects queries also projects gates.
+        output_gate: whether each channel of a head's output is multiplied by the sigmoid of a gate. The projection of
+            queries also computes the gates.
     """
 
     recompute_modules: ClassVar[tuple[str, ...]] = ("core_attn",)
@@ -115,7 +115,7 @@ class GroupedQueryAttention:
         return num_bytes
 
     def _widths(self, rank: Rank) -> tuple[int, int]:
-        """Return the channels of queries and of keys on a rank; values have the same number as keys."""
+        """Return the number of channels of queries and of keys on a rank. Values have as many channels as keys."""
         return self.heads // rank.tp * self.head_dim, self.groups // rank.tp * self.head_dim
 
     def _matrices(self, rank: Rank) -> int:
@@ -143,7 +143,8 @@ class LatentAttention:
         q_lora_rank: size of the latent of queries; None if queries are projected directly.
         kv_lora_rank: size of the latent of keys and values.
         qk_nope_head_dim: number of non-rotary channels of a query and key head.
-        qk_rope_head_dim: number of rotary channels of a query and key head; all heads share those of the key.
+        qk_rope_head_dim: number of rotary channels of a query and key head. All heads share the rotary channels of the
+            key.
         v_head_dim: size of a value head.
         hf_rope: the keys of config.json that determine the rotary frequencies (`families/rope.py`), for heads of
             `qk_rope_head_dim`.
@@ -228,9 +229,9 @@ class LatentAttention:
         return rank.itemsize * rank.tokens * self._key_latents
 
     def input_activation_bytes(self, rank: Rank) -> int:
-        """Return the bytes of the saved inputs.
+        """Return the bytes of the inputs that autograd saves on a rank.
 
-        Down-projections never use low precision; queries that are projected directly do.
+        Down-projections never use low precision; the projection of queries does if it has no latent.
         """
         is_kept_twice = rank.quantized is not None and self.q_lora_rank is None
         return rank.hidden_state_bytes(self.hidden) + is_kept_twice * rank.input_activation_bytes(
@@ -257,7 +258,7 @@ class LatentAttention:
 
     @property
     def _key_size(self) -> int:
-        """Size of a key head, which is also that of a query head."""
+        """Size of a key head, which is also the size of a query head."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     @property

@@ -1,4 +1,4 @@
-"""The architecture of Llama, which all dense families share: RMSNorm, grouped-query attention, SwiGLU.
+"""Define the architecture of Llama, which all dense families share: RMSNorm, grouped-query attention, SwiGLU.
 
 The only optional biases are those of q, k and v. A family passes its differences as arguments; `llama.py` is the
 simplest family.
@@ -58,7 +58,7 @@ def problems_of(
     layer_types: Collection[str] = ("full_attention",),
     **neutral: tuple[Any, ...],
 ) -> list[str]:
-    """Return a problem (one line) for every setting that would be ignored or is invalid.
+    """Return a problem (one line) for every setting that is invalid or would be ignored.
 
     Args:
         reads: keys of NEUTRAL for which the family supports every value.
@@ -99,10 +99,10 @@ def missing_numbers(hf_config: HfConfig, keys: Sequence[str]) -> list[str]:
 
 
 def refuse(hf_config: HfConfig, problems: Sequence[str]) -> None:
-    """Raise one error for all problems; do nothing without problems.
+    """Raise one error that lists all problems; without problems, do nothing.
 
     Raises:
-        UserError: if there is a problem.
+        UserError: there is a problem.
     """
     if problems:
         raise UserError(
@@ -113,12 +113,12 @@ def refuse(hf_config: HfConfig, problems: Sequence[str]) -> None:
 
 
 def num_query_groups(hf_config: HfConfig) -> int:
-    """Return the number of key-value heads; by default one per attention head."""
+    """Return the number of key-value heads. The default is one per attention head."""
     return hf_config.get("num_key_value_heads") or hf_config["num_attention_heads"]
 
 
 def head_dim(hf_config: HfConfig) -> int:
-    """Return the size of an attention head; by default an equal share of the hidden size."""
+    """Return the size of an attention head. The default is the hidden size divided by the number of heads."""
     return hf_config.get("head_dim") or hf_config["hidden_size"] // hf_config["num_attention_heads"]
 
 
@@ -136,12 +136,15 @@ def _rope(hf_config: HfConfig) -> Mapping[str, Any]:
 
 
 def rope_theta(hf_config: HfConfig) -> Any:
-    """Return the base of the rotary angles; like in transformers, the rotary settings have precedence."""
+    """Return the base of the rotary angles. As in transformers, a value in the rotary settings has precedence."""
     return _rope(hf_config).get("rope_theta", hf_config.get("rope_theta"))
 
 
 def partial_rotary_problems(hf_config: HfConfig) -> list[str]:
-    """Return a problem if `partial_rotary_factor` is missing (programs have different defaults) or invalid."""
+    """Return a problem if `partial_rotary_factor` is invalid, or missing.
+
+    It must be set, because programs have different defaults.
+    """
     factor = partial_rotary_factor(hf_config)
     if factor is None:
         return ["partial_rotary_factor is missing"]
@@ -151,7 +154,7 @@ def partial_rotary_problems(hf_config: HfConfig) -> list[str]:
 
 
 def layer(hf_config: HfConfig, number: int, *, qkv_bias: bool = False, qk_norm: bool = False) -> Layer:
-    """Return decoder layer `number`; all layers are identical."""
+    """Return decoder layer `number`. All layers are identical."""
     return Layer(attention(hf_config, qkv_bias=qkv_bias, qk_norm=qk_norm), mlp(hf_config))
 
 
@@ -196,7 +199,7 @@ def outside(hf_config: HfConfig) -> Outside:
 
 
 def is_tied(hf_config: HfConfig) -> bool:
-    """Return whether the output layer shares the embedding; the default of dense families is False."""
+    """Return whether the output layer shares the embedding. The default of dense families is False."""
     return bool(hf_config.get("tie_word_embeddings"))
 
 

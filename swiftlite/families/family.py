@@ -1,4 +1,4 @@
-"""Define `Family`: everything specific to an HF `model_type`, as one value."""
+"""Define `Family`, which describes everything that is specific to a `model_type` of Hugging Face."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -13,17 +13,17 @@ from swiftlite.heads.drafting import Drafting
 
 
 def no_copies(hf_config: HfConfig, head: int) -> dict[str, str]:
-    """Return no names, for families whose heads do not copy tensors of the trunk."""
+    """Return an empty mapping, for families whose heads contain no copies of the trunk's tensors."""
     return {}
 
 
 def no_tower(hf_config: HfConfig) -> None:
-    """Return no tower, for families whose only inputs are tokens."""
+    """Return None, for families whose only inputs are tokens."""
 
 
 @dataclass(frozen=True)
 class MtpLayout:
-    """The names of MTP heads in a family's HF files; heads are numbered from 0.
+    """The names of MTP heads in a family's HF files. Heads are numbered from 0.
 
     Args:
         head_of: returns the number of the head that an HF key (name of a tensor in HF files) belongs to; None for the
@@ -31,8 +31,8 @@ class MtpLayout:
             there.
         block: returns the HF prefix of the decoder layer in head k.
         frame_rows: returns the bridge rows of head k without its decoder layer: projection and norms.
-        copies: returns HF keys of head k that copy a tensor of the trunk, each with the trunk's key.
-        drafting: default inputs of the heads: the inputs that vLLM passes to them.
+        copies: returns the HF keys of head k that copy a tensor of the trunk, each with the trunk's key.
+        drafting: default inputs of the heads, which are the inputs that vLLM passes to them.
     """
 
     head_of: Callable[[HfConfig, str], int | None]
@@ -50,7 +50,7 @@ class MtpLayout:
 
 @dataclass(frozen=True)
 class Family:
-    """A family of models. All functions take the content of config.json.
+    """A family of models. The argument of all functions is the content of config.json.
 
     Args:
         name: HF `model_type`.
@@ -61,9 +61,9 @@ class Family:
         tower: computes embeddings of inputs other than tokens, such as images; None without a tower.
         language_model: prefixes of the HF names of the language model, its heads and its tower, if files contain other
             parts, such as a vision tower that is not computed here; empty otherwise.
-        memory_names: maps prefixes of HF names (within a layer) to the prefixes that transformers uses in memory; only
-            prefixes that differ.
-        norm_start: initial weight of norms: 1, or 0 if the weight is added to 1.
+        memory_names: maps prefixes of HF names (within a layer) to the prefixes that transformers uses in memory. Only
+            prefixes that differ are listed.
+        norm_start: initial weight of norms: 1, or 0 if norms multiply by 1 + weight.
     """
 
     name: str
@@ -87,7 +87,9 @@ class Family:
         return self.architecture(hf_config).rows()
 
     def mtp_block_number(self, hf_config: HfConfig) -> int:
-        """Return the number of the decoder layer whose kinds of attention and MLP an MTP head has."""
+        """Return the number (from 0) of the trunk's decoder layer with the same kinds of attention and MLP as an MTP
+        head.
+        """
         return self.architecture(hf_config).mtp_block_number
 
     def block_rows(self, hf_config: HfConfig) -> list[Row]:
@@ -101,8 +103,9 @@ class Family:
         return self.mtp.frame_rows(hf_config, head) + block
 
     def rows(self, hf_config: HfConfig, mtp_num_layers: int | None = None) -> list[Row]:
-        """Return the bridge rows of the whole model with this number of MTP layers (default: the number in
-        config.json)."""
+        """Return the bridge rows of the whole model with `mtp_num_layers` MTP layers (default: the number in
+        config.json).
+        """
         if mtp_num_layers is None:
             mtp_num_layers = Heads.from_config(hf_config).layers
         heads = range(mtp_num_layers)
@@ -126,14 +129,16 @@ class Family:
         return self.head_of(hf_config, hf_key) is not None
 
     def is_carried(self, hf_key: str) -> bool:
-        """Return whether an HF key is outside of the language model.
+        """Return whether an HF tensor is not part of the language model.
 
         Such tensors are not read, and an export copies them unchanged from the source model.
         """
         return bool(self.language_model) and not hf_key.startswith(self.language_model)
 
     def is_derived(self, hf_key: str) -> bool:
-        """Return whether an HF key holds values derived from the config, so that it is neither read nor written.
+        """Return whether an HF tensor contains values that are derived from the config.
+
+        It is then neither read nor written.
 
         For example, old Llama files contain the rotary frequencies.
         """
@@ -141,7 +146,7 @@ class Family:
 
 
 def _with_copies(row: Row, copies: Mapping[str, list[str]]) -> Row:
-    """Return the bridge row, extended by the names of its tensor's copies in MTP heads.
+    """Return the bridge row with the names of its tensor's copies in MTP heads added.
 
     A tied output layer counts as the embedding.
     """

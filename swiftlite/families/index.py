@@ -1,4 +1,4 @@
-"""All families, by HF `model_type`."""
+"""A list of all families, by the `model_type` of Hugging Face."""
 
 from pathlib import Path
 
@@ -46,7 +46,7 @@ def get(hf_config: HfConfig, hf_dir: str | Path | None = None) -> Family:
     """Return the family of a config.json, after checking that its settings are supported.
 
     Args:
-        hf_dir: directory of the config, for errors.
+        hf_dir: directory of the config, named in errors.
 
     Raises:
         UserError: the model_type is unknown, or a setting that changes the computation is not supported.
@@ -88,8 +88,8 @@ def architecture_of(hf_config: HfConfig) -> Architecture:
 def known_architecture(hf_config: HfConfig) -> Architecture | None:
     """Return the architecture of a config.json for rules; None if it is incomplete.
 
-    If config.json is missing, has an unknown model_type or lacks a size, one rule or the family reports it, so other
-    rules ignore it.
+    The architecture is incomplete if config.json is missing, has an unknown model_type or does not contain a size. One
+    rule or the family reports this problem, and all other rules ignore it.
     """
     family = _find(hf_config)
     if family is None or value_problems(hf_config):
@@ -98,7 +98,7 @@ def known_architecture(hf_config: HfConfig) -> Architecture | None:
 
 
 def _countable(family: Family, hf_config: HfConfig) -> Architecture | None:
-    """Return the architecture; None if a size that the memory estimate requires is missing."""
+    """Return the architecture; None if config.json does not contain a size that the memory estimate requires."""
     try:
         architecture = family.architecture(hf_config)
         architecture.outside.local_vocab(Rank())

@@ -1,8 +1,8 @@
-"""A decoder layer as a value, and the interface of its two halves, attention and MLP.
+"""Define a decoder layer as a value, and the interface of its two halves, attention and MLP.
 
-A new kind of attention or MLP is a frozen dataclass with these methods (see `attention.py` and `mlp.py`), and a
-megatron-core spec in `model/specs.py`. Code that counts layers (`estimate/stage_memory.py`, `estimate/flops.py`,
-`plan/layout.py`) uses only this interface.
+A new kind of attention or MLP is a frozen dataclass with the methods of the interface (see `attention.py` and
+`mlp.py`), and a megatron-core spec in `model/specs.py`. Code that counts layers (`estimate/stage_memory.py`,
+`estimate/flops.py`, `plan/layout.py`) uses only this interface.
 """
 
 from collections.abc import Mapping
@@ -20,11 +20,12 @@ class Sublayer(Protocol):
     recompute_modules: ClassVar[tuple[str, ...]]
     """Values of --recompute_modules that select modules of this half."""
     needs_sequence_parallel: ClassVar[str]
-    """Description of the part that tensor-parallel ranks can only split with sequence parallelism; empty if none."""
+    """Description of the part that tensor-parallel ranks can split only if sequence parallelism is on; empty without
+    such a part."""
 
     @property
     def tensor_split(self) -> dict[str, int]:
-        """Return the sizes that tensor-parallel ranks split evenly, by their names in config.json."""
+        """The sizes that tensor-parallel ranks split evenly, by their names in config.json."""
         ...
 
     def mcore_config(self) -> dict[str, Any]:
@@ -44,9 +45,9 @@ class Sublayer(Protocol):
         ...
 
     def macs_per_token(self) -> int:
-        """Count the multiply-adds per token of a forward pass, on all ranks together.
+        """Count the multiply-adds of a forward pass per token, over all ranks.
 
-        Attention scores and values are not included, because they grow with the sequence length.
+        Attention scores and values are not included, because their work grows with the sequence length.
         """
         ...
 
@@ -55,7 +56,7 @@ class Sublayer(Protocol):
         ...
 
     def activation_bytes(self, rank: Rank) -> int:
-        """Return the bytes that autograd saves on a rank for the backward pass, apart from the input."""
+        """Return the bytes that autograd saves on a rank for the backward pass, except the input."""
         ...
 
 
@@ -80,12 +81,11 @@ class Attention(Sublayer, Protocol):
         ...
 
     def gathered(self, rank: Rank) -> int:
-        """Return the bytes that every other context-parallel rank gathers from this rank per pass, such as keys and
-        values."""
+        """Return the bytes that each context-parallel rank gathers from this rank per pass, such as keys and values."""
         ...
 
     def macs_per_pair(self) -> int:
-        """Count the multiply-adds of a forward pass per pair of tokens that see each other, on all ranks together.
+        """Count the multiply-adds of a forward pass per pair of tokens that see each other, over all ranks.
 
         The result is 0 if the work grows linearly with the number of tokens.
         """
@@ -107,7 +107,7 @@ class FeedForward(Sublayer, Protocol):
 
     @property
     def expert_split(self) -> dict[str, int]:
-        """Return the sizes that expert-tensor-parallel ranks split evenly, by their names in config.json."""
+        """The sizes that expert-tensor-parallel ranks split evenly, by their names in config.json."""
         ...
 
 
@@ -116,8 +116,8 @@ class Layer:
     """A decoder layer: norm, attention, norm, MLP.
 
     Attributes:
-        hf_names: maps prefixes of Hugging Face names (within a layer), as in the bridge rows of attention and MLP, to
-            those of this family: {"mlp.gate_proj.": "feed_forward.w1."}.
+        hf_names: maps prefixes of Hugging Face names (within a layer) in the bridge rows of attention and MLP to the
+            prefixes of this family. For example {"mlp.gate_proj.": "feed_forward.w1."}.
     """
 
     attention: Attention
@@ -138,7 +138,10 @@ class Layer:
 
     @cached_property
     def matrices(self) -> list[tuple[str, int, int]]:
-        """Return (Megatron name, output size, input size) of every matrix; of identical experts only the first."""
+        """The (Megatron name, output size, input size) of every matrix.
+
+        Of identical experts, only the first is included.
+        """
         found = []
         for row in self.rows():
             shapes = list(row.hf.values())

@@ -11,7 +11,8 @@ from swiftlite.bridge.rows import Row, lift
 from swiftlite.families.rank import FLOAT32, ParameterCount, Rank
 
 CHUNK = 64
-"""Number of tokens computed together: more tokens need fewer steps, but a quadratically larger triangular system."""
+"""Number of tokens that are computed together. With more tokens there are fewer steps, but the triangular system of
+each step grows quadratically."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,8 @@ class GatedDeltaNet:
         key_head_dim: size of a query head and a key head.
         value_head_dim: size of a value head.
         kernel: number of tokens in the convolution.
-        hf_is_grouped: whether files order the projections by group as well (Qwen3-Next); otherwise all queries, then
-            all keys, and so on (Qwen3.5).
+        hf_is_grouped: whether the projections are also ordered by group in files (Qwen3-Next). Otherwise files contain
+            all queries, then all keys, and so on (Qwen3.5).
     """
 
     recompute_modules: ClassVar[tuple[str, ...]] = ("core_attn",)
@@ -120,7 +121,7 @@ class GatedDeltaNet:
         return rank.hidden_state_bytes(self.hidden)
 
     def activation_bytes(self, rank: Rank) -> int:
-        """Return the bytes saved by torch; the CUDA kernels save less."""
+        """Return the bytes that autograd saves on a rank with torch's implementation. The CUDA kernels save less."""
         keys, values = self._widths(rank)
         heads, groups = self.value_heads // rank.tp, self.key_heads // rank.tp
         convolved = 2 * keys + values
@@ -143,7 +144,10 @@ class GatedDeltaNet:
         return 6 * key + 3 * value + 6 * CHUNK + 2 * key * value // CHUNK + 4
 
     def _widths(self, rank: Rank) -> tuple[int, int]:
-        """Return the channels of all keys and of all values on a rank; queries have the same number as keys."""
+        """Return the number of channels of all keys and of all values on a rank.
+
+        Queries have as many channels as keys.
+        """
         return self.key_heads // rank.tp * self.key_head_dim, self.value_heads // rank.tp * self.value_head_dim
 
     def _matrices(self, rank: Rank) -> int:

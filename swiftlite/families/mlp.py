@@ -1,4 +1,4 @@
-"""Kinds of MLP, each with its bridge rows, sizes, FLOPs, and how ranks can split it.
+"""Define kinds of MLP, each with its bridge rows, sizes, FLOPs, and the ways in which ranks can split it.
 
 `model/specs.py` selects the modules that compute them; `layer.py` defines the interface of a kind.
 """
@@ -70,8 +70,8 @@ class Mlp:
 class MixtureOfExperts:
     """A mixture of experts: a router selects gated MLPs for each token; shared experts process every token.
 
-    Each expert has separate rows, as in files on the hub; files that stack all experts in one tensor are unfolded while
-    reading (`bridge/encoding/expert_stack.py`).
+    Each expert has separate bridge rows, as in most files on the hub. If a file stacks all experts in one tensor, it is
+    split while it is read (`bridge/encoding/expert_stack.py`).
 
     Attributes:
         hidden: size of the model's states.
@@ -145,9 +145,9 @@ class MixtureOfExperts:
         return router + chosen + _matrices(self.hidden, self.shared_ffn) + self.shared_gate * self.hidden
 
     def input_activation_bytes(self, rank: Rank) -> int:
-        """Return the bytes of the saved inputs.
+        """Return the bytes of the inputs that autograd saves on a rank.
 
-        The router's input is never in low precision; with low precision, shared experts save a separate input.
+        The router's input is never in low precision. With low precision, shared experts save a separate input.
         """
         is_kept_twice = rank.quantized is not None and self.shared_ffn > 0 and "moe" not in rank.recomputed
         return rank.hidden_state_bytes(self.hidden) + is_kept_twice * rank.input_activation_bytes(
@@ -155,7 +155,9 @@ class MixtureOfExperts:
         )
 
     def activation_bytes(self, rank: Rank) -> int:
-        """Return the bytes saved on a rank apart from the input, if all ranks have the same number of routed tokens."""
+        """Return the bytes that autograd saves on a rank except the input, if the routed tokens are evenly distributed
+        over ranks.
+        """
         if "moe" in rank.recomputed:
             return 0
         scores = rank.sequence_tokens * (9 * self.experts + 20 * self.topk + 4)  # float32, indices and masks
@@ -173,7 +175,7 @@ class MixtureOfExperts:
 
 
 def gated_rows(hf_prefix: str, hidden: int, ffn: int, mcore_prefix: str | None = None) -> list[Row]:
-    """Return the bridge rows of a gated MLP: of a layer, an expert, or the shared experts.
+    """Return the bridge rows of a gated MLP, which can be the MLP of a layer, an expert, or the shared experts.
 
     Args:
         mcore_prefix: prefix of the Megatron names; None if it equals `hf_prefix`.
@@ -192,6 +194,8 @@ def _matrices(hidden: int, ffn: int) -> int:
 
 
 def _gated_activation_bytes(rank: Rank, ffn: int) -> int:
-    """Return the bytes of gate and up in one tensor, the activated gate unless fused, and their product."""
+    """Return the bytes of three results: gate and up in one tensor, the activated gate (unless kernels are fused), and
+    the product.
+    """
     num_tensors = 2 if rank.is_fused else 3
     return rank.tokens * num_tensors * ffn * rank.itemsize + rank.input_activation_bytes(rank.tokens, ffn)

@@ -1,4 +1,4 @@
-"""Code shared by GLM-4.5 and DeepSeek-V3.
+"""Define code that GLM-4.5 and DeepSeek-V3 share.
 
 Both have a sigmoid router with a bias for the selection of experts (not for their weights), shared experts, dense first
 layers, and MTP heads stored as additional decoder layers. See also `models/glm4_moe.py`.
@@ -23,20 +23,20 @@ def mlp(hf_config: HfConfig, number: int) -> Mlp | MixtureOfExperts:
 
 
 def first_k_dense_replace(hf_config: HfConfig) -> int:
-    """Return the number of dense layers before the first mixture; 1 without the key, as in transformers' GLM-4.5."""
+    """Return the number of dense layers before the first mixture. The default is 1, as for GLM-4.5 in transformers."""
     return hf_config.get("first_k_dense_replace", 1)
 
 
 def num_shared(hf_config: HfConfig) -> int:
-    """Return the number of shared experts, which are computed as one MLP."""
+    """Return the number of shared experts. They are computed as one MLP."""
     return hf_config.get("n_shared_experts", 1)
 
 
 def mixture(hf_config: HfConfig) -> MixtureOfExperts:
-    """Return the mixture with the sizes of a config.json.
+    """Return the mixture of experts with the sizes of a config.json.
 
-    Compared with transformers: scores are sigmoids in float32, the bias is added only for the selection, and the
-    selected scores are divided by their sum (+ 1e-20) and multiplied by `routed_scaling_factor`.
+    The computation is that of transformers: scores are sigmoids in float32, the bias is added only for the selection,
+    and the selected scores are divided by their sum (+ 1e-20) and multiplied by `routed_scaling_factor`.
     """
     groups, chosen = None, None
     if _is_grouped(hf_config):
@@ -60,7 +60,7 @@ def mixture(hf_config: HfConfig) -> MixtureOfExperts:
 
 
 def num_dense_of_types(hf_config: HfConfig) -> int:
-    """Return the number of dense layers in `mlp_layer_types`, which come first; transformers' default is 1."""
+    """Return the number of dense layers in `mlp_layer_types`; they come first. The default is 1, as in transformers."""
     kinds = hf_config.get("mlp_layer_types")
     if kinds is None:
         return 1
@@ -68,7 +68,9 @@ def num_dense_of_types(hf_config: HfConfig) -> int:
 
 
 def layer_type_problems(hf_config: HfConfig) -> list[str]:
-    """Return problems of `mlp_layer_types`, and of `first_k_dense_replace`, which engines read instead."""
+    """Return a problem (one line) for each invalid value of `mlp_layer_types`, and of `first_k_dense_replace`, which
+    engines read.
+    """
     layers, num_dense = hf_config["num_hidden_layers"], num_dense_of_types(hf_config)
     problems = []
     kinds = hf_config.get("mlp_layer_types")

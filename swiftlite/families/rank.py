@@ -1,4 +1,4 @@
-"""One rank of a training run as a value, to count its parameters and the bytes that autograd saves."""
+"""Define one rank of a training run as a value, to count its parameters and the bytes that autograd saves."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ FLOAT32 = 4
 
 @dataclass(frozen=True)
 class Quantized:
-    """Bytes per element in 8 or 4 bits, including its share of a scale.
+    """Bytes per element of tensors in 8 or 4 bits, including the element's share of a scale.
 
     Attributes:
         copy: bytes per element of a tensor in one memory order: by rows, or by columns.
@@ -20,7 +20,7 @@ class Quantized:
 
 @dataclass(frozen=True)
 class Rank:
-    """The settings, apart from the model, that determine the sizes of a rank's modules.
+    """The settings outside of the model that determine the sizes of a rank's modules.
 
     Attributes:
         tp: number of tensor-parallel ranks, which split every matrix.
@@ -31,8 +31,8 @@ class Rank:
         itemsize: bytes of a parameter and of an activation: 2 for bfloat16, 4 for float32.
         rows: number of rows of a micro-batch.
         length: number of tokens of a row on this rank.
-        zero_centered_norms: whether norms add their weights to 1 and round only after multiplying by the weight.
-        is_fused: whether kernels are fused, so that norms and activations save only their inputs, and losses save no
+        zero_centered_norms: whether norms multiply by 1 + weight and round only after this multiplication.
+        is_fused: whether kernels are fused. Norms and activations then save only their inputs, and losses save no
             logits.
         copies_views: whether norms save a copy of an input that is a view, as the norms of Transformer Engine do.
         recomputed: modules without saved activations, by the names of --recompute_modules.
@@ -93,7 +93,9 @@ class Rank:
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """Numbers of parameters of one rank: those that all expert-parallel ranks hold, and those of the rank's experts."""
+    """The number of parameters that all expert-parallel ranks hold, and the number of parameters of a rank's own
+    experts.
+    """
 
     dense: int = 0
     expert: int = 0

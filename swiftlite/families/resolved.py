@@ -21,7 +21,7 @@ class HfModel:
     """The description of a Hugging Face model, without its tensors.
 
     Attributes:
-        name: the user's name of the model: a directory, a name on the hub or a GGUF file.
+        name: the name that the user gave: a directory, a name on the hub or a GGUF file.
         directory: directory with config.json, safetensors and tokenizer.
         config: content of config.json.
     """
@@ -38,9 +38,8 @@ class HfModel:
 
     @property
     def identity(self) -> str:
-        """Identifier that is equal on all machines: the commit, or the digest of a GGUF file.
-
-        The identifier is empty for a directory.
+        """Identifier of the model that is equal on all machines: the commit, or the digest of a GGUF file; empty for a
+        directory.
         """
         if self.directory == Path(self.name):
             return ""

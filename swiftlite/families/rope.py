@@ -1,4 +1,7 @@
-"""The keys of a config.json that determine the rotary frequencies, which `model/attention/rope.py` computes."""
+"""Define the keys of a config.json that determine the rotary frequencies.
+
+`model/attention/rope.py` computes the frequencies.
+"""
 
 ROPE_KEYS = (
     "hidden_size",
@@ -12,4 +15,4 @@ ROPE_KEYS = (
     "rope_parameters",
     "partial_rotary_factor",
 )
-"""Keys of a config that transformers' init functions read; all families use these names."""
+"""Keys of a config that transformers' functions for rotary frequencies read. All families use these names."""

@@ -1,7 +1,8 @@
 """Write and read directories of adapters in PEFT's format: `adapter_config.json` and `adapter_model.safetensors`.
 
-swiftlite adds `mtp_heads.safetensors` with the complete MTP heads, which PEFT cannot represent, and stores the digest
-of the base model in the metadata of the adapters, so that a different base model is detected.
+swiftlite adds two things. `mtp_heads.safetensors` contains the complete MTP heads, which PEFT's format cannot
+represent. The metadata of `adapter_model.safetensors` contains the digest of the base model, so that another base model
+is detected.
 """
 
 import hashlib
@@ -76,8 +77,8 @@ def digest_of_tensor(checkpoint: Checkpoint, key: str) -> str:
 
 
 def combine_digests(hf_dir: str | Path, digests: Mapping[str, str]) -> str:
-    """Return the result of `digest_of` for a directory from the digests of its tensors, which several processes can
-    compute."""
+    """Return the result of `digest_of` for a directory, given the digests of its tensors. Several processes can compute
+    these digests."""
     digest = hashlib.sha256(digest_of_trunk(read_config(hf_dir)).encode())
     for key in sorted(digests):
         digest.update(f"{key} {digests[key]}\n".encode())
@@ -121,7 +122,11 @@ def write_adapter(
 def write_heads(
     directory: Path, base: AdapterBase, tensors: Mapping[str, torch.Tensor], heads: Heads, model_type: str
 ) -> None:
-    """Write MTP heads, tensors by their HF names."""
+    """Write MTP heads into a directory of adapters.
+
+    Args:
+        tensors: tensors of the heads, by HF name.
+    """
     promise = heads.config_change({"model_type": model_type})
     metadata = {"format": "pt", _DIGEST: base.sha256, _PROMISE: json.dumps(promise)}
     atomic_write(directory / HEADS_FILE, save(dict(tensors), metadata=metadata))
@@ -138,7 +143,7 @@ class SavedAdapter:
         magnitudes: DoRA magnitudes of each module; empty for LoRA.
         saved: tensors of the trunk that were trained in full, by HF name.
         heads: tensors of the MTP heads, by HF name; empty without heads.
-        promise: the keys and values of config.json that describe the heads.
+        promise: the keys and values of config.json that declare the heads.
         base_sha256: digest of the base model; empty if it was not recorded.
     """
 
@@ -153,7 +158,7 @@ class SavedAdapter:
     base_sha256: str
 
     def heads_of(self, hf_config: Mapping[str, Any]) -> Heads:
-        """Return the MTP heads of a base model with the adapters in this directory.
+        """Return the MTP heads that a base model has with the adapters in this directory.
 
         Args:
             hf_config: content of the base model's config.json.
@@ -216,7 +221,7 @@ class SavedAdapter:
 
 
 def read_adapter(directory: Path) -> SavedAdapter:
-    """Read a directory in the format of PEFT.
+    """Read a directory of adapters in PEFT's format.
 
     Raises:
         UserError: the directory is missing or damaged, or uses options of PEFT that are not supported.
@@ -272,8 +277,8 @@ def read_adapter(directory: Path) -> SavedAdapter:
 
 
 def _read_heads(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any], str]:
-    """Return the heads' tensors by HF name, the keys and values of config.json that describe the heads, and the digest
-    of the base model.
+    """Return the tensors of MTP heads by HF name, the config.json keys that declare the heads, and the base model's
+    digest.
 
     All are empty if there are no heads.
     """

@@ -1,8 +1,9 @@
 """Derive the bridge rows of adapters from the bridge rows of their layers.
 
-megatron-core fuses queries, keys and values in one layer, and gate and up in another. PEFT has a separate A and B for
-each of them, and so has an adapter here: `linear_qkv.adapter.lora_A_q_proj` is PEFT's `q_proj.lora_A.weight`. The rows
-of each B are in the order of the corresponding rows of the layer.
+A bridge row maps a Megatron parameter to Hugging Face tensors. megatron-core fuses queries, keys and values in one
+layer, and gate and up in another. PEFT has a separate A and B for each of them. An adapter here also has a separate A
+and B for each: `linear_qkv.adapter.lora_A_q_proj` is PEFT's `q_proj.lora_A.weight`. The rows of each B are in the order
+of the corresponding rows of the layer.
 """
 
 import re
@@ -25,10 +26,10 @@ HF_MAGNITUDE = "lora_magnitude_vector"
 
 @dataclass(frozen=True)
 class OnePart:
-    """A join of only one of the HF tensors of another join, whose ranges keep their order.
+    """A join of one HF tensor, taken from another join of several HF tensors. The tensor's ranges keep their order.
 
     Args:
-        whole: the other join, of several HF tensors.
+        whole: the join of several HF tensors.
         lengths: length of each HF tensor along the axis.
         source: index of the tensor.
     """
@@ -75,8 +76,10 @@ def adapted_modules(row: Row, lora: Lora) -> list[str]:
 
 
 def adapter_rows(rows: Iterable[Row], lora: Lora) -> list[Row]:
-    """Return the bridge rows of all adapters, derived from those of the model. HF names are PEFT's names without
-    prefix."""
+    """Return the bridge rows of all adapters, derived from those of the model.
+
+    HF names are PEFT's names without PEFT's prefix.
+    """
     return list(chain.from_iterable(_rows_of_layer(layer, lora) for layer in adapted_rows(rows, lora)))
 
 

@@ -1,1 +1,1 @@
-"""Encodings of tensors in files: FP8 blocks, stacked experts, and the selection of an encoding by config.json."""
+"""Encodings of tensors in files (FP8 blocks, stacked experts), and their selection by config.json."""

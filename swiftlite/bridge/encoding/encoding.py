@@ -1,7 +1,9 @@
-"""Interfaces for encodings: files store a tensor as plain numbers, or as codes with scales in separate tensors.
+"""Define interfaces for encodings.
+
+A file stores a tensor as plain numbers, or as codes with scales in separate tensors.
 
 `Checkpoint` decodes slices of tensors, and `ShardedFiles` encodes them. No other code depends on the encoding.
-config.json declares a checkpoint's encoding (`index.py`); tensors that the encoding does not recognize are plain.
+config.json declares a checkpoint's encoding (`index.py`). Tensors that the encoding does not recognize are plain.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,7 +37,7 @@ class Encoding(Protocol):
 
 
 class DeclaredEncoding(Encoding, Protocol):
-    """An encoding that a config.json declares; the files show which tensors have it."""
+    """An encoding that is declared in config.json. The files show which tensors have this encoding."""
 
     def find(self, key: str, entries: Mapping[str, Entry]) -> tuple[str, Entry] | None:
         """Return the name and the `Entry` of the decoded tensor whose codes are stored under this key.
@@ -53,11 +55,14 @@ class WritableEncoding(Encoding, Protocol):
     """An encoding that can be written."""
 
     def aligned(self, box: Box, shape: tuple[int, ...]) -> Box:
-        """Return the smallest box of whole blocks around this box; only such boxes can be written."""
+        """Return the smallest box of whole blocks that contains `box`. Only boxes of whole blocks can be written."""
         ...
 
     def write(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Encode a box of whole blocks; return the part of each stored tensor (on the meta device, without values)."""
+        """Encode a box of whole blocks, and return the part of each stored tensor (for example codes and scales).
+
+        If `tensor` is on the meta device, the parts are as well.
+        """
         ...
 
 
@@ -85,7 +90,7 @@ class Plain:
 
 @dataclass(frozen=True)
 class Found:
-    """The decoded view of the tensors in files.
+    """The tensors in files, after decoding.
 
     Attributes:
         tensors: every tensor, by name.
@@ -99,7 +104,10 @@ class Found:
 
 
 def find_tensors(entries: Mapping[str, Entry], encoding: DeclaredEncoding | None) -> Found:
-    """Return the decoded view of a file's tensors, in the order of the file; with `encoding` None all are plain."""
+    """Return the tensors of a file after decoding, in the order of the file.
+
+    If `encoding` is None, all tensors are plain.
+    """
     if encoding is None:
         return Found(dict(entries), {}, [])
     by_codes: dict[str, tuple[str, Entry]] = {}

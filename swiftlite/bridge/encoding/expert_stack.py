@@ -1,9 +1,9 @@
 """Convert between stacked tensors of all experts and tensors of single experts.
 
-Files on the hub have a tensor `experts.{e}.gate_proj.weight` for each expert e. transformers 5 holds
-`experts.gate_up_proj` [experts, 2 * ffn, hidden] and `experts.down_proj` [experts, hidden, ffn] in memory, and can
-write them in this form. An expert's part of a stack is contiguous in the file, so it can be an `Entry`. Bridge rows
-only use single experts.
+Most files have a tensor `experts.{e}.gate_proj.weight` for each expert e. transformers 5 has the stacked tensors
+`experts.gate_up_proj` [experts, 2 * ffn, hidden] and `experts.down_proj` [experts, hidden, ffn] in memory, and can also
+write them to files. An expert's part of a stack is contiguous in the file, so it can be an `Entry` (location of a
+tensor). All other code uses only tensors of single experts.
 """
 
 import re
@@ -23,8 +23,8 @@ _STACK_OF = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj"
 def unfold(entries: Mapping[str, Entry]) -> dict[str, Entry]:
     """Return the tensors' locations, with each stack of experts replaced by the locations of its experts' tensors.
 
-    A stack with an invalid shape, or whose experts also exist as single tensors, is kept, so that `binding.py` reports
-    the stack as unexpected.
+    If a stack has an invalid shape, or its experts also exist as single tensors, it is not replaced, and `binding.py`
+    reports it as unexpected.
     """
     unfolded = {}
     for key, entry in entries.items():
@@ -37,7 +37,7 @@ def unfold(entries: Mapping[str, Entry]) -> dict[str, Entry]:
 
 
 def fold(tensors: TensorTypes, stacks: Collection[str]) -> TensorTypes:
-    """Return the dtypes and shapes of tensors, with single experts replaced by their stack if it is among `stacks`."""
+    """Return the dtypes and shapes of tensors after single experts are replaced by the stacks in `stacks`."""
     folded: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     for key, (dtype, shape) in tensors.items():
         match = _EXPERT.fullmatch(key)
@@ -52,7 +52,7 @@ def fold(tensors: TensorTypes, stacks: Collection[str]) -> TensorTypes:
 
 
 def stack(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Stack the tensors of single experts, which must be in order, as transformers holds them in memory.
+    """Stack the tensors of single experts as transformers does in memory. The tensors must be in order.
 
     Example: gate and up projections of 8 experts, 16 tensors [ffn, hidden], become one [8, 2 * ffn, hidden].
     """
@@ -70,7 +70,7 @@ def stack(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def stack_name(key: str) -> str:
-    """Return the name of a tensor's stack in a file that stacks experts; for other tensors their name."""
+    """Return the name of the stack that would contain the tensor of an expert; other names are unchanged."""
     match = _EXPERT.fullmatch(key)
     if not match:
         return key
@@ -83,7 +83,7 @@ def _num_parts(name: str) -> int:
 
 
 def _experts_of(key: str, entry: Entry) -> dict[str, Entry]:
-    """Return the locations of the experts' tensors in a stack; empty if this is not a stack."""
+    """Return the locations of the single experts' tensors in a stack; empty if the tensor is not a stack."""
     prefix, _, name = key.rpartition(".")
     if not prefix.endswith(".experts") or name not in _PARTS or len(entry.shape) != 3:
         return {}

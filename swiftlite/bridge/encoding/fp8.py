@@ -1,6 +1,9 @@
-"""Read FP8 checkpoints in DeepSeek-V3's format: `X.weight` in float8_e4m3fn and `X.weight_scale_inv` with one scale per
-block. Scales are float32 in DeepSeek-V3 and bfloat16 in Qwen3-FP8. Tensors are dequantized while reading; swiftlite
-writes bfloat16. `quantization.py` checks config.json."""
+"""Read FP8 checkpoints in the format of DeepSeek-V3.
+
+A matrix is stored as `X.weight` in float8_e4m3fn and `X.weight_scale_inv` with one scale per block. Scales are float32
+in DeepSeek-V3 and bfloat16 in Qwen3-FP8. Tensors are dequantized while they are read; swiftlite writes bfloat16.
+`quantization.py` checks config.json.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +30,7 @@ class Fp8Blocks:
 
     @classmethod
     def declared(cls, quantization: Mapping[str, Any]) -> "Fp8Blocks":
-        """Create from a quantization_config that `quantization.CHECKS` accepts."""
+        """Create the encoding from a quantization_config that `quantization.CHECKS` accepts."""
         rows, columns = quantization["weight_block_size"]
         return cls((rows, columns))
 

@@ -1,4 +1,4 @@
-"""All encodings, by the `quant_method` of config.json."""
+"""A list of all encodings, by the `quant_method` of config.json."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""Check whether the quantization format of a config.json is supported. Does not import torch."""
+"""Check whether the quantization format in a config.json is supported. This module does not import torch."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -38,4 +38,4 @@ def _fp8_problem(quantization: Mapping[str, Any]) -> str:
 
 
 CHECKS: dict[str, Callable[[Mapping[str, Any]], str]] = {"fp8": _fp8_problem}
-"""Functions that return why a quantization_config is not supported, empty if it is; by `quant_method`."""
+"""By `quant_method`, a function that returns why a quantization_config is not supported; empty if it is supported."""

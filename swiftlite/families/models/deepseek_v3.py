@@ -1,6 +1,7 @@
 """DeepSeek-V3 and R1: latent attention, and the mixture of experts and MTP heads that GLM-4.5 also uses.
 
-The defaults of transformers are those of the 671B model, so config.json must contain all keys that determine sizes.
+The defaults of transformers are the sizes of the 671B model. config.json must therefore contain all keys that determine
+sizes.
 """
 
 from swiftlite.families import dense, moe
@@ -27,7 +28,7 @@ def _check(hf_config: HfConfig) -> None:
 
 
 def problems_of(hf_config: HfConfig) -> list[str]:
-    """Return a problem (one line) for every setting of attention and experts that would be ignored or is invalid."""
+    """Return a problem (one line) for every setting of attention and experts that is invalid or would be ignored."""
     problems = dense.missing_numbers(hf_config, _REQUIRED)
     if "q_lora_rank" not in hf_config:
         problems.append("q_lora_rank is missing; set it to null for a model without a query latent")

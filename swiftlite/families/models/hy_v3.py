@@ -1,6 +1,7 @@
 """HY-V3: Qwen3's attention with GLM-4.5's experts and heads, under different names.
 
-Names in transformers' memory differ from names in files (conversion_mapping.py of 5.16), see `memory_names`.
+Names of parameters in transformers differ from names of tensors in files (conversion_mapping.py of 5.16), see
+`memory_names`.
 """
 
 from dataclasses import replace
@@ -30,7 +31,7 @@ _MEMORY_NAMES = {
 
 
 def _in_glm_words(hf_config: HfConfig) -> dict[str, Any]:
-    """Return the config with the keys of its mixture of experts renamed to the keys of GLM-4.5."""
+    """Return the config with the keys of its mixture of experts renamed to the corresponding keys of GLM-4.5."""
     words = {glm: hf_config[own] for own, glm in _GLM_KEYS.items() if own in hf_config}
     fixed = {"norm_topk_prob": True, "n_group": 1, "topk_group": 1}
     return {**hf_config, **words, **fixed, "first_k_dense_replace": moe.num_dense_of_types(hf_config)}

@@ -1,8 +1,8 @@
 """MiMo: a Qwen2 trunk (q, k, v biases) published with MTP heads.
 
-The input of a head's projection is [hidden, embedding], but that of megatron-core's `eh_proj` is [embedding, hidden],
-so the halves of the projection's columns are swapped. Without the swap the text is still correct, but drafts are never
-accepted.
+The input of a head's projection is [hidden, embedding], but the input of megatron-core's `eh_proj` is [embedding,
+hidden]. The two halves of the projection's columns are therefore swapped. Without the swap, generated text would still
+be correct, but drafts would never be accepted.
 """
 
 import re

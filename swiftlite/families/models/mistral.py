@@ -1,4 +1,5 @@
-"""Mistral: Llama's layers without biases. 7B v0.1 has sliding-window attention over 4,096 tokens; later ones do not."""
+"""Mistral: Llama's layers without biases. Mistral 7B v0.1 has sliding-window attention over 4,096 tokens; later models
+do not."""
 
 from swiftlite.families import dense
 from swiftlite.families.family import Family, HfConfig

@@ -1,7 +1,8 @@
 """Qwen3.5 and 3.6, dense and with experts: Qwen3-Next's layers with separate projections in files.
 
-Most are published as vision-language models. The settings of the language model are under `text_config` in config.json
-(see `bridge/hf_config.py`), and its tensors under `model.language_model.`. All other tensors are copied unchanged.
+Most of these models are vision-language models. The settings of the language model are under `text_config` in
+config.json (see `bridge/hf_config.py`), and the names of its tensors start with `model.language_model.`. All other
+tensors are copied unchanged.
 
 See also `qwen3_next.py`.
 """

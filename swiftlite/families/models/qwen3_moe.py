@@ -1,4 +1,7 @@
-"""Qwen3 MoE: Qwen3's attention, a softmax router without bias, and no shared experts. Published without MTP heads."""
+"""Qwen3 MoE: Qwen3's attention, a softmax router without bias, and no shared experts.
+
+It was published without MTP heads.
+"""
 
 from swiftlite.families import dense
 from swiftlite.families.family import Family, HfConfig
@@ -7,7 +10,9 @@ from swiftlite.families.mlp import MixtureOfExperts, Mlp
 
 
 def _num_experts(hf_config: HfConfig) -> int:
-    """Return the number of experts: the hub's config.json says num_experts; transformers 5 writes num_local_experts."""
+    """Return the number of experts. config.json on the hub has the key num_experts; transformers 5 writes
+    num_local_experts.
+    """
     key = "num_experts" if "num_experts" in hf_config else "num_local_experts"
     return hf_config[key]
 
@@ -45,14 +50,16 @@ def _layer(hf_config: HfConfig, number: int) -> Layer:
 
 
 def mlp(hf_config: HfConfig, number: int) -> Mlp | MixtureOfExperts:
-    """Return the MLP of decoder layer `number` (from 0): a mixture depending on `decoder_sparse_step`, or dense."""
+    """Return the MLP of decoder layer `number` (from 0): a mixture of experts or dense, as `decoder_sparse_step`
+    specifies.
+    """
     if _is_moe_layer(hf_config, number):
         return mixture(hf_config)
     return dense.mlp(hf_config)
 
 
 def mixture(hf_config: HfConfig) -> MixtureOfExperts:
-    """Return the mixture with the sizes of a config.json, without shared experts."""
+    """Return the mixture of experts with the sizes of a config.json, without shared experts."""
     return MixtureOfExperts(
         hidden=hf_config["hidden_size"],
         experts=_num_experts(hf_config),

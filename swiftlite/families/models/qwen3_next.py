@@ -1,6 +1,6 @@
 """Qwen3-Next: three layers of linear attention for each layer of gated full attention, and experts.
 
-The weights of norms are added to 1. The router is that of Qwen3 MoE, with one gated shared expert. See also
+Norms multiply by 1 + weight. The router is the router of Qwen3 MoE, and there is one gated shared expert. See also
 `linear_attention.py`.
 """
 
@@ -64,7 +64,7 @@ def hybrid_problems(hf_config: HfConfig, **neutral: tuple[Any, ...]) -> list[str
 
 
 def layer_types(hf_config: HfConfig) -> Sequence[str]:
-    """Return the kind of each layer; by default, every `full_attention_interval`-th layer has full attention."""
+    """Return the kind of each layer. By default, every `full_attention_interval`-th layer has full attention."""
     stated = hf_config.get("layer_types")
     if stated is not None:
         return stated
@@ -89,7 +89,7 @@ def attention(hf_config: HfConfig, number: int, *, hf_is_grouped: bool) -> Gated
 
 
 def mlp(hf_config: HfConfig, number: int) -> MixtureOfExperts | Mlp:
-    """Return Qwen3 MoE's mixture with a gated shared expert, or a dense MLP if the config says so."""
+    """Return Qwen3 MoE's mixture of experts with a gated shared expert, or a dense MLP if the config specifies it."""
     kind = qwen3_moe.mlp({**_NORMED, **hf_config}, number)
     if isinstance(kind, MixtureOfExperts):
         return replace(kind, shared_ffn=hf_config["shared_expert_intermediate_size"], shared_gate=True)
@@ -104,7 +104,7 @@ SHARED_EXPERT = {"mlp.shared_experts.": "mlp.shared_expert."}
 
 
 def outside(hf_config: HfConfig) -> Outside:
-    """Return the modules outside of the layers, with norms whose weights are added to 1."""
+    """Return the modules outside of the layers, with norms that multiply by 1 + weight."""
     plain = dense.outside(hf_config)
     return replace(plain, mcore_config={**plain.mcore_config, "layernorm_zero_centered_gamma": True})
 
