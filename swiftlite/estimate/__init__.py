@@ -1,1 +1,4 @@
-"""Estimate memory, FLOPs and time of a run, and find the fastest layout. Does not import torch."""
+"""Estimate memory, FLOPs and time of a run, and find the fastest parallel layout.
+
+This package does not import torch.
+"""

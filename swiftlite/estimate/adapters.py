@@ -13,13 +13,22 @@ _SPLIT_BY_COLUMNS = re.compile(r"\.(linear_proj|linear_fc2|out_proj)\.weight$")
 
 
 def is_split_by_columns(name: str) -> bool:
-    """Return whether tensor-parallel ranks split the input of this layer (by Megatron name) instead of its output."""
+    """Return whether tensor-parallel ranks split a layer's input instead of its output.
+
+    Args:
+        name: Megatron name of the layer.
+    """
     return _SPLIT_BY_COLUMNS.search(name) is not None
 
 
 def adapter_parameters(rows: Iterable[Row], lora: Lora, rank: Rank) -> ParameterCount:
-    """Count the adapter parameters of these rows on a rank; one of A and B is split like the layer, the other is
-    whole."""
+    """Count the parameters of the adapters of these layers on a rank.
+
+    One of A and B is split over ranks like the layer; each rank holds the whole of the other one.
+
+    Args:
+        rows: bridge rows of the layers.
+    """
     dense, expert_total = 0, 0
     for row in adapted_rows(rows, lora):
         if ".experts." in row.mcore:
@@ -30,7 +39,7 @@ def adapter_parameters(rows: Iterable[Row], lora: Lora, rank: Rank) -> Parameter
 
 
 def _adapter_size(row: Row, lora: Lora, ranks: int) -> int:
-    """Count the parameters of a row's adapters on one of the ranks that split its layer."""
+    """Count the parameters of a layer's adapters on one of the ranks that split the layer."""
     number = 0
     for module, (size_out, size_in) in zip(map(module_of, row.hf), row.hf.values(), strict=True):
         if module not in adapted_modules(row, lora):
@@ -47,7 +56,10 @@ def _adapter_size(row: Row, lora: Lora, ranks: int) -> int:
 
 
 def adapter_macs(layer: Layer, rows: Sequence[Row], lora: Lora) -> int:
-    """Return the multiply-adds per token of a layer's adapters, with only the experts that the router selects."""
+    """Return the multiply-adds per token of a layer's adapters.
+
+    Only the experts that the router selects are counted.
+    """
     count = adapter_parameters(rows, lora, Rank())
     if not layer.mlp.experts:
         return count.dense
@@ -55,10 +67,10 @@ def adapter_macs(layer: Layer, rows: Sequence[Row], lora: Lora) -> int:
 
 
 def adapter_activation_bytes(layer: Layer, rows: Iterable[Row], lora: Lora, rank: Rank) -> int:
-    """Count the bytes that DoRA stores for the backward pass of a layer: the outputs before scaling.
+    """Count the bytes that DoRA stores for the backward pass of a layer: the outputs before they are scaled.
 
     Args:
-        layer: the layer that `rows` belong to.
+        rows: bridge rows of `layer`.
     """
     if not lora.has_magnitudes:
         return 0
@@ -80,8 +92,7 @@ def adapter_activation_bytes(layer: Layer, rows: Iterable[Row], lora: Lora, rank
 
 
 def saved_parameters(rows: Iterable[Row], lora: Lora, rank: Rank) -> dict[str, int]:
-    """Return, by Megatron name, the sizes of the parameters on a rank that are trained in full in addition to
-    adapters."""
+    """Return the sizes of a rank's parameters that are trained in full in addition to adapters, by Megatron name."""
     rows = list(rows)
     names = saved_names(lora, rows)
     found = {}

@@ -1,9 +1,9 @@
 """Count the FLOPs of training from config.json and actual lengths. Does not import torch.
 
-Each kind of layer counts its operations (`families/layer.py`). A multiply-add of a matrix or of attention is two
-operations. Attention counts causal pairs of tokens, n * (n + 1) / 2 for a sequence of n tokens. Only selected experts
-count, and the output layer counts only for labels (`model.loss` computes no other logits). Padding, recomputation, and
-operations other than matrix products (norms, rotary embeddings, softmax, optimizer) are not counted.
+Each kind of layer counts its operations (`families/layer.py`). A multiply-add counts as two operations. Attention is
+counted for causal pairs of tokens, n * (n + 1) / 2 for a sequence of n tokens. Only selected experts are counted, and
+the output layer is counted only for positions with a label (`model.loss` computes no other logits). Padding,
+recomputation, and operations other than matrix products (norms, rotary embeddings, softmax, optimizer) are not counted.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from swiftlite.heads import Heads
 from swiftlite.lora import Lora
 
 _PER_MAC = 2
-"""Operations of a multiply-add."""
+"""Number of operations of a multiply-add."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Flops:
 
     @property
     def per_token(self) -> float:
-        """Operations per token if every token has a label; `data.packing.schedule` balances ranks by this and
+        """Operations per token if every token has a label. `data.packing.schedule` balances ranks by `per_token` and
         `square`."""
         return self.linear + sum(self.targets)
 
@@ -62,15 +62,15 @@ def training_flops(
     trunk_is_read: bool = False,
     lora: Lora | None = None,
 ) -> Flops:
-    """Return the FLOPs of training the trunk, the MTP layers, and the output layer for each.
+    """Return the FLOPs of training the trunk, the MTP layers, and the output layer for the trunk and each MTP depth.
 
-    A backward pass has twice the operations of a forward pass: gradients of inputs and of weights. With `heads_only`
-    there are no gradients of the trunk, its loss, and the weights of the output layer. With adapters, only adapters and
-    modules trained in full have gradients of weights.
+    A backward pass has twice the operations of a forward pass, for gradients of inputs and of weights. With
+    `heads_only`, there are no gradients of the trunk, of its loss, and of the output layer's weights. With adapters,
+    only the weights of adapters and of modules that are trained in full have gradients.
 
     Args:
         hf_config: config.json.
-        trunk_is_read: with `heads_only`: whether cached hidden states replace the trunk's computation.
+        trunk_is_read: with `heads_only`, whether cached hidden states replace the trunk's computation.
 
     Raises:
         UserError: the model_type is unknown.

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 _GB = 1e9
 _TB = 1e12
 _ETHERNET = 12.5 * _GB
-"""Network port of 100 Gbit/s."""
+"""Bytes per second of a network port of 100 Gbit/s."""
 
 
 @dataclass(frozen=True)
@@ -15,10 +15,10 @@ class Gpu:
     Attributes:
         capability: compute capability, which determines the supported precisions.
         peak_flops: bfloat16 operations per second on tensor cores, without sparsity.
-        processors: number of streaming multiprocessors; each computes one tile of a product at a time.
+        processors: number of streaming multiprocessors. Each computes one tile (block) of a matrix product at a time.
         memory_gb: memory, in GB (1e9 bytes).
         hbm: bytes per second between memory and processors.
-        link: bytes per second from a GPU to other GPUs in its machine, by NVLink or else PCIe.
+        link: bytes per second from a GPU to other GPUs in its machine, over NVLink or, without NVLink, PCIe.
         linked: number of GPUs that are connected by `link`.
         network: bytes per second from a GPU to other machines, with one network port per GPU.
     """
@@ -48,11 +48,11 @@ GPUS = {
     "L40S": Gpu(8.9, 362e12, 142, 48, 0.864 * _TB, 32 * _GB, network=_ETHERNET),
     "4090": Gpu(8.9, 165e12, 128, 24, 1.008 * _TB, 32 * _GB, network=_ETHERNET),
 }
-"""GPUs by a part of their name in the driver; the first match is used. Figures are published by the vendors, and
-rounded. The network is assumed, by default a port of 400 Gbit/s per GPU.
+"""GPUs by a part of their name in the driver; the first match is used. The figures are published by the vendors, and
+rounded. The figures for the network are assumed; the default is a port of 400 Gbit/s per GPU.
 """
 
 
 def gpu_named(name: str) -> Gpu | None:
-    """Return the GPU with this name in the driver; None if it is unknown."""
+    """Return the GPU whose name in the driver is `name`; None if it is unknown."""
     return next((gpu for part, gpu in GPUS.items() if part in name), None)

@@ -17,15 +17,15 @@ from swiftlite.families.layer import Layer
 from swiftlite.plan.low_precision import LowPrecision
 
 _BYTES_MOVED = 4.5
-"""Bytes that elementwise kernels move, forward and backward, per byte that autograd stores of a layer. Counted as in
-`tests/model/test_kernels.py`, a layer of Qwen3 8B moves 3.6. The value 4.5 fits Megatron's published figures better
-than 3.
+"""Bytes that elementwise kernels move in the forward and the backward pass, per byte of activations that autograd
+stores of a layer. A layer of Qwen3 8B moves 3.6 bytes, counted as in `tests/model/test_kernels.py`. The value 4.5 fits
+Megatron's published figures better than 3.
 """
 
 
 @dataclass(frozen=True)
 class Seconds:
-    """Seconds of a computation by activity."""
+    """Seconds of a computation, divided by activity."""
 
     products: float = 0
     attention: float = 0
@@ -63,7 +63,7 @@ class LayerSpeed:
         self.is_trunk_frozen = setup.mtp_mode == "heads_only"
 
     def trunk_layer(self, layer: Layer, low: LowPrecision | None) -> Seconds:
-        """Return the time of a decoder layer, forward and backward; only forward for a frozen trunk."""
+        """Return the time of a decoder layer, forward and backward. For a frozen trunk, there is no backward pass."""
         products = self._products(layer, low)
         forward = self._forward(layer, products)
         if self.is_trunk_frozen:
@@ -128,7 +128,9 @@ class LayerSpeed:
         return flops / (self.gpu.peak_flops * self.software.attention)
 
     def _elementwise(self, layer: Layer) -> float:
-        """Return the seconds of operations other than matrix products, forward and backward, as passes over memory."""
+        """Return the seconds of operations other than matrix products, forward and backward, from the bytes that they
+        move.
+        """
         return memory_seconds(self.gpu, _BYTES_MOVED * layer.activation_bytes(self.rank))
 
     def _tensor_collective(self, low: LowPrecision | None = None) -> float:
@@ -140,16 +142,19 @@ class LayerSpeed:
         return collective_seconds(self.gpu, self.rank.tp, 1, num_bytes)
 
     def _gather_of(self, products: list[Product]) -> float:
-        """Return the seconds of gathering the inputs of the products in one half (attention or MLP) of a layer.
+        """Return the seconds of gathering the inputs of `products`, which belong to one half (attention or MLP) of a
+        layer.
 
-        With low precision, the inputs are quantized first.
+        With low precision, the inputs are quantized before they are gathered.
         """
         if not self.rank.sequence_parallel:
             return self._tensor_collective()
         return self._tensor_collective(next((product.low for product in products if product.low), None))
 
     def _context_gather(self, layer: Layer) -> float:
-        """Return the seconds of gathering keys and values, or their latents, from the ranks that share a row."""
+        """Return the seconds of gathering keys and values, or their latents, from the context-parallel ranks that share
+        a row.
+        """
         row_bytes = layer.attention.gathered(self.rank) * self.rank.cp
         return collective_seconds(self.gpu, self.rank.cp, self.rank.tp, row_bytes)
 

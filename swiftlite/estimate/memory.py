@@ -1,14 +1,14 @@
 """Estimate the memory of a rank in training for `doctor --plan`, from config.json and options.
 
-Does not import torch. Parameters, gradients and optimizer state are exact (except for the padding of the distributed
-optimizer's buffers, a few kilobytes). Activations are the tensors that autograd saves in swiftlite's model
-(`swiftlite/model`), listed by module as `saved_tensors_hooks` reports them; `scripts/bench/memory.py` measures both.
-Activations of fused kernels were read from the sources of torch and megatron-core, because on a CPU torch has no fused
-norm.
+This module does not import torch. Parameters, gradients and optimizer state are exact, except for the padding of the
+distributed optimizer's buffers (a few kilobytes). Activations are the tensors that autograd saves in swiftlite's model
+(`swiftlite/model`), listed by module as `saved_tensors_hooks` reports them. `scripts/bench/memory.py` measures all of
+these. Activations of fused kernels were read from the sources of torch and megatron-core, because torch has no fused
+norm on a CPU.
 
 `stage_memory.py` estimates one forward pass of a virtual stage; this module counts how many passes are in flight. The
-CUDA context, NCCL's buffers, fragmentation (`RESERVE`) and one layer's gradients in the backward pass are not counted.
-With adapters, activations are counted as if every weight were trained, which overestimates them, because a frozen norm
+CUDA context, NCCL's buffers, fragmentation (see `RESERVE`) and one layer's gradients in the backward pass are not
+counted. With adapters, activations are counted as if every weight were trained. This is too much, because a frozen norm
 saves less. Activations of DoRA are counted (`estimate/adapters.py`).
 """
 
@@ -43,15 +43,15 @@ class StageMemory:
     gradients: int
     optimizer: int
     activations: int
-    """Activations of all micro-batches in flight at the peak, without logits."""
+    """Bytes of the activations of all micro-batches in flight at the peak, without logits."""
     in_flight: int
     """Number of forward passes of virtual stages in flight at the peak."""
     recomputed: int
-    """Peak size of the activations that one backward pass recomputes."""
+    """Peak bytes of the activations that one backward pass recomputes."""
     quantized: int
-    """Low-precision copies of weights."""
+    """Bytes of low-precision copies of weights."""
     logits: int
-    """Logits that the losses of trunk and heads store, plus the largest temporary copy."""
+    """Bytes of the logits that the losses of trunk and heads store, plus the largest temporary copy."""
 
     @property
     def total(self) -> int:
@@ -72,8 +72,7 @@ def estimate(hf_config: HfConfig, setup: Setup) -> list[StageMemory]:
 
 
 def estimate_of(architecture: Architecture, setup: Setup) -> list[StageMemory]:
-    """Estimate the memory of a rank on each pipeline stage, like `estimate`, from an architecture that was already
-    read."""
+    """Estimate the memory of a rank on each pipeline stage, as `estimate` does, from an architecture."""
     model = ModelOnRank(architecture, setup)
     virtual_stages, first_layer = [], 0
     for holds in held_by_stages(setup, architecture.outside.num_layers):
@@ -107,7 +106,10 @@ def _stage_memory(model: "ModelOnRank", virtual_stages: Sequence["VirtualStage"]
 
 
 def _optimizer_bytes(trained: ParameterCount, setup: Setup) -> int:
-    """Count AdamW's two moments, and float32 weights unless the model's are float32, sharded if configured."""
+    """Count the bytes of AdamW's two moments and, unless the model is float32, of float32 weights.
+
+    They can be sharded.
+    """
     per_parameter = 2 * FLOAT32
     if setup.parameter_bytes < FLOAT32:
         per_parameter += FLOAT32
@@ -122,22 +124,23 @@ def _optimizer_bytes(trained: ParameterCount, setup: Setup) -> int:
 
 
 def _most_waiting(sizes: Sequence[int], rank: int, pp: int) -> list[int]:
-    """Count the forward passes of each virtual stage that are in flight when their bytes are highest.
+    """Count the forward passes of each virtual stage that are in flight when their activations have the most bytes.
 
     The schedules are those of megatron-core. In 1F1B, stage `rank` of `pp` runs pp - rank forward passes before its
     first backward pass. In the interleaved schedule, micro-batches pass in groups of `pp` through the virtual stages in
     order, and in the opposite order in the backward pass. After the warm-up, each forward pass is followed by a
-    backward pass. A step with few micro-batches needs less memory.
+    backward pass. The result is an upper bound for steps with few micro-batches.
 
-    The first of 2 ranks with 2 virtual stages, A and B, warms up with 2 * (2 - 0 - 1) + (2 - 1) * 2 = 4 passes:
+    For example, the first of 2 ranks with 2 virtual stages, A and B, warms up with 2 * (2 - 0 - 1) + (2 - 1) * 2 = 4
+    passes:
 
         forward    A  A  B  B  A  A  B  B
         backward               B  B  A  A
         waiting A  1  2  2  2  3  4  4  3      counted before the backward pass of the same column
         waiting B  0  0  1  2  2  1  1  2
 
-    At most five passes are in flight, 3 of A and 2 of B, or 4 of A and 1 of B; the latter are more bytes if A stores
-    more than B.
+    At most five passes are in flight: 3 of A and 2 of B, or 4 of A and 1 of B. The second case has more bytes if A
+    stores more than B.
 
     Args:
         sizes: bytes that one forward pass of each virtual stage stores.

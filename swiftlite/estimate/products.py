@@ -17,15 +17,14 @@ class Product:
     """A matrix product of a linear layer on a rank.
 
     Attributes:
-        module: module in --recompute_modules that the product belongs to; empty if none.
+        module: the value of --recompute_modules that recomputes the product; empty if there is none.
         number: number of identical products.
         is_grouped: whether one kernel computes all `number` products.
-        stack_bytes: bytes moved per weight to stack the weights of experts (`Software.stack_bytes`); read if
-            `is_grouped`.
+        stack_bytes: bytes moved per weight to stack the weights of experts (`Software.stack_bytes`), if `is_grouped`.
         is_expert: whether the matrices belong to an expert.
         low: low precision of the product; None for bfloat16.
-        tokens_in, tokens_out: number of tokens whose states and gradients are quantized here; fewer than `tokens` if
-            ranks gather quantized tensors.
+        tokens_in, tokens_out: number of tokens whose states and gradients are quantized on this rank. It is smaller
+            than `tokens` if ranks gather quantized tensors.
     """
 
     tokens: float
@@ -42,7 +41,7 @@ class Product:
 
     @property
     def weights(self) -> int:
-        """Number of elements of the `number` weight matrices."""
+        """Number of elements of all `number` weight matrices."""
         return self.number * self.size_out * self.size_in
 
     def forward(self, gpu: Gpu) -> float:
@@ -57,9 +56,9 @@ class Product:
         return seconds
 
     def quantizing(self) -> tuple[float, float]:
-        """Return the bytes moved to quantize inputs of the forward pass, and gradients of the backward pass.
+        """Return the bytes moved to quantize the inputs in the forward pass, and the gradients in the backward pass.
 
-        Weights are quantized once per step, but weights of experts in each pass (`model/layers/te.py`).
+        Weights are quantized once per step; only weights of experts are quantized in each pass (`model/layers/te.py`).
         """
         if self.low is None:
             return 0, 0
@@ -87,7 +86,7 @@ def products_of(
     stack_bytes: float = 0,
     low: LowPrecision | None = None,
 ) -> Iterator[Product]:
-    """Return the products of a decoder layer on a rank, with the same number of tokens for every expert.
+    """Yield the matrix products of a decoder layer on a rank. Every expert has the same number of tokens.
 
     Args:
         low: precision of the products that support it, including grouped experts.
@@ -115,7 +114,7 @@ def products_of(
 
 
 def _recompute_module(layer: Layer, name: str) -> str:
-    """Return the module in --recompute_modules that a matrix belongs to; empty if none."""
+    """Return the value of --recompute_modules that recomputes a matrix product; empty if there is none."""
     if name.startswith("mlp."):
         return layer.mlp.recompute_modules[0]
     if "_up_proj." in name:
@@ -124,7 +123,7 @@ def _recompute_module(layer: Layer, name: str) -> str:
 
 
 def in_low_precision(product: Product, low: LowPrecision, rank: Rank, is_split_by_columns: bool) -> Product:
-    """Return the product with this precision.
+    """Return the product with the low precision `low`.
 
     Args:
         is_split_by_columns: whether tensor-parallel ranks split the product's input instead of its output.
@@ -138,7 +137,7 @@ def in_low_precision(product: Product, low: LowPrecision, rank: Rank, is_split_b
 
 
 def low_precision_weights(layer: Layer, rank: Rank) -> int:
-    """Count the elements of a layer's matrices on a rank that support low precision, without experts."""
+    """Count the elements of a layer's matrices on a rank that support low precision, except those of experts."""
     number = 0
     for name, size_out, size_in in layer.matrices:
         if takes_low_precision(name) and ".local_experts." not in name:

@@ -1,8 +1,9 @@
 """Estimate the memory of `megatron dpo` while the reference model is evaluated (`doctor --plan --loss_type`).
 
-The reference model is evaluated before the first step, when the model, its gradient buffers and the optimizer's float32
-weights are already allocated. Moments are allocated in the first step, when the reference model has been freed. A rank
-therefore needs the larger of two sums: one with the reference model, the other with the moments. Does not import torch.
+The reference model is evaluated before the first step, when the trained model, its gradient buffers and the optimizer's
+float32 weights are already allocated. The optimizer's moments are allocated in the first step, after the reference
+model has been freed. A rank therefore needs the larger of two sums: one includes the reference model, the other the
+moments. This module does not import torch.
 """
 
 import dataclasses
@@ -25,12 +26,12 @@ class ReferenceMemory:
 
     Attributes:
         first, last: the first and the last rank of the range.
-        stage: stage in the model's pipeline.
-        model: weights and gradient buffers of the model, and float32 main weights unless the model is float32.
+        stage: stage in the trained model's pipeline.
+        model: weights and gradient buffers of the trained model, and float32 main weights unless the model is float32.
         reference_stage: stage in the reference model's pipeline; None on ranks without a part of the reference model.
         reference: weights of the reference model.
-        layer: peak memory of one layer of the reference model; an upper bound, because nothing is saved for a backward
-            pass.
+        layer: peak memory of one layer of the reference model. This is an upper bound, because nothing is saved for a
+            backward pass.
         logits: logits of one row.
     """
 
@@ -49,10 +50,10 @@ class ReferenceMemory:
 
 
 def reference_setup(args: DoctorArgs, setup: Setup) -> Setup:
-    """Return the setup of the reference model: with its layout, one row at a time, and without heads.
+    """Return the setup of the reference model: its layout, one row at a time, and no heads.
 
     Args:
-        setup: setup of the model.
+        setup: setup of the trained model.
     """
     layout = reference_layout(args)
     return dataclasses.replace(

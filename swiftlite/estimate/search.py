@@ -1,6 +1,7 @@
-"""Search the parallel layouts of a model on some GPUs, fastest first by `speed.py` (`doctor --plan --gpu_type`).
+"""Search the parallel layouts of a model on a number of GPUs, fastest first (`doctor --plan --gpu_type`).
 
-A candidate consists of the user's options, with values for unset options, so that it can be printed as a command line.
+`speed.py` estimates the speed. A candidate consists of the user's options, with values for options that are not set, so
+that it can be printed as a command line.
 """
 
 import dataclasses
@@ -29,7 +30,7 @@ _ROWS = [1, 2, 4, 8]
 """Micro-batch sizes to try; larger sizes do not make matrix products faster."""
 _VIRTUAL_STAGES = [2, 3, 4, 6, 8]
 DOUBLINGS = 7
-"""How often the number of GPUs is doubled if no layout fits."""
+"""Maximum number of times that the number of GPUs is doubled if no layout fits."""
 _DEFAULTS = DoctorArgs()
 
 
@@ -47,7 +48,7 @@ class Candidate:
 
 
 def global_batch_size(args: DoctorArgs) -> int:
-    """Return the global batch size, by default that of megatron sft."""
+    """Return the global batch size. The default is that of megatron sft."""
     return args.global_batch_size or OptimArgs().global_batch_size
 
 
@@ -58,7 +59,7 @@ def ranked(args: DoctorArgs, hf_config: HfConfig, gpu: Gpu, gpu_memory_gb: float
 
 
 def larger(args: DoctorArgs, hf_config: HfConfig, gpu: Gpu, gpu_memory_gb: float) -> DoctorArgs | None:
-    """Search with 2, 4, ... times the GPUs and the global batch until a layout fits; return None if no layout fits."""
+    """Search with 2, 4, ... times the GPUs and the global batch size until a layout fits; return None if none fits."""
     assert args.num_gpus is not None
     for doublings in range(1, DOUBLINGS + 1):
         batch = global_batch_size(args) << doublings
@@ -81,12 +82,15 @@ def _fitting(args: DoctorArgs, hf_config: HfConfig, gpu: Gpu, gpu_memory_gb: flo
 
 
 def has_layout(args: DoctorArgs, hf_config: HfConfig, gpu: Gpu) -> bool:
-    """Return whether the model and the global batch allow a layout, regardless of memory."""
+    """Return whether the model and the global batch size allow a layout, regardless of memory."""
     return any(True for _ in _layouts(args, hf_config, gpu))
 
 
 def _layouts(args: DoctorArgs, hf_config: HfConfig, gpu: Gpu) -> Iterator[DoctorArgs]:
-    """Yield the layouts that the model and the global batch allow, regardless of memory, with the user's sizes."""
+    """Yield the layouts that the model and the global batch size allow, regardless of memory.
+
+    Sizes set by the user are kept.
+    """
     architecture, setup = architecture_of(hf_config), planned_setup(args, hf_config)
     assert args.num_gpus is not None  # checked by rules
     powers = [1 << exponent for exponent in range(args.num_gpus.bit_length())]
@@ -119,7 +123,7 @@ def _layouts(args: DoctorArgs, hf_config: HfConfig, gpu: Gpu) -> Iterator[Doctor
 
 
 def _settled(args: DoctorArgs, num_layers: int, values: dict[str, Any]) -> DoctorArgs:
-    """Return the options with `values`, and with the settings that these values require."""
+    """Return the options with `values`, and with the settings that `values` require."""
     pp = values["pipeline_model_parallel_size"]
     values = dict(values, sequence_parallel=values["tensor_model_parallel_size"] > 1)
     stated = (args.pipeline_model_parallel_layout, args.decoder_first_pipeline_num_layers)
@@ -130,7 +134,7 @@ def _settled(args: DoctorArgs, num_layers: int, values: dict[str, Any]) -> Docto
 
 
 def _divides(args: DoctorArgs) -> bool:
-    """Return whether GPUs and batch are divisible, and every stage has a layer."""
+    """Return whether the number of GPUs and the global batch size are divisible, and every stage has a layer."""
     assert args.num_gpus is not None
     layout = layout_of(args)
     last, is_whole = layout.decoder_last_pipeline_num_layers, layout.pipeline_model_parallel_size == 1
@@ -145,8 +149,10 @@ def _divides(args: DoctorArgs) -> bool:
 
 
 def _recomputing(args: DoctorArgs, architecture: Architecture) -> list[DoctorArgs]:
-    """Return the options without, with selective and with full recomputation; only `args` if the user set
-    recomputation."""
+    """Return the options without recomputation, with selective and with full recomputation.
+
+    If the user set recomputation, return only `args`.
+    """
     if args.recompute_granularity != "none":
         return [args]
     # Fused attention stores few activations; MLPs store most.

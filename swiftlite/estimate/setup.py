@@ -1,4 +1,4 @@
-"""Define the properties of a run that determine its memory and time, as a frozen value. Does not import torch."""
+"""Define the properties of a run that determine its memory and time. This module does not import torch."""
 
 import dataclasses
 import math
@@ -18,7 +18,7 @@ from swiftlite.plan.low_precision import LowPrecision, low_precision_of, model_p
 
 @dataclass(frozen=True)
 class Setup:
-    """The properties of a run, apart from the model, that determine its memory."""
+    """The properties of a run except its model that determine its memory."""
 
     layout: ParallelLayout = field(default_factory=ParallelLayout)
     recompute: RecomputeArgs = field(default_factory=RecomputeArgs)
@@ -39,7 +39,7 @@ class Setup:
 
 
 def planned_setup(args: DoctorArgs, hf_config: HfConfig) -> Setup:
-    """Return the setup of `doctor --plan`; without --num_gpus, with the minimum number of GPUs of the layout."""
+    """Return the setup of `doctor --plan`. Without --num_gpus, it has the minimum number of GPUs of the layout."""
     layout = layout_of(args)
     per_replica = layout.tensor_model_parallel_size * layout.context_parallel_size
     per_experts = layout.expert_tensor_parallel_size * layout.expert_model_parallel_size
@@ -136,7 +136,10 @@ def rank_of(architecture: Architecture, setup: Setup) -> Rank:
 
 
 def low_rank_of(rank: Rank, setup: Setup) -> Rank:
-    """Return the settings of a rank for layers whose products have 8 or 4 bits; `rank` itself without low precision."""
+    """Return the settings of a rank for layers whose products have 8 or 4 bits.
+
+    Without low precision, return `rank`.
+    """
     low = setup.low_precision
     if low is None:
         return rank
@@ -144,7 +147,7 @@ def low_rank_of(rank: Rank, setup: Setup) -> Rank:
 
 
 def held_by_stages(setup: Setup, num_layers: int) -> list[str]:
-    """Return the content of each virtual stage in forward order, in the format of parse_stages."""
+    """Return the content of each virtual stage in forward order, in the format of `parse_stages`."""
     layout = setup.layout
     if layout.pipeline_model_parallel_layout:
         return parse_stages(layout.pipeline_model_parallel_layout)

@@ -1,5 +1,4 @@
-"""Define numbers that describe the efficiency of trainers, such as swiftlite or Megatron-LM, on the same GPU and
-layout."""
+"""Define numbers that describe how efficiently a trainer, such as swiftlite or Megatron-LM, uses a GPU and a layout."""
 
 from dataclasses import dataclass
 
@@ -11,24 +10,25 @@ class Software:
     """The efficiency of a trainer's kernels; the default is swiftlite with torch's kernels.
 
     Attributes:
-        attention: share of the peak that attention reaches, forward and backward. Assumed for FlashAttention-2 on
-            Hopper; newer kernels reach a larger share, and so does FlashAttention-2 on an A100.
-        logit_bytes: bytes moved per logit of a fused loss in addition to its matrix products, if the vocabulary is not
-            split. In bfloat16, these are 4 reads and a write in the forward pass (maximum, sum and gradient in one
-            compiled kernel, prediction), and 3 reads and a write in the backward pass. Counted
-            (`tests/model/test_chunked_loss.py`).
-        split_logit_bytes: like logit_bytes, for a vocabulary split over tensor-parallel ranks, in float32. Counted.
+        attention: share of the GPU's peak that attention reaches, forward and backward. The value is assumed for
+            FlashAttention-2 on Hopper. Newer kernels reach a larger share, as does FlashAttention-2 on an A100.
+        logit_bytes: bytes moved per logit by a fused loss outside of matrix products, if the vocabulary is not split.
+            In bfloat16, these are 4 reads and a write in the forward pass (maximum, sum and gradient in one compiled
+            kernel, prediction), and 3 reads and a write in the backward pass. `tests/model/test_chunked_loss.py` counts
+            them.
+        split_logit_bytes: like logit_bytes, for a vocabulary that is split over tensor-parallel ranks, in float32.
+            Counted from the kernels.
         gradient_bytes: bytes moved per weight and micro-batch to accumulate its gradient, which is written and read in
-            bfloat16, and added in float32. Counted. Without sequence parallelism and `overlap_grad_reduce`, the product
-            accumulates directly and moves 8 bytes.
-        stack_bytes: bytes moved per weight of experts to stack weights for one product, once in the forward and once in
-            the backward pass. Counted.
-        vocabulary_products: number of matrix products for the loss, forward and backward; a chunked loss recomputes
-            logits (`model/loss/chunked_loss.py`).
+            bfloat16, and added in float32. Counted from the kernels. Without sequence parallelism and
+            `overlap_grad_reduce`, the matrix product accumulates directly and moves 8 bytes.
+        stack_bytes: bytes moved per weight of experts to stack the weights for one product, once in the forward and
+            once in the backward pass. Counted from the kernels.
+        vocabulary_products: number of matrix products for the loss, forward and backward. A chunked loss has one more,
+            because it recomputes logits (`model/loss/chunked_loss.py`).
         exposed_tp: number of exposed (not overlapped) collectives of half a layer, forward and backward. megatron-core
-            overlaps two of the three collectives of the backward pass with products. Counted.
-        exposed_sends: exposed share of the messages between interleaved stages, which are sent during computation.
-            Assumed without evidence.
+            overlaps two of the three collectives of the backward pass with matrix products.
+        exposed_sends: share of the time of messages between interleaved stages that does not overlap with computation.
+            The value is assumed without evidence.
     """
 
     attention: float = 0.34

@@ -1,8 +1,9 @@
-"""Estimate the time of a training step with a parallel layout, to rank layouts. Does not import torch.
+"""Estimate the time of a training step with a parallel layout, to find the fastest layout. This module does not import
+torch.
 
-The time of a step consists of the computation of the slowest pipeline stage for all micro-batches, the waiting time of
-its GPU, the pipeline bubble, the reduction of gradients, and the optimizer. See `timing.py` for constants and
-`search.py` for the layouts that are tried.
+The time of a step is the sum of five parts: the computation of the slowest pipeline stage for all micro-batches, the
+waiting time of its GPU, the pipeline bubble, the reduction of gradients, and the optimizer. See `timing.py` for
+constants and `search.py` for the layouts that are tried.
 
 Products of adapters, uneven lengths, uneven experts, clock rates and the file system are not modeled.
 """
@@ -23,27 +24,31 @@ from swiftlite.families.rank import FLOAT32
 from swiftlite.plan.layout import data_parallel_size, num_virtual_stages
 
 _LAUNCH = 6e-6
-"""Seconds per kernel launch from Python, which is the minimum time of a kernel. Assumed."""
+"""Seconds per kernel launch from Python, which is the minimum time of a kernel. The value is assumed."""
 _KERNELS = 43
-"""Kernels of a dense layer, forward and backward. Counted (`tests/cuda_emulated`)."""
+"""Number of kernels of a dense layer, forward and backward, as counted by `tests/cuda_emulated`."""
 _MIXTURE_KERNELS = 46
-"""Additional kernels of a layer with grouped experts on one rank (router, sorting, sums). Counted
-(`tests/cuda_emulated`).
+"""Number of additional kernels of a layer with grouped experts on one rank (router, sorting, sums), as counted by
+`tests/cuda_emulated`.
 """
 _EXPERT_KERNELS = 20
-"""Kernels of an expert that is computed separately. Counted roughly."""
+"""Approximate number of kernels of an expert that is computed separately."""
 _UNFUSED_LOGIT_BYTES = 54
-"""Like `Software.logit_bytes`, for an unfused loss over all logits at once. Counted."""
+"""Bytes moved per logit, like `Software.logit_bytes`, for a loss that is not fused and reads all logits at once.
+Counted from the kernels."""
 _OPTIMIZER_BYTES = 30
-"""Bytes that AdamW moves per parameter: gradient, two moments, float32 main weight, weight. Counted."""
+"""Bytes that AdamW moves per parameter (gradient, two moments, float32 main weight, weight). Counted from the
+kernels."""
 _GRADIENT_BYTES = 8
-"""Bytes moved per gradient to compute its norm and to zero it. Counted."""
+"""Bytes moved per element of a gradient to compute the norm and to set the gradient to zero. Counted from the
+kernels."""
 _HIDDEN_REDUCTION = 0.9
-"""Share of gradient reductions and weight gathers that can be overlapped; the last bucket cannot. Assumed."""
+"""Share of gradient reductions and weight gathers that can overlap with computation; the last bucket cannot. The value
+is assumed."""
 
 
 class Step:
-    """A training step of a model on a layout."""
+    """A training step of a model with a parallel layout."""
 
     def __init__(
         self,
@@ -96,7 +101,7 @@ class Step:
 
     @functools.cached_property
     def _trunk_layers(self) -> list[Seconds]:
-        """Return the time of one micro-batch for each decoder layer; identical layers are computed once."""
+        """Time of one micro-batch for each decoder layer. The time of identical layers is computed once."""
         found: list[tuple[Layer, bool, Seconds]] = []
         low, layers = self.setup.low_precision, self.architecture.layers
         for number, layer in enumerate(layers):
@@ -110,8 +115,7 @@ class Step:
         return [seconds for *_, seconds in found]
 
     def _launches(self, holds: str, first_layer: int) -> float:
-        """Return the seconds of launching the kernels of a micro-batch, a lower bound of the time of the
-        micro-batch."""
+        """Return the seconds of launching the kernels of a micro-batch. The micro-batch takes at least this time."""
         count = holds.count("t")
         layers = list(self.architecture.layers[first_layer : first_layer + count])
         kernels = sum(map(self._kernels, layers))
@@ -131,8 +135,7 @@ class Step:
         return kernels + _EXPERT_KERNELS * layer.mlp.experts / self.rank.ep
 
     def _losses(self) -> Seconds:
-        """Return the time of the output layer's products and of the passes over its logits, for the trunk and each
-        head."""
+        """Return the time of the losses of trunk and heads: the output layer's products, and the passes over logits."""
         outside, heads, rank = self.architecture.outside, self.setup.heads, self.rank
         vocabularies = [math.ceil(len(heads.draft_vocab) / rank.tp) or outside.local_vocab(rank)] * heads.drafts
         if not self.is_trunk_frozen:
@@ -156,7 +159,7 @@ class Step:
         return self.is_trunk_frozen or self.setup.lora is not None
 
     def _bubble(self, micro_batch: float) -> float:
-        """Return the seconds that a stage waits for its first micro-batch and idles after its last one.
+        """Return the seconds for which a stage waits for its first micro-batch and is idle after its last one.
 
         Args:
             micro_batch: seconds of one micro-batch, forward and backward, on the slowest stage.
@@ -178,7 +181,11 @@ class Step:
         return exposed * 2 * virtual * self.num_micro_batches * one
 
     def _gradients(self, micro_batch: float) -> Seconds:
-        """Return the seconds of reducing gradients and gathering weights that do not overlap with one micro-batch."""
+        """Return the seconds of reducing gradients and gathering weights that do not overlap with computation.
+
+        Args:
+            micro_batch: seconds of one micro-batch, with which the communication can overlap.
+        """
         learns = largest(self.memory).trained
         layout, num_bytes = self.layout, FLOAT32 + self.setup.parameter_bytes
         size = self.replicas * layout.context_parallel_size
@@ -199,7 +206,7 @@ class Step:
         return Seconds(elementwise=memory_seconds(self.gpu, num_bytes))
 
     def _optimizer(self) -> Seconds:
-        """Return the time of AdamW's passes over memory, sharded by a distributed optimizer."""
+        """Return the time in which AdamW reads and writes memory. A distributed optimizer shards this work."""
         ranks = 1
         if self.setup.use_distributed_optimizer:
             ranks = self.replicas * self.layout.context_parallel_size

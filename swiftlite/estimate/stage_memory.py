@@ -1,6 +1,7 @@
 """Count parameters and activation bytes of a virtual pipeline stage on one rank.
 
-Decoder layers count themselves (`families/layer.py`); this module counts the modules around them.
+The kinds of decoder layers count their own parameters and bytes (`families/layer.py`). This module counts the modules
+around the layers.
 """
 
 import itertools
@@ -20,7 +21,7 @@ from swiftlite.plan.kernels import CHUNK
 
 @dataclass(frozen=True)
 class Activation:
-    """Name and size in bytes of an activation of one forward pass on a rank."""
+    """An activation of one forward pass on a rank: its name and its size in bytes."""
 
     name: str
     bytes: int
@@ -32,7 +33,7 @@ def total(entries: Iterable[Activation]) -> int:
 
 
 def share(number: int, ranks: int) -> int:
-    """Return `number / ranks`, rounded up: the share of one rank."""
+    """Return `number / ranks`, rounded up, which is the share of one rank."""
     return -(-number // ranks)
 
 
@@ -50,8 +51,7 @@ class ModelOnRank:
         self.is_trunk_frozen = setup.mtp_mode == "heads_only"
 
     def rank_in(self, layer: int) -> Rank:
-        """Return the settings of this rank for decoder layer `layer` (from 0), which depend on the layer's
-        precision."""
+        """Return the settings of this rank for decoder layer `layer` (from 0). They depend on the layer's precision."""
         low = self.setup.low_precision
         if low and low.is_in_layer(layer, len(self.layers)):
             return self.low_rank
@@ -59,8 +59,9 @@ class ModelOnRank:
 
     @property
     def vocabularies(self) -> list[int]:
-        """Number of logits per position on this rank for each trained loss: first the trunk's loss, then the losses of
-        the heads."""
+        """Number of logits per position on this rank for each trained loss: first for the trunk's loss, then for each
+        head's loss.
+        """
         head_vocabularies = [self.drafted or self.vocab] * self.setup.heads.drafts
         if self.is_trunk_frozen:
             return head_vocabularies
@@ -89,7 +90,7 @@ class ModelOnRank:
         return num_bytes
 
     def draft_activations(self, head: int) -> list[Activation]:
-        """List the activations of one run of an MTP layer, which drafts token number `head` (from 0)."""
+        """List the activations of one run of an MTP layer, in which it drafts token number `head` (from 0)."""
         rank = self.low_rank
         if self.setup.heads.unroll > 1:  # later steps read the keys of the first, see `model.mtp.UnrolledLayer`
             rank = replace(rank, recomputed=rank.recomputed - {"core_attn", "mla_up_proj"})
@@ -114,8 +115,8 @@ class ModelOnRank:
         """Count the bytes of one norm of an MTP layer.
 
         Args:
-            has_gradient: whether the norm's input has a gradient, which a frozen embedding or a frozen trunk's state
-                does not have. Otherwise only the weight is trained; a fused norm stores its input for this as well.
+            has_gradient: whether the norm's input has a gradient. A frozen embedding or a frozen trunk's state has
+                none. Then only the norm's weight is trained; a fused norm stores its input in both cases.
         """
         num_bytes = rank.norm_activation_bytes(rank.sequence_tokens, self.hidden)
         if has_gradient or rank.is_fused:
@@ -140,7 +141,7 @@ class ModelOnRank:
     def rotary_bytes(self) -> int:
         """Count the bytes of cosines and sines, which all layers share.
 
-        Each step of an unrolled layer has separate cosines and sines, for positions that are later by one.
+        Each step of an unrolled layer has its own cosines and sines, for positions that are later by one.
         """
         rotary = max(layer.attention.rotary for layer in self.layers)
         return 2 * self.rank.length * rotary * self.rank.itemsize * self.setup.heads.unroll
@@ -168,7 +169,7 @@ class VirtualStage:
             self.has_final_norm = ends_trunk
 
     def describe(self) -> str:
-        """Return the stage's letters with repetitions counted, such as "E t*2"."""
+        """Return the stage's letters with counted repetitions, such as "E t*2"."""
         words = []
         for letter, run in itertools.groupby(self.holds):
             count = len(list(run))
@@ -205,9 +206,9 @@ class VirtualStage:
         return count
 
     def quantized_weights(self) -> int:
-        """Count the bytes of low-precision copies of weights, which the first micro-batch of a step creates.
+        """Count the bytes of the low-precision copies of weights that the first micro-batch of a step creates.
 
-        A frozen trunk has no gradients, so it needs copies in only one of the two memory orders.
+        A frozen trunk has no gradients, so its copies are needed in only one of the two memory orders.
         """
         model, low = self.model, self.model.setup.low_precision
         if low is None:
@@ -256,8 +257,9 @@ class VirtualStage:
         return self.model.mtp_layer() * self.num_mtp_layers
 
     def forward_pass(self) -> "ForwardPass":
-        """Return the bytes of the activations and logits of one forward pass, stored or recomputed for the backward
-        pass."""
+        """Return the bytes of activations and logits of one forward pass that are stored or recomputed for the backward
+        pass.
+        """
         model, rank = self.model, self.model.rank
         entries, recomputed = self._layer_activations()
         entries += self._activations_outside_layers()
@@ -321,13 +323,14 @@ class ForwardPass:
     """Bytes of one forward pass of a virtual stage on one rank."""
 
     entries: tuple[Activation, ...]
-    """Activations stored until the backward pass, without logits."""
+    """Activations that are stored until the backward pass, without logits."""
     recomputed: int
     """Peak size of the activations that the backward pass recomputes, in bytes."""
     logits: int = 0
-    """Bytes of the softmax of each loss, in float32, stored until the backward pass."""
+    """Bytes of the softmax of all losses, in float32, which are stored until the backward pass."""
     passing_logits: int = 0
-    """Bytes of temporary logits: those of one loss before the conversion to float32, or of one chunk."""
+    """Bytes of temporary logits: the logits of one loss before they are converted to float32, or the logits of one
+    chunk."""
 
     @property
     def activation_bytes(self) -> int:
@@ -336,7 +339,7 @@ class ForwardPass:
 
 
 def _recompute(setup: Setup, layers: list[int], boundary: int) -> tuple[int, int]:
-    """Count the bytes stored by consecutive layers, and the peak bytes of recomputation.
+    """Return the bytes that consecutive layers store, and the peak bytes of recomputation.
 
     Args:
         layers: bytes that each layer stores without recomputation.

@@ -17,8 +17,8 @@ from swiftlite.plan.layout import process_problems
 def suggest(hf_config: HfConfig, setup: Setup, gpu_memory_gb: float) -> Setup | None:
     """Return the most similar setup that fits, with 2, 4, ... times the GPUs if necessary; None without one.
 
-    The order of changes is: sharding the optimizer state, recomputation, then more ranks per model, without and with
-    recomputation.
+    Changes are tried in this order: sharding the optimizer state, recomputation, then more ranks per model, first
+    without and then with recomputation.
     """
     architecture = architecture_of(hf_config)
     for doublings in range(8):
@@ -30,7 +30,7 @@ def suggest(hf_config: HfConfig, setup: Setup, gpu_memory_gb: float) -> Setup | 
 
 
 def _candidates(architecture: Architecture, setup: Setup) -> Iterator[Setup]:
-    """Yield the setups that the model allows on these GPUs, fastest first."""
+    """Yield the setups that the model allows on the GPUs of `setup`, fastest first."""
     recomputes = [setup.recompute]
     if setup.recompute.recompute_granularity != "full":
         recomputes.append(RecomputeArgs(recompute_granularity="full"))

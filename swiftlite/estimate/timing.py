@@ -1,7 +1,8 @@
 """Estimate the seconds of a matrix product, a pass over memory, and a collective on a GPU.
 
-Does not import torch. Each effect has one constant, which was fitted (see `tests/plan/test_speed.py`), counted from the
-kernels, or assumed; none was measured. `layer_speed.py` computes the times of layers from these.
+This module does not import torch. Each effect has one constant. The constants were fitted (see
+`tests/plan/test_speed.py`), counted from the kernels, or assumed; none was measured. `layer_speed.py` computes the
+times of layers from these functions.
 """
 
 import math
@@ -10,17 +11,18 @@ from swiftlite.estimate.gpus import Gpu
 
 _BFLOAT16 = 2
 _TILE = (128, 256)
-"""Rows and columns of the tile that a processor computes at a time. Assumed, typical for Hopper."""
+"""Rows and columns of the tile (block of a matrix product) that a processor computes at a time. The value is assumed;
+it is typical for Hopper."""
 PRODUCT_EFFICIENCY = 0.62
-"""Share of the peak inside a tile; clocks drop under load. Fitted."""
+"""Share of the GPU's peak that is reached inside a tile, because clocks drop under load. The value was fitted."""
 _INNER_START = 400
-"""Time to start and end a tile, in steps along the inner dimension. Fitted."""
+"""Time to start and end a tile, in steps along the inner dimension. The value was fitted."""
 HBM_EFFICIENCY = 0.85
-"""Share of the memory bandwidth that a pass over a large tensor reaches. Assumed."""
+"""Share of the memory bandwidth that a pass over a large tensor reaches. The value is assumed."""
 LINK_EFFICIENCY = 0.8
-"""Share of NVLink's and the network's bandwidth that NCCL reaches for large messages. Assumed."""
+"""Share of the bandwidth of NVLink and the network that NCCL reaches for large messages. The value is assumed."""
 STARTS, _STARTS_BETWEEN_MACHINES = 15e-6, 40e-6
-"""Seconds until a collective's first byte arrives. Assumed."""
+"""Seconds until a collective's first byte arrives, within a machine and between machines. The values are assumed."""
 
 
 def product_seconds(
@@ -34,10 +36,10 @@ def product_seconds(
 ) -> float:
     """Return the seconds of matrix products [rows, inner] x [inner, columns] in one kernel.
 
-    This is the time to compute complete tiles on all processors, or to move the matrices, whichever is longer.
+    This is the time to compute complete tiles on all processors, or the time to move the matrices, whichever is longer.
 
     Args:
-        faster: speed along the inner dimension relative to bfloat16; starting and ending a tile takes the same time.
+        faster: speed along the inner dimension relative to bfloat16. The time to start and end a tile does not change.
         itemsize: bytes per element of both factors; the result has 16 bits.
     """
     tiles = number * math.ceil(rows / _TILE[0]) * math.ceil(columns / _TILE[1])
@@ -55,8 +57,8 @@ def memory_seconds(gpu: Gpu, num_bytes: float) -> float:
 def bandwidth(gpu: Gpu, size: int, stride: int) -> float:
     """Return the bytes per second that each rank of a group can send.
 
-    Within a machine this is the bandwidth of the link, otherwise that of the network ports of all ranks of the group on
-    a machine.
+    Within a machine this is the bandwidth of the link. Between machines it is the bandwidth of the network ports of all
+    ranks of the group on a machine.
 
     Args:
         size: number of ranks in the group.
@@ -83,7 +85,7 @@ def collective_seconds(gpu: Gpu, size: int, stride: int, num_bytes: float) -> fl
 
 
 def exchange_seconds(gpu: Gpu, size: int, stride: int, num_bytes: float) -> float:
-    """Return the seconds of an all-to-all; each rank sends data for other machines through its network port.
+    """Return the seconds of an all-to-all. Each rank sends the data for other machines through its own network port.
 
     Args:
         num_bytes: bytes that one rank sends to all ranks, including itself.

@@ -1,4 +1,7 @@
-"""Collect what rules check besides options: config.json, run directories, the number of processes. Reads no weights."""
+"""Collect everything except options that rules check: config.json, run directories, the number of processes.
+
+No weights are read.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -22,14 +25,14 @@ from swiftlite.methods.method import Method
 
 @dataclass(frozen=True)
 class Facts:
-    """Inputs of rules besides the options."""
+    """Everything except options that rules check."""
 
     world_size: int
     """Number of processes of the run."""
     hf_config: dict[str, Any]
-    """The model's config.json; empty if missing, which another rule reports."""
+    """The model's config.json; empty if it is missing, which another rule reports."""
     directory: Path = Path()
-    """Directory of the model's small files; unused without --model."""
+    """Directory of the model's small files; not used without --model."""
     names: Mapping[str, str] = field(default_factory=dict)
     """Model names and paths by option, without empty ones."""
 
@@ -44,7 +47,7 @@ class Facts:
         return Heads.from_config(self.hf_config)
 
     def described(self, option: str) -> tuple[Path, dict[str, Any]]:
-        """Return directory and config.json of the model that an option names; download them if necessary.
+        """Return the directory and the config.json of the model that an option names. Missing files are downloaded.
 
         Raises:
             UserError: the model is not available.
@@ -56,7 +59,7 @@ class Facts:
 def read_facts(args: Any, world_size: int = 1) -> Facts:
     """Collect the facts for a command's rules.
 
-    The run that `export --to_hf` reads is always a directory, never a name on the hub.
+    The model of `export --to_hf` is a run, so it is always a directory and never a name on the hub.
 
     Raises:
         UserError: --model is a name on the hub that is not available.
@@ -72,7 +75,7 @@ def read_facts(args: Any, world_size: int = 1) -> Facts:
 
 
 def _directory_of(option: str, name: str) -> Path:
-    """Return the directory of the model that an option names, see `description_of`.
+    """Return the directory of the model that an option names (see `description_of`).
 
     Raises:
         UserError: the model is not available. The error names the option, because the name can be a path with a typo.
@@ -95,7 +98,7 @@ def read_hf_config(directory: Path) -> dict[str, Any]:
 
 
 def config_directory(model: Path) -> Path:
-    """Return the directory of a model's config.json; for a run or its checkpoint-N this is source/."""
+    """Return the directory of a model's config.json. For a run or its checkpoint-N, this is source/."""
     if (model / "config.json").exists():
         return model
     for run in (model, model.parent):
@@ -112,13 +115,17 @@ def run_checkpoints(directory: Path) -> list[Path]:
 
 
 def is_run(path: Path) -> bool:
-    """Return whether this is a training run or an output of `export --to_mcore`; both have source/config.json."""
+    """Return whether a directory is a training run or an output of `export --to_mcore`.
+
+    Both have source/config.json.
+    """
     return (path / "source" / "config.json").is_file()
 
 
 def method_of_run(run: Path) -> Method | None:
-    """Return the method of the command that made this run (or the run of this checkpoint); the first method, if several
-    share the command.
+    """Return the training method of the command that made a run (or the run of a checkpoint).
+
+    If several methods share the command, the first of them is returned.
 
     Returns:
         None if args.json cannot be read.
@@ -132,7 +139,7 @@ def method_of_run(run: Path) -> Method | None:
 
 
 def near_path(path: Path) -> str:
-    """Return a hint for a path that does not exist: a sibling with almost the same name."""
+    """Return a hint for a path that does not exist: a path in the same directory with almost the same name."""
     if not path.parent.is_dir():
         return f"the directory {path.parent} does not exist either"
     suggestion = near(path.name, sorted(entry.name for entry in path.parent.iterdir()))
@@ -143,14 +150,12 @@ def near_path(path: Path) -> str:
 
 
 def model_of_run(run: Path) -> str | None:
-    """Return the Hugging Face model that a run (or a checkpoint's run) started from; None if the model no longer
-    exists.
+    """Return the Hugging Face model that a run (or a checkpoint's run) started from; None if it no longer exists.
 
     A name on the hub includes the commit that the run used.
 
     Raises:
-        UserError: the run started from a name on the hub, and the model is available neither on the hub nor in the
-            cache.
+        UserError: the model is on the hub, and is available neither there nor in the cache.
     """
     if run.name.startswith("checkpoint-"):
         run = run.parent

@@ -1,6 +1,7 @@
-"""Choose the kernels of a model's layers from options and the machine as one frozen `Kernels`. No torch.
+"""Choose the kernels of a model's layers from the options and the machine. This module does not import torch.
 
-`model/layers/kernels.py` selects the modules. On a CPU only the default is allowed; tests build other values directly.
+The choice is a `Kernels`; `model/layers/kernels.py` selects the corresponding modules. On a CPU only the default is
+allowed; tests build other values directly.
 """
 
 import importlib.util
@@ -18,7 +19,7 @@ from swiftlite.plan.low_precision import LowPrecision, low_precision_of, precisi
 PackedKernel = Literal["flash_attn", "torch_varlen"]
 """Implementation that computes all sequences of a packed row in one call: the package flash-attn or torch."""
 FlashImpl = Literal["FA3", "FA4"]
-"""Kernels that torch's attention calls after they are activated, by torch's names."""
+"""Names in torch of kernels that torch's attention calls after they are activated."""
 _IMPLS: dict[str, FlashImpl] = {"flash3": "FA3", "flash4": "FA4"}
 _PACKAGES = {"FA3": "flash_attn_interface of flash-attn 3", "FA4": "flash-attn-4"}
 CHUNK = 1024
@@ -119,7 +120,7 @@ def _has_file(package: str, path: str) -> bool:
 
 
 def _torch_has(file: str, *words: str) -> bool:
-    """Return whether a file of torch.nn.attention contains all words, because early releases support less."""
+    """Return whether a file of torch.nn.attention contains all `words`. Early releases of torch support less."""
     torch = importlib.util.find_spec("torch")
     if torch is None or torch.origin is None:
         return False
@@ -131,7 +132,7 @@ def _torch_has(file: str, *words: str) -> bool:
 
 
 def largest_head(architecture: Architecture | None) -> int:
-    """Return the channels of a head's queries; 0 for an unknown model."""
+    """Return the number of channels of a query head; 0 for an unknown model."""
     if architecture is None:
         return 0
     config = architecture.mcore_config()
@@ -141,7 +142,7 @@ def largest_head(architecture: Architecture | None) -> int:
 
 
 def choose(args: KernelArgs, machine: Machine, *, is_float32: bool, head: int = 0) -> Kernels:
-    """Return the kernels of a run; only this function resolves `auto`.
+    """Return the kernels of a run. Only this function resolves the value "auto" of options.
 
     Args:
         is_float32: whether the model is float32; otherwise bfloat16.
@@ -179,7 +180,7 @@ def _packed_kernel(args: KernelArgs, machine: Machine, is_float32: bool, head: i
 
 
 def kernel_problems(args: KernelArgs, machine: Machine, *, is_float32: bool, head: int = 0) -> Iterator[Problem]:
-    """Yield a problem for each option that this machine does not support; the arguments are those of `choose`."""
+    """Yield a problem for each option that this machine does not support. The arguments are those of `choose`."""
     if args.transformer_impl == "transformer_engine":
         flag = "--transformer_impl transformer_engine"
         if not machine.is_cuda:
@@ -213,5 +214,5 @@ def _without_packed_kernel(args: KernelArgs, machine: Machine, is_float32: bool,
 
 
 def automatic(is_cuda: bool, *, is_float32: bool, head: int = 0) -> Kernels:
-    """Return the kernels of commands without options for them."""
+    """Return the kernels for commands that have no options for kernels."""
     return choose(_UNSET, this_machine(is_cuda), is_float32=is_float32, head=head)

@@ -1,6 +1,6 @@
-"""Compute which rank holds which part of a model, and check a parallel layout. Pure functions; no torch.
+"""Compute which rank holds which part of a model, and check a parallel layout. This module does not import torch.
 
-Layers define which of their dimensions are split (`families/layer.py`).
+The kinds of layers define which of their dimensions ranks split (`families/layer.py`).
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ Group = TypeVar("Group")
 
 
 def layout_of(args: Any) -> ParallelLayout:
-    """Return the layout options of a command."""
+    """Return the options of a command for the parallel layout."""
     return group_of(args, ParallelLayout)
 
 
@@ -43,7 +43,7 @@ def parse_stages(pipeline_model_parallel_layout: str) -> list[str]:
 
 
 def num_virtual_stages(layout: ParallelLayout) -> int | None:
-    """Return the virtual stages per pipeline rank in megatron-core's convention: None without interleaving."""
+    """Return the number of virtual stages per pipeline rank as megatron-core requires it: None without interleaving."""
     number = layout.num_virtual_stages_per_pipeline_rank or 1
     if layout.pipeline_model_parallel_layout:
         number = len(parse_stages(layout.pipeline_model_parallel_layout)) // layout.pipeline_model_parallel_size
@@ -53,7 +53,10 @@ def num_virtual_stages(layout: ParallelLayout) -> int | None:
 
 
 def mtp_pipeline_rank(layout: ParallelLayout) -> int:
-    """Return the pipeline rank of the MTP layers: the last one, unless the layout string assigns them elsewhere."""
+    """Return the pipeline rank of the MTP layers.
+
+    This is the last rank, unless the layout string assigns them elsewhere.
+    """
     size = layout.pipeline_model_parallel_size
     if layout.pipeline_model_parallel_layout:
         for number, stage in enumerate(parse_stages(layout.pipeline_model_parallel_layout)):
@@ -63,7 +66,7 @@ def mtp_pipeline_rank(layout: ParallelLayout) -> int:
 
 
 def mtp_is_with_last_layer(layout: ParallelLayout) -> bool:
-    """Return whether the stage of the MTP layers has decoder layers; only a layout string can separate them.
+    """Return whether the stage of the MTP layers also has decoder layers. Only a layout string can separate them.
 
     True for an invalid string, which `layout_problems` reports.
     """
@@ -75,14 +78,14 @@ def mtp_is_with_last_layer(layout: ParallelLayout) -> bool:
 
 
 def data_parallel_size(layout: ParallelLayout, world_size: int) -> int:
-    """Return the number of replicas of the model; requires that `process_problems` is empty."""
+    """Return the number of replicas of the model. `process_problems` must have returned no problem."""
     return world_size // _product(_MODEL_SIZES, layout)
 
 
 def ranks_of(layout: ParallelLayout, world_size: int) -> range:
-    """Return the ranks of a job that a layout can use: ranks 0 and 1 of 3 for a tensor-parallel size of 2.
+    """Return the ranks of a job that a layout can use: for a tensor-parallel size of 2, ranks 0 and 1 of 3.
 
-    Returns all ranks if the layout requires more, which `process_problems` reports.
+    If the layout requires more ranks, which `process_problems` reports, all ranks are returned.
     """
     unit = math.lcm(_product(_MODEL_SIZES, layout), _product(_EXPERT_SIZES, layout))
     return range(world_size - world_size % unit or world_size)
@@ -141,7 +144,7 @@ def decoder_layers_per_stage(layout: ParallelLayout, num_layers: int) -> list[in
     [3, 7, 7, 7].
 
     Raises:
-        ValueError: the layers do not divide; the message is for users.
+        ValueError: the layers cannot be divided evenly; the message is for users.
     """
     if layout.pipeline_model_parallel_layout:
         return [stage.count("t") for stage in parse_stages(layout.pipeline_model_parallel_layout)]
@@ -158,7 +161,7 @@ def decoder_layers_per_stage(layout: ParallelLayout, num_layers: int) -> list[in
 def states_sent(
     layout: ParallelLayout, num_layers: int, num_drafts: int, heads_take_before_norm: bool = False
 ) -> list[int]:
-    """Count the states that each stage except the last sends to the next one (`model.stage_states.StageStates`).
+    """Count the states that each stage except the last sends to the next stage (`model.stage_states.StageStates`).
 
     Example: Et*2|t*2|m|L with one head that reads the state before the final norm gives [1, 2, 2].
 
@@ -262,7 +265,7 @@ def _tensor_problems(layout: ParallelLayout, architecture: Architecture | None) 
 
 
 def _tensor_split(architecture: Architecture) -> list[tuple[str, int]]:
-    """Return the sizes that tensor parallelism divides: (name in config.json, number), without duplicates."""
+    """Return the sizes that tensor parallelism divides, as (name in config.json, number) without duplicates."""
     split: list[tuple[str, int]] = []
     for part in architecture.sublayers:
         split += part.tensor_split.items()
@@ -303,7 +306,7 @@ _EXAMPLE = "for example Et*2|t*2mL for 4 layers and one head on 2 ranks"
 
 
 def _other_pipeline_flag(layout: ParallelLayout) -> str:
-    """Return the first option, apart from the layout string, that distributes layers; empty if none is set."""
+    """Return the first option except the layout string that distributes layers and is set; empty if none is set."""
     if layout.decoder_first_pipeline_num_layers is not None:
         return "decoder_first_pipeline_num_layers"
     if layout.decoder_last_pipeline_num_layers is not None:
@@ -331,7 +334,9 @@ def _even_pipeline_problems(layout: ParallelLayout, architecture: Architecture |
 
 
 def _letter_problems(flag: str, stages: Sequence[str], wanted: Mapping[str, int]) -> list[Problem]:
-    """Return a problem if a letter occurs in a layout string more or less often than `wanted`, or in a wrong order."""
+    """Return a problem if a letter occurs more or less often in a layout string than `wanted`, or at the wrong
+    position.
+    """
     names = {"E": "embedding", "t": "decoder layer", "m": "MTP layer", "L": "loss"}
     whole = "".join(stages)
     problems = []

@@ -1,6 +1,6 @@
-"""Describe training with matrix products in 8 and 4 bits: its options, requirements and memory. No torch.
+"""Describe training with matrix products in 8 and 4 bits: options, requirements and memory.
 
-The formats of scales and copies of tensors are those of Transformer Engine.
+The formats of scales and copies of tensors are those of Transformer Engine. This module does not import torch.
 """
 
 import re
@@ -60,15 +60,18 @@ class LowPrecision:
 
     @property
     def tokens(self) -> int:
-        """Required multiple of a rank's number of tokens (megatron-core's fp8_utils.py:168; the first dimension of a
-        scale of Transformer Engine's NVFP4Quantizer)."""
+        """The number by which a rank's number of tokens must be divisible.
+
+        It is defined by megatron-core's fp8_utils.py:168, and by the first dimension of a scale of Transformer Engine's
+        NVFP4Quantizer.
+        """
         return {"mxfp8": 32, "nvfp4": 32}.get(self.recipe, 16)
 
     @property
     def quantized(self) -> Quantized:
-        """Bytes per element in memory, read from transformer_engine's tensor/*.py (2.20.2) and counted by
-        `tests/parallel/test_low_precision.py`. A Blackwell GPU stores weights of `tensorwise` in one order, in half of
-        these bytes."""
+        """Bytes per element in memory, from transformer_engine's tensor/*.py (2.20.2);
+        `tests/parallel/test_low_precision.py` counts them. With the recipe `tensorwise`, a Blackwell GPU stores weights
+        in only one memory order, which takes half of these bytes."""
         copy, weights = {
             "tensorwise": (1, 2),
             "blockwise": (1 + 4 / 128, 2 + 2 * 4 / 128**2),
@@ -79,7 +82,7 @@ class LowPrecision:
 
     @property
     def moved(self) -> float:
-        """Bytes moved to quantize a 16-bit element. Counted.
+        """Bytes moved to quantize a 16-bit element, counted from the kernels.
 
         These are one read (two if one scale is used for the whole tensor), and one write in each of two memory orders.
         """
@@ -90,16 +93,16 @@ class LowPrecision:
 
     @property
     def speedup(self) -> int:
-        """Speed relative to bfloat16, by the vendors' specifications of tensor cores."""
+        """Speed relative to bfloat16, from the vendors' specifications of tensor cores."""
         return {"fp8": 2, "fp4": 4}[self.name]
 
     @property
     def capability(self) -> float:
-        """Minimum compute capability in Transformer Engine (pytorch/quantization.py:149 of 2.20.2)."""
+        """Minimum compute capability that Transformer Engine requires (pytorch/quantization.py:149 of 2.20.2)."""
         return {"tensorwise": 8.9, "blockwise": 9.0, "mxfp8": 10.0, "nvfp4": 10.0}[self.recipe]
 
     def is_in_layer(self, number: int, num_layers: int) -> bool:
-        """Return whether a decoder layer (from 0) uses this precision."""
+        """Return whether decoder layer `number` (from 0) uses this precision."""
         return self.bf16_at_start <= number < num_layers - self.bf16_at_end
 
     def mcore_config(self) -> dict[str, Any]:
@@ -142,15 +145,18 @@ def precision_problems(args: KernelArgs, is_float32: bool) -> Iterator[Problem]:
 
 
 def takes_low_precision(name: str) -> bool:
-    """Return whether a matrix, by its Megatron name, supports low precision; matrices of experts support it if
-    grouped."""
+    """Return whether the matrix with this Megatron name supports low precision.
+
+    Matrices of experts support it if grouped.
+    """
     # The outputs of down-projections are gathered, so these stay in bfloat16.
     return re.search(r"(^|\.)(linear_\w+|eh_proj)\.weight$", name) is not None and "_down_proj" not in name
 
 
 def low_precision_misfit(row: Row, ranks: int, multiple: int) -> int:
-    """Return the number of rows or columns of a low-precision matrix on a rank if it is not divisible by `multiple`;
-    else 0."""
+    """Return a rank's number of rows or columns of a low-precision matrix if it is not divisible by `multiple`;
+    otherwise 0.
+    """
     if not takes_low_precision(row.mcore):
         return 0
     shapes = list(row.hf.values())

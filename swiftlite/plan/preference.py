@@ -1,4 +1,5 @@
-"""Plan preference losses and the layout of the reference model for `megatron dpo`. Does not import torch."""
+"""Plan preference losses and the layout of the reference model for `megatron dpo`. This module does not import
+torch."""
 
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ SMOOTHED = ("sigmoid", "robust", "simpo")
 
 @dataclass(frozen=True)
 class Preference:
-    """A loss over pairs of answers, with its settings under TRL's names."""
+    """A loss over pairs of answers. Its settings have TRL's names."""
 
     loss_type: PreferenceLoss = "sigmoid"
     beta: float = 0.1
@@ -52,10 +53,10 @@ def preference_of(args: SftArgs) -> Preference:
 
 
 def reference_layout(args: DpoArgs | DoctorArgs) -> ParallelLayout:
-    """Return the layout of the reference model: that of the model, with the sizes of --ref_... options and equal
-    stages.
+    """Return the layout of the reference model.
 
-    If only the reference model uses tensor parallelism, it also uses sequence parallelism, which experts require.
+    It is the layout of the trained model with the sizes of the --ref_... options and equal stages. If only the
+    reference model uses tensor parallelism, it also uses sequence parallelism, which experts require.
     """
     tp = args.ref_tensor_model_parallel_size or args.tensor_model_parallel_size
     return ParallelLayout(

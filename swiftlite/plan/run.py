@@ -1,4 +1,4 @@
-"""Derive layout, batch sizes and schedule from options as frozen values. Does not read files.
+"""Derive layout, batch sizes and schedule of a run from options. This module does not read files.
 
 `make_plan` needs only options and the number of processes; `make_schedule` also needs the number of training rows.
 """
@@ -40,7 +40,7 @@ class Plan:
     packing_length: int
     """Maximum number of tokens of a row, or of a micro-batch if each step is packed."""
     row_multiple: int
-    """Rows are padded to a multiple of this length."""
+    """The length of each row is padded to a multiple of this number."""
     heads: Heads
     """MTP heads of the run."""
     mtp_init: MtpInit
@@ -60,7 +60,7 @@ class Schedule:
     """Optimizer steps of a training run."""
 
     num_samples: int
-    """Training rows that remain after reading, tokenizing and packing; 0 if they are read during training."""
+    """Number of training rows after reading, tokenizing and packing; 0 if rows are read during training."""
     steps: int
     warmup_steps: int
 
@@ -74,7 +74,7 @@ def make_plan(
     *,
     heads: Heads | None = None,
 ) -> Plan:
-    """Return layout and batches for `world_size` processes, from options that have passed `rules.check`.
+    """Return layout and batches for `world_size` processes. The options must have passed `rules.check`.
 
     Args:
         checkpoint: heads of the model directory.
@@ -113,7 +113,7 @@ def make_plan(
 
 
 def distributed_of(args: DistributedArgs, num_replicas: int, is_cuda: bool) -> DistributedArgs:
-    """Return the options with defaults: true on GPUs if several ranks hold the same parameters.
+    """Return the options with their defaults. The default is true on GPUs if several ranks hold the same parameters.
 
     On a CPU, overlapping communication with gloo does not save time.
 
@@ -139,10 +139,11 @@ def distributed_of(args: DistributedArgs, num_replicas: int, is_cuda: bool) -> D
 def row_multiple_of(
     layout: ParallelLayout, packing: Packing, is_cuda: bool, low_precision: LowPrecision | None = None
 ) -> int:
-    """Return the required multiple of a row's length.
+    """Return the number by which the length of a row must be divisible.
 
-    Every rank has an equal part, whose number of tokens is a multiple of what low-precision products require. On GPUs,
-    the multiple for padded rows is larger, so that they have few distinct lengths: cuDNN creates a plan for each.
+    Every rank has an equal part of a row, and the part's number of tokens must be divisible by what low-precision
+    products require. On GPUs, the result for padded rows is larger, so that rows have few different lengths: cuDNN
+    creates a plan for each length.
     """
     needed = length_multiple(layout)
     if low_precision:
@@ -178,9 +179,9 @@ def _min_lr(args: SftArgs, lr: float) -> float:
 
 
 def make_schedule(args: SftArgs, num_samples: int) -> Schedule:
-    """Return the steps for a number of rows: --train_iters, or --num_train_epochs passes over the rows.
+    """Return the steps for a number of rows: --train_iters steps, or --num_train_epochs passes over the rows.
 
-    The last batch of the last epoch is filled from the next pass, so that every step has the same size.
+    The last batch is filled up with rows of the next pass, so that every step has the same size.
     """
     steps = args.train_iters or math.ceil(num_samples * args.num_train_epochs / args.global_batch_size)
     return Schedule(
@@ -191,7 +192,7 @@ def make_schedule(args: SftArgs, num_samples: int) -> Schedule:
 
 
 def render(args: SftArgs, plan: Plan, checkpoint: Heads, schedule: Schedule | None) -> str:
-    """Return the text of --dry_run.
+    """Return the text that --dry_run prints.
 
     Args:
         schedule: None if the number of rows is not known yet.
@@ -249,7 +250,7 @@ def _model_lines(args: SftArgs, plan: Plan, checkpoint: Heads) -> list[tuple[str
 
 
 def kernel_lines(kernels: Kernels) -> list[tuple[str, str]]:
-    """Return a description of the kernels."""
+    """Return lines that describe the kernels, as (name, text)."""
     described = kernels.described
     lines = [("layers", described["layers"]), ("attention", described["attention"]), ("fused", described["fused"])]
     if kernels.low_precision:
@@ -260,7 +261,7 @@ def kernel_lines(kernels: Kernels) -> list[tuple[str, str]]:
 
 
 def layout_lines(plan: Plan) -> list[tuple[str, str]]:
-    """Return lines that describe processes and batches."""
+    """Return lines that describe processes and batches, as (name, text)."""
     layout = plan.layout
     lines = [("processes", _processes(plan))]
     if layout.sequence_parallel:

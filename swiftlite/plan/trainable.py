@@ -12,13 +12,14 @@ from swiftlite.lora import Lora, is_adapter
 
 @dataclass(frozen=True)
 class Trainable:
-    """A selection of trained parameters. All others remain bitwise identical; a run verifies this by their hashes.
+    """A selection of trained parameters. All other parameters remain bitwise identical; a run verifies this with
+    hashes.
 
     Attributes:
-        learns: returns whether a parameter is trained, by its megatron-core name in its chunk of the model, such as
-            "decoder.layers.0.mlp.linear_fc1.weight".
+        learns: returns whether the parameter with a given name is trained. The name is megatron-core's name in its
+            chunk of the model, such as "decoder.layers.0.mlp.linear_fc1.weight".
         words: description for the plan of a run.
-        option: the option that selected these parameters, for errors; empty if all parameters are trained.
+        option: the option that selected the parameters, which errors name; empty if all parameters are trained.
         freezes_trunk: whether no gradients are computed in the trunk. False if parts of it are trained, such as
             adapters.
     """
@@ -29,7 +30,7 @@ class Trainable:
     freezes_trunk: bool = False
 
     def apply(self, chunks: Iterable[Any]) -> None:
-        """Disable gradients of all parameters that are not trained; must be called before an optimizer is created.
+        """Disable gradients of all parameters that are not trained. Must be called before an optimizer is created.
 
         Args:
             chunks: the model without wrappers, whose parameters have the names for `learns`.
@@ -100,5 +101,5 @@ def _words(lora: Lora, heads: Heads) -> str:
 
 
 def numberless(name: str) -> str:
-    """Return the name without layer numbers, which start at 0 in each chunk."""
+    """Return the name without layer numbers. Layer numbers start at 0 in each chunk."""
     return re.sub(r"\.\d+\.", ".#.", name)

@@ -1,9 +1,10 @@
 """Rules for options, checked before torch is imported.
 
-May import `args` and `plan`, and read small files. A rule is a small function, named after its requirement, that yields
-(problem, hint) in the user's terms. `check` runs all rules of a command and reports every problem together. A setting
-without effect is a note, not a problem. Each command has one file. `common.py` has the rules that commands share;
-`training/sft_*.py` divide the largest command by subject.
+This package may import `args` and `plan`, and read small files. A rule is a small function, named after its
+requirement, that yields (problem, hint) in the user's terms. `check` runs all rules of a command and reports all
+problems together. A setting without effect is a note, not a problem. Each command has one file. `common.py` has the
+rules that commands share. The rules of the largest command, `megatron sft`, are in several files by subject
+(`training/sft_*.py`).
 """
 
 from typing import Any
@@ -60,12 +61,11 @@ def check(args: Any, world_size: int = 1) -> list[str]:
 
 
 def rules_of(args: Any) -> Any:
-    """Return the module with RULES and NOTES for the options `args`: the module of the command or of the training
-    method.
+    """Return the module with the rules for the options `args`, which belongs to the command or to the training method.
 
-    RULES yield (problem, hint), and NOTES yield lines about settings without effect. The arguments of both are the
-    options and `Facts`. A training method's module may have UNSUPPORTED: options of `megatron sft` that it rejects,
-    with the reasons.
+    The module has RULES, which yield (problem, hint), and NOTES, which yield lines about settings without effect. The
+    arguments of both are the options and `Facts`. A training method's module may have UNSUPPORTED: options of `megatron
+    sft` that the method rejects, with the reasons.
     """
     if isinstance(args, SftArgs):
         return method_of(args).load_rules()

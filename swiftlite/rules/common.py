@@ -43,8 +43,9 @@ def numbers_are_in_range(args: Any, facts: Facts) -> Iterator[Problem]:
 
 
 def left_out(args: Any, command: str, why: Mapping[str, str]) -> Iterator[Problem]:
-    """Yield a problem for each given option that the command does not support, although its options class has the
-    option.
+    """Yield a problem for each given option that the command does not support.
+
+    The options class of the command has these options, because it shares them with other commands.
 
     Args:
         why: the reasons, by option name.
@@ -58,7 +59,7 @@ def left_out(args: Any, command: str, why: Mapping[str, str]) -> Iterator[Proble
 def without_options(rules: Iterable[Rule], names: Iterable[str]) -> tuple[Rule, ...]:
     """Return rules that call `rules` with the options `names` set to their defaults.
 
-    `left_out` rejects these options, and hints about how to use them would contradict its message.
+    `left_out` rejects these options. Hints about how to use them would contradict its message.
     """
     return tuple(_without_options(rule, tuple(names)) for rule in rules)
 
@@ -73,7 +74,10 @@ def _without_options(rule: Rule, names: tuple[str, ...]) -> Rule:
 
 
 def texts_can_be(args: Any) -> Iterator[Problem]:
-    """Reject texts that cannot be written to a file, and impossible paths, before Python raises errors for them."""
+    """Reject texts that cannot be written to a file, and impossible paths.
+
+    Python would raise unclear errors for them.
+    """
     for option, given in vars(args).items():
         texts = given if isinstance(given, list) else [given]
         for text in texts:
@@ -147,7 +151,7 @@ def family_takes_the_model(args: Any, facts: Facts) -> Iterator[Problem]:
 
 
 def file_problems(flag: str, name: str) -> Iterator[Problem]:
-    """Yield the problems that prevent a data file, FILE or FILE#N, from being read."""
+    """Yield the reasons why a data file, FILE or FILE#N, cannot be read."""
     file, sample = split_sample(name)
     path = Path(file)
     dataset = dataset_name(file)
@@ -260,7 +264,7 @@ def recompute_options_fit(args: SftArgs | DoctorArgs, facts: Facts) -> Iterator[
 
 
 def changed(args: Any, names: Iterable[str]) -> list[str]:
-    """Return the options among `names` that differ from their defaults."""
+    """Return the names of the options among `names` whose values differ from their defaults."""
     known = options(type(args))
     return [name for name in names if vars(args)[name] != known[name].default]
 

@@ -25,7 +25,7 @@ def engine_is_installed(args: DeployArgs, facts: Facts) -> Iterator[Problem]:
 
 
 def given_of_drafting(args: DeployArgs) -> list[str]:
-    """Return the names of options for drafting that were given."""
+    """Return the names of the options for drafting that the user gave."""
     names = list(engine_options.given_of_speculation(args))
     if args.draft_schedule is not None:
         names.insert(0, "draft_schedule")
@@ -91,7 +91,7 @@ def one_gpu_has_one_worker(args: DeployArgs, facts: Facts) -> Iterator[Problem]:
 
 
 def live_weights_reach_whole_layers(args: DeployArgs, facts: Facts) -> Iterator[Problem]:
-    """Require a layout in which every worker reads every tensor; see `unsupported_layout`."""
+    """Require a layout in which every worker of the engine reads every tensor; see `unsupported_layout`."""
     kwargs = ENGINES[args.infer_backend].engine_kwargs(args)
     for name, usual in (("pipeline_parallel_size", 1), ("enable_expert_parallel", False)):
         value = kwargs.get(name) or usual
@@ -103,7 +103,7 @@ def live_weights_reach_whole_layers(args: DeployArgs, facts: Facts) -> Iterator[
 
 
 def live_weights_are_guarded(args: DeployArgs, facts: Facts) -> Iterator[Problem]:
-    """Require a key on a non-loopback address, and reject several keys on any address.
+    """Require an API key on an address that other machines can reach, and reject several keys on any address.
 
     With several keys, the routes that replace weights would not be protected, see `engines/vllm/live/guard.py`.
     """

@@ -35,7 +35,7 @@ OF_ENGINES = ("trust_remote_code", "torch_dtype", "num_speculative_tokens")
 
 
 def owners() -> dict[str, EngineInfo]:
-    """Return the options of doctor that belong to one engine, each with its engine."""
+    """Return the engine of each option of doctor that belongs to one engine, by option name."""
     known = options(DoctorArgs)
     found = {}
     for info in ENGINES.values():

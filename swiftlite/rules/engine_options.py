@@ -1,4 +1,4 @@
-"""Rules for options that select an engine or are passed to it unchanged."""
+"""Rules for options that select an engine, or that are passed to the engine unchanged."""
 
 import json
 from collections.abc import Iterator
@@ -15,12 +15,12 @@ EngineCommand = DeployArgs | GenerationCommand
 
 
 def given(args: EngineCommand, names: tuple[str, ...]) -> dict[str, object]:
-    """Return the options among `names` that were given, with their values."""
+    """Return the options among `names` that the user gave, with their values."""
     return {name: vars(args)[name] for name in names if vars(args)[name] is not None}
 
 
 def given_of_speculation(args: EngineCommand) -> dict[str, object]:
-    """Return the given options that control drafting in any engine, with their values."""
+    """Return the options for drafting in any engine that the user gave, with their values."""
     names = ["num_speculative_tokens"]
     if not isinstance(args, DeployArgs):
         names.append("draft_confidence")
@@ -62,7 +62,7 @@ def options_of_engines_agree(args: EngineCommand, facts: Facts) -> Iterator[Prob
 
 
 def engine_kwargs_leave_what_has_an_option(args: EngineCommand, facts: Facts) -> Iterator[Problem]:
-    """Reject engine kwargs for which there is an option, because rules check only options."""
+    """Reject keyword arguments of the engine for which swiftlite has an option, because rules check only options."""
     info = ENGINES[args.infer_backend]
     kwargs = info.engine_kwargs(args)
     for name in info.option_names:

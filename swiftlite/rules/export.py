@@ -44,7 +44,10 @@ def export_source_fits(args: ExportArgs, facts: Facts) -> Iterator[Problem]:
 
 
 def export_output_can_take_its_name(args: ExportArgs, facts: Facts) -> Iterator[Problem]:
-    """Require an --output_dir that can be replaced by a rename, because exports are written next to it and renamed."""
+    """Require an --output_dir that a rename can replace.
+
+    Exports are written to a directory next to it, which is then renamed.
+    """
     given = Path(args.output_dir)
     directory = given.resolve()
     if not args.output_dir or not directory.is_dir():

@@ -39,7 +39,7 @@ def output_can_be(args: ReportArgs, facts: Facts) -> Iterator[Problem]:
 
 
 def _is_page(path: Path) -> bool:
-    """Return whether a file is an HTML page, such as one from an earlier `report`."""
+    """Return whether a file is an HTML page, such as an output of `report`."""
     with path.open("rb") as file:
         return file.read(4096).lstrip().lower().startswith((b"<!doctype html", b"<html"))
 

@@ -1,6 +1,6 @@
 """Check before the first step that all ranks of a run have the same options, data, weights and versions.
 
-Without this check, differing nodes would combine gradients of different models or rows without an error.
+Without this check, nodes with different files would combine gradients of different models or rows without an error.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ from swiftlite.errors import UserError
 
 
 def digest(value: Any) -> str:
-    """Return a short digest of any JSON value, the same in every process.
+    """Return a short digest of any JSON value. It is the same in every process.
 
     Raises:
         TypeError: the value is not JSON.
@@ -26,15 +26,15 @@ def digest(value: Any) -> str:
 
 
 def check_agreement(facts: Mapping[str, str]) -> None:
-    """Compare `facts` of all ranks; collective. Returns immediately if there is only one rank.
+    """Check that `facts` are the same on all ranks. Collective; returns immediately if there is only one rank.
 
-    A fact that is missing on some ranks is a difference as well.
+    If a fact is missing on some ranks, this is also a difference.
 
     Args:
-        facts: name -> a digest, or the value itself if it is short and more informative, such as a version.
+        facts: by name, a digest, or the value itself if it is short and more informative, such as a version.
 
     Raises:
-        UserError: facts differ; raised on every rank, with the differing facts and their ranks.
+        UserError: facts differ; raised on every rank, with the facts that differ and their ranks.
     """
     size = dist.get_world_size()
     if size == 1:
@@ -52,7 +52,7 @@ _HINT = "start all nodes with the same command, the same files and the same envi
 def differences(everyone: Sequence[tuple[str, Mapping[str, str]]]) -> list[str]:
     """Return a description (one line) of each fact that differs between ranks.
 
-    The most frequent value is taken to be correct; in a tie, the value of the lowest rank.
+    The most frequent value counts as correct. If several are equally frequent, the value of the lowest rank does.
 
     Args:
         everyone: (host, facts) of each rank.

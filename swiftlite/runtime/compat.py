@@ -1,7 +1,7 @@
-"""Handle differences between releases of megatron-core. No other module reads its version.
+"""Handle differences between releases of megatron-core. No other module reads the version of megatron-core.
 
-`swiftlite/cli/doctor.py` lists the tested releases. Code that works with all of them (keyword arguments that are passed
-on, methods that only some releases call) is not listed here.
+`swiftlite/cli/doctor.py` lists the tested releases. Code that works with all releases without reading the version is
+not in this module.
 """
 
 import inspect
@@ -43,7 +43,7 @@ _KNOWN_WARNINGS = (
 
 
 def quiet_known_warnings() -> None:
-    """Remove `_KNOWN_WARNINGS` from megatron-core's log; repeated calls have no effect."""
+    """Remove the warnings in `_KNOWN_WARNINGS` from megatron-core's log. Repeated calls have no effect."""
     for name, _ in _KNOWN_WARNINGS:
         logging.getLogger(f"megatron.core.{name}").addFilter(_is_news)
 
@@ -53,9 +53,11 @@ def _is_news(record: logging.LogRecord) -> bool:
 
 
 def write_common(checkpoint: Path) -> None:
-    """Make a checkpoint readable by 0.16, which requires common.pt for data outside of tensors.
+    """Write common.pt, which 0.16 requires to read a checkpoint.
 
-    swiftlite has no such data. 0.19 does not write this file, but reads an existing one."""
+    The file is for data other than tensors; swiftlite has none. 0.19 does not write this file, but reads an existing
+    one.
+    """
     common = checkpoint / "common.pt"
     if not common.exists():
         torch.save({}, common)

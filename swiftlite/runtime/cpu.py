@@ -1,8 +1,9 @@
-"""Shims that let megatron-core run without CUDA, each a named function with its call sites.
+"""Shims that let megatron-core run without CUDA. Each shim is a function; its docstring lists the callers in
+megatron-core.
 
 Importing this module has no effect. `install()` is called once per process, and never if CUDA is available. Paths are
-relative to megatron/core of the 0.16.1 wheel unless stated otherwise. For each shim, tests/runtime/test_cpu.py fails if
-it is removed.
+relative to megatron/core of the 0.16.1 wheel unless stated otherwise. If a shim is removed, tests/runtime/test_cpu.py
+fails.
 """
 
 from typing import Any
@@ -16,9 +17,11 @@ CPU = torch.device("cpu")
 
 
 def device_literal(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Replace `device="cuda"` by the CPU.
+    """Replace `device="cuda"` by the CPU in keyword arguments.
 
-    Called by pipeline_parallel/schedules.py:596, optimizer/clip_grads.py:103, optimizer/optimizer.py:473 and others."""
+    Used for calls in pipeline_parallel/schedules.py:596, optimizer/clip_grads.py:103, optimizer/optimizer.py:473 and
+    others.
+    """
     if "cuda" in str(kwargs.get("device", "")):
         return {**kwargs, "device": CPU}
     return kwargs
@@ -28,14 +31,15 @@ def tensor_cuda(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor itself for `Tensor.cuda()`.
 
     Called by models/common/language_module/language_module.py:244 with pipeline stages, and by
-    optimizer/distrib_optimizer.py:1089."""
+    optimizer/distrib_optimizer.py:1089.
+    """
     return tensor
 
 
 def tensor_type(name: str) -> str:
     """Return a CUDA name such as "torch.cuda.FloatTensor" for `Tensor.type()`.
 
-    optimizer/clip_grads.py:167 and optimizer/optimizer.py:671 compare the result with CUDA names."""
+    optimizer/clip_grads.py:167 and optimizer/optimizer.py:671 compare the result of `Tensor.type()` with CUDA names."""
     return name.replace("torch.", "torch.cuda.")
 
 
@@ -55,7 +59,7 @@ class _CudaLiterals(TorchFunctionMode):
 def patch_current_device() -> None:
     """Make `torch.cuda.current_device` return the CPU.
 
-    Called by optimizer/optimizer.py:1141, its checkpoints and pipeline schedules."""
+    Called by optimizer/optimizer.py:1141, and by checkpoints and pipeline schedules of megatron-core."""
     torch.cuda.current_device = lambda: CPU  # type: ignore[assignment]
 
 
@@ -69,13 +73,13 @@ def patch_synchronize() -> None:
 def patch_current_stream() -> None:
     """Make `torch.cuda.current_stream` return None.
 
-    distributed/param_and_grad_buffer.py:632 of 0.19 requests the stream before it sums gradients; only CUDA graphs wait
-    for anything on it."""
+    distributed/param_and_grad_buffer.py:632 of 0.19 requests the stream before it sums gradients. Only CUDA graphs use
+    it."""
     torch.cuda.current_stream = lambda device=None: None  # type: ignore[assignment, misc]
 
 
 def patch_rng_state() -> None:
-    """Replace the CUDA generator by the CPU's.
+    """Replace the state of the CUDA random number generator by that of the CPU's generator.
 
     tensor_parallel/random.py:55-60, 235 and 422 saves the generator's state when seeds are set, with sequence
     parallelism, and around recomputation.
@@ -107,8 +111,8 @@ def patch_alltoall_dispatcher() -> None:
 def run_eagerly() -> None:
     """Disable compilation.
 
-    jit.py:21 compiles fusible functions (including counts of the router), again for each length of rows. On a CPU this
-    requires a C++ compiler, and compilation takes longer than it saves.
+    jit.py:21 compiles fusible functions (including the router's counts), and does so again for each length of rows. On
+    a CPU compilation requires a C++ compiler, and takes longer than it saves.
     """
     torch.compiler.set_stance("force_eager")
 
@@ -117,7 +121,7 @@ _mode: _CudaLiterals | None = None
 
 
 def install() -> None:
-    """Apply all shims to this process; no effect if CUDA is available, or in repeated calls."""
+    """Apply all shims to this process. No effect if CUDA is available, or if this was called before."""
     global _mode
     if _mode is not None or torch.cuda.is_available():
         return

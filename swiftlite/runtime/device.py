@@ -1,4 +1,4 @@
-"""`Device`: one interface for cuda and cpu, so that callers do not distinguish them."""
+"""Define `Device`, one interface for CUDA and CPU, so that callers do not have to distinguish them."""
 
 import os
 import resource
@@ -23,7 +23,7 @@ class Device:
 
     @property
     def peak_flops(self) -> float | None:
-        """Dense bfloat16 operations per second by the vendor's specification; None for an unknown device."""
+        """Dense bfloat16 operations per second from the vendor's specification; None for an unknown device."""
         if not self.is_cuda:
             return None
         gpu = gpu_named(torch.cuda.get_device_name(self.torch_device))
@@ -37,7 +37,7 @@ class Device:
         return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # Linux counts in KiB
 
     def synchronize(self) -> None:
-        """Wait for all work queued on the device; returns immediately on a CPU."""
+        """Wait for all work that is queued on the device. On a CPU, return immediately."""
         if self.is_cuda:
             torch.cuda.synchronize(self.torch_device)
 
@@ -53,7 +53,7 @@ def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def current_device() -> Device:
-    """Select the CUDA device of LOCAL_RANK, or the CPU if there is no GPU.
+    """Select the CUDA device with index LOCAL_RANK, or the CPU if there is no GPU.
 
     Raises:
         UserError: this machine has fewer GPUs than processes.

@@ -1,4 +1,4 @@
-"""`session`: open and close the process groups of a run."""
+"""Define `session`, which opens and closes the process groups of a run."""
 
 import os
 from collections.abc import Iterator
@@ -29,8 +29,8 @@ def session(
     Args:
         layout: default: all processes are data-parallel.
         tied_embeddings: whether the last pipeline stage uses the embedding as its output layer.
-        timeout_minutes: maximum time that a rank waits for another.
-        deterministic: whether torch uses deterministic algorithms, and raises an error for operations without one.
+        timeout_minutes: maximum time for which a rank waits for another rank.
+        deterministic: whether torch uses deterministic algorithms, and raises an error for operations that have none.
 
     Raises:
         OptionError: the layout does not fit the number of processes.

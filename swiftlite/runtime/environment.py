@@ -1,4 +1,4 @@
-"""Describe the environment of a measurement: versions and the machine."""
+"""Describe the environment of a measurement: versions of software, and the machine."""
 
 import importlib.util
 import os
@@ -15,7 +15,7 @@ import swiftlite
 
 
 def versions_of(packages: Iterable[str]) -> dict[str, str]:
-    """Return the versions of swiftlite, Python, and those of these packages that are installed."""
+    """Return the versions of swiftlite, Python, and all installed packages among `packages`."""
     found = {"swiftlite": swiftlite.__version__, "python": platform.python_version()}
     for name in packages:
         found[name] = version(name)

@@ -1,4 +1,4 @@
-"""Allow one run or export in a directory at a time. Does not import torch."""
+"""Allow one run or export in a directory at a time. This module does not import torch."""
 
 import fcntl
 import os
@@ -15,12 +15,12 @@ LOCK_FILE = ".lock"
 
 @contextmanager
 def only_run_in(output_dir: Path, directory: Path | None = None) -> Iterator[None]:
-    """Lock a directory against other processes; the kernel releases the lock when this process ends.
+    """Lock a directory against other processes. The kernel releases the lock when this process ends.
 
     The directory is created if necessary, and removed at the end if it is empty.
 
     Args:
-        directory: another directory to create and lock instead.
+        directory: directory to create and lock instead of `output_dir`.
 
     Raises:
         UserError: another run holds the lock, or the directory cannot be created.
@@ -62,7 +62,7 @@ def _claim(output_dir: Path, path: Path) -> IO[str]:
 
 
 def holder_of(output_dir: Path) -> str:
-    """Return the process that holds the lock, as "PID on HOST"; empty if unlocked."""
+    """Return the process that holds the lock, as "PID on HOST"; empty if the directory is not locked."""
     path = output_dir / LOCK_FILE
     try:
         with path.open(encoding="utf-8") as file:
@@ -75,7 +75,7 @@ def holder_of(output_dir: Path) -> str:
 
 
 def in_use(output_dir: Path, holder: str) -> tuple[str, str]:
-    """Return the problem and the hint for a directory in use by another run."""
+    """Return the problem and the hint for a directory that another run uses."""
     return (
         f"--output_dir {output_dir} is in use by another run: process {holder}",
         "wait until it ends, stop it, or choose another directory",

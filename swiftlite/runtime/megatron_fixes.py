@@ -1,9 +1,8 @@
 """Fix bugs of megatron-core that subclasses and specs cannot fix, on any device.
 
 Importing this module has no effect. `install()` is called once per process, and `lay_out` is a context for a single
-call. Paths are relative to megatron/core of the 0.16.1 wheel unless stated otherwise.
-For each fix, tests/runtime/test_megatron_fixes.py fails if it is removed; for `lay_out`, tests/growth/test_meshes.py
-does.
+call. Paths are relative to megatron/core of the 0.16.1 wheel unless stated otherwise. If a fix is removed,
+tests/runtime/test_megatron_fixes.py fails; for `lay_out`, tests/growth/test_meshes.py fails.
 """
 
 from collections.abc import Iterator
@@ -31,17 +30,17 @@ def define_te_general_gemm() -> None:
 
 
 def ignore_mocked_te() -> None:
-    """Correct HAVE_TE for latent attention without Transformer Engine.
+    """Set HAVE_TE to false for latent attention without Transformer Engine.
 
-    transformer/multi_latent_attention.py:54 imports mocks in this case, but sets HAVE_TE to true. :183 passes a mock to
-    isinstance, so every latent attention raises a TypeError.
+    Without Transformer Engine, transformer/multi_latent_attention.py:54 imports mocks, but sets HAVE_TE to true. Line
+    183 passes a mock to isinstance, so every latent attention raises a TypeError.
     """
     if find_spec("transformer_engine") is None:
         multi_latent_attention.HAVE_TE = False
 
 
 def enable_block_recompute() -> None:
-    """Make a block call its method `_checkpointed_forward`, as up to 0.17.
+    """Make a transformer block call its method `_checkpointed_forward`, as megatron-core up to 0.17 does.
 
     transformer/transformer_block.py:625 of 0.19 calls a function instead of this method, which
     model/layers/recompute.py overrides. Blocks without the method still use the function.
@@ -65,8 +64,8 @@ def skip_results_server() -> None:
     """Prevent megatron-core from starting its server process for the results of checkpoint writers.
 
     dist_checkpointing/strategies/filesystem_async.py:49 starts this server before the first save. A signal to the
-    process group would end the server and make the save fail. train/checkpoint/files.py uses a file instead. The server
-    is not started if the queue is already set.
+    process group would end the server and make the save fail. train/checkpoint/files.py uses a file in memory instead.
+    This function sets the server's queue, because megatron-core starts the server only if the queue is not set.
     """
     filesystem_async._results_queue = filesystem_async._results_queue or object()
 
@@ -74,9 +73,9 @@ def skip_results_server() -> None:
 def clip_gradients_together() -> None:
     """Compute the gradient norm and scale gradients with one kernel launch for many tensors.
 
-    optimizer/clip_grads.py:127 and 175 call utils.py:1205 and 1215 if neither Transformer Engine nor Apex is installed.
-    The first function waits for the GPU once per parameter (12,000 times per step with 48 layers of 128 experts). The
-    second one copies each gradient twice, in two launches.
+    Without Transformer Engine and Apex, optimizer/clip_grads.py:127 and 175 call two functions at utils.py:1205 and
+    1215. The function for the norm waits for the GPU once per parameter (12,000 times per step with 48 layers of 128
+    experts). The function for scaling copies each gradient twice, in two launches.
     """
     if clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:
         clip_grads.l2_norm_impl = _l2_norm
@@ -108,9 +107,9 @@ def _scale(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: list[list[tor
 def lay_out(ranks: range) -> Iterator[None]:
     """Make initialize_model_parallel create groups only of these ranks, in this context.
 
-    parallel_state.py:736 uses all processes of the job, and :775 and :798 number them from 0, although RankGenerator
-    supports an offset. All processes must call initialize_model_parallel, as torch requires for new groups; each
-    process stores the groups that it belongs to.
+    parallel_state.py:736 uses all processes of the job, and lines 775 and 798 number them from 0, although
+    RankGenerator supports an offset. All processes must call initialize_model_parallel, because torch requires this for
+    new groups. Each process stores the groups that it belongs to.
     """
     stock_generator, stock_size = parallel_state.RankGenerator, torch.distributed.get_world_size
 
@@ -131,7 +130,7 @@ def lay_out(ranks: range) -> Iterator[None]:
 
 
 def install() -> None:
-    """Apply the fixes that this installation needs; repeated calls have no effect."""
+    """Apply the fixes that the installed packages need. Repeated calls have no effect."""
     define_te_general_gemm()
     ignore_mocked_te()
     enable_block_recompute()

@@ -1,4 +1,4 @@
-"""`Mesh`: the ranks of one model, the process groups of its layout, and the position of this rank."""
+"""Define `Mesh`: the ranks of one model, the process groups of its layout, and the position of this rank."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -69,7 +69,7 @@ class Mesh:
         Args:
             ranks: contiguous ranks of the job that hold the model; default: all.
             tied_embeddings: whether the last pipeline stage uses the embedding as its output layer.
-            timeout_minutes: maximum time that a rank waits for another.
+            timeout_minutes: maximum time for which a rank waits for another rank.
 
         Raises:
             OptionError: the layout does not fit the number of processes.
@@ -105,37 +105,37 @@ class Mesh:
 
     @property
     def tp(self) -> dist.ProcessGroup:
-        """Tensor-parallel ranks."""
+        """Group of the tensor-parallel ranks."""
         return self.groups.tp
 
     @property
     def pp(self) -> dist.ProcessGroup:
-        """Pipeline stages, in order."""
+        """Group of the pipeline stages, in order."""
         return self.groups.pp
 
     @property
     def cp(self) -> dist.ProcessGroup:
-        """Context-parallel ranks."""
+        """Group of the context-parallel ranks."""
         return self.groups.cp
 
     @property
     def tp_cp(self) -> dist.ProcessGroup:
-        """Ranks that hold the same stage of one replica."""
+        """Group of the ranks that hold the same stage of one replica."""
         return self.groups.tp_cp
 
     @property
     def dp(self) -> dist.ProcessGroup:
-        """Data-parallel ranks, which compute different rows."""
+        """Group of the data-parallel ranks, which compute different rows."""
         return self.groups.dp
 
     @property
     def dp_cp(self) -> dist.ProcessGroup:
-        """Data- and context-parallel ranks, which hold the same parameters."""
+        """Group of the data- and context-parallel ranks, which hold the same parameters."""
         return self.groups.dp_cp
 
     @property
     def ep(self) -> dist.ProcessGroup:
-        """Expert-parallel ranks, which hold different experts of a layer."""
+        """Group of the expert-parallel ranks, which hold different experts of a layer."""
         return self.groups.ep
 
     @contextmanager
@@ -155,8 +155,8 @@ class Mesh:
             a step      transformer/moe/moe_utils.py:1070, the update of expert biases
             saving      transformer/module.py:84, the sharded state of modules that keep no group
 
-        The random states of tensor-parallel ranks are those of the session. These states are not used, because the
-        bridge sets weights, and dropout is 0.
+        The random states of tensor-parallel ranks remain those of the session's mesh. They are not used, because
+        weights are loaded and dropout is 0.
         """
         with _parallel_state(self._globals):
             yield
@@ -193,8 +193,8 @@ def _embedding_ranks(pp_ranks: Sequence[int], pp_size: int | None = None, *, lay
 
     These are the first rank, the rank with MTP layers, and the last rank if the output layer is tied.
 
-    megatron-core would use the first and the last rank. With MTP layers on a separate stage, megatron-core would
-    silently add the gradient of the embedding to that of the output layer (parallel_state.py:525,
+    megatron-core would use only the first and the last rank. If MTP layers are on another stage, megatron-core would
+    then silently add the gradient of the embedding to the gradient of the output layer (parallel_state.py:525,
     finalize_model_grads.py:146 of 0.16.1).
     """
     places = {0, mtp_pipeline_rank(layout)}

@@ -1,4 +1,4 @@
-"""End a process when its parent ends, even if the parent is killed. Does not import torch."""
+"""End a process when its parent ends, even if the parent is killed. This module does not import torch."""
 
 import ctypes
 import os
@@ -8,9 +8,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 def exit_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
-    """Make Linux send this process a signal when its parent ends, even by kill -9; no effect on other systems.
+    """Make Linux send this process a signal when its parent ends, even by kill -9. On other systems, there is no
+    effect.
 
-    Children of this process do not inherit this setting, and the setting is lost when the process changes its user.
+    Children of this process do not inherit the setting, and it is lost when the process changes its user.
 
     Args:
         parent: the parent's process id. A parent that has already ended is detected.

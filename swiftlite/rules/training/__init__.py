@@ -1,1 +1,1 @@
-"""Rules of the training methods; `sft.py` has the rules that all of them share."""
+"""Rules of the training methods. `sft.py` has the rules that all methods share."""

@@ -1,4 +1,4 @@
-"""Rules of `megatron dpo`: those of `megatron sft`, and rules for pairs and the reference model."""
+"""Rules of `megatron dpo`: the rules of `megatron sft`, and rules for pairs and the reference model."""
 
 import math
 from collections.abc import Iterator
@@ -73,7 +73,7 @@ def reference_fits_its_layout(args: DpoArgs, facts: Facts) -> Iterator[Problem]:
 
 
 def reference_layout_problems(args: DpoArgs | DoctorArgs, facts: Facts) -> Iterator[Problem]:
-    """Yield the problems with the layout of the reference model that the layout of the trained model does not have."""
+    """Yield problems of the reference model's layout that the trained model's layout does not have."""
     config = facts.hf_config
     if args.ref_model:
         _, config = facts.described("ref_model")

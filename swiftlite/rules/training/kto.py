@@ -1,4 +1,4 @@
-"""Rules of `megatron dpo --loss_type kto`: those of `megatron dpo` without the rules for pairs."""
+"""Rules of `megatron dpo --loss_type kto`: the rules of `megatron dpo` except those for pairs."""
 
 from collections.abc import Iterator
 

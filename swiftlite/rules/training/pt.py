@@ -1,4 +1,4 @@
-"""Rules of `megatron pt`: those of `megatron sft`, and rules for documents."""
+"""Rules of `megatron pt`: the rules of `megatron sft`, and rules for documents."""
 
 from collections.abc import Iterator
 

@@ -1,6 +1,6 @@
-"""Rules of `megatron sft`: those for batches, optimizer, kernels and layout, and the list of all rules.
+"""Rules of `megatron sft` for batches, optimizer, kernels and layout, and the list of all its rules.
 
-The other subjects are in `sft_data.py` (files, packing, streaming), `sft_heads.py` (MTP), `sft_lora.py` (adapters),
+The other rules are in `sft_data.py` (files, packing, streaming), `sft_heads.py` (MTP), `sft_lora.py` (adapters),
 `sft_report.py` (--report_to) and `sft_resume.py` (--resume).
 """
 

@@ -112,13 +112,13 @@ def heads_and_adapters_go_together(args: SftArgs, facts: Facts) -> Iterator[Prob
 
 
 def _alike(some: list[Row], rows: list[Row]) -> list[Row]:
-    """Return the bridge rows in `rows` that belong to the modules of `some`, such as q_proj, in any layer."""
+    """Return the bridge rows in `rows`, of any layer, with the same module name (such as q_proj) as a row in `some`."""
     kinds = {numberless(row.mcore) for row in some}
     return [row for row in rows if numberless(row.mcore) in kinds]
 
 
 def _rows(args: SftArgs, facts: Facts) -> list[Row]:
-    """Return the bridge rows of the run's model; [] if the model cannot be read, which another rule reports."""
+    """Return the bridge rows of the run's model; empty if the model cannot be read, which another rule reports."""
     family = FAMILIES.get(str(facts.hf_config.get("model_type")))
     if family is None or facts.architecture is None:
         return []

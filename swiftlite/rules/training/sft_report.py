@@ -27,6 +27,6 @@ def report_to_can_be(args: SftArgs, facts: Facts) -> Iterator[Problem]:
 
 
 def _is_installed(package: str) -> bool:
-    """Return whether a package is installed, and not only a directory of its name, such as wandb's runs."""
+    """Return whether a package is installed. A directory of the same name, such as wandb's runs, does not count."""
     spec = importlib.util.find_spec(package)
     return spec is not None and spec.origin is not None

@@ -1,4 +1,7 @@
-"""Rules of `megatron sft` for --output_dir and --resume: one run per directory, which keeps its options."""
+"""Rules of `megatron sft` for --output_dir and --resume.
+
+A directory belongs to one run, whose options must not change.
+"""
 
 import dataclasses
 from collections.abc import Iterator
@@ -96,7 +99,7 @@ def resume_has_steps_left(args: SftArgs, facts: Facts) -> Iterator[Problem]:
 def resume_keeps_the_options(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     """Reject changes of options that are not in `_FREE`.
 
-    With different data, objective or heads, the resumed run would be a different run with the same name.
+    With other data, another objective or other heads, the resumed run would be a different run with the same name.
     """
     for name, before, now in _changed_options(args, facts):
         if name not in _FREE:
@@ -124,7 +127,10 @@ def steps_change_the_learning_rate(args: SftArgs, facts: Facts) -> Iterator[str]
 
 
 def _changed_options(args: SftArgs, facts: Facts) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (name, value in args.json, value now) of the changed options; none if another command started the run."""
+    """Yield (name, value in args.json, value now) of the changed options.
+
+    Nothing is yielded if another command started the run.
+    """
     saved = _saved_options(args)
     if saved is None or _command_before(args) != method_of(args).words:
         return
@@ -142,7 +148,7 @@ def _changed_options(args: SftArgs, facts: Facts) -> Iterator[tuple[str, Any, An
 
 
 def _command_before(args: SftArgs) -> str | None:
-    """Return the words of the command that started the resumed run; None if unknown."""
+    """Return the words of the command that started the resumed run; None if they are unknown."""
     saved = _saved_options(args)
     if saved is None:
         return None
