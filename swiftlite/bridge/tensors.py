@@ -430,10 +430,8 @@ def _check_contiguous(path: Path, entries: Mapping[str, Entry], start: int, size
     place = start
     for key, entry in entries.items():
         if entry.offset != place:
-            what = "overlaps the tensor before it"
-            if entry.offset > place:
-                what = "leaves unused bytes before it"
-            raise UserError(f"{path}: not a safetensors file ({key} {what})")
+            offsets = f"offset {entry.offset - start}, expected {place - start}"
+            raise UserError(f"{path}: not a safetensors file ({key}: {offsets})")
         place += entry.nbytes
     if place != size:
         raise UserError(f"{path}: not a safetensors file ({size - place} bytes follow the last tensor)")
@@ -478,7 +476,7 @@ def _stored_types(tensors: TensorTypes, encodings: Mapping[str, WritableEncoding
         if key not in encodings:
             stored[key] = (dtype, shape)
             continue
-        parts = encodings[key].write(torch.empty(shape, dtype=dtype, device="meta"))
+        parts = encodings[key].write(torch.empty(shape, device="meta"))
         for name, part in zip(encodings[key].entries(key), parts, strict=True):
             stored[name] = (part.dtype, tuple(part.shape))
     return stored

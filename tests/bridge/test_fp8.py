@@ -174,6 +174,17 @@ def test_factors_that_do_not_fit(tmp_path, mesh, change, problem):
     assert any(mentions(line, problem) for line in audit_hf(source, families.get(read_config(source))))
 
 
+def test_every_tensor_without_factors_is_named(tmp_path, mesh):
+    source = make_fp8(tmp_path, "qwen3")
+    stored = load_file(source / "model.safetensors")
+    keys = [key for key in stored if key.endswith("down_proj.weight")]
+    assert len(keys) == 2
+    for key in keys:
+        del stored[f"{key}_scale_inv"]
+    save_file(stored, source / "model.safetensors")
+    assert mentions(refusal(build(source, mesh, depth=0), source), " ".join(f"{key}_scale_inv" for key in keys))
+
+
 def test_factors_that_the_config_does_not_announce(tmp_path, mesh):
     """Without them the numbers would be wrong by their factors."""
     source = make_fp8(tmp_path, "qwen3")

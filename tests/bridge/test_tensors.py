@@ -337,10 +337,10 @@ def part(shape: list[int], begin: int, end: int) -> dict:
 @pytest.mark.parametrize(
     ("header", "num_bytes", "problem"),
     [
-        ({"a": part([2], 0, 8), "b": part([2], 4, 12)}, 12, "b"),
-        ({"a": part([2], 0, 8), "b": part([2], 0, 8)}, 8, "b"),
-        ({"a": part([2], 0, 8), "b": part([2], 12, 20)}, 20, "b"),
-        ({"a": part([2], 4, 12)}, 12, "a"),
+        ({"a": part([2], 0, 8), "b": part([2], 4, 12)}, 12, "b 4 8"),
+        ({"a": part([2], 0, 8), "b": part([2], 0, 8)}, 8, "b 0 8"),
+        ({"a": part([2], 0, 8), "b": part([2], 12, 20)}, 20, "b 12 8"),
+        ({"a": part([2], 4, 12)}, 12, "a 4 0"),
         ({"a": part([2], 0, 8)}, 9, "1"),
         ({"a": part([0], 0, 0), "b": part([2], 0, 8), "c": part([0], 8, 8)}, 8, ""),
     ],

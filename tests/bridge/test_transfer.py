@@ -114,6 +114,15 @@ def test_round_trip_is_bit_exact(tmp_path, mesh, family, tied, depth, sharded):
     assert audit_hf(tmp_path / "out", families.get(read_config(source))) == []
 
 
+def test_report_of_one_rank_is_that_of_all(tmp_path, mesh):
+    source = make_tiny_hf(tmp_path, "glm4_moe_lite", depth=1)
+    report = load(build(source, mesh, depth=2), source, mtp_init="random")
+    assert report.loaded
+    assert report.initialized
+    assert report.dropped
+    assert report.over_all_ranks() == report
+
+
 def test_mixed_precision_round_trip(tmp_path, mesh):
     """Each tensor goes back to the dtype it came in; bfloat16 survives float32 parameters."""
     source = make_tiny_hf(tmp_path / "in", "qwen3", depth=1, dtype=torch.bfloat16)
