@@ -30,9 +30,9 @@ def shared_digest_of(hf_dir: Path) -> str:
         # The largest tensors first, so that the shares are about equal.
         keys = sorted(checkpoint.entries, key=lambda key: (-math.prod(checkpoint.entries[key].shape), key))
         while left := [key for key in keys if key not in found]:
-            found |= _hash_some(checkpoint, left)
-            if len(found) < len(keys):
+            if found:
                 logger.info("digest of %s: %d of %d tensors read", hf_dir, len(found), len(keys))
+            found |= _hash_some(checkpoint, left)
     return combine_digests(hf_dir, found)
 
 

@@ -177,8 +177,8 @@ class Checkpointer:
     keep: int | None = None
     is_async: bool = False
     hint: str = "free disk space or repair the disk; the same command with --resume continues from the last checkpoint"
-    _queue: AsyncCallsQueue = field(default_factory=AsyncCallsQueue, repr=False)
-    _strategy: SaveStrategy = field(default_factory=SaveStrategy, repr=False)
+    _queue: AsyncCallsQueue = field(default_factory=AsyncCallsQueue)
+    _strategy: SaveStrategy = field(default_factory=SaveStrategy)
 
     def save(self, step: int, data_state: Mapping[str, Any] | None = None) -> None:
         """Write `checkpoint-STEP`, then delete the oldest checkpoints. With `is_async`, return before the files are
@@ -228,7 +228,7 @@ class Checkpointer:
         """
         if self.is_async:
             with self._whole_or_absent():
-                self._queue.maybe_finalize_async_calls(blocking=False)
+                self._queue.maybe_finalize_async_calls()
 
     def finish(self) -> None:
         """Wait until the asynchronous checkpoint is written and renamed.
@@ -439,9 +439,7 @@ def _without_extra(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _chunk_names(chunks: Sequence[MegatronModule]) -> list[str]:
-    """Return megatron-core's name of each chunk: `model`, or `model0`, `model1` for virtual stages."""
-    if len(chunks) == 1:
-        return ["model"]
+    """Return the key of each chunk's tensors; checkpoints do not contain it."""
     return [f"model{number}" for number in range(len(chunks))]
 
 

@@ -144,7 +144,7 @@ def write_manifest(checkpoint: Path, written: Mapping[str, str]) -> None:
         if path.name not in digests:
             digests[path.name] = sha256(path)
     lines = [f"{digest}  {name}\n" for name, digest in sorted(digests.items())]
-    (checkpoint / MANIFEST_FILE).write_text("".join(lines), encoding="utf-8")
+    (checkpoint / MANIFEST_FILE).write_text("".join(lines))
 
 
 def read_manifest(checkpoint: Path) -> dict[str, str] | None:
@@ -154,7 +154,7 @@ def read_manifest(checkpoint: Path) -> dict[str, str] | None:
         ValueError: the file is damaged.
     """
     try:
-        lines = (checkpoint / MANIFEST_FILE).read_text(encoding="utf-8").splitlines()
+        lines = (checkpoint / MANIFEST_FILE).read_text().splitlines()
     except FileNotFoundError:
         return None
     digests = {}

@@ -163,13 +163,13 @@ def _shared_slots(part: DistributedOptimizer) -> Iterator[Slot]:
     """
     for buffer in part.buffers:
         for parameter in buffer.params:
-            if parameter not in part.model_param_group_index_map:
+            if parameter in part.model_param_group_index_map:
+                group, place = part.model_param_group_index_map[parameter]
+                main = part.optimizer.param_groups[group]["params"][place]
+                start = part._get_model_param_range_map(parameter)["param"].start
+                yield Slot(parameter, part.optimizer, main, start, part.data_parallel_group)
+            else:
                 yield Slot(parameter, part.optimizer, main=None, group=part.data_parallel_group)
-                continue
-            group, place = part.model_param_group_index_map[parameter]
-            main = part.optimizer.param_groups[group]["params"][place]
-            start = part._get_model_param_range_map(parameter)["param"].start
-            yield Slot(parameter, part.optimizer, main, start, part.data_parallel_group)
 
 
 def _whole_slots(part: Any) -> Iterator[Slot]:

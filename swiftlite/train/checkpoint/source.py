@@ -53,7 +53,7 @@ def write_source(hf_model: HfModel, run_dir: Path, heads: Heads, graft_from: HfM
     changes = heads.config_change(hf_model.config) | quantization_change(hf_model.config)
     write_patched(hf_model.directory, source, changes)
     tensors = describe_tensors(hf_model, graft_from)
-    atomic_write(source / TENSORS_FILE, json.dumps(tensors, indent=1).encode())
+    atomic_write(source / TENSORS_FILE, json.dumps(tensors).encode())
     _write_carried(hf_model, source)
     return source
 
@@ -63,7 +63,7 @@ def _write_carried(hf_model: HfModel, source: Path) -> None:
         keys = [key for key in checkpoint.entries if hf_model.family.is_carried(key)]
         if keys:
             tensors = {key: checkpoint.read(key) for key in keys}
-            atomic_write(source / CARRIED_FILE, save(tensors, metadata={"format": "pt"}))
+            atomic_write(source / CARRIED_FILE, save(tensors))
 
 
 def carried_file(source: Path) -> Path | None:
