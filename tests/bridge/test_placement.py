@@ -15,6 +15,7 @@ from swiftlite.heads import Heads
 from swiftlite.model.build import build_model
 from swiftlite.model.gpt import GPTModel
 from swiftlite.runtime.compat import MTP_INNER_LAYER
+from tests.groups import SecondOfTwo
 from tests.tiny import make_tiny_hf
 
 
@@ -35,16 +36,6 @@ def mixture(tmp_path: Path, mesh) -> GPTModel:
 
 def shards(model: torch.nn.Module) -> dict[str, Any]:
     return {shard.name: shard for shard in placement.shards_of([model])}
-
-
-class SecondOfTwo:
-    """What is asked of a process group, on the second of its two ranks; two real ones are in tests/parallel."""
-
-    def rank(self) -> int:
-        return 1
-
-    def size(self) -> int:
-        return 2
 
 
 def share(model: GPTModel, **groups: SecondOfTwo) -> None:

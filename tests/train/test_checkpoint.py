@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core import dist_checkpointing
 from torch.distributed.checkpoint.planner import WriteItemType
 
 from swiftlite.errors import UserError
@@ -21,7 +22,14 @@ from swiftlite.heads import Heads
 from swiftlite.log import logger
 from swiftlite.model.gpt import GPTModel
 from swiftlite.model.open import open_model
-from swiftlite.train.checkpoint.checkpointer import Checkpointer, load_checkpoint, read_state, resolve_checkpoint
+from swiftlite.train.checkpoint.checkpointer import (
+    Checkpointer,
+    load_checkpoint,
+    read_state,
+    resolve_checkpoint,
+    sharded_model,
+)
+from swiftlite.train.checkpoint.files import SaveStrategy
 from tests.evil import Evil
 from tests.messages import has_line, mentions, naming
 from tests.tiny import make_tiny_hf
@@ -147,6 +155,12 @@ def test_a_checkpoint_is_on_disk_before_it_has_its_name(open_chunks, mesh, tmp_p
     assert last == tmp_path
 
 
+def test_a_rank_flushes_its_own_files(open_chunks, mesh, tmp_path, synced):
+    """The first rank flushes all files as well, but on another machine that flushes nothing that is written here."""
+    dist_checkpointing.save(sharded_model(open_chunks(), mesh), str(tmp_path), SaveStrategy())  # pyright: ignore[reportArgumentType]
+    assert {"__0_0.distcp", "__0_1.distcp"} <= {path.name for path in synced}
+
+
 def test_a_checkpoint_that_cannot_be_deleted_is_no_failure_of_the_save(open_chunks, mesh, tmp_path):
     elsewhere = tmp_path.with_name("elsewhere")
     elsewhere.mkdir()
@@ -230,6 +244,8 @@ def test_the_state_is_json_that_a_person_can_read(open_chunks, mesh, tmp_path):
         ({"torch_dtype": "load"}, "torch_dtype: 'bfloat16'"),
         ({"stream": {"num_read": 1}}, "stream.piece:"),
         ({"stream": {**STREAM, "waiting": [[3, 0, -1]]}}, "stream.waiting.0.2:"),
+        ({"stream": {**STREAM, "waiting": [[3, 0]]}}, "stream.waiting.0: 3 2"),
+        ({"stream": {**STREAM, "waiting": [[3, 0, 1, 2]]}}, "stream.waiting.0: 3 4"),
         ("[" * 100_000, "100"),
     ],
 )
@@ -378,6 +394,16 @@ def test_code_in_the_common_file_does_not_run(open_chunks, mesh, saved, tmp_path
     (saved / "common.pt").unlink()
     with pytest.raises(UserError, match=naming("checkpoint-1")):
         load_checkpoint(saved, mesh, open_chunks())
+
+
+def test_an_asynchronous_save_waits_for_the_one_before(open_chunks, mesh, tmp_path):
+    """A save deletes what is unfinished, which the files of the one before must no longer be."""
+    checkpointer = Checkpointer(tmp_path, mesh, open_chunks(), None, STATE, is_async=True)
+    checkpointer.save(1)
+    checkpointer.save(2)
+    assert names(tmp_path) == {"checkpoint-1", ".checkpoint-2.writing"}
+    checkpointer.finish()
+    assert names(tmp_path) == {"checkpoint-1", "checkpoint-2"}
 
 
 def save_and_wait(checkpointer: Checkpointer, step: int, data_state: dict[str, Any] | None = None) -> None:

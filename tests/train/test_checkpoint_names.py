@@ -27,7 +27,7 @@ def names(tmp_path, mesh, family: str) -> set[str]:
     hf_config = read_config(make_tiny_hf(tmp_path, family, depth=1))
     architecture = families.get(hf_config).architecture(hf_config)
     model = build_model(architecture, hf_config, mesh=mesh, dtype=torch.float32, heads=Heads(1))
-    state: dict[str, Any] = sharded_model(model, mesh)["model"]
+    state: dict[str, Any] = sharded_model(model, mesh)["model0"]
     return {sharded.key for sharded in state.values() if not sharded.key.endswith("_extra_state")}
 
 

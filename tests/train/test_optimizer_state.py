@@ -3,12 +3,13 @@
 In one process; several are in tests/parallel/test_resume.py.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import torch
+from megatron.core.dist_checkpointing.mapping import is_main_replica
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 
@@ -19,8 +20,10 @@ from swiftlite.model.gpt import GPTModel
 from swiftlite.model.open import open_model
 from swiftlite.plan.run import make_plan, make_schedule
 from swiftlite.runtime.mesh import Mesh
-from swiftlite.train.checkpoint.checkpointer import Checkpointer, load_checkpoint
+from swiftlite.train.checkpoint.checkpointer import Checkpointer, load_checkpoint, sharded_model
+from swiftlite.train.checkpoint.optimizer_state import MOMENTS, slots_of, state_to_load
 from swiftlite.train.optim import make_optimizer, wrap_model
+from tests.groups import SecondOfTwo, with_second_replica
 from tests.tiny import make_tiny_hf
 
 Dtype = Literal["float32", "bfloat16"]
@@ -63,6 +66,29 @@ def learn(hf_model: HfModel, mesh: Mesh, dtype: Dtype, is_distributed: bool, see
     optimizer, scheduler = make_optimizer(args, make_plan(args, 1, Heads(1)), make_schedule(args, 1), [wrapped], mesh)
     scheduler.step(increment=1)
     return Learning(chunks[0], wrapped, optimizer)
+
+
+def test_state_that_other_ranks_hold_is_an_empty_part(hf_model, mesh):
+    """All data-parallel ranks exchange the parts of all parameters, in one order."""
+    optimizer = learn(hf_model, mesh, "bfloat16", is_distributed=True).optimizer
+    parameters = [slot.parameter for slot in slots_of(optimizer)]
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    for part in parts:
+        part.model_param_group_index_map.pop(parameters[0], None)
+    empty, *others = slots_of(optimizer)
+    assert [slot.parameter is parameter for slot, parameter in zip((empty, *others), parameters, strict=True)]
+    assert {empty.part(kind).numel() for kind in empty.kinds} == {0}
+    assert all(slot.part(kind).numel() for slot in others for kind in slot.kinds)
+
+
+def test_an_owner_reads_and_writes_the_main_replica(hf_model, mesh):
+    """Replicas are numbered by rank, and the second rank is the owner of some parameters."""
+    learning = learn(hf_model, mesh, "float32", is_distributed=True)
+    group: Any = SecondOfTwo()
+    slots = [replace(slot, group=group) for slot in slots_of(learning.optimizer)]
+    tensors = state_to_load(slots, sharded_model([learning.chunk], with_second_replica(mesh)))
+    assert 0 < len(tensors) < len(slots) * len(MOMENTS)
+    assert all(is_main_replica(tensor.replica_id) for tensor in tensors.values())
 
 
 @pytest.mark.parametrize(
