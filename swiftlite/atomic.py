@@ -8,10 +8,10 @@ from swiftlite.errors import UserError
 
 
 def atomic_write(path: Path, content: bytes, writer: str = "") -> None:
-    """Write a small file atomically: after a crash, the file has the old or the new content.
+    """Write a small file atomically: after a crash, the file has either the old or the new content.
 
     Args:
-        writer: suffix that distinguishes processes that write the same file at the same time.
+        writer: suffix of the temporary file that distinguishes processes which write the same file at the same time.
     """
     temporary = path.with_name(f".{path.name}{writer}.incomplete")
     try:
@@ -27,7 +27,7 @@ def atomic_write(path: Path, content: bytes, writer: str = "") -> None:
 
 
 def check_writable(flag: str, directory: Path) -> None:
-    """Check that a directory can be created and written, before work whose results will be written there.
+    """Check that a directory can be created and written, before work starts whose results will be written there.
 
     Raises:
         UserError: the directory cannot be written; the error names the flag.

@@ -1,4 +1,4 @@
-"""Errors that a user can fix. They are printed without a traceback, unlike all other exceptions."""
+"""Define errors that a user can fix. They are printed without a traceback, unlike all other exceptions."""
 
 import errno
 import os
@@ -11,7 +11,7 @@ class UserError(Exception):
 
     Args:
         problem: the invalid input and why it is invalid, in the user's terms (flag, path, file:line).
-        hint: what to do or type next; printed indented below the problem.
+        hint: what to do or type next. It is printed indented below the problem.
         exit_code: 1 for a failed run, 2 for invalid options.
     """
 

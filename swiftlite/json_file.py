@@ -1,7 +1,7 @@
-"""Read untrusted JSON: every invalid text raises a JSONDecodeError.
+"""Read untrusted JSON. Every invalid text raises a JSONDecodeError.
 
-This module accepts the same texts as the standard library, except deeply nested values, for which recursive code could
-raise a RecursionError.
+The accepted texts are those of the standard library, except deeply nested values, for which recursive code could raise
+a RecursionError.
 """
 
 import errno
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 MAX_DEPTH = 100
-"""Maximum depth of nested lists and objects. Real rows with tools have a depth of about 20; Python fails near 1000."""
+"""Maximum depth of nested lists and objects. Rows with tools have a depth of about 20; Python fails near 1000."""
 
 
 def parse_json(text: str) -> Any:
@@ -50,7 +50,8 @@ def read_json(path: Path) -> Any:
     """Return the value in a JSON file.
 
     Raises:
-        OSError: the file does not exist, or is not a regular file, because a pipe or a device may never end.
+        OSError: the file does not exist, or is not a regular file. Pipes and devices are rejected, because they may
+            never end.
         ValueError: the file is not UTF-8, or not JSON (JSONDecodeError).
     """
     if path.exists() and not path.is_file():
@@ -66,7 +67,7 @@ def skip_space(text: str, position: int) -> int:
 
 
 def is_deeper(value: Any, depth: int) -> bool:
-    """Return whether lists and objects are nested more than `depth` deep."""
+    """Return whether lists and objects in a value are nested more than `depth` levels deep."""
     level = [value]
     for _ in range(depth):
         inner: list[Any] = []

@@ -9,7 +9,7 @@ logger = logging.getLogger("swiftlite")
 
 
 class _Formatter(logging.Formatter):
-    """Formatter that replaces keys and tokens in every line by ***."""
+    """A formatter that replaces keys and tokens in every line by ***."""
 
     def format(self, record: logging.LogRecord) -> str:
         return redact_text(super().format(record))
@@ -21,7 +21,7 @@ class _Handler(logging.Handler):
 
 
 def write_line(text: str) -> None:
-    """Print a line to stderr, on a terminal above a progress bar."""
+    """Print a line to stderr. On a terminal, the line is printed above a progress bar."""
     if sys.stderr.isatty():
         from tqdm import tqdm
 

@@ -1,8 +1,8 @@
 """Describe LoRA settings as one value: the linear layers with low-rank adapters, and the scaling of the adapters.
 
 A layer with weight W computes W x + scaling * B A x, with A [rank, in] and B [out, rank]. With DoRA, each row of W +
-scaling * B A is scaled to a trained norm, its magnitude. Layers are specified by their Hugging Face names as in PEFT:
-`q_proj`, or a longer suffix of the full name that starts after a dot.
+scaling * B A is scaled to a trained norm, the row's magnitude. Layers are specified by their Hugging Face names as in
+PEFT: `q_proj`, or a longer suffix of the full name that starts after a dot.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from math import sqrt
 from typing import Any, Literal
 
 ALL_LINEAR = "all-linear"
-"""Every linear layer except the output layer."""
+"""Value of `targets` that selects every linear layer except the output layer."""
 PART = ".adapter."
 """Part of the Megatron name of every adapter parameter, and of no other parameter."""
 HeadsTuner = Literal["full", "lora", "frozen"]
@@ -23,7 +23,7 @@ class Lora:
 
     Attributes:
         rank: rows of A and columns of B.
-        alpha: the scaling is alpha / rank.
+        alpha: the scaling of adapters is alpha / rank.
         dropout: share of an adapter's inputs that are zeroed in training.
         is_rank_stabilized: whether the scaling is alpha / sqrt(rank) instead.
         has_magnitudes: whether the lengths of the rows of W + scaling * B A are trained (DoRA).
@@ -45,7 +45,7 @@ class Lora:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "Lora":
-        """Build from the dict that `dataclasses.asdict` produced, with JSON's lists back to tuples."""
+        """Build from the dict that `dataclasses.asdict` produced, after JSON has converted tuples to lists."""
         return cls(**{**content, "targets": tuple(content["targets"]), "saved": tuple(content["saved"])})
 
     @property
@@ -69,8 +69,9 @@ class Lora:
 
 
 def is_named(module: str, names: tuple[str, ...]) -> bool:
-    """Return whether one of `names` is the module's full name, or a suffix of it that starts after a dot, as in
-    PEFT."""
+    """Return whether one of `names` is the module's full name, or a suffix of this name that starts after a dot, as in
+    PEFT.
+    """
     return any(module == name or module.endswith(f".{name}") for name in names)
 
 

@@ -1,6 +1,7 @@
 """Replace keys, tokens and passwords with *** in log lines and in files that describe a run.
 
-Secrets are identified by names such as api_key, hf_token or ssl_keyfile_password. max_tokens is not a secret.
+Secrets are identified by names such as api_key, hf_token or ssl_keyfile_password; for example, max_tokens is not a
+secret.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""Measure with the model how many draft tokens an engine would accept, without an engine.
+"""Measure with the model in training how many draft tokens an engine would accept. No engine is required.
 
-May import `model` and packages below it.
+This package may import `model` and packages below it.
 """

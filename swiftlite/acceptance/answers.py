@@ -1,4 +1,4 @@
-"""For reports, attribute each token of a held-out answer to the trunk or to the head that drafted it."""
+"""Attribute each token of a held-out answer to the trunk or to the head that drafted it, for reports."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, cast
@@ -28,8 +28,8 @@ def written_tokens(answer: Sequence[int], steps: Iterable[DraftStep]) -> list[Wr
     """Return the tokens of a greedy answer, each with the head that drafted it.
 
     Args:
-        answer: token ids; the first one is generated from the prompt alone.
-        steps: result of `draft_steps(..., first=1)` for a row of the prompt's last token and the answer.
+        answer: token ids. The first token is generated from the prompt, without a draft.
+        steps: result of `draft_steps(..., first=1)` for a row that consists of the prompt's last token and the answer.
     """
     written = [WrittenToken(token, 0, None) for token in answer]
     for place, drafts, accepted in steps:
@@ -42,8 +42,9 @@ def written_tokens(answer: Sequence[int], steps: Iterable[DraftStep]) -> list[Wr
 
 
 def describe(tokenizer: PreTrainedTokenizerBase, answer: Sequence[WrittenToken]) -> list[dict[str, Any]]:
-    """Return the tokens in the format of drafts.json: text and depth of each, and the text of a rejected draft
-    token."""
+    """Return the tokens in the format of drafts.json: text and depth of each token, and the text of a rejected draft
+    token.
+    """
     texts = token_texts(tokenizer, [each.token for each in answer])
     described = []
     for text, (_, depth, refused) in zip(texts, answer, strict=True):
@@ -55,9 +56,10 @@ def describe(tokenizer: PreTrainedTokenizerBase, answer: Sequence[WrittenToken])
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> list[str]:
-    """Return the text that each token adds; "" if a later token completes its character.
+    """Return the text that each token adds. It is "" if only a later token completes the character.
 
-    Tokens are decoded together with the previous one, because some tokenizers drop the leading space of a single token.
+    Each token is decoded together with the previous token, because some tokenizers drop the leading space of a single
+    token.
     """
     texts: list[str] = []
     before = 0

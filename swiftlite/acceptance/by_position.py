@@ -1,6 +1,6 @@
 """Count predictions by the length of their context and by their position in the answer.
 
-This shows, for example, whether heads are weak at the start of an answer, or after a long prompt.
+The counts show, for example, whether heads predict badly at the start of an answer or after a long prompt.
 
 Shapes: K MTP depths, S tokens of a row, P `PLACES`, N `NUM_BUCKETS`.
 """
@@ -12,8 +12,8 @@ import torch
 from swiftlite.data.batch import shift_left
 
 PLACES = ("by_context", "by_position")
-"""Two groupings of predictions: by the predicted token's position in its sequence (the length of its context) and by
-its position in the answer. Both positions count from 0."""
+"""Two groupings of predictions. `by_context` groups by the predicted token's position in its sequence, which is the
+length of its context. `by_position` groups by its position in the answer. Both positions count from 0."""
 NUM_BUCKETS = 24
 
 
@@ -37,14 +37,14 @@ def tally(
     position_S: torch.Tensor,
     cu_seqlens: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Count all and correct predictions by `PLACES`, bucket and depth: int64 [P, N, K, 2].
+    """Count predictions, and correct predictions, by grouping (`PLACES`), bucket and depth: int64 [P, N, K, 2].
 
     Example: an answer of 3 tokens follows a prompt of 5. Its last token, at position 7, has 7 tokens before it, 2 of
     them in the answer.
 
     Args:
-        valid_KS: whether the token that depth k predicts at position s, the token at s + k + 1, is a label.
-        hits_KS: whether this prediction equals the trunk's prediction of the same token.
+        valid_KS: whether the token that depth k predicts at position s (the token at s + k + 1) is a label.
+        hits_KS: whether the prediction of depth k at position s equals the trunk's prediction of the same token.
         learned_S: whether the token at s + 1 is a label; consecutive labels are an answer.
         position_S: position of s in its sequence.
         cu_seqlens: starts of the sequences of a packed row, as in `Batch`; None if the row is one sequence.
@@ -63,7 +63,9 @@ def tally(
 
 
 def describe(table: torch.Tensor) -> dict[str, list[dict[str, Any]]]:
-    """Return a tally in the format of evaluation.json: for each of PLACES the buckets with predictions."""
+    """Return the result of `tally` in the format of evaluation.json: for each of PLACES, the
+    buckets with predictions.
+    """
     return {name: _buckets(bucket_counts.tolist()) for name, bucket_counts in zip(PLACES, table, strict=True)}
 
 

@@ -1,9 +1,8 @@
 """Compute how many draft tokens an engine would accept, from one pass over a greedy continuation.
 
-Greedy verification accepts a draft token if it equals the trunk's next token. A pass over the trunk's greedy
-continuation computes every draft token that an engine would draft after accepted ones, because the context of such a
-draft token consists of the same tokens. Following the row from step to step therefore gives the engine's counts without
-running it.
+Greedy verification accepts a draft token if it equals the trunk's next token. An engine drafts after accepted tokens,
+which are the tokens of the trunk's greedy continuation. One pass over this continuation therefore computes every draft
+token that the engine would draft. Going through the row step by step gives the counts of the engine without running it.
 """
 
 from collections.abc import Iterable, Iterator
@@ -55,8 +54,8 @@ class DraftStep(NamedTuple):
     """One step of an engine over a row.
 
     Attributes:
-        place: index in the row of the token that the first draft token predicts.
-        drafts: draft tokens of this step up to the first rejected one; later ones are unknown.
+        place: index in the row of the token for which the first draft token is drafted.
+        drafts: draft tokens of this step up to the first rejected token. Later draft tokens are unknown.
         accepted: number of draft tokens that equal the actual tokens.
     """
 
@@ -71,7 +70,7 @@ def draft_steps(drafts_KS: torch.Tensor, tokens_S: torch.Tensor, first: int) -> 
     Args:
         drafts_KS: drafts_KS[k, s] is the prediction of depth k + 1 at position s, for the token at s + k + 2.
         tokens_S: prompt and greedy continuation.
-        first: index of the first generated token, which follows from the prompt without a draft.
+        first: index of the first generated token. It is generated from the prompt, without a draft.
     """
     heads = drafts_KS.tolist()
     tokens = tokens_S.tolist()
@@ -89,7 +88,7 @@ def draft_steps(drafts_KS: torch.Tensor, tokens_S: torch.Tensor, first: int) -> 
 
 
 def count_steps(steps: Iterable[DraftStep], depth: int) -> DraftCounts:
-    """Return the counts of steps of an engine that drafts `depth` tokens in each."""
+    """Return the counts of an engine that drafts `depth` tokens in each of these steps."""
     accepted = [0] * depth
     num_steps = 0
     for step in steps:
@@ -100,9 +99,10 @@ def count_steps(steps: Iterable[DraftStep], depth: int) -> DraftCounts:
 
 
 def replay(agrees_KS: torch.Tensor, counted_KS: torch.Tensor) -> DraftCounts:
-    """Count the steps of an engine that decodes given rows and accepts draft tokens that equal the trunk's prediction.
+    """Count the steps of an engine that generates the given rows and accepts drafts that equal the trunk's prediction.
 
-    If the trunk generated the answers greedily, these are the counts of an engine that generates them.
+    If the trunk generated the answers of the rows greedily, these are exactly the counts of an engine that generates
+    them.
 
     Args:
         agrees_KS: agrees_KS[k, s] is whether depth k + 1 and the trunk predict the same token at s + k + 2.

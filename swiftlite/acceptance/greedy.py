@@ -1,8 +1,8 @@
-"""Continue prompts greedily with the model in training, for any layout, with a KV cache.
+"""Continue prompts greedily with the model in training and a KV cache, for any parallel layout.
 
-Each pass processes the unseen tokens of every row: first the prompt, in parts if it is long, then one token at a time.
-The heads process the rows once at the end, from the trunk's states in the cache. With pipeline parallelism, the rows of
-a rank form one micro-batch per stage, so that all stages are busy.
+Each pass processes the tokens of every row that the trunk has not processed yet: first the prompt, in parts if it is
+long, then one token at a time. The heads process the rows once at the end, from the trunk's states in the cache. With
+pipeline parallelism, the rows of a rank form one micro-batch per stage, so that all stages are busy.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -44,7 +44,7 @@ class GreedyRow:
 
     @classmethod
     def of(cls, prompt: Sequence[int], max_new_tokens: int, max_length: int) -> "GreedyRow":
-        """Create a row for a prompt; a prompt of at least `max_length` tokens is not continued."""
+        """Create a row for a prompt. A prompt of at least `max_length` tokens is not continued."""
         max_length = min(len(prompt) + max_new_tokens, max_length)
         return cls(list(prompt), len(prompt), max_length, is_finished=len(prompt) >= max_length)
 
@@ -62,7 +62,7 @@ class _MicroBatch:
 
 
 class GreedyRows:
-    """Rows that the model continues together; all ranks run the same number of passes.
+    """Rows that the model continues at the same time. All ranks run the same number of passes.
 
     Args:
         rows: rows of this data-parallel rank; may be empty while other ranks have rows.
@@ -90,7 +90,7 @@ class GreedyRows:
         return sum(len(row.tokens) - row.first for row in self.rows)
 
     def step(self) -> None:
-        """Run one pass; rows without unseen tokens get their next token."""
+        """Run one pass. Rows whose tokens have all been processed get their next token."""
         passes = []
         complete: list[list[GreedyRow]] = []
         for batch in self._micro_batches:
@@ -106,10 +106,12 @@ class GreedyRows:
                 row.append(token, self.eos_token_ids)
 
     def drafts(self, num_drafts: int) -> Iterator[tuple[GreedyRow, torch.Tensor]]:
-        """Run a pass of the heads, and yield each continued row with their predictions, int64 [K, S].
+        """Run a pass of the heads.
 
-        The prediction of depth k at position s is for the token at s + k + 1; the positions are the prompt's last token
-        and all tokens of the continuation except the last one.
+        For each continued row, yield the row and the predictions of the heads, int64 [K, S].
+
+        The prediction of depth k at position s is for the token at s + k + 1. The positions are those of the prompt's
+        last token and of all tokens of the continuation except the last one.
         """
         passes = []
         continued: list[list[GreedyRow]] = []
@@ -128,7 +130,7 @@ class GreedyRows:
     def _pass(
         self, batch: _MicroBatch, spans: Sequence[Span], predicted: torch.Tensor, num_drafts: int | None = None
     ) -> CachedPass:
-        """Return a pass of the trunk over these tokens or, with `num_drafts`, of the heads."""
+        """Return a pass of the trunk over the tokens in `spans` or, with `num_drafts`, a pass of the heads."""
         batch.cache.begin(spans)
         layout = self.mesh.layout
         multiple = 1
@@ -186,7 +188,7 @@ class GreedyRows:
 
 
 def _unseen(rows: Sequence[GreedyRow]) -> Iterator[Span]:
-    """Return at most MAX_PASS_TOKENS unseen tokens of unfinished rows."""
+    """Yield at most MAX_PASS_TOKENS tokens of unfinished rows that the trunk has not processed yet."""
     left = MAX_PASS_TOKENS
     for index, row in enumerate(rows):
         if row.is_finished or not left:

@@ -1,8 +1,8 @@
 """Measure on held-out prompts how many draft tokens would be accepted, before and after training.
 
 The current model continues the prompts greedily, and the steps of an engine over the continuations are counted.
-Data-parallel ranks share experts, so all ranks run the same number of passes, without tokens if their prompts are
-finished.
+Data-parallel ranks can share experts, so all ranks run the same number of passes. A rank whose prompts are finished
+runs passes without tokens.
 """
 
 import time
@@ -25,11 +25,11 @@ from swiftlite.log import logger
 from swiftlite.runtime.mesh import Mesh
 
 MAX_CACHED_TOKENS = 8192
-"""Maximum number of tokens in a rank's KV cache over all rows of a batch; a batch of a single row can be longer."""
+"""Maximum number of tokens in a rank's KV cache, over all rows of a batch. A batch of a single row can have more."""
 PROGRESS_SECONDS = 5
 """Interval of progress messages in seconds."""
 NUM_ANSWERS = 12
-"""Number of prompts, the first ones, whose answers are stored token by token."""
+"""Number of prompts (the first ones) whose answers are stored token by token."""
 When = Literal["before", "after"]
 
 
@@ -39,7 +39,8 @@ class Prompt:
 
     Attributes:
         text: the prompt as text, for display.
-        channel: domain of the prompt, for which results are reported separately; "" without one.
+        channel: label of the prompt's row, such as a domain, for which results are reported separately; "" without a
+            label.
     """
 
     token_ids: Sequence[int]
@@ -52,7 +53,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Prompts, the settings of their continuation, and the file for the results.
+    """Held-out prompts, the settings for generating answers to them, and the file for the results.
 
     Attributes:
         path: acceptance.json of the run.
@@ -184,7 +185,7 @@ class HeldOut:
 
 
 class _Progress:
-    """Logs a line at the start, and then one every `PROGRESS_SECONDS`."""
+    """Logs a line at the start, and then a line every `PROGRESS_SECONDS`."""
 
     def __init__(self, when: When, num_prompts: int):
         self.when = when
@@ -195,7 +196,7 @@ class _Progress:
         self._log(f"continuing {num_prompts} held-out prompts")
 
     def show(self, num_done: int, num_tokens: int) -> None:
-        """Report prompts and new tokens of the current batch."""
+        """Report the finished prompts and the new tokens of the current batch."""
         now = time.perf_counter()
         if now - self.shown >= PROGRESS_SECONDS:
             self.shown = now
@@ -204,7 +205,7 @@ class _Progress:
             self._log(f"{done}, {speed:.0f} tokens/s")
 
     def add(self, num_done: int, num_tokens: int) -> None:
-        """Add prompts and new tokens of a finished batch."""
+        """Add the prompts and the new tokens of a finished batch to the totals."""
         self.num_done += num_done
         self.num_tokens += num_tokens
 

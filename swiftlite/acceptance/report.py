@@ -1,6 +1,6 @@
-"""Read and write acceptance.json and drafts.json, which no other module reads or writes.
+"""Read and write acceptance.json and drafts.json. Only this module reads and writes these files.
 
-acceptance.json contains the acceptance rates before and after a run, and those of engines that served its model.
+acceptance.json contains the acceptance rates before and after a run, and the rates of engines that served its model.
 drafts.json contains some held-out answers, with the head that drafted each token, for reports.
 """
 
@@ -19,7 +19,8 @@ from swiftlite.log import logger
 ACCEPTANCE_FILE = "acceptance.json"
 ANSWERS_FILE = "drafts.json"
 AT_TEMPERATURE = "_at_temperature_"
-"""Separates an engine's name from a temperature above 0 in keys of acceptance.json: `vllm_at_temperature_0.7`."""
+"""Text between an engine's name and a temperature above 0 in keys of acceptance.json, such as
+`vllm_at_temperature_0.7`."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +41,11 @@ def add_run_acceptance(
     generated: MeasuredPrompts,
     by_channel: Mapping[str, MeasuredPrompts] | None = None,
 ) -> None:
-    """Write a run's measurement to its acceptance.json. "before" replaces the file.
+    """Write a run's measurement to its acceptance.json. For "before", the file is replaced.
 
     Args:
         acceptance_per_depth: teacher-forced acceptance over the held-out rows.
-        generated: counts of speculative decoding over greedy continuations of the held-out prompts.
+        generated: counts of speculative decoding over greedy answers to the held-out prompts.
         by_channel: `generated` for the prompts of each named channel.
     """
     content: dict[str, Any] = {"depths": len(acceptance_per_depth)}
@@ -61,7 +62,7 @@ def add_run_acceptance(
 
 
 def add_run_answers(path: Path, when: Literal["before", "after"], answers: Sequence[Mapping[str, Any]]) -> None:
-    """Write answers to drafts.json next to acceptance.json. "before" replaces the file.
+    """Write answers to drafts.json next to acceptance.json. For "before", the file is replaced.
 
     Args:
         path: path of acceptance.json.
@@ -78,7 +79,8 @@ def add_run_answers(path: Path, when: Literal["before", "after"], answers: Seque
 def read_answers(run: Path) -> dict[str, Any]:
     """Return the stored answers of a run, under the keys "before" and "after" (training).
 
-    Answers are only displayed, so the result is empty if the file is missing, or damaged (with a warning).
+    The result is empty if the file is missing or damaged, because answers are only displayed. For a damaged file, a
+    warning is logged.
     """
     path = run / ANSWERS_FILE
     try:
@@ -104,22 +106,23 @@ def read_summary(path: Path) -> dict[str, float]:
 
 
 def named(backend: str, temperature: float) -> str:
-    """Return the key of an engine's counts in acceptance.json: the engine's name, with a temperature if it is above
-    0."""
+    """Return the key of an engine's counts in acceptance.json: its name and, if the temperature is above 0, the
+    temperature.
+    """
     if not temperature:
         return backend
     return f"{backend}{AT_TEMPERATURE}{temperature:g}"
 
 
 def describe(name: str) -> str:
-    """Return a description of a key from `named`."""
+    """Return a description of a key that `named` returned."""
     return name.replace(AT_TEMPERATURE, " at temperature ")
 
 
 def add_engine_acceptance(
     path: Path, backend: str, num_prompts: int, counts: DraftCounts, temperature: float = 0.0
 ) -> None:
-    """Add an engine's counts to a run's acceptance.json, whose other keys are not changed.
+    """Add an engine's counts to a run's acceptance.json. Other keys of the file are not changed.
 
     Raises:
         UserError: the file is not an acceptance.json.

@@ -1,6 +1,6 @@
 """Compute losses and acceptance of the heads over the targets of a micro-batch, as sums.
 
-The sums are added over micro-batches and ranks; `means` turns them into token-weighted means.
+The sums of all micro-batches and ranks are added, and `means` computes means over targets from the result.
 
 Shapes: B batch, S sequence (this context-parallel rank's part).
 """
@@ -17,10 +17,10 @@ def depth_sums(
 ) -> torch.Tensor:
     """Return the sums of one micro-batch, float64 [1 + drafts, 3].
 
-    The rows are the trunk and each MTP depth. The columns are the sum of weighted losses, the number of targets, and
-    for MTP the number of predictions that equal the trunk's prediction of the same token, which an engine would accept.
-    Losses are those of this rank. Predictions are compared on whole rows and counted on the first context-parallel
-    rank.
+    The rows of the result are the trunk and each MTP depth. The columns are the sum of weighted losses, the number of
+    targets, and for MTP the number of correct predictions. A prediction is correct if it equals the trunk's prediction
+    of the same token; an engine would accept it. Losses are those of this rank. Predictions are compared on whole rows
+    and counted on the first context-parallel rank.
 
     Args:
         cu_seqlens: starts of the sequences of a packed row, as in `Batch`; None if each row is one sequence.

@@ -33,18 +33,20 @@ def teacher_forced(
     row_length: int = 4096,
     num_drafts: int | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Measure rows, by channel and in total (`all`).
+    """Measure rows, by channel and over all channels (key "all").
 
     Args:
         mesh: a mesh on which this rank holds the whole model.
         row_length: maximum number of tokens in a forward pass; a longer sample is processed alone.
-        num_drafts: draft tokens per step of the simulated decoding; default: the depth the heads were trained for.
+        num_drafts: draft tokens per step of the simulated decoding; default: the number that the heads were trained
+            for.
 
     Returns:
-        For each channel `samples`, `loss`, and per MTP depth `targets`, `loss` and `acceptance`: the share of its
-        predictions that equal the trunk's for the same token; lists are empty without heads. Also `replayed`, the
-        `DraftCounts.to_json` of simulated speculative decoding over the rows, which skips accepted tokens, and the
-        acceptance by context length and position (`by_position.describe`).
+        For each channel, `samples` and `loss`, and for each MTP depth `targets`, `loss` and `acceptance`. The
+            acceptance of a depth is the share of its predictions that equal the trunk's prediction of the same token.
+            Without heads, the lists are empty. `replayed` contains the counts of simulated speculative decoding over
+            the rows (`DraftCounts.to_json`), which skips accepted tokens. There is also the acceptance by context
+            length and by position (`by_position.describe`).
     """
     heads = hf_model.heads
     (model,), _ = open_model(hf_model, mesh, dtype=getattr(torch, torch_dtype))
@@ -104,7 +106,7 @@ class _Measured:
 def _measure(
     model: torch.nn.Module, samples: Sequence[Sample], depth: int, num_drafts: int | None, mesh: Mesh
 ) -> _Measured:
-    """Measure one packed row, including simulated decoding with `num_drafts` of the `depth` draft tokens."""
+    """Measure one packed row, including simulated decoding that drafts `num_drafts` of the heads' `depth` tokens."""
     batch = collate_packed(samples, 0, num_drafts=depth).map(lambda tensor: tensor.to(mesh.device.torch_device))
     losses = forward(model, batch)
     sums = depth_sums(losses, batch.loss_scale_KBS, mesh, batch.cu_seqlens).cpu()

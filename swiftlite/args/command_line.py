@@ -1,4 +1,4 @@
-"""Format options as a command line, the inverse of `cli/parse.py`."""
+"""Format options as a command line. This is the inverse of `cli/parse.py`."""
 
 import json
 import shlex
@@ -10,7 +10,7 @@ from swiftlite.redact import redact_text
 
 
 def shell_line(value: Any) -> str:
-    """Return the value of an option in the form in which it is typed after the flag."""
+    """Return the value of an option as it is typed after the flag."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list):
@@ -25,8 +25,8 @@ def command_line(command: str, args_class: type, values: Mapping[str, Any], alwa
 
     Args:
         command: command words, such as "megatron sft".
-        values: values by option name; default values and names that are not options of the class are omitted.
-        always: options to include even at their default.
+        values: values by option name. Default values, and names that are not options of the class, are omitted.
+        always: options to include even if they have their default values.
     """
     words = ["swiftlite", *command.split()]
     for name, option in options(args_class).items():

@@ -1,4 +1,7 @@
-"""Convert values of options from text and files, and back: the same for flags, YAML, JSON and a run's args.json."""
+"""Convert values of options from text and files, and back.
+
+Flags, YAML, JSON and a run's args.json use the same functions.
+"""
 
 import dataclasses
 import difflib
@@ -16,7 +19,7 @@ from swiftlite.errors import OptionError, UserError, clip
 from swiftlite.json_file import MAX_DEPTH, parse_json
 
 COMMAND_KEY = "command"
-"""Key of a run's args.json with the words of its command; no option has this name."""
+"""Key of a run's args.json that contains the words of the run's command. No option has this name."""
 Args = TypeVar("Args")
 Problem = tuple[str, str]
 
@@ -48,7 +51,7 @@ def near(word: str, words: Collection[str]) -> str:
 
 
 def split_type(kind: Any) -> tuple[Any, bool]:
-    """Return a type without None, and whether it included None."""
+    """Return a type without None, and whether the type included None."""
     if typing.get_origin(kind) in (Union, types.UnionType):
         inner = [arm for arm in typing.get_args(kind) if arm is not type(None)]
         assert len(inner) == 1, f"an option is one type or None, not {kind}"
@@ -110,8 +113,9 @@ def convert(option: Option, value: Any) -> Any:
 
 
 def _validated(kind: Any, value: Any, hint: str = "") -> Any:
-    """Return the value, checked to have this type. Only numbers may be strings; pydantic also accepts 2.0 for int, or 1
-    for true.
+    """Check that a value has a type, and return it.
+
+    Only numbers may be strings; pydantic also accepts 2.0 for int and 1 for true.
 
     Raises:
         UserError: the value has a different type.
@@ -153,7 +157,7 @@ def _show(value: Any) -> str:
 
 
 def _numbers(value: Any) -> Iterator[Any]:
-    """Yield single numbers; `0,1,2` and `0 1 2` from the command line are equivalent, and files contain numbers."""
+    """Yield single numbers. From the command line, `0,1,2` and `0 1 2` are equivalent; files contain numbers."""
     if not isinstance(value, list):
         value = [value]
     for entry in value:
@@ -164,7 +168,7 @@ def _numbers(value: Any) -> Iterator[Any]:
 
 
 def _from_json(value: Any, example: str) -> Any:
-    """Return the content of JSON text; other values unchanged."""
+    """Return the content of JSON text; return other values unchanged."""
     if not isinstance(value, str):
         return value
     try:
@@ -175,7 +179,7 @@ def _from_json(value: Any, example: str) -> Any:
 
 
 def _as_json(value: Any, example: str) -> Any:
-    """Return a value that JSON can represent, because YAML also has dates, sets and bytes."""
+    """Return a value that JSON can represent; YAML also has dates, sets and bytes."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except (TypeError, ValueError) as error:
@@ -184,7 +188,10 @@ def _as_json(value: Any, example: str) -> Any:
 
 
 def read_file(path: str) -> dict[str, tuple[Any, str]]:
-    """Read a YAML or JSON file of options: name -> (value, "file:line", or "file" for JSON).
+    """Read a YAML or JSON file of options.
+
+    Returns:
+        By option name, the value and its place: "file:line", or "file" for JSON.
 
     Raises:
         UserError: the file is missing, invalid, or not a mapping; exit code 2.
@@ -222,7 +229,7 @@ def _read_yaml(path: str, text: str) -> dict[str, tuple[Any, str]]:
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """A loader that reads 1e-5 as a number, such as a learning rate; PyYAML (YAML 1.1) reads it as a string."""
+        """A loader that reads 1e-5, such as a learning rate, as a number. PyYAML (YAML 1.1) reads it as a string."""
 
         def fetch_flow_collection_start(self, TokenClass: Any) -> None:
             if self.flow_level >= MAX_DEPTH:  # parsing time grows with the square of the depth
@@ -275,7 +282,7 @@ def _construct(loader_class: Any, node: Any, where: str) -> Any:
     """Return the value of a YAML node.
 
     Raises:
-        UserError: the node has no valid value; replaces any exception of PyYAML.
+        UserError: the node has no valid value. This error replaces exceptions of PyYAML.
     """
     import yaml
 
@@ -303,7 +310,10 @@ _MAX_VALUES = 10_000
 
 
 def _is_larger(node: Any, limit: int) -> bool:
-    """Return whether a YAML node contains more than `limit` nodes, with aliases expanded; true for recursive nodes."""
+    """Return whether a YAML node, with aliases expanded, contains more than `limit` nodes.
+
+    Recursive nodes always do.
+    """
     waiting = [node]
     for _ in range(limit):
         if not waiting:
@@ -324,7 +334,8 @@ def values_from_file(
     """Return the file's valid options, converted to their types, and the problems of invalid ones.
 
     Args:
-        command: words of the command that reads the file; a file of another command is a problem. Empty: any command.
+        command: words of the command that reads the file; a file of another command is a problem. If empty, files of
+            all commands are accepted.
     """
     known = options(args_class, choices)
     values: dict[str, Any] = {}
@@ -361,7 +372,7 @@ def from_config(args_class: type[Args], path: str | Path) -> Args:
     """Read arguments from a file; missing options have their defaults.
 
     Raises:
-        OptionError: lists all unknown options and invalid values.
+        OptionError: there are unknown options or invalid values; the error lists all of them.
     """
     values, problems = values_from_file(args_class, str(path))
     if problems:
@@ -373,7 +384,7 @@ def write_config(args: Any, path: str | Path, command: str = "") -> None:
     """Write the arguments as a JSON file, with which `swiftlite COMMAND FILE` runs the command again.
 
     Args:
-        command: words of the command to record; empty: none.
+        command: words of the command, which are recorded in the file; if empty, no command is recorded.
     """
     entries = dataclasses.asdict(args)
     if command:

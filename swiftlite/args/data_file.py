@@ -1,5 +1,7 @@
-"""Split `FILE#N`, the format of --dataset and --val_dataset; names on the hub (hub/name.py) are split in the same
-way."""
+"""Split `FILE#N`, the format of --dataset and --val_dataset.
+
+Names on the hub are split in the same way (hub/name.py).
+"""
 
 from pathlib import Path
 
@@ -7,7 +9,8 @@ DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".txt")
 """Extensions of data files; a .txt file is one row with a text."""
 
 MAX_DIGITS = 15
-"""Maximum digits of a number of rows. No file has more rows, and int() raises an error for 5000 digits."""
+"""Maximum number of digits of a number of rows. No file has so large a number of rows, and int() raises an error for
+5000 digits."""
 
 
 def split_sample(spec: str) -> tuple[str, str]:

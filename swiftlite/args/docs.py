@@ -1,6 +1,6 @@
 """Read titles, types, defaults and docstrings of options from the argument classes, for `--help` and docs/options.
 
-Python does not store a string under a field, so such strings are read from the class's source file with `ast`.
+Python does not store the string under a field, so these strings are read from the class's source file with `ast`.
 """
 
 import ast

@@ -1,6 +1,6 @@
-"""Groups of related options. The string under a field is its `--help` and its line in docs/options.
+"""Groups of related options. The string under a field is its help text in `--help` and in docs/options.
 
-The class of a command (see `commands.py`) combines these groups. The classes are frozen, so the user's options never
+The options class of a command (see `commands.py`) combines these groups. The classes are frozen, so that options never
 change after parsing. Values that are derived from options are in the `Plan`.
 """
 

@@ -26,7 +26,7 @@ EXAMPLES = {
 
 
 def check_mock_config(config: dict[str, Any]) -> None:
-    """Check a value.
+    """Check a value of the option.
 
     Raises:
         UserError: a key is invalid; the error names it.

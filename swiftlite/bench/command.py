@@ -36,8 +36,8 @@ def run(args: BenchArgs) -> None:
     """Measure, print a table and recommendations, and write bench.json, bench.svg and bench.html.
 
     Raises:
-        UserError: the engine does not support the number of draft tokens or the temperature, or a prompt is too long
-            (before any server starts); or a server fails (previous measurements are kept).
+        UserError: the engine does not support the number of draft tokens or the temperature, or a prompt is too long;
+            this is detected before any server starts. Or a server fails; previous measurements are kept.
     """
     model = resolve_served(args.model)
     tokenizer = load_tokenizer(model.directory, args.trust_remote_code)

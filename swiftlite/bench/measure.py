@@ -1,4 +1,4 @@
-"""Measure one server: all rounds at every concurrency.
+"""Measure one server at every concurrency, in several rounds.
 
 The engine's client sends the prompts (`engines/client.py`).
 """
@@ -104,7 +104,7 @@ async def connect(backend: str, url: str, sampling: Sampling, num_speculative_to
     """Return a client of the engine in --infer_backend.
 
     Args:
-        sampling: sampling settings; the seed is ignored, so each round samples different answers.
+        sampling: sampling settings. The seed is ignored, so that each round samples different answers.
         num_speculative_tokens: number of tokens that the server drafts per step.
     """
     make_client = resolve_name(ENGINES[backend].client)
@@ -115,7 +115,10 @@ async def connect(backend: str, url: str, sampling: Sampling, num_speculative_to
 
 
 async def generate_all(client: Client, prompts: Sequence[Sequence[int]], concurrency: int, salt: str) -> Round:
-    """Send every prompt once, with `concurrency` requests in flight."""
+    """Send every prompt once, with `concurrency` requests in flight.
+
+    The prefix cache is shared only within one `salt`.
+    """
     answers: dict[int, Answer] = {}
     waiting = iter(enumerate(prompts))
 

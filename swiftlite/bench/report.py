@@ -1,4 +1,4 @@
-"""Write the results of `bench` for all servers: the table, the recommendations, bench.json."""
+"""Write the results of `bench` for all servers: the table, the recommendations and bench.json."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -56,7 +56,10 @@ def expected_answers(args: BenchArgs, servers: Sequence[ServerResult]) -> list[A
 
 
 def to_json(args: BenchArgs, servers: Sequence[ServerResult], is_complete: bool) -> dict[str, Any]:
-    """Return the part of bench.json that changes with each server; it has recommendations after the last server."""
+    """Return the part of bench.json that changes with each server.
+
+    Recommendations are included after the last server.
+    """
     choices: dict[int, Choice] = {}
     if is_complete:
         choices = choose_all(servers)
@@ -134,8 +137,10 @@ def milliseconds(figures: Mapping[str, float] | None) -> str:
 
 
 def recommendations(args: BenchArgs, choices: dict[int, Choice]) -> str:
-    """Return the recommended command for each concurrency and, if the numbers of draft tokens differ, one that adapts
-    to the load."""
+    """Return the recommended command for each concurrency.
+
+    If the numbers of draft tokens differ between concurrencies, also return a command whose server adapts to the load.
+    """
     lines: list[str] = []
     for concurrency, choice in choices.items():
         lines.append(
@@ -156,8 +161,7 @@ def changes_with_load(args: BenchArgs, choices: dict[int, Choice]) -> bool:
 
 
 def warnings(choices: dict[int, Choice]) -> list[str]:
-    """Return a warning for each concurrency at which the server without drafts changed speed a lot between start and
-    end."""
+    """Return a warning for each concurrency at which the two measurements of the server without drafts differ a lot."""
     return [
         f"concurrency {concurrency}: the server without drafts was {1 + choice.drift:.2f}x as fast at the end as at "
         "the start: the load of the machine changed, and ratios are inaccurate"
@@ -172,7 +176,7 @@ def deploy_line(args: BenchArgs, choice: Choice) -> str:
 
 
 def schedule_line(args: BenchArgs) -> str:
-    """Return the command of the recommended server that adapts to the load, with keys replaced by ***."""
+    """Return the command of the recommended server that adapts to the load, with API keys replaced by ***."""
     bench_json = str(Path(args.output_dir) / BENCH_JSON)
     return _shell_line(replace(deploy_args(args, 1), num_speculative_tokens=None, draft_schedule=bench_json))
 

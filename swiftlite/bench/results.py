@@ -18,7 +18,7 @@ SLOW_END, FAST_END = 10, 90
 
 @dataclass(frozen=True)
 class Round:
-    """One answer to every prompt; `seconds` is the time from the first request to the end of the last answer."""
+    """One answer to every prompt. `seconds` is the time from the first request to the end of the last answer."""
 
     answers: list[Answer]
     seconds: float
@@ -34,7 +34,7 @@ class ConcurrencyResult:
 
     Attributes:
         counts: counts of drafts in all rounds; None without drafts.
-        cached_share: share of the prompts' tokens in all rounds that came from the prefix cache.
+        cached_share: share of the prompts' tokens in all rounds that were found in the prefix cache.
     """
 
     concurrency: int
@@ -44,7 +44,7 @@ class ConcurrencyResult:
 
     @property
     def mean_accepted_length(self) -> float:
-        """Mean number of tokens that a step generates."""
+        """Mean number of tokens that a step generates, including accepted draft tokens."""
         if self.counts is None:
             return 1.0
         return 1 + self.counts.accepted / max(self.counts.drafts, 1)
@@ -90,7 +90,9 @@ class ConcurrencyResult:
 
 
 def _spread(seconds: Sequence[float]) -> dict[str, float] | None:
-    """Return p50 and p90 of the requests' seconds, in milliseconds; None without requests."""
+    """Return the median (p50) and the 90th percentile (p90) of the requests' seconds, in milliseconds; None without
+    requests.
+    """
     if not seconds:
         return None
     p50, p90 = np.percentile(seconds, [50, 90])
@@ -102,9 +104,9 @@ class Choice:
     """The recommended number of draft tokens at one concurrency.
 
     Attributes:
-        ratios: for each number of draft tokens above 0, the median tokens per second, divided by the median of the
-            faster measurement (of two) without drafts.
-        drift: relative speed-up of the server without drafts from its first to its last measurement.
+        ratios: for each number of draft tokens above 0, the median of tokens per second, divided by the median of the
+            faster of the two measurements without drafts.
+        drift: relative change of speed of the server without drafts from its first to its last measurement.
         reason: why this number is recommended, in one sentence.
     """
 
@@ -120,11 +122,11 @@ def choose(
     last: Sequence[float],
     lengths: Mapping[int, float],
 ) -> Choice:
-    """Return the fastest number of draft tokens that is reliably faster than no drafts; otherwise 0.
+    """Return the fastest number of draft tokens if it is reliably faster than no drafts; otherwise 0.
 
     Args:
-        first, last: tokens per second of the rounds without drafts, measured before and after all other servers; the
-            difference of the two shows the noise of the machine.
+        first, last: tokens per second of the rounds without drafts, measured before and after all other servers. The
+            difference between `first` and `last` shows the noise of the machine.
         speeds: tokens per second of the rounds, for each number of draft tokens above 0.
         lengths: mean accepted length, for each number of draft tokens. A step that verifies drafts takes at least as
             long as a step without drafts, so the mean accepted length is the maximum speed-up; a larger speed-up is

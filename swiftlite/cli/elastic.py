@@ -1,8 +1,9 @@
-"""Run torchrun with the exit code and the error of the failed rank; started by `launch.py`.
+"""Run torchrun, with the exit code and the error of the rank that failed first. `launch.py` starts this module.
 
 Arguments and agent are torchrun's. This module adds handling of the end of a job: it reports which rank failed first
-(`failure.py`), informs launchers of other nodes, and leaves no process behind. The store of a single-node job listens
-on the loopback address only. No other module of `cli` imports torch."""
+(`failure.py`), informs the launchers of other nodes, and leaves no process behind. The store of a single-node job
+listens only on the loopback address. No other module of `cli` imports torch.
+"""
 
 import ctypes
 import json
@@ -48,7 +49,10 @@ CONNECT_SECONDS = 60
 
 
 def main(argv: list[str]) -> int:
-    """Run torchrun with `argv`; returns the exit code of the rank that failed first, 128 + N for signal N, or 0."""
+    """Run torchrun with `argv`, and return the exit code of the job.
+
+    It is the exit code of the rank that failed first, 128 + N for signal N, or 0.
+    """
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, _stop)  # until torchrun sets its handlers
@@ -92,10 +96,11 @@ def _stop(number: int, frame: FrameType | None = None) -> NoReturn:
 
 
 def _open_local_store(options: Namespace) -> "TCPStore":
-    """Open the rendezvous store of this machine's ranks, which torchrun reuses (`multi_tenant`).
+    """Open the rendezvous store for the ranks of this machine. torchrun uses this store instead of its own
+    (`multi_tenant`).
 
-    The store that torchrun would open listens on every interface without authentication. With `--standalone`, torchrun
-    unpickles its content, so anyone who can reach the port could run code.
+    The store that torchrun would open listens on every network interface without authentication. With `--standalone`,
+    torchrun unpickles the store's content, so anyone who can reach the port could run code.
 
     Args:
         options: options of torchrun; a master_port of 0 is replaced by a free port.
@@ -110,7 +115,7 @@ def _open_local_store(options: Namespace) -> "TCPStore":
 
 
 def _report(error: "ChildFailedError", nodes: "_Nodes | None") -> int:
-    """Print which rank ended the job, and return its exit code."""
+    """Print which rank ended the job, and return the rank's exit code."""
     first = _first_failure(error.failures)
     elsewhere = None
     if nodes:
@@ -136,7 +141,7 @@ class _FirstFailure:
     """Exit code of the whole job: the exit code of the rank, or 128 + N if signal N ended the rank."""
     how: str
     lost_connection: str
-    """Traceback of a rank that only lost its connection to another rank and did not print the traceback; otherwise
+    """Traceback of the rank if it only lost its connection to another rank and did not print the traceback; otherwise
     empty."""
 
 
@@ -164,7 +169,7 @@ def _first_failure(failures: "dict[int, ProcessFailure]") -> _FirstFailure:
 
 
 def _rank_at_fault(failures: "dict[int, ProcessFailure]", reports: dict[int, Failure]) -> int:
-    """Return the rank whose failure caused the others.
+    """Return the rank whose failure caused the failures of all other ranks.
 
     Example: rank 2 runs out of memory and is killed. Ranks 0 and 1 lose their connection to it and report that; rank 3
     still computes, and torchrun stops it. Only rank 2 ended by itself without a report, so the result is rank 2.
@@ -187,11 +192,11 @@ def _was_stopped(failed: "ProcessFailure", earliest: float) -> bool:
 
 
 class _Nodes:
-    """Informs the launchers of other nodes about failed nodes, which torchrun's agents do not do.
+    """Informs the launchers of other nodes about failed nodes. torchrun's agents do not.
 
-    Without this, a rank that waits in an NCCL collective for a lost node would wait until the timeout, ten minutes by
-    default. The launchers use the store that torchrun opens at MASTER_ADDR:MASTER_PORT. The first published reason ends
-    the job on all nodes.
+    Otherwise, a rank that waits in an NCCL collective for a lost node would wait until the timeout, ten minutes by
+    default. The launchers communicate through the store that torchrun opens at MASTER_ADDR:MASTER_PORT. The first
+    published reason ends the job on all nodes.
     """
 
     KEY = "swiftlite/ended_first"
@@ -207,7 +212,7 @@ class _Nodes:
         self.thread.start()
 
     def close(self) -> None:
-        """Stop listening. A thread inside the store's C++ would abort the process when Python exits."""
+        """Stop listening, because a thread in the store's C++ code would abort the process when Python exits."""
         self.over.set()
         self.thread.join(REASON_SECONDS)  # it can wait for a lost node 0
 
@@ -260,21 +265,22 @@ class _Nodes:
 
 
 def _become_subreaper() -> None:
-    """Make this process the parent of orphans of killed ranks, such as megatron-core's checkpoint writers."""
+    """Make this process the parent of orphans of killed ranks, such as the checkpoint writers of megatron-core."""
     PR_SET_CHILD_SUBREAPER = 36
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def _end_children() -> None:
-    """Kill all remaining children, repeatedly, because the orphans of a killed process become children of this
-    process."""
+    """Kill all remaining child processes, repeatedly, because the children of a killed process become children of this
+    process.
+    """
     deadline = time.monotonic() + 5  # a process stuck in a driver cannot be killed
     while (children := _kill_children()) and time.monotonic() < deadline:
         psutil.wait_procs(children, timeout=1)
 
 
 def _kill_children() -> list[psutil.Process]:
-    """Kill the processes whose parent is this one, and return them."""
+    """Kill the child processes of this process, and return them."""
     children = psutil.Process().children()
     for child in children:
         with suppress(psutil.NoSuchProcess):

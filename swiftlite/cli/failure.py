@@ -3,8 +3,8 @@
 When a rank dies, its sockets close, and every rank that waits for it raises an error within milliseconds, often before
 the dead rank's traceback is printed. Therefore each rank writes torchelastic's error file. A rank that only lost a
 connection writes its traceback only to this file; the launcher prints it if no rank has another error. torchelastic's
-`@record` is not sufficient, because it requires torch, which most errors precede, and its timestamps are whole seconds.
-This module does not import torch.
+`@record` is not used for two reasons: its timestamps are whole seconds, and it requires torch, but most errors occur
+before torch is imported. This module does not import torch.
 """
 
 import json
@@ -31,7 +31,7 @@ _LOST_CONNECTION = (
 
 @dataclass(frozen=True)
 class Failure:
-    """The error file of one rank; torchelastic also reads the first two fields.
+    """The content of the error file of one rank. torchelastic also reads the first two fields.
 
     Attributes:
         message: the traceback.
@@ -50,7 +50,8 @@ def report(error: BaseException, code: int) -> bool:
     """Report to the launcher, if there is one, why this rank ends with `code`.
 
     Returns:
-        Whether the launcher has the traceback and prints it if necessary. If not, the rank must print it to stderr.
+        Whether the launcher has received the traceback and prints it if necessary. If not, the rank must print it to
+            stderr.
     """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not file or FOLDER not in os.environ:

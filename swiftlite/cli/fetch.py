@@ -13,7 +13,7 @@ from swiftlite.log import logger
 
 
 def hold_commits(args: Any) -> None:
-    """Use the recorded commits for a resumed run, even if names on the hub refer to newer commits now.
+    """For a resumed run, use the recorded commits, even if names on the hub now refer to newer commits.
 
     Raises:
         UserError: the record is damaged.

@@ -60,7 +60,7 @@ def command_help(command: Command) -> str:
 
 
 _LISTS = {list[int]: "INT[,INT ...]", list[float]: "NUMBER[,NUMBER ...]"}
-"""Placeholders after the flags of lists of numbers."""
+"""Placeholders that are printed after the flags of lists of numbers."""
 
 
 def placeholder(kind: Any) -> str:
@@ -83,7 +83,7 @@ def default_words(option: Option) -> str:
 
 
 def default_text(option: Option) -> str:
-    """Return the default as on a command line."""
+    """Return the default in the form in which it is typed on a command line."""
     if isinstance(option.default, list):
         separator = " "
         if option.type in _LISTS:

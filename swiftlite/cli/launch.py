@@ -1,7 +1,7 @@
 """Start torchrun with the command's argv, as NPROC_PER_NODE, NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT specify.
 
-This process is replaced by `elastic.py` (torchrun, which forwards signals to the ranks); torch is not imported here.
-Inside torchrun (RANK, LOCAL_RANK and WORLD_SIZE are set) nothing is started.
+`elastic.py` (torchrun, which forwards signals to the ranks) replaces this process; torch is not imported here. Inside
+torchrun, where RANK, LOCAL_RANK and WORLD_SIZE are set, nothing is started.
 """
 
 import os
@@ -19,7 +19,7 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Processes:
-    """The processes of this run, from the environment."""
+    """The processes of this run, as specified by environment variables."""
 
     nproc_per_node: int = 1
     nnodes: int = 1
@@ -46,7 +46,7 @@ def read_environment(env: Mapping[str, str]) -> Processes:
     """Read the processes of this run from the environment.
 
     Raises:
-        OptionError: lists all invalid or contradictory values.
+        OptionError: values are invalid or contradictory; the error lists all of them.
     """
     problems: list[tuple[str, str]] = []
 
@@ -88,7 +88,7 @@ def read_environment(env: Mapping[str, str]) -> Processes:
 
 
 def torchrun_command(processes: Processes, argv: list[str]) -> list[str]:
-    """Return the command line that runs `swiftlite argv` in these processes."""
+    """Return the command line with which torchrun runs `swiftlite argv` in these processes."""
     address, default_port = processes.master_addr, DEFAULT_MASTER_PORT
     if processes.nnodes == 1:
         address, default_port = LOOPBACK, 0  # 0: elastic.py selects a free port
@@ -108,7 +108,7 @@ def torchrun_command(processes: Processes, argv: list[str]) -> list[str]:
 
 
 def threads_per_process(nproc_per_node: int) -> int:
-    """Return an equal share of the cores that this process can use, which a batch system may limit."""
+    """Return an equal share of the cores that this process can use. A batch system may limit these cores."""
     return max(1, len(os.sched_getaffinity(0)) // nproc_per_node)
 
 

@@ -1,4 +1,6 @@
-"""Print `swiftlite doctor --plan --gpu_type`: layouts by estimated speed, the breakdown of the fastest, its options."""
+"""Print `swiftlite doctor --plan --gpu_type`: layouts by estimated speed, details of the fastest layout, and its
+options.
+"""
 
 import shlex
 from operator import itemgetter
@@ -101,7 +103,7 @@ def _row(candidate: Candidate, hf_config: HfConfig, gpu: Gpu) -> tuple[str, ...]
 
 
 def _mfu(candidate: Candidate, hf_config: HfConfig, gpu: Gpu) -> float:
-    """Return the MFU: required FLOPs divided by the FLOPs at peak speed, computed like the MFU in a run's log."""
+    """Return the MFU: required FLOPs divided by the FLOPs at peak speed. It is computed like the MFU in a run's log."""
     step, setup = candidate.step, candidate.step.setup
     flops = training_flops(hf_config, setup.heads, heads_only=setup.mtp_mode == "heads_only", lora=setup.lora)
     tokens = step.tokens_per_step
@@ -161,7 +163,7 @@ def _nothing_fits(args: DoctorArgs, hf_config: HfConfig, gpu: Gpu, gpu_memory_gb
     """Return a text with the number of GPUs that the run requires.
 
     Raises:
-        UserError: the batch does not divide over any layout of these GPUs.
+        UserError: no layout of these GPUs can divide the batch evenly.
     """
     if not has_layout(args, hf_config, gpu):
         raise UserError(

@@ -1,4 +1,5 @@
-"""Entry point of `swiftlite`: find the command, parse and check its options, start processes or run it.
+"""The entry point of `swiftlite`: find the command, parse and check its options, and start processes or run the
+command.
 
 The commands are in `table.py`. A UserError is printed and sets the exit code; other exceptions keep their traceback.
 """
@@ -68,14 +69,19 @@ _LESS_MEMORY = (
 
 
 def _fail(error: Exception, hint: str) -> int:
-    """Print an error of the machine (disk, memory) with reason and hint, without traceback; return the exit code."""
+    """Print an error of the machine (disk, memory) with its reason and a hint, without a traceback; return the exit
+    code.
+    """
     failure.report(error, 1)
     _log_once(f"swiftlite: {reason_of(error)}\n    {hint}")
     return 1
 
 
 class _Stopped(SystemExit):
-    """SIGTERM or SIGHUP was received without a more specific handler; also raised in forked child processes."""
+    """SIGTERM or SIGHUP was received and there was no more specific handler.
+
+    It is also raised in forked child processes.
+    """
 
     code: int
 
@@ -88,11 +94,11 @@ class _Stopped(SystemExit):
 
 
 def _handle_signals() -> None:
-    """Make a rank end when its launcher ends; in other processes, raise an exception on SIGTERM and SIGHUP.
+    """Make a rank end when its launcher ends. In other processes, raise an exception on SIGTERM and SIGHUP.
 
-    With the exception, a process releases its resources and prints a message. Outside of the training steps, a rank
-    keeps the default action of these signals, which ends it immediately, because Python's handlers do not run while it
-    waits in a collective.
+    After the exception, a process releases its resources and prints a message. In a rank, outside of the training
+    steps, these signals keep their default action, which ends the rank immediately. An exception is not used there,
+    because Python's handlers do not run while a rank waits in a collective.
     """
     if launcher := os.environ.get(failure.LAUNCHER):
         exit_with_parent(int(launcher))
@@ -150,7 +156,7 @@ def _run(argv: list[str]) -> int:
 
 
 def _settle_environment(args: object) -> None:
-    """Set environment variables for torch and its subprocesses unless the user has set them."""
+    """Set environment variables for torch and its subprocesses. Variables that the user has set are not changed."""
     # Waiting threads spin for less than 1 ms, then sleep. Without spinning, training a small model takes 10 % longer.
     # With long spinning, it takes 8 times as long if another program runs.
     if "OMP_WAIT_POLICY" not in os.environ:
@@ -226,7 +232,7 @@ def _count_rows(dataset: list[str]) -> int | None:
 
 
 def _show(text: str) -> int:
-    """Print to stdout; a reader that closes the pipe early, such as `| head`, is not an error."""
+    """Print to stdout. If a reader such as `| head` closes the pipe early, this is not an error."""
     try:
         print(text, flush=True)
     except BrokenPipeError:
@@ -235,7 +241,7 @@ def _show(text: str) -> int:
 
 
 def _log_once(text: str) -> None:
-    """Print to stderr, only once for all ranks of this machine."""
+    """Print to stderr once for all ranks of this machine."""
     folder = os.environ.get(failure.FOLDER)
     if folder:
         try:

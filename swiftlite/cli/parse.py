@@ -1,4 +1,4 @@
-"""Parse argv into a frozen object with one flag per field of its class; all problems are reported together.
+"""Parse argv into a frozen object with one flag per field of its class. All problems are reported together.
 
 Only the standard library is used: tyro 1.0 and jsonargparse 4.53 add 0.1 s to every command and stop at the first
 problem.
@@ -16,10 +16,11 @@ from swiftlite.errors import OptionError, UserError
 def parse(
     args_class: type, argv: Sequence[str], command: str = "", choices: Choices | None = None
 ) -> tuple[Any, list[str]]:
-    """Parse flags, which override a YAML or JSON file if the first argument is not a flag.
+    """Parse flags into the arguments of a command.
 
-    `--some_flag value`, `--some-flag value` and `--some_flag=value` are equivalent. A list includes all values up to
-    the next flag; a bool without a value is true.
+    If the first argument is not a flag, it is a YAML or JSON file, whose values the flags override. `--some_flag
+    value`, `--some-flag value` and `--some_flag=value` are equivalent. A list includes all values up to the next flag;
+    a bool without a value is true.
 
     Args:
         args_class: frozen dataclass to fill.
@@ -64,7 +65,7 @@ def parse(
 
 
 def _split(argv: Sequence[str]) -> tuple[list[tuple[str, list[str]]], list[str]]:
-    """Return (flag, its values) in order, and the arguments before the first flag."""
+    """Return (flag, its values) for each flag in order, and the arguments before the first flag."""
     flags: list[tuple[str, list[str]]] = []
     strays = []
     for word in argv:

@@ -1,4 +1,4 @@
-"""Print `swiftlite doctor --plan --loss_type`: the memory while the reference model runs."""
+"""Print `swiftlite doctor --plan --loss_type`: the memory while the reference model is evaluated."""
 
 from swiftlite.args.commands import DoctorArgs
 from swiftlite.estimate import memory
@@ -13,8 +13,7 @@ _COLUMNS = ("ranks", "stage", "model", "reference stage", "weights", "a layer", 
 
 
 def report_reference(args: DoctorArgs, facts: Facts, setup: Setup, stages: list[memory.StageMemory]) -> bool:
-    """Print the memory of ranks before the first step; return whether the memory suffices, True without a reference
-    model.
+    """Print the memory of ranks before the first step, and return whether it suffices. True without a reference model.
 
     Args:
         setup, stages: setup and stages of the trained model.

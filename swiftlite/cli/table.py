@@ -1,4 +1,4 @@
-"""Define all commands: words, argument class, name of the function that runs the command, and a line of help."""
+"""Define all commands: words, options class, name of the function that runs the command, and a line of help."""
 
 import difflib
 import importlib
@@ -37,10 +37,10 @@ class Command:
     is_parallel: bool
     """Whether the command can run as several processes."""
     first_option: str = ""
-    """Option that receives the words before any flag; if empty, the first word is a file of options."""
+    """Option that receives the words before the first flag. If empty, the first word is a file of options."""
 
     def choices(self) -> Choices:
-        """Return the allowed values of options that name an engine."""
+        """Return the allowed values of options whose value is the name of an engine."""
         if issubclass(self.args_class, SftArgs):
             return {"draft_for": list(CONVENTIONS)}
         if self.args_class not in ENGINE_OPTIONS:

@@ -1,4 +1,5 @@
-"""The measured ways in which engines draft with the heads of each family: one file per engine, one convention per
-family. Adapters of engines use them to know how an engine will run a checkpoint, and training uses it to give heads the
-inputs of the engine that will run them (`sft --draft_for`).
+"""The ways (conventions) in which engines draft with the heads of each family, as measured. Each engine has one file.
+
+The adapters of engines use conventions to know how an engine runs a checkpoint. Training uses them to give heads the
+inputs that the engine will pass to them (`sft --draft_for`).
 """

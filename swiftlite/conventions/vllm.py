@@ -1,4 +1,7 @@
-"""Conventions of vLLM 0.32. Training uses vLLM's head inputs, so they are defined once, in the family's file."""
+"""Conventions of vLLM 0.32.
+
+Training uses the inputs that vLLM passes to heads by default, so they are defined once, in the family's file.
+"""
 
 from typing import Literal
 

@@ -17,7 +17,7 @@ class Product:
     """A matrix product of a linear layer on a rank.
 
     Attributes:
-        module: the value of --recompute_modules that recomputes the product; empty if there is none.
+        module: the value of --recompute_modules that recomputes the product; empty if no value does.
         number: number of identical products.
         is_grouped: whether one kernel computes all `number` products.
         stack_bytes: bytes moved per weight to stack the weights of experts (`Software.stack_bytes`), if `is_grouped`.
@@ -114,7 +114,7 @@ def products_of(
 
 
 def _recompute_module(layer: Layer, name: str) -> str:
-    """Return the value of --recompute_modules that recomputes a matrix product; empty if there is none."""
+    """Return the value of --recompute_modules that recomputes a matrix product; empty if no value does."""
     if name.startswith("mlp."):
         return layer.mlp.recompute_modules[0]
     if "_up_proj." in name:

@@ -1,4 +1,4 @@
 """Convert checkpoints of runs to audited Hugging Face directories, and back.
 
-May use all packages below `cli`, and megatron-core only through them.
+This package may use all packages below `cli`, and uses megatron-core only through them.
 """

@@ -49,7 +49,7 @@ def check_can_be_written(checkpoint: Path, lora: Lora | None, hf_model: HfModel,
 def write(
     chunks: Sequence[GPTModel], directory: Path, lora: Lora, base: AdapterBase, hf_model: HfModel, heads: Heads
 ) -> None:
-    """Write the directory; collective.
+    """Write the directory of adapters. Collective.
 
     MTP heads are always written completely, with their adapters merged.
     """

@@ -35,7 +35,7 @@ def model_card(repository: str, provenance: Provenance, heads: Heads, measured: 
 
 
 def _front_matter(provenance: Provenance, heads: Heads) -> str:
-    """Return the metadata for the hub's pages and search."""
+    """Return the metadata of README.md that the hub uses for its pages and search."""
     fields: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
     if isinstance(provenance.model, HubName):
         fields["base_model"] = provenance.model.repository
@@ -49,7 +49,7 @@ def _front_matter(provenance: Provenance, heads: Heads) -> str:
 
 
 def _what_it_is(provenance: Provenance, heads: Heads) -> str:
-    """Return one line each about the model, the data, the steps and the heads."""
+    """Return lines about the model, the data, the steps and the heads, one for each."""
     lines = [f"- Base model: {_shown(provenance.model, provenance.commits)}"]
     data = ", ".join(_shown(name, provenance.commits) for name in provenance.datasets)
     lines.append(f"- Data: {data or 'random tokens'}")

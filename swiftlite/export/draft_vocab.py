@@ -18,7 +18,7 @@ from swiftlite.train.metrics.run_report import REPORT_FILE
 
 
 def restrict_heads(args: ExportArgs, run: Path, hf_model: HfModel, heads: Heads) -> Heads:
-    """Return the heads with the most frequent tokens in the answers of the run's training rows as draft vocabulary.
+    """Return the heads with a draft vocabulary: the most frequent tokens in the answers of the run's training rows.
 
     The run's rows are read again. The share of labels that these tokens cover is logged.
 

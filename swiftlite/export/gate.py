@@ -14,7 +14,8 @@ from swiftlite.runtime.mesh import Mesh
 
 
 def check_acceptance(args: ExportArgs, hf_dir: Path, torch_dtype: str, mesh: Mesh) -> None:
-    """Measure an export and its baseline on the same rows, if --min_acceptance or --max_regression is given.
+    """If --min_acceptance or --max_regression is given, measure an export, and if necessary its baseline, on the same
+    rows.
 
     Raises:
         UserError: a limit is not met, and --force is not given.
@@ -51,7 +52,7 @@ def check_acceptance(args: ExportArgs, hf_dir: Path, torch_dtype: str, mesh: Mes
 
 
 def _mean(args: ExportArgs, model: HfModel, torch_dtype: str, mesh: Mesh) -> float:
-    """Return the share of predictions equal to the trunk's, averaged over depths; 0 for a model without heads."""
+    """Return the share of predictions that equal the trunk's, averaged over depths; 0 for a model without heads."""
     _, data = load_rows(model, args.val_dataset, offered=vars(args))
     shares = rates("teacher_forced", teacher_forced(model, data.val, torch_dtype=torch_dtype, mesh=mesh)[ALL])
     return sum(shares) / max(len(shares), 1)

@@ -1,4 +1,4 @@
-"""Read the origin of a run from its args.json and commits.json."""
+"""Read from which model, data and commits a run was made. They are in its args.json and commits.json."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class Provenance:
 
 
 def provenance_of(checkpoint: Path) -> Provenance:
-    """Read model and data of the run of a checkpoint.
+    """Read the model and the data of the run that wrote a checkpoint.
 
     Raises:
         UserError: the run's args.json cannot be read; outputs of `export --to_mcore` have no args.json.

@@ -55,7 +55,10 @@ from swiftlite.train.checkpoint.source import (
 
 
 def run(args: ExportArgs) -> None:
-    """Convert in one direction. The result is either complete or absent, even if the process is killed."""
+    """Convert in the direction that the options select.
+
+    The result is either complete or absent, even if the process is killed.
+    """
     with session(layout_of(args), timeout_minutes=args.distributed_timeout_minutes) as mesh:
         if args.to_hf:
             to_hf(args, mesh)
@@ -163,8 +166,7 @@ def to_mcore(args: ExportArgs, mesh: Mesh) -> None:
 
 
 def _measured_run(args: ExportArgs, checkpoint: Path) -> Path | None:
-    """Return the run if its acceptance.json, written at the end of the run, describes the heads of this export; else
-    None."""
+    """Return the run if the acceptance.json at its end describes the heads of this export; otherwise None."""
     is_last = checkpoint.name == run_checkpoints(checkpoint.parent)[-1].name
     if not is_last or args.mtp != "keep" or args.mtp_graft_from or args.draft_vocab is not None:
         return None
@@ -172,7 +174,7 @@ def _measured_run(args: ExportArgs, checkpoint: Path) -> Path | None:
 
 
 def _check_no_head_is_forgotten(args: ExportArgs, hf_model: HfModel, heads: Heads, report: WeightsReport) -> None:
-    """Check that heads of the model are removed only with --mtp strip.
+    """Check that no heads of the model are lost, unless --mtp strip removes them.
 
     Raises:
         UserError: the files contain heads that config.json does not declare.
@@ -203,7 +205,10 @@ def _heads_of_result(args: ExportArgs, own: Heads, graft_from: HfModel | None) -
 
 
 def _lora_of(args: ExportArgs, state: Mapping[str, Any]) -> Lora | None:
-    """Return the checkpoint's adapters, without the adapters of heads if heads are grafted; None without adapters."""
+    """Return the checkpoint's adapters; None without adapters.
+
+    If heads are grafted, adapters of heads are not included.
+    """
     if state.get("lora") is None:
         return None
     lora = Lora.from_json(state["lora"])
@@ -221,7 +226,7 @@ def _open_checkpoint(
     graft_from: HfModel | None,
     dtype: torch.dtype,
 ) -> list[GPTModel]:
-    """Load the checkpoint's model on this rank, with the heads of another model if given."""
+    """Load the checkpoint's model on this rank, with the heads of `graft_from` if it is given."""
     chunks = build_hf_model(hf_model, mesh, dtype=dtype, heads=heads)
     if lora:
         add_adapters(chunks, lora, hf_model.family.rows(hf_model.config, heads.layers))
@@ -232,8 +237,10 @@ def _open_checkpoint(
 
 
 def _cast(dtypes: Mapping[str, str], hf_model: HfModel, heads: Heads, dtype: str) -> dict[str, str]:
-    """Return the dtype in which every tensor is written: `dtype`, but float32 tensors of 16-bit models remain
-    float32."""
+    """Return the dtype in which each tensor is written.
+
+    This is `dtype`, except for float32 tensors of 16-bit models, which remain float32.
+    """
     cast = dict.fromkeys(dtypes, dtype)
     if dtype == "float32":
         return cast
@@ -244,9 +251,9 @@ def _cast(dtypes: Mapping[str, str], hf_model: HfModel, heads: Heads, dtype: str
 
 @contextmanager
 def _whole_or_absent(output_dir: Path) -> Iterator[Path]:
-    """Yield a directory to write to, which is renamed at the end of the context, or removed on failure.
+    """Yield a directory to write to. At the end of the context it is renamed to the result; on failure it is removed.
 
-    The directory is `.NAME.writing` next to the result, which is locked against other exports. Links are followed. The
+    The directory is `.NAME.writing` next to the result, and is locked against other exports. Links are followed. The
     first rank creates, renames and deletes it.
 
     Raises:
@@ -279,7 +286,7 @@ def _named(output_dir: Path) -> Iterator[None]:
     """Convert errors of the file system in this context to errors that name the option.
 
     Raises:
-        UserError: raised instead of an OSError.
+        UserError: the file system reported an error.
     """
     try:
         yield
@@ -291,8 +298,9 @@ def _named(output_dir: Path) -> Iterator[None]:
 
 
 def _copy_small_files(args: ExportArgs, hf_model: HfModel, heads: Heads, writing: Path) -> None:
-    """Copy the tokenizer and the other small files of the source model, and config.json with the heads and dtype of the
-    export."""
+    """Copy the small files of the source model, such as the tokenizer, and write config.json with the export's heads
+    and dtype.
+    """
     for path in hf_model.directory.iterdir():
         if path.name not in ("config.json", TENSORS_FILE, CARRIED_FILE, TOKEN_MAP_FILE):
             shutil.copy2(path, writing / path.name)

@@ -1,8 +1,8 @@
-"""Convert the draft vocabulary, the tokens that MTP heads can draft, from and to text.
+"""Convert a draft vocabulary to text and back.
 
-A head computes one logit per token that it can draft, which in a small model is most of its work. Answers use only a
-part of the vocabulary, so it is sufficient to draft the most frequent tokens: the trunk generates all others.
-`data/draft_vocab.py` chooses them.
+The draft vocabulary is the set of tokens that MTP heads can draft. A head computes one logit per such token, which in a
+small model is most of the head's work. Answers use only a part of the vocabulary, so it is sufficient to draft the most
+frequent tokens; the trunk generates all others. `data/draft_vocab.py` chooses the tokens.
 
 config.json contains the ids as text with ranges: "0-2 5 8-9" means 0, 1, 2, 5, 8, 9.
 """

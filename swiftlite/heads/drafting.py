@@ -1,4 +1,4 @@
-"""Describe the inputs of MTP heads, so that training uses the inputs of the engine that will run them."""
+"""Describe the inputs of MTP heads, so that heads are trained with the inputs that the engine will pass to them."""
 
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -23,7 +23,7 @@ class Drafting:
     zeroes_first_embedding: bool = False
 
     def to_json(self) -> dict[str, bool]:
-        """Return the attributes by name, the format in config.json."""
+        """Return the attributes by name, as in config.json."""
         return asdict(self)
 
     @classmethod
@@ -44,7 +44,7 @@ class Drafting:
         return cls(**given)
 
     def difference(self, other: "Drafting") -> str:
-        """Return a description of the inputs that differ from `other`; empty if none."""
+        """Return a description of the inputs that differ from those in `other`; empty if none differ."""
         words = {
             "takes_before_norm": "the trunk's state",
             "recycles_before_norm": "their own state",

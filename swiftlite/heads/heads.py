@@ -1,4 +1,5 @@
-"""Describe the MTP heads of a model as one value: number of layers, and number and ids of the tokens they draft.
+"""Describe the MTP heads of a model as one value: their number of layers, and the number and ids of the tokens that
+they draft.
 
 The plan, the model, a run's report, an export's config.json and the flags of an engine use this value.
 """
@@ -11,14 +12,15 @@ from swiftlite.heads import draft_vocab
 from swiftlite.heads.drafting import Drafting
 
 DEPTH_KEY = "num_nextn_predict_layers"
-"""Key of config.json for the number of MTP layers, which engines read."""
+"""Key of config.json for the number of MTP layers. Engines read it."""
 QWEN3_5_DEPTH_KEY = "mtp_num_hidden_layers"
 """Key of config.json for the number of MTP layers in Qwen3.5 and 3.6."""
 UNROLL_KEY = "mtp_unroll"
 """Key of an export's config.json for the number of tokens that its single MTP layer was trained to draft. No engine
 reads it."""
 DRAFT_VOCAB_KEY = "mtp_draft_vocab"
-"""Key of an export's config.json for the ids of the tokens that its heads draft, see `swiftlite.heads.draft_vocab`."""
+"""Key of an export's config.json for the ids of the tokens that its heads can draft, see
+`swiftlite.heads.draft_vocab`."""
 DRAFTING_KEY = "mtp_drafting"
 """Key of an export's config.json for the inputs of its heads, if --draft_for was used. No engine reads it."""
 

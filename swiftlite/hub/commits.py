@@ -1,4 +1,4 @@
-"""Resolve each name on the hub to a commit once; this process, its subprocesses and a resumed run use this commit.
+"""Resolve each name on the hub to a commit once. This process, its subprocesses and resumed runs use this commit.
 
 The commits are stored in an environment variable, because a launcher passes its environment to its ranks.
 """
@@ -27,13 +27,12 @@ def known() -> dict[str, str]:
 
 
 def keep(commits: Mapping[str, str]) -> None:
-    """Use `commits`, a mapping from `HubName.key` to commit, from now on."""
+    """Use `commits`, a mapping from `HubName.key` to commit, in this process and its subprocesses."""
     os.environ[VARIABLE] = json.dumps(known() | dict(commits))
 
 
 def revision_of(name: HubName) -> str:
-    """Return the revision to request from the hub: the commit if it has been resolved, otherwise the name's
-    revision."""
+    """Return the revision to request from the hub: the commit if it is known, otherwise the revision in the name."""
     return known().get(name.key) or name.revision or "main"
 
 
@@ -45,14 +44,14 @@ def note(name: HubName, commit: str) -> None:
 
 
 def write_commits(run_dir: Path, names: Iterable[HubName]) -> None:
-    """Write the commits of `names` next to a run's args.json; write no file if no name has a commit."""
+    """Write the commits of `names` next to a run's args.json. If no name has a commit, no file is written."""
     commits = {name.key: known()[name.key] for name in names if name.key in known()}
     if commits:
         atomic_write(run_dir / COMMITS_FILE, json.dumps(commits, indent=2).encode() + b"\n")
 
 
 def read_commits(run_dir: Path) -> dict[str, str]:
-    """Return the commits that a run started with; {} without a file.
+    """Return the commits that a run started with; empty if the file does not exist.
 
     Raises:
         UserError: the file is damaged.

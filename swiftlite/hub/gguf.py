@@ -1,7 +1,7 @@
-"""Convert each GGUF file once to a Hugging Face directory, with transformers, and keep it next to the hub's cache.
+"""Convert GGUF files to Hugging Face directories with transformers. Each file is converted once.
 
-The directory's name contains the SHA-256 of the file and the version of transformers. Directories are created
-atomically.
+The directories are stored next to the hub's cache. A directory's name contains the SHA-256 of the file and the version
+of transformers. Directories are created atomically.
 """
 
 import hashlib
@@ -24,8 +24,9 @@ PACKAGES = ("gguf", "accelerate")
 
 
 def gguf_description(file: Path) -> Path:
-    """Return the directory of `gguf_model` if it exists; otherwise a directory with only the config files and the
-    tokenizer.
+    """Return the directory of `gguf_model` if it exists.
+
+    Otherwise return a directory with only config files and tokenizer.
 
     Raises:
         UserError: transformers cannot read the file.
@@ -63,14 +64,16 @@ def _directory(file: Path) -> Path:
 
 @cache
 def _digest(file: Path, size: int, modified: int) -> str:
-    """Return the SHA-256 of a file. The cache key includes size and modification time, so a changed file is read
-    again."""
+    """Return the SHA-256 of a file.
+
+    The result is cached by size and modification time, so a changed file is read again.
+    """
     with file.open("rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def _make(file: Path, directory: Path, write: Callable[[Path, Path], None]) -> Path:
-    """Call `write` with a temporary directory, then rename it. Other processes wait, and use the result."""
+    """Call `write` with a temporary directory, then rename the directory. Other processes wait, and use the result."""
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise UserError(f"{file} requires {' and '.join(missing)}", f"pip install {' '.join(missing)}")

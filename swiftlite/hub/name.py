@@ -56,7 +56,7 @@ class HubName:
 
 
 def model_name(text: str) -> HubName | None:
-    """Return the model on the hub that the text names; None if the text is a path."""
+    """Return the model on the hub that a text names; None if the text is a path."""
     found = _MODEL.fullmatch(text)
     if found is None or text.endswith(".gguf") or _is_path(text):
         return None
@@ -64,7 +64,7 @@ def model_name(text: str) -> HubName | None:
 
 
 def dataset_name(text: str) -> HubName | None:
-    """Return the dataset on the hub that the text, without #N, names; None if the text is a file."""
+    """Return the dataset on the hub that a text without #N names; None if the text is a file."""
     found = _DATASET.fullmatch(text)
     if found is None or text.endswith(DATA_SUFFIXES) or _is_path(text):
         return None
@@ -74,7 +74,9 @@ def dataset_name(text: str) -> HubName | None:
 
 
 def served_name(text: str) -> str | None:
-    """Return the name of a hub model on an engine's server; None for a path, which engines use as the name."""
+    """Return the name under which an engine's server serves a hub model; None for a path, which engines use as the
+    name.
+    """
     name = model_name(text)
     return name and name.repository
 
@@ -99,7 +101,7 @@ def hub_names(args: Any) -> list[HubName]:
 
 
 def _is_path(text: str) -> bool:
-    """Return whether a text is a path: it exists, or its parent directory exists and it has neither @ nor `:`.
+    """Return whether a text is a path: it exists, or its parent directory exists and it contains neither @ nor `:`.
 
     The second case avoids a request to the hub for a path with a typo.
     """

@@ -33,7 +33,7 @@ def push(directory: Path, name: HubName, *, is_private: bool) -> None:
     in subfolders are not deleted.
 
     Args:
-        is_private: whether a new repository is private; the visibility of an existing one is not changed.
+        is_private: whether a new repository is private. The visibility of an existing repository is not changed.
 
     Raises:
         UserError: the upload failed; the directory is unchanged.

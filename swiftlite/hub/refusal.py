@@ -1,4 +1,4 @@
-"""Convert the exceptions of the hub's client to UserErrors with a next step."""
+"""Convert the exceptions of the hub's client to UserErrors with a hint."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,10 +11,10 @@ _LOG_IN = "run hf auth login, or set HF_TOKEN, for an account with read access"
 
 @contextmanager
 def refusals(name: HubName, doing: str = "read") -> Iterator[None]:
-    """Convert the exceptions of calls to huggingface_hub and datasets.
+    """Convert exceptions of huggingface_hub and datasets that are raised inside the context.
 
     Raises:
-        UserError: raised instead of the exceptions of these packages.
+        UserError: one of these packages raised an exception.
     """
     from huggingface_hub import constants, errors
 

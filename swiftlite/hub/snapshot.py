@@ -1,4 +1,4 @@
-"""Download files of one commit of a repository into the hub's own cache."""
+"""Download files of one commit of a repository into the cache of huggingface_hub."""
 
 from functools import cache
 from pathlib import Path
@@ -14,7 +14,9 @@ _LEFT_OUT = ["*/*", "consolidated*"]
 
 @cache
 def snapshot(name: HubName, files: tuple[str, ...], shows_progress: bool = False) -> Path:
-    """Return the directory with these files, named after their commit. A known commit that is cached needs no request.
+    """Return the directory with the given files of a repository; its name is the commit. Missing files are downloaded.
+
+    If the commit is known and cached, no request is sent.
 
     Args:
         files: patterns of names at the top of the repository.
@@ -41,7 +43,7 @@ def snapshot(name: HubName, files: tuple[str, ...], shows_progress: bool = False
 
 
 def _silent_bar() -> Any:
-    """Return the class of an invisible progress bar, for small files that are downloaded quickly."""
+    """Return the class of an invisible progress bar. It is used for small files, which are downloaded quickly."""
     from tqdm.auto import tqdm
 
     class SilentBar(tqdm):

@@ -1,1 +1,1 @@
-"""Training methods, each described by a `Method`. Does not import torch."""
+"""Training methods, each described by a `Method`. This package does not import torch."""

@@ -1,4 +1,6 @@
-"""`megatron dpo`: learn preferences from pairs of answers or, with `--loss_type kto`, from single labeled answers."""
+"""Describe `megatron dpo`, which learns preferences from pairs of answers or, with `--loss_type kto`, from labeled
+answers.
+"""
 
 from dataclasses import replace
 
@@ -6,7 +8,7 @@ from swiftlite.args.commands import DpoArgs
 from swiftlite.methods.method import Lines, Method
 
 WITHOUT_REFERENCE = ("simpo", "orpo")
-"""Losses without a reference model."""
+"""Names of the losses that require no reference model."""
 
 
 def describe_pairs(args: DpoArgs) -> Lines:
@@ -15,7 +17,7 @@ def describe_pairs(args: DpoArgs) -> Lines:
 
 
 def describe_single_answers(args: DpoArgs) -> Lines:
-    """Return the lines of `describe_pairs` for answers with a label."""
+    """Return the same lines as `describe_pairs` for single answers with a label."""
     return _describe("single answers", args)
 
 
@@ -27,7 +29,7 @@ def _describe(answers: str, args: DpoArgs) -> Lines:
 
 
 def describe_files(args: DpoArgs) -> Lines:
-    """Return the plan's line for the directory of reference log-probabilities, unless it is outside of --output_dir."""
+    """Return the plan's line for the directory of reference log-probabilities, if it is inside --output_dir."""
     if args.loss_type in WITHOUT_REFERENCE or args.ref_logprobs_cache:
         return []
     return [("reference/", "log probabilities of the answers under the reference model; a resumed run reads them")]

@@ -1,4 +1,4 @@
-"""All training methods, by name."""
+"""A list of all training methods, by name."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -24,21 +24,21 @@ def method_of(args: SftArgs) -> Method:
 
 
 def method_for(args_class: type[SftArgs], args: Any) -> Method:
-    """Return the method for a command's options: exactly one method of each command applies.
+    """Return the method that a command's options select. Exactly one method of each command applies.
 
     Args:
-        args_class: options class of the command. This class is separate from `args` because `doctor --plan` selects a
-            method with its own options.
+        args_class: options class of the command. It can differ from the class of `args`, because `doctor --plan`
+            selects a method with its own options.
         args: object with the options that select among the command's methods.
     """
     return next(method for method in METHODS.values() if method.args_class is args_class and method.applies(args))
 
 
 def training_commands() -> dict[str, Method]:
-    """Return the commands that train, by their words, each with its first method in `METHODS`.
+    """Return the training commands, by their words, each with its first method in `METHODS`.
 
-    Methods of one command have the same help and unsupported options, so those of the first one are used: `megatron
-    dpo` uses DPO's, also for KTO.
+    Methods of one command have the same help and the same unsupported options, so those of the first method are used.
+    `megatron dpo` uses those of DPO, also for KTO.
     """
     found: dict[str, Method] = {}
     for method in METHODS.values():

@@ -1,7 +1,8 @@
-"""Define `Method`, the description of a training method that is available before torch is loaded.
+"""Define `Method`, the description of a training method. It is available without importing torch.
 
-Commands, rules, plans and pages look up methods in `index.py`; only `doctor --plan` and the rules of a method refer to
-it by name. Parts that require torch are strings "module:attribute", which are imported when a run starts.
+Commands, rules, plans and pages look up methods in `index.py`. Only `doctor --plan` and the rules of a method refer to
+a method by name. Functions and classes that require torch are strings "module:attribute", which are imported when a run
+starts.
 """
 
 from collections.abc import Callable
@@ -16,12 +17,12 @@ Lines = list[tuple[str, str]]
 
 
 def always(args: Any) -> bool:
-    """Return True: the method is the only one of its command."""
+    """Return True, for a method that is the only method of its command."""
     return True
 
 
 def no_lines(args: Any) -> Lines:
-    """Return no lines, for methods without additional lines in the plan."""
+    """Return an empty list, for methods without additional lines in the plan."""
     return []
 
 
@@ -34,15 +35,15 @@ class Method:
         words: the command that runs the method, such as `megatron dpo`. Methods may share a command.
         args_class: options of the command.
         line: one line of help for the command.
-        training: name of its `Training` (`swiftlite/train/methods/training.py`).
+        training: name of the method's `Training` (`swiftlite/train/methods/training.py`).
         rules: name of a module with RULES and NOTES, which check the options (`swiftlite/rules`).
         describe: returns the plan's lines about the training data and the loss, from the options.
         describe_files: returns the plan's lines about files that only this method writes to --output_dir.
         applies: whether a run with these options of the command uses this method.
         lr: default peak learning rate if the trunk is trained.
         sequences_per_sample: number of sequences that one sample adds to a micro-batch.
-        imitates_rows: whether the model and its heads learn to write the rows. `export --draft_vocab` counts their
-            tokens, and heads alone can learn from them.
+        imitates_rows: whether the model and its heads learn to generate the rows. Only then does `export --draft_vocab`
+            count the rows' tokens, and can heads alone be trained on the rows.
         splits_long_rows: whether a row longer than --max_length can be split into several samples.
     """
 
@@ -61,7 +62,7 @@ class Method:
     splits_long_rows: bool = False
 
     def load_training(self) -> Any:
-        """Import and return the method's `Training`; this imports torch."""
+        """Import and return the method's `Training`. This imports torch."""
         return resolve_name(self.training)
 
     def load_rules(self) -> Any:

@@ -1,4 +1,4 @@
-"""`megatron pt`: learn the next token of plain text."""
+"""Describe `megatron pt`, which learns the next token of plain text."""
 
 from swiftlite.args.commands import PtArgs
 from swiftlite.methods.method import Lines, Method

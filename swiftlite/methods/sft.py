@@ -1,11 +1,11 @@
-"""`megatron sft`: learn the next token of conversations."""
+"""Describe `megatron sft`, which learns the next token of conversations."""
 
 from swiftlite.args.commands import SftArgs
 from swiftlite.methods.method import Lines, Method
 
 
 def describe(args: SftArgs) -> Lines:
-    """Return no lines: conversations are the default."""
+    """Return an empty list, because conversations are the default."""
     return []
 
 

@@ -41,7 +41,7 @@ def _page(directories: list[Path]) -> Page:
 
 
 def default_output(directories: list[Path]) -> Path:
-    """Return the page's default path: in the run for one run, in the current directory for several."""
+    """Return the page's default path: in the run's directory for one run, in the current directory for several runs."""
     if len(directories) == 1:
         return directories[0] / PAGE_FILE
     return Path("runs.html")

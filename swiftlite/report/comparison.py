@@ -21,7 +21,7 @@ CURVES = (
     ("tokens_per_second", "Speed", "tokens/s"),
     ("peak_memory_gb", "Peak memory of the first rank", "GB"),
 )
-"""Metrics that are plotted: name, title, label of the y axis."""
+"""Metrics that are plotted, as (name, title, label of the y axis)."""
 MISSING = "–"
 
 
@@ -56,7 +56,7 @@ def _named(runs: Sequence[tuple[Path, RunFiles]]) -> dict[str, RunFiles]:
 
 
 def _final_figures(runs: dict[str, RunFiles]) -> Table:
-    """Return a row for each figure that any run has."""
+    """Return a table with a row for each final figure that any run has."""
     lines = chain.from_iterable(run.metrics for run in runs.values())
     metrics = sorted(set().union(*lines) - {"step"})
     rows = [["steps", *(number(run.last_step) for run in runs.values())]]
@@ -88,7 +88,7 @@ def _cells(values: Sequence[float | None], show: Callable[[float], str]) -> list
 
 
 def _differences(runs: dict[str, RunFiles]) -> Table:
-    """Return the options that differ between the runs; missing options count as their defaults."""
+    """Return a table of the options that differ between the runs. Missing options count as their defaults."""
     known = options(SftArgs)
     rows = []
     for name, option in known.items():
@@ -125,7 +125,7 @@ def _curves(runs: dict[str, RunFiles]) -> list[Figure]:
 
 
 def _by_name(lines_of_runs: dict[str, list[Line]]) -> dict[str, list[Line]]:
-    """Return the lines of all runs by their name, such as "depth 1", each with the name of its run."""
+    """Group the lines of all runs by their name, such as "depth 1". Each line in a group gets the name of its run."""
     found: dict[str, list[Line]] = {}
     for run, lines in lines_of_runs.items():
         for line in lines:

@@ -1,7 +1,7 @@
-"""Draw line and bar charts as inline SVG without scripts, with text as text.
+"""Draw line and bar charts as inline SVG. The SVG contains no scripts, and its text is real text.
 
-matplotlib draws with placeholder colors, which are replaced by the CSS variables of templates/style.css, so charts
-follow the dark mode of the browser. Lines also differ by their dashes and bars by their hatching.
+matplotlib draws with placeholder colors, which are replaced by the CSS variables of templates/style.css. Charts
+therefore follow the dark mode of the browser. Lines also differ by their dashes and bars by their hatching.
 """
 
 import io
@@ -54,7 +54,8 @@ STYLE: dict[Any, Any] = {
     "axes.axisbelow": True,
 }
 WIDTH, HEIGHT = 4.6, 2.5
-"""Size of charts in inches, 442 pixels wide. A phone scales this to three quarters, with text of 10 pixels."""
+"""Size of charts in inches; the width is 442 pixels. A phone scales charts to three quarters, so that text has 10
+pixels."""
 MAX_POINTS = 600
 """Maximum number of points of a line, about one per pixel."""
 MAX_ROWS = 40
@@ -73,7 +74,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Bars:
-    """Bars of one name, one value for each group; None for groups without a value."""
+    """The bars of one series, with one value for each group; None for groups without a value."""
 
     name: str
     heights: Sequence[float | None]
@@ -86,7 +87,7 @@ def draw_lines(
 
     Args:
         name: unique name within the page.
-        lines: each with at least one point.
+        lines: the lines, each with at least one point.
         x, y: labels of the axes.
         is_share: whether y is a share of 1, shown in percent.
         has_ticks: whether the x axis has labels only at points.
@@ -184,7 +185,7 @@ def number(value: float) -> str:
 
 
 def thin(points: Points, most: int) -> Points:
-    """Thin points evenly to about `most`, including the last one."""
+    """Reduce points evenly to about `most`, including the last point."""
     stride = max(1, -(-len(points) // most))
     chosen = list(points[::stride])
     if (len(points) - 1) % stride:
@@ -203,7 +204,7 @@ def _axes(height: float = HEIGHT) -> Iterator[tuple[mpl_figure.Figure, Axes]]:
 
 
 def as_svg(figure: mpl_figure.Figure) -> bytes:
-    """Return the figure as an SVG file, which is bitwise reproducible."""
+    """Return the figure as an SVG file. The same figure gives bitwise identical files."""
     out = io.BytesIO()
     with rc_context({"svg.hashsalt": "swiftlite"}):  # otherwise, ids are random
         figure.savefig(out, format="svg", metadata={"Date": None})
@@ -252,7 +253,7 @@ def _lowest_to_highest(groups: Sequence[str], heights: Sequence[float | None]) -
 
 
 def _table_of(lines: Sequence[Line], x: str, y: str, is_share: bool) -> Table:
-    """Return a row for each x that is shown; empty cells for lines without a point there."""
+    """Return a table with a row for each x that is shown. A cell is empty if its line has no point at this x."""
     show = _format(is_share)
     values = [dict(line.points) for line in lines]
     places = sorted(set().union(*values))

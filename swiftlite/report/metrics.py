@@ -1,4 +1,4 @@
-"""Read metrics.jsonl, which has one object per line; a killed process or a full disk may leave damaged lines."""
+"""Read metrics.jsonl, which has one JSON object per line. A killed process or a full disk may leave damaged lines."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +11,9 @@ METRICS_FILE = "metrics.jsonl"
 
 
 def metrics_of(line: bytes) -> dict[str, Any] | None:
-    """Parse a line of metrics; None if it is damaged, such as an incomplete line of a killed process, or zeros."""
+    """Parse a line of metrics; None if the line is damaged, such as an incomplete line of a killed process, or only
+    zeros.
+    """
     try:
         content = parse_json(line.decode())
     except ValueError:  # UnicodeDecodeError is one
@@ -22,7 +24,10 @@ def metrics_of(line: bytes) -> dict[str, Any] | None:
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """Return the valid lines of a run's metrics.jsonl, with a warning about invalid ones; empty without the file."""
+    """Return the valid lines of a run's metrics.jsonl; empty if the file does not exist.
+
+    Invalid lines cause a warning.
+    """
     path = run / METRICS_FILE
     if not path.is_file():
         return []
@@ -34,5 +39,5 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
 
 
 def curve(metrics: Sequence[dict[str, Any]], name: str) -> list[tuple[float, float]]:
-    """Return (step, value) of a metric, for the steps that have it."""
+    """Return (step, value) of a metric for all steps that have this metric."""
     return [(line["step"], line[name]) for line in metrics if isinstance(line.get(name), int | float)]

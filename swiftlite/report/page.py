@@ -1,5 +1,7 @@
-"""Define the content of a page and render its HTML. All text is escaped, because prompts, tokens and options are
-untrusted."""
+"""Define the content of a page, and render its HTML.
+
+All text is escaped, because prompts, tokens and options are untrusted.
+"""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -14,7 +16,7 @@ import swiftlite
 
 @dataclass(frozen=True)
 class Table:
-    """Cells of text; the first column names its row."""
+    """A table of text cells. The first cell of each row is the row's name."""
 
     title: str
     columns: Sequence[str]
@@ -23,13 +25,13 @@ class Table:
 
 @dataclass(frozen=True)
 class Figure:
-    """A chart with its numbers.
+    """A chart together with its numbers.
 
     Attributes:
         name: unique name within the page.
         text: description in a sentence, also for screen readers.
         svg: SVG from `figure.py`, which escapes all text.
-        series: names for the legend, which is omitted for a single name.
+        series: names for the legend. For a single name, there is no legend.
         is_bars: whether the chart has bars instead of lines.
     """
 
@@ -53,7 +55,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class MarkedAnswer:
-    """A held-out prompt and its answers after and before training, by token (`swiftlite.acceptance.answers.describe`).
+    """A held-out prompt and its answers before and after training, as tokens (`swiftlite.acceptance.answers.describe`).
 
     Attributes:
         note: text with the number of drafted tokens.
@@ -68,7 +70,7 @@ class MarkedAnswer:
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a page under a heading; fields without content are not shown."""
+    """A part of a page under a heading. Fields without content are not shown."""
 
     title: str
     text: str = ""
@@ -120,7 +122,7 @@ def _folded(command: str) -> str:
 
 
 def _visible(text: str) -> str:
-    """Return a text of only white space as visible symbols, such as ␣; other texts are returned unchanged."""
+    """Return a text that is only white space as visible symbols, such as ␣; return other texts unchanged."""
     if text.strip():
         return text
     return text.replace("\n", "↵").replace("\t", "⇥").replace(" ", "␣") or "∅"

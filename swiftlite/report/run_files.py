@@ -1,6 +1,6 @@
 """Read the files in a training run's output_dir for a page.
 
-Missing files count as empty, and so do damaged files, with a warning.
+Missing files count as empty. Damaged files also count as empty, and cause a warning.
 """
 
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ class RunFiles:
         return max((line["step"] for line in self.metrics), default=0)
 
     def generated(self, when: str) -> dict[str, Any]:
-        """Return the draft counts on held-out prompts "before" or "after" training; empty if not measured."""
+        """Return the draft counts on held-out prompts "before" or "after" training; empty if they were not measured."""
         return self.acceptance.get(when, {}).get("generated", {})
 
     def last(self, name: str) -> float | None:

@@ -1,4 +1,4 @@
-"""Make run_report.html, the page of a run: acceptance of the heads first, then training, rows and the environment."""
+"""Make run_report.html, the page of a run. It shows the acceptance of the heads, training, rows and the environment."""
 
 import re
 from collections import Counter
@@ -18,7 +18,7 @@ from swiftlite.report.run_files import RunFiles, read_run
 
 PAGE_FILE = "run_report.html"
 WHENS = ("after", "before")
-"""The two measurements, in order of importance."""
+"""Names of the two measurements (after and before training), in order of importance."""
 MAX_BAD_ROWS = 50
 
 
@@ -137,7 +137,7 @@ def _acceptance_section(run: RunFiles) -> Section | None:
 def held_out_agreement(run: RunFiles) -> list[Line]:
     """Return the share of held-out labels where a head predicts the same token as the trunk, by depth.
 
-    metrics.jsonl contains the evaluations during training, acceptance.json the evaluation before the first step.
+    The evaluations during training are in metrics.jsonl, the evaluation before the first step is in acceptance.json.
     """
     before = run.acceptance.get("before", {}).get("teacher_forced", {}).get("acceptance_per_depth", [])
     lines = []
@@ -227,8 +227,10 @@ def _training_section(run: RunFiles) -> Section | None:
 
 
 def lines_of(run: RunFiles, pattern: str, name: str) -> list[Line]:
-    """Return a line for each metric whose name matches `pattern`; `name`, filled with the groups of the match, names
-    the line."""
+    """Return a line for each metric whose name matches the regular expression `pattern`.
+
+    The line's name is `name`, filled with the groups of the match.
+    """
     names = sorted(set().union(*run.metrics))
     lines = []
     for metric in names:

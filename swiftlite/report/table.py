@@ -4,12 +4,12 @@ from collections.abc import Sequence
 
 
 def text_table(rows: Sequence[Sequence[str]], indent: str = "", numbers: bool = False) -> str:
-    """Return the rows as lines with columns two spaces apart.
+    """Return the rows as lines, with two spaces between columns.
 
     Args:
         rows: cells of each line, the same number in each.
         indent: prefix of each line.
-        numbers: whether cells are right-aligned, except the last of each line.
+        numbers: whether cells are right-aligned, except the last cell of each line.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
