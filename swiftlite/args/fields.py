@@ -646,6 +646,12 @@ class RegenerationArgs:
     topics: str | None = None
     """File with one topic per line for --self_prompts; each new conversation is about the next topic in the file.
     Default: the model chooses."""
+    openings: str | None = None
+    """File with one opening per line for --self_prompts, such as "Translate into French:"; each conversation starts
+    with the next opening, which the model completes. `builtin`: 80 openings for translation, extraction, code and other
+    tasks."""
+    openings_share: bounds.PositiveFraction = 1.0
+    """With --openings: share of the conversations of --self_prompts that start with an opening."""
     max_prompt_tokens: bounds.PositiveInt = 256
     """Maximum length of a user turn of --self_prompts in tokens; longer ones are dropped."""
     output_dir: str = ""

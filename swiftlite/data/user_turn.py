@@ -47,8 +47,11 @@ class UserTurn:
             raise _unusable("has no token at the end of a user turn")
         self.end_token_id = ids[0]
 
-    def encode_prompt(self, chat: Conversation) -> list[int]:
+    def encode_prompt(self, chat: Conversation, opening: str = "") -> list[int]:
         """Return the tokens up to the start of the user turn that follows a conversation.
+
+        Args:
+            opening: first words of the turn, which the model completes.
 
         Raises:
             UserError: the template cannot render the conversation; the error names its `file:line`.
@@ -57,8 +60,8 @@ class UserTurn:
             before, _ = self._around(chat.messages)
         except RowError as error:
             raise UserError(f"{chat.source}: {error.problem}", error.hint) from None
-        # Spaces belong to the first word of the turn, as in "USER: Hello".
-        return self._template.tokenize(before.rstrip(" "))
+        # Spaces belong to the next word of the turn, as in "USER: Hello".
+        return self._template.tokenize((before + opening).rstrip(" "))
 
     def _around(self, messages: Sequence[Message]) -> tuple[str, str]:
         """Return the text before and after the user turn that follows these messages."""

@@ -12,6 +12,7 @@ from typing import Literal
 from swiftlite.data.near_duplicates import near_duplicates
 from swiftlite.data.rows.conversation import Conversation, Message
 from swiftlite.data.user_turn import CHANNEL
+from swiftlite.regenerate.steering import Steering
 
 MIN_CHARACTERS = 10
 
@@ -61,22 +62,18 @@ class SelfDialogues:
     Args:
         number: number of conversations.
         num_turns: number of user turns of each conversation.
-        system: system prompt of all conversations.
-        topics: topics, given to the conversations one after another and repeated. Without topics the model chooses.
+        steering: settings that decide what the conversations are about.
         special_token: pattern that matches any special token.
 
     Attributes:
         written: messages by (conversation, position), both counted from 0.
     """
 
-    def __init__(
-        self, number: int, num_turns: int, system: str | None, topics: Sequence[str], special_token: re.Pattern[str]
-    ):
+    def __init__(self, number: int, num_turns: int, steering: Steering, special_token: re.Pattern[str]):
         self.number = number
         self.num_messages = 2 * num_turns - 1
         self.written: dict[tuple[int, int], WrittenMessage] = {}
-        self._system = system
-        self._topics = topics
+        self._steering = steering
         self._special_token = special_token
 
     def role(self, position: int) -> Role:
@@ -90,7 +87,7 @@ class SelfDialogues:
         numbers = []
         for conversation in range(self.number):
             messages = self._messages(conversation)
-            if len(messages) == position and self._first_problem(messages) is None:
+            if len(messages) == position and self._first_problem(conversation, messages) is None:
                 numbers.append(conversation)
         return numbers
 
@@ -100,11 +97,16 @@ class SelfDialogues:
         A topic is added to the system prompt only if the user speaks next.
         """
         messages = self._messages(conversation)
-        system = self._system
-        if self._topics and self.role(len(messages)) == "user":
-            topic = self._topics[conversation % len(self._topics)]
-            system = f"{self._system or ''}\n\nThe next request of the user is about this topic: {topic}".lstrip()
+        system = self._steering.system
+        if self.role(len(messages)) == "user":
+            system = self._steering.user_system(conversation)
         return _conversation(system, messages)
+
+    def opening(self, conversation: int, position: int) -> str:
+        """Return the first words of a message; only the first message of a conversation may have an opening."""
+        if position > 0:
+            return ""
+        return self._steering.opening(conversation)
 
     def select(self) -> SelfPrompts:
         """Return the complete conversations whose messages are all usable.
@@ -115,7 +117,7 @@ class SelfDialogues:
         usable = []
         for conversation in range(self.number):
             messages = self._messages(conversation)
-            problem = self._first_problem(messages)
+            problem = self._first_problem(conversation, messages)
             if problem is None and len(messages) < self.num_messages:
                 problem = "truncated"  # no room for the next message
             if problem:
@@ -128,7 +130,7 @@ class SelfDialogues:
         conversations = []
         for index, conversation in enumerate(usable):
             if index not in duplicates:
-                messages = _conversation(self._system, self._messages(conversation))
+                messages = _conversation(self._steering.system, self._messages(conversation))
                 source = f"prompt {conversation + 1}"
                 conversations.append(Conversation(messages, [1.0] * len(messages), channel=CHANNEL, source=source))
         return SelfPrompts(conversations, dict(sorted(dropped.items())))
@@ -143,14 +145,14 @@ class SelfDialogues:
             messages.append(message)
         return messages
 
-    def _first_problem(self, messages: Sequence[WrittenMessage]) -> Reason | None:
+    def _first_problem(self, conversation: int, messages: Sequence[WrittenMessage]) -> Reason | None:
         for position, message in enumerate(messages):
-            problem = self._problem(message, position)
+            problem = self._problem(message, position, self.opening(conversation, position))
             if problem:
                 return problem
         return None
 
-    def _problem(self, message: WrittenMessage, position: int) -> Reason | None:
+    def _problem(self, message: WrittenMessage, position: int, opening: str) -> Reason | None:
         """Return why a message makes its conversation unusable; None if it does not.
 
         An answer of the model may be truncated, a user turn may not.
@@ -162,7 +164,7 @@ class SelfDialogues:
             return "truncated"
         if self._special_token.search(text):
             return "with special tokens"
-        if len(text) < MIN_CHARACTERS:
+        if len(text) < MIN_CHARACTERS or text == opening:
             return "too short"
         return None
 

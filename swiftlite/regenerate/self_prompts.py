@@ -20,9 +20,9 @@ from swiftlite.data.template import ChatTemplate, special_tokens_of
 from swiftlite.data.user_turn import UserTurn
 from swiftlite.engines.engine import Completion, Engine, Sampling
 from swiftlite.engines.prompts import encode_prompt
-from swiftlite.errors import UserError
 from swiftlite.families.resolved import HfModel
 from swiftlite.regenerate.self_dialogues import SelfDialogues, SelfPrompts, WrittenMessage
+from swiftlite.regenerate.steering import read_steering
 from swiftlite.serve.answers import AnswersFile, describe
 from swiftlite.serve.infer import decode, logs_how_to_resume
 
@@ -41,15 +41,15 @@ class SelfPromptWriter:
         longest: maximum length, in tokens, of the prompt for the last answer of a conversation.
 
     Raises:
-        UserError: --topics cannot be read, or the chat template does not support prompts for a user turn.
+        UserError: --topics or --openings cannot be read, or the chat template does not support prompts for a user turn.
     """
 
     def __init__(self, args: RegenerateArgs, model: HfModel, template: ChatTemplate, sampling: Sampling):
         self._template = template
         self._user_turn = UserTurn(template)
-        topics = read_topics(args.topics)
+        steering = read_steering(args)
         special_token = special_tokens_of(template.tokenizer)
-        self._dialogues = SelfDialogues(args.self_prompts, args.self_turns, args.system, topics, special_token)
+        self._dialogues = SelfDialogues(args.self_prompts, args.self_turns, steering, special_token)
         self._names = []
         for number in range(args.self_prompts):
             for position in range(self._dialogues.num_messages):
@@ -59,8 +59,8 @@ class SelfPromptWriter:
             "user": Sampling(args.max_prompt_tokens, TEMPERATURE, TOP_P, args.seed, stop_token_ids=stops),
             "assistant": sampling,
         }
-        # The first conversation of each topic; without topics, all conversations begin in the same way.
-        numbers = range(min(args.self_prompts, max(1, len(topics))))
+        # The first conversations with each topic and each opening; the next ones begin in the same ways.
+        numbers = range(min(args.self_prompts, steering.period))
         # A template may refuse a system prompt: name the option that it comes from.
         origin = "--self_prompts"
         if args.system:
@@ -68,20 +68,23 @@ class SelfPromptWriter:
         elif args.topics:
             origin = f"--topics {args.topics}"
         beginnings = [Conversation(self._dialogues.context(number), source=origin) for number in numbers]
-        prompts = [self._user_turn.encode_prompt(chat) for chat in beginnings]
+        prompts = []
+        for number, chat in zip(numbers, beginnings, strict=True):
+            prompts.append(self._user_turn.encode_prompt(chat, steering.opening(number)))
         self._made_with = describe(args, model, beginnings, prompts, self._sampling["user"])
         self.longest = self._longest(args, beginnings)
 
     def _longest(self, args: RegenerateArgs, beginnings: Sequence[Conversation]) -> int:
         """Return the length in tokens of a conversation whose messages all have their maximum length.
 
-        The text that the template adds around messages is measured with messages of one letter.
+        The text that the template adds around messages is measured with messages of one letter, after the opening.
         """
-        letters = []
-        for position in range(self._dialogues.num_messages):
-            letters.append({"role": self._dialogues.role(position), "content": "a"})
         lengths = []
-        for chat in beginnings:
+        for number, chat in enumerate(beginnings):
+            letters = []
+            for position in range(self._dialogues.num_messages):
+                text = f"{self._dialogues.opening(number, position)} a"
+                letters.append({"role": self._dialogues.role(position), "content": text.strip()})
             with_letters = replace(chat, messages=[*chat.messages, *letters])
             lengths.append(len(encode_prompt(self._template, with_letters)))
         texts = args.self_turns * args.max_prompt_tokens + (args.self_turns - 1) * args.max_new_tokens
@@ -122,7 +125,7 @@ class SelfPromptWriter:
         with tqdm(total=len(asked), desc=f"{role} turns", unit="turn") as bar:
 
             def keep(index: int, completion: Completion) -> None:
-                message = WrittenMessage(self._text(position, completion), completion.finish_reason)
+                message = WrittenMessage(self._text(asked[index], position, completion), completion.finish_reason)
                 file.add(places[index], {"source": self._names[places[index]], **asdict(message)})
                 self._dialogues.written[asked[index], position] = message
                 bar.update()
@@ -132,33 +135,16 @@ class SelfPromptWriter:
     def _encode(self, number: int, position: int) -> list[int]:
         chat = Conversation(self._dialogues.context(number), source=f"prompt {number + 1}")
         if self._dialogues.role(position) == "user":
-            return self._user_turn.encode_prompt(chat)
+            return self._user_turn.encode_prompt(chat, self._dialogues.opening(number, position))
         return encode_prompt(self._template, chat)
 
-    def _text(self, position: int, completion: Completion) -> str:
+    def _text(self, number: int, position: int, completion: Completion) -> str:
         if self._dialogues.role(position) == "assistant":
             return decode(self._template.tokenizer, completion)
         ids = completion.token_ids
         if completion.finish_reason == "stop":
             ids = ids[:-1]
-        return self._template.decode(ids)
-
-
-def read_topics(path: str | None) -> list[str]:
-    """Return the lines of --topics that are not empty.
-
-    Raises:
-        UserError: the file cannot be read, or has no topic.
-    """
-    if path is None:
-        return []
-    try:
-        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"--topics {path} cannot be read: {error}", "give a text file with one topic per line"
-        ) from None
-    topics = [line.strip() for line in lines if line.strip()]
-    if not topics:
-        raise UserError(f"--topics {path} has no topic", "write one topic per line")
-    return topics
+        opening = self._dialogues.opening(number, position)
+        # Decoded after the opening, because tokenizers may drop the space in front of a text.
+        before = self._template.tokenize(opening)
+        return opening + self._template.decode([*before, *ids])[len(self._template.decode(before)) :]

@@ -36,8 +36,13 @@ def answers_can_differ(args: RegenerateArgs, facts: Facts) -> Iterator[Problem]:
 def options_of_self_prompts_have_them(args: RegenerateArgs, facts: Facts) -> Iterator[Problem]:
     if args.self_prompts:
         return
-    for name in common.changed(args, ("self_turns", "topics", "max_prompt_tokens")):
+    for name in common.changed(args, ("self_turns", "topics", "openings", "max_prompt_tokens")):
         yield f"--{name} requires --self_prompts", f"add --self_prompts 1000, or remove --{name}"
+
+
+def share_has_openings(args: RegenerateArgs, facts: Facts) -> Iterator[Problem]:
+    if args.openings is None and common.changed(args, ("openings_share",)):
+        yield "--openings_share requires --openings", "add --openings builtin, or remove --openings_share"
 
 
 RULES = (
@@ -48,6 +53,7 @@ RULES = (
     common.numbers_are_in_range,
     answers_can_differ,
     options_of_self_prompts_have_them,
+    share_has_openings,
     infer.speculation_has_heads,
     infer.speculative_options_have_speculation,
     engine_options.options_of_engines_agree,

@@ -41,6 +41,7 @@ NOT_OF_ANSWERS = {
     # of regenerate
     "dataset",
     "topics",
+    "openings",
     "output_dir",
     "gold_fraction",
     "drop_truncated",

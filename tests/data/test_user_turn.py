@@ -39,6 +39,14 @@ def test_prompt_ends_where_the_user_begins(make_tokenizer, kind, chat_template, 
     assert template.decode(whole[len(prompt) :]).lstrip().startswith("thank you" + end)
 
 
+@pytest.mark.parametrize("chat_template", [QWEN3, LLAMA3, GLM])
+def test_an_opening_follows_the_start_of_the_turn(make_tokenizer, chat_template):
+    template = ChatTemplate(make_tokenizer(chat_template))
+    turn = UserTurn(template)
+    start = template.decode(turn.encode_prompt(EXCHANGE))
+    assert template.decode(turn.encode_prompt(EXCHANGE, "thank you")) == f"{start}thank you"
+
+
 @pytest.mark.parametrize("chat_template", [ALPACA, MISTRAL])
 def test_turn_without_an_end_token_is_refused(make_tokenizer, chat_template):
     """The tokenizer of these tests has no token [/INST]."""

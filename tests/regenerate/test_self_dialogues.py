@@ -1,18 +1,20 @@
 """Conversations that the model writes, without a model."""
 
+import itertools
 import re
 from typing import Any
 
 import pytest
 
 from swiftlite.regenerate.self_dialogues import SelfDialogues, WrittenMessage
+from swiftlite.regenerate.steering import Steering
 
 SPECIAL = re.compile(r"<\|im_start\|>|<\|im_end\|>")
 QUESTIONS = ("What is a lighthouse for?", "How do I make a good soup?", "Why do cats purr at night?")
 
 
-def dialogues(number: int = 3, num_turns: int = 1, system: str | None = None, topics: tuple[str, ...] = ()):
-    return SelfDialogues(number, num_turns, system, topics, SPECIAL)
+def dialogues(number: int = 3, num_turns: int = 1, **steering: Any) -> SelfDialogues:
+    return SelfDialogues(number, num_turns, Steering(**steering), SPECIAL)
 
 
 def write(target: SelfDialogues, *texts: str, position: int = 0, finish_reason: Any = "stop") -> None:
@@ -93,3 +95,29 @@ def test_topics_steer_user_turns_alone():
     assert {chat.messages[0]["content"] for chat in written.select().conversations} == {"Be brief."}
     without_system = dialogues(topics=("ships",))
     assert without_system.context(0)[0]["content"].startswith("The next request")
+
+
+def test_openings_start_a_share_of_the_conversations():
+    written = dialogues(number=12, num_turns=2, openings=("Translate:", "Write code"), openings_share=0.25)
+    openings = [written.opening(conversation, 0) for conversation in range(12)]
+    assert [opening for opening in openings if opening] == ["Translate:", "Write code", "Translate:"]
+    gaps = [number for number, opening in enumerate(openings) if opening]
+    assert [after - before for before, after in itertools.pairwise(gaps)] == [4, 4]
+    assert not any(written.opening(conversation, 2) for conversation in range(12))
+    assert all(dialogues(openings=("Translate:",)).opening(conversation, 0) for conversation in range(3))
+    assert not any(dialogues(topics=("ships",)).opening(conversation, 0) for conversation in range(3))
+
+
+def test_an_opening_alone_is_no_prompt():
+    written = dialogues(number=2, openings=("Translate the following text:",))
+    write(written, "Translate the following text: ", "Translate the following text: Guten Tag")
+    assert written.select().dropped == {"too short": 1}
+
+
+@pytest.mark.parametrize(("share", "period"), [(1.0, 3), (0.5, 6), (0.3, 10)])
+def test_the_period_has_every_topic_and_every_opening(share, period):
+    steering = Steering(topics=("ships", "cats"), openings=("A", "B", "C"), openings_share=share)
+    assert steering.period == period
+    assert {steering.opening(number) for number in range(period)} >= {"A", "B", "C"}
+    assert Steering(topics=("ships", "cats")).period == 2
+    assert Steering().period == 1

@@ -7,6 +7,7 @@ them; the others are dropped as truncated.
 import dataclasses
 import json
 import shutil
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -18,10 +19,12 @@ from swiftlite.data.encoder import ConversationEncoder
 from swiftlite.data.template import ChatTemplate, load_tokenizer
 from swiftlite.errors import UserError
 from swiftlite.regenerate.command import run
+from swiftlite.regenerate.steering import read_steering
 from tests.messages import mentions, naming
 from tests.tiny import make_tiny_hf
 
 NUMBER = 24
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -133,15 +136,46 @@ def test_topics_are_in_no_row(args, tmp_path):
         run(dataclasses.replace(args, topics=str(topics), system="Be brief."))
 
 
+def test_conversations_start_with_openings(args, model, tmp_path):
+    openings = tmp_path / "openings.txt"
+    openings.write_text("Translate into French:\n\n  写一篇 \n")
+    run(dataclasses.replace(args, openings=str(openings), openings_share=0.5))
+    texts = [line["text"] for line in read(tmp_path / "out/prompts.jsonl")]
+    assert [text.startswith("Translate into French:") for text in texts] == [False, True, False, False] * (NUMBER // 4)
+    assert [text.startswith("写一篇") for text in texts] == [False, False, False, True] * (NUMBER // 4)
+    rows = read(tmp_path / "out/dataset.jsonl")
+    assert any(row["messages"][0]["content"].startswith("Translate into French:") for row in rows)
+    # The model continues the opening: at temperature 1 with the same seed, the texts after it differ from those
+    # without it.
+    run(dataclasses.replace(args, output_dir=str(tmp_path / "free")))
+    free = [line["text"] for line in read(tmp_path / "free/prompts.jsonl")]
+    assert texts[::2] == free[::2]
+    assert all(a.removeprefix("Translate into French:") != b for a, b in zip(texts[1::4], free[1::4], strict=True))
+    with pytest.raises(UserError, match=naming("--output_dir --openings_share")):
+        run(dataclasses.replace(args, openings=str(openings), openings_share=0.25))
+    openings.write_text("Translate into German:\n")
+    with pytest.raises(UserError, match=naming("--output_dir")):
+        run(dataclasses.replace(args, openings=str(openings), openings_share=0.5))
+
+
+def test_builtin_openings_are_distinct_and_packaged(args):
+    openings = read_steering(dataclasses.replace(args, openings="builtin")).openings
+    assert len(openings) == len(set(openings)) == 80  # as the help says
+    assert all(opening == opening.strip() and opening for opening in openings)
+    (built,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"].values()
+    assert "regenerate/openings.txt" in built
+
+
+@pytest.mark.parametrize("option", ["topics", "openings"])
 @pytest.mark.parametrize("content", [None, "", "\n \n", b"\xff\xfe\x00"])
-def test_topics_that_cannot_be_read(args, tmp_path, content):
-    topics = tmp_path / "topics.txt"
+def test_files_that_cannot_be_read(args, tmp_path, option, content):
+    path = tmp_path / "lines.txt"
     if isinstance(content, bytes):
-        topics.write_bytes(content)
+        path.write_bytes(content)
     elif content is not None:
-        topics.write_text(content)
-    with pytest.raises(UserError, match=naming(f"--topics {topics}")):
-        run(dataclasses.replace(args, topics=str(topics)))
+        path.write_text(content)
+    with pytest.raises(UserError, match=naming(f"--{option} {path}")):
+        run(dataclasses.replace(args, **{option: str(path)}))
     assert not (tmp_path / "out").exists()
 
 
