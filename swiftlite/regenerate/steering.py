@@ -71,7 +71,7 @@ def read_steering(args: RegenerateArgs) -> Steering:
     if args.topics is not None:
         topics = _read_lines("--topics", args.topics, "topic")
     if args.openings == BUILTIN:
-        packaged = resources.files(__package__) / "openings.txt"
+        packaged = resources.files("swiftlite.regenerate") / "openings.txt"
         openings = packaged.read_text(encoding="utf-8").splitlines()
     elif args.openings is not None:
         openings = _read_lines("--openings", args.openings, "opening")

@@ -31,12 +31,19 @@ class RoundTimes:
     fixed: float
 
 
-def first_round(budget: float) -> int:
-    """Return the number of prompts of the first round. Its duration also shows how fast the machine is."""
-    return 256 if budget >= 1800 else 128
+def first_round(budget: float, largest: int | None = None) -> int:
+    """Return the number of prompts of the first round. Its duration also shows how fast the machine is.
+
+    Args:
+        largest: maximum number of prompts; None if it is not limited.
+    """
+    prompts = 256 if budget >= 1800 else 128
+    if largest is None:
+        return prompts
+    return min(prompts, largest)
 
 
-def next_round(budget: float, spent: float, rounds: Sequence[RoundTimes]) -> int:
+def next_round(budget: float, spent: float, rounds: Sequence[RoundTimes], largest: int | None = None) -> int:
     """Return the number of prompts of the next round; 0 if the rest of the budget is too small for a round.
 
     Times are extrapolated from the last round, which answered N prompts in A seconds and trained in T seconds on the M
@@ -47,11 +54,14 @@ def next_round(budget: float, spent: float, rounds: Sequence[RoundTimes]) -> int
     Args:
         budget: seconds of the whole command, including the final benchmark.
         spent: seconds so far.
+        largest: maximum number of prompts; None if it is not limited.
     """
     last = rounds[-1]
     total = sum(each.prompts for each in rounds)
     remainder = (1 - BENCH_SHARE) * budget - spent - last.fixed
     prompts = (remainder - last.training) / (last.answers / last.prompts + last.training / total)
+    if largest is not None:
+        prompts = min(prompts, largest)
     if prompts < SMALLEST_GROWTH * last.prompts:
         return 0
     return math.floor(min(prompts, LARGEST_GROWTH * last.prompts))

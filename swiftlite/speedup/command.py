@@ -7,21 +7,25 @@ the rest of the budget. At the end `bench` measures the speed with the best head
 
 import shutil
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from swiftlite.acceptance.teacher_forced import ALL
 from swiftlite.args.commands import SpeedupArgs
 from swiftlite.args.duration import seconds_of
 from swiftlite.atomic import check_writable
+from swiftlite.data.template import ChatTemplate, load_tokenizer
+from swiftlite.data.user_turn import UserTurn
 from swiftlite.engines.served_model import resolve_served
 from swiftlite.errors import UserError
 from swiftlite.families.resolved import HfModel
-from swiftlite.json_file import read_json
 from swiftlite.log import logger
 from swiftlite.runtime.lock import only_run_in
 from swiftlite.speedup import budget
+from swiftlite.speedup.dataset import DatasetRows
 from swiftlite.speedup.held_out import divide, read_rows, without_similar, write_rows
-from swiftlite.speedup.plan import HELD_OUT, Commands
+from swiftlite.speedup.plan import HELD_OUT, ROWS, Commands
+from swiftlite.speedup.results import accepted_drafts, read_result
 from swiftlite.speedup.screen import final_lines
 from swiftlite.speedup.state import Progress
 from swiftlite.speedup.steps import run_step
@@ -37,6 +41,8 @@ def run(args: SpeedupArgs) -> None:
         UserError: an option or the model is invalid, or a step failed; completed steps are kept.
     """
     model = resolve_served(args.model)
+    _check_template(args, model)
+    rows = DatasetRows(args)
     directory = Path(args.output_dir)
     settings = {name: value for name, value in asdict(args).items() if name not in NOT_SETTINGS}
     check_writable("--output_dir", directory)
@@ -44,21 +50,42 @@ def run(args: SpeedupArgs) -> None:
         progress = Progress.read(directory, settings)
         progress.write(directory)
         try:
-            best = _Speedup(args, model, directory, progress).best_heads()
+            best = _Speedup(args, model, rows, directory, progress).best_heads()
         except KeyboardInterrupt:
             hint = "run the same command again to resume"
             raise UserError("interrupted; completed steps are kept", hint, 130) from None
-    bench = read_json(directory / best / "bench" / "bench.json")
-    evaluation = read_json(directory / best / "evaluation" / "evaluation.json")
-    for line in final_lines(progress, best, bench, evaluation["model"][args.infer_backend]):
+    evaluation = directory / best / "evaluation" / "evaluation.json"
+    accepted = read_result(evaluation, partial(accepted_drafts, backend=args.infer_backend))
+    bench = directory / best / "bench" / "bench.json"
+    for line in read_result(bench, partial(final_lines, progress, best, acceptance=accepted)):
         print(line)
+
+
+def _check_template(args: SpeedupArgs, model: HfModel) -> None:
+    """Check that the model has a chat template that the prompts require.
+
+    Raises:
+        UserError: there is no template, or the model cannot write prompts with it.
+    """
+    try:
+        template = ChatTemplate(load_tokenizer(model.directory, args.trust_remote_code))
+    except UserError as error:
+        raise UserError(f"--model {args.model}: {error.problem}", error.hint) from None
+    if args.dataset and args.self_prompts_share == 0:
+        return
+    try:
+        UserTurn(template)
+    except UserError as error:
+        hint = "let it answer only rows of a dataset: --dataset FILE --self_prompts_share 0"
+        raise UserError(f"--model {args.model} cannot write prompts: {error.problem}", hint) from None
 
 
 class _Speedup:
     """One run of the command. `best_heads` runs all missing steps."""
 
-    def __init__(self, args: SpeedupArgs, model: HfModel, directory: Path, progress: Progress):
+    def __init__(self, args: SpeedupArgs, model: HfModel, rows: DatasetRows, directory: Path, progress: Progress):
         self._model = model
+        self._rows = rows
         self._args = args
         self._directory = directory
         self._progress = progress
@@ -87,11 +114,12 @@ class _Speedup:
         rounds = self._progress.rounds
         if number <= len(rounds):
             return rounds[number - 1]
+        largest = self._rows.largest_round(rounds)
         if number == 1:
-            prompts = budget.first_round(self._budget)
+            prompts = budget.first_round(self._budget, largest)
         else:
             times = [self._times_of(each) for each in range(1, number)]
-            prompts = budget.next_round(self._budget, self._progress.spent, times)
+            prompts = budget.next_round(self._budget, self._progress.spent, times, largest)
         if prompts:
             rounds.append(prompts)
             self._progress.write(self._directory)
@@ -110,8 +138,12 @@ class _Speedup:
 
     def _run_round(self, number: int, prompts: int) -> None:
         commands, progress, directory = self._commands, self._progress, self._directory
+        (directory / f"round-{number}").mkdir(exist_ok=True)
+        rows = self._rows.of_round(progress.rounds[:number])
+        if rows:
+            write_rows(directory / f"round-{number}" / ROWS, [row.as_row() for row in rows])
         first = sum(progress.rounds[: number - 1])
-        run_step(commands.answers(number, prompts, first), progress, directory)
+        run_step(commands.answers(number, prompts, len(rows), first), progress, directory)
         self._divide(number)
         if number == 1 and self._model.heads.layers:
             self._evaluate("model")
@@ -124,10 +156,10 @@ class _Speedup:
     def _divide(self, number: int) -> None:
         """Write the training rows of a round; in the first round also the held-out rows that all rounds share."""
         training = self._directory / f"round-{number}" / "train.jsonl"
-        if training.exists():
+        held_out = self._directory / HELD_OUT
+        if training.exists() and held_out.exists():
             return
         rows = read_rows(training.parent / "answers" / "dataset.jsonl")
-        held_out = self._directory / HELD_OUT
         if number == 1:
             rows, kept = divide(rows)
             write_rows(held_out, kept)
@@ -136,6 +168,6 @@ class _Speedup:
     def _evaluate(self, name: str) -> None:
         step = self._commands.evaluation(name)
         run_step(step, self._progress, self._directory)
-        accepted = read_json(step.result)["model"][self._args.infer_backend][ALL]
-        self._progress.acceptance[name] = accepted["acceptance_per_position"]
+        accepted = read_result(step.result, partial(accepted_drafts, backend=self._args.infer_backend))
+        self._progress.acceptance[name] = accepted[ALL]
         self._progress.write(self._directory)

@@ -61,10 +61,17 @@ def without_similar(rows: Sequence[Any], held_out: Sequence[Any]) -> list[Any]:
 
 
 def read_rows(path: Path) -> list[Any]:
-    """Return the rows of a file that swiftlite wrote."""
-    # Not splitlines(): a text may contain other line separators, such as U+2028.
-    with path.open(encoding="utf-8") as file:
-        return [json.loads(line) for line in file]
+    """Return the rows of a file that swiftlite wrote.
+
+    Raises:
+        UserError: the file is missing or damaged.
+    """
+    try:
+        # Not splitlines(): a text may contain other line separators, such as U+2028.
+        with path.open(encoding="utf-8") as file:
+            return [json.loads(line) for line in file]
+    except (OSError, ValueError):
+        raise UserError(f"{path} is damaged", "delete it and run the same command again") from None
 
 
 def write_rows(path: Path, rows: Sequence[Any]) -> None:

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from swiftlite.args.commands import SpeedupArgs
-from swiftlite.args.data_file import split_sample
 from swiftlite.families.resolved import HfModel
 from swiftlite.speedup.steps import CommandStep
 
@@ -16,7 +15,11 @@ LR_OF_ROUNDS = "1e-3"
 LR_OF_TRAINED_HEADS = "3e-4"
 """Peak learning rate if training starts from the heads of the checkpoint, which a larger rate could damage."""
 CONCURRENCY = (1, 4, 16)
+OPENINGS_SHARE = 0.5
+"""Share of the prompts written by the model that start with an opening."""
 HELD_OUT = "held_out.jsonl"
+ROWS = "rows.jsonl"
+"""File of a round with its rows of --dataset."""
 
 
 @dataclass(frozen=True)
@@ -32,28 +35,24 @@ class Commands:
     model: HfModel
     directory: Path
 
-    def answers(self, number: int, prompts: int, first: int) -> CommandStep:
+    def answers(self, number: int, prompts: int, num_rows: int, first: int) -> CommandStep:
         """Return the command that writes and answers the prompts of a round.
 
         Args:
             number: number of the round, from 1.
+            num_rows: number of these prompts that are rows of --dataset; the model writes the others.
             first: number of prompts of all previous rounds, which is added to the seed. A prompt is sampled with the
                 sum of the seed and its number in the round, so all rounds write different prompts.
         """
         args = self.args
-        output = self.directory / f"round-{number}" / "answers"
+        directory = self.directory / f"round-{number}"
+        output = directory / "answers"
         words = ["regenerate", *self._model(args.model), "--infer_backend", args.infer_backend]
-        from_files = 0
-        if args.dataset:
-            from_files = round(prompts * (1 - args.self_prompts_share))
-        if from_files:
-            each = max(1, from_files // len(args.dataset))
-            words.append("--dataset")
-            for name in args.dataset:
-                file, sample = split_sample(name)
-                words.append(f"{file}#{min(each, int(sample or each))}")
-        if prompts > from_files:
-            words += ["--self_prompts", str(prompts - from_files)]
+        if num_rows:
+            words += ["--dataset", str(directory / ROWS)]
+        if prompts > num_rows:
+            words += ["--self_prompts", str(prompts - num_rows)]
+            words += ["--openings", "builtin", "--openings_share", str(OPENINGS_SHARE)]
         words += ["--max_new_tokens", str(args.max_new_tokens), "--max_batch_size", "64"]
         words += ["--seed", str((args.seed + first) % 2**32), *self._system(), "--output_dir", str(output)]
         return CommandStep(f"round-{number}/answers", tuple(words), output / "dataset.jsonl")

@@ -10,13 +10,15 @@ from swiftlite.report.table import text_table
 from swiftlite.speedup.state import Progress
 
 
-def final_lines(progress: Progress, best: str, bench: Mapping[str, Any], acceptance: Mapping[str, Any]) -> list[str]:
+def final_lines(
+    progress: Progress, best: str, bench: Mapping[str, Any], acceptance: Mapping[str, Sequence[float]]
+) -> list[str]:
     """Return the last lines of the output.
 
     Args:
         best: name of the best heads: "model", or a round such as "round-1".
         bench: content of the bench.json of the best heads.
-        acceptance: accepted drafts of the best heads by channel, from evaluation.json.
+        acceptance: share of accepted drafts of the best heads per position, by channel.
     """
     choices = bench["recommendations"]
     lines = []
@@ -52,7 +54,7 @@ def _speeds(bench: Mapping[str, Any]) -> list[Sequence[str]]:
     return rows
 
 
-def _acceptance(progress: Progress, best: str, by_channel: Mapping[str, Any]) -> list[Sequence[str]]:
+def _acceptance(progress: Progress, best: str, by_channel: Mapping[str, Sequence[float]]) -> list[Sequence[str]]:
     """Return the rows of the acceptance table.
 
     Each round has a row over all held-out prompts. The best heads also have a row for each channel (label of dataset
@@ -62,7 +64,7 @@ def _acceptance(progress: Progress, best: str, by_channel: Mapping[str, Any]) ->
     rows: list[Sequence[str]] = [["held-out prompts", "heads", *(f"draft {place + 1}" for place in range(positions))]]
     for name, shares in progress.acceptance.items():
         rows.append(["all", name, *(f"{share:.1%}" for share in shares)])
-    for channel, figures in by_channel.items():
+    for channel, shares in by_channel.items():
         if channel != "all" and len(by_channel) > 2:
-            rows.append([channel, best, *(f"{share:.1%}" for share in figures["acceptance_per_position"])])
+            rows.append([channel, best, *(f"{share:.1%}" for share in shares)])
     return rows

@@ -34,5 +34,12 @@ def test_no_round_that_is_not_worth_its_fixed_costs():
     assert next_round(100, 170, [FIRST]) == 0
 
 
+def test_a_round_is_not_larger_than_the_rows():
+    assert first_round(3600, 40) == 40
+    assert next_round(1e6, 170, [FIRST], 60) == 60
+    assert next_round(1e6, 170, [FIRST], 49) == 0  # not worth its fixed costs
+    assert next_round(1e6, 170, [FIRST], 0) == 0
+
+
 def test_growth_is_limited():
     assert next_round(1e6, 170, [FIRST]) == 800

@@ -53,6 +53,15 @@ def test_rows_of_a_dataset_may_share_an_instruction():
         without_similar(rows[:1], held_out)
 
 
+def test_a_damaged_file_is_named(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    with pytest.raises(UserError, match=naming(str(path))):
+        read_rows(path)
+    path.write_text('{"messages": [')
+    with pytest.raises(UserError, match=naming(str(path))):
+        read_rows(path)
+
+
 def test_a_file_that_cannot_be_written_is_named(tmp_path):
     with pytest.raises(UserError, match=naming(f"--output_dir: {tmp_path / 'no' / 'rows.jsonl'}")):
         write_rows(tmp_path / "no" / "rows.jsonl", [])

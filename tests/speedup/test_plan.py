@@ -33,7 +33,7 @@ def make_commands(tmp_path):
 def test_every_command_parses(make_commands, tmp_path):
     commands = make_commands(system="Be brief.", torch_dtype="float32", trust_remote_code=True)
     steps = [
-        commands.answers(1, 128, 0),
+        commands.answers(1, 128, 0, 0),
         commands.training(2, "round-1"),
         commands.export(1),
         commands.evaluation("round-1"),
@@ -49,29 +49,20 @@ def test_every_command_parses(make_commands, tmp_path):
 
 def test_rounds_write_different_prompts(make_commands):
     """A prompt is sampled with the seed plus its number."""
-    assert options_of(make_commands(seed=2**32 - 1).answers(2, 128, 128)).seed == 127  # the largest is 2**32 - 1
+    assert options_of(make_commands(seed=2**32 - 1).answers(2, 128, 0, 128)).seed == 127  # the largest is 2**32 - 1
     commands = make_commands(seed=7)
-    first, second = options_of(commands.answers(1, 128, 0)), options_of(commands.answers(2, 300, 128))
+    first, second = options_of(commands.answers(1, 128, 0, 0)), options_of(commands.answers(2, 300, 0, 128))
     assert (first.seed, first.self_prompts) == (7, 128)
     assert (second.seed, second.self_prompts) == (7 + 128, 300)
     assert first.dataset == []
 
 
-@pytest.mark.parametrize(
-    ("share", "dataset", "self_prompts"),
-    [
-        (0.5, ["a.jsonl#50", "b.jsonl#9"], 100),
-        (0.0, ["a.jsonl#100", "b.jsonl#9"], 0),
-        (0.97, ["a.jsonl#3", "b.jsonl#3"], 194),
-        (1.0, [], 200),
-    ],
-)
-def test_prompts_of_a_dataset_are_mixed_in(make_commands, share, dataset, self_prompts):
-    """`b.jsonl#9` never contributes more than nine rows."""
-    commands = make_commands(dataset=["a.jsonl", "b.jsonl#9"], self_prompts_share=share)
-    args = options_of(commands.answers(1, 200, 0))
-    assert args.dataset == dataset
+@pytest.mark.parametrize(("num_rows", "self_prompts"), [(0, 200), (50, 150), (200, 0)])
+def test_rows_of_the_round_and_prompts_of_the_model(make_commands, tmp_path, num_rows, self_prompts):
+    args = options_of(make_commands().answers(3, 200, num_rows, 0))
     assert args.self_prompts == self_prompts
+    assert (args.openings, args.openings_share) == (("builtin", 0.5) if self_prompts else (None, 1.0))
+    assert args.dataset == ([str(tmp_path / "out/round-3/rows.jsonl")] if num_rows else [])
 
 
 def test_training_fits_the_model(make_commands):

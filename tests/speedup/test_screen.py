@@ -25,7 +25,7 @@ PROGRESS = Progress({}, [128, 500], {"round-1/answers": 60, "round-1/training": 
 
 
 def test_everything_is_said():
-    channels = {name: {"acceptance_per_position": [0.5, 0.25]} for name in ("all", "code", "self_prompts")}
+    channels = {name: [0.5, 0.25] for name in ("all", "code", "self_prompts")}
     lines = final_lines(PROGRESS, "round-2", BENCH, channels)
     text = "\n".join(lines)
     assert "16" in lines[0]  # where drafts do not pay off comes first
@@ -40,7 +40,7 @@ def test_everything_is_said():
 
 def test_one_server_for_every_load_is_preferred():
     bench = BENCH | {"schedule_command": "swiftlite deploy --draft_schedule bench.json"}
-    text = "\n".join(final_lines(PROGRESS, "model", bench, {"all": {"acceptance_per_position": [0.5, 0.25]}}))
+    text = "\n".join(final_lines(PROGRESS, "model", bench, {"all": [0.5, 0.25]}))
     assert has_line(text, "swiftlite deploy --draft_schedule bench.json")
     assert not has_line(text, "--num_speculative_tokens")
     assert has_line(text, "--model")

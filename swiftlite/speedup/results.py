@@ -1,0 +1,34 @@
+"""Read the results of `evaluate` and `bench`."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from swiftlite.errors import UserError
+from swiftlite.json_file import read_json
+
+Result = TypeVar("Result")
+
+
+def read_result(path: Path, read: Callable[[Any], Result]) -> Result:
+    """Return what a function reads from the value in a JSON file.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    try:
+        return read(read_json(path))
+    except (OSError, ValueError, TypeError, LookupError, AttributeError):
+        raise UserError(f"{path} is damaged", "delete it and run the same command again") from None
+
+
+def accepted_drafts(evaluation: Any, backend: str) -> dict[str, list[float]]:
+    """Return the share of accepted drafts per position by channel, from the content of evaluation.json.
+
+    Args:
+        backend: engine that counted the drafts.
+    """
+    by_channel = {}
+    for channel, figures in evaluation["model"][backend].items():
+        by_channel[channel] = [float(share) for share in figures["acceptance_per_position"]]
+    return by_channel
