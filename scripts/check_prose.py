@@ -2,8 +2,8 @@
 
     python scripts/check_prose.py [FILE ...]
 
-Prints FILE:LINE, the phrase and its replacement for each problem. Exit code 1 if there is any. Without arguments it
-reads README.md, SECURITY.md, docs/en and the package.
+Prints FILE:LINE, the phrase and its replacement for each problem. The exit code is 1 if there are problems. Without
+arguments, the script reads README.md, SECURITY.md, docs/en and the package.
 """
 
 import ast
@@ -71,7 +71,7 @@ def texts_of_python(source: str) -> Iterator[tuple[int, str, bool]]:
 
 
 def _is_message(node: ast.AST) -> TypeGuard[ast.Constant]:
-    """Whether a string can be a message; a single word is data: a key, a name, an option."""
+    """Return whether a string can be a message. A single word is data: a key, a name, an option."""
     return isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value.strip()
 
 

@@ -1,6 +1,7 @@
-"""Hooks of mkdocs that create the API pages, set anchors of headings, and adapt pages to the site.
+"""Define hooks of mkdocs that create the API pages, set the anchors of headings, and adapt pages to the site.
 
-Pages are adapted because links out of `docs/` and pipes in tables differ between the repository and the site.
+Pages are adapted because links to files outside of `docs/`, and pipes in tables, are written differently in the
+repository and on the site.
 """
 
 import ast
@@ -30,8 +31,8 @@ def on_config(config: Any) -> Any:
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Return a page's text for the site.
 
-    The link to the other language is removed, because the site has one at the top of every page. Links to files
-    outside of `docs/` are replaced by the names of the files. In code in tables, `a\\|b` becomes `a|b`.
+    The link to the page in the other language is removed, because the site has such a link at the top of every page.
+    Links to files outside of `docs/` are replaced by the names of the files. In code in tables, `a\\|b` becomes `a|b`.
     """
     markdown = re.sub(r"^\[(?:中文|English)\]\(\.\./\w+/[\w-]+\.md\)\n", "", markdown, flags=re.MULTILINE)
     markdown = re.sub(r"\[([^]]+)\]\(\.\./\.\./([^)]+)\)", r"\1 (`\2`)", markdown)
@@ -65,7 +66,9 @@ def anchor(heading: str, separator: str) -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a page if it differs, because `mkdocs serve` builds the site again whenever a file changes."""
+    """Write a page if its content has changed, because `mkdocs serve` builds the site again
+    whenever a file is written.
+    """
     path.parent.mkdir(exist_ok=True)
     if not path.exists() or path.read_text(encoding="utf-8") != text + "\n":
         path.write_text(text + "\n", encoding="utf-8")

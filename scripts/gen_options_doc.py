@@ -58,7 +58,7 @@ HEADS = {"en": ("Option", "Value", "Meaning [default]"), "zh": ("选项", "取�
 
 
 def english_texts() -> list[str]:
-    """Return every text of the options that requires a translation, once."""
+    """Return every text of the options that requires a translation. Each text is returned once."""
     texts = {}
     for command in commands():
         texts[title(command.args_class)] = None
@@ -73,7 +73,7 @@ def translations() -> dict[str, str]:
 
 
 def page(language: str) -> str:
-    """Return the whole page in "en" or "zh": the commands, then each option once, under its group."""
+    """Return the whole page in "en" or "zh": the commands, and then the options by group."""
     table = {text: text for text in english_texts()}
     if language == "zh":
         table = translations()
@@ -90,9 +90,9 @@ def page(language: str) -> str:
 
 
 def rows_by_group(table: dict[str, str]) -> dict[str, dict[Row, list[str]]]:
-    """Return the rows of each group, each with the words of the commands that support the option.
+    """Return the rows of each group, and for each row the words of the commands that support the option.
 
-    An option with another default or meaning in one command has a row for each.
+    If an option has another default or meaning in some command, it has several rows.
     """
     found: dict[str, dict[Row, list[str]]] = {}
     for command in commands():
@@ -109,7 +109,7 @@ def rows_by_group(table: dict[str, str]) -> dict[str, dict[Row, list[str]]]:
 
 
 def _by_commands(rows: dict[Row, list[str]]) -> dict[tuple[str, ...], list[Row]]:
-    """Return the same rows by their commands."""
+    """Return the rows grouped by the commands that support them."""
     found: dict[tuple[str, ...], list[Row]] = {}
     for row, words in rows.items():
         found.setdefault(tuple(words), []).append(row)
@@ -125,7 +125,7 @@ def _escape(text: str) -> str:
 
 
 def main(argv: list[str]) -> int:
-    """Write both pages, or compare them; returns the exit code."""
+    """Write both pages, or compare them with the files; return the exit code."""
     only_checks = "--check" in argv
     exit_code = 0
     for language in ("en", "zh"):

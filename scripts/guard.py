@@ -5,15 +5,14 @@
     python scripts/guard.py compare before.json after.json
     python scripts/guard.py check before.json --only 'TP2*'      # record and compare, selected cases only
 
-A case trains a tiny model for a few steps with the code of this file's checkout, and exports it. A recording contains
-the lines of metrics.jsonl without timings, acceptance.json, and the export: a hash of each tensor, config.json line by
-line, hashes of the other files. Two recordings of the same code are equal, so any difference comes from the code or the
-machine: results depend on the processor model and on the versions of torch and other packages. `compare` reports when
-those differ.
+A case trains a tiny model for a few steps with the code of this file's checkout, and exports the model. A recording
+contains the lines of metrics.jsonl without timings, acceptance.json, and the export: a hash of each tensor, config.json
+line by line, and hashes of the other files. Two recordings of the same code on the same machine are equal. Results also
+depend on the processor model and on the versions of torch and other packages; `compare` reports it if these differ.
 
 The script uses only the command line, scripts/make_tiny_model.py and the files that runs write. Importing torch and
-megatron-core takes longer than the training, so commands run in processes forked from one that has imported them, as in
-tests (tests/forked.py); cases with `is_launched` start a new process.
+megatron-core takes longer than the training. Commands therefore run in processes that are forked from a process which
+has imported them, as in tests (tests/forked.py). Cases with `is_launched` start new processes.
 """
 
 import argparse
@@ -103,9 +102,9 @@ class Case:
         options: options of the command, in addition to TRAINING.
         command: subcommand of `megatron`.
         rows: prefix of the files data/ROWS_train.jsonl and data/ROWS_val.jsonl.
-        resumed_at: layout in which training resumes after two steps, up to the fourth.
-        is_launched: whether commands start new processes, with NPROC_PER_NODE if there are several.
-        grafted_from: a key of MODELS, whose heads are used.
+        resumed_at: layout in which training resumes after two steps, for another two steps.
+        is_launched: whether commands start new processes instead of forks; with several ranks, NPROC_PER_NODE is set.
+        grafted_from: a key of MODELS: the model whose heads are copied.
     """
 
     model: str
@@ -219,7 +218,7 @@ def run_python(words: Sequence[str], log: Path, variables: dict[str, str] | None
 
 
 def run_forked(words: Sequence[str], num_processes: int, log: Path) -> None:
-    """Run `swiftlite WORDS` in forked processes, with the variables that torchrun would set for them."""
+    """Run `swiftlite WORDS` in forked processes, with the environment variables that torchrun would set."""
     from tests.forked import start_swiftlite
     from tests.parallel.launch import open_store, rank_environments
 
@@ -241,7 +240,7 @@ def tail(log: Path) -> str:
 
 
 def make_data(directory: Path) -> None:
-    """Write random conversations of one or two rounds; also as pairs, as rated answers, and as text."""
+    """Write random conversations of one or two rounds. Also write them as pairs, as rated answers, and as text."""
     generator = random.Random(0)
     words = "sum list of the a value returns key text when set file first last is and in to no each".split()
 
@@ -283,7 +282,9 @@ def make_model(name: str) -> Path:
 
 
 def roughen(file: Path) -> None:
-    """Scale matrices, and make norms and biases differ, so that a tensor in the wrong place changes the results."""
+    """Scale matrices, and make the values of norms and biases different, so that a misplaced tensor changes the
+    results.
+    """
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -301,7 +302,7 @@ def roughen(file: Path) -> None:
 
 
 def run_case(case: Case, directory: Path) -> dict[str, Any]:
-    """Train and export in `directory`; returns the values to compare."""
+    """Train and export in `directory`; return the values to compare."""
     run, exported, log = directory / "run", directory / "exported", directory / "log.txt"
     files = f"--dataset data/{case.rows}_train.jsonl --val_dataset data/{case.rows}_val.jsonl"
     model = make_model(case.model)
@@ -340,7 +341,9 @@ def read_json(file: Path) -> Any:
 
 
 def read_export(directory: Path) -> dict[str, Any]:
-    """Return by file: for safetensors a hash of each tensor, for config.json its lines, for other files a hash."""
+    """Return, for each file of an export: a hash of each tensor (safetensors), the lines (config.json), or a hash of
+    the file.
+    """
     content: dict[str, Any] = {}
     for file in sorted(directory.iterdir()):
         if file.suffix == ".safetensors":
@@ -353,7 +356,9 @@ def read_export(directory: Path) -> dict[str, Any]:
 
 
 def hash_tensors(file: Path) -> dict[str, str]:
-    """Hash name, dtype, shape and bytes of each tensor, and all of them together as `all`."""
+    """Return a hash of the name, dtype, shape and bytes of each tensor, and a hash of all tensors
+    together (key "all").
+    """
     import torch
     from safetensors import safe_open
 
@@ -368,7 +373,7 @@ def hash_tensors(file: Path) -> dict[str, str]:
 
 
 def record(file: Path, only: str, keep: Path | None) -> bool:
-    """Run the cases and write their results; returns whether all of them succeeded."""
+    """Run the cases and write their results; return whether all cases succeeded."""
     os.environ.update(VARIABLES)
     for name in CLEARED:
         os.environ.pop(name, None)
@@ -406,7 +411,7 @@ def record(file: Path, only: str, keep: Path | None) -> bool:
 
 
 def hash_inputs() -> dict[str, str]:
-    """Hash the data and the models of the cases."""
+    """Return hashes of the data and the models of the cases."""
     hashes = {}
     for file in sorted(Path("data").iterdir()):
         hashes[str(file)] = hashlib.sha256(file.read_bytes()).hexdigest()
@@ -418,7 +423,7 @@ def hash_inputs() -> dict[str, str]:
 
 
 def describe_environment() -> dict[str, str]:
-    """Return what results depend on besides the code: processor and versions."""
+    """Return what results depend on except the code: processor and versions."""
     import torch
 
     described = {"processor": processor(), "capability": torch.backends.cpu.get_cpu_capability()}
@@ -444,7 +449,7 @@ def describe_commit() -> str:
 
 
 def compare(before: Path, after: Path, only: str) -> bool:
-    """Print a line for each case; returns whether all are equal."""
+    """Print a line for each case; return whether all cases are equal."""
     old, new = (json.loads(file.read_text()) for file in (before, after))
     print(f"{before}: {old['commit']}\n{after}: {new['commit']}")
     for part, meaning in (

@@ -1,8 +1,8 @@
 """Make a small instruction dataset from the documentation in Python's standard library.
 
-Rows are JSON-lines with `messages` (question, answer) and `channel` (purpose, arguments or module). Source files are
-parsed and never imported, except the C modules in `C_MODULES`, which have no source. The rows depend only on the Python
-version.
+Each row is a line of JSON with `messages` (question, answer) and `channel` (purpose, arguments or module). Source files
+are parsed and never imported. The C modules in `C_MODULES` have no source, and are imported. The rows depend only on
+the Python version.
 
     python scripts/make_docstring_dataset.py --output train.jsonl --val_output val.jsonl
 """
@@ -32,7 +32,7 @@ MODULE_QUESTIONS = ("Where do I find `{short}`?", "Which module has `{short}`?")
 
 @dataclass(frozen=True)
 class Entry:
-    """A documented function, class or method: dotted name, module, call signature without the name, docstring."""
+    """A documented function, class or method: dotted name, module, call signature without the name, and docstring."""
 
     name: str
     module: str
@@ -82,7 +82,10 @@ def parsed_entries(source: str, module: str) -> Iterator[Entry]:
 
 
 def parsed_signature(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef, in_class: bool) -> str:
-    """Return a signature like `(text, width=70)`, without `self`, `cls` and annotations; `__init__`'s for a class."""
+    """Return a signature like `(text, width=70)`, without `self`, `cls` and annotations.
+
+    For a class, it is that of `__init__`.
+    """
     if isinstance(node, ast.ClassDef):
         found = [n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"]
         if not found:
@@ -114,7 +117,7 @@ def compiled_entries(module: str) -> Iterator[Entry]:
 
 
 def compiled_signature(value: Callable) -> str:
-    """Return a signature like `parsed_signature`, from an object's text signature; empty if it has none."""
+    """Return a signature like `parsed_signature`, from an object's text signature; empty if the object has none."""
     try:
         signature = inspect.signature(value)
     except ValueError:
@@ -137,7 +140,7 @@ def purpose(docstring: str) -> str:
 
 
 def rows_of(entry: Entry, rng: random.Random) -> list[dict]:
-    """Return the questions about an entry, with wordings drawn from `rng`."""
+    """Return rows with questions about an entry. The wordings are drawn with `rng`."""
 
     def row(channel: str, questions: tuple[str, ...], answer: str) -> dict:
         question = rng.choice(questions).format(name=entry.name, short=entry.short)
@@ -155,7 +158,10 @@ def rows_of(entry: Entry, rng: random.Random) -> list[dict]:
 
 
 def make_rows(max_rows: int, val_rows: int) -> tuple[list[dict], list[dict]]:
-    """Return training rows and held-out rows in a fixed shuffled order; no function has rows in both."""
+    """Return training rows and held-out rows in a fixed shuffled order.
+
+    All rows about a function are in the same set.
+    """
     rng = random.Random(0)
     entries = list(stdlib_entries())
     rng.shuffle(entries)

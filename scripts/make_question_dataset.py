@@ -1,7 +1,7 @@
 """Make a dataset of questions from the documentation of Python's standard library.
 
-Rows are JSON-lines with `messages` (one question, no answer) and `channel` (explain, summary, code, example, purpose).
-`swiftlite regenerate` lets a pretrained model answer them. The rows depend only on the Python version.
+Each row is a line of JSON with `messages` (one question, no answer) and `channel` (explain, summary, code, example,
+purpose). `swiftlite regenerate` lets a model answer the questions. The rows depend only on the Python version.
 
     python scripts/make_question_dataset.py --output questions.jsonl --max_rows 400
 """
@@ -23,7 +23,7 @@ QUESTIONS = {
 
 
 def documentation(entry: Entry) -> str:
-    """Return the docstring on one line."""
+    """Return the entry's docstring on one line."""
     return " ".join(entry.docstring.split())
 
 

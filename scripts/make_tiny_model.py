@@ -1,7 +1,7 @@
 """Make a language model of a few million random parameters that two CPU cores can train in minutes.
 
-Every engine supports it: head_dim is 64, with grouped-query attention. The byte-level BPE tokenizer is trained by this
-script. The chat template is ChatML, and marks the turns of the assistant.
+Every engine supports the model: head_dim is 64, with grouped-query attention. This script trains a byte-level BPE
+tokenizer. The chat template is ChatML, and marks the turns of the assistant.
 
     python scripts/make_tiny_model.py --output_dir tiny --family qwen3
     python scripts/make_tiny_model.py --output_dir tiny-mimo --family mimo    # with a native MTP layer
@@ -204,7 +204,8 @@ def make_tiny_model(args: argparse.Namespace) -> None:
 def add_mtp(directory: Path, family: str, num_layers: int, depth: int) -> None:
     """Add MTP layers to a saved checkpoint.
 
-    For MiMo, also change the Qwen2 checkpoint's name, and add the classes that transformers lacks.
+    For MiMo, the model type of the Qwen2 checkpoint is also changed, and the classes that transformers does not have
+    are added.
     """
     weights = directory / "model.safetensors"
     trunk = load_file(weights)

@@ -1,4 +1,4 @@
-"""Measure how many small changes to the code the tests detect, with a sample of its mutants.
+"""Measure how many small changes (mutants) of the code the tests detect, with a sample of all mutants.
 
     python scripts/mutants.py swiftlite/bridge --tests tests/bridge --then tests/parallel/test_bridge.py
     python scripts/mutants.py swiftlite/data/rows/sources.py:250 --tests tests/data      # all mutants of one line
@@ -9,7 +9,7 @@ exception is not caught. Strings, annotations, decorators, assertions (including
 errors and logs are not changed.
 
 For each mutant the tests of its own file run first (tests/x/test_y.py for swiftlite/x/y.py), then --tests, then --then,
-up to the first failure. They run in a fork of a process that has imported torch and megatron-core, and nothing of
+up to the first failure. The tests run in a fork of a process that has imported torch and megatron-core, but nothing of
 swiftlite. A test that takes longer than five minutes counts as a failure.
 """
 
@@ -58,7 +58,7 @@ for one, other in PAIRS:
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change to one file, whose whole new content is `source`."""
+    """One change to one file. `source` is the whole new content of the file."""
 
     path: str
     line: int
@@ -72,7 +72,11 @@ class Mutant:
 
 
 def mutants_of(path: str) -> list[Mutant]:
-    """Return every mutant of a file; its path is relative to the checkout."""
+    """Return every mutant of a file.
+
+    Args:
+        path: path of the file, relative to the checkout.
+    """
     source = (ROOT / path).read_bytes()
     starts = [0]
     for line in source.splitlines(keepends=True):
@@ -88,7 +92,7 @@ def mutants_of(path: str) -> list[Mutant]:
 
 
 def _nodes(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield a node and the nodes below it, except those that are not mutated."""
+    """Yield a node and all nodes below it that can be mutated."""
     # Python 3.11 has no positions for expressions in an f-string.
     if isinstance(node, ast.Assert | ast.JoinedStr) or _is_message(node):
         return
@@ -160,7 +164,10 @@ def _changes(node: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
 
 
 def _conditions(node: ast.AST) -> list[ast.expr]:
-    """Return the conditions of a node, except comparisons and negations, whose opposite is already a mutant."""
+    """Return the conditions of a node that can be negated.
+
+    The negation of comparisons and negations is already another mutant.
+    """
     conditions = []
     if isinstance(node, ast.If | ast.While | ast.IfExp):
         conditions = [node.test]
@@ -200,7 +207,7 @@ def _become_pytest(files: Sequence[str], log: Path) -> None:
 
 
 def first_failure(files: Sequence[str], directory: Path) -> str:
-    """Run tests of the working directory in a separate process; returns pytest's line of the first failure."""
+    """Run tests of the working directory in a separate process, and return pytest's line about the first failure."""
     log = directory / "log"
     log.unlink(missing_ok=True)
     process = multiprocessing.get_context("fork").Process(target=_become_pytest, args=(files, log))
@@ -217,7 +224,10 @@ def first_failure(files: Sequence[str], directory: Path) -> str:
 
 
 def who_notices(mutant: Mutant, rooms: Sequence[Sequence[str]], directory: Path) -> str:
-    """Return `first_failure` for a mutant in the working directory, a copy of the checkout; empty if all tests pass."""
+    """Run the tests on a mutant, and return the result of `first_failure`; empty if all tests pass.
+
+    The working directory is a copy of the checkout.
+    """
     path = Path(mutant.path)
     original = path.read_bytes()
     own = [name for name in itertools.chain(*rooms) if name.startswith(_own_tests(path))]
@@ -233,7 +243,7 @@ def who_notices(mutant: Mutant, rooms: Sequence[Sequence[str]], directory: Path)
 
 
 def _own_tests(path: Path) -> str:
-    """Return the prefix of the test files of a file."""
+    """Return the prefix of the paths of the test files that belong to a file."""
     return str(Path("tests", *path.parts[1:-1], f"test_{path.stem}"))
 
 
@@ -255,7 +265,7 @@ def _files(names: Sequence[str], pattern: str) -> list[str]:
 
 
 def sample_of(places: Sequence[str], number: int, seed: int) -> list[Mutant]:
-    """Return a sample of the mutants of files, folders, and single lines (FILE:LINE), in the order of the files."""
+    """Return a sample of the mutants of files, folders and single lines (FILE:LINE), in the order of the files."""
     mutants: list[Mutant] = []
     for place in places:
         name, _, line = place.partition(":")

@@ -1,14 +1,15 @@
-"""Write the parity table: every parallel layout and every kind of recomputation against one process.
+"""Write the parity table, which compares every parallel layout and every kind of recomputation with one process.
 
     python scripts/parity.py                                       # 7 families, gloo on this machine
     python scripts/parity.py --families qwen3 --cases PP2 CP2 --depth 2 --tied
     python scripts/parity.py --device cuda --dtype bfloat16        # on one GPU: recomputation
     python scripts/parity.py --transformer_impl transformer_engine # its layers against torch's in one process
 
-Each cell trains the same tiny model for 5 steps on the same rows. It shows the largest relative difference from one
-process over all that is compared (losses of trunk and MTP at each step, gradient norm at the first and the last, each
-gradient of the first step, each weight after the last), in units of what float32 rounding explains (`bounds_of` in
-tests/parallel/parity.py): below 1 is rounding. parity.json has every number; parity.md the table.
+For each cell of the table, the same tiny model is trained for 5 steps on the same rows. Compared with one process are
+the losses of trunk and MTP at each step, the gradient norms of the first and the last step, each gradient of the first
+step, and each weight after the last step. The cell shows the largest relative difference, divided by the difference
+that float32 rounding can cause (`bounds_of` in tests/parallel/parity.py). A value below 1 is thus explained by
+rounding. parity.json has all numbers, parity.md the table.
 """
 
 import argparse
@@ -39,7 +40,7 @@ def parse() -> argparse.Namespace:
 
 
 def measure(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Return by family and case the differences by name, or the reason why the case cannot run."""
+    """Return, by family and case, the differences by name, or the reason why the case cannot run."""
     import torch
     from safetensors.torch import load_file
 
@@ -87,7 +88,7 @@ def measure(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
 
 
 def render(table: dict[str, dict[str, Any]]) -> str:
-    """Return a Markdown table with a row per case and a column per family; footnotes explain cells without values."""
+    """Return a Markdown table with a row per case and a column per family. Footnotes explain cells without values."""
     from tests.parallel.parity import BOUNDS, bounds_of
 
     footnotes: list[str] = []
@@ -118,7 +119,7 @@ def render(table: dict[str, dict[str, Any]]) -> str:
 
 
 def problems(table: dict[str, dict[str, Any]], is_exact: bool) -> list[str]:
-    """Return the cells above their bounds; with `is_exact` the bound of recomputation is 0."""
+    """Return the cells above their bounds. With `is_exact`, recomputation must give no difference."""
     from tests.parallel.parity import BOUNDS, CASES, bounds_of
 
     found = []

@@ -1,9 +1,9 @@
 """Compare the acceptance measurement of a training run with `transformers.generate` in time and memory.
 
-Before its first step, a run of `sft` continues prompts greedily and predicts drafts with its heads. This is compared
-with `generate` without heads and all prompts in one batch, with the same model, prompts, precision and threads. The
-contestants run in alternating subprocesses, each once to warm up and once measured. Memory is the growth of the process
-after loading the model.
+Before its first step, a run of `sft` continues prompts greedily and predicts drafts with its heads. This script
+compares it with `generate` without heads and with all prompts in one batch; model, prompts, precision and threads are
+the same. Both programs run in alternating subprocesses, each once to warm up and once measured. Memory is the growth of
+the process after loading the model.
 
     python scripts/bench/acceptance.py --model DIR
     python scripts/bench/acceptance.py --model DIR --num_prompts 4 --max_new_tokens 16 --torch_dtype bfloat16
@@ -29,7 +29,7 @@ GetTexts = Callable[[], Texts]
 
 
 def make_prompts(args: argparse.Namespace) -> Texts:
-    """Return questions about the standard library with different lengths, as token ids."""
+    """Return questions about Python's standard library with different lengths, as token ids."""
     sys.path.insert(0, str(SCRIPTS))
     from make_docstring_dataset import stdlib_entries
     from transformers import AutoTokenizer
@@ -46,7 +46,7 @@ def make_prompts(args: argparse.Namespace) -> Texts:
 
 
 def generate(args: argparse.Namespace, prompts: Texts) -> tuple[GetTexts, GetTexts]:
-    """Return the contestant transformers: a batch with left padding."""
+    """Return functions that generate with transformers, in one batch with left padding."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -72,7 +72,10 @@ def generate(args: argparse.Namespace, prompts: Texts) -> tuple[GetTexts, GetTex
 
 
 def measure(args: argparse.Namespace, prompts: Texts) -> tuple[GetTexts, GetTexts]:
-    """Return the contestant swiftlite; a model without heads gets one that is a copy of the last layer."""
+    """Return functions that generate with swiftlite.
+
+    A model without heads gets a head that is a copy of the last layer.
+    """
     import torch
 
     from swiftlite.acceptance.greedy import GreedyRow, GreedyRows
@@ -123,7 +126,7 @@ CONTESTANTS = {"generate": generate, "acceptance": measure}
 
 
 def compete(args: argparse.Namespace) -> dict[str, Any]:
-    """Run one contestant in this process; return its texts, and seconds and bytes of the second run."""
+    """Run one of the two programs in this process. Return its texts, and the seconds and bytes of the second run."""
     prompts = json.loads(args.prompts.read_text())
     with ExitStack() as args.stack, tempfile.TemporaryDirectory() as directory:
         args.directory = Path(directory)
@@ -174,7 +177,7 @@ def main() -> None:
 
 
 def is_same(theirs: Sequence[int], ours: Sequence[int]) -> bool:
-    """Return whether two texts are equal, apart from padding at the end."""
+    """Return whether two texts are equal, ignoring padding at the end."""
     return list(theirs[: len(ours)]) == list(ours) and not any(theirs[len(ours) :])
 
 

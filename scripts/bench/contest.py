@@ -1,4 +1,4 @@
-"""Code shared by benchmarks: time a step, and run contestants in alternating subprocesses."""
+"""Code shared by benchmarks: time a step, and run the compared programs ("contestants") in alternating subprocesses."""
 
 import json
 import os
@@ -19,10 +19,10 @@ def timed(step: Callable[[], Any]) -> tuple[float, Any]:
 def race(names: Iterable[str], rounds: int, threads: int, *options: object) -> dict[str, list[Any]]:
     """Run the script again with `--contestant NAME` for each name, in alternating order.
 
-    If the machine is slow for some time, this affects all contestants.
+    With alternating subprocesses, a machine that is slow for some time slows down all contestants.
 
     Args:
-        options: options of the script in addition to those that it was started with.
+        options: options of the script, in addition to those with which it was started.
 
     Returns:
         For each contestant, the last line of its output in each round, parsed as JSON.

@@ -2,9 +2,9 @@
 
     python scripts/bench/context_parallel.py
 
-Runs on a CPU, with a stand-in for torch's kernel for packed rows that counts as one operation. The alternatives to
-swiftlite's implementation are gathering heads instead of latents, and copying keys that segments share for a single
-kernel call.
+The script runs on a CPU, with a stand-in for torch's kernel for packed rows that counts as one operation. It compares
+swiftlite's implementation with two alternatives: gathering heads instead of latents, and copying keys that segments
+share for a single kernel call.
 """
 
 import os
@@ -49,7 +49,9 @@ PACKED = (64, 128, 320)
 
 
 def measure(kind: str, lengths: tuple[int, ...], is_recomputed: bool, is_new: bool) -> dict[str, int]:
-    """Return a layer's bytes on one rank: moved in both passes, received in the forward pass, and stored."""
+    """Return a layer's bytes on one rank: moved in forward and backward pass, received in the
+    forward pass, and stored.
+    """
     with session(ParallelLayout(context_parallel_size=SIZE)) as mesh:
         library = flash_stand_ins.torch_on_cpu()
         module, turns = make_layer(kind, mesh, is_recomputed, is_new)

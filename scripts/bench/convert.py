@@ -3,9 +3,9 @@
     python scripts/bench/convert.py [--gigabytes 1.0] [--rounds 5] [--dir DIR]
 
 Prints one line per figure: name, median seconds, ratio to loading and saving, and whether the target is met. Steps run
-in alternating subprocesses, with the file in the page cache; imports and building the model are not measured. Writes
-include the time until data are on disk (fsync), because the bridge waits for this. The exit code is 1 if a target is
-missed.
+in alternating subprocesses, with the file in the page cache; imports and building the model are not measured. Times of
+writing include the time until data are on disk (fsync), because swiftlite waits for it. The exit code is 1 if a target
+is missed.
 """
 
 import argparse
@@ -38,7 +38,7 @@ HF_CONFIG = {
 
 
 def make_checkpoint(directory: Path, gigabytes: float) -> None:
-    """Write a file of about this size with random bfloat16 values in the shapes of a Qwen3 with one MTP head."""
+    """Write a file of about `gigabytes` with random bfloat16 values in the shapes of a Qwen3 with one MTP head."""
     import torch
     from safetensors.torch import save_file
 
@@ -59,7 +59,10 @@ def make_checkpoint(directory: Path, gigabytes: float) -> None:
 
 
 def run_plain(source: Path, out_dir: Path) -> dict[str, float]:
-    """Load and save with the safetensors package, which maps the file, so the tensors are copied to load them."""
+    """Load and save with the safetensors package.
+
+    The package maps the file, so the tensors are also copied to load them.
+    """
     from safetensors.torch import load_file, save_file
 
     tensors = {}
@@ -76,7 +79,7 @@ def run_plain(source: Path, out_dir: Path) -> dict[str, float]:
 
 
 def run_bridge(source: Path, out_dir: Path) -> dict[str, float]:
-    """Measure `load_hf` into an existing Megatron model, then `save_hf`."""
+    """Measure `load_hf` into an existing Megatron model, and then `save_hf`."""
     import torch
 
     from swiftlite import families

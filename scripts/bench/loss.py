@@ -1,7 +1,7 @@
-"""Compare a loss from all logits with the chunked loss: peak bytes, seconds, and differences.
+"""Compare a loss computed from all logits at once with the chunked loss: peak bytes, seconds, and differences.
 
-Both run in one process, forward and backward, with a trained and a frozen output matrix. Differences of losses and
-gradients are relative to the largest value.
+Both losses run in one process, forward and backward, with a trained and with a frozen output matrix. Differences of
+losses and gradients are relative to the largest value.
 
     python scripts/bench/loss.py                                # 4,096 positions, 150,000 words, hidden size 64
     python scripts/bench/loss.py --positions 8192 --loss kl
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def losses(args: argparse.Namespace, learns: bool, group: Any) -> tuple[Compute, Compute]:
-    """Return a function for each loss that runs forward and backward pass, and returns losses and gradients."""
+    """Return a function for each loss. It runs forward and backward pass, and returns losses and gradients."""
     from swiftlite.model.loss.chunked_loss import LabelTarget, TrunkTarget, chunked_loss
     from swiftlite.model.loss.losses import distillation_loss, select, token_loss
 
@@ -82,7 +82,7 @@ def losses(args: argparse.Namespace, learns: bool, group: Any) -> tuple[Compute,
 
 
 def measure(compute: Compute) -> tuple[float, float, list[torch.Tensor]]:
-    """Return peak gigabytes of tensors, and seconds and result of a second run."""
+    """Return the peak gigabytes of tensors, and the seconds and the result of a second run."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         compute()
     assert profile.profiler is not None

@@ -1,8 +1,8 @@
-"""Compare the memory estimate of `swiftlite doctor --plan` for one rank with allocated tensors.
+"""Compare the memory estimate of `swiftlite doctor --plan` for one rank with the tensors that are really allocated.
 
 Parameters, gradients and optimizer state are the bytes of tensors. Activations are the tensors that autograd saves in
-one forward pass (`saved_tensors_hooks`, each storage once). Logits are those over the vocabulary among them; their
-temporary bfloat16 copy is calculated, not measured, on both sides. Every token has a label, as the estimate assumes.
+one forward pass (`saved_tensors_hooks`, each storage once). Activations with the size of the vocabulary are counted as
+logits; their temporary bfloat16 copy is calculated and not measured. Every token has a label, as the estimate assumes.
 
     python scripts/bench/memory.py                                                     # on this machine, one process
     python scripts/bench/memory.py --model DIR --micro_batch_size 1 --max_length 512
@@ -153,9 +153,9 @@ def _optimizer_bytes(setup: Setup, wrapped, mesh: Mesh) -> int:
 
 
 def _kept_by_autograd(model, hf_config: dict[str, Any], setup: Setup, device) -> tuple[int, int]:
-    """Return bytes of (activations, logits) of one forward pass.
+    """Return the bytes of activations and of logits of one forward pass.
 
-    These are tensors that autograd saves, and those that functions for recomputation hold.
+    They are the tensors that autograd saves, and the tensors that functions for recomputation hold.
     """
     own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
     kept: dict[int, torch.Tensor] = {}  # references, so that no address is reused

@@ -45,7 +45,7 @@ def lognormal(number: int, mean: float, sigma: float = 1.0, longest: int = ROW) 
 
 
 def pack_in_chunks(lengths: Sequence[int]) -> list[list[int]]:
-    """Return rows of indices from `binpacking`."""
+    """Pack with `binpacking`, and return the rows as lists of indices."""
     pairs = list(enumerate(lengths))
     rows: list[list[tuple[int, int]]] = []
     for start in range(0, len(pairs), CHUNK):
@@ -54,7 +54,7 @@ def pack_in_chunks(lengths: Sequence[int]) -> list[list[int]]:
 
 
 def timed(function: Callable[[], Any], rounds: int) -> tuple[float, Any]:
-    """Return the median seconds, and the result."""
+    """Return the median seconds of a function, and its result."""
     seconds, results = zip(*(contest.timed(function) for _ in range(rounds)), strict=True)
     return statistics.median(seconds), results[-1]
 

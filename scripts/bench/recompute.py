@@ -1,7 +1,7 @@
 """Measure activation memory with and without recomputation.
 
-This is the memory that autograd stores in one forward pass, and its peak until the end of the backward pass, which
-includes the layer that is being recomputed.
+Two values are measured: the memory that autograd stores in one forward pass, and the peak of this memory until the end
+of the backward pass, which includes the layer that is being recomputed.
 
     python scripts/bench/recompute.py
     python scripts/bench/recompute.py --hidden_size 1024 --num_layers 16 --length 2048 --torch_dtype bfloat16

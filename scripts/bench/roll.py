@@ -3,8 +3,8 @@
     python scripts/bench/roll.py
     python scripts/bench/roll.py --num_sequences 256 --context_parallel_size 4
 
-Prints one line per number of context-parallel ranks: milliseconds of both (median over runs, slowest rank) and the
-ratio. The results of both are compared first.
+Prints one line per number of context-parallel ranks: the milliseconds of both functions (median over runs, slowest
+rank) and their ratio. First the results of both functions are compared.
 """
 
 import argparse

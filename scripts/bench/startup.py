@@ -3,7 +3,7 @@
     python scripts/bench/startup.py [--runs 15]
 
 Prints one line per figure: name, median seconds, ratio to importing torch, and whether the target (0.3x) is met. The
-exit code is 1 if it is missed.
+exit code is 1 if the target is missed.
 """
 
 import argparse

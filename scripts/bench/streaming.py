@@ -1,12 +1,12 @@
-"""Measure streaming: samples/s of several readers and of one, waiting time of training, and balance of ranks.
+"""Measure streaming: samples/s of several readers and of one reader, waiting time of training, and balance of ranks.
 
     python scripts/bench/streaming.py --model HF_DIR [--rows 4000] [--readers 2] [--seconds 0.5]
 
 Rows have lognormal lengths (mean 400 words). The reference is one process that reads and tokenizes all samples, as in a
 job whose first rank reads for all ranks. The readers are processes over gloo that each read a share, exchange lengths,
 and exchange the samples of each step (--sequence_packing_scheduler dp_balanced). Then the same steps run with --seconds
-of simulated GPU work between them, during which the CPU is idle; the remaining time of reading is the time that a step
-waits.
+of simulated GPU work between them, during which the CPU is idle. The time of reading that remains is the time for which
+a step waits.
 """
 
 import argparse
@@ -56,7 +56,10 @@ def read_alone(model: str, file: str, number: int) -> float:
 
 
 def read_together(model: str, file: str, number: int, seconds: float) -> None:
-    """Run one of several readers; the first prints samples/s, seconds that a step waits, and the imbalance of ranks."""
+    """Run one of several readers.
+
+    The first reader prints samples/s, the seconds for which a step waits, and the imbalance of ranks.
+    """
     import torch
     import torch.distributed as dist
 

@@ -1,8 +1,9 @@
 """Measure training speed: against a plain transformers loop and TRL, with MTP heads, and with packed rows.
 
-All contestants have the same model, rows, batch, precision and threads, and every row has exactly `--max_length`
-tokens, so that there is no padding. They run in alternating subprocesses. A figure is the median over the steps of all
-rounds after the warm-up, and the fastest step is shown next to it: if they differ a lot, the machine was not idle.
+All compared programs have the same model, rows, batch, precision and threads. Every row has exactly `--max_length`
+tokens, so that there is no padding. The programs run in alternating subprocesses. A figure is the median over the steps
+of all rounds after the warm-up. The fastest step is shown next to it; if the two differ a lot, the machine was not
+idle.
 
     python scripts/bench/train.py                      # the quickstart's model, created temporarily
     python scripts/bench/train.py --model DIR --torch_dtype bfloat16
@@ -34,7 +35,10 @@ SCRIPTS = Path(__file__).resolve().parents[1]
 
 
 def write_rows(path: Path, num_rows: int, max_length: int) -> None:
-    """Write rows of standard-library documentation, each longer than `max_length` tokens, to be truncated."""
+    """Write rows of standard-library documentation.
+
+    Each row is longer than `max_length` tokens, so that it is truncated.
+    """
     sys.path.insert(0, str(SCRIPTS))
     from make_docstring_dataset import stdlib_entries
 
@@ -48,7 +52,7 @@ def write_rows(path: Path, num_rows: int, max_length: int) -> None:
 
 
 def encode_rows(args: argparse.Namespace) -> tuple[list[list[int]], int]:
-    """Return the rows as token ids, truncated to `max_length`, and the length of their common prompt."""
+    """Return the rows as token ids, truncated to `max_length`, and the length of the prompt that all rows share."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(args.model)
@@ -90,7 +94,7 @@ def train_plain(args: argparse.Namespace) -> list[float]:
 
 
 def train_trl(args: argparse.Namespace) -> list[float]:
-    """Return the tokens/s of each step of TRL's SFTTrainer, which also trains prompts."""
+    """Return the tokens/s of each step of TRL's SFTTrainer. It also trains the tokens of prompts."""
     from transformers import TrainerCallback
 
     trl = importlib.import_module("trl")  # not a requirement of swiftlite
@@ -214,7 +218,7 @@ PACKED = tuple(
 
 
 def choose(args: argparse.Namespace) -> tuple[tuple[str, str, str, str], ...]:
-    """Return the contestants."""
+    """Return the programs to compare."""
     if args.packing:
         return PACKED
     if args.heads:
@@ -226,10 +230,10 @@ def choose(args: argparse.Namespace) -> tuple[tuple[str, str, str, str], ...]:
 
 
 def mtp_cost(config: dict) -> float:
-    """Return the work of matrix products of one MTP layer relative to that of the model without heads.
+    """Return the work of the matrix products of one MTP layer, relative to the work of the model without heads.
 
-    An MTP layer has the products of the last decoder layer, a projection of two states to one, and another pass through
-    the output matrix.
+    An MTP layer has the matrix products of the last decoder layer, a projection of two states to one, and another
+    product with the output matrix.
     """
     hidden, width = config["hidden_size"], config["intermediate_size"]
     head_dim = config.get("head_dim") or hidden // config["num_attention_heads"]

@@ -30,7 +30,7 @@ STAGES = {
     "live": "new weights into a running vLLM",
 }
 NEEDS_ITS_TURN = ("speed",)
-"""Stages that run only if selected by --stages, because they take too long."""
+"""Stages that run only if --stages selects them, because they take too long."""
 
 
 def main() -> int:
@@ -76,7 +76,7 @@ def main() -> int:
 
 
 def run_one(args: argparse.Namespace) -> None:
-    """Run a stage in this process, or one case of it."""
+    """Run a stage, or one case of it, in this process."""
     settings = Settings(args.device, args.tiny, args.model, args.output_dir, args.work_dir, tuple(args.sizes))
     # In a package, because other code looks for a module named `kernels`.
     module = importlib.import_module(f"stages.{args.stage}")
@@ -88,7 +88,7 @@ def run_one(args: argparse.Namespace) -> None:
 
 
 def run_stage(stage: str, args: argparse.Namespace, ends_at: float) -> None:
-    """Run a stage in a separate process group, and add to its results how it ended."""
+    """Run a stage in a separate process group, and add to its results how the process ended."""
     results, log = Results(args.output_dir, stage), args.output_dir / f"{stage}.log"
     left = (ends_at - time.monotonic()) / 60
     minutes = min(args.minutes, left)

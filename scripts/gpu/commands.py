@@ -14,7 +14,7 @@ ROWS = "--micro_batch_size 8 --global_batch_size 16 --max_length 256 --lr 2e-3".
 
 
 def start(*words: object, processes: int = 1, log: Path) -> subprocess.Popen:
-    """Start `swiftlite WORDS` with this number of ranks in a separate process group, with its output in `log`."""
+    """Start `swiftlite WORDS` with `processes` ranks in a separate process group. The output is written to `log`."""
     environment = os.environ | {"NPROC_PER_NODE": str(processes)}
     command = [sys.executable, "-m", "swiftlite", *map(str, words)]
     with log.open("w") as file:
@@ -22,7 +22,7 @@ def start(*words: object, processes: int = 1, log: Path) -> subprocess.Popen:
 
 
 def swiftlite(*words: object, log: Path) -> str:
-    """Run a command to its end; returns its output.
+    """Run a command to its end, and return its output.
 
     Raises:
         RuntimeError: the command failed.
@@ -34,7 +34,7 @@ def swiftlite(*words: object, log: Path) -> str:
 
 
 def make_model(directory: Path) -> None:
-    """Write a qwen3 model of five million random parameters, which every engine supports."""
+    """Write a qwen3 model with five million random parameters. Every engine supports this model."""
     command = [sys.executable, SCRIPTS / "make_tiny_model.py", "--family", "qwen3", "--output_dir", directory]
     subprocess.run(command, check=True, stdout=sys.stderr)
 
@@ -47,7 +47,9 @@ def make_rows(directory: Path) -> None:
 
 
 def sft(settings: Settings, output_dir: Path, *options: object) -> list[object]:
-    """Return a training command for `make_model` and `make_rows`; creates both if they do not exist."""
+    """Return a training command for the model of `make_model` and the rows of `make_rows`; both are created if
+    necessary.
+    """
     model, data = settings.work_dir / "small", settings.work_dir / "data"
     if not (model / "config.json").exists():
         make_model(model)
@@ -59,7 +61,7 @@ def sft(settings: Settings, output_dir: Path, *options: object) -> list[object]:
 
 
 def make_served(settings: Settings) -> tuple[Path, Path]:
-    """Return a training run and its export; creates both if they do not exist."""
+    """Return a training run and its export; both are created if necessary."""
     run_dir, hf = settings.work_dir / "served_run", settings.work_dir / "served"
     if not (hf / "config.json").exists():
         shutil.rmtree(run_dir, ignore_errors=True)

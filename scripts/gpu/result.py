@@ -1,4 +1,6 @@
-"""Write the results of stages: line by line, so that a stopped stage keeps its results, and as a report page."""
+"""Write the results of stages: to a file, line by line, so that a stopped stage keeps its results, and to a report
+page.
+"""
 
 import json
 import time
@@ -47,7 +49,7 @@ class Result:
 
 
 class Results:
-    """Write results to the file of a run."""
+    """A file of results, to which each result is appended."""
 
     def __init__(self, directory: Path, stage: str):
         self.path, self.stage = directory / FILE, stage
@@ -59,7 +61,7 @@ class Results:
         print(_line(result), flush=True)
 
     def at_most(self, name: str, value: float, bound: float) -> None:
-        """Add a value that passes if it is at most its bound; NaN fails."""
+        """Add a value that passes if it is at most `bound`. NaN does not pass."""
         self.add(name, value, value <= bound, f"at most {bound:g}")
 
 
@@ -72,7 +74,7 @@ def read(directory: Path) -> list[Result]:
 
 
 def page(results: Iterable[Result]) -> str:
-    """Return a Markdown table of all results, failures first."""
+    """Return a Markdown table of all results. Failures are first."""
     rows = sorted(results, key=lambda result: result.passed is not False)  # stable: stages stay in order
     failed = sum(result.passed is False for result in rows)
     lines = [

@@ -1,4 +1,4 @@
-"""Models for stages to train: shapes of published models with random weights, which are drawn on the device."""
+"""Define models for stages to train: shapes of published models, with random weights that are drawn on the device."""
 
 import gc
 import statistics
@@ -150,7 +150,7 @@ _TINY = {
 
 
 def shape(name: str, tiny: bool) -> dict[str, Any]:
-    """Return the config.json of a shape, or the same kind of model at the smallest sizes."""
+    """Return the config.json of a shape. If `tiny`, return the same kind of model with the smallest sizes."""
     config = SHAPES[name]
     if not tiny:
         return config
@@ -167,7 +167,7 @@ def random_rows(number: int, length: int, vocab_size: int) -> list[Sample]:
 
 
 def lognormal_rows(tokens: int, longest: int, vocab_size: int) -> list[Sample]:
-    """Return rows with this total number of tokens; half of them are shorter than a fifth of the longest."""
+    """Return rows with `tokens` tokens in total. Half of the rows are shorter than a fifth of `longest`."""
     random = np.random.RandomState(0)
     samples: list[Sample] = []
     while tokens > 0:
@@ -181,7 +181,9 @@ def lognormal_rows(tokens: int, longest: int, vocab_size: int) -> list[Sample]:
 def trainee(
     hf_config: dict[str, Any], args: SftArgs, samples: Sequence[Sample], model: Path | None = None
 ) -> Iterator[Trainer]:
-    """Yield a trainer for a model with this config.json, as in `megatron sft`; its mesh is active in the context.
+    """Yield a trainer for a model with this config.json, as `megatron sft` creates it.
+
+    Its mesh is active in the context.
 
     Args:
         samples: samples of all steps, in order.
@@ -243,7 +245,7 @@ def trainee(
 
 
 def free_memory() -> None:
-    """Free the memory of the previous model, before the next one is created in this process."""
+    """Free the memory of the previous model before the next model is created in this process."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -255,7 +257,7 @@ def medians(steps: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def profiled(step: Callable[[], object], is_cuda: bool) -> Any:
-    """Run a step under torch's profiler, and return its averages by name."""
+    """Run a step under torch's profiler, and return the profiler's averages by operation."""
     activities = [ProfilerActivity.CPU]
     if is_cuda:
         activities.append(ProfilerActivity.CUDA)
@@ -265,9 +267,9 @@ def profiled(step: Callable[[], object], is_cuda: bool) -> Any:
 
 
 def slowest(events: Any, is_cuda: bool, number: int = 8) -> list[tuple[str, float, int]]:
-    """Return name, share of the time and number of calls of the slowest kernels; on a CPU of the slowest operations.
+    """Return name, share of the time and number of calls of the slowest kernels; on a CPU, of the slowest operations.
 
-    Operators are not counted on a GPU, because their time on the device is that of their kernels.
+    On a GPU, operations are not counted, because their time on the device is the time of their kernels.
     """
     if is_cuda:
         kernels = [event for event in events if event.device_type == DeviceType.CUDA]

@@ -23,11 +23,11 @@ TOKENS_PER_STEP = 2048
 
 
 class Acceptance(NamedTuple):
-    """Acceptance counted by vLLM for a group of prompts.
+    """The acceptance that vLLM counted for a group of prompts.
 
     Attributes:
-        positions: share of steps whose first, second and third draft was accepted.
-        length: mean tokens per step, including the trunk's own token.
+        positions: shares of steps in which the first, the second and the third draft token was accepted.
+        length: mean number of tokens per step, including the token that the trunk generates.
     """
 
     positions: list[str]
@@ -39,7 +39,7 @@ def read(path: Path) -> Any:
 
 
 def by_category(evaluation: Path) -> dict[str, Acceptance]:
-    """Return the acceptance of each channel, in the order of the file; the first is `all`."""
+    """Return the acceptance of each channel, in the order of the file. The first is "all"."""
     counted = read(evaluation)["model"]["vllm"]
     found = {}
     for channel, figures in counted.items():
@@ -49,7 +49,7 @@ def by_category(evaluation: Path) -> dict[str, Acceptance]:
 
 
 def by_tokens(run: Path) -> dict[int, str]:
-    """Return the share of held-out tokens on which head and trunk agree, by the number of tokens trained."""
+    """Return the share of held-out tokens on which head and trunk agree, by the number of tokens trained so far."""
     before = read(run / "acceptance.json")["before"]["teacher_forced"]["acceptance_per_depth"][0]
     shares = {0: f"{before:.1%}"}
     for line in (run / "metrics.jsonl").read_text().splitlines():
@@ -60,9 +60,9 @@ def by_tokens(run: Path) -> dict[int, str]:
 
 
 def speeds(bench: Path) -> dict[int, dict[int, float]]:
-    """Return median tokens/s by number of concurrent requests, then by number of draft tokens.
+    """Return the median of tokens/s, by number of concurrent requests and by number of draft tokens.
 
-    Without drafts, two servers were measured; the faster one counts.
+    Without drafts, two servers were measured; the result is that of the faster server.
     """
     found: dict[int, dict[int, float]] = {}
     for server in read(bench)["servers"]:

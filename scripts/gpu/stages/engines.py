@@ -38,7 +38,7 @@ def run(settings: Settings, results: Results) -> None:
 
 
 def serve(settings: Settings, results: Results, engine: str, dtype: str, counted: dict) -> None:
-    """Generate answers to the held-out questions with one engine, with and without drafts."""
+    """Generate answers to the held-out questions with one engine, with and without drafts; add the results."""
     name, out, work = f"{engine} {dtype}", settings.output_dir, settings.work_dir
     acceptance = out / f"acceptance_{engine}_{dtype}.json"
     shutil.copy(work / "served_run" / "acceptance.json", acceptance)
@@ -78,7 +78,7 @@ def answers_equal(said: str) -> tuple[int, int]:
 
 
 def speed_up(said: str) -> str:
-    """Return the speedup that `infer --compare` prints."""
+    """Return the speed-up that `infer --compare` has printed."""
     found = re.search(r"speculation is ([\d.]+x)", said)
     if found is None:
         return "not in the output"

@@ -1,4 +1,4 @@
-"""Check how a job ends when it is stopped, a rank is killed or hangs, or memory is not sufficient."""
+"""Check how a job ends when it is stopped, when a rank is killed or hangs, or when memory is not sufficient."""
 
 import json
 import os
@@ -65,7 +65,7 @@ def repeat(settings: Settings, results: Results) -> None:
 
 
 def lose_a_rank(settings: Settings, results: Results) -> None:
-    """Kill a rank with SIGKILL, as the kernel does when memory is exhausted."""
+    """Kill a rank with SIGKILL, as the kernel does when memory is exhausted, and check how the job ends."""
     process, ranks = two_ranks(settings, "killed")
     began = time.monotonic()
     os.kill(ranks[1], signal.SIGKILL)
@@ -100,7 +100,7 @@ def ask_for_too_much(settings: Settings, results: Results) -> None:
 
 
 def two_ranks(settings: Settings, name: str, *options: object) -> tuple[subprocess.Popen, list[int]]:
-    """Start a job, wait for a few steps, and return it with the process ids of its ranks."""
+    """Start a job with two ranks, wait for a few steps, and return the job and the process ids of its ranks."""
     out = fresh(settings, name)
     words = sft(settings, out, "--train_iters", 10_000, *NO_SAMPLES, *options)
     process = start(*words, processes=2, log=settings.output_dir / f"{name}.log")
@@ -109,7 +109,7 @@ def two_ranks(settings: Settings, name: str, *options: object) -> tuple[subproce
 
 
 def ranks_of(launcher: int) -> list[int]:
-    """Return the launcher's children that have RANK in their environment, sorted by it."""
+    """Return the launcher's child processes that have RANK in their environment, sorted by RANK."""
     found = {}
     for child in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
         environment = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
@@ -120,7 +120,7 @@ def ranks_of(launcher: int) -> list[int]:
 
 
 def wait_for_steps(run_dir: Path, steps: int, process: subprocess.Popen) -> None:
-    """Wait until a run has taken these steps.
+    """Wait until a run has completed `steps` steps.
 
     Raises:
         RuntimeError: the process ended before.

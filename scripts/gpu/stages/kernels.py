@@ -1,7 +1,7 @@
-"""Compare fused kernels with float64 references: values and gradients on random inputs.
+"""Compare fused kernels with float64 references: results and gradients for random inputs.
 
-The kernels are norm, activation, rotations, experts, loss and packed attention. The norm of the difference, relative to
-the norm of the result, must be at most 1e-2 in bfloat16 and 1e-4 in float32.
+The kernels are norm, activation, rotations, experts, loss and packed attention. The norm of the difference from the
+reference, relative to the norm of the reference, must be at most 1e-2 in bfloat16 and 1e-4 in float32.
 """
 
 from collections.abc import Callable
@@ -54,7 +54,9 @@ def numbers(device: torch.device, dtype: torch.dtype, *shapes: tuple[int, ...]) 
 
 
 def compare(results: Results, name: str, kernel: Compute, reference: Compute, *inputs: torch.Tensor) -> None:
-    """Compare result and gradients, and report the largest difference."""
+    """Compare the result and the gradients of a kernel with the reference, and add the largest difference to the
+    results.
+    """
     exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
     ours, expected = kernel(*inputs), reference(*exact)
     share = torch.randn_like(expected)
@@ -90,14 +92,14 @@ def swiglu(gate_and_up: torch.Tensor) -> torch.Tensor:
 
 
 def check_rotations(results: Results, name: str, channels: torch.Tensor) -> None:
-    """Compare rotations of the first half of each head."""
+    """Compare rotations of the first half of each head's channels."""
     angles = torch.rand(len(channels), 1, 1, channels.size(-1) // 4, device=channels.device).repeat(1, 1, 1, 2)
     turns = torch.stack([angles.cos(), angles.sin()]).to(channels.dtype)
     compare(results, name, lambda x: fused_rotate(x, turns), lambda x: rotate(x, turns.double()), channels)
 
 
 def check_experts(results: Results, device: torch.device, tokens: int) -> None:
-    """Compare eight experts, one of them without tokens."""
+    """Compare eight experts. One of them has no tokens."""
     counts = [tokens // 2, 0, tokens // 4, *[tokens // 20] * 5]
     ends = torch.tensor(counts, device=device).cumsum(0).to(torch.int32)
     hidden, *weights = numbers(device, torch.bfloat16, (sum(counts), 128), *[(64, 128)] * len(counts))
@@ -114,7 +116,10 @@ def check_experts(results: Results, device: torch.device, tokens: int) -> None:
 
 
 def check_sums(results: Results, device: torch.device) -> None:
-    """Compare sums of bfloat16 gradients in float32: in the matrix product, and for all experts in one kernel."""
+    """Compare sums of bfloat16 gradients in float32.
+
+    They are computed in the matrix product, and for all experts in one kernel.
+    """
     left, right = (torch.randn(256, 128, device=device, dtype=torch.bfloat16) for _ in range(2))
     if device.type == "cuda" and sums_products_in_float32(torch.bfloat16):
         total = torch.randn(256, 256, device=device)
@@ -146,7 +151,7 @@ def check_loss(results: Results, name: str, group, states: torch.Tensor, matrix:
 
 
 def check_attention(results: Results, settings: Settings, device: torch.device) -> None:
-    """Compare 1 to 100 sequences in a row with two query heads per key, with all available kernels."""
+    """Compare attention over rows of 1 to 100 sequences with two query heads per key, with all available kernels."""
     chosen = automatic(settings.device == "cuda", is_float32=False)
     kernel = varlen_kernel(chosen)
     if kernel is None:

@@ -1,4 +1,4 @@
-"""Compare all layouts that fit the number of GPUs with one process, with scripts/parity.py; then run tests/gpu."""
+"""Compare all layouts that fit the number of GPUs with one process (scripts/parity.py); then run tests/gpu."""
 
 import json
 import subprocess

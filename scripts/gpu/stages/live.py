@@ -1,4 +1,4 @@
-"""Update the weights of a running vLLM with examples/live_weights.py, and check that new heads improve.
+"""Update the weights of a running vLLM with examples/live_weights.py, and check that new heads raise the acceptance.
 
 Weights are transferred as files, and on GPUs also from GPU to GPU."""
 

@@ -1,9 +1,9 @@
 """Compare logits of tiny models with transformers in float32, on the same weights and device.
 
 In bfloat16, fused kernels round at different points than transformers, and a token with similar scores for two experts
-can be routed differently, so no bound on the largest difference fits both dense and mixture-of-experts models.
-Therefore the bfloat16 errors of swiftlite and transformers, relative to float32 logits, are compared: swiftlite's
-median relative error is at most 1.1 times that of transformers.
+can be routed differently. No bound on the largest difference therefore fits both dense and mixture-of-experts models.
+Instead, the bfloat16 errors of swiftlite and transformers relative to float32 logits are compared: swiftlite's median
+error must be at most 1.1 times the median error of transformers.
 """
 
 import tempfile
@@ -19,9 +19,11 @@ from tests.tiny import make_tiny_hf
 
 FAMILIES = ("llama", "qwen3", "mimo", "qwen3_moe", "glm4_moe", "deepseek_v3", "qwen3_next")
 LARGEST_DIFFERENCE = 1e-4
-"""Bound in float32, relative to the largest logit; the order of additions differs."""
+"""Maximum difference in float32, relative to the largest logit. Results differ because the order of additions
+differs."""
 ERROR_RATIO = 1.1
-"""Bound of swiftlite's median error in bfloat16 divided by that of transformers; measured on a CPU: 0.85 to 0.99."""
+"""Maximum of swiftlite's median error in bfloat16, divided by the median error of transformers. On a CPU, 0.85 to 0.99
+was measured."""
 
 
 def run(settings: Settings, results: Results) -> None:
@@ -49,6 +51,6 @@ def run(settings: Settings, results: Results) -> None:
 
 
 def median_error(logits_BSV: torch.Tensor, exact_BSV: torch.Tensor) -> float:
-    """Return the median over positions of the error's norm relative to that of the logits."""
+    """Return the median over positions of the norm of the error, relative to the norm of the exact logits."""
     error_BS = (logits_BSV.double() - exact_BSV).norm(dim=-1) / exact_BSV.norm(dim=-1)
     return float(error_BS.median())

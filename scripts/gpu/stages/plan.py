@@ -1,4 +1,6 @@
-"""Compare the memory estimate of `swiftlite doctor --plan` with allocated tensors (scripts/bench/memory.py)."""
+"""Compare the memory estimate of `swiftlite doctor --plan` with the tensors that are allocated
+(scripts/bench/memory.py).
+"""
 
 import runpy
 from pathlib import Path

@@ -1,9 +1,11 @@
-"""Measure training speed by shape and kind of run, and that of a plain transformers loop on the same device.
+"""Measure training speed by shape of model and kind of run, and the speed of a plain transformers loop on the same
+device.
 
-Each case is a subprocess that adds a line; the most important cases are first, in case the stage is stopped. Weights
-are drawn on the device, and rows are created in memory. By default, rows are packed and have the same length; a step is
-one micro-batch. `x` is the ratio to another case, if that case was measured. The plain loop has float32 weights under
-bfloat16 autocast, SDPA and torch's fused AdamW, as swiftlite keeps float32 weights and moments.
+Each case runs in a subprocess and adds a line to the results. The most important cases are first, because the stage can
+be stopped. Weights are drawn on the device, and rows are created in memory. By default, rows are packed and have the
+same length; a step is one micro-batch. In the results, `x` is the ratio to another case, if that case was measured. The
+plain loop has float32 weights under bfloat16 autocast, because swiftlite also keeps float32 weights and moments. It
+uses SDPA and torch's fused AdamW.
 """
 
 import importlib
@@ -78,7 +80,7 @@ def run(settings: Settings, results: Results) -> None:
 
 
 def missing(package: str, settings: Settings) -> str:
-    """Return why a package of Triton kernels cannot be measured here; empty if it can."""
+    """Return why a package of Triton kernels cannot be measured on this machine; empty if it can."""
     if settings.device != "cuda":
         return f"the kernels of {package} require a GPU"
     if importlib.util.find_spec(package) is None:
@@ -164,7 +166,7 @@ def plain(case: Case, settings: Settings, results: Results, compiles: bool = Fal
 
 
 def loss_alone(case: Case, settings: Settings, results: Results) -> None:
-    """Measure cross-entropy with its matrix products, forward and backward, of one micro-batch."""
+    """Measure only the loss of one micro-batch: cross-entropy with its matrix products, forward and backward."""
     from swiftlite.model.loss.chunked_loss import LabelTarget, chunked_loss
     from swiftlite.model.loss.losses import select, token_loss
     from swiftlite.runtime.distributed import session

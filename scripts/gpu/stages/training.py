@@ -1,4 +1,5 @@
-"""Profile a training step on one GPU: tokens/s against the plan's estimate, the slowest kernels, and waits of the host.
+"""Profile a training step on one GPU: tokens/s compared with the plan's estimate, the slowest kernels, and waits of the
+host.
 
 The stage `speed` measures other kinds of runs, and other training loops.
 """
@@ -19,11 +20,12 @@ from swiftlite.families.index import architecture_of
 from swiftlite.heads import Heads
 
 DEMANDED = 0.8
-"""Required share of the estimate of `estimate/speed.py`, whose constants are not measured for these kernels."""
+"""Share of the speed estimated by `estimate/speed.py` that must be reached. The constants of the estimate were not
+measured for these kernels."""
 
 
 def run(settings: Settings, results: Results) -> None:
-    """Measure with the kernels of `auto` and, if they are available, with Transformer Engine and FP8."""
+    """Measure with the kernels that `auto` selects and, if they are available, with Transformer Engine and with FP8."""
     if settings.model:
         config = json.loads((settings.model / "config.json").read_text(encoding="utf-8"))
         measure(settings, results, settings.model.name, config)
@@ -45,7 +47,7 @@ def measure(settings: Settings, results: Results, name: str, hf_config: dict[str
 
 
 def train(settings: Settings, results: Results | None, name: str, hf_config: dict[str, Any], **options: Any) -> float:
-    """Train on packed rows of one length; returns tokens per second, and adds all measurements to `results`."""
+    """Train on packed rows of one length. Add all measurements to `results`, and return tokens per second."""
     length, steps, micro_batch, global_batch = 4096, 10, 2, 4
     if settings.tiny:
         length, steps, global_batch = 64, 4, 2
