@@ -1,4 +1,4 @@
-"""Whole commands in processes of their own, on a tiny model and a few rows."""
+"""Fixtures that run whole commands in separate processes, with a tiny model and a few rows."""
 
 import itertools
 import json
@@ -19,10 +19,10 @@ from tests.tiny import make_tiny_hf
 
 
 class Commands:
-    """Runs `swiftlite ...` in a directory as a user would; every call is a process, or several.
+    """Runs `swiftlite ...` in a directory as a user would. Every call starts one or several processes.
 
     Args:
-        host: where these processes come from; unset: they are forked from what all share.
+        host: process that the commands are forked from; default: the process that all tests share.
     """
 
     def __init__(self, directory: Path, host: Host | None = None):
@@ -32,7 +32,7 @@ class Commands:
         self._numbers = itertools.count()
 
     def start(self, *argv: object, processes: int = 1) -> Running:
-        """One process; or that many ranks, with the environment that torchrun would give them."""
+        """Start one process, or several ranks with the environment that torchrun would set."""
         environments = [self._environment()]
         if processes > 1:
             self._stores.append(open_store())
@@ -42,7 +42,7 @@ class Commands:
 
     @staticmethod
     def kill(process: Running) -> None:
-        """kill -9, as the kernel's out-of-memory killer or a batch system does."""
+        """Kill a process with kill -9, as the kernel does when memory is exhausted, or a batch system."""
         os.killpg(process.pid, signal.SIGKILL)
         process.wait(60)
 
@@ -62,13 +62,13 @@ class Commands:
         return result
 
     def run_for_real(self, *argv: object, **environment: str) -> subprocess.CompletedProcess:
-        """`python -m swiftlite ...`, by which torchrun is started too if `environment` says so."""
+        """Run `python -m swiftlite ...`; torchrun is started too if `environment` requires it."""
         process = self.start_for_real(*argv, **environment)
         out, err = process.communicate(timeout=600)
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
     def start_for_real(self, *argv: object, **environment: str) -> subprocess.Popen:
-        """The same, with a process group of its own, while it runs."""
+        """Start `python -m swiftlite ...` in a separate process group, and return the running process."""
         return subprocess.Popen(
             [sys.executable, "-W", "ignore", "-m", "swiftlite", *map(str, argv)],
             cwd=self.directory,
@@ -83,7 +83,10 @@ class Commands:
         return {**os.environ, "OMP_NUM_THREADS": "1"}
 
     def _outputs(self) -> tuple[Path, Path]:
-        """Files for stdout and stderr, beside the directory and not in it: tests look at what is there."""
+        """Return files for stdout and stderr.
+
+        They are outside of the directory, because tests check the directory's content.
+        """
         number = next(self._numbers)
         logs = self.directory.with_name(f"{self.directory.name}.logs")
         logs.mkdir(exist_ok=True)
@@ -97,7 +100,7 @@ def commands(tmp_path) -> Commands:
 
 @pytest.fixture(scope="session")
 def vllm_host() -> Iterator[Host]:
-    """What needs vLLM in one process is forked from here."""
+    """Yield the process from which tests that use vLLM in one process are forked."""
     host = vllm_here.start_host()
     yield host
     host.close()
@@ -105,7 +108,7 @@ def vllm_host() -> Iterator[Host]:
 
 @pytest.fixture(scope="session")
 def vllm(vllm_host):
-    """`vllm_here.serve`, in a process of its own."""
+    """Return `vllm_here.serve`, which runs in a separate process."""
     return lambda *args, **options: vllm_host.call(partial(vllm_here.serve, *args, **options))
 
 
@@ -124,7 +127,7 @@ def dataset(tmp_path) -> Path:
 
 @pytest.fixture
 def sft(model, dataset) -> list[str]:
-    """The options that every run of these tests shares."""
+    """Return the options that all runs of these tests share."""
     return (
         f"megatron sft --model {model} --dataset {dataset} --torch_dtype float32 --micro_batch_size 2 "
         "--global_batch_size 4 --train_iters 12 --save_steps 4 --eval_steps 100 --eval_iters 1 --lr 1e-3 "
@@ -133,6 +136,6 @@ def sft(model, dataset) -> list[str]:
 
 
 def read_metrics(run: Path) -> list[dict]:
-    """metrics.jsonl without what depends on the clock."""
+    """Return metrics.jsonl without values that depend on the clock."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [{name: value for name, value in line.items() if not name.endswith(("per_second", "_gb"))} for line in lines]

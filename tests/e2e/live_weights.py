@@ -1,9 +1,9 @@
-"""Trains a tiny model beside an engine that is running on it, and gives the engine the weights of the last step.
+"""Train a tiny model while an engine serves it, and send the weights of the last step to the engine.
 
     python live_weights.py ENGINE MODEL ROWS OUTPUT_DIR WEIGHT_TRANSPORT
 
-Prints a line of JSON: the prompts; by stage, the accepted share of drafts, the counts and the completions; what the
-engine said of tensors that are not its own.
+Prints a line of JSON: the prompts; the acceptance, the counts and the completions before and after the update; and the
+engine's errors about tensors that it does not have.
 """
 
 import json
@@ -34,7 +34,7 @@ def read_prompts(model: str, rows: str) -> list[list[int]]:
 
 
 def refused(engine: Any, prompts: list[list[int]]) -> list[str]:
-    """What the engine says of a trunk without tensors, and of a question after that."""
+    """Return the engine's errors for a trunk without tensors, and for a request after that."""
     messages = []
     for action in (
         lambda: engine.update_weights(iter(()), None),

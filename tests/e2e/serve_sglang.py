@@ -1,9 +1,9 @@
-"""A process that lets SGLang do one job after the other, given as JSON; prints one line of JSON for each.
+"""Run jobs with SGLang one after another. Jobs are given as JSON, and one line of JSON is printed for each.
 
     python tests/e2e/serve_sglang.py '[{"model": DIR, "num_tokens": 3, "prompts": [[1, 2]], "max_new_tokens": 24},
                                        {"argv": ["infer", "--infer_backend", "sglang"]}]'
 
-Each job has a process of its own, because SGLang kills the one it was started from; that one is forked too.
+Each job runs in a separate forked process, because SGLang kills the process that started it.
 """
 
 import contextlib
@@ -27,10 +27,10 @@ from tests.weights_of import trunk_and_heads
 
 
 def serve(job: dict[str, Any]) -> dict[str, Any]:
-    """Complete the prompts; the first one again up to its sixth token; and ask for what is refused.
+    """Complete the prompts, then the first prompt again up to its sixth token, and send requests that must be rejected.
 
-    With "weights_of", a checkpoint of the same shapes, the engine is given its weights before that, in buckets of one
-    tensor: what a loader joins does not come together.
+    With "weights_of", a checkpoint of the same shapes, its weights are sent to the engine first, in buckets of one
+    tensor, so that tensors which a loader fuses are in different buckets.
     """
     config = EngineConfig(
         resolve_served(job["model"]),
@@ -73,7 +73,7 @@ def serve(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def command(argv: list[str]) -> dict[str, Any]:
-    """Run `swiftlite ...`."""
+    """Run `swiftlite ...` with SGLang."""
     # Files, because SGLang's processes ask for the descriptor of stderr.
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -84,7 +84,7 @@ def command(argv: list[str]) -> dict[str, Any]:
 
 
 def stop_at(file: str, number: int) -> None:
-    """Send SIGTERM to this process when the file has so many lines."""
+    """Send SIGTERM to this process when the file has `number` lines."""
     path = Path(file)
     while not path.exists() or path.read_bytes().count(b"\n") < number:
         time.sleep(0.01)

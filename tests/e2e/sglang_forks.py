@@ -1,4 +1,4 @@
-"""Lets SGLang fork the processes of an engine: a start takes 2.5 s of CPU then; three times its imports, 17 s."""
+"""Let SGLang fork the processes of an engine. A start then takes 2.5 s of CPU time; three imports would take 17 s."""
 
 import multiprocessing
 import os
@@ -7,7 +7,7 @@ from swiftlite.engines.sglang.options import cpu_variables
 
 
 def install() -> None:
-    """Import what an engine's processes need, and fork them from this one."""
+    """Import what an engine's processes need, and let SGLang fork them from this process."""
     os.environ.update(cpu_variables())  # read when SGLang is imported
     # Not the registry of models: it is for the plugin to say what is in it.
     import sglang.srt.entrypoints.engine

@@ -1,4 +1,4 @@
-"""Adapters that a real vLLM serves beside a model: it answers as the merged model does, heads draft for both."""
+"""Test that vLLM serves adapters with a model: answers equal those of the merged model, and heads draft for both."""
 
 import importlib.util
 import json
@@ -30,7 +30,7 @@ NEW_TOKENS = 24
 
 
 def write_adapters(base: Path, directory: Path) -> None:
-    """Adapters of the trunk's linear layers, large enough to change every answer."""
+    """Write adapters of the trunk's linear layers that are large enough to change every answer."""
     model = resolve_served(base)
     torch.manual_seed(1)
     tensors = {}
@@ -67,7 +67,7 @@ def ask(url: str, model: str, prompt: list[int]) -> list[int]:
 
 
 def accepted(url: str) -> int:
-    """Drafts that the server has accepted so far."""
+    """Return the number of accepted draft tokens since the start of the server."""
     with urllib.request.urlopen(f"{url}/metrics", timeout=60) as response:
         return read_metrics(response.read().decode(), 1).accepted
 

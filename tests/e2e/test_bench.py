@@ -1,6 +1,6 @@
-"""`swiftlite bench` with real vLLM servers: its files, its counts, what it prints; and that nothing outlives it.
+"""Test `swiftlite bench` with real vLLM servers: files, counts, output, and that no process remains.
 
-No number here depends on speed.
+No checked number depends on speed.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ def bench(commands: Commands, monkeypatch) -> list[str]:
 
 
 def left_of(directory: Path) -> list[psutil.Process]:
-    """Processes that were started in a directory: the servers, and whatever they started."""
+    """Return the processes that were started in a directory: the servers and their subprocesses."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):  # ended meanwhile, or somebody else's
@@ -53,7 +53,7 @@ def left_of(directory: Path) -> list[psutil.Process]:
 
 
 def wait_until_nothing_is_left(directory: Path) -> None:
-    """A process that was just killed is there until the kernel has taken its memory back."""
+    """Wait until no process remains. A killed process exists until the kernel has freed its memory."""
     deadline = time.monotonic() + 30
     while left_of(directory):
         assert time.monotonic() < deadline, left_of(directory)
@@ -115,7 +115,7 @@ def test_ctrl_c_leaves_what_was_measured_and_no_process(commands: Commands, benc
 
 
 def test_kill_leaves_no_process(commands: Commands, bench: list[str]):
-    """kill -9 while the server's engine starts, in a process that the server started."""
+    """`bench` is killed with kill -9 while the server starts its engine in a subprocess."""
     process = commands.start(*bench)
     while len(left_of(commands.directory)) < 4:  # bench, the warden, the server, its engine
         assert process.poll() is None
@@ -125,7 +125,7 @@ def test_kill_leaves_no_process(commands: Commands, bench: list[str]):
 
 
 def test_a_server_that_cannot_start(commands: Commands, bench: list[str]):
-    """vLLM's own words are shown; it refuses the option before it loads anything."""
+    """vLLM's error is shown. vLLM rejects the option before it loads anything."""
     done = commands.run(*bench, "--vllm_engine_kwargs", '{"bogus": 1}')
     assert done.returncode == 1
     assert has_line(done.stderr, "swiftlite: 2")

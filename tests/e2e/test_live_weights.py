@@ -1,4 +1,4 @@
-"""An engine that runs takes the weights of a trainer that goes on: its own counts, before and after."""
+"""Test that a running engine receives the weights of a trainer, by its draft counts before and after."""
 
 import importlib.util
 import json
@@ -83,8 +83,10 @@ def test_acceptance_rises_in_the_engine_that_runs(commands: Commands, tmp_path, 
 @needs_vllm
 @pytest.mark.parametrize("family", ["qwen3_moe", "mimo", "glm4_moe"])
 def test_an_engine_that_takes_new_weights_in_parts_is_as_if_started_with_them(vllm, trained, tmp_path, family):
-    """Without `_forget_packed_experts` of weight_transfer.py vLLM reads the new experts as if they were packed. Draft
-    classes refuse heads that are not whole, unless they are told that these are a part."""
+    """Without `_forget_packed_experts` of weight_transfer.py, vLLM treats new weights of experts as packed.
+
+    Draft classes reject incomplete heads, unless they are told that the tensors are only a part.
+    """
     started = make_tiny_hf(tmp_path / "started", family, depth=1)
     directory, prompts = trained(family, 1, "vllm")
     served = vllm(started, prompts, NEW_TOKENS, 1, weights_of=directory)
@@ -98,7 +100,7 @@ def test_an_engine_that_takes_new_weights_in_parts_is_as_if_started_with_them(vl
 @pytest.mark.gloo
 @pytest.mark.slow
 def test_the_example_over_two_stages(tmp_path):
-    """The heads of a class of vLLM's own, trained on two ranks of which the first one has the engine."""
+    """A draft class of vLLM runs the heads. They are trained on two ranks, and the first rank has the engine."""
     model = make_tiny_hf(tmp_path / "model", "mimo", depth=1, with_tokenizer=True)
     options = {"MODEL": str(model), "DATASET": str(write_rows(tmp_path)), "OUT": str(tmp_path / "run"), "EVERY": "60"}
     launch = "-W ignore -m torch.distributed.run --nproc_per_node 2".split()

@@ -1,4 +1,4 @@
-"""Packing as a command: streaming at several layouts, resumed, and random tokens of given lengths."""
+"""Test packing as a command: streaming with several layouts, resuming, and random tokens of given lengths."""
 
 import json
 from pathlib import Path
@@ -30,7 +30,7 @@ def stream_state(checkpoint: Path) -> dict:
     ids=["rows", "dp_balanced"],
 )
 def test_a_streamed_run_is_the_same_at_other_layouts_and_goes_on_bit_for_bit(commands, sft, tmp_path, packing, layouts):
-    """40 rows, some 3 of them in a packed one, so that 12 steps of 4 rows pass over the file more than once."""
+    """There are 40 rows, about 3 in each packed row, so 12 steps of 4 packed rows read the file more than once."""
     options = [*sft, *STREAMED, *packing, "--split_dataset_ratio", 0, "--micro_batch_size", 1]
     options += ["--lr_decay_style", "constant"]
     commands.ok(*options, "--output_dir", tmp_path / "alone")

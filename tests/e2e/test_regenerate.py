@@ -1,4 +1,4 @@
-"""`swiftlite regenerate` that is killed again and again, and ends as if nothing had happened."""
+"""Test that `swiftlite regenerate`, killed several times, ends with the same result as without interruption."""
 
 import json
 import random
@@ -17,7 +17,7 @@ NUM_ROWS = 10
 
 @pytest.fixture
 def regenerate(model, tmp_path) -> list[str]:
-    """Options without --output_dir: conversations of one turn and of two, in turns."""
+    """Return options without --output_dir. Conversations have one or two turns."""
     rows = []
     for number in range(NUM_ROWS):
         history = [[f"What is {number}?", "A number."]] * (number % 2)
@@ -62,7 +62,7 @@ def test_killed_at_ten_random_moments(commands: Commands, regenerate: list[str],
 
 @pytest.mark.engine
 def test_vllm_stopped_and_gone_on_with(vllm_host, regenerate: list[str], tmp_path):
-    """The heads draft, and vLLM has several prompts at a time; it says what transformers says."""
+    """Heads draft, and vLLM processes several prompts at a time. Its answers equal those of transformers."""
     commands = Commands(tmp_path, vllm_host)
     commands.ok(*regenerate, "--output_dir", "transformers")
     regenerate += "--infer_backend vllm --max_batch_size 4 --speculative mtp".split()

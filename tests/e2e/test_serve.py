@@ -1,4 +1,4 @@
-"""The whole way for a native and for a fresh head: sft, export, and the engine's own counts in real vLLM."""
+"""Test sft, export, and the draft counts of real vLLM, for published heads and for a new head."""
 
 import json
 import shutil
@@ -34,7 +34,7 @@ FAMILIES = ["mimo", "qwen3", "glm4_moe", "deepseek_v3", "qwen3_next"]
 
 @pytest.fixture(scope="module", params=some_of(FAMILIES, "mimo", "qwen3", "glm4_moe", "qwen3_next"))
 def served(request, vllm_host, tmp_path_factory) -> tuple[Commands, str, Path]:
-    """A model that knows four answers by heart, exported; qwen3 gets its head from nothing, the others have one."""
+    """Return an exported model that has learned four answers. qwen3 gets a new head; the other models have one."""
     family = request.param
     directory = tmp_path_factory.mktemp(family)
     commands = Commands(directory, vllm_host)
@@ -55,7 +55,7 @@ def served(request, vllm_host, tmp_path_factory) -> tuple[Commands, str, Path]:
 
 
 def learn(commands: Commands, sft: list) -> None:
-    """Train and export until transformers says the answers, and the head too, however many steps that takes here."""
+    """Train and export until transformers generates the answers and the head predicts them."""
     for steps in (150, 350, 700, 1400):
         for name in ("run", "hf"):
             shutil.rmtree(commands.directory / name, ignore_errors=True)
@@ -70,13 +70,13 @@ def learn(commands: Commands, sft: list) -> None:
 
 
 def head_prefix(family: str) -> str:
-    """What the names of the head's tensors begin with, and no other's."""
+    """Return the prefix of the names of the head's tensors."""
     _, block = mtp_names(family, 0)
     return "mtp." if block.startswith("mtp.") else block
 
 
 def infer(commands: Commands, engine: str, model: str, acceptance: str, *options: str) -> tuple[list[str], str]:
-    """Let an engine answer the rows with the head drafting; returns the answers and what it logged."""
+    """Let an engine answer the rows with drafts; return the answers and its log."""
     hf_config = read_config(commands.directory / model)
     is_hybrid = hf_config["model_type"] in HYBRID  # of which vLLM's kernels for a CPU know one precision
     dtype = "bfloat16" if is_hybrid and engine == "vllm" else "float32"
@@ -105,7 +105,7 @@ def test_vllm_accepts_what_the_run_said_it_would(served):
 
 
 def test_random_heads_are_not_accepted(served):
-    """The same trunk with other heads answers the same, and accepts next to nothing."""
+    """With random heads, the trunk gives the same answers, and almost no drafts are accepted."""
     commands, family, directory = served
     if family == "deepseek_v3":
         pytest.skip("glm4_moe has its heads under the same names, and starts faster")

@@ -1,5 +1,8 @@
-"""A server of `swiftlite deploy --live_weights`, given new weights over HTTP: its tokens and counts against those of a
-fresh model, and what it says when it cannot have them. One start for all, so one test."""
+"""Test a server of `swiftlite deploy --live_weights` that receives new weights over HTTP.
+
+Its tokens and counts are compared with those of a model that was loaded from files; its errors are checked as well.
+There is only one test, so that the server starts once.
+"""
 
 import importlib.util
 import shutil
@@ -33,7 +36,7 @@ NEW_TOKENS = 16
 
 
 def parts_of(directory: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """A checkpoint's trunk and its heads."""
+    """Return the tensors of a checkpoint's trunk and of its heads."""
     tensors = load_file(directory / "model.safetensors")
     heads = {name: tensor for name, tensor in tensors.items() if name.startswith("mtp.")}
     return {name: tensor for name, tensor in tensors.items() if name not in heads}, heads
@@ -46,7 +49,9 @@ def joined(directory: Path, trunk_of: Path, heads_of: Path) -> Path:
 
 
 def expected(directory: Path, prompts: list[list[int]]) -> tuple:
-    """What an engine started from it would answer and count; test_engines.py holds vLLM to the same."""
+    """Return the answers and counts of an engine started from a checkpoint. test_engines.py tests vLLM against the same
+    values.
+    """
     reference = follow(Reference.load(directory, "qwen3", depth=1), convention("vllm", "qwen3").drafting)
     completions, counts = reference.simulate(prompts, NEW_TOKENS, 1)
     return completions, expected_counts(counts)

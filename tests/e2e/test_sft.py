@@ -1,4 +1,4 @@
-"""`megatron sft` as a process: resuming, being stopped, being killed, heads_only, several processes."""
+"""Test `megatron sft` as a process: resuming, signals, kill -9, heads_only, several processes."""
 
 import json
 import os
@@ -198,7 +198,7 @@ def children_of(pid: int) -> set[int]:
 
 
 def wait_for_a_save(process, run: Path) -> None:
-    """Returns within a save, unless that took less than a millisecond."""
+    """Wait until a save is running. Returns later only if the save took less than a millisecond."""
     end = time.monotonic() + 120
     while not list(run.glob(".checkpoint-*.writing")):
         assert process.poll() is None, process.communicate()[1]
@@ -211,7 +211,7 @@ def wait_for_a_save(process, run: Path) -> None:
     some_of([(1, "false"), (1, "true"), (2, "false"), (2, "true")], (2, "true")),
 )
 def test_a_signal_to_the_whole_group_does_not_end_a_save(commands, sft, tmp_path, processes, is_async):
-    """As torchrun, a terminal and batch systems send it."""
+    """torchrun, a terminal and batch systems send signals to the whole process group."""
     run = tmp_path / "run"
     frequent = ("--save_steps", "1", "--train_iters", "500", "--async_save", is_async, "--acceptance_samples", "0")
     process = commands.start_for_real(*sft, *frequent, "--output_dir", run, NPROC_PER_NODE=str(processes))
@@ -228,7 +228,7 @@ def test_a_signal_to_the_whole_group_does_not_end_a_save(commands, sft, tmp_path
 
 @pytest.mark.slow
 def test_signals_that_come_twice_do_not_end_a_save(commands, sft, tmp_path):
-    """SLURM sends them to every process, and torchrun passes its own on to the ranks."""
+    """SLURM sends a signal to every process, and torchrun also forwards its own signal to the ranks."""
     run = tmp_path / "run"
     frequent = ("--save_steps", "1", "--train_iters", "500", "--acceptance_samples", "0")
     process = commands.start_for_real(*sft, *frequent, "--output_dir", run, NPROC_PER_NODE="2")

@@ -1,7 +1,7 @@
-"""Real SGLang, started: its tokens and its own counts against an independent reference, in float32, exactly.
+"""Test real SGLang in float32: its tokens and draft counts must equal those of an independent reference.
 
-Its scheduler, drafting worker, weight loaders and model classes are its own, but for those of our plugin; its compiled
-kernels and torchvision have stand-ins (tests/sglang_stand_ins), as PyPI has them for CUDA alone.
+Scheduler, drafting worker, weight loaders and model classes are SGLang's, except the classes of swiftlite's plugin. Its
+compiled kernels and torchvision have stand-ins (tests/sglang_stand_ins), because PyPI has them only for CUDA.
 """
 
 import asyncio
@@ -54,7 +54,7 @@ def run_python(*arguments: object) -> subprocess.CompletedProcess:
 
 
 def do_all(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What came of each; one process imports SGLang for all."""
+    """Run all jobs in one process that imports SGLang once; return the results."""
     done = run_python(HERE / "serve_sglang.py", json.dumps(jobs))
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert len(lines) == len(jobs), done.stderr[-3000:]
@@ -62,12 +62,12 @@ def do_all(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def load(directory: Path, family: str) -> Reference:
-    """Drafts as the table says of SGLang."""
+    """Return the reference, which drafts as the convention of SGLang specifies."""
     return follow(Reference.load(directory, family, depth=1), convention("sglang", family).drafting)
 
 
 def write_talking(directory: Path) -> Path:
-    """A Qwen3 with a tokenizer, whose head has learned."""
+    """Write a Qwen3 with a tokenizer and a trained head."""
     tokenizer = make_tiny_tokenizer()
     write_trained(directory, "qwen3", depth=1, vocab_size=len(tokenizer))
     tokenizer.save_pretrained(directory)
@@ -81,7 +81,10 @@ def talking(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory) -> dict[Any, Any]:
-    """(family, tokens drafted per step) -> (checkpoint, prompts, what SGLang made of them); one process for all."""
+    """Return by (family, draft tokens per step) the checkpoint, the prompts and SGLang's results.
+
+    All jobs share one process.
+    """
     folder = tmp_path_factory.mktemp("models")
     models: dict[str, tuple[Path, list[list[int]]]] = {}
     for family in dict.fromkeys(family for family, _ in CASES):
@@ -134,7 +137,7 @@ def test_tokens_and_counts_equal_the_reference(served, family, num_tokens):
 
 @pytest.mark.parametrize("family", WITH_VOCAB)
 def test_drafts_are_of_the_draft_vocabulary(served, family):
-    """A draft class of ours and one of SGLang's."""
+    """One draft class is swiftlite's, the other SGLang's."""
     directory, prompts, result = served[f"{family}, draft vocabulary", 3]
     reference = load(directory, family)
     _, counts_of_all = reference.simulate(prompts, NEW_TOKENS, 3)
@@ -169,7 +172,7 @@ def take_the_other_state(reference: Reference) -> None:
 @pytest.mark.parametrize("change", [swap_halves, keep_first_embedding, take_the_other_state])
 @pytest.mark.parametrize("case", LAST_CASES)
 def test_another_convention_counts_otherwise(served, case, change):
-    """Of each line of the table, each word matters to what is compared."""
+    """If any entry of a convention is changed, the compared results change."""
     directory, prompts, result = served[case]
     reference = load(directory, case[0])
     change(reference)
@@ -179,7 +182,7 @@ def test_another_convention_counts_otherwise(served, case, change):
 
 
 def test_what_sglang_refuses_is_told(served):
-    """Both before and after its processes were started, and this one lives on."""
+    """Errors before and after the start of SGLang's processes are reported, and this process keeps running."""
     (unknown,) = served["unknown option"]["refused"]
     assert mentions(unknown, "SGLang 'max_modle_len'")
     (damaged,) = served["damaged"]["refused"]
@@ -187,7 +190,6 @@ def test_what_sglang_refuses_is_told(served):
 
 
 def test_infer_and_evaluate(talking, tmp_path):
-    """The whole commands."""
     prompts, own, acceptance = tmp_path / "prompts.jsonl", tmp_path / "own.jsonl", tmp_path / "acceptance.json"
     prompts.write_text("".join(json.dumps({"query": f"What is {i} plus {i}?"}) + "\n" for i in range(6)))
     acceptance.write_text('{"depths": 1}')
@@ -210,7 +212,10 @@ def test_infer_and_evaluate(talking, tmp_path):
 
 
 def test_the_printed_command_starts_the_server(talking, tmp_path):
-    """As pasted into a shell; it answers an OpenAI client, and that of `bench`, which counts its drafts."""
+    """The command runs in a shell.
+
+    The server answers an OpenAI client, and the client of `bench`, which counts drafts.
+    """
     options = f"--model {talking} --torch_dtype float32 --port {PORT} --max_model_len 256 --infer_backend sglang"
     printed = run_python(
         "-m",
@@ -247,7 +252,7 @@ def test_the_printed_command_starts_the_server(talking, tmp_path):
 
 
 async def ask(prompts: list[list[int]]) -> tuple[list[list[Answer]], DraftCounts]:
-    """Two rounds of `bench`, and what was drafted in both."""
+    """Return the answers of two rounds of `bench`, and the draft counts of both rounds."""
     async with connect("sglang", URL, Sampling(NEW_TOKENS), 1) as client:
         rounds = [await generate_all(client, prompts, concurrency, f"{concurrency}") for concurrency in (1, 2)]
         return [each.answers for each in rounds], await client.draft_counts()

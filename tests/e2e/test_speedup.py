@@ -1,4 +1,4 @@
-"""`swiftlite speedup` with real vLLM: killed again and again, it ends with heads, figures and a command that parses."""
+"""Test `swiftlite speedup` with real vLLM: killed several times, it ends with heads, figures and a valid command."""
 
 import importlib.util
 import json
@@ -23,7 +23,7 @@ pytestmark = [
 
 @pytest.fixture
 def speedup(commands: Commands) -> list[str]:
-    """Rows for a model with random weights, which cannot write prompts."""
+    """Return options with rows, because a model with random weights cannot write prompts."""
     make_tiny_hf(commands.directory / "model", "qwen3", with_tokenizer=True, vocab_size=320)
     numbers = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
     rows = [{"query": f"What is {one} times {other}, and why?"} for one in numbers for other in numbers]

@@ -1,7 +1,7 @@
-"""Real vLLM in one process: a start takes 3 s there and not 30, and its draft model can be asked for its logits.
+"""Run real vLLM in one process. A start takes 3 s instead of 30 s, and the draft model's logits can be read.
 
-Scheduler, model runner, kernels and classes are those that it otherwise starts processes for. That process is not
-pytest's own, and another one each time: vLLM changes much of the process it computes in.
+Scheduler, model runner, kernels and classes are those for which vLLM otherwise starts processes. Each run uses a new
+process that is not pytest's, because vLLM changes much of the process in which it runs.
 """
 
 import os
@@ -30,14 +30,14 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Served:
-    """What vLLM made of some prompts.
+    """The results of vLLM for some prompts.
 
     Args:
-        token_ids: of all prompts, served at once.
-        counts: its own, of that.
-        draft: class of its draft model.
-        logits: the draft's, [steps, num_speculative_tokens, vocabulary] of each prompt served alone.
-        num_compiled: of its models, those that it compiled, by its own count.
+        token_ids: generated tokens of all prompts, which are served at the same time.
+        counts: vLLM's draft counts for these prompts.
+        draft: class of the draft model.
+        logits: the draft model's logits, [steps, num_speculative_tokens, vocabulary], of each prompt served alone.
+        num_compiled: number of models that vLLM has compiled, from its own count.
     """
 
     token_ids: list[list[int]]
@@ -59,7 +59,7 @@ MODULES = [
 
 
 def start_host() -> Host:
-    """Imports vLLM once for all that is called in it: that takes longer than a start of the engine."""
+    """Start a process that imports vLLM once for all calls, because importing takes longer than starting the engine."""
     return Host(MODULES, ENVIRONMENT, vllm_forks.install)
 
 
@@ -73,12 +73,12 @@ def serve(
     dtype: Literal["bfloat16", "float32"] = "float32",
     compile_in: Path | None = None,
 ) -> Served:
-    """Start vLLM, generate greedily, stop it.
+    """Start vLLM, generate greedily, and stop it.
 
     Args:
-        compile_in: a directory for what vLLM compiles; unset: it computes eagerly, as by default on a CPU.
-        weights_of: a checkpoint of the same shapes, whose weights the engine is given before it generates.
-        num_alone: of the prompts, the first ones whose drafts' logits are asked for.
+        compile_in: directory for what vLLM compiles; None: vLLM does not compile, as by default on a CPU.
+        weights_of: checkpoint of the same shapes whose weights are sent to the engine before it generates.
+        num_alone: number of prompts (the first ones) whose draft logits are returned.
     """
     compiling = {}
     if compile_in is not None:
@@ -115,7 +115,7 @@ def serve(
 
 
 def drafted_by_load(directory: Path, schedule: DraftSchedule, loads: list[list[list[int]]]) -> list[Served]:
-    """What a vLLM that drafts by a schedule makes of some prompts at once, and then of others."""
+    """Serve several groups of prompts, one after another, with a vLLM that uses a draft schedule."""
     from swiftlite.engines.vllm.options import schedule_options
 
     given = {"method": "mtp", "num_speculative_tokens": schedule.largest, **schedule_options(schedule)}
@@ -140,7 +140,7 @@ def prefix_hits(
     num_speculative_tokens: int,
     dtype: Literal["bfloat16", "float32"] = "float32",
 ) -> int:
-    """Tokens that vLLM took from its prefix cache, by its own count, as it answered a prompt for the second time."""
+    """Return the number of tokens that vLLM found in its prefix cache when it answered a prompt for the second time."""
     length = len(prompt) + 16
     config = EngineConfig(
         resolve_served(directory), dtype, num_speculative_tokens=num_speculative_tokens, max_model_len=length
@@ -155,10 +155,10 @@ def prefix_hits(
 
 
 def load_draft(directory: Path, plugins: str | None = None) -> tuple[str, int]:
-    """The draft's class and the number of its parameters that vLLM's own loader filled, without an engine.
+    """Return the draft's class and the number of its parameters that vLLM's loader filled, without an engine.
 
     Args:
-        plugins: the names of those that vLLM may load; unset: all that are installed.
+        plugins: names of the plugins that vLLM may load; None: all installed plugins.
     """
     if plugins is not None:
         os.environ["VLLM_PLUGINS"] = plugins
@@ -191,7 +191,7 @@ _kept: list[torch.Tensor] = []
 
 
 def _keep_draft_logits(worker) -> str:
-    """Runs on vLLM's worker: puts all that the draft model says into `_kept`; returns its class."""
+    """On vLLM's worker, store all logits of the draft model in `_kept`; return the draft model's class."""
     draft = worker.model_runner.drafter.model
     compute_logits = draft.compute_logits
 

@@ -1,4 +1,7 @@
-"""One tiny model in swiftlite and in transformers. Without pytest: scripts/gpu runs it where nothing of the kind is."""
+"""Compute the logits of one tiny model in swiftlite and in transformers.
+
+This module does not import pytest, because scripts/gpu runs it on machines without pytest.
+"""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Core attention on one process: packed rows against each sequence alone, and against the softmax written out."""
+"""Test core attention on one process: packed rows against each sequence alone, and against a plain softmax."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def make_packed(lengths: list[int], **fields) -> PackedSeqParams:
 
 
 def make_inputs(tokens: int, shape: str, dtype: torch.dtype = torch.float32, rows: int | None = None):
-    """Queries, keys and values: [T, heads, size], or [S, rows, heads, size]."""
+    """Return queries, keys and values: [T, heads, size], or [S, rows, heads, size]."""
     torch.manual_seed(0)
     num_heads, num_groups, k_size, v_size = SHAPES[shape]
     lead = (tokens,) if rows is None else (tokens, rows)
@@ -42,12 +42,12 @@ def make_inputs(tokens: int, shape: str, dtype: torch.dtype = torch.float32, row
 
 
 def split(inputs):
-    """Queries, keys and values of each sequence."""
+    """Return queries, keys and values of each sequence."""
     return zip(*(tensor.split(LENGTHS) for tensor in inputs), strict=True)
 
 
 def written_out(query, key, value):
-    """Causal attention of one sequence [S, heads, size] in the words of the paper."""
+    """Compute causal attention of one sequence [S, heads, size] by its definition."""
     repeats = query.size(1) // key.size(1)
     key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
     scores = torch.einsum("qnd,knd->nqk", query, key) * query.size(-1) ** -0.5
@@ -58,7 +58,6 @@ def written_out(query, key, value):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_packed_sequence_is_computed_as_alone(mesh, shape, dtype):
-    """Bit for bit, gradients too."""
     attention = make_attention(mesh, k_channels=SHAPES[shape][2])
     inputs = make_inputs(sum(LENGTHS), shape, dtype)
     packed = attention(*inputs, None, packed_seq_params=make_packed(LENGTHS))
@@ -84,7 +83,10 @@ def test_attention_is_what_the_paper_says(mesh, shape):
 
 
 def varlen(query, key, value, cu_q, cu_k, max_q, max_k, *, scale):
-    """What CUDA's kernels promise: sequence by sequence, causal from the lower right, one head size for all three."""
+    """Compute what CUDA's kernels compute: causal attention of each sequence, with equal head sizes.
+
+    The causal mask is aligned to the lower right.
+    """
     assert query.size(-1) == key.size(-1) == value.size(-1)
     assert cu_q.dtype == cu_k.dtype == torch.int32
     assert (max_q, max_k) == (cu_q.diff().max(), cu_k.diff().max())
@@ -103,7 +105,9 @@ def varlen(query, key, value, cu_q, cu_k, max_q, max_k, *, scale):
 @pytest.mark.parametrize(("rank", "size"), [(0, 1), (0, 2), (1, 2), (3, 4)])
 @pytest.mark.parametrize("rows", [1, 2])
 def test_one_call_over_all_segments_is_a_call_for_each(mesh, shape, rank, size, rows):
-    """The way to CUDA's kernels, without them: tests/gpu/test_attention.py has the kernels."""
+    """Check the arguments that are passed to CUDA's kernels, without these kernels. tests/gpu/test_attention.py runs
+    the kernels.
+    """
     attention = make_attention(mesh, k_channels=SHAPES[shape][2], varlen=fill_values(varlen))
     _, key, value = make_inputs(48, shape, torch.float64, rows)
     query, *_ = make_inputs(48 // size, shape, torch.float64, rows)
@@ -114,7 +118,7 @@ def test_one_call_over_all_segments_is_a_call_for_each(mesh, shape, rank, size, 
 
 
 def test_padded_lengths_count(mesh):
-    """The row holds padded sequences; the lengths without padding say nothing about where they start."""
+    """The row contains padded sequences, so the starts of sequences follow only from the padded lengths."""
     attention = make_attention(mesh)
     inputs = make_inputs(24, "gqa")
     padded = make_packed([8, 16])
@@ -146,7 +150,7 @@ def test_sequences_that_are_not_the_row(mesh):
 
 
 def test_the_stock_class_refuses_packed_rows_and_mla(mesh):
-    """What this class is for; when megatron-core mends it, look again."""
+    """This is why swiftlite has its own class. If the test fails, megatron-core may have fixed its class."""
     with pytest.raises(AssertionError, match="Packed sequence is not supported"):
         make_attention(mesh, DotProductAttention)(*make_inputs(6, "gqa"), None, packed_seq_params=make_packed([6]))
     with pytest.raises(TypeError, match="v_channels"):

@@ -1,5 +1,6 @@
-"""The load-balancing loss and the expert bias against a few lines of plain torch, from the logits of transformers' own
-routers; and what they must not depend on.
+"""Test the load-balancing loss and the expert bias against short reference code in plain torch.
+
+The reference code uses the logits of transformers' routers.
 """
 
 import dataclasses
@@ -40,7 +41,7 @@ LENGTHS = (9, 16, 5, 12)
 
 
 def make_samples(learned: float = 1.0) -> list[Sample]:
-    """Rows of which this share, at the end, is learned."""
+    """Return rows in which the share `learned` of the tokens, at the end, is trained."""
     random = np.random.RandomState(0)
     samples = []
     for length in LENGTHS:
@@ -59,7 +60,7 @@ def padded(samples: Sequence[Sample], num_drafts: int) -> Batch:
 
 
 def router_scores(directory: Path, samples: Sequence[Sample]) -> tuple[Any, list[list[torch.Tensor]]]:
-    """transformers' model, and the scores of its routers: [T, E] of each sample, for each layer."""
+    """Return transformers' model and the scores of its routers, [T, E], for each layer and sample."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     scores: list[list[torch.Tensor]] = []
     for layer in model.model.layers:
@@ -80,7 +81,7 @@ def router_scores(directory: Path, samples: Sequence[Sample]) -> tuple[Any, list
 
 
 def balance_of(scores_TE: torch.Tensor) -> torch.Tensor:
-    """The papers' loss of some tokens."""
+    """Compute the load-balancing loss of the papers for these tokens."""
     num_tokens, num_experts = scores_TE.shape
     chosen = torch.zeros_like(scores_TE).scatter(1, scores_TE.topk(TOPK).indices, 1)
     share = chosen.sum(0) * num_experts / (TOPK * num_tokens)
@@ -88,10 +89,10 @@ def balance_of(scores_TE: torch.Tensor) -> torch.Tensor:
 
 
 def naive(directory: Path, samples: Sequence[Sample], micro_batches: Sequence[Sequence[int]]) -> tuple[float, dict]:
-    """The mean loss over layers and the gradients of `COEFF` times their sum.
+    """Return the mean loss over layers, and the gradients of `COEFF` times the sum over layers.
 
     Args:
-        micro_batches: samples of each, where the loss is over micro-batches.
+        micro_batches: sample numbers of each micro-batch, over which the loss is computed.
     """
     model, scores = router_scores(directory, samples)
     groups = micro_batches if model.config.model_type == "qwen3_moe" else [[n] for n in range(len(samples))]
@@ -123,7 +124,7 @@ def build(directory: Path, mesh: Mesh, heads: Heads = Heads(), recompute: Recomp
 
 
 def step(directory: Path, mesh: Mesh, batches: Sequence[Batch], heads: Heads = Heads(), **options: Any):
-    """One step under megatron-core's schedule: gradients as main_grad, the logged loss, the model."""
+    """Run one step with megatron-core's schedule; return the gradients (main_grad), the logged loss and the model."""
     model, family, hf_config = build(directory, mesh, heads, **options)
     wrapped = wrap_model(model, mesh, torch.float32)
     for chunk in wrapped:
@@ -150,7 +151,7 @@ def summed_gradient(parameter: Any) -> torch.Tensor:
 
 
 def gradients_of(directory: Path, out_dir: Path, mesh: Mesh, batches: Sequence[Batch], **options: Any):
-    """HF name -> gradient of a step, and the logged loss."""
+    """Return the gradients of a step by HF name, and the logged loss."""
     model, family, hf_config, logged = step(directory, mesh, batches, **options)
     for chunk in model:
         for parameter in chunk.parameters():
@@ -160,14 +161,17 @@ def gradients_of(directory: Path, out_dir: Path, mesh: Mesh, batches: Sequence[B
 
 
 def loss_gradients(directory: Path, out_dir: Path, mesh: Mesh, batches: Sequence[Batch], **options: Any):
-    """Those of the load-balancing loss alone: with it, less those without."""
+    """Return the gradients of the load-balancing loss alone: gradients with this loss minus gradients without it."""
     with_it, logged = gradients_of(directory, out_dir / "with", mesh, batches, moe_aux_loss_coeff=COEFF, **options)
     without, _ = gradients_of(directory, out_dir / "without", mesh, batches, **options)
     return {name: with_it[name] - without[name] for name in with_it}, logged
 
 
 def assert_close(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
-    """Ours is a difference of gradients some times larger: roundings of those, seen on the largest of a tensor."""
+    """Compare gradients of the load-balancing loss.
+
+    `ours` is a difference of larger gradients. Therefore rounding errors of these gradients are allowed.
+    """
     largest = max(float(gradient.abs().max()) for gradient in theirs.values())
     assert largest > 1e-3
     for name, gradient in theirs.items():
@@ -208,7 +212,9 @@ def test_it_depends_neither_on_prompts_nor_on_padding(learned, pad_to, tmp_path,
 
 
 def test_a_padding_embedding_of_zeros_does_no_harm(tmp_path, mesh):
-    """Where padding was load too, norms of nothing (1 / sqrt(eps)) made its gradient hundreds of times too large."""
+    """If padding counted as load, norms of zeros (1 / sqrt(eps)) would make its gradient hundreds
+    of times too large.
+    """
     directory = make_tiny_hf(tmp_path / "hf", "qwen3_moe")
     tensors = load_file(directory / "model.safetensors")
     tensors["model.embed_tokens.weight"][5] = 0
@@ -245,7 +251,7 @@ def test_recomputation_changes_nothing(heads, recompute, tmp_path, mesh):
 @pytest.mark.parametrize("beta", [1.0, 0.5])
 @pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe"])
 def test_steps_of_an_unrolled_head_weigh_as_their_losses(family, beta, tmp_path, mesh, monkeypatch):
-    """The router's loss from the scores that it was given in each step, against the definition."""
+    """The router's loss is compared with its definition, computed from the scores that the router had in each step."""
     directory = make_tiny_hf(tmp_path / "hf", family, depth=1)
     heads, samples = Heads(1, unroll=3, beta=beta), make_samples()
     seen: list[torch.Tensor] = []
@@ -296,7 +302,7 @@ def test_the_expert_bias_moves_by_the_load_of_real_tokens(cut, lay_out, tmp_path
 
 
 def loads_of(directory: Path, samples: Sequence[Sample]) -> list[torch.Tensor]:
-    """Tokens of each expert in each layer, as transformers chooses."""
+    """Return the number of tokens of each expert in each layer, as transformers routes them."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     loads = []
     for layer in model.model.layers:
@@ -329,7 +335,9 @@ HEADS = Heads(1, unroll=3, beta=0.5)
 
 
 def compute(jobs: Sequence[tuple[str, str, bool]], root: Path, ports: Sequence[int]) -> None:
-    """Each process: a step at each layout; gradients with the loss, the logged loss and the biases are written."""
+    """Run one step for each layout in this process; write the gradients with the loss, the logged
+    loss and the biases.
+    """
     for (layout, family, is_packed), port in zip(jobs, ports, strict=True):
         prepare_session(port)
         args = dataclasses.replace(SftArgs(), **LAYOUTS.get(layout, {}))

@@ -1,4 +1,4 @@
-"""What a device cannot compute is said before the model is built."""
+"""Test that a model which the device cannot compute is rejected before it is built."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Losses in chunks against the same from all logits: values, gradients, predictions, and the memory of both."""
+"""Test chunked losses against the same losses from all logits: values, gradients, predictions, and memory."""
 
 import re
 import shutil
@@ -31,7 +31,7 @@ HEADS = {
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("kind", get_args(MtpLoss))
 def test_losses_and_gradients_are_those_from_all_logits(kind, heads, tied, tmp_path, mesh, monkeypatch):
-    """A draft vocabulary is learned by distances, under a frozen trunk."""
+    """With a draft vocabulary, heads are trained with a distance and under a frozen trunk."""
     is_frozen = heads == "draft vocabulary"
     if is_frozen and kind == "ce":
         pytest.skip("cross-entropy knows no draft vocabulary")
@@ -71,8 +71,11 @@ def test_losses_and_gradients_are_those_from_all_logits(kind, heads, tied, tmp_p
 
 @pytest.mark.parametrize("kind", ["ce", "lk_hybrid"])  # of the distances the one with the most tensors
 def test_memory_is_that_of_one_chunk(kind, mesh):
-    """Of eight chunks of positions: with cross-entropy the logits of one, with distances the trunk's beside them and
-    one more of their size, as without chunks."""
+    """The positions are split into eight chunks.
+
+    With cross-entropy, the logits of one chunk are in memory. With distances, the trunk's logits and one more tensor of
+    this size are in memory as well, as without chunks.
+    """
     num_positions, hidden, vocab_size = 8 * CHUNK, 16, 1 << 12
     weight = torch.randn(vocab_size, hidden, requires_grad=True)
     states = torch.randn(num_positions, hidden, requires_grad=True)
@@ -106,7 +109,7 @@ def test_kernels_say_so(tmp_path, mesh):
 
 
 def exact_loss(kind: str, states: torch.Tensor, weight: torch.Tensor, words: torch.Tensor, trunk: torch.Tensor) -> Any:
-    """Of `states @ weight.T`, in ten lines and whatever precision comes in."""
+    """Compute the loss of the logits `states @ weight.T` by its definition, in the precision of the inputs."""
     log_h = (states @ weight.T).log_softmax(-1)
     if kind == "ce":
         return -log_h.gather(1, words[:, None])[:, 0]
@@ -126,7 +129,7 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inducto
 @needs_compiler
 @pytest.mark.parametrize(("kind", "dtype"), COMPILED)
 def test_the_compiled_loss_is_that_of_float64(kind, dtype, mesh, monkeypatch):
-    """Compiled by inductor as on a GPU, here to C++; logits of a vocabulary that no power of 2 divides."""
+    """The loss is compiled by inductor as on a GPU, but to C++. The vocabulary is not divisible by a power of 2."""
     monkeypatch.setattr(chunked_loss, "CHUNK", 20)  # and 13 are left
     generator = torch.Generator().manual_seed(1)
     states, trunk = (torch.randn(33, 24, generator=generator).to(dtype) for _ in range(2))
@@ -153,7 +156,7 @@ def test_the_compiled_loss_is_that_of_float64(kind, dtype, mesh, monkeypatch):
 
 @needs_compiler
 def test_the_compiled_cross_entropy_keeps_no_probabilities():
-    """Its code has no memory of the logits' size, in float32 twice theirs."""
+    """The compiled code allocates no memory of the size of the logits (in float32, twice their size)."""
     logits = torch.randn(30, 1003).bfloat16()
     words = torch.randint(0, 1003, (30,))
     torch._dynamo.reset()
@@ -166,8 +169,11 @@ def test_the_compiled_cross_entropy_keeps_no_probabilities():
 
 @pytest.mark.parametrize("kind", ["ce", "kl"])
 def test_bytes_that_the_compiled_loss_moves(kind, mesh, monkeypatch):
-    """At most 30 for each logit in bfloat16, forward and backward. A compiled kernel reads logits for the largest, for
-    the sum, for the sum of a distance and for the gradient, which it writes in their place. Uncompiled: 106 and 138."""
+    """In bfloat16, at most 30 bytes per logit are moved in forward and backward pass.
+
+    A compiled kernel reads the logits for the maximum, for the sum, for the sum of a distance, and for the gradient,
+    which overwrites them. Without compilation, 106 and 138 bytes are moved.
+    """
     num_positions, hidden, vocab_size = CHUNK, 8, 4001
     weight = torch.randn(vocab_size, hidden).bfloat16().requires_grad_(kind == "ce")
     states = torch.randn(num_positions, hidden).bfloat16().requires_grad_()

@@ -1,4 +1,4 @@
-"""Cutting rows over context-parallel ranks: against megatron-core's own cutter, and there and back."""
+"""Test the split of rows over context-parallel ranks: against megatron-core's function, and back to the whole row."""
 
 import inspect
 from functools import partial
@@ -21,7 +21,7 @@ def cumulate(lengths: list[int]) -> torch.Tensor:
 
 @st.composite
 def packed_rows(draw) -> tuple[int, list[int]]:
-    """A context-parallel size, and lengths that it divides."""
+    """Draw a context-parallel size, and lengths of sequences that it divides."""
     size = draw(st.sampled_from([1, 2, 3, 4, 8]))
     chunks = draw(st.lists(st.integers(0, 5), min_size=1, max_size=6))
     return size, [chunk * (2 * size if size > 1 else 1) for chunk in chunks]
@@ -48,7 +48,7 @@ def test_a_packed_row_is_cut_sequence_by_sequence(row):
 
 @given(packed_rows())
 def test_the_last_query_of_a_segment_sees_the_last_key(row):
-    """The same positions twice: as the cutter gives them, and as attention reads them."""
+    """Positions from the function that splits rows are compared with the positions that attention uses."""
     size, lengths = row
     for rank in range(size):
         part = iter(shard_sequence(torch.arange(sum(lengths)), 0, rank, size, cumulate(lengths)).tolist())

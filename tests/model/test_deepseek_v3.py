@@ -1,4 +1,4 @@
-"""DeepSeek-V3 whole, against transformers: trunk, MTP heads, and the choice of experts limited to groups."""
+"""Test a whole DeepSeek-V3 model against transformers: trunk, MTP heads, and experts limited to groups."""
 
 from pathlib import Path
 from typing import Any
@@ -79,7 +79,7 @@ def test_mtp_logits_equal_those_of_transformers_mtp_layers(tmp_path, mesh, depth
 
 @pytest.mark.parametrize("bias", [0.1, 10.0, -10.0], ids=["small", "large", "below-zero"])
 def test_megatron_core_chooses_the_experts_that_transformers_chooses(bias):
-    """A group that is not chosen must lose even when all scores, bias included, are below zero."""
+    """A group that is not selected must not be used, even if all scores, including the bias, are negative."""
     torch.manual_seed(0)
     router = DeepseekV3TopkRouter(
         DeepseekV3Config(hidden_size=32, n_routed_experts=64, n_group=8, topk_group=4, num_experts_per_tok=8)

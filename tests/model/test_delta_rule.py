@@ -1,4 +1,4 @@
-"""The gated delta rule against its definition, token by token in float64."""
+"""Test the gated delta rule against its definition, computed token by token in float64."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +13,7 @@ HEADS, KEYS, VALUES = 3, 8, 12
 
 
 def inputs(num_tokens: int) -> Any:
-    """Query, key, value, log decay, beta, as a layer makes them: keys and queries of length 1."""
+    """Return query, key, value, log decay and beta as a layer computes them: keys and queries have length 1."""
     generator = torch.Generator().manual_seed(num_tokens)
     query, key = (torch.randn(num_tokens, HEADS, KEYS, generator=generator) for _ in range(2))
     value = torch.randn(num_tokens, HEADS, VALUES, generator=generator)
@@ -68,7 +68,7 @@ def test_gradients_are_those_of_the_definition():
 
 
 def test_a_sequence_does_not_see_another():
-    """Bit for bit: another first sequence changes nothing of the second."""
+    """If the first sequence changes, the results of the second sequence are bitwise identical."""
     lengths = (CHUNK + 3, 50)
     parts = inputs(sum(lengths))
     changed: Any = [tensor.clone() for tensor in parts]
@@ -88,7 +88,7 @@ def test_a_sequence_goes_on_from_its_state():
 
 
 def test_the_cuda_kernel_is_given_packed_rows():
-    """By the words of flash-linear-attention 0.6; its kernels run on a GPU alone."""
+    """The arguments are those of flash-linear-attention 0.6, whose kernels run only on a GPU."""
     lengths = (7, CHUNK + 3, 1)
     parts = inputs(sum(lengths))
 
@@ -107,7 +107,7 @@ def test_the_cuda_kernel_is_given_packed_rows():
 
 
 def test_starts_are_one_tensor_for_all_layers_of_a_row():
-    """By which flash-linear-attention knows that it has read them."""
+    """flash-linear-attention caches what it reads from this tensor while it receives the same object."""
     device = torch.device("cpu")
     assert starts_of((3, 0, 4), device) is starts_of((3, 0, 4), device)
     assert starts_of((3, 0, 4), device).tolist() == [0, 3, 3, 7]

@@ -1,4 +1,4 @@
-"""Tokens to experts and back on one rank, against megatron-core's dispatcher."""
+"""Test that tokens are sent to experts and back on one rank as megatron-core's dispatcher does."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ def layer(tmp_path, mesh) -> Any:
 
 
 def route(num_tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """A map in which expert 3 has no token and expert 0 all; two tokens are routed alike. Weights may be 0."""
+    """Return a routing map and weights. Expert 3 has no token, expert 0 has all tokens, and weights may be 0."""
     generator = torch.Generator().manual_seed(num_tokens)
     score_TE = torch.rand(num_tokens, NUM_EXPERTS, generator=generator)
     score_TE[:, 3], score_TE[:, 0] = -1, 2
@@ -37,7 +37,7 @@ def route(num_tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tens
 
 
 def run(dispatcher: Any, num_tokens: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Experts of which each multiplies by its number; what comes out of every step, and gradients."""
+    """Run a dispatcher with experts that multiply by their number; return the results of every step, and gradients."""
     generator = torch.Generator().manual_seed(7)
     tokens = torch.randn(num_tokens, 1, HIDDEN, generator=generator).to(dtype).requires_grad_()
     map_TE, probs_TE = route(num_tokens, dtype)
@@ -60,14 +60,14 @@ def both(layer: Any) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 33])
 def test_it_is_megatron_cores_to_the_last_bit(num_tokens, layer):
-    """In float32: order of tokens, counts, weights, sums and gradients."""
+    """Order of tokens, counts, weights, sums and gradients are compared in float32."""
     ours, stock = both(layer)
     found, expected = (run(dispatcher, num_tokens, torch.float32) for dispatcher in (ours, stock))
     assert [torch.equal(a, b) for a, b in zip(found, expected, strict=True)] == [True] * len(expected)
 
 
 class Waits(TorchDispatchMode):
-    """Collects operations whose result has a size that the host must read, and numbers that it reads."""
+    """Collects operations whose result size the host must read, and numbers that the host reads."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""`--mtp_loss kl`, `tv`, `nla` and `lk_hybrid` against their definitions, written densely."""
+"""Test `--mtp_loss kl`, `tv`, `nla` and `lk_hybrid` against their definitions, computed from all logits."""
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
@@ -29,7 +29,7 @@ def make_batch(depth: int, packed: bool) -> Batch:
 
 
 def all_selected(number: int) -> loss.Selected:
-    """Of one row with a label at each of these positions, word 0."""
+    """Return one row in which all `number` positions have the label 0."""
     return loss.select(torch.zeros(1, number, dtype=torch.int64), torch.device("cpu"))
 
 
@@ -56,10 +56,13 @@ DISTANCES = {
 
 
 def dense_losses(logits: Logits, batch: Batch, kind: str, tokens: Sequence[int]) -> list[torch.Tensor]:
-    """[B, S] of each depth k: at s the head's distribution of token s + k + 1 against the trunk's, made at s + k.
+    """Return the losses [B, S] of each depth k.
+
+    At position s, the head's distribution of token s + k + 1 is compared with the trunk's distribution, computed at s +
+    k.
 
     Args:
-        tokens: those that either distribution is over.
+        tokens: the tokens that both distributions are restricted to.
     """
     trunk = logits.main.detach().double()[..., tokens].log_softmax(-1)
     losses = []
@@ -101,7 +104,7 @@ def test_losses_and_gradients_equal_the_dense_definition(kind, packed, heads_onl
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("kind", ["kl", "nla"])
 def test_a_draft_vocabulary_is_all_that_heads_know(kind, tied, tmp_path, mesh):
-    """Losses, gradients and predictions are over its tokens alone."""
+    """Losses, gradients and predictions are computed over the draft vocabulary only."""
     drafted = tuple(range(3, 128, 5))
     directory = make_tiny_hf(tmp_path, "qwen3", depth=2, tied=tied)
     models = {
@@ -144,7 +147,10 @@ def test_a_head_that_is_the_trunk_has_no_loss(kind, mesh):
 
 
 def test_total_variation_is_what_rejection_sampling_rejects(mesh):
-    """A draft x from q is kept with probability min(1, p(x) / q(x)); of a million, the share that is not."""
+    """A draft x from q is accepted with probability min(1, p(x) / q(x)).
+
+    The loss equals the share of rejected drafts.
+    """
     torch.manual_seed(0)
     p, q = torch.randn(20).softmax(-1), torch.randn(20).softmax(-1)
     drafts = torch.multinomial(q, 1_000_000, replacement=True)
@@ -154,9 +160,10 @@ def test_total_variation_is_what_rejection_sampling_rejects(mesh):
 
 
 def test_nla_teaches_a_head_that_says_nothing_of_what_the_trunk_says(mesh):
-    """Where they overlap by e^-40, the gradient of tv is as small; nla moves the trunk's word up and the head's down.
+    """If the overlap of head and trunk is e^-40, the gradient of tv is as small, but the gradient of nla is not.
 
-    So does a head of which nothing is left in float32, at e^-200: it has no gradient, and no nan."""
+    If the overlap is e^-200, which is 0 in float32, the gradient is 0 and not NaN.
+    """
     one = all_selected(1)
     for distance, expected in ((40.0, [-1.0, 1.0]), (200.0, [0.0, 0.0])):
         head = torch.tensor([[0.0, distance]], requires_grad=True)
@@ -168,7 +175,7 @@ def test_nla_teaches_a_head_that_says_nothing_of_what_the_trunk_says(mesh):
 
 
 def peak_bytes(compute: Callable[[], object]) -> int:
-    """The most that tensors made by this call hold at one time."""
+    """Return the peak bytes of the tensors that are allocated in a call."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         compute()
     assert profile.profiler is not None

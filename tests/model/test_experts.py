@@ -1,4 +1,4 @@
-"""Experts in one product against experts one after the other."""
+"""Test that experts computed as one grouped product equal experts computed one by one."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ def experts(tmp_path, mesh) -> torch.nn.Module:
 
 
 def grouped(experts: torch.nn.Module) -> GroupedMLP:
-    """The same module, of the other class."""
+    """Return the same module as an instance of `GroupedMLP`."""
     experts.__class__ = GroupedMLP
     assert isinstance(experts, GroupedMLP)
     experts.is_aligned = True
@@ -36,7 +36,7 @@ def grouped(experts: torch.nn.Module) -> GroupedMLP:
 
 
 def run(experts: torch.nn.Module, counts: list[int]) -> list[torch.Tensor]:
-    """What comes out, and gradients of tokens, weights of tokens, and matrices."""
+    """Return the output, and the gradients of tokens, of routing weights, and of matrices."""
     generator = torch.Generator().manual_seed(0)
     dtype = next(experts.parameters()).dtype
     hidden = torch.randn(sum(counts), 64, generator=generator).to(dtype).requires_grad_()
@@ -61,8 +61,6 @@ def test_one_product_makes_the_same_bits(experts, counts, dtype):
 @pytest.mark.parametrize("linear", ["linear_fc1", "linear_fc2"])
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=list(COUNTS))
 def test_adapters_of_experts_add_the_same_bits(experts, linear, counts):
-    """Each expert's takes the tokens of its own."""
-
     def add(layer: torch.nn.Module, inputs: tuple[torch.Tensor], output: tuple[torch.Tensor, None]) -> tuple:
         added = inputs[0].sin().mean(1, keepdim=True) * layer.get_parameter("weight").mean()
         return output[0] + added, output[1]
@@ -75,7 +73,7 @@ def test_adapters_of_experts_add_the_same_bits(experts, linear, counts):
 
 
 def test_weights_arrive_before_they_are_read(experts):
-    """With `overlap_param_gather` a hook of the layer that has them waits for them."""
+    """With `overlap_param_gather`, a hook of the layer waits until its weights are gathered."""
     expected = run(experts, COUNTS["some"])[0]
     weights = {}
 
@@ -91,7 +89,7 @@ def test_weights_arrive_before_they_are_read(experts):
 
 
 def test_weights_are_not_kept_twice_for_the_backward_pass(experts):
-    """A layer's experts are most of its memory."""
+    """The experts of a layer are most of its memory."""
     experts = grouped(experts)
     parameters = {parameter.untyped_storage().data_ptr() for parameter in experts.parameters()}
     kept = {}
@@ -109,7 +107,7 @@ def test_weights_are_not_kept_twice_for_the_backward_pass(experts):
 
 
 def test_nothing_is_copied_to_the_host(experts):
-    """Counts of tokens on a GPU stay there: asking for one there is asking for the value of a meta tensor here."""
+    """A copy to the host would read values of meta tensors, which raises an error."""
     experts = grouped(experts).bfloat16().to("meta")
     output, _ = experts(
         torch.empty(17, 64, dtype=torch.bfloat16, device="meta"),
@@ -122,7 +120,9 @@ def test_nothing_is_copied_to_the_host(experts):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("overlaps", [False, True], ids=["", "overlap"])
 def test_gradients_of_all_experts_are_added_at_once(overlaps, dtype, tmp_path, mesh, monkeypatch):
-    """Two micro-batches under DistributedDataParallel: `main_grad` is what its hooks would have added one by one."""
+    """With two micro-batches under DistributedDataParallel, `main_grad` equals the sum that its hooks compute one by
+    one.
+    """
     directory = make_tiny_hf(tmp_path, "qwen3_moe", num_experts=4, vocab_size=131)
     sums, additions = [], []
     for at_once in (False, True):
@@ -150,7 +150,7 @@ def test_gradients_of_all_experts_are_added_at_once(overlaps, dtype, tmp_path, m
 
 
 class Additions(TorchDispatchMode):
-    """Counts additions to float32 matrices, or to several at once."""
+    """Counts additions to float32 matrices, and additions to several matrices at once."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Operations of our own model with MTP layers, as torch counts them, against `plan.flops`."""
+"""Test `estimate.flops` against the operations that torch counts for a model with MTP layers."""
 
 import pytest
 import torch

@@ -1,5 +1,7 @@
-"""The layer around the gated delta rule: rows apart, tokens one by one, numbers in float32. Its outputs against
-transformers are in test_logits.py."""
+"""Test the layer of the gated delta rule: separate rows, decoding token by token, and float32 parameters.
+
+test_logits.py compares its outputs with transformers.
+"""
 
 import pytest
 import torch
@@ -75,7 +77,7 @@ def test_rows_side_by_side_are_what_they_are_alone(mesh, hidden):
 
 
 def test_tokens_one_by_one_are_the_whole_row(mesh, hidden):
-    """Two rows that grow at their own pace, in passes that begin, go on and skip a row."""
+    """Two rows get different numbers of tokens in several passes. A pass can start, continue or skip a row."""
     layer = make_layer(mesh)
     rows = hidden[:9], hidden[20:34]
     passes = [
@@ -101,7 +103,7 @@ def test_tokens_one_by_one_are_the_whole_row(mesh, hidden):
 
 
 def test_what_is_published_in_float32_stays_so(mesh):
-    """Float16Module casts a model by `bfloat16()`."""
+    """Float16Module casts a model with `bfloat16()`."""
     layer = make_layer(mesh, torch.bfloat16)
     exact = {name: layer.get_parameter(name).detach().clone() for name in ("A_log", "dt_bias", "norm.weight")}
     layer.bfloat16()

@@ -1,4 +1,4 @@
-"""Fused kernels on a CPU: what they compute, and how much memory they move."""
+"""Test fused kernels on a CPU: their results, and the bytes that they move."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -48,7 +48,7 @@ def load(tmp_path, mesh):
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "deepseek_v3", "qwen3_next"])
 def test_fused_kernels_compute_the_same(family, load):
-    """In float32 up to roundings; parameters have the same names."""
+    """Results are equal in float32 except for rounding, and parameters have the same names."""
     plain, fused = load(family, Kernels()), load(family, FUSED)
     assert list(plain.state_dict()) == list(fused.state_dict())
     losses = [run(model, packed=family != "qwen3_next") for model in (plain, fused)]
@@ -65,7 +65,9 @@ def test_fused_kernels_compute_the_same(family, load):
 
 
 def test_a_fused_norm_rounds_once(mesh):
-    """In bfloat16 transformers rounds before it multiplies by the weight, and after; the fused norm after alone."""
+    """In bfloat16, transformers rounds before and after it multiplies by the weight; the fused norm rounds only
+    afterwards.
+    """
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from swiftlite.model.layers.norm import FusedRMSNorm, RMSNorm
@@ -92,8 +94,9 @@ HIDDEN, QUERIES, KEYS, FFN, HEAD = 64, 2 * 32, 32, 96, 32  # sizes of the tiny Q
 
 
 def layer_traffic() -> int:
-    """Bytes that a layer moves, forward and backward, where each of its parts reads what it needs and writes what it
-    makes once."""
+    """Return the minimum bytes that a layer moves, forward and backward, if each of its parts reads its inputs and
+    writes its results once.
+    """
     matrices = [(HIDDEN, QUERIES + 2 * KEYS), (QUERIES, HIDDEN), (HIDDEN, 2 * FFN), (FFN, HIDDEN)]
     # A product, the gradient of its input, and of its weight: each reads two of the three and writes the third.
     products = sum(3 * (TOKENS * (size_in + size_out) + size_in * size_out) for size_in, size_out in matrices)
@@ -110,7 +113,10 @@ def layer_traffic() -> int:
 
 @pytest.mark.parametrize("is_fused", [True, False])
 def test_a_layer_moves_no_more_bytes_than_its_parts_need(is_fused, load, monkeypatch):
-    """Measured 1.0001, the rest being offsets; not fused 1.77. One more pass over the states in one norm is 0.013."""
+    """The measured ratio is 1.0001 with fused kernels and 1.77 without.
+
+    One additional pass over the states would add 0.013.
+    """
     moved = []
     for num_layers in (2, 4):
         model = load("qwen3", Kernels(is_fused=is_fused), num_hidden_layers=num_layers)
@@ -129,7 +135,7 @@ def test_a_layer_moves_no_more_bytes_than_its_parts_need(is_fused, load, monkeyp
 
 
 def as_on_a_gpu(traffic: Traffic, patches: pytest.MonkeyPatch) -> None:
-    """Count what is one kernel on a GPU as one."""
+    """Count operations that are one kernel on a GPU as one operation."""
     norm = traffic.kernel(lambda hidden, weight, shape, eps: F.rms_norm(hidden, shape, weight, eps))
     activation = traffic.kernel(lambda gate_up: bias_swiglu_impl(gate_up, None))
 
@@ -152,6 +158,6 @@ def test_offsets_are_made_once_for_a_row():
 
 
 def test_slices_are_made_once_for_a_row():
-    """Of more segments than `offsets` has places for."""
+    """The row has more segments than the cache of `offsets` has entries."""
     segments = causal_segments((4,) * 40, 0, 2)
     assert slices_of(segments, torch.device("cpu")) is slices_of(segments, torch.device("cpu"))

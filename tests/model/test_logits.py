@@ -1,5 +1,6 @@
-"""Logits against transformers, bit for bit but for experts in float32; MTP logits against a reference of a few lines,
-and where transformers has MTP layers, against those.
+"""Test logits against transformers, bitwise except for experts in float32.
+
+MTP logits are compared with a short reference, and with transformers where it has MTP layers.
 """
 
 from typing import Any
@@ -41,11 +42,14 @@ MOE = ("qwen3_moe", "glm4_moe", "hy_v3", *LATENT, *HYBRID)
 
 
 def assert_equal(ours: torch.Tensor, theirs: torch.Tensor, family: str) -> None:
-    """Bit for bit; only float32 mixtures are off by roundings, because megatron-core takes the softmax over the chosen
-    experts where transformers divides by their sum, and sums tokens in another order: measured up to 5.8 roundings of
-    the largest logit (1e-5 of 18). Another expert for one token is 1e5 of them. The norms behind linear attention
-    enlarge it, before which the last bit of a SiLU depends on its place in memory: measured up to 41 of a second head,
-    whose logits in transformers move by 41 to 510 when each weight moves by one rounding."""
+    """Check that logits are bitwise identical. Only float32 models with experts may differ, by rounding errors.
+
+    For the selected experts, megatron-core computes a softmax where transformers divides by the sum, and it adds tokens
+    in another order. The largest measured difference is 5.8 roundings of the largest logit (1e-5 of 18). A token with
+    another expert would differ by 1e5 roundings. Norms after linear attention enlarge differences, and the last bit of
+    a SiLU depends on the position in memory. Up to 41 roundings were measured for a second head; in transformers, its
+    logits change by 41 to 510 roundings if each weight changes by one rounding.
+    """
     if family in MOE and ours.dtype is torch.float32:
         rounding = torch.finfo(ours.dtype).eps * theirs.abs().max().item()
         torch.testing.assert_close(ours, theirs, rtol=0, atol=(64 if family in HYBRID else 8) * rounding)
@@ -87,7 +91,7 @@ def test_trunk_logits_equal_transformers(tmp_path, mesh, family, tied, rope, dty
 
 @pytest.mark.parametrize(("family", "depth", "dtype"), pairwise([*CLASSES], [1, 2], [torch.float32, torch.bfloat16]))
 def test_mtp_logits_equal_a_short_reference(tmp_path, mesh, family, depth, dtype):
-    """Fed as the family's engine feeds them."""
+    """Heads receive the inputs that the family's engine passes to them."""
     directory = make_tiny_hf(tmp_path, family, depth=depth, dtype=dtype)
     drafting = index.FAMILIES[family].mtp.drafting
     hf, tensors = load_transformers(directory, family, dtype), load_file(directory / "model.safetensors")
@@ -113,7 +117,7 @@ def test_mtp_logits_equal_a_short_reference(tmp_path, mesh, family, depth, dtype
 
 
 def stacked(tensors: dict[str, torch.Tensor], layer: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """A layer's tensors by the names that transformers has in memory, with the experts of the file put together."""
+    """Return a layer's tensors with the names that transformers uses in memory, with experts stacked."""
 
     def collect(name: str) -> torch.Tensor:
         if name in tensors:
@@ -127,7 +131,7 @@ def stacked(tensors: dict[str, torch.Tensor], layer: torch.nn.Module) -> dict[st
 
 
 def reference_mtp(hf, tensors, family, k, hidden, input_ids, position_ids, drafting):
-    """One MTP depth with transformers' own decoder layer: norm both inputs, project, block, norm."""
+    """Compute one MTP depth with transformers' decoder layer: norms of both inputs, projection, decoder layer, norm."""
     names, block = mtp_names(family, k, hf.config.num_hidden_layers)
 
     def norm(role: str, states: torch.Tensor) -> torch.Tensor:
@@ -155,7 +159,7 @@ def reference_mtp(hf, tensors, family, k, hidden, input_ids, position_ids, draft
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_mtp_logits_equal_those_of_transformers(tmp_path, mesh, depth, tied):
-    """transformers drafts with GLM-4.5's heads itself: one token at the end of each row, like us teacher-forced."""
+    """transformers drafts with the heads of GLM-4.5. It drafts one token at the end of each row."""
     directory = make_tiny_hf(tmp_path, "glm4_moe", depth=depth, tied=tied)
     hf = load_transformers(directory, "glm4_moe", torch.float32)
     # Which keys are heads is known to it for the hub's numbers of layers only (46 and 92).
@@ -206,7 +210,7 @@ def test_every_setting_of_a_mixture(tmp_path, mesh, family, options):
 
 
 def test_experts_are_chosen_with_the_bias(tmp_path, mesh):
-    """A bias of 10 on two experts leaves no other one chosen, and does not enter the weights."""
+    """With a bias of 10, exactly two experts are selected. The bias does not change their weights."""
     directory = make_tiny_hf(tmp_path, "glm4_moe")
     tensors = load_file(directory / "model.safetensors")
     tensors["model.layers.1.mlp.gate.e_score_correction_bias"] = torch.tensor([0.0, 10.0, 0.0, 10.0])

@@ -1,4 +1,4 @@
-"""What adapters keep for the backward pass, against what `doctor --plan` counts of them."""
+"""Test the activation bytes of adapters against the estimate of `doctor --plan`."""
 
 import pytest
 import torch
@@ -17,8 +17,10 @@ LORA, DORA = Lora(4, 8.0), Lora(4, 8.0, has_magnitudes=True)
 
 
 def activation_bytes(hf_dir, mesh, lora: Lora) -> int:
-    """Bytes of the states that autograd saves in a forward pass, each storage once; not of parameters, and not of
-    vectors, of which there is one for a layer and not one for a token."""
+    """Return the bytes of states that autograd saves in a forward pass, each storage once.
+
+    Parameters, and vectors that exist once per layer and not once per token, are not counted.
+    """
     model = load_megatron(hf_dir, mesh, torch.bfloat16)
     hf_config = read_config(hf_dir)
     add_adapters([model], lora, families.get(hf_config).rows(hf_config, 0))

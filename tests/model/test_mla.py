@@ -1,4 +1,4 @@
-"""Multi-latent attention against transformers' DeepseekV3Attention, bit for bit."""
+"""Test multi-latent attention against transformers' DeepseekV3Attention, bitwise."""
 
 from importlib.util import find_spec
 from typing import Any
@@ -34,7 +34,10 @@ ROPES = {
 
 
 def hf_attention(seed: int = 0, **config: Any) -> DeepseekV3Attention:
-    """A random tiny attention layer of transformers; norm weights too, so that a swapped norm shows."""
+    """Return a random tiny attention layer of transformers.
+
+    Norms have random weights too, so that swapped norms are detected.
+    """
     torch.manual_seed(seed)
     values = {
         "hidden_size": 64, "num_attention_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16,
@@ -56,7 +59,7 @@ def run_hf(attention: DeepseekV3Attention, hidden_SBH: torch.Tensor) -> torch.Te
 
 
 def mcore_attention(theirs: DeepseekV3Attention, mesh) -> tuple[MLASelfAttention, RotaryEmbedding]:
-    """Ours, with the same weights, and what makes its cosines and sines."""
+    """Return swiftlite's layer with the same weights, and its rotary embedding."""
     hf_config = theirs.config.to_dict()
     kind = deepseek_v3.attention(hf_config)
     architecture = Architecture(dense.outside(hf_config), (Layer(kind, dense.mlp(hf_config)),))
@@ -91,7 +94,7 @@ def test_softmax_scale_is_exactly_that_of_transformers(mesh):
 
 
 def test_packed_rows_get_the_queries_keys_and_values_they_get_alone(mesh):
-    """Up to core attention, which attends within rows: positions start anew in each."""
+    """Positions start from 0 in each sequence of a packed row. Core attention is not tested here."""
     theirs = hf_attention(rope_interleave=False, rope_parameters=ROPES["yarn-mscale"])
     ours, rotary = mcore_attention(theirs, mesh)
     rows = [torch.randn(length, 1, 64) for length in (5, 9, 2)]

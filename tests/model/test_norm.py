@@ -1,4 +1,4 @@
-"""RMSNorm, plain and fused, against float64."""
+"""Test RMSNorm, plain and fused, against float64."""
 
 import pytest
 import torch
@@ -21,8 +21,11 @@ def exact_norm(hidden: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_zero_centered_weight_is_not_rounded_before_one_is_added():
-    """bfloat16 has 128 numbers between 1 and 2: of weights near 0 it would tell only a few apart. The error of the
-    fused norm is that of the plain one, which transformers equals; 1 + w in bfloat16 has three times as much."""
+    """bfloat16 has only 128 numbers between 1 and 2, so 1 + w would lose most digits of weights near 0.
+
+    The error of the fused norm is that of the plain norm, which equals transformers. With 1 + w in bfloat16 it would be
+    three times as large.
+    """
     plain, fused = norms(is_zero_centered=True)
     weight = (torch.randn(SIZE) * 0.05).bfloat16()
     hidden = torch.randn(400, SIZE, dtype=torch.bfloat16)

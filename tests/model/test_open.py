@@ -1,4 +1,4 @@
-"""A directory of Hugging Face to a model: with the heads that it has, others, or none."""
+"""Test loading a model from a Hugging Face directory: with its heads, with other heads, and without heads."""
 
 import pytest
 import torch

@@ -1,5 +1,8 @@
-"""Kernels over packed rows, flash-attn's and torch's, with their own Python and stand-ins for what is compiled, against
-one call of scaled_dot_product_attention for each sequence; and heads that are unrolled with them, against a mask."""
+"""Test the kernels of flash-attn and torch for packed rows against one call per sequence, and unrolled heads against a
+mask.
+
+The Python code of both packages is used, with stand-ins for their compiled kernels.
+"""
 
 import importlib
 import random
@@ -57,20 +60,22 @@ def inputs(shape: str, num_queries: int, num_keys: int, dtype: torch.dtype, rows
 
 
 def lengths(count: int) -> tuple[int, ...]:
-    """Of so many sequences; each can be cut for two ranks."""
+    """Return the lengths of `count` sequences. Each length can be split over two ranks."""
     numbers = random.Random(count)
     return tuple(4 * numbers.randint(1, 40 if count < 10 else 6) for _ in range(count))
 
 
 def difference(ours: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
-    """The largest of any, by the largest number of what it is of."""
+    """Return the largest difference of all pairs of tensors, relative to the largest number of the expected tensor."""
     return max(
         float((a - b).detach().abs().max() / b.detach().abs().max()) for a, b in zip(ours, expected, strict=True)
     )
 
 
 def measure(name: PackedKernel) -> dict[tuple[Any, ...], float]:
-    """By shape, number of sequences, rank and precision: results and gradients against a call for each sequence."""
+    """Return the difference of results and gradients from a call per sequence, by shape, number of sequences, rank and
+    precision.
+    """
     if name == "flash_attn":
         flash_stand_ins.install()
     kernels = Kernels("local", name)
@@ -108,14 +113,16 @@ def measured(request) -> dict[tuple[Any, ...], float]:
 @pytest.mark.gloo
 @pytest.mark.parametrize("shape", SHAPES)
 def test_packed_rows_are_computed_as_sequence_by_sequence(measured, shape):
-    """1 to 100 sequences, on one rank and on either of two; by one kernel, and by one for each segment."""
+    """Rows have 1 to 100 sequences, on one rank and on both of two ranks, with one kernel call and with one per
+    segment.
+    """
     of_shape = {key: value for key, value in measured.items() if key[1] == shape}
     assert len(of_shape) == 2 * len(COUNTS) * len(RANKS) * len(BOUNDS)
     assert {key: value for key, value in of_shape.items() if not value <= BOUNDS[key[-1]]} == {}
 
 
 def test_a_torch_whose_kernel_has_no_word_for_grouped_heads(monkeypatch):
-    """torch 2.11: its varlen_attn takes fewer key heads as they are, and refuses an argument that 2.13 requires."""
+    """In torch 2.11, varlen_attn supports fewer key heads without the argument that torch 2.13 requires for them."""
     calls = []
 
     def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=1.0, window_size=(-1, -1)):
@@ -135,7 +142,7 @@ def test_a_torch_whose_kernel_has_no_word_for_grouped_heads(monkeypatch):
 
 
 class Largest(TorchDispatchMode):
-    """The number of elements of the largest result."""
+    """Records the number of elements of the largest result."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,7 +156,7 @@ class Largest(TorchDispatchMode):
 
 
 def as_kernel() -> PrefixKernel:
-    """One that any precision goes through."""
+    """Return a `PrefixKernel` that supports any precision."""
 
     def forward(query, key, value, cu_q, cu_k, longest_q, longest_k, scale):
         return flash_stand_ins.forward(query, key, value, cu_q, cu_k, scale)
@@ -164,7 +171,7 @@ def as_kernel() -> PrefixKernel:
 
 
 def unrolled(attention: Any, tensors: list[list[torch.Tensor]], segments: Any, masked: bool):
-    """What the last step sees, and gradients of all steps' queries, keys and values."""
+    """Return the output of the last step, and the gradients of all steps' queries, keys and values."""
     draft = Draft()
     for _, key, value in tensors:
         draft.add(key, value)
@@ -175,7 +182,7 @@ def unrolled(attention: Any, tensors: list[list[torch.Tensor]], segments: Any, m
 
 
 def steps(shape: str, row: tuple[int, ...], ranks: int, count: int, dtype: torch.dtype, rows: int):
-    """Queries, keys and values of each step: the first's keys of the whole row, later ones of this rank."""
+    """Return queries, keys and values of each step. Keys of the first step are those of the whole row."""
     local = sum(row) // ranks
     sizes = [sum(row)] + [local] * (count - 1)
     made = [inputs(shape, local, size, dtype, rows) for size in sizes]
@@ -188,7 +195,10 @@ def steps(shape: str, row: tuple[int, ...], ranks: int, count: int, dtype: torch
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize(("row", "long"), [((8, 4, 20), 2048), ((8, 4, 20), 1), ((32,), 2048)])
 def test_later_steps_merge_what_a_mask_would_show_them(mesh, monkeypatch, shape, rank, ranks, count, rows, row, long):
-    """In float64: the same up to sums in another order. One sequence and long ones have kernels of their own."""
+    """Results in float64 are equal up to the order of sums.
+
+    Single sequences and long segments use separate kernel calls.
+    """
     monkeypatch.setattr(attention_module, "LONG", long)
     attention = make_attention(mesh, DraftAttention, prefix=as_kernel())
     attention.softmax_scale = SHAPES[shape][2] ** -0.5
@@ -200,7 +210,7 @@ def test_later_steps_merge_what_a_mask_would_show_them(mesh, monkeypatch, shape,
 
 
 def test_later_steps_hold_no_score_of_each_pair(mesh):
-    """A kernel holds a block of them; the mask and its scores would be some of the largest tensors of a step."""
+    """A kernel computes scores block by block. A mask and its scores would be among the largest tensors of a step."""
     row = (512,)
     shape, segments = "64 gqa", causal_segments(row, 0, 1)
     seen = []
@@ -225,7 +235,7 @@ def _unseen(function, *args):
 
 
 def merge_over(name: PackedKernel) -> list[float]:
-    """With a package's own Python, against a mask; by precision."""
+    """Return the differences between a package's Python code and attention with a mask, by precision."""
     if name == "flash_attn":
         flash_stand_ins.install()
     found = []
@@ -262,7 +272,7 @@ def test_later_steps_merge_over_each_package(name):
     ],
 )
 def test_keys_that_segments_share_are_not_copied(mesh, row, rank, ranks, rows, calls):
-    """What a kernel is given, and what stays until the backward pass, are keys and values of the row themselves."""
+    """The kernel receives the row's own keys and values, and these are also what is stored for the backward pass."""
     seen = []
     kernel = as_kernel()
 
@@ -287,7 +297,7 @@ def test_keys_that_segments_share_are_not_copied(mesh, row, rank, ranks, rows, c
 
 
 def test_kernels_for_newer_gpus_take_values_as_they_are():
-    """Of DeepSeek's heads; others are filled up with zeros."""
+    """Values with the sizes of DeepSeek's heads are not padded; other values are padded with zeros."""
     theirs = ((192, 128),)
     for sizes, others, expected in [((192, 128), (), 192), ((192, 128), theirs, 128), ((24, 16), theirs, 24)]:
         key, value = torch.zeros(3, 1, sizes[0]), torch.zeros(3, 1, sizes[1])
@@ -309,7 +319,7 @@ def test_a_cpu_has_none():
 
 @pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])
 def test_an_unrolled_head_learns_the_same_from_packed_rows(family, mesh, tmp_path):
-    """Three drafts of one head, in float32, by torch's kernel and with masks."""
+    """One head drafts three tokens, in float32, with torch's kernel and with masks."""
     directory = make_tiny_hf(tmp_path, family, depth=1)
     hf_config = read_config(directory)
     samples = [make_sample(torch.arange(length).numpy() % 100 + length, np.ones(length)) for length in (9, 5, 12)]
@@ -330,7 +340,7 @@ def test_an_unrolled_head_learns_the_same_from_packed_rows(family, mesh, tmp_pat
 
 
 def activated(impl: FlashImpl) -> list[str]:
-    """What torch was asked to activate, by two models' kernels."""
+    """Return the implementations that torch was asked to activate for the kernels of two models."""
     asked = []
 
     class Handle:

@@ -1,4 +1,6 @@
-"""Recomputation: the same losses and gradients bit for bit, less memory, and what the stock classes get wrong."""
+"""Test recomputation: losses and gradients are bitwise identical, memory is smaller, and megatron-core's defects are
+fixed.
+"""
 
 import importlib
 from contextlib import contextmanager
@@ -44,7 +46,7 @@ POSITIONS = torch.arange(12).expand(2, 12)
 
 
 def make_model(mesh, depth: int = 1, freeze_trunk: bool = False, **options) -> GPTModel:
-    """A small model in training mode, always with the same random numbers."""
+    """Return a small model in training mode, always with the same weights."""
     [model] = build_model(
         families.get(HF_CONFIG).architecture(HF_CONFIG),
         HF_CONFIG,
@@ -79,7 +81,7 @@ def forward(model: GPTModel) -> torch.Tensor:
 
 
 def train(model: GPTModel) -> dict[str, torch.Tensor]:
-    """The loss, and every gradient by the name of its parameter."""
+    """Return the loss, and the gradients by name of the parameter."""
     loss = forward(model)
     loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -109,7 +111,7 @@ def test_selective_changes_no_bit(mesh, modules, depth):
 
 @pytest.mark.parametrize("method", ["uniform", "block"])
 def test_heads_learn_under_a_frozen_trunk(mesh, method):
-    """Nothing that goes into the first MTP layer has a gradient."""
+    """No input of the first MTP layer has a gradient."""
     expected = train(make_model(mesh, 2, freeze_trunk=True))
     assert len(expected) > 20
     assert_same(train(make_model(mesh, 2, freeze_trunk=True, **full(method, 1))), expected)
@@ -177,7 +179,7 @@ def test_stock_mtp_layer_gives_heads_of_a_frozen_trunk_no_gradient(mesh, monkeyp
 
 
 def packed_mtp(model: GPTModel) -> list[torch.Tensor]:
-    """The first MTP layer on a packed row: its output, and gradients of its input and of its weights."""
+    """Run the first MTP layer on a packed row; return its output, and the gradients of its input and its weights."""
     torch.manual_seed(0)
     cu_seqlens = torch.tensor([0, 5, 6, 24], dtype=torch.int32)
     packed = PackedSeqParams(
@@ -238,7 +240,10 @@ def test_stock_mtp_layer_keeps_all_with_block(mesh, bench, monkeypatch):
 
 
 def test_saved_bytes_by_hand(mesh, bench):
-    """x -> x * x -> exp: x, then exp(x * x); a view of x is the same storage, the weight is not counted."""
+    """For x -> x * x -> exp, autograd saves x and exp(x * x).
+
+    A view of x has the same storage, and the weight is not counted.
+    """
     weight = torch.nn.Linear(10, 1, bias=False)
     x = torch.ones(10, requires_grad=True)
     saved = bench.SavedActivations(weight)
@@ -250,7 +255,7 @@ def test_saved_bytes_by_hand(mesh, bench):
 
 
 class Recorder:
-    """Context managers that write down when they are entered and left."""
+    """Context managers that record when they are entered and left."""
 
     def __init__(self):
         self.events: list[str] = []
@@ -273,7 +278,7 @@ class Recorder:
 
 @pytest.fixture
 def recorder(monkeypatch) -> Recorder:
-    """In the place of Transformer Engine: its contexts, its checkpoint, and the layer between them."""
+    """Replace Transformer Engine's contexts, its checkpoint function and the layer between them by recorders."""
     recorder = Recorder()
 
     def te_checkpoint(function, distribute, get_tracker, group, *args):
@@ -307,7 +312,9 @@ PRECISIONS = {
 @pytest.mark.parametrize("method", ["uniform", "block"])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_precision_around_a_recomputed_mtp_layer(mesh, recorder, precision, method):
-    """The inner context is entered for the body, and again when it is recomputed; the outer one is around the call."""
+    """The inner context is entered for the forward pass and again for recomputation; the outer context surrounds the
+    call.
+    """
     fields, inner, around = PRECISIONS[precision]
     layer = mtp_layer(make_model(mesh, **full(method, 2)))
     getattr(layer, MTP_INNER_LAYER).forward = lambda hidden_states, **_: (hidden_states, None)
@@ -332,7 +339,7 @@ def test_precision_around_a_recomputed_mtp_layer(mesh, recorder, precision, meth
 @pytest.mark.parametrize("quantized", [True, False])
 @pytest.mark.parametrize("method", ["uniform", "block"])
 def test_precision_around_recomputed_decoder_layers(mesh, recorder, monkeypatch, method, quantized):
-    """By the global number of each layer, from 0, where the recipe has it inside."""
+    """Contexts are entered by the global layer number (from 0), if the recipe includes the layer."""
     monkeypatch.setattr(recompute, "get_fp8_context", lambda config, number: recorder(f"fp8 {number}"))
     block = make_model(mesh, **full(method, 3)).decoder
     block.config.fp8 = "hybrid"

@@ -1,4 +1,4 @@
-"""What config.json says of rotary frequencies, where it makes none."""
+"""Test the rotary settings of config.json for which transformers computes no valid frequencies, and M-RoPE."""
 
 from functools import partial
 from typing import Any
@@ -43,7 +43,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_pos
     ],
 )
 def test_frequencies_that_do_not_exist_are_one_error(parameters, named, is_made):
-    """Some cannot be made, others are made and are not finite."""
+    """For some settings transformers raises an exception; for others, frequencies are not finite."""
     with pytest.raises(UserError, match=naming(named)) as caught:
         RotaryEmbedding(CONFIG | {"rope_parameters": parameters}, torch.device("cpu"), torch.float32)
     assert (caught.value.__cause__ is None) is is_made
@@ -52,7 +52,7 @@ def test_frequencies_that_do_not_exist_are_one_error(parameters, named, is_made)
 
 
 def test_heads_need_not_divide_the_hidden_size():
-    """GLM-4.5 has 96 heads of 128 and a hidden size of 5120."""
+    """GLM-4.5 has 96 heads of size 128 and a hidden size of 5120."""
     wide = {"hidden_size": 5120, "num_attention_heads": 96, "head_dim": 128, "max_position_embeddings": 512}
     plain = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [11, 11, 10]}
     turns = RotaryEmbedding(wide | {"rope_parameters": plain}, torch.device("cpu"), torch.float32)([3])
@@ -76,7 +76,7 @@ def in_a_row_of_transformers(axes_3BS: torch.Tensor) -> tuple[torch.Tensor, torc
     ("of_transformers", "is_interleaved"), [(interleaved_of_transformers, True), (in_a_row_of_transformers, False)]
 )
 def test_turns_along_three_axes_are_those_of_transformers(of_transformers, is_interleaved):
-    """To the bit; along three equal axes they are those of plain positions."""
+    """Results are bitwise identical. If all three positions are equal, results equal those of ordinary positions."""
     parameters = THREE_AXES | {"mrope_interleaved": is_interleaved}
     turns = RotaryEmbedding(CONFIG | {"rope_parameters": parameters}, torch.device("cpu"), torch.float32)
     axes_3BS = torch.randint(0, 40, (3, 2, 37), generator=torch.Generator().manual_seed(0))
@@ -105,8 +105,10 @@ def test_three_axes_that_config_json_does_not_share_out_are_an_error(parameters,
 
 
 def test_few_versions_of_the_rotation_are_compiled(monkeypatch):
-    """For queries and keys, one row or several of any length, with gradients or without: 6, where compiling for fixed
-    shapes reaches torch's limit of 8 and stops."""
+    """Queries and keys, one or several rows, and gradients on or off require 6 versions.
+
+    If shapes were fixed, torch's limit of 8 versions would be reached, and torch would stop compiling.
+    """
     torch._dynamo.reset()
     counter = CompileCounter()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))

@@ -1,4 +1,4 @@
-"""Experts and router: what differs from megatron-core's own, and why it is needed."""
+"""Test the experts and the router, and the defects of megatron-core's router."""
 
 import numpy as np
 import pytest
@@ -34,7 +34,7 @@ def test_casts_leave_bias_and_counts_alone(router):
 
 
 def test_the_stock_router_rounds_both(router):
-    """Why there is a class of our own."""
+    """This defect is why swiftlite has its own router class."""
     router.__class__ = McoreTopKRouter
     router.get_buffer("expert_bias").copy_(BIAS)
     router.bfloat16()

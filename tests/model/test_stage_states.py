@@ -1,4 +1,4 @@
-"""What crosses from one pipeline stage to the next, in its two forms."""
+"""Test the states that are sent between pipeline stages, as named tensors and as the tensor that is sent."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from swiftlite.plan.layout import states_sent
 
 S, B, H = 5, 2, 3
 CROSSINGS = [(False, 0), (True, 0), (False, 2)]
-"""Before the norm, or after it where heads read the state after it; after the norm; after the heads."""
+"""Places where states are sent: without the state before the norm, with this state, and after the heads."""
 
 
 def make(has_prenorm: bool, num_heads: int) -> StageStates:
@@ -39,7 +39,7 @@ def test_the_worked_example_is_what_the_plan_counts():
 
 @pytest.mark.parametrize(("has_prenorm", "num_heads"), CROSSINGS)
 def test_what_is_sent_shares_no_memory(has_prenorm, num_heads):
-    """megatron-core frees a tensor once it is sent, and refuses one that is a view."""
+    """megatron-core frees a tensor after sending it, and rejects a view."""
     states = make(has_prenorm, num_heads)
     wire = states.to_wire()
     before = states.trunk_SBH.clone()

@@ -1,4 +1,4 @@
-"""Gradients that are added where they are summed up, against autograd's own."""
+"""Test gradients that are added directly to `main_grad` against autograd's gradients."""
 
 from functools import partial
 from typing import Any

@@ -1,4 +1,6 @@
-"""`--mtp_unroll`: one head that goes on from its own state, against the reference that engines' counts are held to."""
+"""Test `--mtp_unroll`, one head that continues from its own state, against the reference to which
+engines are compared.
+"""
 
 import json
 from pathlib import Path
@@ -30,12 +32,12 @@ from tests.tiny import make_tiny_hf
 
 STEPS, BETA, SCALE = 3, 0.6, 0.3
 MOST_STEPS = 400
-"""The bound of training, which takes 40 to 100 steps."""
+"""Maximum number of training steps. Training usually takes 40 to 100 steps."""
 FAMILIES = ("qwen3", "mimo", "glm4_moe", "deepseek_v3")
 
 
 def make_samples() -> list[Sample]:
-    """Rows whose first third is a prompt; some labels weigh a half or twice."""
+    """Return rows whose first third is a prompt. Some labels have the weights 0.5 and 2."""
     random = np.random.RandomState(0)
     samples = []
     for length in (9, 5, 12):
@@ -53,7 +55,7 @@ def load(directory: Path, family: str, mesh, **options) -> tuple[GPTModel, Refer
 
 
 def drafted_logits(reference: Reference, ids: list[int]) -> list[list[torch.Tensor]]:
-    """logits[j][s] of step j + 1 from position s: what `Reference.draft` computes, of the tokens that stand there."""
+    """Return logits[j][s] of step j + 1 from position s, which `Reference.draft` computes for the tokens of the row."""
     logits: list[list[torch.Tensor]] = [[] for _ in range(STEPS)]
     whole, _ = reference.trunk_states(torch.tensor([ids]))
     for start in range(len(ids)):
@@ -83,7 +85,7 @@ def test_logits_are_those_of_an_engine(family, tmp_path, mesh):
 
 
 def naive_loss(reference: Reference, samples: list[Sample]) -> torch.Tensor:
-    """The definition, one target at a time."""
+    """Compute the loss by its definition, one target at a time."""
     heads = STEPS + 1
     sums, counts = [torch.zeros(())] * heads, [0] * heads
     for sample in samples:
@@ -103,7 +105,7 @@ def naive_loss(reference: Reference, samples: list[Sample]) -> torch.Tensor:
 
 
 def our_gradients(model: GPTModel, batch, directory: Path, out_dir: Path) -> tuple[float, dict[str, torch.Tensor]]:
-    """Loss, and gradients by HF name: the bridge writes them as if they were the weights."""
+    """Return the loss, and the gradients by HF name. `save_hf` writes the gradients as if they were weights."""
     objective = NextTokenObjective(Heads(1, STEPS, BETA), SCALE)
     counts = objective.count_targets([batch])
     model.train()
@@ -155,7 +157,10 @@ def test_loss_and_gradients_equal_the_reference(family, packed, tmp_path, mesh):
 
 @pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
 def test_recomputation_and_the_size_of_calls(family, tmp_path, mesh, monkeypatch):
-    """Recomputed, selectively or in full: the same bits. In calls of few queries: the same up to the order of sums."""
+    """With recomputation, results are bitwise identical.
+
+    With few queries per call, they are equal up to the order of sums.
+    """
     directory = make_tiny_hf(tmp_path / "model", family, depth=1)
     batch = collate_packed(make_samples(), 0, num_drafts=STEPS)
     selective = ["core_attn", "mlp", "mla_up_proj"] if family == "deepseek_v3" else ["core_attn", "mlp"]
@@ -181,7 +186,7 @@ def test_recomputation_and_the_size_of_calls(family, tmp_path, mesh, monkeypatch
 
 
 def share_right(prediction_BS: torch.Tensor, target_BS: torch.Tensor) -> float:
-    """The share of the positions with a prediction where it is the target."""
+    """Return the share of positions with a prediction whose prediction equals the target."""
     right_BS = (prediction_BS == target_BS)[prediction_BS != -1]
     return float(right_BS.float().mean())
 
@@ -189,10 +194,10 @@ def share_right(prediction_BS: torch.Tensor, target_BS: torch.Tensor) -> float:
 def train_head(
     directory: Path, out_dir: Path, rows_BS: torch.Tensor, mesh: Mesh, *, unroll: int, mtp_loss: MtpLoss = "ce"
 ) -> None:
-    """Write a checkpoint of the trunk of `directory` with a fresh head that has learned the rows.
+    """Write a checkpoint with the trunk of `directory` and a new head that was trained on the rows.
 
-    Of each draft that it is trained for, nine in ten are right then; so the comparison of two heads does not hang on
-    how far a number of steps goes on the processor at hand.
+    The head is trained until nine of ten drafts are correct at each step. Comparisons of two heads therefore do not
+    depend on how far a number of steps gets on this processor.
     """
     hf_config = json.loads((directory / "config.json").read_text())
     family = index.get(hf_config)
@@ -229,7 +234,10 @@ def train_head(
 
 @pytest.mark.parametrize("family", ["qwen3", "glm4_moe"])
 def test_later_drafts_are_accepted_more_often(family, trained, tmp_path, mesh):
-    """Same trunk, same fresh head, both learned the trunk's own text; counted as an engine that drafts 3 would."""
+    """Both heads start from the same new head and learn the trunk's own text.
+
+    Drafts are counted as for an engine that drafts 3.
+    """
     directory, prompts = trained(family, 1, "vllm")
     teacher = Reference.load(directory, family, depth=1)
     rows_BS = torch.tensor([prompt[:1] + teacher.greedy(prompt[:1], 31) for prompt in prompts])

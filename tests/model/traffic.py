@@ -1,6 +1,6 @@
-"""How many bytes a model moves to and from memory, counted on a CPU: what operations read and write.
+"""Count the bytes that a model moves to and from memory on a CPU: the inputs and results of operations.
 
-Kernels that a GPU has and a CPU does not are counted as one operation each (`Traffic.kernel`).
+Kernels that exist on a GPU but not on a CPU are counted as one operation each (`Traffic.kernel`).
 """
 
 from collections import Counter
@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class Traffic(TorchDispatchMode):
-    """Bytes by operation. Views move nothing."""
+    """Counts bytes by operation. Views move no bytes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,9 +42,9 @@ class Traffic(TorchDispatchMode):
         self.bytes[name] += sum(map(_bytes, read)) + sum(map(_bytes, written))
 
     def kernel(self, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """The same function of tensors as one operation forward, and one backward.
+        """Return the same function, counted as one operation in the forward and one in the backward pass.
 
-        Backward reads the gradients of what came out and all that went in, and writes the gradients that are needed.
+        The backward pass reads the gradients of the results and all inputs, and writes the gradients that are needed.
         """
 
         def one(*args: Any, **options: Any) -> torch.Tensor:
@@ -86,7 +86,7 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def _bytes(tensor: torch.Tensor) -> int:
-    """Of its different elements: those of an expanded dimension are one."""
+    """Return the bytes of a tensor's distinct elements. The elements of an expanded dimension count once."""
     count = 1
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         count *= size if stride else 1

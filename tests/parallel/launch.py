@@ -1,4 +1,4 @@
-"""Runs a function in several gloo processes on this machine, as torchrun would, and brings back what each returned."""
+"""Run a function in several gloo processes on this machine, as torchrun would, and return the results."""
 
 import gc
 import os
@@ -16,18 +16,18 @@ from tests.forked import forkserver
 
 
 def launch(num_processes: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """Call `function(*args)` once per process; the environment of torchrun is set, no process group is open yet.
+    """Call `function(*args)` once per process. torchrun's environment variables are set; no process group is open yet.
 
     Args:
-        function: of a module's top level, since it is imported anew in each process.
-        args: anything that can be pickled.
+        function: a function at the top level of a module, because each process imports the module.
+        args: arguments that can be pickled.
 
     Returns:
-        The results in order of rank; each must survive pickling.
+        The results in order of rank; they must be picklable.
 
     Raises:
-        ProcessRaisedException: with the traceback of the first process that failed; the others
-            are ended.
+        ProcessRaisedException: a process failed; the error contains the traceback of the first failed process. The
+            other processes are ended.
     """
     store = open_store()
     with tempfile.TemporaryDirectory() as directory:
@@ -38,14 +38,18 @@ def launch(num_processes: int, function: Callable[..., Any], *args: Any) -> list
 
 
 def open_store() -> TCPStore:
-    """Where the processes of one session find each other; held by this process, as torchrun does."""
+    """Return a store with which the processes of one session find each other.
+
+    This process holds it, as torchrun does.
+    """
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 def prepare_session(port: int) -> None:
-    """In a process that opens several sessions, before each: where to meet, and nothing left of the one before.
+    """Prepare the next session of a process that opens several sessions: set its port, and free the previous session.
 
-    Models and their process groups refer to each other in circles; each group left over keeps its threads and sockets.
+    Models and their process groups refer to each other in cycles. Each process group that is not freed keeps its
+    threads and sockets.
     """
     gc.collect()
     gc.freeze()
@@ -53,7 +57,7 @@ def prepare_session(port: int) -> None:
 
 
 def rank_environments(num_processes: int, port: int) -> list[dict[str, str]]:
-    """What torchrun sets for each of the processes that meet at a port of `open_store`."""
+    """Return the environment variables that torchrun sets for each process, with the port of `open_store`."""
     return [
         {
             "RANK": str(rank),

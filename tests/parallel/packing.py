@@ -1,6 +1,6 @@
-"""Samples one by one on one process, and the same samples in packed rows at a layout: what `test_packing.py` compares.
+"""Compute samples one by one on one process, and the same samples in packed rows with a layout, for `test_packing.py`.
 
-`run` computes many jobs in one start of processes.
+`run` computes many jobs with one start of processes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -36,19 +36,20 @@ from tests.parallel.launch import launch, open_store, prepare_session
 from tests.parallel.parity import save_gradients
 
 LONGEST = 64
-"""The tiny models' max_position_embeddings."""
+"""Maximum length of a sequence, the tiny models' max_position_embeddings."""
 # Rows of different lengths, an even number: two stages with two virtual ones each need that.
 ROWS = [[1, 13, 24], [7], [LONGEST, 2, 1, 5, 9], [3, 3]]
 
 
 @dataclass(frozen=True)
 class Job:
-    """Forward and backward over all samples.
+    """A forward and backward pass over all samples.
 
     Attributes:
-        is_packed: the rows of ROWS; otherwise one sample after the other, without padding.
-        changed: number of the sample whose tokens are all others, and its labels with them; None changes nothing.
-        one_reader: only the first rank has the samples; the others get what they use from it.
+        is_packed: whether samples are packed into the rows of ROWS; otherwise samples run one after another without
+            padding.
+        changed: number of the sample whose tokens and labels are replaced; None changes nothing.
+        one_reader: whether only the first rank has the samples, and sends the other ranks what they use.
         layout, recompute: options by name.
     """
 
@@ -63,12 +64,12 @@ class Job:
 
 @dataclass(frozen=True)
 class Result:
-    """What a job left behind.
+    """The result of a job.
 
     Attributes:
-        losses: of each sample, [K, length], float32: the trunk's loss per token, then each depth's.
-        metrics: of all samples together, as a training step reports them.
-        gradients: by HF name.
+        losses: losses of each sample, float32 [K, length]: the trunk's loss per token, then the loss of each depth.
+        metrics: metrics over all samples, as a training step reports them.
+        gradients: gradients by HF name.
     """
 
     losses: list[torch.Tensor]
@@ -77,7 +78,7 @@ class Result:
 
 
 def make_rows(vocab_size: int, changed: int | None = None) -> list[list[Sample]]:
-    """Samples that train on most of their tokens, the weights not all the same."""
+    """Return samples in which most tokens are trained, with different loss weights."""
     random, number, rows = np.random.RandomState(0), 0, []
     for lengths in ROWS:
         rows.append([])
@@ -90,7 +91,7 @@ def make_rows(vocab_size: int, changed: int | None = None) -> list[list[Sample]]
 
 
 def run(num_processes: int, jobs: Sequence[Job]) -> list[Result]:
-    """Compute the jobs in one start of processes, those of one layout in one session."""
+    """Compute the jobs with one start of processes. Jobs with the same layout share a session."""
     order = sorted(range(len(jobs)), key=lambda number: _layout(jobs[number]))
     sessions = [list(same) for _, same in groupby([jobs[number] for number in order], _layout)]
     stores = [open_store() for _ in sessions]
@@ -111,7 +112,7 @@ def _layout(job: Job) -> list[tuple[str, Any]]:
 def compute_all(
     sessions: Sequence[Sequence[Job]], ports: Sequence[int]
 ) -> list[tuple[list[torch.Tensor], dict[str, float]]]:
-    """What each process does."""
+    """Compute all jobs in this process."""
     results = []
     for jobs, port in zip(sessions, ports, strict=True):
         prepare_session(port)
@@ -121,7 +122,7 @@ def compute_all(
 
 
 def compute(job: Job, mesh: Mesh) -> tuple[list[torch.Tensor], dict[str, float]]:
-    """One job; losses only on ranks of the last stage."""
+    """Compute one job. Losses are returned only on ranks of the last stage."""
     hf_config = read_config(job.hf_dir)
     family = families.get(hf_config)
     depth = Heads.from_config(hf_config).layers
@@ -163,7 +164,7 @@ def compute(job: Job, mesh: Mesh) -> tuple[list[torch.Tensor], dict[str, float]]
 
 
 def split(loss_KS: torch.Tensor, batch: Batch, row: Sequence[Sample]) -> list[torch.Tensor]:
-    """A packed row's part of each of its samples, without padding."""
+    """Return the part of each sample in a packed row's losses, without padding."""
     assert batch.cu_seqlens is not None
     starts = batch.cu_seqlens.tolist()
     return [loss_KS[:, start : start + len(sample)] for start, sample in zip(starts, row, strict=False)]
@@ -186,11 +187,14 @@ def forward_backward(
     batches: Sequence[Batch],
     **options: Any,
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """The trainer's own forward step under megatron-core's schedule: per-token losses [K, S] of each micro-batch, whole
-    rows, on the last stage; and the sums over all.
+    """Run the trainer's forward step with megatron-core's schedule.
 
     Args:
-        options: of `run_pipeline`.
+        options: options of `run_pipeline`.
+
+    Returns:
+        On the last stage, the per-token losses [K, S] of whole rows for each micro-batch. Also the statistics summed
+        over all.
     """
     losses = []
     train_step = objective.make_forward_step(broadcast_from_last_stage(objective.count_targets(batches), mesh), mesh)

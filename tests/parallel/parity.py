@@ -1,7 +1,7 @@
-"""Every parallel layout against one process: losses, gradients and weights of the same few steps.
+"""Compare every parallel layout with one process: losses, gradients and weights of the same few steps.
 
-`run` computes many jobs in one start of processes, `compare` holds what a job left behind against what one process did.
-scripts/parity.py prints the table, test_parity.py tests a part of it.
+`run` computes many jobs with one start of processes; `compare` compares the result of a job with that of one process.
+scripts/parity.py prints the table, and test_parity.py tests a part of it.
 """
 
 from collections.abc import Callable, Sequence
@@ -45,7 +45,7 @@ from tests.tiny import HYBRID, make_tiny_hf
 
 STEPS = 5
 FEW_STEPS = (1, 3)
-"""Of a job of the tests: gradients, an update, and one by moments of several gradients."""
+"""First and last step of a job in tests. The steps test gradients, the first update, and updates with moments."""
 # Adam divides each gradient by its own size: where a gradient is nothing but rounding (1e-9), so would be the step,
 # with any sign. An epsilon far above that noise and below true gradients (1e-3) keeps weights comparable.
 OPTIONS: dict[str, Any] = {
@@ -70,7 +70,7 @@ SIZES: dict[str, Any] = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_
 
 @dataclass(frozen=True)
 class Case:
-    """One column of the table: a layout on so many processes."""
+    """One row of the table: a layout and its number of processes."""
 
     num_processes: int
     options: dict[str, Any] = field(default_factory=dict)
@@ -78,7 +78,7 @@ class Case:
 
 TP2_SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 ONE_PROCESS = "one process"
-"""With other kernels than those of the one that all is compared with."""
+"""Name of cases that run on one process, but with other kernels than the process with which all cases are compared."""
 CASES: dict[str, Case] = {
     ONE_PROCESS: Case(1),
     "TP2": Case(2, {"tensor_model_parallel_size": 2}),
@@ -120,15 +120,17 @@ FULL = {
 
 @dataclass(frozen=True)
 class Job:
-    """Some steps of a model at a layout.
+    """Some training steps of a model with a layout.
 
     Attributes:
-        out_dir: of its own; gradients of the first step and weights after the last are written there as HF files.
-        options: of `swiftlite megatron sft`, on top of OPTIONS; MTP in a layout string stands for all MTP layers.
-        steps: the first and the last one; none where the last comes before the first.
-        resume: a checkpoint to go on from, of whatever layout.
-        kernels: what computes its layers.
-        save: write `checkpoint-N` into out_dir after the last step.
+        out_dir: directory of this job. Gradients of the first step and weights after the last step are written there as
+            HF files.
+        options: options of `swiftlite megatron sft` in addition to OPTIONS. MTP in a layout string stands for all MTP
+            layers.
+        steps: the first and the last step. If the last is before the first, no step runs.
+        resume: checkpoint to resume from, of any layout.
+        kernels: kernels of the layers.
+        save: whether `checkpoint-N` is written to out_dir after the last step.
     """
 
     hf_dir: Path
@@ -140,7 +142,7 @@ class Job:
     kernels: Kernels = Kernels()
 
     def args(self, depth: int) -> SftArgs:
-        """The job as a command line would have it."""
+        """Return the options of the job as the command would receive them."""
         family = families.get(read_config(self.hf_dir)).name
         options = OPTIONS | (HYBRID_OPTIONS if family in HYBRID else {}) | self.options
         if stages := options.get("pipeline_model_parallel_layout"):
@@ -150,23 +152,23 @@ class Job:
 
 @dataclass(frozen=True)
 class Result:
-    """What a job left behind."""
+    """The result of a job."""
 
     metrics: list[dict[str, float]]
-    """Each step's."""
+    """Metrics of each step."""
     gradients: dict[str, torch.Tensor]
-    """The first step's, after clipping, by HF name; empty where none was taken."""
+    """Gradients of the first step after clipping, by HF name; empty if no step ran."""
     weights: dict[str, torch.Tensor]
-    """After the last step, by HF name."""
+    """Weights after the last step, by HF name."""
 
 
 def make_model(directory: Path, family: str, depth: int = 1, tied: bool = False, **config: Any) -> Path:
-    """A tiny model of the family with 4 layers."""
+    """Write a tiny model of the family with 4 layers."""
     return make_tiny_hf(directory, family, depth=depth, tied=tied, **SIZES, **config)
 
 
 def make_samples(vocab_size: int) -> list[Sample]:
-    """Rows of 6 to 24 tokens whose first third is a prompt."""
+    """Return rows of 6 to 24 tokens whose first third is a prompt."""
     random = np.random.RandomState(0)
     samples = []
     for _ in range(STEPS * OPTIONS["global_batch_size"]):
@@ -178,7 +180,7 @@ def make_samples(vocab_size: int) -> list[Sample]:
 
 
 def refusal(job: Job, num_processes: int) -> str:
-    """Why the rules do not let this model be laid out so, in their words; empty if they do."""
+    """Return the rules' reason why a model does not support a job's layout; empty if it does."""
     hf_config = read_config(job.hf_dir)
     depth = Heads.from_config(hf_config).layers
     layout = layout_of(job.args(depth))
@@ -188,7 +190,7 @@ def refusal(job: Job, num_processes: int) -> str:
 
 
 def run(num_processes: int, jobs: Sequence[Job], launch: Callable[..., list[Any]] = launch) -> list[Result]:
-    """Compute the jobs, in order, in one start of processes."""
+    """Compute the jobs in order, with one start of processes."""
     # One each: the next session would read the addresses that this one left.
     stores = [open_store() for _ in jobs]
     ranks = launch(num_processes, compute_all, jobs, [store.port for store in stores])
@@ -212,7 +214,7 @@ def _without_speed(metrics: list[dict[str, float]]) -> list[dict[str, float]]:
 
 
 def compute_all(jobs: Sequence[Job], ports: Sequence[int]) -> list[list[dict[str, float]]]:
-    """What each process does: a session for each job, closed before the next; returns the metrics of all steps."""
+    """Compute all jobs in this process, each in a separate session; return the metrics of all steps."""
     metrics = []
     for job, port in zip(jobs, ports, strict=True):
         prepare_session(port)
@@ -221,7 +223,7 @@ def compute_all(jobs: Sequence[Job], ports: Sequence[int]) -> list[list[dict[str
 
 
 def compute(job: Job) -> list[dict[str, float]]:
-    """One job; the process groups are those of its layout."""
+    """Compute one job in the process groups of its layout."""
     hf_config = read_config(job.hf_dir)
     family = families.get(hf_config)
     depth = Heads.from_config(hf_config).layers
@@ -303,7 +305,7 @@ def compute(job: Job) -> list[dict[str, float]]:
 
 
 def _save(model: Sequence[GPTModel], out_dir: Path, family, hf_config, lora: Lora | None) -> None:
-    """Write what learns: the model, or its adapters."""
+    """Write the trained weights: the model, or its adapters."""
     if lora is None:
         save_hf(model, out_dir, family, hf_config, dtypes="float32")
         return
@@ -314,7 +316,9 @@ def _save(model: Sequence[GPTModel], out_dir: Path, family, hf_config, lora: Lor
 
 
 def check_embeddings(model: Sequence[GPTModel]) -> None:
-    """All copies of the embedding in a pipeline (the first stage's, the MTP layers', a tied head) are the same bits."""
+    """Check that all copies of the embedding in a pipeline (first stage, MTP layers, tied output layer) are bitwise
+    identical.
+    """
     groups = model[0].pg_collection
     group: Any = groups.embd
     if groups.pp.size() == 1 or group is None:
@@ -340,7 +344,7 @@ def save_gradients(
     hf_config,
     lora: Lora | None = None,
 ) -> None:
-    """The gradients as the bridge would write the weights: put in their place for a moment."""
+    """Write the gradients as HF files. They temporarily replace the weights, so that `save_hf` writes them."""
     for chunk in wrapped:
         if chunk.ddp_config.use_distributed_optimizer:
             _gather_gradients(chunk)
@@ -355,7 +359,10 @@ def save_gradients(
 
 
 def _gather_gradients(chunk: DistributedDataParallel) -> None:
-    """With the distributed optimizer each data-parallel rank has the sum of its own part of each bucket only."""
+    """Gather gradients.
+
+    With the distributed optimizer, each data-parallel rank has the sum of only a part of each bucket.
+    """
     gradients: Any = chunk  # `buffers` is taken for torch's method
     for buffer in (*gradients.buffers, *gradients.expert_parallel_buffers):
         group = buffer.data_parallel_group
@@ -382,17 +389,17 @@ BOUNDS = {
 # Linear attention ends in a norm of each head, and what a sequence's first tokens read is nearly nothing. One rounding
 # of every weight moves gradients of a tiny Qwen3-Next by 9e-5 of their largest, those of other mixtures by 3e-6.
 def sensitivity(family: str) -> float:
-    """How many times as far as other models roundings move one of this family."""
+    """Return the factor by which rounding changes this family's results more than those of other families."""
     return 30.0 if family in HYBRID else 1.0
 
 
 def bounds_of(family: str) -> dict[str, float]:
-    """What rounding explains of a family's differences, by the names of BOUNDS."""
+    """Return the differences that rounding can cause for a family, by the names of BOUNDS."""
     return {name: bound * sensitivity(family) for name, bound in BOUNDS.items()}
 
 
 def compare(one: Result, other: Result, source: dict[str, torch.Tensor]) -> dict[str, float]:
-    """How far a case is from the single process: the largest relative differences, by the names of BOUNDS.
+    """Return the largest relative differences between a case and the single process, by the names of BOUNDS.
 
     Args:
         source: the weights before training.
@@ -418,7 +425,7 @@ def compare(one: Result, other: Result, source: dict[str, torch.Tensor]) -> dict
 def _tensor_differences(
     one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], unit: dict[str, torch.Tensor]
 ) -> dict[str, float]:
-    """The largest difference of each tensor, in units of the largest number of `unit`'s."""
+    """Return the largest difference of each tensor, relative to the largest number of the tensor in `unit`."""
     assert one.keys() == other.keys()
     return {
         key: float((other[key] - tensor).abs().max() / unit[key].abs().max().clamp(min=1e-12))

@@ -1,4 +1,4 @@
-"""Draft acceptance that a run measures, at every kind of layout, against a walk that shares no code with it."""
+"""Test the draft acceptance that a run measures, for every kind of layout, against independent code."""
 
 import json
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ LAYOUTS = {name: case.options for name, case in CASES.items()} | {"TP2+SP": TP2_
 
 
 def expected_counts(directory: Path, way: str, prompts: list[list[int]]) -> DraftCounts:
-    """What an engine counts while it writes NEW_TOKENS after each prompt."""
+    """Return the counts of an engine that generates NEW_TOKENS after each prompt."""
     family, depth, num_drafts = WAYS[way]
     reference = follow(Reference.load(directory, family, depth), FAMILIES[family].mtp.drafting)
     drafts, accepted = 0, [0] * num_drafts
@@ -59,7 +59,7 @@ def expected_counts(directory: Path, way: str, prompts: list[list[int]]) -> Draf
 
 @dataclass(frozen=True)
 class Job:
-    """Acceptance of a model at a layout, written to `path`."""
+    """A measurement of a model's acceptance with a layout, written to `path`."""
 
     hf_dir: Path
     path: Path
@@ -69,7 +69,7 @@ class Job:
 
 
 def measure_all(jobs: Sequence[Job], ports: Sequence[int]) -> None:
-    """What each process does: a session for each job."""
+    """Run each job in a separate session in this process."""
     for job, port in zip(jobs, ports, strict=True):
         prepare_session(port)
         measure(job)
@@ -97,7 +97,7 @@ def measure(job: Job) -> None:
 
 @pytest.fixture(scope="module")
 def measured(shared, tmp_path_factory) -> dict[tuple[str, str], tuple[dict[str, Any], DraftCounts]]:
-    """By way and layout what acceptance.json has, and what it should."""
+    """Return the content of acceptance.json and the expected counts, by kind of model and layout."""
     root = tmp_path_factory.mktemp("acceptance")
     jobs: dict[tuple[str, str], Job] = {}
     expected: dict[str, DraftCounts] = {}

@@ -1,5 +1,6 @@
-"""Adapters beside other layers than local ones, against one process with those: Transformer Engine's over stand-ins for
-its compiled parts (`tests/te_stand_ins`), and experts in one product.
+"""Test adapters on Transformer Engine's layers and on grouped experts against one process with local layers.
+
+Transformer Engine's compiled parts are replaced by `tests/te_stand_ins`.
 """
 
 from pathlib import Path
@@ -67,8 +68,11 @@ Way = tuple[str, str, str]
 
 @pytest.fixture(scope="module")
 def computed(tmp_path_factory) -> dict[Way, Result]:
-    """Two steps each, by family, tuner and name: "alone" is one process with local layers, which goes on from where it
-    has saved after two, when no B is zero any more. So does all else, but what goes on from Transformer Engine."""
+    """Return the results of two steps for each case, by family, tuner and name.
+
+    "alone" is one process with local layers, which resumes from its checkpoint after two steps, when no B is zero. All
+    other cases resume from the same checkpoint, except those that resume from a checkpoint of Transformer Engine.
+    """
     root = tmp_path_factory.mktemp("adapters")
     models = {family: parity.make_model(root / family, family, tied=family == "qwen2") for family in FAMILIES}
 
@@ -101,13 +105,13 @@ def computed(tmp_path_factory) -> dict[Way, Result]:
 
 
 def needs(name: str) -> None:
-    """Skips what wants the wheel of Transformer Engine where it is not."""
+    """Skip the test if it requires Transformer Engine's package and the package is not installed."""
     if name.startswith("TE") and (reason := te_stand_ins.missing()):
         pytest.skip(reason)
 
 
 def beyond_rounding(one: Result, other: Result) -> dict[str, float]:
-    """What differs by more than the order of sums explains."""
+    """Return the differences that are larger than the order of sums can cause."""
     zeros = {key: torch.zeros_like(tensor) for key, tensor in one.weights.items()}
     found = parity.compare(one, other, zeros)
     return {figure: found[figure] for figure, bound in BOUNDS.items() if found[figure] > bound}
@@ -129,7 +133,9 @@ def test_adapters_of_transformer_engine_go_on_beside_local_layers(computed, fami
 
 
 def streamed(hf_dir: Path, kernels: Kernels, port: int) -> tuple[dict[str, torch.Tensor], bool]:
-    """What an engine is given of a model with DoRA, by HF name; and whether the model is afterwards what it was."""
+    """Return the tensors of a model with DoRA that an engine receives, by HF name, and whether the model is unchanged
+    afterwards.
+    """
     prepare_session(port)
     hf_config = read_config(hf_dir)
     family, heads = families.get(hf_config), Heads.from_config(hf_config)

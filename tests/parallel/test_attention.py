@@ -1,4 +1,4 @@
-"""Core attention over context-parallel ranks: outputs and gradients against one process."""
+"""Test core attention over context-parallel ranks: outputs and gradients against one process."""
 
 import itertools
 from typing import Any
@@ -28,7 +28,7 @@ def padded_to(multiple: int, lengths: list[int]) -> list[int]:
 
 
 def layouts(size: int) -> dict[str, list[int] | None]:
-    """Lengths of the sequences of a row, each padded to a multiple of 2 * size; None is a dense row."""
+    """Return lengths of the sequences of rows, each padded to a multiple of 2 * size; None is a dense row."""
     multiple = 2 * size
     return {
         "dense": None,
@@ -48,7 +48,7 @@ ATOL = {"float32": 4e-6, "float64": 1e-14}
 
 
 def run(attention, inputs, cu_seqlens, rank: int, size: int) -> list[torch.Tensor]:
-    """What rank `rank` computes: its part of the output, and of the gradients of queries, keys and values."""
+    """Return the part of rank `rank` of the output, and of the gradients of queries, keys and values."""
     local = [shard_sequence(t.detach(), 0, rank, size, cu_seqlens).requires_grad_() for t in inputs]
     packed = None if cu_seqlens is None else make_packed(cu_seqlens.diff().tolist())
     out = attention(*local, None, packed_seq_params=packed)
@@ -68,13 +68,13 @@ def case(shape: str, layout: str, dtype: str, size: int):
 
 
 def kernels(way: str) -> dict[str, Any]:
-    """Options of CoreAttention."""
+    """Return options of CoreAttention."""
     attention_module.LONG = 1 if way == "in slices" else 2048
     return {} if way == "calls" else {"varlen": fill_values(varlen), "prefix": as_kernel()}
 
 
 def run_all(size: int) -> dict[tuple[str, str, str, str], list[torch.Tensor]]:
-    """What each process does."""
+    """Run all cases in this process."""
     with session(ParallelLayout(context_parallel_size=size)) as mesh:
         results = {}
         for shape, layout, dtype in CASES:

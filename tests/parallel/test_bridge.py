@@ -1,5 +1,7 @@
-"""The bridge with two tensor-parallel ranks: files bit for bit, parameters by what the model computes from them; and
-from files over a checkpoint of one layout and a model of another back to the same files."""
+"""Test weight conversion with two tensor-parallel ranks, and conversion through checkpoints of other layouts.
+
+Files must be bitwise identical. Parameters are compared by the logits that the model computes with them.
+"""
 
 import json
 import random
@@ -78,13 +80,13 @@ def save(model: GPTModel, source: Path, out_dir: Path, max_shard_bytes: int) -> 
 
 @torch.no_grad()
 def compute(model: GPTModel) -> list[torch.Tensor]:
-    """Logits of the trunk and of each head; this rank's part of the vocabulary."""
+    """Return the logits of the trunk and of each head, for this rank's part of the vocabulary."""
     logits = model(TOKENS, torch.arange(TOKENS.shape[1])[None])
     return [logits.main, *logits.mtp]
 
 
 def convert_all(root: Path, tp_size: int) -> dict[str, list[torch.Tensor]]:
-    """What each process does: every case there and back, sharded and not; returns the logits by case."""
+    """Convert every case to Megatron and back, with and without shards; return the logits by case."""
     logits = {}
     with session(ParallelLayout(tensor_model_parallel_size=tp_size)) as mesh:
         for case in CASES:
@@ -104,7 +106,7 @@ def convert_all(root: Path, tp_size: int) -> dict[str, list[torch.Tensor]]:
 
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory) -> tuple[Path, dict[int, list[dict[str, list[torch.Tensor]]]]]:
-    """All cases at TP 1 and 2: the directory of all files, and by TP size the logits of each rank."""
+    """Convert all cases with TP 1 and 2; return the directory of the files, and the logits of each rank by TP size."""
     root = tmp_path_factory.mktemp("converted")
     for family, tied, depth in CASES:
         make_tiny_hf(root / name(family, tied, depth), family, depth, tied, **SIZES)
@@ -134,7 +136,9 @@ def test_round_trip_is_bit_exact(converted, case, out):
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: name(*case))
 def test_two_ranks_compute_what_one_computes(converted, case):
-    """A part on the wrong rank would come back whole from the round trip; it would not compute the same."""
+    """If a part were on the wrong rank, files would still be identical after the conversion back,
+    but not the logits.
+    """
     root, logits = converted
     (alone,), (first, second) = logits[1], logits[2]
     for one, *parts in zip(alone[name(*case)], first[name(*case)], second[name(*case)], strict=True):
@@ -189,7 +193,9 @@ Pair = tuple[str, bool, ParallelLayout, ParallelLayout]
 
 
 def reshard_all(root: Path, pairs: Sequence[Pair], ports: Sequence[int]) -> None:
-    """What each process does: files, a model at one layout, its checkpoint, a model at another layout, files."""
+    """In this process, convert files through a model with one layout, its checkpoint, and a model
+    with another layout.
+    """
     port = iter(ports)
     for number, (family_name, tied, first, second) in enumerate(pairs):
         source, out_dir = root / name(family_name, tied, 1), root / str(number)
@@ -212,7 +218,10 @@ def reshard_all(root: Path, pairs: Sequence[Pair], ports: Sequence[int]) -> None
 
 
 def stream(model: list[GPTModel], out_dir: Path, family: Family, hf_config: dict[str, Any]) -> None:
-    """Write what the first rank is given to trunk.safetensors and heads.safetensors; the others are given nothing."""
+    """Write the tensors that the first rank receives to trunk.safetensors and heads.safetensors.
+
+    Other ranks receive none.
+    """
     for part in ("trunk", "heads"):
         tensors = {}
         for bucket in stream_hf(model, family, hf_config, part, bucket_bytes=20_000):

@@ -1,7 +1,7 @@
-"""What megatron-core 0.16.1 gets wrong on our paths, each against ours: when one of these fails, it may be mended.
+"""Test defects of megatron-core 0.16.1 and swiftlite's fixes. If a test fails, megatron-core may have fixed the defect.
 
-Others stand beside what they are about: recomputation in tests/model/test_recompute.py, latent attention in
-test_mla.py, counts of targets in tests/train/test_objective.py.
+Other defects are tested with the code that fixes them: recomputation in tests/model/test_recompute.py, latent attention
+in test_mla.py, counts of targets in tests/train/test_objective.py.
 """
 
 from pathlib import Path
@@ -43,7 +43,7 @@ POSITIONS = torch.arange(12)[None]
 
 
 def stock_model(hf_dir: Path, mesh: Mesh, per_token: bool = True) -> Any:
-    """megatron-core's GPTModel and MTP layer with our layers, on one process, with the same weights as ours."""
+    """Return megatron-core's GPTModel and MTP layer with swiftlite's layers and weights, on one process."""
     hf_config = read_config(hf_dir)
     family = families.get(hf_config)
     architecture = family.architecture(hf_config)
@@ -101,7 +101,7 @@ def test_stock_model_gives_no_logits_of_heads(tmp_path, mesh):
 
 @MENDED
 def test_a_micro_batch_without_targets(tmp_path, mesh, monkeypatch):
-    """0 / 0 in the stock model's own mode; ours is 0 (tests/train/test_objective.py)."""
+    """megatron-core's model computes 0 / 0 in its own mode; swiftlite's loss is 0 (tests/train/test_objective.py)."""
     monkeypatch.setattr(MTPLossLoggingHelper, "tracker", {})
     hf_dir = make_tiny_hf(tmp_path, "qwen3", depth=1)
     stock = stock_model(hf_dir, mesh, per_token=False).train()
@@ -117,7 +117,7 @@ def test_a_micro_batch_without_targets(tmp_path, mesh, monkeypatch):
 
 
 def test_stock_mtp_loss_depends_on_how_a_batch_is_cut(tmp_path, mesh, monkeypatch):
-    """Without per-token losses each micro-batch divides by its own targets (gpt_model.py:658)."""
+    """Without per-token losses, each micro-batch divides by the number of its own targets (gpt_model.py:658)."""
     monkeypatch.setattr(MTPLossLoggingHelper, "tracker", {})
     hf_dir = make_tiny_hf(tmp_path, "qwen3", depth=1)
     stock = stock_model(hf_dir, mesh, per_token=False).train()
@@ -175,7 +175,7 @@ def with_stock_embedding_ranks(job: parity.Job) -> list[dict[str, float]]:
 
 @pytest.mark.gloo
 def test_stock_embedding_ranks_mix_gradients(tmp_path):
-    """The gradient of the embedding and that of the output layer are added up; grad norms tell."""
+    """The gradients of embedding and output layer are added, which changes the gradient norms."""
     hf_dir = parity.make_model(tmp_path / "model", "qwen3")
     apart = parity.CASES["PP2 MTP apart"].options | parity.CASES["PP3 MTP middle"].options
     (alone,) = launch(1, parity.compute, parity.Job(hf_dir, tmp_path / "alone", steps=(1, 1)))

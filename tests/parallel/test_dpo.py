@@ -1,4 +1,4 @@
-"""`megatron dpo` at several layouts, the reference model at others, against one process."""
+"""Test `megatron dpo` with several layouts of the model and the reference model against one process."""
 
 import json
 from dataclasses import replace
@@ -72,7 +72,7 @@ def run_all(jobs: list[DpoArgs], ports: list[int], world_size: int) -> None:
 
 
 def start(num_processes: int, jobs: list[DpoArgs]) -> list[list[dict[str, float]]]:
-    """The metrics of each job's steps, and of the evaluation after the last one."""
+    """Return the metrics of each job's steps, and of the evaluation after the last step."""
     stores = [open_store() for _ in jobs]
     launch(num_processes, run_all, jobs, [store.port for store in stores], num_processes)
     found = []
@@ -83,7 +83,7 @@ def start(num_processes: int, jobs: list[DpoArgs]) -> list[list[dict[str, float]
 
 
 def make_options(place: Path, family: str, name: str, **changed: Any) -> DpoArgs:
-    """A run of 3 steps of a tiny model, whose reference is another one."""
+    """Return options for 3 steps of a tiny model. Its reference model is another model."""
     models = [place / f"{family}-{which}" for which in ("model", "reference")]
     for seed, hf_dir in enumerate(models):
         if not hf_dir.exists():
@@ -126,7 +126,7 @@ def test_a_layout_changes_no_number(tmp_path):
 
 
 def prepare_with(args: list[DpoArgs]) -> str:
-    """What a rank is told that has options of its own."""
+    """Return the error on a rank with different options."""
     with phases.open_session(args[0], resolve(args[0].model)) as mesh:
         try:
             prepare(args[dist.get_rank()], mesh)
@@ -147,11 +147,11 @@ LENGTH = 44  # most answers are longer, and cut
 
 
 class Logits(TorchDispatchMode):
-    """Notes the bytes of the largest tensor over the vocabulary of each precision.
+    """Records the bytes of the largest tensor over the vocabulary, by precision.
 
     Args:
-        size: words on this rank.
-        hidden: size of a state; the output matrix has so many rows when it is turned.
+        size: size of the vocabulary on this rank.
+        hidden: hidden size, which is the number of rows of the transposed output matrix.
     """
 
     def __init__(self, size: int, hidden: int):
@@ -168,7 +168,7 @@ class Logits(TorchDispatchMode):
 
 
 def hold_both(args: DpoArgs) -> dict[str, int]:
-    """Bytes of what this rank holds while the reference model is asked, by names of `ReferenceMemory`."""
+    """Return the bytes on this rank while the reference model is evaluated, by names of `ReferenceMemory`."""
     with phases.open_session(args, resolve(args.model)) as mesh:
         run = prepare(args, mesh)
         model = reference.open_reference(run)

@@ -1,4 +1,4 @@
-"""Samples moved between ranks: every array of every sample where it was wanted, and training from one reader."""
+"""Test that samples are moved between ranks with all their arrays, and training from a single reader."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ IDS, TARGETS = ALL[:1], ALL[1:]
 
 
 def make_sample(random: np.random.RandomState, length: int) -> Sample:
-    """Zeros among the ids, the labels and the weights; all bits of a weight count."""
+    """Return a random sample with zeros among ids, labels and weights. Weights use all bits."""
     return Sample(
         random.randint(0, 3, length).astype(np.int32),
         random.choice([IGNORED, 0, 2**31 - 1], length).astype(np.int32),
@@ -44,7 +44,9 @@ def assert_same(ours: Sample, expected: Sample, fields=ALL) -> None:
 
 
 def exchange_many() -> int:
-    """Random assignments over four ranks, some of which have or get nothing; returns how many were compared."""
+    """Exchange samples with random assignments over four ranks, some without samples; return the number of compared
+    samples.
+    """
     group = dist.group.WORLD
     assert group is not None
     rank, random = group.rank(), np.random.RandomState(0)
@@ -68,7 +70,7 @@ def exchange_many() -> int:
 
 
 def broadcast_many(pipeline_size: int, fields: list[tuple[str, ...]]) -> None:
-    """Ranks 0, 1, ... of a stage side by side, as megatron-core lays them out."""
+    """Broadcast samples to ranks 0, 1, ... of a stage, which are neighbors as in megatron-core."""
     stage_size, rank = 4 // pipeline_size, dist.get_rank()
     pipelines = [dist.new_group(list(range(first, 4, stage_size))) for first in range(stage_size)]
     stages = [dist.new_group(list(range(first, first + stage_size))) for first in range(0, 4, stage_size)]
@@ -90,7 +92,7 @@ def broadcast_many(pipeline_size: int, fields: list[tuple[str, ...]]) -> None:
 
 
 def move_all() -> int:
-    """What each process does."""
+    """Run all cases in this process."""
     dist.init_process_group("gloo")
     compared = exchange_many()
     broadcast_many(4, [IDS, (), IDS, TARGETS])
@@ -128,7 +130,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def test_training_from_one_reader(tmp_path):
-    """Only the first rank has samples; losses and gradients are those of one process."""
+    """Only the first rank has samples. Losses and gradients must equal those of one process."""
     model = make_tiny_hf(
         tmp_path / "model",
         "llama",

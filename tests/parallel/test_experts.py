@@ -1,4 +1,4 @@
-"""The bridge with experts on several ranks: every number is written once, whatever the layout, and none is lost."""
+"""Test weight conversion with experts on several ranks: for every layout, each number is written exactly once."""
 
 import os
 from collections import Counter
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.gloo
 
 
 def layout(tp: int = 1, pp: int = 1, ep: int = 1, etp: int = 1) -> ParallelLayout:
-    """What is left of the processes is data-parallel."""
+    """Return a layout. The remaining processes are data-parallel."""
     return ParallelLayout(
         tensor_model_parallel_size=tp,
         sequence_parallel=tp > 1,
@@ -71,7 +71,7 @@ SIZES: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "he
 
 
 def build(source: Path, mesh: Mesh) -> list[GPTModel]:
-    """The model of a directory, every number of it unset."""
+    """Return the model of a directory with uninitialized weights."""
     hf_config = read_config(source)
     family = families.get(hf_config)
     model = build_model(
@@ -90,7 +90,7 @@ def build(source: Path, mesh: Mesh) -> list[GPTModel]:
 
 
 def numbers_written(model: Sequence[GPTModel], source: Path) -> Counter[str]:
-    """How many numbers of each HF tensor this rank writes."""
+    """Return how many numbers of each HF tensor this rank writes."""
     hf_config = read_config(source)
     family = families.get(hf_config)
     shards = placement.shards_of(model)
@@ -104,7 +104,7 @@ def numbers_written(model: Sequence[GPTModel], source: Path) -> Counter[str]:
 
 
 def transfer_all(root: Path, ports: Sequence[int]) -> dict[str, dict[str, Counter[str]]]:
-    """What each process does: every source in and out at every layout; returns what it wrote."""
+    """Load and save every source with every layout in this process; return the counts of written numbers."""
     layouts = LAYOUTS[int(os.environ["WORLD_SIZE"])]
     results = {}
     for port, (layout_name, layout) in zip(ports, layouts.items(), strict=True):
@@ -127,7 +127,7 @@ def transfer_all(root: Path, ports: Sequence[int]) -> dict[str, dict[str, Counte
 
 
 def check_what_lacks_an_expert(root: Path, mesh: Mesh) -> None:
-    """Every rank says so, also those that do not hold it."""
+    """Check that every rank reports a missing expert, including ranks that do not hold it."""
     hf_config = read_config(root / "broken")
     with pytest.raises(UserError, match=naming("model.layers.3.mlp.experts.3.up_proj.weight")):
         load_hf(build(root / "glm4_moe", mesh), root / "broken", families.get(hf_config), hf_config)
@@ -139,7 +139,7 @@ def check_what_lacks_an_expert(root: Path, mesh: Mesh) -> None:
 
 @pytest.fixture(scope="module")
 def transferred(tmp_path_factory) -> dict[int, tuple[Path, list[dict[str, dict[str, Counter[str]]]]]]:
-    """By number of processes: the directory of all files, and what each rank wrote at each layout."""
+    """Return, by number of processes, the directory of all files and the counts of each rank for each layout."""
     results = {}
     for num_processes, layouts in LAYOUTS.items():
         root = tmp_path_factory.mktemp("experts")

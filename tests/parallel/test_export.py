@@ -1,4 +1,4 @@
-"""Exports of ranks that share no file system: what others hold comes to the first rank."""
+"""Test exports of ranks without a shared file system: all slices are sent to the first rank."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ LAYOUT = ParallelLayout(tensor_model_parallel_size=2, pipeline_model_parallel_si
 
 
 def export_to_own_disk(source: Path, root: Path) -> list[str]:
-    """What each process does, with a directory of its own as its only disk; returns what it has there afterwards."""
+    """Export with a separate directory per process as its disk; return the files in this directory."""
     hf_config = read_config(source)
     family = families.get(hf_config)
     with session(LAYOUT) as mesh:

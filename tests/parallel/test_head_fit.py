@@ -1,4 +1,4 @@
-"""`fit_last_layer`: projections, at every kind of layout, against numpy's fit to transformers' states."""
+"""Test `fit_last_layer` for every kind of layout against a fit with numpy to transformers' states."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,14 +33,14 @@ VOCABULARY = 128
 
 
 def make_rows() -> list[np.ndarray]:
-    """Rows of several lengths; more tokens in all than a projection has inputs."""
+    """Return rows of several lengths. They have more tokens in total than a projection has inputs."""
     generator = np.random.default_rng(0)
     return [generator.integers(0, VOCABULARY, length) for length in (24, 40, 16, 32) * 6]
 
 
 @dataclass(frozen=True)
 class Job:
-    """A fit at a layout; the first rank that has the heads writes its projections below `path`."""
+    """A fit with a layout. The first rank that has the heads writes their projections to `path`."""
 
     hf_dir: Path
     path: Path
@@ -76,13 +76,13 @@ def fit(job: Job) -> None:
 
 
 def read_projection(path: Path, depth: int) -> torch.Tensor:
-    """The whole projection, whichever ranks wrote its rows."""
+    """Return the whole projection from the parts that ranks have written."""
     return torch.cat([torch.load(part) for part in sorted(path.parent.glob(f"{path.name}-{depth}-*"))])
 
 
 @pytest.fixture(scope="module")
 def fitted(tmp_path_factory) -> tuple[Path, Path]:
-    """(the model, where the projections are)."""
+    """Return the model's directory and the directory of the projections."""
     root = tmp_path_factory.mktemp("fit")
     hf_dir = make_tiny_hf(root / "hf", "llama", depth=0, **SIZES)
     jobs = [Job(hf_dir, root / name, options, False) for name, options in LAYOUTS.items() if name != "one"]
@@ -96,7 +96,9 @@ def fitted(tmp_path_factory) -> tuple[Path, Path]:
 
 
 def expected_projection(hf_dir: Path) -> np.ndarray:
-    """Depth 1, by numpy: the last layer's input one token ahead, from the normed embedding and state."""
+    """Compute the projection of depth 1 with numpy: from the normed embedding and state to the last layer's input one
+    token later.
+    """
     model = AutoModelForCausalLM.from_pretrained(hf_dir, dtype=torch.float32).eval()
     inputs, targets = [], []
 

@@ -1,4 +1,4 @@
-"""One head unrolled over several tokens, and distillation: at every kind of layout as in one process."""
+"""Test unrolled heads and distillation for every kind of layout against one process."""
 
 import json
 import os
@@ -50,7 +50,7 @@ LAYOUTS = {name: CASES[name].options for name in ("TP2", "PP2", "CP2", "DP2", "P
 
 @pytest.fixture(scope="module")
 def computed(tmp_path_factory) -> tuple[dict[str, Path], dict[tuple[str, str], Result]]:
-    """Models by way, and results by way and layout; one process is "alone"."""
+    """Return models by kind, and results by kind and layout; one process is "alone"."""
     root = tmp_path_factory.mktemp("heads")
     models = {}
     for way, (family, depth, _) in WAYS.items():
@@ -87,7 +87,9 @@ def test_every_depth_is_measured(computed, way):
 
 
 def test_ranks_read_what_they_have_written(tmp_path):
-    """To the bit: the ranks of each layout hold other parts of the trunk's states."""
+    """The cached states of each layout are bitwise identical, although ranks of other layouts hold
+    other parts of them.
+    """
     model = parity.make_model(tmp_path / "model", "glm4_moe", 1)
     heads = UNROLL | {"mtp_loss": "kl", "mtp_mode": "heads_only"}
     layouts = {"TP2+SP": TP2_SP, "CP2": LAYOUTS["CP2"], "EP2": CASES["EP2"].options}
@@ -108,7 +110,7 @@ def test_ranks_read_what_they_have_written(tmp_path):
 
 
 def train_on_a_slow_disk(args: SftArgs) -> int:
-    """Ranks that write the same file at the same time are in the middle of it together."""
+    """Train while writes are slow, so that ranks write the same file at the same time."""
     fsync = os.fsync
 
     def slow(descriptor: int) -> None:
@@ -120,7 +122,10 @@ def train_on_a_slow_disk(args: SftArgs) -> int:
 
 
 def options_of_a_cache(directory: Path) -> SftArgs:
-    """Rows that occur twice, side by side on both ranks; and the last of 3 held-out rows is next to padding."""
+    """Return options for rows that occur twice, on both ranks in the same step.
+
+    The last held-out row is next to padding.
+    """
     model = make_tiny_hf(directory / "model", "qwen3", depth=1, with_tokenizer=True, num_key_value_heads=2)
     rows = [json.dumps({"query": f"What is {n // 2}?", "response": f"It is {n // 2}."}) for n in range(16)]
     for name, chosen in {"rows": rows, "val": rows[:3]}.items():

@@ -1,5 +1,7 @@
-"""Kernels of GPUs at layouts, trained for some steps on a CPU: fused ones, and Transformer Engine's layers over
-stand-ins for its compiled parts (`tests/te_stand_ins`), against one process with local layers; checkpoints of either.
+"""Test the kernels for GPUs in training with several layouts on a CPU, against one process with local layers.
+
+These are fused kernels, and Transformer Engine's layers with stand-ins for its compiled parts (`tests/te_stand_ins`).
+Checkpoints of both kinds of layers are interchanged.
 """
 
 from dataclasses import replace
@@ -70,7 +72,7 @@ COMPARED = [(way, name) for way, (_, _, others) in WAYS.items() for name in othe
 
 
 def needs(name: str) -> None:
-    """Skips what wants the wheel of Transformer Engine where it is not."""
+    """Skip the test if it requires Transformer Engine's package and the package is not installed."""
     if name.startswith("TE") and (reason := te_stand_ins.missing()):
         pytest.skip(reason)
 
@@ -81,7 +83,7 @@ Computed = tuple[dict[str, Path], dict[tuple[str, str], Result]]
 
 @pytest.fixture(scope="module")
 def computed(tmp_path_factory) -> Computed:
-    """Models by way, and results by way and name; one process with local layers is "alone"."""
+    """Return models by kind, and results by kind and name; one process with local layers is "alone"."""
     root = tmp_path_factory.mktemp("kernels")
     models = {way: parity.make_model(root / way, family, 1) for way, (family, _, _) in WAYS.items()}
     starts: dict[tuple[bool, int], dict[tuple[str, str], Job]] = {

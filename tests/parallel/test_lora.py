@@ -1,5 +1,6 @@
-"""Adapters at every layout, against one process: gradients of A's, B's and magnitudes, and the checkpoint that all go
-on from."""
+"""Test adapters with every layout against one process: gradients of A, B and magnitudes, starting
+from one checkpoint.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ PLACES = CASES | {
 
 
 def test_a_layout_changes_no_adapter(tmp_path):
-    """Two steps from where one process has saved after two, when no B is zero any more."""
+    """Two steps run from a checkpoint that one process has written after two steps, when no B is zero."""
     jobs: dict[int, dict[tuple[str, str, str], Job]] = {1: {}, 2: {}}
     for (family, kind), layouts in LAYOUTS.items():
         place = tmp_path / f"{family}-{kind}"
@@ -66,7 +67,7 @@ def test_a_layout_changes_no_adapter(tmp_path):
 
 
 def draw(layout: dict[str, Any], hf_dir: Path) -> dict[str, bytes]:
-    """By adapter: which inputs of a step's first micro-batch this rank keeps."""
+    """Return, for each adapter, which inputs of a step's first micro-batch are not dropped on this rank."""
     args = SftArgs(model=str(hf_dir), torch_dtype="float32", lora_dropout=0.5, **LORA, **layout)
     with session(layout_of(args), tied_embeddings=False) as mesh:
         hf_model = resolve(hf_dir)
@@ -86,8 +87,11 @@ def draw(layout: dict[str, Any], hf_dir: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("layout", ["TP2xPP2", "TP2+SP"])
 def test_ranks_drop_alike_where_their_inputs_are_the_same(tmp_path, layout):
-    """A tensor-parallel rank has all of the input of columns, without sequence parallelism, and a part of all others;
-    each stage and each data-parallel rank has other ones."""
+    """Without sequence parallelism, tensor-parallel ranks have the same input of column-parallel layers, so their masks
+    are equal.
+
+    For other layers, and on other stages and data-parallel ranks, inputs and masks differ.
+    """
     parts = {"tensor_model_parallel_size": 2}
     parts |= {"pipeline_model_parallel_size": 2} if layout == "TP2xPP2" else {"sequence_parallel": True}
     hf_dir = make_model(tmp_path / "hf", "qwen3", depth=0)

@@ -1,5 +1,7 @@
-"""Training with products of 8 and 4 bits: Transformer Engine's Python over stand-ins that quantize as its kernels do
-(`tests/te_stand_ins`). Which layers compute so, what is saved, and layouts against one process.
+"""Test training with matrix products in 8 and 4 bits: which layers use them, what is saved, and layouts against one
+process.
+
+Transformer Engine's Python code runs with stand-ins that quantize as its kernels do (`tests/te_stand_ins`).
 """
 
 from dataclasses import replace
@@ -106,7 +108,7 @@ def computed(models, tmp_path_factory) -> dict[tuple[str, str], Result]:
     ],
 )
 def test_the_same_products_make_the_same_bits(computed, family, one, other):
-    """Recomputed, on another stage, or with experts shared out: what is quantized together is the same."""
+    """With recomputation, on another stage, or with distributed experts, the same tensors are quantized together."""
     expected, found = computed[family, one].metrics, computed[family, other].metrics
     assert [step["loss"] for step in found] == [step["loss"] for step in expected]
     assert [step["mtp_1_loss"] for step in found] == [step["mtp_1_loss"] for step in expected]
@@ -114,7 +116,7 @@ def test_the_same_products_make_the_same_bits(computed, family, one, other):
 
 @pytest.mark.parametrize("family", ["qwen3", "glm4_moe"])
 def test_adapters_leave_the_products_of_their_layers_in_low_precision(computed, family):
-    """They begin with nothing to add. Their own products are not of 8 bits, which take no rank of 4."""
+    """At first, adapters add zero. Their own products are not in 8 bits, which do not support a rank of 4."""
     plain, adapted = (computed[family, name].metrics[0] for name in ("blockwise", "blockwise, adapters"))
     assert [adapted[loss] for loss in ("loss", "mtp_1_loss")] == [plain[loss] for loss in ("loss", "mtp_1_loss")]
 
@@ -155,8 +157,11 @@ def test_losses_of_the_first_step_at_layouts(computed, one, other, bound):
     ],
 )
 def test_losses_are_near_those_of_bfloat16_and_not_the_same(computed, family, name):
-    """Three bits behind the point are 6 % of a number, one bit 25 %; sums over 64 of them, and a random model's losses
-    beside an even guess of 4.85: measured up to 0.8 %."""
+    """With three mantissa bits a number is rounded by up to 6 %, with one bit by up to 25 %.
+
+    In sums over 64 products these errors average out. The loss of a random model is near 4.85; differences of up to 0.8
+    % were measured.
+    """
     plain, low = computed[family, "bf16"].metrics[0], computed[family, name].metrics[0]
     for loss in ("loss", "mtp_1_loss"):
         assert low[loss] == pytest.approx(plain[loss], rel=3e-2)
@@ -165,8 +170,11 @@ def test_losses_are_near_those_of_bfloat16_and_not_the_same(computed, family, na
 
 
 def modules_in_low_precision(hf_dir: Any, kernels: Kernels, port: int) -> tuple[list[str], list[str], bool]:
-    """Names of Transformer Engine's layers that computed in low precision in one training step, and of those that did
-    not; and whether rows of an odd length are evaluated as if there were no low precision."""
+    """Return the names of Transformer Engine's layers that used low precision in one training step, and of those that
+    did not.
+
+    Also return whether rows of odd length are evaluated as without low precision.
+    """
     prepare_session(port)
     hf_config = read_config(hf_dir)
     family = families.get(hf_config)
@@ -225,7 +233,7 @@ def test_what_a_gpu_has_no_kernels_for_is_refused(models):
 
 
 def available() -> dict[str, bool]:
-    """Recipes, and whether Transformer Engine has them on this GPU."""
+    """Return whether Transformer Engine supports each recipe on this GPU."""
     from swiftlite.model.layers import te  # imports Transformer Engine
 
     found = {}
@@ -306,8 +314,11 @@ def measure_all(setups: list[tuple[dict[str, Any], Setup]]) -> list[Any]:
 
 @pytest.mark.parametrize("capability", MEASURED)
 def test_what_is_kept_is_what_is_planned(capability):
-    """Tensors that autograd keeps, and copies of weights, each storage once. Scales are aligned, and small tensors that
-    do not grow with the model's width are left out: 1 %."""
+    """Tensors that autograd saves and copies of weights are counted, each storage once.
+
+    1 % is allowed, because scales are aligned, and small tensors that do not grow with the hidden size are not
+    estimated.
+    """
     setups = [(PLANNED[model], setup_of(recipe, options)) for model, recipe, options in MEASURED[capability]]
     (found,) = te_stand_ins.launch(1, measure_all, setups, capability=capability)
     for (hf_config, setup), measured in zip(setups, found, strict=True):

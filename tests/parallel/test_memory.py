@@ -1,4 +1,4 @@
-"""What `doctor --plan` estimates against what live objects hold, measured by scripts/bench/memory.py."""
+"""Test the estimate of `doctor --plan` against the bytes of tensors, measured by scripts/bench/memory.py."""
 
 import functools
 import importlib.util
@@ -44,8 +44,10 @@ def measure(hf_config: dict, setup: Setup):
 
 
 def check(measured, estimated) -> None:
-    """Parameters, gradients and optimizer state are exact; of activations, small tensors that do
-    not grow with the model's width (indices, masks, the loss's weights) are left out: 1 %."""
+    """Check that parameters, gradients and optimizer state are exact, and activations within 1 %.
+
+    Small tensors that do not grow with the hidden size (indices, masks, loss weights) are not estimated.
+    """
     exact = ("parameters", "weights", "gradients", "optimizer")
     assert {name: getattr(measured, name) for name in exact} == {name: getattr(estimated, name) for name in exact}
     if measured.activations is not None:
@@ -85,8 +87,10 @@ def test_a_draft_vocabulary():
     ids=["float32", "one row, recomputed", "bfloat16", "TP2"],
 )
 def test_linear_attention(parameter_bytes, rows, recompute, ranks):
-    """Rows of whole chunks, as the estimate takes them; a model of 16 bits has few parameters of 32 (A_log, dt_bias)
-    that are not counted twice."""
+    """Rows consist of whole chunks, as the estimate assumes.
+
+    A few float32 parameters of a 16-bit model (A_log, dt_bias) are counted without their float32 copies.
+    """
     layout = ParallelLayout(tensor_model_parallel_size=ranks)
     sizes = {"full_attention_interval": 4, "linear_conv_kernel_dim": 4, "vocab_size": 1024}
     sizes |= {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
@@ -109,7 +113,10 @@ def test_linear_attention(parameter_bytes, rows, recompute, ranks):
 
 
 def test_experts():
-    """Each choice keeps the token, what its expert is made of, and what comes out of it, for the router's weight."""
+    """For each selected expert, a token stores its input, the expert's inner activations and the expert's output.
+
+    The output is needed for the gradient of the router's weight.
+    """
     sizes = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
     hf_config = config("qwen3_moe", **sizes, decoder_sparse_step=1, mlp_only_layers=[])
     setup = Setup(micro_batch_size=2, max_length=256, heads=Heads(1))
@@ -129,7 +136,9 @@ def test_heads_only():
 @pytest.mark.parametrize("granularity", ["none", "full", "selective"])
 @pytest.mark.parametrize("mtp_mode", ["joint", "heads_only"])
 def test_three_drafts_of_one_layer(mtp_mode, granularity):
-    """Within 5 %: torch's attention on a CPU keeps a mask and a joined copy of the keys for each later step."""
+    """The estimate is within 5 %. On a CPU, torch's attention stores a mask and concatenated keys
+    for each later step.
+    """
     recompute = RecomputeArgs(granularity)
     heads = Heads(1, unroll=3)
     setup = Setup(micro_batch_size=2, max_length=64, heads=heads, mtp_mode=mtp_mode, recompute=recompute)
@@ -140,7 +149,7 @@ def test_three_drafts_of_one_layer(mtp_mode, granularity):
 
 
 class OneKernel(torch.autograd.Function):
-    """`F.rms_norm` as CUDA computes it: the input is kept, and a scale for each row (aten::_fused_rms_norm)."""
+    """`F.rms_norm` as CUDA computes it: the input and a scale per row are saved (aten::_fused_rms_norm)."""
 
     @staticmethod
     def forward(ctx, hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -150,7 +159,7 @@ class OneKernel(torch.autograd.Function):
 
 
 def measure_fused(hf_config: dict, setup: Setup):
-    """In a process of its own: torch has no such kernel for a CPU."""
+    """Measure in a separate process, in which `OneKernel` replaces torch's norm."""
     F.rms_norm = lambda hidden, shape, weight, eps: OneKernel.apply(hidden, weight, eps)  # type: ignore[assignment]
     return measure(hf_config, setup)
 
@@ -158,8 +167,7 @@ def measure_fused(hf_config: dict, setup: Setup):
 @pytest.mark.parametrize("parameter_bytes", [2, 4])
 @pytest.mark.parametrize("mtp_mode", ["joint", "heads_only"])
 def test_fused_kernels(mtp_mode, parameter_bytes):
-    """What norms, activations and losses keep, and so what a layer that becomes slow in one of them would keep more;
-    the logits of a chunk pass and are not kept."""
+    """Norms, activations and losses store what a fused kernel stores. The logits of a chunk are not stored."""
     setup = Setup(
         micro_batch_size=2,
         max_length=64,

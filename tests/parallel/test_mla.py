@@ -1,5 +1,6 @@
-"""Gradients of multi-latent attention on tensor- and context-parallel ranks, against one process: every parameter,
-whole."""
+"""Test gradients of multi-latent attention on tensor- and context-parallel ranks against one process, for all
+parameters.
+"""
 
 from collections.abc import Sequence
 from dataclasses import fields
@@ -50,7 +51,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 LENGTH = 16
 PACKED = (8, 0, 4, 4)
-"""Sequences of a packed row, each of which two context-parallel ranks share; one of them is empty."""
+"""Lengths of the sequences of a packed row. Two context-parallel ranks share each sequence; one sequence is empty."""
 Gradients = dict[str, torch.Tensor]
 
 
@@ -61,11 +62,11 @@ def attention(
     kernels: Kernels = Kernels(),
     recomputed: Sequence[str] = (),
 ) -> tuple[Any, dict[str, Any]]:
-    """The layer, and what it takes beside hidden states.
+    """Return the layer, and its arguments except hidden states.
 
     Args:
-        case: ours or what it is compared with, and a variant.
-        recomputed: of its modules, in the words of --recompute_modules.
+        case: swiftlite's layer or the layer that it is compared with, and a variant.
+        recomputed: modules of the layer to recompute, as in --recompute_modules.
     """
     whose, variant = case
     hf_config = HF_CONFIG | VARIANTS[variant]
@@ -91,7 +92,9 @@ def attention(
 
 
 def fill(module: Any, tp_rank: int, tp_size: int) -> None:
-    """The same numbers on any number of ranks: drawn whole, then cut as the parameter says."""
+    """Fill parameters with values that do not depend on the number of ranks: the whole parameter is
+    drawn, then split.
+    """
     torch.manual_seed(0)
     for name, parameter in module.named_parameters():
         is_split = tp_size > 1 and getattr(parameter, "tensor_model_parallel", False)
@@ -111,10 +114,11 @@ def whole(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Ten
 def gradients(
     case: tuple[str, str], mesh: Mesh, sequence_parallel: bool, packed: bool = False, rows: int = 2, **options: Any
 ) -> Gradients:
-    """Gradients of a weighted sum of the outputs, after megatron-core's finalize_model_grads; that of the input too.
+    """Return the gradients of a weighted sum of the outputs, after megatron-core's finalize_model_grads; also of the
+    input.
 
     Args:
-        options: of `attention`.
+        options: options of `attention`.
     """
     module, arguments = attention(case, mesh, sequence_parallel, **options)
     tp_rank, tp_size = mesh.tp.rank(), mesh.tp.size()
@@ -163,7 +167,7 @@ def all_gradients(tp_size: int) -> dict[tuple[tuple[str, str], bool], Gradients]
 
 
 def shared_gradients(layout: ParallelLayout) -> dict[tuple[str, bool], Gradients]:
-    """By variant, and whether the row is packed."""
+    """Return gradients by variant and whether the row is packed."""
     with session(layout) as mesh:
         cases = product(VARIANTS, [False, True])
         return {
@@ -180,7 +184,7 @@ SHARED = {
 
 @pytest.fixture(scope="module", params=SHARED)
 def shared(request) -> list[dict[tuple[str, bool], Gradients]]:
-    """Of one process, and of each rank of a layout."""
+    """Return the gradients of one process, and of each rank of a layout."""
     layout = SHARED[request.param]
     ranks = layout.context_parallel_size * layout.tensor_model_parallel_size
     return [*launch(1, shared_gradients, ParallelLayout()), *launch(ranks, shared_gradients, layout)]
@@ -189,7 +193,7 @@ def shared(request) -> list[dict[tuple[str, bool], Gradients]]:
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_gradients_over_shared_rows_are_those_of_one_process(shared, variant, packed):
-    """Every rank unfolds the heads of all tokens, and finds the gradients that its own queries give them."""
+    """Every rank up-projects the heads of all tokens, and computes the gradients from its own queries."""
     alone, *ranks = shared
     for rank in ranks:
         found = differences(alone[variant, packed], rank[variant, packed])
@@ -201,7 +205,7 @@ RECOMPUTED = ((), ("mla_up_proj",), ("core_attn",), ("core_attn", "mla_up_proj")
 
 
 def recomputed_gradients() -> dict[tuple[str, Sequence[str]], Gradients]:
-    """By kernels and what is recomputed."""
+    """Return gradients by kernels and recomputed modules."""
     with session(ParallelLayout(context_parallel_size=2)) as mesh:
         library = flash_stand_ins.torch_on_cpu()
         found = {}
@@ -213,7 +217,9 @@ def recomputed_gradients() -> dict[tuple[str, Sequence[str]], Gradients]:
 
 
 def test_recomputed_heads_have_the_same_gradients():
-    """To the last bit, as without context parallelism: their data is away while kernels wait for the backward pass."""
+    """Gradients are bitwise identical to those without context parallelism, although recomputation frees the heads'
+    data.
+    """
     for found in launch(2, recomputed_gradients):
         for way, modules in found:
             for parameter, grad in found[way, modules].items():
@@ -222,7 +228,9 @@ def test_recomputed_heads_have_the_same_gradients():
 
 
 def gathered_numbers() -> list[int]:
-    """Of each collective that a layer's forward pass makes over context-parallel ranks, for each of its tokens."""
+    """Return, for each collective of a layer's forward pass over context-parallel ranks, the numbers that it gathers
+    per token.
+    """
     counted = []
     gather = dist.all_gather_into_tensor
 
@@ -239,20 +247,22 @@ def gathered_numbers() -> list[int]:
 
 
 def test_the_latent_is_gathered_and_not_the_heads():
-    """Half of a row and the other: 32 numbers of the latent and 8 of the rotary key, for 4 heads of 24 and 12."""
+    """Per token, 32 numbers of the latent and 8 of the rotary key are gathered, instead of 4 heads of 24 and 12
+    numbers.
+    """
     for counted in launch(2, gathered_numbers):
         assert counted == [32 + 8, 32 + 8]
 
 
 @pytest.fixture(scope="module")
 def computed() -> tuple[dict, list[dict]]:
-    """By case and sequence parallelism: gradients of one process, and of each of two ranks."""
+    """Return gradients of one process and of each of two ranks, by case and sequence parallelism."""
     (alone,) = launch(1, all_gradients, 1)
     return alone, launch(2, all_gradients, 2)
 
 
 def differences(one: Gradients, two: Gradients) -> dict[str, float]:
-    """The largest difference of each gradient, in units of its largest number."""
+    """Return the largest difference of each gradient, relative to the gradient's largest number."""
     assert one.keys() == two.keys()
     return {name: float((two[name] - one[name]).abs().max() / one[name].abs().max()) for name in one}
 
@@ -273,7 +283,7 @@ def test_gradients_are_those_of_one_process(computed, variant, sequence_parallel
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp2", "tp2-sp"])
 @pytest.mark.parametrize("variant", ["pairs"] if IS_019 else ["pairs", "q_direct"])
 def test_megatron_core_does_not_sum_the_gradient_of_the_rotary_key(computed, variant, sequence_parallel):
-    """Why MLASelfAttention is ours. When this fails, megatron-core has mended it."""
+    """This defect is why swiftlite has its own class. If the test fails, megatron-core has fixed it."""
     alone, ranks = computed
     found = differences(alone[("stock", variant), False], ranks[0][("stock", variant), sequence_parallel])
     assert found["linear_kv_down_proj.weight"] > 0.1
@@ -281,7 +291,9 @@ def test_megatron_core_does_not_sum_the_gradient_of_the_rotary_key(computed, var
 
 
 def test_megatron_core_doubles_the_gradient_of_the_query_norm(computed):
-    """Why MLATransformerConfig refuses qk_layernorm: without sequence parallelism the gradient is summed twice."""
+    """This defect is why MLATransformerConfig rejects qk_layernorm: without sequence parallelism the gradient is summed
+    twice.
+    """
     alone, ranks = computed
     case = ("stock", "pairs")
     torch.testing.assert_close(

@@ -1,4 +1,4 @@
-"""The packed roll on 1, 2 and 4 context-parallel ranks: ids against ids."""
+"""Test `roll_packed` on 1, 2 and 4 context-parallel ranks by comparing ids."""
 
 import numpy as np
 import pytest
@@ -14,11 +14,11 @@ from tests.parallel.launch import launch
 pytestmark = pytest.mark.gloo
 
 ROWS = 1000
-"""Random rows for each number of ranks."""
+"""Number of random rows for each number of ranks."""
 
 
 def reference(ids: list[int], lengths: list[int], shift: int, fill: int) -> list[int]:
-    """What the shift is, sequence by sequence."""
+    """Shift the ids of each sequence in plain Python."""
     rolled = []
     for length in lengths:
         sequence, ids = ids[:length], ids[length:]
@@ -29,7 +29,10 @@ def reference(ids: list[int], lengths: list[int], shift: int, fill: int) -> list
 
 
 def random_lengths(random: np.random.RandomState, size: int) -> list[int]:
-    """Rows of 1 to 12 sequences; empty ones, of one chunk, odd ones; without context parallelism of any length."""
+    """Return the lengths of 1 to 12 sequences, some of them empty or with a single chunk.
+
+    Without context parallelism, lengths are arbitrary.
+    """
     multiple = 2 * size if size > 1 else 1
     return [int(random.randint(0, 6) ** 2) * multiple for _ in range(random.randint(1, 13))]
 
@@ -39,7 +42,7 @@ def cumulate(lengths: list[int]) -> torch.Tensor:
 
 
 def roll_many() -> dict[int, int]:
-    """What each process does: rows compared, by context-parallel size; a difference is an error."""
+    """Compare many random rows in this process; return the number of compared rows by context-parallel size."""
     dist.init_process_group("gloo")
     me, compared = dist.get_rank(), {}
     for size in (1, 2, 4):
@@ -68,7 +71,7 @@ def roll_many() -> dict[int, int]:
 
 
 def check_stacked_and_dtypes(group: dist.ProcessGroup) -> None:
-    """Several rows in one exchange; weights and masks as well as ids; the input is left as it was."""
+    """Check several stacked rows in one exchange, with weights and masks as well as ids. The input must not change."""
     lengths = [8, 16, 8, 40]
     cu_seqlens = cumulate(lengths)
     rank, size = group.rank(), group.size()

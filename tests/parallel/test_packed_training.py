@@ -1,4 +1,4 @@
-"""Runs that pack: each layout against one process, packed against padded, recomputed and resumed to the bit."""
+"""Test runs that pack rows: layouts against one process, packed against padded, recomputation and resuming."""
 
 from dataclasses import dataclass
 from itertools import product
@@ -97,7 +97,7 @@ def assert_within(differences: dict[str, float]) -> None:
 @pytest.mark.parametrize("name", ["padding_free", "balanced"])
 @pytest.mark.parametrize("model", CHOSEN)
 def test_packed_is_padded(computed, model, name):
-    """The same samples in each step, whichever way they lie side by side."""
+    """Each step has the same samples, however they are packed."""
     assert_within(computed.differences(model, "padded", name))
 
 

@@ -1,4 +1,6 @@
-"""Packed rows = the same samples one by one: losses of every token, gradients, metrics, at every kind of layout."""
+"""Test that packed rows give the losses, gradients and metrics of the same samples one by one, for every kind of
+layout.
+"""
 
 from itertools import pairwise
 from pathlib import Path
@@ -39,12 +41,12 @@ RECOMPUTE: dict[str, dict] = {
 }
 NUM_SAMPLES = sum(map(len, ROWS))
 CHANGED = 4
-"""The longest, before others in its row."""
+"""Number of the sample that is changed: the longest, followed by other samples in its row."""
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> dict[tuple, Result]:
-    """By family, depth and name."""
+    """Return results by family, depth and name."""
     root: Path = tmp_path_factory.mktemp("packing")
     jobs: dict[int, dict[tuple, Job]] = {1: {}, 2: {}}
     for family, depth in MODELS:
@@ -103,14 +105,17 @@ def test_packed_is_one_by_one(results, family, depth, layout):
 
 @pytest.mark.parametrize(("family", "depth"), DENSE)
 def test_losses_of_a_dense_model_are_the_same_bits(results, family, depth):
-    """But for the shortest: a matrix of few rows is multiplied by another kernel."""
+    """The shortest sample is excluded, because matrices with few rows use another kernel."""
     alone, packed = results[family, depth, "one by one"], results[family, depth, "packed"]
     compared = [torch.equal(*pair) for pair in zip(packed.losses, alone.losses, strict=True) if pair[0].size(1) > 12]
     assert compared == [True] * 3
 
 
 def test_frequencies_that_depend_on_the_length(results):
-    """On that of the sequence, not on that of the longest in its row: one is beyond the 32 original positions."""
+    """The frequencies depend on the length of the sequence and not on the longest in its row.
+
+    One is longer than the 32 original positions.
+    """
     alone, packed = results["longrope", 1, "one by one"], results["longrope", 1, "CP2"]
     assert_same_losses(packed, alone)
     assert_same_gradients(packed, alone)
@@ -148,9 +153,9 @@ def test_other_tokens_in_a_sequence_change_nothing_in_another(results, family, d
 
 @pytest.mark.parametrize(("family", "depth"), MODELS)
 def test_no_gradient_passes_between_sequences(mesh, tmp_path, family, depth):
-    """Exactly zero, which is stronger than comparing losses: none of another's tokens counts, however little.
+    """Gradients are exactly zero. Comparing losses would not detect a very small influence of another sequence.
 
-    With experts too: each token is routed for itself as long as there is neither a capacity nor an auxiliary loss.
+    This also holds for experts, because each token is routed separately without a capacity and an auxiliary loss.
     """
     model = load_megatron(make_tiny_hf(tmp_path, family, depth, **SIZES), mesh, torch.float32)
     [*_, row, _] = make_rows(128)

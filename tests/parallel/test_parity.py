@@ -1,4 +1,4 @@
-"""A part of the parity table (scripts/parity.py prints all of it): layouts and recomputation against one process."""
+"""Test a part of the parity table of scripts/parity.py: layouts and recomputation against one process."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +40,7 @@ Model = tuple[str, int, bool]
 
 @dataclass
 class Computed:
-    """What all jobs left behind, by model and name; one process is "alone"."""
+    """Results of all jobs by model and name; one process is "alone"."""
 
     models: dict[Model, Path]
     results: dict[tuple[Model, str], Result]
@@ -118,7 +118,7 @@ def test_recomputation_on_a_pipeline_changes_no_bit(computed, name):
 
 
 def test_jobs_leave_nothing_behind(computed):
-    """What makes one start of processes for many jobs sound."""
+    """Otherwise many jobs could not share one start of processes."""
     assert_within(computed.differences(QWEN3, "PP2 again", base="PP2"), EXACT)
 
 
@@ -142,7 +142,7 @@ def test_heads_alone_learn_the_same_on_a_pipeline(computed, model, name):
 
 @pytest.mark.parametrize("name", CLIPPED)
 def test_heads_are_clipped_apart(computed, name):
-    """--mtp_clip_grad: experts and pipeline stages each hold a part of both norms."""
+    """With --mtp_clip_grad, ranks with different experts and stages hold parts of both norms."""
     assert_within(computed.differences(EXPERTS, f"apart {name}", base="apart"), BOUNDS)
     one, other = (computed.results[EXPERTS, job].metrics for job in ("apart", f"apart {name}"))
     assert [step["mtp_grad_norm"] for step in other] == pytest.approx([step["mtp_grad_norm"] for step in one], rel=1e-5)
@@ -165,10 +165,10 @@ def test_each_norm_is_clipped_to_its_own_size(computed):
 
 @pytest.mark.parametrize("model", [QWEN3, MIXTURE])
 def test_bfloat16_on_a_pipeline(computed, model):
-    """A stage computes what one process does: losses of the first step are the same bits.
+    """A stage computes exactly what one process computes, so the losses of the first step are bitwise identical.
 
     Gradients of shared tensors are summed in another order before they are rounded to bfloat16 (2^-8 = 4e-3 of a
-    number). From the second step on some weights differ by that, so of later losses nothing is asked.
+    number). Weights therefore differ from the second step on, and later losses are not compared.
     """
     one, two = computed.results[model, "bfloat16"], computed.results[model, "bfloat16 PP2"]
     losses = [name for name in one.metrics[0] if name.endswith("loss")]
@@ -187,7 +187,7 @@ def test_refusals_are_the_rules(computed):
 
 
 def test_a_wrong_number_shows(computed):
-    """The comparison can fail: one gradient, one weight, one loss, each off by a thousandth."""
+    """The comparison detects one gradient, one weight or one loss that is wrong by a thousandth."""
     one = computed.results[QWEN3, "alone"]
     source = load_file(computed.models[QWEN3] / "model.safetensors")
     key = "model.layers.3.self_attn.k_proj.weight"
@@ -201,7 +201,7 @@ def test_a_wrong_number_shows(computed):
 
 
 def break_a_copy(hf_dir: Path) -> bool:
-    """Whether a changed copy of the embedding is found."""
+    """Return whether a changed copy of the embedding is detected."""
     original = parity.check_embeddings
 
     def change_and_check(model) -> None:
@@ -221,7 +221,7 @@ def test_copies_of_the_embedding_are_compared(tmp_path):
 
 
 def test_a_layout_string_may_have_spaces(device: Device):
-    """megatron-core's reader takes none; ours passes them on taken out."""
+    """megatron-core does not accept spaces in a layout string, so swiftlite removes them."""
     config = build_config(
         {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "activation_func": "silu"},
         device=device,

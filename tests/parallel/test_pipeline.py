@@ -1,4 +1,4 @@
-"""Pipelines whose stages know the shapes of what they are sent, against megatron-core's own, which tell each other."""
+"""Test pipelines whose stages know the shapes of tensors against megatron-core's pipelines, which send the shapes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ LAYOUTS: dict[str, tuple[Case, int]] = {
 
 
 class Messages(TorchDispatchMode):
-    """Counts tensors that this process sends."""
+    """Counts the tensors that this process sends."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,11 +54,11 @@ class Messages(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class Step:
-    """What a rank has after forward and backward over four rows of different lengths.
+    """The result of a forward and backward pass over four rows of different lengths on one rank.
 
     Attributes:
-        losses: of each micro-batch, on the last stage.
-        sent: messages.
+        losses: losses of each micro-batch, on the last stage.
+        sent: number of messages.
     """
 
     losses: list[torch.Tensor]
@@ -67,7 +67,7 @@ class Step:
 
 
 def compute(hf_dir: Path, layouts: Sequence[dict[str, Any]], ports: Sequence[int]) -> list[list[Step]]:
-    """In each layout four steps: with packed and with padded rows, shapes known and told."""
+    """Run four steps with each layout: packed and padded rows, with known and with sent shapes."""
     results = []
     for layout, port in zip(layouts, ports, strict=True):
         prepare_session(port)
@@ -112,7 +112,10 @@ def steps(hf_dir: Path, layout: ParallelLayout) -> list[Step]:
 
 @pytest.fixture(scope="module", params=["qwen3", "mimo"])
 def computed(request, tmp_path_factory) -> dict[str, list[list[Step]]]:
-    """By layout the steps of each rank. The heads of mimo take the state before the norm, which crosses too."""
+    """Return the steps of each rank, by layout.
+
+    The heads of mimo read the state before the norm, which is also sent.
+    """
     hf_dir = make_model(tmp_path_factory.mktemp(request.param), request.param, DRAFTS)
     by_size: dict[int, dict[str, dict[str, Any]]] = {}
     for name, (case, _) in LAYOUTS.items():
@@ -130,7 +133,7 @@ def computed(request, tmp_path_factory) -> dict[str, list[list[Step]]]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_one_message_for_each_tensor(computed, layout):
-    """One for each micro-batch forward and one backward; where shapes are told, twice as many."""
+    """There is one message per micro-batch forward and one backward; twice as many if shapes are sent."""
     expected = 2 * len(ROWS) * LAYOUTS[layout][1]
     for number, times in enumerate((1, 2, 1, 2)):  # packed and padded; known and told
         assert sum(steps[number].sent for steps in computed[layout]) == times * expected

@@ -1,4 +1,4 @@
-"""Recomputation on two tensor-parallel ranks: bit for bit what the same ranks compute without."""
+"""Test that recomputation on two tensor-parallel ranks gives bitwise identical results."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ SETTINGS = {
 
 
 def train_all(sequence_parallel: bool) -> dict[tuple[int, str], dict[str, torch.Tensor]]:
-    """What each process does."""
+    """Train all cases in this process."""
     layout = ParallelLayout(tensor_model_parallel_size=2, sequence_parallel=sequence_parallel)
     with session(layout) as mesh:
         return {
@@ -45,7 +45,10 @@ def test_ranks_compute_the_same_bits(trained, depth, name):
 
 
 def stock_distributed() -> None:
-    """Without the copy, the trunk's states lose their data to the MTP layer's checkpoint."""
+    """Run with megatron-core's own code.
+
+    Without a copy, the MTP layer's checkpoint frees the data of the trunk's states.
+    """
     layout = ParallelLayout(tensor_model_parallel_size=2)
     with session(layout) as mesh:
         states = torch.randn(4, 2, 8, requires_grad=True, device=mesh.device.torch_device) * 1

@@ -1,4 +1,4 @@
-"""Runs that go on at another layout than the one that saved: the steps of a run that was never interrupted."""
+"""Test runs that resume with another layout: their steps equal those of a run that was not interrupted."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +39,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Pair:
-    """Saved at one layout, resumed at another."""
+    """A layout that saves, and a layout that resumes."""
 
     family: str
     saved: str
@@ -92,7 +92,7 @@ THERE_AND_BACK = [
 
 @dataclass
 class Trained:
-    """By pair: the run that went on, and the one that was never interrupted, at the layout `resumed`."""
+    """By pair, the resumed run, and the uninterrupted run with the layout `resumed`."""
 
     root: Path
     models: dict[tuple[str, int, bool], Path]
@@ -104,9 +104,9 @@ class Trained:
 
 
 def judge_of(pair: Pair) -> str:
-    """The layout of the run that was never interrupted.
+    """Return the layout of the uninterrupted run to compare with.
 
-    One process, unless every bit is asked for.
+    This is one process, unless bitwise identical results are required.
     """
     return pair.saved if pair in SAME else "alone"
 
@@ -205,7 +205,7 @@ def test_the_name_appears_with_the_whole_checkpoint(tmp_path):
 
 
 def save_and_look(job: Job) -> list[list[str]]:
-    """Names in out_dir right after an asynchronous save has begun, and once it is over."""
+    """Return the names in out_dir directly after an asynchronous save has started, and after it has finished."""
     seen = []
     save = parity.Checkpointer.save
 
@@ -223,7 +223,7 @@ def names(directory: Path) -> list[str]:
 
 
 def bytes_to_load(hf_dir: Path) -> tuple[int, int]:
-    """Of the optimizer's state: the bytes that this rank lays out to resume, and those of the whole state."""
+    """Return the bytes of the optimizer state that this rank allocates to resume, and the bytes of the whole state."""
     args = SftArgs(model=str(hf_dir), torch_dtype="bfloat16", use_distributed_optimizer=True, train_iters=8)
     with session(layout_of(args), tied_embeddings=False, seed=1) as mesh:
         hf_model = resolve(hf_dir)

@@ -1,4 +1,4 @@
-"""Work that takes longer than --distributed_timeout_minutes: ranks share it, or meet while it lasts."""
+"""Test work that takes longer than --distributed_timeout_minutes. Ranks share it, or synchronize during it."""
 
 import json
 import time
@@ -21,7 +21,7 @@ from tests.train.pairs import write_pairs
 pytestmark = pytest.mark.gloo
 
 TIMEOUT_SECONDS = 10
-"""Two ranks on a busy machine are seconds apart when a run starts."""
+"""Timeout in seconds. On a busy machine, two ranks can start seconds apart."""
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def args(tmp_path) -> DpoArgs:
 
 
 def train_with_a_slow_disk(args: Any, seconds: float, round_seconds: float) -> int:
-    """Reading all of the base takes these seconds where a tensor is read in chunks, as for its digest."""
+    """Train while reading all tensors of the base model in chunks, as for its digest, takes `seconds`."""
     with Checkpoint(args.model) as checkpoint:
         num_tensors = len(checkpoint.entries)
     chunks = Checkpoint.chunks
@@ -57,7 +57,7 @@ def train_with_a_slow_disk(args: Any, seconds: float, round_seconds: float) -> i
 
 @pytest.mark.parametrize("command", ["sft", "dpo"])
 def test_the_base_is_hashed_by_all_ranks(args, tmp_path, command):
-    """Alone, one rank takes 1.5 times as long as the others may wait; in rounds, together, they never wait so long."""
+    """One rank alone would take 1.5 times the timeout. All ranks together, in rounds, never wait that long."""
     lora: dict[str, Any] = {"tuner_type": "lora", "lora_rank": 4}
     chosen = replace(args, **lora)
     if command == "sft":
@@ -72,7 +72,7 @@ def test_the_base_is_hashed_by_all_ranks(args, tmp_path, command):
 
 
 def train_with_a_slow_reference(args: DpoArgs, seconds: float) -> int:
-    """The reference model takes these seconds for a pair, and a slice has 4 pairs."""
+    """Train while the reference model takes `seconds` per pair. A slice has 4 pairs."""
     log_probabilities_of = reference.log_probabilities_of
 
     def slow(*of_batch: Any) -> Any:
@@ -85,7 +85,7 @@ def train_with_a_slow_reference(args: DpoArgs, seconds: float) -> int:
 
 
 def test_ranks_without_the_reference_model_do_not_wait_for_all_of_it(args, tmp_path):
-    """Two of three ranks hold it. The third would wait 1.5 times as long as it may."""
+    """Two of three ranks hold the reference model. The third rank would wait 1.5 times the timeout for all pairs."""
     layout = {"ref_pipeline_model_parallel_size": 2, "train_iters": 4}
     seconds = 1.5 * TIMEOUT_SECONDS / 20
     assert launch(3, train_with_a_slow_reference, replace(args, **layout), seconds) == [0, 0, 0]

@@ -1,4 +1,4 @@
-"""A model over two ranks, through vLLM's own sender to vLLM's own receiver: the tensors of the checkpoint."""
+"""Test that vLLM's sender and receiver transfer the checkpoint's tensors from a model on two ranks."""
 
 import importlib.util
 from pathlib import Path
@@ -30,7 +30,7 @@ pytestmark = [
 
 
 class Worker(nn.Module):
-    """A client whose engine is one worker with vLLM's receiver, whose model keeps what it is given."""
+    """A client whose engine is one worker with vLLM's receiver. Its model stores the tensors that it receives."""
 
     def __init__(self) -> None:
         from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
@@ -49,17 +49,17 @@ class Worker(nn.Module):
         self.receiver.init_transfer_engine(self.receiver.parse_init_info(init_info))
 
     def start_weight_update(self) -> None:
-        """Nothing is reloaded."""
+        """Do nothing, because nothing is reloaded."""
 
     def update_weights(self, update_info: Any) -> None:
         self.receiver.receive_weights(self.receiver.parse_update_info(update_info))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Nothing was reloaded."""
+        """Do nothing, because nothing was reloaded."""
 
 
 def send_both_parts(layout: ParallelLayout, hf_dir: Path) -> dict[str, dict[str, torch.Tensor]]:
-    """What the worker was given, by part."""
+    """Send both parts of a model; return the tensors that the worker received, by part."""
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
     from vllm.utils.network_utils import get_open_port
 

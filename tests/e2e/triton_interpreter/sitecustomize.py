@@ -1,8 +1,8 @@
-"""On PYTHONPATH, lets vLLM's newer model runner work on a CPU: its Triton kernels run in Triton's own interpreter.
+"""Let vLLM's newer model runner work on a CPU by running its Triton kernels in Triton's interpreter.
 
-That runner is what every GPU has, and the only one that gives each MTP head its own draft step. vLLM for CPUs enables
-it where Triton has a "cpu" backend (vllm/triton_utils/importing.py); no published Triton has one, so an empty one is
-put there. A kernel that is interpreted asks nothing of it.
+This file must be on PYTHONPATH. GPUs use the newer runner, and only it passes the draft step to each MTP head. vLLM for
+CPUs enables it if Triton has a "cpu" backend (vllm/triton_utils/importing.py). No published Triton has such a backend,
+so this module adds an empty one; interpreted kernels do not use it.
 """
 
 import os
