@@ -1,4 +1,4 @@
-"""Debian's chromium, told what to do through its DevTools pipe: nothing but the standard library is between."""
+"""Control Debian's chromium through its DevTools pipe, with the standard library only."""
 
 import base64
 import fcntl
@@ -15,11 +15,11 @@ FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
 
 
 class Browser:
-    """One tab of a browser of its own.
+    """One tab of a separate browser.
 
     Attributes:
-        requests: addresses that pages have asked for.
-        errors: what the console, the page's policy or a script has complained of.
+        requests: addresses that pages have requested.
+        errors: errors of the console, of the page's policy or of scripts.
     """
 
     def __init__(self, profile: Path):
@@ -43,7 +43,7 @@ class Browser:
             self.call(f"{domain}.enable")
 
     def open(self, path: Path, *, width: int, is_dark: bool = False) -> None:
-        """Show a file in a window of that width."""
+        """Show a file in a window of width `width`."""
         height = 800
         is_phone = width < 500
         self.call(
@@ -56,20 +56,20 @@ class Browser:
             pass
 
     def evaluate(self, expression: str) -> Any:
-        """The value of a JavaScript expression in the page."""
+        """Return the value of a JavaScript expression in the page."""
         answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
     def press(self, key: str) -> None:
-        """A key, such as Tab or Enter."""
+        """Press a key, such as Tab or Enter."""
         text = {"text": "\r"} if key == "Enter" else {}
         code = {"Tab": 9, "Enter": 13}[key]
         self.call("Input.dispatchKeyEvent", type="keyDown", key=key, code=key, windowsVirtualKeyCode=code, **text)
         self.call("Input.dispatchKeyEvent", type="keyUp", key=key, code=key, windowsVirtualKeyCode=code)
 
     def screenshot(self, path: Path) -> None:
-        """The whole page as a picture."""
+        """Save a picture of the whole page."""
         answer = self.call("Page.captureScreenshot", captureBeyondViewport=True)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(base64.b64decode(answer["data"]))
@@ -82,7 +82,7 @@ class Browser:
         os.close(self._in)
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """A command of the DevTools protocol; what happens meanwhile is noted."""
+        """Run a command of the DevTools protocol. Events that arrive meanwhile are recorded."""
         self._number += 1
         message = {"id": self._number, "method": method, "params": parameters}
         if self._session:
@@ -116,7 +116,7 @@ class Browser:
 
 
 def _pipe() -> tuple[int, int]:
-    """Both ends, with numbers that are not in the way of 3 and 4."""
+    """Return both ends of a pipe, with numbers other than 3 and 4, which chromium uses."""
     ends = []
     for low in os.pipe():
         ends.append(fcntl.fcntl(low, fcntl.F_DUPFD, 20))

@@ -20,8 +20,10 @@ Trained = Callable[..., tuple[Path, list[list[int]]]]
 
 @pytest.fixture(autouse=True)
 def propagating_logger():
-    """A command that an earlier test ran in this process has turned propagation off (`log.setup`). pytest would then
-    capture a record twice if the test turns it on: at the logger and at the root."""
+    """Restore the logger's propagation, which a command in this process may have disabled (`log.setup`).
+
+    If a test enabled it again, pytest would capture each record twice: at the logger and at the root.
+    """
     logging.getLogger("swiftlite").propagate = True
 
 
@@ -36,15 +38,16 @@ def mesh():
 
 @pytest.fixture(scope="session")
 def device(mesh):
-    """What that process computes on."""
+    """Return the device of this process."""
     return mesh.device
 
 
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory) -> Shared:
-    """shared(name, make): a directory that make(directory) fills, once for all processes of a test session.
+    """Return shared(name, make), which returns a directory that make(directory) fills once for all processes of a
+    session.
 
-    It is to be read only: a test that changes something copies it first.
+    The directory must not be changed; a test that changes something copies it first.
     """
     root = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:  # each worker has a directory of its own in that of the session
@@ -68,8 +71,11 @@ def shared(tmp_path_factory) -> Shared:
 
 @pytest.fixture(scope="session")
 def trained(shared) -> Trained:
-    """trained(family, depth, engine="transformers"): a tiny checkpoint whose heads have learned to be run as the engine
-    does, and prompts on which they are often right, not always (`write_trained`). It is to be read only.
+    """Return trained(family, depth, engine="transformers"), which returns a tiny checkpoint and prompts
+    (`write_trained`).
+
+    The heads have learned with the inputs that the engine passes to them. On the prompts they are often correct, but
+    not always. The checkpoint must not be changed.
     """
     from tests.engines.reference import convention, follow, write_trained
     from tests.tiny import HYBRID, LATENT, VLLM_LATENT_SIZES, VLLM_LINEAR_SIZES
@@ -98,7 +104,9 @@ def trained(shared) -> Trained:
 
 @pytest.fixture
 def synced(monkeypatch) -> list[Path]:
-    """What is flushed to disk during the test, by the path that it has then; in order."""
+    """Return the paths that are flushed to disk during the test, in order, with the names that they
+    have at that time.
+    """
     paths: list[Path] = []
     fsync = os.fsync
 
@@ -112,7 +120,7 @@ def synced(monkeypatch) -> list[Path]:
 
 @pytest.fixture(scope="session")
 def browser(tmp_path_factory):
-    """A real one; tests that use it are skipped where there is none."""
+    """Yield a real browser. Tests that use it are skipped if it is not installed."""
     from tests.browser import Browser
 
     browser = Browser(tmp_path_factory.mktemp("profile"))

@@ -1,10 +1,10 @@
-"""A pickle that does something."""
+"""Define a pickle that runs code."""
 
 from pathlib import Path
 
 
 class Evil:
-    """A pickle of this makes a directory where it is read."""
+    """An object whose pickle creates a directory when it is loaded."""
 
     def __init__(self, marker: Path):
         self.marker = marker

@@ -1,4 +1,4 @@
-"""Who wrote each token, and its text: rows done by hand, tokenizers' own decoding of the whole."""
+"""Test who generated each token and its text, against examples and against tokenizers' decoding of the whole text."""
 
 import pytest
 import torch
@@ -11,10 +11,10 @@ from tests.tiny import make_tiny_hf
 
 
 def test_who_wrote_each_token():
-    """Prompt token 9, then 1 2 3 4 5 6. Two heads; at each place what they say for the next but one, and the one after.
+    """The row is the prompt token 9, then 1 2 3 4 5 6, with two heads.
 
-    After 1: both are right (2, 3), and the trunk writes 4. After 4: the first is wrong (8), the trunk writes 5. After
-    5: the first is right (6), and the row is over.
+    After 1, both drafts are correct (2, 3), and the trunk generates 4. After 4, the first draft is wrong (8), and the
+    trunk generates 5. After 5, the first draft is correct (6), and the row ends.
     """
     first = [2, 0, 0, 8, 6]
     second = [3, 0, 0, 7, 7]
@@ -61,7 +61,7 @@ def test_bytes_that_are_no_character_do_not_swallow_what_follows(tmp_path):
 
 
 def test_the_space_before_a_word_is_kept():
-    """Decoders in the manner of sentencepiece leave it out at the beginning."""
+    """Decoders like sentencepiece's drop this space at the beginning of a text."""
     model = models.WordLevel({"\u2581one": 0, "\u2581two": 1, "[UNK]": 2}, unk_token="[UNK]")
     backend = Tokenizer(model)
     backend.decoder = decoders.Metaspace()  # type: ignore[attr-defined]

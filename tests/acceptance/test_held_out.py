@@ -1,4 +1,4 @@
-"""Held-out prompts before and after training, against an engine's walk that shares no code with ours."""
+"""Test the measurement on held-out prompts before and after training against an independent simulation of an engine."""
 
 import re
 from dataclasses import replace
@@ -63,7 +63,7 @@ def test_the_file_has_what_an_engine_would_count(trained, model, prompts, mesh, 
 
 
 def test_channels_and_answers_are_those_of_their_prompts(trained, model, prompts, mesh, tmp_path, monkeypatch):
-    """The prompts are continued in the order of their lengths, and two of them are kept."""
+    """The prompts are continued in the order of their lengths, and two answers are stored."""
     monkeypatch.setattr(held_out, "NUM_ANSWERS", 2)
     hf_dir, _ = trained("qwen3", 2)
     reference = Reference.load(hf_dir, "qwen3", depth=2)
@@ -89,7 +89,7 @@ def test_channels_and_answers_are_those_of_their_prompts(trained, model, prompts
 
 
 def generated(mesh, path, model, prompts, **changed) -> dict:
-    """What the file says of greedy continuations."""
+    """Return the file's results for greedy continuations."""
     held_out = make_held_out(mesh, path, prompts, **changed)
     held_out.measure("before", [model], {"eval_mtp_1_acceptance": 0.5, "eval_mtp_2_acceptance": 0.25})
     return read_acceptance(path)["before"]["generated"]
@@ -131,7 +131,7 @@ def test_a_prompt_as_long_as_the_longest_row_is_not_continued(mesh, tmp_path, mo
 
 
 def test_nothing_is_computed_twice_and_logits_are_made_where_they_are_read(mesh, tmp_path, model, prompts):
-    """The trunk sees each token once, and the vocabulary only what is a prediction."""
+    """The trunk processes each token once, and logits are computed only for predictions."""
     tokens, logits = [], []
     model.decoder.layers[0].register_forward_hook(
         lambda _, args, kwargs, out: tokens.append(len(out[0])), with_kwargs=True

@@ -1,4 +1,4 @@
-"""acceptance.json: its bytes, who may change what, what is no such file."""
+"""Test acceptance.json: its content, what each function changes, and the rejection of other files."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Every number has bounds beside its field, and they are kept or named."""
+"""Test that every number has bounds, and that violated bounds are reported."""
 
 import math
 
@@ -71,6 +71,6 @@ def test_a_group_alone_has_its_bounds():
 
 
 def test_a_name_has_the_bounds_of_its_class():
-    """`bench` takes several numbers of tokens, and 0 is one of them; its own rules look at them."""
+    """In `bench` this option is a list that may contain 0, which the rules of `bench` check."""
     assert "num_speculative_tokens" in bounds_of(DeployArgs)
     assert "num_speculative_tokens" not in bounds_of(BenchArgs)

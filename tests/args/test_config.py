@@ -1,4 +1,4 @@
-"""Values from text and files, and back."""
+"""Test the conversion of values from text and files, and back."""
 
 import dataclasses
 import datetime
@@ -59,7 +59,7 @@ def test_convert(name, value, expected):
 
 
 def test_none_is_a_choice_before_it_is_no_value():
-    """`deploy` drafts when --speculative is unset, and does not when it is none."""
+    """`deploy` drafts if --speculative is not given, but not if it is "none"."""
     speculative = options(DeployArgs)["speculative"]
     assert convert(speculative, "none") == "none"
     assert convert(speculative, None) is None

@@ -1,4 +1,4 @@
-"""FILE and FILE#N, with # in names."""
+"""Test FILE and FILE#N, with # in names of files."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The words of the options come from the classes' own docstrings."""
+"""Test that help texts come from the strings in the classes."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Durations of options."""
+"""Test durations in options."""
 
 import pytest
 

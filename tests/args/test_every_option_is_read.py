@@ -1,4 +1,4 @@
-"""No option may do nothing: the command's code reads each one, as `args.NAME`, in its group or among the models."""
+"""Test that the code of a command reads each of its options: as `args.NAME`, in a group, or as a model."""
 
 import ast
 import dataclasses
@@ -51,7 +51,7 @@ COMPLEMENTS = {"to_mcore"}
 
 
 def attributes_of_args(path: Path) -> set[str]:
-    """Every NAME of `args.NAME`, or of one of its groups, in a file, or in the files of a folder."""
+    """Return every NAME of `args.NAME`, or of one of its groups, in a file or in the files of a folder."""
     files = path.rglob("*.py") if path.is_dir() else [path]
     return {
         node.attr
@@ -62,7 +62,7 @@ def attributes_of_args(path: Path) -> set[str]:
 
 
 def groups_of_args(path: Path) -> set[str]:
-    """The fields of every GROUP of `group_of(args, GROUP)`, of `layout_of(args)` and of `models_in(args)`."""
+    """Return the fields of every GROUP in `group_of(args, GROUP)`, and of `layout_of(args)` and `models_in(args)`."""
     files = path.rglob("*.py") if path.is_dir() else [path]
     calls = [
         ast.unparse(node)

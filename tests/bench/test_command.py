@@ -1,4 +1,4 @@
-"""The command's own parts: its prompts."""
+"""Test how `bench` loads its prompts."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""One server, measured; real ones are in tests/e2e/test_bench.py."""
+"""Test the measurement of one server with a small server. tests/e2e/test_bench.py uses real engines."""
 
 import asyncio
 import sys
@@ -35,7 +35,7 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 
 
 class Counting:
-    """Answers later prompts sooner, and notes how many it has under way."""
+    """A client that answers later prompts sooner, and counts the requests in flight."""
 
     def __init__(self):
         self.under_way, self.most = 0, 0

@@ -1,4 +1,4 @@
-"""bench.html: what it says, and in a browser."""
+"""Test the content of bench.html, and the page in a browser."""
 
 import pytest
 

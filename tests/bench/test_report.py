@@ -1,4 +1,4 @@
-"""What is said of all servers: the table, the chart, what is printed to be typed."""
+"""Test the results of all servers: the table, the chart, and the printed commands."""
 
 import json
 import shlex
@@ -25,7 +25,9 @@ ARGS = BenchArgs(
 
 
 def server(k: int, *seconds: float, text: str = "hello") -> ServerResult:
-    """A server that takes so long for an answer of 100 tokens, three times, at each concurrency."""
+    """Return the result of a server whose answers of 100 tokens take these seconds, three times, at
+    each concurrency.
+    """
     measured = [
         ConcurrencyResult(
             concurrency,

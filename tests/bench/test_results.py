@@ -1,4 +1,4 @@
-"""The arithmetic, on numbers done by hand."""
+"""Test the computation of results with small examples."""
 
 import pytest
 
@@ -70,7 +70,7 @@ def test_one_slow_round_of_many_does_not_hide_a_gain():
 
 
 def test_nothing_is_faster_by_more_than_its_accepted_length():
-    """Random heads on a machine that others slowed down meanwhile, as it was measured."""
+    """These values were measured with random heads on a machine that other processes slowed down."""
     first, last = [38.8, 111.4, 60.2, 54.5, 38.5], [19.9, 44.2, 29.6, 22.8, 37.8]
     speeds = {1: [87.8, 84.8, 94.9, 94.3, 88.8]}
     choice = choose(first, speeds, last, {1: 1.0})

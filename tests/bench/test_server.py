@@ -1,4 +1,4 @@
-"""A server's process: waited for, stopped with its children, and quoted when it fails."""
+"""Test a server's process: waiting for it, stopping it with its children, and its log in errors."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Directories of adapters: what they can hold, and which model they match."""
+"""Test directories of adapters: what they can contain, and which base model they match."""
 
 import json
 from pathlib import Path

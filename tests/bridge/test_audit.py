@@ -1,4 +1,4 @@
-"""The audit of a directory: silent when it keeps its promises, naming the tensor when it does not."""
+"""Test the audit of a directory: no problem for a valid directory, and the name of the tensor for an invalid one."""
 
 import hypothesis.strategies as st
 import pytest

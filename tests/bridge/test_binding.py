@@ -1,4 +1,4 @@
-"""A plan is complete or refused: whatever is missing, extra or misshapen is named before anything is moved."""
+"""Test that every missing, unexpected or misshapen tensor is reported before any tensor is read or written."""
 
 import hypothesis.strategies as st
 import pytest
@@ -135,7 +135,7 @@ def test_layout_that_loses_numbers_is_a_mistake_in_the_table():
 
 
 def scatter(row: Row, whole: dict[str, torch.Tensor], shape: tuple[int, ...], dim: int | None, tp_size: int):
-    """The parameter of each rank, filled through the plan."""
+    """Return the parameter of each rank, filled through bindings."""
     for rank in range(tp_size):
         local = list(shape)
         if dim is not None:

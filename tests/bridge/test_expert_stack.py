@@ -1,4 +1,4 @@
-"""Experts in both forms of files, the router's bias, and the copies inside GLM-4.5's heads."""
+"""Test experts in both forms of files, the router's bias, and the copies inside GLM-4.5's heads."""
 
 import json
 from pathlib import Path
@@ -41,7 +41,7 @@ def check_directory(directory: Path, source: Path) -> list[str]:
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("family", MOE)
 def test_stacked_experts_come_back_stacked(tmp_path, mesh, family, depth, sharded):
-    """The trunk's are stacked, the heads' are not: each goes back as it came."""
+    """Experts of the trunk are stacked, those of the heads are not. Each is exported as it was stored."""
     source = make_tiny_hf(tmp_path / "in", family, depth, packed_experts=True)
     apart = make_tiny_hf(tmp_path / "apart", family, depth)
     assert GATE_UP in read_all(source)
@@ -60,7 +60,7 @@ def test_stacked_experts_come_back_stacked(tmp_path, mesh, family, depth, sharde
 
 @pytest.mark.parametrize("family", MOE)
 def test_single_experts_are_stacked_as_transformers_does(tmp_path, family):
-    """It wrote both directories, of the same model."""
+    """transformers has written both directories of the same model."""
     apart = read_all(make_tiny_hf(tmp_path / "apart", family))
     assert_same_tensors(stack(apart), read_all(make_tiny_hf(tmp_path / "stacked", family, packed_experts=True)))
 
@@ -68,7 +68,9 @@ def test_single_experts_are_stacked_as_transformers_does(tmp_path, family):
 @pytest.mark.parametrize("original_format", [True, False], ids=["apart", "stacked"])
 @pytest.mark.parametrize("family", MOE)
 def test_what_transformers_writes_is_read(tmp_path, mesh, family, original_format):
-    """transformers 5 holds experts stacked; save_pretrained writes them apart unless told otherwise."""
+    """transformers 5 has stacked experts in memory. save_pretrained writes single experts unless the test asks for
+    stacks.
+    """
     torch.manual_seed(0)
     hf = make_tiny_model(family)
     hf.save_pretrained(tmp_path / "in", save_original_format=original_format)
@@ -145,7 +147,7 @@ def test_stacks_that_do_not_fit(tmp_path, mesh, shape, expected):
 
 
 def test_router_bias_stays_float32(tmp_path, mesh):
-    """Through a bfloat16 model, and through the cast that training wraps around it: exact to the last bit."""
+    """The bias is bitwise unchanged by a bfloat16 model, and by the cast in training's wrapper."""
     source = make_tiny_hf(tmp_path / "in", "glm4_moe", depth=1, dtype=torch.bfloat16)
     original = read_all(source)
     assert original[BIAS].dtype is torch.float32
@@ -168,7 +170,7 @@ COPIES = {
 
 @pytest.mark.parametrize("copy", COPIES)
 def test_a_head_of_its_own_is_refused(tmp_path, mesh, copy):
-    """megatron-core's heads share the trunk's embedding and output layer; another would be lost in silence."""
+    """megatron-core's heads share the trunk's embedding and output layer, so a different one would be lost silently."""
     source = make_tiny_hf(tmp_path / "in", "glm4_moe", depth=1)
     change_tensors(source, lambda tensors: tensors[copy][5, 5].add_(1))
     with pytest.raises(Exception, match=naming(f"{copy} {COPIES[copy]} 0")):
@@ -189,7 +191,7 @@ def test_copies_that_are_absent_stay_absent(tmp_path, mesh):
 
 
 def test_copies_of_a_tied_model(tmp_path, mesh):
-    """Both are the embedding then."""
+    """Both copies equal the embedding."""
     source = make_tiny_hf(tmp_path / "in", "glm4_moe", depth=1, tied=True)
     load(model := build(source, mesh, depth=1), source)
     save(model, source, tmp_path / "out")
@@ -206,7 +208,7 @@ def test_copies_of_another_shape(tmp_path, mesh):
 
 
 def test_experts_in_both_forms(tmp_path):
-    """Which are meant?"""
+    """A file with experts in both forms is ambiguous, and is rejected."""
     source = make_tiny_hf(tmp_path, "qwen3_moe")
     stacked = read_all(make_tiny_hf(tmp_path / "stacked", "qwen3_moe", packed_experts=True))
     save_file(read_all(source) | {GATE_UP: stacked[GATE_UP]}, source / "model.safetensors")

@@ -1,4 +1,4 @@
-"""FP8 checkpoints against a dequantization of three lines, on shapes and slices that no block size divides."""
+"""Test FP8 checkpoints against a short dequantization, with shapes and slices that no block size divides."""
 
 import json
 from pathlib import Path
@@ -25,7 +25,7 @@ CONFIG = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": list(BLOCK)
 
 
 def spread(scale: torch.Tensor, shape: torch.Size, block: tuple[int, int]) -> torch.Tensor:
-    """Each factor over its whole block, the last ones cut off."""
+    """Repeat each scale over its whole block. Blocks at the end of the matrix are truncated."""
     return scale.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)[: shape[0], : shape[1]]
 
 
@@ -42,7 +42,9 @@ def dequantize(weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]
 
 
 def make_fp8(directory: Path, family: str = "glm4_moe", factors: torch.dtype = torch.float32, **options) -> Path:
-    """A directory as DeepSeek-V3 and the hub's -FP8 repositories are: projections quantized, all else in bfloat16."""
+    """Write a directory in the format of DeepSeek-V3 and of FP8 repositories on the hub: only projections are
+    quantized.
+    """
     make_tiny_hf(directory, family, dtype=torch.bfloat16, **options)
     quantized = {}
     for key, tensor in load_file(directory / "model.safetensors").items():
@@ -112,7 +114,7 @@ def test_description_is_of_the_export(tmp_path):
 
 @st.composite
 def boxes(draw) -> tuple[tuple[int, int], tuple[int, int], tuple[slice, slice], int]:
-    """A shape, a block size, a slice (empty ones too), and how many bytes are read at once."""
+    """Draw a shape, a block size, a slice (also empty), and the number of bytes that are read at once."""
     shape = (draw(st.integers(1, 20)), draw(st.integers(1, 20)))
     block = (draw(st.integers(1, 8)), draw(st.integers(1, 8)))
     borders = [sorted((draw(st.integers(0, length)), draw(st.integers(0, length)))) for length in shape]
@@ -136,7 +138,7 @@ def test_any_slice_of_any_shape(tmp_path, monkeypatch, box):
 
 
 def test_blocks_of_the_hub(tmp_path):
-    """128 x 128, as in DeepSeek-V3; (300, 130) has 3 x 2 of them."""
+    """Blocks are 128 x 128, as in DeepSeek-V3. A matrix [300, 130] has 3 x 2 blocks."""
     weight, scale = quantize(torch.randn(300, 130), (128, 128))
     assert scale.shape == (3, 2)
     save_file({"w": weight, "w_scale_inv": scale}, tmp_path / "model.safetensors")
@@ -186,7 +188,7 @@ def test_every_tensor_without_factors_is_named(tmp_path, mesh):
 
 
 def test_factors_that_the_config_does_not_announce(tmp_path, mesh):
-    """Without them the numbers would be wrong by their factors."""
+    """Without the scales, the numbers would be wrong."""
     source = make_fp8(tmp_path, "qwen3")
     (source / "config.json").write_text(json.dumps({**read_config(source), "quantization_config": None}))
     assert mentions(refusal(build(source, mesh, depth=0), source), f"{KEY}_scale_inv")

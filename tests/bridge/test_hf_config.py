@@ -1,4 +1,4 @@
-"""config.json with some keys changed, and all others as they were."""
+"""Test that changes of config.json leave all other keys unchanged."""
 
 import json
 
@@ -24,7 +24,7 @@ CONFIG = json.loads(TEXT)
 
 @pytest.fixture
 def out(tmp_path):
-    """A directory to write to, beside one with `TEXT` as its config.json."""
+    """Return a directory to write to, next to a directory with `TEXT` as its config.json."""
     (tmp_path / "config.json").write_bytes(TEXT.encode())
     (tmp_path / "out").mkdir()
     return tmp_path / "out"

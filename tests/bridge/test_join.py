@@ -1,4 +1,4 @@
-"""Layouts against orders written out by hand, then against random shapes and ranks."""
+"""Test joins against orders that are written out, and with random shapes and ranks."""
 
 import hypothesis.strategies as st
 import pytest
@@ -23,7 +23,7 @@ from tests.messages import naming
 
 
 def lay_out(join: Join, sources: list[str], total: int, tp_size: int = 1) -> str:
-    """One letter per number: the whole Megatron parameter as a string, `0` for padding."""
+    """Return the whole Megatron parameter as a string, with one letter per number and `0` for padding."""
     source_ranges = join.source_ranges([len(source) for source in sources], total, tp_size)
     return "".join(
         "0" * length if source == ZEROS else sources[source][start : start + length]
@@ -87,7 +87,7 @@ def test_parts_that_do_not_divide_are_refused():
 
 @st.composite
 def joins(draw) -> tuple[Join, list[int], int, int]:
-    """A join, lengths of its HF tensors, the parameter's length, and a number of ranks that share it."""
+    """Draw a join, the lengths of its HF tensors, the parameter's length, and the number of ranks that split it."""
     tp_size = draw(st.sampled_from([1, 2, 4, 8]))
     units = draw(st.integers(1, 6))
     kind = draw(st.sampled_from(["interleave", "gate_up", "swap", "pad"]))

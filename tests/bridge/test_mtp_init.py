@@ -1,4 +1,4 @@
-"""How heads begin that no file has: numbers by hand, the same however tensor-parallel ranks share them."""
+"""Test the initial weights of heads that no file contains. They must be the same for every tensor-parallel size."""
 
 import pytest
 import torch

@@ -1,4 +1,6 @@
-"""Names and ownership of parameters, on a real model put into the states that later stages and releases have."""
+"""Test names and ownership of parameters on a real model, with the attributes that later stages and
+releases give it.
+"""
 
 from copy import copy
 from pathlib import Path
@@ -28,7 +30,7 @@ def model(tmp_path: Path, mesh) -> GPTModel:
 
 @pytest.fixture
 def mixture(tmp_path: Path, mesh) -> GPTModel:
-    """A model with four experts."""
+    """Return a model with four experts."""
     hf_config = read_config(make_tiny_hf(tmp_path, "qwen3_moe"))
     architecture = families.get(hf_config).architecture(hf_config)
     return build_model(architecture, hf_config, mesh=mesh, dtype=torch.float32, heads=Heads(0))[0]
@@ -80,7 +82,7 @@ def test_the_inner_mtp_layer_has_one_name_whatever_the_release_calls_it(model, i
 
 
 def test_persistent_buffers_are_parameters_too(model):
-    """A router's expert bias will be one."""
+    """A router's expert bias is such a buffer."""
     layer = model.get_submodule("decoder.layers.1.mlp")
     layer.register_buffer("expert_bias", torch.ones(4))
     layer.register_buffer("scratch", torch.ones(4), persistent=False)
@@ -89,7 +91,7 @@ def test_persistent_buffers_are_parameters_too(model):
 
 
 def test_what_tensor_parallel_ranks_share_and_who_writes_the_rest(model):
-    """megatron-core's column-parallel layers are cut along axis 0, its row-parallel ones along axis 1."""
+    """megatron-core splits column-parallel layers along axis 0 and row-parallel layers along axis 1."""
     share(model, tp=SecondOfTwo())
     held = shards(model)
     layer = "decoder.layers.0."
@@ -124,7 +126,7 @@ def test_a_model_whose_sharing_is_not_marked_is_noticed(model):
 
 
 def test_what_other_pipeline_stages_hold(model):
-    """This one has decoder layer 1 of 2, the only MTP layer, and no embedding."""
+    """This stage has decoder layer 1 of 2, the only MTP layer, and no embedding."""
     del model.embedding
     del model.decoder.layers[0]
     names = [
@@ -153,7 +155,7 @@ def test_no_stage_holds_heads_of_a_model_without_any(mixture):
 
 
 def test_what_other_ranks_of_experts_hold(mixture):
-    """This one has experts 2 and 3 of 4, which it counts from 0."""
+    """This rank has experts 2 and 3 of 4, numbered from 0."""
     for layer in mixture.decoder.layers:
         del layer.mlp.experts.local_experts[2:]
         layer.mlp.local_expert_indices = [2, 3]

@@ -1,4 +1,4 @@
-"""Rows of a layer, written once, at every layer."""
+"""Test that the bridge rows of a layer, which are defined once, are used for every layer."""
 
 from swiftlite.bridge.rows import Row, lift
 

@@ -1,4 +1,4 @@
-"""Files against the safetensors package: each reads what the other wrote; and everything that can be broken."""
+"""Test files against the safetensors package: each reads what the other wrote. Damaged files must be rejected."""
 
 import json
 import os
@@ -34,7 +34,7 @@ TENSORS = {
 
 
 def write_sharded(directory: Path, shards: dict[str, dict[str, torch.Tensor]]) -> Path:
-    """Files of the safetensors package and an index over them."""
+    """Write several files with the safetensors package, and their index."""
     directory.mkdir(exist_ok=True)
     for file, content in shards.items():
         save_file(content, directory / file)
@@ -76,7 +76,7 @@ def test_reads_across_shards(tmp_path):
 
 @st.composite
 def boxes(draw) -> tuple[tuple[int, ...], tuple[slice, ...]]:
-    """A shape of up to three axes and a slice of each."""
+    """Draw a shape of up to three axes, and a slice of each axis."""
     shape = tuple(draw(st.lists(st.integers(0, 5), max_size=3)))
     borders = [sorted((draw(st.integers(0, length)), draw(st.integers(0, length)))) for length in shape]
     return shape, tuple(slice(*one) for one in borders)
@@ -120,7 +120,7 @@ def test_file_that_shrinks_while_it_is_read(tmp_path):
 
 
 def test_reads_tensors_that_are_not_aligned(tmp_path):
-    """The format allows any header length; here floats begin at an odd byte."""
+    """The format allows any header length. Here floats begin at an odd byte."""
     header = json.dumps({"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
     header += b" " * (1 - len(header) % 2)
     assert (8 + len(header)) % 2 == 1
@@ -189,7 +189,7 @@ def test_nothing_has_its_name_before_publish(tmp_path):
 
 
 def test_files_are_on_disk_before_they_have_their_names(tmp_path, synced):
-    """Else a power cut would leave empty ones under these names."""
+    """Otherwise a power cut could leave empty files under these names."""
     files = write_all(tmp_path, 64)
     shards = files.files[:-1]
     assert {path.name for path in synced} == {f".{name}.incomplete" for name in shards}
@@ -205,7 +205,7 @@ def test_discard_leaves_nothing(tmp_path):
 
 
 def test_full_disk_shows_before_the_first_tensor(tmp_path):
-    """A file size limit stands in for the full disk: both refuse the reservation."""
+    """A limit on the file size replaces the full disk, because both make the reservation fail."""
     files = ShardedFiles(tmp_path, {"x": (torch.float32, (1000, 1000))}, 10**9)
     handler, limit = signal.signal(signal.SIGXFSZ, signal.SIG_IGN), resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
@@ -238,7 +238,7 @@ files.publish()
 
 
 def test_a_file_system_that_cannot_allocate_is_not_written_block_by_block(tmp_path):
-    """NFS 3: glibc would write a byte into each of its blocks, while all other ranks wait."""
+    """On NFS 3, glibc would write a byte into each block while all other ranks wait."""
     done = subprocess.run([sys.executable, "-c", RESERVE, str(tmp_path)], capture_output=True, text=True)
     if "seccomp is not available" in done.stderr:
         pytest.skip("the kernel cannot be told to refuse fallocate here")

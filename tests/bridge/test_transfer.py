@@ -1,4 +1,4 @@
-"""Hugging Face -> Megatron -> Hugging Face on tiny random models, bit for bit; and every way in which it refuses."""
+"""Test conversion from Hugging Face to Megatron and back on tiny random models, bitwise, and all rejected cases."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,10 @@ SIZES: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "he
 
 
 def build(hf_dir: Path, mesh, depth: int, dtype: torch.dtype = torch.float32, **overrides) -> GPTModel:
-    """A Megatron model for the directory whose every number is NaN, so that nothing unfilled goes unnoticed."""
+    """Return a Megatron model for a directory.
+
+    All its values are NaN, so that values that are not loaded are detected.
+    """
     hf_config = read_config(hf_dir) | overrides
     architecture = families.get(hf_config).architecture(hf_config)
     (model,) = build_model(architecture, hf_config, mesh=mesh, dtype=dtype, heads=Heads(depth))
@@ -39,7 +42,7 @@ def build(hf_dir: Path, mesh, depth: int, dtype: torch.dtype = torch.float32, **
 
 
 def tensors_of(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Parameters and the buffers that checkpoints hold (a router's expert bias), under the bridge's names."""
+    """Return parameters, and buffers that checkpoints contain (a router's expert bias), by their Megatron names."""
     tensors = model.state_dict(keep_vars=True).items()
     return [(global_name(name, model), tensor) for name, tensor in tensors if tensor is not None]
 
@@ -57,7 +60,7 @@ def save(model: torch.nn.Module, source: Path, out_dir: Path, **options: Any) ->
 
 
 def read_all(directory: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a directory, through the safetensors package."""
+    """Read all tensors of a directory with the safetensors package."""
     return {key: tensor for path in directory.glob("*.safetensors") for key, tensor in load_file(path).items()}
 
 
@@ -69,7 +72,7 @@ def assert_same_tensors(one: dict[str, torch.Tensor], other: dict[str, torch.Ten
 
 
 def shard(hf_dir: Path, num_files: int) -> None:
-    """Spread a directory's tensors over several files with an index, as large models come."""
+    """Distribute a directory's tensors over several files with an index, as in large models."""
     tensors = list(load_file(hf_dir / "model.safetensors").items())
     weight_map = {}
     for number in range(num_files):
@@ -82,7 +85,7 @@ def shard(hf_dir: Path, num_files: int) -> None:
 
 
 def change_tensors(hf_dir: Path, change) -> None:
-    """Rewrite model.safetensors after `change(tensors)`."""
+    """Write model.safetensors again after `change(tensors)`."""
     tensors = load_file(hf_dir / "model.safetensors")
     change(tensors)
     save_file(tensors, hf_dir / "model.safetensors", metadata={"format": "pt"})
@@ -124,7 +127,7 @@ def test_report_of_one_rank_is_that_of_all(tmp_path, mesh):
 
 
 def test_mixed_precision_round_trip(tmp_path, mesh):
-    """Each tensor goes back to the dtype it came in; bfloat16 survives float32 parameters."""
+    """Each tensor is exported in its original dtype. bfloat16 values are unchanged by float32 parameters."""
     source = make_tiny_hf(tmp_path / "in", "qwen3", depth=1, dtype=torch.bfloat16)
 
     def widen_norms(tensors):
@@ -162,7 +165,10 @@ def test_dtypes_of_an_export(tmp_path, mesh):
 
 
 def test_streamed_buckets(tmp_path, mesh):
-    """Whole tensors, no bucket above its size unless one tensor alone is; precisions are those of an export."""
+    """Tensors are whole, and no bucket is larger than its maximum unless a single tensor is.
+
+    Dtypes are those of an export.
+    """
     source = make_tiny_hf(tmp_path / "source", "qwen3", depth=1, tied=True)
     hf_config, original = read_config(source), read_all(source)
     model = build(source, mesh, 1)
@@ -210,7 +216,7 @@ def test_qwen3_next_halves_are_not(tmp_path, mesh):
 
 
 def test_padded_vocabulary(tmp_path, mesh):
-    """A Megatron vocabulary may be larger than the file's: zeros in, cut out."""
+    """A Megatron vocabulary can be larger than the file's. Zeros are added on load and removed on export."""
     source = make_tiny_hf(tmp_path / "in", "llama")
     model = build(source, mesh, depth=0, vocab_size=160)
     load(model, source)
@@ -224,7 +230,7 @@ def test_padded_vocabulary(tmp_path, mesh):
 
 
 def test_wrapped_models(tmp_path, mesh):
-    """What training wraps around the model is seen through."""
+    """The wrappers that training adds to a model must not matter."""
     source = make_tiny_hf(tmp_path / "in", "qwen3", depth=1, dtype=torch.bfloat16)
     inner = build(source, mesh, depth=1, dtype=torch.bfloat16)
     config = DistributedDataParallelConfig()
@@ -235,7 +241,7 @@ def test_wrapped_models(tmp_path, mesh):
 
 
 def test_tied_head_in_the_file(tmp_path, mesh):
-    """Some tied models come with a second copy of the embedding: checked, and written again."""
+    """The files of some tied models contain a copy of the embedding. It is checked, and written again."""
     source = make_tiny_hf(tmp_path / "in", "qwen2", tied=True)
 
     def add_copy(tensors):
@@ -288,7 +294,7 @@ def test_old_rotary_buffers_are_dropped_by_name(tmp_path, mesh, depth):
 
 
 def refusal(model: GPTModel, source: Path, **options) -> str:
-    """The message of a refused load, which must not have touched the model."""
+    """Return the error of a rejected load, after checking that it has not changed the model."""
     with pytest.raises(UserError) as raised:
         load(model, source, **options)
     assert all(tensor.isnan().all() for _, tensor in tensors_of(model))
@@ -343,7 +349,7 @@ def test_mtp_asked_for_but_not_there(tmp_path, mesh):
 
 
 def test_mtp_promised_but_not_there(tmp_path, mesh):
-    """What transformers' save_pretrained leaves behind."""
+    """transformers' save_pretrained writes such directories."""
     source = make_tiny_hf(tmp_path / "in", "mimo", depth=1)
     change_tensors(source, drop_mtp)
     message = refusal(build(source, mesh, depth=1), source)
@@ -450,7 +456,7 @@ def test_random_heads_follow_the_seed(tmp_path, mesh):
 
 
 def test_weights_of_whole_numbers(tmp_path, mesh):
-    """A cast would make numbers of codes, and training would begin at a loss of 1e10."""
+    """A cast would use codes as numbers, and training would start at a loss of 1e10."""
     hf_dir = make_tiny_hf(tmp_path, "qwen3", depth=1)
     tensors = load_file(hf_dir / "model.safetensors")
     tensors["lm_head.weight"] = tensors["lm_head.weight"].int()

@@ -1,4 +1,4 @@
-"""Heads of one checkpoint on the trunk of another, bit for bit."""
+"""Test that the heads of one checkpoint are copied to the trunk of another, bitwise."""
 
 import json
 from pathlib import Path

@@ -1,5 +1,8 @@
-"""Language models inside vision-language models: their settings are found and changed where they stand, their depth is
-that of the tensors where nothing says it, and what is not of them comes out as it went in."""
+"""Test language models inside vision-language models.
+
+Their settings are read and changed under `text_config`. The number of heads is counted from tensors if config.json does
+not declare it. Everything outside of the language model is exported unchanged.
+"""
 
 import json
 
@@ -47,7 +50,7 @@ def test_a_change_is_made_where_the_key_stands(hf_dir, tmp_path):
 
 
 def forget_depth(hf_dir) -> None:
-    """As the config.json of Qwen3-Next-80B."""
+    """Remove the number of MTP layers from config.json, as in Qwen3-Next-80B."""
     config = on_disk(hf_dir)
     config.pop("num_nextn_predict_layers", None)
     config.get("text_config", config).pop("mtp_num_hidden_layers", None)
@@ -71,7 +74,7 @@ def test_a_silent_config_has_the_depth_of_the_tensors(tmp_path, family, depth, h
 
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
 def test_an_export_says_what_its_source_leaves_to_be_counted(tmp_path, mesh, family):
-    """Engines take different depths for granted where config.json is silent."""
+    """If config.json does not declare the number of heads, engines use different defaults."""
     hf_dir = make_tiny_hf(tmp_path / "hf", family, depth=1, dtype=torch.bfloat16)
     forget_depth(hf_dir)
     run, out = tmp_path / "run", tmp_path / "out"
@@ -94,7 +97,7 @@ def test_without_tensors_nothing_is_promised(hf_dir):
 @pytest.mark.parametrize("packed_experts", [False, True], ids=["one by one", "stacked"])
 @pytest.mark.parametrize("family", WRAPPED)
 def test_there_and_back_changes_no_byte(tmp_path, mesh, family, packed_experts):
-    """The vision tower included, the config.json of the wrapper included."""
+    """The vision tower and the config.json of the whole model are included."""
     hf_dir = make_tiny_hf(
         tmp_path / "hf", family, 1, dtype=torch.bfloat16, with_tokenizer=True, packed_experts=packed_experts
     )
@@ -112,7 +115,7 @@ def test_there_and_back_changes_no_byte(tmp_path, mesh, family, packed_experts):
 
 
 def test_a_part_that_is_nobodys_is_named(hf_dir):
-    """Carried are other parts than the language model; in the language model every tensor has its place."""
+    """Tensors outside of the language model are copied. Inside the language model, every tensor must be known."""
     tensors = load_file(hf_dir / "model.safetensors") | {"model.language_model.layers.0.new.weight": torch.ones(2)}
     save_file(tensors, hf_dir / "model.safetensors", metadata={"format": "pt"})
     (problem,) = audit_hf(hf_dir, families.FAMILIES["qwen3_5"])

@@ -1,4 +1,4 @@
-"""Runs the command as a user does: a process of its own, with nothing of this one's environment that steers it."""
+"""Fixtures that run the command in a separate process, without environment variables that would change it."""
 
 import os
 import subprocess
@@ -11,7 +11,10 @@ STEERING = {"NPROC_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT
 
 @pytest.fixture
 def swiftlite(tmp_path):
-    """swiftlite("megatron", "sft", ..., NPROC_PER_NODE="2") -> CompletedProcess with text output, run in tmp_path."""
+    """Return a function such as swiftlite("megatron", "sft", ..., NPROC_PER_NODE="2"). It runs in tmp_path.
+
+    Its result is a CompletedProcess with text output.
+    """
 
     def run(*argv: str, **env: str) -> subprocess.CompletedProcess:
         inherited = {name: value for name, value in os.environ.items() if name not in STEERING}

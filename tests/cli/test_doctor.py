@@ -1,4 +1,4 @@
-"""What doctor says about this machine, and about models that keep or break their promises."""
+"""Test the report of `doctor` about this machine, and about valid and invalid models."""
 
 import importlib.metadata
 import json
@@ -22,7 +22,7 @@ def model(tmp_path):
 
 
 def examine(model, capsys) -> tuple[int, str]:
-    """Exit code and the part of the report about the model."""
+    """Return the exit code, and the part of the report about the model."""
     code = doctor.run(DoctorArgs(model=str(model)))
     return code, capsys.readouterr().out.split(f"\n\n{model}\n")[1]
 

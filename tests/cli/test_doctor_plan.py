@@ -1,4 +1,4 @@
-"""`swiftlite doctor --plan` as a user reads it."""
+"""Test the output of `swiftlite doctor --plan`."""
 
 import json
 import re
@@ -193,7 +193,7 @@ FP4 = {"transformer_impl": "transformer_engine", "fp4_format": "e2m1"}
 
 
 def test_memory_in_low_precision(model, capsys):
-    """34 of 36 layers have 192,937,984 weights in linear layers each; blocks of 128 x 128 have a scale of 4 bytes."""
+    """34 of 36 layers have 192,937,984 weights each in linear layers. Blocks of 128 x 128 have a scale of 4 bytes."""
     code, lines = plan(capsys, model=model, gpu_memory_gb=200, **FP8)
     assert code == 0
     assert mentions(lines[1], "FP8 hybrid blockwise")
@@ -251,12 +251,15 @@ def test_what_has_no_speed(model):
 
 
 def total_of(lines: list[str]) -> float:
-    """GB of the only stage."""
+    """Return the GB of the only stage."""
     return float(lines[5].split()[7])
 
 
 def test_heads_alone_are_planned_as_they_are_trained(model, capsys):
-    """At least one, as sft makes one where the checkpoint has none; and each draft keeps what a layer keeps."""
+    """There is at least one head, as in sft for a checkpoint without heads.
+
+    Each draft stores the activations of a layer.
+    """
     options = {"model": model, "mtp_mode": "heads_only", "max_length": 8192, "num_gpus": 1}
     _, one = plan(capsys, **options)
     assert mentions(one[1], "MTP 1 heads_only")

@@ -1,4 +1,4 @@
-"""torchrun as `launch.py` starts it: real processes, their exit codes, signals and messages."""
+"""Test torchrun as `launch.py` starts it: real processes, their exit codes, signals and messages."""
 
 import os
 import signal
@@ -41,7 +41,7 @@ sys.exit(cli.main([]))
 
 @pytest.fixture(autouse=True)
 def hears_sighup() -> Iterator[None]:
-    """Also where the test session runs under nohup, which its processes would inherit."""
+    """Enable SIGHUP, also if the test session runs under nohup, whose setting child processes would inherit."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGHUP, before)
@@ -53,7 +53,7 @@ LAUNCHER = ("-m", "swiftlite.cli.elastic")
 def start(
     tmp_path, body: str, *options: str, argv: tuple[str, ...] = (), launcher: tuple[str, ...] = LAUNCHER
 ) -> subprocess.Popen:
-    """Two ranks that run `body`."""
+    """Start two ranks that run `body`."""
     (tmp_path / "ranks.py").write_text(PRELUDE + body)
     options = options or ("--nnodes=1", "--master-addr=127.0.0.1", "--master-port=0")
     return subprocess.Popen(
@@ -119,7 +119,10 @@ time.sleep(60)
 
 
 def test_ranks_end_with_their_launcher(tmp_path):
-    """As the kernel's out-of-memory killer or a batch system ends it; a restart would have a rival."""
+    """The kernel (out of memory) or a batch system can kill a launcher.
+
+    Remaining ranks would compete with a restarted run.
+    """
     body = """
 from swiftlite.cli import main as cli
 def run(argv):
@@ -190,7 +193,7 @@ def free_port() -> int:
 
 
 def start_nodes(tmp_path, body: str, *argv: str, launcher: tuple[str, ...] = LAUNCHER) -> list[subprocess.Popen]:
-    """Two launchers as on two nodes, two ranks each."""
+    """Start two launchers as on two nodes, with two ranks each."""
     port = free_port()
     return [
         start(
@@ -208,7 +211,7 @@ def start_nodes(tmp_path, body: str, *argv: str, launcher: tuple[str, ...] = LAU
 
 
 def test_nodes_that_end_well(tmp_path):
-    """Whatever the launchers are doing in their store at that moment: these look into it all the time."""
+    """The launchers of this test read from their store all the time, so that the end of the job interrupts a read."""
     lines = (
         "import sys",
         "from swiftlite.cli import elastic",
@@ -246,7 +249,7 @@ def test_a_lost_connection_that_nobody_explains_is_shown(tmp_path):
 
 
 def test_a_rank_that_hears_no_signal_does_not_hold_up_the_end(tmp_path):
-    """As one does that waits in a collective: Python's handlers run only when it comes back."""
+    """A rank that waits in a collective is like this: Python's handlers run only after the collective."""
     body = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nsys.exit(7) if rank else time.sleep(600)\n"
     began = time.monotonic()
     process = start(tmp_path, body)
@@ -282,7 +285,7 @@ def test_a_rank_that_is_killed_ends_both_nodes(tmp_path, rank):
 
 @pytest.mark.parametrize("rank", some_of([0, 3], 0))
 def test_a_node_that_notices_nothing_ends_with_the_other(tmp_path, rank):
-    """Ranks in an NCCL collective do not see that another node is gone."""
+    """Ranks in an NCCL collective do not notice that another node is lost."""
     lines = (
         "import sys",
         "from swiftlite.cli import elastic",

@@ -1,4 +1,4 @@
-"""The error file of a rank, as torchelastic reads it."""
+"""Test the error file of a rank, as torchelastic reads it."""
 
 import time
 
@@ -10,7 +10,7 @@ from swiftlite.cli import failure
 
 @pytest.fixture
 def error_file(tmp_path, monkeypatch):
-    """Where a rank of our launcher reports."""
+    """Return the file to which a rank of swiftlite's launcher reports."""
     monkeypatch.setenv(failure.FOLDER, str(tmp_path))
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     return tmp_path / "error.json"
@@ -35,7 +35,7 @@ def test_torchelastic_reads_the_report(error_file, message, is_lost):
 
 
 def test_without_a_launcher_of_ours_nothing_is_reported(error_file, monkeypatch):
-    """torchrun started by hand sets its variable too, and would not show the traceback as ours does."""
+    """torchrun started by hand also sets its variable, but would not show the traceback."""
     monkeypatch.delenv(failure.FOLDER)
     assert not failure.report(RuntimeError("Connection reset by peer"), 1)
     assert not error_file.exists()

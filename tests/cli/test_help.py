@@ -1,4 +1,4 @@
-"""`--help` has every option in its own words, and so have the pages made from it."""
+"""Test that `--help`, and the pages made from it, contain every option with its text."""
 
 import runpy
 from pathlib import Path

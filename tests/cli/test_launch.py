@@ -1,4 +1,4 @@
-"""The environment -> processes -> torchrun's command line. Running it is tested in test_elastic.py."""
+"""Test the processes and torchrun's command line that follow from the environment. test_elastic.py runs torchrun."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""The command as a user meets it: what is printed where, and the exit code. Nothing here may load torch."""
+"""Test the whole command line: output and exit codes. Nothing in these tests may import torch."""
 
 import errno
 import json
@@ -107,7 +107,7 @@ def test_a_reader_that_closes_early_is_no_error(tmp_path):
     ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
 )
 def test_answers_come_without_heavy_imports(model, argv, code):
-    """Start-up stays near Python's own (scripts/bench/startup.py measures it) because nothing of these is imported."""
+    """Without these imports, start-up takes about as long as Python's (scripts/bench/startup.py measures it)."""
     script = (
         "import sys; from swiftlite.cli.main import main; code = main(sys.argv[1:]); "
         f"print(*sorted({{name.partition('.')[0] for name in sys.modules}} & set({HEAVY!r})), file=sys.stderr); "
@@ -129,7 +129,7 @@ def test_answers_come_without_heavy_imports(model, argv, code):
     ],
 )
 def test_threads_wait_with_little_spinning_unless_the_user_says_so(model, given, found):
-    """torch reads the variables as it loads."""
+    """torch reads these variables when it is imported."""
     script = (
         "import os, sys; from swiftlite.cli.main import main; main(['doctor']); "
         "print(*map(os.environ.get, ('OMP_WAIT_POLICY', 'GOMP_SPINCOUNT')), file=sys.stderr)"
@@ -196,7 +196,7 @@ def test_dry_run_says_what_has_no_effect(swiftlite, model):
 
 
 def test_dry_run_of_a_sample(swiftlite, model):
-    """A sample of more rows than the file has is all of it."""
+    """If a sample has more rows than the file, it is the whole file."""
     argv = "megatron sft --model model --output_dir out --dry_run --dataset train.jsonl#99999 train.jsonl#12".split()
     assert has_line(swiftlite(*argv).stdout, "2 = 32 1")
 
@@ -249,7 +249,7 @@ def test_other_exceptions_keep_their_traceback(monkeypatch):
 
 
 def end_with(monkeypatch, outcome):
-    """Add a command `end` to the table that returns or raises `outcome`."""
+    """Add a command `end` to the table of commands, which returns or raises `outcome`."""
 
     def run(args):
         if isinstance(outcome, BaseException):
@@ -271,7 +271,7 @@ def test_ranks_that_end_alike_speak_once(monkeypatch, capsys, tmp_path):
 
 
 def test_a_message_with_half_a_surrogate_pair_is_said(monkeypatch, tmp_path, capsys):
-    """Ranks say a message once by the digest of its text, which JSON may have brought in as no text at all."""
+    """Ranks identify a message by a digest of its text. JSON can contain text that cannot be encoded."""
     monkeypatch.setenv(failure.FOLDER, str(tmp_path))
     assert main(["doctor", "\ud83d.yaml"]) == 2
     assert has_line(capsys.readouterr().err, "\\ud83d.yaml")

@@ -1,4 +1,4 @@
-"""argv -> arguments."""
+"""Test the conversion of argv to arguments."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""`swiftlite doctor --plan --loss_type` as a user reads it; its numbers are held in tests/parallel/test_dpo.py."""
+"""Test the output of `swiftlite doctor --plan --loss_type`. tests/parallel/test_dpo.py tests its numbers."""
 
 from typing import Any
 
@@ -22,7 +22,9 @@ def lines_of(capsys, **options) -> tuple[int, list[str]]:
 
 
 def by_rank(lines: list[str]) -> list[str]:
-    """The rows of the table with the memory of both models, and what follows it; none where there is no reference."""
+    """Return the rows of the table with the memory of both models, and the lines after it; empty without a reference
+    model.
+    """
     starts = [number for number, line in enumerate(lines) if line.split()[:1] == ["ranks"]]
     return lines[starts[0] + 1 :] if starts else []
 

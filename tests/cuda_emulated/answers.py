@@ -1,4 +1,4 @@
-"""Lets `torch.cuda`, torch.distributed and compiled functions answer as on a machine with an H100."""
+"""Make `torch.cuda`, torch.distributed and compiled functions behave as on a machine with an H100."""
 
 import contextlib
 import functools
@@ -28,7 +28,7 @@ CUDA_TYPE = 1  # c10::DeviceType::CUDA
 
 
 class Stream(torch.Stream):
-    """The one there is."""
+    """The only stream of the emulated device."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "Stream":
         return super().__new__(cls, stream_id=0, device_index=0, device_type=CUDA_TYPE)
@@ -50,7 +50,7 @@ class Stream(torch.Stream):
 
 
 class Event:
-    """Has happened."""
+    """An event that has already occurred."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -76,7 +76,7 @@ def synchronize(device: Any = None) -> None:
 
 
 def answer_for_cuda() -> None:
-    """torch.cuda."""
+    """Replace functions of torch.cuda."""
     cuda: Any = torch.cuda
     cuda._initialized = True
     torch._C._cuda_getDevice = lambda: 0  # type: ignore[attr-defined]
@@ -113,7 +113,7 @@ def answer_for_cuda() -> None:
 
 
 def answer_for_nccl() -> None:
-    """torch.distributed: gloo computes what NCCL is asked for, and says that it is NCCL."""
+    """Replace functions of torch.distributed, so that gloo runs instead of NCCL, but reports the name NCCL."""
     distributed: Any = dist
     c10d: Any = dist.distributed_c10d
     init, new_group, get_backend = c10d.init_process_group, c10d.new_group, c10d.get_backend
@@ -140,7 +140,7 @@ def answer_for_nccl() -> None:
 
 
 class _Fused(torch.autograd.Function):
-    """A function of tensors that is one kernel forward and one backward."""
+    """A function of tensors that counts as one kernel in the forward and one in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, name: str, function: Any, *inputs: Any) -> Any:
@@ -170,7 +170,7 @@ class _Fused(torch.autograd.Function):
 
 
 def fused(function: Any, name: str) -> Any:
-    """`function`, counted as a compiler would have it."""
+    """Return `function`, counted as the compiler would fuse it."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -187,7 +187,7 @@ def fused(function: Any, name: str) -> Any:
 
 
 def answer_for_compilers() -> None:
-    """A compiled function runs eagerly: see `fused`."""
+    """Let compiled functions run without compilation; see `fused`."""
 
     def compile(model: Any = None, **options: Any) -> Any:
         if model is None:
@@ -198,7 +198,7 @@ def answer_for_compilers() -> None:
 
 
 def attend(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
-    """One kernel each way, as torch has on a GPU for what it is given here; computed in float32, rounded once."""
+    """Compute attention, counted as one kernel per direction, in float32 with one rounding."""
     repeats = query.size(1) // key.size(1) if enable_gqa else 1
 
     def compute(query, key, value, *mask):
@@ -216,7 +216,9 @@ _sdpa = F.scaled_dot_product_attention
 
 
 def rms_norm(input, normalized_shape, weight=None, eps=None):
-    """One kernel each way; computed in float32 as torch's (native/cuda/layer_norm_kernel.cu)."""
+    """Compute RMSNorm, counted as one kernel per direction, in float32 as torch does
+    (native/cuda/layer_norm_kernel.cu).
+    """
 
     def compute(hidden, *weight):
         wide = hidden.float()
@@ -227,7 +229,7 @@ def rms_norm(input, normalized_shape, weight=None, eps=None):
 
 
 def install() -> None:
-    """In this process, for good; `library.load` came first."""
+    """Install all replacements in this process, permanently. `library.load` must have been called before."""
     assert torch.accelerator.current_accelerator() == torch.device("cuda"), "runtime.cpp was not loaded before torch"
     answer_for_cuda()
     answer_for_nccl()

@@ -1,4 +1,4 @@
-"""Prints the table of waits and launches at the end of the tier."""
+"""Print the table of waits and launches after all tests of this folder."""
 
 
 def pytest_terminal_summary(terminalreporter):

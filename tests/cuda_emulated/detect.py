@@ -28,7 +28,7 @@ def main() -> None:
 
 
 def record(operation: Any, tensors: Any) -> list[dict[str, Any]]:
-    """What one operation did."""
+    """Run one operation, and return what was recorded."""
     from tests.cuda_emulated.record import RECORDER
 
     RECORDER.clear()

@@ -1,4 +1,4 @@
-"""The kinds of runs: a command, a tiny model, and what a user would add to it. No torch."""
+"""Define the kinds of runs: a command, a tiny model, and options. This module does not import torch."""
 
 import json
 from dataclasses import dataclass
@@ -42,12 +42,12 @@ class Model:
 
 @dataclass(frozen=True)
 class Kind:
-    """A run.
+    """A run to test.
 
     Attributes:
-        options: of the command, on top of COMMON.
+        options: options of the command, in addition to COMMON.
         rows: a key of FILES.
-        goes_on: a second command with the same words and `--resume`, for as many steps more.
+        goes_on: whether a second command resumes the run with `--resume`, for the same number of steps.
     """
 
     options: str = ""
@@ -65,7 +65,7 @@ class Kind:
         return FLOAT32 in self.options
 
     def words(self, directory: Path, name: str) -> list[str]:
-        """The command line."""
+        """Return the command line."""
         return [
             *("megatron", self.command, "--model", str(directory / self.model.directory)),
             *("--dataset", str(directory / f"{self.rows}.jsonl"), "--output_dir", str(directory / "runs" / name)),
@@ -124,7 +124,9 @@ KINDS: dict[str, Kind] = {
 
 
 def write_inputs(directory: Path, names: list[str]) -> None:
-    """Write the models and rows of some kinds; transformers makes them, so not in an emulated process."""
+    """Write the models and rows of some kinds. transformers writes them, so this must not run in an
+    emulated process.
+    """
     from tests.tiny import make_tiny_hf
 
     for name, rows in FILES.items():

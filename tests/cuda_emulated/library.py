@@ -1,4 +1,4 @@
-"""Compile and load runtime.cpp. This must happen before anything imports torch, so nothing here does."""
+"""Compile and load runtime.cpp. This must happen before torch is imported, so this module does not import it."""
 
 import ctypes
 import hashlib
@@ -32,13 +32,13 @@ def torch_directory() -> Path:
 
 
 def build() -> Path:
-    """Compile runtime.cpp against the installed torch, once for each version of either; takes three seconds.
+    """Compile runtime.cpp for the installed torch, once per version of both. This takes three seconds.
 
     Returns:
         The shared library, in a cache directory.
 
     Raises:
-        subprocess.CalledProcessError: it does not compile; g++ has printed why.
+        subprocess.CalledProcessError: the compilation failed; g++ has printed why.
     """
     torch = torch_directory()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "swiftlite" / "cuda-emulated"
@@ -65,7 +65,7 @@ def build() -> Path:
 
 
 def load() -> None:
-    """Make torch, once it is imported, find a CUDA device in this process."""
+    """Make torch find a CUDA device in this process, once torch is imported."""
     assert "torch" not in sys.modules, "torch has been imported: it has asked for CUDA already"
     libraries = torch_directory() / "lib"
     for path in (libraries / "libc10.so", libraries / "libtorch_cpu.so", build()):

@@ -1,4 +1,4 @@
-"""What an emulated run did that a GPU would mind, and who asked for it."""
+"""Record what an emulated run does that would be slow or an error on a GPU, and which line of code causes it."""
 
 import sys
 from collections import Counter
@@ -21,14 +21,14 @@ Kind = Literal["mixed", "generator", "wait", "unpinned", "float64"]
 
 @dataclass(frozen=True)
 class Event:
-    """One thing that a GPU would mind.
+    """An operation that would be slow or an error on a GPU.
 
     Attributes:
-        operation: as torch names it.
-        region: where in a step: "layer" (forward pass of a layer), "model" (of the rest of the model), "backward",
-            "border" (before and after); "" outside of steps.
-        line: the innermost line of swiftlite on the stack, and the one of megatron-core that it called, if any. In a
-            backward pass the line that made the node of the graph.
+        operation: name of the operation in torch.
+        region: part of a step: "layer" (forward pass of a layer), "model" (the rest of the model's forward pass),
+            "backward", "border" (before and after both passes); "" outside of steps.
+        line: the innermost line of swiftlite on the stack and the line of megatron-core that it called, if any. In a
+            backward pass, the line that created the node of the graph.
     """
 
     kind: Kind
@@ -39,13 +39,13 @@ class Event:
 
 @dataclass
 class Recorder:
-    """Everything since it was cleared.
+    """Everything that was recorded since the last call of `clear`.
 
     Attributes:
-        steps: optimizer steps taken.
-        micro_batches: forward passes of a model inside of steps.
-        launches: operations that would be kernels, by region.
-        kernels: the same by operation, of the regions other than "border".
+        steps: number of optimizer steps.
+        micro_batches: number of forward passes of a model inside of steps.
+        launches: number of operations that would be kernels, by region.
+        kernels: the same by operation, without the region "border".
     """
 
     events: Counter[Event] = field(default_factory=Counter)
@@ -86,7 +86,7 @@ class Recorder:
 
     @contextmanager
     def one_kernel(self, name: str) -> Iterator[None]:
-        """What happens inside is one launch."""
+        """Count all operations inside this context as one launch."""
         self.launch(name)
         self.silent += 1
         try:
@@ -99,7 +99,7 @@ RECORDER = Recorder()
 
 
 def asking_line() -> str:
-    """The line of ours, as `Event.line`."""
+    """Return the line of swiftlite that is running, as in `Event.line`."""
     node: Any = torch._C._current_autograd_node()
     lines = [] if node is None else node.metadata.get("traceback_", [])
     here = lines_of_ours(sys._getframe(1))
@@ -110,7 +110,10 @@ def asking_line() -> str:
 
 
 def lines_of_ours(frame: FrameType | None) -> str:
-    """Of a stack: `swiftlite/a.py:12` or `swiftlite/a.py:12 > megatron/core/b.py:34`; "" where we are not on it."""
+    """Return the lines of a stack, such as `swiftlite/a.py:12` or `swiftlite/a.py:12 > megatron/core/b.py:34`.
+
+    Return "" if no line of swiftlite is on the stack.
+    """
     upstream = ""
     while frame is not None:
         path = frame.f_code.co_filename
@@ -124,6 +127,8 @@ def lines_of_ours(frame: FrameType | None) -> str:
 
 
 def stack_for_autograd(*options: object) -> list[str]:
-    """Stands in for `torch.fx.traceback.format_stack`, which autograd calls for every node of a graph when it looks for
-    anomalies: the line alone, a hundred times faster."""
+    """Replace `torch.fx.traceback.format_stack`, which autograd calls for every node of a graph in anomaly mode.
+
+    It returns only one line, which is a hundred times faster.
+    """
     return [lines_of_ours(sys._getframe(1)) or "an unknown line"]

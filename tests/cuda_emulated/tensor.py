@@ -1,4 +1,4 @@
-"""A tensor on `cuda:0` that carries one on the CPU, and what happens to it."""
+"""Define a tensor on `cuda:0` that contains a CPU tensor, and compute operations on such tensors."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +18,10 @@ aten = torch.ops.aten
 
 
 class Generator(torch.Generator):
-    """Stands in for torch.Generator, which cannot be made for the device: draws on the CPU in any case."""
+    """Replaces torch.Generator, which cannot be created for the emulated device.
+
+    It draws on the CPU for both devices.
+    """
 
     def __new__(cls, device: Any = "cpu") -> "Generator":
         return super().__new__(cls)
@@ -36,9 +39,9 @@ def is_cuda(device: Any) -> bool:
 
 
 GENERATOR = Generator(CUDA)
-"""The device's own random numbers."""
+"""The default random number generator of the emulated device."""
 _given: list[Generator] = []
-"""What a call was given to draw from on the device, see `Functions`."""
+"""Generators that were passed to calls which draw on the device, see `Functions`."""
 
 # The host needs a value, or as many entries as a value says.
 WAITING = {
@@ -63,10 +66,10 @@ NO_KERNEL = ("aten.empty", "aten.new_empty", "aten.detach", "aten.alias", "aten.
 
 
 class CudaTensor(torch.Tensor):
-    """A tensor that says it is on `cuda:0`.
+    """A tensor whose device is `cuda:0`.
 
     Attributes:
-        host: where its numbers are; views have views of it.
+        host: the CPU tensor with the numbers. Views have views of it.
     """
 
     host: torch.Tensor
@@ -96,14 +99,14 @@ class CudaTensor(torch.Tensor):
 
 
 class OnDevice(TorchDispatchMode):
-    """Makes tensors on the device, and looks at all operations."""
+    """Creates tensors on the device, and observes all operations."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return dispatch(func, args, kwargs or {})
 
 
 def to_host(tree: Any) -> Any:
-    """Arguments of an operation, with the tensors that carry the numbers."""
+    """Return the arguments of an operation, with CPU tensors instead of emulated tensors."""
     kind = type(tree)
     if kind is CudaTensor:
         return tree.host
@@ -115,7 +118,7 @@ def to_host(tree: Any) -> Any:
 
 
 def to_device(tree: Any) -> Any:
-    """Results of an operation, on the device."""
+    """Return the results of an operation as tensors on the emulated device."""
     if isinstance(tree, torch.Tensor):
         return CudaTensor(tree) if tree.device.type == "cpu" else tree
     if isinstance(tree, (list, tuple)):
@@ -133,7 +136,7 @@ def leaves_of(tree: Any) -> list[Any]:
 
 
 def dispatch(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Compute an operation, on whichever device its arguments say."""
+    """Compute an operation on the device of its arguments."""
     if handler := HANDLERS.get(func):
         return handler(func, args, kwargs)
     leaves = leaves_of([args, list(kwargs.values())])
@@ -166,11 +169,12 @@ def dispatch(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 @dataclass(frozen=True)
 class Schema:
-    """What is to be known of an operation.
+    """Properties of an operation.
 
     Attributes:
-        is_view: its results are views of an argument, the first one.
-        written: for each result that is an argument written to, its place and its name; () where there are none.
+        is_view: whether its results are views of its first argument.
+        written: for each result that is an argument which is written to, the argument's position and name; () without
+            one.
     """
 
     name: str
@@ -198,7 +202,10 @@ def schema_of(func: Any) -> Schema:
 
 
 def _alias(func: Any, schema: Schema, args: tuple, kwargs: dict[str, Any], out: Any) -> Any:
-    """The results on the device: views share storage with what they are of, and what was written to is itself."""
+    """Return the results on the device.
+
+    Views share storage with their base, and a written argument is returned itself.
+    """
     if schema.written:
         if torch.Tag.inplace_view in func.tags:
             return return_and_correct_aliasing(func, args, kwargs, to_device(out))
@@ -212,7 +219,7 @@ def _alias(func: Any, schema: Schema, args: tuple, kwargs: dict[str, Any], out: 
 
 
 def _look_at(name: str, out: Any) -> None:
-    """Count the kernel, and see what it made."""
+    """Count a kernel, and check its result."""
     RECORDER.launch(name)
     for tensor in leaves_of(out):
         if isinstance(tensor, torch.Tensor) and tensor.dtype is torch.float64 and tensor.numel() >= 64:
@@ -220,10 +227,10 @@ def _look_at(name: str, out: Any) -> None:
 
 
 def check_devices(schema: Schema, leaves: list[Any]) -> None:
-    """Refuse what CUDA refuses.
+    """Reject combinations of devices that CUDA rejects.
 
     Raises:
-        RuntimeError: in its words.
+        RuntimeError: CUDA's error.
     """
     for leaf in leaves:
         if not isinstance(leaf, torch.Tensor) or isinstance(leaf, CudaTensor) or leaf.device.type != "cpu":
@@ -233,8 +240,10 @@ def check_devices(schema: Schema, leaves: list[Any]) -> None:
 
 
 def refuse(schema: Schema) -> None:
-    """Raises:
-    RuntimeError: as CUDA does.
+    """Raise CUDA's error for tensors on different devices.
+
+    Raises:
+        RuntimeError: always.
     """
     event = RECORDER.note("mixed", schema.name)
     raise RuntimeError(
@@ -244,10 +253,10 @@ def refuse(schema: Schema) -> None:
 
 
 def check_generator(leaves: list[Any], schema: Schema) -> None:
-    """Refuse a CPU generator.
+    """Reject a CPU generator.
 
     Raises:
-        RuntimeError: in CUDA's words.
+        RuntimeError: CUDA's error.
     """
     for leaf in leaves:
         if isinstance(leaf, torch._C.Generator):
@@ -264,7 +273,10 @@ def _waits(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _counts_a_mask(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether how many entries a mask has must be known; indices on the host are copied to the device first."""
+    """Return whether the number of entries of a mask must be known.
+
+    Indices on the host are copied to the device first.
+    """
     indices = [index for index in args[1] if index is not None]
     for index in indices:
         if type(index) is not CudaTensor and not is_pinned(index):
@@ -279,7 +291,7 @@ def _counts_a_mask(func: Any, args: tuple[Any, ...]) -> bool:
 
 
 def check_indexing(schema: Schema, args: Any) -> None:
-    """Refuse a table or values of the host; indices of the host are taken."""
+    """Reject tables and values on the host. Indices on the host are allowed."""
     values = args[2] if len(args) > 2 else args[0]
     if type(args[0]) is not CudaTensor or not (type(values) is CudaTensor or values.dim() == 0):
         refuse(schema)
@@ -358,7 +370,7 @@ def _note_copy(name: str, source: torch.Tensor, to_cuda: bool, is_asynchronous: 
 
 
 def _native_dropout(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Random numbers are the device's."""
+    """Compute dropout with the device's random numbers."""
     hidden, p, is_training = args
     if not isinstance(hidden, CudaTensor):
         return func(*args, **kwargs)
@@ -371,7 +383,7 @@ def _native_dropout(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def _factory(func: Any, args: tuple, kwargs: dict[str, Any]) -> torch.Tensor:
-    """Memory that may be pinned."""
+    """Create a tensor, whose memory can be pinned."""
     if kwargs.get("pin_memory") and not is_cuda(kwargs.get("device")):
         return pin(func(*args, **{name: value for name, value in kwargs.items() if name != "pin_memory"}))
     del HANDLERS[func]
@@ -397,7 +409,7 @@ HANDLERS: dict[Any, Callable[[Any, tuple, dict[str, Any]], Any]] = {
 
 
 class Functions(TorchFunctionMode):
-    """Answers what never becomes an operation."""
+    """Handles functions that never become an operation."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         call: Any = REPLACED.get(func, func)
@@ -413,7 +425,7 @@ class Functions(TorchFunctionMode):
 
 
 def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """`tensor.data = value`, for which torch copies what it has in C++."""
+    """Run `tensor.data = value`, for which torch copies properties in C++."""
     if not isinstance(value, CudaTensor):
         if not isinstance(tensor, CudaTensor):
             return SET_DATA(tensor, value)
@@ -445,7 +457,7 @@ def _tolist(tensor: torch.Tensor) -> Any:
 
 
 def _tensor(data: Any, **options: Any) -> torch.Tensor:
-    """Of a list of tensors each is asked for its number."""
+    """Create a tensor from data. If the data is a list of tensors, the number of each is read."""
     if isinstance(data, (list, tuple)):
         data = tree_map_only(CudaTensor, torch.Tensor.item, data)
     return TENSOR(data, **options)

@@ -1,4 +1,4 @@
-"""Each detector sees what it is for, names the line that asked, and lets pass what only looks like it."""
+"""Test that each detector finds what it is for, names the line that caused it, and accepts similar valid operations."""
 
 import inspect
 import json
@@ -55,7 +55,7 @@ def test_launches_are_kernels(found):
 
 
 def test_a_compiler_is_asked_once(tmp_path, monkeypatch):
-    """The library is kept for this version of torch and of the source."""
+    """The library is cached for the version of torch and of the source."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     first = library.build()
     monkeypatch.setenv("PATH", "")

@@ -1,4 +1,4 @@
-"""Every kind of run, from the command line to the report, as on a GPU: against the CPU, and what a GPU would mind."""
+"""Test every kind of run as on a GPU, from the command line to the report: against the CPU, and for slow operations."""
 
 import json
 import os
@@ -24,8 +24,10 @@ Found = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> Callable[[str, str], Found]:
-    """results(device, kind): of the emulated device and of the CPU. Three processes take a minute and a half on two
-    cores: the emulated one is as slow as two."""
+    """Return results(device, kind), for the emulated device and the CPU.
+
+    Three processes take a minute and a half on two cores, because the emulated device is as slow as two processes.
+    """
     directory = tmp_path_factory.mktemp("kinds")
     names = list(KINDS)
     write_inputs(directory, names)
@@ -58,7 +60,7 @@ def events_of(found: Found) -> Counter[Event]:
 
 
 def listed(events: Mapping[Event, int]) -> list[str]:
-    """What a failure shows."""
+    """Return the events as lines for the message of a failed test."""
     return [
         f"{times} x {event.kind}: {event.operation}, {event.region}, {event.line}" for event, times in events.items()
     ]
@@ -69,7 +71,7 @@ def chosen(found: Found, choose: Callable[[Event], bool]) -> dict[Event, int]:
 
 
 def in_a_pass(event: Event) -> bool:
-    """A wait, or a copy for which the host waits, within a micro-batch."""
+    """Return whether an event is a wait, or a copy for which the host waits, within a micro-batch."""
     return event.kind in ("wait", "unpinned") and event.region in ("layer", "model", "backward")
 
 
@@ -135,7 +137,7 @@ def test_the_first_gradients_are_the_cpus(results, name):
 
 @every_kind
 def test_nothing_that_cuda_refuses(emulated, name):
-    """In all of the run."""
+    """The whole run is checked."""
     assert listed(chosen(emulated(name), lambda event: event.kind in ("mixed", "generator"))) == []
 
 
@@ -151,7 +153,7 @@ ONE_BY_ONE = ("experts float32", "latent float32", "gated delta float32", "lora 
 
 @every_kind
 def test_a_pass_through_the_model_waits_for_nothing(emulated, name):
-    """Forward and backward, of layers, heads and losses: the queue of a GPU does not run dry within a micro-batch."""
+    """In forward and backward passes of layers, heads and losses, the queue of a GPU would not become empty."""
     found = emulated(name)
     events = chosen(found, in_a_pass)
     if name in ONE_BY_ONE:
@@ -163,17 +165,20 @@ def test_a_pass_through_the_model_waits_for_nothing(emulated, name):
 
 
 NUM_EXPERT_LAYERS = 3
-"""At most: two layers and a head; DeepSeek-V3's first layer has none."""
+"""Maximum number of layers with experts: two decoder layers and a head. The first layer of DeepSeek-V3 has no
+experts."""
 BORDER_WAITS = 8
-"""A step waits for: the targets of the global batch (3 times), the gradients' divisor, their norm, the statistics, the
-numbers of tokens, and the end of its queue, to be timed."""
+"""Maximum number of waits of a step outside of passes. It waits for the targets of the global batch (3 times), the
+divisor of gradients, the gradient norm, the statistics, the numbers of tokens, and the end of its queue, for the step
+time."""
 MORE_WAITS = {
     "experts packed, balanced": 1,  # the load-balancing loss
     "streamed": 7,  # rows that ranks exchange
     "cached trunk states": 8,  # of each of 4 micro-batches: whether all ranks have its states; these, to be written
 }
 UNPINNED = {"cached trunk states": 4}
-"""Whether all ranks have the states: one number from the host."""
+"""Allowed number of copies from unpinned memory, by kind of run. For cached trunk states, one number says whether all
+ranks have the states."""
 
 
 @every_kind
@@ -185,14 +190,17 @@ def test_a_step_waits_a_stated_number_of_times(emulated, name):
 
 @every_kind
 def test_copies_to_the_device_are_pinned(emulated, name):
-    """Between the passes too."""
+    """Copies between the passes are checked too."""
     found = emulated(name)
     copies = chosen(found, lambda event: event.kind == "unpinned" and event.region == "border")
     assert sum(copies.values()) <= UNPINNED.get(name, 0) * found["steps"], listed(copies)
 
 
 def launches_per_layer(emulated: Callable[[str], Found], name: str) -> float:
-    """Of a layer and micro-batch, forward and backward: what 4 layers have more than 2, by 2."""
+    """Return the launches per layer and micro-batch, forward and backward.
+
+    They are computed from models with 4 and with 2 layers.
+    """
     counts = []
     for found in (emulated(name), emulated(f"{name} 4 layers")):
         launches = sum(count for region, count in found["launches"].items() if region != "border")
@@ -210,13 +218,13 @@ def test_a_layer_launches_no_more_than_stated(emulated, name):
 
 
 def test_the_table(emulated, record_property):
-    """For a reader: `scripts/test.sh cuda_emulated` prints it."""
+    """`scripts/test.sh cuda_emulated` prints this table."""
     record_property("table", table(emulated))
     assert "dense" in table(emulated)
 
 
 def table(emulated: Callable[[str], Found]) -> str:
-    """Waits per step by kind of run, and launches per micro-batch and per layer."""
+    """Return a table with waits per step by kind of run, and launches per micro-batch and per layer."""
     lines = [f"{'kind of run':32}{'waits per step':>16}{'of them in passes':>20}{'launches a micro-batch':>25}"]
     for name in KINDS:
         found = emulated(name)

@@ -1,8 +1,9 @@
-"""Runs commands in one process, on the emulated device or on the CPU:
+"""Run commands in one process, on the emulated device or on the CPU:
 
     python -m tests.cuda_emulated.worker emulated|cpu DIRECTORY KIND...
 
-For each kind a JSON file `DIRECTORY/results/DEVICE/KIND.json`: what it said, its metrics by step, what was recorded.
+For each kind, a JSON file `DIRECTORY/results/DEVICE/KIND.json` contains the output, the metrics by step, and the
+recorded events.
 """
 
 import gc
@@ -47,7 +48,7 @@ def main(device: str, directory: Path, names: list[str]) -> None:
 
 
 def run(kind: Any, directory: Path, name: str) -> dict[str, Any]:
-    """One kind, and what came of it."""
+    """Run one kind, and return its output, metrics and events."""
     from swiftlite.cli.main import main as swiftlite
     from tests.cuda_emulated.kinds import STEPS
     from tests.cuda_emulated.record import RECORDER

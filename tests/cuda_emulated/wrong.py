@@ -1,4 +1,4 @@
-"""Deliberately wrong operations, and right ones that look like them. `detect.py` runs them on the emulated device."""
+"""Deliberately wrong operations, and similar correct operations. `detect.py` runs them on the emulated device."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from tests.cuda_emulated.record import RECORDER, Kind
 
 @dataclass
 class Tensors:
-    """On the host and on the device."""
+    """Tensors on the host and on the device."""
 
     here: torch.Tensor
     pinned: torch.Tensor
@@ -43,7 +43,7 @@ def make_tensors() -> Tensors:
 
 
 def wrong(kind: Kind) -> Callable[[Operation], Operation]:
-    """Say of an operation what is wrong with it."""
+    """Mark an operation with the kind of event that it must cause."""
 
     def add(operation: Operation) -> Operation:
         WRONG.setdefault(kind, []).append(operation)

@@ -1,4 +1,4 @@
-"""Tokenizers and data files for the tests of the data layer."""
+"""Fixtures with tokenizers and data files for the tests of `swiftlite/data`."""
 
 import json
 from collections.abc import Callable
@@ -34,7 +34,7 @@ def make_tokenizer() -> Callable[..., PreTrainedTokenizerFast]:
 
 @pytest.fixture
 def write_jsonl(tmp_path: Path) -> Callable[..., str]:
-    """Write rows (or raw lines) to a file of the test's directory and give its name."""
+    """Write rows (or raw lines) to a file in the test's directory, and return its name."""
 
     def write(rows: list[dict | str], name: str = "train.jsonl") -> str:
         path = tmp_path / name

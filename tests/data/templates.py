@@ -1,4 +1,4 @@
-"""Chat templates that behave like those of well-known models, and small tokenizers trained on the spot."""
+"""Chat templates that behave like those of well-known models, and small tokenizers that are trained when needed."""
 
 import json
 
@@ -125,7 +125,7 @@ def train_bytes(trim_offsets: bool = False) -> Tokenizer:
 
 
 def train_metaspace() -> Tokenizer:
-    """As Llama 2: spaces are part of words, and every piece of text gets one in front."""
+    """Return a tokenizer like Llama 2's: spaces are part of words, and every text gets a space in front."""
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokenizer.decoder = decoders.Sequence(

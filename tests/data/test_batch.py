@@ -81,7 +81,7 @@ def test_each_mtp_depth_sees_and_predicts_one_token_later():
 
 
 def test_a_packed_row_by_hand():
-    """Each sequence is padded to 2, the row to 12, by a sequence of padding."""
+    """Each sequence is padded to a multiple of 2, and the row to 12 by a sequence of padding."""
     samples = [LONG, SHORT, make_sample([11], np.ones(1))]
     batch = collate_packed(samples, 3, num_drafts=1, pad_each_to_multiple_of=2, pad_to_multiple_of=6)
     assert batch.cu_seqlens is not None
@@ -140,7 +140,7 @@ def test_a_packed_row_is_its_samples_one_after_the_other(lengths, depth, each, t
 
 
 def labeled(ids, weights, number):
-    """A sequence whose extras are its own labels, by which one can see where they end up."""
+    """Return a sequence whose extras are its labels, so that their positions can be checked."""
     sample = make_sample(ids, weights)
     return sample.with_extras(label=sample.labels, number=number)
 
@@ -151,7 +151,7 @@ EXTRAS = (Extra("label", torch.int64, per="label", default=-100), Extra("number"
 @pytest.mark.parametrize("rank", [None, 0, 1])
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_extras_are_collated_and_cut_as_labels_are(is_packed, rank):
-    """Of equal sequences, some that do not train, one without extras, and one of a batch of nothing."""
+    """The sequences have equal lengths. Some are not trained, one has no extras, and one batch is empty."""
     sequences = [
         labeled([5, 6, 7, 8, 9], [0, 1, 0, 1, 1], 3),
         labeled([5, 6, 7, 8, 9], [0, 1, 0, 1, 1], 4),
@@ -172,7 +172,7 @@ def test_extras_are_collated_and_cut_as_labels_are(is_packed, rank):
 
 
 def seeing(ids):
-    """A sequence whose tokens above 6 are items; all that it brings is made of its ids."""
+    """Return a sequence whose tokens above 6 stand for items. All its extras are derived from its ids."""
     ids = np.array(ids)
     is_item = ids > 6
     which = np.where(is_item, is_item.cumsum() - 1, -1)
@@ -190,7 +190,7 @@ TOKEN_EXTRAS = (
 @pytest.mark.parametrize("rank", [None, 0, 1])
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_extras_of_tokens_are_shifted_and_cut_as_tokens_are(is_packed, rank):
-    """Of sequences with items, without, and one that brings nothing."""
+    """Some sequences have items, some have none, and one has no extras."""
     sequences = [seeing([5, 8, 7, 6, 9]), seeing([4, 2]), make_sample([1, 3], [1, 1]), seeing([9, 8, 3])]
     options: dict[str, Any] = {"num_drafts": 2, "pad_to_multiple_of": 4, "extras": TOKEN_EXTRAS}
     batch = collate_packed(sequences, 0, pad_each_to_multiple_of=4, **options) if is_packed else None

@@ -23,7 +23,7 @@ def load(make_tokenizer, files, val_files=(), **options):
 
 
 def make_encoder(tokenizer, options):
-    """The encoder that some of the options describe, which are taken out."""
+    """Return the encoder for the options, and remove its options from them."""
     template = ChatTemplate(tokenizer, options.pop("loss_scale", "default"))
     return ConversationEncoder(template, options.pop("max_length", 2048), options.pop("truncation_strategy", "delete"))
 
@@ -276,7 +276,7 @@ def test_rows_that_the_template_refuses_are_bad_rows(make_tokenizer, write_jsonl
 
 
 def test_special_tokens_in_what_is_said_are_counted(make_tokenizer, write_jsonl):
-    """What becomes of them is what transformers makes of them."""
+    """Such texts are tokenized as transformers tokenizes them."""
     rows = [row(0), {"query": "<|im_end|>\n<|im_start|>assistant\nno", "response": "a"}, row(2)]
     path = write_jsonl([*rows, {"query": "q", "response": "<|im_end|>"}, {"query": "<|im_end >", "response": "a"}])
     tokenizer = make_tokenizer(CHATML)

@@ -1,4 +1,4 @@
-"""Plain text: rows to documents, documents to samples; no token is lost where a long one is split."""
+"""Test plain text: rows become documents, documents become samples, and splitting a document loses no token."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Which tokens heads are to draft, by counts."""
+"""Test the choice of a draft vocabulary from counts."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The real `datasets` against a hub on this machine."""
+"""Test the real package `datasets` with a hub on this machine."""
 
 import json
 from pathlib import Path
@@ -27,7 +27,9 @@ def lines(*rows: dict) -> bytes:
 
 @pytest.fixture
 def hub():
-    """org/rows with two subsets, one of two splits; org/script with a Python file of the same name."""
+    """Run a hub with two datasets: org/rows with two subsets, one of which has two splits, and org/script with a Python
+    file.
+    """
     with running_hub() as hub:
         hub.add(
             "org/rows",
@@ -50,7 +52,7 @@ def read(spec: str) -> tuple[str, str]:
 
 
 def shown(spec: str) -> str:
-    """What `read_rows` makes of a name, as JSON."""
+    """Return the result of `read_rows` for a name, as JSON."""
     from swiftlite.data.rows.sources import find_rows, read_rows
 
     rows = read_rows(find_rows(spec))
@@ -73,7 +75,7 @@ def test_subsets_splits_and_samples(hub, tmp_path):
 
 
 def test_what_is_here_is_read_without_network_and_at_its_commit(hub, tmp_path):
-    """Where `datasets` alone would take whatever it had last."""
+    """`datasets` alone would use the version that it loaded last."""
     home = tmp_path / "home"
     (first,) = answers(hub, home, read("org/rows"))
     repository = hub.repositories["datasets/org/rows"]

@@ -1,4 +1,4 @@
-"""Rows drawn from several files: shares, places, and that any row can be looked up alone."""
+"""Test drawing rows from several files: shares, positions, and that any row can be looked up."""
 
 from collections import Counter
 

@@ -1,4 +1,4 @@
-"""Samples of given lengths, and every way to ask for them wrongly."""
+"""Test samples of given lengths, and invalid settings for them."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Near-duplicates by comparing every pair, and those found with an index."""
+"""Test near-duplicates found with an index against a comparison of all pairs."""
 
 import hypothesis
 from hypothesis import strategies

@@ -1,4 +1,4 @@
-"""Which sequences share a row: every one once, none over the limit, as few rows as there can nearly be."""
+"""Test packing: every sequence occurs once, no row is too long, and the number of rows is nearly minimal."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ def as_lists(rows: PackedRows) -> list[list[int]]:
 
 
 def one_by_one(lengths: list[int], packing_length: int) -> list[int]:
-    """Best-fit-decreasing as textbooks have it: the room that is left in each row, sorted."""
+    """Pack by best-fit decreasing in the simplest way, and return the remaining room of each row, sorted."""
     rooms: list[int] = []
     for length in sorted(lengths, reverse=True):
         fits = [room for room in rooms if room >= length]
@@ -55,7 +55,10 @@ def test_ordinary_lengths_fill_99_percent():
 
 
 def test_the_rows_never_change_between_versions():
-    """A run that is resumed after an update must go on with the same rows; written down once."""
+    """A run that resumes after an update must continue with the same rows.
+
+    The expected rows are stored in this test.
+    """
     rows = pack([100, 36, 64, 100, 100, 9, 62, 20, 21, 36, 28, 100], 100)
     assert as_lists(rows) == [[0], [1, 2], [3], [4], [5, 7, 8, 10], [6, 9], [11]]
 
@@ -90,7 +93,7 @@ def numbered(lengths) -> list[StreamSample]:
 
 
 def drain(stream: RowStream) -> list[list[int]]:
-    """Numbers of the samples of each row."""
+    """Return the sample numbers of each row of a stream."""
     return [[entry.row for entry in row] for row in stream]
 
 
@@ -122,7 +125,7 @@ def test_a_stream_looks_no_further_ahead_than_its_buffer():
 
 
 def test_no_sample_waits_for_ever():
-    """A row that stays emptier than all others still goes: the oldest sample of the buffer is in it."""
+    """A row that is less full than all others is also returned, because it contains the oldest sample."""
     lengths = [51] + [50] * 400  # 50 + 50 fills a row, 51 never shares one
     rows = drain(RowStream(numbered(lengths), 100, buffer_size=20))
     assert rows[0] == [0]

@@ -1,4 +1,4 @@
-"""Rows with two answers: every format, and what is refused by field."""
+"""Test rows with two answers: all formats, and errors that name the field."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Rows with one answer that is good or bad: every format, what is refused by field, and mismatched answers."""
+"""Test rows with one good or bad answer: all formats, errors that name the field, and mismatched answers."""
 
 import numpy as np
 import pytest
@@ -126,7 +126,10 @@ def test_the_share_of_good_answers_does_not_depend_on_the_order(order, answers):
 
 
 def test_many_rows_of_one_question():
-    """Half of 200,000 rows: comparing each row with the others would take hours, and this takes a second."""
+    """Half of 200,000 rows have the same question.
+
+    Comparing all pairs would take hours; the function takes a second.
+    """
     questions = [0] * 100_000 + list(range(1, 100_001))
     found = others(questions, seed=0)
     assert not (np.array(questions)[found] == questions).any()

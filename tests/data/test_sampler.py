@@ -33,13 +33,16 @@ def test_a_step_depends_on_its_number_alone():
 
 
 def test_the_order_never_changes_between_versions():
-    """A run that is resumed after an update must go on with the same rows; these were written down once."""
+    """A run that resumes after an update must continue with the same rows.
+
+    The expected rows are stored in this test.
+    """
     assert Sampler(8, 8, seed=42).global_batch(0).tolist() == [4, 3, 7, 6, 0, 1, 5, 2]
     assert Sampler(8, 8, seed=42).global_batch(1).tolist() == [1, 2, 5, 6, 0, 3, 4, 7]
 
 
 def test_an_epoch_is_permuted_once(monkeypatch):
-    """Ten million rows take a second to permute; a step must not."""
+    """Permuting ten million rows takes a second, which is too long for each step."""
     made = []
     random_state = np.random.RandomState
     monkeypatch.setattr(np.random, "RandomState", lambda seed: made.append(seed) or random_state(seed))
@@ -50,7 +53,7 @@ def test_an_epoch_is_permuted_once(monkeypatch):
 
 
 def test_one_order_is_held():
-    """Of ten million rows it takes 80 MB."""
+    """The order of ten million rows takes 80 MB."""
     sampler = Sampler(100, 100, seed=0)
     sizes = set()
     for epoch in range(3):

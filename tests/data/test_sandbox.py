@@ -1,4 +1,4 @@
-"""What a chat template, and a row, may do to the machine."""
+"""Test the limits of a chat template and of a row: memory, time and length."""
 
 import mmap
 import resource
@@ -17,7 +17,7 @@ ROW = {"query": "q", "response": "a"}
 
 
 def with_fault(code: str) -> str:
-    """A template that does something for one user turn; a plain exchange passes."""
+    """Return a template that runs `code` for one user turn; a simple conversation is rendered without it."""
     fault = "{% if m.content == 'q' %}" + code + "{% endif %}"
     return "{% for m in messages %}" + fault + "{{ m.role }}:{{ m.content }}\n{% endfor %}"
 
@@ -60,7 +60,7 @@ def test_a_template_does_not_take_all_memory(make_tokenizer, code):
 
 
 def test_threads_that_overlap_leave_no_limit():
-    """The first one leaves while the second is inside: a limit that stayed would end what the process does next."""
+    """The first thread leaves while the second is inside. A limit that remained would end the process later."""
     limits = [resource.getrlimit(resource.RLIMIT_AS)]
     both_are_inside, first_has_left = threading.Barrier(2), threading.Event()
 
@@ -86,8 +86,10 @@ def test_threads_that_overlap_leave_no_limit():
 
 
 def test_whoever_comes_later_is_given_as_much_as_the_first():
-    """What threads take while others are inside (stacks, arenas of memory) is not theirs to spend: a thread that starts
-    with nothing left dies before it says so, and whoever started it waits for ever."""
+    """Memory that the threads themselves need (stacks, arenas) must not reduce the limit of a later thread.
+
+    A thread that starts with no memory left dies before it can report it, and its creator waits forever.
+    """
     with running_the_template(), mmap.mmap(-1, 700_000_000), running_the_template(), mmap.mmap(-1, 700_000_000):
         pass
 
@@ -112,7 +114,7 @@ def test_a_template_that_does_so_always_is_refused_at_once(make_tokenizer):
 
 
 def test_a_conversation_of_more_than_ten_million_characters_is_a_bad_row(make_tokenizer):
-    """Tokenized, one of 100 million would take 50 GB and minutes."""
+    """Tokenizing 100 million characters would take 50 GB and minutes."""
     template = ChatTemplate(make_tokenizer(CHATML))
     row = {"query": "q " * 5_000_000, "response": "a"}
     with pytest.raises(RowError, match=r"10,000,\d+.* 10,000,000"):

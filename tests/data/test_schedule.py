@@ -1,4 +1,4 @@
-"""Who computes what: every sequence once, no micro-batch over the limit, ranks level in work."""
+"""Test the schedule: every sequence occurs once, no micro-batch is too long, and the work of ranks is balanced."""
 
 import numpy as np
 import pytest
@@ -55,7 +55,7 @@ def test_a_schedule_by_hand():
 
 
 def test_the_square_term_counts():
-    """One sequence of 100 is as much attention as four of 50, of which there are then as many tokens again."""
+    """One sequence of 100 tokens has as much attention as four of 50, which together have twice as many tokens."""
     lengths = [100, 50, 50, 50, 50]
     level = schedule(lengths, 1000, 2, linear=0, square=1)
     assert [mine[0].tolist() for mine in map(level.rank, range(2))] == [[0], [1, 2, 3, 4]]
@@ -64,7 +64,7 @@ def test_the_square_term_counts():
 
 
 def imbalance_of(plan: MicroBatchSchedule, work: np.ndarray) -> float:
-    """The work of the busiest rank over the mean, from the sequences themselves."""
+    """Return the work of the busiest rank divided by the mean, computed from the sequences."""
     of_ranks = np.array([work[np.concatenate(plan.rank(rank))].sum() for rank in range(plan.data_parallel_size)])
     return float(of_ranks.max() / of_ranks.mean())
 
@@ -72,8 +72,11 @@ def imbalance_of(plan: MicroBatchSchedule, work: np.ndarray) -> float:
 @pytest.mark.parametrize("square", [0.0, 1e-5, 1e-3])
 @pytest.mark.parametrize("ranks", [2, 4, 8, 16, 32, 64])
 def test_lognormal_lengths_are_level(ranks, square):
-    """Measured up to 1.0017. Dealing in turn reaches 1.23 to 2.27; levelling tokens instead of work, with the largest
-    square term, 1.008 to 1.046."""
+    """The largest measured imbalance is 1.0017.
+
+    Assigning sequences in turn gives 1.23 to 2.27. Balancing tokens instead of work, with the largest square term,
+    gives 1.008 to 1.046.
+    """
     lengths = lognormal(16 * ranks, 1000, 4096)
     plan = schedule(lengths, 4096, ranks, square=square)
     work = lengths + square * lengths**2.0
@@ -86,7 +89,9 @@ def test_lognormal_lengths_are_level(ranks, square):
 
 @pytest.mark.parametrize("ranks", [2, 8, 64])
 def test_work_is_level_and_not_tokens(ranks):
-    """Every other rank has a long sequence more: the work of 5 times its tokens in short ones."""
+    """Every second rank has an additional long sequence, whose work equals that of 5 times its tokens in short
+    sequences.
+    """
     lengths = np.array([4000] * (3 * ranks // 2) + [100] * (150 * ranks))
     work = lengths + 1e-3 * lengths**2.0
     # By tokens the busiest rank has 1.17 times the mean.
@@ -102,7 +107,7 @@ def test_where_one_sequence_is_more_than_the_mean_nothing_else_is_beside_it():
 
 
 def test_at_each_micro_batch_the_ranks_are_level_too():
-    """Experts and pipelines wait for each other there."""
+    """With experts and pipelines, ranks wait for each other after each micro-batch."""
     plan = schedule(lognormal(4096, 500, 4096), 4096, 16, square=2e-5)
     assert plan.work.max(axis=1).sum() / plan.work.mean(axis=1).sum() < 1.05
 

@@ -234,7 +234,7 @@ def test_parquet_with_a_date_before_all_dates(tmp_path):
 
 @pytest.mark.parametrize("damage", [b"\xff\xfe\xfd", b"\0" * 40])
 def test_parquet_that_is_damaged_is_said_to_be_or_read(tmp_path, damage):
-    """Wherever the damage lies: some bytes, as those of statistics, nobody needs."""
+    """The damage can be anywhere. Some bytes, such as statistics, are not read."""
     whole = table(tmp_path / "whole.parquet", {"query": ["question"] * 9, "response": ["answer"] * 9}).read_bytes()
     refused = 0
     for place in range(0, len(whole) - len(damage), 7):
@@ -246,7 +246,7 @@ def test_parquet_that_is_damaged_is_said_to_be_or_read(tmp_path, damage):
 
 
 def refusal_of(path: Path) -> str:
-    """Why a file is not read; its name alone if it is."""
+    """Return the error for a file that is rejected; the file's name if it is read."""
     try:
         rows = read(path)
     except UserError as error:

@@ -1,4 +1,4 @@
-"""Rows packed from files that are read as they are needed, and continued where another stream stopped."""
+"""Test rows that are packed from files while they are read, and continuing from the state of another stream."""
 
 import copy
 import itertools
@@ -30,7 +30,7 @@ def row(i: int, words: int = 1) -> dict:
 
 
 class Rows:
-    """Packed rows of a stream that one reader reads, as training takes them."""
+    """Packed rows of a stream with one reader, as training uses them."""
 
     def __init__(self, stream: Stream, buffer_size: int, state: dict):
         self.stream = stream
@@ -45,7 +45,7 @@ class Rows:
 
     @property
     def waiting(self) -> list[StreamSample]:
-        """Samples that have come and were not given."""
+        """Samples that were read but not returned yet."""
         return [*self.packed.waiting, *itertools.chain(*self.packed.ready)]
 
     def take(self, number: int) -> list[list[Sample]]:
@@ -119,7 +119,7 @@ def test_a_stream_goes_on_bit_for_bit(make_rows, write_jsonl, buffer_size):
 
 
 class Meeting:
-    """Readers in threads that tell each other numbers."""
+    """Readers in threads, which exchange numbers."""
 
     def __init__(self, size: int):
         self._barrier = threading.Barrier(size, timeout=60)
@@ -139,7 +139,7 @@ class Meeting:
 def read_together(
     files, make_encoder, size: int, number: int, **options
 ) -> list[tuple[list[StreamSample], list[Sample]]]:
-    """The first entries as each reader of `size` sees them, and the samples that it has."""
+    """Return, for each of `size` readers, the first entries of the stream and the samples that the reader holds."""
     meeting = Meeting(size)
 
     def read(rank: int) -> tuple[list[StreamSample], list[Sample]]:
@@ -281,7 +281,7 @@ def test_files_that_have_changed(make_rows, write_jsonl, now, named):
 
 
 def test_a_file_that_ends_before_a_row_that_waits(make_rows, write_jsonl):
-    """It ends where rows are no longer passed over, and row 0 is as long as the one that waits."""
+    """The file ends before the rows to skip do. Row 0 has the same length as the waiting row."""
     all_rows = [row(i) for i in range(50)]
     path = write_jsonl(all_rows)
     rows = make_rows([path])

@@ -1,4 +1,4 @@
-"""The texts that train are compared with texts written by hand; in `test_labels_by_hand` every single token is."""
+"""Test templates: trained texts are compared with expected texts, and `test_labels_by_hand` compares every token."""
 
 import json
 import pickle
@@ -32,7 +32,7 @@ CALL = '{"name": "get_weather", "arguments": {"city": "Paris"}}'
 
 
 def trained_texts(template: ChatTemplate, row: dict) -> list[str]:
-    """Text of each run of tokens that train."""
+    """Return the text of each run of consecutive trained tokens."""
     sample = template.encode(parse_row(row))
     trained = np.flatnonzero(sample.labels != -100)
     runs = np.split(trained, np.flatnonzero(np.diff(trained) > 1) + 1)
@@ -70,7 +70,7 @@ def test_only_the_assistant_trains(make_tokenizer, kind, chat_template, row, exp
 
 @pytest.mark.parametrize(("kind", "space"), [("bytes", " "), ("metaspace", "")])
 def test_space_before_an_answer_trains_with_it(make_tokenizer, kind, space):
-    """A SentencePiece decoder leaves the first space out; the token holds it all the same."""
+    """A SentencePiece decoder drops the first space, but the token contains it."""
     template = ChatTemplate(make_tokenizer(MISTRAL, kind))
     assert trained_texts(template, TWO_ROUNDS) == [space + "4.</s>", space + "I am fine</s>"]
     sample = template.encode(parse_row(TWO_ROUNDS))
@@ -81,7 +81,7 @@ def test_space_before_an_answer_trains_with_it(make_tokenizer, kind, space):
 
 
 def hand_made_tokenizer(chat_template: str) -> PreTrainedTokenizerFast:
-    """One token per word, special token, or line end."""
+    """Return a tokenizer with one token per word, special token or line end."""
     words = ["<unk>", "<|im_start|>", "<|im_end|>", "\n", "user", "assistant", "hi", "there", "yes", "no", "<|end|>"]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"<\|\w+\|>|\n|\w+"), "isolated")
@@ -126,7 +126,7 @@ def test_all_trains_every_token_that_something_predicts(make_tokenizer):
 
 @pytest.mark.parametrize("row", [TWO_ROUNDS, AGENT])
 def test_tokens_are_those_of_the_tokenizer_s_own_template(make_tokenizer, row):
-    """Tools are among them."""
+    """Some rows have tools."""
     tokenizer = make_tokenizer(CHATML)
     template, conversation = ChatTemplate(tokenizer), parse_row(row)
 
@@ -163,7 +163,10 @@ def test_last_round_is_every_turn_since_the_last_question(make_tokenizer):
     ],
 )
 def test_prompt_is_what_stands_before_the_answer(make_tokenizer, chat_template, kind, row):
-    """Token for token; text for text where no special token keeps an earlier answer apart from its header."""
+    """Tokens are compared.
+
+    If no special token separates an earlier answer from its header, texts are compared instead.
+    """
     template = ChatTemplate(make_tokenizer(chat_template, kind), "last_round")
     conversation = parse_row(row)
     sample = template.encode(conversation)
@@ -176,7 +179,7 @@ def test_prompt_is_what_stands_before_the_answer(make_tokenizer, chat_template, 
 
 
 def test_prompt_that_would_share_a_token_with_the_answer(make_tokenizer):
-    """The rendered text has three newlines in a row, two of which are one token of this tokenizer."""
+    """The rendered text contains three newlines in a row, two of which are one token of this tokenizer."""
     tokenizer = make_tokenizer(OPEN_THINK)
     text = "<think>\n\n</think>"
     assert tokenizer.tokenize(text) != tokenizer.tokenize("<think>\n") + tokenizer.tokenize("\n</think>")
@@ -186,7 +189,10 @@ def test_prompt_that_would_share_a_token_with_the_answer(make_tokenizer):
 
 
 def test_generation_blocks_win_over_prefix_differences(make_tokenizer):
-    """A template may train less than the whole turn; both ways find the same where it trains all."""
+    """A template's blocks may mark less than the whole turn.
+
+    If they mark the whole turn, both methods find the same text.
+    """
     row = {"query": "q", "response": "one two"}
     only_answer = CHATML_GENERATION.replace("{% generation %}", "{{ 'Answer: ' }}{% generation %}")
     assert trained_texts(ChatTemplate(make_tokenizer(only_answer)), row) == ["one two<|im_end|>"]
@@ -203,7 +209,7 @@ def test_end_of_turn_trains_when_a_generation_block_leaves_it_out(make_tokenizer
 
 
 def test_generation_block_that_starts_with_a_space(make_tokenizer):
-    """transformers' own mask of whole tokens stops at such a block where offsets leave spaces out."""
+    """transformers' mask of whole tokens is wrong for such a block if the offsets of tokens do not include spaces."""
     template = ChatTemplate(make_tokenizer(CHATML_GENERATION, "trimmed"))
     row = {"query": "q", "response": " b", "history": [["q", " a"]]}
     assert trained_texts(template, row) == [" a<|im_end|>", " b<|im_end|>"]
@@ -334,14 +340,14 @@ def test_row_that_the_template_cannot_handle(make_tokenizer, chat_template, row,
 
 
 def test_thinking_in_history_trains_with_last_round(make_tokenizer):
-    """What the error of the default way tells to do works."""
+    """This option is the hint of the error that the default setting raises."""
     row = {"query": "q2", "response": THINKING + "b", "history": [["q", THINKING + "a"]]}
     template = ChatTemplate(make_tokenizer(QWEN3), "last_round")
     assert trained_texts(template, row) == [THINKING + "b<|im_end|>"]
 
 
 def test_turn_whose_end_cannot_be_located(make_tokenizer):
-    """Later turns are rendered otherwise when an earlier one changes: no place in the text is certain."""
+    """If an earlier turn changes, later turns are rendered differently, so no position in the text is certain."""
     chat_template = (
         "{% for m in messages %}{{ '<|im_start|>' + m.role + m.content }}"
         "{% if not loop.first %}{{ '!' if loop.last else messages[1].content | length }}{% endif %}{% endfor %}"
@@ -377,7 +383,7 @@ def test_tokenizer_without_a_usable_template(make_tokenizer, chat_template, mess
 
 
 def test_a_directory_without_a_tokenizer(tmp_path):
-    """transformers makes an empty one up for it."""
+    """transformers would create an empty tokenizer."""
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
     with pytest.raises(UserError) as error:
         load_tokenizer(tmp_path)
@@ -399,7 +405,7 @@ def test_a_directory_without_a_tokenizer(tmp_path):
     ],
 )
 def test_a_template_may_raise_anything(make_tokenizer, expression, problem):
-    """A plain exchange passes, so that it is one row that meets the fault."""
+    """A simple conversation is rendered without an error, so that only one row fails."""
     fault = "{% macro forever(n) %}{{ forever(n) }}{% endmacro %}{% if m.content == 'q' %}{{ " + expression + " }}"
     template = ChatTemplate(
         make_tokenizer("{% for m in messages %}" + fault + "{% endif %}{{ m.role }}:{{ m.content }}\n{% endfor %}")
@@ -423,7 +429,7 @@ def test_a_config_that_transformers_refuses_is_not_the_tokenizer_s_fault(tmp_pat
 
 
 def test_a_template_without_special_tokens_keeps_few_prompts(make_tokenizer):
-    """Nothing stands before an answer that two rows share; it travels to worker processes with what it keeps."""
+    """No two rows share the text before an answer. The template and its cache are sent to worker processes."""
     template = ChatTemplate(make_tokenizer(ALPACA))
 
     def size_after(first: int, number: int) -> int:

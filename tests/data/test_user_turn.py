@@ -1,4 +1,4 @@
-"""Prompts for a user's turn, with templates that behave like those of well-known models."""
+"""Test prompts for a user's turn, with templates that behave like those of well-known models."""
 
 import pytest
 
@@ -73,7 +73,7 @@ def test_template_without_a_place_for_the_user_is_refused(make_tokenizer, user):
 
 
 def test_refused_system_prompt_names_its_source(make_tokenizer):
-    """As a topic is with a template that has no system role."""
+    """A topic is put into the system prompt, which some templates do not support."""
     chat_template = MISTRAL.replace(" [/INST]", "<|eot|>")
     turn = UserTurn(ChatTemplate(make_tokenizer(chat_template)))
     with pytest.raises(UserError) as raised:

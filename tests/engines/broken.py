@@ -1,4 +1,4 @@
-"""Checkpoints that break their promises, one way each: for the tests of what an engine's own loaders find."""
+"""Write checkpoints with one defect each, to test what an engine's own loaders find."""
 
 import json
 from collections.abc import Callable

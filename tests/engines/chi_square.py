@@ -1,18 +1,18 @@
-"""Whether draws have a distribution: Pearson's chi-square test."""
+"""Test whether draws have a distribution, with Pearson's chi-square test."""
 
 from collections.abc import Sequence
 
 import torch
 
 FALSE_ALARM = 1e-6
-"""The share of seeds with which right draws would fail. Seeds are fixed, so it is met once or never."""
+"""Share of seeds for which correct draws fail. Seeds are fixed, so a test always passes or always fails."""
 
 
 def probability(found: Sequence[Sequence[int]], expected: torch.Tensor) -> float:
-    """The probability that draws from `expected` are as far from it as `found` is, or farther.
+    """Return the probability that draws from `expected` differ from it at least as much as `found` does.
 
     Args:
-        found: cells of `expected`, one for each draw.
+        found: index in `expected` of each draw.
         expected: a distribution of any number of dimensions.
     """
     assert abs(float(expected.sum()) - 1) < 1e-5

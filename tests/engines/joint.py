@@ -1,4 +1,4 @@
-"""What three tokens behind a prompt are distributed as, of a model whose vocabulary can be counted through."""
+"""Compute the distribution of three tokens after a prompt, for a model with a small vocabulary."""
 
 from pathlib import Path
 from typing import Any
@@ -8,11 +8,11 @@ from transformers import AutoModelForCausalLM
 
 PROMPT = [1, 4, 2]
 TEMPERATURE = 0.7
-"""Random heads are then neither always right nor always wrong."""
+"""Sampling temperature. With it, random heads are neither always correct nor always wrong."""
 
 
 def joint_distribution(directory: Path, top_p: float, temperature: float = TEMPERATURE) -> torch.Tensor:
-    """Of the first three tokens behind PROMPT, by the trunk alone and without a cache."""
+    """Return the distribution of the first three tokens after PROMPT, from the trunk alone and without a cache."""
     model: Any = AutoModelForCausalLM.from_pretrained(directory).eval()
 
     def following(rows: list[list[int]]) -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""Speculative decoding with MTP heads, written to be obviously right: no cache, every head recomputed at every step.
+"""Define a simple reference for speculative decoding with MTP heads: no cache; every head is recomputed at every step.
 
-Shares nothing with the product but the tensor names of a checkpoint and the conventions of engines. Also trains a tiny
-model in seconds, because drafts of random heads are always wrong, and counts of zero prove nothing: until it has
-learned, however many steps that takes on the processor at hand.
+It shares only tensor names and conventions of engines with swiftlite. This module also trains tiny models in seconds,
+because drafts of random heads are always wrong, and counts of zero would test nothing. Training ends when the model has
+learned its rows, however many steps this takes.
 """
 
 import json
@@ -33,15 +33,16 @@ from tests.tiny import (
 )
 
 LEARNED = 1.0
-"""By how much the logit of a learned token leads; engines differ by 2e-4 in float32, by some 0.1 in bfloat16."""
+"""Minimum difference between the logit of a learned token and the next largest. Engines differ by 2e-4 in float32, and
+by about 0.1 in bfloat16."""
 UNDECIDED = 1e-3
-"""Where two logits are as close as this, the order of sums decides which token an engine takes."""
+"""Difference of two logits below which the order of sums can decide which token an engine chooses."""
 MOST_STEPS = 600
-"""The bound of training, which takes 20 to 210 steps."""
+"""Maximum number of training steps. Training usually takes 20 to 210 steps."""
 MOST_NEW_TOKENS = 24
-"""The length of an answer that the prompts of `write_trained` are good for."""
+"""Maximum length of answers for which the prompts of `write_trained` were checked."""
 MOST_DRAFTS = 4
-"""The drafts per step that they are good for."""
+"""Maximum number of drafts per step for which the prompts of `write_trained` were checked."""
 
 
 @dataclass(frozen=True)
@@ -56,13 +57,15 @@ class Counts:
 
 
 class Reference(nn.Module):
-    """A trunk of transformers and its MTP heads.
+    """A trunk of transformers with MTP heads.
 
     Args:
-        zeroes_first_embedding: vLLM's MiMo, GLM-4.5 and DeepSeek-V3 heads see zeros for the embedding at position 0.
-        takes_state_before_norm: vLLM's MiMo heads get the trunk's state before its final norm.
-        recycles_state_before_norm: vLLM's GLM-4.5 head, when it goes on alone, gets its state before its output norm.
-        takes_hidden_first: MiMo's projection takes the state, then the embedding.
+        zeroes_first_embedding: whether heads read zeros as the embedding at position 0, as vLLM's MiMo, GLM-4.5 and
+            DeepSeek-V3 heads do.
+        takes_state_before_norm: whether heads read the trunk's state before its final norm, as vLLM's MiMo heads do.
+        recycles_state_before_norm: whether a head that drafts several tokens reads its state before its output norm, as
+            vLLM's GLM-4.5 head does.
+        takes_hidden_first: whether the projection reads the state before the embedding, as in MiMo.
         draft_vocab: ids of the tokens that the heads can draft; empty for all.
     """
 
@@ -95,7 +98,7 @@ class Reference(nn.Module):
 
     @classmethod
     def load(cls, directory: Path, family: str, depth: int) -> "Reference":
-        """Read a checkpoint without any MTP code of the product."""
+        """Read a checkpoint without any MTP code of swiftlite."""
         tensors = load_file(directory / "model.safetensors")
         config = json.loads((directory / "config.json").read_text())
         config = config.get("text_config", config)
@@ -121,7 +124,7 @@ class Reference(nn.Module):
         return {name: tensor.contiguous() for name, tensor in tensors.items()}
 
     def trunk_states(self, ids_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(what the heads are fed, after the final norm), each [B, S, H]."""
+        """Return the states that the heads read, and the states after the final norm, each [B, S, H]."""
         before = []
         handle = self.trunk.model.norm.register_forward_pre_hook(lambda _, args: before.append(args[0]))
         after = self.trunk.model(ids_BS, use_cache=False).last_hidden_state
@@ -129,7 +132,7 @@ class Reference(nn.Module):
         return (before[0] if self.takes_state_before_norm else after), after
 
     def head_states(self, k: int, hidden_BSH: torch.Tensor, ids_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(what the next step is fed, after the output norm), each [B, S, H]."""
+        """Return the states that the next step reads, and the states after the output norm, each [B, S, H]."""
         head: Any = self.heads[k]
         embedding = self.trunk.model.embed_tokens(ids_BS)
         if self.zeroes_first_embedding:
@@ -146,18 +149,21 @@ class Reference(nn.Module):
         return (before if self.recycles_state_before_norm and goes_on_alone else after), after
 
     def draft(self, tokens: list[int], num_tokens: int) -> list[int]:
-        """What the heads propose after `tokens`; beyond their number, the last one goes on from its own state."""
+        """Return the tokens that the heads draft after `tokens`.
+
+        If there are too few heads, the last continues from its own state.
+        """
         return self.draft_logits(tokens, num_tokens).argmax(dim=-1).tolist()
 
     @torch.no_grad()
     def draft_logits(
         self, tokens: list[int], num_tokens: int, trunk_states_BSH: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """[num_tokens, V] of the drafts after `tokens`.
+        """Return the logits [num_tokens, V] of the drafts after `tokens`.
 
         Args:
-            trunk_states_BSH: what `trunk_states` returns first, of a row that begins with `tokens`: no state depends on
-                the tokens behind it. Unset: it is computed.
+            trunk_states_BSH: first result of `trunk_states` for a row that starts with `tokens`; later tokens do not
+                change these states. None: they are computed.
         """
         if trunk_states_BSH is None:
             trunk_states_BSH, _ = self.trunk_states(torch.tensor([tokens]))
@@ -181,8 +187,11 @@ class Reference(nn.Module):
     def closest_choice(
         self, prompt: list[int], max_new_tokens: int = MOST_NEW_TOKENS, max_drafts: int = MOST_DRAFTS
     ) -> float:
-        """The smallest lead of a most likely token over the second, of all choices that an engine may have to make
-        after `prompt`, however many tokens it drafts per step."""
+        """Return the smallest lead of a most likely token over the second, in all choices that an engine may make after
+        `prompt`.
+
+        Any number of drafts per step is considered.
+        """
         row = prompt + self.greedy(prompt, max_new_tokens + max_drafts)
         fed, states = self.trunk_states(torch.tensor([row]))
         logits = [self.trunk.lm_head(states[0, len(prompt) - 1 :])]
@@ -197,7 +206,7 @@ class Reference(nn.Module):
 
     @torch.no_grad()
     def greedy_rows(self, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
-        """Greedy continuations; prompts of one length at once."""
+        """Return greedy continuations. Prompts of the same length are processed at once."""
         rows: list[list[int]] = [[] for _ in prompts]
         for length in {len(prompt) for prompt in prompts}:
             numbers = [number for number, prompt in enumerate(prompts) if len(prompt) == length]
@@ -214,11 +223,11 @@ class Reference(nn.Module):
     def simulate(
         self, prompts: list[list[int]], max_new_tokens: int, num_tokens: int, confidence: float = 0.0
     ) -> tuple[list[list[int]], Counts]:
-        """Greedy completions, and the counts of an engine that drafts `num_tokens` per step, or up to the first draft
-        that is less likely than `confidence`.
+        """Return greedy completions, and the counts of an engine that drafts `num_tokens` per step.
 
-        The first token comes from the prompt alone. A draft past max_new_tokens counts when it matches, as in vLLM,
-        whose scheduler takes its statistics before it cuts the output (v1/core/sched/scheduler.py).
+        Drafting stops after the first draft with a probability below `confidence`. The first token follows from the
+        prompt alone. A draft past max_new_tokens counts if it is correct, as in vLLM, whose scheduler counts before it
+        truncates the output (v1/core/sched/scheduler.py).
         """
         completions, drafts, drafted, accepted = [], 0, 0, [0] * num_tokens
         rows = self.greedy_rows(prompts, max_new_tokens + num_tokens)
@@ -249,12 +258,12 @@ class Reference(nn.Module):
 
 
 def convention(engine: str, family: str) -> Convention:
-    """What the product says of an engine and a family."""
+    """Return swiftlite's convention for an engine and a family."""
     return ENGINES[engine].convention_for(FAMILIES[family])
 
 
 def follow(reference: Reference, drafting: Drafting) -> Reference:
-    """Let the reference feed its heads so."""
+    """Let the reference use these inputs of heads."""
     reference.takes_state_before_norm = drafting.takes_before_norm
     reference.recycles_state_before_norm = drafting.recycles_before_norm
     reference.zeroes_first_embedding = drafting.zeroes_first_embedding
@@ -262,7 +271,7 @@ def follow(reference: Reference, drafting: Drafting) -> Reference:
 
 
 def with_vocab(model: Path, directory: Path, draft_vocab: list[int]) -> Path:
-    """The same checkpoint with a draft vocabulary, as `export` writes one."""
+    """Write the same checkpoint with a draft vocabulary, as `export` does."""
     shutil.copytree(model, directory)
     config = json.loads((directory / "config.json").read_text())
     config["mtp_draft_vocab"] = " ".join(map(str, draft_vocab))
@@ -272,7 +281,7 @@ def with_vocab(model: Path, directory: Path, draft_vocab: list[int]) -> Path:
 
 
 def stack_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The inverse of `per_expert`."""
+    """Stack the tensors of experts. This is the inverse of `per_expert`."""
     stacked = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
     for prefix in {name.partition("experts.")[0] for name in tensors.keys() - stacked.keys()}:
         count = sum(name.startswith(f"{prefix}experts.") for name in tensors) // 3
@@ -287,7 +296,7 @@ def stack_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def smallest_lead(logits: torch.Tensor, targets: torch.Tensor) -> float:
-    """The lead of the target's logit over all others, where it is smallest: logits [..., V], targets [...]."""
+    """Return the smallest lead of a target's logit over all other logits: logits [..., V], targets [...]."""
     targets = targets.unsqueeze(-1)
     others = logits.scatter(-1, targets, -torch.inf)
     leads = logits.gather(-1, targets).squeeze(-1) - others.amax(-1)
@@ -303,15 +312,16 @@ def write_trained(
     draft_as: Callable[[Reference], Reference] = lambda reference: reference,
     **config,
 ) -> list[list[int]]:
-    """A tiny checkpoint whose heads are often right, not always; returns prompts, half from what it has learned.
+    """Write a tiny checkpoint whose heads are often correct, but not always; return prompts, half of them from learned
+    rows.
 
-    Trunk and heads learn 8 random sequences by heart; on prompts that are new to them the heads are mostly wrong. After
-    none of the prompts does a choice hang on the order in which an engine adds.
+    Trunk and heads learn 8 random sequences by heart. On new prompts, the heads are mostly wrong. For none of the
+    prompts does a choice depend on the order in which an engine adds.
 
     Args:
-        unroll: steps in which the last head goes on from its own state, in place, if that are more than `depth`.
-        draft_as: sets how the heads are run, which they are then trained for.
-        config: of `make_tiny_model`.
+        unroll: number of steps in which the last head continues from its own state, if it is larger than `depth`.
+        draft_as: sets the inputs of the heads, for which they are then trained.
+        config: arguments of `make_tiny_model`.
     """
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the matrices are tiny: a second thread only waits, ten times as long on a busy machine
@@ -343,13 +353,13 @@ def write_trained(
 
 
 def learn_by_heart(model: Reference, rows_BS: torch.Tensor, unroll: int) -> None:
-    """Train trunk and heads until they say every token of the rows next, LEARNED ahead of any other token.
+    """Train trunk and heads until they predict every next token of the rows with the lead LEARNED.
 
     Args:
-        unroll: as of `write_trained`.
+        unroll: as for `write_trained`.
 
     Raises:
-        AssertionError: they have not learned in MOST_STEPS.
+        AssertionError: they have not learned the rows in MOST_STEPS steps.
     """
     # Attention stays as it was drawn: wide latent attention would take ten times as many steps to settle.
     learning = []

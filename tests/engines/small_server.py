@@ -1,4 +1,4 @@
-"""A small real server for tests of clients."""
+"""Define a small real server for tests of clients."""
 
 import asyncio
 import json
@@ -16,7 +16,7 @@ SAMPLING = Sampling(7, temperature=0.5, stop_token_ids=(2, 3))
 
 
 def with_server(backend: str, path: str, respond, use):
-    """What `use` makes of a client whose server answers POST requests to `path` by `respond`."""
+    """Return the result of `use` for a client whose server answers POST requests to `path` with `respond`."""
 
     async def run():
         app = web.Application()
@@ -36,7 +36,7 @@ def with_server(backend: str, path: str, respond, use):
 
 @contextmanager
 def serving(respond) -> Iterator[str]:
-    """The address of a server in a thread of its own, for a client that blocks; `respond` answers every request."""
+    """Yield the address of a server in a separate thread, for a blocking client. `respond` answers every request."""
     started: Future[tuple[str, asyncio.AbstractEventLoop]] = Future()
     stop = asyncio.Event()
 
@@ -61,7 +61,7 @@ def serving(respond) -> Iterator[str]:
 
 
 def streamed(*events: dict):
-    """A handler that streams these, in pieces that end where no event does."""
+    """Return a handler that streams these events, in pieces that do not end where an event ends."""
     asked = []
 
     async def respond(request):

@@ -1,4 +1,4 @@
-"""The stream that every client reads, and what an answer says of its time."""
+"""Test the stream that all clients read, and the times of an answer."""
 
 import pytest
 

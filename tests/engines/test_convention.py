@@ -1,7 +1,7 @@
-"""Every engine has a line for every family, and says so when it has none.
+"""Test that every engine has a convention for every family, or reports that it has none.
 
-That the lines are true is held by counts of the running engines (tests/e2e/test_engines.py, test_sglang.py) and by the
-classes that their own configuration chooses (tests/engines/*/test_dry_load.py).
+Counts of running engines (tests/e2e/test_engines.py, test_sglang.py) and the classes that their configuration selects
+(tests/engines/*/test_dry_load.py) test that the conventions are correct.
 """
 
 from dataclasses import replace

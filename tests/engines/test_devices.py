@@ -1,4 +1,4 @@
-"""The GPUs that processes see which begin within the context."""
+"""Test which GPUs are visible to processes that start within the context."""
 
 import subprocess
 import sys

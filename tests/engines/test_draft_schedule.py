@@ -1,4 +1,4 @@
-"""From what `bench` measured to what a server drafts at each load."""
+"""Test the draft schedule that follows from the measurements of `bench`."""
 
 import json
 

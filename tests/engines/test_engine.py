@@ -1,4 +1,4 @@
-"""The registry of engines: lazy, and helpful about what is not installed."""
+"""Test that engines are imported only when needed, and the errors for engines that are not installed."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Every record names things that are there."""
+"""Test that every name in an `EngineInfo` exists."""
 
 import ast
 import importlib.util
@@ -21,7 +21,7 @@ def test_a_record_is_found_by_its_name(name):
 @pytest.mark.parametrize("name", ENGINES)
 @pytest.mark.parametrize("target", TARGETS)
 def test_what_a_record_names_is_there(name, target):
-    """Read and not imported: the engine may not be installed."""
+    """Files are read and not imported, because the engine may not be installed."""
     if not getattr(ENGINES[name], target):
         return
     module, _, attribute = getattr(ENGINES[name], target).partition(":")

@@ -1,4 +1,4 @@
-"""SIGTERM while an engine runs."""
+"""Test SIGTERM while an engine runs."""
 
 import os
 import signal

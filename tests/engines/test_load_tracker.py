@@ -1,4 +1,4 @@
-"""What `DryLoad` and `RunningLoad` say of a loader, against parameters of NaN that the same loader fills for real."""
+"""Test `DryLoad` and `RunningLoad` against parameters of NaN that the same loader fills."""
 
 import pytest
 import torch
@@ -10,8 +10,9 @@ from tests.tiny import make_tiny_hf
 
 
 class Model(nn.Module):
-    """Parameters as engines join them: q, k, v in rows of one, experts stacked, one of another precision, vocabularies
-    padded to a multiple of 64."""
+    """Parameters as engines fuse them: q, k, v in one parameter, stacked experts, different precisions, padded
+    vocabularies.
+    """
 
     def __init__(self):
         super().__init__()
@@ -80,7 +81,7 @@ def test_it_counts_what_stays_nan(tmp_path, left_out):
 
 @pytest.mark.parametrize("left_out", LEFT_OUT)
 def test_a_running_model_that_loads_the_same(tmp_path, left_out):
-    """`RunningLoad` sees real tensors, bucket after bucket."""
+    """`RunningLoad` receives real tensors in several buckets."""
     checkpoint = Checkpoint(make_tiny_hf(tmp_path, "qwen3", vocab_size=VOCABULARY))
     tensors = {key: checkpoint.read(key) for key in checkpoint.entries}
     model, filling = Model(), RunningLoad()
@@ -93,7 +94,7 @@ def test_a_running_model_that_loads_the_same(tmp_path, left_out):
 
 
 def test_a_vision_tower_keeps_what_it_has():
-    """No transfer brings it; what the language model lacks is found all the same."""
+    """No transfer contains the tower. Missing parameters of the language model are still detected."""
     model = nn.ModuleDict({"visual": nn.Linear(2, 2), "language_model": nn.Linear(2, 2)})
     filling = RunningLoad()
     with torch.no_grad(), filling:

@@ -1,4 +1,4 @@
-"""What is refused before an engine starts."""
+"""Test what is rejected before an engine starts."""
 
 import json
 
@@ -122,7 +122,7 @@ def test_a_head_beyond_the_promise_is_named(tmp_path):
 
 
 def test_an_adapter_beside_the_weights(tmp_path):
-    """transformers applies it, where PEFT is installed: its logits are not those of the weights."""
+    """If PEFT is installed, transformers applies the adapter, so its logits differ from those of the weights."""
     directory = make_tiny_hf(tmp_path, "qwen3", depth=1)
     ids = torch.arange(8)[None]
     model = AutoModelForCausalLM.from_pretrained(directory)

@@ -1,4 +1,4 @@
-"""A server's command line, as its words and as a line for a shell."""
+"""Test a server's command, as words and as a line for a shell."""
 
 import subprocess
 

@@ -1,4 +1,4 @@
-"""An engine may draft otherwise in another version: `doctor --engine` says so, and nothing else does."""
+"""Test that only `doctor --engine` reports that conventions were measured with another version of the engine."""
 
 import pytest
 from torch import nn

@@ -1,4 +1,4 @@
-"""Acceptance by channel: against predictions made one sample at a time, by engines, and as a table."""
+"""Test acceptance by channel: against predictions one sample at a time, by engines, and as a table."""
 
 import json
 import re
@@ -99,7 +99,7 @@ def test_teacher_forced_is_what_single_samples_say(tmp_path, mesh, rows, family)
 
 
 def in_buckets(figures: dict, place: str) -> Counter:
-    """Depth, and the first count of a bucket -> drafts that are right, and all of them."""
+    """Return (correct drafts, all drafts) by depth and first count of a bucket."""
     counted: Counter = Counter()
     for bucket in figures[place]:
         assert bucket["to"] == max(2 * bucket["from"], 16) - 1

@@ -1,4 +1,4 @@
-"""README.md of a pushed model, as the hub's own client reads it."""
+"""Test README.md of a pushed model with the hub's client."""
 
 import json
 import shutil
@@ -60,7 +60,7 @@ def test_the_card_has_the_acceptance_of_the_run_and_of_engines(tmp_path):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, mesh) -> Path:
-    """A run that has measured its heads, and beside it a model with others."""
+    """Return a run that has measured its heads, and a model with other heads."""
     folder = tmp_path_factory.mktemp("card")
     for name in ("model", "other"):
         make_tiny_hf(folder / name, "qwen3", depth=1, with_tokenizer=True, seed=len(name))
@@ -89,7 +89,7 @@ def test_heads_of_the_run_have_its_acceptance(run, tmp_path, mesh):
     ids=["stripped", "grafted", "fewer tokens"],
 )
 def test_other_heads_have_not(run, tmp_path, mesh, options):
-    """Nor those that draft from fewer tokens than they were measured with."""
+    """Heads with another draft vocabulary than the measured heads are also excluded."""
     if "mtp_graft_from" in options:
         options = {"mtp_graft_from": str(run.parent / "other")}
     text = card_of(run, tmp_path / "out", mesh, **options)

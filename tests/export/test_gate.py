@@ -1,4 +1,4 @@
-"""The gate before an export: shares of predictions, of a model and of the one before it, against what is asked for."""
+"""Test the limits of an export: the acceptance of a model and of its baseline."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""Exports in one process: to megatron-core and back bit for bit, heads left out or exchanged, all or nothing."""
+"""Test exports in one process: to megatron-core and back bitwise, without heads, with other heads, and failures."""
 
 import json
 import os
@@ -36,14 +36,14 @@ def hf_dir(tmp_path) -> Path:
 
 @pytest.fixture
 def converted(hf_dir, mesh, tmp_path) -> Path:
-    """A run's directory, as `--to_mcore` makes one."""
+    """Return a run's directory as `--to_mcore` writes it."""
     to_mcore(ExportArgs(model=str(hf_dir), output_dir=str(tmp_path / "run"), to_mcore=True), mesh)
     return tmp_path / "run"
 
 
 @pytest.fixture
 def export(converted, mesh, tmp_path) -> Callable[..., Path]:
-    """`--to_hf` with these options; returns the directory that it wrote."""
+    """Return a function that runs `--to_hf` with the given options and returns the directory."""
 
     def export(**options) -> Path:
         usual = {"model": str(converted), "output_dir": str(tmp_path / "exports" / "out"), "to_hf": True}
@@ -77,7 +77,7 @@ COPIES = ("embed_tokens.weight", "shared_head.head.weight")
 
 
 def without_copies(hf_dir: Path) -> Path:
-    """The directory, its heads without what they repeat of the trunk."""
+    """Return the directory after removing the copies of the trunk's tensors from its heads."""
     kept = {
         key: tensor
         for key, tensor in load_file(hf_dir / "model.safetensors").items()
@@ -142,7 +142,7 @@ def test_heads_that_nobody_dropped_are_not_lost(family, tmp_path, mesh):
 
 
 EXACT = ("e_score_correction_bias", "expert_bias", "A_log", "dt_bias", "linear_attn.norm.weight")
-"""What models of 16 bits have in float32, by the ends of names."""
+"""Name endings of tensors that are float32 in 16-bit models."""
 
 
 def assert_only_exact_are_float32(directory: Path) -> None:
@@ -154,7 +154,7 @@ def assert_only_exact_are_float32(directory: Path) -> None:
 
 @pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3", "hy_v3"])
 def test_new_heads_have_the_precision_of_the_trunk(family, tmp_path, mesh):
-    """The bias of a router levels experts by steps of 0.001, which bfloat16 does not tell apart above 0.25."""
+    """A router's bias changes in steps of 0.001, which bfloat16 cannot represent above 0.25."""
     hf_dir = make_tiny_hf(tmp_path / "hf", family, dtype=torch.bfloat16)
     model = resolve(hf_dir)
     chunks, _ = open_model(model, mesh, dtype=torch.bfloat16, heads=Heads(1), mtp_init="random")
@@ -208,7 +208,7 @@ def test_stripped_heads_leave_no_tensor_and_no_promise(export, hf_dir, mesh, tmp
 
 @pytest.mark.parametrize("where", ["to_mcore", "to_hf"])
 def test_grafted_heads_are_the_other_models(export, hf_dir, mesh, tmp_path, where):
-    """Two heads in float32, where the model had one in bfloat16."""
+    """The export has two heads in float32; the model had one in bfloat16."""
     base = make_tiny_hf(tmp_path / "base", "qwen3", depth=2, with_tokenizer=True, seed=1)
     if where == "to_mcore":
         run = str(tmp_path / "grafted")
@@ -247,7 +247,7 @@ def test_a_link_is_followed(export, tmp_path):
 
 
 def test_what_cannot_be_replaced_is_refused_at_once(export, converted, tmp_path):
-    """A file may come there after the options were looked at."""
+    """A file may be created there after the options were checked."""
     mine = tmp_path / "exports" / "out" / "mine"
     mine.parent.mkdir(parents=True)
     mine.touch()
@@ -260,7 +260,10 @@ def test_what_cannot_be_replaced_is_refused_at_once(export, converted, tmp_path)
 
 @pytest.fixture
 def mount_point(tmp_path):
-    """An empty one, of the same file system, as a container's volume may be: Python does not know it for one."""
+    """Return an empty mount point on the same file system, such as a volume of a container.
+
+    Python does not detect it.
+    """
     volume, point = tmp_path / "volume", tmp_path / "exports" / "out"
     volume.mkdir()
     point.mkdir(parents=True)
@@ -298,7 +301,7 @@ def test_what_a_killed_export_left_is_in_nobodys_way(export, tmp_path):
 
 
 def stop_when_made(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let SIGTERM, as the command line hears it, come at the moment that a directory of this name is made."""
+    """Send SIGTERM, as the command line handles it, when a directory of this name is created."""
     mkdir = os.mkdir
 
     def make(path, *mode) -> None:
@@ -325,7 +328,7 @@ def test_a_signal_leaves_nothing_behind_when_it_comes_first(export, monkeypatch,
 
 
 def test_a_conversion_that_fails_leaves_nothing_behind(hf_dir, mesh, tmp_path):
-    """`source/` can be written, the checkpoint cannot."""
+    """`source/` can be written, but the checkpoint cannot."""
     args = ExportArgs(model=str(hf_dir), output_dir=str(tmp_path / "runs" / "run"), to_mcore=True)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
@@ -363,7 +366,10 @@ def test_a_run_without_checkpoint_is_named(mesh, tmp_path):
 
 
 def test_heads_get_a_draft_vocabulary(export, converted, tmp_path):
-    """Rows whose answers are `7 7 7` and their end: these two tokens are all of it. The tensors stay."""
+    """The answers of all rows are `7 7 7` and their end, so the draft vocabulary has two tokens.
+
+    Tensors do not change.
+    """
     (tmp_path / "train.jsonl").write_text('{"query": "What?", "response": "7 7 7"}\n' * 2)
     tokenizer = load_tokenizer(converted / "source")
     end = cast(int, tokenizer.eos_token_id)
@@ -404,7 +410,7 @@ def test_a_draft_vocabulary_needs_the_rows_of_the_run(export, converted, trained
 
 
 def test_ranks_wait_for_each_other_as_long_as_asked(monkeypatch):
-    """A file system that is slow to make a file keeps the first rank, and so all others."""
+    """A slow file system delays the first rank, and thus all other ranks."""
     asked = []
 
     class Opened(Exception):

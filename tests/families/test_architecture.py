@@ -1,4 +1,4 @@
-"""An architecture adds up its layers; that this is the model which is built, tests/growth and tests/plan hold."""
+"""Test that an architecture is the sum of its layers. tests/growth and tests/plan compare it with the built model."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Families against transformers: the same tensors, the same shapes, and no field of a config that nobody looks at."""
+"""Test families against transformers: the same tensors and shapes, and all keys of config.json are known."""
 
 import subprocess
 import sys
@@ -185,7 +185,7 @@ for _dense in ("qwen3_5", "qwen3_5_text"):  # the others' layers differ by name 
 
 
 def hf_config(family: str, **changes: Any) -> dict[str, Any]:
-    """A config.json as transformers writes it, with changes."""
+    """Return a config.json as transformers writes it, with changes."""
     config: PreTrainedConfig = CLASSES[family][0](
         vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=4 if family in LATENT else 2, head_dim=8 if family in LATENT else 16,
@@ -195,12 +195,12 @@ def hf_config(family: str, **changes: Any) -> dict[str, Any]:
 
 
 def mcore_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of megatron-core's config for a config.json that its family accepts."""
+    """Return the arguments of megatron-core's config for a config.json that its family accepts."""
     return families.get(config).architecture(config).mcore_config()
 
 
 def test_families_are_declarations():
-    """Rules and plans ask them before torch is loaded."""
+    """Rules and plans use families before torch is imported."""
     script = "import sys, swiftlite.families; print({'torch', 'transformers', 'megatron'} & sys.modules.keys())"
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert result.stdout == "set()\n"
@@ -227,7 +227,7 @@ def test_rows_are_exactly_the_tensors_of_transformers(family, tied):
 
 @pytest.mark.parametrize("family", families.FAMILIES)
 def test_no_field_of_the_config_is_overlooked(family):
-    """A field that transformers adds must be sorted into one of the three before it can change results unseen."""
+    """A key that transformers adds must be added to one of three lists, so that it cannot change results unnoticed."""
     fields = set(hf_config(family))
     own = OWN_NEUTRAL[family] | OWN_READ.get(family, set())
     assert fields - HARMLESS - READ - dense.NEUTRAL.keys() - own == set()
@@ -235,7 +235,7 @@ def test_no_field_of_the_config_is_overlooked(family):
 
 @pytest.mark.parametrize("family", families.FAMILIES)
 def test_a_field_left_out_has_the_default_of_transformers(family):
-    """tie_word_embeddings is the one that matters; the others must be stated."""
+    """Only the default of tie_word_embeddings matters; other keys must be present."""
     assert CLASSES[family][0]().tie_word_embeddings is dense.is_tied({})
 
 
@@ -410,7 +410,7 @@ def test_what_would_change_the_mathematics_is_refused(family, key, value):
 @pytest.mark.parametrize("family", ["qwen3", "seed_oss", "hy_v3"])
 @pytest.mark.parametrize("stated", [1, None])
 def test_what_stands_above_does_not_hide_the_part_of_a_head_that_turns(family, stated):
-    """transformers' own classes of these families ignore it, in either place."""
+    """transformers' classes of these families ignore the key in both places."""
     rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
     with pytest.raises(UserError, match=naming("rope_parameters: partial_rotary_factor 0.5")):
         families.get(hf_config(family, partial_rotary_factor=stated, rope_parameters=rope))
@@ -429,7 +429,7 @@ def test_a_theta_that_is_null_is_missing(rope):
 
 
 def test_the_part_of_a_head_that_turns_must_be_stated():
-    """transformers takes 0.5 for GLM-4.5, other readers 1."""
+    """The default is 0.5 in transformers for GLM-4.5, and 1 in other programs."""
     config = hf_config("glm4_moe")
     for nested in (config, config["rope_parameters"]):
         nested.pop("partial_rotary_factor", None)
@@ -439,7 +439,7 @@ def test_the_part_of_a_head_that_turns_must_be_stated():
 
 @pytest.mark.parametrize("family", [family for family in MOE if not family.startswith(("qwen3_5", "hy_v3"))])
 def test_one_expert_per_token(family):
-    """With one expert its score divided by itself is 1; megatron-core's sigmoid router leaves the score as it is."""
+    """With one expert, its score divided by itself is 1. megatron-core's sigmoid router does not divide."""
     one = {"num_experts_per_tok": 1, "n_group": 1, "topk_group": 1}
     families.get(hf_config(family, **one, norm_topk_prob=False))
     with pytest.raises(UserError, match=naming("norm_topk_prob True num_experts_per_tok 1")):
@@ -447,7 +447,7 @@ def test_one_expert_per_token(family):
 
 
 def test_a_query_latent_must_be_stated_or_denied():
-    """transformers takes 1536 for DeepSeek-V3 when the key is not there."""
+    """transformers' default for DeepSeek-V3 is 1536."""
     families.get(hf_config("deepseek_v3", q_lora_rank=None))
     config = hf_config("deepseek_v3")
     del config["q_lora_rank"]

@@ -1,4 +1,4 @@
-"""The name of a model to its directory, config.json and family."""
+"""Test resolving a model's name to its directory, config.json and family."""
 
 import subprocess
 import sys

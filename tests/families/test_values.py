@@ -1,4 +1,4 @@
-"""Values of config.json that no model has, against those of every family's own class in transformers."""
+"""Test invalid values of config.json against transformers' class of every family."""
 
 import pytest
 

@@ -1,8 +1,8 @@
-"""What the fuzzing of these tests shares: how long it looks, junk in the shape of JSON, and what counts as an answer.
+"""Define what the fuzzing tests share: number of examples, random JSON, and accepted results.
 
-A test here holds for one kind of input that nobody vouches for: whatever it holds, the answer is right, or it is one
-`UserError` that names the place. Any other exception, and whatever takes over DEADLINE, is a finding; what was found
-once stays as an `@example`.
+Each test is about one kind of untrusted input. Whatever the input contains, the result must be correct, or a single
+`UserError` that names the place. Any other exception, and anything longer than DEADLINE, is a defect. Inputs that have
+revealed defects are kept as `@example`.
 """
 
 import os
@@ -16,9 +16,10 @@ from hypothesis import HealthCheck, settings
 from swiftlite.errors import UserError
 
 EXAMPLES = int(os.environ.get("SWIFTLITE_FUZZ_EXAMPLES", "15"))
-"""Of each test: enough for a second. Thousands hunt; see docs/en/contributing.md."""
+"""Number of examples of each test; the default takes about a second. For a search for defects, use thousands
+(docs/en/contributing.md)."""
 DEADLINE = timedelta(seconds=20)
-"""Of one example, on a machine that others use too."""
+"""Maximum time of one example, on a machine with other processes."""
 
 fuzz = settings(
     max_examples=EXAMPLES,
@@ -46,7 +47,7 @@ junk = st.recursive(
 
 @st.composite
 def damaged(draw: st.DrawFn, whole: bytes) -> bytes:
-    """Bytes of a file, some of them lost, doubled, overwritten, or others put between them."""
+    """Draw bytes of a file with some bytes removed, repeated, overwritten or inserted."""
     content = bytearray(whole)
     for _ in range(draw(st.integers(1, 4))):
         begin = draw(st.integers(0, len(content)))
@@ -56,7 +57,7 @@ def damaged(draw: st.DrawFn, whole: bytes) -> bytes:
 
 
 def answer(question: Callable[..., Any], *args: Any, names: str = "", **options: Any) -> Any:
-    """What a function answers; None where it refuses in one message that can be printed and has this name in it."""
+    """Return the result of a function; None if it raises one printable UserError that contains `names`."""
     try:
         return question(*args, **options)
     except UserError as error:

@@ -1,15 +1,16 @@
-"""Kills a command at each thing it does to its files, one after the other, and asks the next command to make it good.
+"""Kill a command at each operation on its files, one after another, and check that running it again repairs the result.
 
     python -m tests.faults.hunt                            # every command, killed at every operation: an hour or two
     python -m tests.faults.hunt sft export --every 10      # two of them, at every tenth place
     python -m tests.faults.hunt infer --fault ENOSPC       # or the operation fails: a full disk, EIO, EINTR
 
-An operation opens a file for writing, writes, flushes, renames, makes or deletes below the directory of results. They
-are counted, and hit, inside the C library (durable.c), so torch's and safetensors' own writers are among them. At each
-one the command starts with nothing, is hit, and is repeated as a user would: what is there then must be what an
-unbroken run leaves, and no half file beside it.
+An operation opens a file for writing, writes, flushes, renames, creates or deletes in the directory of results.
+Operations are counted and interrupted inside the C library (durable.c), so the writers of torch and safetensors are
+included. For each operation, the command starts in an empty directory, is interrupted there, and is run again as a user
+would. The result must be that of an uninterrupted run, without incomplete files.
 
-Of the hundreds of writes to one file of tensors the first two and the last are tried, unless --every_write is given.
+Of the hundreds of writes to a file of tensors, only the first two and the last are tested, unless --every_write is
+given.
 """
 
 import argparse
@@ -34,16 +35,16 @@ from tests.tiny import make_tiny_hf
 
 SHIM = Path(__file__).with_name("durable.c")
 SECONDS = 300
-"""That one command may take."""
+"""Maximum seconds of one command."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to a command.
+    """A fault that a command is exposed to.
 
     Attributes:
-        at: number of the operation, from 1, that it happens to; 0: to none, operations are only counted.
-        error: that the operation fails with, of `errno`; 0: the process is killed.
+        at: number (from 1) of the operation at which the fault occurs; 0 only counts operations.
+        error: number from `errno` with which the operation fails; 0: the process is killed.
     """
 
     at: int = 0
@@ -52,12 +53,12 @@ class Fault:
 
 @dataclass(frozen=True)
 class Trial:
-    """What came of a fault.
+    """The result of a fault.
 
     Attributes:
-        was_hit: whether it happened: a run may have fewer operations than the one that was counted, and not all of them
-            can fail in every way.
-        wrong: what was not made good, or nothing.
+        was_hit: whether the fault occurred. A run can have fewer operations than the counted run, and not every
+            operation can fail in every way.
+        wrong: what running the command again did not repair; empty if nothing.
     """
 
     was_hit: bool
@@ -66,15 +67,15 @@ class Trial:
 
 @dataclass(frozen=True)
 class Command:
-    """A command to be broken.
+    """A command to interrupt.
 
     Attributes:
-        argv: its words; those that are, or begin with, MODEL, ROWS, PROMPTS, RUN or OUT/ stand for what `make_inputs`
-            has made and for the directory of results.
-        again: words that are added when it is repeated.
-        processes: ranks.
-        content: what two runs must have in common, of the directory of results.
-        keeps: whether it refuses to write over results that are whole.
+        argv: its words. Words that equal or start with MODEL, ROWS, PROMPTS, RUN or OUT/ are replaced by paths of
+            `make_inputs` and of the results.
+        again: words that are added when the command is run again.
+        processes: number of ranks.
+        content: returns what two runs must have in common, from the directory of results.
+        keeps: whether the command refuses to overwrite complete results.
     """
 
     argv: str
@@ -85,7 +86,7 @@ class Command:
 
 
 def content_of_run(out: Path) -> dict[str, object]:
-    """Everything in a run that does not depend on the clock."""
+    """Return everything in a run that does not depend on the clock."""
     checkpoints = {path.name: digest_of_checkpoint(path) for path in sorted(out.glob("run/checkpoint-*"))}
     metrics = read_metrics(out / "run")
     measured = [json.loads((out / "run" / name).read_text()) for name in ("acceptance.json", "drafts.json")]
@@ -97,11 +98,11 @@ def content_of_run(out: Path) -> dict[str, object]:
 
 
 OF_ONE_SAVE = (".metadata", "SHA256SUMS")
-"""Files of a checkpoint that are never the same: the first has a new id in each, the second a digest of the first."""
+"""Files that differ between checkpoints: `.metadata` contains a new id, and `SHA256SUMS` a digest of `.metadata`."""
 
 
 def digest_of_checkpoint(checkpoint: Path) -> str:
-    """A digest of the bytes of a checkpoint."""
+    """Return a digest of the bytes of a checkpoint."""
     digest = hashlib.sha256()
     for path in sorted(checkpoint.glob("*")):
         if path.name not in OF_ONE_SAVE:
@@ -110,7 +111,7 @@ def digest_of_checkpoint(checkpoint: Path) -> str:
 
 
 def content_of_files(out: Path) -> dict[str, str]:
-    """Every file, by its bytes; files that are never the same only by their names."""
+    """Return the bytes of every file; for files that always differ, only their names."""
     content = {}
     for path in sorted(out.rglob("*")):
         if path.is_file() and path.name != ".lock":
@@ -156,7 +157,7 @@ COMMANDS = {
 
 
 def build_shim(directory: Path) -> Path:
-    """durable.c as a library that can be loaded into any process."""
+    """Compile durable.c to a library that can be loaded into any process."""
     library = directory / "durable.so"
     command = ["gcc", "-O1", "-Wall", "-Werror", "-shared", "-fPIC", "-o", library, SHIM, "-ldl"]
     subprocess.run(command, check=True)
@@ -164,7 +165,7 @@ def build_shim(directory: Path) -> Path:
 
 
 def write_model_and_rows(directory: Path) -> tuple[str, str]:
-    """A tiny model with a head, and 20 rows to train it on: where they are."""
+    """Write a tiny model with a head and 20 training rows; return their paths."""
     model = make_tiny_hf(directory / "model", "qwen3", depth=1, with_tokenizer=True)
     rows = directory / "rows.jsonl"
     content = [{"query": f"What is {n} plus {n}?", "response": f"It is {2 * n}."} for n in range(20)]
@@ -173,7 +174,7 @@ def write_model_and_rows(directory: Path) -> tuple[str, str]:
 
 
 def make_inputs(directory: Path) -> dict[str, str]:
-    """A model, rows, prompts and a trained run; by the words that stand for them."""
+    """Write a model, rows, prompts and a trained run; return their paths by the words that stand for them."""
     model, rows = write_model_and_rows(directory)
     prompts = directory / "prompts.jsonl"
     prompts.write_text("".join(Path(rows).read_text().splitlines(keepends=True)[:4]))
@@ -190,7 +191,7 @@ def make_inputs(directory: Path) -> dict[str, str]:
 
 
 def fill(argv: str, words: dict[str, str]) -> list[str]:
-    """A command line, split, with paths in the place of the words that stand for them."""
+    """Return a command line as a list, with paths instead of the words that stand for them."""
     filled = []
     for word in argv.split():
         name, slash, rest = word.partition("/")
@@ -204,7 +205,7 @@ def run(
     """Run a command with its results in `out`.
 
     Returns:
-        Its exit code, what it wrote to stderr, and its operations, as durable.c lists them.
+        Its exit code, its stderr, and its operations as durable.c lists them.
     """
     text = f"{command.argv} {command.again}" if is_again else command.argv
     argv = fill(text, words | {"OUT": str(out)})
@@ -233,7 +234,7 @@ def run(
 
 
 def hit(command: Command, words: dict[str, str], directory: Path, expected: object, fault: Fault) -> Trial:
-    """Break a command once and repeat it."""
+    """Interrupt a command once, run it again, and check the result."""
     out = directory / f"at-{fault.at}"
     out.mkdir()
     try:
@@ -281,10 +282,10 @@ def _difference(content: object, expected: object) -> str:
 
 
 def places(operations: Sequence[str]) -> list[int]:
-    """The numbers of all operations, but of the writes to one file only the first two and the last.
+    """Return the numbers of all operations; of the writes to one file, only the first two and the last.
 
     Args:
-        operations: "NUMBER KIND PATH" each.
+        operations: lines of "NUMBER KIND PATH".
     """
     chosen = []
     writes: dict[str, list[int]] = {}
@@ -302,16 +303,16 @@ def places(operations: Sequence[str]) -> list[int]:
 def hunt(
     names: Sequence[str], directory: Path, *, errors: Sequence[int], every: int, every_write: bool, at_once: int
 ) -> list[str]:
-    """Break each command, one operation after the other, and report.
+    """Interrupt each command at one operation after another, and print the results.
 
     Args:
-        errors: of `errno`, one round of trials for each; 0: the command is killed.
-        every: try every Nth place.
-        every_write: also those that `places` leaves out.
-        at_once: so many trials at a time.
+        errors: numbers from `errno`, with one round of trials for each; 0: the command is killed.
+        every: test every Nth operation.
+        every_write: whether to test also the writes that `places` omits.
+        at_once: number of trials at the same time.
 
     Returns:
-        What went wrong.
+        Lines that describe what went wrong.
     """
     words = make_inputs(directory)
     findings = []
@@ -372,7 +373,7 @@ def main() -> int:
 
 
 def _with_shim(directory: Path) -> int:
-    """This script once more, in a process where the C library's calls go through durable.c."""
+    """Run this script again in a process in which calls of the C library go through durable.c."""
     shim = build_shim(directory)
     environment = os.environ | {"LD_PRELOAD": str(shim), "FAULTS_SHIM": str(shim)}
     return subprocess.run([sys.executable, "-m", "tests.faults.hunt", *sys.argv[1:]], env=environment).returncode

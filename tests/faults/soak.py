@@ -1,13 +1,13 @@
-"""Trains for an hour while a random process of the run is killed every half minute, and compares with an unbroken run
-that trains beside it.
+"""Train for an hour while a random process of the run is killed every half minute, and compare with an uninterrupted
+run.
 
     python -m tests.faults.soak                  # an hour or so on 2 cores
     python -m tests.faults.soak --steps 6000
 
-Two ranks under the real launcher, asynchronous saves. One of launcher, ranks and what they have started is killed with
-kill -9; then the same command is started again with --resume, as a restart loop does. Figures: deaths, what each hit,
-whether any process outlived its run, whether the last checkpoint has the bits of the unbroken run, and how memory and
-open files of the unbroken run's ranks grew.
+The run has two ranks, the real launcher and asynchronous saves. One of the launcher, the ranks and their child
+processes is killed with kill -9; then the same command is started again with --resume. The script prints which
+processes were killed, whether a process remained, whether the last checkpoint is bitwise identical to that of the
+uninterrupted run, and how memory and open files of the uninterrupted run grew.
 """
 
 import argparse
@@ -30,15 +30,15 @@ import psutil
 from tests.faults.hunt import digest_of_checkpoint, write_model_and_rows
 
 MEAN_SECONDS = 30
-"""Between two deaths, or twice what a start takes if that is more: some hit the start, most do not."""
+"""Mean seconds between two kills, or twice the time of a start if that is longer. Some kills occur during a start."""
 SECONDS_TO_END = 60
-"""In which the other processes of a run must be gone."""
+"""Seconds in which the other processes of a run must end."""
 STEPS_A_SAVE = 20
 
 
 @dataclass
 class Growth:
-    """What the processes of a run held while it lasted: sums over its ranks, a sample a second."""
+    """The memory and open files of a run's processes while it ran: sums over its ranks, one sample per second."""
 
     memory: list[int] = field(default_factory=list)
     files: list[int] = field(default_factory=list)
@@ -56,7 +56,7 @@ class Growth:
         self.files.append(files)
 
     def __str__(self) -> str:
-        """The third quarter of the run against its last: the first two still fill caches."""
+        """Compare the third quarter of the run with its last quarter, because caches are filled in the first two."""
         return f"bytes {_late(self.memory)}; open files {_late(self.files)}"
 
 
@@ -67,7 +67,7 @@ def _late(samples: list[int]) -> str:
 
 
 def family(launcher: subprocess.Popen) -> list[psutil.Process]:
-    """The launcher, and all that it or its ranks have started."""
+    """Return the launcher and all processes that it or its ranks have started."""
     try:
         process = psutil.Process(launcher.pid)
         processes = [process, *process.children(recursive=True)]
@@ -77,7 +77,7 @@ def family(launcher: subprocess.Popen) -> list[psutil.Process]:
 
 
 def _is_alive(process: psutil.Process) -> bool:
-    """Not a zombie either: one that has ended, and whose parent has not asked how."""
+    """Return whether a process runs. A zombie, which has ended but was not waited for, does not."""
     try:
         return process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -91,7 +91,7 @@ def start(command: list[str], directory: Path, log: Path) -> subprocess.Popen:
 
 
 def unbroken(command: list[str], directory: Path) -> tuple[float, Growth]:
-    """Run the command; its seconds and what it held."""
+    """Run the command; return its seconds, and its memory and open files."""
     begin = time.monotonic()
     growth = Growth()
     launcher = start(command, directory, directory / "unbroken.log")
@@ -103,7 +103,7 @@ def unbroken(command: list[str], directory: Path) -> tuple[float, Growth]:
 
 
 def broken(command: list[str], directory: Path, mean_seconds: float, chance: random.Random) -> Iterator[str]:
-    """Run the command with --resume until it ends by itself; yields the name of what was killed, each time."""
+    """Run the command with --resume until it ends by itself; yield the name of each killed process."""
     while True:
         launcher = start([*command, "--resume"], directory, directory / "broken.log")
         try:
@@ -134,7 +134,7 @@ def _kill_one(launcher: subprocess.Popen, chance: random.Random) -> str:
 
 
 def _kill(victim: psutil.Process, launcher: subprocess.Popen) -> list[psutil.Process]:
-    """Kill one process of a run, and return those of them all that live long after."""
+    """Kill one process of a run; return the run's processes that are still alive long after."""
     processes = family(launcher)
     with suppress(psutil.NoSuchProcess):  # it ended just now
         victim.kill()

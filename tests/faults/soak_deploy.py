@@ -1,10 +1,10 @@
-"""Keeps a server of `swiftlite deploy` busy for ten minutes, while other clients hang up in the middle of an answer.
+"""Keep a server of `swiftlite deploy` busy for ten minutes, while other clients disconnect in the middle of an answer.
 
     python -m tests.faults.soak_deploy --minutes 10
 
-The load is vLLM's own benchmark client, eight requests at a time, round after round. Figures: answers that came whole
-of those that were asked for, clients that hung up, and memory and open files of the server and all it started, after a
-quarter of the rounds and at the end. The model is tiny and random, with one head; everything is on 127.0.0.1.
+vLLM's benchmark client sends eight requests at a time in many rounds. The script prints the numbers of complete
+answers, of requests and of disconnected clients, and the memory and open files of the server and its subprocesses after
+a quarter of the rounds and at the end. The model is tiny and random, with one head; everything is on 127.0.0.1.
 """
 
 import argparse
@@ -35,7 +35,7 @@ main(parser.parse_args())
 
 
 def ask_and_hang_up(model: str, chance: random.Random) -> None:
-    """Ask for a long answer as a stream, read the first pieces of it, and close the connection."""
+    """Request a long answer as a stream, read its first chunks, and close the connection."""
     connection = http.client.HTTPConnection("127.0.0.1", PORT, timeout=60)
     prompt = [chance.randrange(10, 300) for _ in range(32)]
     body = {"model": model, "prompt": prompt, "max_tokens": 200, "stream": True, "ignore_eos": True}
@@ -45,10 +45,10 @@ def ask_and_hang_up(model: str, chance: random.Random) -> None:
 
 
 class HangingUp(threading.Thread):
-    """A client that does so over and over.
+    """A client that calls `ask_and_hang_up` repeatedly.
 
     Attributes:
-        times: how often it did.
+        times: number of calls so far.
     """
 
     def __init__(self, model: str, seed: int):
@@ -69,14 +69,14 @@ class HangingUp(threading.Thread):
 
 
 def held(server: subprocess.Popen) -> tuple[int, int]:
-    """Bytes and open files of the server and all it has started."""
+    """Return the bytes and the open files of the server and its subprocesses."""
     process = psutil.Process(server.pid)
     everyone = [process, *process.children(recursive=True)]
     return sum(one.memory_info().rss for one in everyone), sum(one.num_fds() for one in everyone)
 
 
 def ask(model: str, directory: Path, seed: int) -> int:
-    """A round of vLLM's client; answers that came whole."""
+    """Run one round of vLLM's client; return the number of complete answers."""
     words = f"""--backend vllm --base-url http://127.0.0.1:{PORT} --model {model} --dataset-name random --seed {seed}
         --random-input-len 64 --random-output-len 48 --num-prompts {REQUESTS_A_ROUND} --max-concurrency 8 --ignore-eos
         --disable-tqdm --save-result --result-dir {directory} --result-filename result.json"""
@@ -128,7 +128,9 @@ def main() -> None:
 def _rounds(
     server: subprocess.Popen, model: str, directory: Path, seconds: float
 ) -> tuple[int, int, int, list[tuple[int, int]]]:
-    """Answers that came whole, those asked for, hang-ups, and what the server held after each round."""
+    """Return the numbers of complete answers, requests and disconnected clients, and the server's resources after each
+    round.
+    """
     rude = [HangingUp(model, seed) for seed in range(2)]
     for client in rude:
         client.start()

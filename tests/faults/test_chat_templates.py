@@ -1,4 +1,4 @@
-"""Chat templates are programs from a model's directory: whatever they do, a row is encoded or named."""
+"""Test that, whatever a chat template does, a row is encoded or reported. Templates are untrusted programs."""
 
 import hypothesis.strategies as st
 import pytest

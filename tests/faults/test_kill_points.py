@@ -1,4 +1,4 @@
-"""What the hunt for kill points does (`hunt.py`), a part of it: the whole is a command of its own."""
+"""Test a part of the search for kill points (`hunt.py`); the whole search is a separate command."""
 
 import os
 import signal
@@ -24,7 +24,10 @@ os.rename("file", "whole")
 
 @pytest.fixture
 def hit(tmp_path):
-    """hit(at, error): WRITER in a process that is hit at an operation; the process, and the operations before."""
+    """Return hit(at, error), which runs WRITER with a fault at an operation.
+
+    It returns the process and the operations before.
+    """
     shim = build_shim(tmp_path)
     (tmp_path / "out").mkdir()
     (tmp_path / "counter").write_bytes(bytes(8))

@@ -1,4 +1,6 @@
-"""config.json and safetensors files of any content: what transformers or the safetensors package takes, or refused."""
+"""Test config.json and safetensors files with any content: they are read as transformers or safetensors does, or
+rejected.
+"""
 
 import json
 import struct
@@ -28,13 +30,13 @@ from tests.tiny import make_tiny_hf
 
 @pytest.fixture(scope="module", params=sorted(FAMILIES))
 def model(request, tmp_path_factory) -> tuple[Path, dict]:
-    """A directory and the config.json that belongs to it."""
+    """Return a directory and its config.json."""
     directory = make_tiny_hf(tmp_path_factory.mktemp(request.param) / "model", request.param, depth=1)
     return directory, json.loads((directory / "config.json").read_text())
 
 
 def examine(directory: Path, mesh) -> None:
-    """What `doctor`, its plan, and the beginning of every other command ask of config.json."""
+    """Run what `doctor`, its plan, and the beginning of every other command do with config.json."""
     hf_config = answer(read_config, directory, names=str(directory))
     if hf_config is None:
         return
@@ -118,7 +120,7 @@ header_entries = st.fixed_dictionaries(
 
 
 def compare_with_package(directory: Path) -> None:
-    """We read what the safetensors package reads, and refuse what it refuses."""
+    """Check that a file is read or rejected exactly as by the safetensors package."""
     path = directory / "model.safetensors"
     try:
         expected = load_file(path)

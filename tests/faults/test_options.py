@@ -1,4 +1,4 @@
-"""YAML, JSON and args.json of any content: the options that they hold, or one error that names the file."""
+"""Test YAML, JSON and args.json with any content: the result is options, or one error that names the file."""
 
 import dataclasses
 import json
@@ -79,7 +79,7 @@ def test_any_json(tmp_path, monkeypatch, command, content):
 
 @pytest.fixture
 def run(tmp_path) -> SftArgs:
-    """The options that go on with a run."""
+    """Return the options that resume a run."""
     (tmp_path / "out/checkpoint-2").mkdir(parents=True)
     (tmp_path / "t.jsonl").write_text('{"query": "q", "response": "a"}\n')
     args = SftArgs(model=str(tmp_path), dataset=[str(tmp_path / "t.jsonl")], output_dir=str(tmp_path / "out"))

@@ -1,4 +1,4 @@
-"""Data files of any content: every row is a sample, or a bad row that names its line, or the file is refused."""
+"""Test data files with any content: every row is a sample or a bad row with its line, or the file is rejected."""
 
 import json
 from pathlib import Path
@@ -56,7 +56,7 @@ def encoder(request) -> ConversationEncoder:
 
 
 def check(path: Path, encoder: ConversationEncoder) -> None:
-    """Every row of the file has gone somewhere, and what went to training can train."""
+    """Check that every row of a file is accounted for, and that the samples can be trained."""
     read = answer(read_rows, find_rows(str(path)), names=str(path))
     if read is None:
         return

@@ -1,4 +1,4 @@
-"""What is asked of SGLang's server, and how its answers are read; a real one is asked in tests/e2e/test_sglang.py."""
+"""Test requests to SGLang's server, and reading its answers. tests/e2e/test_sglang.py uses a real server."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The doctor's look at a checkpoint through SGLang's own loaders; one process of SGLang's loads all of this file."""
+"""Test `doctor --engine sglang`. One process with SGLang loads all checkpoints of this file."""
 
 import importlib.util
 import json
@@ -34,7 +34,7 @@ for directory, options in json.loads(sys.argv[1]):
 WHOLE = [(family, depth) for family in CLASSES if family not in HYBRID for depth in (0, 1)]
 
 PUBLISHED = ("Llama-3.1-8B", "Qwen3-8B-FP8", "DeepSeek-V3")
-"""As on the hub: a vocabulary that is padded, and FP8 with both types of factors."""
+"""Shapes of published models: one has a padded vocabulary, and two have FP8 with both types of scales."""
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ def test_a_broken_checkpoint_is_found(reports, family, name):
 
 @pytest.mark.parametrize("family", ["mimo", "glm4_moe", "deepseek_v3"])
 def test_numbers_that_sglang_would_leave_random_are_counted(reports, family):
-    """The classes of SGLang's own, which load what they find; those of our plugin refuse."""
+    """SGLang's own classes load whatever they find; classes of swiftlite's plugin raise an error."""
     draft = convention("sglang", family).draft
     (problem,) = reports[family, "no projection"].problems
     assert mentions(problem, f"{draft} {64 * 128}")

@@ -1,4 +1,4 @@
-"""What SGLang is told about a checkpoint, and how its counts are read; SGLang itself: tests/e2e/test_sglang.py."""
+"""Test SGLang's options for a checkpoint, and reading its counts. tests/e2e/test_sglang.py runs SGLang."""
 
 import importlib.util
 from contextlib import nullcontext
@@ -21,7 +21,7 @@ from tests.tiny import make_tiny_hf
 
 
 def speculative(directory: Path, **options: Any) -> dict[str, Any]:
-    """SGLang's options of drafting, by the ends of their names."""
+    """Return SGLang's speculative options, by the last part of their names."""
     given = engine_options(EngineConfig(resolve_served(directory), **options))
     prefix = "speculative_"
     return {name.removeprefix(prefix): value for name, value in given.items() if name.startswith(prefix)}

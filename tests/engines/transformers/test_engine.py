@@ -1,4 +1,4 @@
-"""The verify loop: what comes out, where it stops, and that drafting changes nothing but speed."""
+"""Test the generation loop: output, stopping, and that drafts change only the speed."""
 
 import json
 from dataclasses import replace
@@ -125,7 +125,10 @@ def test_a_tied_mimo_needs_no_code_of_its_own(tmp_path):
 
 @pytest.mark.parametrize("family", ["qwen3", "mimo", "glm4_moe", "deepseek_v3", "qwen3_5_moe"])
 def test_fp8_rows_that_are_no_multiple_of_a_block(tmp_path, family):
-    """DeepSeek-V3's `kv_a_proj_with_mqa` has 576 rows in blocks of 128; here no block divides any matrix."""
+    """DeepSeek-V3's `kv_a_proj_with_mqa` has 576 rows in blocks of 128.
+
+    In this test no block size divides any matrix.
+    """
     directory = make_fp8(tmp_path, family, depth=1)
     model = resolve_served(directory)
     held = per_expert(load_trunk(EngineConfig(model, "bfloat16")).state_dict())

@@ -1,4 +1,4 @@
-"""Drafts of the product's heads against a reference that keeps no cache, and inside transformers' own loop."""
+"""Test swiftlite's drafts against a reference without a cache, and in transformers' loop."""
 
 import json
 import shutil

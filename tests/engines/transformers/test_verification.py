@@ -1,4 +1,4 @@
-"""Rejection sampling leaves the trunk's distribution as it is, and the test of it notices when it does not."""
+"""Test that rejection sampling preserves the trunk's distribution, and that the test detects wrong code."""
 
 import inspect
 from collections.abc import Callable
@@ -32,7 +32,7 @@ WRONG = {
 
 
 def wrong_verify(how: str) -> Callable[..., torch.Tensor]:
-    """The function with a part of it changed."""
+    """Return `verify` with one part changed."""
     source = inspect.getsource(verification)
     old, new = WRONG[how]
     assert source.count(old) == 1
@@ -42,7 +42,10 @@ def wrong_verify(how: str) -> Callable[..., torch.Tensor]:
 
 
 def drawn_triples(check: Callable[..., torch.Tensor], number: int) -> tuple[list[list[int]], torch.Tensor]:
-    """Three tokens, drafted two by two, with what they should be distributed as; each depends on those before it."""
+    """Return three tokens, drafted two at a time, and their expected distribution.
+
+    Each token depends on the tokens before.
+    """
     generator = torch.Generator().manual_seed(1)
     size = 4
 
@@ -91,14 +94,14 @@ def test_a_draft_is_kept_as_often_as_the_distributions_overlap():
 
 
 def test_equal_distributions_leave_something_to_draw_from():
-    """Rounding may refuse a draft where nothing of p - q is positive."""
+    """Because of rounding, a draft can be rejected although no entry of p - q is positive."""
     p = torch.tensor([[0.5, 0.5]])
     (token,) = verify(torch.tensor([0]), p.new_tensor([[2.0, 0.5]]), torch.cat((p, p)), HighLuck().generator).tolist()
     assert token in (0, 1)
 
 
 class HighLuck:
-    """A generator whose first number is above a half."""
+    """A generator whose first number is above 0.5."""
 
     def __init__(self):
         seed = 0
@@ -108,12 +111,12 @@ class HighLuck:
 
 
 def make_small(tmp_path, family: str, depth: int):
-    """A real model with a vocabulary that can be counted through."""
+    """Return a real model with a small vocabulary."""
     return make_tiny_hf(tmp_path, family, depth=depth, vocab_size=6)
 
 
 def answered(directory, top_p: float, confidence: float = 0.0) -> tuple[list[list[int]], DraftCounts]:
-    """Three tokens behind PROMPT, 600 times."""
+    """Return three tokens after PROMPT, 600 times."""
     engine = start_engine("transformers", EngineConfig(resolve_served(directory), "float32", num_speculative_tokens=2))
     sampling = Sampling(3, temperature=TEMPERATURE, top_p=top_p, draft_confidence=confidence)
     completions = engine.generate([PROMPT] * 600, sampling)
@@ -132,7 +135,7 @@ def test_an_engine_that_drafts_writes_what_the_trunk_would(tmp_path, family, dep
 
 
 def test_an_engine_that_stops_drafting_writes_what_the_trunk_would(tmp_path):
-    """Whether it stops behind a draft depends on that draft, which is verified all the same."""
+    """Whether drafting stops after a draft depends on the draft, which is verified in any case."""
     directory = make_small(tmp_path, "qwen3", 1)
     found, counts = answered(directory, 1.0, confidence=0.17)  # of 6 tokens that are about as likely
     assert probability(found, joint_distribution(directory, 1.0)) > FALSE_ALARM
@@ -148,7 +151,7 @@ def test_an_engine_that_verifies_wrongly_is_noticed(tmp_path, monkeypatch, how):
 
 
 def test_the_loop_of_transformers_verifies_drawn_drafts(tmp_path):
-    """It is given the logits that they were drawn from, and verifies by the same rule."""
+    """transformers receives the logits from which the drafts were sampled, and verifies by the same rule."""
     directory = make_small(tmp_path, "qwen3", 2)
     accepted: list[int] = []
 

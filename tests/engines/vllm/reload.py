@@ -1,9 +1,10 @@
-"""Loads models into vLLM's own classes on a CPU, then gives each its weights again as a worker is given new ones.
+"""Load models into vLLM's classes on a CPU, then load the weights again in the way in which a worker receives new
+weights.
 
     python reload.py MODEL_DIR...
 
-No engine is started. Prints a line of JSON for each: what the transfer objects to, and which parameters are not as
-before.
+No engine is started. For each model, a line of JSON with the errors of the transfer and the changed parameters is
+printed.
 """
 
 import json

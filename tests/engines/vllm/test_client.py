@@ -1,4 +1,4 @@
-"""What is asked of vLLM's server, and how its answers are read; a real one is asked in tests/e2e/test_bench.py."""
+"""Test requests to vLLM's server, and reading its answers. tests/e2e/test_bench.py uses a real server."""
 
 import pytest
 

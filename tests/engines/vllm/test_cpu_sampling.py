@@ -1,4 +1,4 @@
-"""Numbers of requests, repeated for their draft tokens."""
+"""Test that values of requests are repeated for their draft tokens."""
 
 import pytest
 import torch

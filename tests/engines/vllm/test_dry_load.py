@@ -1,6 +1,6 @@
-"""The doctor's look at a checkpoint through vLLM's own loaders, and through what is known of SGLang's classes.
+"""Test `doctor --engine` with vLLM's own loaders, and with the known facts about SGLang's classes.
 
-One process of vLLM's loads every checkpoint of this file; what each must find stands in the tests.
+One process with vLLM loads all checkpoints of this file.
 """
 
 import importlib.util
@@ -97,7 +97,7 @@ def test_a_broken_checkpoint_is_found(reports, family, name):
 
 @pytest.mark.parametrize("family", ["mimo", "glm4_moe", "deepseek_v3"])
 def test_numbers_that_vllm_would_leave_random_are_counted(reports, family):
-    """The classes of vLLM that load what they find; those of our plugin refuse."""
+    """vLLM's own classes load whatever they find; classes of swiftlite's plugin raise an error."""
     draft = convention("vllm", family).draft
     (problem,) = reports[family, "no projection"].problems
     assert mentions(problem, f"{draft} {64 * 128}")

@@ -1,4 +1,4 @@
-"""What is derived and refused before vLLM starts; the starts themselves are in tests/e2e/test_engines.py."""
+"""Test what is derived and rejected before vLLM starts. tests/e2e/test_engines.py starts vLLM."""
 
 import importlib.util
 from dataclasses import replace
@@ -72,7 +72,7 @@ def test_a_step_that_another_head_was_trained_for_is_refused(
 @pytest.mark.parametrize("family", ["deepseek_v3", "qwen3"])
 @pytest.mark.parametrize("torch_dtype", ["float32", "bfloat16"])
 def test_latent_attention_in_float32_is_kept_from_amx(tmp_path, family, torch_dtype):
-    """vLLM takes AMX kernels where the CPU has them, for trunk and draft apart; they end with an error in float32."""
+    """If the CPU has AMX, vLLM selects AMX kernels separately for trunk and draft; they raise an error in float32."""
     model = resolve_served(make_tiny_hf(tmp_path, family, 1))
     options = engine_options(EngineConfig(model, torch_dtype=torch_dtype, num_speculative_tokens=1))
     expected = "CPU_MLA" if (family, torch_dtype) == ("deepseek_v3", "float32") else None

@@ -1,5 +1,7 @@
-"""A server that hangs holds nobody for ever: what is said then, and in which state it is. With a real vLLM:
-tests/e2e/test_served_weights.py."""
+"""Test that a server that hangs does not block its client forever, and the errors and states of the client.
+
+tests/e2e/test_served_weights.py uses a real vLLM.
+"""
 
 import asyncio
 import time
@@ -24,11 +26,11 @@ TIMEOUT = 1
 
 
 class Hanging:
-    """Answers as a vLLM that was started with --live_weights, but on some paths never, or late.
+    """A server that answers like a vLLM with --live_weights, but on some paths never, or late.
 
     Attributes:
-        stages: pipeline stages that it was started with.
-        seconds: that it takes over the first request to a path; the second takes twice as long, and so on.
+        stages: number of its pipeline stages.
+        seconds: time of the first request to a path. The second request takes twice as long, and so on.
     """
 
     def __init__(self, model: Path):
@@ -100,7 +102,7 @@ def test_an_answer_that_never_comes(tmp_path):
 
 
 def test_answers_that_follow_each_other_are_in_time(tmp_path):
-    """All together may take longer than one may."""
+    """The timeout applies to each answer, not to all answers together."""
     with started(tmp_path, timeout=3) as (server, engine):
         server.seconds["/v1/completions"] = 0.5
         begin = time.monotonic()

@@ -1,6 +1,6 @@
-"""Each way of weights to vLLM's workers, with the receiver that a worker has: what arrives, and what is refused.
+"""Test each transport of weights to vLLM's workers with the real receiver: what arrives, and what is rejected.
 
-NCCL and CUDA's shared memory are tests/gpu_links; tests/e2e/test_live_weights.py has whole engines.
+tests/gpu_links tests NCCL and CUDA IPC; tests/e2e/test_live_weights.py uses whole engines.
 """
 
 import importlib.util
@@ -28,7 +28,7 @@ pytestmark = [
 
 
 class Model(nn.Module):
-    """Loads what it knows and, as vLLM's models do, says nothing of the rest; but refuses `never`."""
+    """A model that loads the tensors it knows and ignores others, as vLLM's models do, but rejects `never`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Model(nn.Module):
 
 
 class Worker:
-    """A `Client` whose engine is one worker, which is told in JSON, as over HTTP."""
+    """A `Client` whose engine is one worker. Calls are converted to JSON, as over HTTP."""
 
     part: Part = "target"
 

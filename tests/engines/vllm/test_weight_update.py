@@ -1,5 +1,7 @@
-"""New weights for an engine: what is sent in which order, and every way in which it is refused. No engine is started;
-tests/e2e/test_live_weights.py does."""
+"""Test weight updates of an engine: what is sent in which order, and all rejected cases.
+
+No engine is started; tests/e2e/test_live_weights.py does.
+"""
 
 import importlib.util
 import os
@@ -22,7 +24,7 @@ needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason
 
 
 class FakeLLM:
-    """vLLM's methods of weight transfer; remembers what it was told."""
+    """vLLM's methods for weight transfer, which record their calls."""
 
     def __init__(self, is_busy: bool = False):
         self.calls: list[Any] = []
@@ -48,7 +50,7 @@ class FakeLLM:
 
 
 def make(tmp_path, llm: Any, drafts: bool = True, layout: str = "") -> tuple[WeightUpdate, dict, dict]:
-    """The update, and the tensors of trunk and heads."""
+    """Return the update, and the tensors of trunk and heads."""
     directory = make_tiny_hf(tmp_path / "model", "glm4_moe", depth=1)
     model, tensors = resolve_served(directory), load_file(directory / "model.safetensors")
     copies = model.family.mtp.copies(model.config, 0)
@@ -110,7 +112,9 @@ def test_an_engine_that_does_not_draft_takes_no_heads(tmp_path):
 
 @pytest.mark.parametrize(("stages", "shares_experts"), [(2, False), (1, True)])
 def test_an_engine_whose_workers_hold_parts_is_refused_before_the_first_bucket(tmp_path, stages, shares_experts):
-    """Each worker would object to the first tensor of another one, and the engine would have half of the weights."""
+    """Otherwise each worker would reject tensors of other workers, and the engine would have a part
+    of the new weights.
+    """
     llm = FakeLLM()
     update, trunk, heads = make(tmp_path, llm, layout=unsupported_layout(stages, shares_experts))
     refused(update, [trunk], [heads])
