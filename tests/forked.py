@@ -1,7 +1,6 @@
-"""Processes that tests start, forked from one that has imported what most of them need: each would take 8 s for it.
+"""Start processes for tests by forking a process that has imported what most tests need; importing takes 8 s.
 
-A forked process has everything else of its own: environment, directory, signals, exit code; and nothing of those that
-ran before it.
+A forked process has its own environment, directory, signals and exit code, and shares nothing with earlier processes.
 """
 
 import gc
@@ -42,13 +41,13 @@ PRELOADED = [
 
 
 def forkserver() -> ForkServerContext:
-    """The one that processes are forked from; it starts when the first of them does."""
+    """Return the process that others are forked from. It starts when the first process is forked."""
     multiprocessing.set_forkserver_preload(PRELOADED)
     return multiprocessing.get_context("forkserver")
 
 
 class Running:
-    """Some processes that are one command, with those parts of `subprocess.Popen` that tests use."""
+    """The processes of one command, with the methods of `subprocess.Popen` that tests use."""
 
     def __init__(self, args: Sequence[str], processes: Sequence[BaseProcess], out: Path, err: Path):
         self.args = list(args)
@@ -57,7 +56,7 @@ class Running:
 
     @property
     def pid(self) -> int:
-        """That of the first process, and of a process group of its own."""
+        """Id of the first process, which is also the id of its process group."""
         return self._processes[0].pid or 0
 
     @property
@@ -65,17 +64,19 @@ class Running:
         return self.poll()
 
     def poll(self) -> int | None:
-        """The exit code of the first process that failed, -N of one that signal N ended; None while all may go on."""
+        """Return the exit code of the first process that failed, or -N if signal N ended it; None while all may still
+        run.
+        """
         codes = [process.exitcode for process in self._processes]
         if failed := [code for code in codes if code]:
             return failed[0]
         return None if None in codes else 0
 
     def wait(self, timeout: float) -> int:
-        """Until all have ended; when one fails, the others are killed.
+        """Wait until all processes have ended. If one fails, the others are killed.
 
         Raises:
-            subprocess.TimeoutExpired: after `timeout` seconds.
+            subprocess.TimeoutExpired: `timeout` seconds have passed.
         """
         deadline = time.monotonic() + timeout
         while (code := self.poll()) is None:
@@ -86,7 +87,7 @@ class Running:
         return code
 
     def kill(self, after: float = 0) -> int | None:
-        """Kill those that have not ended after so many seconds, and return the exit code as `poll` does."""
+        """Kill the processes that have not ended after `after` seconds, and return the exit code as `poll` does."""
         for process in self._processes:
             process.join(after)
             process.kill()
@@ -94,7 +95,7 @@ class Running:
         return self.poll()
 
     def communicate(self, timeout: float = 600) -> tuple[str, str]:
-        """What was written to stdout and stderr, once all have ended."""
+        """Wait until all processes have ended, and return their stdout and stderr."""
         self.wait(timeout)
         return self._read()
 
@@ -110,7 +111,7 @@ class Running:
 def start_swiftlite(
     argv: Sequence[str], directory: Path, environments: Sequence[Mapping[str, str]], out: Path, err: Path
 ) -> Running:
-    """`swiftlite argv` in `directory`, a process for each environment; their output is appended to `out` and `err`."""
+    """Start `swiftlite argv` in `directory`, one process per environment. Output is appended to `out` and `err`."""
     processes = []
     for environment in environments:
         process = forkserver().Process(target=_become_swiftlite, args=(argv, directory, out, err, environment))
@@ -128,7 +129,7 @@ def _become_swiftlite(argv: Sequence[str], directory: Path, out: Path, err: Path
 
 
 def run_swiftlite(argv: Sequence[str], directory: Path, out: Path, err: Path) -> None:
-    """What `python -W ignore -m swiftlite argv` does, in this process, which it ends."""
+    """Do what `python -W ignore -m swiftlite argv` does in this process, and end it."""
     import torch
 
     from swiftlite.cli.main import main
@@ -146,12 +147,12 @@ def run_swiftlite(argv: Sequence[str], directory: Path, out: Path, err: Path) ->
 
 
 class Host:
-    """A process that imports some modules more, and forks another one for each call.
+    """A process that imports additional modules, and forks another process for each call.
 
     Args:
-        modules: names; none of them may start a thread.
-        environment: what is added to it before they are imported.
-        prepare: called after they are imported; of a module's top level.
+        modules: names of modules; none of them may start a thread.
+        environment: environment variables that are added before the imports.
+        prepare: function at the top level of a module, called after the imports.
     """
 
     def __init__(
@@ -163,14 +164,14 @@ class Host:
         theirs.close()
 
     def call(self, function: Callable[..., Any], *args: Any, timeout: float = 600) -> Any:
-        """What `function(*args)` returns in a process of its own, or the exit code that it ended that process with.
+        """Return the result of `function(*args)` in a separate process, or the exit code if it ends its process.
 
         Args:
-            function: of a module's top level.
-            args: anything that can be pickled, and so the result.
+            function: a function at the top level of a module.
+            args: arguments that can be pickled; the result must be picklable too.
 
         Raises:
-            RuntimeError: with the traceback of the process, if it failed.
+            RuntimeError: the process failed; the error contains its traceback.
         """
         self._connection.send((function, args))
         if not self._connection.poll(timeout):

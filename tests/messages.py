@@ -1,7 +1,7 @@
-"""What a test asks of a message: the names and the numbers in it, whatever the sentence around them says.
+"""Check the names and numbers in messages, independent of the sentences.
 
-Tokens are option names, file names, fields, values and commands, separated by spaces. A text names a token that stands
-in it whole (5 is not named by 0.5, nor --lr by --lr_decay_style); the order does not matter.
+Tokens are option names, file names, fields, values and commands, separated by spaces. A text names a token if it
+contains the whole token (0.5 does not name 5, and --lr_decay_style does not name --lr). The order does not matter.
 """
 
 import re
@@ -9,32 +9,35 @@ from collections.abc import Sequence
 
 
 def naming(tokens: str) -> str:
-    """Return a pattern, for `pytest.raises(match=...)`, of the texts that name each token."""
+    """Return a pattern, for `pytest.raises(match=...)`, that matches texts which name each token."""
     assert tokens.split(), "a pattern without tokens matches every text"
     return r"(?s)\A" + "".join(rf"(?=.*{_whole(token)})" for token in tokens.split())
 
 
 def mentions(text: str, tokens: str) -> bool:
-    """Whether a text names each token; where nothing can be asked (a row of a table), there are none."""
+    """Return whether a text names each token. True if there are no tokens."""
     return all(re.search(_whole(token), text) for token in tokens.split())
 
 
 def has_line(text: str, tokens: str) -> bool:
-    """Whether one line of a text, of a report or a log, names each token."""
+    """Return whether one line of a text names each token."""
     return any(mentions(line, tokens) for line in text.splitlines())
 
 
 def answers_equal(text: str, number: int) -> bool:
-    """Whether `infer --compare` reported that all of so many answers are equal with and without speculation.
+    """Return whether `infer --compare` reported that all `number` answers are equal with and without speculation.
 
-    The one place in the tests that knows the words of this line: another line of the same log, about the file of
-    answers, has the same two numbers.
+    This is the only test code that depends on the words of this line, because another line of the log has the same two
+    numbers.
     """
     return re.search(rf"answers equal: {number} of {number}$", text, re.MULTILINE) is not None
 
 
 def mention_each(texts: Sequence[str | tuple[str, ...]], tokens: Sequence[str]) -> bool:
-    """Whether there are as many texts as lists of tokens, and each names its own; a problem and its hint are one."""
+    """Return whether there are as many texts as lists of tokens, and each text names its tokens.
+
+    A problem and its hint count as one text.
+    """
     whole = ["\n".join(text) if isinstance(text, tuple) else text for text in texts]
     return len(whole) == len(tokens) and all(map(mentions, whole, tokens))
 

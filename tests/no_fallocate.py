@@ -1,4 +1,4 @@
-"""Lets the kernel answer fallocate(2) as a file system does that cannot allocate, such as NFS before 4.2."""
+"""Make fallocate(2) fail as on a file system that cannot allocate blocks, such as NFS before 4.2."""
 
 import ctypes
 import errno
@@ -16,7 +16,7 @@ class _Program(ctypes.Structure):
 
 
 def forbid_fallocate() -> bool:
-    """For the rest of this process; returns whether that could be done."""
+    """Forbid fallocate for the rest of this process; return whether this was possible."""
     number = _NUMBERS.get(platform.machine())
     if number is None:
         return False

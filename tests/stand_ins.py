@@ -1,5 +1,7 @@
-"""Environments for the processes that tests start: in which SGLang runs on a CPU, vLLM starts in half the time, and
-weights go between "GPUs"."""
+"""Return environments for processes that tests start.
+
+In them, SGLang runs on a CPU, vLLM starts in half the time, and weights are sent between emulated GPUs.
+"""
 
 import os
 from pathlib import Path
@@ -10,23 +12,25 @@ _UNBOUND = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
 def sglang_environment() -> dict[str, str]:
-    """With the stand-ins on the path, before a real torchvision; and without compiling what runs once."""
+    """Return an environment with the stand-ins before a real torchvision on the path, and without compilation."""
     quiet = {"PYTHONWARNINGS": "ignore", "TORCHDYNAMO_DISABLE": "1"}
     return _with_path("sglang_stand_ins") | quiet
 
 
 def torchvision_environment() -> dict[str, str]:
-    """With the stand-in for torchvision, which vLLM's classes of image models import, and `vllm_forks.py`."""
+    """Return an environment with `vllm_forks.py`, and with the stand-in for torchvision, which vLLM's image models
+    import.
+    """
     return _with_path("sglang_stand_ins", "vllm_forks") | _UNBOUND
 
 
 def gpu_link_environment() -> dict[str, str]:
-    """With `gpu_links.py` among vLLM's plugins, and `vllm_forks.py`."""
+    """Return an environment with `gpu_links.py` and `vllm_forks.py` among vLLM's plugins."""
     return _with_path("gpu_links", "vllm_forks") | _UNBOUND
 
 
 def forking_vllm_environment() -> dict[str, str]:
-    """With `vllm_forks.py` among vLLM's plugins."""
+    """Return an environment with `vllm_forks.py` among vLLM's plugins."""
     return _with_path("vllm_forks") | _UNBOUND
 
 

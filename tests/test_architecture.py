@@ -1,4 +1,4 @@
-"""Who imports whom: docs/en/architecture.md, watched by a machine."""
+"""Test which packages import which, as docs/en/architecture.md specifies."""
 
 import ast
 import re
@@ -66,7 +66,7 @@ def level(part: str) -> int:
 
 
 def imports(file: Path) -> Iterator[str]:
-    """Dotted names of all imports of a file, those inside functions too."""
+    """Return the dotted names of all imports of a file, including imports inside functions."""
     for node in ast.walk(ast.parse((ROOT / file).read_text())):
         if isinstance(node, ast.Import):
             yield from (name.name for name in node.names)
@@ -106,14 +106,14 @@ def test_groups_are_handed_in(file):
 
 @pytest.mark.parametrize("file", [file for file in FILES if str(file).startswith(WITHOUT_TORCH)], ids=str)
 def test_what_answers_before_torch_needs_no_heavy_library(file):
-    """`cli/elastic.py` is the launcher's own process; `hub/gguf.py` de-quantizes, when a GGUF file is named."""
+    """Excluded are `cli/elastic.py`, the launcher process, and `hub/gguf.py`, which converts GGUF files."""
     if str(file) not in ("cli/elastic.py", "hub/gguf.py"):
         heavy = {"torch", "transformers", "megatron", "vllm"}
         assert not [name for name in imports(file) if name.split(".")[0] in heavy]
 
 
 def decisions(tree: ast.AST) -> Iterator[ast.AST]:
-    """What is compared, looked up by, or a key."""
+    """Yield the expressions that are compared, used for a lookup, or used as a key."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Compare):
             yield node
@@ -125,7 +125,7 @@ def decisions(tree: ast.AST) -> Iterator[ast.AST]:
 
 @pytest.mark.parametrize("file", [file for file in FILES if str(file) not in INDEXES], ids=str)
 def test_nothing_is_decided_by_the_name_of_an_engine(file):
-    """Its record says it (swiftlite/engines/info.py)."""
+    """Decisions use the engine's `EngineInfo` (swiftlite/engines/info.py)."""
     found = []
     for decision in decisions(ast.parse((ROOT / file).read_text())):
         constants = [node.value for node in ast.walk(decision) if isinstance(node, ast.Constant)]
@@ -140,7 +140,7 @@ MODULE_IN_TEXT = re.compile(r"`([a-z_]+)\.([a-z_0-9]+)\.[A-Za-z_]")
 
 @pytest.mark.parametrize("file", FILES, ids=str)
 def test_what_texts_refer_to_is_there(file):
-    """`engines/index.py` and `plan.layout.states_sent`, after a file has moved too."""
+    """References such as `engines/index.py` and `plan.layout.states_sent` must be valid after a file has moved."""
     text = (ROOT / file).read_text()
     repository = ROOT.parent
     places = (ROOT, repository, ROOT / file.parent, (ROOT / file).parents[1])

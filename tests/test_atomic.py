@@ -1,4 +1,4 @@
-"""What is written survives, and what cannot be written says so."""
+"""Test that atomic writes survive, and that failed writes are reported."""
 
 import resource
 import signal
@@ -35,7 +35,7 @@ def test_what_is_written_is_on_disk_before_it_has_its_name(tmp_path, synced):
 
 
 def test_a_write_that_fails_leaves_what_was_there(tmp_path):
-    """The kernel refuses to go beyond a size, as it does on a full disk."""
+    """The kernel rejects writes beyond a size, as on a full disk."""
     path = tmp_path / "small.json"
     atomic_write(path, b"old")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -1,4 +1,4 @@
-"""How config.json has the tokens that heads draft."""
+"""Test how config.json stores the tokens that heads can draft."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Which failures are a disk's, and how they are named."""
+"""Test which errors are failures of a disk, and their descriptions."""
 
 import errno
 

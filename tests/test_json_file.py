@@ -1,4 +1,4 @@
-"""JSON from files that nobody vouches for, against the standard library and what breaks it."""
+"""Test reading untrusted JSON against the standard library, and texts that make the standard library fail."""
 
 import json
 import os

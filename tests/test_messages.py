@@ -1,4 +1,4 @@
-"""The names in a message are found whole and in any order, and nothing else of it is asked."""
+"""Test `messages.py`: it finds whole names in any order, and ignores everything else."""
 
 import pytest
 

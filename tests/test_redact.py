@@ -1,4 +1,4 @@
-"""What is secret by its name, in options and in lines."""
+"""Test which options and texts are secret by their names."""
 
 import json
 import shlex

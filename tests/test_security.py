@@ -1,4 +1,4 @@
-"""Test the guarantees of SECURITY.md. `GUARANTEES` lists the tests; those without another place are in this file."""
+"""Test the guarantees of SECURITY.md. `GUARANTEES` lists all tests; the ones that fit nowhere else are in this file."""
 
 import json
 import os
@@ -183,7 +183,7 @@ print("EXIT CODES:", codes)
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory) -> tuple[Path, str]:
-    """A directory in which every command but those of servers ran, and what they printed."""
+    """Return a directory in which every command except servers was run, and the output of the commands."""
     directory = tmp_path_factory.mktemp("ran")
     make_tiny_hf(directory / "model", "qwen3", depth=1, with_tokenizer=True)
     rows = [{"query": f"{WORD} {number}", "response": f"A {WORD}."} for number in range(8)]
@@ -227,7 +227,7 @@ def test_rows_and_answers_are_not_logged(ran):
 @pytest.mark.gloo
 @pytest.mark.parametrize("processes", some_of([1, 2], 2))
 def test_ranks_on_one_machine_listen_to_it_alone(tmp_path, processes):
-    """Also where the machine's name leads to the network, as it usually does; root can see to that."""
+    """This also holds if the host name is a network address, as usual. Only root can set this up."""
     make_tiny_hf(tmp_path / "model", "qwen3", depth=1, with_tokenizer=True)
     (tmp_path / "rows.jsonl").write_text('{"query": "q", "response": "a"}\n' * 8)
     options = "--torch_dtype float32 --micro_batch_size 2 --global_batch_size 4 --train_iters 100000"
@@ -259,7 +259,7 @@ def test_ranks_on_one_machine_listen_to_it_alone(tmp_path, processes):
 
 
 def _on_the_network() -> list[str]:
-    """Words that give a command a machine whose name is its address on the network; none if that cannot be."""
+    """Return words that run a command on a machine whose name is its network address; empty if this is not possible."""
     addresses = [address.address for interface in psutil.net_if_addrs().values() for address in interface]
     outside = [address for address in addresses if re.fullmatch(r"[\d.]+", address) and address != "127.0.0.1"]
     if not outside:

@@ -1,4 +1,4 @@
-"""Tables of text."""
+"""Test tables of text."""
 
 from swiftlite.report.table import text_table
 

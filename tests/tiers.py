@@ -1,7 +1,7 @@
-"""Which parameters of a test run in CI, and which only in the tier `slow`.
+"""Select which parameters of a test run in CI, and which run only in the tier `slow`.
 
-For tests of one code path over families, layouts and kernels: CI runs every value, or every pair of values, and the
-whole product runs where time allows.
+If a test covers one code path for many families, layouts and kernels, CI runs every value or every pair of values. The
+slow tier runs all combinations.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -13,7 +13,7 @@ from allpairspy import AllPairs
 
 
 def some_of(values: Iterable[Any], *kept: Any) -> list[Any]:
-    """Return the values as parameters; those not in `kept` carry the marker slow.
+    """Return the values as parameters. Values that are not in `kept` have the marker slow.
 
     Example: `some_of(FAMILIES, "qwen2", "mimo")`.
     """
@@ -24,9 +24,9 @@ def some_of(values: Iterable[Any], *kept: Any) -> list[Any]:
 
 
 def pairwise(*factors: Sequence[Any]) -> list[Any]:
-    """Return the product of the factors as parameters, of which a few rows hold every pair of values.
+    """Return all combinations of the factors as parameters. A few of them cover every pair of values.
 
-    The other rows carry the marker slow. Example: of `pairwise("ab", "cd", "ef")`, which has 8 rows, 4 run in CI.
+    The others have the marker slow. Example: of the 8 combinations of `pairwise("ab", "cd", "ef")`, 4 run in CI.
     """
     numbers = [list(range(len(factor))) for factor in factors]
     kept = {tuple(row) for row in AllPairs(numbers)}

@@ -1,7 +1,7 @@
-"""Tiny random Hugging Face models with MTP tensors, written to a directory in a tenth of a second.
+"""Write tiny random Hugging Face models with MTP tensors in a tenth of a second.
 
-`make_tiny_hf` writes what a user would bring: config.json, model.safetensors, tokenizer. Every number is random, the
-norm weights too, so that a swapped norm, a lost bias or a permuted head changes the result.
+`make_tiny_hf` writes the files that a user would have: config.json, model.safetensors, tokenizer. All numbers are
+random, including the weights of norms, so that a swapped norm, a lost bias or a permuted head changes the results.
 """
 
 import json
@@ -157,10 +157,10 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
 }
 LATENT = ("deepseek_v3", "glm4_moe_lite")
 WRAPPED = ("qwen3_5", "qwen3_5_moe")
-"""Families whose files hold a vision tower beside the language model."""
+"""Families whose files contain a vision tower in addition to the language model."""
 HYBRID = ("qwen3_next", *WRAPPED, "qwen3_5_text", "qwen3_5_moe_text")
 ALIKE = ("qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text")
-"""Families that slow tests leave out: their layers are those of Qwen3-Next, their names those of Qwen3.5."""
+"""Families that slow tests omit, because their layers are those of Qwen3-Next and their names those of Qwen3.5."""
 # The smallest latent attention that vLLM takes on a CPU, for make_tiny_hf(family="deepseek_v3", **VLLM_LATENT_SIZES).
 # Engines norm latents with rms_norm_eps, transformers with 1e-6 whatever config.json says.
 VLLM_LATENT_SIZES: dict[str, Any] = {
@@ -205,7 +205,9 @@ CORPUS = [
 
 
 def make_tiny_tokenizer(vocab_size: int = 320) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer (any text round-trips) with a ChatML template that marks the assistant's tokens."""
+    """Return a byte-level BPE tokenizer, which preserves any text, with a ChatML template that marks the assistant's
+    tokens.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -227,10 +229,11 @@ def make_tiny_tokenizer(vocab_size: int = 320) -> PreTrainedTokenizerFast:
 
 
 def mtp_names(family: str, depth_index: int, num_layers: int = 2) -> tuple[dict[str, str], str]:
-    """Of one MTP head: tensor names of its embedding_norm, hidden_norm, projection, output_norm; its block's prefix.
+    """Return the tensor names of one MTP head: embedding_norm, hidden_norm, projection and output_norm; and its block's
+    prefix.
 
     Args:
-        num_layers: of the trunk; GLM-4.5's heads are numbered after them.
+        num_layers: number of the trunk's layers, after which GLM-4.5's heads are numbered.
     """
     k = depth_index
     if family == "mimo":
@@ -247,7 +250,7 @@ def mtp_names(family: str, depth_index: int, num_layers: int = 2) -> tuple[dict[
 
 
 def random_mtp_tensors(model: Any, family: str, depth: int, std: float = 0.2) -> dict[str, torch.Tensor]:
-    """`depth` random MTP heads under the family's names, in the dtype of `model`, one of transformers'."""
+    """Return `depth` random MTP heads with the family's names, in the dtype of `model`, a model of transformers."""
     hidden = model.config.hidden_size
     tensors = {}
     for k in range(depth):
@@ -265,12 +268,12 @@ def random_mtp_tensors(model: Any, family: str, depth: int, std: float = 0.2) ->
 
 
 def dtype_of(name: str, model: PreTrainedModel) -> torch.dtype:
-    """As transformers keeps a tensor: the bias of GLM-4.5's router is always float32."""
+    """Return the dtype of a tensor in transformers: the bias of GLM-4.5's router is always float32."""
     return torch.float32 if name.endswith(("e_score_correction_bias", "expert_bias")) else model.dtype
 
 
 def per_expert(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Stacked experts, as transformers holds them in memory, under the names of the hub's files."""
+    """Split stacked experts, as transformers has them in memory, into tensors with the names of files on the hub."""
     result = {}
     for name, tensor in tensors.items():
         prefix, experts, kind = name.partition("experts.")
@@ -290,7 +293,10 @@ def per_expert(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def make_tiny_model(
     family: str = "qwen3", tied: bool = False, dtype: torch.dtype = torch.float32, **config
 ) -> PreTrainedModel:
-    """A random transformers model: 2 layers, hidden 64, 2 heads of 32 in 1 group; `config` overrides any of it."""
+    """Return a random transformers model: 2 layers, hidden size 64, 2 heads of size 32 in 1 group.
+
+    `config` changes any of it.
+    """
     config_class, model_class = CLASSES[family]
     values = {
         "vocab_size": 128,
@@ -331,9 +337,9 @@ def write_hf(
     depth: int,
     packed_experts: bool = False,
 ) -> Path:
-    """Write trunk, MTP tensors and a config.json that promises `depth` of them.
+    """Write trunk, MTP tensors, and a config.json that declares `depth` heads.
 
-    `mtp_tensors` and `depth` are apart so that a test can write a checkpoint that breaks its promise.
+    `mtp_tensors` and `depth` are separate, so that a test can write a checkpoint with a wrong config.json.
     """
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
@@ -357,12 +363,12 @@ def write_hf(
 
 
 def depth_key(family: str) -> str:
-    """The key of config.json that says how many MTP heads there are."""
+    """Return the key of config.json for the number of MTP heads."""
     return "mtp_num_hidden_layers" if family.startswith("qwen3_5") else "num_nextn_predict_layers"
 
 
 def hub_name(family: str, name: str) -> str:
-    """A tensor's name in files, from the one that it has in transformers' language model."""
+    """Return a tensor's name in files, given its name in transformers' language model."""
     if family == "hy_v3":
         for memory, hub in HY_V3_NAMES.items():
             name = name.replace(memory, hub)
@@ -370,7 +376,7 @@ def hub_name(family: str, name: str) -> str:
 
 
 def memory_name(family: str, name: str) -> str:
-    """The other way round."""
+    """Invert `hub_name`."""
     if family == "hy_v3":
         for memory, hub in HY_V3_NAMES.items():
             name = name.replace(hub, memory)
@@ -378,7 +384,7 @@ def memory_name(family: str, name: str) -> str:
 
 
 def promise(hf_dir: Path, depth: int) -> None:
-    """Let config.json promise this many MTP heads, whatever the tensors are."""
+    """Change config.json to declare `depth` MTP heads, whatever the tensors are."""
     path = hf_dir / "config.json"
     config = json.loads(path.read_text())
     config.get("text_config", config)[depth_key(config["model_type"])] = depth
@@ -389,7 +395,7 @@ VISION = {"model.visual.blocks.0.weight": torch.arange(12.0).view(3, 4), "model.
 
 
 def wrapped(config: dict[str, Any]) -> dict[str, Any]:
-    """The config.json of a vision-language model, around that of its language model."""
+    """Return the config.json of a vision-language model that contains the given config of its language model."""
     model_type = config["model_type"].removesuffix("_text")
     return {
         "architectures": [config["architectures"][0].replace("ForCausalLM", "ForConditionalGeneration")],
@@ -411,14 +417,15 @@ def make_tiny_hf(
     packed_experts: bool = False,
     **config,
 ) -> Path:
-    """A tiny random Hugging Face model directory; returns it.
+    """Write a tiny random Hugging Face model; return its directory.
 
     Args:
         family: a key of CLASSES.
-        depth: MTP heads, written in the family's layout and promised by config.json.
-        with_tokenizer: add a byte-level BPE tokenizer with a ChatML template; the vocabulary follows it.
-        packed_experts: write the trunk's experts stacked, as transformers holds them in memory.
-        config: overrides of the transformers config, e.g. rope_scaling or num_hidden_layers.
+        depth: number of MTP heads, written with the family's names and declared in config.json.
+        with_tokenizer: add a byte-level BPE tokenizer with a ChatML template, which determines the size of the
+            vocabulary.
+        packed_experts: write the trunk's experts stacked, as transformers has them in memory.
+        config: changes of transformers' config, such as rope_scaling or num_hidden_layers.
     """
     directory = Path(directory)
     torch.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""A checkpoint as an engine that runs is given it: buckets of HF tensors, those of the heads apart."""
+"""Read a checkpoint as weights for a running engine: buckets of HF tensors, with the heads in separate buckets."""
 
 from pathlib import Path
 
@@ -11,8 +11,10 @@ Buckets = list[dict[str, torch.Tensor]]
 
 
 def trunk_and_heads(directory: Path) -> tuple[Buckets, Buckets]:
-    """A checkpoint's trunk and its heads, two buckets each; without copies of the trunk's tensors in the heads, and
-    without other parts than the language model, as `bridge.transfer.stream_hf` brings them."""
+    """Return a checkpoint's trunk and its heads as two buckets each, as `bridge.transfer.stream_hf` yields them.
+
+    Copies of the trunk's tensors in heads, and parts other than the language model, are omitted.
+    """
     model = resolve_served(directory)
     copies = model.family.mtp.copies(model.config, 0)
     trunk, heads = {}, {}
@@ -25,6 +27,6 @@ def trunk_and_heads(directory: Path) -> tuple[Buckets, Buckets]:
 
 
 def _in_two(tensors: dict[str, torch.Tensor]) -> Buckets:
-    """Every other tensor in the second one, so that no layer, and no expert, is whole before it."""
+    """Put every second tensor into the second bucket, so that no layer and no expert is complete before it."""
     entries = list(tensors.items())
     return [dict(entries[::2]), dict(entries[1::2])]

@@ -1,7 +1,9 @@
-"""flash-attn and torch's varlen attention without their compiled parts, on a CPU: their Python, over the same in torch.
+"""Run the Python code of flash-attn and of torch's varlen attention on a CPU, with compiled parts replaced by torch
+code.
 
-What is tested so is how they are called, and what is made of their results and gradients; not the kernels. flash-attn
-lies in a directory of its own: where it can be imported, others take it for one that works.
+Tests with these stand-ins check how the packages are called, and what is done with their results and gradients. They do
+not test the kernels. flash-attn's package is in a separate directory, because other packages would use it if it could
+be imported.
 """
 
 import os
@@ -17,12 +19,12 @@ SITE = Path(os.environ.get("SWIFTLITE_FLASH_SITE", Path(sys.prefix) / "flash"))
 
 
 def missing() -> str:
-    """Why flash-attn's Python cannot be used here; "" if it can."""
+    """Return why flash-attn's Python code cannot be used here; "" if it can."""
     return "" if (SITE / "flash_attn").is_dir() else f"flash-attn is not in {SITE} (requirements/flash.txt)"
 
 
 def install() -> None:
-    """Let flash-attn's package work in this process, for good."""
+    """Make flash-attn's package work in this process, permanently."""
     sys.path.append(str(SITE))
     sys.modules["flash_attn_2_cuda"] = SimpleNamespace(  # type: ignore[assignment]
         varlen_fwd=varlen_fwd, varlen_bwd=varlen_bwd, fwd=None, bwd=None, fwd_kvcache=None
@@ -35,8 +37,10 @@ def install() -> None:
 
 
 def segments(query, key, value, cu_q, cu_k) -> Iterator[tuple[slice, slice, tuple[torch.Tensor, ...]]]:
-    """Of each sequence where its queries and keys are, and queries, keys and values [heads, S, size] in float32 at
-    least, keys repeated for their queries."""
+    """Yield, for each sequence, the slices of its queries and keys, and queries, keys and values [heads, S, size].
+
+    They are at least float32, and keys are repeated for the queries that share them.
+    """
     for ends in zip(cu_q.tolist(), cu_q[1:].tolist(), cu_k.tolist(), cu_k[1:].tolist(), strict=False):
         of_q, of_k = slice(*ends[:2]), slice(*ends[2:])
         q, k, v = query[of_q], key[of_k], value[of_k]
@@ -52,7 +56,7 @@ def scores(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
 
 
 def forward(query, key, value, cu_q, cu_k, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """[T, heads, size], and the logarithms of sums of exponentials [heads, T]."""
+    """Return the output [T, heads, size], and the log-sum-exp [heads, T]."""
     assert query.size(-1) == key.size(-1) == value.size(-1) <= 256
     assert cu_q.dtype == cu_k.dtype == torch.int32
     outs, sums = [], []
@@ -64,7 +68,7 @@ def forward(query, key, value, cu_q, cu_k, scale: float) -> tuple[torch.Tensor, 
 
 
 def backward(grad, query, key, value, out, sums, cu_q, cu_k, scale: float) -> list[torch.Tensor]:
-    """As the kernels do it: from `out` and `sums`, whatever they are of."""
+    """Compute gradients as the kernels do, from `out` and `sums`."""
     found: list[list[torch.Tensor]] = [[], [], []]
     for of_q, _, (q, k, v) in segments(query, key, value, cu_q, cu_k):
         of_out, done = grad[of_q].to(q.dtype).transpose(0, 1), out[of_q].to(q.dtype).transpose(0, 1)
@@ -78,7 +82,7 @@ def backward(grad, query, key, value, out, sums, cu_q, cu_k, scale: float) -> li
 
 
 def varlen_fwd(query, key, value, out, cu_q, cu_k, *others: Any):
-    """flash_attn_interface.py:165 of 2.8.3."""
+    """Replace flash-attn's forward function (flash_attn_interface.py:165 of 2.8.3)."""
     *_, longest_q, longest_k, dropout, scale, _, causal, left, right, _, _, _ = others
     assert (longest_q, longest_k) == (cu_q.diff().max(), cu_k.diff().max())
     assert causal
@@ -88,7 +92,7 @@ def varlen_fwd(query, key, value, out, cu_q, cu_k, *others: Any):
 
 
 def varlen_bwd(grad, query, key, value, out, sums, dq, dk, dv, cu_q, cu_k, *others: Any):
-    """flash_attn_interface.py:362."""
+    """Replace flash-attn's backward function (flash_attn_interface.py:362)."""
     _, _, _, _, scale, _, causal, *_ = others
     assert causal
     for place, found in zip((dq, dk, dv), backward(grad, query, key, value, out, sums, cu_q, cu_k, scale), strict=True):
@@ -97,7 +101,7 @@ def varlen_bwd(grad, query, key, value, out, sums, dq, dk, dv, cu_q, cu_k, *othe
 
 
 def aten_forward(query, key, value, cu_q, cu_k, *others: Any, scale: float, **options: Any):
-    """torch's operation under varlen_attn."""
+    """Replace torch's operation that varlen_attn calls."""
     out, sums = forward(query, key, value, cu_q, cu_k, scale)
     seed = torch.zeros(2, dtype=torch.uint64)
     return out, sums, seed, seed[:0], query.new_zeros(0)
@@ -108,7 +112,7 @@ def aten_backward(grad, query, key, value, out, sums, cu_q, cu_k, *others: Any, 
 
 
 def torch_on_cpu() -> torch.library.Library:
-    """torch's two operations, until the library is destroyed."""
+    """Register torch's two operations for the CPU until the returned library is destroyed."""
     library = torch.library.Library("aten", "IMPL")
     library.impl("_flash_attention_forward", aten_forward, "CPU")
     library.impl("_flash_attention_backward", aten_backward, "CPU")

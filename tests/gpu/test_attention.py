@@ -1,4 +1,4 @@
-"""Core attention on CUDA: its variable-length kernel against one call per sequence."""
+"""Test core attention on CUDA: the variable-length kernel against one call per sequence."""
 
 import pytest
 import torch

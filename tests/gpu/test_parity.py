@@ -1,4 +1,4 @@
-"""The parity table where there are GPUs: what gloo cannot run, and recomputation in bfloat16 on one.
+"""Test the parity table on GPUs: layouts that gloo cannot run, and recomputation in bfloat16 on one GPU.
 
 `python scripts/parity.py --device cuda --dtype bfloat16` prints the table of one GPU.
 """
@@ -31,7 +31,9 @@ def test_recomputation_in_bfloat16_changes_no_loss(tmp_path, family):
 @pytest.mark.skipif(torch.cuda.device_count() < 4, reason="4 GPUs")
 @pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe"])
 def test_experts_shared_both_ways(tmp_path, family):
-    """megatron-core's alltoall over experts and their matrices gathers lists of unequal length, which gloo cannot."""
+    """megatron-core's all-to-all with expert and expert tensor parallelism gathers lists of unequal length, which gloo
+    cannot.
+    """
     hf_dir = parity.make_model(tmp_path / "model", family)
     both = TP2_SP | {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 2}
     (alone,) = parity.run(1, [Job(hf_dir, tmp_path / "alone")])

@@ -1,8 +1,8 @@
-"""NCCL and CUDA's shared memory without a GPU: what vLLM calls to bring weights from one GPU to another, over gloo and
-files.
+"""Replace NCCL and CUDA IPC on machines without a GPU: the functions that vLLM calls to send weights from GPU to GPU.
 
-vLLM's own senders and receivers run on top of it, in every process that has this directory on PYTHONPATH: it is one of
-vLLM's plugins. Not tested so are streams, and what only GPUs get wrong.
+They use gloo and files. vLLM's senders and receivers run with these replacements in every process that has this
+directory on PYTHONPATH, because this module is a plugin of vLLM. Streams, and defects that occur only on GPUs, are not
+tested.
 """
 
 import tempfile
@@ -21,7 +21,7 @@ _buffers = tempfile.TemporaryDirectory(prefix="gpu-links-")
 
 
 class GlooCommunicator:
-    """In the place of vLLM's PyNcclCommunicator."""
+    """Replaces vLLM's PyNcclCommunicator."""
 
     def __init__(self, group: Any, device: Any):
         self.rank, self.world_size = group.rank, group.world_size
@@ -38,7 +38,7 @@ class GlooCommunicator:
 
 
 class _TorchOfOneGpu:
-    """torch, for a module that names a GPU and its streams."""
+    """The module torch, for code that uses a GPU and its streams."""
 
     cuda = SimpleNamespace(
         current_stream=lambda: SimpleNamespace(synchronize=lambda: None),
@@ -51,7 +51,7 @@ class _TorchOfOneGpu:
         return getattr(torch, name)
 
     def empty(self, *sizes: Any, device: Any = "cpu", **options: Any) -> torch.Tensor:
-        """A tensor "on the GPU" is a file, which another process can open."""
+        """Create a tensor. A tensor "on the GPU" is stored in a file, which another process can open."""
         if device != "cuda":
             return torch.empty(*sizes, device=device, **options)
         _, path = tempfile.mkstemp(dir=_buffers.name)
@@ -61,7 +61,7 @@ class _TorchOfOneGpu:
 
 
 def reduce_tensor(buffer: Any) -> tuple[Callable, tuple]:
-    """As torch's of a GPU's tensor: what another process needs to open it."""
+    """Return what another process needs to open a buffer, like torch's function for a tensor on a GPU."""
     return rebuild_cuda_tensor, (
         *(torch.Tensor, buffer.size(), buffer.stride(), 0, torch.storage.TypedStorage, buffer.dtype, 0),
         *(buffer.path.encode(), buffer.numel(), 0, False, b"counter", 0, b"event", False),
@@ -73,10 +73,10 @@ def rebuild_cuda_tensor(*arguments: Any) -> torch.Tensor:
 
 
 def install(replace: Callable[[Any, str, Any], None] = setattr) -> None:
-    """Called by vLLM in each of its processes; may be called again.
+    """Install the replacements. vLLM calls this function in each of its processes; it may be called repeatedly.
 
     Args:
-        replace: sets an attribute, as `setattr` does for good.
+        replace: sets an attribute. `setattr` sets it permanently.
     """
     from torch.multiprocessing import reductions
     from vllm.distributed.device_communicators import pynccl

@@ -1,4 +1,4 @@
-"""What every test of growth trains on."""
+"""Fixtures with training data for all tests of this folder."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 
 @pytest.fixture(scope="session")
 def rows(tmp_path_factory) -> Path:
-    """Forty short questions with their answers."""
+    """Write forty short questions with answers."""
     path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
     asked = [{"query": f"What is {number} plus {number}?", "response": f"It is {2 * number}."} for number in range(40)]
     path.write_text("".join(json.dumps(row) + "\n" for row in asked))

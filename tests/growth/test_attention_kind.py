@@ -1,8 +1,8 @@
-"""A hybrid: a model whose layers alternate between Qwen3's attention and a kind that swiftlite has never heard of.
+"""Test adding a kind of attention: a model whose layers alternate between Qwen3's attention and a new kind.
 
-The kind is the plainest that is linear in the length of a sequence: each token gets the mean of all values up to it.
-It takes three things, each with one place: its facts ("The kind", a file in `swiftlite/families/`), its module and
-spec ("The module", in `swiftlite/model/`), and a family that names it. Nothing that plans, trains or converts is told.
+In the new kind, which is linear in the length of a sequence, each token gets the mean of all values up to it. Three
+parts are added, each in one place: its sizes ("The kind", a file in `swiftlite/families/`), its module and spec ("The
+module", in `swiftlite/model/`), and a family that uses it. Planning, training and conversion need no change.
 """
 
 import json
@@ -53,7 +53,7 @@ pytestmark = pytest.mark.gloo
 
 @dataclass(frozen=True)
 class RunningMean:
-    """out(mean of value(x) over all tokens so far)."""
+    """Attention with the output out(mean of value(x) over all tokens so far)."""
 
     recompute_modules: ClassVar[tuple[str, ...]] = ()
     needs_sequence_parallel: ClassVar[str] = ""
@@ -104,7 +104,7 @@ class RunningMean:
 
 
 class RunningMeanAttention(MegatronModule):
-    """Takes [S, B, H] as megatron-core's layer gives it, returns the same and no bias."""
+    """Maps hidden states [S, B, H] of megatron-core's layer to outputs of the same shape, and no bias."""
 
     def __init__(self, config: Any, **_: Any):
         super().__init__(config)
@@ -182,7 +182,7 @@ AutoModelForCausalLM.register(LakeConfig, LakeForCausalLM, exist_ok=True)
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    """Four layers; the head's block is of the last one's kind, Qwen3's attention."""
+    """Write a model with four layers. The decoder layer of the head is like the last layer, with Qwen3's attention."""
     directory = tmp_path_factory.mktemp("lake")
     return make_model(directory, LakeConfig, LakeForCausalLM, intermediate_size=96, num_hidden_layers=4)
 
@@ -191,7 +191,7 @@ def model(tmp_path_factory) -> Path:
 
 
 def measured(config: dict[str, Any], setup: Setup) -> dict[str, int]:
-    """What live objects hold (scripts/bench/memory.py)."""
+    """Return the measured memory in bytes (scripts/bench/memory.py)."""
     make_known()
     return vars(measure(config, setup))
 
@@ -238,7 +238,7 @@ def test_rows_that_it_does_not_take_are_refused(model, rows, options, problem):
 
 
 def continue_a_prompt(model: Path) -> str:
-    """What is said when acceptance is to be measured."""
+    """Return the message of a run that measures acceptance."""
     make_known()
     with session() as mesh, torch.no_grad():
         (chunk,), _ = open_model(resolve(model), mesh, dtype=torch.float32)
@@ -250,13 +250,13 @@ def continue_a_prompt(model: Path) -> str:
 
 
 def test_it_is_not_asked_to_continue_prompts(model):
-    """It keeps nothing in a `Cache`: counts of rows whose beginning it does not see would be wrong in silence."""
+    """The new kind stores nothing in a `Cache`, so counts would be silently wrong."""
     (problem,) = launch(1, continue_a_prompt, model)
     assert mentions(problem, "1")
 
 
 def test_it_trains_on_a_pipeline_and_is_exported(model, rows, tmp_path):
-    """Layers that differ are on different ranks, and in one checkpoint, which a single process reads."""
+    """Layers of different kinds are on different ranks and in one checkpoint, which a single process reads."""
     args = SftArgs(
         model=str(model),
         dataset=[str(rows)],

@@ -1,7 +1,7 @@
-"""An encoding that swiftlite has never heard of is read and written by tensor-parallel ranks, and exported.
+"""Test adding an encoding: tensor-parallel ranks read and write it, and it is exported.
 
-A tensor `w` of int8 codes has a factor for every few rows in `w_scale`. That takes three things: the encoding, a check
-of what config.json says of it, and a line for each in `bridge/encoding/`. Nothing else in the package knows of it.
+A tensor `w` of int8 codes has a factor for every few rows in `w_scale`. Three parts are added: the encoding, a check of
+its settings in config.json, and a line for each in `bridge/encoding/`. Nothing else in the package needs a change.
 """
 
 import json
@@ -43,7 +43,7 @@ DECLARED = {"quant_method": "int8_rows", "rows_per_factor": GROUP}
 
 @dataclass(frozen=True)
 class Int8Rows:
-    """Codes [rows, columns] in int8, and factors [rows / group]: powers of two, so that no rounding is done twice."""
+    """Codes [rows, columns] in int8, and factors [rows / group], which are powers of two to avoid repeated rounding."""
 
     group: int
 
@@ -108,7 +108,7 @@ def is_encoded(key: str) -> bool:
 
 
 def is_split_by_rows(key: str) -> bool:
-    """Whether tensor-parallel ranks hold whole rows of it."""
+    """Return whether tensor-parallel ranks hold whole rows of the tensor."""
     return is_encoded(key) and not key.endswith(("o_proj.weight", "down_proj.weight"))
 
 
@@ -136,7 +136,7 @@ def model(tmp_path_factory) -> Path:
 
 
 def decoded(model: Path) -> Tensors:
-    """The numbers that its tensors stand for, each by a formula of one line."""
+    """Return the decoded tensors of a model, computed with a simple formula."""
     stored = load_file(model / "model.safetensors")
     numbers = {key: tensor for key, tensor in stored.items() if f"{key}_scale" not in stored}
     for key in stored.keys() - numbers.keys():
@@ -196,7 +196,10 @@ def test_slices_of_whole_blocks_are_written(tmp_path, monkeypatch, chunk_bytes):
 
 
 def load_and_save(model: Path, out_dir: Path, tensor_parallel_size: int) -> None:
-    """Open the model on all ranks and write it: in its own encoding what ranks hold by whole rows, the rest plain."""
+    """Load the model on all ranks and save it.
+
+    Tensors of which ranks hold whole rows are encoded; all others are plain.
+    """
     make_known()
     hf_config = read_config(model)
     family = families.get(hf_config)

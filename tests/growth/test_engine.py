@@ -1,10 +1,10 @@
-"""Adding an engine: one record, one class, and where it has a server a command, a client and a look at its loaders.
+"""Test adding an engine: an `EngineInfo`, an `Engine` class and, for a server, a command, a client and a dry load.
 
-The engine of this file decodes greedily with transformers' trunk and lets the first MTP head draft. It keeps no cache,
-so nothing is gained by its drafts; but it counts them as every engine does. The tests add its record to the table of
-engines, and nothing else: every command then knows it.
+The engine of this file decodes greedily with transformers' trunk, and the first MTP head drafts. It has no cache, so
+drafts save no time, but it counts them like every engine. The tests add its `EngineInfo` to the table of engines; every
+command then supports the engine.
 
-As a program this file is that engine's server, or swiftlite with the engine in it:
+As a program, this file is the engine's server, or swiftlite with the engine:
 
     python -m tests.growth.test_engine serve MODEL_DIR PORT NUM_SPECULATIVE_TOKENS
     python -m tests.growth.test_engine swiftlite infer --infer_backend plain ...
@@ -71,7 +71,7 @@ def convention(family: Family) -> Convention:
 
 # 3. The engine, for `infer` and `evaluate`.
 class PlainEngine:
-    """See `Engine`."""
+    """An `Engine` without a cache."""
 
     def __init__(self, config: EngineConfig):
         model = config.model
@@ -106,7 +106,7 @@ class PlainEngine:
         return self._counts
 
     def close(self) -> None:
-        """Nothing outlives this object."""
+        """Do nothing, because there are no processes and files."""
 
     @torch.inference_mode()
     def _complete(self, prompt: Sequence[int], sampling: Sampling) -> Completion:
@@ -131,11 +131,11 @@ class PlainEngine:
         return self._decoder(input_ids=torch.tensor([list(ids)]), use_cache=False).last_hidden_state
 
     def _next(self, ids: Sequence[int]) -> int:
-        """The trunk's own next token."""
+        """Return the trunk's next token."""
         return int(self._output_layer(self._states(ids)[0, -1]).argmax())
 
     def _draft(self, ids: Sequence[int]) -> list[int]:
-        """What the head proposes behind the newest token, which the trunk has not seen yet."""
+        """Return the head's drafts after the newest token, which the trunk has not processed yet."""
         if not self.num_speculative_tokens:
             return []
         known: Any = (self._states(ids[:-1]),)
@@ -155,7 +155,7 @@ def server_command(args: DeployArgs, model: HfModel, drafts: bool, schedule: Dra
 
 
 def serve(directory: str, port: str, num_tokens: str) -> None:
-    """Answer POST requests with one event each: the tokens, and the counts of their drafts."""
+    """Answer each POST request with one event: the tokens, and their draft counts."""
     engine = PlainEngine(EngineConfig(resolve_served(directory), "float32", num_speculative_tokens=int(num_tokens)))
 
     class Handler(BaseHTTPRequestHandler):
@@ -181,7 +181,7 @@ def serve(directory: str, port: str, num_tokens: str) -> None:
 
 
 class PlainClient:
-    """See `Client`."""
+    """A `Client` of the server in this file."""
 
     def __init__(self, session: aiohttp.ClientSession, sampling: Sampling, num_speculative_tokens: int):
         self._session = session
@@ -189,7 +189,7 @@ class PlainClient:
         self._counts = DraftCounts(0, 0, (0,) * num_speculative_tokens)
 
     async def answer(self, prompt: Sequence[int], salt: str) -> Answer:
-        """See `Client`. The engine remembers nothing, so no salt is needed."""
+        """Complete a prompt, as `Client.answer` specifies. The engine has no prefix cache, so the salt is ignored."""
         request = {
             "prompt": list(prompt),
             "max_new_tokens": self._sampling.max_new_tokens,
@@ -224,14 +224,14 @@ def look(config: EngineConfig) -> LoadReport:
 
 @pytest.fixture
 def added(monkeypatch) -> None:
-    """The engine is in the table, and other processes find this file."""
+    """Add the engine to the table, and let other processes find this file."""
     monkeypatch.setitem(ENGINES, PLAIN.name, PLAIN)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    """A Qwen3 with a tokenizer, whose head is often right on what it has learned by heart."""
+    """Write a Qwen3 with a tokenizer, whose head is often correct on the rows that it has learned."""
     directory = tmp_path_factory.mktemp("model")
     tokenizer = make_tiny_tokenizer()
     write_trained(directory, "qwen3", depth=1, vocab_size=len(tokenizer))
@@ -271,7 +271,7 @@ def test_infer(added, model, rows, tmp_path, capsys):
 
 
 def test_evaluate(model, rows, tmp_path):
-    """In a process of its own, because megatron-core's groups are made in it."""
+    """The command runs in a separate process, because it creates megatron-core's groups."""
     words = ["evaluate", "--model", model, "--dataset", rows, "--output_dir", tmp_path / "out", "--max_new_tokens", 8]
     command = [sys.executable, "-m", HERE, "swiftlite", *map(str, words), "--infer_backend", "plain"]
     done = subprocess.run(

@@ -1,8 +1,8 @@
-"""A family that swiftlite has never heard of is planned, trained and exported, and drafts.
+"""Test adding a family: it is planned, trained and exported, and its heads draft.
 
-Ember is a Qwen3 whose files call things differently: `mlp.w1` for `mlp.gate_proj`, `ffn_width` for `intermediate_size`.
-Its MTP heads have Qwen3-Next's names. Nothing outside this file knows of it: what stands under "The family" would be a
-file in `swiftlite/families/`, `known` a line in the index (docs/en/add-a-family.md).
+Ember is a Qwen3 with other names in its files: `mlp.w1` for `mlp.gate_proj`, `ffn_width` for `intermediate_size`. Its
+MTP heads have the names of Qwen3-Next. Only this file knows the family: the part "The family" would be a file in
+`swiftlite/families/`, and `known` a line in the index (docs/en/add-a-family.md).
 """
 
 import json
@@ -138,7 +138,7 @@ def test_it_computes_what_transformers_does(model):
 
 @pytest.fixture(scope="module")
 def trained(model, rows, tmp_path_factory) -> Path:
-    """A run of a few steps, on two tensor-parallel ranks."""
+    """Return a run of a few steps on two tensor-parallel ranks."""
     output_dir = tmp_path_factory.mktemp("ember_run") / "run"
     args = SftArgs(
         model=str(model),

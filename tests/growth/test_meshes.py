@@ -1,8 +1,8 @@
-"""Several models in one job, each with a layout of its own.
+"""Test several models in one job, each with its own layout.
 
-Frameworks around training hold more than one model in the same processes: a policy and its reference, a student and its
-teacher. Each gets a mesh. Which mesh a model has shows in nothing that it computes, and not even a bit of it depends on
-what other meshes computed in between.
+Frameworks around training have several models in the same processes: a policy and its reference, a student and its
+teacher. Each model has a mesh. A model's results must not depend on other meshes, and must be bitwise identical
+whatever they computed in between.
 """
 
 from pathlib import Path
@@ -38,14 +38,14 @@ LAYOUTS = {
     "CP2": ParallelLayout(context_parallel_size=2),
 }
 PLACES = {"TP2": range(1, 3), "PP2": range(2), "CP2": range(1, 3)}
-"""Which of three ranks hold the model, where it has only a part of them."""
+"""Ranks (of three) that hold the model, by layout, if the layout does not use all ranks."""
 TURNS = ("TP2", "PP2", "CP2", "TP2", "CP2", "PP2")
 TOKENS_BS = torch.arange(3, 27).view(2, 12)
 POSITIONS_BS = torch.arange(12).expand(2, 12)
 
 
 def take_turns(hf_dir: Path) -> list[torch.Tensor]:
-    """What each process does: one checkpoint into a model for each layout; returns the logits of each turn."""
+    """Load one checkpoint into a model for each layout in this process; return the logits of each turn."""
     with session(LAYOUTS["TP2"]) as mesh:
         meshes = {"TP2": mesh}
         for name in ("PP2", "CP2"):
@@ -68,7 +68,7 @@ def load(hf_dir: Path, mesh: Mesh) -> GPTModel:
 
 @torch.no_grad()
 def compute_logits(model: GPTModel, mesh: Mesh) -> torch.Tensor:
-    """[2, B, S, V], the trunk's and the head's of all tokens and the whole vocabulary, on every rank."""
+    """Return the logits [2, B, S, V] of trunk and head for all tokens and the whole vocabulary, on every rank."""
 
     def own_part(tensor: torch.Tensor) -> torch.Tensor:
         return shard_sequence(tensor, -1, mesh.cp.rank(), mesh.cp.size())
@@ -107,7 +107,7 @@ def gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]
 
 @pytest.fixture(scope="module")
 def turns(tmp_path_factory) -> tuple[Path, list[list[torch.Tensor]]]:
-    """A checkpoint, and what each process computed from it."""
+    """Return a checkpoint, and the logits that each process computed from it."""
     hf_dir = parity.make_model(tmp_path_factory.mktemp("model"), "qwen3")
     return hf_dir, launch(2, take_turns, hf_dir)
 
@@ -129,7 +129,7 @@ def test_every_mesh_computes_the_same_model(turns, mesh, layout):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_meshes_do_not_disturb_each_other(turns, layout):
-    """Between the two turns of each layout the others had theirs."""
+    """Between the two turns of each layout, all other layouts had a turn."""
     _, ranks = turns
     first, second = (turn for turn, name in enumerate(TURNS) if name == layout)
     for logits in ranks:
@@ -142,8 +142,10 @@ def test_ranks_agree(turns):
 
 
 def share_ranks(hf_dir: Path) -> list[torch.Tensor]:
-    """What each of three processes does: a model on each pair of neighbors, beside one that all three hold; returns
-    the logits of each turn, and those of the model that all hold."""
+    """In each of three processes, use a model on each pair of neighbors and a model on all ranks.
+
+    Return the logits of each turn, and those of the model on all ranks.
+    """
     with session() as mesh:
         whole = load(hf_dir, mesh)
         meshes = {name: Mesh.create(mesh.device, LAYOUTS[name], ranks=ranks) for name, ranks in PLACES.items()}
@@ -159,7 +161,7 @@ def share_ranks(hf_dir: Path) -> list[torch.Tensor]:
 
 
 def test_meshes_over_parts_of_the_ranks(tmp_path, mesh):
-    """Three ranks, of which the middle one holds a part of every model: results reach those outside."""
+    """The middle one of three ranks holds a part of every model. Results are sent to ranks outside of a mesh."""
     hf_dir = parity.make_model(tmp_path, "qwen3")
     alone = compute_logits(load(hf_dir, mesh), mesh)
     ranks = launch(3, share_ranks, hf_dir)

@@ -1,12 +1,12 @@
-"""How to add a training method: a record, options, a row parser and an objective, all in this file.
+"""Test adding a training method: a `Method`, options, a row parser and an objective, all in this file.
 
-It is REINFORCE on stored answers. Each row brings an answer and its reward, and the model learns to give answers of
-high reward a higher probability, those of negative reward a lower one:
+The method is REINFORCE with stored answers. Each row has an answer and a reward. The model learns to give answers with
+a high reward a higher probability, and answers with a negative reward a lower one:
 
     loss = mean over answers of -(reward - baseline) * log p(answer)
 
-Nothing in swiftlite knows the method: the command line, the rules, the plan, the trainer, the export and the report are
-those of every method.
+swiftlite needs no change: the command line, the rules, the plan, the trainer, the export and the report are those of
+every method.
 """
 
 import json
@@ -50,7 +50,7 @@ class ReinforceArgs(SftArgs):
     """Learn from stored answers, each with a reward."""
 
     reward_baseline: float = 0.0
-    """Reward at which an answer is neither learned nor unlearned."""
+    """Reward at which the probability of an answer is neither raised nor lowered."""
 
 
 def options_of_sft_are_left_out(args, facts):
@@ -64,7 +64,7 @@ NOTES = sft.NOTES
 
 
 def parse_rewarded(row: object, *, system: str | None, source: str) -> Conversation:
-    """A conversation whose row has a `reward`."""
+    """Parse a row with a `reward` into a conversation."""
     if not isinstance(row, dict) or not isinstance(row.get("reward"), int | float):
         raise RowError("reward", "is missing or not a number")
     rest = {name: value for name, value in row.items() if name != "reward"}
@@ -82,7 +82,7 @@ def make_encoder(args: ReinforceArgs, tokenizer, vocab_size: int) -> Encoder:
 
 @dataclass(frozen=True)
 class ReinforceObjective:
-    """A mean over answers, plus the losses of the MTP heads, each a mean over its own targets."""
+    """A mean over answers, plus the losses of the MTP heads, each of which is a mean over its targets."""
 
     baseline: float
     heads: Heads
@@ -94,7 +94,7 @@ class ReinforceObjective:
 
     @property
     def sums_shape(self) -> tuple[int]:
-        """Answers, their loss, and the statistics of the heads."""
+        """Shape of the statistics: number of answers, their loss, and the statistics of the heads."""
         return (2 + 3 * self.heads.drafts,)
 
     def count_targets(self, batches: Sequence[Batch]) -> torch.Tensor:
@@ -186,7 +186,7 @@ def words_of(model: Path, rows: Path, run: Path) -> list[str]:
 
 
 def run_command(words: list[str]) -> int:
-    """In a process of its own, which does not know the method yet."""
+    """Run a command in a separate process, which must first be told about the method."""
     METHODS[REINFORCE.name] = REINFORCE
     return main(words)
 
@@ -223,7 +223,7 @@ def test_a_bad_row_is_named(model, tmp_path):
 
 
 def test_it_minimizes_its_loss(model, trained):
-    """The first loss is what transformers gives for the formula above."""
+    """The first loss equals the formula of the module docstring, computed with transformers."""
     theirs = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     template = ChatTemplate(AutoTokenizer.from_pretrained(model), vocab_size=theirs.config.vocab_size)
     total = 0.0

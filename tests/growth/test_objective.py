@@ -1,12 +1,12 @@
-"""How to train something else than the next token: an objective is a value that the trainer is handed.
+"""Test training with another loss than the next-token loss: an objective is passed to the trainer.
 
-The one below learns preferences. Rows come in pairs, the better answer before the worse one, and the model learns to
-give the better one the higher probability:
+The objective of this file learns preferences. Rows are in pairs, the better answer before the worse one, and the model
+learns to give the better answer a higher probability:
 
     loss = mean over pairs of -log sigmoid(beta * (log p(better) - log p(worse)))
 
-Its targets are pairs, not tokens, and it logs what it calls interesting. Nothing else in swiftlite knows of it: the
-trainer, the micro-batches, the pipeline, the optimizer and the metrics are those of `megatron sft`.
+Its targets are pairs, not tokens, and it logs its own metrics. swiftlite needs no change: the trainer, the
+micro-batches, the pipeline, the optimizer and the metrics are those of `megatron sft`.
 """
 
 import json
@@ -49,18 +49,20 @@ ARGS = SftArgs(torch_dtype="float32", micro_batch_size=4, global_batch_size=8, t
 
 @dataclass(frozen=True)
 class PreferenceObjective:
-    """Preferences within pairs of rows; a micro-batch holds whole pairs."""
+    """Preferences within pairs of rows. A micro-batch contains whole pairs."""
 
     beta: float
 
     @property
     def nonfinite_hint(self) -> str:
-        """What to type when the loss is no number any more."""
+        """Hint of the error for a non-finite loss."""
         return "lower --lr"
 
     @property
     def sums_shape(self) -> tuple[int]:
-        """The loss, the pairs, the pairs whose better answer is the more likely one, the margins."""
+        """Shape of the statistics: the loss, the number of pairs, the number of pairs whose better answer is more
+        likely, the margins.
+        """
         return (4,)
 
     def count_targets(self, batches: Sequence[Batch]) -> torch.Tensor:
@@ -88,7 +90,10 @@ class PreferenceObjective:
 
 
 def make_pairs(num_pairs: int, seed: int) -> list[Sample]:
-    """Better and worse answers to random prompts: one counts up from a token of the prompt, the other one down."""
+    """Return better and worse answers to random prompts.
+
+    One counts up from a token of the prompt, the other counts down.
+    """
     random = np.random.RandomState(seed)
     samples = []
     for _ in range(num_pairs):
@@ -103,7 +108,7 @@ HELD_OUT = make_pairs(8, seed=1)
 
 
 def train(hf_dir: Path, metrics_file: Path, mesh: Mesh) -> list[dict[str, float]]:
-    """The metrics over held-out pairs before and after training."""
+    """Train, and return the metrics over held-out pairs before and after training."""
     objective: Objective = PreferenceObjective(BETA)
     hf_model = resolve(hf_dir)
     plan = make_plan(ARGS, mesh.dp.size(), Heads())
@@ -144,7 +149,7 @@ def train_in_own_session(hf_dir: Path, metrics_file: Path) -> list[dict[str, flo
 
 @torch.no_grad()
 def preference_of_transformers(hf_dir: Path) -> dict[str, float]:
-    """The definition, one answer and one token at a time, with transformers' logits."""
+    """Compute the metrics by their definition, one answer and one token at a time, with transformers' logits."""
     model = AutoModelForCausalLM.from_pretrained(hf_dir, dtype=torch.float32)
     log_p = []
     for sample in HELD_OUT:

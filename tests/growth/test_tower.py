@@ -1,10 +1,12 @@
-"""Where an image tower goes: a model whose rows bring pictures is trained, exported, and read again.
+"""Test adding an image tower: a model whose rows contain pictures is trained, exported and read again.
 
-Glade is a Qwen3 that sees. A picture is four patches of six numbers; the tower, one linear layer, makes an embedding of
-each, which stands in the place of one placeholder token. Tokens have positions along three axes: time, row, column.
-It takes four things, each with one place: the facts of the tower ("The tower", a file in `swiftlite/families/`), its
-module (one in `swiftlite/model/`, a line in `model/specs.py`), a family that names it, and a training method whose
-samples bring pictures ("The rows"). Nothing that loads, trains, cuts or converts is told.
+Glade is a Qwen3 with pictures. A picture has four patches of six numbers. The tower, one linear layer, computes an
+embedding of each patch, which replaces the embedding of one placeholder token. Tokens have positions along three axes:
+time, row, column.
+
+Four parts are added, each in one place: the sizes of the tower ("The tower", a file in `swiftlite/families/`), its
+module (a file in `swiftlite/model/`, a line in `model/specs.py`), a family that uses it, and a training method whose
+samples contain pictures ("The rows"). Loading, training, splitting and conversion need no change.
 """
 
 import json
@@ -62,7 +64,7 @@ pytestmark = pytest.mark.gloo
 
 @dataclass(frozen=True)
 class Patches:
-    """output(patch): one linear layer."""
+    """A tower with the output output(patch), one linear layer."""
 
     width: int
     hidden: int
@@ -97,7 +99,7 @@ GLADE = replace(QWEN3, name="glade", tower=patches)
 WIDTH = 6
 PLACEHOLDER = "@"
 PICTURE_AXES = np.array([[0, 0, 0], [0, 0, 1], [0, 1, 0], [0, 1, 1]])
-"""Time, row and column of the four patches of a picture, beside the place where it stands."""
+"""Time, row and column of the four patches of a picture, relative to the picture's position."""
 EXTRAS = (
     Extra("patches", per="item", shape=(WIDTH,)),
     Extra(ITEM, torch.int64, per="token", default=-1, counts="patches"),
@@ -106,7 +108,7 @@ EXTRAS = (
 
 
 def parse_seen(row: Any, *, system: str | None, source: str) -> Conversation:
-    """A conversation whose row may have a `picture`, with as many placeholders as that has patches."""
+    """Parse a row that may have a `picture` into a conversation, with one placeholder per patch."""
     rest = {name: value for name, value in row.items() if name != "picture"}
     seen = tuple(np.array(patch, np.float32) for patch in row.get("picture", ()))
     return replace(parse_row(rest, system=system, source=source), extras={"patches": seen})
@@ -128,7 +130,7 @@ class SeeingEncoder(ConversationEncoder):
 
 
 def axes_of(is_patch: np.ndarray) -> np.ndarray:
-    """Positions [S, 3]: a picture takes two of them, whatever its number of patches."""
+    """Return positions [S, 3]. A picture uses two positions, whatever its number of patches."""
     axes: list[Any] = []
     position = 0
     while len(axes) < len(is_patch):
@@ -192,7 +194,7 @@ def model(tmp_path_factory) -> Path:
 
 
 def make_rows() -> list[dict[str, Any]]:
-    """Six rows with a picture, early or late, twice two of them with the same text, and two rows without."""
+    """Return six rows with a picture, among them two pairs with the same text, and two rows without a picture."""
     random = np.random.RandomState(0)
     rows = []
     for number in range(8):
@@ -224,7 +226,7 @@ def samples_of(model: Path, rows: Sequence[dict[str, Any]]) -> list[Sample]:
 
 
 class Turns(nn.Module):
-    """transformers' cosines and sines at the positions of one sample, whatever it is asked for."""
+    """transformers' cosines and sines at the positions of one sample. Arguments are ignored."""
 
     def __init__(self, config: Any, axes: np.ndarray):
         super().__init__()
@@ -239,7 +241,7 @@ class Turns(nn.Module):
 
 
 class Seeing:
-    """transformers' layers for one sample: embeddings of placeholders are exchanged behind `embed_tokens`."""
+    """transformers' layers for one sample. The outputs of the tower replace the embeddings of placeholders."""
 
     def __init__(self, directory: Path, sample: Sample):
         self.reference = Reference.load(directory, "qwen3", 1)
@@ -257,7 +259,10 @@ class Seeing:
 
     @torch.no_grad()
     def logits(self, *, blind_head: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of the trunk [1, S, V], and of the head [1, S - 1, V]; a blind one sees the placeholders themselves."""
+        """Return logits of the trunk [1, S, V] and of the head [1, S - 1, V].
+
+        A blind head reads the placeholders' embeddings.
+        """
         states, _ = self.reference.trunk_states(self.ids_BS)
         if blind_head:
             self.exchange.remove()
@@ -297,7 +302,7 @@ def test_it_is_planned(model):
 
 
 def test_samples_bring_pictures_into_batches(model):
-    """Patches of all sequences, one after the other; for each token of the trunk and of the head which one it is."""
+    """A batch has the patches of all sequences, and the index of the patch for each token of trunk and head."""
     samples = samples_of(model, ROWS[:2])
     batch = collate(samples, 0, num_drafts=1, extras=EXTRAS)
     assert torch.equal(batch.items["patches"], torch.tensor(ROWS[0]["picture"] + ROWS[1]["picture"]))
@@ -323,7 +328,7 @@ def test_trunk_and_head_compute_what_transformers_does(model, mesh, row):
 
 
 def test_the_head_sees_what_stands_for_its_own_token(model, mesh):
-    """A head that sees the placeholder's embedding says something else, where its token is one and behind it."""
+    """A head that reads the placeholder's embedding has other logits at this token and later tokens."""
     (sample,) = samples_of(model, ROWS[:1])
     batch = collate([sample], 0, num_drafts=1, extras=EXTRAS)
     ours = logits_of(open_glade(model, mesh), batch, batch.axes_3BS).mtp[0][0, :-1]
@@ -351,7 +356,7 @@ def test_pictures_of_a_packed_row_are_its_sequences_own(model, mesh):
 
 
 def test_three_equal_axes_are_plain_positions(model, mesh):
-    """To the bit; those of a picture are not."""
+    """Results are bitwise identical to those with ordinary positions; those of a picture differ."""
     samples = samples_of(model, ROWS[:2])
     batch = collate(samples, 0, num_drafts=1, extras=EXTRAS)
     built = open_glade(model, mesh)
@@ -420,7 +425,7 @@ def test_it_learns_what_transformers_would(model, trained):
     ids=["tensor and sequence", "context", "data"],
 )
 def test_two_ranks_learn_what_one_does(model, rows, trained, tmp_path, layout):
-    """In the first step the same gradients: pictures stand in all parts of rows."""
+    """The gradients of the first step are equal. Rows have pictures at different positions."""
     launch(2, run, make_known, training.run, args_of(model, rows, tmp_path / "run", **layout), 2)
     norms = [metrics(run_dir)[0]["grad_norm"] for run_dir in (tmp_path / "run", trained)]
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)  # float32 sums in another order
@@ -442,7 +447,7 @@ def test_there_and_back_it_is_the_same_to_the_bit(model, tmp_path):
 
 
 def test_cached_states_are_those_of_the_picture(model, rows, tmp_path):
-    """Rows of the same text and another picture have states of their own; tower and trunk stay."""
+    """Rows with the same text and different pictures have separate cached states. Tower and trunk do not change."""
     plain, cached = tmp_path / "plain", tmp_path / "cached"
     options = {"mtp_mode": "heads_only", "micro_batch_size": 1}
     launch(1, run, make_known, training.run, args_of(model, rows, plain, save_steps=4, **options))

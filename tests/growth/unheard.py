@@ -1,6 +1,6 @@
-"""What the tests of growth do with a model of which swiftlite has never heard.
+"""Shared functions of these tests for models that swiftlite does not know.
 
-`make_known` says of it what the package's own files would say; each process has to be told anew.
+`make_known` registers a model as files of the package would. Each process must call it.
 """
 
 import json
@@ -25,7 +25,7 @@ TOKENS = torch.arange(3, 35)[None]
 
 
 def make_model(directory: Path, config_class: Any, model_class: Any, **config: Any) -> Path:
-    """A random model with one MTP head, as a user would bring it."""
+    """Write a random model with one MTP head."""
     tokenizer: Any = make_tiny_tokenizer()
     tokenizer.save_pretrained(directory)
     sizes = {
@@ -49,14 +49,14 @@ def hf_config(model: Path) -> dict[str, Any]:
 
 
 def run(make_known: MakeKnown, command: Callable[[Any], Any], args: Any, world_size: int = 1) -> None:
-    """A command in a process of its own."""
+    """Run a command in a separate process."""
     make_known()
     rules.check(args, world_size)
     command(args)
 
 
 def logits(make_known: MakeKnown, model: Path) -> list:
-    """Logits for TOKENS of our model in a process of its own."""
+    """Return swiftlite's logits for TOKENS, computed in a separate process."""
     make_known()
     config = hf_config(model)
     family = families.get(config)
@@ -67,19 +67,19 @@ def logits(make_known: MakeKnown, model: Path) -> list:
 
 
 def export_hf(make_known: MakeKnown, run_dir: Path, hf_dir: Path) -> dict[str, torch.Tensor]:
-    """What `export --to_hf` writes."""
+    """Run `export --to_hf`, and return the tensors."""
     launch(1, run, make_known, export.run, ExportArgs(to_hf=True, model=str(run_dir), output_dir=str(hf_dir)))
     return load_file(hf_dir / "model.safetensors")
 
 
 def there_and_back(make_known: MakeKnown, model: Path, directory: Path) -> dict[str, torch.Tensor]:
-    """The model's tensors after `export --to_mcore` and `export --to_hf`."""
+    """Return the model's tensors after `export --to_mcore` and `export --to_hf`."""
     mcore = directory / "mcore"
     launch(1, run, make_known, export.run, ExportArgs(to_mcore=True, model=str(model), output_dir=str(mcore)))
     return export_hf(make_known, mcore, directory / "hf")
 
 
 def is_trained(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> bool:
-    """Whether the same tensors are there, each with other numbers."""
+    """Return whether both have the same tensors, and each tensor has changed."""
     shapes = [{key: tensor.shape for key, tensor in tensors.items()} for tensors in (before, after)]
     return shapes[0] == shapes[1] and not any(torch.equal(before[key], after[key]) for key in before)

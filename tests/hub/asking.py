@@ -1,4 +1,6 @@
-"""Functions of swiftlite in a process of its own: huggingface_hub reads its variables once, when it is imported."""
+"""Run functions of swiftlite in separate processes, because huggingface_hub reads environment
+variables only at import.
+"""
 
 import json
 import subprocess
@@ -23,7 +25,7 @@ for function, *arguments in json.loads(sys.stdin.read()):
 
 
 def answers(hub: Hub | None, home: Path, *calls: tuple[Any, ...], **changes: str) -> list[str]:
-    """What each call (module:function, arguments...) returned, as text, or "UserError: ..."."""
+    """Return the result of each call (module:function, arguments...) as text, or "UserError: ..."."""
     done = subprocess.run(
         [sys.executable, "-c", CALLS],
         input=json.dumps(calls),
@@ -46,7 +48,7 @@ def description_of(name: str) -> tuple[str, str]:
 
 
 def start(hub: Hub | None, directory: Path, *argv: str, **changes: str) -> subprocess.CompletedProcess[str]:
-    """swiftlite as a user types it, in this directory; its cache is `home` in there."""
+    """Run swiftlite with these arguments in a directory. Its cache is `home` in this directory."""
     return subprocess.run(
         [sys.executable, "-m", "swiftlite", *argv],
         env=environment(hub, directory / "home", **changes),

@@ -1,4 +1,4 @@
-"""A hub with a tiny model."""
+"""Fixtures with a hub and a tiny model."""
 
 import json
 from pathlib import Path
@@ -16,13 +16,16 @@ SFT = """megatron sft --model org/tiny --dataset org/rows#20 --output_dir run --
 
 @pytest.fixture(scope="session")
 def tiny(shared) -> Path:
-    """The directory of a model, to be read only."""
+    """Return the directory of a model, which must not be changed."""
     return shared("hub-tiny", lambda directory: make_tiny_hf(directory, "qwen3", depth=1, with_tokenizer=True))
 
 
 @pytest.fixture(scope="session")
 def run(shared, tiny) -> Path:
-    """A directory with `run`, two steps of a model of the hub on a dataset of it, by two processes; to be read only."""
+    """Return a directory with `run`: two steps of a model and a dataset of the hub, in two processes.
+
+    It must not be changed.
+    """
 
     def make(directory: Path) -> None:
         with running_hub() as hub:
@@ -38,7 +41,7 @@ def run(shared, tiny) -> Path:
 
 @pytest.fixture
 def hub(tiny):
-    """A hub that has it as org/tiny, with files beside it that nobody should fetch."""
+    """Run a hub with the model org/tiny, and with additional files that must not be downloaded."""
     with running_hub() as hub:
         others = ("pytorch_model.bin", "consolidated.safetensors", "original/model.safetensors", "model.gguf")
         hub.add("org/tiny", files_of(tiny) | dict.fromkeys(others, b"x"))

@@ -1,6 +1,6 @@
-"""A hub on this machine: the routes that huggingface_hub and datasets ask for, and everything that may go wrong there.
+"""Run a hub on this machine, with the routes that huggingface_hub and datasets use, and with errors that can occur.
 
-Not a mock of either client: they run as they are, with HF_ENDPOINT.
+Neither client is replaced; they are directed to this hub by HF_ENDPOINT.
 """
 
 import base64
@@ -24,11 +24,11 @@ Files = dict[str, bytes]
 
 @dataclass
 class Repository:
-    """Commits of a repository, oldest first; a revision is main, a tag or a commit.
+    """The commits of a repository, oldest first. A revision is main, a tag or a commit.
 
     Attributes:
-        gated: its files need a token whose owner was let in; nobody was.
-        private: who has no token hears that it does not exist.
+        gated: whether files require a token with access; no token has access.
+        private: whether the repository seems not to exist without a token.
     """
 
     commits: dict[str, Files] = field(default_factory=dict)
@@ -37,7 +37,7 @@ class Repository:
     private: bool = False
 
     def commit(self, files: Files) -> str:
-        """Add a commit with exactly these files; returns its name."""
+        """Add a commit with exactly these files; return its name."""
         content = b"".join(name.encode() + body for name, body in sorted(files.items()))
         sha = hashlib.sha1(content + str(len(self.commits)).encode()).hexdigest()
         self.commits[sha] = dict(files)
@@ -51,15 +51,15 @@ class Repository:
 
 @dataclass
 class Hub:
-    """What the server has, was asked and does wrong.
+    """The content, the requests and the faults of the server.
 
     Attributes:
-        url: for HF_ENDPOINT.
+        url: address for HF_ENDPOINT.
         asked: (method, path) of every request.
-        authorizations: what requests said of themselves.
-        cut: by file name, after how many bytes of it the connection breaks, and how many times yet.
-        broken: a status that every request is answered with.
-        stalled: files of which half comes, and then nothing for a minute; `has_stalled` once that has happened.
+        authorizations: authorization headers of requests.
+        cut: by file name, the number of bytes after which the connection breaks, and how often this still happens.
+        broken: status with which every request is answered.
+        stalled: files of which only half is sent, followed by a minute without data; `has_stalled` is then set.
     """
 
     url: str = ""
@@ -74,20 +74,20 @@ class Hub:
     has_stalled: threading.Event = field(default_factory=threading.Event)
 
     def add(self, name: str, files: Files, kind: str = "models") -> Repository:
-        """A repository with one commit."""
+        """Add a repository with one commit."""
         repository = self.repositories.setdefault(f"{kind}/{name}", Repository())
         repository.commit(files)
         return repository
 
 
 def files_of(directory: Path) -> Files:
-    """A directory as the files of a commit."""
+    """Return the files of a directory as the files of a commit."""
     return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
 @contextmanager
 def running_hub() -> Iterator[Hub]:
-    """A hub that answers while the block lasts."""
+    """Run a hub until the end of the context."""
     hub = Hub()
 
     class Handler(_Handler):
@@ -107,7 +107,7 @@ def running_hub() -> Iterator[Hub]:
 
 
 def environment(hub: Hub | None, home: Path, **changes: str) -> dict[str, str]:
-    """The variables of a process that asks this hub, with a cache of its own."""
+    """Return the environment variables of a process that uses this hub, with a separate cache."""
     left_out = ("HF_HUB_OFFLINE", "HF_TOKEN", "HF_ENDPOINT", "SWIFTLITE_COMMITS")
     kept = {name: value for name, value in os.environ.items() if name not in left_out and "_proxy" not in name.lower()}
     ours = {"HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
@@ -156,7 +156,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._of_repository(path, parse_qs(url.query), body)
 
     def _of_repository(self, path: str, query: dict[str, list[str]], body: bytes) -> None:
-        """/api/KIND/ORG/NAME/... and /[datasets/]ORG/NAME/resolve/REVISION/FILE."""
+        """Answer /api/KIND/ORG/NAME/... and /[datasets/]ORG/NAME/resolve/REVISION/FILE."""
         words = path.strip("/").split("/")
         is_api = words[0] == "api"
         if is_api:
@@ -302,7 +302,7 @@ def _upload(path: str) -> dict[str, Any]:
 
 
 def _entries(files: Files, folder: str, recursive: bool, exact: bool = False) -> list[dict[str, Any]]:
-    """Files and folders below a folder, as /tree and /paths-info list them."""
+    """Return the files and folders in a folder in the format of /tree and /paths-info."""
     found: dict[str, dict[str, Any]] = {}
     for path, content in files.items():
         if exact and path == folder:

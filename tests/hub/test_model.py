@@ -1,4 +1,4 @@
-"""The real huggingface_hub against a hub on this machine."""
+"""Test the real huggingface_hub with a hub on this machine."""
 
 import json
 import random
@@ -15,12 +15,12 @@ from tests.messages import has_line, mentions, naming
 
 
 def asked_for(hub) -> set[str]:
-    """Names of the files that were fetched."""
+    """Return the names of the downloaded files."""
     return {path.rpartition("/")[2] for method, path in hub.asked if method == "GET" and "/resolve/" in path}
 
 
 def test_a_directory_stays_what_it_is(tmp_path):
-    """Nothing of huggingface_hub is even imported."""
+    """huggingface_hub is not even imported."""
     code = (
         "import sys; from swiftlite.hub.model import local_model; print(local_model('some/dir/x'), local_model('.'));"
         "print([name for name in ('huggingface_hub', 'datasets', 'torch', 'tqdm.auto') if name in sys.modules])"
@@ -70,7 +70,7 @@ def test_what_is_here_is_not_asked_for_again(hub, tmp_path):
 
 
 def test_a_download_that_is_cut_goes_on_where_it_stopped(hub, tmp_path):
-    """huggingface_hub writes 10 MB at a time, so that much of a broken answer is kept."""
+    """huggingface_hub writes 10 MB at a time, and keeps them if a download is interrupted."""
     weights = random.Random(0).randbytes(25_000_000)
     hub.add("org/large", {"config.json": b"{}", "model.safetensors": weights})
     hub.cut["model.safetensors"] = [11_000_000, 2]  # twice, after so many bytes each
@@ -81,7 +81,7 @@ def test_a_download_that_is_cut_goes_on_where_it_stopped(hub, tmp_path):
 
 
 def test_a_killed_download_leaves_nothing_that_looks_whole(hub, tiny, tmp_path):
-    """Files that were whole are not fetched again."""
+    """Complete files are not downloaded again."""
     hub.stalled.add("model.safetensors")
     code = (
         "from swiftlite.hub.model import description_of, local_model\n"
@@ -141,7 +141,7 @@ def test_no_network_and_nothing_in_the_cache(tmp_path):
 
 
 def test_a_full_disk(hub, tmp_path):
-    """/dev/full cannot be a directory; what the library raises there is raised by hand."""
+    """/dev/full cannot be a directory, so the test raises the error that the library would raise."""
     code = (
         "import errno, os\n"
         "from swiftlite.hub.name import HubName\n"

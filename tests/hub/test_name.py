@@ -8,7 +8,7 @@ from tests.rules.good import SFT
 
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch):
-    """A working directory with a model and a file of rows."""
+    """Change to a working directory with a model and a file of rows."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "hf").mkdir(parents=True)
     (tmp_path / "rows").write_text("")

@@ -1,4 +1,4 @@
-"""Exports of a real run, pushed by the real client to a hub on this machine."""
+"""Test that the real client pushes exports of a real run to a hub on this machine."""
 
 import shutil
 from pathlib import Path
@@ -16,7 +16,7 @@ EXPORT = ("export", "--to_hf", "--model", "run", "--output_dir", "hf", "--push_t
 
 @pytest.fixture
 def here(run, tmp_path):
-    """A directory with the run."""
+    """Return a directory that contains the run."""
     shutil.copytree(run / "run", tmp_path / "run")
     return tmp_path
 
@@ -45,7 +45,7 @@ def pushed(directory: str, name: str, is_private: bool) -> None:
 
 
 def pushing(directory: Path, name: str, is_private: bool = True) -> tuple:
-    """A push without the export before it."""
+    """Return the arguments of a push without an export."""
     return (f"{__name__}:pushed", str(directory), name, is_private)
 
 
@@ -59,7 +59,7 @@ def test_a_repository_is_public_if_asked_and_stays_what_it_was(hub, tiny, tmp_pa
 
 
 def test_shards_of_an_earlier_push_do_not_stay(hub, tiny, tmp_path):
-    """An engine would read them too."""
+    """An engine would read these shards too."""
     kept = {"notes.md": b"kept", "adapter/adapter_model.safetensors": b"kept"}
     hub.add("me/old", {"model-00001-of-00002.safetensors": b"x", "model.safetensors.index.json": b"{}"} | kept)
     answers(hub, tmp_path / "home", pushing(tiny, "me/old"), HF_TOKEN=TOKEN)

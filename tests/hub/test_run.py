@@ -1,4 +1,4 @@
-"""A run whose model and data are names, in several processes, resumed, on a hub that moves on."""
+"""Test a run with names of a model and data on the hub, in several processes and resumed, while the hub changes."""
 
 import json
 import shutil
@@ -30,7 +30,7 @@ def test_the_launcher_asks_once_for_all_ranks(run):
 
 
 def test_a_resumed_run_keeps_its_commits(hub, tiny, run, tmp_path):
-    """What main is by now would be another model, and other rows."""
+    """The newest commits of main contain another model and other rows."""
     shutil.copytree(run, tmp_path, dirs_exist_ok=True)
     began_with = json.loads((tmp_path / "run" / "commits.json").read_text())
     hub.add("org/tiny", files_of(tiny) | {"config.json": b"{}"})
@@ -75,7 +75,7 @@ def test_a_wrong_option_is_said_before_the_weights_are_fetched(hub, tmp_path):
 
 
 def test_two_nodes_that_have_other_commits_do_not_train(hub, tiny, tmp_path):
-    """Each has a cache of its own; between their two questions somebody pushed."""
+    """Each node has a separate cache, and a new commit is pushed between their requests."""
     from concurrent.futures import ThreadPoolExecutor
 
     repository = hub.repositories["models/org/tiny"]

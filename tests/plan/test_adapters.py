@@ -1,4 +1,4 @@
-"""What adapters count, against PEFT's own and by hand."""
+"""Test the counts for adapters against PEFT and against examples."""
 
 import pytest
 import torch
@@ -37,7 +37,9 @@ def test_adapters_are_as_many_as_pefts(use_dora):
 
 
 def test_ranks_share_one_of_the_two():
-    """By hand: q [256, 128], o [128, 256] of rank 4; experts' down [128, 96] of rank 4, two of eight on a rank."""
+    """The layers are q [256, 128] and o [128, 256] with rank 4, and down [128, 96] of two of eight
+    experts with rank 4.
+    """
     architecture = architecture_of(CONFIGS["qwen3_moe"])
     rows = architecture.layer_rows(0)
     rank = Rank(tp=2, ep=4, etp=2)

@@ -1,4 +1,4 @@
-"""What is found around the path that a user gives."""
+"""Test what is found near the path that a user gives."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from tests.messages import mentions
 
 @pytest.fixture
 def run(tmp_path) -> Path:
-    """A run with two checkpoints, and the model it began with beside it."""
+    """Write a run with two checkpoints, and the model that it started from."""
     for folder in ("model", "run/source", "run/checkpoint-5", "run/checkpoint-20", "run/checkpoint-tmp"):
         (tmp_path / folder).mkdir(parents=True)
     for directory in ("model", "run/source"):

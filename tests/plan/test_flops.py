@@ -1,4 +1,4 @@
-"""Operations counted from config.json against those that torch counts while transformers' own models run."""
+"""Test FLOPs from config.json against the operations that torch counts for transformers' models."""
 
 from collections.abc import Callable
 from functools import partial
@@ -20,7 +20,7 @@ CASES = {
 
 
 def counted(call: Callable[[], Any]) -> tuple[int, Any]:
-    """Operations of a call, and its result."""
+    """Return the number of operations of a call, and its result."""
     with FlopCounterMode(display=False) as counter:
         result = call()
     return counter.get_total_flops(), result

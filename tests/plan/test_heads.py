@@ -1,4 +1,4 @@
-"""What a run does with its heads where the options say nothing."""
+"""Test the defaults of a run for its heads."""
 
 import pytest
 

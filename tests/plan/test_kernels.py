@@ -1,4 +1,4 @@
-"""What `auto` stands for, and wishes that are refused."""
+"""Test the kernels that `auto` selects, and settings that are rejected."""
 
 import dataclasses
 import importlib.util
@@ -117,7 +117,7 @@ def test_this_machine_is_what_can_be_imported():
     ids=["2.10", "2.11", "2.13"],
 )
 def test_torch_packs_rows_from_the_release_that_has_windows(words, expected, tmp_path, monkeypatch):
-    """Causal attention from the lower right needs `window_size`; fewer key heads than query heads need no word."""
+    """Causal attention aligned to the lower right requires `window_size`. Grouped heads require no argument."""
     file = tmp_path / "nn" / "attention" / "varlen.py"
     file.parent.mkdir(parents=True)
     file.write_text(f"def varlen_attn(query, key, value, *, {words}): ...")

@@ -1,4 +1,4 @@
-"""Arithmetic on layouts; that rules report it in the user's words, tests/rules hold."""
+"""Test computations on layouts. tests/rules tests the messages."""
 
 import pytest
 
@@ -25,7 +25,7 @@ def test_layers_of_each_stage(layout, layers):
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_what_ranks_share_is_named_once(family):
-    """GLM-4.5's layers are of two kinds, and all of Qwen3's have the same heads."""
+    """GLM-4.5 has two kinds of layers, and all layers of Qwen3 have the same heads."""
     layout = ParallelLayout(tensor_model_parallel_size=7, sequence_parallel=True, expert_model_parallel_size=3)
     problems = layout_problems(layout, known_architecture(CONFIGS[family]), 0)
     assert len(problems) == len(set(problems))

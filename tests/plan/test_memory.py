@@ -1,6 +1,6 @@
-"""The arithmetic of `doctor --plan`: parameters against transformers' own models, the rest by hand.
+"""Test the estimate of `doctor --plan`: parameters against transformers' models, the rest against examples.
 
-What live objects hold is compared in tests/parallel/test_memory.py.
+tests/parallel/test_memory.py compares it with measured memory.
 """
 
 import dataclasses
@@ -74,7 +74,9 @@ def test_parameters_are_those_of_transformers(family, tied):
 
 
 def test_deepseek_v3_itself():
-    """671,026,404,352 is the index of its files without the MTP layer and the 58 expert biases of 256."""
+    """671,026,404,352 is the number in the index of its files, without the MTP layer and the 58
+    expert biases of 256.
+    """
     config = CONFIGS["deepseek_v3"] | {
         "vocab_size": 129280,
         "hidden_size": 7168,
@@ -107,7 +109,7 @@ PP4 = ParallelLayout(pipeline_model_parallel_size=4)
 
 @pytest.mark.parametrize(("tied", "depth", "copies"), [(False, 0, 0), (False, 1, 1), (True, 0, 1), (True, 1, 1)])
 def test_stages_hold_the_model_and_copies_of_the_embedding(tied, depth, copies):
-    """Tied, the last stage needs the embedding as its head; with MTP layers, to look tokens up; once for both."""
+    """A last stage with a tied output layer, or with MTP layers, holds a copy of the embedding; with both, one copy."""
     config = CONFIGS["qwen3"] | {"tie_word_embeddings": tied}
     split = total(config, layout=PP4, num_gpus=4, heads=Heads(depth))
     assert split == total(config, heads=Heads(depth)) + copies * 1000 * 128
@@ -157,7 +159,9 @@ def test_gradients_and_optimizer_state():
 
 
 def test_the_optimizer_state_of_experts_is_shared_by_fewer():
-    """4 ranks, experts over 2 of them: two ranks have the same experts, all four the same other parameters."""
+    """With 4 ranks and experts on 2 of them, two ranks hold the same experts, and all four the same
+    other parameters.
+    """
     config = CONFIGS["glm4_moe"]
     layout = ParallelLayout(expert_model_parallel_size=2)
     (stage,) = estimate(config, Setup(layout=layout, num_gpus=4, use_distributed_optimizer=True))
@@ -189,7 +193,9 @@ def test_a_draft_vocabulary_keeps_fewer_logits():
 
 
 def test_a_head_over_a_frozen_trunk_keeps_named_entries():
-    """bfloat16, not fused: a norm keeps its input in float32 and the scale only where its input has a gradient."""
+    """In bfloat16 without fused kernels, a norm stores a float32 input and the scale only if its
+    input has a gradient.
+    """
     setup = Setup(heads=Heads(2), mtp_mode="heads_only", max_length=100)
     model = ModelOnRank(architecture_of(CONFIGS["qwen3"]), setup)
     first, second = ({entry.name: entry.bytes for entry in model.draft_activations(head)} for head in range(2))
@@ -206,7 +212,9 @@ def test_1f1b_keeps_a_forward_pass_for_every_stage_that_follows():
 
 
 def test_interleaved_stages_keep_what_megatron_warms_up():
-    """schedules.py get_pp_rank_microbatches of 0.16.1: 2 (pp - rank - 1) + (virtual - 1) pp, then one more forward."""
+    """get_pp_rank_microbatches in schedules.py of 0.16.1 gives 2 (pp - rank - 1) + (virtual - 1) pp, plus one forward
+    pass.
+    """
     layout = ParallelLayout(pipeline_model_parallel_size=4, num_virtual_stages_per_pipeline_rank=2)
     stages = estimate(CONFIGS["llama"], Setup(layout=layout, num_gpus=4))
     assert [stage.in_flight for stage in stages] == [11, 9, 7, 5]
@@ -278,8 +286,11 @@ def test_nothing_is_suggested_where_nothing_fits():
 
 
 def test_fused_kernels_keep_inputs_and_one_chunk_of_logits():
-    """Of a dense layer of bfloat16, per token: two norms (input, scale), the input of each half, queries, keys and
-    values in one tensor, the result and what softmax leaves, 3 widths of the MLP. Written out for Qwen3-8B's sizes."""
+    """The expected bytes are written out for a dense bfloat16 layer with the sizes of Qwen3-8B.
+
+    A token stores two norms (input, scale), the input of attention and of the MLP, queries, keys and values in one
+    tensor, the attention output and its log-sum-exp, and three times the width of the MLP.
+    """
     config = CONFIGS["llama"] | {"hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32}
     config |= {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "num_hidden_layers": 4}
     tokens = 8192

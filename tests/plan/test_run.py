@@ -1,4 +1,4 @@
-"""The arithmetic of a run, against numbers worked out by hand."""
+"""Test the plan of a run against computed examples."""
 
 import math
 

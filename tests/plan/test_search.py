@@ -1,4 +1,4 @@
-"""Which layouts `doctor --plan --gpu_type` tries, and their order."""
+"""Test which layouts `doctor --plan --gpu_type` tries, and their order."""
 
 import pytest
 
@@ -85,7 +85,7 @@ def test_experts_are_shared_inside_a_machine():
 
 
 def test_matrices_fit_low_precision_on_every_layout():
-    """12,304 / 16 is odd: over more than one rank it is no multiple of 16."""
+    """12,304 / 16 is odd, so a part of this matrix on several ranks is not a multiple of 16."""
     low = {"transformer_impl": "transformer_engine", "fp8_format": "hybrid"}
     config = QWEN3_8B | {"intermediate_size": 12304}
     found = ranked(args(**low), config, H100, 80)

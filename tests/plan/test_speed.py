@@ -1,4 +1,4 @@
-"""The estimate of a step against figures that others measured, and what must hold whatever its constants are."""
+"""Test the estimated time of a step against published figures, and properties that hold for any constants."""
 
 import dataclasses
 import itertools
@@ -41,7 +41,7 @@ MEGATRON = Software(
 
 @dataclass(frozen=True)
 class PlainMlp(Mlp):
-    """GPT's: down(gelu(up(x)))."""
+    """GPT's MLP: down(gelu(up(x)))."""
 
     def rows(self):
         up, down = (self.ffn, self.hidden), (self.hidden, self.ffn)
@@ -56,7 +56,9 @@ class PlainMlp(Mlp):
 
 @dataclass(frozen=True)
 class Published:
-    """A row of the weak scaling in Megatron-LM's README: H100, 4,096 tokens, 131,072 words, data parallel 48."""
+    """A row of the weak-scaling table in Megatron-LM's README: H100, 4,096 tokens, vocabulary of 131,072, data parallel
+    48.
+    """
 
     size: str
     heads: int
@@ -67,7 +69,7 @@ class Published:
     gpus: int
     batch: int
     teraflops: float
-    """Per second and GPU; attention counts whole there, not its causal half."""
+    """Teraflops per second and GPU. The table counts the whole attention matrix, not only its causal half."""
 
     def architecture(self) -> Architecture:
         head_dim = self.hidden // self.heads
@@ -76,7 +78,10 @@ class Published:
         return Architecture(Outside(self.layers, self.hidden, 131072, is_tied=False), (layer,) * self.layers)
 
     def estimate(self) -> float:
-        """Teraflops, counted as there. Micro-batches and virtual stages are not published: the fastest that fit."""
+        """Return the estimated teraflops, counted as in the table.
+
+        Micro-batches and virtual stages are not published, so the fastest values that fit are used.
+        """
         architecture, found = self.architecture(), []
         for micro_batch, virtual in itertools.product((1, 2, 4), self.virtual_stages()):
             number = self.batch // 48 // micro_batch
@@ -132,9 +137,12 @@ def tp(size: int, cp: int = 1, **others) -> ParallelLayout:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """Seconds of a step that NVIDIA publishes in both precisions: github.com/NVIDIA/dgxc-benchmarking, v25.04 (commit
-    741c886, llama3.1/README.md and nemotron/README.md; GB200: v25.05.05, c5c765f). FP8 with delayed scaling in all
-    layers, which quantizes in one pass as `blockwise` does; gradients are summed in bfloat16."""
+    """Seconds of a step that NVIDIA publishes in bfloat16 and FP8.
+
+    The source is github.com/NVIDIA/dgxc-benchmarking, v25.04 (commit 741c886, llama3.1/README.md and
+    nemotron/README.md; GB200: v25.05.05, c5c765f). FP8 uses delayed scaling in all layers, which quantizes in one pass
+    like `blockwise`. Gradients are summed in bfloat16.
+    """
 
     name: str
     model: tuple
@@ -149,7 +157,7 @@ class Benchmark:
     fp8_layout: ParallelLayout | None = None
 
     def estimate(self, low: LowPrecision | None) -> float:
-        """Seconds of a step."""
+        """Return the estimated seconds of a step."""
         hidden, ffn, heads, layers, vocab, mlp = self.model
         attention = GroupedQueryAttention(hidden, heads, 8, hidden // heads, hidden // heads)
         architecture = Architecture(
@@ -307,7 +315,10 @@ def test_heads_alone_and_adapters_cost_less():
 
 
 def test_experts_in_one_product_are_faster():
-    """128 of them with 64 tokens each: one product fills the GPU, 128 fill a tenth of it each."""
+    """There are 128 experts with 64 tokens each.
+
+    One product fills the GPU; separate products fill a tenth of it each.
+    """
     one_by_one = Product(tokens=64, size_out=1536, size_in=2048, number=128)
     grouped = replace(one_by_one, is_grouped=True)
     assert 2 * grouped.forward(H100) < one_by_one.forward(H100)
@@ -372,7 +383,7 @@ def test_a_gpu_by_its_drivers_name(name, kind):
 
 @pytest.mark.parametrize(("cp", "tp", "share"), [(2, 1, 0.5), (8, 1, 0.5), (2, 4, 0.6), (16, 1, 0.45), (4, 8, 0.2)])
 def test_unfolding_a_whole_row_takes_less_than_gathering_its_heads(cp, tp, share):
-    """Latent attention of DeepSeek-V3's sizes, 32,768 tokens, on H100s; in the last two between machines."""
+    """Latent attention has the sizes of DeepSeek-V3 and 32,768 tokens, on H100s; the last two cases span machines."""
     attention = LatentAttention(7168, 128, 1536, 512, 128, 64, 128, {})
     rank = Rank(cp=cp, tp=tp, rows=1, length=32768 // cp)
     heads = 128 // tp

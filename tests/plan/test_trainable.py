@@ -1,4 +1,4 @@
-"""Which parameters learn: what the options say, and what becomes of a model."""
+"""Test which parameters are trained, as the options specify, and the effect on a model."""
 
 import pytest
 import torch

@@ -1,7 +1,7 @@
-"""Models as they are published: config.json with the keys of the hub and no others, tensors with its names and types.
+"""Write models as they are published: config.json with the hub's keys, and tensors with the hub's names and dtypes.
 
-Only sizes are scaled down (`configs/`), and no vocabulary is a multiple of 64. Numbers are random, those of MTP heads
-too. Nothing of the product is used, so that both can be compared with it.
+Only sizes are reduced (`configs/`), and no vocabulary is a multiple of 64. All numbers are random, also those of MTP
+heads. No code of swiftlite is used, so that it can be tested against these models.
 """
 
 import json
@@ -24,9 +24,9 @@ MODELS = tuple(CONFIGS)
 HEADS = {"mimo", "glm4_moe", "glm4_moe_lite", "deepseek_v3", "hy_v3", "qwen3_next", "qwen3_5", "qwen3_5_moe"}
 """Families that are published with one MTP head."""
 ZERO_CENTERED = {"qwen3_next", "qwen3_5", "qwen3_5_moe"}
-"""Families whose norms add 1 to their weights, but for the norm behind linear attention."""
+"""Families whose norms multiply by 1 + weight, except for the norm after linear attention."""
 STACKED = {"Qwen3.5-35B-A3B": "all", "Qwen3.6-35B-A3B": "trunk"}
-"""Models whose experts are in one tensor, with where."""
+"""Models with stacked experts, and the part in which experts are stacked."""
 BLOCK = 128
 _QUANTIZED = re.compile(r"(?<!eh)(_proj|_proj_with_mqa|in_proj_qkvz|in_proj_qkv|in_proj_z)\.weight$")
 _FLOAT32 = re.compile(r"(e_score_correction_bias|expert_bias)$")
@@ -36,7 +36,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def content(model: str) -> dict[str, Any]:
-    """The config.json of a published model."""
+    """Return the config.json of a published model."""
     return json.loads(CONFIGS[model].read_text(encoding="utf-8"))
 
 
@@ -49,7 +49,7 @@ def is_quantized(model: str) -> bool:
 
 
 def build(directory: Path, model: str) -> Path:
-    """Write the model; returns its directory."""
+    """Write a model; return its directory."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_bytes(CONFIGS[model].read_bytes())
     tensors = {name: _drawn(model, name, shape) for name, shape in _shapes(model).items()}
@@ -64,7 +64,7 @@ def build(directory: Path, model: str) -> Path:
 
 
 def numbers(directory: Path) -> Tensors:
-    """What the tensors of a directory stand for: FP8 in float32, all others as they are."""
+    """Return the tensors of a directory, with FP8 decoded to float32."""
     tensors = load_file(directory / "model.safetensors")
     found = {}
     for name, tensor in tensors.items():
@@ -76,7 +76,7 @@ def numbers(directory: Path) -> Tensors:
 
 
 def transformers_config(directory: Path) -> PreTrainedConfig:
-    """The language model's, as transformers reads the published file; of a quantized model without quantization."""
+    """Return the language model's config as transformers reads the published file, without quantization."""
     raw = json.loads((directory / "config.json").read_text())
     if raw["model_type"] == "mimo":  # transformers has no MiMo: its trunk is Qwen2's
         return Qwen2Config(**{key: value for key, value in raw.items() if key not in ("model_type", "auto_map")})
@@ -89,7 +89,7 @@ def transformers_config(directory: Path) -> PreTrainedConfig:
 
 
 def transformers_model(directory: Path) -> PreTrainedModel:
-    """The trunk in float32, by transformers' own class."""
+    """Return the trunk in float32 as a model of transformers."""
     config = transformers_config(directory)
     kind = json.loads((directory / "config.json").read_text())["model_type"]
     trunk = {name: tensor.float() for name, tensor in numbers(directory).items() if not _is_other(name, config)}
@@ -100,7 +100,7 @@ def transformers_model(directory: Path) -> PreTrainedModel:
 
 
 def _is_other(name: str, config: Any) -> bool:
-    """Whether a tensor belongs to a head or to the vision tower."""
+    """Return whether a tensor belongs to a head or to the vision tower."""
     if name.startswith(("mtp.", "model.mtp_layers.", "model.visual.")):
         return True
     layer = re.match(r"model\.layers\.(\d+)\.", name)
@@ -108,7 +108,7 @@ def _is_other(name: str, config: Any) -> bool:
 
 
 def _shapes(model: str) -> dict[str, tuple[int, ...]]:
-    """Shapes of all tensors by their published names, without the copies that heads have."""
+    """Return the shapes of all tensors by their published names, without the copies in heads."""
     kind, raw = family(model), content(model)
     text = raw.get("text_config", raw)
     config = _config_of(kind, raw)
@@ -145,7 +145,7 @@ def _named(kind: str, held: Mapping[str, torch.Tensor], stacked: bool) -> dict[s
 
 
 def _drawn(model: str, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """Numbers that keep states at about the same size from layer to layer."""
+    """Return random numbers that keep states at about the same size from layer to layer."""
     generator = torch.Generator().manual_seed(zlib.crc32(f"{model}/{name}".encode()))
     drawn = torch.randn(shape, generator=generator)
     if "norm" in name:
@@ -160,7 +160,7 @@ def _drawn(model: str, name: str, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def _quantized(tensors: Tensors, factors: torch.dtype) -> Tensors:
-    """The same with each matrix of a linear layer in FP8, beside its factors."""
+    """Return the tensors with each matrix of a linear layer in FP8, and its scales."""
     found = {}
     for name, tensor in tensors.items():
         if not _QUANTIZED.search(name) or "visual" in name:
@@ -179,5 +179,5 @@ def _quantized(tensors: Tensors, factors: torch.dtype) -> Tensors:
 
 
 def _spread(scale: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """Each factor over its whole block, the last ones cut off."""
+    """Repeat each scale over its whole block. Blocks at the end of the matrix are truncated."""
     return scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)[: shape[0], : shape[1]]

@@ -1,4 +1,4 @@
-"""Every published configuration: logits against transformers, the way through Megatron and back, doctor."""
+"""Test every published configuration: logits against transformers, conversion to Megatron and back, and doctor."""
 
 import pytest
 import torch
@@ -20,14 +20,16 @@ LENGTH = 20
 
 @pytest.fixture
 def published(shared):
-    """published(model): its directory, which is to be read only."""
+    """Return published(model), which returns the model's directory. It must not be changed."""
     return lambda model: shared(f"published-{model}", lambda directory: library.build(directory, model))
 
 
 def assert_close(ours: torch.Tensor, theirs: torch.Tensor, family: str) -> None:
-    """Up to the order of sums, which differs where q, k and v are one product, and in mixtures: measured up to 6
-    roundings of the largest logit, behind linear attention 41 (tests/model/test_logits.py). Another expert for one
-    token is 1e5 of them."""
+    """Check that logits are equal up to the order of sums, which differs for fused q, k and v and for experts.
+
+    The largest measured differences are 6 roundings of the largest logit, and 41 after linear attention
+    (tests/model/test_logits.py). A token with another expert would differ by 1e5 roundings.
+    """
     rounding = torch.finfo(torch.float32).eps * theirs.abs().max().item()
     torch.testing.assert_close(ours, theirs, rtol=0, atol=(64 if family in HYBRID else 16) * rounding)
 
@@ -56,7 +58,9 @@ def test_logits_of_trunk_and_heads_are_those_of_transformers(published, mesh, mo
 
 @pytest.mark.parametrize("model", library.MODELS)
 def test_there_and_back_changes_no_number(published, mesh, tmp_path, model):
-    """FP8 comes back as the bfloat16 nearest to the numbers it stands for; config.json says so, and how many heads."""
+    """FP8 tensors are exported in bfloat16, rounded to the nearest; config.json declares this dtype and the number of
+    heads.
+    """
     directory = published(model)
     run, out = tmp_path / "run", tmp_path / "out"
     to_mcore(ExportArgs(model=str(directory), output_dir=str(run), to_mcore=True), mesh)

@@ -1,5 +1,7 @@
-"""Every published configuration through vLLM's own configuration and loaders; one process of vLLM's loads them all.
-Some are given new weights as a running engine is."""
+"""Test every published configuration with vLLM's configuration and loaders, in one process.
+
+Some models receive new weights as a running engine does.
+"""
 
 import importlib.util
 import json
@@ -57,7 +59,7 @@ def test_vllm_loads_it_whole(reports, model):
 
 
 RELOADED = ["Llama-3.1-8B", "Qwen3.5-27B", "Qwen3.6-35B-A3B"]
-"""A vocabulary that is padded; wrapped models, whose vision tower no transfer brings."""
+"""Models that receive new weights: one has a padded vocabulary, and two have a vision tower that is not transferred."""
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""The command as a whole, with transformers as its engine."""
+"""Test the whole command with the engine transformers."""
 
 import dataclasses
 import json
@@ -70,7 +70,7 @@ def files(directory: Path) -> dict[str, bytes]:
 
 
 def continue_with_transformers(model: Path, messages: list[dict], max_new_tokens: int) -> str:
-    """transformers' own greedy answer."""
+    """Return transformers' greedy answer."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     trunk: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")["input_ids"]
@@ -122,7 +122,7 @@ def test_the_same_command_again_starts_no_engine(model, dataset, tmp_path, said,
 
 
 def test_progress(model, dataset, said, capsys):
-    """Of five answers two are asked for when three have been given; all are in one bar."""
+    """Three of five answers exist and two are generated; one progress bar shows all five."""
     run(args(model, dataset))
     shown = re.findall(r"(\d+)%\|[^|]*\| (\d)/(\d) \[[^]]*<[^]]*/s, (\d+) tokens/s\]", capsys.readouterr().err)
     assert shown
@@ -134,7 +134,7 @@ def test_progress(model, dataset, said, capsys):
 
 @pytest.mark.parametrize("kept_lines", [0, 1, 4, 7, 9])
 def test_it_goes_on_with_what_is_there(model, dataset, tmp_path, kept_lines):
-    """Also in the middle of the second turns, and behind half a line."""
+    """The interruption can be in the middle of the second turns, or after half a line."""
     given = args(model, dataset, temperature=0.9, num_answers=2, gold_fraction=0.3)
     run(given)
     before = files(tmp_path / "out")
@@ -186,7 +186,7 @@ def test_other_prompts_are_refused(model, dataset, tmp_path):
 
 
 def test_a_seed_of_its_own_for_every_answer(model, tmp_path):
-    """Equal questions, which a system prompt tells apart, get other answers; another --seed gives other ones."""
+    """Equal questions with different system prompts get different answers, and another --seed changes them."""
     dataset = write_rows(tmp_path / "rows.jsonl", [{"query": "The quick", "system": system} for system in ("a", "b")])
     given = args(model, dataset, temperature=2.0, num_answers=3)
     run(given)
@@ -211,7 +211,7 @@ def test_more_tokens_than_heads_says_what_happens(model, dataset, said):
 
 
 def test_answers_that_are_cut_can_be_left_out(model, dataset, tmp_path, said):
-    """Random weights never stop: of three tokens each answer is cut."""
+    """Random weights generate no end token, so every answer is truncated after three tokens."""
     with pytest.raises(UserError):
         run(args(model, dataset, drop_truncated=True))
     assert has_line(said(), "--max_new_tokens 8 3")

@@ -1,4 +1,4 @@
-"""The rows of the new dataset: what is kept once, and how much of it is gold."""
+"""Test the rows of the new dataset: duplicates are removed, and the share of original rows is correct."""
 
 import pytest
 
@@ -14,7 +14,7 @@ def chat(number: int) -> Conversation:
 
 
 def answered(texts: dict[tuple[int, int], str], num_answers: int = 1) -> Dialogues:
-    """Conversations of one turn; texts by row and answer."""
+    """Return conversations of one turn with these texts, by row and answer."""
     chats = {row: chat(row) for row, _ in texts}
     dialogues = Dialogues(chats, num_answers, drop_truncated=False)
     dialogues.answers = {Request(0, *each): RegeneratedTurn(text, "stop", 5, len(text)) for each, text in texts.items()}

@@ -1,4 +1,4 @@
-"""Which turns are asked, and on top of what; by hand."""
+"""Test which turns are regenerated and their prompts, with examples."""
 
 from typing import Literal
 

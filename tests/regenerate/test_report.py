@@ -1,4 +1,4 @@
-"""report.json, counted by hand."""
+"""Test report.json with counted examples."""
 
 import numpy as np
 import pytest
@@ -28,7 +28,7 @@ def test_lengths(numbers):
 
 
 def test_what_became_of_everything():
-    """Of seven rows two ask the same, one nothing; five conversations end in each of the ways."""
+    """Of seven rows, two have equal prompts and one has none. Five conversations end, each in a different way."""
     chats = [parse_row(TWO_TURNS, source=f"a:{number}") for number in range(7)]
     asked = {number: chats[number] for number in range(5)}
     dialogues = Dialogues(asked, 1, drop_truncated=True)

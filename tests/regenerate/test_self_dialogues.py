@@ -1,4 +1,4 @@
-"""Conversations that the model writes, without a model."""
+"""Test conversations that the model writes, without a model."""
 
 import itertools
 import re

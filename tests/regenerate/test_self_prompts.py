@@ -1,7 +1,7 @@
-"""`regenerate --self_prompts` as a whole command, with transformers as its engine.
+"""Test `regenerate --self_prompts` as a whole command with the engine transformers.
 
-Random weights write no sentences. Half of the turns end within 64 tokens, because the tests let one token in ten end
-them; the others are dropped as truncated.
+Random weights generate no sentences. In these tests, one token in ten ends a turn, so that half of the turns end within
+64 tokens; the others are dropped as truncated.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    """A tiny model for which any of 30 tokens ends an answer."""
+    """Write a tiny model for which any of 30 tokens ends an answer."""
     directory = make_tiny_hf(tmp_path_factory.mktemp("model"), "qwen3", depth=1, with_tokenizer=True)
     config = json.loads((directory / "config.json").read_text())
     config["eos_token_id"] = [config["eos_token_id"], *range(40, 70)]
@@ -106,7 +106,7 @@ def test_it_resumes_in_any_turn(args, tmp_path, kept_lines):
 
 @pytest.mark.parametrize("change", [{"self_prompts": NUMBER + 6}, {"max_prompt_tokens": 65}, {"self_turns": 2}])
 def test_other_prompts_require_another_directory(args, tmp_path, change):
-    """Answers belong to their prompts; the directory stays as it is."""
+    """Stored answers are answers to the stored prompts. The directory is not changed."""
     run(args)
     before = files(tmp_path / "out")
     with pytest.raises(UserError, match=naming(f"--output_dir --{next(iter(change))}")):

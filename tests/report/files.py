@@ -1,4 +1,4 @@
-"""The directory of a run as sft would leave it, written by hand."""
+"""Write the directory of a run as sft would."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ NOTHING = DraftCounts(drafts=20, drafted=60, accepted_per_position=(0, 0, 0))
 
 
 def tokens(*described: tuple[str, int] | tuple[str, int, str]) -> list[dict[str, Any]]:
-    """Tokens as drafts.json has them: text, depth, and what was refused."""
+    """Return tokens in the format of drafts.json: text, depth, and a rejected draft."""
     names = ("text", "depth", "refused")
     return [dict(zip(names, token, strict=False)) for token in described]
 
@@ -34,7 +34,7 @@ def write_metrics(run: Path, steps: int) -> None:
 
 
 def write_run(run: Path, *, text: str = "What is it?", steps: int = 6, **options: Any) -> Path:
-    """A finished run of three heads whose prompts, tokens, channels and options say `text`."""
+    """Write a finished run with three heads, whose prompts, tokens, channels and options contain `text`."""
     run.mkdir(parents=True)
     write_config(
         SftArgs(model="a model", output_dir=str(run), mtp_num_layers=3, system=text, **options), run / "args.json"

@@ -1,5 +1,5 @@
-"""What a reader would notice of a page: complaints of the browser, figures without anything in them, a page that has to
-be pushed sideways, letters that are too small or too pale.
+"""Check a page as a reader would see it: errors of the browser, empty figures, horizontal scrolling, small or pale
+text.
 """
 
 from pathlib import Path
@@ -8,9 +8,9 @@ from tests.browser import Browser
 
 VIEWS = {"phone": (360, False), "desk": (1280, False), "dark": (1280, True)}
 SMALLEST_LETTERS = 8.5
-"""Height in pixels of what is written in a figure, on a phone."""
+"""Minimum height in pixels of text in a figure, on a phone."""
 CONTRAST = 4.5
-"""Of text and what it stands on, as WCAG 2 wants it of small letters."""
+"""Minimum contrast of text and its background, as WCAG 2 requires for small text."""
 
 EMPTY_FIGURES = """
 [...document.querySelectorAll("figure")].filter(figure => {
@@ -62,7 +62,7 @@ DOUBLE_IDS = """
 
 
 def look(browser: Browser, page: Path, view: tuple[int, bool], num_figures: int, picture: Path) -> None:
-    """A page in a window of that width, dark or not, and a picture of it."""
+    """Check a page in a window of a width, dark or not, and save a picture of it."""
     width, is_dark = view
     browser.requests.clear()
     browser.errors.clear()
@@ -78,7 +78,7 @@ def look(browser: Browser, page: Path, view: tuple[int, bool], num_figures: int,
 
 
 def listen(browser: Browser) -> None:
-    """The page that is open, to those who do not see it."""
+    """Check that the open page is accessible to screen readers."""
     assert browser.evaluate("document.documentElement.lang") == "en"
     assert browser.evaluate("document.querySelectorAll('h1').length") == 1
     assert browser.evaluate(UNNAMED_FIGURES) == 0

@@ -1,4 +1,4 @@
-"""`swiftlite report`, from the command line to the file."""
+"""Test `swiftlite report` from the command line to the file."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A chart that is drawn twice has the same bytes."""
+"""Test that drawing a chart twice gives identical bytes."""
 
 from matplotlib.figure import Figure
 

@@ -1,4 +1,7 @@
-"""Pages in a real browser: on a phone, on a desk, in the dark. Pictures stay in `screenshots` of pytest's directory."""
+"""Test pages in a real browser: in a small and a large window, light and dark.
+
+Pictures are stored in `screenshots` of pytest's directory.
+"""
 
 from pathlib import Path
 
@@ -24,7 +27,7 @@ def figures(*rates: float) -> dict:
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory) -> dict[str, Path]:
-    """A page of each kind; "hostile" tells of a run whose texts would like to be HTML."""
+    """Write a page of each kind; "hostile" is the page of a run whose texts contain HTML."""
     directory = tmp_path_factory.mktemp("pages")
     plain = write_run(directory / "a/run")
     hostile = write_run(directory / "b/run", text=HOSTILE, steps=1000, lr=1e-3)

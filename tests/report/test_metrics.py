@@ -1,4 +1,4 @@
-"""metrics.jsonl, read back."""
+"""Test reading metrics.jsonl."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""HTML of a page, read by Python's own parser."""
+"""Test the HTML of a page with Python's parser."""
 
 import shlex
 import subprocess
@@ -13,7 +13,7 @@ from tests.report.files import HOSTILE
 
 
 class Reader(HTMLParser):
-    """Tags, attributes and text."""
+    """Collects tags, attributes and text."""
 
     def __init__(self, html: bytes):
         super().__init__()

@@ -1,4 +1,4 @@
-"""The page of a run: what it says of files whose content is known."""
+"""Test the page of a run with known files."""
 
 import json
 
@@ -11,7 +11,7 @@ from tests.report.files import COUNTS, write_run
 
 
 def parts(section) -> list[str]:
-    """What a section holds, apart from its text."""
+    """Return the names of a section's parts, except its text."""
     return [kind for kind in ("figures", "answers", "tables", "commands") if getattr(section, kind)]
 
 
@@ -20,7 +20,7 @@ def figures(page) -> dict:
 
 
 def rows(page) -> list[list[str]]:
-    """Those of all tables."""
+    """Return the rows of all tables."""
     found = []
     for section in page.sections:
         for table in section.tables:
@@ -93,7 +93,7 @@ def test_what_became_of_the_rows_and_how_it_was_run(run):
 
 
 def test_keys_are_hidden(tmp_path):
-    """No option of sft is one; an args.json that somebody has written may hold one."""
+    """No option of sft is a key, but a user may have added one to args.json."""
     run = write_run(tmp_path / "run", sft_mock_dataset_config_json={"api_key": "sesame"})
     assert b"sesame" not in write_run_page(run).read_bytes()
 

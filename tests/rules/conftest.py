@@ -1,4 +1,4 @@
-"""Where rules look: models, rows and a run in the working directory."""
+"""Fixtures with the files that rules check: models, rows and a run in the working directory."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from tests.rules.good import SIZES
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """A working directory with a model without heads, one with MTP depth 2, rows, and a run."""
+    """Change to a working directory with a model without heads, a model with MTP depth 2, rows, and a run."""
     monkeypatch.chdir(tmp_path)
     config = {"model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 8, **SIZES}
     vocab = {"num_nextn_predict_layers": 1, "mtp_draft_vocab": "0-40 50"}

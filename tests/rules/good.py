@@ -1,4 +1,4 @@
-"""Options of each command that break no rule in the directory `here` (conftest.py), and how a test breaks them."""
+"""Define valid options of each command for the directory `here` (conftest.py), and how a test makes them invalid."""
 
 import json
 from pathlib import Path

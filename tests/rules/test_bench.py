@@ -1,4 +1,4 @@
-"""Rules of `bench`."""
+"""Test the rules of `bench`."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Rules that several commands have, by the options of `megatron sft`."""
+"""Test the rules that several commands share, with the options of `megatron sft`."""
 
 import dataclasses
 from pathlib import Path
@@ -64,7 +64,7 @@ def test_a_dataset_that_cannot_be_read_has_a_next_step(here, dataset, hint):
 
 @pytest.mark.parametrize("option", ["model", "mtp_graft_from"])
 def test_a_name_that_the_hub_does_not_have_comes_with_its_option(here, monkeypatch, option):
-    """`p3/m` may be a path with a typo: only the option tells which one."""
+    """`p3/m` may be a path with a typo; the option's name tells the user which one."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     args = dataclasses.replace(SFT, **{option: "p3/m"}, mtp_init="graft")
     with pytest.raises(UserError, match=naming(f"--{option} p3/m")):
@@ -102,7 +102,7 @@ def test_broken_config_json(here, text, message):
 
 @pytest.mark.parametrize("key", ["hidden_size", "max_position_embeddings"])
 def test_a_config_that_lacks_a_number(here, key):
-    """The run refuses it when it reads the model; a dry run must not pass it."""
+    """The run rejects such a model when it reads it, so a dry run must reject it too."""
     change_config(**{key: None})
     ((problem, _),) = problems_of(dataclasses.replace(SFT, dry_run=True))
     assert mentions(problem, f"plain/config.json model_type 'qwen3' {key}")

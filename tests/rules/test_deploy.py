@@ -1,4 +1,4 @@
-"""Rules of `deploy`."""
+"""Test the rules of `deploy`."""
 
 import dataclasses
 

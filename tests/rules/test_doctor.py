@@ -1,4 +1,4 @@
-"""Rules of `doctor`."""
+"""Test the rules of `doctor`."""
 
 import pytest
 

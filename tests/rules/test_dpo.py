@@ -1,4 +1,4 @@
-"""Rules of `megatron dpo`: each message, and that a usual command breaks none."""
+"""Test the rules of `megatron dpo`: all messages, and that a usual command is valid."""
 
 import json
 from dataclasses import replace
@@ -87,7 +87,7 @@ def test_what_cannot_be_is_named(here, args, problem, hint):
     ],
 )
 def test_an_unsupported_option_has_no_advice_on_its_use(here, option, value):
-    """`--streaming` is rejected; "add --packing" next to that would contradict it."""
+    """`--streaming` is rejected, so the hint "add --packing" would contradict this message."""
     ((problem, hint),) = problems_of(replace(DPO, **{option: value}))
     assert mentions(problem, f"--{option} megatron dpo")
     assert mentions(hint, f"--{option}")

@@ -1,4 +1,4 @@
-"""Rules of `evaluate`."""
+"""Test the rules of `evaluate`."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Rules of `export`."""
+"""Test the rules of `export`."""
 
 import dataclasses
 import json

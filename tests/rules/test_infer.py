@@ -1,4 +1,4 @@
-"""Rules of `infer`."""
+"""Test the rules of `infer`."""
 
 import dataclasses
 import sys

@@ -1,4 +1,4 @@
-"""Rules of `megatron pt`: each message, and that a usual command breaks none."""
+"""Test the rules of `megatron pt`: all messages, and that a usual command is valid."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Rules of `regenerate`."""
+"""Test the rules of `regenerate`."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Rules of batches, optimizer and layout, and how problems of all rules come together."""
+"""Test the rules of batches, optimizer and layout, and that the problems of all rules are reported together."""
 
 import dataclasses
 import math
@@ -84,7 +84,7 @@ def test_tensor_parallel_divides_heads_groups_and_ffn(here):
     [("qwen3_moe", "num_experts"), ("qwen3_moe", "num_local_experts"), ("glm4_moe", "n_routed_experts")],
 )
 def test_experts_have_a_key_of_each_family(here, family, key):
-    """Qwen3's on the hub, Qwen3's as transformers 5 writes it, GLM-4.5's and DeepSeek-V3's."""
+    """The keys are those of Qwen3 on the hub, of Qwen3 in transformers 5, and of GLM-4.5 and DeepSeek-V3."""
     sizes = {"model_type": family, key: 4, "num_experts_per_tok": 2, "moe_intermediate_size": 6}
     change_config(**sizes)
     args = dataclasses.replace(SFT, expert_model_parallel_size=3)
@@ -102,7 +102,7 @@ COUNTED = sorted(SIZES.keys() - {"rms_norm_eps", "max_position_embeddings"})  # 
     ids=lambda change: next(iter(change)),
 )
 def test_a_model_that_is_not_known_is_not_looked_at(here, change):
-    """What its config.json lacks is said by its family alone."""
+    """Only the family reports what is missing in config.json."""
     change_config(**change)
     parallel = {"tensor_model_parallel_size": 4, "expert_model_parallel_size": 2, "pipeline_model_parallel_size": 3}
     args = dataclasses.replace(SFT, **parallel, recompute_modules=["moe", "mla_up_proj"], moe_aux_loss_coeff=0.5)

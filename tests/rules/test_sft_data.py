@@ -1,4 +1,4 @@
-"""Rules of what is read, packed and streamed: the options that break each, and those that have no effect."""
+"""Test the rules of datasets, packing and streaming: invalid options, and options without effect."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Rules of MTP heads: the options that break each."""
+"""Test the rules of MTP heads."""
 
 import dataclasses
 import json

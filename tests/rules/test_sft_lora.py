@@ -1,4 +1,4 @@
-"""Rules of `megatron sft` on adapters: each message, and that a usual command breaks none."""
+"""Test the rules of `megatron sft` for adapters: all messages, and that a usual command is valid."""
 
 from dataclasses import replace
 

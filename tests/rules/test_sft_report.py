@@ -1,4 +1,4 @@
-"""Rules of --report_to."""
+"""Test the rules of --report_to."""
 
 import dataclasses
 import sys
@@ -29,7 +29,7 @@ def test_places_are_known_and_named_once(here, names, problem, hint):
 
 
 def test_a_package_that_is_not_installed_is_named(here, monkeypatch):
-    """A folder in which wandb has kept its runs does not count."""
+    """A folder with wandb's runs does not count as the package."""
     monkeypatch.setattr(sys, "path", [str(here)])
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     (here / "wandb").mkdir()

@@ -1,4 +1,4 @@
-"""Rules of going on with a run."""
+"""Test the rules of --resume."""
 
 import dataclasses
 import json
@@ -36,7 +36,7 @@ def test_a_run_without_a_checkpoint_starts_again_but_does_not_mix(here):
 
 
 def test_resume_with_nothing_to_resume_starts(here):
-    """A restart loop always gives it."""
+    """A restart loop always passes --resume."""
     assert rules.check(dataclasses.replace(SFT, resume=True)) == []
 
 
@@ -57,7 +57,7 @@ def test_a_run_does_not_write_into_its_model(here, inside, resume):
 
 
 def test_resume_keeps_what_makes_the_run(here):
-    """Other heads, data or schedule would be another run; how often it saves, or how work is cut up, may change."""
+    """Heads, data and schedule must not change. How often a run saves, and its layout, may change."""
     began = dataclasses.replace(SFT, model="mtp2", output_dir="run", train_iters=30)
     Path("run/args.json").write_text(json.dumps(dataclasses.asdict(began)))
     again = dataclasses.replace(began, resume=True)
@@ -98,7 +98,7 @@ def test_a_run_of_another_command_is_not_resumed(here, saved):
     ],
 )
 def test_resume_packs_the_same_rows(here, options, packs_in_advance):
-    """megatron-core wants each sample of a packed row padded to a multiple of 2 x context_parallel_size."""
+    """megatron-core requires that each sample of a packed row is padded to a multiple of 2 x context_parallel_size."""
     began = dataclasses.replace(SFT, output_dir="run", train_iters=30, **options)
     Path("run/args.json").write_text(json.dumps(dataclasses.asdict(began)))
     again = dataclasses.replace(began, resume=True, tensor_model_parallel_size=2)

@@ -1,4 +1,4 @@
-"""Rules of `speedup`, without the one about the installed engine."""
+"""Test the rules of `speedup`, except the rule about the installed engine."""
 
 import dataclasses
 from typing import Any

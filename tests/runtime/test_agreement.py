@@ -1,4 +1,4 @@
-"""Ranks that differ are named, on every rank, before the first step."""
+"""Test that different ranks are reported on every rank before the first step."""
 
 import socket
 

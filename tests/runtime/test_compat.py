@@ -1,4 +1,4 @@
-"""What moved between releases of megatron-core, on the one that is installed."""
+"""Test the differences between releases of megatron-core on the installed release."""
 
 import logging
 

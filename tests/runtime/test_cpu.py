@@ -1,4 +1,4 @@
-"""Every shim is needed: a training step and a save run with all of them, and fail without any one."""
+"""Test that every shim is necessary: a training step and a save work with all shims, and fail without any one."""
 
 import os
 import subprocess
@@ -62,10 +62,10 @@ HF_CONFIG = {
 
 
 def step_and_save(shim: str, out_dir: Path) -> None:
-    """One training step and one checkpoint, in a process of their own.
+    """Run one training step and save one checkpoint in a separate process.
 
     Args:
-        shim: the one that is taken out; "" for none.
+        shim: the shim that is removed; "" for none.
     """
     if shim:
         setattr(cpu, shim, STOCK.get(shim, lambda value=None: value))
@@ -117,7 +117,7 @@ def test_each_shim_is_needed(tmp_path, shim):
 
 
 def test_no_compiler_is_needed(tmp_path):
-    """In processes of their own from the start: torch reads the compiler's name as it is imported."""
+    """The test starts new processes, because torch reads the compiler's name when it is imported."""
     nowhere = {"CXX": str(tmp_path / "no-compiler"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
     # The stock router's count, in whose place ours is, is among what megatron-core compiles.
     stock = "from swiftlite.model.layers.router import TopKRouter; del TopKRouter._apply_expert_bias; "

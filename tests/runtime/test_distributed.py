@@ -1,4 +1,4 @@
-"""A session of one process."""
+"""Test a session of one process."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ pytestmark = pytest.mark.gloo
 
 
 def before_in_and_after(is_wanted: bool) -> list[bool]:
-    """Whether torch adds in one order."""
+    """Return whether torch is deterministic before, in and after a session."""
     found = [torch.are_deterministic_algorithms_enabled()]
     with session(deterministic=is_wanted):
         found.append(torch.are_deterministic_algorithms_enabled())

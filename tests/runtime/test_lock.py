@@ -1,4 +1,4 @@
-"""One run in a directory: between processes, and after one was killed."""
+"""Test that only one run uses a directory: with several processes, and after a process was killed."""
 
 import os
 import signal

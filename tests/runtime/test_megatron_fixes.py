@@ -1,4 +1,4 @@
-"""Every mended part of megatron-core is broken without its fix."""
+"""Test that every fixed part of megatron-core is defective without its fix."""
 
 import importlib
 from typing import Any
@@ -31,7 +31,10 @@ def test_te_general_gemm(monkeypatch):
 
 
 class CountsOperations(TorchDispatchMode):
-    """Counts operations, and numbers that the host reads of tensors; on a GPU it waits for each of these."""
+    """Counts operations, and numbers that the host reads from tensors.
+
+    On a GPU, the host waits for each of these numbers.
+    """
 
     def __init__(self):
         super().__init__()
@@ -62,7 +65,7 @@ def test_a_block_recomputes_by_its_own_method(monkeypatch):
 
 
 class CountsCopies(TorchDispatchMode):
-    """Counts results that are none of the arguments."""
+    """Counts results that are not arguments."""
 
     def __init__(self):
         super().__init__()
@@ -110,7 +113,7 @@ def test_scaled_copies_are_rounded_once(monkeypatch):
 
 @pytest.mark.skipif(WITH_KERNELS, reason="Transformer Engine or Apex brings kernels for many tensors")
 def test_a_stage_without_gradients_scales_none():
-    """A pipeline stage without heads takes part where heads are clipped apart."""
+    """A pipeline stage without heads takes part if heads are clipped separately."""
     megatron_fixes.install()
     none: list[torch.Tensor] = []
     for lists in ([none, none], [[], []]):
@@ -119,7 +122,10 @@ def test_a_stage_without_gradients_scales_none():
 
 @pytest.mark.skipif(WITH_KERNELS, reason="Transformer Engine or Apex brings kernels for many tensors")
 def test_a_norm_of_many_gradients_waits_once(monkeypatch):
-    """The norm is the stock one to the last bit. The host reads one number; no gradient has a launch of its own."""
+    """The norm is bitwise identical to megatron-core's.
+
+    The host reads one number, and no gradient has a separate launch.
+    """
     cpu.install()
     gradients = [torch.randn(3 + size % 5, 7) for size in range(40)]
     gradients.append(gradients[0].clone())

@@ -1,4 +1,4 @@
-"""Which mesh megatron-core's globals are. What models of several meshes compute: tests/growth/test_meshes.py."""
+"""Test which mesh megatron-core's globals belong to. tests/growth/test_meshes.py tests models of several meshes."""
 
 import pytest
 import torch.distributed as dist
@@ -13,7 +13,7 @@ from tests.parallel.launch import launch
 
 
 def tensor_parallel_group() -> object:
-    """The group that megatron-core takes where it is handed none."""
+    """Return the group that megatron-core uses if none is passed."""
     return parallel_state.get_tensor_model_parallel_group()
 
 
@@ -52,7 +52,9 @@ def test_a_layout_that_the_processes_do_not_divide_into(mesh):
 
 
 def virtual_stages() -> list[int | None]:
-    """megatron-core's number of them: in a mesh that has some, in one that has none, and after the session."""
+    """Return megatron-core's number of virtual stages in a mesh with such stages, in a mesh without, and after the
+    session.
+    """
     found = []
     virtual = ParallelLayout(pipeline_model_parallel_size=2, num_virtual_stages_per_pipeline_rank=2)
     with session(virtual) as mesh:
@@ -68,5 +70,5 @@ def virtual_stages() -> list[int | None]:
 
 @pytest.mark.gloo
 def test_nothing_of_one_mesh_shows_in_another_or_after_the_session():
-    """A number of virtual stages is no group that would be replaced."""
+    """The number of virtual stages is not a group, so replacing groups does not reset it."""
     assert launch(2, virtual_stages) == [[2, None, None], [2, None, None]]

@@ -1,4 +1,4 @@
-"""The scripts are no package; their tests import them by file name."""
+"""Fixtures that import scripts by file name, because they are not a package."""
 
 import importlib
 from pathlib import Path
@@ -10,7 +10,7 @@ SCRIPTS = Path(__file__).parents[2] / "scripts"
 
 @pytest.fixture(scope="session")
 def load_script():
-    """load_script(NAME): the module scripts/NAME.py."""
+    """Return load_script(NAME), which imports the module scripts/NAME.py."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(SCRIPTS)
         yield importlib.import_module

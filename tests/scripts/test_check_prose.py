@@ -1,4 +1,4 @@
-"""Tests of `scripts/check_prose.py`."""
+"""Test `scripts/check_prose.py`."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The files for clusters say what `cli/launch.py` reads, and their commands are ones that swiftlite takes."""
+"""Test that the files for clusters set the variables that `cli/launch.py` reads, and that their commands are valid."""
 
 import os
 import re
@@ -23,7 +23,7 @@ SLURM, KUBERNETES = EXAMPLES / "slurm.sbatch", EXAMPLES / "kubernetes.yaml"
 
 
 def check_sft(argv: list[str], processes: launch.Processes) -> None:
-    """Options that exist, in their ranges, for as many processes as there are."""
+    """Check that options exist and have valid values for the number of processes."""
     command, rest = find(argv)
     args, notes = parse(command.args_class, rest)
     assert command.words == "megatron sft"
@@ -36,7 +36,9 @@ def check_sft(argv: list[str], processes: launch.Processes) -> None:
 
 @pytest.fixture
 def node(tmp_path):
-    """node(JOB_ID, NODE, **env): the environment and words with which slurm.sbatch starts swiftlite on a node."""
+    """Return node(JOB_ID, NODE, **env): the environment and the words with which slurm.sbatch starts swiftlite on a
+    node.
+    """
 
     def fake(name: str, text: str) -> None:
         (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{text}\n")

@@ -1,4 +1,6 @@
-"""The pages a newcomer reads: both languages say the same, links lead somewhere, every command shown exists."""
+"""Test the documentation: both languages have the same structure, links lead to a target, and all
+commands are valid.
+"""
 
 import re
 import shlex
@@ -23,7 +25,7 @@ SCRIPTS = [*sorted(ROOT.glob("examples/*.sh")), *sorted(ROOT.glob("scripts/quick
 
 
 def outline(text: str) -> list[str]:
-    """Headings by depth, table rows by columns, bullets, code lines: what must not differ by language."""
+    """Return what must not differ between languages: headings by depth, table rows by columns, bullets, code lines."""
     found, in_code = [], False
     for line in text.splitlines():
         if line.startswith("```"):
@@ -40,7 +42,7 @@ def outline(text: str) -> list[str]:
 
 
 def commands(text: str) -> list[list[str]]:
-    """Every `swiftlite ...` command line of a page or script, continuation lines joined, as words."""
+    """Return every `swiftlite ...` command line of a page or script as words. Continuation lines are joined."""
     text = re.sub(r"\\\n\s*", " ", text)
     before = r"^(?:\s*|show_and_run |[A-Z_]+=\S+ )"
     lines = re.findall(
@@ -73,7 +75,7 @@ WORDS = {
 
 
 def convention_rows(language: str) -> list[str]:
-    """The table of docs/*/serving.md, as the code has it."""
+    """Return the table of conventions in docs/*/serving.md as the code defines it."""
     number = ("en", "zh").index(language)
     rows = []
     for engine, info in ENGINES.items():
@@ -93,7 +95,7 @@ def convention_rows(language: str) -> list[str]:
 
 
 def projection(family: Family) -> str:
-    """What a head's projection takes, in the order of its columns in the family's files."""
+    """Return the inputs of a head's projection, in the order of its columns in the family's files."""
     frame = family.mtp.frame_rows({"hidden_size": 8, "num_hidden_layers": 2, "vocab_size": 4}, 0)
     (row,) = [row for row in frame if row.mcore.endswith("eh_proj.weight")]
     # megatron-core's order is [embedding, hidden]

@@ -1,4 +1,4 @@
-"""What the site makes of the repository's pages."""
+"""Test the conversion of the repository's pages to the site."""
 
 from pathlib import Path
 

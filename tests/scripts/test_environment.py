@@ -1,4 +1,4 @@
-"""scripts/environment.sh without its installations, which the other tests of the suite stand on."""
+"""Test scripts/environment.sh without its installations."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""The code uses the glossary's identifiers, and none of the names that it excludes."""
+"""Test that the code uses the glossary's identifiers, and none of the excluded names."""
 
 import io
 import re
@@ -24,7 +24,7 @@ def read_glossary(language: str) -> list[tuple[str, list[str], list[str]]]:
 
 @cache
 def identifiers() -> frozenset[str]:
-    """All names of the package: those in the code, and those of its files."""
+    """Return all names of the package: identifiers in the code, and names of files."""
     names = set()
     for path in (ROOT / "swiftlite").rglob("*.py"):
         names.add(path.stem)
@@ -39,7 +39,7 @@ def words_of(name: str) -> list[str]:
 
 
 def contains(name: str, part: str) -> bool:
-    """Whether consecutive words of a name are those of another one, with or without a plural s."""
+    """Return whether consecutive words of a name are those of `part`, with or without a plural s."""
     return re.search(rf"_{'_'.join(words_of(part))}s?_", f"_{'_'.join(words_of(name))}_") is not None
 
 

@@ -1,4 +1,4 @@
-"""`scripts/gpu.sh` on a CPU: every stage runs, appends what it finds, and says how it ended."""
+"""Test `scripts/gpu.sh` on a CPU: every stage runs, appends its results, and reports how it ended."""
 
 import json
 import os
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def gpu_sh(output_dir: Path, *options: str) -> tuple[int, list[dict], str]:
-    """Exit status, results, and the first line of the page."""
+    """Return the exit status, the results, and the first line of the page."""
     command = ["bash", ROOT / "scripts" / "gpu.sh", "--device", "cpu", "--tiny", "--output_dir", output_dir, *options]
     environment = os.environ | {"SWIFTLITE_PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
     status = subprocess.run(command, cwd=output_dir.parent, env=environment, stdout=subprocess.DEVNULL).returncode
@@ -53,7 +53,7 @@ def test_a_stage_that_takes_too_long_is_cut_off(tmp_path):
 
 
 def test_no_stage_begins_when_the_time_is_over(tmp_path):
-    """What had been found is on the page, which is written after each stage."""
+    """The page contains the results so far, because it is written after each stage."""
     status, results, title = gpu_sh(tmp_path / "out", "--stages", "machine", "plan", "--total_minutes", "0.001")
     assert [result["stage"] for result in results if result["name"] == "ended"] == ["machine", "plan"]
     assert "--total_minutes" in results[-1]["value"]

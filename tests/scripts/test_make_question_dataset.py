@@ -1,4 +1,4 @@
-"""The questions of the quickstart: about entries that exist, each once, the same each time."""
+"""Test the questions of the quickstart: their entries exist, each occurs once, and they are always the same."""
 
 import pytest
 

@@ -20,7 +20,7 @@ def script(load_script):
 
 @pytest.fixture(scope="module", params=sorted(FAMILIES.keys() - WRAPPED))
 def tiny(request, script, tmp_path_factory):
-    """A model directory of each family that swiftlite knows, as small as the options allow; no vision tower."""
+    """Write a model of each family, as small as the options allow and without a vision tower."""
     directory = tmp_path_factory.mktemp(request.param)
     args = argparse.Namespace(
         output_dir=directory,

@@ -1,4 +1,4 @@
-"""What scripts/mutants.py changes, and that it distinguishes detected changes."""
+"""Test which mutants scripts/mutants.py makes, and that it recognizes detected ones."""
 
 import pytest
 
@@ -46,5 +46,5 @@ def test_what_is_changed(script, tmp_path):
 
 
 def test_the_interval(script):
-    """Of 90 in 100, Wilson's: 0.8256 to 0.9448 (Brown, Cai, DasGupta 2001 give the formula)."""
+    """Wilson's interval of 90 in 100 is 0.8256 to 0.9448 (formula in Brown, Cai, DasGupta 2001)."""
     assert script.interval(90, 100) == pytest.approx((0.8256, 0.9448), abs=1e-4)

@@ -1,4 +1,4 @@
-"""What scripts/parity.py makes of measured cells; tests/parallel/test_parity.py measures some."""
+"""Test how scripts/parity.py shows measured cells. tests/parallel/test_parity.py measures some of them."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The program of the page python.md runs as shown, and its logits are those of transformers."""
+"""Test that the program of the page python.md runs as shown, and that its logits equal those of transformers."""
 
 import json
 import re

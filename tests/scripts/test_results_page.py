@@ -1,4 +1,4 @@
-"""The results page: what was measured, under the right words, in both languages."""
+"""Test the results page: correct values under correct names, in both languages."""
 
 import json
 from collections.abc import Sequence
@@ -26,7 +26,10 @@ def server(drafted: int, speeds: dict[int, float]) -> dict[str, Any]:
 
 @pytest.fixture
 def measured(script, tmp_path) -> Path:
-    """The files of all runs; head number n accepts (50 + n) % first drafts, and 10 % more after training."""
+    """Write the files of all runs.
+
+    Head number n accepts (50 + n) % of first drafts before training, and 10 % more after.
+    """
     files: dict[str, Any] = {}
     for number, head in enumerate(script.HEADS):
         first = 0.5 + number / 100

@@ -1,4 +1,4 @@
-"""The file of answers while it is written: what is in it at any moment, and who may go on with it."""
+"""Test the file of answers while it is written: its content at any time, and which command may continue it."""
 
 import json
 import os
@@ -28,7 +28,7 @@ def record(place: int) -> dict:
 
 @pytest.fixture
 def open_file() -> Iterator[Callable[..., AnswersFile]]:
-    """open_file(path, ...): an AnswersFile; the one before it is closed."""
+    """Return open_file(path, ...), which returns an AnswersFile and closes the previous one."""
     opened: list[AnswersFile] = []
 
     def get(path: Path, sources: list[str] = SOURCES, made_with: dict = MADE_WITH) -> AnswersFile:
@@ -145,7 +145,7 @@ def test_one_process_writes_at_a_time(tmp_path):
 
 
 def test_no_room_leaves_whole_lines(tmp_path, open_file):
-    """The kernel writes a part of the line, as on a full disk, and refuses the rest."""
+    """As on a full disk, the kernel writes a part of the line and rejects the rest."""
     path = tmp_path / "answers.jsonl"
     file = open_file(path)
     file.add(0, record(0))

@@ -1,4 +1,4 @@
-"""The command that becomes the server; vLLM's is started in tests/e2e/test_engines.py."""
+"""Test the command of the server. tests/e2e/test_engines.py starts vLLM's server."""
 
 import importlib.util
 import json
@@ -101,7 +101,7 @@ def test_a_dry_run_writes_no_file(tmp_path, capsys):
 
 
 def write_adapters(directory, base, rank: int = 4, saved: tuple[str, ...] = (), heads: bool = False) -> str:
-    """Adapters of one layer."""
+    """Write adapters of one layer."""
     module = "model.layers.0.self_attn.o_proj"
     shape = load_file(base / "model.safetensors")[f"{module}.weight"].shape
     tensors = {
@@ -120,7 +120,7 @@ def write_adapters(directory, base, rank: int = 4, saved: tuple[str, ...] = (), 
 
 
 def with_magnitudes(adapters: str) -> str:
-    """The same as DoRA."""
+    """Convert adapters to DoRA."""
     directory = Path(adapters)
     config = json.loads((directory / "adapter_config.json").read_text())
     (directory / "adapter_config.json").write_text(json.dumps(config | {"use_dora": True}))
@@ -224,7 +224,9 @@ def test_vllm_is_told_what_its_heads_can_draft(tmp_path):
 @needs_vllm
 @pytest.mark.engine
 def test_vllm_is_kept_from_its_wrong_rotary_kernel(tmp_path):
-    """On a CPU, with latent attention; tests/e2e/test_engines.py fails for glm4_moe_lite without it."""
+    """The kernel is wrong on a CPU with latent attention: without this option, tests/e2e/test_engines.py fails for
+    glm4_moe_lite.
+    """
     words = command(make_tiny_hf(tmp_path, "glm4_moe_lite", 1), infer_backend="vllm")
     assert words[words.index("--compilation-config") + 1] == '{"custom_ops": ["-rotary_embedding"]}'
 
@@ -232,7 +234,7 @@ def test_vllm_is_kept_from_its_wrong_rotary_kernel(tmp_path):
 @needs_vllm
 @pytest.mark.engine
 def test_a_request_to_vllm_chooses_its_temperature(tmp_path):
-    """On a CPU too: nothing overrides it, and drafts are drawn."""
+    """Also on a CPU, no option overrides the temperature, and drafts are sampled."""
     words = command(make_tiny_hf(tmp_path, "qwen3", 1), infer_backend="vllm")
     assert "--override-generation-config" not in words
     assert "probabilistic" in " ".join(words)

@@ -1,4 +1,4 @@
-"""The command as a whole, with transformers as its engine and random heads."""
+"""Test the whole command with the engine transformers and random heads."""
 
 import dataclasses
 import io
@@ -101,7 +101,7 @@ def test_summary_counts_answers_that_differ():
 
 
 def test_a_ratio_that_cannot_be_is_doubted():
-    """One token and half a draft in each step give no more than 1.5 times the speed."""
+    """With one token and half a draft per step, the speed-up is at most 1.5."""
     plain = Answers([Completion([1, 2, 3], "stop")], 2.0, DraftCounts(0, 0, ()))
     result = Answers(plain.completions, 1.0, DraftCounts(2, 2, (1,)))
     line = summary(result, plain)[2]
@@ -162,7 +162,7 @@ def test_the_same_command_again_starts_no_engine(model, dataset, tmp_path, said,
 
 
 def test_a_chat_is_kept_after_each_turn(model, tmp_path, monkeypatch):
-    """A second turn that cannot be answered, because it is too long, leaves the first."""
+    """A second turn that is too long to answer does not remove the first."""
     path = tmp_path / "chat.jsonl"
     monkeypatch.setattr("sys.stdin", io.StringIO("hello\n" + "word " * 2000 + "\n"))
     with pytest.raises(UserError, match=naming("--max_model_len 512")):

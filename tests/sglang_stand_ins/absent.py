@@ -1,6 +1,7 @@
-"""Lets a package be imported that is not there: any submodule of it, and any name in one.
+"""Make a package importable that is not installed, with any submodule and any name.
 
-What is taken so is a class without contents, which nobody can use. For `torchvision` and `sgl_kernel` of this folder.
+Imported names are classes without content, which cannot be used. The packages are `torchvision` and `sgl_kernel` of
+this folder.
 """
 
 import importlib.abc
@@ -10,7 +11,7 @@ from types import ModuleType
 
 
 class Absent(type):
-    """Of a class, function or enumeration that is not there; what is taken from it is not there either."""
+    """A replacement of a missing class, function or enumeration. Its attributes are replacements too."""
 
     def __getattr__(cls, name: str) -> "Absent":
         if name.startswith("__"):
@@ -22,7 +23,7 @@ class Absent(type):
 
 
 def absent(name: str) -> Absent:
-    """A module's `__getattr__`."""
+    """Return a replacement; used as the `__getattr__` of a module."""
     if name.startswith("__"):
         raise AttributeError(name)
     return Absent(name, (), {})
@@ -34,7 +35,7 @@ class _Submodule(ModuleType):
 
 
 class Submodules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds whatever module is asked for below `package`; the files that are there go first."""
+    """Finds any module below `package`. Existing files have precedence."""
 
     def __init__(self, package: str):
         self._prefix = f"{package}."

@@ -1,4 +1,4 @@
-"""The size of rounds, from times written by hand."""
+"""Test the size of rounds with given times."""
 
 import pytest
 
@@ -8,7 +8,7 @@ FIRST = RoundTimes(prompts=100, answers=50, training=100, fixed=20)
 
 
 def time_of(prompts: int, rounds: list[RoundTimes]) -> float:
-    """The time of a round if times grow as they are assumed to."""
+    """Return the time of a round if times grow as assumed."""
     last = rounds[-1]
     total = sum(each.prompts for each in rounds)
     return last.answers * prompts / last.prompts + last.training * (total + prompts) / total + last.fixed

@@ -1,4 +1,4 @@
-"""`speedup` before its first step."""
+"""Test `speedup` before its first step."""
 
 import shutil
 

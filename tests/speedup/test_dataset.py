@@ -1,4 +1,4 @@
-"""The rows of a dataset, divided among rounds."""
+"""Test how the rows of a dataset are divided among rounds."""
 
 import itertools
 import json
@@ -14,7 +14,7 @@ from tests.messages import naming
 
 @pytest.fixture
 def files(tmp_path):
-    """Two files of 30 and 10 rows."""
+    """Write two files of 30 and 10 rows."""
     paths = []
     for name, number in (("a", 30), ("b", 10)):
         paths.append(tmp_path / f"{name}.jsonl")
@@ -24,7 +24,7 @@ def files(tmp_path):
 
 
 def questions(rows: DatasetRows, rounds: list[int]) -> list[list[str]]:
-    """The questions of each round."""
+    """Return the questions of each round."""
     found = []
     for number in range(1, len(rounds) + 1):
         found.append([chat.messages[0]["content"] for chat in rows.of_round(rounds[:number])])

@@ -1,4 +1,4 @@
-"""Held-out rows."""
+"""Test the division into training and held-out rows."""
 
 import itertools
 

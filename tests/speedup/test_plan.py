@@ -1,4 +1,4 @@
-"""The commands of `speedup` are valid command lines of swiftlite."""
+"""Test that the commands of `speedup` are valid command lines of swiftlite."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from tests.tiny import make_tiny_hf
 
 
 def options_of(step: CommandStep):
-    """The options of a step, as its process parses them."""
+    """Return the options of a step as its process parses them."""
     command, rest = find(list(step.words))
     args, _ = parse(command.args_class, rest, command.words, command.choices())
     return args

@@ -1,4 +1,4 @@
-"""Results of other commands."""
+"""Test reading the results of other commands."""
 
 import json
 

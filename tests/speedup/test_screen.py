@@ -1,4 +1,4 @@
-"""The last lines, from results written by hand."""
+"""Test the last lines of the output with given results."""
 
 from swiftlite.speedup.screen import final_lines
 from swiftlite.speedup.state import Progress

@@ -1,4 +1,4 @@
-"""speedup.json."""
+"""Test speedup.json."""
 
 import pytest
 

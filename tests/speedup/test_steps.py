@@ -1,4 +1,4 @@
-"""Steps, with commands of swiftlite that take a second."""
+"""Test steps with commands of swiftlite that take a second."""
 
 import json
 import time
@@ -47,7 +47,7 @@ def test_a_failed_command_ends_with_its_exit_code(progress, tmp_path):
 
 
 def test_an_atomic_result_is_enough(progress, tmp_path, capfd):
-    """Of a command that was killed after its result, before speedup.json."""
+    """The command was killed after it had written its result, but before speedup.json was written."""
     (tmp_path / "result").touch()
     progress.unfinished["round-1/export"] = 7.0
     run_step(CommandStep("round-1/export", ("--version",), tmp_path / "result", is_atomic=True), progress, tmp_path)

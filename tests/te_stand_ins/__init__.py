@@ -1,8 +1,8 @@
-"""Transformer Engine without its compiled parts, on a CPU: the Python of its real wheel, over stand-ins in torch.
+"""Run the Python code of Transformer Engine's wheel on a CPU, with compiled parts replaced by torch code.
 
-What is tested so is which of its modules are built, how they are called, what becomes of parameters, gradients, groups
-and checkpoints; not its kernels. The wheel lies in a directory of its own: where it can be found, megatron-core takes
-it for one that works.
+Tests with these stand-ins check which modules are built, how they are called, and parameters, gradients, groups and
+checkpoints. They do not test the kernels. The wheel is in a separate directory, because megatron-core would use it if
+it could be imported.
 """
 
 import os
@@ -17,20 +17,23 @@ from typing import Any
 
 RELEASE = "2.20.2"
 CAPABILITY = "SWIFTLITE_TE_CAPABILITY"
-"""The environment variable that says which GPU is stood in for: 9 (Hopper, if it is unset) or 10 (Blackwell)."""
+"""Environment variable with the compute capability of the emulated GPU: 9 (Hopper, the default) or 10 (Blackwell)."""
 SITE = Path(os.environ.get("SWIFTLITE_TE_SITE", Path(sys.prefix) / "te"))
 
 
 def missing() -> str:
-    """Why these stand-ins cannot be used here; "" if they can."""
+    """Return why these stand-ins cannot be used here; "" if they can."""
     if (SITE / f"transformer_engine-{RELEASE}.dist-info").is_dir():
         return ""
     return f"transformer-engine {RELEASE} is not in {SITE} (requirements/te.txt)"
 
 
 def launch(num_processes: int, function: Callable[..., Any], *args: Any, capability: str = "9") -> list[Any]:
-    """`tests.parallel.launch.launch` with Transformer Engine in each process, all of which begin from nothing: the one
-    that others are forked from has imported megatron-core without it."""
+    """Call `tests.parallel.launch.launch` with Transformer Engine in each process.
+
+    The processes are new and not forked, because the process for forks has imported megatron-core without Transformer
+    Engine.
+    """
     from tests.parallel.launch import open_store, rank_environments
 
     store = open_store()
@@ -49,7 +52,10 @@ def launch(num_processes: int, function: Callable[..., Any], *args: Any, capabil
 
 
 def install() -> None:
-    """Let `import transformer_engine.pytorch` work in this process, for good; before megatron-core is imported."""
+    """Make `import transformer_engine.pytorch` work in this process, permanently.
+
+    Must run before megatron-core is imported.
+    """
     sys.path.append(str(SITE))
     os.environ["NVTE_PROJECT_BUILDING"] = "1"  # what would load shared libraries is left out (common/__init__.py)
     import torch
@@ -87,8 +93,10 @@ def install() -> None:
 
 
 class _Torch:
-    """torch, as module/base.py sees it: with CUDA, whose tensors lie on the CPU. swiftlite's own way to that
-    (runtime/cpu.py) does not reach into backward passes."""
+    """The module torch as module/base.py uses it: with CUDA, whose tensors are on the CPU.
+
+    The shims of swiftlite (runtime/cpu.py) do not apply in backward passes.
+    """
 
     def __init__(self) -> None:
         import torch

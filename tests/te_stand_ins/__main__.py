@@ -1,4 +1,4 @@
-"""One process of `launch`: CALL RESULT, two files."""
+"""Run one process of `launch`. The arguments are two files: CALL and RESULT."""
 
 import pickle
 import sys

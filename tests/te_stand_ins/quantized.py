@@ -1,7 +1,7 @@
-"""Numbers of 8 and 4 bits with scales, as Transformer Engine's kernels write and read them, in torch.
+"""Write and read numbers of 8 and 4 bits with scales in torch, as Transformer Engine's kernels do.
 
-Each format says how large a block is that shares a scale, and how data and scales lie in memory; the rest is one
-division and one cast. Scales of blocks are kept as what a number is multiplied by when it is read.
+Each format defines the size of a block that shares a scale, and the memory layout of data and scales. The rest is one
+division and one cast. Scales of blocks are stored as the factor by which a number is multiplied when it is read.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-"""Numbers of four bits by their code, without a sign, which is the fourth bit."""
+"""Values of the 4-bit codes without the sign. The sign is the fourth bit."""
 E4M3, E5M2 = 7, 8  # values of transformer_engine_torch.DType
 FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 FP8 = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
@@ -18,13 +18,13 @@ FP8 = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
 
 @dataclass(frozen=True)
 class Layout:
-    """How numbers [M, K] lie in one of a quantized tensor's two copies.
+    """The memory layout of one of the two copies of a quantized tensor [M, K].
 
     Attributes:
-        data, scale: attributes of the tensor.
-        block: rows and columns that share a scale; 0 for all.
-        data_is_turned, scale_is_turned: columns first.
-        is_exponent: scales are powers of two, of which the exponent is kept, plus 127.
+        data, scale: names of attributes of the tensor.
+        block: rows and columns that share a scale; 0 means all.
+        data_is_turned, scale_is_turned: whether columns are first.
+        is_exponent: whether scales are powers of two, stored as the exponent plus 127.
     """
 
     data: str
@@ -36,7 +36,7 @@ class Layout:
 
 
 def layout_of(tensor: Any, columnwise: bool) -> Layout:
-    """Of the copy for products over columns, or over rows, of one of Transformer Engine's tensors."""
+    """Return the layout of a tensor's copy for products over columns, or over rows."""
     kind = type(tensor).__name__.removesuffix("Storage")
     if kind == "Float8Tensor":
         data = "_transpose" if columnwise and tensor._transpose is not None else "_data"
@@ -51,7 +51,7 @@ def layout_of(tensor: Any, columnwise: bool) -> Layout:
 
 
 def write(tensor: Any, values: torch.Tensor, quantizer: Any) -> None:
-    """Into all copies that the tensor has."""
+    """Write values into all copies that the tensor has."""
     numbers = values.detach().float().reshape(-1, values.size(-1))
     if is_fp4(tensor):
         _write_fp4(tensor, numbers, quantizer)
@@ -75,7 +75,7 @@ def write(tensor: Any, values: torch.Tensor, quantizer: Any) -> None:
 
 
 def read(tensor: Any, columnwise: bool) -> torch.Tensor:
-    """Numbers [M, K] in float32, of one of the two copies."""
+    """Return the numbers [M, K] of one of the two copies in float32."""
     if is_fp4(tensor):
         return _read_fp4(tensor, columnwise)
     layout = layout_of(tensor, columnwise)
@@ -95,7 +95,7 @@ def _blocks(shape: torch.Size, layout: Layout) -> tuple[int, int]:
 
 
 def _largest(numbers: torch.Tensor, blocks: tuple[int, int]) -> torch.Tensor:
-    """The largest absolute number of each block."""
+    """Return the largest absolute number of each block."""
     rows, columns = blocks
     height, width = numbers.shape
     padded = torch.nn.functional.pad(numbers.abs(), (0, -width % columns, 0, -height % rows))
@@ -119,7 +119,7 @@ def _spread(scales: torch.Tensor, blocks: tuple[int, int], shape: torch.Size) ->
 
 
 def _write_scales(place: torch.Tensor, scales: torch.Tensor, layout: Layout) -> None:
-    """The place may be larger: its rows are aligned."""
+    """Write scales. `place` may be larger, because its rows are aligned."""
     kept = scales.log2().add(127).to(torch.uint8) if layout.is_exponent else scales
     if place.dim() == 1:
         place.copy_(kept.flatten())
@@ -143,8 +143,11 @@ def is_fp4(tensor: Any) -> bool:
 
 
 def _write_fp4(tensor: Any, numbers: torch.Tensor, quantizer: Any) -> None:
-    """NVFP4: blocks of 16 whose scales are numbers of 8 bits, and one scale for all of them. Rounded to the nearest,
-    without the rotation that the kernels may put before columns (both factors of a product have it)."""
+    """Write NVFP4: blocks of 16 with 8-bit scales, and one scale for the whole tensor.
+
+    Numbers are rounded to the nearest. The rotation that the kernels may apply before columns is omitted, because both
+    factors of a product have it.
+    """
     largest = numbers.abs().amax() if numbers.numel() else torch.tensor(1.0)
     if quantizer.with_amax_reduction:
         group = quantizer._canonicalized_amax_reduction_group()
@@ -165,7 +168,10 @@ def _write_fp4(tensor: Any, numbers: torch.Tensor, quantizer: Any) -> None:
 
 
 def _fp4_bytes(numbers: torch.Tensor) -> torch.Tensor:
-    """[M, K / 2] of numbers [M, K], each the nearest of FP4; the first of two is in the lower half of a byte."""
+    """Return bytes [M, K / 2] for numbers [M, K], rounded to FP4.
+
+    The first of two numbers is in the lower half of a byte.
+    """
     nearest = (numbers.abs()[..., None] - FP4).abs().argmin(-1)
     codes = (nearest + 8 * (numbers < 0)).to(torch.uint8)
     return codes[..., 0::2] + 16 * codes[..., 1::2]

@@ -1,8 +1,9 @@
-"""What Transformer Engine's compiled extension computes, in torch: the few of its 177 functions that linear layers,
-experts, RMSNorm and unfused attention call, in FP8 too. All else raises as soon as it is asked for.
+"""Compute in torch what Transformer Engine's compiled extension computes.
 
-Signatures are those of the calls in the wheel's Python (transformer_engine/pytorch, 2.20.2); functions named by a file
-there. tests/te_stand_ins/__init__.py puts this module in the extension's place.
+Of its 177 functions, this module has those that linear layers, experts, RMSNorm and unfused attention call, also in
+FP8. Other functions raise an error when they are accessed. Signatures are those of the calls in the wheel's Python code
+(transformer_engine/pytorch, 2.20.2); docstrings name the calling file there. tests/te_stand_ins/__init__.py installs
+this module in place of the extension.
 """
 
 import enum
@@ -15,7 +16,7 @@ from tests.te_stand_ins import quantized
 
 
 class DType(enum.Enum):
-    """As in the C++ header; transformer_engine.pytorch.constants compares the names."""
+    """Data types as in the C++ header. transformer_engine.pytorch.constants compares the names."""
 
     kByte = 0
     kInt32 = 2
@@ -31,7 +32,7 @@ class DType(enum.Enum):
 
 
 class FP8FwdTensors(enum.IntEnum):
-    """Which of a module's quantizers is whose, as in the C++ header (common.h of pytorch/csrc)."""
+    """Indices of a module's quantizers, as in the C++ header (common.h of pytorch/csrc)."""
 
     GEMM1_INPUT = 0
     GEMM1_WEIGHT = 1
@@ -45,7 +46,7 @@ class FP8FwdTensors(enum.IntEnum):
 
 
 class FP8BwdTensors(enum.IntEnum):
-    """As `FP8FwdTensors`, of gradients."""
+    """Indices of a module's quantizers for gradients, like `FP8FwdTensors`."""
 
     GRAD_OUTPUT1 = 0
     GRAD_INPUT1 = 1
@@ -56,7 +57,7 @@ class FP8BwdTensors(enum.IntEnum):
 
 
 class NVTE_Fused_Attn_Backend(enum.Enum):
-    """As in the C++ header; cpp_extensions/fused_attn.py compares the names."""
+    """Backends as in the C++ header. cpp_extensions/fused_attn.py compares the names."""
 
     NVTE_No_Backend = -1
     NVTE_F16_arbitrary_seqlen = 1
@@ -98,8 +99,11 @@ def generic_gemm(
     alpha: float,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None, None, None]:
-    """cpp_extensions/gemm.py. cuBLAS counts columns first: of row-major tensors this is op(B) @ op(A). With `grad` the
-    bias is not added: its gradient, the sum of B, is the second result."""
+    """Compute a matrix product for cpp_extensions/gemm.py.
+
+    cuBLAS is column-major, so for row-major tensors this is op(B) @ op(A). With `grad`, the bias is not added; its
+    gradient, the sum of B, is the second result.
+    """
     assert quantizer is None
     assert not gelu
     assert alpha == 1.0
@@ -124,17 +128,17 @@ def generic_gemm(
 
 
 def _numbers(tensor: Any, columnwise: bool) -> torch.Tensor:
-    """What a tensor stands for, in float32 if it is quantized."""
+    """Return the values of a tensor; float32 if it is quantized."""
     return _read(tensor, columnwise) if hasattr(tensor, "_quantizer") else tensor
 
 
 def _read(tensor: Any, columnwise: bool) -> torch.Tensor:
-    """With all of its dimensions."""
+    """Return the values of a quantized tensor in its whole shape."""
     return quantized.read(tensor, columnwise).view(tuple(tensor.size()))
 
 
 def quantize(tensor: torch.Tensor, quantizer: Any, output: Any = None, noop: Any = None) -> Any:
-    """tensor/float8_tensor.py and its like."""
+    """Quantize a tensor, for tensor/float8_tensor.py and similar files."""
     if output is None:
         output = create_empty_quantized_tensor(quantizer, list(tensor.shape), tensor.dtype, tensor.device, False)
     quantized.write(output, tensor, quantizer)
@@ -144,7 +148,7 @@ def quantize(tensor: torch.Tensor, quantizer: Any, output: Any = None, noop: Any
 def create_empty_quantized_tensor(
     quantizer: Any, shape: list[int], dtype: torch.dtype, device: torch.device, pin_memory: bool
 ) -> Any:
-    """quantized_tensor.py, which allocates in Python too, for compilers."""
+    """Allocate a quantized tensor, for quantized_tensor.py."""
     made = quantizer.storage_metadata(dtype)
     # Two numbers of four bits are a byte: the columns of [tokens, 1, hidden] have to be one dimension.
     is_fp4 = "fp4_dtype" in made["nontensor_kwargs"]
@@ -169,26 +173,26 @@ def create_empty_quantized_tensor(
 
 
 def bgrad_quantize(tensor: torch.Tensor, quantizer: Any) -> tuple[torch.Tensor, Any]:
-    """module/base.py: the gradient of a bias too."""
+    """Return the gradient of a bias and the quantized tensor, for module/base.py."""
     return tensor.flatten(0, -2).sum(0), quantize(tensor, quantizer)
 
 
 def split_quantize(
     tensor: torch.Tensor, split_sizes: list[int], quantizers: list[Any], disable_bulk_allocation: bool = False
 ) -> list[Any]:
-    """module/_split_quantization.py: the tokens of each expert for themselves."""
+    """Quantize the tokens of each expert separately, for module/_split_quantization.py."""
     parts = tensor.split(list(split_sizes))
     return [quantize(part, quantizer) for part, quantizer in zip(parts, quantizers, strict=True)]
 
 
 def fp8_transpose(data: torch.Tensor, dtype: Any, *, out: torch.Tensor | None = None) -> torch.Tensor:
-    """tensor/storage: columns first, of bytes."""
+    """Transpose bytes, for tensor/storage."""
     turned = data.movedim(-1, 0).contiguous()
     return turned if out is None else out.copy_(turned)
 
 
 def dequantize(tensor: Any, dtype: Any) -> torch.Tensor:
-    """tensor/storage."""
+    """Dequantize a tensor, for tensor/storage."""
     return _read(tensor, columnwise=False).to(TORCH[int(dtype)])
 
 
@@ -215,7 +219,10 @@ def te_general_grouped_gemm(
     use_split_accumulator: bool,
     sm_count: int,
 ) -> list[torch.Tensor]:
-    """cpp_extensions/gemm.py: `generic_gemm` for each expert. Their results are one tensor, or one each."""
+    """Compute `generic_gemm` for each expert, for cpp_extensions/gemm.py.
+
+    The results are one tensor, or one per expert.
+    """
     places = list(out[0].split(m_splits)) if single_output and m_splits is not None else out
     for first, second, place in zip(A, B, places, strict=True):
         left, right = _numbers(second, columnwise=transb).float(), _numbers(first, columnwise=not transa).float()
@@ -227,7 +234,7 @@ def te_general_grouped_gemm(
 
 
 def fused_multi_row_padding(tokens: torch.Tensor, out: torch.Tensor, sizes: list[int], padded_sizes: list[int]) -> None:
-    """module/fp8_padding.py: zeros behind each expert's tokens."""
+    """Append zeros to each expert's tokens, for module/fp8_padding.py."""
     for part, place in zip(tokens.split(sizes), out.split(padded_sizes), strict=True):
         place.zero_()
         place[: len(part)] = part
@@ -236,7 +243,7 @@ def fused_multi_row_padding(tokens: torch.Tensor, out: torch.Tensor, sizes: list
 def fused_multi_row_unpadding(
     tokens: torch.Tensor, out: torch.Tensor, padded_sizes: list[int], sizes: list[int]
 ) -> None:
-    """module/fp8_unpadding.py."""
+    """Remove the zeros after each expert's tokens, for module/fp8_unpadding.py."""
     for part, place in zip(tokens.split(padded_sizes), out.split(sizes), strict=True):
         place.copy_(part[: len(place)])
 
@@ -251,7 +258,7 @@ def rmsnorm_fwd(
     sm_margin: int,
     zero_centered: bool,
 ) -> tuple[torch.Tensor, None, torch.Tensor]:
-    """ops/basic/rmsnorm.py. Everything in float32, rounded once."""
+    """Compute RMSNorm in float32 with one rounding, for ops/basic/rmsnorm.py."""
     x_fp32 = x.float()
     rstd = torch.rsqrt(x_fp32.pow(2).mean(-1) + eps)
     gamma = weight.float() + (1.0 if zero_centered else 0.0)
@@ -261,7 +268,7 @@ def rmsnorm_fwd(
 def rmsnorm_bwd(
     dy: torch.Tensor, x: torch.Tensor, rstd: torch.Tensor, weight: torch.Tensor, sm_margin: int, zero_centered: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """ops/basic/rmsnorm.py."""
+    """Compute the gradients of RMSNorm, for ops/basic/rmsnorm.py."""
     gamma = weight.float() + (1.0 if zero_centered else 0.0)
     normed = x.float() * rstd[..., None]
     dnormed = dy.float() * gamma
@@ -270,7 +277,7 @@ def rmsnorm_bwd(
 
 
 def convert_thd_to_bshd(tensor: torch.Tensor, cu_seqlens: torch.Tensor, batch: int, longest: int) -> torch.Tensor:
-    """attention/dot_product_attention/backends.py: sequences side by side, zeros behind them."""
+    """Convert packed sequences to rows padded with zeros, for attention/dot_product_attention/backends.py."""
     out = tensor.new_zeros(batch, longest, *tensor.shape[1:])
     for row, sequence in enumerate(tensor.split(cu_seqlens.diff().tolist())):
         out[row, : len(sequence)] = sequence
@@ -278,7 +285,7 @@ def convert_thd_to_bshd(tensor: torch.Tensor, cu_seqlens: torch.Tensor, batch: i
 
 
 def convert_bshd_to_thd(tensor: torch.Tensor, cu_seqlens: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """The inverse."""
+    """Invert `convert_thd_to_bshd`."""
     lengths = cu_seqlens.diff().tolist()
     return torch.cat([row[:length] for row, length in zip(tensor, lengths, strict=True)])
 
@@ -286,7 +293,7 @@ def convert_bshd_to_thd(tensor: torch.Tensor, cu_seqlens: torch.Tensor, num_toke
 def multi_tensor_l2norm(
     chunk: int, overflow: torch.Tensor, lists: list[list[torch.Tensor]], per_tensor: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """optimizers/multi_tensor_apply.py."""
+    """Compute a norm over many tensors, for optimizers/multi_tensor_apply.py."""
     (tensors,) = lists
     norms = torch.stack([tensor.float().norm() for tensor in tensors])
     return norms.norm().reshape(1), norms
@@ -295,7 +302,7 @@ def multi_tensor_l2norm(
 def multi_tensor_scale(
     chunk: int, overflow: torch.Tensor, lists: list[list[torch.Tensor]], scale: float | torch.Tensor
 ) -> None:
-    """optimizers/multi_tensor_apply.py; sources, then where they go."""
+    """Scale many tensors, for optimizers/multi_tensor_apply.py. The lists are sources and results."""
     for source, target in zip(*lists, strict=True):
         target.copy_(source * scale)
 
@@ -317,7 +324,7 @@ def multi_tensor_adam(
     weight_decay: float,
     *others: Any,
 ) -> None:
-    """optimizers/fused_adam.py; AdamW (mode 1), with gradients, weights, both moments in float32."""
+    """Update with AdamW (mode 1), for optimizers/fused_adam.py. Gradients, weights and both moments are float32."""
     assert mode == 1
     assert bias_correction
     for gradient, weight, mean, square in zip(*lists, strict=True):
@@ -328,7 +335,7 @@ def multi_tensor_adam(
 
 
 class _Missing:
-    """Of an enum or class that Python only names; whoever calls it asks for more than stands here."""
+    """A replacement of an enum or class that Python code only names. Calling it raises an error."""
 
     def __init__(self, name: str):
         self.name = name

@@ -1,4 +1,4 @@
-"""Runs of a tiny model in this process, phase by phase."""
+"""Fixtures that run a tiny model in this process, phase by phase."""
 
 import json
 from collections.abc import Callable
@@ -17,7 +17,7 @@ def hf_dir(tmp_path) -> Path:
 
 @pytest.fixture
 def options(hf_dir, tmp_path) -> Callable[..., SftArgs]:
-    """The options of a run of 4 steps, some of them replaced."""
+    """Return the options of a run of 4 steps, some of them replaced."""
     rows = [{"query": f"What is {n} plus {n}?", "response": f"It is {2 * n}."} for n in range(20)]
     dataset = tmp_path / "rows.jsonl"
     dataset.write_text("".join(json.dumps(row) + "\n" for row in rows))

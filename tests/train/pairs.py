@@ -1,4 +1,4 @@
-"""Pairs of answers, what transformers says of them, and runs of `megatron dpo` in this process."""
+"""Make pairs of answers, score them with transformers, and run `megatron dpo` in this process."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ TOOL_TURNS = [{"role": "assistant", "content": "", "tool_calls": [CALL]}, {"role
 
 
 def asked(n: int) -> list[dict[str, Any]]:
-    """The turns before the answer; every fifth row calls a tool first."""
+    """Return the turns before the answer. Every fifth row calls a tool first."""
     return [{"role": "user", "content": f"What is {n} plus {n}?"}, *(TOOL_TURNS if n % 5 == 2 else [])]
 
 
@@ -70,7 +70,7 @@ def write_rated(path: Path) -> Path:
 
 
 def train(args: DpoArgs, mesh: Mesh) -> Path:
-    """All phases in order; returns the run's directory."""
+    """Run all phases in order; return the run's directory."""
     run = prepare(args, mesh)
     state = phases.restore(run)
     trainer = training.make_trainer(run, state)
@@ -80,7 +80,7 @@ def train(args: DpoArgs, mesh: Mesh) -> Path:
 
 
 def first_step(args: DpoArgs, mesh: Mesh) -> tuple[dict[str, float], dict[str, torch.Tensor], list[Sample]]:
-    """Metrics and gradients, by HF name, of one step over all training pairs, and those pairs."""
+    """Return metrics and gradients (by HF name) of one step over all training pairs, and these pairs."""
     run = prepare(args, mesh)
     run.output_dir.mkdir(exist_ok=True)
     metrics = training.make_trainer(run, {"step": 0}).step(1)
@@ -90,7 +90,7 @@ def first_step(args: DpoArgs, mesh: Mesh) -> tuple[dict[str, float], dict[str, t
 
 
 def log_p(model: Any, sample: Sample) -> tuple[torch.Tensor, int]:
-    """The log-probability of the labels of one answer, by transformers, and their number."""
+    """Return the log-probability of the labels of one answer, computed with transformers, and their number."""
     ids = torch.from_numpy(sample.input_ids).long()
     places = [place for place, label in enumerate(sample.labels) if label != -100]
     logits = model(ids[None], use_cache=False).logits[0].log_softmax(dim=-1)

@@ -1,4 +1,4 @@
-"""A training run before its first step."""
+"""Prepare a training run up to its first step."""
 
 from swiftlite.args.commands import SftArgs
 from swiftlite.families.resolved import resolve_options
@@ -8,5 +8,5 @@ from swiftlite.train import run as training
 
 
 def prepare(args: SftArgs, mesh: Mesh) -> phases.Run:
-    """As `training.run` does, of the models that the options name."""
+    """Call `run.prepare` with the models that the options name."""
     return training.prepare(args, mesh, resolve_options(args))

@@ -1,4 +1,4 @@
-"""Places of adapters in a checkpoint; several ranks are in tests/parallel/test_lora.py."""
+"""Test the places of adapters in a checkpoint on one rank. tests/parallel/test_lora.py uses several ranks."""
 
 from typing import Any
 
@@ -42,7 +42,7 @@ def test_data_parallel_replicas_do_not_write(chunk, mesh):
 
 
 def test_tensor_parallel_ranks_write_what_they_split(chunk, mesh):
-    """B of a layer whose rows are split, and A of a layer whose columns are split."""
+    """Ranks split B of a row-split layer, and A of a column-split layer."""
     whole = adapters(chunk, mesh)
     group: Any = SecondOfTwo()
     for module in chunk.modules():

@@ -1,4 +1,4 @@
-"""The digest of a base model, read in rounds; several ranks are in tests/parallel/test_slow_ranks.py."""
+"""Test the digest of a base model, computed in rounds. tests/parallel/test_slow_ranks.py uses several ranks."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Micro-batches of every rank of a layout, made in one process: each sample where and as often as it should be."""
+"""Test the micro-batches of every rank of a layout, made in one process: each sample must be where it belongs."""
 
 import dataclasses
 import math
@@ -35,19 +35,19 @@ PACKINGS: dict[str, dict[str, Any]] = {
 
 
 def make_samples(num: int) -> list[Sample]:
-    """Sample n holds nothing but token n, 2 to 9 times."""
+    """Return samples. Sample n consists of token n, 2 to 9 times."""
     return [make_sample(np.full(2 + n % 8, n), np.ones(2 + n % 8)) for n in range(1, num + 1)]
 
 
 def ranks(size: int, heads: Heads = Heads(), **options: Any) -> list[Batches]:
-    """What cuts the batches on each data-parallel rank; -1 stands for padding."""
+    """Return the `Batches` of each data-parallel rank; padding is -1."""
     args = SftArgs(**{"micro_batch_size": 2, "global_batch_size": 8, **options})
     plan = make_plan(args, size, heads)
     return [Batches(plan, rank, -1, FLOPS, (Extra("reference"),)) for rank in range(size)]
 
 
 def samples_in(batches: Sequence[Batch]) -> Counter[int]:
-    """How often each sample is in these micro-batches, by its token; a sample of n tokens counts once."""
+    """Return how often each sample occurs in these micro-batches. A sample is identified by its token."""
     tokens = Counter(int(token) for batch in batches for token in batch.tokens_KBS[0].flatten() if token != -1)
     return Counter({token: count // (2 + token % 8) for token, count in tokens.items()})
 
@@ -123,7 +123,9 @@ def test_packed_rows_are_full_and_hold_whole_samples():
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_context_parallel_ranks_share_each_sequence(size):
-    """Chunks r and 2 * size - 1 - r of each: every token is on one rank, and early and late ones are on each."""
+    """Each rank r has chunks r and 2 * size - 1 - r: every token is on one rank, and each rank has early and late
+    tokens.
+    """
     samples = [make_sample(np.arange(start, start + 8 * size), np.ones(8 * size)) for start in (0, 100)]
     batch = collate_packed(samples, -1, pad_each_to_multiple_of=2 * size, pad_to_multiple_of=2 * size)
     parts = [shard(batch, rank, size) for rank in range(size)]
@@ -139,7 +141,7 @@ def test_context_parallel_ranks_share_each_sequence(size):
 
 
 def test_labels_stay_on_the_host(mesh):
-    """Nothing there can be asked of a meta tensor, as nothing should be of a GPU's."""
+    """Values of meta tensors cannot be read, so the test fails if code reads values on the device."""
     mesh = dataclasses.replace(mesh, device=Device(torch.device("meta"), "gloo"))
     (batches,) = ranks(1, Heads(2))
     collated = batches.collate(make_samples(3))
@@ -152,7 +154,7 @@ def test_labels_stay_on_the_host(mesh):
 
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_each_mismatched_answer_is_scored_once_in_a_row_that_holds_it(packing):
-    """Short samples whose mismatched answers are as long as a row, as of short questions before long answers."""
+    """Samples are short, but their mismatched answers are as long as a row."""
     samples = []
     for number, sample in enumerate(make_samples(24), start=1):
         length = 16 if number % 2 else 3

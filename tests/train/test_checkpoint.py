@@ -1,4 +1,4 @@
-"""Checkpoints: a name means that all is there; what is damaged is named."""
+"""Test checkpoints: a checkpoint with its final name is complete, and damaged files are reported."""
 
 import dataclasses
 import errno
@@ -53,7 +53,7 @@ def hf_model(tmp_path_factory):
 
 @pytest.fixture
 def open_chunks(hf_model, mesh):
-    """Another copy of the same model, each time."""
+    """Return a function that returns another copy of the same model each time."""
 
     def open_chunks(heads: Heads = Heads(1), seed: int = 42) -> list[GPTModel]:
         mtp_init = "checkpoint" if heads.layers == 1 else "random"
@@ -65,7 +65,7 @@ def open_chunks(hf_model, mesh):
 
 @pytest.fixture
 def saved(open_chunks, mesh, tmp_path) -> Path:
-    """A whole checkpoint of step 1."""
+    """Write a complete checkpoint of step 1."""
     Checkpointer(tmp_path, mesh, open_chunks(), None, STATE).save(1)
     return tmp_path / "checkpoint-1"
 
@@ -147,7 +147,7 @@ def test_a_checkpoint_that_is_deleted_loses_its_name_first(open_chunks, mesh, tm
 
 
 def test_a_checkpoint_is_on_disk_before_it_has_its_name(open_chunks, mesh, tmp_path, synced):
-    """Else a power cut would leave empty files under it."""
+    """Otherwise a power cut could leave empty files under this name."""
     Checkpointer(tmp_path, mesh, open_chunks(), None, STATE).save(1)
     *before, last = synced
     writing = tmp_path / ".checkpoint-1.writing"
@@ -156,7 +156,9 @@ def test_a_checkpoint_is_on_disk_before_it_has_its_name(open_chunks, mesh, tmp_p
 
 
 def test_a_rank_flushes_its_own_files(open_chunks, mesh, tmp_path, synced):
-    """The first rank flushes all files as well, but on another machine that flushes nothing that is written here."""
+    """The first rank flushes all files too, but on another machine this has no effect on files that
+    are written here.
+    """
     dist_checkpointing.save(sharded_model(open_chunks(), mesh), str(tmp_path), SaveStrategy())  # pyright: ignore[reportArgumentType]
     assert {"__0_0.distcp", "__0_1.distcp"} <= {path.name for path in synced}
 
@@ -285,7 +287,7 @@ def test_a_manifest_that_is_damaged_or_names_what_is_gone(open_chunks, mesh, sav
 
 
 def test_a_manifest_lists_every_file(open_chunks, mesh, saved):
-    """Else what it leaves out would be read unverified, without a word."""
+    """Otherwise files that are not listed would be read without verification."""
     lines = (saved / "SHA256SUMS").read_text().splitlines(keepends=True)
     (saved / "SHA256SUMS").write_text("".join(line for line in lines if "__0_1.distcp" not in line))
     with pytest.raises(UserError, match=naming("checkpoint-1 SHA256SUMS __0_1.distcp")):
@@ -349,7 +351,7 @@ def test_no_other_attribute_is_taken(open_chunks, mesh, saved):
 
 
 def test_an_enum_that_the_pickle_changes(open_chunks, mesh, saved):
-    """BUILD sets attributes of a class, among them the one that `getattr` could be answered from."""
+    """The opcode BUILD sets attributes of a class, such as the one that `getattr` would return."""
     (saved / "SHA256SUMS").unlink()
     enum = b"ctorch.distributed.checkpoint.planner\nWriteItemType\n"
     changes = b"}(V_member_map_\n}(V__init__\n" + enum + b"uu"  # {"_member_map_": {"__init__": WriteItemType}}
@@ -366,7 +368,7 @@ def test_an_enum_that_the_pickle_changes(open_chunks, mesh, saved):
 
 
 def test_code_in_what_is_no_tensor_does_not_run(open_chunks, mesh, saved, tmp_path):
-    """torch reads those with weights_only=False, if somebody asks for them; a damaged place is found all the same."""
+    """torch would load such objects with weights_only=False. Damaged files are still detected."""
     (saved / "SHA256SUMS").unlink()
     metadata = pickle.loads((saved / ".metadata").read_bytes())
     index = next(index for index in metadata.storage_data if "_extra_state" in index.fqn)
@@ -397,7 +399,7 @@ def test_code_in_the_common_file_does_not_run(open_chunks, mesh, saved, tmp_path
 
 
 def test_an_asynchronous_save_waits_for_the_one_before(open_chunks, mesh, tmp_path):
-    """A save deletes what is unfinished, which the files of the one before must no longer be."""
+    """A save deletes incomplete files, which must not include those of the previous save."""
     checkpointer = Checkpointer(tmp_path, mesh, open_chunks(), None, STATE, is_async=True)
     checkpointer.save(1)
     checkpointer.save(2)

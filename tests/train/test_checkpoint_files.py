@@ -1,4 +1,4 @@
-"""What a writer of checkpoint files reports; what it writes is in test_checkpoint.py."""
+"""Test the report of a writer of checkpoint files. test_checkpoint.py tests the files."""
 
 import os
 import queue
@@ -20,6 +20,6 @@ def test_a_report_reaches_the_process_that_the_writer_was_forked_from():
 
 
 def test_a_writer_that_was_killed_has_said_nothing():
-    """megatron-core takes that from its own queue, and then says that the save has failed."""
+    """megatron-core expects this exception, and then reports that the save has failed."""
     with pytest.raises(queue.Empty):
         WriterReport().get_nowait()

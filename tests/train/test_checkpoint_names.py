@@ -1,4 +1,6 @@
-"""Names in a checkpoint: those of megatron-core 0.16 under any release, so that a run can go on under another."""
+"""Test that names in a checkpoint are those of megatron-core 0.16 in every release, so that runs
+can resume in another.
+"""
 
 from typing import Any
 
@@ -23,7 +25,7 @@ transformer_layer.self_attention.linear_qkv.weight transformer_layer.self_attent
 
 
 def names(tmp_path, mesh, family: str) -> set[str]:
-    """The names of all tensors of a model of two decoder layers and one MTP layer."""
+    """Return the names of all tensors of a model with two decoder layers and one MTP layer."""
     hf_config = read_config(make_tiny_hf(tmp_path, family, depth=1))
     architecture = families.get(hf_config).architecture(hf_config)
     model = build_model(architecture, hf_config, mesh=mesh, dtype=torch.float32, heads=Heads(1))

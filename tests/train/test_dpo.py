@@ -1,4 +1,4 @@
-"""`megatron dpo` in one process: its numbers against the formulas with transformers' logits, caches, resuming."""
+"""Test `megatron dpo` in one process: results against formulas with transformers' logits, caches, resuming."""
 
 import json
 import math
@@ -30,7 +30,7 @@ from tests.train.test_sft import metrics
 
 @pytest.fixture
 def options(hf_dir, tmp_path):
-    """The options of a run of 4 steps, some of them replaced."""
+    """Return the options of a run of 4 steps, some of them replaced."""
     usual = DpoArgs(
         model=str(hf_dir),
         dataset=[str(write_pairs(tmp_path / "pairs.jsonl"))],
@@ -54,7 +54,9 @@ def ref_dir(tmp_path) -> Path:
 
 
 def formula(args: DpoArgs, chosen, rejected, ref_chosen, ref_rejected, lengths) -> torch.Tensor:
-    """The losses as their papers and TRL write them, for one pair; the imitation of simpo and orpo is apart."""
+    """Compute the losses of one pair by the formulas of the papers and TRL, without the next-token loss of simpo and
+    orpo.
+    """
     beta, smoothing = args.beta, args.label_smoothing
     better, worse = chosen - ref_chosen, rejected - ref_rejected
 
@@ -88,7 +90,7 @@ def formula(args: DpoArgs, chosen, rejected, ref_chosen, ref_rejected, lengths) 
 
 @pytest.mark.parametrize("loss_type", LOSSES)
 def test_loss_and_gradients_are_those_of_the_formula(options, mesh, hf_dir, ref_dir, loss_type):
-    """Without heads, so that the trunk hears the pairs alone."""
+    """There are no heads, so that the trunk's gradients come only from the pairs."""
     args = options(
         loss_type=loss_type,
         ref_model=str(ref_dir),
@@ -123,12 +125,12 @@ def test_loss_and_gradients_are_those_of_the_formula(options, mesh, hf_dir, ref_
 
 
 def reference_of(pair: Sample) -> list[float]:
-    """What the reference model said of both answers."""
+    """Return the reference model's scores of both answers."""
     return [answer.extras["reference"] for answer in pair.sequences]
 
 
 def test_heads_learn_from_the_preferred_answers_alone(options, mesh):
-    """Their loss is what `megatron sft` has on those answers."""
+    """Their loss equals that of `megatron sft` on these answers."""
     run = prepare(options(global_batch_size=16, micro_batch_size=16), mesh)
     (batch,) = run.batches.train(run.rows, Sampler(16, 16, 0, shuffle=False), 0)
     preferred = replace(run.data, train=[replace(pair, others=()) for pair in run.data.train])
@@ -155,7 +157,9 @@ def test_at_the_first_step_the_model_is_its_own_reference(options, mesh):
     [({}, True), ({"tuner_type": "lora"}, True), ({"tuner_type": "lora"}, False)],
 )
 def test_an_export_says_what_the_run_has_learned(options, mesh, hf_dir, tmp_path, changed, merge_lora):
-    """transformers, and PEFT where adapters stay apart, have the log-probabilities that the trained model has."""
+    """Log-probabilities of the export equal those of the trained model, with transformers and, for
+    adapters, with PEFT.
+    """
     args = options(lr=1e-2, **changed)
     run = prepare(args, mesh)
     trainer = training.make_trainer(run, phases.restore(run))
@@ -241,7 +245,9 @@ def test_a_slice_is_small_in_pairs_and_tokens(monkeypatch):
 
 
 def test_the_cache_holds_millions_of_pairs(options, mesh, tmp_path):
-    """Their digests are in a tensor: a safetensors header may have 100 MB, those of 1.4 million pairs."""
+    """Digests are stored in a tensor, because a safetensors header is limited to 100 MB, which suffices for 1.4 million
+    pairs.
+    """
     args = options()
     asked = replace(reference.open_reference(prepare(args, mesh)), directory=tmp_path / "cache")
     answers = {f"{n:064x}": (float(n), -float(n)) for n in range(100_000)}
@@ -253,7 +259,7 @@ def test_the_cache_holds_millions_of_pairs(options, mesh, tmp_path):
 
 
 def test_few_micro_batches_are_in_memory(options, mesh, monkeypatch):
-    """Held-out rows and pairs that a reference model scores: each is collated when it is run."""
+    """Held-out rows, and pairs for the reference model, are collated when they are needed."""
     args = options(micro_batch_size=1, global_batch_size=1, split_dataset_ratio=0.5)
     run = prepare(args, mesh)
     alive: weakref.WeakSet = weakref.WeakSet()

@@ -1,4 +1,4 @@
-"""Losses, rewards and gradients against TRL's DPOTrainer, where TRL is installed (requirements/dev.txt)."""
+"""Test losses, rewards and gradients against TRL's DPOTrainer, if TRL is installed (requirements/dev.txt)."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ FREE = ("simpo", "orpo")  # they have trainers of their own, see test_dpo.py
 
 
 def their_step(hf_dir: Path, ref_dir: Path, out_dir: Path, args) -> tuple[float, dict[str, float], Any]:  # noqa: F811
-    """Loss, metrics and model with gradients after one batch of all pairs."""
+    """Return TRL's loss, metrics and model with gradients after one batch of all pairs."""
     tokenizer = load_tokenizer(hf_dir)
     template = ChatTemplate(tokenizer)
     rows = []

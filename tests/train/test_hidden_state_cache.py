@@ -1,4 +1,4 @@
-"""A run that reads the trunk's states computes what one without them does, to the bit; and reads no others."""
+"""Test that a run with cached trunk states gives bitwise identical results, and reads only its own states."""
 
 import json
 import shutil
@@ -18,7 +18,7 @@ HEADS = {"mtp_mode": "heads_only", "micro_batch_size": 1, "num_train_epochs": 2,
 
 @pytest.fixture
 def passes(monkeypatch) -> list[int]:
-    """One entry for each pass of the trunk's layers over a micro-batch."""
+    """Return a list that gets an entry for each pass of the trunk's layers over a micro-batch."""
     counted = []
     forward_decoder = GPTModel.forward_decoder
 
@@ -38,7 +38,7 @@ WAYS = [
     ("qwen3_next", {"padding_free": True, "draft_vocab": 40}),
 ]
 ON_GPU = Machine(is_cuda=True)
-"""Where kernels are fused; they compute on a CPU as well."""
+"""A machine for which kernels are fused. Fused kernels also run on a CPU."""
 
 
 @pytest.mark.parametrize(("family", "more"), WAYS, ids=[family for family, _ in WAYS])
@@ -78,7 +78,7 @@ def check_that_nothing_changes(options, mesh, tmp_path, passes, family, more) ->
 
 
 def test_rows_keep_their_states_in_another_order(options, mesh, tmp_path, passes):
-    """Held-out rows are chosen by the seed, so that another one asks for the same 20 rows in other roles."""
+    """The seed selects the held-out rows, so another seed uses the same 20 rows in other roles."""
     cached = HEADS | {"cache_trunk_states": str(tmp_path / "cache")}
     train(options(output_dir=str(tmp_path / "first"), **cached), mesh)
     passes.clear()
@@ -104,7 +104,7 @@ def test_a_run_that_was_stopped_while_it_wrote_goes_on(options, mesh, tmp_path, 
 
 @pytest.mark.parametrize("family", ["qwen3", "mimo"])
 def test_the_disk_must_have_room_for_padding(options, mesh, tmp_path, monkeypatch, family):
-    """On a GPU rows are padded to multiples of 64 tokens: what is written is three times the tokens of the rows."""
+    """On a GPU rows are padded to multiples of 64 tokens, so the cache has three times the tokens of the rows."""
     monkeypatch.setattr(training, "this_machine", lambda is_cuda: ON_GPU)
     model = make_tiny_hf(tmp_path / family, family, depth=1, with_tokenizer=True)
     rows = [json.dumps({"query": f"What is {n}?", "response": f"It is {n}."}) for n in (0, *range(11))]
@@ -117,7 +117,7 @@ def test_the_disk_must_have_room_for_padding(options, mesh, tmp_path, monkeypatc
     )
 
     def train_with(free: int) -> int:
-        """The bytes that were written."""
+        """Train with `free` bytes of free disk space; return the number of written bytes."""
         shutil.rmtree(tmp_path / "cache", ignore_errors=True)
         shutil.rmtree(args.output_dir, ignore_errors=True)
         monkeypatch.setattr(shutil, "disk_usage", lambda directory: shutil._ntuple_diskusage(10**9, 0, free))

@@ -1,4 +1,4 @@
-"""`megatron dpo --loss_type kto` against TRL's KTOTrainer, where TRL is installed (requirements/dev.txt)."""
+"""Test `megatron dpo --loss_type kto` against TRL's KTOTrainer, if TRL is installed (requirements/dev.txt)."""
 
 import json
 from pathlib import Path
@@ -25,13 +25,15 @@ WEIGHTS = {"desirable_weight": 0.7, "undesirable_weight": 1.3, "beta": 0.2}
 
 @pytest.fixture
 def rated(options, tmp_path):  # noqa: F811
-    """Options of a run over rated rows, some of them replaced."""
+    """Return the options of a run over rated rows, some of them replaced."""
     path = write_rated(tmp_path / "rated.jsonl")
     return lambda **changed: options(**{"loss_type": "kto", "dataset": [str(path)], **changed})
 
 
 def in_order_of_mismatches(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows in an order in which each gets the answer of the one before it, as TRL pairs the rows of a batch."""
+    """Return the rows in an order in which each gets the answer of the previous row, as TRL pairs
+    the rows of a batch.
+    """
     other = others([json.dumps(row["prompt"]) for row in rows], seed=42).tolist()
     order = [0]
     while len(order) < len(rows):
@@ -40,7 +42,7 @@ def in_order_of_mismatches(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def their_step(hf_dir: Path, ref_dir: Path, out_dir: Path) -> tuple[float, dict[str, float], Any]:  # noqa: F811
-    """Loss, metrics and model with gradients after one batch of all rows."""
+    """Return TRL's loss, metrics and model with gradients after one batch of all rows."""
     trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
     tokenizer = load_tokenizer(hf_dir)
     template = ChatTemplate(tokenizer)
@@ -123,7 +125,9 @@ def test_one_question_has_no_other(rated, mesh, tmp_path):
 
 @pytest.mark.parametrize("packing", [{"packing": True}, {"packing": True, "sequence_packing_scheduler": "dp_balanced"}])
 def test_kl_is_the_same_in_packed_rows(rated, mesh, tmp_path, ref_dir, packing):  # noqa: F811
-    """A step over all rows, with answers behind questions of other lengths: one row for each, and packed again."""
+    """A step over all rows, in which answers follow questions of other lengths, is computed with
+    and without packing.
+    """
     models = {"ref_model": str(ref_dir), "split_dataset_ratio": 0.0, "mtp_num_layers": 0, "max_length": 192}
     kl = []
     for name, more in {"padded": {"global_batch_size": 20}, "packed": {"packing_length": 192, **packing}}.items():

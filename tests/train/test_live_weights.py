@@ -1,4 +1,6 @@
-"""Weights of a run for an engine that is running, on one process: the tensors of the Hugging Face files."""
+"""Test the weights of a run that are sent to an engine, on one process: they are the tensors of the
+Hugging Face files.
+"""
 
 from collections.abc import Iterable
 
@@ -15,7 +17,7 @@ from tests.tiny import make_tiny_hf
 
 
 class Engine:
-    """What takes the weights, and the order in which they came."""
+    """A receiver of weights that records their order."""
 
     bucket_device = torch.device("cpu")
 

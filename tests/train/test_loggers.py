@@ -1,4 +1,4 @@
-"""Where metrics go: what is in the file after a resume, what the bar shows."""
+"""Test metric loggers: the file after resuming, and the progress bar."""
 
 import contextlib
 import json
@@ -29,7 +29,7 @@ def test_a_line_for_each_step_that_is_there_at_once(tmp_path):
 
 @pytest.mark.parametrize(("first", "kept"), [(2, [1, 2]), (5, [1, 2, 3]), (0, [])])
 def test_a_resumed_run_cuts_the_lines_that_it_will_write_again(tmp_path, first, kept):
-    """Steps after the checkpoint were logged and then lost with the process. A new run begins an empty file."""
+    """Steps after the checkpoint were logged before the process was lost. A new run starts with an empty file."""
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps({"step": step, "loss": 1 / step}) + "\n" for step in (1, 2, 3)))
     metric_logger = MetricsFile(path, first, 9)
@@ -39,7 +39,7 @@ def test_a_resumed_run_cuts_the_lines_that_it_will_write_again(tmp_path, first, 
 
 
 def test_the_last_evaluation_is_there_once(tmp_path):
-    """A finished run that is resumed evaluates again; one that goes on keeps what was its last evaluation."""
+    """A finished run that resumes evaluates again. An unfinished run keeps its last evaluation."""
     path = tmp_path / "metrics.jsonl"
     step, evaluation = {"step": 3, "loss": 1.0}, {"step": 3, "eval_loss": 2.0}
     path.write_text(json.dumps(step) + "\n" + json.dumps(evaluation) + "\n")
@@ -72,7 +72,7 @@ def test_an_evaluation_is_a_line_of_its_own(capsys):
 
 
 def test_a_resumed_run_hides_the_scalars_that_it_will_write_again(tmp_path):
-    """Read by TensorBoard itself."""
+    """The files are read by TensorBoard itself."""
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     for first, loss in ((0, 1.0), (2, 0.5)):
         metric_logger = TensorBoard(tmp_path, first)

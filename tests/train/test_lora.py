@@ -1,4 +1,4 @@
-"""Adapters in training, against PEFT: where they begin, what they learn, what a checkpoint keeps of them."""
+"""Test adapters in training against PEFT: initial values, training, and checkpoints."""
 
 import json
 import re
@@ -50,7 +50,7 @@ def peft_name(key: str) -> str:
 
 
 def take_steps(model, batches, args) -> list[float]:
-    """The loop that everybody writes; returns the losses."""
+    """Train PEFT's model in a simple loop; return the losses."""
     learns = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(
         [
@@ -185,8 +185,10 @@ def test_before_the_first_step_every_bit_is_the_base_s(options, mesh, tmp_path, 
 )
 @pytest.mark.parametrize("use_dora", [False, True])
 def test_heads_beside_adapters(options, mesh, tmp_path, hf_dir, tuner, learns, use_dora):
-    """Heads learn as they are told, and nothing of them is lost on the way out: what is added to files afterwards gives
-    the bits of what is merged here."""
+    """Heads are trained as the options specify, and the export contains them completely.
+
+    Merging the exported adapters into files later gives the same bits as merging them in the export.
+    """
     args = options(tuner_type="lora", mtp_tuner=tuner, lr=1e-2, use_dora=use_dora)
     run = train(args, mesh)
     report = json.loads((run / "run_report.json").read_text())["tensors"]
@@ -247,7 +249,7 @@ def test_recomputed_layers_drop_the_same(options, mesh, tmp_path):
 
 
 def test_a_mask_takes_one_number_however_many_tokens_there_are(options, mesh):
-    """Tensor-parallel ranks have different tokens of experts, and the same ones of the layers after these."""
+    """Tensor-parallel ranks have different tokens of experts, but the same tokens of later layers."""
     run = prepare(options(tuner_type="lora", lora_dropout=0.5), mesh)
     (adapter, *_) = (module for module in run.train_state.chunks[0].modules() if isinstance(module, Adapter))
     after = set()
@@ -288,7 +290,7 @@ def test_adapters_of_another_model_are_refused(options, mesh, tmp_path):
     ],
 )
 def test_adapters_that_do_not_fit_are_refused(options, mesh, tmp_path, hf_dir, changed, why):
-    """No digest tells, as PEFT writes none."""
+    """The digest does not help, because PEFT does not write one."""
     directory = tmp_path / "adapter"
     run = train(options(tuner_type="lora", train_iters=1, lora_rank=8), mesh)
     to_hf(ExportArgs(to_hf=True, model=str(run), output_dir=str(directory), merge_lora=False, mtp="strip"), mesh)
@@ -302,7 +304,7 @@ def test_adapters_that_do_not_fit_are_refused(options, mesh, tmp_path, hf_dir, c
 
 
 def wide(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """An A that takes 9 numbers in."""
+    """Replace an A by one with 9 inputs."""
     key = next(key for key in tensors if key.endswith("lora_A.weight"))
     return {key: torch.zeros(len(tensors[key]), 9)}
 

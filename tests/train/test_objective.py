@@ -1,4 +1,4 @@
-"""The loss of a global batch against a naive one, and what it must not depend on."""
+"""Test the loss of a global batch against a simple implementation, and what it must not depend on."""
 
 import json
 
@@ -23,7 +23,7 @@ SCALE = 0.3
 
 
 def make_samples(num: int, seed: int = 0) -> list[Sample]:
-    """Rows of odd lengths whose first third is a prompt; some labels weigh a half."""
+    """Return rows of odd lengths whose first third is a prompt. Some labels have the weight 0.5."""
     random = np.random.RandomState(seed)
     samples = []
     for _ in range(num):
@@ -35,13 +35,13 @@ def make_samples(num: int, seed: int = 0) -> list[Sample]:
 
 
 def coefficients_of(objective: NextTokenObjective, counts: torch.Tensor) -> list[float]:
-    """What the loss of each MTP depth is multiplied by."""
+    """Return the coefficient of each MTP depth's loss."""
     trunk, *heads = counts[0].tolist()
     return head_coefficients(objective.heads, SCALE, heads, trunk)
 
 
 def batch_loss_and_gradients(model, batches: list[Batch], depth: int, mesh: Mesh):
-    """What a step computes: gradients of all micro-batches, divided by the trunk's targets as megatron-core does."""
+    """Return the loss and the gradients of all micro-batches, divided by the trunk's targets as megatron-core does."""
     objective = NextTokenObjective(Heads(depth), SCALE)
     counts = objective.count_targets(batches)
     coefficients = coefficients_of(objective, counts)
@@ -58,7 +58,7 @@ def batch_loss_and_gradients(model, batches: list[Batch], depth: int, mesh: Mesh
 
 
 def naive_loss(model, samples: list[Sample], depth: int) -> torch.Tensor:
-    """The definition, one sample and one target at a time: depth k at position s predicts token s + k + 1."""
+    """Compute the loss by its definition, one target at a time: depth k at position s predicts token s + k + 1."""
     sums, counts = [torch.zeros(())] * (depth + 1), [0] * (depth + 1)
     for sample in samples:
         ids = torch.from_numpy(sample.input_ids).long()[None]
@@ -157,7 +157,7 @@ def test_a_batch_without_labels_is_zero_not_nan(model_and_depth, mesh):
 
 
 def test_prompt_tokens_do_not_change_the_mtp_targets(model_and_depth, mesh):
-    """Another label on a prompt token, or another weight, changes nothing: there is no label there."""
+    """Prompt tokens have no labels, so another token or weight in the prompt changes no target."""
     model, depth = model_and_depth
     sample = make_samples(1)[0]
     weights = sample.loss_scale.copy()
@@ -169,7 +169,7 @@ def test_prompt_tokens_do_not_change_the_mtp_targets(model_and_depth, mesh):
 
 
 def test_the_second_depth_teaches_the_first(tmp_path, mesh):
-    """Depth 2 reads depth 1's state, so its loss reaches depth 1's block; nothing is detached between depths."""
+    """Depth 2 reads depth 1's state, so its loss has gradients in depth 1; nothing is detached between depths."""
     model = load_megatron(make_tiny_hf(tmp_path, "qwen3", depth=2), mesh, torch.float32)
     batch = collate(make_samples(3), 0, num_drafts=2)
     losses = model(batch.tokens_KBS[0], batch.position_ids_BS, labels=batch.labels_KBS[0])
@@ -195,7 +195,7 @@ def test_heads_only_trains_mtp_and_nothing_else(tmp_path, mesh):
 
 
 def test_acceptance_counts_agreement_with_the_trunk(tmp_path, mesh):
-    """By hand: the head at s proposes token s + 2; the trunk's own choice for it is its prediction at s + 1."""
+    """The head at s predicts token s + 2; the trunk's prediction of the same token is at s + 1."""
     directory = make_tiny_hf(tmp_path, "qwen3", depth=1)
     assert json.loads((directory / "config.json").read_text())["num_nextn_predict_layers"] == 1
     model = load_megatron(directory, mesh, torch.float32)

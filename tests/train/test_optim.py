@@ -1,4 +1,4 @@
-"""Learning rates against the formula, updates against torch's own AdamW."""
+"""Test learning rates against the formula, and updates against torch's AdamW."""
 
 import math
 from typing import Any
@@ -19,7 +19,7 @@ STEPS, LR, MIN_LR = 20, 1e-2, 1e-3
 
 @pytest.fixture(scope="module")
 def chunks(tmp_path_factory, mesh):
-    """A model with biases, and its name for each parameter."""
+    """Return a model with biases, and its name for each parameter."""
     hf_model = resolve(make_tiny_hf(tmp_path_factory.mktemp("model"), "qwen2"))
     chunks, _ = open_model(hf_model, mesh, dtype=torch.float32)
     return chunks
@@ -33,7 +33,7 @@ def make(chunks, mesh, **options):
 
 
 def expected_lr(step: int, warmup: int, style: str) -> float:
-    """The learning rate of a step, counted from 1."""
+    """Return the learning rate of a step, counted from 1."""
     if step <= warmup:
         return LR * step / warmup
     done = (step - warmup) / (STEPS - warmup)
@@ -54,7 +54,7 @@ def test_the_learning_rate_of_every_step(chunks, mesh, style, warmup):
 
 
 def test_warming_up_to_the_end_is_possible(chunks, mesh):
-    """megatron-core wants a step of decay: the last step has what the warmup before it reached."""
+    """megatron-core requires a step of decay, so the last step has the learning rate that the warmup has reached."""
     _, optimizer, scheduler = make(chunks, mesh, lr_warmup_fraction=1.0)
     scheduler.step(increment=STEPS - 1)
     assert optimizer.param_groups[0]["lr"] == pytest.approx(LR)

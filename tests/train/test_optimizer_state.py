@@ -1,6 +1,6 @@
-"""Optimizers that go on from a checkpoint: every update, to the bit, is that of one that was never saved.
+"""Test that optimizers resumed from a checkpoint make bitwise the same updates as without interruption, on one process.
 
-In one process; several are in tests/parallel/test_resume.py.
+tests/parallel/test_resume.py uses several processes.
 """
 
 from dataclasses import dataclass, replace
@@ -33,7 +33,7 @@ SAVED_AFTER, UPDATES = 2, 4
 
 @pytest.fixture(scope="module", params=["qwen3", "glm4_moe"])
 def hf_model(request, tmp_path_factory) -> HfModel:
-    """The second one has experts, whose optimizer is one of a chain."""
+    """Write two models. The second has experts, whose optimizer is one of several in a chain."""
     return resolve(make_tiny_hf(tmp_path_factory.mktemp("hf"), request.param, depth=1))
 
 
@@ -46,7 +46,7 @@ class Learning:
     optimizer: MegatronOptimizer
 
     def update(self, number: int) -> None:
-        """With gradients that follow from the number."""
+        """Update with gradients that depend only on `number`."""
         torch.manual_seed(number)
         self.wrapped.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -69,7 +69,7 @@ def learn(hf_model: HfModel, mesh: Mesh, dtype: Dtype, is_distributed: bool, see
 
 
 def test_state_that_other_ranks_hold_is_an_empty_part(hf_model, mesh):
-    """All data-parallel ranks exchange the parts of all parameters, in one order."""
+    """All data-parallel ranks exchange the parts of all parameters in the same order."""
     optimizer = learn(hf_model, mesh, "bfloat16", is_distributed=True).optimizer
     parameters = [slot.parameter for slot in slots_of(optimizer)]
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
@@ -98,7 +98,7 @@ def test_an_owner_reads_and_writes_the_main_replica(hf_model, mesh):
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_updates_go_on(hf_model, mesh, tmp_path, dtype, is_distributed):
-    """From either of megatron-core's forms to either; with bfloat16 there are main weights too."""
+    """Each of megatron-core's formats is resumed in each other. With bfloat16, there are main weights too."""
     unbroken, resumed = (learn(hf_model, mesh, dtype, form, seed) for seed, form in enumerate(is_distributed))
     for number in range(UPDATES):
         if number == SAVED_AFTER:

@@ -1,4 +1,4 @@
-"""`megatron pt` in one process: text of the standard library, packed, against transformers on each document alone."""
+"""Test `megatron pt` in one process: packed text of the standard library against transformers on each document."""
 
 import heapq
 import inspect
@@ -21,7 +21,7 @@ from tests.train.test_sft import metrics
 
 @pytest.fixture
 def options(hf_dir, tmp_path):
-    """The options of a run of 4 steps over two long texts and some short ones."""
+    """Return the options of a run of 4 steps over two long texts and some short ones."""
     texts = [inspect.getsource(module)[:3000] for module in (heapq, textwrap)]
     texts += [f"{name} is a function of heapq." for name in heapq.__all__]
     rows = tmp_path / "texts.jsonl"
@@ -46,7 +46,7 @@ def options(hf_dir, tmp_path):
 
 
 def train(args: PtArgs, mesh) -> tuple[phases.Run, float]:
-    """The run when all is done, and its evaluation before the first step."""
+    """Return the finished run, and its evaluation before the first step."""
     run = prepare(args, mesh)
     state = phases.restore(run)
     trainer = training.make_trainer(run, state)

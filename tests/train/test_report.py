@@ -1,4 +1,4 @@
-"""run_report.json: hashes against hashlib's own, changes that were made on purpose."""
+"""Test run_report.json: hashes against hashlib, and changed tensors."""
 
 import hashlib
 import json
@@ -16,7 +16,7 @@ from tests.messages import naming
 
 
 def make_chunk() -> Any:
-    """Parameters with the names of a trunk and a head."""
+    """Return parameters with the names of a trunk and a head."""
     return torch.nn.ModuleDict({"decoder": torch.nn.Linear(3, 2), "mtp": torch.nn.Linear(2, 2, bias=False)})
 
 
@@ -76,7 +76,7 @@ def test_the_hash_of_the_trunk_leaves_the_heads_out(mesh):
 
 
 def test_any_choice_of_parameters_is_proven(mesh):
-    """What an adapter would bring: neither the trunk nor the heads as such."""
+    """The trained parameters, like those of adapters, are neither the whole trunk nor the whole heads."""
     biases = Trainable(lambda name: name.endswith("bias"), "biases alone", "--train biases")
     chunk = make_chunk()
     biases.apply([chunk])

@@ -1,4 +1,4 @@
-"""The phases of a run, each called alone, as another command would."""
+"""Test the phases of a run. Each is called separately, as another command would."""
 
 import json
 from dataclasses import replace
@@ -22,7 +22,7 @@ from tests.train.prepared import prepare
 
 
 def train(args, mesh) -> Path:
-    """All phases in order; returns the run's directory."""
+    """Run all phases in order; return the run's directory."""
     run = prepare(args, mesh)
     state = phases.restore(run)
     trainer = training.make_trainer(run, state)
@@ -95,13 +95,13 @@ def test_a_resumed_run_takes_the_steps_of_an_unbroken_one(options, mesh, tmp_pat
 
 
 def change_a_row(args, hf_dir):
-    """The text of one row, which may be held out."""
+    """Change the text of one row, which may be held out."""
     path = Path(args.dataset[0])
     path.write_text(path.read_text().replace("What is 3 plus 3?", "How much are 3 and 3?"))
 
 
 def add_a_row(args, hf_dir):
-    """The split of held-out rows is drawn again."""
+    """Add a row, so that the held-out rows are drawn again."""
     with Path(args.dataset[0]).open("a") as file:
         file.write('{"query": "Who?", "response": "Nobody."}\n')
 
@@ -136,7 +136,7 @@ def test_a_stream_does_not_resume_over_longer_files(options, mesh):
 
 
 def test_a_checkpoint_without_digests_of_its_data_resumes(options, mesh):
-    """As earlier releases wrote them."""
+    """Earlier releases wrote such checkpoints."""
     args = options(train_iters=2)
     path = train(args, mesh) / "checkpoint-2/trainer_state.json"
     state = json.loads(path.read_text())

@@ -1,4 +1,4 @@
-"""`source/` of a run: the small files as they were, a config that tells of the run's heads, names of all tensors."""
+"""Test `source/` of a run: unchanged small files, a config with the run's heads, and the names of all tensors."""
 
 import json
 import os
@@ -90,7 +90,7 @@ def test_a_list_of_tensors_that_cannot_be_is_named(tmp_path, content):
 
 
 def test_links_out_of_a_model_are_not_followed(hf_dir, tmp_path):
-    """But in the Hugging Face cache every file is one."""
+    """In the Hugging Face cache, however, every file is a link."""
     snapshot = tmp_path / "models--a--b" / "snapshots" / "123"
     snapshot.mkdir(parents=True)
     hf_dir.rename(tmp_path / "models--a--b" / "blobs")

@@ -1,4 +1,4 @@
-"""Which samples of streamed rows a data-parallel rank computes."""
+"""Test which samples of streamed rows a data-parallel rank computes."""
 
 import itertools
 

@@ -1,6 +1,6 @@
-"""Runs in trackers, by their own packages and without an account: read back from what they keep on this machine.
+"""Test runs in trackers with their packages and without an account, by reading what they store on this machine.
 
-They are no part of requirements: `pip install wandb swanlab mlflow-skinny sqlalchemy alembic`.
+The packages are not in the requirements: `pip install wandb swanlab mlflow-skinny sqlalchemy alembic`.
 """
 
 import json
@@ -51,7 +51,7 @@ def mlflow_local(monkeypatch, tmp_path):
 
 
 def track(name: str, output_dir: Path, first: int, last: int) -> None:
-    """A run, or the part of it after step `first`."""
+    """Log a run, or the part of it after step `first`."""
     output_dir.mkdir(exist_ok=True)
     (tracker,) = open_trackers([name], output_dir, CONFIG, first)
     for step in range(first + 1, last + 1):
@@ -65,7 +65,9 @@ BLOCK = 32768
 
 
 def wandb_records(path: Path) -> list:
-    """What is in a .wandb file: LevelDB's log format behind 7 bytes, a protobuf message in each record."""
+    """Return the records of a .wandb file: LevelDB's log format after 7 bytes, with a protobuf
+    message in each record.
+    """
     from wandb.proto import wandb_internal_pb2  # pyright: ignore[reportMissingImports]
 
     content = path.read_bytes()
@@ -133,7 +135,7 @@ def test_swanlab(swanlab_local, tmp_path):
 
 @pytest.mark.parametrize("name", list(TRACKERS))
 def test_keys_are_not_told(request, monkeypatch, tmp_path, name):
-    """Neither of the options nor of the command line."""
+    """Neither options nor the command line may reveal keys."""
     local = {"wandb": "wandb_offline", "swanlab": "swanlab_local", "mlflow": "mlflow_local"}
     request.getfixturevalue(local[name])
     monkeypatch.setattr(sys, "argv", [*sys.argv, "--api_key", "sesame"])
@@ -159,7 +161,7 @@ def test_a_run_of_sft_is_in_mlflow(mlflow_local, options, mesh, tmp_path):
 
 
 class Broken:
-    """A tracker whose server goes away at step 2."""
+    """A tracker whose server stops at step 2."""
 
     id = "abc"
 

@@ -1,4 +1,4 @@
-"""The trainer: when it logs, saves, evaluates and stops; what it leaves as it was."""
+"""Test the trainer: when it logs, saves, evaluates and stops, and what it leaves unchanged."""
 
 import json
 import signal
@@ -16,7 +16,7 @@ from tests.train.prepared import prepare
 
 
 class Listed:
-    """A sink that keeps what it is given."""
+    """A metric logger that stores what it receives."""
 
     def __init__(self):
         self.lines: list[tuple[int, set[str]]] = []
@@ -30,7 +30,7 @@ class Listed:
 
 @pytest.fixture
 def make_trainer(options, mesh):
-    """The trainer of a run that has not begun."""
+    """Return the trainer of a run that has not started."""
 
     def make(after_step=None, **changed) -> Trainer:
         run = prepare(options(**changed), mesh)
@@ -60,7 +60,7 @@ def test_when_a_run_logs_saves_and_evaluates(make_trainer):
 
 
 def test_what_is_said_of_a_step_is_said_before_it_is_saved(make_trainer):
-    """Killed in between, the run would go on behind the step."""
+    """If the run were killed in between, it would resume after the step, whose metrics would be missing."""
     trainer = make_trainer(train_iters=4, logging_steps=1, save_steps=2, eval_steps=2)
     seen = []
 
@@ -159,7 +159,7 @@ def test_nothing_held_out_is_no_evaluation(make_trainer):
 
 
 def test_a_loss_that_is_no_number_ends_the_run(make_trainer):
-    """Before a checkpoint is written: the one before is good."""
+    """The run ends before it writes a checkpoint, so that the previous checkpoint stays usable."""
     trainer = make_trainer()
     with torch.no_grad():
         next(trainer.model[0].parameters()).fill_(torch.nan)
@@ -186,7 +186,7 @@ def test_metrics_of_a_step(make_trainer):
 
 
 def test_neighbors_draw_different_numbers():
-    """Of seeds and steps that lie side by side none draws what another one does."""
+    """Neighboring seeds and steps draw different numbers."""
     drawn = set()
     for seed in (42, 43):
         for step in (1, 2, 3):

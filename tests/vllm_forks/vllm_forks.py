@@ -1,7 +1,7 @@
-"""Halves the start of a vLLM server on a CPU, where each of its processes imports vLLM for itself.
+"""Halve the start time of a vLLM server on a CPU, where each of its processes imports vLLM.
 
-With this, its engine and worker are forked, and it looks at the classes of models in the process that asks for them.
-It is one of vLLM's plugins, in every process that has this directory on PYTHONPATH.
+With this module, vLLM's engine and worker are forked, and vLLM inspects model classes in the calling process. This is a
+plugin of vLLM in every process that has this directory on PYTHONPATH.
 """
 
 import multiprocessing
@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 
 def install() -> None:
-    """Called by vLLM in each of its processes; may be called again."""
+    """Install the changes. vLLM calls this function in each of its processes; it may be called repeatedly."""
     from vllm.model_executor.models import registry
     from vllm.utils import system_utils
 

@@ -1,8 +1,8 @@
-"""Stands in for SGLang's compiled kernels, of which PyPI has a CUDA build alone: those that a small text model needs.
+"""Replace SGLang's compiled kernels, which PyPI has only for CUDA: the kernels that a small text model needs.
 
-Attention in float32, one request after the other, and the bookkeeping of slots and drafts. Drafts form a chain (topk
-1); a tree is refused. What is not here can be imported, and says so when it is called. Row r of req_to_token
-holds the slots in which the keys and values of request r are kept, position by position.
+These are attention in float32, one request after another, and the management of slots and drafts. Drafts must be a
+chain (topk 1); a tree is rejected. Other kernels can be imported, and raise an error when they are called. Row r of
+req_to_token contains the slots of the keys and values of request r, by position.
 """
 
 import torch
@@ -20,19 +20,19 @@ def assign_req_to_token_pool_cpu(rows, req_to_token, starts, ends, slots, pool_l
 
 
 def assign_extend_cache_locs_cpu(rows, req_to_token, starts, ends, slots, pool_len):
-    """Read each request's slots from `start` to `end` out of its row, one request after the other."""
+    """Read the slots from `start` to `end` of each request's row, one request after another."""
     spans = zip(rows.tolist(), starts.tolist(), ends.tolist(), strict=True)
     found = torch.cat([req_to_token[row, start:end] for row, start, end in spans])
     slots[: len(found)] = found
 
 
 def assign_draft_cache_locs_contiguous_cpu(rows, req_to_token, seq_lens, slots, pool_len, topk, num_steps):
-    """The slots behind each request's last token, in which its drafts will be kept."""
+    """Return the slots after each request's last token, for its drafts."""
     assign_extend_cache_locs_cpu(rows, req_to_token, seq_lens, seq_lens + topk * num_steps, slots, pool_len)
 
 
 def build_draft_decode_metadata_cpu(req_to_token, rows, seq_lens, topk, num_steps, pool_len):
-    """One row of slots for each draft that is being made; of a chain, that of its request."""
+    """Return one row of slots for each draft. In a chain, this is the row of its request."""
     _refuse_tree(topk)
     return req_to_token[rows]
 
@@ -51,7 +51,7 @@ def build_tree_kernel_efficient_cpu(
     num_draft_tokens,
     tree_mask_mode,
 ):
-    """The newest token and the drafts behind it: where each stands, and which comes after which."""
+    """Return the position of the newest token and of the drafts after it, and their order."""
     _refuse_tree(topk)
     number = torch.arange(num_draft_tokens)
     positions.copy_((seq_lens[:, None] + number).flatten())
@@ -70,12 +70,12 @@ def verify_tree_greedy_cpu(
     retrive_next_sibling,
     target_predict,
 ):
-    """Accept drafts as long as each is what the target says at the token before it.
+    """Accept drafts as long as each equals the target's prediction at the previous token.
 
     Args:
-        predicts: [B * N], written: the target's token after each accepted one.
-        accept_index: [B, N], written: places of the newest token and of the accepted drafts.
-        accept_token_num: [B], written: how many drafts were accepted.
+        predicts: [B * N], written: the target's token after each accepted token.
+        accept_index: [B, N], written: indices of the newest token and of the accepted drafts.
+        accept_token_num: [B], written: number of accepted drafts.
         candidates: [B, N], the newest token and the drafts.
         target_predict: [B, N], the target's token after each.
     """
@@ -92,19 +92,19 @@ def verify_tree_greedy_cpu(
 
 
 def fill_bonus_tokens_cpu(accept_tokens, accept_lens, bonus_tokens, stride):
-    """The last accepted token of each request."""
+    """Write the last accepted token of each request."""
     first = torch.arange(len(accept_lens)) * stride
     bonus_tokens.copy_(accept_tokens.flatten()[first + accept_lens - 1])
 
 
 def fill_accept_out_cache_loc_cpu(accept_index, slots, accepted_slots):
-    """The slots of the accepted tokens, one after the other."""
+    """Write the slots of the accepted tokens, one after another."""
     kept = slots[accept_index[accept_index > -1]]
     accepted_slots[: len(kept)] = kept
 
 
 def copy_all_layer_kv_cache_cpu(data_pointers, strides, targets, sources):
-    """The accepted drafts of a chain are kept where they belong already."""
+    """Do nothing: in a chain, accepted drafts are already in their slots."""
     assert torch.equal(targets, sources)
 
 
@@ -125,7 +125,7 @@ def decode_attention_cpu(
     scaling,
     *_,
 ):
-    """One new token per request, to be attended to as well; its key and value are kept when they are given."""
+    """Compute attention for one new token per request. If its key and value are given, they are stored."""
     if keys is not None:
         key_buffer[slots] = keys.view(-1, *key_buffer.shape[1:])
         value_buffer[slots] = values.view(-1, *value_buffer.shape[1:])
@@ -152,7 +152,10 @@ def extend_attention_cpu(
     scaling,
     *_,
 ):
-    """Several new tokens per request, one request after the other in T; each sees what was kept and those before it."""
+    """Compute attention for several new tokens per request, concatenated in T.
+
+    Each token sees the stored tokens and the new tokens before it.
+    """
     spans = zip(*(t.tolist() for t in (rows, seq_lens, extend_seq_lens, extend_start_loc)), strict=True)
     for row, length, num_new, start in spans:
         kept, new = req_to_token[row, : length - num_new].long(), slice(start, start + num_new)
@@ -164,7 +167,10 @@ def extend_attention_cpu(
 
 
 def _attend(queries_TNH, keys_SGH, values_SGH, scaling):
-    """The last T of S positions look at all before them; G heads of keys and values are shared by N of queries."""
+    """Compute attention of the last T of S positions to all positions before them.
+
+    N query heads share G key-value heads.
+    """
     queries, keys, values = (t.transpose(0, 1).float() for t in (queries_TNH, keys_SGH, values_SGH))
     share = len(queries) // len(keys)
     scores = queries @ keys.repeat_interleave(share, 0).mT * scaling

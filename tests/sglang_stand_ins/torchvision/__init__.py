@@ -1,6 +1,6 @@
-"""Stands in for torchvision, which SGLang and transformers import for image models, and which PyPI has for CUDA alone.
+"""Replace torchvision, which SGLang and transformers import for image models, and which PyPI has only for CUDA.
 
-No text model calls any of it.
+Text models do not call it.
 """
 
 from absent import Submodules, absent
