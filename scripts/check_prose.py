@@ -76,7 +76,7 @@ def _is_message(node: ast.AST) -> TypeGuard[ast.Constant]:
 
 
 def texts_of_markdown(source: str) -> Iterator[tuple[int, str, bool]]:
-    """Yield (line, text, False) of a page without its code blocks and inline code."""
+    """Yield (line, text, False) for each line of a page, without code blocks and inline code."""
     source = re.sub(r"```.*?```", lambda block: "\n" * block[0].count("\n"), source, flags=re.DOTALL)
     for number, line in enumerate(source.split("\n"), 1):
         if not line.startswith("    "):

@@ -64,8 +64,8 @@ class OptionError(UserError):
 def is_of_storage(error: BaseException) -> bool:
     """Return whether an error is a failure of a disk or a network file system.
 
-    For some of these errors, torch raises an exception with only the message: "open file failed with strerror: No space
-    left on device".
+    For some of these errors, torch raises a general exception, which is recognized by its message: "open file failed
+    with strerror: No space left on device".
     """
     if isinstance(error, OSError):
         return error.errno in _OF_STORAGE
@@ -75,7 +75,7 @@ def is_of_storage(error: BaseException) -> bool:
 def is_of_memory(error: BaseException) -> bool:
     """Return whether a GPU or the host ran out of memory.
 
-    For the host, torch raises an exception with only the message.
+    For the host, torch raises a general exception, which is recognized by its message.
     """
     name = type(error).__name__  # compared by name, because torch is not imported here
     return isinstance(error, MemoryError) or name == "OutOfMemoryError" or "can't allocate memory" in str(error)

@@ -1,4 +1,4 @@
-"""Process groups whose other ranks do not exist, for code that depends only on the number of a rank."""
+"""Define process groups whose other ranks do not exist, for code that reads only the numbers of ranks."""
 
 from copy import copy
 from dataclasses import replace
@@ -8,7 +8,7 @@ from swiftlite.runtime.mesh import Mesh
 
 
 class SecondOfTwo:
-    """What is asked of a process group, on the second of its two ranks; two real ones are in tests/parallel."""
+    """A process group in which this process is the second of two ranks. tests/parallel uses two real ranks."""
 
     def rank(self) -> int:
         return 1
@@ -18,7 +18,7 @@ class SecondOfTwo:
 
 
 def with_second_replica(mesh: Mesh) -> Mesh:
-    """Return a mesh in which another data-parallel rank is the first one."""
+    """Return a mesh in which this process belongs to the second of two data-parallel replicas."""
     groups: Any = copy(mesh.groups)
     groups.dp_cp = groups.expt_dp = SecondOfTwo()
     return replace(mesh, groups=groups)

@@ -455,7 +455,9 @@ def stream_hf(
 
 
 def gather_hf(bindings: Sequence[Binding], rows: Sequence[Row]) -> dict[str, torch.Tensor]:
-    """Gather whole HF tensors of bridge rows on the first rank; empty on other ranks. Collective.
+    """Return, on the first rank, the whole HF tensors of bridge rows. Collective.
+
+    The result is empty on all other ranks.
 
     Args:
         bindings: bindings of the rows on this rank.

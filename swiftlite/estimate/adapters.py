@@ -24,7 +24,7 @@ def is_split_by_columns(name: str) -> bool:
 def adapter_parameters(rows: Iterable[Row], lora: Lora, rank: Rank) -> ParameterCount:
     """Count the parameters of the adapters of these layers on a rank.
 
-    One of A and B is split over ranks like the layer; each rank holds the whole of the other one.
+    Ranks split one of the matrices A and B as they split the layer, and each rank holds the whole other matrix.
 
     Args:
         rows: bridge rows of the layers.

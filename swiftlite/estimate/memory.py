@@ -8,8 +8,8 @@ norm on a CPU.
 
 `stage_memory.py` estimates one forward pass of a virtual stage; this module counts how many passes are in flight. The
 CUDA context, NCCL's buffers, fragmentation (see `RESERVE`) and one layer's gradients in the backward pass are not
-counted. With adapters, activations are counted as if every weight were trained. This is too much, because a frozen norm
-saves less. Activations of DoRA are counted (`estimate/adapters.py`).
+counted. With adapters, activations are counted as if every weight were trained. The estimate is then too large, because
+a frozen norm saves less. Activations of DoRA are counted (`estimate/adapters.py`).
 """
 
 from collections.abc import Sequence

@@ -119,9 +119,10 @@ def zigzag_positions(lengths: tuple[int, ...], rank: int, size: int, device: tor
 
 @lru_cache(maxsize=16)
 def _gathered_order(lengths: tuple[int, ...], size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the position in the row of each token of all ranks' concatenated parts, and the inverse permutation.
+    """Return two permutations of the tokens of a row that is gathered by concatenating the parts of all ranks.
 
-    In the example of the module docstring, the positions are 0 1 6 7 8 11 2 3 4 5 9 10.
+    The first has the position in the row of each gathered token; the second is its inverse. In the example of the
+    module docstring, the positions are 0 1 6 7 8 11 2 3 4 5 9 10.
     """
     order = torch.cat([zigzag_positions(lengths, rank, size, device) for rank in range(size)])
     return order, order.argsort()

@@ -5,8 +5,9 @@
     forward_mtp           states, tokens       -> one tensor of states per MTP depth
     forward_postprocess   all states           -> losses if there are labels, otherwise logits
 
-`forward` runs them in this order. With pipeline parallelism, each rank runs its part of the stages and sends the hidden
-states to the next rank as one tensor (`stage_states.py`). Decoding with a cache calls the same stages from `decode.py`.
+`forward` runs the stages in this order. With pipeline parallelism, each rank runs its part of the stages and sends the
+hidden states to the next rank as one tensor (`stage_states.py`). Decoding with a cache calls the same stages from
+`decode.py`.
 
 Shapes: S sequence (of this context- and sequence-parallel rank), B batch, H hidden size, V vocabulary on this
 tensor-parallel rank, D MTP depth, N positions with a label, T positions of whole rows, R rotary channels.

@@ -1,4 +1,5 @@
-"""Collect everything except options that rules check: config.json, run directories, the number of processes.
+"""Collect the values that rules check in addition to the options: config.json, run directories, the number of
+processes.
 
 No weights are read.
 """
@@ -25,7 +26,7 @@ from swiftlite.methods.method import Method
 
 @dataclass(frozen=True)
 class Facts:
-    """Everything except options that rules check."""
+    """The values that rules check in addition to the options."""
 
     world_size: int
     """Number of processes of the run."""

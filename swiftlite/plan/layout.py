@@ -188,9 +188,9 @@ def length_divisor(layout: ParallelLayout) -> int:
 
 
 def _decoder_layers_per_rank(layout: ParallelLayout, num_layers: int) -> list[int]:
-    """Return the decoder layers of each pipeline rank.
+    """Return the number of decoder layers of each pipeline rank.
 
-    Options may set the numbers of the first and the last rank; the other ranks share the rest evenly.
+    Options may set the number of layers on the first and on the last rank; the other ranks share the rest evenly.
     """
     num_ranks = layout.pipeline_model_parallel_size
     stated: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""Test the limits of a chat template and of a row: memory, time and length."""
+"""Test the limits of a chat template and of a row: memory and length."""
 
 import mmap
 import resource

@@ -92,7 +92,6 @@ class PlainEngine:
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, on_answer: OnAnswer | None = None
     ) -> list[Completion]:
-        """See `Engine`."""
         check_prompts(prompts, self._max_length)
         completions = []
         for place, prompt in enumerate(prompts):
@@ -102,7 +101,6 @@ class PlainEngine:
         return completions
 
     def draft_counts(self) -> DraftCounts:
-        """See `Engine`."""
         return self._counts
 
     def close(self) -> None:
@@ -202,11 +200,9 @@ class PlainClient:
         return Answer(str(event["token_ids"]), len(event["token_ids"]), seconds, seconds, counts)
 
     async def draft_counts(self) -> DraftCounts:
-        """See `Client`."""
         return self._counts
 
     async def cached_tokens(self) -> int:
-        """See `Client`."""
         return 0
 
 

@@ -68,8 +68,8 @@ class MtpFrame(nn.Module):
 def _runs_one_head(vllm_config: VllmConfig) -> bool:
     """Return whether every draft step runs the same head.
 
-    vLLM compiles a head without guards (compilation/wrapper.py of 0.32): with several heads, the graph that was
-    compiled for one head would run for all heads.
+    vLLM does not check whether a compiled graph is valid for new arguments (compilation/wrapper.py of 0.32). With
+    several heads, the graph that was compiled for one head would therefore run for all heads.
     """
     speculative = vllm_config.speculative_config
     return speculative is None or not speculative.use_multi_module_mtp()

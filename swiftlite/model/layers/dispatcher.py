@@ -13,10 +13,10 @@ from torch.autograd.function import once_differentiable
 class LocalTokenDispatcher(MoETokenDispatcher):
     """Sorts tokens by expert, and sums the outputs of each token's experts, without communication.
 
-    megatron-core's dispatcher for several ranks also works on one rank. However, that dispatcher selects pairs by
-    masks, so that the host must read the number of pairs, and copies the number of tokens of each expert to the host.
-    This waits three times for the GPU in every layer, in the forward pass and in recomputation (moe_utils.py:369 and
-    372, token_dispatcher.py:899 of 0.16.1). Here the host knows P, because each token has exactly K experts.
+    megatron-core's dispatcher for several ranks also works on one rank, but the host waits for the GPU three times in
+    every layer, in the forward pass and in recomputation (moe_utils.py:369 and 372, token_dispatcher.py:899 of 0.16.1).
+    That dispatcher selects pairs with masks, so the host must read the number of pairs, and it copies the number of
+    tokens of each expert to the host. Here the host knows P, because each token has exactly K experts.
 
     For example, with three tokens whose experts are (0, 2), (2, 1) and (0, 1), the pairs in order of experts are
 

@@ -403,7 +403,9 @@ def _sum(linear: Any) -> torch.Tensor:
 
 
 def gather_adapters(chunks: Sequence[nn.Module], lora: Lora, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
-    """Gather whole adapter tensors on the first rank, by their HF names; empty on all other ranks. Collective.
+    """Return, on the first rank, the whole adapter tensors by their HF names. Collective.
+
+    The result is empty on all other ranks.
 
     Args:
         rows: bridge rows of the layers whose adapters are gathered.
@@ -412,8 +414,9 @@ def gather_adapters(chunks: Sequence[nn.Module], lora: Lora, rows: Sequence[Row]
 
 
 def gather_saved(chunks: Sequence[nn.Module], lora: Lora, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
-    """Gather the tensors that are trained in full on the first rank, by their HF names; empty on all other ranks.
-    Collective.
+    """Return, on the first rank, the whole tensors that are trained in full, by their HF names. Collective.
+
+    The result is empty on all other ranks.
     """
     names = saved_names(lora, rows)
     return _gather(chunks, [row for row in rows if row.mcore in names])
