@@ -1,9 +1,9 @@
 """Convert conversations to tokens and labels with the tokenizer's chat template.
 
 The whole conversation is rendered once. Each assistant turn is located in the text by the template's `{% generation %}`
-blocks. Without these blocks, a turn is the text between two other texts: the rendered messages before the turn with the
-generation prompt, and the rest of the rendered conversation after the turn. The text is tokenized once, and the tokens
-of trained turns become labels. If a turn cannot be located exactly, an error is raised.
+blocks. Without these blocks, a turn is the text between two other parts of the rendered conversation. The first part is
+the messages before the turn with the generation prompt; the second part is everything after the turn. The text is
+tokenized once, and the tokens of trained turns become labels. If a turn cannot be located exactly, an error is raised.
 """
 
 import bisect

@@ -42,8 +42,8 @@ class Method:
         applies: whether a run with these options of the command uses this method.
         lr: default peak learning rate if the trunk is trained.
         sequences_per_sample: number of sequences that one sample adds to a micro-batch.
-        imitates_rows: whether the model and its heads learn to generate the rows. Only then does `export --draft_vocab`
-            count the rows' tokens, and can heads alone be trained on the rows.
+        imitates_rows: whether the model and its heads learn to generate the rows. Otherwise, `export --draft_vocab`
+            does not count the rows' tokens, and heads alone cannot be trained on the rows.
         splits_long_rows: whether a row longer than --max_length can be split into several samples.
     """
 

@@ -2,9 +2,9 @@
 
     python -m swiftlite.engines.loading.dry_load MODULE:FUNCTION MODEL_DIR < JSON
 
-calls the function with an `EngineConfig` for MODEL_DIR. The other fields of the config are read as JSON from stdin. The
-function's `LoadReport` is printed as JSON on the last line of stdout. A subprocess is used, because engines create
-process groups.
+This command calls FUNCTION with an `EngineConfig` for MODEL_DIR. The other fields of the config are read as JSON from
+stdin. The function's `LoadReport` is printed as JSON on the last line of stdout. A subprocess is used, because engines
+create process groups.
 """
 
 import dataclasses

@@ -3,12 +3,13 @@
 The plugin adds a config class for MiMo, draft models for Llama, Mistral, Qwen2, Qwen3 and Seed-OSS, and live weights
 from files.
 
-SGLang calls `register` in each of its processes, through the entry point group `sglang.srt.plugins`, so
+SGLang calls `register` in each of its processes, through the entry point group `sglang.srt.plugins`. If swiftlite is
+installed, a checkpoint with heads can therefore be served with
 
     python -m sglang.launch_server --model-path DIR --speculative-algorithm NEXTN ...
 
-works if swiftlite is installed. Models whose config.json declares no MTP heads are not affected. The model classes are
-in `models/` and are imported with SGLang's registry of models.
+Models whose config.json declares no MTP heads are not affected. The model classes are in `models/` and are imported
+with SGLang's registry of models.
 """
 
 import os

@@ -3,12 +3,13 @@
 The plugin adds a config class for MiMo, draft models for Llama, Mistral, Qwen2, Qwen3, Qwen3 MoE and Seed-OSS, backends
 for live weights, and a fix of the verification of drafts on a CPU.
 
-vLLM calls `register` in each of its processes, through the entry point group `vllm.general_plugins`, so
+vLLM calls `register` in each of its processes, through the entry point group `vllm.general_plugins`. If swiftlite is
+installed, a checkpoint with heads can therefore be served with
 
     vllm serve DIR --speculative-config '{"method": "mtp", "num_speculative_tokens": 1}'
 
-works if swiftlite is installed. Models whose config.json declares no MTP heads are not affected. The model classes are
-in `models.py` and are imported when a checkpoint needs them.
+Models whose config.json declares no MTP heads are not affected. The model classes are in `models.py` and are imported
+when a checkpoint needs them.
 """
 
 from contextlib import suppress

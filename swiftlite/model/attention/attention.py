@@ -86,8 +86,8 @@ class CoreAttention(MegatronModule):
     (transformer/attention.py of 0.16.1).
 
     Args:
-        varlen: kernel for all sequences of a packed row in one call (`kernels.varlen_kernel`); None calls a kernel once
-            per sequence.
+        varlen: kernel for all sequences of a packed row in one call (`kernels.varlen_kernel`). None: a kernel is called
+            for each sequence.
         prefix: attention kernel with separate forward and backward functions (`kernels.prefix_kernel`); None if the
             selected kernels have no such functions.
     """

@@ -2,8 +2,8 @@
 
 The recurrence is computed in torch or with the CUDA kernels of flash-linear-attention.
 
-A head has a state S [D, E] that maps keys to values. Each token decays the state, corrects the value that the state
-maps the token's key to, and reads the state with the token's query:
+A head has a state S [D, E] that maps keys to values. Each token does three things: it decays the state, it corrects the
+value that the state returns for the token's key k, and it reads the state with the token's query q:
 
     S = exp(g) S
     S = S + beta * k (v - k S)

@@ -203,8 +203,8 @@ def together(main_grads: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """Return `main_grad` of all experts as one strided view, with the last expert first.
 
     None if the gradients are not at equal distances in memory. Buffers of DistributedDataParallel are filled from the
-    last parameter to the first (param_and_grad_buffer.py:717 of 0.16.1): with two experts, a buffer holds fc2 and fc1
-    of expert 1, then fc2 and fc1 of expert 0.
+    last parameter to the first (param_and_grad_buffer.py:717 of 0.16.1). With two experts, a buffer thus contains fc2
+    and fc1 of expert 1, then fc2 and fc1 of expert 0.
     """
     last = main_grads[-1]
     if len({each.untyped_storage().data_ptr() for each in main_grads}) > 1:

@@ -41,7 +41,7 @@ class RMSNorm(nn.Module):
 
 
 class FusedRMSNorm(RMSNorm):
-    """RMSNorm as one kernel for the forward and one for the backward pass, which stores only its input.
+    """RMSNorm with one kernel for the forward and one for the backward pass. It stores only its input.
 
     torch's kernel multiplies by the weight before it rounds, so in bfloat16 results differ from transformers by one
     rounding. The kernel requires weights in the input's precision. Zero-centered weights use a compiled function

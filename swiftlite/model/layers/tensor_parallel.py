@@ -2,10 +2,10 @@
 
 Without these layers, autograd allocates a whole weight gradient for each use, and the hook of DistributedDataParallel
 adds it to `main_grad`. The gradient of an embedding is almost all zeros. For a linear layer, the addition can be fused
-into the matrix product: by megatron-core with Apex on CUDA (`gradient_accumulation_fusion`), or by torch if weight and
-`main_grad` have the same precision, and on GPUs also if the weight is bfloat16. Linear layers use such a fusion where
-possible; the embedding always accumulates directly. A float32 step of SmolLM2-135M takes 10 % less time on two CPU
-cores.
+into the matrix product. megatron-core supports this with Apex on CUDA (`gradient_accumulation_fusion`). torch supports
+it if weight and `main_grad` have the same precision, and on GPUs also if the weight is bfloat16. Linear layers use such
+a fusion where possible; the embedding always accumulates directly. A float32 step of SmolLM2-135M takes 10 % less time
+on two CPU cores.
 """
 
 from functools import cache

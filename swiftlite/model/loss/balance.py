@@ -1,14 +1,14 @@
 """Load-balancing losses of routers: their definition, and the description of a router's tokens.
 
-A router assigns k of E experts to each token. Over n tokens, of which n_i are assigned to expert i, with scores p_i,
-the load-balancing loss is
+A router assigns k of E experts to each token. For n tokens, n_i of which are assigned to expert i, and the tokens'
+scores p_i for this expert, the load-balancing loss is
 
     L = E * sum_i( n_i / (k * n) * mean(p_i) )
 
 The loss is computed over the tokens of a micro-batch (`aux_loss`; Switch Transformer, arXiv 2101.03961) or over each
 sequence (`seq_aux_loss`; DeepSeek-V3, arXiv 2412.19437, equations 17 to 20). The papers assume equal lengths. Here
 losses are weighted by tokens, like the next-token loss: a micro-batch or sequence with n of the T tokens in the global
-batch has the weight n / T. In a step
+batch has the weight n / T. The loss of a step is
 
     loss = next-token and MTP losses + moe_aux_loss_coeff * sum over routers of sum( n / T * L )
 

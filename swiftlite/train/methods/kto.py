@@ -68,7 +68,7 @@ def measure_kl(model: Sequence[torch.nn.Module], mesh: Mesh, companions: Sequenc
 class KtoObjective:
     """TRL's KTO loss, a mean over the answers of a global batch, plus the losses of the MTP heads on the good answers.
 
-    The loss of an answer with r = log(model / reference), summed over its tokens:
+    Let r be log(model / reference), summed over the tokens of an answer. The loss of the answer is
 
         good    desirable_weight * (1 - sigmoid(beta * (r - kl)))
         bad     undesirable_weight * (1 - sigmoid(beta * (kl - r)))

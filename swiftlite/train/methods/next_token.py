@@ -27,9 +27,9 @@ from swiftlite.train.phases import Run
 class NextTokenObjective:
     """The next-token loss plus weighted MTP losses; each loss is a mean over its valid targets.
 
-    For depth k of D, N_k is the number of valid targets of the depth in the global batch (N_0: of the trunk), a_k the
-    weight of the depth (`Heads.weights`: 1 / D, unless one layer is unrolled over D steps), and w the weight of a
-    target:
+    Let N_k be the number of valid targets of depth k (of D) in the global batch, and N_0 that of the trunk. Let a_k be
+    the weight of depth k (`Heads.weights`: 1 / D, unless one layer is unrolled over D steps), and w the weight of a
+    target. The loss is
 
         loss = sum(w * CE) / N_0 + mtp_loss_scaling_factor * sum_k( a_k * sum(w * L_k) / N_k )
 

@@ -136,8 +136,8 @@ def _smoothed(logits_P: torch.Tensor, smoothing: float) -> torch.Tensor:
 class PreferenceObjective:
     """The mean loss of all pairs of a global batch, plus losses on the tokens of the preferred answers.
 
-    For P pairs in the global batch, whose preferred answers have N_0 labels, and N_k labels at MTP depth k (see
-    `NextTokenObjective` for a_k):
+    Let P be the number of pairs in the global batch, N_0 the number of labels of the preferred answers, N_k this number
+    at MTP depth k, and a_k the weight of depth k as in `NextTokenObjective`. The loss is
 
         loss = sum(pair losses) / P + imitation * sum(CE) / N_0
              + mtp_loss_scaling_factor * sum_k( a_k * sum(L_k) / N_k )
