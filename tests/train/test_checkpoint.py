@@ -3,10 +3,14 @@
 import dataclasses
 import errno
 import json
+import multiprocessing
+import os
 import pickle
 import resource
 import shutil
+import signal
 import subprocess
+import time
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -406,6 +410,30 @@ def test_an_asynchronous_save_waits_for_the_one_before(open_chunks, mesh, tmp_pa
     assert names(tmp_path) == {"checkpoint-1", ".checkpoint-2.writing"}
     checkpointer.finish()
     assert names(tmp_path) == {"checkpoint-1", "checkpoint-2"}
+
+
+def test_signals_do_not_end_the_writer_of_an_asynchronous_save(open_chunks, mesh, tmp_path, monkeypatch):
+    """A terminal and a batch system send them to all processes; the trainer decides when the run ends."""
+    run, sent = tmp_path / "run", tmp_path / "sent"
+    fsync = os.fsync
+
+    def wait_for_signals(descriptor: int) -> None:
+        while not sent.exists():
+            time.sleep(0.01)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", wait_for_signals)
+    checkpointer = Checkpointer(run, mesh, open_chunks(), None, STATE, is_async=True)
+    checkpointer.save(1)
+    (writer,) = multiprocessing.active_children()
+    while not list(run.glob("*/*.distcp")):
+        assert writer.is_alive()
+        time.sleep(0.01)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        os.kill(writer.pid or 0, number)
+    sent.touch()
+    checkpointer.finish()
+    assert names(run) == {"checkpoint-1"}
 
 
 def save_and_wait(checkpointer: Checkpointer, step: int, data_state: dict[str, Any] | None = None) -> None:

@@ -21,7 +21,7 @@ from swiftlite.model.open import open_model
 from swiftlite.plan.run import make_plan, make_schedule
 from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.checkpoint.checkpointer import Checkpointer, load_checkpoint, sharded_model
-from swiftlite.train.checkpoint.optimizer_state import MOMENTS, slots_of, state_to_load
+from swiftlite.train.checkpoint.optimizer_state import MOMENTS, Slot, slots_of, state_to_load
 from swiftlite.train.optim import make_optimizer, wrap_model
 from tests.groups import SecondOfTwo, with_second_replica
 from tests.tiny import make_tiny_hf
@@ -66,6 +66,16 @@ def learn(hf_model: HfModel, mesh: Mesh, dtype: Dtype, is_distributed: bool, see
     optimizer, scheduler = make_optimizer(args, make_plan(args, 1, Heads(1)), make_schedule(args, 1), [wrapped], mesh)
     scheduler.step(increment=1)
     return Learning(chunks[0], wrapped, optimizer)
+
+
+@pytest.mark.parametrize(("is_fused", "device"), [(True, "meta"), (False, "cpu"), (None, "cpu")])
+def test_a_fused_optimizer_counts_updates_on_the_device_of_its_parameters(is_fused, device):
+    """torch refuses a count that is on another device."""
+    parameter = torch.nn.Parameter(torch.empty(2, device="meta"))
+    inner = torch.optim.AdamW([parameter])
+    inner.param_groups[0]["fused"] = is_fused
+    Slot(parameter, inner, parameter).set_step(3)
+    assert inner.state[parameter]["step"].device.type == device
 
 
 def test_state_that_other_ranks_hold_is_an_empty_part(hf_model, mesh):
