@@ -148,6 +148,13 @@ def test_parameters_get_their_own_dtype(tmp_path, mesh):
     assert torch.equal(model.get_parameter("decoder.layers.1.mlp.linear_fc2.weight"), original.bfloat16())
 
 
+def test_directories_of_an_export_are_created(tmp_path, mesh):
+    source = make_tiny_hf(tmp_path / "in", "qwen3")
+    load(model := build(source, mesh, depth=0), source)
+    assert save(model, source, tmp_path / "results" / "first") == ["model.safetensors"]
+    assert_same_tensors(read_all(tmp_path / "results" / "first"), read_all(source))
+
+
 def test_dtypes_of_an_export(tmp_path, mesh):
     source = make_tiny_hf(tmp_path / "in", "qwen3", depth=1)
     model = build(source, mesh, depth=1)
