@@ -192,11 +192,11 @@ def _was_stopped(failed: "ProcessFailure", earliest: float) -> bool:
 
 
 class _Nodes:
-    """Informs the launchers of other nodes about failed nodes. torchrun's agents do not.
+    """Informs the launchers of other nodes about failed nodes, because torchrun's agents do not.
 
-    Otherwise, a rank that waits in an NCCL collective for a lost node would wait until the timeout, ten minutes by
-    default. The launchers communicate through the store that torchrun opens at MASTER_ADDR:MASTER_PORT. The first
-    published reason ends the job on all nodes.
+    Without this class, a rank that waits in an NCCL collective for a lost node would wait until the timeout, ten
+    minutes by default. The launchers communicate through the store that torchrun opens at MASTER_ADDR:MASTER_PORT. The
+    first published reason ends the job on all nodes.
     """
 
     KEY = "swiftlite/ended_first"

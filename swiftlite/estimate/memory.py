@@ -106,9 +106,9 @@ def _stage_memory(model: "ModelOnRank", virtual_stages: Sequence["VirtualStage"]
 
 
 def _optimizer_bytes(trained: ParameterCount, setup: Setup) -> int:
-    """Count the bytes of AdamW's two moments and, unless the model is float32, of float32 weights.
+    """Count the bytes of a rank's AdamW moments and, unless the model is float32, of its float32 weights.
 
-    They can be sharded.
+    With a distributed optimizer, these bytes are divided among the data-parallel and context-parallel ranks.
     """
     per_parameter = 2 * FLOAT32
     if setup.parameter_bytes < FLOAT32:

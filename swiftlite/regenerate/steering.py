@@ -35,23 +35,23 @@ class Steering:
 
     @property
     def period(self) -> int:
-        """Number of conversations, from the first one, that have every topic and every opening; at least 1."""
+        """Number of conversations after which every topic and every opening was used at least once; at least 1."""
         number = max(1, len(self.topics))
         if self.openings and self.openings_share:
             number = max(number, math.ceil(len(self.openings) / self.openings_share))
         return number
 
     def user_system(self, conversation: int) -> str | None:
-        """Return the system prompt under which the model writes the user turns of a conversation."""
+        """Return the system prompt for generating the user turns of a conversation; None if no system prompt is set."""
         if not self.topics:
             return self.system
         topic = self.topics[conversation % len(self.topics)]
         return f"{self.system or ''}\n\nThe next request of the user is about this topic: {topic}".lstrip()
 
     def opening(self, conversation: int) -> str:
-        """Return the first words of a conversation; empty if it starts without an opening.
+        """Return the first words of a conversation; empty if the conversation starts without an opening.
 
-        Conversations with an opening are spread evenly over all: at a share of 0.5 every second one has an opening.
+        Conversations with an opening are spread evenly: with a share of 0.5, every second conversation has an opening.
         """
         number = math.floor(conversation * self.openings_share)
         is_steered = math.floor((conversation + 1) * self.openings_share) > number

@@ -62,7 +62,7 @@ def run(args: SpeedupArgs) -> None:
 
 
 def _check_template(args: SpeedupArgs, model: HfModel) -> None:
-    """Check that the model has a chat template that the prompts require.
+    """Check that the model has a chat template, and that the model can write prompts with it if prompts are needed.
 
     Raises:
         UserError: there is no template, or the model cannot write prompts with it.
@@ -81,7 +81,7 @@ def _check_template(args: SpeedupArgs, model: HfModel) -> None:
 
 
 class _Speedup:
-    """One run of the command. `best_heads` runs all missing steps."""
+    """One run of `swiftlite speedup`. `best_heads` runs all steps that are not complete."""
 
     def __init__(self, args: SpeedupArgs, model: HfModel, rows: DatasetRows, directory: Path, progress: Progress):
         self._model = model

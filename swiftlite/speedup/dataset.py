@@ -33,19 +33,25 @@ class DatasetRows:
         self._rows = [row for row in alternating if row is not None]
 
     def of_round(self, rounds: Sequence[int]) -> list[Conversation]:
-        """Return the rows of the last one of these rounds; fewer than its share if the rows run out.
+        """Return the dataset rows for the last round in `rounds`.
+
+        If the rows run out, the result has fewer rows or none.
 
         Args:
-            rounds: number of prompts of each round.
+            rounds: number of prompts of each round so far, including the last one.
         """
         counts = [round(prompts * self._share) for prompts in rounds]
         start = sum(counts[:-1])
         return self._rows[start : start + counts[-1]]
 
     def largest_round(self, rounds: Sequence[int]) -> int | None:
-        """Return the maximum number of prompts of a round after these rounds, which is the number of remaining rows.
+        """Return the maximum number of prompts of the next round.
 
-        None if the number is not limited, because the model writes prompts.
+        This is the number of remaining dataset rows if all prompts come from the dataset. If the model writes prompts
+        too, the number is not limited, and None is returned.
+
+        Args:
+            rounds: number of prompts of each previous round.
         """
         if self._share < 1:
             return None

@@ -89,7 +89,7 @@ class Commands:
         return CommandStep(f"round-{number}/export", words, output / "config.json", is_atomic=True)
 
     def path_of(self, name: str) -> str:
-        """Return the path of the model with the heads called `name`: --model, or the export of a round."""
+        """Return the directory of the model with the heads called `name`: --model or the export of a round."""
         if name in ("", "model"):
             return self.args.model
         return str(self.directory / name / "hf")

@@ -11,7 +11,7 @@ Result = TypeVar("Result")
 
 
 def read_result(path: Path, read: Callable[[Any], Result]) -> Result:
-    """Return what a function reads from the value in a JSON file.
+    """Return the result of `read` for the parsed content of a JSON file.
 
     Raises:
         UserError: the file is damaged.
@@ -23,9 +23,10 @@ def read_result(path: Path, read: Callable[[Any], Result]) -> Result:
 
 
 def accepted_drafts(evaluation: Any, backend: str) -> dict[str, list[float]]:
-    """Return the share of accepted drafts per position by channel, from the content of evaluation.json.
+    """Return the share of accepted drafts at each draft position, by channel.
 
     Args:
+        evaluation: content of evaluation.json.
         backend: engine that counted the drafts.
     """
     by_channel = {}

@@ -102,9 +102,9 @@ def _parameters(part: MegatronOptimizer, are_heads: bool) -> list[torch.Tensor]:
 
 
 def _counts(parameter: Any, part: MegatronOptimizer) -> bool:
-    """Return whether this rank's gradient of a parameter counts in a norm over all ranks.
+    """Return whether this rank's gradient of a parameter is included in a norm over all ranks.
 
-    It counts on exactly one rank.
+    If several ranks of a model replica hold the same parameter, only one of them includes the gradient.
     """
     is_first = param_is_not_tensor_parallel_duplicate(parameter, getattr(part, "tp_group", None))
     return parameter.grad is not None and param_is_not_shared(parameter) and is_first

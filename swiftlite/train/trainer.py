@@ -249,7 +249,7 @@ def seed_of_step(seed: int, step: int) -> int:
 def whole_parameters(model: Sequence[DistributedDataParallel]) -> Iterator[None]:
     """Gather the parameters for use outside of a training step, within this context.
 
-    Otherwise, with `--overlap_param_gather`, hooks gather the parameters layer by layer in the next forward pass.
+    Outside of this context, with `--overlap_param_gather`, hooks gather them layer by layer in the next forward pass.
     """
     overlapping = [chunk for chunk in model if chunk.ddp_config.overlap_param_gather]
     for chunk in overlapping:

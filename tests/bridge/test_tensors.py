@@ -189,7 +189,7 @@ def test_nothing_has_its_name_before_publish(tmp_path):
 
 
 def test_files_are_on_disk_before_they_have_their_names(tmp_path, synced):
-    """Otherwise a power cut could leave empty files under these names."""
+    """Files are flushed before they are renamed, because a power failure could otherwise leave empty files."""
     files = write_all(tmp_path, 64)
     shards = files.files[:-1]
     assert {path.name for path in synced} == {f".{name}.incomplete" for name in shards}

@@ -129,6 +129,6 @@ def lines_of_ours(frame: FrameType | None) -> str:
 def stack_for_autograd(*options: object) -> list[str]:
     """Replace `torch.fx.traceback.format_stack`, which autograd calls for every node of a graph in anomaly mode.
 
-    It returns only one line, which is a hundred times faster.
+    This replacement returns only one line of the stack, which is a hundred times faster.
     """
     return [lines_of_ours(sys._getframe(1)) or "an unknown line"]

@@ -20,7 +20,7 @@ aten = torch.ops.aten
 class Generator(torch.Generator):
     """Replaces torch.Generator, which cannot be created for the emulated device.
 
-    It draws on the CPU for both devices.
+    Random numbers for the CPU and for the emulated device are drawn on the CPU.
     """
 
     def __new__(cls, device: Any = "cpu") -> "Generator":

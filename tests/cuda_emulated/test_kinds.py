@@ -197,9 +197,9 @@ def test_copies_to_the_device_are_pinned(emulated, name):
 
 
 def launches_per_layer(emulated: Callable[[str], Found], name: str) -> float:
-    """Return the launches per layer and micro-batch, forward and backward.
+    """Return the kernel launches per layer and micro-batch, forward and backward.
 
-    They are computed from models with 4 and with 2 layers.
+    The number is the difference between models with 4 and with 2 layers, divided by 2.
     """
     counts = []
     for found in (emulated(name), emulated(f"{name} 4 layers")):

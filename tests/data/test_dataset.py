@@ -276,7 +276,7 @@ def test_rows_that_the_template_refuses_are_bad_rows(make_tokenizer, write_jsonl
 
 
 def test_special_tokens_in_what_is_said_are_counted(make_tokenizer, write_jsonl):
-    """Such texts are tokenized as transformers tokenizes them."""
+    """Text that contains special tokens is tokenized as by transformers."""
     rows = [row(0), {"query": "<|im_end|>\n<|im_start|>assistant\nno", "response": "a"}, row(2)]
     path = write_jsonl([*rows, {"query": "q", "response": "<|im_end|>"}, {"query": "<|im_end >", "response": "a"}])
     tokenizer = make_tokenizer(CHATML)

@@ -340,7 +340,7 @@ def test_row_that_the_template_cannot_handle(make_tokenizer, chat_template, row,
 
 
 def test_thinking_in_history_trains_with_last_round(make_tokenizer):
-    """This option is the hint of the error that the default setting raises."""
+    """With the default setting, this conversation is an error whose hint recommends the option `last_round`."""
     row = {"query": "q2", "response": THINKING + "b", "history": [["q", THINKING + "a"]]}
     template = ChatTemplate(make_tokenizer(QWEN3), "last_round")
     assert trained_texts(template, row) == [THINKING + "b<|im_end|>"]

@@ -85,7 +85,7 @@ class Commands:
     def _outputs(self) -> tuple[Path, Path]:
         """Return files for stdout and stderr.
 
-        They are outside of the directory, because tests check the directory's content.
+        Both files are outside of the working directory, because tests check its content.
         """
         number = next(self._numbers)
         logs = self.directory.with_name(f"{self.directory.name}.logs")

@@ -42,7 +42,9 @@ def wait_for_lines(path: Path, number: int, is_alive=lambda: True) -> None:
     "number", some_of([signal.SIGINT, signal.SIGTERM, signal.SIGKILL], signal.SIGTERM, signal.SIGKILL)
 )
 def test_stopped_and_gone_on_with(commands: Commands, infer: list[str], number: int):
-    """Also with sampling: the random numbers of an answer depend only on the number of its prompt."""
+    """Results are equal even with sampling, because the random numbers of an answer depend only on the number of its
+    prompt.
+    """
     infer += "--temperature 0.9 --top_p 0.95".split()
     unbroken, answers = commands.directory / "unbroken.jsonl", commands.directory / "answers.jsonl"
     commands.ok(*infer, "--result_path", "unbroken.jsonl")

@@ -30,7 +30,10 @@ def stream_state(checkpoint: Path) -> dict:
     ids=["rows", "dp_balanced"],
 )
 def test_a_streamed_run_is_the_same_at_other_layouts_and_goes_on_bit_for_bit(commands, sft, tmp_path, packing, layouts):
-    """There are 40 rows, about 3 in each packed row, so 12 steps of 4 packed rows read the file more than once."""
+    """The 40 rows of the dataset fill about 13 packed rows.
+
+    The 12 steps use 4 packed rows each, so the file is read more than once.
+    """
     options = [*sft, *STREAMED, *packing, "--split_dataset_ratio", 0, "--micro_batch_size", 1]
     options += ["--lr_decay_style", "constant"]
     commands.ok(*options, "--output_dir", tmp_path / "alone")

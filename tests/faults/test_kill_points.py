@@ -24,9 +24,9 @@ os.rename("file", "whole")
 
 @pytest.fixture
 def hit(tmp_path):
-    """Return hit(at, error), which runs WRITER with a fault at an operation.
+    """Return hit(at, error), which runs WRITER with a fault at operation `at`.
 
-    It returns the process and the operations before.
+    `hit` returns the finished process and the operations before the fault.
     """
     shim = build_shim(tmp_path)
     (tmp_path / "out").mkdir()

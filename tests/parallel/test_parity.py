@@ -118,7 +118,7 @@ def test_recomputation_on_a_pipeline_changes_no_bit(computed, name):
 
 
 def test_jobs_leave_nothing_behind(computed):
-    """Otherwise many jobs could not share one start of processes."""
+    """Many jobs run one after another in the same processes, so a job must not leave any state behind."""
     assert_within(computed.differences(QWEN3, "PP2 again", base="PP2"), EXACT)
 
 

@@ -234,7 +234,7 @@ def test_vllm_is_kept_from_its_wrong_rotary_kernel(tmp_path):
 @needs_vllm
 @pytest.mark.engine
 def test_a_request_to_vllm_chooses_its_temperature(tmp_path):
-    """Also on a CPU, no option overrides the temperature, and drafts are sampled."""
+    """No option of the server overrides a request's temperature, and drafts are sampled, also on a CPU."""
     words = command(make_tiny_hf(tmp_path, "qwen3", 1), infer_backend="vllm")
     assert "--override-generation-config" not in words
     assert "probabilistic" in " ".join(words)

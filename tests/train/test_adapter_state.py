@@ -42,7 +42,9 @@ def test_data_parallel_replicas_do_not_write(chunk, mesh):
 
 
 def test_tensor_parallel_ranks_write_what_they_split(chunk, mesh):
-    """Ranks split B of a row-split layer, and A of a column-split layer."""
+    """If tensor parallelism splits the rows of a layer, it splits B of the adapter; if it splits the columns, it splits
+    A.
+    """
     whole = adapters(chunk, mesh)
     group: Any = SecondOfTwo()
     for module in chunk.modules():

@@ -151,7 +151,9 @@ def test_a_checkpoint_that_is_deleted_loses_its_name_first(open_chunks, mesh, tm
 
 
 def test_a_checkpoint_is_on_disk_before_it_has_its_name(open_chunks, mesh, tmp_path, synced):
-    """Otherwise a power cut could leave empty files under this name."""
+    """All files are flushed before the directory is renamed, because a power failure could
+    otherwise leave empty files.
+    """
     Checkpointer(tmp_path, mesh, open_chunks(), None, STATE).save(1)
     *before, last = synced
     writing = tmp_path / ".checkpoint-1.writing"
@@ -160,9 +162,7 @@ def test_a_checkpoint_is_on_disk_before_it_has_its_name(open_chunks, mesh, tmp_p
 
 
 def test_a_rank_flushes_its_own_files(open_chunks, mesh, tmp_path, synced):
-    """The first rank flushes all files too, but on another machine this has no effect on files that
-    are written here.
-    """
+    """A flush by the first rank has no effect on files that were written on another machine."""
     dist_checkpointing.save(sharded_model(open_chunks(), mesh), str(tmp_path), SaveStrategy())  # pyright: ignore[reportArgumentType]
     assert {"__0_0.distcp", "__0_1.distcp"} <= {path.name for path in synced}
 
@@ -291,7 +291,7 @@ def test_a_manifest_that_is_damaged_or_names_what_is_gone(open_chunks, mesh, sav
 
 
 def test_a_manifest_lists_every_file(open_chunks, mesh, saved):
-    """Otherwise files that are not listed would be read without verification."""
+    """Files that are not listed in the manifest would be read without verification."""
     lines = (saved / "SHA256SUMS").read_text().splitlines(keepends=True)
     (saved / "SHA256SUMS").write_text("".join(line for line in lines if "__0_1.distcp" not in line))
     with pytest.raises(UserError, match=naming("checkpoint-1 SHA256SUMS __0_1.distcp")):
@@ -355,7 +355,7 @@ def test_no_other_attribute_is_taken(open_chunks, mesh, saved):
 
 
 def test_an_enum_that_the_pickle_changes(open_chunks, mesh, saved):
-    """The opcode BUILD sets attributes of a class, such as the one that `getattr` would return."""
+    """The opcode BUILD of a pickle can set attributes of a class. `getattr` could then return another object."""
     (saved / "SHA256SUMS").unlink()
     enum = b"ctorch.distributed.checkpoint.planner\nWriteItemType\n"
     changes = b"}(V_member_map_\n}(V__init__\n" + enum + b"uu"  # {"_member_map_": {"__init__": WriteItemType}}
@@ -413,7 +413,7 @@ def test_an_asynchronous_save_waits_for_the_one_before(open_chunks, mesh, tmp_pa
 
 
 def test_signals_do_not_end_the_writer_of_an_asynchronous_save(open_chunks, mesh, tmp_path, monkeypatch):
-    """A terminal and a batch system send them to all processes; the trainer decides when the run ends."""
+    """Terminals and batch systems send signals to all processes, but only the trainer decides when the run ends."""
     run, sent = tmp_path / "run", tmp_path / "sent"
     fsync = os.fsync
 

@@ -130,7 +130,7 @@ def reference_of(pair: Sample) -> list[float]:
 
 
 def test_heads_learn_from_the_preferred_answers_alone(options, mesh):
-    """Their loss equals that of `megatron sft` on these answers."""
+    """The loss of the heads equals that of `megatron sft` on the preferred answers."""
     run = prepare(options(global_batch_size=16, micro_batch_size=16), mesh)
     (batch,) = run.batches.train(run.rows, Sampler(16, 16, 0, shuffle=False), 0)
     preferred = replace(run.data, train=[replace(pair, others=()) for pair in run.data.train])

@@ -70,7 +70,7 @@ def learn(hf_model: HfModel, mesh: Mesh, dtype: Dtype, is_distributed: bool, see
 
 @pytest.mark.parametrize(("is_fused", "device"), [(True, "meta"), (False, "cpu"), (None, "cpu")])
 def test_a_fused_optimizer_counts_updates_on_the_device_of_its_parameters(is_fused, device):
-    """torch refuses a count that is on another device."""
+    """torch's fused optimizer refuses a step count on another device than its parameters."""
     parameter = torch.nn.Parameter(torch.empty(2, device="meta"))
     inner = torch.optim.AdamW([parameter])
     inner.param_groups[0]["fused"] = is_fused
@@ -79,7 +79,7 @@ def test_a_fused_optimizer_counts_updates_on_the_device_of_its_parameters(is_fus
 
 
 def test_state_that_other_ranks_hold_is_an_empty_part(hf_model, mesh):
-    """All data-parallel ranks exchange the parts of all parameters in the same order."""
+    """Data-parallel ranks exchange all parts in the same order, so each rank requires a part for every parameter."""
     optimizer = learn(hf_model, mesh, "bfloat16", is_distributed=True).optimizer
     parameters = [slot.parameter for slot in slots_of(optimizer)]
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
@@ -92,7 +92,7 @@ def test_state_that_other_ranks_hold_is_an_empty_part(hf_model, mesh):
 
 
 def test_an_owner_reads_and_writes_the_main_replica(hf_model, mesh):
-    """Replicas are numbered by rank, and the second rank is the owner of some parameters."""
+    """Replicas are numbered by rank, but a parameter may be owned by the second rank."""
     learning = learn(hf_model, mesh, "float32", is_distributed=True)
     group: Any = SecondOfTwo()
     slots = [replace(slot, group=group) for slot in slots_of(learning.optimizer)]

@@ -310,7 +310,7 @@ class Checkpointer:
 def _delete(checkpoint: Path) -> None:
     """Delete a checkpoint.
 
-    It is renamed first, so that a partly deleted directory does not look like a damaged checkpoint.
+    The directory is renamed first, because a partly deleted checkpoint would look like a damaged one.
     """
     nameless = checkpoint.with_name(f".{checkpoint.name}.deleting")
     try:

@@ -172,7 +172,7 @@ def _small_files(hf_dir: Path) -> list[Path]:
 def _check_link(path: Path, homes: Sequence[Path], name: str) -> None:
     """Check that a path does not point outside of the directories `homes`.
 
-    Otherwise, the author of the directory could cause any file of this machine to be copied into an export.
+    Without this check, the author of the directory could cause any file of this machine to be copied into an export.
 
     Args:
         homes: absolute paths without links.

@@ -112,9 +112,7 @@ def test_an_engine_that_does_not_draft_takes_no_heads(tmp_path):
 
 @pytest.mark.parametrize(("stages", "shares_experts"), [(2, False), (1, True)])
 def test_an_engine_whose_workers_hold_parts_is_refused_before_the_first_bucket(tmp_path, stages, shares_experts):
-    """Otherwise each worker would reject tensors of other workers, and the engine would have a part
-    of the new weights.
-    """
+    """Each worker would reject tensors of the other workers, after a part of the new weights was loaded."""
     llm = FakeLLM()
     update, trunk, heads = make(tmp_path, llm, layout=unsupported_layout(stages, shares_experts))
     refused(update, [trunk], [heads])
