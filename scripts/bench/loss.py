@@ -47,7 +47,8 @@ def main() -> None:
 
 
 def losses(args: argparse.Namespace, learns: bool, group: Any) -> tuple[Compute, Compute]:
-    """Return a function for each loss. It runs forward and backward pass, and returns losses and gradients."""
+    """Return a function for each loss. Each function runs the forward and the backward pass, and returns losses and
+    gradients."""
     from swiftlite.model.loss.chunked_loss import LabelTarget, TrunkTarget, chunked_loss
     from swiftlite.model.loss.losses import distillation_loss, select, token_loss
 

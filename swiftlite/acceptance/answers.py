@@ -16,7 +16,7 @@ class WrittenToken(NamedTuple):
 
     Attributes:
         depth: depth of the head that drafted the token; 0 if the trunk generated it.
-        refused: draft token that was rejected at this position; None without one.
+        refused: draft token that was rejected at this position; None if no draft token was rejected.
     """
 
     token: int

@@ -25,7 +25,7 @@ Megatron's published figures better than 3.
 
 @dataclass(frozen=True)
 class Seconds:
-    """Seconds of a computation, divided by activity."""
+    """The seconds of a training step, divided into kinds of work such as attention, communication and the optimizer."""
 
     products: float = 0
     attention: float = 0

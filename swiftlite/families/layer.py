@@ -81,7 +81,9 @@ class Attention(Sublayer, Protocol):
         ...
 
     def gathered(self, rank: Rank) -> int:
-        """Return the bytes that each context-parallel rank gathers from this rank per pass, such as keys and values."""
+        """Return the bytes of keys and values (or similar tensors) that each context-parallel rank gathers from this
+        rank.
+        """
         ...
 
     def macs_per_pair(self) -> int:

@@ -76,9 +76,9 @@ def _check(tensor: torch.Tensor, cu_seqlens: torch.Tensor, lengths: torch.Tensor
 def _exchange(first: torch.Tensor, second: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the tokens that follow this rank's chunks: the first tokens [..., N] of the next chunks of all sequences.
 
-    The first result belongs to this rank's later chunks; the previous rank holds what follows them. The second result
-    belongs to the earlier chunks; the next rank holds what follows them. The first rank has no previous and the last
-    rank no next rank; the tokens of a missing rank are undefined.
+    The first result is for this rank's later chunks, and is received from the previous rank. The second result is for
+    the earlier chunks, and is received from the next rank. The first rank has no previous rank, and the last rank has
+    no next rank. The tokens that would come from a missing rank are undefined.
 
     Args:
         first: first tokens of this rank's earlier chunks.

@@ -119,7 +119,7 @@ time.sleep(60)
 
 
 def test_ranks_end_with_their_launcher(tmp_path):
-    """The kernel (out of memory) or a batch system can kill a launcher.
+    """The operating system (out of memory) or a batch system can kill a launcher.
 
     Remaining ranks would compete with a restarted run.
     """

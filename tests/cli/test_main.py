@@ -107,7 +107,7 @@ def test_a_reader_that_closes_early_is_no_error(tmp_path):
     ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
 )
 def test_answers_come_without_heavy_imports(model, argv, code):
-    """Without these imports, start-up takes about as long as Python's (scripts/bench/startup.py measures it)."""
+    """Without these imports, start-up takes about as long as that of Python (measured by scripts/bench/startup.py)."""
     script = (
         "import sys; from swiftlite.cli.main import main; code = main(sys.argv[1:]); "
         f"print(*sorted({{name.partition('.')[0] for name in sys.modules}} & set({HEAVY!r})), file=sys.stderr); "

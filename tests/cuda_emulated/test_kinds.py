@@ -1,4 +1,7 @@
-"""Test every kind of run as on a GPU, from the command line to the report: against the CPU, and for slow operations."""
+"""Test every kind of run on the emulated GPU, from the command line to the report.
+
+Results are compared with those on the CPU, and slow operations are counted.
+"""
 
 import json
 import os

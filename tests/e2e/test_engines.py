@@ -161,7 +161,8 @@ def test_linear_attention_in_bfloat16(family, vllm, trained):
 
 
 def test_a_schedule_drafts_by_the_load(vllm_host, trained):
-    """One request gets three drafts per step, three requests get none. The answers are always the trunk's."""
+    """A single request gets three drafts per step, and three concurrent requests get none. The answers are always the
+    trunk's."""
     directory, prompts = trained("qwen3", 1, "vllm")
     reference = Reference.load(directory, "qwen3", depth=1)
     prompts = prompts[:3]

@@ -238,7 +238,7 @@ def test_rows_that_it_does_not_take_are_refused(model, rows, options, problem):
 
 
 def continue_a_prompt(model: Path) -> str:
-    """Return the message of a run that measures acceptance."""
+    """Return the message of the error that continuing a prompt raises."""
     make_known()
     with session() as mesh, torch.no_grad():
         (chunk,), _ = open_model(resolve(model), mesh, dtype=torch.float32)

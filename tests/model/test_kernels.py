@@ -113,9 +113,9 @@ def layer_traffic() -> int:
 
 @pytest.mark.parametrize("is_fused", [True, False])
 def test_a_layer_moves_no_more_bytes_than_its_parts_need(is_fused, load, monkeypatch):
-    """The measured ratio is 1.0001 with fused kernels and 1.77 without.
+    """The ratio of moved to required bytes was 1.0001 with fused kernels and 1.77 without.
 
-    One additional pass over the states would add 0.013.
+    One additional pass over the hidden states would add 0.013 to the ratio.
     """
     moved = []
     for num_layers in (2, 4):

@@ -193,8 +193,8 @@ def forward_backward(
         options: options of `run_pipeline`.
 
     Returns:
-        On the last stage, the per-token losses [K, S] of whole rows for each micro-batch. Also the statistics summed
-        over all.
+        On the last stage, the per-token losses [K, S] of whole rows for each micro-batch. Also the statistics, summed
+            over all micro-batches.
     """
     losses = []
     train_step = objective.make_forward_step(broadcast_from_last_stage(objective.count_targets(batches), mesh), mesh)

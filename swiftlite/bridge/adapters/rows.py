@@ -26,12 +26,14 @@ HF_MAGNITUDE = "lora_magnitude_vector"
 
 @dataclass(frozen=True)
 class OnePart:
-    """A join of one HF tensor, taken from another join of several HF tensors. The tensor's ranges keep their order.
+    """The ranges of a single HF tensor in a join of several HF tensors, as a join with only this tensor.
+
+    A join describes how HF tensors are concatenated (`bridge/join.py`). The ranges of the tensor keep their order.
 
     Args:
         whole: the join of several HF tensors.
         lengths: length of each HF tensor along the axis.
-        source: index of the tensor.
+        source: index of the single tensor.
     """
 
     whole: Join

@@ -32,8 +32,8 @@ class MtpHead(nn.Module):
     """One MTP depth: norms, the projection of [embedding, hidden], a decoder layer, and an output norm.
 
     Args:
-        decoder: the trunk without its output layer (`model.get_decoder()`). The head copies one of its layers, which
-            has the right kinds of attention and MLP and the right dtype of a router's bias, and its norm.
+        decoder: the trunk without its output layer (`model.get_decoder()`). The head copies its norm and one of its
+            layers. The copied layer has the right kinds of attention and MLP, and a router's bias has the right dtype.
         number: index of the decoder layer that is copied.
     """
 

@@ -102,7 +102,10 @@ class Cache:
         kept[self._span_rows()] = new
 
     def state(self, name: Name, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return a module's state for each span of this pass, [spans, *shape]; zeros for spans that start a row."""
+        """Return a module's state for each span of this pass, [spans, *shape]; zeros for spans that start a row.
+
+        A span is a row's tokens in this pass.
+        """
         kept = self._kept.get(name)
         if kept is None:
             return torch.zeros(len(self.spans), *shape, dtype=dtype, device=self.device)

@@ -185,7 +185,8 @@ class _GroupedLinear(torch.autograd.Function):
 def added(weights: Sequence[Any], grad_EOI: torch.Tensor) -> Sequence[torch.Tensor]:
     """Accumulate the gradients of all experts' matrices in `main_grad`, and return placeholders for autograd.
 
-    megatron-core's DistributedDataParallel adds each in a separate hook: 256 launches in a layer with 128 experts.
+    megatron-core's DistributedDataParallel adds each gradient in a separate hook, with 256 kernel launches in a layer
+    of 128 experts.
     """
     main_EOI = together([weight.main_grad for weight in weights])
     if main_EOI is None:
