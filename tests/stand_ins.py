@@ -1,6 +1,6 @@
 """Return environments for processes that tests start.
 
-In them, SGLang runs on a CPU, vLLM starts in half the time, and weights are sent between emulated GPUs.
+In these environments, SGLang runs on a CPU, vLLM starts in half the time, and weights are sent between emulated GPUs.
 """
 
 import os

@@ -310,8 +310,7 @@ class GPTModel(McoreGPTModel):
     ) -> list[torch.Tensor]:
         """Return one result of `rotary_emb` per MTP depth.
 
-        For normal heads it belongs to the trunk's positions, for step j of an unrolled head to positions that are
-        larger by j - 1.
+        Normal heads use the trunk's positions. Step j of an unrolled head uses positions that are larger by j - 1.
         """
         offsets = range(1, self.heads.unroll)
         later = [self.rotary_emb(position_ids, packed_seq_params, offset, axes_3BS) for offset in offsets]

@@ -188,8 +188,8 @@ def test_drafts_leave_the_prefix_cache_on(vllm_host, trained):
 
 @pytest.mark.parametrize("family", HYBRID_IN_VLLM)
 def test_linear_attention_takes_nothing_from_the_prefix_cache(family, vllm_host, trained):
-    """vLLM does not cache the state of a prefix. swiftlite disables the cache, because vLLM 0.32 cannot draft with it
-    here.
+    """vLLM does not cache the state of a prefix. swiftlite disables the cache, because vLLM 0.32 cannot draft for
+    linear attention with this cache.
     """
     directory, _ = trained(family, 1, "vllm")
     prompt = [5 + number % 50 for number in range(3 * 128 + 10)]

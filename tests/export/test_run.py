@@ -262,7 +262,7 @@ def test_what_cannot_be_replaced_is_refused_at_once(export, converted, tmp_path)
 def mount_point(tmp_path):
     """Return an empty mount point on the same file system, such as a volume of a container.
 
-    Python does not detect it.
+    Python does not detect that this directory is a mount point.
     """
     volume, point = tmp_path / "volume", tmp_path / "exports" / "out"
     volume.mkdir()

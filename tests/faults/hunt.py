@@ -174,7 +174,7 @@ def write_model_and_rows(directory: Path) -> tuple[str, str]:
 
 
 def make_inputs(directory: Path) -> dict[str, str]:
-    """Write a model, rows, prompts and a trained run; return their paths by the words that stand for them."""
+    """Write a model, rows, prompts and a trained run; return their paths by the placeholders that commands use."""
     model, rows = write_model_and_rows(directory)
     prompts = directory / "prompts.jsonl"
     prompts.write_text("".join(Path(rows).read_text().splitlines(keepends=True)[:4]))

@@ -56,7 +56,8 @@ class Growth:
         self.files.append(files)
 
     def __str__(self) -> str:
-        """Compare the third quarter of the run with its last quarter, because caches are filled in the first two."""
+        """Compare the third quarter of the run with its last quarter, because caches are filled in the first two
+        quarters."""
         return f"bytes {_late(self.memory)}; open files {_late(self.files)}"
 
 

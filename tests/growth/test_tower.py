@@ -64,7 +64,7 @@ pytestmark = pytest.mark.gloo
 
 @dataclass(frozen=True)
 class Patches:
-    """A tower with the output output(patch), one linear layer."""
+    """A tower that applies one linear layer to each patch of a picture."""
 
     width: int
     hidden: int

@@ -116,7 +116,10 @@ def test_the_same_products_make_the_same_bits(computed, family, one, other):
 
 @pytest.mark.parametrize("family", ["qwen3", "glm4_moe"])
 def test_adapters_leave_the_products_of_their_layers_in_low_precision(computed, family):
-    """At first, adapters add zero. Their own products are not in 8 bits, which do not support a rank of 4."""
+    """Adapters initially add zero.
+
+    Their matrix products are not computed in 8 bits, which would not support a rank of 4.
+    """
     plain, adapted = (computed[family, name].metrics[0] for name in ("blockwise", "blockwise, adapters"))
     assert [adapted[loss] for loss in ("loss", "mtp_1_loss")] == [plain[loss] for loss in ("loss", "mtp_1_loss")]
 

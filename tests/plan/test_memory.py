@@ -212,8 +212,9 @@ def test_1f1b_keeps_a_forward_pass_for_every_stage_that_follows():
 
 
 def test_interleaved_stages_keep_what_megatron_warms_up():
-    """get_pp_rank_microbatches in schedules.py of 0.16.1 gives 2 (pp - rank - 1) + (virtual - 1) pp, plus one forward
-    pass.
+    """The expected number of forward passes in flight is that of megatron-core's warm-up plus 1.
+
+    The warm-up has 2 (pp - rank - 1) + (virtual - 1) pp passes (get_pp_rank_microbatches in schedules.py of 0.16.1).
     """
     layout = ParallelLayout(pipeline_model_parallel_size=4, num_virtual_stages_per_pipeline_rank=2)
     stages = estimate(CONFIGS["llama"], Setup(layout=layout, num_gpus=4))

@@ -162,7 +162,7 @@ def test_the_same_command_again_starts_no_engine(model, dataset, tmp_path, said,
 
 
 def test_a_chat_is_kept_after_each_turn(model, tmp_path, monkeypatch):
-    """A second turn that is too long to answer does not remove the first."""
+    """A second turn that is too long to answer does not remove the first turn."""
     path = tmp_path / "chat.jsonl"
     monkeypatch.setattr("sys.stdin", io.StringIO("hello\n" + "word " * 2000 + "\n"))
     with pytest.raises(UserError, match=naming("--max_model_len 512")):

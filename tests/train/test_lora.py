@@ -290,7 +290,7 @@ def test_adapters_of_another_model_are_refused(options, mesh, tmp_path):
     ],
 )
 def test_adapters_that_do_not_fit_are_refused(options, mesh, tmp_path, hf_dir, changed, why):
-    """The digest does not help, because PEFT does not write one."""
+    """PEFT does not write a digest of the base model, so names and shapes are checked."""
     directory = tmp_path / "adapter"
     run = train(options(tuner_type="lora", train_iters=1, lora_rank=8), mesh)
     to_hf(ExportArgs(to_hf=True, model=str(run), output_dir=str(directory), merge_lora=False, mtp="strip"), mesh)

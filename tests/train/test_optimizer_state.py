@@ -108,7 +108,10 @@ def test_an_owner_reads_and_writes_the_main_replica(hf_model, mesh):
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_updates_go_on(hf_model, mesh, tmp_path, dtype, is_distributed):
-    """Each of megatron-core's formats is resumed in each other. With bfloat16, there are main weights too."""
+    """A checkpoint in either of megatron-core's two formats is resumed in both formats.
+
+    With bfloat16, the checkpoint also contains float32 main weights.
+    """
     unbroken, resumed = (learn(hf_model, mesh, dtype, form, seed) for seed, form in enumerate(is_distributed))
     for number in range(UPDATES):
         if number == SAVED_AFTER:

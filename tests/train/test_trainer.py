@@ -60,7 +60,7 @@ def test_when_a_run_logs_saves_and_evaluates(make_trainer):
 
 
 def test_what_is_said_of_a_step_is_said_before_it_is_saved(make_trainer):
-    """If the run were killed in between, it would resume after the step, whose metrics would be missing."""
+    """If the run were killed between the save and the log, the resumed run would lack the metrics of this step."""
     trainer = make_trainer(train_iters=4, logging_steps=1, save_steps=2, eval_steps=2)
     seen = []
 

@@ -135,7 +135,7 @@ def test_an_engine_that_drafts_writes_what_the_trunk_would(tmp_path, family, dep
 
 
 def test_an_engine_that_stops_drafting_writes_what_the_trunk_would(tmp_path):
-    """Whether drafting stops after a draft depends on the draft, which is verified in any case."""
+    """Drafting may stop after a draft token with a low probability. This draft token is verified as well."""
     directory = make_small(tmp_path, "qwen3", 1)
     found, counts = answered(directory, 1.0, confidence=0.17)  # of 6 tokens that are about as likely
     assert probability(found, joint_distribution(directory, 1.0)) > FALSE_ALARM
