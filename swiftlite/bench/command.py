@@ -37,7 +37,8 @@ def run(args: BenchArgs) -> None:
 
     Raises:
         UserError: the engine does not support the number of draft tokens or the temperature, or a prompt is too long;
-            this is detected before any server starts. Or a server fails; previous measurements are kept.
+            these errors are detected before any server starts. Also if a server fails; previous measurements are then
+            kept.
     """
     model = resolve_served(args.model)
     tokenizer = load_tokenizer(model.directory, args.trust_remote_code)

@@ -1,4 +1,4 @@
-"""Detect rows of tables that contain nulls which their author did not write."""
+"""Detect nulls in table rows that were added by the file format and not written by the author of the rows."""
 
 from typing import Any
 
