@@ -78,9 +78,9 @@ def _fail(error: Exception, hint: str) -> int:
 
 
 class _Stopped(SystemExit):
-    """SIGTERM or SIGHUP was received and there was no more specific handler.
+    """The process received SIGTERM or SIGHUP, and no more specific handler was set.
 
-    It is also raised in forked child processes.
+    This exception is also raised in forked child processes.
     """
 
     code: int

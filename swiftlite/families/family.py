@@ -138,7 +138,7 @@ class Family:
     def is_derived(self, hf_key: str) -> bool:
         """Return whether an HF tensor contains values that are derived from the config.
 
-        It is then neither read nor written.
+        Such a tensor is neither read nor written.
 
         For example, old Llama files contain the rotary frequencies.
         """

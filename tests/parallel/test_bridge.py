@@ -136,8 +136,8 @@ def test_round_trip_is_bit_exact(converted, case, out):
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: name(*case))
 def test_two_ranks_compute_what_one_computes(converted, case):
-    """If a part were on the wrong rank, files would still be identical after the conversion back,
-    but not the logits.
+    """If a part were on the wrong rank, files would still be identical after the conversion back, but logits would
+    differ.
     """
     root, logits = converted
     (alone,), (first, second) = logits[1], logits[2]

@@ -96,8 +96,9 @@ def fitted(tmp_path_factory) -> tuple[Path, Path]:
 
 
 def expected_projection(hf_dir: Path) -> np.ndarray:
-    """Compute the projection of depth 1 with numpy: from the normed embedding and state to the last layer's input one
-    token later.
+    """Compute the projection of depth 1 with numpy.
+
+    The projection maps the normalized embedding and state to the last layer's input one token later.
     """
     model = AutoModelForCausalLM.from_pretrained(hf_dir, dtype=torch.float32).eval()
     inputs, targets = [], []

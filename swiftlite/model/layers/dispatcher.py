@@ -78,8 +78,9 @@ def _sum_of_experts(outputs_PH: torch.Tensor, token_P: torch.Tensor, pair_TK: to
 
 
 def _gather_and_sum(pairs_PH: torch.Tensor, pair_TK: torch.Tensor) -> torch.Tensor:
-    """Return the sum [T, H] of each token's pairs, added in order of experts. A scatter on a GPU would add in varying
-    order.
+    """Return the sum [T, H] of each token's pairs (outputs of its experts), added in order of experts.
+
+    A scatter on a GPU would add in varying order.
     """
     return pairs_PH.index_select(0, pair_TK.flatten()).view(*pair_TK.shape, -1).sum(dim=1)
 
