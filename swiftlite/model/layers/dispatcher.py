@@ -78,7 +78,7 @@ def _sum_of_experts(outputs_PH: torch.Tensor, token_P: torch.Tensor, pair_TK: to
 
 
 def _gather_and_sum(pairs_PH: torch.Tensor, pair_TK: torch.Tensor) -> torch.Tensor:
-    """Return the sum [T, H] of each token's pairs (outputs of its experts), added in order of experts.
+    """Return the sum [T, H] of each token's pairs (one row per selected expert), added in order of experts.
 
     A scatter on a GPU would add in varying order.
     """
