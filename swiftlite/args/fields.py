@@ -76,6 +76,13 @@ class MtpArgs(HeadShapeArgs):
     cache_trunk_states: str | None = None
     """With heads_only: cache directory for the trunk's hidden states. The first epoch writes them; later epochs and
     later runs over the same rows read them. The size is logged before the first step."""
+    stream_trunk: bool = False
+    """With --cache_trunk_states: train heads for a trunk that is larger than the memory. Before the first step, its
+    decoder layers are read one at a time, and all hidden states are computed. Requires memory for two layers, the
+    embedding, the output layer and the heads."""
+    stream_trunk_gb: bounds.PositiveFloat = 4.0
+    """With --stream_trunk: memory of each rank for hidden states that wait between layers, in GB. The trunk is read
+    once for each group of rows whose states fit."""
     draft_for: str | None = None
     """Engine whose head inputs are used in training; engines differ for MiMo, DeepSeek-V3, GLM and HY-V3. Default: the
     one in the checkpoint's config.json, else vllm."""

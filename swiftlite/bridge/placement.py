@@ -106,8 +106,10 @@ def others_hold(model_chunks: Sequence[nn.Module], shards: Sequence[Shard]) -> C
 
     Pipeline stages split the layers (and the embedding, the final norm and the output layer), and expert-parallel ranks
     split the experts of a layer. Another rank can hold a parameter if this rank does not hold the parameter's layer or
-    expert. No communication is needed, because the rank that holds the layer checks the parameter.
+    expert. No communication is needed, because the rank that holds the layer checks the parameter. If the trunk is
+    streamed, no rank holds a decoder layer until it is read (`layers.py`).
     """
+    streams_trunk = getattr(_unwrap(model_chunks[0]), "streams_trunk", False)
     config = _unwrap(model_chunks[0]).config
     num_layers = {"decoder": config.num_layers, "mtp": config.mtp_num_layers or 0}
     held_modules = {_module_of(shard.name) for shard in shards}
@@ -119,7 +121,8 @@ def others_hold(model_chunks: Sequence[nn.Module], shards: Sequence[Shard]) -> C
         if _module_of(name) not in held_modules:
             layer = _NUMBERED_LAYER.match(name)
             is_in_model = layer is None or int(layer.group(2)) < num_layers[layer.group(1)]
-            return num_stages > 1 and is_in_model
+            is_streamed = streams_trunk and decoder_layer_of(name) is not None
+            return (num_stages > 1 or is_streamed) and is_in_model
         expert = _EXPERTS.search(name)
         if expert is None or num_expert_ranks == 1:
             return False
@@ -135,6 +138,14 @@ def _module_of(name: str) -> str:
     if layer:
         return layer.group(0)
     return ".".join(name.split(".")[:2])
+
+
+def decoder_layer_of(name: str) -> int | None:
+    """Return the number (from 0) of the decoder layer that a parameter belongs to; None for other parameters."""
+    layer = _NUMBERED_LAYER.match(name)
+    if layer is None or layer.group(1) != "decoder":
+        return None
+    return int(layer.group(2))
 
 
 def _expert_of(name: str) -> str | None:
@@ -162,6 +173,11 @@ def _unwrap(chunk: nn.Module) -> GPTModel:
 def is_first_rank() -> bool:
     """Return whether this is rank 0. Rank 0 does the work that must be done only once."""
     return dist.get_rank() == 0
+
+
+def part_of_this_rank(items: Sequence[Any]) -> Sequence[Any]:
+    """Return the part of a list that this rank processes, if all ranks process different parts."""
+    return items[dist.get_rank() :: dist.get_world_size()]
 
 
 def gather_from_all_ranks(value: Any) -> list[Any]:

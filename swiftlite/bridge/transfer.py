@@ -132,7 +132,7 @@ def load_hf(
             hint="check that the tensors belong to this config.json, and that both are complete",
         )
         drawn_bindings = _bind_heads(shards, sources.drawn)
-        _read(bindings, checkpoint, family, hf_config)
+        read_bindings(bindings, checkpoint, family, hf_config)
     _draw(drawn_bindings, hf_config.get("initializer_range") or 0.02, seed, family.norm_start)
     for shard in shards:
         fill = sources.fills.get(shard.name)
@@ -188,7 +188,7 @@ def graft_heads(
         rows = _head_rows(family, base_config, depth)
         _check_same_shapes(rows, _head_rows(family, hf_config, depth), base)
         _check_numbers(rows, base)
-        _read(_bind_heads(placement.shards_of(model_chunks), rows), base, family, base_config)
+        read_bindings(_bind_heads(placement.shards_of(model_chunks), rows), base, family, base_config)
 
 
 def _bind_heads(shards: Iterable[Shard], rows: Sequence[Row]) -> list[Binding]:
@@ -296,6 +296,7 @@ def save_hf(
     encodings: Mapping[str, WritableEncoding] | None = None,
     max_shard_bytes: int = 5_000_000_000,
     carried: Path | None = None,
+    layers: Iterable[placement.Piece] = (),
 ) -> list[str]:
     """Write a Megatron model as Hugging Face safetensors. Every rank writes its slices into the files in place.
 
@@ -317,6 +318,7 @@ def save_hf(
             hold whole blocks.
         max_shard_bytes: maximum size of one file.
         carried: safetensors file of parts outside of the language model, which are copied unchanged.
+        layers: this rank's pieces of the decoder layers, if the trunk is streamed (`DecoderLayers.pieces`).
 
     Returns:
         Names of the written files, including the index.
@@ -339,7 +341,7 @@ def save_hf(
         _create(files)
     placement.barrier()
     try:
-        _write(files, _pieces(bindings, tensors), others)
+        _write(files, itertools.chain(_pieces(bindings, tensors), layers), others)
     except BaseException:
         files.discard()
         raise
@@ -472,8 +474,8 @@ def gather_hf(bindings: Sequence[Binding], rows: Sequence[Row]) -> dict[str, tor
     return tensors
 
 
-def _read(bindings: Sequence[Binding], checkpoint: Checkpoint, family: RowTable, hf_config: HfConfig) -> None:
-    """Read all slices of this rank in the order of the files, so that disks can read ahead."""
+def read_bindings(bindings: Sequence[Binding], checkpoint: Checkpoint, family: RowTable, hf_config: HfConfig) -> None:
+    """Read every slice of this rank in the order of the files, so that disks can read ahead."""
 
     def place(binding: Binding) -> tuple[str, int]:
         entry = checkpoint.entries[next(iter(binding.row.hf))]

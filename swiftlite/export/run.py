@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,8 @@ from swiftlite.atomic import fsync_tree, sync
 from swiftlite.bridge.adapters.files import AdapterBase
 from swiftlite.bridge.audit import audit_hf, mtp_keys
 from swiftlite.bridge.hf_config import dtype_change, write_patched
+from swiftlite.bridge.layers import DecoderLayers
+from swiftlite.bridge.placement import Piece
 from swiftlite.bridge.rows import shapes_of
 from swiftlite.bridge.tensors import describe, some
 from swiftlite.bridge.transfer import WeightsReport, graft_heads, save_hf
@@ -41,6 +43,7 @@ from swiftlite.runtime.agreement import check_agreement
 from swiftlite.runtime.distributed import session
 from swiftlite.runtime.lock import only_run_in
 from swiftlite.runtime.mesh import Mesh
+from swiftlite.train.checkpoint.base_digest import shared_digest_of
 from swiftlite.train.checkpoint.checkpointer import Checkpointer, load_checkpoint, read_state, resolve_checkpoint
 from swiftlite.train.checkpoint.source import (
     CARRIED_FILE,
@@ -90,6 +93,7 @@ def to_hf(args: ExportArgs, mesh: Mesh) -> None:
     lora = _lora_of(args, state)
     if not args.merge_lora:
         adapter.check_can_be_written(checkpoint, lora, hf_model, heads)
+    trunk = streamed_trunk_of(state)
     tensors = source_tensors(hf_model.directory)
     if graft_from:
         tensors = with_heads_of(hf_model, tensors, graft_from)
@@ -100,7 +104,7 @@ def to_hf(args: ExportArgs, mesh: Mesh) -> None:
     output_dir = Path(args.output_dir)
     with _whole_or_absent(output_dir) as writing:
         dtype = getattr(torch, state["torch_dtype"])
-        chunks = _open_checkpoint(mesh, checkpoint, hf_model, heads, lora, graft_from, dtype)
+        chunks = _open_checkpoint(mesh, checkpoint, hf_model, heads, lora, graft_from, dtype, trunk)
         if lora and not args.merge_lora:
             adapter.write(chunks, writing, lora, AdapterBase(**state["base"]), hf_model, heads)
             logger.info("wrote %s: adapters of %s, from %s", output_dir, state["base"]["model"], checkpoint)
@@ -109,15 +113,21 @@ def to_hf(args: ExportArgs, mesh: Mesh) -> None:
         if dist.get_rank() == 0:
             _copy_small_files(args, hf_model, heads, writing)
         dist.barrier()
-        save_hf(
-            chunks,
-            writing,
-            hf_model.family,
-            hf_model.config,
-            dtypes=written_dtypes,
-            max_shard_bytes=int(args.max_shard_size_gb * 1e9),
-            carried=carried_file(hf_model.directory),
-        )
+        with ExitStack() as stack:
+            layers: Iterable[Piece] = ()
+            if trunk:
+                files = stack.enter_context(DecoderLayers(trunk.directory, trunk.family, trunk.config))
+                layers = files.pieces(dtype)
+            save_hf(
+                chunks,
+                writing,
+                hf_model.family,
+                hf_model.config,
+                dtypes=written_dtypes,
+                max_shard_bytes=int(args.max_shard_size_gb * 1e9),
+                carried=carried_file(hf_model.directory),
+                layers=layers,
+            )
         if dist.get_rank() == 0:
             _audit(writing, hf_model, dtypes)
             check_acceptance(args, writing, args.torch_dtype or state["torch_dtype"], mesh)
@@ -217,6 +227,31 @@ def _lora_of(args: ExportArgs, state: Mapping[str, Any]) -> Lora | None:
     return lora
 
 
+def streamed_trunk_of(state: Mapping[str, Any]) -> HfModel | None:
+    """Return the model that has the decoder layers of a run with --stream_trunk; None for other runs. Collective.
+
+    Args:
+        state: the checkpoint's state.
+
+    Raises:
+        UserError: the model is not found, or its weights are not those of the run.
+    """
+    if state.get("base") is None or state.get("lora") is not None:
+        return None
+    base = AdapterBase(**state["base"])
+    try:
+        model = resolve(base.model)
+    except UserError as error:
+        hint = "restore the directory: a run with --stream_trunk does not store decoder layers"
+        raise UserError(error.problem, hint) from None
+    if shared_digest_of(model.directory) != base.sha256:
+        raise UserError(
+            f"{base.model} has other weights than when the run with --stream_trunk started",
+            "restore the weights: the heads were trained for them",
+        )
+    return model
+
+
 def _open_checkpoint(
     mesh: Mesh,
     checkpoint: Path,
@@ -225,9 +260,11 @@ def _open_checkpoint(
     lora: Lora | None,
     graft_from: HfModel | None,
     dtype: torch.dtype,
+    trunk: HfModel | None,
 ) -> list[GPTModel]:
-    """Load the checkpoint's model on this rank, with the heads of `graft_from` if it is given."""
-    chunks = build_hf_model(hf_model, mesh, dtype=dtype, heads=heads)
+    """Load the checkpoint's model on this rank, with the heads of another model if given; without decoder layers if its
+    trunk is streamed."""
+    chunks = build_hf_model(hf_model, mesh, dtype=dtype, heads=heads, streams_trunk=trunk is not None)
     if lora:
         add_adapters(chunks, lora, hf_model.family.rows(hf_model.config, heads.layers))
     load_checkpoint(checkpoint, mesh, chunks, with_heads=graft_from is None)

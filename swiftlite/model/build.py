@@ -149,6 +149,7 @@ def build_model(
     dtype: torch.dtype,
     heads: Heads = Heads(),
     freeze_trunk: bool = False,
+    streams_trunk: bool = False,
     recompute: RecomputeArgs | None = None,
     moe: MoeArgs | None = None,
     drafting: Drafting = Drafting(),
@@ -163,6 +164,7 @@ def build_model(
         mesh: the model's ranks and layout; it does not have to be the active mesh.
         heads: the MTP heads of the model.
         freeze_trunk: whether the trunk is computed without gradients; `Trainable` selects the trained parameters.
+        streams_trunk: whether the model has no decoder layers (argument of `GPTModel`).
         drafting: which states and embeddings the MTP layers read; irrelevant if the model is not run.
         mtp_loss: loss of the heads (argument of `GPTModel`).
         kernels: kernels of the layers; default: the automatic choice for the device.
@@ -200,6 +202,7 @@ def build_model(
                 rotary_pos_emb=rotary_pos_emb,
                 heads=heads,
                 trunk_is_frozen=freeze_trunk,
+                streams_trunk=streams_trunk,
                 drafting=drafting,
                 mtp_loss=mtp_loss,
                 loss_in_chunks=kernels.is_fused,

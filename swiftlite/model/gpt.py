@@ -46,6 +46,7 @@ from swiftlite.model.context_parallel import (
     zigzag_positions,
 )
 from swiftlite.model.layers.recompute import TransformerBlock
+from swiftlite.model.layers.streamed import StreamedBlock
 from swiftlite.model.layers.tensor_parallel import ColumnParallelLinear, VocabParallelEmbedding
 from swiftlite.model.loss.balance import Balance, RoutedTokens, routed_tokens
 from swiftlite.model.loss.chunked_loss import LabelTarget, TrunkTarget, chunked_loss
@@ -99,6 +100,7 @@ class GPTModel(McoreGPTModel):
             has no tower.
         trunk_is_frozen: whether embedding, decoder and the trunk's loss are computed without gradients. The caller
             selects the trained parameters (`requires_grad`).
+        streams_trunk: whether the model has no decoder layers, and its frozen trunk is computed by `StreamedTrunk`.
         drafting: which states and embeddings the MTP layers read.
         loss_in_chunks: compute losses for a chunk of positions at a time (`chunked_loss.py`), instead of from all
             logits.
@@ -117,6 +119,7 @@ class GPTModel(McoreGPTModel):
         heads: Heads = Heads(),
         tower: nn.Module | None = None,
         trunk_is_frozen: bool = False,
+        streams_trunk: bool = False,
         drafting: Drafting = Drafting(),
         mtp_loss: MtpLoss = "ce",
         loss_in_chunks: bool = False,
@@ -128,7 +131,9 @@ class GPTModel(McoreGPTModel):
         super().__init__(
             config=config, transformer_layer_spec=no_layers, pg_collection=pg_collection, vp_stage=vp_stage, **kwargs
         )
-        self.decoder = TransformerBlock(
+        self.streams_trunk = streams_trunk
+        block_class = StreamedBlock if streams_trunk else TransformerBlock
+        self.decoder = block_class(
             config=config,
             spec=transformer_layer_spec,
             pre_process=self.pre_process,
@@ -246,6 +251,28 @@ class GPTModel(McoreGPTModel):
         rotary_emb = self.rotary_emb(position_ids, packed_seq_params, axes_3BS=axes_3BS)
         placed = self._placed(tower_inputs)[0]
         states = self._trunk(input_ids, position_ids, rotary_emb, packed_seq_params, placed=placed)
+        return TrunkOutput(states, self._cross_entropy(states.trunk_SBH, labels))
+
+    @torch.no_grad()
+    def streamed_input(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, tower_inputs: TowerInputs | None = None
+    ) -> torch.Tensor:
+        """Compute the input [S, B, H] of the first decoder layer, for a trunk that is streamed.
+
+        Args:
+            input_ids, position_ids, tower_inputs: as for `forward`.
+        """
+        return self._embed(input_ids, position_ids, self._placed(tower_inputs)[0])
+
+    @torch.no_grad()
+    def streamed_output(self, hidden_SBH: torch.Tensor, labels: torch.Tensor) -> TrunkOutput:
+        """Compute the result of `trunk_output` from the output [S, B, H] of the last decoder layer.
+
+        Args:
+            labels: as for `forward`.
+        """
+        final_norm: Any = self.decoder.final_layernorm
+        states = self.split_decoder_output(final_norm(hidden_SBH))
         return TrunkOutput(states, self._cross_entropy(states.trunk_SBH, labels))
 
     @property

@@ -356,7 +356,8 @@ def _written_lines(args: SftArgs, plan: Plan) -> list[tuple[str, str]]:
         ("run_report.json", "rows kept and dropped, changed parameters"),
         ("run_report.html", "report page for a browser"),
     ]
-    if plan.heads.layers and args.acceptance_samples and holds_out(args):
+    measures_acceptance = args.acceptance_samples and not args.stream_trunk
+    if plan.heads.layers and measures_acceptance and holds_out(args):
         lines.append(("acceptance.json", f"draft acceptance before and after, on {args.acceptance_samples} prompts"))
         lines.append(("drafts.json", "some of the answers, with accepted and rejected drafts"))
     if commits.known():

@@ -31,8 +31,10 @@ from swiftlite.model.forward import forward
 from swiftlite.model.gpt import GPTModel
 from swiftlite.model.loss.losses import IGNORE_INDEX
 from swiftlite.model.ranks import all_gather_rows
+from swiftlite.model.streamed_trunk import StreamedTrunk
+from swiftlite.runtime.device import on_device
 from swiftlite.runtime.mesh import Mesh
-from swiftlite.train.batches.micro_batches import run_batches
+from swiftlite.train.batches.micro_batches import on_this_rank, run_batches
 
 TOKENS_PER_INPUT = 50
 """Number of tokens for the fit per input channel of the projection. The projection has 2H input channels, so a hidden
@@ -50,7 +52,9 @@ def samples_to_fit(samples: Sequence[Sample], hidden_size: int) -> list[Sample]:
 
 
 @torch.no_grad()
-def fit_heads(chunks: Sequence[GPTModel], mesh: Mesh, batches: Sequence[Batch]) -> None:
+def fit_heads(
+    chunks: Sequence[GPTModel], mesh: Mesh, batches: Sequence[Batch], streamed_trunk: StreamedTrunk | None = None
+) -> None:
     """Fit the projection of each head, in order of depth, because each head reads the output of the previous one.
     Collective.
 
@@ -58,13 +62,17 @@ def fit_heads(chunks: Sequence[GPTModel], mesh: Mesh, batches: Sequence[Batch]) 
         chunks: the stages of the model on this rank. The last decoder layer and all heads must be on one stage;
             `why_no_fit` rejects other layouts.
         batches: this rank's micro-batches, the same number on every data-parallel rank.
+        streamed_trunk: computes the trunk if the chunks have no decoder layers.
     """
     for chunk in chunks:
         chunk.eval()  # disables recomputation
     for depth in range(chunks[0].config.mtp_num_layers or 0):
         fits = [_Fit(chunk, depth, mesh) for chunk in chunks if chunk.mtp_process]
         with mesh.active():
-            _run(chunks, mesh, batches, fits)
+            if streamed_trunk:
+                _run_streamed(streamed_trunk, chunks[0], mesh, batches, fits)
+            else:
+                _run(chunks, mesh, batches, fits)
         for fit in fits:
             fit.finish()
     for chunk in chunks:
@@ -76,13 +84,29 @@ def _run(chunks: Sequence[GPTModel], mesh: Mesh, batches: Sequence[Batch], fits:
 
     def forward_step(batches: Iterator[Batch], chunk: nn.Module) -> tuple[Any, Callable]:
         batch = next(batches)
-        # Without labels, no logits are computed.
-        unlabeled = replace(batch, labels_KBS=torch.full_like(batch.labels_KBS, IGNORE_INDEX))
         for fit in fits:
             fit.batch = batch
-        return forward(chunk, unlabeled), lambda losses: (torch.zeros(()), torch.zeros((), dtype=torch.int32), None)
+        output = forward(chunk, _without_labels(batch))
+        return output, lambda losses: (torch.zeros(()), torch.zeros((), dtype=torch.int32), None)
 
     run_batches(chunks, mesh, batches, forward_step, forward_only=True)
+
+
+def _run_streamed(
+    trunk: StreamedTrunk, model: GPTModel, mesh: Mesh, batches: Sequence[Batch], fits: Sequence["_Fit"]
+) -> None:
+    """Do what `_run` does for a model whose trunk is streamed."""
+    unlabeled = map(_without_labels, on_this_rank(batches, mesh))
+    for streamed in trunk.outputs(unlabeled, with_last_input=True):
+        assert streamed.last_input_SBH is not None
+        for fit in fits:
+            fit.see(streamed.batch, streamed.last_input_SBH)
+        forward(model, streamed.batch, trunk=streamed.output)
+
+
+def _without_labels(batch: Batch) -> Batch:
+    """Return the batch without labels, so that no logits are computed."""
+    return replace(batch, labels_KBS=torch.full_like(batch.labels_KBS, IGNORE_INDEX))
 
 
 class _Fit:
@@ -106,11 +130,15 @@ class _Fit:
         self.products = torch.zeros(2 * size, size, **float64)
         self.num_tokens = torch.zeros((), **float64)
         self.target_SBH: torch.Tensor | None = None
-        last_layer: Any = chunk.decoder.layers[-1]
-        self.hooks = [
-            last_layer.register_forward_pre_hook(self._see_target, with_kwargs=True),
-            self.projection.register_forward_pre_hook(self._see_input),
-        ]
+        self.hooks = [self.projection.register_forward_pre_hook(self._see_input)]
+        if not chunk.streams_trunk:
+            last_layer: Any = chunk.decoder.layers[-1]
+            self.hooks.append(last_layer.register_forward_pre_hook(self._see_target, with_kwargs=True))
+
+    def see(self, batch: Batch, last_input_SBH: torch.Tensor) -> None:
+        """Set the micro-batch and the input of its last decoder layer."""
+        self.batch = batch
+        self.target_SBH = self._whole(on_device(last_input_SBH, self.mesh.device.torch_device))
 
     def _see_target(self, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         self.target_SBH = self._whole(kwargs["hidden_states"])

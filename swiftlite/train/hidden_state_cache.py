@@ -16,7 +16,7 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -31,7 +31,7 @@ from swiftlite.atomic import atomic_write, check_writable
 from swiftlite.bridge.hf_config import digest_of_trunk
 from swiftlite.data.batch import AXES, ITEM, Batch
 from swiftlite.data.dataset import Data
-from swiftlite.data.sample import digest
+from swiftlite.data.sample import Sample, digest
 from swiftlite.errors import UserError
 from swiftlite.families.resolved import HfModel
 from swiftlite.json_file import read_json
@@ -41,13 +41,15 @@ from swiftlite.model.gpt import GPTModel, TrunkOutput
 from swiftlite.model.loss.losses import TokenLoss
 from swiftlite.model.ranks import all_reduce_max
 from swiftlite.model.stage_states import StageStates
+from swiftlite.model.streamed_trunk import StreamedTrunk
 from swiftlite.model.tower import TowerInputs
 from swiftlite.plan.layout import ParallelLayout
 from swiftlite.plan.run import Plan
 from swiftlite.plan.trainable import is_head_parameter
 from swiftlite.runtime.device import on_device
 from swiftlite.runtime.mesh import Mesh
-from swiftlite.train.batches.micro_batches import Batches
+from swiftlite.train.batches.micro_batches import Batches, Collated, on_this_rank
+from swiftlite.train.metrics.run_report import hash_tensor
 from swiftlite.train.train_state import TrainState
 
 FLAG = "--cache_trunk_states"
@@ -81,10 +83,12 @@ class HiddenStateCache:
             UserError: a file is damaged, or cannot be written.
         """
         bare = cast(GPTModel, unwrap_model(model))
-        path = self.directory / f"{self._name(batch)}.safetensors"
+        path = self._path(batch)
         # Ranks share layers, so either all ranks compute or none does.
         if not all_reduce_max(int(not path.exists()), self.mesh):
             return _read(path, bare.drafting.takes_before_norm, self.mesh.device.torch_device)
+        if bare.streams_trunk:
+            raise UserError(f"{FLAG}: {self.directory} lacks files", "use --resume, which computes them again")
         output = bare.trunk_output(
             batch.tokens_KBS[0],
             batch.position_ids_BS,
@@ -93,11 +97,40 @@ class HiddenStateCache:
             TowerInputs.of(batch),
             batch.axes_3BS,
         )
+        self._add(path, output)
+        return output
+
+    def fill(self, trunk: StreamedTrunk, batches: Batches, data: Data) -> None:
+        """Compute the files that are missing for a run with a streamed trunk; collective.
+
+        Files are written after each group of micro-batches, so a run that is killed loses at most one group.
+
+        Raises:
+            UserError: a layer cannot be read, or a file cannot be written.
+        """
+        num_ranks = self.mesh.dp.size()
+        rows = _distinct_rows(batches, data)
+        rows += [[]] * (-len(rows) % num_ranks)  # padding, because all ranks run the layers together
+        micro_batches = Collated(batches.collate, rows[self.mesh.dp.rank() :: num_ranks])
+        for streamed in trunk.outputs(self._missing(micro_batches)):
+            self._add(self._path(streamed.batch), streamed.output)
+        dist.barrier()
+
+    def _missing(self, micro_batches: Sequence[Batch]) -> Iterator[Batch]:
+        """Yield the micro-batches that any rank has no file for."""
+        for batch in on_this_rank(micro_batches, self.mesh):
+            if all_reduce_max(int(not self._path(batch).exists()), self.mesh):
+                yield batch
+
+    def _add(self, path: Path, output: TrunkOutput) -> None:
+        """Write the output for a micro-batch, unless its file exists."""
         # Without sequence parallelism all tensor-parallel ranks hold the same states.
         writes = self.mesh.layout.sequence_parallel or self.mesh.tp.rank() == 0
         if writes and not path.exists():
             _write(path, output)
-        return output
+
+    def _path(self, batch: Batch) -> Path:
+        return self.directory / f"{self._name(batch)}.safetensors"
 
     def _name(self, batch: Batch) -> str:
         """Return the name of the file without its suffix: sha256 of the trunk's inputs, the labels, and this rank's
@@ -151,6 +184,8 @@ def _manifest(
 ) -> dict[str, str]:
     """Return everything that the stored states depend on, by name. Error messages contain the names. Collective."""
     mine = {name: value for name, value in train_state.hashes.items() if not is_head_parameter(name)}
+    if train_state.streamed_trunk:
+        mine |= train_state.streamed_trunk.hashes(hash_tensor)
     trunks: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(trunks, _sha256(mine))
     rows = sorted(digest([sample]) for sample in (*data.train, *data.val))
@@ -237,16 +272,17 @@ def _check_disk(directory: Path, batches: Batches, train_state: TrainState, data
 
 
 def _lengths(batches: Batches, data: Data) -> list[int]:
-    """Return the number of tokens, including padding, of each micro-batch that is written.
+    """Return the number of tokens, with padding, of each micro-batch that is written."""
+    return [batches.length_of(row) for row in _distinct_rows(batches, data)]
 
-    Equal rows share one file.
-    """
+
+def _distinct_rows(batches: Batches, data: Data) -> list[list[Sample]]:
+    """Return the row of each micro-batch that is written; equal rows share one file."""
     held_out = batches.rows(data.val)
     rows = [*batches.rows(data.train), *held_out]
     if len(held_out) % batches.plan.global_batch_size:
         rows.append([])  # a padding-only micro-batch, which fills up the last evaluation batch
-    lengths = {digest(row): batches.length_of(row) for row in rows}
-    return list(lengths.values())
+    return list({digest(row): row for row in rows}.values())
 
 
 def _bytes_of_files(lengths: Sequence[int], model: GPTModel, layout: ParallelLayout) -> int:

@@ -60,6 +60,8 @@ def run(args: SftArgs, after_step: phases.AfterStep | None = None) -> int:
     Returns:
         0, or 128 plus the number of the signal that stopped the run (a checkpoint was saved).
     """
+    if after_step and args.stream_trunk:
+        raise UserError("after_step is not supported with --stream_trunk", "remove one of the two")
     models = resolve_options(args)
     with phases.open_session(args, models["model"]) as mesh, phases.claim_output_dir(args):
         prepared = prepare(args, mesh, models)
@@ -186,19 +188,20 @@ def batches_to_fit(hf_model: HfModel, batches: Batches, data: Data) -> MicroBatc
     return batches.evaluation([replace(sample, others=(), companion=None) for sample in chosen])
 
 
-def adapter_state(run: phases.Run, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of a checkpoint's state that describes the adapters and their base model.
-
-    Collective in a new run.
+def base_state(run: phases.Run, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of a checkpoint's state that describes the base model of adapters, or of heads whose trunk is
+    streamed; collective in a new run.
 
     Args:
         state: result of `phases.restore`.
     """
-    if run.plan.lora is None:
+    if run.plan.lora is None and not run.args.stream_trunk:
         return {}
     base = state.get("base")
     if base is None:
         base = asdict(AdapterBase(run.args.model, shared_digest_of(run.hf_model.directory)))
+    if run.plan.lora is None:
+        return {"base": base}
     return {"lora": asdict(run.plan.lora), "base": base}
 
 
@@ -223,7 +226,7 @@ def make_trainer(
             "mtp_num_layers": run.plan.heads.layers,
             "torch_dtype": args.torch_dtype,
             "data": dict(run.data_state),
-            **adapter_state(run, state),
+            **base_state(run, state),
         },
         keep=args.save_total_limit,
         is_async=args.async_save,
@@ -257,11 +260,14 @@ def make_trainer(
 def open_cache(
     args: SftArgs, mesh: Mesh, hf_model: HfModel, batches: Batches, train_state: TrainState, data: Data
 ) -> HiddenStateCache | None:
-    """Open the cache of --cache_trunk_states; return None without this option."""
+    """Open the cache of --cache_trunk_states, and fill it if the trunk is streamed; return None without the option."""
     if args.cache_trunk_states is None:
         return None
     directory = Path(args.cache_trunk_states)
-    return open_hidden_state_cache(directory, mesh, batches, hf_model, train_state, data, args.torch_dtype)
+    cache = open_hidden_state_cache(directory, mesh, batches, hf_model, train_state, data, args.torch_dtype)
+    if train_state.streamed_trunk:
+        cache.fill(train_state.streamed_trunk, batches, data)
+    return cache
 
 
 def open_train_batches(run: phases.Run, state: Mapping[str, Any]) -> tuple[GetBatches, Callable[[], dict[str, Any]]]:
@@ -281,6 +287,8 @@ def make_held_out(run: phases.Run) -> HeldOut:
     """Return the held-out prompts of the run, with the options for generating answers to them."""
     args = run.args
     prompts, eos_token_ids = training_of(args).held_out_prompts(run)
+    if args.stream_trunk:
+        prompts = ()  # continuing them would read all layers for each token
     return HeldOut(
         path=run.output_dir / ACCEPTANCE_FILE,
         mesh=run.mesh,

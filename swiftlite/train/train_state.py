@@ -19,6 +19,7 @@ from swiftlite.log import logger
 from swiftlite.model.gpt import GPTModel
 from swiftlite.model.layers.lora import add_adapters
 from swiftlite.model.open import open_model
+from swiftlite.model.streamed_trunk import StreamedTrunk
 from swiftlite.plan.layout import group_of
 from swiftlite.plan.run import Plan, Schedule
 from swiftlite.plan.trainable import Trainable
@@ -38,6 +39,7 @@ class TrainState:
         weights_report: whether each tensor was loaded, initialized, dropped or carried over.
         trainable: which parameters are trained.
         hashes: hash of each parameter before training, see `train.metrics.run_report.hash_tensors`.
+        streamed_trunk: computes the trunk, if the chunks have no decoder layers (`--stream_trunk`); otherwise None.
     """
 
     chunks: Sequence[GPTModel]
@@ -47,6 +49,7 @@ class TrainState:
     weights_report: WeightsReport
     trainable: Trainable
     hashes: Mapping[str, str]
+    streamed_trunk: StreamedTrunk | None = None
 
 
 def make_train_state(
@@ -80,6 +83,7 @@ def make_train_state(
         graft_from=graft_from,
         seed=args.seed,
         freeze_trunk=trainable.freezes_trunk,
+        streams_trunk=args.stream_trunk,
         recompute=group_of(args, RecomputeArgs),
         moe=group_of(args, MoeArgs),
         mtp_loss=plan.mtp_loss,
@@ -87,8 +91,11 @@ def make_train_state(
     )
     report = report.over_all_ranks()
     _check_no_head_is_forgotten(args, hf_model, plan, report)
+    streamed_trunk = None
+    if args.stream_trunk:
+        streamed_trunk = StreamedTrunk(chunks[0], hf_model, mesh, int(args.stream_trunk_gb * 1e9))
     if rows_to_fit is not None:
-        fit_heads(chunks, mesh, rows_to_fit)
+        fit_heads(chunks, mesh, rows_to_fit, streamed_trunk)
     if plan.lora:
         rows = hf_model.family.rows(hf_model.config, plan.heads.layers)
         logger.info("adapters: %d on this rank", add_adapters(chunks, plan.lora, rows, args.seed))
@@ -96,7 +103,7 @@ def make_train_state(
     hashes = hash_tensors(chunks)
     wrapped = wrap_model(chunks, mesh, dtype, plan.distributed)
     optimizer, scheduler = make_optimizer(args, plan, schedule, wrapped, mesh)
-    return TrainState(chunks, wrapped, optimizer, scheduler, report, trainable, hashes)
+    return TrainState(chunks, wrapped, optimizer, scheduler, report, trainable, hashes, streamed_trunk)
 
 
 def _check_no_head_is_forgotten(args: SftArgs, hf_model: HfModel, plan: Plan, report: WeightsReport) -> None:

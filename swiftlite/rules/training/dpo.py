@@ -19,6 +19,7 @@ UNSUPPORTED = {
     "sft_mock_dataset_config_json": "random tokens are not pairs",
     "sequence_packing_scheduler": "it balances single sequences",
     "cache_trunk_states": "it requires a frozen trunk",
+    "stream_trunk": "it requires a frozen trunk",
 }
 
 

@@ -163,6 +163,7 @@ def sft_settings_without_effect(args: SftArgs, facts: Facts) -> Iterator[str]:
         "recompute_modules": (args.recompute_granularity != "selective", "--recompute_granularity is not selective"),
         "moe_aux_loss_coeff": no_experts,
         "moe_router_bias_update_rate": no_experts,
+        "stream_trunk_gb": (not args.stream_trunk, "--stream_trunk is not given"),
         "acceptance_max_new_tokens": (args.acceptance_samples == 0, "--acceptance_samples is 0"),
     }
     yield from common.without_effect(args, idle)
@@ -210,6 +211,7 @@ RULES = (
     sft_lora.heads_and_adapters_go_together,
     sft_heads.draft_for_is_measured,
     sft_heads.trunk_states_repeat,
+    sft_heads.streamed_trunk_is_only_read,
     common.graft_has_heads,
     sft_heads.graft_is_given_once,
     sft_report.report_to_can_be,

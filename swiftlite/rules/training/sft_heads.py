@@ -137,6 +137,28 @@ def trunk_states_repeat(args: SftArgs, facts: Facts) -> Iterator[Problem]:
         yield f"{flag} does not support --{name}: routers of a cached trunk do not run", f"remove --{name}"
 
 
+def streamed_trunk_is_only_read(args: SftArgs, facts: Facts) -> Iterator[Problem]:
+    """Reject options that need decoder layers during training."""
+    if not args.stream_trunk:
+        return
+    flag = "--stream_trunk"
+    if args.cache_trunk_states is None:
+        yield (
+            f"{flag} requires --cache_trunk_states",
+            "add --cache_trunk_states DIR, for the hidden states of the trunk",
+        )
+    if args.tuner_type == "lora":
+        yield f"{flag} does not support --tuner_type lora", "remove one of the two"
+    for name in common.changed(args, ("fp8_format", "fp4_format")):
+        yield f"{flag} does not support --{name}", f"remove --{name}"
+    for name in common.changed(args, ("acceptance_samples",)):
+        if args.acceptance_samples:
+            yield (
+                f"{flag} does not support --{name}, whose answers are generated token by token",
+                f"remove --{name}, and use swiftlite evaluate on the export",
+            )
+
+
 def heads_learn_slowly(args: SftArgs, facts: Facts) -> Iterator[str]:
     if args.lr is None or args.lr >= LR_OF_NEW_HEADS / 30:
         return

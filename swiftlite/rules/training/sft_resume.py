@@ -29,6 +29,7 @@ _FREE = {
     "ref_logprobs_cache",
     "ref_pipeline_model_parallel_size",
     "ref_tensor_model_parallel_size",
+    "stream_trunk_gb",
     "micro_batch_size",
     "num_train_epochs",
     "train_iters",

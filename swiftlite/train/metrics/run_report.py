@@ -34,8 +34,8 @@ class Hashed(NamedTuple):
 
 
 def hash_tensors(chunks: Sequence[torch.nn.Module]) -> dict[str, str]:
-    """Compute the sha256 of the bytes of each parameter on this rank, by label (see `_parameters`)."""
-    return {label: _sha256(parameter) for label, _, parameter in _parameters(chunks)}
+    """Compute the sha256 of each parameter's bytes on this rank, by label (see `_parameters`)."""
+    return {label: hash_tensor(parameter) for label, _, parameter in _parameters(chunks)}
 
 
 def compare_tensors(
@@ -50,7 +50,7 @@ def compare_tensors(
         Keys and values for run_report.json; `trunk_sha256_...` is one hash over all tensors outside of MTP heads.
     """
     mine = {
-        label: Hashed(before[label], _sha256(parameter), trainable.learns(name), is_head_parameter(name))
+        label: Hashed(before[label], hash_tensor(parameter), trainable.learns(name), is_head_parameter(name))
         for label, name, parameter in _parameters(chunks)
     }
     ranks: list[dict[str, Hashed]] = [{} for _ in range(dist.get_world_size())]
@@ -86,7 +86,8 @@ def _parameters(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, str, t
             yield f"{prefix}{name}", name, parameter
 
 
-def _sha256(tensor: torch.Tensor) -> str:
+def hash_tensor(tensor: torch.Tensor) -> str:
+    """Return the sha256 of a tensor's bytes."""
     content = tensor.detach().contiguous().cpu().view(torch.uint8).numpy().tobytes()
     return hashlib.sha256(content).hexdigest()
 

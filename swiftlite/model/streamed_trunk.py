@@ -1,0 +1,202 @@
+"""Compute the output of a frozen trunk that is larger than the memory, one decoder layer at a time (`--stream_trunk`).
+
+All micro-batches of a group pass through a layer, while a thread reads the next layer from the files:
+
+    layer in use   1             2             3
+    computes       1 for all     2 for all     3 for all     micro-batches of the group
+    reads          2             3             4
+
+Two layers and the group's hidden states are in memory. Each group reads every layer once, so larger groups read less.
+
+Shapes: S sequence (of this context- and sequence-parallel rank), B batch, H hidden size.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from swiftlite.bridge.binding import Binding
+from swiftlite.bridge.layers import DecoderLayers
+from swiftlite.data.batch import Batch
+from swiftlite.families.resolved import HfModel
+from swiftlite.log import logger
+from swiftlite.model.context_parallel import describe_packed
+from swiftlite.model.gpt import GPTModel, TrunkOutput
+from swiftlite.model.layers.streamed import StreamedBlock
+from swiftlite.model.ranks import all_reduce_max
+from swiftlite.model.tower import TowerInputs
+from swiftlite.runtime.device import on_device
+from swiftlite.runtime.mesh import Mesh
+
+HashTensor = Callable[[torch.Tensor], str]
+PROGRESS_SECONDS = 15
+"""Minimum interval of progress messages in seconds."""
+
+
+@dataclass(frozen=True)
+class StreamedOutput:
+    """The trunk's output for one micro-batch.
+
+    Attributes:
+        batch: the micro-batch, as it was given.
+        output: the trunk's output.
+        last_input_SBH: the input of the last decoder layer, on the host; None if it was not requested.
+    """
+
+    batch: Batch
+    output: TrunkOutput
+    last_input_SBH: torch.Tensor | None
+
+
+class _Progress:
+    """Logs the progress of a group of micro-batches, at most every PROGRESS_SECONDS."""
+
+    def __init__(self, num_micro_batches: int, num_layers: int):
+        self._words = f"%d of {num_layers} layers are computed for {num_micro_batches} micro-batches"
+        self._num_layers = num_layers
+        self._last = time.monotonic()
+
+    def show(self, number: int) -> None:
+        now = time.monotonic()
+        if number == self._num_layers or now - self._last > PROGRESS_SECONDS:
+            logger.info(f"trunk: {self._words}", number)
+            self._last = now
+
+
+class StreamedTrunk:
+    """Computes the trunk of a model that was built with `streams_trunk`.
+
+    Args:
+        model: the model without decoder layers.
+        hf_model: the directory that has the layers.
+        mesh: the ranks of the model; all of them call the same methods in the same order.
+        group_bytes: maximum size of the hidden states that wait between two layers, on each rank.
+    """
+
+    def __init__(self, model: GPTModel, hf_model: HfModel, mesh: Mesh, group_bytes: int):
+        assert isinstance(model.decoder, StreamedBlock)
+        self._model, self._block = model, model.decoder
+        self._hf_model = hf_model
+        self._mesh = mesh
+        self._group_bytes = group_bytes
+
+    @property
+    def num_layers(self) -> int:
+        """Number of decoder layers."""
+        return len(self._block.layer_specs)
+
+    def outputs(self, batches: Iterable[Batch], *, with_last_input: bool = False) -> Iterator[StreamedOutput]:
+        """Yield the trunk's output for each micro-batch, in order; collective.
+
+        The result is bitwise identical to `GPTModel.trunk_output`.
+
+        Args:
+            batches: the part of each micro-batch on this rank, on the device (`on_this_rank`); the same number on all
+                ranks.
+            with_last_input: whether to return the input of the last decoder layer as well.
+
+        Raises:
+            UserError: a layer cannot be read.
+        """
+        for group in self._groups(batches, 1 + with_last_input):
+            yield from self._group_outputs(group, with_last_input)
+
+    def _groups(self, batches: Iterable[Batch], num_states: int) -> Iterator[list[Batch]]:
+        """Split micro-batches into groups whose hidden states fit into `group_bytes`; each has at least one.
+
+        Ranks may have rows of different lengths, but all ranks must run the layers together.
+
+        Args:
+            num_states: number of states that are kept for each micro-batch.
+        """
+        state_bytes = num_states * self._model.config.hidden_size * next(self._model.parameters()).element_size()
+        group: list[Batch] = []
+        num_bytes = 0
+        for batch in batches:
+            more = all_reduce_max(batch.position_ids_BS.numel(), self._mesh) * state_bytes
+            if group and num_bytes + more > self._group_bytes:
+                yield group
+                group, num_bytes = [], 0
+            group.append(batch)
+            num_bytes += more
+        if group:
+            yield group
+
+    @torch.no_grad()
+    def _group_outputs(self, group: Sequence[Batch], with_last_input: bool) -> Iterator[StreamedOutput]:
+        progress = _Progress(len(group), self.num_layers)
+        states_SBH = [self._embedded(batch).cpu() for batch in group]
+        last_inputs_SBH: list[torch.Tensor | None] = [None] * len(group)
+
+        def run_group(number: int, layer: nn.Module) -> None:
+            if with_last_input and number == self.num_layers - 1:
+                last_inputs_SBH[:] = states_SBH
+            for index, batch in enumerate(group):
+                states_SBH[index] = self._run(layer, states_SBH[index], batch)
+            progress.show(number + 1)
+
+        self._for_each_layer(run_group)
+        for index, batch in enumerate(group):
+            output = self._model.streamed_output(self._on_device(states_SBH[index]), batch.labels_KBS[0])
+            yield StreamedOutput(batch, output, last_inputs_SBH[index])
+
+    def _embedded(self, batch: Batch) -> torch.Tensor:
+        return self._model.streamed_input(batch.tokens_KBS[0], batch.position_ids_BS, TowerInputs.of(batch))
+
+    def _run(self, layer: nn.Module, hidden_SBH: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """Return a layer's output for a micro-batch, on the host."""
+        packed_seq_params = describe_packed(batch.cu_seqlens)
+        rotary_emb = self._model.rotary_emb(batch.position_ids_BS, packed_seq_params, axes_3BS=batch.axes_3BS)
+        return self._block.run_layer(layer, self._on_device(hidden_SBH), rotary_emb, packed_seq_params).cpu()
+
+    def _on_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        return on_device(tensor, self._mesh.device.torch_device)
+
+    def hashes(self, hash_tensor: HashTensor) -> dict[str, str]:
+        """Read all layers once; return the hash of each parameter by its name in a model that has all layers."""
+        found = {}
+
+        def hash_layer(number: int, layer: nn.Module) -> None:
+            for name, parameter in layer.named_parameters():
+                found[f"decoder.layers.{number}.{name}"] = hash_tensor(parameter)
+
+        self._for_each_layer(hash_layer)
+        return found
+
+    def _for_each_layer(self, use: Callable[[int, nn.Module], None]) -> None:
+        """Call `use` with the number (from 0) and the module of each layer, while a thread reads the next layer.
+
+        `use` must not keep a reference to the module, so that its memory is freed. A generator would not free it: the
+        loop of the caller refers to a layer until it gets the next one.
+        """
+        hf_model = self._hf_model
+        with (
+            DecoderLayers(hf_model.directory, hf_model.family, hf_model.config) as files,
+            ThreadPoolExecutor(max_workers=1) as reader,
+        ):
+            reading = self._start_reading(0, files, reader)
+            for number in range(self.num_layers):
+                layer = reading.result()
+                if number + 1 < self.num_layers:
+                    reading = self._start_reading(number + 1, files, reader)
+                use(number, layer)
+
+    def _start_reading(self, number: int, files: DecoderLayers, reader: ThreadPoolExecutor) -> "Future[nn.Module]":
+        """Build a layer, and start a thread that fills it."""
+        with self._mesh.active():
+            layer = self._block.build_layer(number).to(self._mesh.device.torch_device)
+        layer.requires_grad_(False)  # as in a trunk in memory: linear layers with frozen weights use another function
+        layer.train(self._model.training)
+        self._block.layers = nn.ModuleList([layer])  # so that the bridge finds its parameters
+        bindings = files.bind(self._model, number)
+        self._block.layers = nn.ModuleList()
+        return reader.submit(_fill, files, layer, bindings)
+
+
+def _fill(files: DecoderLayers, layer: nn.Module, bindings: Sequence[Binding]) -> nn.Module:
+    files.read(bindings)
+    return layer

@@ -1,0 +1,166 @@
+"""A trunk that is read layer by layer gives the same bits as one that is in memory, and at most two layers are held."""
+
+import gc
+import json
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from swiftlite.args.commands import ExportArgs
+from swiftlite.bridge.layers import DecoderLayers
+from swiftlite.errors import UserError
+from swiftlite.export.run import to_hf
+from swiftlite.model.layers.streamed import StreamedBlock
+from swiftlite.train import run as training
+from swiftlite.train.checkpoint.base_digest import shared_digest_of
+from tests.bridge.test_fp8 import make_fp8
+from tests.messages import naming
+from tests.tiny import make_tiny_hf
+from tests.train.test_sft import metrics, train
+
+HEADS = {"mtp_mode": "heads_only", "micro_batch_size": 1, "num_train_epochs": 2, "train_iters": None}
+FEW_BYTES = 1e-5
+"""--stream_trunk_gb of about one row, so that there are several groups."""
+
+
+def make_deepseek_fp8(directory: Path) -> Path:
+    return make_fp8(directory, "deepseek_v3", with_tokenizer=True)
+
+
+def make(family: str) -> Callable[[Path], Path]:
+    return lambda directory: make_tiny_hf(directory, family, depth=1, with_tokenizer=True)
+
+
+WAYS = {
+    "new head": (make("qwen3"), {"mtp_num_layers": 1, "mtp_init": "fit_last_layer", "mtp_unroll": 2}),
+    "mimo, bfloat16": (make("mimo"), {"torch_dtype": "bfloat16", "packing": True, "max_length": 128}),
+    "qwen3_moe": (make("qwen3_moe"), {"mtp_loss": "lk_hybrid"}),
+    "deepseek_v3, FP8": (make_deepseek_fp8, {"torch_dtype": "bfloat16"}),
+    "qwen3_next": (make("qwen3_next"), {"padding_free": True, "draft_vocab": 40}),
+}
+
+
+def export(run: Path, mesh) -> dict[str, bytes]:
+    """The content of each file of the export of a run."""
+    directory = run.with_name(f"{run.name}-hf")
+    to_hf(ExportArgs(model=str(run), output_dir=str(directory), to_hf=True), mesh)
+    return content(directory)
+
+
+def content(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_same_bits(options, mesh, tmp_path, way):
+    make_model, more = WAYS[way]
+    model = make_model(tmp_path / "model")
+    files = {}
+    runs = []
+    for name, streamed in {"whole": {}, "streamed": {"stream_trunk": True, "stream_trunk_gb": FEW_BYTES}}.items():
+        cache = tmp_path / f"{name}-cache"
+        given = HEADS | more | streamed | {"cache_trunk_states": str(cache), "output_dir": str(tmp_path / name)}
+        runs.append(train(options(model=str(model), **given), mesh))
+        files[name] = content(cache)
+    assert files["whole"] == files["streamed"]
+    assert len(files["whole"]) > 5
+    assert metrics(runs[0]) == metrics(runs[1])
+    assert export(runs[0], mesh) == export(runs[1], mesh)
+
+
+def test_at_most_two_layers_are_in_memory(options, mesh, tmp_path, monkeypatch):
+    model = make_tiny_hf(tmp_path / "model", "qwen3", depth=1, with_tokenizer=True, num_hidden_layers=6)
+    alive: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+    most = []
+    build_layer = StreamedBlock.build_layer
+
+    def build(self, number):
+        gc.collect()
+        layer = build_layer(self, number)
+        alive.add(layer)
+        most.append(len(alive))
+        return layer
+
+    monkeypatch.setattr(StreamedBlock, "build_layer", build)
+    cache = str(tmp_path / "cache")
+    train(options(model=str(model), **HEADS, cache_trunk_states=cache, stream_trunk=True), mesh)
+    assert max(most) == 2
+    assert len(most) == 2 * 6  # one pass for the digests of the weights, and one for the states
+
+
+def test_an_interrupted_run_computes_only_missing_groups(options, mesh, tmp_path, monkeypatch):
+    cache = tmp_path / "cache"
+    streamed = HEADS | {"stream_trunk": True, "stream_trunk_gb": FEW_BYTES, "cache_trunk_states": str(cache)}
+    expected = metrics(train(options(output_dir=str(tmp_path / "whole"), **streamed), mesh))
+    files = content(cache)
+    removed = sorted(cache.glob("*.safetensors"))[::3]
+    for file in removed:
+        file.unlink()
+    run_layer = StreamedBlock.run_layer
+    passes = []
+
+    def count(self, *args):
+        passes.append(1)
+        return run_layer(self, *args)
+
+    monkeypatch.setattr(StreamedBlock, "run_layer", count)
+    run = train(options(output_dir=str(tmp_path / "again"), **streamed), mesh)
+    assert metrics(run) == expected
+    assert content(cache) == files
+    assert len(passes) == 2 * len(removed)
+
+
+def test_a_damaged_layer_is_reported(options, mesh, hf_dir, tmp_path, monkeypatch):
+    """The thread that reads ahead reports what it found."""
+
+    def truncated(self, bindings):
+        raise UserError(f"{hf_dir}/model.safetensors: was truncated while it was read")
+
+    monkeypatch.setattr(DecoderLayers, "read", truncated)
+    streamed = {"stream_trunk": True, "cache_trunk_states": str(tmp_path / "cache")}
+    with pytest.raises(UserError, match="truncated"):
+        train(options(**HEADS, **streamed), mesh)
+
+
+def test_an_export_requires_the_same_trunk(options, mesh, hf_dir, tmp_path):
+    streamed = {"stream_trunk": True, "cache_trunk_states": str(tmp_path / "cache")}
+    run = train(options(**HEADS, **streamed), mesh)
+    other = make_tiny_hf(tmp_path / "other", "qwen3", depth=1, with_tokenizer=True, seed=5)
+    weights = hf_dir / "model.safetensors"
+    before = weights.read_bytes()
+    weights.write_bytes((other / "model.safetensors").read_bytes())
+    shared_digest_of.cache_clear()  # another process would read the files again
+    with pytest.raises(UserError, match=naming(f"{hf_dir} --stream_trunk")):
+        export(run, mesh)
+    shared_digest_of.cache_clear()
+    weights.unlink()
+    with pytest.raises(UserError, match=naming(str(hf_dir))):
+        export(run, mesh)
+    assert not (tmp_path / "run-hf").exists()
+    weights.write_bytes(before)
+    assert export(run, mesh)
+
+
+def test_weights_are_not_handed_out(options, tmp_path):
+    args = options(**HEADS, stream_trunk=True, cache_trunk_states=str(tmp_path / "cache"))
+    with pytest.raises(UserError, match="--stream_trunk"):
+        training.run(args, after_step=lambda step, weights: None)
+
+
+def test_resume_after_the_first_step(options, mesh, tmp_path):
+    streamed = HEADS | {"stream_trunk": True, "cache_trunk_states": str(tmp_path / "cache"), "save_steps": 2}
+    expected = train(options(output_dir=str(tmp_path / "whole"), **streamed), mesh)
+    resumed = tmp_path / "run"
+    stopped = options(output_dir=str(resumed), **streamed)
+    train(stopped, mesh)
+    state = json.loads((resumed / "checkpoint-2" / "trainer_state.json").read_text())
+    assert state["base"]["model"] == stopped.model
+    for later in sorted(resumed.glob("checkpoint-*")):
+        if later.name != "checkpoint-2":
+            (later / "trainer_state.json").unlink()
+            later.rename(later.with_name(f"removed-{later.name}"))
+    train(options(output_dir=str(resumed), resume=True, **streamed), mesh)
+    assert export(resumed, mesh) == export(expected, mesh)
