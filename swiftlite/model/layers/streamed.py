@@ -34,13 +34,15 @@ class StreamedBlock(TransformerBlock):
 
     def build_layer(self, number: int) -> nn.Module:
         """Build decoder layer `number` (from 0) with uninitialized weights."""
-        return build_module(
+        layer = build_module(
             self.layer_specs[number],
             config=self._layer_config,
             layer_number=number + 1,
             pg_collection=self.pg_collection,
             vp_stage=self.vp_stage,
         )
+        assert isinstance(layer, nn.Module)
+        return layer
 
     @torch.no_grad()
     def run_layer(
