@@ -19,8 +19,11 @@ from swiftlite.engines.index import ENGINES
 from swiftlite.errors import UserError
 from swiftlite.estimate import memory
 from swiftlite.estimate.flops import training_flops
+from swiftlite.estimate.gpus import GPUS
 from swiftlite.estimate.setup import Setup, planned_setup
+from swiftlite.estimate.streamed_trunk import estimate_streamed
 from swiftlite.estimate.suggestion import suggest
+from swiftlite.estimate.timing import PRODUCT_EFFICIENCY
 from swiftlite.families.index import FAMILIES, architecture_of
 from swiftlite.families.resolved import HfModel, resolve
 from swiftlite.hub.model import local_model
@@ -341,6 +344,8 @@ def _report_plan(args: DoctorArgs, facts: Facts) -> bool:
         print(_suggestion(hf_config, setup, gpu_memory_gb))
     if setup.mtp_mode == "heads_only" and setup.heads.layers:
         print(f"\n{_cached_trunk(hf_config, setup)}")
+        if setup.layout.pipeline_model_parallel_size == 1 and setup.low_precision is None:
+            print(_streamed_trunk(hf_config, setup))
     return report_reference(args, facts, setup, stages) and fits
 
 
@@ -359,6 +364,18 @@ def _cached_trunk(hf_config: dict[str, Any], setup: Setup) -> str:
     return (
         f"--cache_trunk_states: {gigabytes:.2f} GB on disk per million tokens; epochs that read them require "
         f"{later / first:.0%} of the FLOPs"
+    )
+
+
+def _streamed_trunk(hf_config: dict[str, Any], setup: Setup) -> str:
+    """Return a description of the estimated memory and time of --stream_trunk."""
+    streamed = estimate_streamed(hf_config, setup)
+    flops = 1e6 * streamed.flops_per_token
+    seconds = flops / (GPUS["H100"].peak_flops * PRODUCT_EFFICIENCY * setup.num_gpus)
+    return (
+        f"--stream_trunk: {streamed.peak / GB:.2f} GB on one rank; for one million tokens, {streamed.trunk / GB:.1f} GB "
+        f"of layers are read {streamed.passes(1e6)} times, and {flops:.2g} FLOPs take about {seconds:.0f} s on "
+        f"{setup.num_gpus} H100"
     )
 
 

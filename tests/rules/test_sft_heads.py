@@ -169,6 +169,35 @@ def test_states_that_would_not_come_again(here, change, problem, hint):
     assert mentions(problems[0][1], hint)
 
 
+STREAMED = CACHED | {"stream_trunk": True}
+
+
+def test_a_trunk_can_be_streamed(here):
+    for more in ({}, {"packing": True, "stream_trunk_gb": 0.5}, {"acceptance_samples": 0}):
+        assert rules.check(dataclasses.replace(SFT, **STREAMED | more)) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "problem", "hint"),
+    [
+        ({"cache_trunk_states": None}, "--cache_trunk_states", "--cache_trunk_states DIR"),
+        ({"tuner_type": "lora", "target_modules": ["q_proj"]}, "--tuner_type lora", ""),
+        ({"acceptance_samples": 4}, "--acceptance_samples", "evaluate"),
+    ],
+)
+def test_a_streamed_trunk_is_only_read(here, change, problem, hint):
+    problems = problems_of(dataclasses.replace(SFT, **STREAMED | change))
+    found = [each for each in problems if each[0].startswith("--stream_trunk")]
+    assert len(found) == 1
+    assert mentions(found[0][0], problem)
+    assert mentions(found[0][1], hint)
+
+
+def test_memory_of_a_streamed_trunk_has_no_effect_alone(here):
+    args = dataclasses.replace(SFT, **CACHED | {"stream_trunk_gb": 1.0})
+    assert mention_each(rules.check(args), ["--stream_trunk_gb --stream_trunk"])
+
+
 def test_a_file_is_no_cache(here):
     ((problem, _),) = problems_of(dataclasses.replace(SFT, **CACHED | {"cache_trunk_states": "train.jsonl"}))
     assert mentions(problem, "--cache_trunk_states train.jsonl")

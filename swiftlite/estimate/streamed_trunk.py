@@ -1,0 +1,57 @@
+"""Estimate the memory and the time of `--stream_trunk`. Does not import torch."""
+
+from dataclasses import dataclass
+
+from swiftlite.estimate import memory
+from swiftlite.estimate.flops import training_flops
+from swiftlite.estimate.setup import Setup, rank_of
+from swiftlite.families.family import HfConfig
+from swiftlite.families.index import architecture_of
+
+STATES_GB = 4.0
+"""The default of --stream_trunk_gb."""
+
+
+@dataclass(frozen=True)
+class StreamedTrunk:
+    """A run of heads whose trunk is read layer by layer.
+
+    Attributes:
+        trunk: bytes of all decoder layers of one rank, in the precision of the run.
+        layers: bytes of the two largest decoder layers, which are in memory together.
+        rest: bytes of everything else in training: embedding, output layer, heads, optimizer and activations.
+        flops_per_token: operations of the trunk per token.
+        state: bytes per token of the hidden states that wait between two layers.
+    """
+
+    trunk: int
+    layers: int
+    rest: int
+    flops_per_token: float
+    state: int
+
+    def passes(self, num_tokens: float, states_gb: float = STATES_GB) -> int:
+        """Return how often the decoder layers are read."""
+        return max(1, -int(-num_tokens * self.state // (states_gb * 1e9)))
+
+    @property
+    def peak(self) -> int:
+        """Peak memory in bytes without the waiting states, which are in the memory of the host."""
+        return self.layers + self.rest
+
+
+def estimate_streamed(hf_config: HfConfig, setup: Setup) -> StreamedTrunk:
+    """Estimate a run of heads with a streamed trunk, without pipeline parallelism."""
+    architecture = architecture_of(hf_config)
+    rank = rank_of(architecture, setup)
+    layers = sorted(layer.parameters(rank).total * setup.parameter_bytes for layer in architecture.layers)
+    (stage,) = memory.estimate(hf_config, setup)
+    with_trunk = training_flops(hf_config, setup.heads, heads_only=True).per_token
+    without_trunk = training_flops(hf_config, setup.heads, heads_only=True, trunk_is_read=True).per_token
+    return StreamedTrunk(
+        trunk=sum(layers),
+        layers=sum(layers[-2:]),
+        rest=stage.total - sum(layers),
+        flops_per_token=with_trunk - without_trunk,
+        state=architecture.outside.hidden * setup.parameter_bytes,
+    )
