@@ -373,9 +373,9 @@ def _streamed_trunk(hf_config: dict[str, Any], setup: Setup) -> str:
     flops = 1e6 * streamed.flops_per_token
     seconds = flops / (GPUS["H100"].peak_flops * PRODUCT_EFFICIENCY * setup.num_gpus)
     return (
-        f"--stream_trunk: {streamed.peak / GB:.2f} GB on one rank; for one million tokens, {streamed.trunk / GB:.1f} GB "
-        f"of layers are read {streamed.passes(1e6)} times, and {flops:.2g} FLOPs take about {seconds:.0f} s on "
-        f"{setup.num_gpus} H100"
+        f"--stream_trunk: {streamed.peak / GB:.2f} GB on one rank; for one million tokens, layers of "
+        f"{streamed.trunk / GB:.1f} GB are read {streamed.passes(1e6)} times, and {flops:.2g} FLOPs take about "
+        f"{seconds:.0f} s on {setup.num_gpus} H100"
     )
 
 
