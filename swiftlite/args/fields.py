@@ -594,6 +594,8 @@ class SpeedupOptions:
     """With --dataset: share of prompts that the model writes itself."""
     infer_backend: str = "vllm"
     """Engine that answers the prompts and serves the model."""
+    concurrency: list[int] = field(default_factory=lambda: [1, 4, 16])
+    """Numbers of concurrent requests at which the speed is measured at the end."""
     max_new_tokens: bounds.PositiveInt = 128
     """Maximum length of an answer in tokens."""
     system: str | None = None

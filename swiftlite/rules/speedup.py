@@ -24,6 +24,13 @@ def dataset_files_exist(args: SpeedupArgs, facts: Facts) -> Iterator[Problem]:
         yield from common.file_problems("--dataset", name)
 
 
+def concurrency_can_be(args: SpeedupArgs, facts: Facts) -> Iterator[Problem]:
+    numbers = args.concurrency
+    text = ",".join(map(str, numbers))
+    if not numbers or min(numbers) < 1 or len(set(numbers)) < len(numbers):
+        yield f"--concurrency {text} must contain different numbers of at least 1", "for example --concurrency 1,8"
+
+
 def share_has_a_dataset(args: SpeedupArgs, facts: Facts) -> Iterator[Problem]:
     if args.dataset:
         return
@@ -38,6 +45,7 @@ RULES = (
     budget_suffices,
     dataset_files_exist,
     share_has_a_dataset,
+    concurrency_can_be,
     regenerate.dataset_is_not_the_result,
     engine_options.engine_is_installed,
 )

@@ -14,7 +14,8 @@ LR_OF_ROUNDS = "1e-3"
 """Peak learning rate if training starts from the heads of an earlier round; it equals the default for new heads."""
 LR_OF_TRAINED_HEADS = "3e-4"
 """Peak learning rate if training starts from the heads of the checkpoint, which a larger rate could damage."""
-CONCURRENCY = (1, 4, 16)
+MIN_BENCH_PROMPTS = 16
+"""Minimum number of prompts of `bench`; with fewer, the speed varies too much."""
 OPENINGS_SHARE = 0.5
 """Share of the prompts written by the model that start with an opening."""
 HELD_OUT = "held_out.jsonl"
@@ -114,7 +115,8 @@ class Commands:
         words = ["bench", *self._model(self.path_of(name)), "--val_dataset", str(self.directory / HELD_OUT)]
         words += ["--infer_backend", args.infer_backend, "--num_speculative_tokens"]
         words += map(str, range(DRAFTED + 1))
-        words += ["--concurrency", *map(str, CONCURRENCY), "--max_prompts", str(max(CONCURRENCY)), "--rounds", "2"]
+        max_prompts = max(MIN_BENCH_PROMPTS, *args.concurrency)
+        words += ["--concurrency", *map(str, args.concurrency), "--max_prompts", str(max_prompts), "--rounds", "2"]
         words += ["--max_new_tokens", "64", *self._system(), "--output_dir", str(output)]
         return CommandStep(f"{name}/bench", tuple(words), output / "bench.json")
 

@@ -40,6 +40,9 @@ def test_good_options_pass(here, change):
         ({"self_prompts_share": 0.2}, "--self_prompts_share --dataset", "--dataset"),
         ({"dataset": ["train.jsonl"], "self_prompts_share": 1.5}, "--self_prompts_share 1.5 0 1", ""),
         ({"max_new_tokens": 0}, "--max_new_tokens 0 1", ""),
+        ({"concurrency": [1, 0]}, "--concurrency 1,0", "1,8"),
+        ({"concurrency": [4, 4]}, "--concurrency 4,4", "1,8"),
+        ({"concurrency": []}, "--concurrency", "1,8"),
     ],
 )
 def test_bad_options_are_named(here, change, problem, hint):
