@@ -60,6 +60,8 @@ OPTIONS: dict[str, Any] = {
     "mtp_loss_scaling_factor": 0.3,
     "dataset_shuffle": False,
 }
+SMALL: dict[str, Any] = {"global_batch_size": 4}
+"""Options of a job of the tests: half of the time, and still as many micro-batches as any pipeline has stages."""
 # A tiny model with linear attention blows roundings up: one of every weight moves the gradient norm by 9e-4 to 8e-3 in
 # five steps of 1e-3, by 4e-6 to 2e-4 in five of this size, unless a token finds another expert. The noise of its
 # gradients is larger too: with an epsilon of 1e-5 one number among 8,192 of an embedding went 4e-2 of the largest

@@ -17,7 +17,7 @@ from swiftlite.train import run as training
 from tests.messages import naming
 from tests.parallel import parity
 from tests.parallel.launch import launch
-from tests.parallel.parity import BOUNDS, CASES, FEW_STEPS, TP2_SP, Job, Result
+from tests.parallel.parity import BOUNDS, CASES, FEW_STEPS, SMALL, TP2_SP, Job, Result
 from tests.tiny import make_tiny_hf
 
 pytestmark = pytest.mark.gloo
@@ -91,7 +91,7 @@ def test_ranks_read_what_they_have_written(tmp_path):
     other parts of them.
     """
     model = parity.make_model(tmp_path / "model", "glm4_moe", 1)
-    heads = UNROLL | {"mtp_loss": "kl", "mtp_mode": "heads_only"}
+    heads = SMALL | UNROLL | {"mtp_loss": "kl", "mtp_mode": "heads_only"}
     layouts = {"TP2+SP": TP2_SP, "CP2": LAYOUTS["CP2"], "EP2": CASES["EP2"].options}
     jobs = []
     for name, layout in layouts.items():

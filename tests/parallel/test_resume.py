@@ -19,12 +19,11 @@ from swiftlite.train.checkpoint.optimizer_state import slots_of, state_to_load
 from swiftlite.train.train_state import make_train_state
 from tests.parallel import parity
 from tests.parallel.launch import launch
-from tests.parallel.parity import BOUNDS, CASES, TP2_SP, Job, Result
+from tests.parallel.parity import BOUNDS, CASES, SMALL, TP2_SP, Job, Result
 
 pytestmark = pytest.mark.gloo
 
 SAVED_AT = 2
-SMALL = {"global_batch_size": 4}  # half of the time
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "alone": (1, {}),
     **{name: (CASES[name].num_processes, CASES[name].options) for name in CASES},
