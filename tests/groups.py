@@ -17,8 +17,8 @@ class SecondOfTwo:
         return 2
 
 
-def with_second_replica(mesh: Mesh) -> Mesh:
-    """Return a mesh in which this process belongs to the second of two data-parallel replicas."""
+def as_second_rank(mesh: Mesh, group: str) -> Mesh:
+    """Return a mesh in which this process is the second of two ranks of one group, such as `dp_cp`."""
     groups: Any = copy(mesh.groups)
-    groups.dp_cp = groups.expt_dp = SecondOfTwo()
+    setattr(groups, group, SecondOfTwo())
     return replace(mesh, groups=groups)

@@ -14,13 +14,14 @@ from swiftlite.model.layers.lora import Adapter, add_adapters
 from swiftlite.model.open import open_model
 from swiftlite.plan.heads import lora_of
 from swiftlite.train.checkpoint.checkpointer import sharded_model
-from tests.groups import SecondOfTwo, with_second_replica
+from tests.groups import SecondOfTwo, as_second_rank
 from tests.tiny import make_tiny_hf
 
 
-@pytest.fixture
-def chunk(tmp_path, mesh) -> Any:
-    hf_model = resolve(make_tiny_hf(tmp_path, "qwen3", depth=1))
+@pytest.fixture(params=["qwen3", "glm4_moe"])
+def chunk(request, tmp_path, mesh) -> Any:
+    """A model with adapters; the second model has experts."""
+    hf_model = resolve(make_tiny_hf(tmp_path, request.param, depth=1))
     lora = lora_of(SftArgs(model=str(tmp_path), tuner_type="lora"), hf_model.heads)
     assert lora is not None
     chunks, _ = open_model(hf_model, mesh, dtype=torch.float32, heads=hf_model.heads)
@@ -33,12 +34,13 @@ def adapters(chunk: Any, mesh: Any) -> dict[str, Any]:
     return {name: tensor for name, tensor in state.items() if is_adapter(name)}
 
 
-def test_data_parallel_replicas_do_not_write(chunk, mesh):
-    alone = adapters(chunk, mesh)
-    assert all(is_main_replica(tensor.replica_id) for tensor in alone.values())
-    second = adapters(chunk, with_second_replica(mesh))
-    assert second.keys() == alone.keys()
-    assert not any(is_main_replica(tensor.replica_id) for tensor in second.values())
+@pytest.mark.parametrize("group", ["dp_cp", "expt_dp"])
+def test_data_parallel_replicas_do_not_write(chunk, mesh, group):
+    """The ranks that hold the same expert are not those that hold the same attention layer."""
+    assert all(is_main_replica(tensor.replica_id) for tensor in adapters(chunk, mesh).values())
+    for name, tensor in adapters(chunk, as_second_rank(mesh, group)).items():
+        is_of_group = (".local_experts." in name) == (group == "expt_dp")
+        assert is_main_replica(tensor.replica_id) is not is_of_group, name
 
 
 def test_tensor_parallel_ranks_write_what_they_split(chunk, mesh):

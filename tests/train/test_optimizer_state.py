@@ -23,7 +23,7 @@ from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.checkpoint.checkpointer import Checkpointer, load_checkpoint, sharded_model
 from swiftlite.train.checkpoint.optimizer_state import MOMENTS, Slot, slots_of, state_to_load
 from swiftlite.train.optim import make_optimizer, wrap_model
-from tests.groups import SecondOfTwo, with_second_replica
+from tests.groups import SecondOfTwo, as_second_rank
 from tests.tiny import make_tiny_hf
 
 Dtype = Literal["float32", "bfloat16"]
@@ -96,7 +96,7 @@ def test_an_owner_reads_and_writes_the_main_replica(hf_model, mesh):
     learning = learn(hf_model, mesh, "float32", is_distributed=True)
     group: Any = SecondOfTwo()
     slots = [replace(slot, group=group) for slot in slots_of(learning.optimizer)]
-    tensors = state_to_load(slots, sharded_model([learning.chunk], with_second_replica(mesh)))
+    tensors = state_to_load(slots, sharded_model([learning.chunk], as_second_rank(mesh, "dp_cp")))
     assert 0 < len(tensors) < len(slots) * len(MOMENTS)
     assert all(is_main_replica(tensor.replica_id) for tensor in tensors.values())
 
