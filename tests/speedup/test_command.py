@@ -1,14 +1,19 @@
-"""Test `speedup` before its first step."""
+"""Test `speedup` before its first step and after its last one."""
 
+import json
 import shutil
+from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 
 from swiftlite.args.commands import SpeedupArgs
 from swiftlite.errors import UserError
-from swiftlite.speedup.command import run
+from swiftlite.speedup.command import NOT_SETTINGS, run
+from swiftlite.speedup.state import Progress
 from tests.data.templates import ALPACA
-from tests.messages import mentions
+from tests.messages import has_line, mentions
+from tests.speedup.test_screen import BENCH
 from tests.tiny import make_tiny_hf
 
 
@@ -30,3 +35,41 @@ def test_a_model_without_a_usable_template_is_refused_first(tmp_path, template, 
     assert mentions(raised.value.problem, f"--model {model} chat template")
     assert mentions(raised.value.hint, hint)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture
+def complete(tmp_path) -> SpeedupArgs:
+    """A command whose steps are all complete."""
+    model = make_tiny_hf(tmp_path / "model", "qwen3", with_tokenizer=True)
+    args = SpeedupArgs(model=str(model), output_dir=str(tmp_path / "out"), budget="5m")
+    steps = ("answers", "training", "export", "evaluation", "bench")
+    settings = {name: value for name, value in asdict(args).items() if name not in NOT_SETTINGS}
+    directory = Path(args.output_dir)
+    for name in ("answers", "run", "hf", "evaluation", "bench"):
+        (directory / "round-1" / name).mkdir(parents=True)
+    Progress(settings, [128], {f"round-1/{step}": 100.0 for step in steps}).write(directory)
+    for name in ("answers/dataset.jsonl", "train.jsonl", "run/run_report.json", "hf/config.json", "../held_out.jsonl"):
+        (directory / "round-1" / name).touch()
+    figures = {"all": {"acceptance_per_position": [0.5, 0.25, 0.1]}}
+    evaluation = {"model": {"vllm": figures}}
+    (directory / "round-1/evaluation/evaluation.json").write_text(json.dumps(evaluation))
+    (directory / "round-1/bench/bench.json").write_text(json.dumps(BENCH))
+    return args
+
+
+def test_a_complete_command_prints_its_result_again(complete, capsys):
+    run(complete)
+    printed = capsys.readouterr().out
+    assert has_line(printed, "round-1 50.0% 25.0% 10.0%")
+    assert has_line(printed, "swiftlite deploy --num_speculative_tokens 2")
+
+
+@pytest.mark.parametrize("name", ["evaluation/evaluation.json", "bench/bench.json"])
+@pytest.mark.parametrize("content", ["", "{", "{}", "[1]"])
+def test_damaged_results_are_named(complete, name, content):
+    path = Path(complete.output_dir) / "round-1" / name
+    path.write_text(content)
+    with pytest.raises(UserError) as raised:
+        run(complete)
+    assert mentions(raised.value.problem, str(path))
+    assert mentions(raised.value.hint, "delete")
