@@ -512,6 +512,12 @@ class ServerArgs:
     weight_transport: WeightTransport = "file"
     """With --live_weights: transport of new weights. file: the temporary directory of this machine; nccl: from GPU to
     GPU, also between machines; ipc: within the GPU that trainer and server share."""
+    log_requests: str | None = None
+    """File (.jsonl) to which answered chat requests are appended as training rows: messages, tools and the answer, no
+    headers or addresses. Default: requests are not logged."""
+    log_requests_max_size_mb: bounds.PositiveFloat = 100.0
+    """Maximum size of --log_requests in MB (1e6 bytes). A full FILE.jsonl is renamed to FILE.1.jsonl, which replaces
+    the previous one."""
     dry_run: bool = False
     """Print the command instead of running it."""
 

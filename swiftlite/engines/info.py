@@ -53,6 +53,7 @@ class EngineInfo:
         is_required: whether the package is a dependency of swiftlite.
         takes_draft_confidence: whether the engine supports `Sampling.draft_confidence`.
         takes_live_weights: whether the engine's server accepts new weights while serving.
+        logs_requests: whether the engine's server supports the middleware of `request_log`.
         serves_adapters: whether the engine's server supports adapters. Tests check that it gives the answers of the
             merged model.
         is_batched: whether the engine processes several prompts at once.
@@ -86,6 +87,7 @@ class EngineInfo:
     takes_draft_confidence: bool = False
     serves_adapters: bool = False
     takes_live_weights: bool = False
+    logs_requests: bool = False
     is_batched: bool = True
     options_class: type | None = None
     read_speculative_config: Callable[[Any], dict[str, Any] | None] = lambda args: None

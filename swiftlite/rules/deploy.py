@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 from swiftlite.args.commands import DeployArgs
 from swiftlite.args.config import Problem
@@ -125,6 +126,18 @@ def live_weights_are_guarded(args: DeployArgs, facts: Facts) -> Iterator[Problem
         )
 
 
+def requests_are_logged_as_rows(args: DeployArgs, facts: Facts) -> Iterator[Problem]:
+    if args.log_requests is None:
+        if common.changed(args, ("log_requests_max_size_mb",)):
+            yield "--log_requests_max_size_mb requires --log_requests", "add --log_requests requests.jsonl"
+        return
+    if not ENGINES[args.infer_backend].logs_requests:
+        able = choices([f"--infer_backend {other.name}" for other in ENGINES.values() if other.logs_requests])
+        yield f"--log_requests is not supported with --infer_backend {args.infer_backend}", f"use {able}"
+    if Path(args.log_requests).suffix != ".jsonl":
+        yield f"--log_requests {args.log_requests} must end with .jsonl", "use --log_requests requests.jsonl"
+
+
 RULES = (
     common.hf_model_is_a_directory,
     common.numbers_are_in_range,
@@ -140,6 +153,7 @@ RULES = (
     one_gpu_has_one_worker,
     live_weights_reach_whole_layers,
     live_weights_are_guarded,
+    requests_are_logged_as_rows,
     engine_options.options_of_engines_agree,
     engine_options.engine_kwargs_leave_what_has_an_option,
 )

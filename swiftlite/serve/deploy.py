@@ -13,6 +13,7 @@ from pkgutil import resolve_name
 from swiftlite.args.commands import DeployArgs
 from swiftlite.engines.draft_schedule import read_schedule
 from swiftlite.engines.index import ENGINES
+from swiftlite.engines.request_log.log_file import LogFile
 from swiftlite.engines.served_model import log_untrained_drafts, resolve_served
 from swiftlite.engines.server_command import ServerCommand
 from swiftlite.errors import UserError
@@ -34,6 +35,9 @@ def run(args: DeployArgs) -> None:
         print(command.shell_line())
         return
     check_address(args.host, args.port)
+    if args.log_requests:
+        LogFile(Path(args.log_requests), 0).check("--log_requests")
+        logger.info("conversations are logged to %s", args.log_requests)
     command.write_files("--draft_schedule")
     logger.info("starting %s", command.shell_line())
     logger.info("the server will listen on port %d; stop it with Ctrl-C", args.port)

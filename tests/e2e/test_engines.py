@@ -9,6 +9,7 @@ import os
 import shlex
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -25,6 +26,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from swiftlite.data.dataset import load_prompts
 from swiftlite.engines.draft_schedule import DraftSchedule
 from swiftlite.engines.engine import EngineConfig, Sampling, start_engine
 from swiftlite.engines.served_model import resolve_served
@@ -338,9 +340,11 @@ def test_deploy_becomes_the_server(commands, tmp_path):
     """
     model = make_tiny_hf(tmp_path / "model", "llama", depth=1, with_tokenizer=True)
     deploy = f"deploy --model {model} --torch_dtype float32 --port {PORT} --max_model_len 256".split()
+    deploy += ["--log_requests", str(tmp_path / "requests.jsonl")]
     (printed,) = commands.ok(*deploy, "--dry_run").stdout.splitlines()
     with running([sys.executable, "-m", "swiftlite", *deploy], tmp_path / "log") as server:
         answer = wait_for(server, f"http://127.0.0.1:{PORT}", tmp_path / "log")
+        check_logged_requests(f"http://127.0.0.1:{PORT}", tmp_path / "requests.jsonl")
         metrics = get(f"http://127.0.0.1:{PORT}/metrics")
         variables = read_words(server, "environ")
         words = read_words(server, "cmdline")
@@ -354,6 +358,24 @@ def test_deploy_becomes_the_server(commands, tmp_path):
     in_front = len(shlex.split(printed)) - len(words)
     assert shlex.split(printed)[in_front:] == words
     assert set(shlex.split(printed)[:in_front]) <= set(variables)
+
+
+def check_logged_requests(url: str, file: Path) -> None:
+    """The file has what was asked and answered, streamed or not; the first question had a truncated answer."""
+    question = {"role": "user", "content": "What does the fox do?"}
+    # Random weights write any token, and half of them end the answer.
+    request = {"messages": [question], "min_tokens": 8, "max_tokens": 100, "stop_token_ids": list(range(0, 256, 2))}
+    (choice,) = json.loads(get(f"{url}/v1/chat/completions", request))["choices"]
+    assert choice["finish_reason"] == "stop"
+    events = get(f"{url}/v1/chat/completions", request | {"stream": True})
+    assert events.rstrip().endswith("[DONE]")
+    get(f"{url}/v1/chat/completions", request | {"n": 2, "temperature": 1.0})
+    deadline = time.monotonic() + 30
+    while file.read_bytes().count(b"\n") < 2 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    answered = [question, {"role": "assistant", "content": choice["message"]["content"]}]
+    assert [chat.messages for chat in load_prompts([str(file)])] == [answered, answered]
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
 
 
 def read_words(process: subprocess.Popen, name: str) -> list[str]:

@@ -64,6 +64,8 @@ def test_good_options_pass_without_a_note(here, args):
             "--sglang_speculative_num_steps 2",
         ),
         ({"live_weights": True}, "--live_weights SGLang", "--infer_backend vllm"),
+        ({"log_requests": "log.jsonl"}, "--log_requests --infer_backend sglang", "--infer_backend vllm"),
+        ({"log_requests_max_size_mb": 5.0}, "--log_requests_max_size_mb --log_requests", "--log_requests"),
         ({"weight_transport": "nccl"}, "--weight_transport nccl --live_weights", "--live_weights"),
     ],
 )

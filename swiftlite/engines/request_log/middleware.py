@@ -1,0 +1,132 @@
+"""ASGI middleware that logs served chat requests as rows for training.
+
+A server imports `RequestLog` by its name and reads the settings from environment variables, because it passes no
+arguments to middleware. Only the messages and tools of a request and the model's answer are logged: no headers, no
+addresses, and no other field.
+"""
+
+import asyncio
+import json
+import os
+from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from swiftlite.data.rows.conversation import parse_row
+from swiftlite.engines.request_log.chat_answer import ChatAnswer
+from swiftlite.engines.request_log.log_file import LogFile
+from swiftlite.errors import UserError
+from swiftlite.json_file import parse_json
+from swiftlite.log import logger
+
+CLASS = "swiftlite.engines.request_log.middleware.RequestLog"
+FILE, MAX_BYTES = "SWIFTLITE_LOG_REQUESTS", "SWIFTLITE_LOG_REQUESTS_MAX_BYTES"
+PATH = "/v1/chat/completions"
+LARGEST_REQUEST = 8_000_000
+"""Maximum size of a logged request in bytes, because requests are held in memory while they are answered."""
+KEPT_OF_MESSAGES = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
+# Exceptions when a request or response does not have the expected format.
+UNEXPECTED_FORMAT = (ValueError, TypeError, LookupError, AttributeError, UserError)
+
+AsgiMessage = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[AsgiMessage]]
+Send = Callable[[AsgiMessage], Awaitable[None]]
+App = Callable[[AsgiMessage, Receive, Send], Awaitable[None]]
+
+
+def variables(path: Path, max_bytes: int) -> dict[str, str]:
+    """Return the environment variables with the settings of `RequestLog`."""
+    return {FILE: str(path.absolute()), MAX_BYTES: str(max_bytes)}
+
+
+class RequestLog:
+    """Middleware that appends each successful chat request to the file."""
+
+    def __init__(self, app: App):
+        self._app = app
+        self._file = LogFile(Path(os.environ[FILE]), int(os.environ[MAX_BYTES]))
+        self._has_failed = False
+
+    async def __call__(self, scope: AsgiMessage, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "POST" or not scope["path"].endswith(PATH):
+            await self._app(scope, receive, send)
+            return
+        exchange = _Exchange()
+
+        async def receive_and_keep() -> AsgiMessage:
+            message = await receive()
+            exchange.add_request(message)
+            return message
+
+        async def send_and_keep(message: AsgiMessage) -> None:
+            await send(message)
+            exchange.add_response(message)
+
+        await self._app(scope, receive_and_keep, send_and_keep)
+        if line := exchange.line():
+            await asyncio.to_thread(self._write, line)
+
+    def _write(self, line: bytes) -> None:
+        try:
+            self._file.append(line)
+        except OSError as error:  # serving continues
+            if not self._has_failed:
+                logger.warning("--log_requests %s cannot be written: %s", self._file.path, error)
+            self._has_failed = True
+
+
+class _Exchange:
+    """A request and its response, of which ASGI messages arrive in order."""
+
+    def __init__(self) -> None:
+        self._request = bytearray()
+        self._answer: ChatAnswer | None = None  # None: not successful, or of an unexpected format
+        self._is_complete = False
+
+    def add_request(self, message: AsgiMessage) -> None:
+        if message["type"] == "http.request" and len(self._request) <= LARGEST_REQUEST:
+            self._request += message.get("body", b"")
+
+    def add_response(self, message: AsgiMessage) -> None:
+        if message["type"] == "http.response.start" and message["status"] == 200:
+            headers = dict(message.get("headers", []))
+            self._answer = ChatAnswer(headers.get(b"content-type", b"").startswith(b"text/event-stream"))
+        elif message["type"] == "http.response.body" and self._answer is not None:
+            try:
+                self._answer.feed(message.get("body", b""))
+            except UNEXPECTED_FORMAT:
+                self._answer = None
+            self._is_complete = not message.get("more_body", False)
+
+    def line(self) -> bytes | None:
+        """Return the row as a line of a file; None if the request is not logged."""
+        if self._answer is None or not self._is_complete or len(self._request) > LARGEST_REQUEST:
+            return None
+        try:
+            answer = self._answer.message()
+            if answer is None:
+                return None
+            row = _make_row(parse_json(self._request.decode()), answer)
+            return json.dumps(row, ensure_ascii=False).encode() + b"\n"
+        except UNEXPECTED_FORMAT:
+            return None
+
+
+def _make_row(request: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
+    """Return a row as `sft` reads it; only its last turn is trained.
+
+    Earlier answers of the model were logged with earlier requests, and other answers are not the model's.
+
+    Raises:
+        RowError: `sft` would not read the row, because it has images, for example.
+    """
+    messages = []
+    for message in [*request["messages"], answer]:
+        messages.append({name: message[name] for name in KEPT_OF_MESSAGES if name in message})
+    conversation = parse_row({"messages": messages, "tools": request.get("tools")})
+    weights = []
+    for place, message in enumerate(conversation.messages, start=1):
+        is_earlier_answer = message["role"] == "assistant" and place < len(conversation.messages)
+        weights.append(0.0 if is_earlier_answer else 1.0)
+    return replace(conversation, weights=weights).as_row()
