@@ -24,7 +24,7 @@ from swiftlite.runtime.lock import only_run_in
 from swiftlite.speedup import budget
 from swiftlite.speedup.dataset import DatasetRows
 from swiftlite.speedup.held_out import divide, read_rows, without_similar, write_rows
-from swiftlite.speedup.plan import HELD_OUT, ROWS, Commands
+from swiftlite.speedup.plan import HELD_OUT, Commands
 from swiftlite.speedup.results import accepted_drafts, read_result
 from swiftlite.speedup.screen import final_lines
 from swiftlite.speedup.state import Progress
@@ -42,8 +42,8 @@ def run(args: SpeedupArgs) -> None:
     """
     model = resolve_served(args.model)
     _check_template(args, model)
-    rows = DatasetRows(args)
     directory = Path(args.output_dir)
+    rows = DatasetRows(args, directory)
     settings = {name: value for name, value in asdict(args).items() if name not in NOT_SETTINGS}
     check_writable("--output_dir", directory)
     with only_run_in(directory):
@@ -114,7 +114,7 @@ class _Speedup:
         rounds = self._progress.rounds
         if number <= len(rounds):
             return rounds[number - 1]
-        largest = self._rows.largest_round(rounds)
+        largest = self._rows.largest_round()
         if number == 1:
             prompts = budget.first_round(self._budget, largest)
         else:
@@ -138,10 +138,7 @@ class _Speedup:
 
     def _run_round(self, number: int, prompts: int) -> None:
         commands, progress, directory = self._commands, self._progress, self._directory
-        (directory / f"round-{number}").mkdir(exist_ok=True)
-        rows = self._rows.of_round(progress.rounds[:number])
-        if rows:
-            write_rows(directory / f"round-{number}" / ROWS, [row.as_row() for row in rows])
+        rows = self._rows.of_round(number, prompts)
         first = sum(progress.rounds[: number - 1])
         run_step(commands.answers(number, prompts, len(rows), first), progress, directory)
         self._divide(number)
