@@ -42,7 +42,9 @@ class DatasetRows:
         self._rows = {_key(row): row for row in rows}
 
     def of_round(self, number: int, prompts: int) -> list[Any]:
-        """Return the rows of a round, and store them; fewer than their share of the prompts if the rows run out.
+        """Return the rows of a round and store them in its directory.
+
+        If the rows run out, the result has fewer rows than its share of the prompts, or none.
 
         Args:
             number: number of the round, from 1.
@@ -60,9 +62,10 @@ class DatasetRows:
         return read_rows(path)
 
     def largest_round(self) -> int | None:
-        """Return the maximum number of prompts of the next round, which is the number of unused rows.
+        """Return the maximum number of prompts of the next round.
 
-        None if the number is not limited, because the model writes prompts.
+        This is the number of unused rows if all prompts come from the dataset. If the model writes prompts too, the
+        number is not limited, and None is returned.
         """
         if self._share < 1:
             return None

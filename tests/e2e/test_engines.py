@@ -361,7 +361,7 @@ def test_deploy_becomes_the_server(commands, tmp_path):
 
 
 def check_logged_requests(url: str, file: Path) -> None:
-    """The file has what was asked and answered, streamed or not; the first question had a truncated answer."""
+    """Ask with and without streaming, and check that the file has these rows and no truncated answer."""
     question = {"role": "user", "content": "What does the fox do?"}
     # Random weights write any token, and half of them end the answer.
     request = {"messages": [question], "min_tokens": 8, "max_tokens": 100, "stop_token_ids": list(range(0, 256, 2))}

@@ -39,7 +39,7 @@ def test_a_model_without_a_usable_template_is_refused_first(tmp_path, template, 
 
 @pytest.fixture
 def complete(tmp_path) -> SpeedupArgs:
-    """A command whose steps are all complete."""
+    """Prepare the directory of a command whose steps are all complete, and return its options."""
     model = make_tiny_hf(tmp_path / "model", "qwen3", with_tokenizer=True)
     args = SpeedupArgs(model=str(model), output_dir=str(tmp_path / "out"), budget="5m")
     steps = ("answers", "training", "export", "evaluation", "bench")

@@ -1,4 +1,4 @@
-"""The rows of a dataset, divided among rounds."""
+"""Test how the rows of a dataset are divided among rounds."""
 
 import json
 from pathlib import Path
@@ -19,12 +19,12 @@ def write(path: Path, number: int) -> str:
 
 @pytest.fixture
 def files(tmp_path) -> list[str]:
-    """Two files of 30 and 10 rows."""
+    """Write two files of 30 and 10 rows."""
     return [write(tmp_path / "a.jsonl", 30), write(tmp_path / "b.jsonl", 10)]
 
 
 def divided(directory: Path, rounds: list[int], **options) -> list[list[str]]:
-    """The questions of each round."""
+    """Return the questions of each round."""
     directory.mkdir(exist_ok=True)
     rows = DatasetRows(SpeedupArgs(**options), directory)
     found = []

@@ -1,4 +1,4 @@
-"""The file that conversations are logged to."""
+"""Test the file that conversations are logged to."""
 
 import stat
 import subprocess
@@ -38,7 +38,7 @@ def test_an_existing_file_is_continued(tmp_path):
 
 
 def test_processes_lose_no_line(tmp_path):
-    """Rotations included: both files together have the newest lines, each of them once and whole."""
+    """Check that both files together have the newest lines, each once and complete, after several rotations."""
     code = """
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The middleware in a real server, whose model is a function."""
+"""Test the middleware in a real server whose answers come from a function."""
 
 import http.client
 import json
@@ -32,7 +32,7 @@ def whole(message: dict | None = None, finish_reason: str = "stop", **choice: An
 
 
 def events(*deltas: dict, finish_reason: str | None = "stop") -> list[dict]:
-    """The events of a streamed answer, with usage at its end."""
+    """Return the events of a streamed answer, with usage at its end."""
     made: list[dict] = [{"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}]
     made += [{"choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in deltas]
     made.append({"choices": [{"index": 0, "delta": {}, "finish_reason": finish_reason}]})
@@ -40,7 +40,7 @@ def events(*deltas: dict, finish_reason: str | None = "stop") -> list[dict]:
 
 
 class Server:
-    """Answers each request by `respond`, a function of the request; a list is streamed, and None breaks the stream."""
+    """A server that answers with the result of `respond`. A list is streamed; None in it raises an error."""
 
     def __init__(self, file: Path):
         self.file = file
@@ -112,7 +112,7 @@ LAST = {"role": "user", "content": "The last one."}
 
 
 def logged(server: Server, number: int) -> list[dict]:
-    """The rows, once there are this many, because the file is written after the response."""
+    """Wait until the file has this many rows, because it is written after the response, and return its rows."""
     end = time.monotonic() + 30
     while time.monotonic() < end:
         rows = server.rows()
@@ -123,7 +123,7 @@ def logged(server: Server, number: int) -> list[dict]:
 
 
 def nothing_is_logged(server: Server) -> bool:
-    """Whether the next request, which is logged, is the first one."""
+    """Return whether the next request, which is logged, is the first row."""
     server.respond = lambda request: whole()
     server.ask(messages=[LAST])
     return [row["messages"][0] for row in logged(server, 1)] == [LAST]
