@@ -33,7 +33,7 @@ from swiftlite.train.checkpoint.checkpointer import (
     resolve_checkpoint,
     sharded_model,
 )
-from swiftlite.train.checkpoint.files import SaveStrategy
+from swiftlite.train.checkpoint.files import SaveStrategy, sha256
 from tests.evil import Evil
 from tests.messages import has_line, mentions, naming
 from tests.tiny import make_tiny_hf
@@ -161,10 +161,16 @@ def test_a_checkpoint_is_on_disk_before_it_has_its_name(open_chunks, mesh, tmp_p
     assert last == tmp_path
 
 
-def test_a_rank_flushes_its_own_files(open_chunks, mesh, tmp_path, synced):
-    """A flush by the first rank has no effect on files that were written on another machine."""
-    dist_checkpointing.save(sharded_model(open_chunks(), mesh), str(tmp_path), SaveStrategy())  # pyright: ignore[reportArgumentType]
-    assert {"__0_0.distcp", "__0_1.distcp"} <= {path.name for path in synced}
+def test_a_rank_flushes_and_hashes_its_own_files(open_chunks, mesh, tmp_path, synced):
+    """A flush by the first rank has no effect on files that were written on another machine.
+
+    Without the digests of all ranks, the first rank would read the whole checkpoint while the other ranks wait.
+    """
+    strategy: Any = SaveStrategy()
+    dist_checkpointing.save(sharded_model(open_chunks(), mesh), str(tmp_path), strategy)
+    files = {"__0_0.distcp", "__0_1.distcp"}
+    assert files <= {path.name for path in synced}
+    assert strategy.written.digests == {name: sha256(tmp_path / name) for name in files}
 
 
 def test_a_checkpoint_that_cannot_be_deleted_is_no_failure_of_the_save(open_chunks, mesh, tmp_path):
@@ -340,6 +346,15 @@ def test_a_checkpoint_that_python_3_11_2_wrote(open_chunks, mesh, saved):
         _ByName(file).dump(metadata)
     assert b"getattr" in (saved / ".metadata").read_bytes()
     load_checkpoint(saved, mesh, open_chunks())
+
+
+def test_a_class_that_the_metadata_only_names(open_chunks, mesh, saved):
+    (saved / "SHA256SUMS").unlink()
+    metadata = pickle.loads((saved / ".metadata").read_bytes())
+    metadata.planner_data = subprocess.Popen
+    (saved / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(UserError, match=naming("checkpoint-1 .metadata subprocess.Popen")):
+        load_checkpoint(saved, mesh, open_chunks())
 
 
 class Method:
