@@ -1,6 +1,6 @@
 """Compute losses and acceptance of the heads over the targets of a micro-batch, as sums.
 
-The sums of all micro-batches and ranks are added, and `means` computes means over targets from the result.
+The sums of all micro-batches and ranks are added, and `means` divides the totals by the numbers of targets.
 
 Shapes: B batch, S sequence (this context-parallel rank's part).
 """

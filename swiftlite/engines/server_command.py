@@ -25,7 +25,7 @@ class ServerCommand:
     files: dict[Path, str] = field(default_factory=dict)
 
     def shell_line(self) -> str:
-        """Return the command as one line for a shell. The line also writes the files."""
+        """Return one line for a shell that writes the files and then runs the program."""
         steps = [f"echo {shlex.quote(text)} > {shlex.quote(str(path))}" for path, text in self.files.items()]
         variables = [f"{name}={value}" for name, value in self.variables.items()]
         return " && ".join([*steps, shlex.join([*variables, *self.words])])

@@ -1,6 +1,7 @@
 """Describe training with matrix products in 8 and 4 bits: options, requirements and memory.
 
-The formats of scales and copies of tensors are those of Transformer Engine. This module does not import torch.
+Transformer Engine defines the formats of the quantized copies of tensors and of their scales. This module does not
+import torch.
 """
 
 import re

@@ -158,7 +158,9 @@ class SavedAdapter:
     base_sha256: str
 
     def heads_of(self, hf_config: Mapping[str, Any]) -> Heads:
-        """Return the MTP heads that a base model has with the adapters in this directory.
+        """Return the MTP heads of the base model with these adapters.
+
+        These are the heads in this directory, or those of the base model if the directory has no heads.
 
         Args:
             hf_config: content of the base model's config.json.

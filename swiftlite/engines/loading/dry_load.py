@@ -1,4 +1,4 @@
-"""Run an engine's own loaders on a checkpoint without starting it or reading tensors (`swiftlite doctor --engine`).
+"""Run an engine's loaders on a checkpoint without starting the engine or reading tensors (`swiftlite doctor --engine`).
 
     python -m swiftlite.engines.loading.dry_load MODULE:FUNCTION MODEL_DIR < JSON
 

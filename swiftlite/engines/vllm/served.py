@@ -1,6 +1,6 @@
-"""Use a vLLM server with the methods of `VllmEngine`. The server was started by `swiftlite deploy --live_weights`.
+"""Send requests and new weights to a vLLM server that `swiftlite deploy --live_weights` started.
 
-Another process, such as a trainer, sends requests and new weights to the server.
+A process other than the server, such as a trainer, uses `ServedVllm`, which has the methods of `VllmEngine`.
 """
 
 import asyncio
