@@ -176,13 +176,14 @@ class ExaminationArgs:
     """Hugging Face model, as for megatron sft, to validate: shards, index, MTP depth, config. --plan requires only
     config.json."""
     engine: str | None = None
-    """Also run this engine's own configuration and weight loaders on --model, without starting it, and report
-    uninitialized parameters, unread tensors, and the draft class with its number of heads. Without an installed SGLang,
+    """Also run this engine's configuration and weight loaders on --model, without starting the engine, and report
+    uninitialized parameters, unread tensors, and the draft class with its number of heads. If SGLang is not installed,
     print what is known of its classes."""
     trust_remote_code: bool = False
     """With --engine: allow running Python files from the directory of the model."""
     plan: bool = False
-    """Instead, estimate the memory of training --model on each rank, with the options below, and whether it fits."""
+    """Instead of validating --model, estimate the memory of training it on each rank with the options below, and
+    whether it fits."""
     num_gpus: PositiveInt | None = None
     """Number of GPUs. Default: the minimum of the layout."""
     gpu_type: str | None = None

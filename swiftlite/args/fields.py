@@ -68,11 +68,11 @@ class MtpArgs(HeadShapeArgs):
     """Weight of the MTP loss (mean over depths) relative to the main loss."""
     mtp_loss: MtpLoss | None = None
     """Loss of the heads. ce: cross-entropy with the data. The others compare with the trunk's distribution. kl:
-    KL(trunk || head). tv: rejection rate of drafts sampled at temperature 1. nla: -log of their acceptance rate.
-    lk_hybrid: kl at low acceptance rates, moving to tv as they grow. Default: kl with heads_only, else ce."""
+    KL(trunk || head). tv: rejection rate of drafts sampled at temperature 1. nla: -log of the acceptance rate of these
+    drafts. lk_hybrid: kl at a low acceptance rate, moving to tv as it grows. Default: kl with heads_only, else ce."""
     mtp_clip_grad: bounds.NonNegativeFloat | None = None
     """Maximum gradient norm of the MTP layers, which are then clipped separately; --clip_grad applies to the trunk
-    only. 0 disables clipping of the heads. Default: one norm over both."""
+    only. 0 disables clipping of the heads. Default: one norm over trunk and heads."""
     cache_trunk_states: str | None = None
     """With heads_only: cache directory for the trunk's hidden states. The first epoch writes them; later epochs and
     later runs over the same rows read them. The size is logged before the first step."""
@@ -100,7 +100,8 @@ class AdapterShapeArgs:
     """Rank of the adapters."""
     target_modules: list[str] = field(default_factory=lambda: ["all-linear"])
     """Linear layers that get adapters, by their names in Hugging Face's files as in PEFT: q_proj, k_proj, v_proj,
-    o_proj, gate_proj, up_proj, down_proj, ... all-linear: all of them, experts included, except the output layer."""
+    o_proj, gate_proj, up_proj, down_proj, ... all-linear: all linear layers, experts included, except the output layer.
+    """
     lora_modules_to_save: list[str] = field(default_factory=list)
     """Modules of the trunk that are trained in full: embed_tokens, lm_head, norm, input_layernorm, ..."""
     use_dora: bool = False
@@ -146,7 +147,8 @@ class DataArgs(RowLengthArgs):
 
     dataset: list[str] = field(default_factory=list)
     """Files (.jsonl, .json, .parquet, .csv, .txt) or datasets on the hub (ORG/NAME:SUBSET/SPLIT@REVISION; ORG/NAME
-    means the train split of main). The suffix #500 selects a random sample of 500 rows. Several are mixed."""
+    means the train split of main). The suffix #500 selects a random sample of 500 rows. Rows of several datasets are
+    mixed."""
     val_dataset: list[str] = field(default_factory=list)
     """Held-out files or datasets on the hub. Default: a part of --dataset, see --split_dataset_ratio."""
     split_dataset_ratio: bounds.ProperFraction = 0.05
@@ -182,10 +184,10 @@ class PackingArgs:
     """dp_balanced: with --packing, pack the samples of each step so that data-parallel ranks have equal work.
     --global_batch_size then counts samples, and the number of micro-batches varies."""
     streaming: bool = False
-    """Read, tokenize and pack rows during training in file order, a share of them on each data-parallel rank. Requires
-    --packing and --train_iters."""
+    """Read, tokenize and pack rows in file order during training; each data-parallel rank tokenizes a share of the
+    rows. Requires --packing and --train_iters."""
     interleave_prob: list[float] = field(default_factory=list)
-    """Share of rows from each --dataset, such as 0.7 0.3. Default: all rows of all of them. An epoch ends when the
+    """Share of rows from each --dataset, such as 0.7 0.3. Default: all rows of every --dataset. An epoch ends when the
     first file is exhausted; with --streaming each file restarts instead."""
     streaming_buffer_size: bounds.PositiveInt = 1000
     """Number of buffered samples that --streaming packs from."""
@@ -224,10 +226,11 @@ class PreferenceArgs(ReferenceModelArgs):
     """Preferences"""
 
     loss_type: PreferenceLoss = "sigmoid"
-    """Preference loss, by TRL's names. sigmoid: DPO. hinge, ipo, robust, apo_zero, apo_down: variants of it. simpo (as
+    """Preference loss, by TRL's names. sigmoid: DPO. hinge, ipo, robust, apo_zero, apo_down: variants of DPO. simpo (as
     in TRL's CPO), orpo: without a reference model. kto: single answers labeled good or bad."""
     beta: bounds.PositiveFloat = 0.1
-    """Weight of the distance from the reference model; with ipo the paper's tau, with orpo its lambda."""
+    """Weight of the distance from the reference model; with ipo, tau of the IPO paper; with orpo, lambda of the ORPO
+    paper."""
     label_smoothing: Annotated[float, Interval(ge=0, lt=0.5)] = 0.0
     """With sigmoid, robust and simpo: assumed share of pairs with swapped labels, below 0.5."""
     simpo_gamma: bounds.NonNegativeFloat = 0.5
@@ -412,8 +415,8 @@ class RunArgs:
     output_dir: str = ""
     """Directory for checkpoints, metrics and reports."""
     resume: bool = False
-    """Resume from the newest complete checkpoint in --output_dir, bitwise identical with the same layout; without a
-    checkpoint, start from the beginning."""
+    """Resume from the newest complete checkpoint in --output_dir; results are bitwise identical with the same layout.
+    Without a checkpoint, start from the beginning."""
     save_steps: bounds.PositiveInt = 500
     """Number of steps between checkpoints; another one is written at the end."""
     async_save: bool = False
@@ -516,8 +519,8 @@ class ServerArgs:
     """File (.jsonl) to which answered chat requests are appended as training rows: messages, tools and the answer, no
     headers or addresses. Default: requests are not logged."""
     log_requests_max_size_mb: bounds.PositiveFloat = 100.0
-    """Maximum size of --log_requests in MB (1e6 bytes). A full FILE.jsonl is renamed to FILE.1.jsonl, which replaces
-    the previous one."""
+    """Maximum size of --log_requests in MB (1e6 bytes). A full FILE.jsonl is renamed to FILE.1.jsonl and replaces an
+    older file of this name."""
     dry_run: bool = False
     """Print the command instead of running it."""
 
@@ -618,7 +621,7 @@ class GenerationArgs:
     """Maximum length of an answer in tokens."""
     temperature: bounds.NonNegativeFloat = 0.0
     """0 is greedy. Above 0 tokens are sampled, and with --speculative drafts as well; the output keeps the trunk's
-    distribution. Speculation above 0 is not supported by SGLang on a CPU."""
+    distribution. SGLang on a CPU supports speculation only at temperature 0."""
     top_p: bounds.PositiveFraction = 1.0
     """Nucleus sampling: sample from the smallest set of tokens with this total probability."""
     max_batch_size: bounds.PositiveInt = 32
@@ -641,7 +644,7 @@ class AnswerArgs:
     result_path: str | None = None
     """JSON Lines file that answers are appended to as they finish; the same command resumes. Default: stdout."""
     compare: bool = False
-    """Also run the prompts without speculation; print the speed-up and, at temperature 0, whether the answers are
+    """Also run the prompts without speculation; print the speedup and, at temperature 0, whether the answers are
     equal."""
     acceptance_json: str | None = None
     """acceptance.json of a run, to which this engine's acceptance is added, separately for each temperature."""

@@ -129,7 +129,7 @@ def choose(
             difference between `first` and `last` shows the noise of the machine.
         speeds: tokens per second of the rounds, for each number of draft tokens above 0.
         lengths: mean accepted length, for each number of draft tokens. A step that verifies drafts takes at least as
-            long as a step without drafts, so the mean accepted length is the maximum speed-up; a larger speed-up is
+            long as a step without drafts, so the mean accepted length is the maximum speedup; a larger speedup is
             noise.
     """
     limit = np.percentile([*first, *last], FAST_END)

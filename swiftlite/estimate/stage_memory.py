@@ -51,7 +51,7 @@ class ModelOnRank:
         self.is_trunk_frozen = setup.mtp_mode == "heads_only"
 
     def rank_in(self, layer: int) -> Rank:
-        """Return the settings of this rank for decoder layer `layer` (from 0). They depend on the layer's precision."""
+        """Return this rank's settings for decoder layer `layer` (from 0), which depend on the layer's precision."""
         low = self.setup.low_precision
         if low and low.is_in_layer(layer, len(self.layers)):
             return self.low_rank

@@ -1,4 +1,4 @@
-"""Read from which model, data and commits a run was made. They are in its args.json and commits.json."""
+"""Read the model, data and commits that a run was made from, which its args.json and commits.json contain."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -111,7 +111,7 @@ class Architecture:
         return any(layer.mlp.experts for layer in self.layers)
 
     def rows(self) -> list[Row]:
-        """Return the bridge rows (`bridge/rows.py`) of the model. Their names are names in the whole model."""
+        """Return the bridge rows (`bridge/rows.py`) of the model, with tensor names in the whole model."""
         rows = self.outside.rows()
         if self.tower is not None:
             rows += self.tower.rows()

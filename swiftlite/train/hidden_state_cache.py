@@ -68,7 +68,7 @@ class HiddenStateCache:
 
     Attributes:
         directory: directory of the files.
-        mesh: the ranks of the run. They process their micro-batches at the same time.
+        mesh: the ranks of the run, which process their micro-batches at the same time.
     """
 
     directory: Path

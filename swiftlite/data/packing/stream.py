@@ -232,8 +232,8 @@ class Stream(Iterator[StreamSample]):
     def hold(self, entries: Iterable[StreamSample]) -> None:
         """Read samples again that an earlier stream has returned, but that were not taken. No other rows are tokenized.
 
-        Their rows are read while the stream skips to its position, before it returns the first sample. If the last of
-        these rows belongs to the previous epoch, that epoch is read separately.
+        The rows of these samples are read while the stream skips to its position, before it returns the first sample.
+        If the last of these rows belongs to the previous epoch, that epoch is read separately.
 
         Raises:
             UserError: a row has changed.

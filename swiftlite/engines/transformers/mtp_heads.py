@@ -137,8 +137,9 @@ class MtpCandidateGenerator(CandidateGenerator):
     If an earlier draft is below the confidence threshold, the following depths are skipped. A skipped depth keeps its
     KV cache, and the states of the depth before it are stored as its inputs for the next round.
 
-    If more tokens are drafted than there are heads, the last head drafts the rest. It then reads its own state instead
-    of the state of the previous depth, one position further each time. With one head, this is the algorithm of vLLM.
+    If more tokens are drafted than there are heads, the last head drafts the rest. Each time, this head reads its own
+    previous state instead of the state of the previous depth, one position further. With one head, this is the
+    algorithm of vLLM.
 
     Args:
         decoder: the trunk without its output layer, whose states are passed to `get_candidates`.

@@ -74,7 +74,7 @@ def latent_norm(norm: Any) -> type:
 def _reads_rows(attention_mask: Any) -> bool:
     """Return whether queries see the keys of the whole row.
 
-    They do not in decoding with a cache, and not in later steps of a draft, where each query sees different keys.
+    The result is False for decoding with a cache, and for later steps of a draft, where each query sees different keys.
     """
     if isinstance(attention_mask, Draft):
         return attention_mask.is_empty and attention_mask.cache is None

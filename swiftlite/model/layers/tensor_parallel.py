@@ -39,7 +39,8 @@ class AddsGradients:
 def add_gradients_in_place(model: torch.nn.Module, overlap_grad_reduce: bool) -> None:
     """Enable accumulation in `main_grad` in all layers that support it.
 
-    The model must be wrapped in megatron-core's DistributedDataParallel. Its hook then has no gradient to add.
+    The model must be wrapped in megatron-core's DistributedDataParallel. The hook of this wrapper then has no gradient
+    to add.
     """
     for module in model.modules():
         if isinstance(module, AddsGradients) and (module.works_with_overlap or not overlap_grad_reduce):

@@ -1,8 +1,9 @@
 """Move samples between ranks, if only some ranks read the source of the samples.
 
 `exchange` moves each sample to the data-parallel rank that computes it. `broadcast` sends a rank's micro-batches to the
-ranks that share its replica of the model. Both functions have process groups as arguments, so that other frameworks can
-use one without the other. Counts and lengths are always sent first. A sample's `source` and `channel` are not sent."""
+ranks that share its replica of the model. Both functions accept process groups as arguments, so that other frameworks
+can use one function without the other. Counts and lengths are always sent first. A sample's `source` and `channel` are
+not sent."""
 
 import itertools
 from collections.abc import Iterable, Sequence
