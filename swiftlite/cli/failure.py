@@ -1,4 +1,4 @@
-"""Report the failure of a rank to the launcher (`elastic.py`), so that it can show the rank that failed first.
+"""Report the failure of a rank to the launcher (`elastic.py`), which shows the rank that failed first.
 
 When a rank dies, its sockets close, and every rank that waits for it raises an error within milliseconds, often before
 the dead rank's traceback is printed. Therefore each rank writes torchelastic's error file. A rank that only lost a

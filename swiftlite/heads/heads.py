@@ -76,7 +76,7 @@ class Heads:
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """Weight of each drafted token in the MTP loss; they add up to 1.
+        """Weights of the draft tokens in the MTP loss, which add up to 1.
 
         For example, two layers have the weights 1/2 and 1/2. One layer unrolled three times with beta 0.5 has 4/7, 2/7
         and 1/7.

@@ -37,7 +37,7 @@ def description_of(name: str) -> Path:
 
 
 def local_model(name: str) -> Path:
-    """Return a directory of a model with its weights, for the same names as `description_of`.
+    """Return the directory of a model, including its weights; `name` is any name that `description_of` accepts.
 
     Raises:
         UserError: the model is not available, or has no safetensors.

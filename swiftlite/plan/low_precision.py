@@ -70,9 +70,9 @@ class LowPrecision:
 
     @property
     def quantized(self) -> Quantized:
-        """Bytes per element in memory, from transformer_engine's tensor/*.py (2.20.2);
-        `tests/parallel/test_low_precision.py` counts them. With the recipe `tensorwise`, a Blackwell GPU stores weights
-        in only one memory order, which takes half of these bytes."""
+        """Bytes per element in memory, from transformer_engine's tensor/*.py (2.20.2).
+        `tests/parallel/test_low_precision.py` counts these bytes. With the recipe `tensorwise`, a Blackwell GPU stores
+        weights in only one memory order, which takes half of these bytes."""
         copy, weights = {
             "tensorwise": (1, 2),
             "blockwise": (1 + 4 / 128, 2 + 2 * 4 / 128**2),

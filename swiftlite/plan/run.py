@@ -113,7 +113,7 @@ def make_plan(
 
 
 def distributed_of(args: DistributedArgs, num_replicas: int, is_cuda: bool) -> DistributedArgs:
-    """Return the options with their defaults. The default is true on GPUs if several ranks hold the same parameters.
+    """Return the options with defaults, which are true on GPUs if several ranks hold the same parameters.
 
     On a CPU, overlapping communication with gloo does not save time.
 

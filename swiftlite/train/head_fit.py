@@ -136,7 +136,7 @@ class _Fit:
             self.hooks.append(last_layer.register_forward_pre_hook(self._see_target, with_kwargs=True))
 
     def see(self, batch: Batch, last_input_SBH: torch.Tensor) -> None:
-        """Set the micro-batch and the input of its last decoder layer."""
+        """Set the micro-batch, and the input that the trunk's last decoder layer received for it."""
         self.batch = batch
         self.target_SBH = self._whole(on_device(last_input_SBH, self.mesh.device.torch_device))
 

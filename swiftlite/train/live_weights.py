@@ -53,7 +53,7 @@ class LiveWeights:
     bucket_bytes: int = 1_000_000_000
 
     def tensors(self, part: HfPart) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Return the dtype and shape of the tensors that `stream` yields, in its order; not collective."""
+        """Return the dtypes and shapes of the tensors that `stream` yields, in the same order; not collective."""
         family, config = self.hf_model.family, self.hf_model.config
         return streamed_tensors(self.model, family, config, part, dtypes=self.dtypes)
 

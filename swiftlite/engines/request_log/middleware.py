@@ -77,7 +77,7 @@ class RequestLog:
 
 
 class _Exchange:
-    """A request and its response, of which ASGI messages arrive in order."""
+    """A request and its response, whose ASGI messages arrive in order."""
 
     def __init__(self) -> None:
         self._request = bytearray()
