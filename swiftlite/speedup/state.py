@@ -54,7 +54,8 @@ class Progress:
             progress = TypeAdapter(cls).validate_python(read_json(path))
         except (OSError, ValueError, ValidationError):
             raise UserError(f"{path} is damaged", hint) from None
-        changed = [name for name, value in settings.items() if progress.settings.get(name) != value]
+        # An option that is newer than the file had its default value.
+        changed = [name for name, value in settings.items() if progress.settings.get(name, value) != value]
         if changed:
             lines = [f"--{name} was {progress.settings.get(name)}, now {settings[name]}" for name in changed]
             raise UserError(f"--output_dir {directory} has results with other settings: {'; '.join(lines)}", hint)
