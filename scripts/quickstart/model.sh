@@ -7,7 +7,7 @@ say "Every command is shown before it runs; you can run each of them by hand." \
     "The time is limited to ${BUDGET:=8m}; a larger budget gives better heads: BUDGET=1h bash scripts/quickstart.sh"
 rm -rf "$faster"
 mkdir -p "$out"
-show_and_run swiftlite speedup --model "$MODEL" --output_dir "$faster" --budget "$BUDGET" --concurrency 1 --torch_dtype float32 \
+show_and_run swiftlite speedup --model "$MODEL" --output_dir "$faster" --budget "$BUDGET" --concurrency 1 \
     2>&1 | tee "$out/speedup.log"
 
 best=$(python - "$faster" <<'PYTHON'

@@ -31,6 +31,15 @@ class RoundTimes:
     fixed: float
 
 
+def bench_rounds(budget: float) -> int:
+    """Return how often `bench` sends every prompt; more rounds separate small gains from noise.
+
+    Args:
+        budget: seconds of the whole command.
+    """
+    return 1 if budget < 900 else 2
+
+
 def first_round(budget: float, largest: int | None = None) -> int:
     """Return the number of prompts of the first round. Its duration also shows how fast the machine is.
 

@@ -102,7 +102,9 @@ class _Speedup:
             self._run_round(number, prompts)
             number += 1
         best = self._progress.best
-        run_step(self._commands.bench(best), self._progress, self._directory)
+        accepted = self._progress.acceptance[best]
+        bench = self._commands.bench(best, accepted, budget.bench_rounds(self._budget))
+        run_step(bench, self._progress, self._directory)
         return best
 
     def _prompts_of(self, number: int) -> int:

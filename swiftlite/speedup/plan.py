@@ -1,5 +1,6 @@
 """The commands of `speedup`. A user can run each of them by hand."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,9 @@ MIN_BENCH_PROMPTS = 16
 """Minimum number of prompts of `bench`; with fewer, the speed varies too much."""
 OPENINGS_SHARE = 0.5
 """Share of the prompts written by the model that start with an opening."""
+MIN_ACCEPTED = 0.08
+"""Minimum share of accepted drafts at a position for which `bench` measures that number of drafts. Another draft costs
+about 10 % of the time of a decoding step."""
 HELD_OUT = "held_out.jsonl"
 ROWS = "rows.jsonl"
 """File of a round with its rows of --dataset."""
@@ -108,15 +112,23 @@ class Commands:
         words += ["--max_new_tokens", "64", *self._system(), "--output_dir", str(output)]
         return CommandStep(f"{name}/evaluation", tuple(words), output / "evaluation.json")
 
-    def bench(self, name: str) -> CommandStep:
-        """Return the command that measures the speed of servers of the model with the heads called `name`."""
+    def bench(self, name: str, accepted: Sequence[float], rounds: int) -> CommandStep:
+        """Return the command that measures the speed of servers of the model with the heads called `name`.
+
+        Args:
+            accepted: share of accepted drafts of these heads per position. Numbers of drafts whose last one is rarely
+                accepted are not measured.
+            rounds: number of times that every prompt is sent.
+        """
         args = self.args
+        most = max(1, sum(share >= MIN_ACCEPTED for share in accepted))
         output = self.directory / name / "bench"
         words = ["bench", *self._model(self.path_of(name)), "--val_dataset", str(self.directory / HELD_OUT)]
         words += ["--infer_backend", args.infer_backend, "--num_speculative_tokens"]
-        words += map(str, range(DRAFTED + 1))
+        words += map(str, range(most + 1))
         max_prompts = max(MIN_BENCH_PROMPTS, *args.concurrency)
-        words += ["--concurrency", *map(str, args.concurrency), "--max_prompts", str(max_prompts), "--rounds", "2"]
+        words += ["--concurrency", *map(str, args.concurrency), "--max_prompts", str(max_prompts)]
+        words += ["--rounds", str(rounds)]
         words += ["--max_new_tokens", "64", *self._system(), "--output_dir", str(output)]
         return CommandStep(f"{name}/bench", tuple(words), output / "bench.json")
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from swiftlite.speedup.budget import BENCH_SHARE, RoundTimes, first_round, next_round
+from swiftlite.speedup.budget import BENCH_SHARE, RoundTimes, bench_rounds, first_round, next_round
 
 FIRST = RoundTimes(prompts=100, answers=50, training=100, fixed=20)
 
@@ -43,3 +43,7 @@ def test_a_round_is_not_larger_than_the_rows():
 
 def test_growth_is_limited():
     assert next_round(1e6, 170, [FIRST]) == 800
+
+
+def test_a_small_budget_measures_once():
+    assert [bench_rounds(60 * minutes) for minutes in (5, 14, 15, 60)] == [1, 1, 2, 2]

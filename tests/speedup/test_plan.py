@@ -37,7 +37,7 @@ def test_every_command_parses(make_commands, tmp_path):
         commands.training(2, "round-1"),
         commands.export(1),
         commands.evaluation("round-1"),
-        commands.bench("round-1"),
+        commands.bench("round-1", [0.3, 0.1, 0.05], 2),
     ]
     for step in steps:
         args = options_of(step)
@@ -79,3 +79,12 @@ def test_training_fits_the_model(make_commands):
     assert (later.draft_vocab, later.lr) == (None, 1e-3)  # None: that of the checkpoint
     several_heads = options_of(make_commands(depth=2).training(1, "model"))
     assert (several_heads.mtp_unroll, several_heads.lr) == (1, 3e-4)
+
+
+@pytest.mark.parametrize(
+    ("accepted", "numbers"),
+    [([0.5, 0.3, 0.1], "0 1 2 3"), ([0.28, 0.09, 0.04], "0 1 2"), ([0.05, 0.01, 0.0], "0 1")],
+)
+def test_drafts_that_are_rarely_accepted_are_not_measured(make_commands, accepted, numbers):
+    step = make_commands().bench("round-1", accepted, 1)
+    assert f"--num_speculative_tokens {numbers} --concurrency" in str(step)
