@@ -3,15 +3,16 @@
 `load_hf` reads a directory into a model, `save_hf` writes a model to a directory, and `stream_hf` yields the tensors
 for a running engine. Every rank reads and writes only its slices. Each function first binds the family's bridge rows to
 the model's parameters, and raises an error for mismatches before it reads or writes a tensor. Two checks are made
-later. Copies of a tensor are compared with it when they are read. The heads for `mtp_init="graft"` are in a second
-directory, which is opened after the trunk is read.
+later: copies of a tensor are compared with it when they are read, and heads for `mtp_init="graft"` are checked when
+their directory is opened, after the trunk is read.
 
 Terms: row: one Megatron parameter and the HF tensors that form it (`rows.py`). shard: the part of a parameter on this
 rank (`placement.py`). binding: a row with its shard, which maps slices of HF tensors to slices of the shard
-(`binding.py`). A slice without an HF key is padding: it is zero in the model and not written. piece: an HF key, a slice
-of that tensor and its values, to be sent to a file or an engine. copy: an HF tensor with the same values as another
-one, such as `lm_head.weight` of tied embeddings. carried: tensors outside of the language model, which are copied
-unchanged. drawn, grafted: initial values of MTP heads from random numbers, or from another model.
+(`binding.py`). A slice without an HF key is padding: it is zero in the model and not written. piece: a slice of an HF
+tensor, with the tensor's key and the values of the slice, to be sent to a file or an engine. copy: an HF tensor with
+the same values as another one, such as `lm_head.weight` of tied embeddings. carried: tensors outside of the language
+model, which are copied unchanged. drawn, grafted: initial values of MTP heads from random numbers, or from another
+model.
 """
 
 import itertools

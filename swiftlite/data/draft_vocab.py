@@ -65,7 +65,7 @@ def choose_from(data: Data, size: int, vocab_size: int, num_ranks: int = 1) -> t
     if data.val:
         held_out = count((sample.labels for sample in data.val), vocab_size)
         share = covered(held_out, chosen.ids)
-        words += f" and {share:.2%} of the held-out ones, which bounds the acceptance rate"
+        words += f" and {share:.2%} of the held-out labels"
     logger.info("%s", words)
     rows_per_rank = vocab_size // num_ranks
     if len({token // rows_per_rank for token in chosen.ids}) < num_ranks:

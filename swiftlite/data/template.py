@@ -2,8 +2,9 @@
 
 The whole conversation is rendered once. Each assistant turn is located in the text by the template's `{% generation %}`
 blocks. Without these blocks, a turn is the text between two other parts of the rendered conversation. The first part is
-the messages before the turn with the generation prompt; the second part is everything after the turn. The text is
-tokenized once, and the tokens of trained turns become labels. If a turn cannot be located exactly, an error is raised.
+the messages before the turn, rendered with the generation prompt; the second part is everything after the turn. The
+text is tokenized once, and the tokens of trained turns become labels. If a turn cannot be located exactly, an error is
+raised.
 """
 
 import bisect

@@ -95,7 +95,7 @@ def _run(chunks: Sequence[GPTModel], mesh: Mesh, batches: Sequence[Batch], fits:
 def _run_streamed(
     trunk: StreamedTrunk, model: GPTModel, mesh: Mesh, batches: Sequence[Batch], fits: Sequence["_Fit"]
 ) -> None:
-    """Do what `_run` does for a model whose trunk is streamed."""
+    """Run all micro-batches like `_run`, through a model whose trunk is streamed."""
     unlabeled = map(_without_labels, on_this_rank(batches, mesh))
     for streamed in trunk.outputs(unlabeled, with_last_input=True):
         assert streamed.last_input_SBH is not None

@@ -46,7 +46,8 @@ class MicroBatchSchedule:
     def micro_batch(self, index: int, rank: int) -> np.ndarray:
         """Return the indices of the sequences in a micro-batch of a rank, ascending.
 
-        The micro-batch is empty only if there are fewer sequences than micro-batches of all ranks.
+        The micro-batch is empty only if the number of sequences is smaller than the number of micro-batches of all
+        ranks.
         """
         return self.rows[index * self.data_parallel_size + rank]
 

@@ -90,7 +90,7 @@ class Cache:
         return kept
 
     def kept(self, name: Name, num_tokens: int) -> torch.Tensor:
-        """Return the entries of the tensor cached as `name` for this pass's tokens, [T, ...]; zeros for padding."""
+        """Return the entry of each token of this pass in the tensor cached as `name`, [T, ...]; zeros for padding."""
         kept = self._kept[name]
         return self._padded(kept[self._row_T, self._position_T], num_tokens)
 

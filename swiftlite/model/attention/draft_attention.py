@@ -85,10 +85,11 @@ class DraftAttention(CoreAttention):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> torch.Tensor:
-        """Compute the first step like `CoreAttention`, and later steps over the keys of all steps so far.
+        """Compute attention: in the first draft step like `CoreAttention`, in later steps over the keys of all steps so
+        far.
 
         Args:
-            attention_mask: receives the keys and values of this step.
+            attention_mask: the `Draft`, passed in place of a mask; this step's keys and values are added to it.
             attention_bias: None. All other arguments and the result are those of `CoreAttention.forward`.
         """
         draft = attention_mask

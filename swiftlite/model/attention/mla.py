@@ -169,10 +169,10 @@ class MLASelfAttention(McoreMLASelfAttention):
         return query, key, value, query_latent, latent
 
     def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, Any]:
-        """Build the submodules of the spec.
+        """Return the spec's submodules by name, without the checks of the overridden method.
 
-        Since 0.19, megatron-core's method rejects unused norms. It also rejects norms of latents unless `qk_layernorm`
-        is set, which must not be set here (see `MLATransformerConfig`).
+        Since 0.19, the overridden method of megatron-core rejects unused norms. It also rejects norms of latents unless
+        `qk_layernorm` is set, which must not be set here (see `MLATransformerConfig`).
         """
         return vars(submodules)
 
