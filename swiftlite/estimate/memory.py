@@ -72,7 +72,7 @@ def estimate(hf_config: HfConfig, setup: Setup) -> list[StageMemory]:
 
 
 def estimate_of(architecture: Architecture, setup: Setup) -> list[StageMemory]:
-    """Estimate the memory of a rank on each pipeline stage, as `estimate` does, from an architecture."""
+    """Estimate the memory of a rank on each pipeline stage like `estimate`, but from an architecture."""
     model = ModelOnRank(architecture, setup)
     virtual_stages, first_layer = [], 0
     for holds in held_by_stages(setup, architecture.outside.num_layers):

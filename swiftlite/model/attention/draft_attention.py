@@ -130,8 +130,8 @@ class DraftAttention(CoreAttention):
         return tokens_to_rows(out, query_SBND)
 
     def _attend_steps(self, query_SBND: torch.Tensor, draft: Draft, segments: Sequence[Segment]) -> torch.Tensor:
-        """Return attention [S, B, N, D] of each query to its prefix of step 1 and, of each later step, to its own
-        position.
+        """Return attention [S, B, N, D]. Each query sees the keys of step 1 up to its position, and of each later step
+        the key at its position.
         """
         segments = list(_short_segments(segments))
         queries = query_SBND.split([segment.num_queries for segment in segments])

@@ -31,7 +31,10 @@ def fill_values(kernel: Callable[..., Any], others: Collection[Sizes] = ()) -> C
 
 
 def fill_values_in_halves(kernel: PrefixKernel, others: Collection[Sizes] = ()) -> PrefixKernel:
-    """Wrap a `PrefixKernel` as `fill_values` does. The tensors that are stored for the backward pass are not padded."""
+    """Return a `PrefixKernel` that supports values of any size up to the size of keys, like `fill_values`.
+
+    The tensors that are stored for the backward pass are not padded.
+    """
 
     def forward(query_TND, key_KGD, value_KGD, *rest):
         out_TND, lse_NT = kernel.forward(query_TND, key_KGD, _as_wide(value_KGD, key_KGD, others), *rest)

@@ -104,7 +104,7 @@ def write_buckets(trainer: int, transforms: list[Any], rank: int, buckets: Seque
 
 
 def _write_bucket(transforms: list[Any], number: int, bucket: Any) -> tuple[Any, str]:
-    """Write one file. Return its results, or the exception that was raised, and its digest."""
+    """Write one file. Return (its results, its digest), or (the exception that was raised, "")."""
     outcomes: Any = queue.Queue()  # megatron-core's function expects the queue that it uses between processes
     pending: Any = queue.Queue()
     pending.put(number)
