@@ -15,7 +15,7 @@ from swiftlite.bench.server import free_url, serve
 from swiftlite.bridge.adapters.files import AdapterBase, digest_of, read_adapter, write_adapter
 from swiftlite.bridge.adapters.merge import write_merged
 from swiftlite.engines.served_model import resolve_served
-from swiftlite.engines.vllm.client import read_metrics
+from swiftlite.engines.vllm.metrics import read_metrics
 from swiftlite.lora import Lora
 from swiftlite.serve import deploy
 from tests.engines.reference import Reference, write_trained

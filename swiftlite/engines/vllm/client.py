@@ -1,13 +1,13 @@
 """Client of vLLM's server. It uses the OpenAI-compatible route, and reads draft counts from /metrics."""
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import aiohttp
 
 from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.engines.client import Answer, Event, stream
 from swiftlite.engines.engine import Sampling
+from swiftlite.engines.vllm.metrics import read_cached_tokens, read_metrics
 
 
 class VllmClient:
@@ -53,31 +53,3 @@ def read_answer(events: Sequence[Event]) -> Answer:
         seconds_to_first=pieces[0][0],
         seconds=pieces[-1][0],
     )
-
-
-def read_metrics(text: str, num_speculative_tokens: int) -> DraftCounts:
-    """Return vLLM's draft counts from the text of /metrics, summed over all engines of the server."""
-    counted = {"num_drafts": 0, "num_draft_tokens": 0}
-    per_position = [0] * num_speculative_tokens
-    for sample in _samples(text):
-        name = sample.name.removeprefix("vllm:spec_decode_").removesuffix("_total")
-        if name in counted:
-            counted[name] += int(sample.value)
-        elif name == "num_accepted_tokens_per_pos":
-            per_position[int(sample.labels["position"])] += int(sample.value)
-    return DraftCounts(counted["num_drafts"], counted["num_draft_tokens"], tuple(per_position))
-
-
-def read_cached_tokens(text: str) -> int:
-    """Return the number of prompt tokens found in the prefix cache, from the text of /metrics.
-
-    The number is summed over all engines of the server.
-    """
-    return sum(int(sample.value) for sample in _samples(text) if sample.name == "vllm:prefix_cache_hits_total")
-
-
-def _samples(text: str) -> Iterator[Any]:
-    from prometheus_client.parser import text_string_to_metric_families  # vLLM's own requirement
-
-    for family in text_string_to_metric_families(text):
-        yield from family.samples

@@ -17,9 +17,9 @@ from swiftlite.args.fields import WeightTransport
 from swiftlite.engines.engine import Completion, OnAnswer, Sampling, check_prompts, finish_reason
 from swiftlite.engines.loading.weight_update import Bucket, Part, WeightUpdate, unsupported_layout
 from swiftlite.engines.served_model import resolve_served
-from swiftlite.engines.vllm.client import read_metrics
 from swiftlite.engines.vllm.live.weight_channel import VllmChannel
 from swiftlite.engines.vllm.live.weight_transport import BACKENDS, check_gpus, make_transport
+from swiftlite.engines.vllm.metrics import read_metrics
 from swiftlite.errors import UserError
 
 _Result = TypeVar("_Result")

@@ -6,7 +6,8 @@ pytest.importorskip("aiohttp")
 
 from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.engines.client import Answer
-from swiftlite.engines.vllm.client import read_answer, read_cached_tokens, read_metrics
+from swiftlite.engines.vllm.client import read_answer
+from swiftlite.engines.vllm.metrics import read_cached_tokens, read_metrics
 from tests.engines.small_server import streamed, with_server
 
 
