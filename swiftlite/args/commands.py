@@ -159,7 +159,7 @@ def deploy_args(args: BenchArgs, num_speculative_tokens: int) -> DeployArgs:
 
 
 @dataclass(frozen=True)
-class EvaluateArgs(fields.SpeculationArgs, fields.EvaluationArgs, fields.ModelArgs):
+class EvaluateArgs(fields.MonitoringArgs, fields.SpeculationArgs, fields.EvaluationArgs, fields.ModelArgs):
     """Measure the acceptance of MTP heads by depth and channel, against the trunk and by an engine's counters."""
 
 

@@ -535,7 +535,8 @@ class EvaluationArgs:
     baseline: str | None = None
     """Hugging Face model, as for --model, to compare with, such as the one before training."""
     output_dir: str = ""
-    """Directory for evaluation.json, evaluation.svg and evaluation.html; may exist."""
+    """Directory for evaluation.json, evaluation.svg and evaluation.html, or with --server for
+    acceptance_over_time.jsonl; may exist."""
     infer_backend: str = "none"
     """Engine that generates answers and counts accepted drafts; none: teacher-forced measures only."""
     max_prompts: bounds.PositiveInt = 64
@@ -552,6 +553,18 @@ class EvaluationArgs:
     """Maximum number of malformed rows before the command stops; each is reported with file:line."""
     system: str | None = None
     """System prompt for rows without one."""
+
+
+@dataclass(frozen=True)
+class MonitoringArgs:
+    """Monitoring"""
+
+    server: str | None = None
+    """Instead, read the draft counters of a running vLLM server at this address, such as http://127.0.0.1:8000, add
+    them to acceptance_over_time.jsonl, and report the acceptance between readings."""
+    since: str | None = None
+    """With --server: begin at the last reading older than this duration, such as 24h or 1h30m. Default: all
+    readings."""
 
 
 @dataclass(frozen=True)

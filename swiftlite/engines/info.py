@@ -65,6 +65,10 @@ class EngineInfo:
         server: name of the function that returns a `ServerCommand`; its arguments are `DeployArgs`, an `HfModel`,
             whether the server drafts, and a `DraftSchedule` or None. If "", `deploy` does not support the engine.
         client: name of the `Client` class that `bench` uses. If "", `bench` does not support the engine.
+        metrics_prefix: prefix of the names of the engine's metrics in /metrics of its server, which identifies the
+            engine; "" if the engine has no server.
+        draft_counts: name of the function that maps the text of /metrics to the server's `DraftCounts`, or to None if
+            the server does not draft. If "", `evaluate --server` does not support the engine.
         dry_load: name of the function that maps an `EngineConfig` to a `LoadReport`; it is called in a subprocess. If
             "", `doctor` does not support the engine.
         known_report: name of the function that maps an `HfModel` to a `LoadReport` if the engine is not installed. If
@@ -94,6 +98,8 @@ class EngineInfo:
     rules: tuple[Callable[[Any], Iterator[Problem]], ...] = ()
     server: str = ""
     client: str = ""
+    metrics_prefix: str = ""
+    draft_counts: str = ""
     dry_load: str = ""
     known_report: str = ""
     command_needs_no_install: bool = False

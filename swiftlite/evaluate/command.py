@@ -18,6 +18,7 @@ from swiftlite.engines.served_model import resolve_served
 from swiftlite.evaluate.by_engine import EngineStats, by_engine
 from swiftlite.evaluate.confidence import confidence_table
 from swiftlite.evaluate.evaluation_rows import load_rows
+from swiftlite.evaluate.over_time import measure_over_time
 from swiftlite.evaluate.page import evaluation_chart, evaluation_page
 from swiftlite.evaluate.position_tables import position_tables
 from swiftlite.evaluate.rates import REPLAYED, ModelFigures, compare_with_engine, table
@@ -30,6 +31,18 @@ from swiftlite.runtime.mesh import Mesh
 
 
 def run(args: EvaluateArgs) -> None:
+    """Measure the acceptance of a model, or of a running server (`over_time.py`), and print a table.
+
+    Raises:
+        UserError: rows, a model or a server are invalid, or --output_dir cannot be written.
+    """
+    if args.server is not None:
+        measure_over_time(args)
+    else:
+        _measure_models(args)
+
+
+def _measure_models(args: EvaluateArgs) -> None:
     """Measure the acceptance, print a table, and write evaluation.json, evaluation.svg and evaluation.html.
 
     Raises:

@@ -1,10 +1,15 @@
 """Rules of `evaluate`."""
 
+import functools
+import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from swiftlite.args.commands import EvaluateArgs
 from swiftlite.args.config import Problem
+from swiftlite.args.docs import options
+from swiftlite.args.duration import seconds_of
 from swiftlite.plan.facts import Facts
 from swiftlite.rules import common, engine_options
 
@@ -23,7 +28,7 @@ def there_are_heads(args: EvaluateArgs, facts: Facts) -> Iterator[Problem]:
 
 def output_dir_can_be(args: EvaluateArgs, facts: Facts) -> Iterator[Problem]:
     if not args.output_dir:
-        yield "--output_dir is required", "evaluation.json, .svg and .html are written there: --output_dir evaluation"
+        yield "--output_dir is required", "the results are written there: --output_dir evaluation"
     elif Path(args.output_dir).is_file():
         yield f"--output_dir {args.output_dir} is a file", "give a directory"
 
@@ -41,15 +46,71 @@ def evaluate_settings_without_effect(args: EvaluateArgs, facts: Facts) -> Iterat
     )
 
 
-RULES = (
+def server_is_an_address(args: EvaluateArgs, facts: Facts) -> Iterator[Problem]:
+    if args.server is not None and not _is_address(args.server):
+        yield f"--server {args.server} is not an address", "give http://HOST:PORT, such as http://127.0.0.1:8000"
+
+
+def _is_address(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        parts.port  # noqa: B018 - raises ValueError
+    except ValueError:
+        return False
+    has_host = parts.scheme in ("http", "https") and parts.hostname is not None
+    return has_host and not (parts.username or parts.query or parts.fragment)
+
+
+def server_has_no_model_options(args: EvaluateArgs, facts: Facts) -> Iterator[Problem]:
+    if args.server is not None:
+        others = options(EvaluateArgs).keys() - _SERVER_OPTIONS
+        yield from common.left_out(args, "evaluate --server", dict.fromkeys(sorted(others), _COUNTERS_ONLY))
+
+
+def server_metrics_can_be_parsed(args: EvaluateArgs, facts: Facts) -> Iterator[Problem]:
+    if args.server is not None and importlib.util.find_spec("prometheus_client") is None:
+        yield "--server requires the package prometheus_client", "pip install prometheus_client"
+
+
+def since_is_a_duration_of_a_server(args: EvaluateArgs, facts: Facts) -> Iterator[Problem]:
+    if args.since is None:
+        return
+    if args.server is None:
+        yield "--since requires --server", "add --server http://HOST:PORT, or remove --since"
+    if not seconds_of(args.since):
+        yield f"--since {args.since} is not a duration above 0", "give hours, minutes or seconds: --since 24h"
+
+
+def _of_models(rule: common.Rule) -> common.Rule:
+    """Return a rule that is not applied with --server, which has no model and no rows."""
+
+    @functools.wraps(rule)
+    def unless_server(args: EvaluateArgs, facts: Facts) -> Iterator[Problem]:
+        if args.server is None:
+            yield from rule(args, facts)
+
+    return unless_server
+
+
+_SERVER_OPTIONS = {"server", "since", "output_dir"}
+_COUNTERS_ONLY = "it only reads the counters of a running server"
+
+_MODEL_RULES = (
     common.hf_model_is_a_directory,
     there_are_rows,
     there_are_heads,
     common.baseline_is_a_model,
-    output_dir_can_be,
     confidences_are_probabilities,
-    common.numbers_are_in_range,
     engine_options.engine_is_installed,
     engine_options.draft_confidence_has_its_engine,
+)
+RULES = (
+    *map(_of_models, _MODEL_RULES),
+    output_dir_can_be,
+    common.numbers_are_in_range,
+    server_is_an_address,
+    server_has_no_model_options,
+    server_metrics_can_be_parsed,
+    since_is_a_duration_of_a_server,
 )
 NOTES = (evaluate_settings_without_effect,)

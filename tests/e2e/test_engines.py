@@ -346,6 +346,7 @@ def test_deploy_becomes_the_server(commands, tmp_path):
         answer = wait_for(server, f"http://127.0.0.1:{PORT}", tmp_path / "log")
         check_logged_requests(f"http://127.0.0.1:{PORT}", tmp_path / "requests.jsonl")
         metrics = get(f"http://127.0.0.1:{PORT}/metrics")
+        commands.ok("evaluate", "--server", f"http://127.0.0.1:{PORT}", "--output_dir", tmp_path / "acceptance")
         variables = read_words(server, "environ")
         words = read_words(server, "cmdline")
         sockets = psutil.Process(server.pid).net_connections()
@@ -353,6 +354,9 @@ def test_deploy_becomes_the_server(commands, tmp_path):
         assert server.wait(timeout=60) == 0
     assert answer["usage"]["completion_tokens"] > 1
     assert drafted(metrics) > 0
+    (reading,) = map(json.loads, (tmp_path / "acceptance/acceptance_over_time.jsonl").read_text().splitlines())
+    assert reading["drafted"] == drafted(metrics)
+    assert reading["server_started"] is not None
     assert {socket.laddr for socket in sockets if socket.status == psutil.CONN_LISTEN} == {("127.0.0.1", PORT)}
     assert "vllm.entrypoints.openai.api_server" in words
     in_front = len(shlex.split(printed)) - len(words)

@@ -47,6 +47,52 @@ def test_an_engine_is_installed(here, monkeypatch):
     assert mentions(problem, "--infer_backend vllm")
 
 
+SERVER = EvaluateArgs(server="http://127.0.0.1:8000", output_dir="out")
+
+
+@pytest.mark.parametrize("server", ["http://127.0.0.1:8000/", "https://serving.example/vllm", "http://[::1]:8000"])
+def test_a_server_needs_no_model(here, server):
+    assert rules.check(dataclasses.replace(SERVER, server=server)) == []
+    assert rules.check(dataclasses.replace(SERVER, server=server, since="24h")) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "problem", "hint"),
+    [
+        ({"output_dir": ""}, "--output_dir", "--output_dir"),
+        ({"model": "mtp2"}, "--model --server", "--model"),
+        ({"dataset": ["val.jsonl"]}, "--dataset --server", "--dataset"),
+        ({"baseline": "mtp2"}, "--baseline --server", "--baseline"),
+        ({"infer_backend": "vllm"}, "--infer_backend --server", "--infer_backend"),
+        ({"num_speculative_tokens": 2}, "--num_speculative_tokens --server", "--num_speculative_tokens"),
+        ({"draft_confidence": [0.5]}, "--draft_confidence --server", "--draft_confidence"),
+        ({"since": "yesterday"}, "--since yesterday", "--since 24h"),
+        ({"since": "0h"}, "--since 0h", "--since 24h"),
+        *(
+            ({"server": server}, f"--server {server}", "http://127.0.0.1:8000")
+            for server in ("127.0.0.1:8000", "localhost", "http://", "http://a:b", "http://user:word@a", "ftp://a", "")
+        ),
+    ],
+)
+def test_evaluate_server(here, change, problem, hint):
+    ((found, advice),) = problems_of(dataclasses.replace(SERVER, **change))
+    assert mentions(found, problem)
+    assert mentions(advice, hint)
+
+
+def test_since_requires_a_server(here):
+    ((problem, hint),) = problems_of(dataclasses.replace(EVALUATE, since="24h"))
+    assert mentions(problem, "--since --server")
+    assert mentions(hint, "--server --since")
+
+
+def test_the_parser_of_metrics_is_installed(here, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    ((problem, hint),) = problems_of(SERVER)
+    assert mentions(problem, "--server prometheus_client")
+    assert mentions(hint, "prometheus_client")
+
+
 OF_AN_ENGINE = {"max_prompts": 3, "max_new_tokens": 7, "temperature": 0.5, "num_speculative_tokens": 1}
 
 

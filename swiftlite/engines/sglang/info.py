@@ -67,6 +67,7 @@ SGLANG = EngineInfo(
     rules=(numbers_go_together, numbers_agree),
     server="swiftlite.engines.sglang.server:server_command",
     client="swiftlite.engines.sglang.client:SglangClient",
+    metrics_prefix="sglang:",
     dry_load="swiftlite.engines.sglang.dry_load:dry_load",
     known_report="swiftlite.engines.sglang.options:known_report",
     command_needs_no_install=True,

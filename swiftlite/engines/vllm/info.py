@@ -36,6 +36,8 @@ VLLM = EngineInfo(
     rules=(speculative_tokens_are_given_once,),
     server="swiftlite.engines.vllm.server:server_command",
     client="swiftlite.engines.vllm.client:VllmClient",
+    metrics_prefix="vllm:",
+    draft_counts="swiftlite.engines.vllm.metrics:read_draft_counts",
     dry_load="swiftlite.engines.vllm.dry_load:dry_load",
     plugin=Plugin("swiftlite.engines.vllm.plugin:register", "vllm.general_plugins", "VLLM_PLUGINS"),
 )
