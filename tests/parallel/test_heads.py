@@ -57,7 +57,8 @@ def computed(tmp_path_factory) -> tuple[dict[str, Path], dict[tuple[str, str], R
         config: dict[str, Any] = {"mtp_draft_vocab": "3-40 77 90-120"} if way == "draft vocabulary" else {}
         models[way] = parity.make_model(root / way, family, depth, **config)
     jobs: dict[int, dict[tuple[str, str], dict]] = {1: {}, 2: {}}
-    for way, (_, _, options) in WAYS.items():
+    for way, (_, _, changed) in WAYS.items():
+        options = SMALL | changed
         jobs[1][way, "alone"] = options
         for name in CHOSEN[way]:
             jobs[2][way, name] = options | LAYOUTS[name]

@@ -15,7 +15,7 @@ from swiftlite.plan.kernels import Kernels
 from tests import te_stand_ins
 from tests.parallel import parity
 from tests.parallel.launch import launch
-from tests.parallel.parity import BOUNDS, CASES, TP2_SP, Job, Result
+from tests.parallel.parity import BOUNDS, CASES, SMALL, TP2_SP, Job, Result
 
 pytestmark = pytest.mark.gloo
 
@@ -92,13 +92,14 @@ def computed(tmp_path_factory) -> Computed:
         (True, 1): {},
         (True, 2): {},
     }
-    for way, (_, options, others) in WAYS.items():
+    for way, (_, changed, others) in WAYS.items():
+        options = SMALL | changed
         starts[False, 1][way, "alone"] = Job(models[way], root / way / "alone", options)
         for name, (kernels, layout) in others.items():
             job = Job(models[way], root / way / name, options | layout, kernels=kernels)
             starts[name.startswith("TE"), 1 if layout is ALONE else 2][way, name] = job
     # The first steps with layers of one kind, the others with the other.
-    firsts = {name: Job(models["qwen3"], root / name, steps=(1, HALF), save=True) for name in ("local", "TE")}
+    firsts = {name: Job(models["qwen3"], root / name, SMALL, (1, HALF), save=True) for name in ("local", "TE")}
     starts[False, 1]["qwen3", "local, first"] = firsts["local"]
     starts[True, 1]["qwen3", "TE, first"] = replace(firsts["TE"], kernels=TE)
     starts[True, 1]["qwen3", "local, then TE"] = goes_on(firsts["local"], root / "second TE", TE)
@@ -116,7 +117,7 @@ def computed(tmp_path_factory) -> Computed:
 
 def goes_on(first: Job, out_dir: Path, kernels: Kernels) -> Job:
     steps = (HALF + 1, parity.STEPS)
-    return Job(first.hf_dir, out_dir, steps=steps, resume=first.out_dir / f"checkpoint-{HALF}", kernels=kernels)
+    return Job(first.hf_dir, out_dir, SMALL, steps, first.out_dir / f"checkpoint-{HALF}", kernels)
 
 
 @pytest.mark.parametrize(("way", "name"), COMPARED)

@@ -13,7 +13,7 @@ from swiftlite.runtime.device import Device
 from tests.messages import mentions
 from tests.parallel import parity
 from tests.parallel.launch import launch
-from tests.parallel.parity import BOUNDS, CASES, FEW_STEPS, FULL, Job, Result
+from tests.parallel.parity import BOUNDS, CASES, FEW_STEPS, FULL, SMALL, Job, Result
 
 pytestmark = pytest.mark.gloo
 
@@ -84,7 +84,7 @@ def computed(tmp_path_factory) -> Computed:
     results = {}
     for num_processes, chosen in jobs.items():
         queue = [
-            Job(models[model], root / "runs" / "-".join(map(str, (*model, name))), options, FEW_STEPS)
+            Job(models[model], root / "runs" / "-".join(map(str, (*model, name))), SMALL | options, FEW_STEPS)
             for (model, name), options in chosen.items()
         ]
         results |= zip(chosen, parity.run(num_processes, queue), strict=True)
