@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import save_file
 
 from swiftlite.estimate.setup import Setup
-from swiftlite.estimate.streamed_trunk import estimate_streamed
+from swiftlite.estimate.streamed_memory import estimate_streamed
 from swiftlite.heads import Heads
 
 CONFIG = {

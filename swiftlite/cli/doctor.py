@@ -21,7 +21,7 @@ from swiftlite.estimate import memory
 from swiftlite.estimate.flops import training_flops
 from swiftlite.estimate.gpus import GPUS
 from swiftlite.estimate.setup import Setup, planned_setup
-from swiftlite.estimate.streamed_trunk import estimate_streamed
+from swiftlite.estimate.streamed_memory import estimate_streamed
 from swiftlite.estimate.suggestion import suggest
 from swiftlite.estimate.timing import PRODUCT_EFFICIENCY
 from swiftlite.families.index import FAMILIES, architecture_of

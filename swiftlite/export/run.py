@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -113,11 +113,7 @@ def to_hf(args: ExportArgs, mesh: Mesh) -> None:
         if dist.get_rank() == 0:
             _copy_small_files(args, hf_model, heads, writing)
         dist.barrier()
-        with ExitStack() as stack:
-            layers: Iterable[Piece] = ()
-            if trunk:
-                files = stack.enter_context(DecoderLayers(trunk.directory, trunk.family, trunk.config))
-                layers = files.pieces(dtype)
+        with _streamed_layers(trunk, dtype) as layers:
             save_hf(
                 chunks,
                 writing,
@@ -136,6 +132,16 @@ def to_hf(args: ExportArgs, mesh: Mesh) -> None:
                 (writing / "README.md").write_text(card, encoding="utf-8")
     family = hf_model.family.name
     logger.info("wrote %s: %s with %d MTP layers, from %s", output_dir, family, heads.layers, checkpoint)
+
+
+@contextmanager
+def _streamed_layers(trunk: HfModel | None, dtype: torch.dtype) -> Iterator[Iterable[Piece]]:
+    """Yield this rank's pieces of the decoder layers that the chunks do not have; none without a streamed trunk."""
+    if trunk is None:
+        yield ()
+        return
+    with DecoderLayers(trunk.directory, trunk.family, trunk.config) as layers:
+        yield layers.pieces(dtype)
 
 
 def to_mcore(args: ExportArgs, mesh: Mesh) -> None:

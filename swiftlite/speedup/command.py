@@ -22,7 +22,7 @@ from swiftlite.families.resolved import HfModel
 from swiftlite.log import logger
 from swiftlite.runtime.lock import only_run_in
 from swiftlite.speedup import budget
-from swiftlite.speedup.dataset import DatasetRows
+from swiftlite.speedup.dataset import RoundRows
 from swiftlite.speedup.held_out import divide, read_rows, without_similar, write_rows
 from swiftlite.speedup.plan import HELD_OUT, Commands
 from swiftlite.speedup.results import accepted_drafts, read_result
@@ -43,7 +43,7 @@ def run(args: SpeedupArgs) -> None:
     model = resolve_served(args.model)
     _check_template(args, model)
     directory = Path(args.output_dir)
-    rows = DatasetRows(args, directory)
+    rows = RoundRows(args, directory)
     settings = {name: value for name, value in asdict(args).items() if name not in NOT_SETTINGS}
     check_writable("--output_dir", directory)
     with only_run_in(directory):
@@ -83,7 +83,7 @@ def _check_template(args: SpeedupArgs, model: HfModel) -> None:
 class _Speedup:
     """One run of `swiftlite speedup`. `best_heads` runs all steps that are not complete."""
 
-    def __init__(self, args: SpeedupArgs, model: HfModel, rows: DatasetRows, directory: Path, progress: Progress):
+    def __init__(self, args: SpeedupArgs, model: HfModel, rows: RoundRows, directory: Path, progress: Progress):
         self._model = model
         self._rows = rows
         self._args = args

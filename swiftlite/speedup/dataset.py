@@ -13,7 +13,7 @@ from swiftlite.speedup.held_out import read_rows, write_rows
 from swiftlite.speedup.plan import ROWS
 
 
-class DatasetRows:
+class RoundRows:
     """The rows of --dataset in the order in which rounds use them.
 
     The rows of each file are shuffled, and files alternate until their rows run out, so that a round has the same

@@ -7,7 +7,7 @@ import pytest
 
 from swiftlite.args.commands import SpeedupArgs
 from swiftlite.errors import UserError
-from swiftlite.speedup.dataset import DatasetRows
+from swiftlite.speedup.dataset import RoundRows
 from tests.messages import naming
 
 
@@ -26,7 +26,7 @@ def files(tmp_path) -> list[str]:
 def divided(directory: Path, rounds: list[int], **options) -> list[list[str]]:
     """Return the questions of each round."""
     directory.mkdir(exist_ok=True)
-    rows = DatasetRows(SpeedupArgs(**options), directory)
+    rows = RoundRows(SpeedupArgs(**options), directory)
     found = []
     for number, prompts in enumerate(rounds, start=1):
         found.append([row["messages"][0]["content"] for row in rows.of_round(number, prompts)])
@@ -61,15 +61,15 @@ def test_a_file_may_grow_between_two_calls(files, tmp_path):
 
 
 def test_rounds_end_with_the_rows_if_the_model_writes_none(files, tmp_path):
-    rows = DatasetRows(SpeedupArgs(dataset=files, self_prompts_share=0.0), tmp_path)
+    rows = RoundRows(SpeedupArgs(dataset=files, self_prompts_share=0.0), tmp_path)
     sizes = [rows.largest_round()]
     for number in (1, 2):
         rows.of_round(number, 30)
         sizes.append(rows.largest_round())
     assert sizes == [40, 10, 0]
-    assert DatasetRows(SpeedupArgs(dataset=files), tmp_path).largest_round() is None
+    assert RoundRows(SpeedupArgs(dataset=files), tmp_path).largest_round() is None
     for args in (SpeedupArgs(), SpeedupArgs(dataset=files, self_prompts_share=1.0)):
-        rows = DatasetRows(args, tmp_path)
+        rows = RoundRows(args, tmp_path)
         assert (rows.largest_round(), rows.of_round(9, 128)) == (None, [])
 
 
@@ -84,4 +84,4 @@ def test_a_bad_row_is_named(files, tmp_path):
     path = Path(files[1])
     path.write_text(path.read_text() + "{}\n")
     with pytest.raises(UserError, match=naming(f"{files[1]}:11")):
-        DatasetRows(SpeedupArgs(dataset=files), tmp_path)
+        RoundRows(SpeedupArgs(dataset=files), tmp_path)

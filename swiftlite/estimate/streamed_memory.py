@@ -13,7 +13,7 @@ STATES_GB = 4.0
 
 
 @dataclass(frozen=True)
-class StreamedTrunk:
+class StreamedMemory:
     """A run of heads whose trunk is read layer by layer.
 
     Attributes:
@@ -40,7 +40,7 @@ class StreamedTrunk:
         return self.layers + self.rest
 
 
-def estimate_streamed(hf_config: HfConfig, setup: Setup) -> StreamedTrunk:
+def estimate_streamed(hf_config: HfConfig, setup: Setup) -> StreamedMemory:
     """Estimate a run of heads with a streamed trunk, without pipeline parallelism."""
     architecture = architecture_of(hf_config)
     rank = rank_of(architecture, setup)
@@ -48,7 +48,7 @@ def estimate_streamed(hf_config: HfConfig, setup: Setup) -> StreamedTrunk:
     (stage,) = memory.estimate(hf_config, setup)
     with_trunk = training_flops(hf_config, setup.heads, heads_only=True).per_token
     without_trunk = training_flops(hf_config, setup.heads, heads_only=True, trunk_is_read=True).per_token
-    return StreamedTrunk(
+    return StreamedMemory(
         trunk=sum(layers),
         layers=sum(layers[-2:]),
         rest=stage.total - sum(layers),
