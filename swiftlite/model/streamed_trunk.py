@@ -53,17 +53,22 @@ class StreamedOutput:
 
 
 class _Progress:
-    """Logs the progress of a group of micro-batches, at most every PROGRESS_SECONDS."""
+    """Logs how many layers are done, at most every PROGRESS_SECONDS.
 
-    def __init__(self, num_micro_batches: int, num_layers: int):
-        self._words = f"%d of {num_layers} layers are computed for {num_micro_batches} micro-batches"
+    Args:
+        done: what was done with the layers, such as "hashed".
+    """
+
+    def __init__(self, done: str, num_layers: int):
+        self._done = done
         self._num_layers = num_layers
         self._last = time.monotonic()
 
     def show(self, number: int) -> None:
+        """Log the number of layers that are done, if it is time, or if these are all layers."""
         now = time.monotonic()
         if number == self._num_layers or now - self._last > PROGRESS_SECONDS:
-            logger.info(f"trunk: {self._words}", number)
+            logger.info("trunk: %d of %d layers %s", number, self._num_layers, self._done)
             self._last = now
 
 
@@ -128,7 +133,7 @@ class StreamedTrunk:
 
     @torch.no_grad()
     def _group_outputs(self, group: Sequence[Batch], with_last_input: bool) -> Iterator[StreamedOutput]:
-        progress = _Progress(len(group), self.num_layers)
+        progress = _Progress(f"computed for {len(group)} micro-batches", self.num_layers)
         states_SBH = [self._embedded(batch).cpu() for batch in group]
         last_inputs_SBH: list[torch.Tensor | None] = [None] * len(group)
 
@@ -158,11 +163,13 @@ class StreamedTrunk:
 
     def hashes(self, hash_tensor: HashTensor) -> dict[str, str]:
         """Read all layers once; return the hash of each parameter by its name in a model that has all layers."""
+        progress = _Progress("hashed", self.num_layers)
         found = {}
 
         def hash_layer(number: int, layer: nn.Module) -> None:
             for name, parameter in layer.named_parameters():
                 found[f"decoder.layers.{number}.{name}"] = hash_tensor(parameter)
+            progress.show(number + 1)
 
         self._for_each_layer(hash_layer)
         return found
