@@ -166,9 +166,10 @@ def open_hidden_state_cache(
         UserError: the directory holds other files, or states of another model or of other rows; the disk is too small;
             or the machines do not share the directory.
     """
+    if dist.get_rank() == 0:
+        check_writable(FLAG, directory)  # first, because reading a streamed trunk takes minutes
     manifest = _manifest(batches.plan, hf_model.config, train_state, data, torch_dtype)
     if dist.get_rank() == 0:
-        check_writable(FLAG, directory)
         _check_is_same(directory, manifest)
         _delete_abandoned(directory)
         _check_disk(directory, batches, train_state, data)
