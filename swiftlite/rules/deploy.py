@@ -134,6 +134,11 @@ def requests_are_logged_as_rows(args: DeployArgs, facts: Facts) -> Iterator[Prob
     if not ENGINES[args.infer_backend].logs_requests:
         able = choices([f"--infer_backend {other.name}" for other in ENGINES.values() if other.logs_requests])
         yield f"--log_requests is not supported with --infer_backend {args.infer_backend}", f"use {able}"
+    if args.adapters is not None:
+        yield (
+            "--log_requests does not support --adapters: heads are trained for one model, and the server has two",
+            "merge them first: swiftlite export --to_hf --merge_lora true",
+        )
     if Path(args.log_requests).suffix != ".jsonl":
         yield f"--log_requests {args.log_requests} must end with .jsonl", "use --log_requests requests.jsonl"
 

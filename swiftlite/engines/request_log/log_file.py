@@ -22,13 +22,17 @@ class LogFile:
         self._max_bytes = max_bytes
 
     def check(self, option: str) -> None:
-        """Create the file if it is missing, and check that it can be written.
+        """Create the file if it is missing, and check that it can be written. Only its owner can read it afterwards.
 
         Raises:
             UserError: the file cannot be written; the error names the option.
         """
         try:
-            os.close(self._open())
+            descriptor = self._open()
+            try:
+                os.fchmod(descriptor, MODE)  # an existing file may have another mode
+            finally:
+                os.close(descriptor)
         except OSError as error:
             problem = f"{option} {self.path} cannot be written: {error.strerror}"
             raise UserError(problem, "give a file in an existing directory that this user can write") from None
@@ -53,6 +57,8 @@ class LogFile:
             if size and size + len(line) > self._max_bytes:
                 self.path.replace(self._older)
                 return False
+            if size and os.pread(descriptor, 1, size - 1) != b"\n":
+                line = b"\n" + line  # an editor may have left the last line without its end
             if os.write(descriptor, line) < len(line):
                 os.ftruncate(descriptor, size)
                 raise OSError("the line was written only in part")
@@ -61,7 +67,7 @@ class LogFile:
             os.close(descriptor)
 
     def _open(self) -> int:
-        return os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, MODE)
+        return os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, MODE)
 
     def _is_current(self, descriptor: int) -> bool:
         try:

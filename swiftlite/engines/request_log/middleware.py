@@ -18,7 +18,7 @@ from swiftlite.engines.request_log.chat_answer import ChatAnswer
 from swiftlite.engines.request_log.log_file import LogFile
 from swiftlite.errors import UserError
 from swiftlite.json_file import parse_json
-from swiftlite.log import logger
+from swiftlite.log import write_line
 
 CLASS = "swiftlite.engines.request_log.middleware.RequestLog"
 FILE, MAX_BYTES = "SWIFTLITE_LOG_REQUESTS", "SWIFTLITE_LOG_REQUESTS_MAX_BYTES"
@@ -26,6 +26,22 @@ PATH = "/v1/chat/completions"
 LARGEST_REQUEST = 8_000_000
 """Maximum size of a logged request in bytes, because requests are held in memory while they are answered."""
 KEPT_OF_MESSAGES = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
+NEUTRAL = {
+    *("messages", "tools", "model", "user", "metadata", "request_id", "priority", "stream", "stream_options"),
+    *("max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "logprobs"),
+    *("top_logprobs", "parallel_tool_calls", "service_tier", "store"),
+}
+"""Fields of a request after which the answer is still what the model generates from the messages. `ChatAnswer` skips
+answers that end at a limit or at a stop string."""
+NEUTRAL_VALUES = {
+    "n": 1,
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "repetition_penalty": 1,
+    "tool_choice": "auto",
+    "response_format": {"type": "text"},
+}
+"""Values with which other fields change nothing."""
 # Exceptions when a request or response does not have the expected format.
 UNEXPECTED_FORMAT = (ValueError, TypeError, LookupError, AttributeError, UserError)
 
@@ -72,7 +88,8 @@ class RequestLog:
             self._file.append(line)
         except OSError as error:  # serving continues
             if not self._has_failed:
-                logger.warning("--log_requests %s cannot be written: %s", self._file.path, error)
+                # Not the logger, which the configuration of the server's logging disables.
+                write_line(f"swiftlite: --log_requests {self._file.path} cannot be written: {error}")
             self._has_failed = True
 
 
@@ -120,7 +137,10 @@ def _make_row(request: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]
 
     Raises:
         RowError: `sft` would not read the row, because it has images, for example.
+        ValueError: an option of the request changes what the model generates.
     """
+    if changing := [name for name, value in request.items() if not _is_neutral(name, value)]:
+        raise ValueError(f"changes what the model generates: {', '.join(changing)}")
     messages = []
     for message in [*request["messages"], answer]:
         messages.append({name: message[name] for name in KEPT_OF_MESSAGES if name in message})
@@ -130,3 +150,10 @@ def _make_row(request: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]
         is_earlier_answer = message["role"] == "assistant" and place < len(conversation.messages)
         weights.append(0.0 if is_earlier_answer else 1.0)
     return replace(conversation, weights=weights).as_row()
+
+
+def _is_neutral(name: str, value: Any) -> bool:
+    """Return whether a field of a request does not change what the model generates."""
+    if value is None or name in NEUTRAL:
+        return True
+    return name in NEUTRAL_VALUES and value == NEUTRAL_VALUES[name]

@@ -37,6 +37,18 @@ def test_an_existing_file_is_continued(tmp_path):
     assert (tmp_path / "log.jsonl").read_bytes() == b"old\nnew\n"
 
 
+def test_a_last_line_without_its_end_is_ended(tmp_path):
+    path = tmp_path / "log.jsonl"
+    path.write_bytes(b"edited by hand")
+    path.chmod(0o644)
+    file = LogFile(path, 100)
+    file.check("--log_requests")
+    for line in (b"new\n", b"newer\n"):
+        file.append(line)
+    assert path.read_bytes() == b"edited by hand\nnew\nnewer\n"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
 def test_processes_lose_no_line(tmp_path):
     """Check that both files together have the newest lines, each once and complete, after several rotations."""
     code = """

@@ -18,6 +18,8 @@ from swiftlite.data.encoder import ConversationEncoder
 from swiftlite.data.template import ChatTemplate, load_tokenizer
 from swiftlite.engines.request_log import middleware
 from swiftlite.engines.request_log.middleware import RequestLog, variables
+from swiftlite.log import logger
+from tests.messages import mentions
 from tests.tiny import make_tiny_hf
 
 uvicorn = pytest.importorskip("uvicorn", reason="uvicorn is part of vLLM")
@@ -182,6 +184,13 @@ def test_streams_are_assembled(server):
         ({"error": "overloaded"}, {}),
         (whole(), {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}),
         (whole(), {"messages": "text"}),
+        # What the model would not generate from the messages alone.
+        (whole(stop_reason=304), {"stop_token_ids": [304]}),
+        (whole(), {"structured_outputs": {"choice": ["yes"]}}),
+        (whole(), {"response_format": {"type": "json_object"}}),
+        (whole(), {"repetition_penalty": 1.2}),
+        (whole(), {"add_generation_prompt": False}),
+        (whole(), {"an_option_of_later_releases": 1}),
         (whole(), {"messages": [QUESTION, {"role": "assistant", "content": "It is"}]}),  # continues an answer
         (events({"content": "Behind"}, finish_reason="length"), {}),
         (events({"content": "Behind"})[:-2], {}),
@@ -194,6 +203,13 @@ def test_other_responses_are_no_rows(server, response, request_):
     server.respond = lambda request: response
     server.ask(**request_)
     assert nothing_is_logged(server)
+
+
+def test_options_that_change_nothing_are_logged(server):
+    """Check the defaults that clients send explicitly, and sampling of the model's own distribution."""
+    server.ask(n=1, repetition_penalty=1.0, presence_penalty=0.0, response_format={"type": "text"}, bad_words=None)
+    server.ask(temperature=0.7, top_p=0.9, max_tokens=100, stop=["END"])
+    logged(server, 2)
 
 
 def test_other_routes_and_large_requests_are_no_rows(server, monkeypatch):
@@ -229,6 +245,14 @@ def test_the_file_is_a_dataset(server, tmp_path):
     assert sorted(len(chat.messages) for chat in load_prompts([str(server.file)])) == [2, 4]
 
 
-def test_serving_continues_if_the_file_cannot_be_written(server, caplog):
+def test_serving_continues_if_the_file_cannot_be_written(server, capfd):
+    """Check that the warning does not depend on the logger, because servers configure logging themselves."""
+    logger.disabled = True
     server.file.mkdir()
-    assert server.ask() == server.ask() != b""
+    try:
+        assert server.ask() == server.ask() != b""
+        while not (err := capfd.readouterr().err):
+            time.sleep(0.01)
+    finally:
+        logger.disabled = False
+    assert mentions(err, f"--log_requests {server.file}")
