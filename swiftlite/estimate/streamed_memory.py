@@ -12,6 +12,10 @@ STATES_GB = 4.0
 """The default of --stream_trunk_gb."""
 
 
+READS_FOR_CHECKS = 2
+"""Number of times that all layers are read for the hashes in cache.json, and for the digest that an export verifies."""
+
+
 @dataclass(frozen=True)
 class StreamedMemory:
     """A run of heads whose trunk is read layer by layer.
@@ -31,8 +35,8 @@ class StreamedMemory:
     state: int
 
     def passes(self, num_tokens: float, states_gb: float = STATES_GB) -> int:
-        """Return how often the decoder layers are read."""
-        return max(1, -int(-num_tokens * self.state // (states_gb * 1e9)))
+        """Return how often the decoder layers are read: once for each group of rows, and for the checks."""
+        return max(1, -int(-num_tokens * self.state // (states_gb * 1e9))) + READS_FOR_CHECKS
 
     @property
     def peak(self) -> int:

@@ -53,7 +53,7 @@ class StreamedOutput:
 
 
 class _Progress:
-    """Logs how many layers are done, at most every PROGRESS_SECONDS.
+    """Logs how many layers are done: at most every PROGRESS_SECONDS, and at the end.
 
     Args:
         done: what was done with the layers, such as "hashed".

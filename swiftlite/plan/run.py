@@ -242,6 +242,8 @@ def _model_lines(args: SftArgs, plan: Plan, checkpoint: Heads) -> list[tuple[str
         lines.append(("drafts", f"{heads.drafts} tokens with one MTP layer, loss weights {weights}"))
     if heads.layers and args.draft_for:
         lines.append(("head inputs", f"those of {args.draft_for}"))
+    if args.stream_trunk:
+        lines.append(("trunk", f"read layer by layer, its states are written to {args.cache_trunk_states}"))
     if heads.draft_vocab:
         lines.append(("draft vocabulary", f"{len(heads.draft_vocab)} tokens"))
     if heads.layers and args.mtp_mode == "joint":

@@ -54,6 +54,7 @@ from swiftlite.train.train_state import TrainState
 
 FLAG = "--cache_trunk_states"
 MANIFEST = "cache.json"
+_ANOTHER_DIRECTORY = "use another directory; or delete this one, if nothing else needs it"
 LOSS_BYTES = 4 + 8
 """Bytes per token for the trunk's loss (float32) and prediction (int64), see `TokenLoss`."""
 HEADER_BYTES = 344
@@ -166,10 +167,9 @@ def open_hidden_state_cache(
         UserError: the directory holds other files, or states of another model or of other rows; the disk is too small;
             or the machines do not share the directory.
     """
-    if dist.get_rank() == 0:
-        check_writable(FLAG, directory)  # first, because reading a streamed trunk takes minutes
     manifest = _manifest(batches.plan, hf_model.config, train_state, data, torch_dtype)
     if dist.get_rank() == 0:
+        check_directory(directory)
         _check_is_same(directory, manifest)
         _delete_abandoned(directory)
         _check_disk(directory, batches, train_state, data)
@@ -224,21 +224,40 @@ def _check_is_same(directory: Path, manifest: Mapping[str, str]) -> None:
     Raises:
         UserError: the directory has other content.
     """
-    hint = "use another directory; or delete this one, if nothing else needs it"
+    found = _read_manifest(directory)
+    if found is None:
+        return
+    differing = [name for name, value in manifest.items() if found.get(name) != value]
+    if differing:
+        raise UserError(f"{FLAG} {directory} was written with other {', '.join(differing)}", _ANOTHER_DIRECTORY)
+
+
+def check_directory(directory: Path) -> None:
+    """Check that the directory can hold a cache, before anything is computed. It is created if it does not exist.
+
+    Raises:
+        UserError: the directory cannot be written, or has other content than a cache.
+    """
+    check_writable(FLAG, directory)
+    _read_manifest(directory)
+
+
+def _read_manifest(directory: Path) -> dict[str, Any] | None:
+    """Return the manifest in the directory; None if the directory is empty.
+
+    Raises:
+        UserError: the manifest is damaged, or the directory has other content.
+    """
     try:
         found = read_json(directory / MANIFEST)
     except FileNotFoundError:
         # Another run that checks the directory at the same time has a hidden file in it.
         if any(not path.name.startswith(".") for path in directory.iterdir()):
-            raise UserError(f"{FLAG} {directory} is not empty, and has no {MANIFEST}", hint) from None
-        return
+            raise UserError(f"{FLAG} {directory} is not empty, and has no {MANIFEST}", _ANOTHER_DIRECTORY) from None
+        return None
     except (OSError, ValueError):
-        raise UserError(f"{directory / MANIFEST} is damaged", hint) from None
-    if not isinstance(found, dict):
-        found = {}
-    differing = [name for name, value in manifest.items() if found.get(name) != value]
-    if differing:
-        raise UserError(f"{FLAG} {directory} was written with other {', '.join(differing)}", hint)
+        raise UserError(f"{directory / MANIFEST} is damaged", _ANOTHER_DIRECTORY) from None
+    return found if isinstance(found, dict) else {}
 
 
 def _delete_abandoned(directory: Path) -> None:
@@ -268,7 +287,7 @@ def _check_disk(directory: Path, batches: Batches, train_state: TrainState, data
     if needed - there > free:
         raise UserError(
             f"{FLAG} {directory} requires {needed / 1e9:.2f} GB, the disk has {free / 1e9:.2f} GB left",
-            f"free disk space, use a directory on another disk, or omit {FLAG}",
+            "free disk space, or use a directory on another disk",
         )
 
 

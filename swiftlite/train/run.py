@@ -44,7 +44,7 @@ from swiftlite.train.checkpoint.base_digest import shared_digest_of
 from swiftlite.train.checkpoint.checkpointer import Checkpointer
 from swiftlite.train.checkpoint.source import check_model_links
 from swiftlite.train.head_fit import samples_to_fit
-from swiftlite.train.hidden_state_cache import HiddenStateCache, open_hidden_state_cache
+from swiftlite.train.hidden_state_cache import HiddenStateCache, check_directory, open_hidden_state_cache
 from swiftlite.train.methods.training import Training, training_of
 from swiftlite.train.metrics.loggers import open_metric_loggers
 from swiftlite.train.train_state import TrainState, make_train_state
@@ -142,6 +142,8 @@ def check_supported(args: SftArgs, mesh: Mesh, hf_model: HfModel, training: Trai
     """
     check_model_links(hf_model.directory)
     check_computable(mesh.layout, mesh.device)
+    if args.cache_trunk_states is not None and dist.get_rank() == 0:
+        check_directory(Path(args.cache_trunk_states))
     if args.streaming and training.extras:
         raise UserError(f"--streaming is not supported by {method_of(args).words}", "omit --streaming")
 
@@ -190,19 +192,35 @@ def batches_to_fit(hf_model: HfModel, batches: Batches, data: Data) -> MicroBatc
 
 def base_state(run: phases.Run, state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the part of a checkpoint's state that describes the base model of adapters, or of heads whose trunk is
-    streamed; collective in a new run.
+    streamed. Collective.
 
     Args:
         state: result of `phases.restore`.
+
+    Raises:
+        UserError: the checkpoint was trained with other weights of the base model.
     """
     if run.plan.lora is None and not run.args.stream_trunk:
         return {}
+    sha256 = shared_digest_of(run.hf_model.directory)
     base = state.get("base")
     if base is None:
-        base = asdict(AdapterBase(run.args.model, shared_digest_of(run.hf_model.directory)))
+        base = asdict(AdapterBase(_model_to_store(run.args), sha256))
+    elif base["sha256"] != sha256:
+        raise UserError(
+            f"--resume: {run.checkpoint} was trained with other weights of --model {run.args.model}",
+            "restore the weights, or start a new run in another --output_dir",
+        )
     if run.plan.lora is None:
         return {"base": base}
     return {"lora": asdict(run.plan.lora), "base": base}
+
+
+def _model_to_store(args: SftArgs) -> str:
+    """Return --model as an export finds it: an absolute path if the export reads decoder layers from a directory."""
+    if args.stream_trunk and Path(args.model).is_dir():
+        return str(Path(args.model).absolute())
+    return args.model
 
 
 def make_trainer(

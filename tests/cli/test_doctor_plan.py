@@ -95,8 +95,8 @@ def test_heads_alone(model, capsys):
     # 4,096 channels of 2 bytes. Per token a trunk of 6.9e9 parameters forward, and the heads' part three times: a layer
     # and a projection, 2.3e8, and twice 32,768 words, 1.3e8.
     assert mentions(lines[-2], "--cache_trunk_states 8.19 GB 11%")
-    # 36 layers of 1.93e8 parameters of 2 bytes; 3 groups of states of 4 GB; 1.51e10 FLOPs per token at 62 %.
-    assert mentions(lines[-1], "--stream_trunk 13.9 3 1.5e+16 25 1")
+    # 36 layers of 1.93e8 parameters of 2 bytes; 3 groups of 4 GB and 2 checks; 1.51e10 FLOPs per token at 62 %.
+    assert mentions(lines[-1], "--stream_trunk 13.9 5 1.5e+16 25 1")
     with pytest.raises(OptionError, match=naming("--draft_vocab 32768 --mtp_mode heads_only")):
         plan(capsys, model=model, mtp_num_layers=1, draft_vocab=32768)
     with pytest.raises(OptionError, match=naming("--draft_vocab 151936")):

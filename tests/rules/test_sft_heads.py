@@ -145,6 +145,7 @@ def test_states_of_a_trunk_can_be_kept(here):
     ("change", "problem", "hint"),
     [
         ({"mtp_mode": "joint"}, "", "--mtp_mode heads_only"),
+        ({"cache_trunk_states": SFT.output_dir}, "--output_dir", ""),
         ({"pipeline_model_parallel_size": 2}, "", ""),
         (
             {"streaming": True, "packing": True, "train_iters": 9},

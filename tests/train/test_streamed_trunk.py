@@ -144,6 +144,19 @@ def test_an_export_requires_the_same_trunk(options, mesh, hf_dir, tmp_path):
     assert export(run, mesh)
 
 
+def test_a_resumed_run_requires_the_same_trunk(options, mesh, hf_dir, tmp_path):
+    """The heads would be trained for one trunk and exported with another."""
+    streamed = HEADS | {"stream_trunk": True, "save_steps": 2}
+    run = train(options(cache_trunk_states=str(tmp_path / "cache"), **streamed), mesh)
+    state = json.loads((run / "checkpoint-2" / "trainer_state.json").read_text())
+    assert state["base"]["model"] == str(hf_dir)
+    other = make_tiny_hf(tmp_path / "other", "qwen3", depth=1, with_tokenizer=True, seed=5)
+    (hf_dir / "model.safetensors").write_bytes((other / "model.safetensors").read_bytes())
+    shared_digest_of.cache_clear()
+    with pytest.raises(UserError, match=naming(f"--resume --model {hf_dir}")):
+        train(options(cache_trunk_states=str(tmp_path / "another"), resume=True, **streamed), mesh)
+
+
 def test_weights_are_not_handed_out(options, tmp_path):
     args = options(**HEADS, stream_trunk=True, cache_trunk_states=str(tmp_path / "cache"))
     with pytest.raises(UserError, match="--stream_trunk"):

@@ -143,7 +143,10 @@ def _make_row(request: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]
         raise ValueError(f"changes what the model generates: {', '.join(changing)}")
     messages = []
     for message in [*request["messages"], answer]:
-        messages.append({name: message[name] for name in KEPT_OF_MESSAGES if name in message})
+        kept = {name: message[name] for name in KEPT_OF_MESSAGES if name in message}
+        if message.get("reasoning"):  # the name in vLLM's responses, which clients send back
+            kept.setdefault("reasoning_content", message["reasoning"])
+        messages.append(kept)
     conversation = parse_row({"messages": messages, "tools": request.get("tools")})
     weights = []
     for place, message in enumerate(conversation.messages, start=1):

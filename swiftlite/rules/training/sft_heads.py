@@ -120,6 +120,8 @@ def trunk_states_repeat(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     flag = "--cache_trunk_states"
     if Path(args.cache_trunk_states).is_file():
         yield f"{flag} {args.cache_trunk_states} is a file", "give a directory, which may be new"
+    if args.output_dir and Path(args.cache_trunk_states).resolve() == Path(args.output_dir).resolve():
+        yield f"{flag} {args.cache_trunk_states} must not be --output_dir", "give a separate directory"
     if args.mtp_mode != "heads_only":
         yield f"{flag} requires a frozen trunk", "add --mtp_mode heads_only, or remove it"
     if layout_of(args).pipeline_model_parallel_size > 1:
