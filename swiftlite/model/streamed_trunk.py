@@ -53,22 +53,21 @@ class StreamedOutput:
 
 
 class _Progress:
-    """Logs how many layers are done: at most every PROGRESS_SECONDS, and at the end.
+    """Logs how many layers are done, at most every PROGRESS_SECONDS."""
 
-    Args:
-        done: what was done with the layers, such as "hashed".
-    """
-
-    def __init__(self, done: str, num_layers: int):
-        self._done = done
+    def __init__(self, num_layers: int):
         self._num_layers = num_layers
         self._last = time.monotonic()
 
-    def show(self, number: int) -> None:
-        """Log the number of layers that are done, if it is time, or if these are all layers."""
+    def show(self, number: int, done: str) -> None:
+        """Log the number of layers that are done, if it is time.
+
+        Args:
+            done: what was done with the layers, such as "hashed".
+        """
         now = time.monotonic()
-        if number == self._num_layers or now - self._last > PROGRESS_SECONDS:
-            logger.info("trunk: %d of %d layers %s", number, self._num_layers, self._done)
+        if now - self._last > PROGRESS_SECONDS:
+            logger.info("trunk: %d of %d layers %s", number, self._num_layers, done)
             self._last = now
 
 
@@ -88,6 +87,7 @@ class StreamedTrunk:
         self._hf_model = hf_model
         self._mesh = mesh
         self._group_bytes = group_bytes
+        self._progress = _Progress(self.num_layers)
 
     @property
     def num_layers(self) -> int:
@@ -133,7 +133,6 @@ class StreamedTrunk:
 
     @torch.no_grad()
     def _group_outputs(self, group: Sequence[Batch], with_last_input: bool) -> Iterator[StreamedOutput]:
-        progress = _Progress(f"computed for {len(group)} micro-batches", self.num_layers)
         states_SBH = [self._embedded(batch).cpu() for batch in group]
         last_inputs_SBH: list[torch.Tensor | None] = [None] * len(group)
 
@@ -142,7 +141,7 @@ class StreamedTrunk:
                 last_inputs_SBH[:] = states_SBH
             for index, batch in enumerate(group):
                 states_SBH[index] = self._run(layer, states_SBH[index], batch)
-            progress.show(number + 1)
+            self._progress.show(number + 1, f"computed for a group of {len(group)} micro-batches")
 
         self._for_each_layer(run_group)
         for index, batch in enumerate(group):
@@ -163,13 +162,12 @@ class StreamedTrunk:
 
     def hashes(self, hash_tensor: HashTensor) -> dict[str, str]:
         """Read all layers once; return the hash of each parameter by its name in a model that has all layers."""
-        progress = _Progress("hashed", self.num_layers)
         found = {}
 
         def hash_layer(number: int, layer: nn.Module) -> None:
             for name, parameter in layer.named_parameters():
                 found[f"decoder.layers.{number}.{name}"] = hash_tensor(parameter)
-            progress.show(number + 1)
+            self._progress.show(number + 1, "hashed")
 
         self._for_each_layer(hash_layer)
         return found

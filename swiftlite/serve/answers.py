@@ -256,7 +256,7 @@ def describe_changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
         if old.get(name) != new.get(name):
             changed.append(f"--{name} changed from {_shown(old.get(name))} to {_shown(new.get(name))}")
     if before["prompts"] != now["prompts"]:
-        changed.append("prompts, file names or the chat template changed")
+        changed.append("the prompts changed: their files, topics or openings, file names, or the chat template")
     if (before["model"], before["stop_token_ids"]) != (now["model"], now["stop_token_ids"]):
         changed.append("the files of --model changed")
     return changed

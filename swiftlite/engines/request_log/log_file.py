@@ -18,7 +18,8 @@ class LogFile:
 
     def __init__(self, path: Path, max_bytes: int):
         self.path = path
-        self._older = path.with_name(f"{path.stem}.1{path.suffix}")
+        self._file = path.resolve()  # renaming a link would leave the file that it points to
+        self._older = self._file.with_name(f"{path.stem}.1{path.suffix}")
         self._max_bytes = max_bytes
 
     def check(self, option: str) -> None:
@@ -27,6 +28,9 @@ class LogFile:
         Raises:
             UserError: the file cannot be written; the error names the option.
         """
+        hint = "give a file in an existing directory that this user can write"
+        if self._file.exists() and not self._file.is_file():  # opening a pipe would block
+            raise UserError(f"{option} {self.path} is not a file", hint)
         try:
             descriptor = self._open()
             try:
@@ -35,7 +39,7 @@ class LogFile:
                 os.close(descriptor)
         except OSError as error:
             problem = f"{option} {self.path} cannot be written: {error.strerror}"
-            raise UserError(problem, "give a file in an existing directory that this user can write") from None
+            raise UserError(problem, hint) from None
 
     def append(self, line: bytes) -> None:
         """Append a line.
@@ -55,7 +59,7 @@ class LogFile:
                 return False  # another process has renamed it
             size = os.fstat(descriptor).st_size
             if size and size + len(line) > self._max_bytes:
-                self.path.replace(self._older)
+                self._file.replace(self._older)
                 return False
             if size and os.pread(descriptor, 1, size - 1) != b"\n":
                 line = b"\n" + line  # an editor may have left the last line without its end
@@ -67,10 +71,10 @@ class LogFile:
             os.close(descriptor)
 
     def _open(self) -> int:
-        return os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, MODE)
+        return os.open(self._file, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, MODE)
 
     def _is_current(self, descriptor: int) -> bool:
         try:
-            return os.path.samestat(os.fstat(descriptor), self.path.stat())
+            return os.path.samestat(os.fstat(descriptor), self._file.stat())
         except FileNotFoundError:
             return False

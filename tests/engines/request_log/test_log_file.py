@@ -1,5 +1,6 @@
 """Test the file that conversations are logged to."""
 
+import os
 import stat
 import subprocess
 import sys
@@ -47,6 +48,24 @@ def test_a_last_line_without_its_end_is_ended(tmp_path):
         file.append(line)
     assert path.read_bytes() == b"edited by hand\nnew\nnewer\n"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_a_link_stays_when_its_file_is_renamed(tmp_path):
+    (tmp_path / "disk").mkdir()
+    link = tmp_path / "log.jsonl"
+    link.symlink_to(tmp_path / "disk" / "log.jsonl")
+    file = LogFile(link, 5)
+    for line in (b"1234\n", b"5678\n"):
+        file.append(line)
+    assert link.is_symlink()
+    assert link.read_bytes() == b"5678\n"
+    assert (tmp_path / "disk" / "log.1.jsonl").read_bytes() == b"1234\n"
+
+
+def test_a_pipe_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "log.jsonl")
+    with pytest.raises(UserError, match=naming(f"--log_requests {tmp_path / 'log.jsonl'}")):
+        LogFile(tmp_path / "log.jsonl", 5).check("--log_requests")
 
 
 def test_processes_lose_no_line(tmp_path):

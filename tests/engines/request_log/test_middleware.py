@@ -133,14 +133,15 @@ def nothing_is_logged(server: Server) -> bool:
 
 def test_a_row_is_what_was_asked_and_answered(server):
     tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
-    history = [{"role": "system", "content": "Be brief."}, QUESTION, {"role": "assistant", "content": "There."}]
+    answer = {"role": "assistant", "content": "There.", "reasoning": "Look."}  # as vLLM returned it
+    history = [{"role": "system", "content": "Be brief."}, QUESTION, answer]
     server.ask(messages=[*history, {"role": "user", "content": [{"type": "text", "text": "Where?"}]}], tools=tools)
     (row,) = logged(server, 1)
     assert row == {
         "messages": [
             history[0],
             QUESTION,
-            {"role": "assistant", "content": "There.", "loss_scale": 0.0},
+            {"role": "assistant", "content": "There.", "reasoning_content": "Look.", "loss_scale": 0.0},
             {"role": "user", "content": "Where?"},
             {"role": "assistant", "content": "Behind the house. Ünïcode 日本"},
         ],
