@@ -339,6 +339,8 @@ def test_deploy_becomes_the_server(commands, tmp_path):
     named vllm.
     """
     model = make_tiny_hf(tmp_path / "model", "llama", depth=1, with_tokenizer=True)
+    # Random weights write any token; every 16th ends the answer.
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": list(range(0, 256, 16))}))
     deploy = f"deploy --model {model} --torch_dtype float32 --port {PORT} --max_model_len 256".split()
     deploy += ["--log_requests", str(tmp_path / "requests.jsonl")]
     (printed,) = commands.ok(*deploy, "--dry_run").stdout.splitlines()
@@ -365,25 +367,35 @@ def test_deploy_becomes_the_server(commands, tmp_path):
 
 
 def check_logged_requests(url: str, file: Path) -> None:
-    """Ask with and without streaming, and check that the file has these rows and no truncated answer."""
+    """Ask with and without streaming, and check that the file has these rows and no other answer."""
     question = {"role": "user", "content": "What does the fox do?"}
-    # Random weights write any token, and half of them end the answer. Greedy answers could repeat the others.
-    request = {"messages": [question], "min_tokens": 8, "max_tokens": 100, "stop_token_ids": list(range(0, 256, 2))}
-    request |= {"temperature": 1.0}
-    (choice,) = json.loads(get(f"{url}/v1/chat/completions", request))["choices"]
-    assert choice["finish_reason"] == "stop"
-    events = get(f"{url}/v1/chat/completions", request | {"stream": True})
-    streamed = ""
-    for line in events.split("\n"):
-        if line.startswith("data: {"):
-            streamed += json.loads(line.removeprefix("data: "))["choices"][0]["delta"].get("content") or ""
+    request = {"messages": [question], "max_tokens": 100, "temperature": 1.0}  # greedy answers could repeat forever
+    whole = ask_until_stopped(url, request)
+    streamed = ask_until_stopped(url, request | {"stream": True})
     get(f"{url}/v1/chat/completions", request | {"n": 2})
+    get(f"{url}/v1/chat/completions", request | {"min_tokens": 8})
     deadline = time.monotonic() + 30
     while file.read_bytes().count(b"\n") < 2 and time.monotonic() < deadline:
         time.sleep(0.1)
-    answers = [{"role": "assistant", "content": text} for text in (choice["message"]["content"], streamed)]
+    answers = [{"role": "assistant", "content": text} for text in (whole, streamed)]
     assert [chat.messages for chat in load_prompts([str(file)])] == [[question, answer] for answer in answers]
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
+
+
+def ask_until_stopped(url: str, request: dict) -> str:
+    """Ask until an answer ends by itself and is not empty; return its text. Other answers are not logged."""
+    for _ in range(50):
+        response = get(f"{url}/v1/chat/completions", request)
+        if request.get("stream"):
+            lines = [line.removeprefix("data: ") for line in response.split("\n") if line.startswith("data: {")]
+            choices = [json.loads(line)["choices"][0] for line in lines]
+            text = "".join(choice["delta"].get("content") or "" for choice in choices)
+        else:
+            choices = json.loads(response)["choices"]
+            text = choices[0]["message"]["content"]
+        if text and choices[-1]["finish_reason"] == "stop":
+            return text
+    raise AssertionError("no answer has ended by itself")
 
 
 def read_words(process: subprocess.Popen, name: str) -> list[str]:
@@ -456,7 +468,7 @@ def get(url: str, content: dict | None = None) -> str:
 def wait_for(server: subprocess.Popen, url: str, log: Path) -> dict:
     """Wait until the server responds, and return its answer to a first request."""
     wait_for_health(server, url, log)
-    question = {"messages": [{"role": "user", "content": "The quick"}], "max_tokens": 20}
+    question = {"messages": [{"role": "user", "content": "The quick"}], "max_tokens": 20, "ignore_eos": True}
     return json.loads(get(f"{url}/v1/chat/completions", question))
 
 
