@@ -117,7 +117,7 @@ def computed(tmp_path_factory) -> Computed:
 
 def goes_on(first: Job, out_dir: Path, kernels: Kernels) -> Job:
     steps = (HALF + 1, parity.STEPS)
-    return Job(first.hf_dir, out_dir, SMALL, steps, first.out_dir / f"checkpoint-{HALF}", kernels)
+    return Job(first.hf_dir, out_dir, SMALL, steps, first.out_dir / f"checkpoint-{HALF}", kernels=kernels)
 
 
 @pytest.mark.parametrize(("way", "name"), COMPARED)

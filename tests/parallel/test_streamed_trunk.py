@@ -33,7 +33,7 @@ def options(directory: Path, way: str) -> tuple[SftArgs, SftArgs]:
     """Options of a run with the trunk in memory, and of one that streams it in several groups."""
     family, more = WAYS[way]
     args = replace(options_of_a_cache(directory), model=str(directory / family), **more)
-    sizes = {"with_tokenizer": True}
+    sizes: dict[str, Any] = {"with_tokenizer": True}
     if family == "qwen3":
         sizes["num_key_value_heads"] = 2
     if family == "deepseek_v3":
@@ -68,7 +68,7 @@ def killed(passes: int, args: SftArgs) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return run_layer(self, *given)
 
-    StreamedBlock.run_layer = run  # this process ends with the run
+    StreamedBlock.run_layer = run  # pyright: ignore[reportAttributeAccessIssue]: this process ends with the run
     training.run(args)
 
 
