@@ -105,6 +105,8 @@ def prepare(args: SftArgs, mesh: Mesh, models: Mapping[str, HfModel]) -> phases.
     phases.check_ranks_agree(args, hf_model, plan, data, checkpoint)
     data_state = phases.data_state(args, data, tokenizer)
     phases.check_same_data(checkpoint, data_state)
+    if plan.lora or args.stream_trunk:
+        check_same_base(args, hf_model, checkpoint)
     rows_to_fit = None
     if checkpoint is None and plan.mtp_init == "fit_last_layer":
         rows_to_fit = batches_to_fit(hf_model, batches, data)
@@ -190,27 +192,37 @@ def batches_to_fit(hf_model: HfModel, batches: Batches, data: Data) -> MicroBatc
     return batches.evaluation([replace(sample, others=(), companion=None) for sample in chosen])
 
 
+def check_same_base(args: SftArgs, hf_model: HfModel, checkpoint: Path | None) -> None:
+    """Compute the digest of --model, and check that a resumed run has the weights that it was started with. Collective.
+
+    This is done before the trunk is read, so that files which are replaced later have another digest.
+
+    Raises:
+        UserError: the checkpoint was trained with other weights of --model.
+    """
+    sha256 = shared_digest_of(hf_model.directory)
+    if checkpoint is None:
+        return
+    base = phases.read_state(checkpoint).get("base")
+    if base is not None and base["sha256"] != sha256:
+        raise UserError(
+            f"--resume: {checkpoint} was trained with other weights of --model {args.model}",
+            "restore the weights, or start a new run in another --output_dir",
+        )
+
+
 def base_state(run: phases.Run, state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the part of a checkpoint's state that describes the base model of adapters, or of heads whose trunk is
-    streamed. Collective.
+    streamed.
 
     Args:
         state: result of `phases.restore`.
-
-    Raises:
-        UserError: the checkpoint was trained with other weights of the base model.
     """
     if run.plan.lora is None and not run.args.stream_trunk:
         return {}
-    sha256 = shared_digest_of(run.hf_model.directory)
     base = state.get("base")
-    if base is None:
-        base = asdict(AdapterBase(_model_to_store(run.args), sha256))
-    elif base["sha256"] != sha256:
-        raise UserError(
-            f"--resume: {run.checkpoint} was trained with other weights of --model {run.args.model}",
-            "restore the weights, or start a new run in another --output_dir",
-        )
+    if base is None:  # `check_same_base` has computed the digest
+        base = asdict(AdapterBase(_model_to_store(run.args), shared_digest_of(run.hf_model.directory)))
     if run.plan.lora is None:
         return {"base": base}
     return {"lora": asdict(run.plan.lora), "base": base}
