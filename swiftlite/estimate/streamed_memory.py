@@ -2,15 +2,12 @@
 
 from dataclasses import dataclass
 
+from swiftlite.args.fields import MtpArgs
 from swiftlite.estimate import memory
 from swiftlite.estimate.flops import training_flops
 from swiftlite.estimate.setup import Setup, rank_of
 from swiftlite.families.family import HfConfig
 from swiftlite.families.index import architecture_of
-
-STATES_GB = 4.0
-"""The default of --stream_trunk_gb."""
-
 
 READS_FOR_CHECKS = 2
 """Number of times that all layers are read for the hashes in cache.json, and for the digest that an export verifies."""
@@ -34,7 +31,7 @@ class StreamedMemory:
     flops_per_token: float
     state: int
 
-    def passes(self, num_tokens: float, states_gb: float = STATES_GB) -> int:
+    def passes(self, num_tokens: float, states_gb: float = MtpArgs.stream_trunk_gb) -> int:
         """Return how often the decoder layers are read: once for each group of rows, and for the checks."""
         return max(1, -int(-num_tokens * self.state // (states_gb * 1e9))) + READS_FOR_CHECKS
 
