@@ -109,7 +109,6 @@ def others_hold(model_chunks: Sequence[nn.Module], shards: Sequence[Shard]) -> C
     expert. No communication is needed, because the rank that holds the layer checks the parameter. If the trunk is
     streamed, no rank holds a decoder layer until it is read (`layers.py`).
     """
-    streams_trunk = getattr(_unwrap(model_chunks[0]), "streams_trunk", False)
     config = _unwrap(model_chunks[0]).config
     num_layers = {"decoder": config.num_layers, "mtp": config.mtp_num_layers or 0}
     held_modules = {_module_of(shard.name) for shard in shards}
@@ -121,7 +120,7 @@ def others_hold(model_chunks: Sequence[nn.Module], shards: Sequence[Shard]) -> C
         if _module_of(name) not in held_modules:
             layer = _NUMBERED_LAYER.match(name)
             is_in_model = layer is None or int(layer.group(2)) < num_layers[layer.group(1)]
-            is_streamed = streams_trunk and decoder_layer_of(name) is not None
+            is_streamed = streams_trunk(model_chunks) and decoder_layer_of(name) is not None
             return (num_stages > 1 or is_streamed) and is_in_model
         expert = _EXPERTS.search(name)
         if expert is None or num_expert_ranks == 1:
@@ -138,6 +137,11 @@ def _module_of(name: str) -> str:
     if layer:
         return layer.group(0)
     return ".".join(name.split(".")[:2])
+
+
+def streams_trunk(model_chunks: Sequence[nn.Module]) -> bool:
+    """Return whether the model has no decoder layers because its trunk is streamed (`layers.py`)."""
+    return getattr(_unwrap(model_chunks[0]), "streams_trunk", False)
 
 
 def decoder_layer_of(name: str) -> int | None:

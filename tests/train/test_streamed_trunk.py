@@ -11,9 +11,12 @@ import torch
 
 from swiftlite.args.commands import ExportArgs
 from swiftlite.bridge.layers import DecoderLayers
+from swiftlite.bridge.transfer import save_hf, streamed_tensors
 from swiftlite.errors import UserError
 from swiftlite.export.run import to_hf
+from swiftlite.families.resolved import resolve
 from swiftlite.model.layers.streamed import StreamedBlock
+from swiftlite.model.open import build_hf_model
 from swiftlite.train import run as training
 from swiftlite.train.checkpoint.base_digest import shared_digest_of
 from tests.bridge.test_fp8 import make_fp8
@@ -155,6 +158,18 @@ def test_a_resumed_run_requires_the_same_trunk(options, mesh, hf_dir, tmp_path):
     shared_digest_of.cache_clear()
     with pytest.raises(UserError, match=naming(f"--resume --model {hf_dir}")):
         train(options(cache_trunk_states=str(tmp_path / "another"), resume=True, **streamed), mesh)
+
+
+def test_missing_layers_are_never_written(mesh, hf_dir, tmp_path):
+    """Without layers, the files would have zeros in their place."""
+    model = resolve(hf_dir)
+    chunks = build_hf_model(model, mesh, dtype=torch.float32, streams_trunk=True)
+    with pytest.raises(ValueError, match="streamed"):
+        save_hf(chunks, tmp_path / "out", model.family, model.config)
+    with pytest.raises(ValueError, match="streamed"):
+        streamed_tensors(chunks, model.family, model.config, "trunk")
+    assert streamed_tensors(chunks, model.family, model.config, "heads")
+    assert not (tmp_path / "out").exists()
 
 
 def test_weights_are_not_handed_out(options, tmp_path):
