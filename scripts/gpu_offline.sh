@@ -13,9 +13,9 @@
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 calls=(
-    "machine kernels logits plan layouts --minutes 4"
+    "machine kernels plan logits kinds --minutes 4"
     "speed --minutes 9"
-    "engines faults training --minutes 4"
+    "engines faults layouts training --minutes 4"
 )
 
 usage() {

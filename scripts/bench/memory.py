@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from torch._subclasses.fake_tensor import is_fake
 from torch.autograd.graph import saved_tensors_hooks
 
 from swiftlite.args.commands import SftArgs
@@ -174,6 +175,8 @@ def _kept_by_autograd(model, hf_config: dict[str, Any], setup: Setup, device) ->
     if model.mtp_loss != "ce":  # the trunk has no prediction after the row
         for depth, labels_BS in enumerate(labels, start=1):
             labels_BS[:, -depth:] = IGNORE_INDEX
+    if tokens_BS.is_cuda:  # compiles kernels, and the compiler keeps tensors
+        model(tokens_BS, position_ids_BS, labels=tokens_BS, mtp_input_ids=ahead, mtp_labels=labels)
     before = {id(tensor) for tensor in _tensors_alive()}
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         losses = model(tokens_BS, position_ids_BS, labels=tokens_BS, mtp_input_ids=ahead, mtp_labels=labels)
@@ -202,8 +205,10 @@ def _kept_by_autograd(model, hf_config: dict[str, Any], setup: Setup, device) ->
 
 
 def _tensors_alive() -> list[torch.Tensor]:
+    """Return the tensors that have memory. The compiler's tensors have none."""
     gc.collect()
-    return [each for each in gc.get_objects() if isinstance(each, torch.Tensor)]
+    tensors = [each for each in gc.get_objects() if isinstance(each, torch.Tensor)]
+    return [tensor for tensor in tensors if not is_fake(tensor)]
 
 
 def example(**sizes: int) -> dict[str, Any]:

@@ -63,7 +63,10 @@ def write_model(directory: Path, tokenizer: Path) -> None:
         "mlp.up_proj": (wide, hidden),
         "mlp.down_proj": (hidden, wide),
     }
-    generator = torch.Generator().manual_seed(0)
+    device = "cpu"
+    if torch.cuda.is_available():
+        device = "cuda"  # draws weights in seconds instead of minutes
+    generator = torch.Generator(device).manual_seed(0)
     weight_map = {}
 
     def write(number: int, tensors: dict[str, torch.Tensor]) -> None:
@@ -72,7 +75,7 @@ def write_model(directory: Path, tokenizer: Path) -> None:
         weight_map.update(dict.fromkeys(tensors, file))
 
     def random(*shape: int) -> torch.Tensor:
-        return (0.02 * torch.randn(shape, generator=generator)).bfloat16()
+        return (0.02 * torch.randn(shape, generator=generator, device=device)).bfloat16().cpu()
 
     write(
         1, {"model.embed_tokens.weight": random(CONFIG["vocab_size"], hidden), "model.norm.weight": 1 + random(hidden)}

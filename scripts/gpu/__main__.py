@@ -21,6 +21,7 @@ STAGES = {
     "machine": "versions, chosen kernels, the speed of a product and of a copy",
     "kernels": "fused kernels against float64",
     "logits": "logits of tiny models against transformers in float32",
+    "kinds": "every kind of training run against the same run on the CPU",
     "layouts": "parallel layouts against one process, then tests/gpu",
     "training": "MFU of training, operations that take most of a step, operations that wait",
     "speed": "training speed by shape and kind of run, against a plain transformers loop on the same device",
@@ -47,6 +48,9 @@ def main() -> int:
     parser.add_argument("--model", type=Path, help="Hugging Face directory to train (default: random weights)")
     parser.add_argument(
         "--sizes", nargs="+", default=["0.6B", "1.7B"], help="model sizes of the stage training (default: 0.6B 1.7B)"
+    )
+    parser.add_argument(
+        "--cases", nargs="+", metavar="NAME", help="families of logits, kinds, cases of speed to run (default: all)"
     )
     parser.add_argument(
         "--output_dir", type=Path, default=Path("out/gpu"), help="directory of results and logs (default: out/gpu)"
@@ -77,7 +81,9 @@ def main() -> int:
 
 def run_one(args: argparse.Namespace) -> None:
     """Run a stage, or one case of it, in this process."""
-    settings = Settings(args.device, args.tiny, args.model, args.output_dir, args.work_dir, tuple(args.sizes))
+    settings = Settings(
+        args.device, args.tiny, args.model, args.output_dir, args.work_dir, tuple(args.sizes), args.cases
+    )
     # In a package, because other code looks for a module named `kernels`.
     module = importlib.import_module(f"stages.{args.stage}")
     results = Results(args.output_dir, args.stage)

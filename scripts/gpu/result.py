@@ -22,6 +22,7 @@ class Settings:
         output_dir: directory of results and logs.
         work_dir: directory of models and runs, which are not needed afterwards.
         sizes: model sizes of the stage `training`.
+        cases: names of the cases to run, in the stages that have cases; None for all.
     """
 
     device: str
@@ -30,6 +31,11 @@ class Settings:
     output_dir: Path
     work_dir: Path
     sizes: tuple[str, ...] = ()
+    cases: list[str] | None = None
+
+    def selected(self, names: Iterable[str]) -> list[str]:
+        """Return the names that `--cases` selects, in order."""
+        return [name for name in names if self.cases is None or name in self.cases]
 
 
 @dataclass(frozen=True)

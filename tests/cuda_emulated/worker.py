@@ -1,6 +1,6 @@
-"""Run commands in one process, on the emulated device or on the CPU:
+"""Run commands in one process, on the emulated device, the CPU or a GPU:
 
-    python -m tests.cuda_emulated.worker emulated|cpu DIRECTORY KIND...
+    python -m tests.cuda_emulated.worker emulated|cpu|cuda DIRECTORY KIND...
 
 For each kind, a JSON file `DIRECTORY/results/DEVICE/KIND.json` contains the output, the metrics by step, and the
 recorded events.
@@ -23,7 +23,8 @@ STOPPED = {128 + signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGHUP}
 
 
 def main(device: str, directory: Path, names: list[str]) -> None:
-    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    if device != "cuda":
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"
     if device == "emulated":
         from tests.cuda_emulated import library
 
@@ -39,11 +40,13 @@ def main(device: str, directory: Path, names: list[str]) -> None:
     here = directory / device
     here.mkdir(exist_ok=True)
     for item in directory.iterdir():  # runs write into directories of their own
-        if item.name not in ("results", "cpu", "emulated") and not (here / item.name).exists():
+        if item.name not in ("results", "cpu", "emulated", "cuda") and not (here / item.name).exists():
             (here / item.name).symlink_to(item)
     for name in names:
         found = run(KINDS[name], here, name)
-        (results / f"{name}.json").write_text(json.dumps(found, indent=1))
+        partial = results / f"{name}.partial"
+        partial.write_text(json.dumps(found, indent=1))
+        partial.rename(results / f"{name}.json")  # the stage `kinds` of scripts/gpu reads results as they appear
         shutil.rmtree(here / "runs" / name, ignore_errors=True)
 
 

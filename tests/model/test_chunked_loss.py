@@ -161,7 +161,8 @@ def test_the_compiled_cross_entropy_keeps_no_probabilities():
     words = torch.randint(0, 1003, (30,))
     torch._dynamo.reset()
     with torch.compiler.set_stance("default"):
-        _, (code,) = run_and_get_code(chunked_loss._fused_cross_entropy_, logits, words, None, None)
+        label_logits = logits.gather(1, words[:, None])
+        _, (code,) = run_and_get_code(chunked_loss._fused_cross_entropy_, logits, label_logits, words, None)
     allocated = re.findall(r"empty_strided_cpu\(\((.*?)\), \(", code)
     assert allocated
     assert all(sizes.replace(" ", "").endswith((",1", ",")) for sizes in allocated), allocated
@@ -195,7 +196,7 @@ def test_bytes_that_the_compiled_loss_moves(kind, mesh, monkeypatch):
     for is_compiled in (False, True):
         with Traffic() as traffic, monkeypatch.context() as patches:
             if is_compiled:
-                ce, distance = chunked_loss._cross_entropy_, chunked_loss._distance_
+                ce, distance = chunked_loss._whole_cross_entropy_, chunked_loss._distance_
                 patches.setattr(chunked_loss, "_fused_cross_entropy_", as_one_kernel(ce, 3))
                 patches.setattr(chunked_loss, "_fused_distance_", as_one_kernel(distance, 4))
             chunked_loss.chunked_loss(states, weight, target, selected, mesh.tp).loss_BS.sum().backward()

@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 
 from swiftlite.families.linear_attention import CHUNK
-from swiftlite.model.attention.delta_rule import by_kernel, gated_delta_rule, starts_of
+from swiftlite.model.attention.delta_rule import by_kernel, gated_delta_rule, has_wrong_gradients, starts_of
 
 HEADS, KEYS, VALUES = 3, 8, 12
 
@@ -104,6 +105,16 @@ def test_the_cuda_kernel_is_given_packed_rows():
     expected, last = gated_delta_rule(query, key, value, decay, beta, lengths)
     assert torch.equal(found, expected)
     assert torch.equal(states, last)
+
+
+def test_releases_of_triton_with_wrong_gradients():
+    """The condition is the one of flash-linear-attention 0.6, which raises an error in the backward pass."""
+    hopper, ampere = (9, 0), (8, 0)
+    assert not has_wrong_gradients(Version("3.3.1"), hopper)
+    assert has_wrong_gradients(Version("3.4.0"), hopper)
+    assert has_wrong_gradients(Version("3.6.0"), hopper)
+    assert not has_wrong_gradients(Version("3.7.1"), hopper)
+    assert not has_wrong_gradients(Version("3.6.0"), ampere)
 
 
 def test_starts_are_one_tensor_for_all_layers_of_a_row():

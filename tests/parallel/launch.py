@@ -31,9 +31,12 @@ def launch(num_processes: int, function: Callable[..., Any], *args: Any) -> list
     """
     store = open_store()
     with tempfile.TemporaryDirectory() as directory:
-        forkserver()  # which start_processes takes by its name
+        method = "spawn"
+        if not torch.cuda.is_available():  # CUDA cannot be used in a fork of a process that has used it
+            forkserver()  # which start_processes takes by its name
+            method = "forkserver"
         arguments = (rank_environments(num_processes, store.port), directory, function, args)
-        start_processes(_run, arguments, nprocs=num_processes, start_method="forkserver")
+        start_processes(_run, arguments, nprocs=num_processes, start_method=method)
         return [pickle.loads((Path(directory) / str(rank)).read_bytes()) for rank in range(num_processes)]
 
 

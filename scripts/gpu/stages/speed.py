@@ -64,7 +64,10 @@ class Case:
 
 def run(settings: Settings, results: Results) -> None:
     script = Path(__file__).resolve().parents[1]
+    selected = settings.selected(case.name for case in CASES)
     for case in CASES:
+        if case.name not in selected:
+            continue
         if case.needs and (reason := missing(case.needs, settings)):
             results.add(case.name, reason)
             continue

@@ -17,6 +17,7 @@ results for packed rows are exact.
 Shapes: T tokens of all sequences, M chunks, C tokens of a chunk, N heads, D key channels, E value channels.
 """
 
+import importlib.util
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,8 +26,10 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+from packaging.version import Version
 
 from swiftlite.families.linear_attention import CHUNK
+from swiftlite.log import logger
 from swiftlite.runtime.device import on_device
 
 
@@ -51,7 +54,9 @@ def gated_delta_rule(
     Returns:
         Outputs [T, N, E] in the dtype of the values, and final states [number of sequences, N, D, E] in float32.
     """
-    if query_TND.is_cuda and (kernel := cuda_kernel()) is not None:
+    # In float32 the kernels round to tf32, which has 10 bits: 1.8e-4 of the largest logit on an H200.
+    has_kernel_dtype = query_TND.is_cuda and value_TNE.dtype is not torch.float32
+    if has_kernel_dtype and (kernel := cuda_kernel()) is not None:
         return by_kernel(kernel, query_TND, key_TND, value_TNE, log_decay_TN, beta_TN, lengths, states)
     chunks = _chunks(tuple(lengths), query_TND.device)
     query, key, value, decay, beta = (
@@ -94,12 +99,31 @@ def gated_delta_rule(
 
 @cache
 def cuda_kernel() -> Callable[..., Any] | None:
-    """Return flash-linear-attention's `chunk_gated_delta_rule`; None if the package is not installed."""
+    """Return flash-linear-attention's `chunk_gated_delta_rule`; None if it cannot be used on this GPU."""
     try:
+        import triton
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # pyright: ignore[reportMissingImports]
     except ImportError:
         return None
+    has_tilelang = importlib.util.find_spec("tilelang") is not None
+    if not has_tilelang and has_wrong_gradients(Version(triton.__version__), torch.cuda.get_device_capability()):
+        logger.warning(
+            "gated delta nets are computed in torch, because on this GPU the gradients of flash-linear-attention with "
+            "Triton %s are wrong; for its faster kernels install tilelang, or Triton 3.7.1 or later",
+            triton.__version__,
+        )
+        return None
     return chunk_gated_delta_rule
+
+
+def has_wrong_gradients(triton: Version, capability: tuple[int, int]) -> bool:
+    """Return whether this release of Triton computes wrong gradients of the gated delta rule on this GPU.
+
+    flash-linear-attention 0.6 raises an error in this case (fla/ops/common/chunk_o.py, issue 640), unless tilelang is
+    installed.
+    """
+    is_hopper = capability[0] == 9
+    return is_hopper and Version("3.4.0") <= triton < Version("3.7.1")
 
 
 def by_kernel(

@@ -54,10 +54,11 @@ class LabelTarget:
             weight_VH: the output matrix.
             share_C1: factor of each position's gradient; None for 1.
         """
-        function = _fused_cross_entropy_
+        label_C = self.label_N[rows]
         if group is not None:
-            function = _cross_entropy_
-        return function(logits_CV, self.label_N[rows], share_C1, group)
+            return _cross_entropy_(logits_CV, label_C, share_C1, group)
+        logit_C1 = logits_CV.gather(1, label_C[:, None])
+        return _fused_cross_entropy_(logits_CV, logit_C1, label_C, share_C1)
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,30 @@ def _cross_entropy_(
     return loss_C
 
 
+def _whole_cross_entropy_(
+    logits_CV: torch.Tensor, logit_C1: torch.Tensor, label_C: torch.Tensor, share_C1: torch.Tensor | None
+) -> torch.Tensor:
+    """Compute `_cross_entropy_` if this rank has the whole vocabulary.
+
+    Compiled, this is one kernel without a temporary tensor of the logits' size. It uses no scatter, and computes the
+    exponentials twice instead of storing them.
+
+    Args:
+        logit_C1: the logit of each label. It is not read here, because the compiler of torch 2.11 reads it from logits
+            that are already overwritten.
+    """
+    if not torch.compiler.is_compiling():
+        return _cross_entropy_(logits_CV, label_C, share_C1, None)
+    wide_CV = logits_CV.float()
+    largest_C1 = wide_CV.amax(dim=-1, keepdim=True)
+    log_sum_C1 = (wide_CV - largest_C1).exp().sum(dim=-1, keepdim=True).log() + largest_C1
+    word_V = torch.arange(logits_CV.size(1), device=logits_CV.device)
+    is_label_CV = word_V == label_C[:, None]
+    gradient_CV = (wide_CV - log_sum_C1).exp() - is_label_CV.float()
+    _put_(gradient_CV, share_C1, logits_CV)
+    return (log_sum_C1 - logit_C1.float())[:, 0]
+
+
 def _distance_(
     logits_CV: torch.Tensor, trunk_CV: torch.Tensor, distance: Distance, share_C1: torch.Tensor | None, group: Group
 ) -> torch.Tensor:
@@ -113,7 +138,7 @@ def _put_(gradient_CV: torch.Tensor, share_C1: torch.Tensor | None, logits_CV: t
 # On a GPU with the whole vocabulary on one rank, all passes over the logits are one kernel, which reads and writes them
 # in the model's precision. If ranks share the vocabulary, passes are separate, because ranks exchange values between
 # them.
-_fused_cross_entropy_ = compiled(_cross_entropy_)
+_fused_cross_entropy_ = compiled(_whole_cross_entropy_)
 _fused_distance_ = compiled(_distance_)
 
 Target = LabelTarget | TrunkTarget

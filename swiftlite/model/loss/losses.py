@@ -189,28 +189,12 @@ def cross_entropy_(logits_NV: torch.Tensor, label_N: torch.Tensor, group: Group)
 
 def _whole_cross_entropy_(logits_NV: torch.Tensor, label_N: torch.Tensor) -> torch.Tensor:
     """Compute `cross_entropy_` if this rank has the whole vocabulary."""
-    if torch.compiler.is_compiling():
-        return _compiled_cross_entropy_(logits_NV, label_N)
     _below_largest_(logits_NV, None)
     logit_N = logits_NV.gather(1, label_N[:, None])[:, 0]
     sum_N = logits_NV.exp_().sum(dim=-1)
     one_N1 = sum_N.new_full((), -1.0).expand(len(label_N), 1)
     logits_NV.div_(sum_N[:, None]).scatter_add_(1, label_N[:, None], one_N1)
     return sum_N.log() - logit_N
-
-
-def _compiled_cross_entropy_(logits_NV: torch.Tensor, label_N: torch.Tensor) -> torch.Tensor:
-    """Compute `_whole_cross_entropy_` so that it compiles to one kernel without a temporary tensor of the logits' size.
-
-    It uses no scatter, and computes the exponentials twice instead of storing them.
-    """
-    largest_N1 = logits_NV.amax(dim=-1, keepdim=True)
-    log_sum_N1 = (logits_NV - largest_N1).exp().sum(dim=-1, keepdim=True).log() + largest_N1
-    loss_N1 = log_sum_N1 - logits_NV.gather(1, label_N[:, None])
-    words_V = torch.arange(logits_NV.size(1), device=logits_NV.device)
-    is_word_NV = words_V == label_N[:, None]
-    logits_NV.copy_((logits_NV - log_sum_N1).exp() - is_word_NV.to(logits_NV.dtype))
-    return loss_N1[:, 0]
 
 
 # All distances accept logits. They overwrite the head's logits with the gradient, and the trunk's with temporary
