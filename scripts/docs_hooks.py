@@ -21,6 +21,9 @@ def on_config(config: Any) -> Any:
     _write(API / "index.md", "\n".join(["# API", "", "| room | what it is |", "|---|---|", *table]))
     for room in sentences:
         _write(API / f"{room}.md", f"# {room}\n\n::: swiftlite.{room}")
+    for page in API.glob("*.md"):
+        if page.stem not in ("index", *sentences):  # of a module that was removed or renamed
+            page.unlink()
     for item in config.nav:
         if "API" in item:
             item["API"] = ["api/index.md", *(f"api/{room}.md" for room in sentences)]

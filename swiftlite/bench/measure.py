@@ -76,8 +76,7 @@ async def _ask(
 ) -> list[ConcurrencyResult]:
     measured = []
     async with connect(args.infer_backend, url, sampling, num_speculative_tokens) as client:
-        # The first requests compile kernels and allocate memory.
-        await generate_all(client, prompts, max(args.concurrency), WARM_UP)
+        await generate_all(client, warm_up_prompts(args, prompts), max(args.concurrency), WARM_UP)
         for concurrency in args.concurrency:
             counts_before, cached_before = await client.draft_counts(), await client.cached_tokens()
             rounds: list[Round] = []
@@ -97,6 +96,17 @@ async def _ask(
             speeds = ", ".join(f"{speed:.1f}" for speed in result.speeds)
             logger.info("%s, concurrency %d: %s tokens/s", describe(num_speculative_tokens), concurrency, speeds)
     return measured
+
+
+def warm_up_prompts(args: BenchArgs, prompts: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
+    """Return the prompts that are sent before the measurement, because the first requests compile kernels and allocate
+    memory.
+
+    With --repeat_prompts these are all prompts, so that the measured requests find their prefixes in the cache.
+    """
+    if args.repeat_prompts:
+        return prompts
+    return prompts[: 2 * max(args.concurrency)]
 
 
 @asynccontextmanager

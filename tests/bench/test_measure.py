@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("aiohttp")
 
 from swiftlite.args.commands import BenchArgs
-from swiftlite.bench.measure import generate_all, measure
+from swiftlite.bench.measure import generate_all, measure, warm_up_prompts
 from swiftlite.bench.server import free_url
 from swiftlite.engines.client import Answer
 from swiftlite.engines.engine import Sampling
@@ -60,3 +60,12 @@ def test_prompts_are_answered_in_order_so_many_at_once():
     assert [answer.text for answer in done.answers] == [f"{number} x" for number in range(1, 8)]
     assert client.most == 3
     assert done.seconds > 0
+
+
+def test_few_prompts_warm_a_server_up():
+    """With --repeat_prompts, all prompts must be in the prefix cache before the measurement."""
+    prompts = [[number] for number in range(16)]
+    assert warm_up_prompts(BenchArgs(concurrency=[1]), prompts) == prompts[:2]
+    assert warm_up_prompts(BenchArgs(concurrency=[1, 4]), prompts) == prompts[:8]
+    assert warm_up_prompts(BenchArgs(concurrency=[16]), prompts) == prompts
+    assert warm_up_prompts(BenchArgs(concurrency=[1], repeat_prompts=True), prompts) == prompts
