@@ -50,7 +50,19 @@ def content(directory: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_same_bits(tmp_path, way):
+    check_same_bits(tmp_path, *options(tmp_path, way))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("way", WAYS)
+def test_same_bits_in_each_precision(tmp_path, way, dtype):
     whole, streamed = options(tmp_path, way)
+    check_same_bits(tmp_path, replace(whole, torch_dtype=dtype), replace(streamed, torch_dtype=dtype))
+
+
+def check_same_bits(tmp_path: Path, whole: SftArgs, streamed: SftArgs) -> None:
+    """Compare cache and metrics of both runs."""
     for args in (whole, streamed):
         assert launch(2, training.run, args) == [0, 0]
     assert content(tmp_path / "cache") == content(tmp_path / "streamed-cache")

@@ -5,6 +5,7 @@ import json
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -60,7 +61,24 @@ def content(directory: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("way", WAYS)
 def test_same_bits(options, mesh, tmp_path, way):
     make_model, more = WAYS[way]
-    model = make_model(tmp_path / "model")
+    check_same_bits(options, mesh, tmp_path, make_model(tmp_path / "model"), more)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "deepseek_v3, FP8", "qwen3_next"])
+def test_same_bits_in_each_precision(options, mesh, tmp_path, family, dtype):
+    make_model = make_deepseek_fp8
+    more = {"torch_dtype": dtype}
+    if family == "llama":
+        more |= {"mtp_num_layers": 1, "mtp_init": "copy_last_layer"}
+    if family != "deepseek_v3, FP8":
+        make_model = make(family)
+    check_same_bits(options, mesh, tmp_path, make_model(tmp_path / "model"), more)
+
+
+def check_same_bits(options, mesh, tmp_path: Path, model: Path, more: dict[str, Any]) -> None:
+    """Compare cache, metrics and export of a run that streams the trunk with those of a run that has it in memory."""
     files = {}
     runs = []
     for name, streamed in {"whole": {}, "streamed": {"stream_trunk": True, "stream_trunk_gb": FEW_BYTES}}.items():
