@@ -78,7 +78,7 @@ def since_is_a_duration_of_a_server(args: EvaluateArgs, facts: Facts) -> Iterato
     if args.server is None:
         yield "--since requires --server", "add --server http://HOST:PORT, or remove --since"
     if not seconds_of(args.since):
-        yield f"--since {args.since} is not a duration above 0", "give hours, minutes or seconds: --since 24h"
+        yield f"--since {args.since} is not a duration above 0", "give days, hours, minutes or seconds: --since 24h"
 
 
 def _of_models(rule: common.Rule) -> common.Rule:
