@@ -14,7 +14,7 @@ MIN_MINUTES = 5
 def budget_suffices(args: SpeedupArgs, facts: Facts) -> Iterator[Problem]:
     seconds = seconds_of(args.budget)
     if seconds is None:
-        yield f"--budget {args.budget} is not a duration", "give hours, minutes or seconds: --budget 1h30m"
+        yield f"--budget {args.budget} is not a duration", "give days, hours, minutes or seconds: --budget 1h30m"
     elif seconds < 60 * MIN_MINUTES:
         yield f"--budget {args.budget} is too short: starting the engine takes minutes", f"use at least {MIN_MINUTES}m"
 
