@@ -5,9 +5,11 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from swiftlite.bridge.rows import HfConfig, Row, lift
+from swiftlite.errors import UserError
 from swiftlite.families.architecture import Architecture, Outside
 from swiftlite.families.layer import Layer
 from swiftlite.families.tower import Tower
+from swiftlite.families.vision import VisionTower
 from swiftlite.heads import Heads
 from swiftlite.heads.drafting import Drafting
 
@@ -59,6 +61,8 @@ class Family:
         outside: returns the modules outside of the layers: embedding, final norm, output layer.
         mtp: names of the MTP heads.
         tower: computes embeddings of inputs other than tokens, such as images; None without a tower.
+        vision: describes the vision tower in the files of the family; None without a tower. A run without images does
+            not compute the tower, and copies its tensors unchanged.
         language_model: prefixes of the HF names of the language model, its heads and its tower, if files contain other
             parts, such as a vision tower that is not computed here; empty otherwise.
         memory_names: maps prefixes of HF names (within a layer) to the prefixes that transformers uses in memory. Only
@@ -72,9 +76,22 @@ class Family:
     outside: Callable[[HfConfig], Outside]
     mtp: MtpLayout
     tower: Callable[[HfConfig], Tower | None] = no_tower
+    vision: Callable[[HfConfig], VisionTower] | None = None
     language_model: tuple[str, ...] = ()
     norm_start: float = 1.0
     memory_names: Mapping[str, str] = field(default_factory=dict)
+
+    def with_images(self, hf_config: HfConfig) -> "Family":
+        """Return the family of a run whose rows have images: it computes the vision tower, instead of copying it.
+
+        Raises:
+            UserError: the family has no vision tower, or config.json does not describe it.
+        """
+        if self.vision is None:
+            problem = f"model_type {self.name!r}: images are not supported"
+            raise UserError(problem, "use dataset rows without images, or a vision-language model")
+        hf_prefix = self.vision(hf_config).hf_prefix
+        return replace(self, tower=self.vision, language_model=(*self.language_model, hf_prefix))
 
     def architecture(self, hf_config: HfConfig) -> Architecture:
         """Return the architecture without calling `check`; unsupported settings are ignored."""

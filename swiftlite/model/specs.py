@@ -30,6 +30,7 @@ from swiftlite.families.attention import GroupedQueryAttention, LatentAttention
 from swiftlite.families.layer import Attention, Layer
 from swiftlite.families.linear_attention import GatedDeltaNet as GatedDeltaNetSizes
 from swiftlite.families.mlp import MixtureOfExperts, Mlp
+from swiftlite.families.vision import Qwen2_5Vision, Qwen3Vision
 from swiftlite.heads.drafting import Drafting
 from swiftlite.model.attention.gated_delta_net import GatedDeltaNet
 from swiftlite.model.attention.mla import MLASelfAttention, latent_norm
@@ -38,6 +39,7 @@ from swiftlite.model.layers.kernels import Modules, modules_of
 from swiftlite.model.layers.router import MoELayer, TopKRouter
 from swiftlite.model.layers.swiglu import SwiGLU
 from swiftlite.model.mtp import MultiTokenPredictionLayer, UnrolledLayer
+from swiftlite.model.vision import VisionTransformer
 from swiftlite.plan.kernels import Kernels
 from swiftlite.runtime.compat import MTP_INNER_LAYER
 
@@ -123,7 +125,10 @@ MLP_SPECS: dict[type, Callable[[Any, Modules], ModuleSpec]] = {Mlp: _mlp, Mixtur
 
 # Constructors of the modules of all kinds of towers (`families/tower.py`). A module maps the items of a micro-batch by
 # name (`Batch.items`) to one output per item, [I, H].
-TOWERS: dict[type, Callable[[Any, TransformerConfig], nn.Module]] = {}
+TOWERS: dict[type, Callable[[Any, TransformerConfig], nn.Module]] = {
+    Qwen3Vision: VisionTransformer,
+    Qwen2_5Vision: VisionTransformer,
+}
 
 
 def attention_spec(attention: Attention, modules: Modules = LOCAL) -> ModuleSpec:

@@ -1,8 +1,8 @@
 """Qwen3.5 and 3.6, dense and with experts: Qwen3-Next's layers with separate projections in files.
 
 Most of these models are vision-language models. The settings of the language model are under `text_config` in
-config.json (see `bridge/hf_config.py`), and the names of its tensors start with `model.language_model.`. All other
-tensors are copied unchanged.
+config.json (see `bridge/hf_config.py`), and the names of its tensors start with `model.language_model.`. The tensors of
+the vision tower start with `model.visual.`. All other tensors are copied unchanged.
 
 See also `qwen3_next.py`.
 """
@@ -15,6 +15,7 @@ from swiftlite.families.architecture import Outside
 from swiftlite.families.family import Family, HfConfig
 from swiftlite.families.layer import Layer
 from swiftlite.families.models import qwen3_moe, qwen3_next
+from swiftlite.families.vision import Qwen3Vision, vision_config_of
 
 # In models with experts, all layers are mixtures, and the selected scores are divided by their sum.
 _ALL_MIXTURES = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
@@ -51,9 +52,18 @@ def _outside_wrapped(hf_config: HfConfig) -> Outside:
     )
 
 
+def _vision(hf_config: HfConfig) -> Qwen3Vision:
+    return Qwen3Vision(vision_config_of(hf_config))
+
+
 _family = partial(Family, mtp=dense.QWEN3_NEXT_HEADS, norm_start=0.0)
 _text = partial(_family, outside=qwen3_next.outside)
-_wrapped = partial(_family, outside=_outside_wrapped, language_model=("model.language_model.", "lm_head.", "mtp."))
+_wrapped = partial(
+    _family,
+    outside=_outside_wrapped,
+    vision=_vision,
+    language_model=("model.language_model.", "lm_head.", "mtp."),
+)
 
 QWEN3_5_TEXT = _text(name="qwen3_5_text", check=_check, layer=_layer)
 QWEN3_5 = _wrapped(name="qwen3_5", check=_check, layer=_layer)
