@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     DeepseekV3Config,
@@ -42,6 +42,8 @@ from transformers import (
     SeedOssConfig,
     SeedOssForCausalLM,
 )
+from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5VisionConfig
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5VisionModel
 
 # transformers has no MiMo: its trunk is Qwen2's.
 CLASSES: dict[str, tuple[type, type]] = {
@@ -404,6 +406,59 @@ def wrapped(config: dict[str, Any]) -> dict[str, Any]:
         "tie_word_embeddings": config["tie_word_embeddings"],
         "vision_config": {"depth": 1, "hidden_size": 8, "model_type": f"{model_type}_vision"},
     }
+
+
+VISION_TOWERS: dict[str, tuple[type, type]] = {
+    "qwen3_5": (Qwen3_5VisionConfig, Qwen3_5VisionModel),
+    "qwen3_5_moe": (Qwen3_5VisionConfig, Qwen3_5VisionModel),
+}
+VISION_SIZES: dict[str, Any] = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "in_channels": 3,
+    "patch_size": 4,
+    "temporal_patch_size": 2,
+    "spatial_merge_size": 2,
+    "num_position_embeddings": 16,
+}
+# The rotary settings of a tiny model with images: 8 angles of each head turn, with different positions.
+AXES_OF_IMAGES: dict[str, Any] = {
+    "partial_rotary_factor": 0.5,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [4, 2, 2],
+        "mrope_interleaved": True,
+    },
+}
+IMAGE_TOKENS = {"image_token_id": 124, "video_token_id": 125, "vision_start_token_id": 126, "vision_end_token_id": 127}
+
+
+def make_tiny_vision_hf(
+    directory: Path, family: str = "qwen3_5", depth: int = 0, dtype: torch.dtype = torch.float32, **config
+) -> Path:
+    """Write a tiny random vision-language model with a tower; return its directory.
+
+    Args:
+        family, depth, dtype, config: as for `make_tiny_hf`.
+    """
+    make_tiny_hf(directory, family, depth, dtype=dtype, **{**AXES_OF_IMAGES, **config})
+    path = directory / "config.json"
+    content = json.loads(path.read_text())
+    config_class, model_class = VISION_TOWERS[family]
+    sizes = VISION_SIZES | {"out_hidden_size": content["text_config"]["hidden_size"]}
+    tower = model_class(config_class(**sizes)).to(dtype)
+    tensors = {name: tensor for name, tensor in load_file(directory / "model.safetensors").items() if name not in VISION}
+    for name, tensor in tower.state_dict().items():
+        scale = 1.0 if "norm" in name and name.endswith("weight") else 0.0
+        tensors[f"model.visual.{name}"] = scale + torch.randn(tensor.shape, dtype=dtype) * 0.2
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    vision = {**sizes, "model_type": config_class.model_type}
+    path.write_text(json.dumps({**content, **IMAGE_TOKENS, "vision_config": vision}, indent=2) + "\n")
+    return directory
 
 
 def make_tiny_hf(

@@ -3,7 +3,7 @@
 Rules read config.json before weights are downloaded (`plan/facts.py`).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,10 @@ class HfModel:
         if self.directory == Path(self.name):
             return ""
         return self.directory.name
+
+    def with_images(self) -> "HfModel":
+        """Return the model for a run whose rows have images, see `Family.with_images`."""
+        return replace(self, family=self.family.with_images(self.config))
 
 
 def resolve(name: str | Path) -> HfModel:

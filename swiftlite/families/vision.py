@@ -132,9 +132,9 @@ def vision_config_of(hf_config: HfConfig) -> Mapping[str, Any]:
     missing = [key for key in _SIZES if not isinstance(found.get(key), int)]
     if missing:
         raise UserError(f"config.json: vision_config: missing or not a number: {', '.join(missing)}", _HINT)
-    if found["out_hidden_size"] != hf_config["hidden_size"]:
-        problem = f"vision_config: out_hidden_size {found['out_hidden_size']}, but hidden_size {hf_config['hidden_size']}"
-        raise UserError(f"config.json: {problem}", _HINT)
+    width, hidden = found["out_hidden_size"], hf_config["hidden_size"]
+    if width != hidden:
+        raise UserError(f"config.json: vision_config: out_hidden_size {width}, but hidden_size {hidden}", _HINT)
     return found
 
 

@@ -55,4 +55,5 @@ class Placed:
         Args:
             item_SB: this sequence-parallel rank's part of `item_BS`, transposed.
         """
+        item_SB = item_SB.contiguous()  # the layout of the result, which layers with experts require to be contiguous
         return torch.where((item_SB >= 0)[..., None], self.output_IH[item_SB], embeddings_SBH)

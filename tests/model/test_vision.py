@@ -1,0 +1,141 @@
+"""Test models with images: logits and gradients of vision tower, trunk and heads equal those of transformers."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from swiftlite.bridge.transfer import save_hf
+from swiftlite.data.batch import Batch, collate, collate_packed
+from swiftlite.families.resolved import resolve
+from swiftlite.model.context_parallel import describe_packed
+from swiftlite.model.gpt import GPTModel, Logits
+from swiftlite.model.open import open_model
+from swiftlite.model.tower import TowerInputs
+from tests.images import Seen, VisionReference, extras_of, sum_of_losses
+from tests.tiny import make_tiny_vision_hf, per_expert
+
+CLOSE = 2e-5
+"""Maximum difference, relative to the largest value: float32 sums in another order."""
+FAMILIES = ["qwen3_5", "qwen3_5_moe"]
+ROWS: list[list[int | str]] = [[5, "0", 6], [9], [2, "1", 3, "2", 4]]
+"""Rows with one image, without an image, and with two images of different sizes."""
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request) -> str:
+    return request.param
+
+
+@pytest.fixture
+def hf_dir(shared, family) -> Path:
+    return shared(f"vision-{family}", lambda directory: make_tiny_vision_hf(directory, family, depth=1))
+
+
+def open_vision(hf_dir: Path, mesh: Any, **options: Any) -> GPTModel:
+    (model,), report = open_model(resolve(hf_dir).with_images(), mesh, dtype=torch.float32, **options)
+    assert not report.carried
+    return model.eval()
+
+
+def rows_of(hf_dir: Path, parts: list[list[int | str]]) -> list[Seen]:
+    return [Seen(hf_dir, row, seed) for seed, row in enumerate(parts)]
+
+
+def make_batch(hf_dir: Path, reference: VisionReference, rows: list[Seen], is_packed: bool) -> Batch:
+    samples = [row.sample(reference.model) for row in rows]
+    function = collate_packed if is_packed else collate
+    return function(samples, 0, num_drafts=1, extras=extras_of(hf_dir))
+
+
+def logits_of(model: GPTModel, batch: Batch, rows: list[Seen]) -> list[list[torch.Tensor]]:
+    """Return the logits [S, V] of trunk and head for each row."""
+    result = model(
+        batch.tokens_KBS[0],
+        batch.position_ids_BS,
+        mtp_input_ids=batch.tokens_KBS[1:],
+        packed_seq_params=describe_packed(batch.cu_seqlens),
+        tower_inputs=TowerInputs.of(batch),
+        axes_3BS=batch.axes_3BS,
+    )
+    assert isinstance(result, Logits)
+    logits, start = [], 0
+    for number, row in enumerate(rows):
+        length = row.ids_1S.size(1)
+        if batch.cu_seqlens is None:
+            logits.append([part[number, : length - depth] for depth, part in enumerate([result.main, *result.mtp])])
+        else:
+            here = [part[0, start : start + length - depth] for depth, part in enumerate([result.main, *result.mtp])]
+            logits.append(here)
+            start += length
+    return logits
+
+
+def assert_close(found: torch.Tensor, expected: torch.Tensor, name: str = "") -> None:
+    largest = expected.abs().max().item()
+    difference = (found - expected).abs().max().item()
+    assert difference <= CLOSE * largest, f"{name}: {difference} of {largest}"
+
+
+@pytest.mark.parametrize("is_packed", [False, True], ids=["padded", "packed"])
+def test_trunk_and_head_equal_transformers(hf_dir, family, mesh, is_packed):
+    reference = VisionReference(hf_dir, family, 1)
+    rows = rows_of(hf_dir, ROWS)
+    found = logits_of(open_vision(hf_dir, mesh), make_batch(hf_dir, reference, rows, is_packed), rows)
+    for logits, row in zip(found, rows, strict=True):
+        for ours, theirs in zip(logits, reference(row), strict=True):
+            assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("changed", ["blind_heads", "flat_positions"])
+def test_features_and_positions_matter(hf_dir, family, mesh, changed):
+    """A head that reads the placeholder's embedding, or a model whose positions are indices, has other logits."""
+    reference = VisionReference(hf_dir, family, 1, **{changed: True})
+    rows = rows_of(hf_dir, ROWS[:1])
+    ((trunk, head),) = logits_of(open_vision(hf_dir, mesh), make_batch(hf_dir, reference, rows, False), rows)
+    expected_trunk, expected_head = reference(rows[0])
+    assert (head - expected_head).abs().max() > 1e-2 * expected_head.abs().max()
+    if changed == "flat_positions":
+        assert (trunk - expected_trunk).abs().max() > 1e-2 * expected_trunk.abs().max()
+
+
+@pytest.mark.parametrize("is_packed", [False, True], ids=["padded", "packed"])
+def test_gradients_equal_transformers(hf_dir, family, mesh, tmp_path, is_packed):
+    reference = VisionReference(hf_dir, family, 1)
+    rows = rows_of(hf_dir, ROWS)
+    for row in rows:
+        reference.loss(row).backward()
+    model = open_vision(hf_dir, mesh)
+    logits = logits_of(model, make_batch(hf_dir, reference, rows, is_packed), rows)
+    losses = [sum_of_losses(part, row) for part, row in zip(logits, rows, strict=True)]
+    torch.stack(losses).sum().backward()
+    found, expected = gradients_of(model, hf_dir, tmp_path), per_expert(reference.gradients())
+    assert found.keys() <= expected.keys()
+    assert found.keys() == load_file(hf_dir / "model.safetensors").keys()
+    for name, gradient in found.items():
+        assert_close(gradient, expected[name], name)
+
+
+def gradients_of(model: GPTModel, hf_dir: Path, directory: Path) -> dict[str, torch.Tensor]:
+    """Return the gradient of each tensor by its name in files. The weights are lost."""
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.data = parameter.grad
+    hf_model = resolve(hf_dir).with_images()
+    save_hf([model], directory, hf_model.family, hf_model.config)
+    return load_file(directory / "model.safetensors")
+
+
+def test_without_images_the_tower_has_zero_gradients(hf_dir, family, mesh):
+    """megatron-core's DDP waits for a gradient of each trained parameter."""
+    reference = VisionReference(hf_dir, family, 1)
+    rows = rows_of(hf_dir, ROWS[1:2])
+    model = open_vision(hf_dir, mesh)
+    batch = make_batch(hf_dir, reference, rows, False)
+    ((trunk, head),) = logits_of(model, batch, rows)
+    assert model.tower(batch.items).shape == (0, model.config.hidden_size)
+    sum_of_losses([trunk, head], rows[0]).backward()
+    for name, parameter in model.tower.named_parameters():
+        assert torch.equal(parameter.grad, torch.zeros_like(parameter)), name
