@@ -18,6 +18,7 @@ class SftArgs(
     fields.MoeArgs,
     fields.PackingArgs,
     fields.DataArgs,
+    fields.VisionArgs,
     fields.LoraArgs,
     fields.MtpArgs,
     fields.ModelArgs,

@@ -368,6 +368,26 @@ class MoeArgs:
 
 
 @dataclass(frozen=True)
+class VisionArgs:
+    """Vision tower"""
+
+    freeze_vit: bool = True
+    """Keep the vision tower unchanged, except for its aligner. Without images in the rows, the tower is not computed
+    and never changes."""
+    freeze_aligner: bool = True
+    """Keep the aligner unchanged: the part of the vision tower that maps its features to embeddings of the language
+    model."""
+    freeze_llm: bool = False
+    """Keep the trunk of the language model unchanged; train the vision tower, the aligner and the MTP heads."""
+    vit_lr: bounds.PositiveFloat | None = None
+    """Peak learning rate of the vision tower without its aligner. Default: --lr."""
+    aligner_lr: bounds.PositiveFloat | None = None
+    """Peak learning rate of the aligner. Default: --lr."""
+    vit_gradient_checkpointing: bool = True
+    """Recompute the activations of a trained vision tower in the backward pass, instead of storing them."""
+
+
+@dataclass(frozen=True)
 class MicroBatchArgs:
     """Batches, optimizer and schedule"""
 

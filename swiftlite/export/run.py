@@ -88,6 +88,8 @@ def to_hf(args: ExportArgs, mesh: Mesh) -> None:
     hf_model = resolve(checkpoint.parent / "source")
     graft_from = _resolve_graft(args)
     state = read_state(checkpoint)
+    if state.get("images"):
+        hf_model = hf_model.with_images()
     heads = _heads_of_result(args, replace(hf_model.heads, layers=state["mtp_num_layers"]), graft_from)
     heads = restrict_heads(args, checkpoint.parent, hf_model, heads)
     lora = _lora_of(args, state)

@@ -45,6 +45,11 @@ class HfModel:
             return ""
         return self.directory.name
 
+    @property
+    def computes_images(self) -> bool:
+        """Whether the family is that of a run whose rows have images."""
+        return self.family.vision is not None and self.family.tower is self.family.vision
+
     def with_images(self) -> "HfModel":
         """Return the model for a run whose rows have images, see `Family.with_images`."""
         return replace(self, family=self.family.with_images(self.config))

@@ -29,6 +29,11 @@ def is_aligner_parameter(name: str) -> bool:
     return name.startswith(_ALIGNER)
 
 
+def is_vit_parameter(name: str) -> bool:
+    """Return whether a Megatron parameter belongs to a tower without its aligner."""
+    return is_tower_parameter(name) and not is_aligner_parameter(name)
+
+
 @dataclass(frozen=True)
 class Qwen3Vision:
     """The tower of Qwen3.5, and of Qwen3-VL, whose tower has additional mergers behind some blocks (deepstack).

@@ -50,6 +50,10 @@ class VisionTransformer(nn.Module):
         self._merge: int = hf_config.spatial_merge_size
         self._patch_width = prod(tower.shapes()["patch_embed.proj.weight"][1:])
 
+    def recompute_activations(self) -> None:
+        """Store only the inputs of blocks in training, and repeat their forward passes in the backward pass."""
+        self.visual.gradient_checkpointing_enable({"use_reentrant": False})
+
     def forward(self, items: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the outputs [I, H].
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from swiftlite.args.commands import SftArgs
+from swiftlite.families.vision import is_aligner_parameter, is_tower_parameter
 from swiftlite.heads import Heads
 from swiftlite.lora import Lora, is_adapter
 
@@ -57,21 +58,62 @@ HEADS_ONLY = Trainable(
 )
 
 
-def trainable_of(args: SftArgs, heads: Heads, lora: Lora | None = None, saved: Collection[str] = ()) -> Trainable:
+def trainable_of(
+    args: SftArgs,
+    heads: Heads,
+    lora: Lora | None = None,
+    saved: Collection[str] = (),
+    has_tower: bool = False,
+) -> Trainable:
     """Return the parameters that the options train.
 
     Args:
         heads: heads of the run.
         lora: adapters of the run.
         saved: Megatron names of the trunk's parameters that are trained in full.
+        has_tower: whether the run computes a tower, such as a vision tower.
     """
     if lora is not None:
         return _adapters(lora, heads, saved)
+    if has_tower and args.mtp_mode != "heads_only":
+        return _with_tower(args, heads)
     if not heads.layers:
         return WHOLE_MODEL
     if args.mtp_mode == "heads_only":
         return HEADS_ONLY
     return JOINT
+
+
+def _with_tower(args: SftArgs, heads: Heads) -> Trainable:
+    """Return the parts of a vision-language model that the options do not freeze."""
+    learns_of_part = {
+        "vision tower": not args.freeze_vit,
+        "aligner": not args.freeze_aligner,
+        "trunk": not args.freeze_llm,
+        "MTP heads": True,
+    }
+
+    def learns(name: str) -> bool:
+        return learns_of_part[_part(name)]
+
+    parts = [part for part in learns_of_part if heads.layers or part != "MTP heads"]
+    learned = [part for part in parts if learns_of_part[part]]
+    frozen = [part for part in parts if not learns_of_part[part]]
+    words = ", ".join(learned)
+    if frozen:
+        words += f"; frozen: {', '.join(frozen)}"
+    return Trainable(learns, words, "--freeze_vit, --freeze_aligner and --freeze_llm", learned == ["MTP heads"])
+
+
+def _part(name: str) -> str:
+    """Return the part of a vision-language model that a parameter belongs to."""
+    if is_aligner_parameter(name):
+        return "aligner"
+    if is_tower_parameter(name):
+        return "vision tower"
+    if is_head_parameter(name):
+        return "MTP heads"
+    return "trunk"
 
 
 def _adapters(lora: Lora, heads: Heads, saved: Collection[str]) -> Trainable:

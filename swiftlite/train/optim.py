@@ -1,20 +1,24 @@
 """Create megatron-core's DDP wrappers, AdamW and learning-rate schedule."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import (
     MegatronOptimizer,
     OptimizerConfig,
+    ParamKey,
     get_megatron_optimizer,
     get_standard_config_overrides,
 )
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.optimizer.optimizer_config import ParamWithNamePredicate
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, ParamGroupOverride
 from megatron.core.transformer.module import Float16Module
 
 from swiftlite.args.commands import SftArgs
 from swiftlite.args.fields import DistributedArgs
+from swiftlite.families.vision import is_aligner_parameter, is_vit_parameter
 from swiftlite.model.gpt import GPTModel
 from swiftlite.model.layers.tensor_parallel import add_gradients_in_place
 from swiftlite.plan.run import Plan, Schedule
@@ -87,7 +91,7 @@ def _adamw(args: SftArgs, plan: Plan, model: Sequence[DistributedDataParallel], 
         use_distributed_optimizer=bool(plan.distributed.use_distributed_optimizer),
         overlap_param_gather=bool(plan.distributed.overlap_param_gather),
     )
-    overrides = get_standard_config_overrides(config)
+    overrides = get_standard_config_overrides(config) | _tower_learning_rates(args, plan)
     mtp_clip_grad = args.mtp_clip_grad if plan.heads.layers else None
     if mtp_clip_grad is not None:
         overrides |= separate_head_groups()
@@ -107,6 +111,27 @@ def _adamw(args: SftArgs, plan: Plan, model: Sequence[DistributedDataParallel], 
     if mtp_clip_grad is None:
         return optimizer
     return SeparateClipping(optimizer, mtp_clip_grad, mesh.device.torch_device)
+
+
+def _tower_learning_rates(args: SftArgs, plan: Plan) -> dict[ParamKey, ParamGroupOverride]:
+    """Return overrides with the learning rates of the vision tower and its aligner; other parameters have --lr.
+
+    The schedules have the shape of --lr's schedule.
+    """
+
+    def override(part: str, is_part: Callable[[str], bool], lr: float) -> tuple[ParamKey, ParamGroupOverride]:
+        def belongs(parameter: torch.nn.Parameter, name: str) -> bool:
+            return is_part(name.replace("module.", ""))  # the name without prefixes of wrappers
+
+        key = ParamKey(with_name_predicate=ParamWithNamePredicate(name=part, fn=belongs))
+        return key, cast(ParamGroupOverride, {"max_lr": lr, "min_lr": lr * plan.min_lr / plan.lr})
+
+    overrides = []
+    if args.vit_lr is not None:
+        overrides.append(override("vit", is_vit_parameter, args.vit_lr))
+    if args.aligner_lr is not None:
+        overrides.append(override("aligner", is_aligner_parameter, args.aligner_lr))
+    return dict(overrides)
 
 
 def _learning_rate(

@@ -180,7 +180,8 @@ def plan_run(args: SftArgs, mesh: Mesh, hf_model: HfModel, data: Data) -> Plan:
 def trainable_in(args: SftArgs, plan: Plan, hf_model: HfModel) -> Trainable:
     """Return which parameters of the model are trained."""
     if plan.lora is None:
-        return trainable_of(args, plan.heads)
+        has_tower = hf_model.family.tower(hf_model.config) is not None
+        return trainable_of(args, plan.heads, has_tower=has_tower)
     saved = saved_names(plan.lora, hf_model.family.rows(hf_model.config, 0))
     return trainable_of(args, plan.heads, plan.lora, saved)
 
@@ -255,6 +256,7 @@ def make_trainer(
         {
             "mtp_num_layers": run.plan.heads.layers,
             "torch_dtype": args.torch_dtype,
+            "images": run.hf_model.computes_images,
             "data": dict(run.data_state),
             **base_state(run, state),
         },

@@ -20,6 +20,7 @@ from swiftlite.model.gpt import GPTModel
 from swiftlite.model.layers.lora import add_adapters
 from swiftlite.model.open import open_model
 from swiftlite.model.streamed_trunk import StreamedTrunk
+from swiftlite.model.vision import VisionTransformer
 from swiftlite.plan.layout import group_of
 from swiftlite.plan.run import Plan, Schedule
 from swiftlite.plan.trainable import Trainable
@@ -89,6 +90,10 @@ def make_train_state(
         mtp_loss=plan.mtp_loss,
         kernels=plan.kernels,
     )
+    if args.vit_gradient_checkpointing and not args.freeze_vit:
+        for chunk in chunks:
+            if isinstance(chunk.tower, VisionTransformer):
+                chunk.tower.recompute_activations()
     report = report.over_all_ranks()
     _check_no_head_is_forgotten(args, hf_model, plan, report)
     streamed_trunk = None

@@ -34,3 +34,30 @@ def test_all_others_get_no_gradient(trainable, expected):
     trainable.apply([chunk])
     chunk["mtp"](chunk["decoder"](torch.ones(1, 2))).sum().backward()
     assert {name for name, parameter in chunk.named_parameters() if parameter.grad is not None} == expected
+
+
+PARTS = {
+    "tower.visual.blocks.0.attn.qkv.weight": "vit",
+    "tower.visual.merger.norm.weight": "aligner",
+    "tower.visual.deepstack_merger_list.0.norm.weight": "aligner",
+    "embedding.word_embeddings.weight": "llm",
+    "decoder.layers.0.mlp.linear_fc1.weight": "llm",
+    "mtp.layers.0.eh_proj.weight": "heads",
+}
+
+
+@pytest.mark.parametrize(
+    ("options", "learned"),
+    [
+        ({}, {"llm", "heads"}),
+        ({"freeze_vit": False}, {"vit", "llm", "heads"}),
+        ({"freeze_aligner": False, "freeze_llm": True}, {"aligner", "heads"}),
+        ({"freeze_vit": False, "freeze_aligner": False}, {"vit", "aligner", "llm", "heads"}),
+        ({"mtp_mode": "heads_only"}, {"heads"}),
+    ],
+)
+def test_parts_of_a_vision_language_model(options, learned):
+    trainable = trainable_of(SftArgs(**options), Heads(1), has_tower=True)
+    assert {part for name, part in PARTS.items() if trainable.learns(name)} == learned
+    assert {part for name, part in PARTS.items() if not trainable.learns(name)}.isdisjoint(learned)
+    assert trainable.freezes_trunk == (learned == {"heads"})

@@ -1,7 +1,7 @@
 """Rules of `megatron sft` for batches, optimizer, kernels and layout, and the list of all its rules.
 
 The other rules are in `sft_data.py` (files, packing, streaming), `sft_heads.py` (MTP), `sft_lora.py` (adapters),
-`sft_report.py` (--report_to) and `sft_resume.py` (--resume).
+`sft_report.py` (--report_to), `sft_resume.py` (--resume) and `sft_vision.py` (vision tower).
 """
 
 import math
@@ -27,7 +27,7 @@ from swiftlite.plan.layout import (
 from swiftlite.plan.low_precision import low_precision_of, model_problems
 from swiftlite.plan.run import holds_out, packing_of
 from swiftlite.rules import common
-from swiftlite.rules.training import sft_data, sft_heads, sft_lora, sft_report, sft_resume
+from swiftlite.rules.training import sft_data, sft_heads, sft_lora, sft_report, sft_resume, sft_vision
 from swiftlite.runtime.environment import sees_gpu
 
 
@@ -163,6 +163,9 @@ def sft_settings_without_effect(args: SftArgs, facts: Facts) -> Iterator[str]:
         "recompute_modules": (args.recompute_granularity != "selective", "--recompute_granularity is not selective"),
         "moe_aux_loss_coeff": no_experts,
         "moe_router_bias_update_rate": no_experts,
+        "vit_lr": (args.freeze_vit, "--freeze_vit is true"),
+        "vit_gradient_checkpointing": (args.freeze_vit, "--freeze_vit is true"),
+        "aligner_lr": (args.freeze_aligner, "--freeze_aligner is true"),
         "stream_trunk_gb": (not args.stream_trunk, "--stream_trunk is not given"),
         "acceptance_max_new_tokens": (args.acceptance_samples == 0, "--acceptance_samples is 0"),
     }
@@ -209,6 +212,8 @@ RULES = (
     sft_lora.modules_to_save_are_whole,
     sft_lora.rank_is_low,
     sft_lora.heads_and_adapters_go_together,
+    sft_vision.frozen_parts_can_be_trained,
+    sft_vision.something_is_trained,
     sft_heads.draft_for_is_measured,
     sft_heads.trunk_states_repeat,
     sft_heads.streamed_trunk_is_only_read,
