@@ -451,7 +451,9 @@ def make_tiny_vision_hf(
     config_class, model_class = VISION_TOWERS[family]
     sizes = VISION_SIZES | {"out_hidden_size": content["text_config"]["hidden_size"]}
     tower = model_class(config_class(**sizes)).to(dtype)
-    tensors = {name: tensor for name, tensor in load_file(directory / "model.safetensors").items() if name not in VISION}
+    tensors = load_file(directory / "model.safetensors")
+    for name in VISION:
+        del tensors[name]
     for name, tensor in tower.state_dict().items():
         scale = 1.0 if "norm" in name and name.endswith("weight") else 0.0
         tensors[f"model.visual.{name}"] = scale + torch.randn(tensor.shape, dtype=dtype) * 0.2

@@ -21,6 +21,7 @@ from swiftlite.args.commands import SftArgs
 from swiftlite.args.fields import MoeArgs, RecomputeArgs
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.transfer import load_hf, save_hf
+from swiftlite.data.batch import Extra
 from swiftlite.data.packing.sampler import Sampler
 from swiftlite.data.sample import Sample, make_sample
 from swiftlite.estimate.flops import training_flops
@@ -133,6 +134,8 @@ class Job:
         resume: checkpoint to resume from, of any layout.
         kernels: kernels of the layers.
         save: whether `checkpoint-N` is written to out_dir after the last step.
+        samples: training samples with images; without them, the result of `make_samples`.
+        extras: tensors that batches of `samples` contain.
     """
 
     hf_dir: Path
@@ -142,6 +145,8 @@ class Job:
     resume: Path | None = None
     save: bool = False
     kernels: Kernels = Kernels()
+    samples: Sequence[Sample] = ()
+    extras: Sequence[Extra] = ()
 
     def args(self, depth: int) -> SftArgs:
         """Return the options of the job as the command would receive them."""
@@ -228,6 +233,8 @@ def compute(job: Job) -> list[dict[str, float]]:
     """Compute one job in the process groups of its layout."""
     hf_config = read_config(job.hf_dir)
     family = families.get(hf_config)
+    if job.samples:
+        family = family.with_images(hf_config)
     depth = Heads.from_config(hf_config).layers
     args = job.args(depth)
     with session(
@@ -237,7 +244,7 @@ def compute(job: Job) -> list[dict[str, float]]:
         plan = make_plan(args, torch.distributed.get_world_size(), Heads.from_config(hf_config))
         multiple = row_multiple_of(plan.layout, plan.packing, False, job.kernels.low_precision)
         plan = replace(plan, kernels=job.kernels, row_multiple=multiple)
-        samples = make_samples(hf_config["vocab_size"])
+        samples = job.samples or make_samples(hf_config["vocab_size"])
         model = build_model(
             family.architecture(hf_config),
             hf_config,
@@ -253,6 +260,8 @@ def compute(job: Job) -> list[dict[str, float]]:
         )
         if args.mtp_mode == "heads_only":
             HEADS_ONLY.apply(model)
+        elif job.samples:
+            trainable_of(args, plan.heads, has_tower=True).apply(model)
         load_hf(model, job.hf_dir, family, hf_config)
         if plan.lora:
             add_adapters(model, plan.lora, family.rows(hf_config, depth))
@@ -261,7 +270,7 @@ def compute(job: Job) -> list[dict[str, float]]:
         schedule = make_schedule(args, len(samples))
         optimizer, scheduler = make_optimizer(args, plan, schedule, wrapped, mesh)
         flops = training_flops(hf_config, plan.heads)
-        batches = Batches(plan, mesh.dp.rank(), 0, flops)
+        batches = Batches(plan, mesh.dp.rank(), 0, flops, job.extras)
         rows = batches.rows(samples)
         trunk_states = HiddenStateCache(Path(args.cache_trunk_states), mesh) if args.cache_trunk_states else None
         checkpointer = Checkpointer(

@@ -23,7 +23,7 @@ def frozen_parts_can_be_trained(args: SftArgs, facts: Facts) -> Iterator[Problem
     if trained and not has_tower(facts) and facts.hf_config:
         yield f"{given} requires a model with a vision tower", f"remove {given}"
     elif trained and args.mtp_mode == "heads_only":
-        yield f"{given} cannot be combined with --mtp_mode heads_only, which trains only the heads", "remove one of them"
+        yield f"{given} cannot be combined with --mtp_mode heads_only, which trains only heads", "remove one of the two"
     elif trained and args.tuner_type == "lora":
         yield f"{given} is not supported with --tuner_type lora", "use --tuner_type full"
 

@@ -1,0 +1,61 @@
+"""Compare layouts with one process for models whose rows have images."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+from tests.images import Seen, extras_of
+from tests.parallel import parity
+from tests.parallel.parity import CASES, FEW_STEPS, SMALL, Job, Result, bounds_of
+from tests.tiny import make_tiny_vision_hf
+
+pytestmark = pytest.mark.gloo
+
+CHOSEN = {"qwen3_5": ("TP2+SP", "CP2", "DP2", "DP2+overlap", "full uniform 1"), "qwen3_5_moe": ("EP2",)}
+LEARNING = {"freeze_vit": False, "freeze_aligner": False}
+ROWS: list[list[int | str]] = [[5, "0", 6], [9], [2, "1", 3, "2", 4], [7, "2", 3]]
+"""With two data-parallel ranks, one has no image in its second micro-batch of a step."""
+
+
+def make_job(hf_dir: Path, out_dir: Path, **options: Any) -> Job:
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(hf_dir))
+    rows = [Seen(hf_dir, ROWS[number % len(ROWS)], number) for number in range(SMALL["global_batch_size"] * 3)]
+    samples = [row.sample(model) for row in rows]
+    options = SMALL | LEARNING | options
+    return Job(hf_dir, out_dir, options, FEW_STEPS, samples=samples, extras=extras_of(hf_dir))
+
+
+@pytest.fixture(scope="module")
+def computed(tmp_path_factory) -> dict[tuple[str, str], Result]:
+    root = tmp_path_factory.mktemp("vision")
+    jobs: dict[int, dict[tuple[str, str], Job]] = {1: {}, 2: {}}
+    for family, names in CHOSEN.items():
+        hf_dir = make_tiny_vision_hf(root / family, family, depth=1, **parity.SIZES)
+        jobs[1][family, "alone"] = make_job(hf_dir, root / f"{family} alone")
+        for name in names:
+            case = CASES[name]
+            jobs[case.num_processes][family, name] = make_job(hf_dir, root / f"{family} {name}", **case.options)
+    results = {}
+    for num_processes, of_processes in jobs.items():
+        results |= dict(zip(of_processes, parity.run(num_processes, list(of_processes.values())), strict=True))
+    return {**results, **{(family, "source"): root / family for family in CHOSEN}}
+
+
+@pytest.mark.parametrize(("family", "name"), [(family, name) for family, names in CHOSEN.items() for name in names])
+def test_a_layout_computes_what_one_process_does(computed, family, name):
+    source = load_file(computed[family, "source"] / "model.safetensors")
+    differences = parity.compare(computed[family, "alone"], computed[family, name], source)
+    bounds = bounds_of(family)
+    assert {key: value for key, value in differences.items() if value > bounds[key]} == {}
+
+
+def test_the_tower_is_trained(computed):
+    gradients = computed["qwen3_5", "alone"].gradients
+    of_tower = [gradient for name, gradient in gradients.items() if "visual" in name]
+    assert of_tower
+    assert all(gradient.abs().max() > 0 for gradient in of_tower)
