@@ -7,6 +7,7 @@ Shapes: I items of the micro-batch, N images of the micro-batch, H hidden size o
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
@@ -52,7 +54,10 @@ class VisionTransformer(nn.Module):
 
     def recompute_activations(self) -> None:
         """Store only the inputs of blocks in training, and repeat their forward passes in the backward pass."""
-        self.visual.gradient_checkpointing_enable({"use_reentrant": False})
+        # transformers' own method also asks for gradients of text embeddings, and warns that the tower has none.
+        for block in self.visual.blocks:
+            block.gradient_checkpointing = True
+            block._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
 
     def forward(self, items: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the outputs [I, H].

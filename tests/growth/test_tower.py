@@ -384,7 +384,7 @@ def args_of(model: Path, rows: Path, output_dir: Path, **options: Any) -> SftArg
         lr=1e-3,
         acceptance_samples=0,
         report_to=[],
-        **{"micro_batch_size": 2, "train_iters": 4, **options},
+        **{"micro_batch_size": 2, "train_iters": 4, "freeze_vit": False, **options},
     )
 
 
@@ -449,7 +449,7 @@ def test_there_and_back_it_is_the_same_to_the_bit(model, tmp_path):
 def test_cached_states_are_those_of_the_picture(model, rows, tmp_path):
     """Rows with the same text and different pictures have separate cached states. Tower and trunk do not change."""
     plain, cached = tmp_path / "plain", tmp_path / "cached"
-    options = {"mtp_mode": "heads_only", "micro_batch_size": 1}
+    options = {"mtp_mode": "heads_only", "micro_batch_size": 1, "freeze_vit": True}
     launch(1, run, make_known, training.run, args_of(model, rows, plain, save_steps=4, **options))
     options |= {"cache_trunk_states": str(tmp_path / "states")}
     launch(1, run, make_known, training.run, args_of(model, rows, cached, **options))

@@ -1,5 +1,6 @@
 """Test models with images: logits and gradients of vision tower, trunk and heads equal those of transformers."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +10,16 @@ from safetensors.torch import load_file
 
 from swiftlite.bridge.transfer import save_hf
 from swiftlite.data.batch import Batch, collate, collate_packed
+from swiftlite.errors import UserError
+from swiftlite.families.rank import Rank
 from swiftlite.families.resolved import resolve
 from swiftlite.model.context_parallel import describe_packed
 from swiftlite.model.gpt import GPTModel, Logits
 from swiftlite.model.open import open_model
 from swiftlite.model.tower import TowerInputs
 from tests.images import Seen, VisionReference, extras_of, sum_of_losses
-from tests.tiny import make_tiny_vision_hf, per_expert
+from tests.messages import mentions
+from tests.tiny import make_tiny_hf, make_tiny_vision_hf, per_expert
 
 CLOSE = 2e-5
 """Maximum difference, relative to the largest value: float32 sums in another order."""
@@ -139,3 +143,83 @@ def test_without_images_the_tower_has_zero_gradients(hf_dir, family, mesh):
     sum_of_losses([trunk, head], rows[0]).backward()
     for name, parameter in model.tower.named_parameters():
         assert torch.equal(parameter.grad, torch.zeros_like(parameter)), name
+
+
+def test_an_export_is_bitwise_identical(family, mesh, tmp_path):
+    hf_dir = make_tiny_vision_hf(tmp_path / "hf", family, depth=1, dtype=torch.bfloat16)
+    hf_model = resolve(hf_dir).with_images()
+    chunks, report = open_model(hf_model, mesh, dtype=torch.bfloat16)
+    assert not report.carried
+    assert not report.dropped
+    save_hf(chunks, tmp_path / "out", hf_model.family, hf_model.config, dtypes="bfloat16")
+    before, after = load_file(hf_dir / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_without_images_the_tower_is_carried(hf_dir, mesh):
+    (model,), report = open_model(resolve(hf_dir), mesh, dtype=torch.float32)
+    assert model.tower is None
+    tower = {name for name in load_file(hf_dir / "model.safetensors") if "visual" in name}
+    assert set(report.carried) == tower
+
+
+def test_the_parameters_are_counted(hf_dir):
+    hf_model = resolve(hf_dir).with_images()
+    tower = hf_model.family.architecture(hf_model.config).tower
+    assert tower is not None
+    tensors = load_file(hf_dir / "model.safetensors")
+    expected = sum(tensor.numel() for name, tensor in tensors.items() if "visual" in name)
+    assert tower.parameters(Rank()).total == expected
+
+
+def test_rotary_frequencies_remain_float32(hf_dir, mesh):
+    """Float16Module casts all buffers of a model."""
+    model = open_vision(hf_dir, mesh)
+    tower: Any = model.tower
+    before = tower.visual.rotary_pos_emb.inv_freq.clone()
+    model.bfloat16()
+    assert tower.visual.merger.norm.weight.dtype is torch.bfloat16
+    assert torch.equal(tower.visual.rotary_pos_emb.inv_freq, before)
+
+
+def test_recomputation_gives_the_same_gradients(hf_dir, family, mesh):
+    reference = VisionReference(hf_dir, family, 1)
+    rows = rows_of(hf_dir, ROWS[:1])
+    batch = make_batch(hf_dir, reference, rows, False)
+    gradients, forwards = [], []
+    for recomputes in (False, True):
+        model = open_vision(hf_dir, mesh).train()
+        tower: Any = model.tower
+        if recomputes:
+            tower.recompute_activations()
+        calls: list[int] = []
+        tower.visual.blocks[0].attn.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
+        tower(batch.items).square().sum().backward()
+        gradients.append({name: parameter.grad for name, parameter in tower.named_parameters()})
+        forwards.append(len(calls))
+    assert forwards == [1, 2]
+    assert all(torch.equal(gradients[0][name], gradients[1][name]) for name in gradients[0])
+
+
+CONFIG_CHANGES = {
+    "missing": lambda config: config.pop("vision_config"),
+    "depth": lambda config: config["vision_config"].pop("depth"),
+    "out_hidden_size": lambda config: config["vision_config"].update(out_hidden_size=1),
+}
+
+
+@pytest.mark.parametrize("change", CONFIG_CHANGES)
+def test_a_config_without_the_tower_is_refused(hf_dir, tmp_path, change):
+    config = json.loads((hf_dir / "config.json").read_text())
+    CONFIG_CHANGES[change](config)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError) as raised:
+        resolve(tmp_path).with_images()
+    assert mentions(raised.value.problem, "vision_config")
+
+
+def test_images_require_a_tower(tmp_path):
+    with pytest.raises(UserError) as raised:
+        resolve(make_tiny_hf(tmp_path, "qwen3")).with_images()
+    assert mentions(raised.value.problem, "images")

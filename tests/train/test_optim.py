@@ -12,7 +12,7 @@ from swiftlite.heads import Heads
 from swiftlite.model.open import open_model
 from swiftlite.plan.run import make_plan, make_schedule
 from swiftlite.train.optim import make_optimizer, wrap_model
-from tests.tiny import make_tiny_hf
+from tests.tiny import make_tiny_hf, make_tiny_vision_hf
 
 STEPS, LR, MIN_LR = 20, 1e-2, 1e-3
 
@@ -116,3 +116,21 @@ def test_trunk_and_heads_are_clipped_by_their_own_norms(tmp_path, mesh, clip_gra
         assert norm == pytest.approx(float(expected), rel=1e-5)
     for ours, theirs in gradients:
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0)
+
+
+def test_learning_rates_of_the_vision_tower(mesh, tmp_path):
+    """The schedules of tower and aligner have the shape of --lr's schedule."""
+    hf_model = resolve(make_tiny_vision_hf(tmp_path, "qwen3_5")).with_images()
+    (chunk,), _ = open_model(hf_model, mesh, dtype=torch.float32)
+    _, optimizer, scheduler = make([chunk], mesh, lr_warmup_fraction=0.0, vit_lr=LR / 2, aligner_lr=LR / 5)
+    scale_of_parameter = {}
+    for name, parameter in chunk.named_parameters():
+        scale_of_parameter[id(parameter)] = 1.0
+        if name.startswith("tower."):
+            scale_of_parameter[id(parameter)] = 0.2 if "merger" in name else 0.5
+    for _ in range(STEPS):
+        scheduler.step(increment=1)
+        rate = optimizer.param_groups[0]["lr"]
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                assert group["lr"] == pytest.approx(rate * scale_of_parameter[id(parameter)])
