@@ -16,8 +16,8 @@ from swiftlite.hub.name import MODEL_OPTIONS
 
 PACKAGE = Path(swiftlite.__file__).parent
 READERS = {
-    "megatron sft": ["train", "model", "plan/run.py", "plan/heads.py", "plan/layout.py", "cli/main.py"],
-    "megatron pt": ["train", "model", "plan/run.py", "plan/heads.py", "plan/layout.py", "cli/main.py"],
+    "megatron sft": ["train", "model", "plan/run.py", "plan/heads.py", "plan/layout.py", "plan/trainable.py", "cli/main.py"],
+    "megatron pt": ["train", "model", "plan/run.py", "plan/heads.py", "plan/layout.py", "plan/trainable.py", "cli/main.py"],
     "megatron dpo": [
         "train",
         "model",
@@ -25,6 +25,7 @@ READERS = {
         "plan/heads.py",
         "plan/layout.py",
         "plan/preference.py",
+        "plan/trainable.py",
         "cli/main.py",
     ],
     "export": ["export", "model", "plan/layout.py"],
