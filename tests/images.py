@@ -16,6 +16,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from swiftlite.data.batch import AXES, ITEM, Extra
 from swiftlite.data.sample import Sample, make_sample
 from tests.engines.reference import Reference
+from tests.tiny import TEXT_PREFIX, VISUAL_PREFIX
 
 SIZES = [(8, 16), (24, 8), (16, 16)]
 """Heights and widths of the images, in pixels. A tiny tower has one output per 8 x 8 pixels."""
@@ -117,6 +118,7 @@ class VisionReference(nn.Module):
             directory, dtype=torch.float32, experts_implementation="eager"
         )
         self.reference = Reference.load(directory, family, depth)
+        self.family = family
         self.blind_heads, self.flat_positions = blind_heads, flat_positions
 
     def forward(self, seen: Seen) -> list[torch.Tensor]:
@@ -153,7 +155,11 @@ class VisionReference(nn.Module):
         """Return the gradient of each parameter by its name in files. The weights are lost."""
         for parameter in self.parameters():
             parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        return dict(self.model.state_dict()) | self.reference.mtp_tensors()
+        gradients = self.reference.mtp_tensors()
+        for name, gradient in self.model.state_dict().items():
+            in_files = name.replace("model.visual.", VISUAL_PREFIX[self.family])
+            gradients[in_files.replace("model.language_model", TEXT_PREFIX[self.family])] = gradient
+        return gradients
 
 
 def sum_of_losses(logits: list[torch.Tensor], seen: Seen) -> torch.Tensor:

@@ -42,6 +42,8 @@ from transformers import (
     SeedOssConfig,
     SeedOssForCausalLM,
 )
+from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5VisionConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5VisionModel
 
@@ -49,6 +51,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5VisionModel
 CLASSES: dict[str, tuple[type, type]] = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen2_5_vl": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "mimo": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
@@ -158,9 +161,13 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": WITH_SHARED | OF_QWEN3_5,
 }
 LATENT = ("deepseek_v3", "glm4_moe_lite")
-WRAPPED = ("qwen3_5", "qwen3_5_moe")
+WRAPPED = ("qwen3_5", "qwen3_5_moe", "qwen2_5_vl")
 """Families whose files contain a vision tower in addition to the language model."""
-HYBRID = ("qwen3_next", *WRAPPED, "qwen3_5_text", "qwen3_5_moe_text")
+TEXT_PREFIX = {"qwen3_5": "model.language_model", "qwen3_5_moe": "model.language_model", "qwen2_5_vl": "model"}
+"""Prefixes of the language model's tensors in these families' files."""
+WITHOUT_DRAFTS = ("qwen2_5_vl",)
+"""Families whose heads no engine can use for drafting."""
+HYBRID = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text")
 ALIKE = ("qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text")
 """Families that slow tests omit, because their layers are those of Qwen3-Next and their names those of Qwen3.5."""
 # The smallest latent attention that vLLM takes on a CPU, for make_tiny_hf(family="deepseek_v3", **VLLM_LATENT_SIZES).
@@ -351,7 +358,7 @@ def write_hf(
     config = model.config.to_dict() | {"architectures": [type(model).__name__]}
     tensors = {hub_name(family, name): tensor for name, tensor in tensors.items()}
     if family in WRAPPED:
-        tensors |= VISION
+        tensors |= carried_tensors(family)
     save_file(tensors | mtp_tensors, directory / "model.safetensors", metadata={"format": "pt"})
     if family == "mimo":
         config |= {"model_type": "mimo", "architectures": ["MiMoForCausalLM"]}
@@ -359,7 +366,7 @@ def write_hf(
         config[depth_key(family)] = depth
     config["dtype"] = str(model.dtype).removeprefix("torch.")
     if family in WRAPPED:
-        config = wrapped(config)
+        config = wrapped(config, family)
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     return directory
 
@@ -374,7 +381,7 @@ def hub_name(family: str, name: str) -> str:
     if family == "hy_v3":
         for memory, hub in HY_V3_NAMES.items():
             name = name.replace(memory, hub)
-    return name.replace("model.", "model.language_model.", 1) if family in WRAPPED else name
+    return name.replace("model.", f"{TEXT_PREFIX[family]}.", 1) if family in WRAPPED else name
 
 
 def memory_name(family: str, name: str) -> str:
@@ -382,7 +389,7 @@ def memory_name(family: str, name: str) -> str:
     if family == "hy_v3":
         for memory, hub in HY_V3_NAMES.items():
             name = name.replace(hub, memory)
-    return name.replace("model.language_model.", "model.", 1) if family in WRAPPED else name
+    return name.replace(f"{TEXT_PREFIX[family]}.", "model.", 1) if family in WRAPPED else name
 
 
 def promise(hf_dir: Path, depth: int) -> None:
@@ -396,11 +403,28 @@ def promise(hf_dir: Path, depth: int) -> None:
 VISION = {"model.visual.blocks.0.weight": torch.arange(12.0).view(3, 4), "model.visual.merger.bias": torch.ones(5)}
 
 
-def wrapped(config: dict[str, Any]) -> dict[str, Any]:
+ARCHITECTURES = {
+    "qwen3_5": "Qwen3_5ForConditionalGeneration",
+    "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
+    "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
+}
+"""transformers' classes of the families in `WRAPPED`."""
+
+
+def carried_tensors(family: str) -> dict[str, torch.Tensor]:
+    """Return the tensors outside of the language model in the files of a family in `WRAPPED`."""
+    return {hf_name.replace("model.visual.", VISUAL_PREFIX[family]): tensor for hf_name, tensor in VISION.items()}
+
+
+VISUAL_PREFIX = {"qwen3_5": "model.visual.", "qwen3_5_moe": "model.visual.", "qwen2_5_vl": "visual."}
+"""Prefixes of the vision tower's tensors in these families' files."""
+
+
+def wrapped(config: dict[str, Any], model_type: str) -> dict[str, Any]:
     """Return the config.json of a vision-language model that contains the given config of its language model."""
-    model_type = config["model_type"].removesuffix("_text")
+    config |= {"model_type": f"{model_type}_text"}
     return {
-        "architectures": [config["architectures"][0].replace("ForCausalLM", "ForConditionalGeneration")],
+        "architectures": [ARCHITECTURES[model_type]],
         "model_type": model_type,
         "text_config": config,
         "tie_word_embeddings": config["tie_word_embeddings"],
@@ -411,6 +435,7 @@ def wrapped(config: dict[str, Any]) -> dict[str, Any]:
 VISION_TOWERS: dict[str, tuple[type, type]] = {
     "qwen3_5": (Qwen3_5VisionConfig, Qwen3_5VisionModel),
     "qwen3_5_moe": (Qwen3_5VisionConfig, Qwen3_5VisionModel),
+    "qwen2_5_vl": (Qwen2_5_VLVisionConfig, Qwen2_5_VisionTransformerPretrainedModel),
 }
 VISION_SIZES: dict[str, Any] = {
     "depth": 2,
@@ -424,16 +449,18 @@ VISION_SIZES: dict[str, Any] = {
     "num_position_embeddings": 16,
 }
 # The rotary settings of a tiny model with images: 8 angles of each head turn, with different positions.
-AXES_OF_IMAGES: dict[str, Any] = {
+_AXES: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
+_AXES_OF_HALF: dict[str, Any] = {
     "partial_rotary_factor": 0.5,
-    "rope_parameters": {
-        "rope_type": "default",
-        "rope_theta": 10000.0,
-        "partial_rotary_factor": 0.5,
-        "mrope_section": [4, 2, 2],
-        "mrope_interleaved": True,
-    },
+    "rope_parameters": _AXES | {"partial_rotary_factor": 0.5, "mrope_interleaved": True},
 }
+AXES_OF_IMAGES: dict[str, dict[str, Any]] = {
+    "qwen3_5": _AXES_OF_HALF,
+    "qwen3_5_moe": _AXES_OF_HALF,
+    "qwen2_5_vl": {"rope_parameters": _AXES | {"mrope_section": [6, 5, 5]}},
+}
+# Windows of 2 x 2 outputs, and full attention in the last block.
+WINDOWS: dict[str, dict[str, Any]] = {"qwen2_5_vl": {"window_size": 16, "fullatt_block_indexes": [1]}}
 IMAGE_TOKENS = {"image_token_id": 124, "video_token_id": 125, "vision_start_token_id": 126, "vision_end_token_id": 127}
 
 
@@ -445,18 +472,18 @@ def make_tiny_vision_hf(
     Args:
         family, depth, dtype, config: as for `make_tiny_hf`.
     """
-    make_tiny_hf(directory, family, depth, dtype=dtype, **{**AXES_OF_IMAGES, **config})
+    make_tiny_hf(directory, family, depth, dtype=dtype, **{**AXES_OF_IMAGES[family], **config})
     path = directory / "config.json"
     content = json.loads(path.read_text())
     config_class, model_class = VISION_TOWERS[family]
-    sizes = VISION_SIZES | {"out_hidden_size": content["text_config"]["hidden_size"]}
+    sizes = VISION_SIZES | WINDOWS.get(family, {}) | {"out_hidden_size": content["text_config"]["hidden_size"]}
     tower = model_class(config_class(**sizes)).to(dtype)
     tensors = load_file(directory / "model.safetensors")
-    for name in VISION:
+    for name in carried_tensors(family):
         del tensors[name]
     for name, tensor in tower.state_dict().items():
-        scale = 1.0 if "norm" in name and name.endswith("weight") else 0.0
-        tensors[f"model.visual.{name}"] = scale + torch.randn(tensor.shape, dtype=dtype) * 0.2
+        is_scale = name.endswith("weight") and ("norm" in name or "ln_q" in name)
+        tensors[VISUAL_PREFIX[family] + name] = float(is_scale) + torch.randn(tensor.shape, dtype=dtype) * 0.2
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     vision = {**sizes, "model_type": config_class.model_type}
     path.write_text(json.dumps({**content, **IMAGE_TOKENS, "vision_config": vision}, indent=2) + "\n")

@@ -14,6 +14,7 @@ from swiftlite.families.models.llama import LLAMA
 from swiftlite.families.models.mimo import MIMO
 from swiftlite.families.models.mistral import MISTRAL
 from swiftlite.families.models.qwen2 import QWEN2
+from swiftlite.families.models.qwen2_5_vl import QWEN2_5_VL
 from swiftlite.families.models.qwen3 import QWEN3
 from swiftlite.families.models.qwen3_5 import QWEN3_5, QWEN3_5_MOE, QWEN3_5_MOE_TEXT, QWEN3_5_TEXT
 from swiftlite.families.models.qwen3_moe import QWEN3_MOE
@@ -31,6 +32,7 @@ FAMILIES: dict[str, Family] = {
     "mimo": MIMO,
     "mistral": MISTRAL,
     "qwen2": QWEN2,
+    "qwen2_5_vl": QWEN2_5_VL,
     "qwen3": QWEN3,
     "qwen3_5": QWEN3_5,
     "qwen3_5_moe": QWEN3_5_MOE,

@@ -19,11 +19,11 @@ from swiftlite.model.open import open_model
 from swiftlite.model.tower import TowerInputs
 from tests.images import Seen, VisionReference, extras_of, sum_of_losses
 from tests.messages import mentions
-from tests.tiny import make_tiny_hf, make_tiny_vision_hf, per_expert
+from tests.tiny import VISION_TOWERS, make_tiny_hf, make_tiny_vision_hf, per_expert
 
 CLOSE = 2e-5
 """Maximum difference, relative to the largest value: float32 sums in another order."""
-FAMILIES = ["qwen3_5", "qwen3_5_moe"]
+FAMILIES = list(VISION_TOWERS)
 ROWS: list[list[int | str]] = [[5, "0", 6], [9], [2, "1", 3, "2", 4]]
 """Rows with one image, without an image, and with two images of different sizes."""
 
@@ -179,7 +179,7 @@ def test_rotary_frequencies_remain_float32(hf_dir, mesh):
     tower: Any = model.tower
     before = tower.visual.rotary_pos_emb.inv_freq.clone()
     model.bfloat16()
-    assert tower.visual.merger.norm.weight.dtype is torch.bfloat16
+    assert tower.visual.blocks[0].norm1.weight.dtype is torch.bfloat16
     assert torch.equal(tower.visual.rotary_pos_emb.inv_freq, before)
 
 

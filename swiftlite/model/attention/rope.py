@@ -35,10 +35,19 @@ def rope_config(hf_config: dict[str, Any]) -> LlamaConfig:
         values = {key: hf_config[key] for key in ROPE_KEYS if hf_config.get(key) is not None}
         if values.get("head_dim"):  # LlamaConfig requires that heads divide the hidden size
             values["hidden_size"] = values["head_dim"] * values["num_attention_heads"]
-        if "rope_parameters" in values:  # drops settings for positions in images
-            given = values["rope_parameters"]
-            values["rope_parameters"] = {key: given[key] for key in given if not key.startswith("mrope_")}
+        for key in ("rope_parameters", "rope_scaling"):
+            if key in values:
+                values[key] = _without_axes(values[key])
         return LlamaConfig.from_dict(values)
+
+
+def _without_axes(stated: Mapping[str, Any]) -> dict[str, Any]:
+    """Return rotary settings without those for positions along three axes, which do not change the frequencies."""
+    kept = {key: value for key, value in stated.items() if not key.startswith("mrope_")}
+    for key in ("rope_type", "type"):
+        if kept.get(key) == "mrope":  # of Qwen2-VL and Qwen2.5-VL: sections of the default type
+            kept[key] = "default"
+    return kept
 
 
 @contextmanager

@@ -1,0 +1,17 @@
+"""Qwen2.5-VL: the layers of Qwen2 and a vision tower.
+
+The tower's tensors are named `visual.`, those of the language model as in Qwen2. The published models have no MTP heads.
+"""
+
+from dataclasses import replace
+
+from swiftlite.families.family import HfConfig
+from swiftlite.families.models.qwen2 import QWEN2
+from swiftlite.families.vision import Qwen2_5Vision, vision_config_of
+
+
+def _vision(hf_config: HfConfig) -> Qwen2_5Vision:
+    return Qwen2_5Vision(vision_config_of(hf_config))
+
+
+QWEN2_5_VL = replace(QWEN2, name="qwen2_5_vl", vision=_vision, language_model=("model.", "lm_head.", "mtp."))
