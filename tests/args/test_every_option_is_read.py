@@ -15,19 +15,14 @@ from swiftlite.engines.index import ENGINES
 from swiftlite.hub.name import MODEL_OPTIONS
 
 PACKAGE = Path(swiftlite.__file__).parent
+OF_TRAINING = [
+    *("train", "model", "cli/main.py"),
+    *("plan/run.py", "plan/heads.py", "plan/layout.py", "plan/trainable.py"),
+]
 READERS = {
-    "megatron sft": ["train", "model", "plan/run.py", "plan/heads.py", "plan/layout.py", "plan/trainable.py", "cli/main.py"],
-    "megatron pt": ["train", "model", "plan/run.py", "plan/heads.py", "plan/layout.py", "plan/trainable.py", "cli/main.py"],
-    "megatron dpo": [
-        "train",
-        "model",
-        "plan/run.py",
-        "plan/heads.py",
-        "plan/layout.py",
-        "plan/preference.py",
-        "plan/trainable.py",
-        "cli/main.py",
-    ],
+    "megatron sft": OF_TRAINING,
+    "megatron pt": OF_TRAINING,
+    "megatron dpo": [*OF_TRAINING, "plan/preference.py"],
     "export": ["export", "model", "plan/layout.py"],
     "infer": ["serve/infer.py", "engines"],
     "regenerate": ["regenerate", "serve/infer.py", "engines"],

@@ -18,7 +18,7 @@ from swiftlite.export.run import to_hf, to_mcore
 from swiftlite.heads import Heads
 from swiftlite.plan.facts import read_hf_config
 from swiftlite.train.checkpoint.source import CARRIED_FILE
-from tests.tiny import VISION, WRAPPED, make_tiny_hf
+from tests.tiny import WRAPPED, carried_tensors, make_tiny_hf
 
 
 @pytest.fixture
@@ -103,10 +103,10 @@ def test_there_and_back_changes_no_byte(tmp_path, mesh, family, packed_experts):
     )
     run, out = tmp_path / "run", tmp_path / "out"
     to_mcore(ExportArgs(model=str(hf_dir), output_dir=str(run), to_mcore=True), mesh)
-    assert load_file(run / "source" / CARRIED_FILE).keys() == VISION.keys()
+    assert load_file(run / "source" / CARRIED_FILE).keys() == carried_tensors(family).keys()
     to_hf(ExportArgs(model=str(run), output_dir=str(out), to_hf=True), mesh)
     found, expected = load_file(out / "model.safetensors"), load_file(hf_dir / "model.safetensors")
-    assert found.keys() == expected.keys() >= VISION.keys()
+    assert found.keys() == expected.keys() >= carried_tensors(family).keys()
     for key, tensor in expected.items():
         assert found[key].dtype == tensor.dtype, key
         assert torch.equal(found[key], tensor), key

@@ -69,6 +69,7 @@ READ = {
 OWN_NEUTRAL = {
     "llama": {"attention_bias", "mlp_bias"},
     "qwen2": set(),
+    "qwen2_5_vl": set(),
     "qwen3": {"attention_bias"},
     "mimo": set(),
     "qwen3_moe": {"attention_bias"},
@@ -256,7 +257,7 @@ def test_mcore_config(family):
         "activation_func": "silu",
         "gated_linear_unit": True,
         "add_bias_linear": False,
-        "add_qkv_bias": family in ("qwen2", "mimo", "glm4_moe", "seed_oss"),
+        "add_qkv_bias": family in ("qwen2", "qwen2_5_vl", "mimo", "glm4_moe", "seed_oss"),
         "qk_layernorm": family in ("qwen3", "qwen3_moe", "glm4_moe", "hy_v3", *HYBRID),
         "init_method_std": 0.02,
     } | OWN_CONFIG.get(family, {})
@@ -319,7 +320,7 @@ REFUSED = [
         for family in families.FAMILIES
         if family not in PARTIAL_ROTARY
     ],
-    *[(family, "use_sliding_window", True) for family in ("qwen2", "qwen3", "mimo", "qwen3_moe")],
+    *[(family, "use_sliding_window", True) for family in ("qwen2", "qwen2_5_vl", "qwen3", "mimo", "qwen3_moe")],
     *[(family, "layer_types", ["full_attention", "sliding_attention"]) for family in ("qwen2", "qwen3", "mimo")],
     *[(family, "num_experts_per_tok", 5) for family in MOE],
     *[(family, "num_experts_per_tok", 0) for family in MOE],

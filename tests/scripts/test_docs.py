@@ -82,6 +82,8 @@ def convention_rows(language: str) -> list[str]:
     rows = []
     for engine, info in ENGINES.items():
         for name, family in FAMILIES.items():
+            if name in WITHOUT_DRAFTS:
+                continue
             line = info.convention_for(family)
             fed = line.drafting
             values = [
