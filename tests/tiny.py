@@ -46,6 +46,8 @@ from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVi
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5VisionConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5VisionModel
+from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
 # transformers has no MiMo: its trunk is Qwen2's.
 CLASSES: dict[str, tuple[type, type]] = {
@@ -56,6 +58,7 @@ CLASSES: dict[str, tuple[type, type]] = {
     "mimo": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
     "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM),
+    "qwen3_vl": (Qwen3Config, Qwen3ForCausalLM),
     # Of the wrappers the language model.
     "qwen3_5": (Qwen3_5TextConfig, Qwen3_5ForCausalLM),
     "qwen3_5_text": (Qwen3_5TextConfig, Qwen3_5ForCausalLM),
@@ -161,11 +164,11 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": WITH_SHARED | OF_QWEN3_5,
 }
 LATENT = ("deepseek_v3", "glm4_moe_lite")
-WRAPPED = ("qwen3_5", "qwen3_5_moe", "qwen2_5_vl")
+WRAPPED = ("qwen3_5", "qwen3_5_moe", "qwen2_5_vl", "qwen3_vl")
 """Families whose files contain a vision tower in addition to the language model."""
-TEXT_PREFIX = {"qwen3_5": "model.language_model", "qwen3_5_moe": "model.language_model", "qwen2_5_vl": "model"}
+TEXT_PREFIX = dict.fromkeys(WRAPPED, "model.language_model") | {"qwen2_5_vl": "model"}
 """Prefixes of the language model's tensors in these families' files."""
-WITHOUT_DRAFTS = ("qwen2_5_vl",)
+WITHOUT_DRAFTS = ("qwen2_5_vl", "qwen3_vl")
 """Families whose heads no engine can use for drafting."""
 HYBRID = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text")
 ALIKE = ("qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text")
@@ -407,6 +410,7 @@ ARCHITECTURES = {
     "qwen3_5": "Qwen3_5ForConditionalGeneration",
     "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
     "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
+    "qwen3_vl": "Qwen3VLForConditionalGeneration",
 }
 """transformers' classes of the families in `WRAPPED`."""
 
@@ -416,7 +420,7 @@ def carried_tensors(family: str) -> dict[str, torch.Tensor]:
     return {hf_name.replace("model.visual.", VISUAL_PREFIX[family]): tensor for hf_name, tensor in VISION.items()}
 
 
-VISUAL_PREFIX = {"qwen3_5": "model.visual.", "qwen3_5_moe": "model.visual.", "qwen2_5_vl": "visual."}
+VISUAL_PREFIX = dict.fromkeys(WRAPPED, "model.visual.") | {"qwen2_5_vl": "visual."}
 """Prefixes of the vision tower's tensors in these families' files."""
 
 
@@ -436,6 +440,7 @@ VISION_TOWERS: dict[str, tuple[type, type]] = {
     "qwen3_5": (Qwen3_5VisionConfig, Qwen3_5VisionModel),
     "qwen3_5_moe": (Qwen3_5VisionConfig, Qwen3_5VisionModel),
     "qwen2_5_vl": (Qwen2_5_VLVisionConfig, Qwen2_5_VisionTransformerPretrainedModel),
+    "qwen3_vl": (Qwen3VLVisionConfig, Qwen3VLVisionModel),
 }
 VISION_SIZES: dict[str, Any] = {
     "depth": 2,
@@ -458,9 +463,13 @@ AXES_OF_IMAGES: dict[str, dict[str, Any]] = {
     "qwen3_5": _AXES_OF_HALF,
     "qwen3_5_moe": _AXES_OF_HALF,
     "qwen2_5_vl": {"rope_parameters": _AXES | {"mrope_section": [6, 5, 5]}},
+    "qwen3_vl": {"rope_parameters": _AXES | {"mrope_section": [6, 5, 5], "mrope_interleaved": True}},
 }
-# Windows of 2 x 2 outputs, and full attention in the last block.
-WINDOWS: dict[str, dict[str, Any]] = {"qwen2_5_vl": {"window_size": 16, "fullatt_block_indexes": [1]}}
+# Windows of 2 x 2 outputs, and full attention in the last block. Outputs of both blocks for deepstack.
+OWN_VISION_SIZES: dict[str, dict[str, Any]] = {
+    "qwen2_5_vl": {"window_size": 16, "fullatt_block_indexes": [1]},
+    "qwen3_vl": {"deepstack_visual_indexes": [0, 1]},
+}
 IMAGE_TOKENS = {"image_token_id": 124, "video_token_id": 125, "vision_start_token_id": 126, "vision_end_token_id": 127}
 
 
@@ -476,7 +485,7 @@ def make_tiny_vision_hf(
     path = directory / "config.json"
     content = json.loads(path.read_text())
     config_class, model_class = VISION_TOWERS[family]
-    sizes = VISION_SIZES | WINDOWS.get(family, {}) | {"out_hidden_size": content["text_config"]["hidden_size"]}
+    sizes = VISION_SIZES | OWN_VISION_SIZES.get(family, {}) | {"out_hidden_size": content["text_config"]["hidden_size"]}
     tower = model_class(config_class(**sizes)).to(dtype)
     tensors = load_file(directory / "model.safetensors")
     for name in carried_tensors(family):

@@ -19,6 +19,7 @@ from swiftlite.families.models.qwen3 import QWEN3
 from swiftlite.families.models.qwen3_5 import QWEN3_5, QWEN3_5_MOE, QWEN3_5_MOE_TEXT, QWEN3_5_TEXT
 from swiftlite.families.models.qwen3_moe import QWEN3_MOE
 from swiftlite.families.models.qwen3_next import QWEN3_NEXT
+from swiftlite.families.models.qwen3_vl import QWEN3_VL
 from swiftlite.families.models.seed_oss import SEED_OSS
 from swiftlite.families.rank import Rank
 from swiftlite.families.values import value_problems
@@ -40,6 +41,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3_5_text": QWEN3_5_TEXT,
     "qwen3_moe": QWEN3_MOE,
     "qwen3_next": QWEN3_NEXT,
+    "qwen3_vl": QWEN3_VL,
     "seed_oss": SEED_OSS,
 }
 

@@ -14,6 +14,11 @@ from swiftlite.families.rank import ParameterCount, Rank
 class Tower(Protocol):
     """The sizes of a tower, such as an image tower. Each rank of the stage with the embedding holds the whole tower."""
 
+    @property
+    def num_deepstack(self) -> int:
+        """Number of further outputs per item, which are added to the outputs of the first decoder layers."""
+        ...
+
     def rows(self) -> list[Row]:
         """Return the bridge rows with names in the whole model; Megatron names start with `tower.`."""
         ...

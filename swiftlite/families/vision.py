@@ -73,7 +73,7 @@ class Qwen3Vision:
 
     @property
     def num_deepstack(self) -> int:
-        """Number of mergers behind blocks; their outputs are added to the outputs of the first decoder layers."""
+        """Number of mergers behind blocks. Their outputs are added to the outputs of the first decoder layers."""
         return len(self.config.get("deepstack_visual_indexes") or ())
 
     def _merger(self, prefix: str, norm_width: int) -> dict[str, Shape]:
@@ -92,10 +92,12 @@ class Qwen2_5Vision:
     Attributes:
         config: `vision_config` of config.json.
         hf_prefix: prefix of the HF names of the tower's tensors.
+        num_deepstack: see `Tower`.
     """
 
     config: Mapping[str, Any]
     hf_prefix: str = "visual."
+    num_deepstack: int = 0
 
     def rows(self) -> list[Row]:
         """Return the bridge rows with names in the whole model."""

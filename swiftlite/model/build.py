@@ -236,13 +236,14 @@ def _stage(
     if is_last_virtual and pp_rank == mtp_pipeline_rank(layout):
         mtp_block_spec = mtp_spec(config, architecture.mtp_block, heads.unroll > 1, modules)
     tower = None
+    has_deepstack = architecture.tower is not None and architecture.tower.num_deepstack > 0
     if stage == 0 and architecture.tower is not None:
         tower = TOWERS[type(architecture.tower)](architecture.tower, config)
     return {
         "vocab_size": architecture.outside.vocab,
         "share_embeddings_and_output_weights": architecture.outside.is_tied,
         "position_embedding_type": "none",
-        "transformer_layer_spec": decoder_spec(config, layers, drafting, modules),
+        "transformer_layer_spec": decoder_spec(config, layers, drafting, modules, has_deepstack),
         "mtp_block_spec": mtp_block_spec,
         "tower": tower,
         "pre_process": stage == 0,

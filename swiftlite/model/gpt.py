@@ -45,6 +45,7 @@ from swiftlite.model.context_parallel import (
     sequence_lengths,
     zigzag_positions,
 )
+from swiftlite.model.layers.deepstack import Deepstack
 from swiftlite.model.layers.recompute import TransformerBlock
 from swiftlite.model.layers.streamed import StreamedBlock
 from swiftlite.model.layers.tensor_parallel import ColumnParallelLinear, VocabParallelEmbedding
@@ -292,7 +293,7 @@ class GPTModel(McoreGPTModel):
         """Run the embedding and the decoder layers of this stage. If the trunk is frozen, no gradients are computed."""
         with self._frozen():
             hidden_SBH = self.forward_preprocess(input_ids, position_ids, placed)
-            hidden_SBH = self.forward_decoder(hidden_SBH, rotary_emb, packed_seq_params, tokens)
+            hidden_SBH = self.forward_decoder(hidden_SBH, rotary_emb, packed_seq_params, tokens, placed=placed)
         if self.trunk_is_frozen and not self.pre_process:
             hidden_SBH = _NoGradient.apply(hidden_SBH, self.decoder.input_tensor)
         return self.split_decoder_output(hidden_SBH)
@@ -353,8 +354,8 @@ class GPTModel(McoreGPTModel):
         if tower_inputs is None:
             problem = "the model has a tower, and this training method has no inputs for it"
             raise UserError(problem, "use a training method whose rows have these inputs")
-        with_zeros_IH = F.pad(self.tower(tower_inputs.items), (0, 0, 0, 1))
-        return [Placed(with_zeros_IH, item_BS) for item_BS in tower_inputs.item_KBS]
+        outputs = self.tower(tower_inputs.items)
+        return Placed.of_depths(outputs, tower_inputs.item_KBS, self.config.hidden_size)
 
     def _embed(self, input_ids: torch.Tensor, position_ids: torch.Tensor, placed: Placed | None) -> torch.Tensor:
         """Look up embeddings [S, B, H], with the tower's outputs instead of placeholder tokens."""
@@ -397,6 +398,7 @@ class GPTModel(McoreGPTModel):
         packed_seq_params: PackedSeqParams | None = None,
         tokens: RoutedTokens | None = None,
         cache: Cache | None = None,
+        placed: Placed | None = None,
     ) -> torch.Tensor:
         """Run this stage's decoder layers and, after the last layer, the final norm.
 
@@ -406,19 +408,23 @@ class GPTModel(McoreGPTModel):
             rotary_emb: result of `rotary_emb` for these tokens.
             tokens: description of the tokens for the routers; None: routers do not count their load.
             cache: in decoding, the cache of the rows, to which these tokens are added.
+            placed: outputs of the tower, of which the first layers may add further ones (`Deepstack`).
 
         Returns:
             The trunk's states [S, B, H]. After the final norm, if the heads read the state before it: both states,
             concatenated [2S, B, H] (`norm.returning_input`).
         """
         # megatron-core passes both masks to every layer. Attention here is always causal and routers use no mask, so
-        # the arguments are used for the KV cache and the router targets.
+        # the arguments are used for the KV cache and the router targets, with features of images.
+        padding_mask: RoutedTokens | Deepstack | None = tokens
+        if placed is not None and placed.deepstack_IH:
+            padding_mask = Deepstack(placed.features(self._on_this_sequence_rank(placed.item_BS.T)), tokens)
         return self.decoder(
             hidden_states=hidden_SBH,
             attention_mask=cache,
             rotary_pos_emb=rotary_emb,
             packed_seq_params=packed_seq_params,
-            padding_mask=tokens,
+            padding_mask=padding_mask,
         )
 
     # Stage 3: the heads

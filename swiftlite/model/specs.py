@@ -35,6 +35,7 @@ from swiftlite.heads.drafting import Drafting
 from swiftlite.model.attention.gated_delta_net import GatedDeltaNet
 from swiftlite.model.attention.mla import MLASelfAttention, latent_norm
 from swiftlite.model.attention.self_attention import SelfAttention
+from swiftlite.model.layers.deepstack import DeepstackLayer
 from swiftlite.model.layers.kernels import Modules, modules_of
 from swiftlite.model.layers.router import MoELayer, TopKRouter
 from swiftlite.model.layers.swiglu import SwiGLU
@@ -136,7 +137,9 @@ def attention_spec(attention: Attention, modules: Modules = LOCAL) -> ModuleSpec
     return ATTENTION_SPECS[type(attention)](attention, modules)
 
 
-def decoder_layer_spec(layer: Layer, modules: Modules = LOCAL) -> ModuleSpec:
+def decoder_layer_spec(
+    layer: Layer, modules: Modules = LOCAL, layer_class: type[TransformerLayer] = TransformerLayer
+) -> ModuleSpec:
     """Return the spec of one decoder layer, with the kinds of attention and MLP that it names."""
     # Names in checkpoints as in megatron-core's specs, so that checkpoints are interchangeable. Other kinds of
     # attention use their own names.
@@ -147,7 +150,7 @@ def decoder_layer_spec(layer: Layer, modules: Modules = LOCAL) -> ModuleSpec:
     if not isinstance(layer.attention, GroupedQueryAttention):
         names = {}
     return ModuleSpec(
-        module=TransformerLayer,
+        module=layer_class,
         submodules=TransformerLayerSubmodules(
             input_layernorm=modules.norm,
             self_attention=attention_spec(layer.attention, modules),
@@ -162,14 +165,24 @@ def decoder_layer_spec(layer: Layer, modules: Modules = LOCAL) -> ModuleSpec:
 
 
 def decoder_spec(
-    config: TransformerConfig, layers: Sequence[Layer], drafting: Drafting, modules: Modules = LOCAL
+    config: TransformerConfig,
+    layers: Sequence[Layer],
+    drafting: Drafting,
+    modules: Modules = LOCAL,
+    has_deepstack: bool = False,
 ) -> TransformerBlockSubmodules:
-    """Return the spec of the trunk, or of a pipeline stage with these decoder layers."""
+    """Return the spec of the trunk, or of a pipeline stage with these decoder layers.
+
+    Args:
+        has_deepstack: whether features of images are added to the outputs of the first layers.
+    """
+    layer_class = DeepstackLayer if has_deepstack else TransformerLayer
     norm = modules.norm
     if config.mtp_num_layers and drafting.takes_before_norm:
         norm = modules.norm_returning_input
     return TransformerBlockSubmodules(
-        layer_specs=[decoder_layer_spec(layer, modules) for layer in layers], layer_norm=ModuleSpec(module=norm)
+        layer_specs=[decoder_layer_spec(layer, modules, layer_class) for layer in layers],
+        layer_norm=ModuleSpec(module=norm),
     )
 
 

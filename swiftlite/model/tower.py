@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from swiftlite.data.batch import ITEM, Batch
 
@@ -44,10 +45,32 @@ class Placed:
     Attributes:
         output_IH: all outputs of the micro-batch, and a last row of zeros for other tokens.
         item_BS: int64; see `TowerInputs.item_KBS`.
+        deepstack_IH: further outputs, which are added to the outputs of the first decoder layers; with a last row of
+            zeros.
     """
 
     output_IH: torch.Tensor
     item_BS: torch.Tensor
+    deepstack_IH: tuple[torch.Tensor, ...] = ()
+
+    @classmethod
+    def of_depths(cls, outputs: torch.Tensor, item_KBS: torch.Tensor, hidden_size: int) -> "list[Placed]":
+        """Place the outputs of a tower in the inputs of the trunk and of each MTP depth.
+
+        Args:
+            outputs: [I, H], or with deepstack [I, (1 + number of layers) * H].
+        """
+        output_IH, *deepstack_IH = F.pad(outputs, (0, 0, 0, 1)).split(hidden_size, dim=1)
+        return [cls(output_IH, item_BS, tuple(deepstack_IH)) for item_BS in item_KBS]
+
+    def features(self, item_SB: torch.Tensor) -> list[torch.Tensor]:
+        """Return for each layer of deepstack the features [S, B, H] of the tokens, zeros for tokens without an output.
+
+        Args:
+            item_SB: as for `put_into`.
+        """
+        item_SB = item_SB.contiguous()
+        return [output_IH[item_SB] for output_IH in self.deepstack_IH]
 
     def put_into(self, embeddings_SBH: torch.Tensor, item_SB: torch.Tensor) -> torch.Tensor:
         """Return the embeddings, in which the outputs of the tower replace the embeddings of placeholder tokens.

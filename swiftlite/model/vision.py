@@ -22,14 +22,19 @@ from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVi
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5VisionConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5VisionModel
+from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
-from swiftlite.families.vision import Qwen2_5Vision, Qwen3Vision, VisionTower
+from swiftlite.families.vision import Qwen2_5Vision, VisionTower
 
-# The tower of Qwen3.5 with experts is the same.
-_CLASSES: dict[type, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
-    Qwen3Vision: (Qwen3_5VisionConfig, Qwen3_5VisionModel),
-    Qwen2_5Vision: (Qwen2_5_VLVisionConfig, Qwen2_5_VisionTransformerPretrainedModel),
-}
+
+def _classes(tower: VisionTower) -> tuple[type[PreTrainedConfig], type[PreTrainedModel]]:
+    """Return transformers' classes of a tower. The tower of Qwen3.5 with experts is Qwen3.5's."""
+    if isinstance(tower, Qwen2_5Vision):
+        return Qwen2_5_VLVisionConfig, Qwen2_5_VisionTransformerPretrainedModel
+    if tower.num_deepstack:
+        return Qwen3VLVisionConfig, Qwen3VLVisionModel
+    return Qwen3_5VisionConfig, Qwen3_5VisionModel
 
 
 class VisionTransformer(nn.Module):
@@ -41,7 +46,7 @@ class VisionTransformer(nn.Module):
 
     def __init__(self, tower: VisionTower, config: TransformerConfig):
         super().__init__()
-        config_class, model_class = _CLASSES[type(tower)]
+        config_class, model_class = _classes(tower)
         # Files name the type of the tower differently than transformers.
         settings = {name: value for name, value in tower.config.items() if name != "model_type"}
         hf_config: Any = config_class.from_dict(settings)
@@ -60,7 +65,7 @@ class VisionTransformer(nn.Module):
             block._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
 
     def forward(self, items: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the outputs [I, H].
+        """Return the outputs [I, H]; with deepstack [I, (1 + number of further outputs) * H].
 
         Args:
             items: `patches`, float32 [I, W]: the patches of each item; and `grid`, int64 [I, 4]: row and column of the
@@ -79,7 +84,8 @@ class VisionTransformer(nn.Module):
         is_first_I = (grid_I4[:, :2] == 0).all(dim=1)
         sizes_N2 = grid_I4[is_first_I, 2:] * self._merge
         grid_thw_N3 = F.pad(sizes_N2, (1, 0), value=1)  # an image has one frame
-        return self.visual(patches.view(-1, self._patch_width), grid_thw=grid_thw_N3).pooler_output
+        result = self.visual(patches.view(-1, self._patch_width), grid_thw=grid_thw_N3)
+        return torch.cat([result.pooler_output, *getattr(result, "deepstack_features", ())], dim=-1)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "VisionTransformer":
         """Apply a conversion, but keep the rotary frequencies in float32 (Float16Module casts all buffers)."""

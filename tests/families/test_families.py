@@ -81,6 +81,7 @@ OWN_NEUTRAL = {
     "mistral": set(),
     "seed_oss": {"attention_out_bias", "mlp_bias", "residual_dropout"},
     "qwen3_next": {"attention_bias"},
+    "qwen3_vl": {"attention_bias"},
     "qwen3_5": {"attention_bias"},
     "qwen3_5_text": {"attention_bias"},
     "qwen3_5_moe": {"attention_bias"},
@@ -258,7 +259,7 @@ def test_mcore_config(family):
         "gated_linear_unit": True,
         "add_bias_linear": False,
         "add_qkv_bias": family in ("qwen2", "qwen2_5_vl", "mimo", "glm4_moe", "seed_oss"),
-        "qk_layernorm": family in ("qwen3", "qwen3_moe", "glm4_moe", "hy_v3", *HYBRID),
+        "qk_layernorm": family in ("qwen3", "qwen3_vl", "qwen3_moe", "glm4_moe", "hy_v3", *HYBRID),
         "init_method_std": 0.02,
     } | OWN_CONFIG.get(family, {})
 

@@ -68,6 +68,7 @@ class Patches:
 
     width: int
     hidden: int
+    num_deepstack: int = 0
 
     def rows(self) -> list[Row]:
         return [Row("tower.linear.weight", {"visual.proj.weight": (self.hidden, self.width)})]

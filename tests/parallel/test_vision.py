@@ -15,7 +15,12 @@ from tests.tiny import make_tiny_vision_hf
 
 pytestmark = pytest.mark.gloo
 
-CHOSEN = {"qwen3_5": ("TP2+SP", "CP2", "DP2", "DP2+overlap", "full uniform 1"), "qwen3_5_moe": ("EP2",)}
+CHOSEN = {
+    "qwen3_5": ("TP2+SP", "CP2", "DP2", "DP2+overlap", "full uniform 1"),
+    "qwen3_5_moe": ("EP2",),
+    "qwen2_5_vl": ("TP2+SP",),
+    "qwen3_vl": ("TP2+SP", "CP2", "DP2+overlap", "full uniform 1", "full uniform 2"),
+}
 LEARNING = {"freeze_vit": False, "freeze_aligner": False}
 ROWS: list[list[int | str]] = [[5, "0", 6], [2, "1", 3, "2", 4], [9], [7, "2", 3]]
 """With two data-parallel ranks, the last micro-batch of one rank in each step has no image."""

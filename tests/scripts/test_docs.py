@@ -15,6 +15,7 @@ from swiftlite.cli.doctor import TESTED
 from swiftlite.cli.table import find
 from swiftlite.engines.index import ENGINES
 from swiftlite.families import FAMILIES, Family
+from tests.tiny import WITHOUT_DRAFTS
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(path.name for path in (ROOT / "docs" / "en").glob("*.md"))

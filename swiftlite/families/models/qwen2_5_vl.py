@@ -1,7 +1,7 @@
 """Qwen2.5-VL: the layers of Qwen2 and a vision tower.
 
-The names of the tower's tensors start with `visual.`; those of the language model are Qwen2's. The published models have
-no MTP heads.
+The names of the tower's tensors start with `visual.`, and those of the language model are Qwen2's. The published models
+have no MTP heads.
 """
 
 from dataclasses import replace

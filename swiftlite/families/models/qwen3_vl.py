@@ -1,0 +1,34 @@
+"""Qwen3-VL (dense): the layers of Qwen3 and a vision tower, some of whose features are added behind the first layers.
+
+The settings of the language model are under `text_config` in config.json. The published models have no MTP heads.
+"""
+
+from dataclasses import replace
+
+from swiftlite.families import dense
+from swiftlite.families.architecture import Outside
+from swiftlite.families.family import HfConfig
+from swiftlite.families.models.qwen3 import QWEN3
+from swiftlite.families.vision import Qwen3Vision, vision_config_of
+
+
+def _outside(hf_config: HfConfig) -> Outside:
+    return replace(
+        dense.outside(hf_config),
+        hf_layers="model.language_model.layers.",
+        hf_embedding="model.language_model.embed_tokens.weight",
+        hf_final_norm="model.language_model.norm.weight",
+    )
+
+
+def _vision(hf_config: HfConfig) -> Qwen3Vision:
+    return Qwen3Vision(vision_config_of(hf_config))
+
+
+QWEN3_VL = replace(
+    QWEN3,
+    name="qwen3_vl",
+    outside=_outside,
+    vision=_vision,
+    language_model=("model.language_model.", "lm_head.", "mtp."),
+)
