@@ -6,6 +6,7 @@ Selective recomputation (core_attn, mlp, moe, mla_up_proj) is implemented in meg
 
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -16,6 +17,8 @@ from megatron.core.fp8_utils import get_fp8_context
 from megatron.core.tensor_parallel.random import CheckpointFunction, _unset_checkpointing
 from megatron.core.transformer.transformer_block import TransformerBlock as McoreTransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
+
+from swiftlite.model.layers.deepstack import Deepstack
 
 
 class _Checkpoint(CheckpointFunction):
@@ -115,11 +118,18 @@ class TransformerBlock(McoreTransformerBlock):
             get_context = get_fp8_context if self.config.fp8 else get_fp4_context
             return get_context(self.config, cast(int, layer.layer_number) - 1)
 
-        def run(layers: torch.nn.ModuleList) -> Callable[[torch.Tensor], torch.Tensor]:
-            def forward(hidden_states: torch.Tensor) -> torch.Tensor:
+        # Features of images have gradients, so they are arguments of the checkpoint (see `checkpoint`).
+        deepstack = inputs["padding_mask"]
+        features = deepstack.features_SBH if isinstance(deepstack, Deepstack) else ()
+
+        def run(layers: torch.nn.ModuleList) -> Callable[..., torch.Tensor]:
+            def forward(hidden_states: torch.Tensor, *features: torch.Tensor) -> torch.Tensor:
+                of_layers = dict(inputs)
+                if features:
+                    of_layers["padding_mask"] = replace(deepstack, features_SBH=features)
                 for layer in layers:
                     with precision(layer):
-                        hidden_states, _ = layer(hidden_states=hidden_states, **inputs)
+                        hidden_states, _ = layer(hidden_states=hidden_states, **of_layers)
                 return hidden_states
 
             return forward
@@ -128,7 +138,7 @@ class TransformerBlock(McoreTransformerBlock):
         for start in range(0, len(self.layers), step):
             forward = run(self.layers[start : start + step])
             if is_uniform or start < num_layers:
-                hidden_states = checkpoint(self.config, self.tp_group, forward, hidden_states)
+                hidden_states = checkpoint(self.config, self.tp_group, forward, hidden_states, *features)
             else:
-                hidden_states = forward(hidden_states)
+                hidden_states = forward(hidden_states, *features)
         return hidden_states
