@@ -228,11 +228,21 @@ def layout_problems(layout: ParallelLayout, architecture: Architecture | None, m
 
 def _tower_problems(layout: ParallelLayout, architecture: Architecture | None, mtp_num_layers: int) -> list[Problem]:
     pp = layout.pipeline_model_parallel_size
-    if pp == 1 or not mtp_num_layers or architecture is None or architecture.tower is None:
+    if pp == 1 or architecture is None or architecture.tower is None:
         return []
     # Outputs of a tower are not sent to other stages.
-    problem = f"--pipeline_model_parallel_size {pp}: the MTP heads of a model with a tower must be on its stage"
-    return [(problem, "use --pipeline_model_parallel_size 1, or --mtp_num_layers 0")]
+    if mtp_num_layers:
+        problem = f"--pipeline_model_parallel_size {pp}: the MTP heads of a model with a tower must be on its stage"
+        return [(problem, "use --pipeline_model_parallel_size 1, or --mtp_num_layers 0")]
+    needed = architecture.tower.num_deepstack
+    try:
+        first, *_ = decoder_layers_per_stage(layout, len(architecture.layers))
+    except ValueError:  # `_pipeline_problems` reports it
+        return []
+    if first < needed:
+        problem = f"--pipeline_model_parallel_size {pp}: the first stage has {first} decoder layers"
+        return [(f"{problem}, but the tower has outputs for {needed}", "use fewer pipeline stages")]
+    return []
 
 
 def _context_problems(layout: ParallelLayout, architecture: Architecture | None) -> Iterator[Problem]:

@@ -8,15 +8,19 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from swiftlite.args.fields import ParallelLayout
 from swiftlite.bridge.transfer import save_hf
 from swiftlite.data.batch import Batch, collate, collate_packed
 from swiftlite.errors import UserError
 from swiftlite.families.rank import Rank
 from swiftlite.families.resolved import resolve
+from swiftlite.model.attention.rope import RotaryEmbedding
 from swiftlite.model.context_parallel import describe_packed
 from swiftlite.model.gpt import GPTModel, Logits
 from swiftlite.model.open import open_model
+from swiftlite.model.streamed_trunk import StreamedTrunk
 from swiftlite.model.tower import TowerInputs
+from swiftlite.plan.layout import layout_problems
 from tests.images import Seen, VisionReference, extras_of, sum_of_losses
 from tests.messages import mentions
 from tests.tiny import VISION_TOWERS, make_tiny_hf, make_tiny_vision_hf, per_expert
@@ -223,3 +227,38 @@ def test_images_require_a_tower(tmp_path):
     with pytest.raises(UserError) as raised:
         resolve(make_tiny_hf(tmp_path, "qwen3")).with_images()
     assert mentions(raised.value.problem, "images")
+
+
+def test_deepstack_needs_its_layers_on_the_first_stage(tmp_path):
+    hf_model = resolve(make_tiny_vision_hf(tmp_path, "qwen3_vl", num_hidden_layers=4)).with_images()
+    architecture = hf_model.family.architecture(hf_model.config)
+    assert layout_problems(ParallelLayout(pipeline_model_parallel_size=2), architecture, 0) == []
+    ((problem, _),) = layout_problems(ParallelLayout(pipeline_model_parallel_size=4), architecture, 0)
+    assert mentions(problem, "--pipeline_model_parallel_size 4 2")
+
+
+def test_a_streamed_trunk_has_no_deepstack(tmp_path, mesh):
+    hf_model = resolve(make_tiny_vision_hf(tmp_path, "qwen3_vl", depth=1)).with_images()
+    (model,), _ = open_model(hf_model, mesh, dtype=torch.float32, freeze_trunk=True, streams_trunk=True)
+    with pytest.raises(UserError) as raised:
+        StreamedTrunk(model, hf_model, mesh, 10**9)
+    assert mentions(raised.value.problem, "--stream_trunk")
+
+
+FLAT = {"type": "mrope", "mrope_section": [6, 5, 5]}
+
+
+def test_rotary_settings_of_published_files(tmp_path, mesh):
+    """Qwen2.5-VL's config.json has no text_config, and names a rotary type that only assigns axes."""
+    nested = make_tiny_vision_hf(tmp_path / "nested", "qwen2_5_vl")
+    config = json.loads((nested / "config.json").read_text())
+    text = config.pop("text_config")
+    del text["rope_parameters"]
+    config = {**text, **config, "rope_scaling": FLAT, "rope_theta": 10000.0}
+    axes_3BS = torch.tensor([[[0, 1, 1, 2]], [[0, 1, 1, 2]], [[0, 1, 2, 2]]])
+    device = torch.device("cpu")
+    found = RotaryEmbedding(config, device, torch.float32).at(axes_3BS)
+    expected = RotaryEmbedding(resolve(nested).config, device, torch.float32).at(axes_3BS)
+    assert torch.equal(found, expected)
+    (nested / "config.json").write_text(json.dumps(config))
+    open_vision(nested, mesh)
