@@ -26,6 +26,23 @@ ROWS: list[list[int | str]] = [[5, "0", 6], [2, "1", 3, "2", 4], [9], [7, "2", 3
 """With two data-parallel ranks, the last micro-batch of one rank in each step has no image."""
 
 
+FROZEN: dict[str, tuple[dict[str, Any], set[str]]] = {
+    "defaults": ({"freeze_vit": True, "freeze_aligner": True}, {"llm", "heads"}),
+    "only aligner": ({"freeze_vit": True, "freeze_llm": True}, {"aligner", "heads"}),
+    "heads only": ({"freeze_vit": True, "freeze_aligner": True, "mtp_mode": "heads_only"}, {"heads"}),
+}
+"""Options, and the parts that are trained with them."""
+
+
+def part_of(name: str) -> str:
+    """Return the part of a model that a tensor in its files belongs to."""
+    if name.startswith("mtp."):
+        return "heads"
+    if "visual." in name:
+        return "aligner" if "merger" in name else "vit"
+    return "llm"
+
+
 def make_job(hf_dir: Path, out_dir: Path, **options: Any) -> Job:
     with torch.device("meta"):
         model = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(hf_dir))
@@ -45,6 +62,8 @@ def computed(tmp_path_factory) -> dict[tuple[str, str], Result]:
         for name in names:
             case = CASES[name]
             jobs[case.num_processes][family, name] = make_job(hf_dir, root / f"{family} {name}", **case.options)
+        for name, (options, _) in FROZEN.items():
+            jobs[1][family, name] = make_job(hf_dir, root / f"{family} {name}", **options)
     results = {}
     for num_processes, of_processes in jobs.items():
         results |= dict(zip(of_processes, parity.run(num_processes, list(of_processes.values())), strict=True))
@@ -57,6 +76,17 @@ def test_a_layout_computes_what_one_process_does(computed, family, name):
     differences = parity.compare(computed[family, "alone"], computed[family, name], source)
     bounds = bounds_of(family)
     assert {key: value for key, value in differences.items() if value > bounds[key]} == {}
+
+
+@pytest.mark.parametrize("family", CHOSEN)
+@pytest.mark.parametrize("name", FROZEN)
+def test_frozen_parts_remain_bitwise_identical(computed, family, name):
+    source = load_file(computed[family, "source"] / "model.safetensors")
+    weights = computed[family, name].weights
+    assert weights.keys() == source.keys()
+    changed = {key for key in weights if not torch.equal(weights[key], source[key])}
+    assert {part_of(key) for key in changed} == FROZEN[name][1]
+    assert changed == {key for key in source if part_of(key) in FROZEN[name][1]}
 
 
 def test_the_tower_is_trained(computed):
