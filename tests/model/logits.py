@@ -15,7 +15,7 @@ from swiftlite.heads import Heads
 from swiftlite.model.build import build_model
 from swiftlite.model.gpt import GPTModel
 from swiftlite.plan.trainable import HEADS_ONLY
-from tests.tiny import CLASSES
+from tests.tiny import CLASSES, WRAPPED
 
 
 def load_megatron(directory: Path, mesh, dtype: torch.dtype, **options) -> GPTModel:
@@ -38,6 +38,7 @@ def load_transformers(directory: Path, family: str, dtype: torch.dtype):
         directory,
         config=config_class.from_dict(values | {"model_type": config_class.model_type}),
         dtype=dtype,
+        key_mapping={"^model.language_model": "model"} if family in WRAPPED else None,
         experts_implementation="eager",  # one expert after the other, in the order in which we sum
     ).eval()
 

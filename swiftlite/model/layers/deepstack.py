@@ -32,11 +32,12 @@ class DeepstackLayer(TransformerLayer):
     megatron-core passes the padding mask to every layer. Routers use no mask, so the argument is used for the features.
     """
 
-    def forward(self, *args: Any, padding_mask: Any = None, **kwargs: Any) -> tuple[torch.Tensor, Any]:
+    def forward(self, *args: Any, padding_mask: Any = None, **kwargs: Any) -> tuple[Any, Any]:
         """Run the layer; return its output [S, B, H] and the context, which is unused."""
         if not isinstance(padding_mask, Deepstack):
             return super().forward(*args, padding_mask=padding_mask, **kwargs)
-        hidden_SBH, context = super().forward(*args, padding_mask=padding_mask.tokens, **kwargs)
+        result: tuple[Any, Any] = super().forward(*args, padding_mask=padding_mask.tokens, **kwargs)
+        hidden_SBH, context = result
         number = self.layer_number - 1
         if number < len(padding_mask.features_SBH):
             hidden_SBH = hidden_SBH + padding_mask.features_SBH[number]

@@ -119,7 +119,7 @@ class TransformerBlock(McoreTransformerBlock):
             return get_context(self.config, cast(int, layer.layer_number) - 1)
 
         # Features of images have gradients, so they are arguments of the checkpoint (see `checkpoint`).
-        deepstack = inputs.get("padding_mask")
+        deepstack: Any = inputs.get("padding_mask")
         features = deepstack.features_SBH if isinstance(deepstack, Deepstack) else ()
 
         def run(layers: torch.nn.ModuleList) -> Callable[..., torch.Tensor]:
