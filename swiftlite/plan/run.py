@@ -230,11 +230,12 @@ def _model_lines(args: SftArgs, plan: Plan, checkpoint: Heads) -> list[tuple[str
         mtp = f"0, the {checkpoint.layers} of the checkpoint are removed"
     else:
         mtp = "0, the checkpoint has none"
+    trains_tower = not (args.freeze_vit and args.freeze_aligner)
     lines = [
         ("model", args.model),
         ("torch_dtype", args.torch_dtype),
         ("MTP depth", mtp),
-        ("trains", trainable_of(args, heads, plan.lora).words),
+        ("trains", trainable_of(args, heads, plan.lora, has_tower=trains_tower).words),
     ]
     lines += method_of(args).describe(args)
     if heads.layers and heads.unroll > 1:

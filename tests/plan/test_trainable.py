@@ -4,8 +4,14 @@ import pytest
 import torch
 
 from swiftlite.args.commands import SftArgs
+from swiftlite.errors import UserError
+from swiftlite.families.resolved import resolve
 from swiftlite.heads import Heads
+from swiftlite.plan.run import make_plan, render
 from swiftlite.plan.trainable import HEADS_ONLY, JOINT, WHOLE_MODEL, Trainable, trainable_of
+from swiftlite.train.run import trainable_in
+from tests.messages import mentions
+from tests.tiny import make_tiny_vision_hf
 
 
 @pytest.mark.parametrize(
@@ -61,3 +67,19 @@ def test_parts_of_a_vision_language_model(options, learned):
     assert {part for name, part in PARTS.items() if trainable.learns(name)} == learned
     assert {part for name, part in PARTS.items() if not trainable.learns(name)}.isdisjoint(learned)
     assert trainable.freezes_trunk == (learned == {"heads"})
+
+
+def test_a_frozen_language_model_needs_a_tower(tmp_path):
+    hf_model = resolve(make_tiny_vision_hf(tmp_path, "qwen3_5", depth=1))
+    args = SftArgs(freeze_llm=True, freeze_aligner=False)
+    plan = make_plan(args, 1, Heads(1))
+    with pytest.raises(UserError) as raised:
+        trainable_in(args, plan, hf_model)
+    assert mentions(raised.value.problem, "--freeze_llm images")
+    assert not trainable_in(args, plan, hf_model.with_images()).learns("decoder.final_layernorm.weight")
+
+
+def test_the_plan_names_the_trained_parts():
+    args = SftArgs(freeze_vit=False)
+    text = render(args, make_plan(args, 1, Heads(1)), Heads(1), None)
+    assert mentions(text, "vision tower trunk heads aligner")
