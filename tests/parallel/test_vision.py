@@ -19,8 +19,10 @@ CHOSEN = {
     "qwen3_5": ("TP2+SP", "CP2", "DP2", "DP2+overlap", "full uniform 1"),
     "qwen3_5_moe": ("EP2",),
     "qwen2_5_vl": ("TP2+SP",),
-    "qwen3_vl": ("TP2+SP", "CP2", "DP2+overlap", "full uniform 1", "full uniform 2"),
+    "qwen3_vl": ("TP2", "TP2+SP", "CP2", "DP2+overlap", "full uniform 1", "full uniform 2"),
 }
+PIPELINED = {"qwen3_5": ("PP2",), "qwen3_vl": ("PP2", "PP2xTP2")}
+"""Cases without MTP heads, which must be on the stage of the tower."""
 LEARNING = {"freeze_vit": False, "freeze_aligner": False}
 ROWS: list[list[int | str]] = [[5, "0", 6], [2, "1", 3, "2", 4], [9], [7, "2", 3]]
 """With two data-parallel ranks, the last micro-batch of one rank in each step has no image."""
@@ -64,16 +66,33 @@ def computed(tmp_path_factory) -> dict[tuple[str, str], Result]:
             jobs[case.num_processes][family, name] = make_job(hf_dir, root / f"{family} {name}", **case.options)
         for name, (options, _) in FROZEN.items():
             jobs[1][family, name] = make_job(hf_dir, root / f"{family} {name}", **options)
+    for family, names in PIPELINED.items():
+        hf_dir = make_tiny_vision_hf(root / f"{family} trunk", family, tied=True, **parity.SIZES)
+        jobs[1][family, "trunk"] = make_job(hf_dir, root / f"{family} trunk alone")
+        for name in names:
+            case = CASES[name]
+            of_processes = jobs.setdefault(case.num_processes, {})
+            of_processes[family, f"trunk {name}"] = make_job(hf_dir, root / f"{family} trunk {name}", **case.options)
     results = {}
     for num_processes, of_processes in jobs.items():
         results |= dict(zip(of_processes, parity.run(num_processes, list(of_processes.values())), strict=True))
-    return {**results, **{(family, "source"): root / family for family in CHOSEN}}
+    sources = {(family, "source"): root / family for family in CHOSEN}
+    sources |= {(family, "source of trunk"): root / f"{family} trunk" for family in PIPELINED}
+    return {**results, **sources}
 
 
 @pytest.mark.parametrize(("family", "name"), [(family, name) for family, names in CHOSEN.items() for name in names])
 def test_a_layout_computes_what_one_process_does(computed, family, name):
     source = load_file(computed[family, "source"] / "model.safetensors")
     differences = parity.compare(computed[family, "alone"], computed[family, name], source)
+    bounds = bounds_of(family)
+    assert {key: value for key, value in differences.items() if value > bounds[key]} == {}
+
+
+@pytest.mark.parametrize(("family", "name"), [(family, name) for family, names in PIPELINED.items() for name in names])
+def test_pipeline_stages_compute_what_one_process_does(computed, family, name):
+    source = load_file(computed[family, "source of trunk"] / "model.safetensors")
+    differences = parity.compare(computed[family, "trunk"], computed[family, f"trunk {name}"], source)
     bounds = bounds_of(family)
     assert {key: value for key, value in differences.items() if value > bounds[key]} == {}
 
