@@ -3,18 +3,22 @@
 Each pass processes the tokens of every row that the trunk has not processed yet: first the prompt, in parts if it is
 long, then one token at a time. The heads process the rows once at the end, from the trunk's states in the cache. With
 pipeline parallelism, the rows of a rank form one micro-batch per stage, so that all stages are busy.
+
+A model with a tower, such as an image tower, runs it once per prompt, before the first pass.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from functools import partial
+from itertools import accumulate
 from typing import cast
 
 import torch
 from megatron.core.utils import unwrap_model
 
+from swiftlite.acceptance.prompt_items import NO_ITEMS, PromptItems
 from swiftlite.model.attention.cache import Cache, Span
-from swiftlite.model.decode import CachedPass, forward_cached
+from swiftlite.model.decode import CachedPass, forward_cached, tower_output
 from swiftlite.model.gpt import GPTModel
 from swiftlite.model.pipeline import run_pipeline
 from swiftlite.model.ranks import broadcast_from_last_stage
@@ -34,6 +38,7 @@ class GreedyRow:
         first: position of the first token of the continuation.
         max_length: maximum length of prompt and continuation.
         num_seen: number of tokens that the trunk has processed.
+        items: the prompt's inputs for a tower, and positions along three axes; by default there are none.
     """
 
     tokens: list[int]
@@ -41,12 +46,15 @@ class GreedyRow:
     max_length: int
     num_seen: int = 0
     is_finished: bool = False
+    items: PromptItems = NO_ITEMS
 
     @classmethod
-    def of(cls, prompt: Sequence[int], max_new_tokens: int, max_length: int) -> "GreedyRow":
+    def of(
+        cls, prompt: Sequence[int], max_new_tokens: int, max_length: int, items: PromptItems = NO_ITEMS
+    ) -> "GreedyRow":
         """Create a row for a prompt. A prompt of at least `max_length` tokens is not continued."""
         max_length = min(len(prompt) + max_new_tokens, max_length)
-        return cls(list(prompt), len(prompt), max_length, is_finished=len(prompt) >= max_length)
+        return cls(list(prompt), len(prompt), max_length, is_finished=len(prompt) >= max_length, items=items)
 
     def append(self, token: int, eos_token_ids: Collection[int | None]) -> None:
         self.tokens.append(token)
@@ -55,10 +63,60 @@ class GreedyRow:
 
 @dataclass(frozen=True)
 class _MicroBatch:
-    """A part of the rows, and its cache on this rank."""
+    """A part of the rows, and its cache on this rank.
+
+    Attributes:
+        tower_output_IH: outputs of the tower for all rows (`decode.tower_output`); None if no row has items.
+        first_items: for each row, the index of its first item among the items of all rows.
+    """
 
     rows: Sequence[GreedyRow]
     cache: Cache
+    tower_output_IH: torch.Tensor | None
+    first_items: Sequence[int]
+
+    @property
+    def has_items(self) -> bool:
+        return any(len(row.items) for row in self.rows)
+
+    @property
+    def has_axes(self) -> bool:
+        return any(row.items.axes for row in self.rows)
+
+    def token_of(self, row: int, position: int) -> int:
+        """Return a row's token; 0 after the known tokens, because predictions from such tokens are not used."""
+        tokens = self.rows[row].tokens
+        if position < len(tokens):
+            return tokens[position]
+        return 0
+
+    def axis_of(self, axis: int, row: int, position: int) -> int:
+        """Return the position of a row's token along one of three axes."""
+        return self.rows[row].items.axes_of(position)[axis]
+
+    def item_of(self, row: int, position: int) -> int:
+        """Return the index, among the items of all rows, of the item that a row's token stands for; -1 if none."""
+        item = self.rows[row].items.item_of(position)
+        if item < 0:
+            return item
+        return self.first_items[row] + item
+
+
+@dataclass(frozen=True)
+class _Flat:
+    """Concatenates values of the tokens in `spans`, and pads them to `num_tokens`."""
+
+    spans: Sequence[Span]
+    num_tokens: int
+    device: torch.device
+
+    def __call__(self, value_of: Callable[[int, int], int], ahead: int = 0, padding: int = 0) -> torch.Tensor:
+        """Return int64 [1, T]: the values of `value_of(row, position)`, each for the position `ahead` tokens later."""
+        values: list[int] = []
+        for row, start, end in self.spans:
+            values += [value_of(row, position) for position in range(start + ahead, end + ahead)]
+        values += [padding] * (self.num_tokens - len(values))
+        return torch.tensor([values], device=self.device)
 
 
 class GreedyRows:
@@ -78,7 +136,9 @@ class GreedyRows:
         self._micro_batches: list[_MicroBatch] = []
         for start in range(size):
             some = rows[start::size]
-            self._micro_batches.append(_MicroBatch(some, Cache(len(some), capacity, mesh.device.torch_device)))
+            cache = Cache(len(some), capacity, mesh.device.torch_device)
+            first_items = list(accumulate((len(row.items) for row in some), initial=0))
+            self._micro_batches.append(_MicroBatch(some, cache, self._tower_output(some), first_items))
 
     @property
     def num_unfinished(self) -> int:
@@ -137,30 +197,34 @@ class GreedyRows:
         if layout.sequence_parallel:
             multiple = layout.tensor_model_parallel_size
         num_tokens = max(-(-batch.cache.num_tokens // multiple), 1) * multiple
-        device = self.mesh.device.torch_device
-
-        def flat(values: Sequence[int]) -> torch.Tensor:
-            padding = [0] * (num_tokens - len(values))
-            return torch.tensor([[*values, *padding]], device=device)
-
-        def tokens_ahead(depth: int) -> torch.Tensor:
-            tokens: list[int] = []
-            for row, start, end in spans:
-                # Predictions from tokens beyond the known ones are not used, so any token can be the input.
-                known = batch.rows[row].tokens + [0] * depth
-                tokens += known[start + depth : end + depth]
-            return flat(tokens)
-
-        head_tokens = None
+        flat = _Flat(spans, num_tokens, self.mesh.device.torch_device)
+        head_tokens = axes_3BT = item_KBT = None
+        depths = range(1)
         if num_drafts is not None:
-            head_tokens = [tokens_ahead(depth) for depth in range(1, num_drafts + 1)]
+            depths = range(1, num_drafts + 1)
+            head_tokens = [flat(batch.token_of, depth) for depth in depths]
+        if batch.has_axes:
+            axes_3BT = torch.stack([flat(partial(batch.axis_of, axis)) for axis in range(3)])
+        if batch.has_items:
+            item_KBT = torch.stack([flat(batch.item_of, depth, padding=-1) for depth in depths])
         return CachedPass(
-            tokens_ahead(0),
-            flat(list(chain.from_iterable(range(start, end) for _, start, end in spans))),
+            flat(batch.token_of),
+            flat(lambda _, position: position),
             head_tokens,
             batch.cache,
-            predicted.to(device),
+            predicted.to(self.mesh.device.torch_device),
+            axes_3BT,
+            item_KBT,
+            batch.tower_output_IH,
         )
+
+    def _tower_output(self, rows: Sequence[GreedyRow]) -> torch.Tensor | None:
+        """Return the outputs of the tower for the items of the rows; None on a stage without the tower."""
+        items = [row.items.of_tower for row in rows if len(row.items)]
+        if not items:
+            return None
+        first_chunk = cast(GPTModel, unwrap_model(self.model[0]))
+        return tower_output(first_chunk, items)
 
     def _run(self, passes: Sequence[CachedPass], num_predictions: int) -> Sequence[torch.Tensor]:
         """Return the predictions of each micro-batch, int64 [num_predictions, N], on every rank of the model."""

@@ -7,7 +7,7 @@ runs passes without tokens.
 
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import reduce
 from operator import add
 from pathlib import Path
@@ -20,7 +20,9 @@ from transformers import PreTrainedTokenizerBase
 from swiftlite.acceptance.answers import WrittenToken, describe, written_tokens
 from swiftlite.acceptance.counts import DraftCounts, count_steps, draft_steps
 from swiftlite.acceptance.greedy import Chunks, GreedyRow, GreedyRows
+from swiftlite.acceptance.prompt_items import PromptItems
 from swiftlite.acceptance.report import MeasuredPrompts, add_run_acceptance, add_run_answers, read_summary
+from swiftlite.data.batch import Extra
 from swiftlite.log import logger
 from swiftlite.runtime.mesh import Mesh
 
@@ -41,11 +43,13 @@ class Prompt:
         text: the prompt as text, for display.
         channel: label of the prompt's row, such as a domain, for which results are reported separately; "" without a
             label.
+        extras: values of the prompt for its tower, such as images (`Sample.extras`).
     """
 
     token_ids: Sequence[int]
     text: str = ""
     channel: str = ""
+    extras: Mapping[str, Any] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -61,6 +65,7 @@ class HeldOut:
         prompts: held-out prompts; an empty list disables the measurement.
         max_length: the model's maximum length of prompt and answer.
         tokenizer: decodes answers; with None no answers are stored.
+        extras: tensors that batches of the run contain, which the extras of prompts are collated to.
     """
 
     path: Path
@@ -71,6 +76,7 @@ class HeldOut:
     max_new_tokens: int
     max_length: int
     tokenizer: PreTrainedTokenizerBase | None = None
+    extras: Sequence[Extra] = ()
 
     def measure(self, when: When, model: Chunks, evaluation: Mapping[str, float]) -> None:
         """Measure the model, and add the results under `when` to the file; collective.
@@ -117,9 +123,7 @@ class HeldOut:
         progress = _Progress(when, len(self.prompts))
         for numbers in self._batches():
             mine = numbers[ranks.rank() :: ranks.size()]
-            rows = [
-                GreedyRow.of(self.prompts[number].token_ids, self.max_new_tokens, self.max_length) for number in mine
-            ]
+            rows = [self._row(self.prompts[number]) for number in mine]
             number_of = {id(row): number for row, number in zip(rows, mine, strict=True)}
             batch = GreedyRows(model, self.mesh, rows, self.eos_token_ids)
             unfinished, new_tokens = self._sum(batch.num_unfinished, 0)
@@ -138,6 +142,10 @@ class HeldOut:
                 if number < NUM_ANSWERS:
                     answers[number] = written_tokens(row.tokens[row.first :], steps)
         return self._assemble(counts, answers)
+
+    def _row(self, prompt: Prompt) -> GreedyRow:
+        items = PromptItems.of(prompt.token_ids, prompt.extras, self.extras)
+        return GreedyRow.of(prompt.token_ids, self.max_new_tokens, self.max_length, items)
 
     def _assemble(
         self, counts: Mapping[str, DraftCounts], answers: Mapping[int, Sequence[WrittenToken]]

@@ -6,23 +6,30 @@ training:
 
     pass            to the stage of the heads       from there to the last stage
     of the trunk    as `StageStates` says           the trunk's state after the norm      [T, 1, H]
-    of the heads    a placeholder [1, 1, H]         the state of each depth               [D * T, 1, H]
+    of the heads    the tower's outputs             the state of each depth               [D * T, 1, H]
+                    [I + 1, 1, H], or a
+                    placeholder [1, 1, H]
+
+The heads read embeddings of tokens, which their stage can look up, and outputs of the tower, which only the first stage
+has.
 
 Shapes: T new tokens of all rows, concatenated, with padding at the end; N tokens with a prediction; H hidden size; D
-MTP depth.
+MTP depth; I items of all rows, which are the inputs of a tower.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
 
 from swiftlite.errors import UserError
 from swiftlite.model.attention.cache import Cache
 from swiftlite.model.gpt import GPTModel, OutputMatrix
 from swiftlite.model.loss.losses import MAX_POSITIONS, sharing, vocab_parallel_argmax
+from swiftlite.model.tower import Placed
 
 HEAD_INPUT = "head_input"
 """Name under which the cache stores the trunk's states that the heads read."""
@@ -39,6 +46,10 @@ class CachedPass:
             later, [1, T].
         cache: cache of the rows; its spans are these tokens.
         predicted: int64 [N], indices of the tokens of the pass whose next token is predicted.
+        axes_3BT: int64 [3, 1, T], positions along three axes (`data.batch.AXES`); None: `position_ids`.
+        item_KBT: int64; indices of the tower's outputs that replace the embeddings of `input_ids`, [1, 1, T], or of
+            `mtp_input_ids`, [D, 1, T]; -1 for tokens that use their embedding. None if no row has items.
+        tower_output_IH: result of `tower_output` on the first stage; None on other stages.
     """
 
     input_ids: torch.Tensor
@@ -46,6 +57,27 @@ class CachedPass:
     mtp_input_ids: Sequence[torch.Tensor] | None
     cache: Cache
     predicted: torch.Tensor
+    axes_3BT: torch.Tensor | None = None
+    item_KBT: torch.Tensor | None = None
+    tower_output_IH: torch.Tensor | None = None
+
+
+@torch.no_grad()
+def tower_output(model: GPTModel, items: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor | None:
+    """Run the tower over each row's items, so that the memory for activations does not depend on the number of rows.
+
+    Returns:
+        The outputs of all rows, and a last row of zeros for tokens without an output, [I + 1, H]; None on a stage
+            without the tower.
+    """
+    if model.tower is None:
+        return None
+    device = next(model.tower.parameters()).device
+    outputs = []
+    for of_row in items:
+        on_device = {name: tensor.to(device) for name, tensor in of_row.items()}
+        outputs.append(model.tower(on_device))
+    return F.pad(torch.cat(outputs), (0, 0, 0, 1))
 
 
 @torch.no_grad()
@@ -57,7 +89,7 @@ def forward_cached(model: GPTModel, new: CachedPass) -> torch.Tensor:
             int64 [1, N], or to each MTP depth, [D, N]. On other stages, the states for the next stage.
 
     Raises:
-        UserError: a layer does not support the cache, or the model has a tower.
+        UserError: a layer does not support the cache.
     """
     if new.mtp_input_ids is None:
         states = [_forward_trunk(model, new)]
@@ -77,7 +109,8 @@ def _forward_trunk(model: GPTModel, new: CachedPass) -> torch.Tensor:
     received: Any = model.decoder.input_tensor
     if model.follows_heads:
         return received
-    embeddings_T1H = model.forward_preprocess(new.input_ids, new.position_ids)
+    placed = _placed(new, new.tower_output_IH) or [None]
+    embeddings_T1H = model.forward_preprocess(new.input_ids, new.position_ids, placed[0])
     hidden_T1H = model.forward_decoder(embeddings_T1H, _rotary_emb(model, new), cache=new.cache)
     if any(span.start == 0 for span in new.cache.spans):
         _check_use(model, new.cache)
@@ -93,35 +126,56 @@ def _forward_heads(model: GPTModel, new: CachedPass, mtp_input_ids: Sequence[tor
     if model.follows_heads:
         return list(received.chunk(model.heads.drafts))
     if not model.mtp_process and model.pre_process:
-        return [_placeholder(model, new.cache)]
+        return [_for_heads(model, new)]
     if not model.mtp_process:
         return [received]
     head_input_T1H = new.cache.kept(HEAD_INPUT, new.input_ids.size(1))
     if model.config.sequence_parallel:
         head_input_T1H = scatter_to_sequence_parallel_region(head_input_T1H, group=model.pg_collection.tp)
+    tower_output_IH = new.tower_output_IH
+    if new.item_KBT is not None and not model.pre_process:
+        tower_output_IH = received[:, 0]
     by_step = [_rotary_emb(model, new, offset) for offset in range(model.heads.unroll)]
     rotary_embs = by_step * model.heads.layers
-    return model.forward_mtp(head_input_T1H, mtp_input_ids, new.position_ids, rotary_embs, cache=new.cache)
+    return model.forward_mtp(
+        head_input_T1H,
+        mtp_input_ids,
+        new.position_ids,
+        rotary_embs,
+        cache=new.cache,
+        placed=_placed(new, tower_output_IH),
+    )
 
 
 def _rotary_emb(model: GPTModel, new: CachedPass, offset: int = 0) -> torch.Tensor:
     """Return cosines and sines [2, T, 1, 1, R] at the positions of a pass; each row starts at `offset`."""
+    if new.axes_3BT is not None:
+        return model.rotary_pos_emb.at(new.axes_3BT + offset)
     return model.rotary_pos_emb([new.cache.capacity], offset)[:, new.position_ids[0]]
 
 
-def _placeholder(model: GPTModel, cache: Cache) -> torch.Tensor:
-    """Return a tensor for a stage without output to send, because the next stage waits for a message."""
-    return torch.zeros(1, 1, model.config.hidden_size, dtype=model.config.pipeline_dtype, device=cache.device)
+def _placed(new: CachedPass, tower_output_IH: torch.Tensor | None) -> list[Placed] | None:
+    """Return the tower's outputs with the tokens of the pass that they replace; None if no row has items."""
+    if new.item_KBT is None or tower_output_IH is None:
+        return None
+    return [Placed(tower_output_IH, item_BT) for item_BT in new.item_KBT]
+
+
+def _for_heads(model: GPTModel, new: CachedPass) -> torch.Tensor:
+    """Return what the first stage sends to the stage of the heads: the tower's outputs [I + 1, 1, H].
+
+    Without items it is a tensor [1, 1, H] that is not read, because the next stage waits for a message.
+    """
+    if new.item_KBT is not None and new.tower_output_IH is not None:
+        return new.tower_output_IH[:, None]
+    return torch.zeros(1, 1, model.config.hidden_size, dtype=model.config.pipeline_dtype, device=new.cache.device)
 
 
 def _check_use(model: GPTModel, cache: Cache) -> None:
-    """Raise UserError if a layer has not stored anything in the cache, or if the model has a tower.
+    """Raise UserError if a layer has not stored anything in the cache.
 
-    In a layer that stores nothing, tokens of later passes would not see tokens of earlier passes. A tower (such as an
-    image tower) is not supported, because prompts contain no inputs for it.
+    In such a layer, tokens of later passes would not see tokens of earlier passes.
     """
-    if model.tower is not None:
-        raise UserError("measuring acceptance is not supported for a model with a tower", "use --acceptance_samples 0")
     for layer in model.decoder.layers:
         if not cache.is_used_by(layer):
             problem = f"measuring acceptance is not supported: layer {layer.layer_number} has no cache"

@@ -336,6 +336,7 @@ def make_held_out(run: phases.Run) -> HeldOut:
         max_new_tokens=args.acceptance_max_new_tokens,
         max_length=run.hf_model.config["max_position_embeddings"],
         tokenizer=run.tokenizer,
+        extras=run.batches.extras,
     )
 
 
