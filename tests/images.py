@@ -1,6 +1,7 @@
 """Samples with images, and a reference for models with a vision tower: transformers' model with MTP heads."""
 
 import json
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ def make_pixels(directory: Path, number: int) -> dict[str, torch.Tensor]:
     sizes = {"patch_size": vision["patch_size"], "temporal_patch_size": vision["temporal_patch_size"]}
     limits = {"shortest_edge": 64, "longest_edge": 4096}
     processor = Qwen2VLImageProcessorPil(**sizes, merge_size=vision["spatial_merge_size"], size=limits)
-    height, width = SIZES[number]
+    height, width = SIZES[number % len(SIZES)]
     colors = np.random.RandomState(number).randint(0, 256, (height, width, 3), np.uint8)
     return dict(processor(Image.fromarray(colors), return_tensors="pt"))
 
@@ -57,10 +58,25 @@ class Seen:
             ids += [config["vision_start_token_id"], *placeholders, config["vision_end_token_id"]]
             images.append(image)
         self.ids_1S = torch.tensor([ids])
-        self.is_image_1S = self.ids_1S == config["image_token_id"]
+        self.placeholder = config["image_token_id"]
+        self.is_image_1S = self.ids_1S == self.placeholder
         self.images: dict[str, Any] = {}
         if images:
             self.images = {name: torch.cat([image[name] for image in images]) for name in images[0]}
+
+    def followed_by(self, tokens: list[int]) -> "Seen":
+        """Return the sequence with text tokens appended."""
+        return self._with_ids(torch.cat((self.ids_1S, torch.tensor([tokens], dtype=torch.int64)), dim=1))
+
+    def first(self, length: int) -> "Seen":
+        """Return the first tokens, which contain all images."""
+        return self._with_ids(self.ids_1S[:, :length])
+
+    def _with_ids(self, ids_1S: torch.Tensor) -> "Seen":
+        changed = copy(self)
+        changed.ids_1S = ids_1S
+        changed.is_image_1S = ids_1S == self.placeholder
+        return changed
 
     def inputs(self) -> dict[str, Any]:
         """Return the arguments of transformers' model."""

@@ -81,6 +81,8 @@ class EngineConfig:
         devices: indices of GPUs for the engine, such as those without a training process; empty: the first GPUs.
         weight_transport: transport of new weights to a running engine, if the engine supports several. "file": through
             files in the temporary directory. "nccl": from GPU to GPU. "ipc": within a GPU that both processes use.
+        max_images: maximum number of images of a prompt (`prompts.ImagePrompt`), if the engine supports images. With 0,
+            the image tower is not loaded.
         draws_drafts: whether drafts are sampled if the temperature is above 0; otherwise the most likely token is
             drafted. Only for engines that need this setting at start. Greedy requests are not affected.
     """
@@ -96,6 +98,7 @@ class EngineConfig:
     speculative_config: dict[str, Any] | None = None
     devices: tuple[int, ...] = ()
     weight_transport: WeightTransport = "file"
+    max_images: int = 0
     draws_drafts: bool = False
 
 
@@ -119,6 +122,7 @@ class Engine(Protocol):
         once.
 
         Args:
+            prompts: tokens of each prompt, or an `ImagePrompt`.
             on_answer: called with each finished completion. An exception in this function ends the call; afterwards the
                 engine can only be closed.
 

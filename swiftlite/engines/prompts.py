@@ -1,11 +1,36 @@
 """Convert conversations to prompts of an engine, and compute the sequence length that prompts and answers need."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from swiftlite.data.rows.conversation import Conversation, RowError
 from swiftlite.data.template import ChatTemplate
 from swiftlite.errors import UserError
 from swiftlite.families.resolved import HfModel
+
+
+@dataclass(frozen=True, eq=False)
+class ImagePrompt(Sequence[int]):
+    """The tokens of a prompt with images. As a sequence it is like the tokens of any other prompt.
+
+    Attributes:
+        token_ids: tokens with one placeholder per output of the image tower, as in training.
+        extras: images and positions, as in `Sample.extras` of a training sample with these tokens
+            (`data/image_inputs.py`).
+    """
+
+    token_ids: Sequence[int]
+    extras: Mapping[str, Any]
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.token_ids[index]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.token_ids)
 
 
 def needed_length(

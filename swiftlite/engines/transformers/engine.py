@@ -13,6 +13,7 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     DynamicCache,
     LogitsProcessorList,
     PreTrainedConfig,
@@ -27,7 +28,9 @@ from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.bridge.encoding.index import encoding_of
 from swiftlite.bridge.tensors import Checkpoint, some
 from swiftlite.engines.engine import Completion, EngineConfig, OnAnswer, Sampling, check_prompts
+from swiftlite.engines.prompts import ImagePrompt
 from swiftlite.engines.served_model import require_heads
+from swiftlite.engines.transformers.image_inputs import ImageInputs
 from swiftlite.engines.transformers.mtp_heads import DraftOutput, MtpCandidateGenerator, load_heads
 from swiftlite.engines.transformers.recurrent import RecurrentStates, crop_keys
 from swiftlite.engines.transformers.verification import verify, verify_greedily, warpers
@@ -56,7 +59,10 @@ class TransformersEngine:
         self.num_speculative_tokens = num_tokens
         trunk: Any = load_trunk(config)
         self._decoder, self._output_layer = trunk.get_decoder(), trunk.get_output_embeddings()
-        longest = trunk.config.max_position_embeddings
+        self._vision_model = None
+        if config.max_images:
+            self._vision_model = trunk.base_model
+        longest = trunk.config.get_text_config().max_position_embeddings
         self._max_length = min(config.max_model_len or longest, longest)
         self._drafting = model.family.mtp.drafting_of(model.heads)
         self._heads = None
@@ -90,7 +96,7 @@ class TransformersEngine:
 
     def close(self) -> None:
         """Release the weights."""
-        del self._decoder, self._output_layer, self._draft_output, self._heads
+        del self._vision_model, self._decoder, self._output_layer, self._draft_output, self._heads
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
@@ -100,7 +106,10 @@ class TransformersEngine:
         limit = min(len(prompt) + sampling.max_new_tokens, self._max_length)
         cache = DynamicCache(config=self._decoder.config)
         processor = warpers(sampling)
-        drafter = self._make_drafter(processor, generator, sampling.draft_confidence)
+        images = None
+        if isinstance(prompt, ImagePrompt):
+            images = ImageInputs(prompt, self._vision_model)
+        drafter = self._make_drafter(processor, generator, sampling.draft_confidence, images)
         fed = None  # trunk states of the last pass that heads read
         while True:
             drafted_ids, drawn_from = _draft(drafter, ids, fed)
@@ -110,7 +119,7 @@ class TransformersEngine:
             if num_drafted:
                 begin = RecurrentStates(cache)
             new_ids = drafted_ids[:, cache.get_seq_length() :]
-            before, after = self._states(new_ids, cache)
+            before, after = self._states(new_ids, cache, images)
             logits = self._output_layer(after[0, -num_drafted - 1 :])
             if processor is None:
                 tokens = verify_greedily(drafts, logits)
@@ -124,7 +133,7 @@ class TransformersEngine:
             self._count(num_drafted, num_accepted)
             if num_drafted > num_accepted:
                 assert begin is not None
-                self._roll_back(new_ids, num_drafted - num_accepted, cache, begin)
+                self._roll_back(new_ids, num_drafted - num_accepted, cache, begin, images)
             fed = after
             if self._drafting.takes_before_norm:
                 fed = before
@@ -136,7 +145,11 @@ class TransformersEngine:
                     return Completion(ids[0, len(prompt) :].tolist(), "length")
 
     def _make_drafter(
-        self, processor: LogitsProcessorList | None, generator: torch.Generator, confidence: float
+        self,
+        processor: LogitsProcessorList | None,
+        generator: torch.Generator,
+        confidence: float,
+        images: ImageInputs | None,
     ) -> MtpCandidateGenerator | None:
         """Return the drafter for one prompt; None without speculation."""
         if self._heads is None:
@@ -150,19 +163,32 @@ class TransformersEngine:
             processor,
             generator,
             confidence,
+            images,
         )
 
-    def _states(self, ids: torch.Tensor, cache: DynamicCache) -> tuple[torch.Tensor, torch.Tensor]:
+    def _states(
+        self, ids: torch.Tensor, cache: DynamicCache, images: ImageInputs | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the trunk's states [1, S, H] before and after its final norm.
 
         transformers returns only the states after the norm.
         """
+        model = self._decoder
+        inputs: dict[str, Any] = {"input_ids": ids, "past_key_values": cache, "use_cache": True}
+        if images is not None:
+            model = self._vision_model
+            start = cache.get_seq_length()
+            inputs["position_ids"] = images.positions(start, ids.shape[1])
+            if start == 0:  # later passes contain only generated tokens
+                inputs["mm_encoder_outputs"] = images.outputs
         before: list[torch.Tensor] = []
         with self._decoder.norm.register_forward_pre_hook(lambda norm, inputs: before.append(inputs[0])):
-            after = self._decoder(input_ids=ids, past_key_values=cache, use_cache=True).last_hidden_state
+            after = model(**inputs).last_hidden_state
         return before[0], after
 
-    def _roll_back(self, ids: torch.Tensor, number: int, cache: DynamicCache, begin: RecurrentStates) -> None:
+    def _roll_back(
+        self, ids: torch.Tensor, number: int, cache: DynamicCache, begin: RecurrentStates, images: ImageInputs | None
+    ) -> None:
         """Remove the last `number` ids of the previous pass from the cache.
 
         Keys and values of the tokens are removed. A recurrent state (linear attention) covers all previous tokens and
@@ -173,7 +199,7 @@ class TransformersEngine:
             return
         crop_keys(cache, ids.shape[1])
         begin.restore()
-        self._states(ids[:, : ids.shape[1] - number], cache)
+        self._states(ids[:, : ids.shape[1] - number], cache, images)
 
     def _count(self, num_drafted: int, num_accepted: int) -> None:
         if num_drafted:
@@ -182,7 +208,7 @@ class TransformersEngine:
 
 
 def load_trunk(config: EngineConfig) -> PreTrainedModel:
-    """Load the model without its MTP heads, on the GPU if there is one.
+    """Load the model without its MTP heads, on the GPU if there is one. The vision tower is loaded for images only.
 
     Raises:
         UserError: a tensor of the trunk is missing; transformers would initialize it randomly.
@@ -194,6 +220,8 @@ def load_trunk(config: EngineConfig) -> PreTrainedModel:
         "experts_implementation": "eager",  # one expert after another, with the order of summation of training
     }
     model_class: Any = AutoModelForCausalLM
+    if config.max_images:
+        model_class = AutoModelForImageTextToText
     source: Path | None = model.directory
     if model.family.name == "mimo":
         # transformers has no MiMo class; the trunk is a Qwen2 whose config has another name.
@@ -230,10 +258,10 @@ def _unquantized_class(model_class: Any, model: HfModel, options: dict[str, Any]
     for part in (config, config.get_text_config()):
         if hasattr(part, "quantization_config"):
             delattr(part, "quantization_config")
-    if model_class is not AutoModelForCausalLM:
+    if model_class not in (AutoModelForCausalLM, AutoModelForImageTextToText):
         return model_class, config
     with torch.device("meta"):
-        trunk = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        trunk = model_class.from_config(config, trust_remote_code=trust_remote_code)
     return type(trunk), trunk.config
 
 

@@ -23,6 +23,7 @@ from swiftlite.bridge.encoding.expert_stack import stack
 from swiftlite.bridge.encoding.index import encoding_of
 from swiftlite.bridge.rows import Row, renamed, shapes_of
 from swiftlite.bridge.tensors import Checkpoint
+from swiftlite.engines.transformers.image_inputs import ImageInputs
 from swiftlite.engines.transformers.verification import draw
 from swiftlite.families.resolved import HfModel
 from swiftlite.heads.drafting import Drafting
@@ -151,6 +152,7 @@ class MtpCandidateGenerator(CandidateGenerator):
         generator: random number generator; None is torch's default.
         confidence: drafting stops after a draft token with a smaller probability; this token is still proposed. With 0,
             `num_tokens` tokens are always drafted.
+        images: images of the prompt, whose features the heads read in place of placeholder tokens; None without images.
     """
 
     requires_model_outputs = True
@@ -166,7 +168,9 @@ class MtpCandidateGenerator(CandidateGenerator):
         logits_processor: LogitsProcessorList | None = None,
         generator: torch.Generator | None = None,
         confidence: float = 0.0,
+        images: ImageInputs | None = None,
     ):
+        self._images = images
         self._decoder = decoder
         self._drafting = drafting
         self._output_layer = output_layer
@@ -223,7 +227,7 @@ class MtpCandidateGenerator(CandidateGenerator):
                 self._waiting[depth] = [fed[:, kept - begins[depth] : kept_before - begins[depth]]]
             if not is_sure:
                 break
-            before, hidden = self._run(head, self._caches[depth], fed, ids[:, begins[depth] + depth + 1 :])
+            before, hidden = self._run(head, self._caches[depth], fed, ids, begins[depth] + depth + 1)
             ids, is_sure = self._append_draft(ids, hidden, drawn_from)
         for _ in range(len(self._heads), self._num_tokens):
             if not is_sure:
@@ -231,7 +235,7 @@ class MtpCandidateGenerator(CandidateGenerator):
             own = hidden
             if self._drafting.recycles_before_norm:
                 own = before
-            before, hidden = self._run(self._heads[-1], self._caches[-1], own[:, -1:], ids[:, -1:])
+            before, hidden = self._run(self._heads[-1], self._caches[-1], own[:, -1:], ids, ids.shape[1] - 1)
             ids, is_sure = self._append_draft(ids, hidden, drawn_from)
         for depth, cache in enumerate(self._caches):
             surplus = cache.get_seq_length() - max(end - depth, 0)
@@ -242,15 +246,23 @@ class MtpCandidateGenerator(CandidateGenerator):
         return ids, torch.stack(drawn_from, dim=1)
 
     def _run(
-        self, head: Any, cache: DynamicCache, hidden: torch.Tensor, ids: torch.Tensor
+        self, head: Any, cache: DynamicCache, hidden: torch.Tensor, ids: torch.Tensor, start: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run a head, and return its states before and after the output norm.
 
         The output layer and the next depth use the states after the norm.
+
+        Args:
+            ids: the row with the drafts so far, [1, S].
+            start: position in the row of the first token that the head reads; it reads all later tokens, too.
         """
-        embedding = self._decoder.get_input_embeddings()(ids)
+        embedding = self._decoder.get_input_embeddings()(ids[:, start:])
         begin = cache.get_seq_length()
-        position_ids = torch.arange(begin, begin + ids.shape[1], device=ids.device)[None]
+        position_ids = torch.arange(begin, begin + embedding.shape[1], device=ids.device)[None]
+        rotary_positions = position_ids
+        if self._images is not None:
+            embedding = self._images.put_into(embedding, start)
+            rotary_positions = self._images.positions(begin, embedding.shape[1])
         if self._drafting.zeroes_first_embedding:
             embedding = embedding.masked_fill((position_ids == 0)[..., None], 0)
         mask = create_causal_mask(
@@ -267,7 +279,7 @@ class MtpCandidateGenerator(CandidateGenerator):
             position_ids=position_ids,
             past_key_values=cache,
             use_cache=True,
-            position_embeddings=self._decoder.rotary_emb(hidden, position_ids),
+            position_embeddings=self._decoder.rotary_emb(hidden, rotary_positions),
         )
         return before, head.final_layernorm(before)
 

@@ -1,0 +1,138 @@
+"""Test the measurement on prompts with images against a reference without a cache, and the transformers engine.
+
+The model has learned rows whose answers depend on their images.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText
+
+from swiftlite.acceptance import greedy
+from swiftlite.acceptance.held_out import HeldOut, Prompt
+from swiftlite.acceptance.report import read_acceptance
+from swiftlite.engines.engine import EngineConfig, Sampling, start_engine
+from swiftlite.families.resolved import resolve
+from swiftlite.model.open import open_model
+from tests.engines.seeing import NEW_TOKENS, Seeing, as_prompt, is_decided, make_prompts, simulate, write_seeing
+from tests.images import extras_of
+
+EVALUATION = {"eval_mtp_1_acceptance": 0.5, "eval_mtp_2_acceptance": 0.25}
+
+
+@pytest.fixture(params=["qwen3_5", "qwen3_5_moe"])
+def family(request) -> str:
+    return request.param
+
+
+@pytest.fixture
+def hf_dir(shared, family):
+    return shared(
+        f"seeing-{family}-2", lambda directory: write_seeing(directory, AutoModelForImageTextToText, family, 2)
+    )
+
+
+@pytest.fixture
+def hf(hf_dir) -> Any:
+    return AutoModelForImageTextToText.from_pretrained(
+        hf_dir, dtype=torch.float32, experts_implementation="eager"
+    ).eval()
+
+
+@pytest.fixture
+def reference(hf_dir, family) -> Seeing:
+    return Seeing.open(hf_dir, family, 2)
+
+
+@pytest.fixture
+def prompts(hf_dir, hf, reference) -> list[Any]:
+    prompts = make_prompts(hf_dir)
+    assert all(is_decided(reference, hf, prompt) for prompt in prompts)
+    return prompts
+
+
+@pytest.fixture
+def held_out(hf_dir, hf, mesh, prompts, tmp_path) -> HeldOut:
+    channels = ["images" if prompt.images else "" for prompt in prompts]
+    return HeldOut(
+        path=tmp_path / "acceptance.json",
+        mesh=mesh,
+        num_drafts=2,
+        prompts=[
+            Prompt(prompt.ids_1S[0].tolist(), "", channel, prompt.sample(hf).extras)
+            for prompt, channel in zip(prompts, channels, strict=True)
+        ],
+        eos_token_ids=(),
+        max_new_tokens=NEW_TOKENS,
+        max_length=100,
+        extras=extras_of(hf_dir),
+    )
+
+
+@pytest.fixture
+def model(hf_dir, mesh) -> Any:
+    (model,), _ = open_model(resolve(hf_dir).with_images(), mesh, dtype=torch.float32)
+    return model.eval()
+
+
+def generated(held_out: HeldOut, model: Any, name: str = "generated") -> dict[str, Any]:
+    held_out.measure("before", [model], EVALUATION)
+    return read_acceptance(held_out.path)["before"][name]
+
+
+def counts_of(measured: dict[str, Any]) -> tuple[int, int, list[int]]:
+    accepted = [round(rate * measured["drafts"]) for rate in measured["acceptance_per_position"]]
+    return measured["drafts"], measured["drafted"], accepted
+
+
+def test_counts_equal_a_reference_and_the_transformers_engine(hf_dir, hf, reference, prompts, held_out, model):
+    answers, counts = simulate(reference, hf, prompts, 2)
+    measured = generated(held_out, model)
+    assert counts_of(measured) == (counts.drafts, counts.drafted, list(counts.accepted_per_position))
+    assert 0.1 < counts.acceptance_rate < 0.9
+    config = EngineConfig(resolve(hf_dir).with_images(), "float32", num_speculative_tokens=2, max_images=2)
+    engine = start_engine("transformers", config)
+    completions = engine.generate([as_prompt(hf, prompt) for prompt in prompts], Sampling(NEW_TOKENS))
+    assert [completion.token_ids for completion in completions] == answers
+    found = engine.draft_counts()
+    assert (found.drafts, found.drafted, found.accepted_per_position) == (
+        counts.drafts,
+        counts.drafted,
+        counts.accepted_per_position,
+    )
+
+
+@pytest.mark.parametrize("changed", ["sees_images", "has_axes"])
+def test_features_and_positions_matter(hf, reference, prompts, held_out, model, changed):
+    """With heads that read placeholders' embeddings, or with indices as positions, an engine counts something else."""
+    setattr(reference, changed, False)
+    _, counts = simulate(reference, hf, prompts, 2)
+    measured = generated(held_out, model)
+    assert counts_of(measured) != (counts.drafts, counts.drafted, list(counts.accepted_per_position))
+
+
+def test_prompts_with_images_are_a_channel(hf, reference, prompts, held_out, model):
+    _, counts = simulate(reference, hf, [prompt for prompt in prompts if prompt.images], 2)
+    channels = generated(held_out, model, "generated_by_channel")
+    assert list(channels) == ["images"]
+    assert counts_of(channels["images"]) == (counts.drafts, counts.drafted, list(counts.accepted_per_position))
+
+
+def test_long_prompts_are_read_in_parts(held_out, model, monkeypatch):
+    """An image can be divided over passes of the trunk. The tower runs once per prompt with images."""
+    whole = generated(held_out, model)
+    monkeypatch.setattr(greedy, "MAX_PASS_TOKENS", 3)
+    runs = []
+    model.tower.register_forward_hook(lambda *_: runs.append(1))
+    assert generated(held_out, model) == whole
+    assert len(runs) == sum(len(prompt.extras.get("patches", ())) > 0 for prompt in held_out.prompts)
+
+
+def test_a_prompt_alone_has_the_counts_that_it_has_among_others(held_out, model):
+    together = generated(held_out, model)
+    drafts = 0
+    for prompt in held_out.prompts:
+        drafts += generated(replace(held_out, prompts=[prompt]), model)["drafts"]
+    assert drafts == together["drafts"]

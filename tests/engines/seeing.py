@@ -1,0 +1,152 @@
+"""Train a tiny vision-language model whose answers depend on images, and simulate engines for prompts with images.
+
+Trunk and heads learn rows by heart. Rows of a pair have the same text up to the answer and different images, so that
+the answers can only be learned from the images.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from swiftlite.engines.prompts import ImagePrompt
+from tests.engines.reference import UNDECIDED, Counts, Reference, learn_by_heart
+from tests.images import Seen
+from tests.tiny import hub_name, make_tiny_vision_hf, per_expert
+
+NEW_TOKENS = 16
+LEARNED_ROWS = 6
+FIRST_TOKENS = 4
+"""Number of tokens before the first image, more than the heads read ahead."""
+
+
+class _Turns(nn.Module):
+    """transformers' cosines and sines at positions along three axes. Its position_ids are places in the table."""
+
+    def __init__(self, rotary_emb: Any, axes_3S: torch.Tensor):
+        super().__init__()
+        self.rotary_emb = rotary_emb
+        self.axes_3S = axes_3S
+
+    def forward(self, hidden: torch.Tensor, position_ids: torch.Tensor) -> Any:
+        places = position_ids.reshape(-1, position_ids.shape[-1])[0]
+        return self.rotary_emb(hidden, self.axes_3S[:, None, places])
+
+
+class Seeing(Reference):
+    """A `Reference` that reads features of a row's images instead of placeholders, and positions along three axes."""
+
+    @classmethod
+    def open(cls, directory: Path, family: str, depth: int) -> "Seeing":
+        reference = cls.load(directory, family, depth)
+        assert isinstance(reference, Seeing)
+        reference.plain_rotary_emb = reference.trunk.model.rotary_emb
+        reference.placeholder = 124
+        reference.features_IH = torch.empty(0)
+        reference.sees_images = reference.has_axes = True
+        reference.trunk.model.embed_tokens.register_forward_hook(reference._exchange)
+        return reference
+
+    def look(self, model: Any, rows: list[Seen]) -> None:
+        """Set the images of the rows that are computed next; all rows have the same places of images.
+
+        Args:
+            model: transformers' vision-language model, which computes features and positions.
+        """
+        with torch.no_grad():
+            features = [features_of(model, row) for row in rows if row.images]
+        self.features_IH = torch.cat([torch.empty(0, self.trunk.config.hidden_size), *features])
+        longest = rows[0].followed_by([0] * 100)
+        axes_3S = longest.axes_31S(model)[:, 0]
+        if not self.has_axes:
+            axes_3S = torch.arange(axes_3S.shape[1]).expand(3, -1)
+        self.trunk.model.rotary_emb = _Turns(self.plain_rotary_emb, axes_3S)
+
+    def head_states(self, k: int, hidden_BSH: torch.Tensor, ids_BS: torch.Tensor) -> Any:
+        self.is_head = True
+        states = super().head_states(k, hidden_BSH, ids_BS)
+        self.is_head = False
+        return states
+
+    is_head = False
+
+    def _exchange(self, _: Any, ids: tuple[torch.Tensor], embeddings_BSH: torch.Tensor) -> torch.Tensor:
+        if self.is_head and not self.sees_images:
+            return embeddings_BSH
+        is_image_BS = ids[0] == self.placeholder
+        # A placeholder that was generated stands for no image.
+        is_image_BS &= is_image_BS.cumsum(1) <= len(self.features_IH) // len(is_image_BS)
+        return embeddings_BSH.masked_scatter(is_image_BS[..., None], self.features_IH)
+
+
+def features_of(model: Any, seen: Seen) -> torch.Tensor:
+    visual = model.model.visual
+    return visual(seen.images["pixel_values"], grid_thw=seen.images["image_grid_thw"]).pooler_output
+
+
+def learned_rows(directory: Path) -> list[Seen]:
+    """Return rows with one image, in pairs with the same text up to the image's end and different images."""
+    answers = torch.randint(0, 120, (LEARNED_ROWS, 28), generator=torch.Generator().manual_seed(7)).tolist()
+    return [
+        Seen(directory, [FIRST_TOKENS, str(3 * number)], seed=number // 2).followed_by(answer)
+        for number, answer in enumerate(answers)
+    ]
+
+
+def write_seeing(directory: Path, model_class: Any, family: str, depth: int) -> None:
+    """Write a tiny checkpoint whose trunk and heads have learned `learned_rows` by heart."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    make_tiny_vision_hf(directory, family, depth)
+    model = model_class.from_pretrained(directory, dtype=torch.float32).eval().requires_grad_(False)
+    rows = learned_rows(directory)
+    reference = Seeing.open(directory, family, depth)
+    reference.look(model, rows)
+    learn_by_heart(reference.train(), torch.cat([row.ids_1S for row in rows]), unroll=3 if depth == 1 else 1)
+    tensors = load_file(directory / "model.safetensors")
+    trained = {hub_name(family, name): tensor for name, tensor in per_expert(reference.trunk.state_dict()).items()}
+    trained |= reference.mtp_tensors()
+    tensors |= {name: tensor.contiguous() for name, tensor in trained.items() if name in tensors}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    torch.set_num_threads(num_threads)
+
+
+def make_prompts(directory: Path) -> list[Seen]:
+    """Return prompts with 0, 1 and 2 images, learned and new ones."""
+    length = FIRST_TOKENS + 4  # an image of two placeholders
+    rows = learned_rows(directory)
+    prompts = [rows[0].first(length + 1), rows[1].first(length + 3), rows[4].first(length + 9)]
+    prompts += [Seen(directory, parts, seed) for seed, parts in enumerate(NEW_PROMPTS, start=20)]
+    return prompts
+
+
+NEW_PROMPTS: list[list[int | str]] = [[9], [4, "1", 3], [4, "2", 5], [4, "1", 3, "2", 2], [5, "2", 0, "0", 3]]
+
+
+def simulate(reference: Seeing, model: Any, prompts: list[Seen], num_tokens: int) -> tuple[list[list[int]], Counts]:
+    """Return greedy answers, and the counts of an engine that drafts `num_tokens` per step."""
+    answers, found = [], []
+    for prompt in prompts:
+        reference.look(model, [prompt])
+        ids = prompt.ids_1S[0].tolist()
+        (answer,), counts = reference.simulate([ids], NEW_TOKENS, num_tokens)
+        answers.append(answer)
+        found.append(counts)
+    accepted = [sum(each) for each in zip(*(counts.accepted_per_position for counts in found), strict=True)]
+    total = Counts(sum(counts.drafts for counts in found), sum(counts.drafted for counts in found), tuple(accepted))
+    return answers, total
+
+
+def is_decided(reference: Seeing, model: Any, prompt: Seen) -> bool:
+    reference.look(model, [prompt])
+    return reference.closest_choice(prompt.ids_1S[0].tolist(), NEW_TOKENS, 3) > UNDECIDED
+
+
+def as_prompt(model: Any, seen: Seen) -> Any:
+    """Return a prompt of an engine."""
+    ids = seen.ids_1S[0].tolist()
+    if not seen.images:
+        return ids
+    return ImagePrompt(ids, seen.sample(model).extras)

@@ -1,0 +1,75 @@
+"""Test the transformers engine on prompts with images: answers of transformers' `generate`, counts of a reference."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText
+
+from swiftlite.engines.engine import Engine, EngineConfig, Sampling, start_engine
+from swiftlite.families.resolved import resolve
+from tests.engines.seeing import NEW_TOKENS, Seeing, as_prompt, is_decided, make_prompts, simulate, write_seeing
+
+
+@pytest.fixture
+def hf_dir(shared):
+    return shared(
+        "seeing-qwen3_5-1", lambda directory: write_seeing(directory, AutoModelForImageTextToText, "qwen3_5", 1)
+    )
+
+
+@pytest.fixture
+def hf(hf_dir) -> Any:
+    return AutoModelForImageTextToText.from_pretrained(hf_dir, dtype=torch.float32).eval()
+
+
+@pytest.fixture
+def prompts(hf_dir, hf) -> list[Any]:
+    prompts = make_prompts(hf_dir)
+    reference = Seeing.open(hf_dir, "qwen3_5", 1)
+    assert all(is_decided(reference, hf, prompt) for prompt in prompts)
+    return prompts
+
+
+def start(hf_dir, num_tokens: int) -> Engine:
+    config = EngineConfig(resolve(hf_dir).with_images(), "float32", num_speculative_tokens=num_tokens, max_images=2)
+    return start_engine("transformers", config)
+
+
+def answers_of(engine: Engine, hf: Any, prompts: list[Any]) -> list[list[int]]:
+    completions = engine.generate([as_prompt(hf, prompt) for prompt in prompts], Sampling(NEW_TOKENS))
+    return [completion.token_ids for completion in completions]
+
+
+@pytest.mark.parametrize("num_tokens", [0, 3])
+def test_answers_are_those_of_transformers(hf_dir, hf, prompts, num_tokens):
+    engine = start(hf_dir, num_tokens)
+    expected = []
+    for prompt in prompts:
+        whole = hf.generate(**prompt.inputs(), max_new_tokens=NEW_TOKENS, do_sample=False)
+        expected.append(whole[0, prompt.ids_1S.shape[1] :].tolist())
+    assert answers_of(engine, hf, prompts) == expected
+    # The model has learned the answers of the first prompts from images: equal text, different answers.
+    assert prompts[0].ids_1S[0, :4].tolist() == prompts[1].ids_1S[0, :4].tolist()
+    assert expected[0] != expected[1]
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3])
+def test_counts_are_those_of_a_reference(hf_dir, hf, prompts, num_tokens):
+    """The head also continues from its own state."""
+    engine = start(hf_dir, num_tokens)
+    answers, counts = simulate(Seeing.open(hf_dir, "qwen3_5", 1), hf, prompts, num_tokens)
+    assert answers_of(engine, hf, prompts) == answers
+    found = engine.draft_counts()
+    assert (found.drafts, found.drafted, found.accepted_per_position) == (
+        counts.drafts,
+        counts.drafted,
+        counts.accepted_per_position,
+    )
+    assert 0.1 < counts.acceptance_rate < 0.9
+
+
+def test_without_images_the_tower_is_not_loaded(hf_dir, hf, prompts):
+    engine: Any = start_engine("transformers", EngineConfig(resolve(hf_dir), "float32", num_speculative_tokens=0))
+    assert engine._vision_model is None
+    assert answers_of(engine, hf, prompts[3:4]) == answers_of(start(hf_dir, 0), hf, prompts[3:4])
