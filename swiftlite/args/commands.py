@@ -17,6 +17,7 @@ class SftArgs(
     fields.ParallelLayout,
     fields.MoeArgs,
     fields.PackingArgs,
+    fields.ImageArgs,
     fields.VisionArgs,
     fields.DataArgs,
     fields.LoraArgs,

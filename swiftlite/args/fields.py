@@ -170,6 +170,21 @@ class DataArgs(RowLengthArgs):
 
 
 @dataclass(frozen=True)
+class ImageArgs:
+    """Images"""
+
+    media_root: str | None = None
+    """Directory of the images that rows name with relative paths; files outside of it are refused. Default: the
+    directory of each data file."""
+    max_pixels: bounds.PositiveInt | None = None
+    """Maximum number of pixels of an image; larger images are resized. Default: that of the model's
+    preprocessor_config.json."""
+    min_pixels: bounds.PositiveInt | None = None
+    """Minimum number of pixels of an image; smaller images are resized. Default: that of the model's
+    preprocessor_config.json."""
+
+
+@dataclass(frozen=True)
 class PackingArgs:
     """Packing and streaming"""
 

@@ -22,7 +22,7 @@ tokens that use their embedding (`model/tower.py`).
 """
 AXES = "axes"
 """Name of the `Extra` with the positions of each token along three axes: time, row and column of an image. For text,
-all three are the token's position. Models with such positions require this extra in every sample.
+all three are the token's position.
 """
 
 
@@ -40,6 +40,8 @@ class Extra:
             items of all sequences, [I, *shape], not split over context-parallel ranks; a sequence has any number of
             items.
         default: value for padding, and for sequences whose `Sample.extras` do not contain this name.
+        default_is_position: whether the default of a token in a sequence is the position of the token, in all entries;
+            the default of padding is still `default`.
         shape: shape of one value of a token or an item; empty for a number.
         counts: set if the values are indices of items: the name of the extra with these items. In a sample the indices
             count the items of the sample, in a batch those of the whole micro-batch, both from 0. Negative values are
@@ -52,6 +54,7 @@ class Extra:
     default: float = 0.0
     shape: tuple[int, ...] = ()
     counts: str = ""
+    default_is_position: bool = False
 
 
 def shift_left(tensor_BS: torch.Tensor, fill: float, cu_seqlens: torch.Tensor | None = None) -> torch.Tensor:
@@ -284,7 +287,10 @@ def _per_token(extra: Extra, sequences: Sequence[Sample], starts: Sequence[int],
     num_items = 0  # of previous sequences
     for start, sequence in zip(starts, sequences, strict=False):
         here = values[start : start + len(sequence)]
-        here[:] = sequence.extras.get(extra.name, extra.default)
+        value = sequence.extras.get(extra.name, extra.default)
+        if extra.default_is_position and extra.name not in sequence.extras:
+            value = np.arange(len(sequence)).reshape(-1, *[1] * len(extra.shape))
+        here[:] = value
         if extra.counts:
             here[here >= 0] += num_items
             num_items += len(sequence.extras.get(extra.counts, ()))

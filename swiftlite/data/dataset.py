@@ -91,6 +91,7 @@ class Data:
             answer.
         report: counts of rows and remarks about the data.
         digest: sha256 over the training and held-out samples.
+        has_images: whether any kept row has images.
     """
 
     train: Sequence[Sample]
@@ -98,6 +99,7 @@ class Data:
     val_conversations: list[Conversation]
     report: DataReport
     digest: str
+    has_images: bool = False
 
 
 def load_train_val(
@@ -347,7 +349,8 @@ def _build_data(train: Sequence[_Kept], val: Sequence[_Kept], report: DataReport
     report.val_samples = len(val_samples)
     report.log()
     val_conversations = [row.conversation for row in val]
-    return Data(samples, val_samples, val_conversations, report, digest([*samples, *val_samples]))
+    has_images = any(row.conversation.images for row in chain(train, val))
+    return Data(samples, val_samples, val_conversations, report, digest([*samples, *val_samples]), has_images)
 
 
 def _draw(rows: Sequence[_Kept], files: Sequence[str], mixture: Mixture) -> list[_Kept]:

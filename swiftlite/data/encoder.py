@@ -11,6 +11,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from swiftlite.args.fields import TruncationStrategy
+from swiftlite.data.image_inputs import PATCHES, ImageEncoder
 from swiftlite.data.rows.conversation import BadRow, Conversation, RowError, parse_row
 from swiftlite.data.rows.document import parse_document
 from swiftlite.data.rows.sources import RowParser
@@ -53,12 +54,17 @@ class Encoder(Protocol):
 
 @dataclass(frozen=True)
 class ConversationEncoder:
-    """An `Encoder` that encodes conversations with the tokenizer's chat template."""
+    """An `Encoder` that encodes conversations with the tokenizer's chat template.
+
+    Attributes:
+        images: reads the images of rows; None if `parse` refuses rows with images.
+    """
 
     template: ChatTemplate
     max_length: int
     truncation_strategy: TruncationStrategy
     parse: RowParser = parse_row
+    images: ImageEncoder | None = None
 
     def __call__(self, row: Conversation) -> Encoded:
         source = row.source
@@ -71,10 +77,18 @@ class ConversationEncoder:
         if length <= self.max_length:
             return Encoded(length, self._join(answers, row), source=source, special_token=special_token)
         if self.truncation_strategy in ("left", "right"):
-            answers = [truncate(answer, self.max_length, self.truncation_strategy) for answer in answers]
-            if all(answer.num_trained_tokens for answer in answers) and not _are_equal(answers):
-                return Encoded(length, self._join(answers, row), source=source, special_token=special_token)
+            kept = [answer for answer in map(self._truncate, answers) if answer is not None]
+            is_whole = len(kept) == len(answers)
+            if is_whole and all(answer.num_trained_tokens for answer in kept) and not _are_equal(kept):
+                return Encoded(length, self._join(kept, row), source=source, special_token=special_token)
         return Encoded(length, source=source)
+
+    def _truncate(self, answer: Sample) -> Sample | None:
+        """Truncate a sample to `max_length`; return None if this would cut an image."""
+        assert self.truncation_strategy in ("left", "right")
+        if len(answer) > self.max_length and self.images and PATCHES in answer.extras:
+            return self.images.truncate(answer, self.max_length, self.truncation_strategy)
+        return truncate(answer, self.max_length, self.truncation_strategy)
 
     def _join(self, answers: Sequence[Sample], row: Conversation) -> tuple[Sample]:
         sample = replace(join(answers), trains_heads=row.trains_heads)
@@ -85,14 +99,21 @@ class ConversationEncoder:
 
         Raises:
             RowError: the template does not support the turns, a trained turn cannot be located exactly in the text, a
-                token has no embedding, or the two answers of a pair have the same tokens.
+                token has no embedding, an image cannot be used, or the two answers of a pair have the same tokens.
         """
-        answers = [self.template.encode(row)]
+        answers = [self._encode(row)]
         if row.rejected is not None:
-            answers.append(replace(self.template.encode(row.other()), trains_heads=False))
+            answers.append(replace(self._encode(row.other()), trains_heads=False))
         if _are_equal(answers):
             raise RowError("row", "both answers have the same tokens, so there is nothing to learn", "remove the row")
         return answers
+
+    def _encode(self, row: Conversation) -> Sample:
+        if self.images is None:
+            return self.template.encode(row)
+        images = self.images.read(row)
+        sample = self.template.encode(row, [self.images.num_items(image) for image in images])
+        return self.images.with_images(sample, images)
 
 
 def _are_equal(answers: Sequence[Sample]) -> bool:

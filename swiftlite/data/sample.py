@@ -1,7 +1,8 @@
 """`Sample`: one conversation as numpy arrays of tokens, labels and weights. Does not import torch."""
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -9,6 +10,23 @@ import numpy as np
 
 IGNORED = -100
 """Label of a token that is not trained. torch's cross-entropy ignores this label."""
+
+
+class LazyItems(ABC):
+    """The items of an extra (see `batch.Extra`) that are computed when a batch is collated, such as the pixels of
+    images.
+    """
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[np.ndarray]: ...
+
+    @property
+    @abstractmethod
+    def identity(self) -> bytes:
+        """Bytes that are equal for equal items, and are known without computing the items."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +44,7 @@ class Sample:
         others: further sequences of the sample, such as the rejected answer of a pair.
         companion: a sequence that is scored in separate micro-batches and not trained on (`rated.py`).
         extras: values for the training method, by the name of their `batch.Extra`. A value is a number, an array with
-            one entry per token, or a tuple of items. Truncation does not shorten a tuple.
+            one entry per token, or items: a tuple or `LazyItems`. Truncation does not shorten items.
     """
 
     input_ids: np.ndarray
@@ -99,8 +117,14 @@ def digest(samples: Iterable[Sample]) -> str:
     for sample in samples:
         for sequence in sample.sequences:
             for name in sorted(sequence.extras):
-                sha.update(np.asarray(sequence.extras[name]).tobytes())
+                sha.update(_identity_of(sequence.extras[name]))
             sha.update(len(sequence).to_bytes(8, "little"))
             for array in (sequence.input_ids, sequence.labels, sequence.loss_scale):
                 sha.update(array.tobytes())
     return sha.hexdigest()
+
+
+def _identity_of(extra: Any) -> bytes:
+    if isinstance(extra, LazyItems):
+        return extra.identity
+    return np.asarray(extra).tobytes()

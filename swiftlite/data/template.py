@@ -11,6 +11,7 @@ import bisect
 import itertools
 import re
 import unicodedata
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +21,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from swiftlite.data.rows.conversation import HALF_A_PAIR, SURROGATE, Conversation, Message, RowError
+from swiftlite.data.rows.image_parts import texts_of
 from swiftlite.data.sample import Sample, make_sample
 from swiftlite.data.sandbox import check_length, running_the_template
 from swiftlite.errors import UserError, clip
@@ -106,17 +108,23 @@ class ChatTemplate:
         loss_scale: `default` trains every assistant turn, `last_round` only the assistant turns after the last user
             turn, `all` every token.
         vocab_size: number of tokens with an embedding; None disables the check.
+        image_token_id: the placeholder token of images; None for models without images.
 
     Raises:
         UserError: the tokenizer has no chat template, or the template cannot render a user and an assistant turn.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, loss_scale: LossScale = "default", vocab_size: int | None = None
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        loss_scale: LossScale = "default",
+        vocab_size: int | None = None,
+        image_token_id: int | None = None,
     ):
         self.tokenizer = tokenizer
         self.loss_scale = loss_scale
         self._vocab_size = vocab_size
+        self._image_token_id = image_token_id
         self._special_tokens = special_tokens_of(tokenizer)
         self._added_tokens = set(tokenizer.added_tokens_decoder)
         self._known_tails: dict[str, list[int]] = {}
@@ -150,7 +158,7 @@ class ChatTemplate:
         another turn.
         """
         for message in conversation.messages:
-            for text in (message["content"], message.get("reasoning_content", "")):
+            for text in (*texts_of(message), message.get("reasoning_content", "")):
                 if found := self._special_tokens.search(text):
                     return found[0]
         return ""
@@ -164,16 +172,21 @@ class ChatTemplate:
             return None
         return ids[0]
 
-    def encode(self, conversation: Conversation) -> Sample:
+    def encode(self, conversation: Conversation, image_lengths: Sequence[int] = ()) -> Sample:
         """Encode a conversation that ends with an assistant turn: its tokens, labels and weights.
 
         The end-of-turn token is trained with its turn. If a template does not end turns with a token, the tokenizer's
         eos token is appended to the last turn, so that the model learns to stop.
 
+        Args:
+            image_lengths: for each image of the conversation, its number of placeholder tokens, which are never
+                trained. The template writes one for each image.
+
         Raises:
-            RowError: the template does not support or changes these turns, a trained turn cannot be located exactly, or
-                a token has no embedding.
+            RowError: the template does not support or changes these turns, a trained turn cannot be located exactly, a
+                token has no embedding, or a text contains the placeholder token.
         """
+        self._check_texts(conversation)
         messages = conversation.messages
         text = self.render(messages, conversation.tools)
         if self._appends_eos:
@@ -196,7 +209,8 @@ class ChatTemplate:
         token_weights = np.full(len(ids), usual_weight, np.float32)
         for turn, (first, last) in zip(turns, ranges, strict=True):
             token_weights[first:last] = weights[turn]
-        return make_sample(ids, token_weights, conversation.source, conversation.channel)
+        token_ids, token_weights = self._widen(np.array(ids, np.int32), token_weights, image_lengths)
+        return make_sample(token_ids, token_weights, conversation.source, conversation.channel)
 
     # Rendering
 
@@ -234,7 +248,7 @@ class ChatTemplate:
         """Check that the text contains what templates can silently drop: system turns, tools and tool calls."""
         for i, message in enumerate(conversation.messages):
             role = message["role"]
-            if role in ("system", "user") and message["content"].strip() not in text:
+            if role in ("system", "user") and any(part.strip() not in text for part in texts_of(message)):
                 raise RowError(f"messages[{i}]", f"the chat template drops or changes this {role} turn")
             for call in message.get("tool_calls", ()):
                 if call["function"]["name"] not in text:
@@ -244,6 +258,39 @@ class ChatTemplate:
             name = (function if isinstance(function, dict) else tool).get("name")
             if isinstance(name, str) and name not in text:
                 raise RowError(f"tools[{i}]", "the chat template does not render tools")
+
+    # Images
+
+    def _check_texts(self, conversation: Conversation) -> None:
+        """Check that no text contains the placeholder token, which would stand for an image that does not exist."""
+        if self._image_token_id is None:
+            return
+        placeholder = str(self.tokenizer.convert_ids_to_tokens(self._image_token_id))
+        for i, message in enumerate(conversation.messages):
+            texts = (*texts_of(message), message.get("reasoning_content", ""))
+            if any(placeholder in text for text in texts):
+                hint = "write <image> where an image stands, or remove the token"
+                raise RowError(f"messages[{i}]", f"contains {placeholder}, the model's placeholder of images", hint)
+
+    def _widen(
+        self, ids: np.ndarray, weights: np.ndarray, image_lengths: Sequence[int]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Repeat the placeholder of each image, and set the weights of placeholders to 0.
+
+        Raises:
+            RowError: the template does not write one placeholder for each image.
+        """
+        if self._image_token_id is None:
+            return ids, weights
+        is_placeholder = ids == self._image_token_id
+        num_found = int(is_placeholder.sum())
+        if num_found != len(image_lengths):
+            problem = f"the chat template writes {num_found} placeholders for {len(image_lengths)} images"
+            raise RowError("messages", problem, "use the chat template of the model's source")
+        repeats = np.ones(len(ids), np.int64)
+        repeats[is_placeholder] = image_lengths
+        weights = np.where(is_placeholder, np.float32(0), weights)
+        return ids.repeat(repeats), weights.repeat(repeats)
 
     # Selecting trained characters
 
@@ -448,16 +495,17 @@ def _bare(text: str) -> str:
 
 def _check_turn(message: Message, path: str, text: str) -> None:
     """Check that a trained turn contains the content of the row, because templates can drop or rewrite it."""
-    head, _, answer = message["content"].rpartition("</think>")
-    thinking = message.get("reasoning_content") or head.strip().removeprefix("<think>")
-    if thinking.strip() not in text:
-        raise RowError(
-            path,
-            "the chat template drops the thinking of this turn, so the turn cannot be trained as written",
-            OTHER_WAYS + ", or remove its thinking",
-        )
-    if answer.strip() not in text:
-        raise RowError(path, "the chat template drops or changes the text of this turn")
+    for part in texts_of(message):
+        head, _, answer = part.rpartition("</think>")
+        thinking = message.get("reasoning_content") or head.strip().removeprefix("<think>")
+        if thinking.strip() not in text:
+            raise RowError(
+                path,
+                "the chat template drops the thinking of this turn, so the turn cannot be trained as written",
+                OTHER_WAYS + ", or remove its thinking",
+            )
+        if answer.strip() not in text:
+            raise RowError(path, "the chat template drops or changes the text of this turn")
 
 
 def stop_token_ids(template: ChatTemplate, hf_dir: str | Path) -> tuple[int, ...]:

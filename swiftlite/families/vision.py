@@ -11,6 +11,7 @@ from math import prod
 from typing import Any
 
 from swiftlite.bridge.rows import HfConfig, Row, Shape
+from swiftlite.data.image_sizes import ImageSizes
 from swiftlite.errors import UserError
 from swiftlite.families.rank import ParameterCount, Rank
 
@@ -177,3 +178,23 @@ def _linear(name: str, rows: int, columns: int) -> dict[str, Shape]:
 
 def _attention(block: str, hidden: int) -> dict[str, Shape]:
     return _linear(f"{block}attn.qkv", 3 * hidden, hidden) | _linear(f"{block}attn.proj", hidden, hidden)
+
+
+MODEL_TYPES = ("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen2_5_vl")
+"""Values of `model_type` whose images are divided as in `ImageSizes`. All of them count positions in the same way
+(`data/image_inputs.py`).
+"""
+
+
+def image_sizes(hf_config: HfConfig) -> ImageSizes | None:
+    """Return the sizes of a model's image inputs; None for models without images, or whose config.json lacks a size."""
+    vision = hf_config.get("vision_config")
+    if hf_config.get("model_type") not in MODEL_TYPES or not isinstance(vision, dict):
+        return None
+    channels = vision.get("in_channels", vision.get("in_chans", 3))  # Qwen2.5-VL's files say in_chans
+    numbers = (vision.get("patch_size"), vision.get("temporal_patch_size"), vision.get("spatial_merge_size"))
+    image_token_id = hf_config.get("image_token_id")
+    if image_token_id is None or None in numbers:
+        return None
+    ends = (hf_config.get("vision_start_token_id"), hf_config.get("vision_end_token_id"))
+    return ImageSizes(*numbers, channels, image_token_id, *ends)

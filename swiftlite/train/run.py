@@ -6,7 +6,7 @@ steps.
 """
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -20,13 +20,16 @@ from swiftlite.args.commands import SftArgs
 from swiftlite.bridge.adapters.files import AdapterBase
 from swiftlite.bridge.adapters.rows import saved_names
 from swiftlite.data import draft_vocab
+from swiftlite.data.batch import Extra
 from swiftlite.data.dataset import Data
+from swiftlite.data.image_inputs import image_extras
 from swiftlite.data.packing.sampler import Sampler
 from swiftlite.data.packing.stream import Readers, Stream
 from swiftlite.data.template import load_tokenizer
 from swiftlite.errors import UserError
 from swiftlite.estimate.flops import training_flops
 from swiftlite.families.resolved import HfModel, resolve_options
+from swiftlite.families.vision import image_sizes
 from swiftlite.log import logger
 from swiftlite.methods.index import method_of
 from swiftlite.model.build import check_computable
@@ -85,8 +88,9 @@ def prepare(args: SftArgs, mesh: Mesh, models: Mapping[str, HfModel]) -> phases.
     check_supported(args, mesh, hf_model, training)
     tokenizer = load_tokenizer(hf_model.directory, args.trust_remote_code)
     vocab_size = hf_model.config["vocab_size"]
-    encoder = training.make_encoder(args, tokenizer, vocab_size)
+    encoder = training.make_encoder(args, tokenizer, hf_model)
     data = training.load(args, encoder, vocab_size)
+    extras = [*training.extras, *extras_of_images(hf_model, data)]
     warn_of_long_samples(data, hf_model)
     plan = plan_run(args, mesh, hf_model, data)
     trainable = trainable_in(args, plan, hf_model)
@@ -97,7 +101,7 @@ def prepare(args: SftArgs, mesh: Mesh, models: Mapping[str, HfModel]) -> phases.
         trunk_is_read=args.cache_trunk_states is not None,
         lora=plan.lora,
     )
-    batches = Batches(plan, mesh.dp.rank(), cast(int, tokenizer.pad_token_id or 0), flops, training.extras)
+    batches = Batches(plan, mesh.dp.rank(), cast(int, tokenizer.pad_token_id or 0), flops, extras)
     rows = batches.rows(data.train)
     schedule = make_schedule(args, len(rows))
 
@@ -148,6 +152,21 @@ def check_supported(args: SftArgs, mesh: Mesh, hf_model: HfModel, training: Trai
         check_directory(Path(args.cache_trunk_states))
     if args.streaming and training.extras:
         raise UserError(f"--streaming is not supported by {method_of(args).words}", "omit --streaming")
+
+
+def extras_of_images(hf_model: HfModel, data: Data) -> Sequence[Extra]:
+    """Return the tensors that batches contain if rows have images.
+
+    Raises:
+        UserError: the model does not compute the embeddings of images.
+    """
+    if not data.has_images:
+        return ()
+    sizes = image_sizes(hf_model.config)
+    if sizes is None or hf_model.family.tower(hf_model.config) is None:
+        problem = f"--dataset has rows with images, and the image tower of {hf_model.family.name} is not supported"
+        raise UserError(problem, "use rows without images")
+    return image_extras(sizes)
 
 
 def warn_of_long_samples(data: Data, hf_model: HfModel) -> None:

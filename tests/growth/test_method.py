@@ -72,8 +72,8 @@ def parse_rewarded(row: object, *, system: str | None, source: str) -> Conversat
     return replace(conversation, extras={"reward": float(row["reward"])})
 
 
-def make_encoder(args: ReinforceArgs, tokenizer, vocab_size: int) -> Encoder:
-    template = ChatTemplate(tokenizer, vocab_size=vocab_size)
+def make_encoder(args: ReinforceArgs, tokenizer, hf_model: HfModel) -> Encoder:
+    template = ChatTemplate(tokenizer, vocab_size=hf_model.config["vocab_size"])
     return ConversationEncoder(template, args.max_length, args.truncation_strategy, parse_rewarded)
 
 

@@ -41,7 +41,7 @@ from swiftlite.estimate.setup import Setup
 from swiftlite.families.family import HfConfig
 from swiftlite.families.models.qwen3 import QWEN3
 from swiftlite.families.rank import ParameterCount, Rank
-from swiftlite.families.resolved import resolve
+from swiftlite.families.resolved import HfModel, resolve
 from swiftlite.methods.index import METHODS
 from swiftlite.methods.sft import SFT
 from swiftlite.model import specs
@@ -144,8 +144,8 @@ def axes_of(is_patch: np.ndarray) -> np.ndarray:
     return np.array(axes)
 
 
-def make_encoder(args: Any, tokenizer: Any, vocab_size: int) -> Encoder:
-    template = ChatTemplate(tokenizer, vocab_size=vocab_size)
+def make_encoder(args: Any, tokenizer: Any, hf_model: HfModel) -> Encoder:
+    template = ChatTemplate(tokenizer, vocab_size=hf_model.config["vocab_size"])
     placeholder = tokenizer.convert_tokens_to_ids(PLACEHOLDER)
     return SeeingEncoder(template, args.max_length, args.truncation_strategy, parse_seen, placeholder)
 
@@ -221,7 +221,7 @@ def rows(tmp_path_factory) -> Path:
 
 def samples_of(model: Path, rows: Sequence[dict[str, Any]]) -> list[Sample]:
     tokenizer: Any = AutoTokenizer.from_pretrained(model)
-    encoder = make_encoder(SftArgs(max_length=128), tokenizer, len(tokenizer))
+    encoder = make_encoder(SftArgs(max_length=128), tokenizer, resolve(model))
     encoded = [encoder(parse_seen(row, system=None, source="")) for row in rows]
     return [sample for each in encoded for sample in each.samples]
 

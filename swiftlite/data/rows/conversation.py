@@ -12,13 +12,24 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, TypeVar
 
-from swiftlite.errors import UserError, clip
+from swiftlite.data.rows.image_parts import (
+    Message,
+    RowImage,
+    has_image_parts,
+    num_images,
+    place_images,
+    read_parts,
+    texts_of,
+)
+from swiftlite.data.rows.row_error import RowError, shown
+from swiftlite.errors import clip
 from swiftlite.json_file import MAX_DEPTH, is_deeper, parse_json
 
 Kind = TypeVar("Kind")
-Message = dict[str, Any]
 
 MEDIA = ("images", "videos", "audios")
+NO_IMAGES = "is not supported here"
+"""Why images are refused by default: only `megatron sft` reads them."""
 FIELDS = {"messages", "conversations", "instruction", "input", "output", "query", "response", "history", "system"}
 FIELDS |= {"tools", "channel", *MEDIA}
 FORMATS = 'messages, conversations, query + response, or instruction + output, as {"query": "...", "response": "..."}'
@@ -43,13 +54,6 @@ ORDER = {
     "assistant": ("user", "tool"),
     "tool": ("assistant", "tool"),
 }
-
-
-class RowError(UserError):
-    """An invalid field of a row. The message names the field; the reader of the file adds `file:line`, see `BadRow`."""
-
-    def __init__(self, field: str, problem: str, hint: str = ""):
-        super().__init__(f"{field}: {problem}", hint)
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,8 @@ class Conversation:
         rejected: the rejected answer, an alternative to the last turn; None if the row is not a pair.
         trains_heads: whether MTP heads are trained on the last turn.
         extras: values for the training method, such as a label; see `Sample.extras`.
+        images: the images in the order of the turns. A turn with images has a list of parts as content, see
+            `image_parts.py`.
     """
 
     messages: list[Message]
@@ -87,12 +93,15 @@ class Conversation:
     rejected: Message | None = None
     trains_heads: bool = True
     extras: Mapping[str, Any] = field(default_factory=dict)
+    images: tuple[RowImage, ...] = ()
 
     def prompt(self) -> "Conversation":
         """Return the conversation without a final assistant turn."""
         if self.messages[-1]["role"] != "assistant":
             return self
-        return replace(self, messages=self.messages[:-1], weights=self.weights[:-1], rejected=None)
+        messages = self.messages[:-1]
+        images = self.images[: num_images(messages)]
+        return replace(self, messages=messages, weights=self.weights[:-1], rejected=None, images=images)
 
     def with_answer(self, text: str) -> "Conversation":
         """Return the conversation with an assistant turn appended."""
@@ -116,7 +125,7 @@ class Conversation:
         last = self.messages[-1]
         if last["role"] != "assistant":
             return None
-        return last["content"]
+        return "".join(texts_of(last))
 
     def as_row(self) -> dict[str, Any]:
         """Return the row of a dataset file for this conversation."""
@@ -133,7 +142,14 @@ class Conversation:
         return row
 
 
-def parse_row(row: object, *, system: str | None = None, needs_answer: bool = True, source: str = "") -> Conversation:
+def parse_row(
+    row: object,
+    *,
+    system: str | None = None,
+    needs_answer: bool = True,
+    source: str = "",
+    no_images: str = NO_IMAGES,
+) -> Conversation:
     """Detect a row's format by its fields, and check every turn.
 
     Args:
@@ -142,6 +158,7 @@ def parse_row(row: object, *, system: str | None = None, needs_answer: bool = Tr
         system: system prompt for rows without one.
         needs_answer: whether the last turn must be an assistant turn, as required for training.
         source: `file:line`, stored in the result.
+        no_images: why rows with images are refused; an empty text accepts them.
 
     Raises:
         RowError: a field is invalid.
@@ -153,15 +170,13 @@ def parse_row(row: object, *, system: str | None = None, needs_answer: bool = Tr
         raise RowError("row", f"is {_kind(row)}, not an object", hint)
     given = row
     row = {key: value for key, value in given.items() if value is not None and value != ""}
-    for media in MEDIA:
-        if row.get(media):
-            raise RowError(media, "is not supported; swiftlite trains on text only")
+    _check_media(row, no_images)
 
     _check_spelling(row)
     if "messages" in row:
-        turns = _from_messages(row, "messages")
+        turns = _from_messages(row, "messages", no_images)
     elif "conversations" in row:
-        turns = _from_sharegpt(row)
+        turns = _from_sharegpt(row, no_images)
     elif "instruction" in row or "output" in row:
         turns = _from_alpaca(row, needs_answer)
     elif "query" in given or "response" in given:
@@ -186,13 +201,28 @@ def parse_row(row: object, *, system: str | None = None, needs_answer: bool = Tr
         _expect(str, channel, "channel", "text")
         if SURROGATE.search(channel):
             raise RowError("channel", HALF_A_PAIR)
+    messages, images = [turn.message for turn in turns], ()
+    if not no_images:
+        messages, images = place_images(messages, row.get("images"))
     return Conversation(
-        messages=[turn.message for turn in turns],
+        messages=messages,
         weights=[turn.weight for turn in turns],
         tools=_tools(row.get("tools")),
         channel=channel,
         source=source,
+        images=images,
     )
+
+
+def _check_media(row: dict[str, Any], no_images: str) -> None:
+    """Reject videos and audios, and images for the reason `no_images`, if any."""
+    for media in MEDIA:
+        if not row.get(media):
+            continue
+        if media != "images":
+            raise RowError(media, "is not supported", "swiftlite trains on text and images")
+        if no_images:
+            raise RowError(media, no_images, f"remove {media} to train on the text")
 
 
 def _check_spelling(row: dict[str, Any]) -> None:
@@ -224,7 +254,7 @@ class _Turn:
     weight: float = 1.0
 
 
-def _from_messages(row: dict[str, Any], name: str) -> list[_Turn]:
+def _from_messages(row: dict[str, Any], name: str, no_images: str) -> list[_Turn]:
     turns = []
     for i, given in enumerate(_list_of_objects(row[name], name)):
         path = f"{name}[{i}]"
@@ -247,15 +277,18 @@ def _from_messages(row: dict[str, Any], name: str) -> list[_Turn]:
         if "reasoning_content" in message:
             _expect(str, message["reasoning_content"], f"{path}.reasoning_content", "text")
         may_be_empty = role == "tool" or "tool_calls" in message
-        message["content"] = _text(content, f"{path}.content", may_be_empty)
+        if not no_images and _is_parts(content) and has_image_parts(content):
+            message["content"] = read_parts(content, f"{path}.content")
+        else:
+            message["content"] = _text(content, f"{path}.content", may_be_empty)
         turns.append(_Turn(message, path, weight))
     return turns
 
 
-def _from_sharegpt(row: dict[str, Any]) -> list[_Turn]:
+def _from_sharegpt(row: dict[str, Any], no_images: str) -> list[_Turn]:
     given_turns = _list_of_objects(row["conversations"], "conversations")
     if "role" in given_turns[0]:
-        return _from_messages(row, "conversations")  # many ShareGPT files have role and content
+        return _from_messages(row, "conversations", no_images)  # many ShareGPT files have role and content
     turns = []
     for i, given in enumerate(given_turns):
         path = f"conversations[{i}]"
@@ -416,7 +449,7 @@ def _text(value: Any, path: str, may_be_empty: bool = False) -> str:
     if _is_parts(value):
         others = sorted({str(part["type"]) for part in value} - {"text"})
         if others:
-            raise RowError(path, f"has parts of type {', '.join(others)}; swiftlite trains on text only")
+            raise RowError(path, f"has parts of type {', '.join(others)}, which are not supported here")
         value = "".join(_part_text(part, f"{path}[{i}].text") for i, part in enumerate(value))
     if value is None:
         value = ""
@@ -431,11 +464,6 @@ def _part_text(part: dict[str, Any], path: str) -> str:
     if text is None:
         return ""
     return _expect(str, text, path, "text")
-
-
-def shown(value: object) -> str:
-    """Format a value for an error message, shortened because it can be a whole document."""
-    return clip(repr(value), 80)
 
 
 def _expect(kind: type[Kind], value: Any, path: str, words: str) -> Kind:

@@ -8,10 +8,10 @@ lists of messages.
 from dataclasses import replace
 from typing import Any
 
-from swiftlite.data.rows.conversation import Conversation, RowError, parse_row
+from swiftlite.data.rows.conversation import MEDIA, Conversation, RowError, parse_row
 
 FORMATS = '{"query": "...", "response": "...", "rejected_response": "..."}, or prompt, chosen and rejected'
-SHARED = ("system", "tools", "channel")
+SHARED = ("system", "tools", "channel", *MEDIA)
 """Fields of a row that apply to both answers."""
 
 

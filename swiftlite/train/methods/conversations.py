@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -10,26 +12,59 @@ from swiftlite.acceptance.held_out import Prompt
 from swiftlite.args.commands import SftArgs
 from swiftlite.data.dataset import Data, load_train_val
 from swiftlite.data.encoder import ConversationEncoder, Encoder
+from swiftlite.data.image_inputs import ImageEncoder, ImageProcessing
 from swiftlite.data.rows.conversation import parse_row
 from swiftlite.data.rows.mock import MockSamples, mock_lengths
 from swiftlite.data.rows.sources import RowParser
 from swiftlite.data.template import ChatTemplate, stop_token_ids
 from swiftlite.errors import UserError
+from swiftlite.families.resolved import HfModel
+from swiftlite.families.vision import image_sizes
 from swiftlite.runtime.agreement import digest
 from swiftlite.train.phases import Run
 
-MakeEncoder = Callable[[Any, PreTrainedTokenizerBase, int], Encoder]
-"""A function that makes an encoder of rows from the options, the tokenizer and the size of the vocabulary."""
+MakeEncoder = Callable[[Any, PreTrainedTokenizerBase, HfModel], Encoder]
+"""A function that makes an encoder of rows from the options, the tokenizer and the model."""
 LoadData = Callable[[Any, Encoder, int], Data]
 """A function that reads the data of a run, given the options, the encoder and the size of the vocabulary."""
 
 
 def make_conversation_encoder(
-    args: SftArgs, tokenizer: PreTrainedTokenizerBase, vocab_size: int, parse: RowParser = parse_row
+    args: SftArgs, tokenizer: PreTrainedTokenizerBase, hf_model: HfModel, parse: RowParser = parse_row
 ) -> Encoder:
-    """Return the encoder of rows; `parse` defines their format, by default conversations."""
-    template = ChatTemplate(tokenizer, args.loss_scale, vocab_size)
+    """Return the encoder of rows; `parse` defines their format, by default conversations. Rows with images are refused.
+    """
+    template = ChatTemplate(tokenizer, args.loss_scale, hf_model.config["vocab_size"])
     return ConversationEncoder(template, args.max_length, args.truncation_strategy, parse)
+
+
+def make_image_encoder(args: SftArgs, tokenizer: PreTrainedTokenizerBase, hf_model: HfModel) -> Encoder:
+    """Return the encoder of conversations, which can have images if the model and the run support them."""
+    try:
+        images = open_images(args, tokenizer, hf_model)
+    except UserError as error:  # only rows with images are invalid
+        return make_conversation_encoder(args, tokenizer, hf_model, partial(parse_row, no_images=error.problem))
+    template = ChatTemplate(tokenizer, args.loss_scale, hf_model.config["vocab_size"], images.sizes.image_token_id)
+    parse = partial(parse_row, no_images="")
+    return ConversationEncoder(template, args.max_length, args.truncation_strategy, parse, images)
+
+
+def open_images(args: SftArgs, tokenizer: PreTrainedTokenizerBase, hf_model: HfModel) -> ImageEncoder:
+    """Return the reader of images for a run.
+
+    Raises:
+        UserError: the model, its files or an option of the run do not support images. The problem continues a sentence
+            about the images of a row.
+    """
+    sizes = image_sizes(hf_model.config)
+    if sizes is None:
+        raise UserError(f"is not supported by this model ({hf_model.family.name})")
+    if args.streaming:
+        raise UserError("is not supported with --streaming")
+    if tokenizer.convert_ids_to_tokens(sizes.image_token_id) is None:
+        raise UserError(f"requires the token {sizes.image_token_id}, which the tokenizer of --model lacks")
+    processing = ImageProcessing.read(hf_model.directory, sizes, args.max_pixels, args.min_pixels)
+    return ImageEncoder(processing, Path(args.media_root) if args.media_root else None)
 
 
 def load_data(args: SftArgs, encoder: Encoder, vocab_size: int) -> Data:
@@ -67,10 +102,11 @@ def load_data(args: SftArgs, encoder: Encoder, vocab_size: int) -> Data:
 
 
 def conversation_prompts(run: Run) -> tuple[Sequence[Prompt], Collection[int | None]]:
-    """Return the first held-out prompts of the run, and the tokens that end an answer."""
+    """Return the first held-out prompts of the run without images, and the tokens that end an answer."""
     template = ChatTemplate(run.tokenizer)
     prompts = []
-    for conversation in run.data.val_conversations[: run.args.acceptance_samples]:
+    texts = [conversation for conversation in run.data.val_conversations if not conversation.images]
+    for conversation in texts[: run.args.acceptance_samples]:
         asked = conversation.prompt()
         token_ids = template.encode_prompt(asked.messages, asked.tools)
         prompts.append(Prompt(token_ids, asked.messages[-1]["content"], asked.channel or ""))

@@ -9,6 +9,7 @@ from swiftlite.acceptance.held_out import Prompt
 from swiftlite.args.commands import PtArgs
 from swiftlite.data.encoder import DocumentEncoder, Encoder
 from swiftlite.data.sample import Sample
+from swiftlite.families.resolved import HfModel
 from swiftlite.train.methods.next_token import next_token_objective
 from swiftlite.train.methods.training import Training
 from swiftlite.train.phases import Run
@@ -17,8 +18,9 @@ PROMPT_TOKENS = 64
 """Maximum number of tokens at the beginning of a held-out document that are used as a prompt for acceptance.json."""
 
 
-def make_document_encoder(args: PtArgs, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Encoder:
+def make_document_encoder(args: PtArgs, tokenizer: PreTrainedTokenizerBase, hf_model: HfModel) -> Encoder:
     """Return the encoder of rows with plain text."""
+    vocab_size = hf_model.config["vocab_size"]
     return DocumentEncoder(tokenizer, vocab_size, args.max_length, args.truncation_strategy, args.append_eos)
 
 

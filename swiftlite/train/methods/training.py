@@ -25,7 +25,7 @@ class Training:
     """The data and the objective of a training method.
 
     Attributes:
-        make_encoder: returns the encoder of rows for the options, the tokenizer and the size of the vocabulary.
+        make_encoder: returns the encoder of rows for the options, the tokenizer and the model.
         make_objective: returns the objective; called after the model was loaded and `prepare` was called.
         load: reads training and held-out rows.
         prepare: called once before the first step. The function returns the run with scores added to the samples, such

@@ -1,0 +1,171 @@
+"""Read the images that a row names, and their places in its turns.
+
+A turn with images has a list of parts as its content, as `apply_chat_template` expects it: `{"type": "text", "text":
+...}` and `{"type": "image"}`. Other turns have a text.
+"""
+
+import itertools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from swiftlite.data.rows.row_error import RowError, shown
+from swiftlite.json_file import parse_json
+
+TAG = "<image>"
+IMAGE_TYPES = ("image", "image_url")
+"""Types of parts that are images: of transformers and of OpenAI."""
+Message = dict[str, Any]
+Part = dict[str, Any]
+
+
+class RowImage(NamedTuple):
+    """An image as a row names it.
+
+    Attributes:
+        source: a path or a data URI; or the content of an image file, from a cell of a table.
+        field: the field of the row with this image, for errors.
+    """
+
+    source: str | bytes
+    field: str
+
+
+def texts_of(message: Message) -> list[str]:
+    """Return the texts of a turn: its content, or the text parts of its content."""
+    content = message["content"]
+    if isinstance(content, str):
+        return [content]
+    return [part["text"] for part in content if part["type"] == "text"]
+
+
+def num_images(messages: list[Message]) -> int:
+    """Return the number of images in these turns."""
+    contents = [message["content"] for message in messages if not isinstance(message["content"], str)]
+    return sum(part["type"] == "image" for part in itertools.chain(*contents))
+
+
+def has_image_parts(content: list[Part]) -> bool:
+    """Return whether a list of parts contains an image."""
+    return any(part["type"] in IMAGE_TYPES for part in content)
+
+
+def read_parts(content: list[Part], path: str) -> list[Part]:
+    """Return the parts of a turn with images, in one form. Image parts have the additional key `image`, a `RowImage`,
+    unless the row names the image in its field `images`.
+
+    Args:
+        path: the field with the parts.
+
+    Raises:
+        RowError: a part is neither a text nor an image.
+    """
+    parts: list[Part] = []
+    for i, part in enumerate(content):
+        kind = part["type"]
+        if kind in IMAGE_TYPES:
+            parts.append(_image_part(part, f"{path}[{i}]"))
+        elif kind != "text":
+            raise RowError(path, f"has a part of type {kind}, which is not supported", "use text and images")
+        elif not isinstance(part.get("text"), str):
+            raise RowError(f"{path}[{i}].text", f"is {shown(part.get('text'))}, not text")
+        else:
+            parts += _split_at_tags(part["text"])
+    return parts
+
+
+def place_images(messages: list[Message], images: Any) -> tuple[list[Message], tuple[RowImage, ...]]:
+    """Replace the tags in the turns by image parts, and return the turns with all images in the order of the turns.
+
+    If there are fewer tags than images, the missing tags are added in front of the first user turn, as in ms-swift.
+
+    Args:
+        messages: turns whose content is a text or the result of `read_parts`.
+        images: value of the row's field `images`.
+
+    Raises:
+        RowError: there are more tags than images, or an image is neither a path, a data URI nor bytes.
+    """
+    contents = [_parts_of(message) for message in messages]
+    sources = _listed(images)
+    unnamed = sum(_is_unnamed(part) for part in itertools.chain(*contents))
+    if unnamed > len(sources):
+        problem = f"the turns have {unnamed} {TAG} tags, and the row has {len(sources)} images"
+        raise RowError("images", problem, f"give one image for each {TAG} tag")
+    if len(sources) > unnamed:
+        first = next(i for i, message in enumerate(messages) if message["role"] == "user")
+        contents[first] = [{"type": "image"}] * (len(sources) - unnamed) + contents[first]
+
+    listed = iter(sources)
+    placed = [[_named(part, listed) for part in content] for content in contents]
+    found = tuple(part["image"] for part in itertools.chain(*placed) if part["type"] == "image")
+    if not found:
+        return messages, ()
+    result = []
+    for message, content in zip(messages, placed, strict=True):
+        if any(part["type"] == "image" for part in content):
+            message = message | {"content": [_without_image(part) for part in content]}
+        result.append(message)
+    return result, found
+
+
+def _image_part(part: Part, path: str) -> Part:
+    """Return an image part in the form of `read_parts`."""
+    names = [name for name in ("image", "image_url", "url", "path") if part.get(name)]
+    if not names:
+        return {"type": "image"}
+    value = part[names[0]]
+    if names[0] == "image_url" and isinstance(value, dict):
+        value = value.get("url")
+    return {"type": "image", "image": _source(value, path)}
+
+
+def _split_at_tags(text: str) -> Iterator[Part]:
+    for number, piece in enumerate(text.split(TAG)):
+        if number:
+            yield {"type": "image"}
+        if piece:
+            yield {"type": "text", "text": piece}
+
+
+def _parts_of(message: Message) -> list[Part]:
+    content = message["content"]
+    if isinstance(content, str):
+        return list(_split_at_tags(content))
+    return content
+
+
+def _is_unnamed(part: Part) -> bool:
+    return part["type"] == "image" and "image" not in part
+
+
+def _named(part: Part, listed: Iterator[RowImage]) -> Part:
+    if _is_unnamed(part):
+        return {"type": "image", "image": next(listed)}
+    return part
+
+
+def _without_image(part: Part) -> Part:
+    return {key: value for key, value in part.items() if key != "image"}
+
+
+def _listed(images: Any) -> list[RowImage]:
+    """Return the images of a row's field `images`: a list, or in text tables its JSON or a single path."""
+    if isinstance(images, str) and images.startswith("["):
+        try:
+            images = parse_json(images)
+        except ValueError as error:
+            raise RowError("images", f"is not JSON: {error}") from None
+    if isinstance(images, str):
+        images = [images]
+    if not isinstance(images, list | tuple | None):
+        raise RowError("images", f"is {shown(images)}, not a list of images")
+    return [_source(value, f"images[{i}]") for i, value in enumerate(images or ())]
+
+
+def _source(value: Any, path: str) -> RowImage:
+    """Return an image given as a path, a data URI, bytes, or as in files of `datasets` `{"bytes": ..., "path": ...}`."""
+    if isinstance(value, dict):
+        value = value.get("bytes") or value.get("path")
+    if not value or not isinstance(value, str | bytes):
+        raise RowError(path, f"is {shown(value)}, not the path of an image or a data URI")
+    return RowImage(value, path)
