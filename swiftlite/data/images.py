@@ -93,9 +93,9 @@ def decode(content: bytes) -> Image.Image:
     try:
         image = Image.open(BytesIO(content), formats=FORMATS)
         _check_size(*image.size)
+        image.load()  # first, because errors of damaged pixels would be suppressed with those of EXIF data
         with contextlib.suppress(Exception):  # invalid EXIF data is ignored
             image = ImageOps.exif_transpose(image)
-        image.load()
         return _in_rgb(image)
     except UserError:
         raise

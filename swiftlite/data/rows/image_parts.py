@@ -163,7 +163,7 @@ def _listed(images: Any) -> list[RowImage]:
 
 
 def _source(value: Any, path: str) -> RowImage:
-    """Return an image given as a path, a data URI, bytes, or as in files of `datasets` `{"bytes": ..., "path": ...}`."""
+    """Return an image given as a path, a data URI or bytes, or as `{"bytes": ..., "path": ...}` as in `datasets`."""
     if isinstance(value, dict):
         value = value.get("bytes") or value.get("path")
     if not value or not isinstance(value, str | bytes):

@@ -6,11 +6,12 @@ from swiftlite.args.commands import PtArgs
 from swiftlite.args.config import Problem
 from swiftlite.plan.facts import Facts
 from swiftlite.rules import common
-from swiftlite.rules.training import sft
+from swiftlite.rules.training import sft, sft_data
 
 UNSUPPORTED = {
     "loss_scale": "all tokens of a document are trained",
     "system": "documents have no turns",
+    **sft_data.IMAGE_OPTIONS,
     "sft_mock_dataset_config_json": "random tokens are not documents",
 }
 

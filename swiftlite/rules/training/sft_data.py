@@ -16,6 +16,9 @@ from swiftlite.plan.layout import layout_of, sequence_multiple
 from swiftlite.plan.run import packing_of
 from swiftlite.rules import common
 
+IMAGE_OPTIONS = dict.fromkeys(("media_root", "max_pixels", "min_pixels"), "its rows have no images")
+"""Options that only `megatron sft` supports, with the reason."""
+
 
 def dataset_files_exist(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     if args.sft_mock_dataset_config_json is not None:
@@ -55,6 +58,16 @@ def mock_dataset_is_described(args: SftArgs, facts: Facts) -> Iterator[Problem]:
         yield (
             f"{FLAG}: max_seq_len {longest} exceeds --max_length {args.max_length}",
             f"use --max_length {longest}",
+        )
+
+
+def images_have_a_place_and_a_size(args: SftArgs, facts: Facts) -> Iterator[Problem]:
+    if args.media_root is not None and not Path(args.media_root).is_dir():
+        yield f"--media_root {args.media_root} is not a directory", "give the directory of the images"
+    if args.min_pixels is not None and args.max_pixels is not None and args.min_pixels > args.max_pixels:
+        yield (
+            f"--min_pixels {args.min_pixels} exceeds --max_pixels {args.max_pixels}",
+            f"use --min_pixels {args.max_pixels} or less",
         )
 
 

@@ -26,6 +26,7 @@ _FREE = {
     *(field.name for field in dataclasses.fields(RecomputeArgs)),
     "cache_trunk_states",
     "dataset_num_proc",
+    "media_root",
     "ref_logprobs_cache",
     "ref_pipeline_model_parallel_size",
     "ref_tensor_model_parallel_size",

@@ -32,8 +32,7 @@ LoadData = Callable[[Any, Encoder, int], Data]
 def make_conversation_encoder(
     args: SftArgs, tokenizer: PreTrainedTokenizerBase, hf_model: HfModel, parse: RowParser = parse_row
 ) -> Encoder:
-    """Return the encoder of rows; `parse` defines their format, by default conversations. Rows with images are refused.
-    """
+    """Return the encoder of rows without images; `parse` defines their format, by default conversations."""
     template = ChatTemplate(tokenizer, args.loss_scale, hf_model.config["vocab_size"])
     return ConversationEncoder(template, args.max_length, args.truncation_strategy, parse)
 

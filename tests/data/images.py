@@ -1,0 +1,79 @@
+"""A tokenizer, a chat template and image files for tests of rows with images."""
+
+from collections.abc import Callable
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+from transformers import PreTrainedTokenizerFast
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from swiftlite.data.image_inputs import ImageEncoder, ImageProcessing
+from swiftlite.data.image_sizes import ImageSizes
+
+TOKENS = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]
+
+# As Qwen2.5-VL's.
+VISION = """\
+{%- for m in messages %}
+    {{- '<|im_start|>' + m.role + '\\n' }}
+    {%- if m.content is string %}{{ m.content }}
+    {%- else %}
+        {%- for part in m.content %}
+            {%- if part.type == 'image' %}{{ '<|vision_start|><|image_pad|><|vision_end|>' }}
+            {%- else %}{{ part.text }}{% endif %}
+        {%- endfor %}
+    {%- endif %}
+    {{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+
+
+def with_vision(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+    """Add the tokens of images to a tokenizer."""
+    tokenizer.add_special_tokens({"additional_special_tokens": TOKENS})
+    return tokenizer
+
+
+def make_processor(patch_size: int = 4, **settings) -> Qwen2VLImageProcessorPil:
+    """Return an image processor with small patches, so that images have few tokens."""
+    bounds = {"min_pixels": (2 * patch_size) ** 2, "max_pixels": 40 * (2 * patch_size) ** 2}
+    return Qwen2VLImageProcessorPil(patch_size=patch_size, **bounds | settings)
+
+
+def make_image_encoder(
+    tokenizer: PreTrainedTokenizerFast, directory: Path, media_root: Path | None = None, **settings
+) -> ImageEncoder:
+    """Return the encoder of images of a model whose preprocessor_config.json is written to the directory."""
+    processor = make_processor(**settings)
+    processor.save_pretrained(directory)
+    start, end, placeholder = tokenizer.convert_tokens_to_ids(TOKENS)
+    sizes = ImageSizes(processor.patch_size, processor.temporal_patch_size, processor.merge_size, 3, placeholder)
+    sizes = ImageSizes(**vars(sizes) | {"vision_start_id": start, "vision_end_id": end})
+    return ImageEncoder(ImageProcessing.read(directory, sizes), media_root)
+
+
+def noise(width: int, height: int, seed: int = 0, mode: str = "RGB") -> Image.Image:
+    """Return an image of random pixels."""
+    channels = len(Image.new(mode, (1, 1)).getbands())
+    pixels = np.random.RandomState(seed).randint(0, 256, (height, width, channels), np.uint8)
+    return Image.fromarray(pixels.squeeze(-1) if channels == 1 else pixels, mode)
+
+
+def encoded(image: Image.Image, kind: str = "PNG", **options) -> bytes:
+    """Return the content of an image file."""
+    file = BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def writer(directory: Path) -> Callable[..., Path]:
+    """Return a function that writes an image of random pixels to a file in the directory."""
+
+    def write(name: str, width: int = 20, height: int = 12, seed: int = 0) -> Path:
+        path = directory / name
+        path.write_bytes(encoded(noise(width, height, seed)))
+        return path
+
+    return write
