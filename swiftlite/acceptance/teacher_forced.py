@@ -11,10 +11,12 @@ import torch
 from swiftlite.acceptance import by_position
 from swiftlite.acceptance.counts import DraftCounts, replay
 from swiftlite.acceptance.statistics import depth_sums
-from swiftlite.data.batch import collate_packed, shift_left
+from swiftlite.data.batch import Batch, Extra, collate_packed, shift_left
+from swiftlite.data.image_inputs import PATCHES, image_extras
 from swiftlite.data.packing.packing import pack
 from swiftlite.data.sample import Sample
 from swiftlite.families.resolved import HfModel
+from swiftlite.families.vision import image_sizes
 from swiftlite.model.forward import forward
 from swiftlite.model.open import open_model
 from swiftlite.runtime.mesh import Mesh
@@ -49,6 +51,11 @@ def teacher_forced(
             length and by position (`by_position.describe`).
     """
     heads = hf_model.heads
+    extras: Sequence[Extra] = ()
+    sizes = image_sizes(hf_model.config)
+    if sizes and any(PATCHES in sample.extras for sample in samples):
+        hf_model = hf_model.with_images()
+        extras = image_extras(sizes)
     (model,), _ = open_model(hf_model, mesh, dtype=getattr(torch, torch_dtype))
     model.eval()
     by_channel: dict[str, list[Sample]] = {}
@@ -57,7 +64,10 @@ def teacher_forced(
     found: dict[str, _Measured] = {}
     for channel, chosen in sorted(by_channel.items()):
         rows = pack([len(sample) for sample in chosen], max(row_length, *map(len, chosen)))
-        parts = [_measure(model, [chosen[i] for i in row.tolist()], heads.drafts, num_drafts, mesh) for row in rows]
+        parts = []
+        for row in rows:
+            batch = collate_packed([chosen[i] for i in row.tolist()], 0, num_drafts=heads.drafts, extras=extras)
+            parts.append(_measure(model, batch, heads.drafts, num_drafts, mesh))
         found[channel] = reduce(add, parts)
     named = {channel: measured.to_json() for channel, measured in found.items() if channel}
     return {ALL: reduce(add, found.values()).to_json(), **named}
@@ -103,11 +113,10 @@ class _Measured:
         }
 
 
-def _measure(
-    model: torch.nn.Module, samples: Sequence[Sample], depth: int, num_drafts: int | None, mesh: Mesh
-) -> _Measured:
+def _measure(model: torch.nn.Module, batch: Batch, depth: int, num_drafts: int | None, mesh: Mesh) -> _Measured:
     """Measure one packed row, including simulated decoding that drafts `num_drafts` of the heads' `depth` tokens."""
-    batch = collate_packed(samples, 0, num_drafts=depth).map(lambda tensor: tensor.to(mesh.device.torch_device))
+    device = mesh.device.torch_device
+    batch = batch.map(lambda tensor: tensor.to(device)).map_per_sequence(lambda tensor: tensor.to(device))
     losses = forward(model, batch)
     sums = depth_sums(losses, batch.loss_scale_KBS, mesh, batch.cu_seqlens).cpu()
     trunk_BS = losses.main.prediction_BS
@@ -122,4 +131,4 @@ def _measure(
     walk = DraftCounts(0, 0, ())
     if depth:
         walk = replay(agrees_KS[:num_drafts].cpu(), counted_KS[:num_drafts].cpu())
-    return _Measured(len(samples), sums, walk, table)
+    return _Measured(batch.num_sequences, sums, walk, table)

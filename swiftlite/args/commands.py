@@ -84,13 +84,14 @@ class ConversionArgs:
 
 
 @dataclass(frozen=True)
-class ExportArgs(fields.TimeoutArgs, fields.ParallelLayout, ConversionArgs):
+class ExportArgs(fields.TimeoutArgs, fields.ParallelLayout, fields.ImageArgs, ConversionArgs):
     """Convert a run to a Hugging Face model (--to_hf), or a Hugging Face model to a checkpoint (--to_mcore)."""
 
 
 @dataclass(frozen=True)
 class InferArgs(
     fields.AnswerArgs,
+    fields.ImageArgs,
     fields.AdapterArgs,
     fields.GenerationArgs,
     fields.SglangArgs,
@@ -109,6 +110,7 @@ class RegenerateArgs(
     fields.VllmArgs,
     fields.SpeculationArgs,
     fields.EngineArgs,
+    fields.ImageArgs,
     fields.RegenerationArgs,
     fields.ModelArgs,
 ):
@@ -161,7 +163,9 @@ def deploy_args(args: BenchArgs, num_speculative_tokens: int) -> DeployArgs:
 
 
 @dataclass(frozen=True)
-class EvaluateArgs(fields.MonitoringArgs, fields.SpeculationArgs, fields.EvaluationArgs, fields.ModelArgs):
+class EvaluateArgs(
+    fields.MonitoringArgs, fields.SpeculationArgs, fields.ImageArgs, fields.EvaluationArgs, fields.ModelArgs
+):
     """Measure the acceptance of MTP heads by depth and channel, against the trunk and by an engine's counters."""
 
 

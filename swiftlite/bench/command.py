@@ -21,7 +21,7 @@ from swiftlite.data.template import ChatTemplate, load_tokenizer, stop_token_ids
 from swiftlite.engines.engine import Sampling
 from swiftlite.engines.index import ENGINES
 from swiftlite.engines.interrupt import raises_at_sigterm
-from swiftlite.engines.prompts import encode_prompt
+from swiftlite.engines.prompts import PromptEncoder
 from swiftlite.engines.served_model import resolve_served
 from swiftlite.errors import UserError
 from swiftlite.families.resolved import HfModel
@@ -88,7 +88,7 @@ def load(args: BenchArgs, model: HfModel, template: ChatTemplate) -> list[list[i
             f"--concurrency {max(args.concurrency)} exceeds the {len(asked)} prompts in --val_dataset",
             "add rows to --val_dataset, or use a smaller --concurrency",
         )
-    prompts = [encode_prompt(template, chat) for chat in asked]
+    prompts = [list(prompt) for prompt in map(PromptEncoder(template), asked)]
     limit, name = model.config["max_position_embeddings"], "max_position_embeddings"
     if args.max_model_len:
         limit, name = args.max_model_len, "--max_model_len"

@@ -15,7 +15,7 @@ import numpy as np
 
 from swiftlite.data.encoder import Encoded, Encoder, encode_all, special_token_note
 from swiftlite.data.packing.mixture import Mixture, interleave
-from swiftlite.data.rows.conversation import BadRow, Conversation, parse_row
+from swiftlite.data.rows.conversation import NO_IMAGES, BadRow, Conversation, parse_row
 from swiftlite.data.rows.sources import RowParser, find_rows, read_rows
 from swiftlite.data.sample import Sample, digest
 from swiftlite.errors import UserError
@@ -170,7 +170,12 @@ def _is_offered(option: str, offered: Collection[str] | None) -> bool:
 
 
 def load_prompts(
-    files: Sequence[str], *, system: str | None = None, seed: int = 42, max_bad_rows: int | None = None
+    files: Sequence[str],
+    *,
+    system: str | None = None,
+    seed: int = 42,
+    max_bad_rows: int | None = None,
+    no_images: str = NO_IMAGES,
 ) -> list[Conversation]:
     """Read conversations to be completed by a model, from rows with or without an answer.
 
@@ -179,11 +184,12 @@ def load_prompts(
     Args:
         max_bad_rows: maximum number of bad rows, which are dropped and logged. None: no bad row is allowed, because the
             command has no option for it.
+        no_images: why rows with images are refused; an empty text accepts them.
 
     Raises:
         UserError: a file cannot be read, or there are more bad rows than allowed.
     """
-    rows = _read(files, DataReport(), system, seed, parse=partial(parse_row, needs_answer=False))
+    rows = _read(files, DataReport(), system, seed, parse=partial(parse_row, needs_answer=False, no_images=no_images))
     can_be_left_out = max_bad_rows is not None and len(rows.conversations) > 0
     _check_bad_rows(rows.bad_rows, max_bad_rows or 0, can_be_left_out)
     for bad in rows.bad_rows:

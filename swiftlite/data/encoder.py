@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from swiftlite.args.fields import TruncationStrategy
 from swiftlite.data.image_inputs import PATCHES, ImageEncoder
+from swiftlite.data.images import ImageRef
 from swiftlite.data.rows.conversation import BadRow, Conversation, RowError, parse_row
 from swiftlite.data.rows.document import parse_document
 from swiftlite.data.rows.sources import RowParser
@@ -114,6 +115,28 @@ class ConversationEncoder:
         images = self.images.read(row)
         sample = self.template.encode(row, [self.images.num_items(image) for image in images])
         return self.images.with_images(sample, images)
+
+
+def encode_prompt(template: ChatTemplate, row: Conversation, images: ImageEncoder | None = None) -> Sample:
+    """Return the tokens of a prompt, and the extras of its images, as a sample without labels.
+
+    Args:
+        row: turns that end before an assistant turn.
+        images: reads the images of the row; None for a row without images.
+
+    Raises:
+        RowError: the template does not support the turns, a token has no embedding, or an image cannot be used.
+    """
+    refs: tuple[ImageRef, ...] = ()
+    lengths: list[int] = []
+    if images is not None:
+        refs = images.read(row)
+        lengths = [images.num_items(ref) for ref in refs]
+    ids = template.encode_prompt(row.messages, row.tools, lengths)
+    sample = make_sample(ids, np.zeros(len(ids)), row.source, row.channel)
+    if images is None:
+        return sample
+    return images.with_images(sample, refs)
 
 
 def _are_equal(answers: Sequence[Sample]) -> bool:

@@ -18,7 +18,9 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from PIL import Image
+from transformers import PreTrainedTokenizerBase
 
+from swiftlite.args.fields import ImageArgs
 from swiftlite.data.batch import AXES, ITEM, Extra
 from swiftlite.data.image_sizes import ImageSizes
 from swiftlite.data.images import ImageRef, read_image
@@ -195,6 +197,30 @@ class ImageEncoder:
 
     processing: ImageProcessing
     media_root: Path | None = None
+
+    @classmethod
+    def open(
+        cls, args: ImageArgs, hf_dir: Path, sizes: ImageSizes | None, tokenizer: PreTrainedTokenizerBase
+    ) -> "ImageEncoder":
+        """Return the reader of images for a model.
+
+        Args:
+            hf_dir: directory of the model.
+            sizes: sizes of the model's inputs; None for a model without images.
+
+        Raises:
+            UserError: the model or its files do not support images. The problem continues a sentence about the images
+                of a row.
+        """
+        if sizes is None:
+            raise UserError("is not supported by this model")
+        if tokenizer.convert_ids_to_tokens(sizes.image_token_id) is None:
+            raise UserError(f"requires the token {sizes.image_token_id}, which the tokenizer of --model lacks")
+        processing = ImageProcessing.read(hf_dir, sizes, args.max_pixels, args.min_pixels)
+        media_root = None
+        if args.media_root is not None:
+            media_root = Path(args.media_root)
+        return cls(processing, media_root)
 
     @property
     def sizes(self) -> ImageSizes:

@@ -137,18 +137,28 @@ class ChatTemplate:
         self._appends_eos = not found
         self.turn_end = found or str(tokenizer.eos_token or "")
 
-    def encode_prompt(self, messages: list[Message], tools: Tools | None = None) -> list[int]:
+    def encode_prompt(
+        self, messages: list[Message], tools: Tools | None = None, image_lengths: Sequence[int] = ()
+    ) -> list[int]:
         """Return the tokens of a prompt. They equal the tokens that `encode` returns before the answer.
 
         Tokens can differ only in a template without special tokens, where an earlier answer can share a token with the
         surrounding text.
 
+        Args:
+            image_lengths: for each image of the turns, its number of placeholder tokens.
+
         Raises:
-            RowError: the template does not support these turns, or a token has no embedding.
+            RowError: the template does not support these turns, a token has no embedding, or a text contains the
+                placeholder token.
         """
+        self._check_texts(messages)
         ids = self.tokenize(self.render(messages, tools, add_generation_prompt=True))
         check_ids(ids, self.tokenizer, self._vocab_size, "messages")
-        return ids
+        if not image_lengths:
+            return ids
+        widened, _ = self._widen(np.array(ids, np.int32), np.zeros(len(ids), np.float32), image_lengths)
+        return widened.tolist()
 
     def special_token_in(self, conversation: Conversation) -> str:
         """Return a special token in the text of a message, such as `<|im_end|>` in a text about templates; "" without
@@ -186,7 +196,7 @@ class ChatTemplate:
             RowError: the template does not support or changes these turns, a trained turn cannot be located exactly, a
                 token has no embedding, or a text contains the placeholder token.
         """
-        self._check_texts(conversation)
+        self._check_texts(conversation.messages)
         messages = conversation.messages
         text = self.render(messages, conversation.tools)
         if self._appends_eos:
@@ -261,12 +271,12 @@ class ChatTemplate:
 
     # Images
 
-    def _check_texts(self, conversation: Conversation) -> None:
+    def _check_texts(self, messages: list[Message]) -> None:
         """Check that no text contains the placeholder token, which would stand for an image that does not exist."""
         if self._image_token_id is None:
             return
         placeholder = str(self.tokenizer.convert_ids_to_tokens(self._image_token_id))
-        for i, message in enumerate(conversation.messages):
+        for i, message in enumerate(messages):
             texts = (*texts_of(message), message.get("reasoning_content", ""))
             if any(placeholder in text for text in texts):
                 hint = "write <image> where an image stands, or remove the token"

@@ -57,6 +57,7 @@ class EngineInfo:
         serves_adapters: whether the engine's server supports adapters. Tests check that it gives the answers of the
             merged model.
         is_batched: whether the engine processes several prompts at once.
+        supports_images: whether the adapter supports prompts with images.
         options_class: class of the engine's own options in args/fields.py, a base class of the commands' option
             classes; None if the engine has no options. The name of each option starts with the engine's name.
         read_speculative_config: function that returns the speculative options that the user set in a command's options,
@@ -93,6 +94,7 @@ class EngineInfo:
     takes_live_weights: bool = False
     logs_requests: bool = False
     is_batched: bool = True
+    supports_images: bool = False
     options_class: type | None = None
     read_speculative_config: Callable[[Any], dict[str, Any] | None] = lambda args: None
     rules: tuple[Callable[[Any], Iterator[Problem]], ...] = ()

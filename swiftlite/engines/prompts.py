@@ -1,13 +1,25 @@
 """Convert conversations to prompts of an engine, and compute the sequence length that prompts and answers need."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from swiftlite.data.rows.conversation import Conversation, RowError
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from swiftlite.acceptance.prompt_items import PromptItems
+from swiftlite.args.fields import ImageArgs
+from swiftlite.data.batch import AXES, ITEM
+from swiftlite.data.encoder import encode_prompt
+from swiftlite.data.image_inputs import PATCHES, ImageEncoder
+from swiftlite.data.images import ImageRef
+from swiftlite.data.rows.conversation import NO_IMAGES, Conversation, RowError
+from swiftlite.data.sample import Sample, make_sample
 from swiftlite.data.template import ChatTemplate
+from swiftlite.engines.info import EngineInfo
 from swiftlite.errors import UserError
 from swiftlite.families.resolved import HfModel
+from swiftlite.families.vision import image_sizes
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,6 +34,26 @@ class ImagePrompt(Sequence[int]):
 
     token_ids: Sequence[int]
     extras: Mapping[str, Any]
+
+    @property
+    def images(self) -> tuple[ImageRef, ...]:
+        """The images in the order of their placeholders."""
+        return self.extras[PATCHES].images
+
+    @property
+    def identity(self) -> bytes:
+        """Bytes that are equal for equal images that are processed in the same way."""
+        return self.extras[PATCHES].identity
+
+    def with_answer(self, answer: Sequence[int], channel: str | None = None) -> Sample:
+        """Return a sample of the prompt and an answer, whose labels are the answer."""
+        items = PromptItems(item=self.extras[ITEM].tolist(), axes=self.extras[AXES].tolist())
+        positions = range(len(self) + len(answer))
+        item = np.array([items.item_of(position) for position in positions])
+        axes = np.array([items.axes_of(position) for position in positions])
+        weights = [0.0] * len(self) + [1.0] * len(answer)
+        sample = make_sample([*self, *answer], weights, channel=channel)
+        return sample.with_extras(**{**self.extras, ITEM: item, AXES: axes})
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -78,13 +110,73 @@ def sequence_length(
     return max_model_len or min(model.config["max_position_embeddings"], longest + drafts)
 
 
-def encode_prompt(template: ChatTemplate, chat: Conversation) -> list[int]:
-    """Return the tokens of a conversation, followed by the beginning of the next assistant turn.
+@dataclass(frozen=True)
+class PromptEncoder:
+    """Encodes conversations as prompts of an engine.
 
-    Raises:
-        UserError: the template cannot render the conversation; the error names the row.
+    Attributes:
+        template: chat template of the model.
+        images: reads the images of rows; None if rows with images are refused.
+        no_images: why rows with images are refused; empty if they are supported.
     """
-    try:
-        return template.encode_prompt(chat.messages, chat.tools)
-    except RowError as error:
-        raise UserError(f"{chat.source}: {error.problem}", error.hint) from None
+
+    template: ChatTemplate
+    images: ImageEncoder | None = None
+    no_images: str = NO_IMAGES
+
+    @classmethod
+    def open(
+        cls, args: ImageArgs, model: HfModel, tokenizer: PreTrainedTokenizerBase, info: EngineInfo | None
+    ) -> "PromptEncoder":
+        """Return the encoder for a model and an engine; None is for measurements without an engine."""
+        vocab_size = model.config["vocab_size"]
+        try:
+            images = _open_images(args, model, tokenizer, info)
+        except UserError as error:  # only rows with images are invalid
+            return cls(ChatTemplate(tokenizer, vocab_size=vocab_size), no_images=error.problem)
+        placeholder = images.sizes.image_token_id
+        return cls(ChatTemplate(tokenizer, vocab_size=vocab_size, image_token_id=placeholder), images, no_images="")
+
+    def __call__(self, chat: Conversation) -> Sequence[int]:
+        """Return the tokens of a conversation, followed by the beginning of the next assistant turn; with images, an
+        `ImagePrompt`.
+
+        Raises:
+            UserError: the template cannot render the conversation, or an image cannot be used; the error names the row.
+        """
+        try:
+            sample = encode_prompt(self.template, chat, self.images)
+        except RowError as error:
+            raise UserError(f"{chat.source}: {error.problem}", error.hint) from None
+        ids = sample.input_ids.tolist()
+        if not chat.images:
+            return ids
+        return ImagePrompt(ids, sample.extras)
+
+    def with_absolute_paths(self, chat: Conversation) -> Conversation:
+        """Return the conversation with absolute paths of images, so that it can be written to another directory.
+
+        Raises:
+            UserError: an image cannot be used; the error names the row.
+        """
+        if self.images is None or not chat.images:
+            return chat
+        try:
+            refs = self.images.read(chat)
+        except RowError as error:
+            raise UserError(f"{chat.source}: {error.problem}", error.hint) from None
+        images = [image._replace(source=ref.source) for image, ref in zip(chat.images, refs, strict=True)]
+        return replace(chat, images=tuple(images))
+
+
+def _open_images(
+    args: ImageArgs, model: HfModel, tokenizer: PreTrainedTokenizerBase, info: EngineInfo | None
+) -> ImageEncoder:
+    if info is not None and not info.supports_images:
+        raise UserError(f"is not supported by --infer_backend {info.name}; use --infer_backend transformers")
+    return ImageEncoder.open(args, model.directory, image_sizes(model.config), tokenizer)
+
+
+def most_images(prompts: Iterable[Sequence[int]]) -> int:
+    """Return the largest number of images of a prompt."""
+    return max((len(prompt.images) for prompt in prompts if isinstance(prompt, ImagePrompt)), default=0)

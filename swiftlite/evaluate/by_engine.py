@@ -7,15 +7,13 @@ from itertools import chain
 from operator import add
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
 from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.acceptance.teacher_forced import ALL
 from swiftlite.data.rows.conversation import Conversation
 from swiftlite.data.sample import Sample, make_sample
-from swiftlite.data.template import ChatTemplate, stop_token_ids
+from swiftlite.data.template import stop_token_ids
 from swiftlite.engines.engine import Completion, Engine, EngineConfig, Sampling, start_engine
-from swiftlite.engines.prompts import encode_prompt, needed_length
+from swiftlite.engines.prompts import ImagePrompt, PromptEncoder, most_images, needed_length
 from swiftlite.evaluate.confidence import by_confidence
 
 
@@ -44,7 +42,7 @@ def by_engine(
     backend: str,
     config: EngineConfig,
     conversations: Sequence[Conversation],
-    tokenizer: PreTrainedTokenizerBase,
+    encoder: PromptEncoder,
     *,
     max_new_tokens: int,
     max_prompts: int,
@@ -54,7 +52,7 @@ def by_engine(
     """Start an engine once, and generate answers to the prompts of all channels.
 
     Args:
-        config: configuration of the engine. Its max_model_len is replaced by the length that the prompts need.
+        config: configuration of the engine. Its max_model_len and max_images are replaced by what the prompts need.
         conversations: conversations whose last assistant turn is generated.
         max_prompts: maximum number of prompts per channel; the first ones are used.
         temperature: if above 0, answers are also sampled at this temperature.
@@ -64,14 +62,13 @@ def by_engine(
         UserError: the template cannot render a prompt, or a prompt leaves no room for an answer; the error names the
             row.
     """
-    template = ChatTemplate(tokenizer)
     chats = _first_of_each_channel(conversations, max_prompts)
-    prompts = {channel: [encode_prompt(template, chat) for chat in chosen] for channel, chosen in chats.items()}
+    prompts = {channel: [encoder(chat) for chat in chosen] for channel, chosen in chats.items()}
     asked = list(chain(*chats.values()))
     ids = list(chain(*prompts.values()))
     max_model_len = needed_length(config.model, asked, ids, max_new_tokens, config.num_speculative_tokens)
-    greedy = Sampling(max_new_tokens, stop_token_ids=stop_token_ids(template, config.model.directory))
-    engine = start_engine(backend, replace(config, max_model_len=max_model_len))
+    greedy = Sampling(max_new_tokens, stop_token_ids=stop_token_ids(encoder.template, config.model.directory))
+    engine = start_engine(backend, replace(config, max_model_len=max_model_len, max_images=most_images(ids)))
     try:
         drawn: dict[str, dict[str, object]] = {}
         if temperature:  # first, because an engine can reject it
@@ -118,6 +115,9 @@ def _samples(prompts: Sequence[Sequence[int]], completions: Sequence[Completion]
     """
     samples = []
     for prompt, completion in zip(prompts, completions, strict=True):
+        if isinstance(prompt, ImagePrompt):
+            samples.append(prompt.with_answer(completion.token_ids, channel))
+            continue
         weights = [0.0] * len(prompt) + [1.0] * len(completion.token_ids)
         samples.append(make_sample([*prompt, *completion.token_ids], weights, channel=channel))
     return samples

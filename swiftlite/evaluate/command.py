@@ -4,8 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
 from swiftlite.acceptance.report import named
 from swiftlite.acceptance.teacher_forced import ALL, teacher_forced
 from swiftlite.args.commands import EvaluateArgs
@@ -14,6 +12,7 @@ from swiftlite.data.dataset import Data
 from swiftlite.engines.engine import EngineConfig
 from swiftlite.engines.index import ENGINES
 from swiftlite.engines.interrupt import raises_at_sigterm
+from swiftlite.engines.prompts import PromptEncoder
 from swiftlite.engines.served_model import resolve_served
 from swiftlite.evaluate.by_engine import EngineStats, by_engine
 from swiftlite.evaluate.confidence import confidence_table
@@ -86,7 +85,7 @@ def _measure_models(args: EvaluateArgs) -> None:
     logger.info("wrote %s, evaluation.svg and evaluation.html", output_dir / "evaluation.json")
 
 
-def _read_rows(args: EvaluateArgs, model: HfModel) -> tuple[PreTrainedTokenizerBase, Data]:
+def _read_rows(args: EvaluateArgs, model: HfModel) -> tuple[PromptEncoder, Data]:
     return load_rows(
         model,
         args.dataset,
@@ -95,10 +94,12 @@ def _read_rows(args: EvaluateArgs, model: HfModel) -> tuple[PreTrainedTokenizerB
         max_length=args.max_length,
         max_bad_rows=args.max_bad_rows,
         system=args.system,
+        images=args,
+        info=ENGINES.get(args.infer_backend),
     )
 
 
-def _serve(args: EvaluateArgs, model: HfModel, tokenizer: PreTrainedTokenizerBase, data: Data) -> EngineStats:
+def _serve(args: EvaluateArgs, model: HfModel, encoder: PromptEncoder, data: Data) -> EngineStats:
     config = EngineConfig(
         model=model,
         torch_dtype=args.torch_dtype,
@@ -111,7 +112,7 @@ def _serve(args: EvaluateArgs, model: HfModel, tokenizer: PreTrainedTokenizerBas
             args.infer_backend,
             config,
             data.val_conversations,
-            tokenizer,
+            encoder,
             max_new_tokens=args.max_new_tokens,
             max_prompts=args.max_prompts,
             temperature=args.temperature,

@@ -1,12 +1,15 @@
 """Load rows with answers for one model."""
 
 from collections.abc import Collection, Sequence
+from functools import partial
 
-from transformers import PreTrainedTokenizerBase
-
+from swiftlite.args.fields import ImageArgs
 from swiftlite.data.dataset import Data, load_train_val
 from swiftlite.data.encoder import ConversationEncoder
-from swiftlite.data.template import ChatTemplate, load_tokenizer
+from swiftlite.data.rows.conversation import parse_row
+from swiftlite.data.template import load_tokenizer
+from swiftlite.engines.info import EngineInfo
+from swiftlite.engines.prompts import PromptEncoder
 from swiftlite.families.resolved import HfModel
 
 
@@ -19,16 +22,21 @@ def load_rows(
     max_length: int = 2048,
     max_bad_rows: int = 0,
     system: str | None = None,
-) -> tuple[PreTrainedTokenizerBase, Data]:
-    """Load the rows as held-out samples, with the model's tokenizer and chat template.
+    images: ImageArgs = ImageArgs(),  # noqa: B008 - immutable
+    info: EngineInfo | None = None,
+) -> tuple[PromptEncoder, Data]:
+    """Load the rows as held-out samples, with the encoder of the model's prompts.
 
     Args:
+        images: options for rows with images.
+        info: the engine that answers the prompts; None without an engine.
         offered: names of the command's options; errors only name these options. Default: the options of `megatron sft`.
 
     Raises:
         UserError: a file cannot be read, there are more bad rows than allowed, or no row is left.
     """
     tokenizer = load_tokenizer(model.directory, trust_remote_code)
-    template = ChatTemplate(tokenizer, vocab_size=model.config["vocab_size"])
-    encoder = ConversationEncoder(template, max_length, "right")
-    return tokenizer, load_train_val(encoder, (), dataset, max_bad_rows=max_bad_rows, system=system, offered=offered)
+    prompts = PromptEncoder.open(images, model, tokenizer, info)
+    parse = partial(parse_row, no_images=prompts.no_images)
+    encoder = ConversationEncoder(prompts.template, max_length, "right", parse, prompts.images)
+    return prompts, load_train_val(encoder, (), dataset, max_bad_rows=max_bad_rows, system=system, offered=offered)

@@ -53,6 +53,6 @@ def check_acceptance(args: ExportArgs, hf_dir: Path, torch_dtype: str, mesh: Mes
 
 def _mean(args: ExportArgs, model: HfModel, torch_dtype: str, mesh: Mesh) -> float:
     """Return the share of predictions that equal the trunk's, averaged over depths; 0 for a model without heads."""
-    _, data = load_rows(model, args.val_dataset, offered=vars(args))
+    _, data = load_rows(model, args.val_dataset, offered=vars(args), images=args)
     shares = rates("teacher_forced", teacher_forced(model, data.val, torch_dtype=torch_dtype, mesh=mesh)[ALL])
     return sum(shares) / max(len(shares), 1)

@@ -13,9 +13,8 @@ from swiftlite.args.commands import RegenerateArgs
 from swiftlite.atomic import atomic_write, check_writable
 from swiftlite.data.dataset import load_prompts
 from swiftlite.data.rows.conversation import Conversation
-from swiftlite.data.template import ChatTemplate
 from swiftlite.engines.interrupt import raises_at_sigterm
-from swiftlite.engines.prompts import encode_prompt, sequence_length
+from swiftlite.engines.prompts import PromptEncoder, most_images, sequence_length
 from swiftlite.engines.served_model import resolve_served
 from swiftlite.errors import UserError
 from swiftlite.log import logger
@@ -38,23 +37,30 @@ def run(args: RegenerateArgs) -> None:
         UserError: an option or file is invalid. This is detected before the engine starts where possible.
     """
     model = resolve_served(args.model)
-    template, sampling = read_for_asking(args, model)
+    encoder, sampling = read_for_asking(args, model)
     chats: list[Conversation] = []
     if args.dataset:
-        chats = load_prompts(args.dataset, system=args.system, seed=args.seed, max_bad_rows=args.max_bad_rows)
+        chats = load_prompts(
+            args.dataset,
+            system=args.system,
+            seed=args.seed,
+            max_bad_rows=args.max_bad_rows,
+            no_images=encoder.no_images,
+        )
+        chats = [encoder.with_absolute_paths(chat) for chat in chats]
         if not _asking(chats):
             raise UserError("--dataset: no row has a prompt, the assistant only calls tools", "use other rows")
     gold = _gold(chats, args.gold_fraction)
-    prompts = _last_prompts(template, chats, {})
+    prompts = _last_prompts(encoder, chats, {})
     # The model's answers may be longer than those of the rows, in every turn.
     turns = max((len(answered_turns(chats[row])) for row in prompts), default=0)
     longest = max(map(len, prompts.values()), default=0) + turns * args.max_new_tokens
     writer = None
     if args.self_prompts:
-        writer = SelfPromptWriter(args, model, template, sampling)
+        writer = SelfPromptWriter(args, model, encoder.template, sampling)
         longest = max(longest, writer.longest + args.max_new_tokens)
     length = sequence_length(model, longest, args.num_speculative_tokens, args.max_model_len)
-    config = engine_config(args, model, length)
+    config = engine_config(args, model, length, most_images(prompts.values()))
     output_dir = Path(args.output_dir)
     _check_output_dir(output_dir)
     with raises_at_sigterm(), engine_on_demand(args.infer_backend, config) as engine:
@@ -68,7 +74,7 @@ def run(args: RegenerateArgs) -> None:
                     "--self_prompts: no prompt is usable",
                     "increase --max_prompt_tokens or --max_model_len, or use --dataset",
                 )
-            prompts = _last_prompts(template, chats, prompts)
+            prompts = _last_prompts(encoder, chats, prompts)
         dialogues = Dialogues({row: chats[row] for row in prompts}, args.num_answers, args.drop_truncated)
         asked = [longest_prompt(chat) for chat in dialogues.chats.values()]
         made_with = describe(args, model, asked, list(prompts.values()), sampling)
@@ -77,7 +83,7 @@ def run(args: RegenerateArgs) -> None:
                 logger.info("%s; generating the remaining ones", file)
             read_answers(file, dialogues)
             with logs_how_to_resume(file):
-                result = generate_all(engine, length, dialogues, file, template, sampling)
+                result = generate_all(engine, length, dialogues, file, encoder, sampling)
             file.finish()
             if result:
                 for line in summary(result):
@@ -106,8 +112,8 @@ def _write_dataset(
 
 
 def _last_prompts(
-    template: ChatTemplate, chats: Sequence[Conversation], known: Mapping[int, list[int]]
-) -> dict[int, list[int]]:
+    encoder: PromptEncoder, chats: Sequence[Conversation], known: Mapping[int, Sequence[int]]
+) -> dict[int, Sequence[int]]:
     """Return the tokens of the prompt of each conversation's last turn, by row number.
 
     A row is left out if its last prompt equals the last prompt of an earlier row.
@@ -117,7 +123,7 @@ def _last_prompts(
     """
     prompts = {}
     for row, chat in distinct(_asking(chats)).items():
-        prompts[row] = known.get(row) or encode_prompt(template, longest_prompt(chat))
+        prompts[row] = known.get(row) or encoder(longest_prompt(chat))
     return prompts
 
 

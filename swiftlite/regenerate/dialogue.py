@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from swiftlite.data.rows.conversation import Conversation
+from swiftlite.data.rows.image_parts import RowImage, num_images, texts_of
 
 End = Literal["last_turn", "truncated", "empty", "no_room"]
 """Why a conversation ended: after its last turn, at a truncated or an empty answer, or without room for an answer."""
@@ -77,13 +78,27 @@ def prompt_after(chat: Conversation, answers: Sequence[str]) -> Conversation:
     for place, answer in zip(turns, answers, strict=False):
         messages[place] = {"role": "assistant", "content": answer}
         weights[place] = 1.0
-    return replace(chat, messages=messages, weights=weights)
+    images = chat.images
+    if images:
+        images = _images_without(chat, turns[: len(answers)], end)
+    return replace(chat, messages=messages, weights=weights, images=images)
+
+
+def _images_without(chat: Conversation, answered: Sequence[int], end: int) -> tuple[RowImage, ...]:
+    """Return the images of the turns before `end`, except those of the turns that are answered again."""
+    left = iter(chat.images)
+    kept: list[RowImage] = []
+    for place, message in enumerate(chat.messages[:end]):
+        images = [next(left) for _ in range(num_images([message]))]
+        if place not in answered:
+            kept += images
+    return tuple(kept)
 
 
 def longest_prompt(chat: Conversation) -> Conversation:
     """Return the prompt of a conversation's last turn. Previous turns have the original answers of the row."""
     turns = answered_turns(chat)
-    return prompt_after(chat, [chat.messages[place]["content"] for place in turns[:-1]])
+    return prompt_after(chat, ["".join(texts_of(chat.messages[place])) for place in turns[:-1]])
 
 
 def distinct(chats: Mapping[int, Conversation]) -> dict[int, Conversation]:
@@ -95,7 +110,8 @@ def distinct(chats: Mapping[int, Conversation]) -> dict[int, Conversation]:
     found: dict[str, int] = {}
     for row, chat in chats.items():
         asked = prompt_after(chat, [""] * (len(answered_turns(chat)) - 1))
-        found.setdefault(json.dumps([asked.messages, asked.tools], sort_keys=True), row)
+        images = [image.to_text() for image in asked.images]
+        found.setdefault(json.dumps([asked.messages, asked.tools, images], sort_keys=True), row)
     return {row: chats[row] for row in found.values()}
 
 

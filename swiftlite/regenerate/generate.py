@@ -11,14 +11,13 @@ from functools import cache, partial
 
 from tqdm import tqdm
 
-from swiftlite.data.template import ChatTemplate
 from swiftlite.engines.engine import Completion, Engine, EngineConfig, Sampling, start_engine
-from swiftlite.engines.prompts import encode_prompt
+from swiftlite.engines.prompts import PromptEncoder
 from swiftlite.regenerate.dialogue import Dialogues, RegeneratedTurn
 from swiftlite.serve.answers import AnswersFile
 from swiftlite.serve.infer import Answers, decode
 
-Asked = tuple[int, list[int]]
+Asked = tuple[int, Sequence[int]]
 """The index of a request in `Dialogues.requests`, and the tokens of its prompt."""
 
 
@@ -58,7 +57,7 @@ def generate_all(
     max_length: int,
     dialogues: Dialogues,
     file: AnswersFile,
-    template: ChatTemplate,
+    encoder: PromptEncoder,
     sampling: Sampling,
 ) -> Answers | None:
     """Generate the missing answers.
@@ -74,7 +73,7 @@ def generate_all(
     Returns:
         The new answers in the order of their requests. None if no answer was missing; then no engine was started.
     """
-    rounds = _rounds(dialogues, template, max_length)
+    rounds = _rounds(dialogues, encoder, max_length)
     first = next(rounds, None)
     if first is None:
         return None
@@ -89,7 +88,7 @@ def generate_all(
         def keep(asked: Sequence[Asked], number: int, completion: Completion) -> None:
             nonlocal num_tokens
             place, prompt = asked[number]
-            text = decode(template.tokenizer, completion)
+            text = decode(encoder.template.tokenizer, completion)
             answer = RegeneratedTurn(text, completion.finish_reason, len(prompt), len(completion.token_ids))
             file.add(place, {"source": names[place], **asdict(answer)})
             dialogues.answers[dialogues.requests[place]] = answer
@@ -105,7 +104,7 @@ def generate_all(
         return Answers(completions, time.perf_counter() - start, running.draft_counts().since(before))
 
 
-def _rounds(dialogues: Dialogues, template: ChatTemplate, max_length: int) -> Iterator[list[Asked]]:
+def _rounds(dialogues: Dialogues, encoder: PromptEncoder, max_length: int) -> Iterator[list[Asked]]:
     """Yield, for each turn, the requests without an answer.
 
     The requests of a turn are computed after the previous turns have been answered.
@@ -121,7 +120,7 @@ def _rounds(dialogues: Dialogues, template: ChatTemplate, max_length: int) -> It
             chat = dialogues.prompt(request)
             if chat is None:
                 continue
-            prompt = encode_prompt(template, chat)
+            prompt = encoder(chat)
             if len(prompt) < max_length:
                 asked.append((place, prompt))
         if asked:

@@ -19,7 +19,7 @@ from swiftlite.data.rows.conversation import Conversation
 from swiftlite.data.template import ChatTemplate, special_tokens_of
 from swiftlite.data.user_turn import UserTurn
 from swiftlite.engines.engine import Completion, Engine, Sampling
-from swiftlite.engines.prompts import encode_prompt
+from swiftlite.engines.prompts import PromptEncoder
 from swiftlite.families.resolved import HfModel
 from swiftlite.regenerate.self_dialogues import SelfDialogues, SelfPrompts, WrittenMessage
 from swiftlite.regenerate.steering import read_steering
@@ -46,6 +46,7 @@ class SelfPromptWriter:
 
     def __init__(self, args: RegenerateArgs, model: HfModel, template: ChatTemplate, sampling: Sampling):
         self._template = template
+        self._encode_prompt = PromptEncoder(template)
         self._user_turn = UserTurn(template)
         steering = read_steering(args)
         special_token = special_tokens_of(template.tokenizer)
@@ -86,7 +87,7 @@ class SelfPromptWriter:
                 text = f"{self._dialogues.opening(number, position)} a"
                 letters.append({"role": self._dialogues.role(position), "content": text.strip()})
             with_letters = replace(chat, messages=[*chat.messages, *letters])
-            lengths.append(len(encode_prompt(self._template, with_letters)))
+            lengths.append(len(self._encode_prompt(with_letters)))
         texts = args.self_turns * args.max_prompt_tokens + (args.self_turns - 1) * args.max_new_tokens
         return max(lengths) + texts
 
@@ -132,11 +133,11 @@ class SelfPromptWriter:
 
             engine().generate(prompts, replace(self._sampling[role], numbers=tuple(places)), keep)
 
-    def _encode(self, number: int, position: int) -> list[int]:
+    def _encode(self, number: int, position: int) -> Sequence[int]:
         chat = Conversation(self._dialogues.context(number), source=f"prompt {number + 1}")
         if self._dialogues.role(position) == "user":
             return self._user_turn.encode_prompt(chat, self._dialogues.opening(number, position))
-        return encode_prompt(self._template, chat)
+        return self._encode_prompt(chat)
 
     def _text(self, number: int, position: int, completion: Completion) -> str:
         if self._dialogues.role(position) == "assistant":

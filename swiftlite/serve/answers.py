@@ -20,6 +20,7 @@ from swiftlite.args.commands import GenerationCommand
 from swiftlite.atomic import atomic_write
 from swiftlite.data.rows.conversation import Conversation
 from swiftlite.engines.engine import Sampling
+from swiftlite.engines.prompts import ImagePrompt
 from swiftlite.errors import UserError
 from swiftlite.families.resolved import HfModel
 from swiftlite.json_file import parse_json, read_json
@@ -239,7 +240,11 @@ def describe(
 ) -> dict[str, Any]:
     """Return the settings that determine the answers, as JSON: options, and digests of the prompts and of the model."""
     options = {name: value for name, value in asdict(args).items() if name not in NOT_OF_ANSWERS}
-    described = [[chat.source, list(prompt)] for chat, prompt in zip(asked, prompts, strict=True)]
+    described = []
+    for chat, prompt in zip(asked, prompts, strict=True):
+        described.append([chat.source, list(prompt)])
+        if isinstance(prompt, ImagePrompt):
+            described[-1].append(prompt.identity.hex())
     return {
         "options": redact(options),
         "prompts": hashlib.sha256(json.dumps(described).encode()).hexdigest(),

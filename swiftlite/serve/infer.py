@@ -22,11 +22,11 @@ from swiftlite.args.data_file import split_sample
 from swiftlite.atomic import atomic_write
 from swiftlite.data.dataset import load_prompts
 from swiftlite.data.rows.conversation import Conversation
-from swiftlite.data.template import ChatTemplate, load_tokenizer, stop_token_ids
+from swiftlite.data.template import load_tokenizer, stop_token_ids
 from swiftlite.engines.engine import Completion, EngineConfig, OnAnswer, Sampling, start_engine
 from swiftlite.engines.index import ENGINES
 from swiftlite.engines.interrupt import Terminated, raises_at_sigterm
-from swiftlite.engines.prompts import encode_prompt, needed_length
+from swiftlite.engines.prompts import PromptEncoder, most_images, needed_length
 from swiftlite.engines.served_model import log_untrained_drafts, resolve_served
 from swiftlite.errors import UserError
 from swiftlite.families.resolved import HfModel
@@ -72,18 +72,18 @@ def run(args: InferArgs) -> None:
         read_acceptance(Path(args.acceptance_json))
     base = resolve_served(args.model)
     with raises_at_sigterm(), with_adapters(base, args.adapters) as model:
-        template, sampling = read_for_asking(args, model)
+        encoder, sampling = read_for_asking(args, model)
         if args.val_dataset:
-            _answer_files(args, model, template, sampling)
+            _answer_files(args, model, encoder, sampling)
         else:
-            _chat(args, model, template, sampling)
+            _chat(args, model, encoder, sampling)
 
 
-def read_for_asking(args: GenerationCommand, model: HfModel) -> tuple[ChatTemplate, Sampling]:
-    """Return the chat template and the sampling settings of a model."""
+def read_for_asking(args: GenerationCommand, model: HfModel) -> tuple[PromptEncoder, Sampling]:
+    """Return the encoder of prompts and the sampling settings of a model."""
     tokenizer = load_tokenizer(model.directory, args.trust_remote_code)
-    template = ChatTemplate(tokenizer, vocab_size=model.config["vocab_size"])
-    stops = stop_token_ids(template, model.directory)
+    encoder = PromptEncoder.open(args, model, tokenizer, ENGINES[args.infer_backend])
+    stops = stop_token_ids(encoder.template, model.directory)
     if args.speculative == "mtp":
         log_untrained_drafts(model, args.num_speculative_tokens)
     sampling = Sampling(
@@ -94,17 +94,18 @@ def read_for_asking(args: GenerationCommand, model: HfModel) -> tuple[ChatTempla
         stop_token_ids=stops,
         draft_confidence=args.draft_confidence or 0.0,
     )
-    return template, sampling
+    return encoder, sampling
 
 
-def _answer_files(args: InferArgs, model: HfModel, template: ChatTemplate, sampling: Sampling) -> None:
-    asked = [chat.prompt() for chat in load_prompts(args.val_dataset, system=args.system, seed=args.seed)]
-    prompts = [encode_prompt(template, chat) for chat in asked]
+def _answer_files(args: InferArgs, model: HfModel, encoder: PromptEncoder, sampling: Sampling) -> None:
+    chats = load_prompts(args.val_dataset, system=args.system, seed=args.seed, no_images=encoder.no_images)
+    asked = [encoder.with_absolute_paths(chat.prompt()) for chat in chats]
+    prompts = [encoder(chat) for chat in asked]
     length = needed_length(model, asked, prompts, args.max_new_tokens, args.num_speculative_tokens, args.max_model_len)
-    config = engine_config(args, model, length)
+    config = engine_config(args, model, length, most_images(prompts))
 
     def record(place: int, completion: Completion) -> dict[str, Any]:
-        return _record(asked[place], len(prompts[place]), completion, template.tokenizer)
+        return _record(asked[place], len(prompts[place]), completion, encoder.template.tokenizer)
 
     if args.result_path is None:
         result, plain = _answer(args, config, prompts, sampling)
@@ -252,7 +253,7 @@ def _equality(result: Answers, plain: Answers, temperature: float) -> str:
     return line
 
 
-def _chat(args: InferArgs, model: HfModel, template: ChatTemplate, sampling: Sampling) -> None:
+def _chat(args: InferArgs, model: HfModel, encoder: PromptEncoder, sampling: Sampling) -> None:
     """Answer the lines of stdin until its end. Each line is a user turn of one conversation."""
     limit = args.max_model_len or min(model.config["max_position_embeddings"], CHAT_LENGTH)
     engine = start_engine(args.infer_backend, engine_config(args, model, limit))
@@ -264,9 +265,9 @@ def _chat(args: InferArgs, model: HfModel, template: ChatTemplate, sampling: Sam
             if not line.strip():
                 continue
             messages.append({"role": "user", "content": line.strip()})
-            prompt = encode_prompt(template, Conversation(messages, source="stdin"))
+            prompt = encoder(Conversation(messages, source="stdin"))
             (completion,) = engine.generate([prompt], sampling)
-            text = decode(template.tokenizer, completion)
+            text = decode(encoder.template.tokenizer, completion)
             messages.append({"role": "assistant", "content": text})
             if args.result_path:
                 atomic_write(Path(args.result_path), as_line({"messages": messages}))
@@ -284,8 +285,13 @@ def _ask() -> str:
     return sys.stdin.readline()
 
 
-def engine_config(args: GenerationCommand, model: HfModel, max_model_len: int) -> EngineConfig:
-    """Return the engine's configuration as specified by the options."""
+def engine_config(args: GenerationCommand, model: HfModel, max_model_len: int, max_images: int = 0) -> EngineConfig:
+    """Return the engine's configuration as specified by the options.
+
+    Args:
+        max_model_len: maximum length of prompt and answer.
+        max_images: maximum number of images of a prompt.
+    """
     info = ENGINES[args.infer_backend]
     num_tokens: int | None = 0
     if args.speculative == "mtp":
@@ -300,6 +306,7 @@ def engine_config(args: GenerationCommand, model: HfModel, max_model_len: int) -
         in_this_process=True,
         engine_kwargs=info.engine_kwargs(args),
         speculative_config=info.speculative_config(args),
+        max_images=max_images,
         draws_drafts=args.temperature > 0,
     )
 

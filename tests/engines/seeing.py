@@ -125,18 +125,23 @@ def make_prompts(directory: Path) -> list[Seen]:
 NEW_PROMPTS: list[list[int | str]] = [[9], [4, "1", 3], [4, "2", 5], [4, "1", 3, "2", 2], [5, "2", 0, "0", 3]]
 
 
-def simulate(reference: Seeing, model: Any, prompts: list[Seen], num_tokens: int) -> tuple[list[list[int]], Counts]:
-    """Return greedy answers, and the counts of an engine that drafts `num_tokens` per step."""
+def simulate(
+    reference: Seeing, model: Any, prompts: list[Seen], num_tokens: int, confidence: float = 0.0
+) -> tuple[list[list[int]], Counts]:
+    """Return greedy answers, and the counts of an engine that drafts `num_tokens` per step.
+
+    Args:
+        confidence: as for `Reference.simulate`.
+    """
     answers, found = [], []
     for prompt in prompts:
         reference.look(model, [prompt])
-        ids = prompt.ids_1S[0].tolist()
-        (answer,), counts = reference.simulate([ids], NEW_TOKENS, num_tokens)
+        (answer,), counts = reference.simulate([prompt.ids_1S[0].tolist()], NEW_TOKENS, num_tokens, confidence)
         answers.append(answer)
         found.append(counts)
     accepted = [sum(each) for each in zip(*(counts.accepted_per_position for counts in found), strict=True)]
-    total = Counts(sum(counts.drafts for counts in found), sum(counts.drafted for counts in found), tuple(accepted))
-    return answers, total
+    drafts = sum(counts.drafts for counts in found)
+    return answers, Counts(drafts, sum(counts.drafted for counts in found), tuple(accepted))
 
 
 def is_decided(reference: Seeing, model: Any, prompt: Seen) -> bool:

@@ -139,6 +139,8 @@ class Conversation:
             row["tools"] = self.tools
         if self.channel:
             row["channel"] = self.channel
+        if self.images:
+            row["images"] = [image.to_text() for image in self.images]
         return row
 
 

@@ -4,6 +4,7 @@ A turn with images has a list of parts as its content, as `apply_chat_template` 
 ...}` and `{"type": "image"}`. Other turns have a text.
 """
 
+import base64
 import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -28,6 +29,12 @@ class RowImage(NamedTuple):
 
     source: str | bytes
     field: str
+
+    def to_text(self) -> str:
+        """Return the path or data URI, as in a row."""
+        if isinstance(self.source, str):
+            return self.source
+        return f"data:image;base64,{base64.b64encode(self.source).decode()}"
 
 
 def texts_of(message: Message) -> list[str]:

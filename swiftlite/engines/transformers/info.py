@@ -13,4 +13,5 @@ TRANSFORMERS = EngineInfo(
     is_required=True,
     takes_draft_confidence=True,
     is_batched=False,
+    supports_images=True,
 )

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -11,9 +10,10 @@ from transformers import PreTrainedTokenizerBase
 from swiftlite.acceptance.held_out import Prompt
 from swiftlite.args.commands import SftArgs
 from swiftlite.data.dataset import Data, load_train_val
-from swiftlite.data.encoder import ConversationEncoder, Encoder
-from swiftlite.data.image_inputs import ImageEncoder, ImageProcessing
-from swiftlite.data.rows.conversation import parse_row
+from swiftlite.data.encoder import ConversationEncoder, Encoder, encode_prompt
+from swiftlite.data.image_inputs import ImageEncoder
+from swiftlite.data.rows.conversation import Conversation, parse_row
+from swiftlite.data.rows.image_parts import TAG
 from swiftlite.data.rows.mock import MockSamples, mock_lengths
 from swiftlite.data.rows.sources import RowParser
 from swiftlite.data.template import ChatTemplate, stop_token_ids
@@ -25,6 +25,8 @@ from swiftlite.train.phases import Run
 
 MakeEncoder = Callable[[Any, PreTrainedTokenizerBase, HfModel], Encoder]
 """A function that makes an encoder of rows from the options, the tokenizer and the model."""
+IMAGES = "images"
+"""Channel of held-out prompts with images whose rows have no channel."""
 LoadData = Callable[[Any, Encoder, int], Data]
 """A function that reads the data of a run, given the options, the encoder and the size of the vocabulary."""
 
@@ -55,15 +57,9 @@ def open_images(args: SftArgs, tokenizer: PreTrainedTokenizerBase, hf_model: HfM
         UserError: the model, its files or an option of the run do not support images. The problem continues a sentence
             about the images of a row.
     """
-    sizes = image_sizes(hf_model.config)
-    if sizes is None:
-        raise UserError(f"is not supported by this model ({hf_model.family.name})")
     if args.streaming:
         raise UserError("is not supported with --streaming")
-    if tokenizer.convert_ids_to_tokens(sizes.image_token_id) is None:
-        raise UserError(f"requires the token {sizes.image_token_id}, which the tokenizer of --model lacks")
-    processing = ImageProcessing.read(hf_model.directory, sizes, args.max_pixels, args.min_pixels)
-    return ImageEncoder(processing, Path(args.media_root) if args.media_root else None)
+    return ImageEncoder.open(args, hf_model.directory, image_sizes(hf_model.config), tokenizer)
 
 
 def load_data(args: SftArgs, encoder: Encoder, vocab_size: int) -> Data:
@@ -101,12 +97,28 @@ def load_data(args: SftArgs, encoder: Encoder, vocab_size: int) -> Data:
 
 
 def conversation_prompts(run: Run) -> tuple[Sequence[Prompt], Collection[int | None]]:
-    """Return the first held-out prompts of the run without images, and the tokens that end an answer."""
+    """Return the first held-out prompts of the run, and the tokens that end an answer.
+
+    Prompts with images are a channel, unless their rows have one.
+    """
     template = ChatTemplate(run.tokenizer)
+    images = None
+    if isinstance(run.encoder, ConversationEncoder) and run.encoder.images:
+        template, images = run.encoder.template, run.encoder.images
     prompts = []
-    texts = [conversation for conversation in run.data.val_conversations if not conversation.images]
-    for conversation in texts[: run.args.acceptance_samples]:
+    for conversation in run.data.val_conversations[: run.args.acceptance_samples]:
         asked = conversation.prompt()
-        token_ids = template.encode_prompt(asked.messages, asked.tools)
-        prompts.append(Prompt(token_ids, asked.messages[-1]["content"], asked.channel or ""))
+        sample = encode_prompt(template, asked, images)
+        channel = asked.channel or ""
+        if asked.images:
+            channel = asked.channel or IMAGES
+        prompts.append(Prompt(sample.input_ids.tolist(), _shown(asked), channel, sample.extras))
     return prompts, stop_token_ids(template, run.hf_model.directory)
+
+
+def _shown(asked: Conversation) -> str:
+    """Return the text of the last turn, with a tag for each image."""
+    content = asked.messages[-1]["content"]
+    if isinstance(content, str):
+        return content
+    return "".join(part.get("text", TAG) for part in content)

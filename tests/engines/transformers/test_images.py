@@ -8,6 +8,7 @@ from transformers import AutoModelForImageTextToText
 
 from swiftlite.engines.engine import Engine, EngineConfig, Sampling, start_engine
 from swiftlite.families.resolved import resolve
+from tests.engines.reference import Counts
 from tests.engines.seeing import NEW_TOKENS, Seeing, as_prompt, is_decided, make_prompts, simulate, write_seeing
 
 
@@ -36,9 +37,15 @@ def start(hf_dir, num_tokens: int) -> Engine:
     return start_engine("transformers", config)
 
 
-def answers_of(engine: Engine, hf: Any, prompts: list[Any]) -> list[list[int]]:
-    completions = engine.generate([as_prompt(hf, prompt) for prompt in prompts], Sampling(NEW_TOKENS))
+def answers_of(engine: Engine, hf: Any, prompts: list[Any], confidence: float = 0.0) -> list[list[int]]:
+    sampling = Sampling(NEW_TOKENS, draft_confidence=confidence)
+    completions = engine.generate([as_prompt(hf, prompt) for prompt in prompts], sampling)
     return [completion.token_ids for completion in completions]
+
+
+def counts_of(engine: Engine) -> Counts:
+    found = engine.draft_counts()
+    return Counts(found.drafts, found.drafted, found.accepted_per_position)
 
 
 @pytest.mark.parametrize("num_tokens", [0, 3])
@@ -54,19 +61,20 @@ def test_answers_are_those_of_transformers(hf_dir, hf, prompts, num_tokens):
     assert expected[0] != expected[1]
 
 
-@pytest.mark.parametrize("num_tokens", [1, 3])
-def test_counts_are_those_of_a_reference(hf_dir, hf, prompts, num_tokens):
-    """The head also continues from its own state."""
+@pytest.mark.parametrize(("num_tokens", "confidence"), [(1, 0.0), (3, 0.0), (3, 0.6), (3, 0.97)])
+def test_counts_are_those_of_a_reference(hf_dir, hf, prompts, num_tokens, confidence):
+    """The head also continues from its own state. The number of sure drafts depends on its probabilities."""
     engine = start(hf_dir, num_tokens)
-    answers, counts = simulate(Seeing.open(hf_dir, "qwen3_5", 1), hf, prompts, num_tokens)
-    assert answers_of(engine, hf, prompts) == answers
-    found = engine.draft_counts()
-    assert (found.drafts, found.drafted, found.accepted_per_position) == (
-        counts.drafts,
-        counts.drafted,
-        counts.accepted_per_position,
-    )
+    reference = Seeing.open(hf_dir, "qwen3_5", 1)
+    answers, counts = simulate(reference, hf, prompts, num_tokens, confidence)
+    assert answers_of(engine, hf, prompts, confidence) == answers
+    assert counts_of(engine) == counts
     assert 0.1 < counts.acceptance_rate < 0.9
+    for changed in ("sees_images", "has_axes"):
+        setattr(reference, changed, False)
+        _, others = simulate(reference, hf, prompts, num_tokens, confidence)
+        assert others != counts or confidence == 0
+        setattr(reference, changed, True)
 
 
 def test_without_images_the_tower_is_not_loaded(hf_dir, hf, prompts):
