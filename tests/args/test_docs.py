@@ -39,7 +39,7 @@ def test_groups_are_the_declaring_classes_in_order():
         "trust_remote_code",
     ]
     assert [*groups(ExportArgs)] == [
-        title(each) for each in (ConversionArgs, fields.ParallelLayout, fields.TimeoutArgs)
+        title(each) for each in (ConversionArgs, fields.ImageArgs, fields.ParallelLayout, fields.TimeoutArgs)
     ]
 
 

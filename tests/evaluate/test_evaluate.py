@@ -18,7 +18,9 @@ from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.transfer import load_hf
 from swiftlite.data.dataset import load_prompts
 from swiftlite.data.sample import IGNORED
+from swiftlite.data.template import ChatTemplate
 from swiftlite.engines.engine import EngineConfig
+from swiftlite.engines.prompts import PromptEncoder
 from swiftlite.engines.served_model import resolve_served
 from swiftlite.errors import UserError
 from swiftlite.evaluate.by_engine import by_engine
@@ -111,10 +113,10 @@ def in_buckets(figures: dict, place: str) -> Counter:
 
 def test_a_walk_drafts_as_many_tokens_as_the_engine(tmp_path, mesh, rows):
     hf_dir = make_tiny_hf(tmp_path / "model", "mimo", depth=2, with_tokenizer=True)
-    tokenizer, data = load_rows(resolve(hf_dir), [rows])
+    encoder, data = load_rows(resolve(hf_dir), [rows])
     for num_drafts in (1, 2):
         config = EngineConfig(resolve_served(hf_dir), "float32", num_speculative_tokens=num_drafts)
-        served = by_engine("transformers", config, data.val_conversations, tokenizer, max_new_tokens=8, max_prompts=4)
+        served = by_engine("transformers", config, data.val_conversations, encoder, max_new_tokens=8, max_prompts=4)
         assert served.num_speculative_tokens == num_drafts
         walks = teacher_forced(resolve(hf_dir), served.answers, torch_dtype="float32", mesh=mesh, num_drafts=num_drafts)
         walk = walks["all"]["replayed"]
@@ -124,9 +126,9 @@ def test_a_walk_drafts_as_many_tokens_as_the_engine(tmp_path, mesh, rows):
 
 def test_an_engine_counts_by_channel(tmp_path, mesh, rows):
     hf_dir = make_tiny_hf(tmp_path / "model", "mimo", depth=1, with_tokenizer=True)
-    tokenizer, data = load_rows(resolve(hf_dir), [rows])
+    encoder, data = load_rows(resolve(hf_dir), [rows])
     config = EngineConfig(resolve_served(hf_dir), "float32", num_speculative_tokens=None)
-    served = by_engine("transformers", config, data.val_conversations, tokenizer, max_new_tokens=8, max_prompts=2)
+    served = by_engine("transformers", config, data.val_conversations, encoder, max_new_tokens=8, max_prompts=2)
     found = served.by_channel
     assert {channel: each["prompts"] for channel, each in found.items()} == {"all": 6, "sum": 2, "tale": 2}
     named = [found["sum"]["drafts"], found["tale"]["drafts"]]
@@ -135,7 +137,7 @@ def test_an_engine_counts_by_channel(tmp_path, mesh, rows):
         "transformers",
         config,
         [chat for chat in data.val_conversations if chat.channel == "tale"],
-        tokenizer,
+        encoder,
         max_new_tokens=8,
         max_prompts=2,
     ).by_channel
@@ -148,11 +150,11 @@ def test_an_engine_counts_by_channel(tmp_path, mesh, rows):
 
 def test_an_engine_counts_drawn_answers_apart(tmp_path, mesh, rows):
     hf_dir = make_tiny_hf(tmp_path / "model", "mimo", depth=1, with_tokenizer=True)
-    tokenizer, data = load_rows(resolve(hf_dir), [rows])
+    encoder, data = load_rows(resolve(hf_dir), [rows])
     config = EngineConfig(resolve_served(hf_dir), "float32", num_speculative_tokens=None)
     options: dict[str, Any] = {"max_new_tokens": 8, "max_prompts": 2}
-    greedy = by_engine("transformers", config, data.val_conversations, tokenizer, **options)
-    both = by_engine("transformers", config, data.val_conversations, tokenizer, **options, temperature=1.5)
+    greedy = by_engine("transformers", config, data.val_conversations, encoder, **options)
+    both = by_engine("transformers", config, data.val_conversations, encoder, **options, temperature=1.5)
     assert greedy.drawn_by_channel == {}
     assert (both.by_channel, len(both.answers)) == (greedy.by_channel, len(greedy.answers))
     assert {channel: each["prompts"] for channel, each in both.drawn_by_channel.items()} == {
@@ -165,12 +167,12 @@ def test_an_engine_counts_drawn_answers_apart(tmp_path, mesh, rows):
 
 def test_values_of_draft_confidence_are_compared(tmp_path, rows, capsys):
     hf_dir = make_tiny_hf(tmp_path / "model", "mimo", depth=1, with_tokenizer=True)
-    tokenizer, data = load_rows(resolve(hf_dir), [rows])
+    encoder, data = load_rows(resolve(hf_dir), [rows])
     served = by_engine(
         "transformers",
         EngineConfig(resolve_served(hf_dir), "float32", num_speculative_tokens=3),
         data.val_conversations,
-        tokenizer,
+        encoder,
         max_new_tokens=8,
         max_prompts=2,
         confidences=[0, 1],
@@ -201,11 +203,11 @@ def test_a_prompt_that_leaves_no_room_is_named(tmp_path, mesh):
     hf_dir = make_tiny_hf(tmp_path / "model", "mimo", depth=1, with_tokenizer=True, max_position_embeddings=64)
     path = tmp_path / "long.jsonl"
     path.write_text(json.dumps({"query": "very " * 200, "response": "Yes."}))
-    tokenizer = AutoTokenizer.from_pretrained(hf_dir)
+    encoder = PromptEncoder(ChatTemplate(AutoTokenizer.from_pretrained(hf_dir)))
     conversations = load_prompts([str(path)])
     config = EngineConfig(resolve_served(hf_dir), "float32", num_speculative_tokens=None)
     with pytest.raises(UserError, match=naming("long.jsonl:1 max_position_embeddings 64")):
-        by_engine("transformers", config, conversations, tokenizer, max_new_tokens=8, max_prompts=2)
+        by_engine("transformers", config, conversations, encoder, max_new_tokens=8, max_prompts=2)
 
 
 def figures(*rates: float) -> dict:
