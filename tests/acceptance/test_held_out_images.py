@@ -22,7 +22,7 @@ from tests.images import extras_of
 EVALUATION = {"eval_mtp_1_acceptance": 0.5, "eval_mtp_2_acceptance": 0.25}
 
 
-@pytest.fixture(params=["qwen3_5", "qwen3_5_moe"])
+@pytest.fixture(params=["qwen3_5", "qwen3_5_moe", "qwen2_5_vl"])
 def family(request) -> str:
     return request.param
 

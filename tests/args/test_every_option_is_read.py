@@ -15,7 +15,8 @@ from swiftlite.engines.index import ENGINES
 from swiftlite.hub.name import MODEL_OPTIONS
 
 PACKAGE = Path(swiftlite.__file__).parent
-OF_TRAINING = ["data/image_inputs.py", 
+OF_TRAINING = [
+    "data/image_inputs.py",
     *("train", "model", "cli/main.py"),
     *("plan/run.py", "plan/heads.py", "plan/layout.py", "plan/trainable.py"),
 ]

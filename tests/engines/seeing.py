@@ -42,7 +42,6 @@ class Seeing(Reference):
     def open(cls, directory: Path, family: str, depth: int) -> "Seeing":
         reference = cls.load(directory, family, depth)
         assert isinstance(reference, Seeing)
-        reference.plain_rotary_emb = reference.trunk.model.rotary_emb
         reference.placeholder = 124
         reference.features_IH = torch.empty(0)
         reference.sees_images = reference.has_axes = True
@@ -62,7 +61,7 @@ class Seeing(Reference):
         axes_3S = longest.axes_31S(model)[:, 0]
         if not self.has_axes:
             axes_3S = torch.arange(axes_3S.shape[1]).expand(3, -1)
-        self.trunk.model.rotary_emb = _Turns(self.plain_rotary_emb, axes_3S)
+        self.trunk.model.rotary_emb = _Turns(model.model.language_model.rotary_emb, axes_3S)
 
     def head_states(self, k: int, hidden_BSH: torch.Tensor, ids_BS: torch.Tensor) -> Any:
         self.is_head = True

@@ -22,6 +22,10 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 from transformers.modeling_outputs import BaseModelOutput
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 from transformers.utils import logging
 
 from swiftlite.acceptance.counts import DraftCounts
@@ -220,7 +224,7 @@ def load_trunk(config: EngineConfig) -> PreTrainedModel:
         "experts_implementation": "eager",  # one expert after another, with the order of summation of training
     }
     model_class: Any = AutoModelForCausalLM
-    if config.max_images:
+    if config.max_images or _has_vision_class_only(model):
         model_class = AutoModelForImageTextToText
     source: Path | None = model.directory
     if model.family.name == "mimo":
@@ -247,6 +251,14 @@ def load_trunk(config: EngineConfig) -> PreTrainedModel:
     if torch.cuda.is_available():
         trunk = trunk.to("cuda")
     return trunk.eval()
+
+
+def _has_vision_class_only(model: HfModel) -> bool:
+    """Return whether transformers has a class for the whole vision-language model, but none for its language model."""
+    model_type = model.config["model_type"]
+    return model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES and (
+        model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    )
 
 
 def _unquantized_class(model_class: Any, model: HfModel, options: dict[str, Any]) -> tuple[Any, PreTrainedConfig]:
