@@ -28,12 +28,13 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbe
 
 from swiftlite import families, rules
 from swiftlite.acceptance import greedy
+from swiftlite.acceptance.prompt_items import PromptItems
 from swiftlite.args.commands import SftArgs
 from swiftlite.bridge.rows import Row
 from swiftlite.data.batch import AXES, ITEM, Batch, Extra, collate, collate_packed
 from swiftlite.data.encoder import ConversationEncoder, Encoded, Encoder
 from swiftlite.data.rows.conversation import Conversation, parse_row
-from swiftlite.data.sample import Sample
+from swiftlite.data.sample import Sample, make_sample
 from swiftlite.data.template import ChatTemplate
 from swiftlite.errors import OptionError, UserError
 from swiftlite.estimate.memory import estimate
@@ -147,7 +148,7 @@ def axes_of(is_patch: np.ndarray) -> np.ndarray:
 def make_encoder(args: Any, tokenizer: Any, hf_model: HfModel) -> Encoder:
     template = ChatTemplate(tokenizer, vocab_size=hf_model.config["vocab_size"])
     placeholder = tokenizer.convert_tokens_to_ids(PLACEHOLDER)
-    return SeeingEncoder(template, args.max_length, args.truncation_strategy, parse_seen, placeholder)
+    return SeeingEncoder(template, args.max_length, args.truncation_strategy, parse_seen, placeholder=placeholder)
 
 
 TRAINING = Training(make_encoder=make_encoder, make_objective=next_token_objective, extras=EXTRAS)
@@ -373,6 +374,36 @@ def test_three_equal_axes_are_plain_positions(model, mesh):
     assert differs_S.all()
 
 
+@torch.no_grad()
+def test_it_continues_prompts_with_pictures(model, mesh):
+    """Tokens and drafts are those of whole rows without a cache. The tower runs once per prompt."""
+    samples = samples_of(model, [ROWS[0], ROWS[3], ROWS[1]])
+    built = open_glade(model, mesh).eval()
+    runs = []
+    assert built.tower
+    built.tower.register_forward_hook(lambda *_: runs.append(1))
+    rows = []
+    for sample in samples:
+        ids = sample.input_ids.tolist()
+        rows.append(greedy.GreedyRow.of(ids, 5, 128, PromptItems.of(ids, sample.extras, EXTRAS)))
+    decoding = greedy.GreedyRows([built], mesh, rows, ())
+    while decoding.num_unfinished:
+        decoding.step()
+    drafts = dict(zip(range(len(rows)), (drafts_KS for _, drafts_KS in decoding.drafts(1)), strict=True))
+    assert len(runs) == 2
+    for number, (row, sample) in enumerate(zip(rows, samples, strict=True)):
+        last = sample.extras[AXES].max() + 1
+        axes = [*sample.extras[AXES].tolist(), *([last + step] * 3 for step in range(5))]
+        item = [*sample.extras[ITEM], *[-1] * 5]
+        whole = make_sample(row.tokens, np.ones(len(row.tokens)))
+        whole = whole.with_extras(**{**sample.extras, AXES: np.array(axes), ITEM: np.array(item)})
+        batch = collate([whole], 0, num_drafts=1, extras=EXTRAS)
+        expected = logits_of(built, batch, batch.axes_3BS)
+        here = slice(row.first - 1, -1)
+        assert expected.main[0, here].argmax(-1).tolist() == row.tokens[row.first :]
+        assert expected.mtp[0][0, here].argmax(-1).tolist()[:-1] == drafts[number][0, :-1].tolist()
+
+
 def args_of(model: Path, rows: Path, output_dir: Path, **options: Any) -> SftArgs:
     return SftArgs(
         model=str(model),
@@ -468,14 +499,6 @@ def test_heads_on_another_stage_are_refused(model, rows, tmp_path):
     args = args_of(model, rows, tmp_path / "run", pipeline_model_parallel_size=2)
     with pytest.raises(OptionError, match=naming("--pipeline_model_parallel_size 2 tower")):
         rules.check(args, world_size=2)
-
-
-def test_it_is_not_asked_to_continue_prompts(model, mesh):
-    row = greedy.GreedyRow.of([1, 2, 3], max_new_tokens=4, max_length=16)
-    decoding = greedy.GreedyRows([open_glade(model, mesh).eval()], mesh, [row], ())
-    with torch.no_grad(), pytest.raises(UserError) as raised:
-        decoding.step()
-    assert mentions(raised.value.problem, "tower")
 
 
 def test_streams_which_carry_no_pictures_are_refused(model, rows, mesh, tmp_path):
