@@ -20,7 +20,6 @@ import torch
 from PIL import Image
 from transformers import PreTrainedTokenizerBase
 
-from swiftlite.args.fields import ImageArgs
 from swiftlite.data.batch import AXES, ITEM, Extra
 from swiftlite.data.image_sizes import ImageSizes
 from swiftlite.data.images import ImageRef, read_image
@@ -59,17 +58,11 @@ class ImageProcessing:
     sizes: ImageSizes
 
     @classmethod
-    def read(
-        cls, hf_dir: Path, sizes: ImageSizes, max_pixels: int | None = None, min_pixels: int | None = None
-    ) -> "ImageProcessing":
+    def read(cls, hf_dir: Path, sizes: ImageSizes) -> "ImageProcessing":
         """Read the settings from the directory of a model.
 
-        Args:
-            max_pixels, min_pixels: bounds of the number of pixels after resizing; None: those of the model.
-
         Raises:
-            UserError: preprocessor_config.json is missing, belongs to another processor or contradicts config.json, or
-                the bounds contradict each other.
+            UserError: preprocessor_config.json is missing, belongs to another processor or contradicts config.json.
         """
         path = hf_dir / "preprocessor_config.json"
         try:
@@ -79,17 +72,47 @@ class ImageProcessing:
         kind = str(found.pop("image_processor_type", ""))
         if not kind.startswith("Qwen2VLImageProcessor"):
             raise UserError(f"{path}: image_processor_type {kind!r} is not supported", "use the file of the model")
-        for bound, value in (("max_pixels", max_pixels), ("min_pixels", min_pixels)):
-            if value is not None:
-                found[bound] = value
         processor = _processor_class()(**found)
         for name in ("patch_size", "temporal_patch_size", "merge_size"):
             given, expected = getattr(processor, name), getattr(sizes, name)
             if given != expected:
                 raise UserError(f"{path}: {name} {given} contradicts {expected} in config.json")
-        settings = json.dumps(processor.to_dict(), sort_keys=True)
-        _check_bounds(processor.size["shortest_edge"], processor.size["longest_edge"], sizes)
-        return shared_processing(settings, sizes)
+        return shared_processing(json.dumps(processor.to_dict(), sort_keys=True), sizes)
+
+    @classmethod
+    def of_model(cls, hf_dir: Path, sizes: ImageSizes | None, tokenizer: PreTrainedTokenizerBase) -> "ImageProcessing":
+        """Read the settings from the directory of a model, if the model supports images.
+
+        Args:
+            sizes: sizes of the model's inputs; None for a model without images.
+
+        Raises:
+            UserError: the model or its files do not support images. The problem continues a sentence about the images
+                of a row.
+        """
+        if sizes is None:
+            raise UserError("is not supported by this model")
+        if tokenizer.convert_ids_to_tokens(sizes.image_token_id) is None:
+            raise UserError(f"requires the token {sizes.image_token_id}, which the tokenizer of --model lacks")
+        return cls.read(hf_dir, sizes)
+
+    def with_bounds(self, max_pixels: int | None, min_pixels: int | None) -> "ImageProcessing":
+        """Return the processing with other bounds of the pixels of a resized image; None keeps a bound of the model.
+
+        Raises:
+            UserError: the bounds contradict each other, or are too small for one item.
+        """
+        settings = json.loads(self.settings)
+        size = settings["size"]
+        size["longest_edge"] = max_pixels or size["longest_edge"]
+        size["shortest_edge"] = min_pixels or size["shortest_edge"]
+        highest, lowest, one_item = size["longest_edge"], size["shortest_edge"], self.sizes.group_size**2
+        if highest < one_item:
+            raise UserError(f"--max_pixels {highest} is less than one item of the model", f"use {one_item} or more")
+        if lowest > highest:
+            problem = f"--min_pixels {lowest} is above --max_pixels {highest}, of which one is that of the model"
+            raise UserError(problem, "use --min_pixels and --max_pixels together")
+        return shared_processing(json.dumps(settings, sort_keys=True), self.sizes)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # All samples that a worker process returns share one object.
@@ -126,15 +149,6 @@ def _processor_class() -> Any:
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     return Qwen2VLImageProcessorPil
-
-
-def _check_bounds(min_pixels: int, max_pixels: int, sizes: ImageSizes) -> None:
-    one_item = sizes.group_size**2
-    if max_pixels < one_item:
-        raise UserError(f"--max_pixels {max_pixels} is less than one item of the model", f"use {one_item} or more")
-    if min_pixels > max_pixels:
-        hint = "use --min_pixels and --max_pixels together"
-        raise UserError(f"--min_pixels {min_pixels} is above --max_pixels {max_pixels}", hint)
 
 
 @dataclass(frozen=True)
@@ -197,30 +211,6 @@ class ImageEncoder:
 
     processing: ImageProcessing
     media_root: Path | None = None
-
-    @classmethod
-    def open(
-        cls, args: ImageArgs, hf_dir: Path, sizes: ImageSizes | None, tokenizer: PreTrainedTokenizerBase
-    ) -> "ImageEncoder":
-        """Return the reader of images for a model.
-
-        Args:
-            hf_dir: directory of the model.
-            sizes: sizes of the model's inputs; None for a model without images.
-
-        Raises:
-            UserError: the model or its files do not support images. The problem continues a sentence about the images
-                of a row.
-        """
-        if sizes is None:
-            raise UserError("is not supported by this model")
-        if tokenizer.convert_ids_to_tokens(sizes.image_token_id) is None:
-            raise UserError(f"requires the token {sizes.image_token_id}, which the tokenizer of --model lacks")
-        processing = ImageProcessing.read(hf_dir, sizes, args.max_pixels, args.min_pixels)
-        media_root = None
-        if args.media_root is not None:
-            media_root = Path(args.media_root)
-        return cls(processing, media_root)
 
     @property
     def sizes(self) -> ImageSizes:

@@ -85,7 +85,7 @@ def read_image(image: RowImage, media_root: Path) -> ImageRef:
 
 
 def decode(content: bytes) -> Image.Image:
-    """Decode the content of an image file as vLLM does (`vllm/multimodal/media/image.py`), in RGB.
+    """Decode the content of an image file as vLLM does (its `ImageMediaIO`), in RGB.
 
     Raises:
         UserError: the format is not supported, the image is too large or too narrow, or the content is damaged.

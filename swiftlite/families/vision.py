@@ -186,15 +186,22 @@ MODEL_TYPES = ("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen2_5_vl")
 """
 
 
+_KEYS = ("patch_size", "temporal_patch_size", "spatial_merge_size")
+
+
 def image_sizes(hf_config: HfConfig) -> ImageSizes | None:
     """Return the sizes of a model's image inputs; None for models without images, or whose config.json lacks a size."""
-    vision = hf_config.get("vision_config")
-    if hf_config.get("model_type") not in MODEL_TYPES or not isinstance(vision, dict):
+    vision, image_token_id = hf_config.get("vision_config"), hf_config.get("image_token_id")
+    if hf_config.get("model_type") not in MODEL_TYPES or not isinstance(vision, dict) or image_token_id is None:
         return None
-    channels = vision.get("in_channels", vision.get("in_chans", 3))  # Qwen2.5-VL's files say in_chans
-    numbers = (vision.get("patch_size"), vision.get("temporal_patch_size"), vision.get("spatial_merge_size"))
-    image_token_id = hf_config.get("image_token_id")
-    if image_token_id is None or None in numbers:
+    if any(key not in vision for key in _KEYS):
         return None
-    ends = (hf_config.get("vision_start_token_id"), hf_config.get("vision_end_token_id"))
-    return ImageSizes(*numbers, channels, image_token_id, *ends)
+    return ImageSizes(
+        patch_size=vision["patch_size"],
+        temporal_patch_size=vision["temporal_patch_size"],
+        merge_size=vision["spatial_merge_size"],
+        channels=vision.get("in_channels", vision.get("in_chans", 3)),  # Qwen2.5-VL's files say in_chans
+        image_token_id=image_token_id,
+        vision_start_id=hf_config.get("vision_start_token_id"),
+        vision_end_id=hf_config.get("vision_end_token_id"),
+    )

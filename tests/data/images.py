@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -36,10 +37,10 @@ def with_vision(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def make_processor(patch_size: int = 4, **settings) -> Qwen2VLImageProcessorPil:
+def make_processor(**settings: Any) -> Any:
     """Return an image processor with small patches, so that images have few tokens."""
-    bounds = {"min_pixels": (2 * patch_size) ** 2, "max_pixels": 40 * (2 * patch_size) ** 2}
-    return Qwen2VLImageProcessorPil(patch_size=patch_size, **bounds | settings)
+    small: dict[str, Any] = {"patch_size": 4, "min_pixels": 8 * 8, "max_pixels": 40 * 8 * 8}
+    return Qwen2VLImageProcessorPil(**small | settings)
 
 
 def make_image_encoder(
@@ -48,17 +49,21 @@ def make_image_encoder(
     """Return the encoder of images of a model whose preprocessor_config.json is written to the directory."""
     processor = make_processor(**settings)
     processor.save_pretrained(directory)
-    start, end, placeholder = tokenizer.convert_tokens_to_ids(TOKENS)
-    sizes = ImageSizes(processor.patch_size, processor.temporal_patch_size, processor.merge_size, 3, placeholder)
-    sizes = ImageSizes(**vars(sizes) | {"vision_start_id": start, "vision_end_id": end})
+    sizes = make_sizes(tokenizer)
     return ImageEncoder(ImageProcessing.read(directory, sizes), media_root)
+
+
+def make_sizes(tokenizer: Any) -> ImageSizes:
+    """Return the sizes that `make_processor` produces, with the tokens of images."""
+    start, end, placeholder = tokenizer.convert_tokens_to_ids(TOKENS)
+    return ImageSizes(4, 2, 2, 3, placeholder, start, end)
 
 
 def noise(width: int, height: int, seed: int = 0, mode: str = "RGB") -> Image.Image:
     """Return an image of random pixels."""
     channels = len(Image.new(mode, (1, 1)).getbands())
-    pixels = np.random.RandomState(seed).randint(0, 256, (height, width, channels), np.uint8)
-    return Image.fromarray(pixels.squeeze(-1) if channels == 1 else pixels, mode)
+    pixels = np.random.RandomState(seed).randint(0, 256, height * width * channels, np.uint8)
+    return Image.frombytes(mode, (width, height), pixels.tobytes())
 
 
 def encoded(image: Image.Image, kind: str = "PNG", **options) -> bytes:

@@ -22,13 +22,12 @@ from swiftlite.data.batch import AXES, ITEM, collate, collate_packed
 from swiftlite.data.dataset import load_train_val
 from swiftlite.data.encoder import ConversationEncoder
 from swiftlite.data.image_inputs import GRID, PATCHES, ImageProcessing, axes_of, image_extras
-from swiftlite.data.image_sizes import ImageSizes
 from swiftlite.data.rows.conversation import RowError, parse_row
 from swiftlite.data.rows.pair import parse_pair
 from swiftlite.data.sample import Sample, digest
 from swiftlite.data.template import ChatTemplate
 from swiftlite.errors import UserError
-from tests.data.images import TOKENS, VISION, make_image_encoder, make_processor, noise, with_vision, writer
+from tests.data.images import TOKENS, VISION, make_image_encoder, make_processor, make_sizes, noise, with_vision, writer
 from tests.data.templates import CHATML
 from tests.messages import has_line, mentions, naming
 
@@ -205,7 +204,7 @@ def samples_of(tmp_path):
 class Processor(Qwen3VLProcessor):
     """transformers' processor of Qwen3-VL and Qwen3.5 without videos, which require torchvision."""
 
-    def __init__(self, image_processor=None, tokenizer=None, chat_template=None):
+    def __init__(self, image_processor: Any = None, tokenizer: Any = None, chat_template: str | None = None):
         self.image_token = TOKENS[2]
         self.image_token_id = tokenizer.convert_tokens_to_ids(self.image_token)
         ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
@@ -237,7 +236,7 @@ def samples(make_encoder, samples_of, write):
 @pytest.mark.parametrize("number", range(len(ROWS)))
 def test_tokens_and_pixels_are_those_of_transformers(samples, tokenizer, number):
     row, sample = ROWS[number], samples[number]
-    processor = Processor(make_processor(), tokenizer)
+    processor: Any = Processor(make_processor(), tokenizer)
     rendered = tokenizer.apply_chat_template(PARSE(row).messages, tokenize=False)
     names = list(SIZES)
     images = [noise(*SIZES[name], seed=names.index(name)) for name in row.get("images", ())]
@@ -358,11 +357,7 @@ def test_positions_are_those_of_transformers(samples, tokenizer, model_type, num
     ]
     theirs, _ = model.get_rope_index(ids, mm_token_type_ids=is_image, image_grid_thw=torch.tensor(grids).long())
     batch = collate([sample], 0, extras=image_extras(make_sizes(tokenizer)))
-    assert torch.equal(batch.axes_3BS, theirs)
-
-
-def make_sizes(tokenizer) -> ImageSizes:
-    return ImageSizes(4, 2, 2, 3, tokenizer.convert_tokens_to_ids(TOKENS[2]))
+    assert torch.equal(batch.extras[AXES][0], theirs)
 
 
 def test_positions_by_hand():
@@ -390,9 +385,10 @@ def test_batches_of_samples_with_and_without_images(samples, tokenizer):
         assert torch.equal(item_KBS >= 0, batch.tokens_KBS == tokenizer.convert_tokens_to_ids(TOKENS[2]))
         assert item_KBS[0][item_KBS[0] >= 0].tolist() == list(range(len(expected)))
         of_text = (batch.sequence_KBS[0] == 0).expand(3, -1, -1)
-        assert torch.equal(batch.axes_3BS[of_text], batch.position_ids_BS.expand(3, -1, -1)[of_text])
+        axes_3BS = batch.extras[AXES][0]
+        assert torch.equal(axes_3BS[of_text], batch.position_ids_BS.expand(3, -1, -1)[of_text])
         padding = (batch.sequence_KBS[0] == -1).expand(3, -1, -1)
-        assert not batch.axes_3BS[padding].any()
+        assert not axes_3BS[padding].any()
 
 
 # Samples
@@ -470,10 +466,11 @@ def test_relative_paths_start_at_media_root(make_encoder, tokenizer, tmp_path, w
 # The settings of the processor
 
 
-def test_bounds_of_pixels_replace_those_of_the_model(make_encoder, tmp_path):
+def test_bounds_of_pixels_replace_those_of_the_model(make_encoder):
     images = make_encoder().images
-    for bounds, num_items in (({}, 36), ({"max_pixels": 640}, 9), ({"min_pixels": 8000, "max_pixels": 8000}, 121)):
-        processing = ImageProcessing.read(tmp_path, images.sizes, **bounds)
+    for highest, lowest, num_items in ((None, None, 36), (640, None, 9), (9000, 8000, 121)):
+        processing = images.processing.with_bounds(highest, lowest)
+        bounds = {"max_pixels": highest or 40 * 8 * 8, "min_pixels": lowest or 8 * 8}
         items = processing.items_of(noise(300, 300))
         theirs = make_processor(**bounds).preprocess([noise(300, 300)], return_tensors="np")["pixel_values"]
         assert np.array_equal(items, theirs.reshape(items.shape))
@@ -481,18 +478,27 @@ def test_bounds_of_pixels_replace_those_of_the_model(make_encoder, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "bounds", "message"),
+    ("highest", "lowest", "message"),
+    [(63, None, "--max_pixels 63 64"), (None, 10_000, "--min_pixels 10000 --max_pixels 2560")],
+)
+def test_bad_bounds(make_encoder, highest, lowest, message):
+    processing = make_encoder().images.processing
+    with pytest.raises(UserError) as raised:
+        processing.with_bounds(highest, lowest)
+    assert mentions(str(raised.value), message)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
     [
-        ({"image_processor_type": "CLIPImageProcessor"}, {}, "preprocessor_config.json image_processor_type"),
-        ({"patch_size": 5}, {}, "preprocessor_config.json patch_size 5 4 config.json"),
-        ({"merge_size": 1}, {}, "preprocessor_config.json merge_size 1 2 config.json"),
-        ({}, {"max_pixels": 63}, "--max_pixels 63 64"),
-        ({}, {"min_pixels": 10_000}, "--min_pixels 10000 --max_pixels 2560"),
-        (None, {}, "preprocessor_config.json"),
-        ("{", {}, "preprocessor_config.json"),
+        ({"image_processor_type": "CLIPImageProcessor"}, "preprocessor_config.json image_processor_type"),
+        ({"patch_size": 5}, "preprocessor_config.json patch_size 5 4 config.json"),
+        ({"merge_size": 1}, "preprocessor_config.json merge_size 1 2 config.json"),
+        (None, "preprocessor_config.json"),
+        ("{", "preprocessor_config.json"),
     ],
 )
-def test_bad_settings(make_encoder, tmp_path, change, bounds, message):
+def test_bad_settings(make_encoder, tmp_path, change, message):
     sizes = make_encoder().images.sizes
     path: Path = tmp_path / "preprocessor_config.json"
     if change is None:
@@ -502,5 +508,5 @@ def test_bad_settings(make_encoder, tmp_path, change, bounds, message):
     else:
         path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(UserError) as raised:
-        ImageProcessing.read(tmp_path, sizes, **bounds)
+        ImageProcessing.read(tmp_path, sizes)
     assert mentions(str(raised.value), message)

@@ -279,7 +279,7 @@ def _from_messages(row: dict[str, Any], name: str, no_images: str) -> list[_Turn
         if "reasoning_content" in message:
             _expect(str, message["reasoning_content"], f"{path}.reasoning_content", "text")
         may_be_empty = role == "tool" or "tool_calls" in message
-        if not no_images and _is_parts(content) and has_image_parts(content):
+        if not no_images and isinstance(content, list) and _is_parts(content) and has_image_parts(content):
             message["content"] = read_parts(content, f"{path}.content")
         else:
             message["content"] = _text(content, f"{path}.content", may_be_empty)

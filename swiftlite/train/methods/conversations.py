@@ -40,18 +40,24 @@ def make_conversation_encoder(
 
 
 def make_image_encoder(args: SftArgs, tokenizer: PreTrainedTokenizerBase, hf_model: HfModel) -> Encoder:
-    """Return the encoder of conversations, which can have images if the model and the run support them."""
+    """Return the encoder of conversations, which can have images if the model and the run support them.
+
+    Raises:
+        UserError: --max_pixels or --min_pixels do not fit the model.
+    """
     try:
-        images = open_images(args, tokenizer, hf_model)
+        processing = image_processing_of(args, tokenizer, hf_model)
     except UserError as error:  # only rows with images are invalid
         return make_conversation_encoder(args, tokenizer, hf_model, partial(parse_row, no_images=error.problem))
+    processing = processing.with_bounds(args.max_pixels, args.min_pixels)
+    images = ImageEncoder(processing, Path(args.media_root) if args.media_root else None)
     template = ChatTemplate(tokenizer, args.loss_scale, hf_model.config["vocab_size"], images.sizes.image_token_id)
     parse = partial(parse_row, no_images="")
     return ConversationEncoder(template, args.max_length, args.truncation_strategy, parse, images)
 
 
-def open_images(args: SftArgs, tokenizer: PreTrainedTokenizerBase, hf_model: HfModel) -> ImageEncoder:
-    """Return the reader of images for a run.
+def image_processing_of(args: SftArgs, tokenizer: PreTrainedTokenizerBase, hf_model: HfModel) -> ImageProcessing:
+    """Return how the model processes images.
 
     Raises:
         UserError: the model, its files or an option of the run do not support images. The problem continues a sentence
@@ -59,7 +65,7 @@ def open_images(args: SftArgs, tokenizer: PreTrainedTokenizerBase, hf_model: HfM
     """
     if args.streaming:
         raise UserError("is not supported with --streaming")
-    return ImageEncoder.open(args, hf_model.directory, image_sizes(hf_model.config), tokenizer)
+    return ImageProcessing.of_model(hf_model.directory, image_sizes(hf_model.config), tokenizer)
 
 
 def load_data(args: SftArgs, encoder: Encoder, vocab_size: int) -> Data:
