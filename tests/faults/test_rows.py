@@ -1,6 +1,7 @@
 """Test data files with any content: every row is a sample or a bad row with its line, or the file is rejected."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -11,17 +12,30 @@ import pytest
 from hypothesis import example, given
 
 from swiftlite.data.encoder import ConversationEncoder
-from swiftlite.data.rows.conversation import FIELDS, ORDER, SHAREGPT_ROLES
+from swiftlite.data.images import read_image
+from swiftlite.data.rows.conversation import FIELDS, ORDER, SHAREGPT_ROLES, parse_row
+from swiftlite.data.rows.image_parts import IMAGE_TYPES, RowImage
 from swiftlite.data.rows.sources import FileRows, find_rows, read_rows
 from swiftlite.data.template import ChatTemplate
+from tests.data.images import VISION, encoded, make_image_encoder, noise, with_vision, writer
 from tests.data.templates import CHATML, QWEN3, train_bytes
 from tests.faults.fuzzing import answer, damaged, fuzz, junk, texts
 
 ROW = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
 CALL = {"function": {"name": "get", "arguments": {"a": 1}}}
 
+IMAGE_NAMES = ("image", "image_url", "url", "path")
+images = st.one_of(
+    junk, st.sampled_from(["a.png", "gone.png", "../a.png", {"url": "a.png"}, "data:image/png;base64,x"])
+)
 contents = st.one_of(
-    texts, junk, st.lists(st.fixed_dictionaries({"type": st.one_of(st.just("text"), junk), "text": junk}), max_size=2)
+    texts,
+    junk,
+    st.lists(st.fixed_dictionaries({"type": st.one_of(st.just("text"), junk), "text": junk}), max_size=2),
+    st.sampled_from(["<image>", "See <image> and <image>.", "<|image_pad|>"]),
+    st.lists(
+        st.fixed_dictionaries({"type": st.sampled_from(IMAGE_TYPES)}, optional=dict.fromkeys(IMAGE_NAMES, images))
+    ),
 )
 turns = st.fixed_dictionaries(
     {},
@@ -38,26 +52,34 @@ turns = st.fixed_dictionaries(
     },
 )
 histories = st.one_of(junk, st.lists(st.lists(contents, min_size=2, max_size=2), max_size=2))
-values = st.one_of(junk, texts, st.lists(turns, max_size=4), histories, junk.map(json.dumps))
+values = st.one_of(
+    junk, texts, st.lists(images, max_size=3), st.lists(turns, max_size=4), histories, junk.map(json.dumps)
+)
 good = st.one_of(contents, st.just("text")).map(
     lambda content: {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": content}]}
 )
 rows = st.one_of(st.dictionaries(st.one_of(st.sampled_from(sorted(FIELDS)), texts), values, max_size=4), good, junk)
 
 
-@pytest.fixture(scope="module", params=[CHATML, QWEN3], ids=["chatml", "qwen3"])
-def encoder(request) -> ConversationEncoder:
+@pytest.fixture(scope="module", params=[CHATML, QWEN3, VISION], ids=["chatml", "qwen3", "images"])
+def encoder(request, tmp_path_factory) -> ConversationEncoder:
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=train_bytes(), eos_token="<|endoftext|>", chat_template=request.param
     )
-    return ConversationEncoder(ChatTemplate(tokenizer, vocab_size=len(tokenizer)), 2048, "delete")
+    if request.param != VISION:
+        return ConversationEncoder(ChatTemplate(tokenizer, vocab_size=len(tokenizer)), 2048, "delete")
+    directory = tmp_path_factory.mktemp("images")
+    writer(directory)("a.png")
+    reader = make_image_encoder(with_vision(tokenizer), directory, directory)
+    template = ChatTemplate(tokenizer, "default", len(tokenizer), reader.sizes.image_token_id)
+    return ConversationEncoder(template, 2048, "delete", partial(parse_row, no_images=""), reader)
 
 
 def check(path: Path, encoder: ConversationEncoder) -> None:
     """Check that every row of a file is accounted for, and that the samples can be trained."""
-    read = answer(read_rows, find_rows(str(path)), names=str(path))
+    read = answer(read_rows, find_rows(str(path)), names=str(path), parse=encoder.parse)
     if read is None:
         return
     assert isinstance(read, FileRows)
@@ -72,6 +94,7 @@ def check(path: Path, encoder: ConversationEncoder) -> None:
         elif encoded.samples:
             assert encoded.samples[0].num_trained_tokens
             assert np.isfinite(encoded.samples[0].loss_scale).all()
+            assert bool(encoded.samples[0].extras) == bool(conversation.images)
 
 
 def row_with(**turn: object) -> dict:
@@ -92,6 +115,14 @@ def test_any_row(tmp_path, encoder, row):
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(ROW) + "\n" + json.dumps(row) + "\n")
     check(path, encoder)
+
+
+@fuzz
+@given(content=st.one_of([damaged(encoded(noise(9, 7), kind)) for kind in ("PNG", "JPEG", "WEBP", "GIF", "BMP")]))
+def test_any_bytes_of_an_image(tmp_path, content):
+    image = answer(read_image, RowImage(content, "images[0]"), tmp_path, names="images[0]")
+    if image is not None:
+        assert image.load().size == (image.width, image.height)
 
 
 @fuzz

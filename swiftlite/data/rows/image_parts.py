@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from swiftlite.data.rows.row_error import RowError, shown
+from swiftlite.errors import clip
 from swiftlite.json_file import parse_json
 
 TAG = "<image>"
@@ -72,7 +73,8 @@ def read_parts(content: list[Part], path: str) -> list[Part]:
         if kind in IMAGE_TYPES:
             parts.append(_image_part(part, f"{path}[{i}]"))
         elif kind != "text":
-            raise RowError(path, f"has a part of type {kind}, which is not supported", "use text and images")
+            problem = f"has a part of type {clip(str(kind), 80)}, which is not supported"
+            raise RowError(path, problem, "use text and images")
         elif not isinstance(part.get("text"), str):
             raise RowError(f"{path}[{i}].text", f"is {shown(part.get('text'))}, not text")
         else:
