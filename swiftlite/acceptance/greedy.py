@@ -66,13 +66,13 @@ class _MicroBatch:
     """A part of the rows, and its cache on this rank.
 
     Attributes:
-        tower_output_IH: outputs of the tower for all rows (`decode.tower_output`); None if no row has items.
+        tower_output: outputs of the tower for all rows (`decode.tower_output`); None if no row has items.
         first_items: for each row, the index of its first item among the items of all rows.
     """
 
     rows: Sequence[GreedyRow]
     cache: Cache
-    tower_output_IH: torch.Tensor | None
+    tower_output: torch.Tensor | None
     first_items: Sequence[int]
 
     @property
@@ -215,7 +215,7 @@ class GreedyRows:
             predicted.to(self.mesh.device.torch_device),
             axes_3BT,
             item_KBT,
-            batch.tower_output_IH,
+            batch.tower_output,
         )
 
     def _tower_output(self, rows: Sequence[GreedyRow]) -> torch.Tensor | None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from swiftlite.acceptance.prompt_items import PromptItems
 from swiftlite.args.fields import ImageArgs
 from swiftlite.data.batch import AXES, ITEM
 from swiftlite.data.encoder import encode_prompt
-from swiftlite.data.image_inputs import PATCHES, ImageEncoder
+from swiftlite.data.image_inputs import PATCHES, ImageEncoder, ImageProcessing
 from swiftlite.data.images import ImageRef
 from swiftlite.data.rows.conversation import NO_IMAGES, Conversation, RowError
 from swiftlite.data.sample import Sample, make_sample
@@ -128,14 +129,25 @@ class PromptEncoder:
     def open(
         cls, args: ImageArgs, model: HfModel, tokenizer: PreTrainedTokenizerBase, info: EngineInfo | None
     ) -> "PromptEncoder":
-        """Return the encoder for a model and an engine; None is for measurements without an engine."""
+        """Return the encoder for a model and an engine.
+
+        Args:
+            info: None for measurements without an engine.
+
+        Raises:
+            UserError: --max_pixels or --min_pixels do not fit the model.
+        """
         vocab_size = model.config["vocab_size"]
         try:
-            images = _open_images(args, model, tokenizer, info)
+            processing = _image_processing(model, tokenizer, info)
         except UserError as error:  # only rows with images are invalid
             return cls(ChatTemplate(tokenizer, vocab_size=vocab_size), no_images=error.problem)
-        placeholder = images.sizes.image_token_id
-        return cls(ChatTemplate(tokenizer, vocab_size=vocab_size, image_token_id=placeholder), images, no_images="")
+        media_root = None
+        if args.media_root is not None:
+            media_root = Path(args.media_root)
+        images = ImageEncoder(processing.with_bounds(args.max_pixels, args.min_pixels), media_root)
+        template = ChatTemplate(tokenizer, vocab_size=vocab_size, image_token_id=images.sizes.image_token_id)
+        return cls(template, images, no_images="")
 
     def __call__(self, chat: Conversation) -> Sequence[int]:
         """Return the tokens of a conversation, followed by the beginning of the next assistant turn; with images, an
@@ -169,12 +181,16 @@ class PromptEncoder:
         return replace(chat, images=tuple(images))
 
 
-def _open_images(
-    args: ImageArgs, model: HfModel, tokenizer: PreTrainedTokenizerBase, info: EngineInfo | None
-) -> ImageEncoder:
+def _image_processing(model: HfModel, tokenizer: PreTrainedTokenizerBase, info: EngineInfo | None) -> ImageProcessing:
+    """Return how the model processes images.
+
+    Raises:
+        UserError: the model, its files or the engine do not support images. The problem continues a sentence about the
+            images of a row.
+    """
     if info is not None and not info.supports_images:
         raise UserError(f"is not supported by --infer_backend {info.name}; use --infer_backend transformers")
-    return ImageEncoder.open(args, model.directory, image_sizes(model.config), tokenizer)
+    return ImageProcessing.of_model(model.directory, image_sizes(model.config), tokenizer)
 
 
 def most_images(prompts: Iterable[Sequence[int]]) -> int:

@@ -7,7 +7,7 @@ training:
     pass            to the stage of the heads       from there to the last stage
     of the trunk    as `StageStates` says           the trunk's state after the norm      [T, 1, H]
     of the heads    the tower's outputs             the state of each depth               [D * T, 1, H]
-                    [I + 1, 1, H], or a
+                    [I, 1, H], or a
                     placeholder [1, 1, H]
 
 The heads read embeddings of tokens, which their stage can look up, and outputs of the tower, which only the first stage
@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
 
 from swiftlite.errors import UserError
@@ -49,7 +48,7 @@ class CachedPass:
         axes_3BT: int64 [3, 1, T], positions along three axes (`data.batch.AXES`); None: `position_ids`.
         item_KBT: int64; indices of the tower's outputs that replace the embeddings of `input_ids`, [1, 1, T], or of
             `mtp_input_ids`, [D, 1, T]; -1 for tokens that use their embedding. None if no row has items.
-        tower_output_IH: result of `tower_output` on the first stage; None on other stages.
+        tower_output: result of `tower_output` on the first stage; None on other stages.
     """
 
     input_ids: torch.Tensor
@@ -59,7 +58,7 @@ class CachedPass:
     predicted: torch.Tensor
     axes_3BT: torch.Tensor | None = None
     item_KBT: torch.Tensor | None = None
-    tower_output_IH: torch.Tensor | None = None
+    tower_output: torch.Tensor | None = None
 
 
 @torch.no_grad()
@@ -67,8 +66,8 @@ def tower_output(model: GPTModel, items: Sequence[Mapping[str, torch.Tensor]]) -
     """Run the tower over each row's items, so that the memory for activations does not depend on the number of rows.
 
     Returns:
-        The outputs of all rows, and a last row of zeros for tokens without an output, [I + 1, H]; None on a stage
-            without the tower.
+        The outputs of all rows, [I, H], or with deepstack [I, (1 + number of layers) * H]; None on a stage without the
+            tower.
     """
     if model.tower is None:
         return None
@@ -77,7 +76,7 @@ def tower_output(model: GPTModel, items: Sequence[Mapping[str, torch.Tensor]]) -
     for of_row in items:
         on_device = {name: tensor.to(device) for name, tensor in of_row.items()}
         outputs.append(model.tower(on_device))
-    return F.pad(torch.cat(outputs), (0, 0, 0, 1))
+    return torch.cat(outputs)
 
 
 @torch.no_grad()
@@ -109,9 +108,11 @@ def _forward_trunk(model: GPTModel, new: CachedPass) -> torch.Tensor:
     received: Any = model.decoder.input_tensor
     if model.follows_heads:
         return received
-    placed = _placed(new, new.tower_output_IH) or [None]
-    embeddings_T1H = model.forward_preprocess(new.input_ids, new.position_ids, placed[0])
-    hidden_T1H = model.forward_decoder(embeddings_T1H, _rotary_emb(model, new), cache=new.cache)
+    placed = None
+    if by_depth := _placed(model, new, new.tower_output):
+        (placed,) = by_depth
+    embeddings_T1H = model.forward_preprocess(new.input_ids, new.position_ids, placed)
+    hidden_T1H = model.forward_decoder(embeddings_T1H, _rotary_emb(model, new), cache=new.cache, placed=placed)
     if any(span.start == 0 for span in new.cache.spans):
         _check_use(model, new.cache)
     states = model.split_decoder_output(hidden_T1H)
@@ -132,9 +133,9 @@ def _forward_heads(model: GPTModel, new: CachedPass, mtp_input_ids: Sequence[tor
     head_input_T1H = new.cache.kept(HEAD_INPUT, new.input_ids.size(1))
     if model.config.sequence_parallel:
         head_input_T1H = scatter_to_sequence_parallel_region(head_input_T1H, group=model.pg_collection.tp)
-    tower_output_IH = new.tower_output_IH
+    output = new.tower_output
     if new.item_KBT is not None and not model.pre_process:
-        tower_output_IH = received[:, 0]
+        output = received[:, 0]
     by_step = [_rotary_emb(model, new, offset) for offset in range(model.heads.unroll)]
     rotary_embs = by_step * model.heads.layers
     return model.forward_mtp(
@@ -143,7 +144,7 @@ def _forward_heads(model: GPTModel, new: CachedPass, mtp_input_ids: Sequence[tor
         new.position_ids,
         rotary_embs,
         cache=new.cache,
-        placed=_placed(new, tower_output_IH),
+        placed=_placed(model, new, output),
     )
 
 
@@ -154,20 +155,20 @@ def _rotary_emb(model: GPTModel, new: CachedPass, offset: int = 0) -> torch.Tens
     return model.rotary_pos_emb([new.cache.capacity], offset)[:, new.position_ids[0]]
 
 
-def _placed(new: CachedPass, tower_output_IH: torch.Tensor | None) -> list[Placed] | None:
+def _placed(model: GPTModel, new: CachedPass, output: torch.Tensor | None) -> list[Placed] | None:
     """Return the tower's outputs with the tokens of the pass that they replace; None if no row has items."""
-    if new.item_KBT is None or tower_output_IH is None:
+    if new.item_KBT is None or output is None:
         return None
-    return [Placed(tower_output_IH, item_BT) for item_BT in new.item_KBT]
+    return Placed.of_depths(output, new.item_KBT, model.config.hidden_size)
 
 
 def _for_heads(model: GPTModel, new: CachedPass) -> torch.Tensor:
-    """Return what the first stage sends to the stage of the heads: the tower's outputs [I + 1, 1, H].
+    """Return what the first stage sends to the stage of the heads: the tower's outputs [I, 1, H].
 
     Without items it is a tensor [1, 1, H] that is not read, because the next stage waits for a message.
     """
-    if new.item_KBT is not None and new.tower_output_IH is not None:
-        return new.tower_output_IH[:, None]
+    if new.item_KBT is not None and new.tower_output is not None:
+        return new.tower_output[:, None, : model.config.hidden_size].contiguous()
     return torch.zeros(1, 1, model.config.hidden_size, dtype=model.config.pipeline_dtype, device=new.cache.device)
 
 

@@ -16,15 +16,18 @@ from swiftlite.acceptance.report import read_acceptance
 from swiftlite.engines.engine import EngineConfig, Sampling, start_engine
 from swiftlite.families.resolved import resolve
 from swiftlite.model.open import open_model
-from tests.engines.seeing import NEW_TOKENS, Seeing, as_prompt, is_decided, make_prompts, simulate, write_seeing
+from tests.engines.seeing import NEW_TOKENS, Seeing, as_prompt, make_prompts, simulate, write_seeing
 from tests.images import extras_of
 
 EVALUATION = {"eval_mtp_1_acceptance": 0.5, "eval_mtp_2_acceptance": 0.25}
 
 
-@pytest.fixture(params=["qwen3_5", "qwen3_5_moe", "qwen2_5_vl"])
+all_families = pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen2_5_vl"], indirect=True)
+
+
+@pytest.fixture
 def family(request) -> str:
-    return request.param
+    return getattr(request, "param", "qwen3_5")
 
 
 @pytest.fixture
@@ -48,9 +51,7 @@ def reference(hf_dir, family) -> Seeing:
 
 @pytest.fixture
 def prompts(hf_dir, hf, reference) -> list[Any]:
-    prompts = make_prompts(hf_dir)
-    assert all(is_decided(reference, hf, prompt) for prompt in prompts)
-    return prompts
+    return make_prompts(hf_dir, reference, hf)
 
 
 @pytest.fixture
@@ -87,6 +88,7 @@ def counts_of(measured: dict[str, Any]) -> tuple[int, int, list[int]]:
     return measured["drafts"], measured["drafted"], accepted
 
 
+@all_families
 def test_counts_equal_a_reference_and_the_transformers_engine(hf_dir, hf, reference, prompts, held_out, model):
     answers, counts = simulate(reference, hf, prompts, 2)
     measured = generated(held_out, model)
@@ -104,6 +106,7 @@ def test_counts_equal_a_reference_and_the_transformers_engine(hf_dir, hf, refere
     )
 
 
+@all_families
 @pytest.mark.parametrize("changed", ["sees_images", "has_axes"])
 def test_features_and_positions_matter(hf, reference, prompts, held_out, model, changed):
     """With heads that read placeholders' embeddings, or with indices as positions, an engine counts something else."""

@@ -16,7 +16,6 @@ from swiftlite.hub.name import MODEL_OPTIONS
 
 PACKAGE = Path(swiftlite.__file__).parent
 OF_TRAINING = [
-    "data/image_inputs.py",
     *("train", "model", "cli/main.py"),
     *("plan/run.py", "plan/heads.py", "plan/layout.py", "plan/trainable.py"),
 ]
@@ -24,10 +23,10 @@ READERS = {
     "megatron sft": OF_TRAINING,
     "megatron pt": OF_TRAINING,
     "megatron dpo": [*OF_TRAINING, "plan/preference.py"],
-    "export": ["export", "model", "plan/layout.py", "data/image_inputs.py"],
-    "infer": ["serve/infer.py", "engines", "data/image_inputs.py"],
-    "regenerate": ["regenerate", "serve/infer.py", "engines", "data/image_inputs.py"],
-    "evaluate": ["evaluate", "data/image_inputs.py"],
+    "export": ["export", "model", "plan/layout.py", "engines/prompts.py"],
+    "infer": ["serve/infer.py", "engines"],
+    "regenerate": ["regenerate", "serve/infer.py", "engines"],
+    "evaluate": ["evaluate", "engines/prompts.py"],
     "speedup": ["speedup"],
     "bench": ["bench", "args/commands.py"],
     "doctor": [

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -11,7 +12,7 @@ from swiftlite.acceptance.held_out import Prompt
 from swiftlite.args.commands import SftArgs
 from swiftlite.data.dataset import Data, load_train_val
 from swiftlite.data.encoder import ConversationEncoder, Encoder, encode_prompt
-from swiftlite.data.image_inputs import ImageEncoder
+from swiftlite.data.image_inputs import ImageEncoder, ImageProcessing
 from swiftlite.data.rows.conversation import Conversation, parse_row
 from swiftlite.data.rows.image_parts import TAG
 from swiftlite.data.rows.mock import MockSamples, mock_lengths
