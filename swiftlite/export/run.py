@@ -26,6 +26,7 @@ from swiftlite.export import adapter
 from swiftlite.export.card import model_card
 from swiftlite.export.draft_vocab import restrict_heads
 from swiftlite.export.gate import check_acceptance
+from swiftlite.export.image_bounds import write_image_bounds
 from swiftlite.export.provenance import provenance_of
 from swiftlite.families.resolved import HfModel, resolve
 from swiftlite.heads import Heads, depth_key
@@ -114,6 +115,7 @@ def to_hf(args: ExportArgs, mesh: Mesh) -> None:
         merge(chunks)
         if dist.get_rank() == 0:
             _copy_small_files(args, hf_model, heads, writing)
+            write_image_bounds(checkpoint.parent, writing)
         dist.barrier()
         with _streamed_layers(trunk, dtype) as layers:
             save_hf(

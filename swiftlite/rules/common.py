@@ -241,6 +241,16 @@ def val_dataset_files_exist(args: SftArgs | InferArgs | ExportArgs | BenchArgs, 
         yield from file_problems("--val_dataset", name)
 
 
+def images_have_a_place_and_a_size(args: Any, facts: Facts) -> Iterator[Problem]:
+    if args.media_root is not None and not Path(args.media_root).is_dir():
+        yield f"--media_root {args.media_root} is not a directory", "give the directory of the images"
+    if args.min_pixels is not None and args.max_pixels is not None and args.min_pixels > args.max_pixels:
+        yield (
+            f"--min_pixels {args.min_pixels} exceeds --max_pixels {args.max_pixels}",
+            f"use --min_pixels {args.max_pixels} or less",
+        )
+
+
 def recompute_options_fit(args: SftArgs | DoctorArgs, facts: Facts) -> Iterator[Problem]:
     needed_kind = {"moe": "experts", "mla_up_proj": "latent attention"}
     known = ("core_attn", "mlp", *needed_kind)

@@ -103,6 +103,7 @@ _MODEL_RULES = (
     confidences_are_probabilities,
     engine_options.engine_is_installed,
     engine_options.draft_confidence_has_its_engine,
+    common.images_have_a_place_and_a_size,
 )
 RULES = (
     *map(_of_models, _MODEL_RULES),

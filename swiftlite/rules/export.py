@@ -149,7 +149,8 @@ def export_settings_without_effect(args: ExportArgs, facts: Facts) -> Iterator[s
     )
     not_compared = (args.max_regression is None, "--max_regression is not given")
     not_pushed = (args.push_to_hub is None, "--push_to_hub is not given")
-    idle = {"val_dataset": unmeasured, "force": unmeasured, "baseline": not_compared, "hub_private_repo": not_pushed}
+    idle = dict.fromkeys(("val_dataset", "force", "media_root", "max_pixels", "min_pixels"), unmeasured)
+    idle |= {"baseline": not_compared, "hub_private_repo": not_pushed}
     yield from common.without_effect(args, idle)
 
 
@@ -182,5 +183,6 @@ RULES = (
     adapter_export_is_alone,
     draft_vocab_can_be_chosen,
     push_can_be_tried,
+    common.images_have_a_place_and_a_size,
 )
 NOTES = (export_settings_without_effect,)

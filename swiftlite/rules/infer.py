@@ -59,6 +59,11 @@ def settings_without_effect(args: GenerationCommand, facts: Facts) -> Iterator[s
     yield from common.without_effect(args, idle)
 
 
+def chat_has_no_images(args: InferArgs, facts: Facts) -> Iterator[str]:
+    is_chat = (not args.val_dataset, "a chat has no images")
+    yield from common.without_effect(args, dict.fromkeys(("media_root", "max_pixels", "min_pixels"), is_chat))
+
+
 def length_is_the_models(args: GenerationCommand, facts: Facts) -> Iterator[str]:
     longest = facts.hf_config.get("max_position_embeddings")
     if longest and args.max_model_len and args.max_model_len > longest:
@@ -83,5 +88,6 @@ RULES = (
     acceptance_json_fits,
     engine_options.adapters_are_a_directory,
     comparison_has_prompts,
+    common.images_have_a_place_and_a_size,
 )
-NOTES = (settings_without_effect, length_is_the_models)
+NOTES = (settings_without_effect, chat_has_no_images, length_is_the_models)

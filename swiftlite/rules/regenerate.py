@@ -61,5 +61,6 @@ RULES = (
     engine_options.draft_confidence_has_its_engine,
     engine_options.options_have_their_engine,
     engine_options.engine_kwargs_leave_what_has_an_option,
+    common.images_have_a_place_and_a_size,
 )
 NOTES = (infer.settings_without_effect, infer.length_is_the_models)

@@ -189,7 +189,7 @@ RULES = (
     sft_data.streamed_files_have_rows,
     sft_data.packing_options_go_together,
     sft_data.conversations_stay_whole,
-    sft_data.images_have_a_place_and_a_size,
+    common.images_have_a_place_and_a_size,
     sft_data.mixture_has_its_shares,
     sft_data.packing_has_room,
     sft_data.attention_takes_packed_rows,

@@ -61,16 +61,6 @@ def mock_dataset_is_described(args: SftArgs, facts: Facts) -> Iterator[Problem]:
         )
 
 
-def images_have_a_place_and_a_size(args: SftArgs, facts: Facts) -> Iterator[Problem]:
-    if args.media_root is not None and not Path(args.media_root).is_dir():
-        yield f"--media_root {args.media_root} is not a directory", "give the directory of the images"
-    if args.min_pixels is not None and args.max_pixels is not None and args.min_pixels > args.max_pixels:
-        yield (
-            f"--min_pixels {args.min_pixels} exceeds --max_pixels {args.max_pixels}",
-            f"use --min_pixels {args.max_pixels} or less",
-        )
-
-
 def conversations_stay_whole(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     if args.truncation_strategy == "split" and not method_of(args).splits_long_rows:
         yield (

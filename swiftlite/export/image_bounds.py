@@ -1,0 +1,37 @@
+"""Write the bounds of a run's image sizes into its export, because engines must resize images as in training."""
+
+import json
+from pathlib import Path
+
+from swiftlite.atomic import atomic_write
+from swiftlite.json_file import read_json
+from swiftlite.log import logger
+
+PREPROCESSOR = "preprocessor_config.json"
+
+
+def write_image_bounds(run: Path, directory: Path) -> None:
+    """Replace the bounds in preprocessor_config.json by --max_pixels and --min_pixels of the run, if it had them.
+
+    Args:
+        run: directory of the run; a directory made by `export --to_mcore` has no options.
+        directory: the export, with a copy of the model's preprocessor_config.json.
+    """
+    path = directory / PREPROCESSOR
+    try:
+        args = read_json(run / "args.json")
+        content = read_json(path)
+    except (FileNotFoundError, ValueError):
+        return
+    given = {name: args.get(name) for name in ("max_pixels", "min_pixels") if args.get(name) is not None}
+    if not given:
+        return
+    for name, value in given.items():
+        # Files have one of two forms; transformers prefers max_pixels and min_pixels if there are both.
+        edge = {"max_pixels": "longest_edge", "min_pixels": "shortest_edge"}[name]
+        if isinstance(content.get("size"), dict):
+            content["size"] = {**content["size"], edge: value}
+        if name in content or "size" not in content:
+            content[name] = value
+        logger.info("%s: %s %d, as in training", PREPROCESSOR, name, value)
+    atomic_write(path, (json.dumps(content, indent=2) + "\n").encode())
