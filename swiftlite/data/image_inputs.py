@@ -122,6 +122,12 @@ class ImageProcessing:
     def _processor(self) -> Any:
         return _processor_class()(**json.loads(self.settings))
 
+    @property
+    def size(self) -> dict[str, int]:
+        """Bounds of the number of pixels of a resized image: `shortest_edge` and `longest_edge`."""
+        size = self._processor.size
+        return {"shortest_edge": size["shortest_edge"], "longest_edge": size["longest_edge"]}
+
     def grid_of(self, image: ImageRef) -> tuple[int, int]:
         """Return the number of rows and columns of items that the image is divided into."""
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize

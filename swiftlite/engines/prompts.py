@@ -42,6 +42,11 @@ class ImagePrompt(Sequence[int]):
         return self.extras[PATCHES].images
 
     @property
+    def image_size(self) -> dict[str, int]:
+        """Bounds of the number of pixels of a resized image, as in the settings of transformers' image processor."""
+        return dict(self.extras[PATCHES].processing.size)
+
+    @property
     def identity(self) -> bytes:
         """Bytes that are equal for equal images that are processed in the same way."""
         return self.extras[PATCHES].identity

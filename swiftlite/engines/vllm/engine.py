@@ -17,6 +17,7 @@ from swiftlite.engines.devices import on_devices
 from swiftlite.engines.engine import Completion, EngineConfig, OnAnswer, Sampling, check_prompts, finish_reason
 from swiftlite.engines.loading.weight_update import Bucket, WeightUpdate, unsupported_layout
 from swiftlite.engines.plugin import require_plugin
+from swiftlite.engines.vllm.image_inputs import check_same_length, image_options, vllm_prompt
 from swiftlite.engines.vllm.info import VLLM
 from swiftlite.engines.vllm.live.weight_channel import LlmClient, VllmChannel
 from swiftlite.engines.vllm.live.weight_transport import BACKENDS, check_gpus, make_transport
@@ -82,7 +83,7 @@ class VllmEngine:
             UserError: a prompt leaves no room for an answer, or the installed vLLM verifies drafts incorrectly with
                 these sampling options.
         """
-        from vllm import SamplingParams, TokensPrompt
+        from vllm import SamplingParams
 
         self._weights.check_whole()
         check_prompts(prompts, self._max_length)
@@ -98,7 +99,7 @@ class VllmEngine:
             for place in range(len(prompts))
         ]
         # Like `LLM.generate`, but with a callback for each finished answer.
-        asked = [TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts]
+        asked: list[Any] = [vllm_prompt(prompt) for prompt in prompts]
         request_ids = self._llm.enqueue(asked, parameters, use_tqdm=False)
         completions: dict[int, Completion] = {}
         while self._llm.llm_engine.has_unfinished_requests():
@@ -106,6 +107,7 @@ class VllmEngine:
                 if output.finished:
                     # vLLM numbers requests: the request "7-f3a92b1c" is returned as "7".
                     place = int(output.request_id) - int(request_ids[0].partition("-")[0])
+                    check_same_length(prompts[place], output.prompt_token_ids)
                     completions[place] = _completion(output)
                     if on_answer:
                         on_answer(place, completions[place])
@@ -169,6 +171,7 @@ def engine_options(config: EngineConfig) -> dict[str, Any]:
         "disable_log_stats": False,  # the statistics include draft counts
         "enforce_eager": is_on_cpu(),  # compilation takes minutes and saves little on a CPU
         **attention,
+        **image_options(config),
         "speculative_config": with_backend_of_trunk(speculative_config(config), attention),
         "weight_transfer_config": {"backend": BACKENDS[config.weight_transport]},
     } | config.engine_kwargs

@@ -1,0 +1,64 @@
+"""Pass images to vLLM, and compare the length of the prompts that vLLM makes with swiftlite's.
+
+vLLM reads one placeholder token per image, and repeats it for each output of the image tower. It would repeat
+placeholders that are repeated already, without an error.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from swiftlite.data.batch import ITEM
+from swiftlite.data.image_inputs import GRID
+from swiftlite.engines.engine import EngineConfig
+from swiftlite.engines.prompts import ImagePrompt
+from swiftlite.errors import UserError
+
+
+def image_options(config: EngineConfig) -> dict[str, Any]:
+    """Return vLLM's options for a model with an image tower; empty for other models.
+
+    Without images in the prompts, vLLM does not load the tower.
+    """
+    if config.model.family.vision is None:
+        return {}
+    limits = {"limit_mm_per_prompt": {"image": config.max_images, "video": 0}}
+    if not config.max_images:
+        return limits
+    return {**limits, "skip_tokenizer_init": False}  # vLLM's processor of images requires a tokenizer
+
+
+def vllm_prompt(prompt: Sequence[int]) -> dict[str, Any]:
+    """Return a prompt as vLLM's `TokensPrompt`. The images of the prompt are decoded here."""
+    if not isinstance(prompt, ImagePrompt):
+        return {"prompt_token_ids": list(prompt)}
+    return {
+        "prompt_token_ids": with_one_placeholder_each(prompt),
+        "multi_modal_data": {"image": [image.load() for image in prompt.images]},
+        "mm_processor_kwargs": {"size": prompt.image_size},
+    }
+
+
+def with_one_placeholder_each(prompt: ImagePrompt) -> list[int]:
+    """Return the tokens of a prompt with one placeholder per image."""
+    item_S = np.asarray(prompt.extras[ITEM])
+    is_first_I = (np.asarray(prompt.extras[GRID])[:, :2] == 0).all(axis=1)
+    is_kept_S = (item_S < 0) | is_first_I[item_S]
+    return np.asarray(prompt.token_ids)[is_kept_S].tolist()
+
+
+def check_same_length(prompt: Sequence[int], token_ids: Sequence[int]) -> None:
+    """Check that vLLM divides images into as many tokens as swiftlite.
+
+    Args:
+        token_ids: the prompt as vLLM has processed it.
+
+    Raises:
+        UserError: the numbers of tokens differ.
+    """
+    if len(token_ids) != len(prompt):
+        raise UserError(
+            f"vLLM divides the images of a prompt into other tokens: {len(token_ids)} tokens instead of {len(prompt)}",
+            "compare preprocessor_config.json with that of the model's source",
+        )
