@@ -16,8 +16,9 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from swiftlite.data.batch import AXES, ITEM, Extra
 from swiftlite.data.sample import Sample, make_sample
+from tests.data.images import TOKENS, VISION, make_processor, with_vision
 from tests.engines.reference import Reference
-from tests.tiny import TEXT_PREFIX, VISUAL_PREFIX
+from tests.tiny import TEXT_PREFIX, VISUAL_PREFIX, make_tiny_tokenizer, make_tiny_vision_hf
 
 SIZES = [(8, 16), (24, 8), (16, 16)]
 """Heights and widths of the images, in pixels. A tiny tower has one output per 8 x 8 pixels."""
@@ -32,6 +33,25 @@ def make_pixels(directory: Path, number: int) -> dict[str, torch.Tensor]:
     height, width = SIZES[number % len(SIZES)]
     colors = np.random.RandomState(number).randint(0, 256, (height, width, 3), np.uint8)
     return dict(processor(Image.fromarray(colors), return_tensors="pt"))
+
+
+def make_vision_hf_with_tokenizer(directory: Path, family: str, depth: int, **config: Any) -> Path:
+    """Write a tiny vision-language model with a tokenizer, a chat template and an image processor.
+
+    Args:
+        family, depth, config: as for `make_tiny_vision_hf`.
+    """
+    tokenizer = with_vision(make_tiny_tokenizer())
+    tokenizer.chat_template = VISION
+    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    make_tiny_vision_hf(directory, family, depth, vocab_size=len(tokenizer), **ids, **config)
+    tokenizer.save_pretrained(directory)
+    make_processor().save_pretrained(directory)
+    path = directory / "config.json"
+    names = ("vision_start_token_id", "vision_end_token_id", "image_token_id")
+    changed = dict(zip(names, tokenizer.convert_tokens_to_ids(TOKENS), strict=True))
+    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+    return directory
 
 
 class Seen:

@@ -21,27 +21,16 @@ from swiftlite.evaluate.evaluation_rows import load_rows
 from swiftlite.families.resolved import resolve
 from swiftlite.regenerate import command as regenerate
 from swiftlite.serve.infer import run
-from tests.data.images import TOKENS, VISION, make_processor, noise, with_vision
+from tests.data.images import TOKENS, make_processor, noise
+from tests.images import make_vision_hf_with_tokenizer
 from tests.messages import naming
-from tests.tiny import make_tiny_tokenizer, make_tiny_vision_hf
 
 NEW_TOKENS = 8
 
 
 @pytest.fixture(scope="module")
 def hf_dir(tmp_path_factory) -> Path:
-    directory = tmp_path_factory.mktemp("model")
-    tokenizer = with_vision(make_tiny_tokenizer())
-    tokenizer.chat_template = VISION
-    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    make_tiny_vision_hf(directory, "qwen3_5", depth=2, vocab_size=len(tokenizer), **ids)
-    tokenizer.save_pretrained(directory)
-    make_processor().save_pretrained(directory)
-    path = directory / "config.json"
-    names = ("vision_start_token_id", "vision_end_token_id", "image_token_id")
-    changed = dict(zip(names, tokenizer.convert_tokens_to_ids(TOKENS), strict=True))
-    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
-    return directory
+    return make_vision_hf_with_tokenizer(tmp_path_factory.mktemp("model"), "qwen3_5", depth=2)
 
 
 ROWS: list[dict[str, Any]] = [

@@ -43,7 +43,7 @@ def vllm_prompt(prompt: Sequence[int]) -> dict[str, Any]:
 def with_one_placeholder_each(prompt: ImagePrompt) -> list[int]:
     """Return the tokens of a prompt with one placeholder per image."""
     item_S = np.asarray(prompt.extras[ITEM])
-    is_first_I = (np.asarray(prompt.extras[GRID])[:, :2] == 0).all(axis=1)
+    is_first_I = (np.stack(list(prompt.extras[GRID]))[:, :2] == 0).all(axis=1)
     is_kept_S = (item_S < 0) | is_first_I[item_S]
     return np.asarray(prompt.token_ids)[is_kept_S].tolist()
 
