@@ -95,7 +95,7 @@ def decode(content: bytes) -> Image.Image:
         _check_size(*image.size)
         image.load()  # first, because errors of damaged pixels would be suppressed with those of EXIF data
         with contextlib.suppress(Exception):  # invalid EXIF data is ignored
-            image = ImageOps.exif_transpose(image)
+            ImageOps.exif_transpose(image, in_place=True)
         return _in_rgb(image)
     except UserError:
         raise

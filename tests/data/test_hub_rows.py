@@ -3,8 +3,10 @@
 import json
 from pathlib import Path
 
+import datasets
 import pytest
 
+from tests.data.images import encoded, noise
 from tests.hub.asking import answers
 from tests.hub.server import TOKEN, running_hub
 from tests.messages import mentions
@@ -72,6 +74,30 @@ def test_subsets_splits_and_samples(hub, tmp_path):
     assert len(sample["found"]) == 5
     assert all(row in train["found"] for row in sample["found"])
     assert [source.rpartition(":")[0] for source, _ in spelt_out["found"]] == ["org/rows:default@main"] * 3
+
+
+def images(spec: str) -> str:
+    """Return the sources of the images in the rows, as JSON."""
+    from functools import partial
+
+    from swiftlite.data.rows.conversation import parse_row
+    from swiftlite.data.rows.sources import find_rows, read_rows
+
+    rows = read_rows(find_rows(spec), parse=partial(parse_row, no_images=""))
+    sources = [image.source for chat in rows.conversations for image in chat.images]
+    return json.dumps([source.hex() if isinstance(source, bytes) else source for source in sources])
+
+
+def test_images_are_not_decoded_by_datasets(hub, tmp_path):
+    content = encoded(noise(9, 7))
+    features = datasets.Features(
+        {"query": datasets.Value("string"), "response": datasets.Value("string"), "images": [datasets.Image()]}
+    )
+    row = {"query": ["q"], "response": ["a"], "images": [[{"bytes": content, "path": None}]]}
+    datasets.Dataset.from_dict(row, features=features).to_parquet(tmp_path / "train.parquet")
+    hub.add("org/seen", {"train.parquet": (tmp_path / "train.parquet").read_bytes()}, kind="datasets")
+    (found,) = answers(hub, tmp_path / "home", (f"{__name__}:images", "org/seen"))
+    assert json.loads(found) == [content.hex()]
 
 
 def test_what_is_here_is_read_without_network_and_at_its_commit(hub, tmp_path):
