@@ -6,12 +6,9 @@ training:
 
     pass            to the stage of the heads       from there to the last stage
     of the trunk    as `StageStates` says           the trunk's state after the norm      [T, 1, H]
-    of the heads    the tower's outputs             the state of each depth               [D * T, 1, H]
-                    [I, 1, H], or a
-                    placeholder [1, 1, H]
+    of the heads    a placeholder [1, 1, H]         the state of each depth               [D * T, 1, H]
 
-The heads read embeddings of tokens, which their stage can look up, and outputs of the tower, which only the first stage
-has.
+The outputs of a tower are not sent: in a model with a tower, the heads are on its stage.
 
 Shapes: T new tokens of all rows, concatenated, with padding at the end; N tokens with a prediction; H hidden size; D
 MTP depth; I items of all rows, which are the inputs of a tower.
@@ -109,7 +106,7 @@ def _forward_trunk(model: GPTModel, new: CachedPass) -> torch.Tensor:
     if model.follows_heads:
         return received
     placed = None
-    if by_depth := _placed(model, new, new.tower_output):
+    if by_depth := _placed(model, new):
         (placed,) = by_depth
     embeddings_T1H = model.forward_preprocess(new.input_ids, new.position_ids, placed)
     hidden_T1H = model.forward_decoder(embeddings_T1H, _rotary_emb(model, new), cache=new.cache, placed=placed)
@@ -127,15 +124,12 @@ def _forward_heads(model: GPTModel, new: CachedPass, mtp_input_ids: Sequence[tor
     if model.follows_heads:
         return list(received.chunk(model.heads.drafts))
     if not model.mtp_process and model.pre_process:
-        return [_for_heads(model, new)]
+        return [_placeholder(model, new.cache)]
     if not model.mtp_process:
         return [received]
     head_input_T1H = new.cache.kept(HEAD_INPUT, new.input_ids.size(1))
     if model.config.sequence_parallel:
         head_input_T1H = scatter_to_sequence_parallel_region(head_input_T1H, group=model.pg_collection.tp)
-    output = new.tower_output
-    if new.item_KBT is not None and not model.pre_process:
-        output = received[:, 0]
     by_step = [_rotary_emb(model, new, offset) for offset in range(model.heads.unroll)]
     rotary_embs = by_step * model.heads.layers
     return model.forward_mtp(
@@ -144,7 +138,7 @@ def _forward_heads(model: GPTModel, new: CachedPass, mtp_input_ids: Sequence[tor
         new.position_ids,
         rotary_embs,
         cache=new.cache,
-        placed=_placed(model, new, output),
+        placed=_placed(model, new),
     )
 
 
@@ -155,21 +149,16 @@ def _rotary_emb(model: GPTModel, new: CachedPass, offset: int = 0) -> torch.Tens
     return model.rotary_pos_emb([new.cache.capacity], offset)[:, new.position_ids[0]]
 
 
-def _placed(model: GPTModel, new: CachedPass, output: torch.Tensor | None) -> list[Placed] | None:
+def _placed(model: GPTModel, new: CachedPass) -> list[Placed] | None:
     """Return the tower's outputs with the tokens of the pass that they replace; None if no row has items."""
-    if new.item_KBT is None or output is None:
+    if new.item_KBT is None or new.tower_output is None:
         return None
-    return Placed.of_depths(output, new.item_KBT, model.config.hidden_size)
+    return Placed.of_depths(new.tower_output, new.item_KBT, model.config.hidden_size)
 
 
-def _for_heads(model: GPTModel, new: CachedPass) -> torch.Tensor:
-    """Return what the first stage sends to the stage of the heads: the tower's outputs [I, 1, H].
-
-    Without items it is a tensor [1, 1, H] that is not read, because the next stage waits for a message.
-    """
-    if new.item_KBT is not None and new.tower_output is not None:
-        return new.tower_output[:, None, : model.config.hidden_size].contiguous()
-    return torch.zeros(1, 1, model.config.hidden_size, dtype=model.config.pipeline_dtype, device=new.cache.device)
+def _placeholder(model: GPTModel, cache: Cache) -> torch.Tensor:
+    """Return a tensor for a stage without output to send, because the next stage waits for a message."""
+    return torch.zeros(1, 1, model.config.hidden_size, dtype=model.config.pipeline_dtype, device=cache.device)
 
 
 def _check_use(model: GPTModel, cache: Cache) -> None:

@@ -32,9 +32,7 @@ def family(request) -> str:
 
 @pytest.fixture
 def hf_dir(shared, family):
-    return shared(
-        f"seeing-{family}-2", lambda directory: write_seeing(directory, AutoModelForImageTextToText, family, 2)
-    )
+    return shared(f"seeing-{family}-2", lambda directory: write_seeing(directory, family, 2))
 
 
 @pytest.fixture

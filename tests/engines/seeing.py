@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import AutoModelForImageTextToText
 
 from swiftlite.engines.prompts import ImagePrompt
 from tests.engines.reference import UNDECIDED, Counts, Reference, learn_by_heart
@@ -109,12 +110,18 @@ def learned_rows(directory: Path) -> list[Seen]:
     ]
 
 
-def write_seeing(directory: Path, model_class: Any, family: str, depth: int) -> None:
-    """Write a tiny checkpoint whose trunk and heads have learned `learned_rows` by heart."""
+def write_seeing(directory: Path, family: str, depth: int, **config: Any) -> None:
+    """Write a tiny checkpoint whose trunk and heads have learned `learned_rows` by heart.
+
+    Args:
+        config: arguments of `make_tiny_vision_hf`.
+    """
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    make_tiny_vision_hf(directory, family, depth)
-    model = model_class.from_pretrained(directory, dtype=torch.float32).eval().requires_grad_(False)
+    make_tiny_vision_hf(directory, family, depth, **config)
+    model: Any = (
+        AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float32).eval().requires_grad_(False)
+    )
     rows = learned_rows(directory)
     reference = Seeing.open(directory, family, depth)
     reference.look(model, rows)

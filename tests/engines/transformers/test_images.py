@@ -14,9 +14,7 @@ from tests.engines.seeing import NEW_TOKENS, Seeing, as_prompt, make_prompts, si
 
 @pytest.fixture
 def hf_dir(shared):
-    return shared(
-        "seeing-qwen3_5-1", lambda directory: write_seeing(directory, AutoModelForImageTextToText, "qwen3_5", 1)
-    )
+    return shared("seeing-qwen3_5-1", lambda directory: write_seeing(directory, "qwen3_5", 1))
 
 
 @pytest.fixture
