@@ -63,7 +63,7 @@ class TransformersEngine:
         self.num_speculative_tokens = num_tokens
         trunk: Any = load_trunk(config)
         self._decoder, self._output_layer = trunk.get_decoder(), trunk.get_output_embeddings()
-        self._vision_model = None
+        self._vision_model: Any = None
         if config.max_images:
             self._vision_model = trunk.base_model
         longest = trunk.config.get_text_config().max_position_embeddings
