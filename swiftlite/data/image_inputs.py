@@ -34,6 +34,14 @@ GRID = "grid"
 and column 0 start the next image.
 """
 
+_SETTINGS = (
+    *("do_convert_rgb", "do_resize", "size", "resample", "do_rescale", "rescale_factor"),
+    *("do_normalize", "image_mean", "image_std", "patch_size", "temporal_patch_size", "merge_size"),
+)
+"""The settings of transformers' image processor that determine pixels. Digests of rows contain only these, so that
+they do not change with a release of transformers that adds a setting.
+"""
+
 
 def image_extras(sizes: ImageSizes) -> tuple[Extra, ...]:
     """Return the tensors that batches with images contain."""
@@ -77,7 +85,9 @@ class ImageProcessing:
             given, expected = getattr(processor, name), getattr(sizes, name)
             if given != expected:
                 raise UserError(f"{path}: {name} {given} contradicts {expected} in config.json")
-        return shared_processing(json.dumps(processor.to_dict(), sort_keys=True), sizes)
+        known = processor.to_dict()
+        settings = {name: known[name] for name in _SETTINGS}
+        return shared_processing(json.dumps(settings, sort_keys=True), sizes)
 
     @classmethod
     def of_model(cls, hf_dir: Path, sizes: ImageSizes | None, tokenizer: PreTrainedTokenizerBase) -> "ImageProcessing":

@@ -105,16 +105,14 @@ def place_images(messages: list[Message], images: Any) -> tuple[list[Message], t
         contents[first] = [{"type": "image"}] * (len(sources) - unnamed) + contents[first]
 
     listed = iter(sources)
-    placed = [[_named(part, listed) for part in content] for content in contents]
-    found = tuple(part["image"] for part in itertools.chain(*placed) if part["type"] == "image")
-    if not found:
-        return messages, ()
-    result = []
-    for message, content in zip(messages, placed, strict=True):
-        if any(part["type"] == "image" for part in content):
+    placed, found = [], []
+    for message, content in zip(messages, contents, strict=True):
+        named = [part.get("image") or next(listed) for part in content if part["type"] == "image"]
+        if named:
             message = message | {"content": [_without_image(part) for part in content]}
-        result.append(message)
-    return result, found
+        placed.append(message)
+        found += named
+    return placed, tuple(found)
 
 
 def _image_part(part: Part, path: str) -> Part:
@@ -145,12 +143,6 @@ def _parts_of(message: Message) -> list[Part]:
 
 def _is_unnamed(part: Part) -> bool:
     return part["type"] == "image" and "image" not in part
-
-
-def _named(part: Part, listed: Iterator[RowImage]) -> Part:
-    if _is_unnamed(part):
-        return {"type": "image", "image": next(listed)}
-    return part
 
 
 def _without_image(part: Part) -> Part:
