@@ -12,6 +12,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from swiftlite.data.image_inputs import ImageEncoder, ImageProcessing
 from swiftlite.data.image_sizes import ImageSizes
+from tests.data.templates import QWEN3
 
 TOKENS = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]
 
@@ -29,6 +30,20 @@ VISION = """\
     {{- '<|im_end|>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+
+# As Qwen3.5's: contents are trimmed, and thinking stays only after the last user turn.
+THINKING = """\
+{%- macro render(content) %}
+    {%- if content is string %}{{ content }}
+    {%- else %}
+        {%- for part in content %}
+            {%- if 'image' in part or 'image_url' in part or part.type == 'image' -%}
+                <|vision_start|><|image_pad|><|vision_end|>
+            {%- elif 'text' in part %}{{ part.text }}{% endif %}
+        {%- endfor %}
+    {%- endif %}
+{%- endmacro %}
+""" + QWEN3.replace("set content = m.content", "set content = render(m.content) | trim")
 
 
 def with_vision(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:

@@ -27,7 +27,17 @@ from swiftlite.data.rows.pair import parse_pair
 from swiftlite.data.sample import Sample, digest
 from swiftlite.data.template import ChatTemplate
 from swiftlite.errors import UserError
-from tests.data.images import TOKENS, VISION, make_image_encoder, make_processor, make_sizes, noise, with_vision, writer
+from tests.data.images import (
+    THINKING,
+    TOKENS,
+    VISION,
+    make_image_encoder,
+    make_processor,
+    make_sizes,
+    noise,
+    with_vision,
+    writer,
+)
 from tests.data.templates import CHATML
 from tests.messages import has_line, mentions, naming
 
@@ -266,6 +276,38 @@ def test_only_text_is_trained(samples, tokenizer, make_encoder, samples_of):
     assert tokenizer.decode(trained) == "This.<|im_end|>It is.<|im_end|>"
     trained = samples[3].labels[samples[3].labels != -100]
     assert tokenizer.decode(trained) == "At?<|im_end|>I see <|vision_start|><|vision_end|>.<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("contents", "expected"),
+    [
+        (["See <image>.", "Yes."], ["<think>\n\n</think>\n\nYes.<|im_end|>"]),
+        (
+            ["<image>\nSee.", "Yes. ", "And\n<image>", "<think>\nhm\n</think>\n\nNo."],
+            ["Yes.<|im_end|>", "<think>\nhm\n</think>\n\nNo.<|im_end|>"],
+        ),
+        (
+            ["See.", "Here: <image>. ", "And?", "<image> too, <image>"],
+            [
+                "Here: <|vision_start|>",
+                "<|vision_end|>.<|im_end|>",
+                "<think>\n\n</think>\n\n<|vision_start|>",
+                "<|vision_end|> too, <|vision_start|>",
+                "<|vision_end|><|im_end|>",
+            ],
+        ),
+    ],
+)
+def test_turns_next_to_images_are_trained(make_encoder, samples_of, tokenizer, write, contents, expected):
+    write("wide.png", 50, 18)
+    encoder = make_encoder()
+    tokenizer.chat_template = THINKING
+    (sample,) = samples_of(
+        encoder, {"messages": turns(*contents), "images": ["wide.png"] * str(contents).count("<image>")}
+    )
+    trained = np.flatnonzero(sample.labels != -100)
+    runs = np.split(trained, np.flatnonzero(np.diff(trained) > 1) + 1)
+    assert [tokenizer.decode(sample.input_ids[run]) for run in runs] == expected
 
 
 def test_text_is_encoded_as_without_images(samples, tokenizer):
