@@ -16,7 +16,15 @@ from swiftlite.acceptance.report import read_acceptance
 from swiftlite.engines.engine import EngineConfig, Sampling, start_engine
 from swiftlite.families.resolved import resolve
 from swiftlite.model.open import open_model
-from tests.engines.seeing import NEW_TOKENS, Seeing, as_prompt, make_prompts, simulate, write_seeing
+from tests.engines.seeing import (
+    NEW_TOKENS,
+    Seeing,
+    as_prompt,
+    counts_within_answers,
+    make_prompts,
+    simulate,
+    write_seeing,
+)
 from tests.images import extras_of
 
 EVALUATION = {"eval_mtp_1_acceptance": 0.5, "eval_mtp_2_acceptance": 0.25}
@@ -88,13 +96,14 @@ def counts_of(measured: dict[str, Any]) -> tuple[int, int, list[int]]:
 
 @all_families
 def test_counts_equal_a_reference_and_the_transformers_engine(hf_dir, hf, reference, prompts, held_out, model):
-    answers, counts = simulate(reference, hf, prompts, 2)
     measured = generated(held_out, model)
+    counts = counts_within_answers(reference, hf, prompts, 2)
     assert counts_of(measured) == (counts.drafts, counts.drafted, list(counts.accepted_per_position))
     assert 0.1 < counts.acceptance_rate < 0.9
     config = EngineConfig(resolve(hf_dir).with_images(), "float32", num_speculative_tokens=2, max_images=2)
     engine = start_engine("transformers", config)
     completions = engine.generate([as_prompt(hf, prompt) for prompt in prompts], Sampling(NEW_TOKENS))
+    answers, counts = simulate(reference, hf, prompts, 2)
     assert [completion.token_ids for completion in completions] == answers
     found = engine.draft_counts()
     assert (found.drafts, found.drafted, found.accepted_per_position) == (
@@ -109,13 +118,13 @@ def test_counts_equal_a_reference_and_the_transformers_engine(hf_dir, hf, refere
 def test_features_and_positions_matter(hf, reference, prompts, held_out, model, changed):
     """With heads that read placeholders' embeddings, or with indices as positions, an engine counts something else."""
     setattr(reference, changed, False)
-    _, counts = simulate(reference, hf, prompts, 2)
+    counts = counts_within_answers(reference, hf, prompts, 2)
     measured = generated(held_out, model)
     assert counts_of(measured) != (counts.drafts, counts.drafted, list(counts.accepted_per_position))
 
 
 def test_prompts_with_images_are_a_channel(hf, reference, prompts, held_out, model):
-    _, counts = simulate(reference, hf, [prompt for prompt in prompts if prompt.images], 2)
+    counts = counts_within_answers(reference, hf, [prompt for prompt in prompts if prompt.images], 2)
     channels = generated(held_out, model, "generated_by_channel")
     assert list(channels) == ["images"]
     assert counts_of(channels["images"]) == (counts.drafts, counts.drafted, list(counts.accepted_per_position))

@@ -171,6 +171,25 @@ def simulate(
     return answers, Counts(drafts, sum(counts.drafted for counts in found), tuple(accepted))
 
 
+def counts_within_answers(reference: Seeing, model: Any, prompts: list[Seen], num_tokens: int) -> Counts:
+    """Return the counts of `simulate` without drafts that are accepted after the end of an answer, as in HeldOut."""
+    drafts, accepted = 0, [0] * num_tokens
+    for prompt in prompts:
+        reference.look(model, [prompt])
+        ids = prompt.ids_1S[0].tolist()
+        row = reference.greedy(ids, NEW_TOKENS)
+        done = 1
+        while done < NEW_TOKENS:
+            proposal = reference.draft(ids + row[:done], num_tokens)
+            hits = 0
+            while hits < num_tokens and proposal[hits : hits + 1] == row[done + hits : done + hits + 1]:
+                accepted[hits] += 1
+                hits += 1
+            drafts += 1
+            done += hits + 1
+    return Counts(drafts, drafts * num_tokens, tuple(accepted))
+
+
 def is_decided(reference: Seeing, model: Any, prompt: Seen) -> bool:
     reference.look(model, [prompt])
     return reference.closest_choice(prompt.ids_1S[0].tolist(), NEW_TOKENS, 3) > UNDECIDED

@@ -16,7 +16,7 @@ from swiftlite.families.resolved import resolve
 from swiftlite.model.open import open_model
 from swiftlite.plan.layout import layout_of
 from swiftlite.runtime.distributed import session
-from tests.engines.seeing import NEW_TOKENS, Seeing, make_prompts, simulate, write_seeing
+from tests.engines.seeing import NEW_TOKENS, Seeing, counts_within_answers, make_prompts, write_seeing
 from tests.images import extras_of
 from tests.parallel.launch import launch, open_store, prepare_session
 from tests.parallel.parity import SIZES, TP2_SP
@@ -63,7 +63,7 @@ def test_counts_are_those_of_an_engine(shared, tmp_path):
     hf: Any = AutoModelForImageTextToText.from_pretrained(hf_dir, dtype=torch.float32).eval()
     reference = Seeing.open(hf_dir, "qwen3_5", 2)
     seen = make_prompts(hf_dir, reference, hf)
-    _, expected = simulate(reference, hf, seen, 2)
+    expected = counts_within_answers(reference, hf, seen, 2)
     prompts = [Prompt(each.ids_1S[0].tolist(), extras=each.sample(hf).extras) for each in seen]
     jobs = [Job(hf_dir, tmp_path / name, options, prompts) for name, options in LAYOUTS.items()]
     stores = [open_store() for _ in jobs]
