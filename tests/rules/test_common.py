@@ -9,7 +9,7 @@ from swiftlite import rules
 from swiftlite.args.commands import DoctorArgs, EvaluateArgs
 from swiftlite.errors import UserError
 from tests.messages import mentions, naming
-from tests.rules.good import BENCH, DEPLOY, INFER, SFT, change_config, problems_of
+from tests.rules.good import BENCH, DEPLOY, EXPORT, INFER, REGENERATE, SFT, change_config, problems_of
 
 
 @pytest.mark.parametrize(
@@ -43,6 +43,22 @@ def test_model_and_output_dir(here, change, problem, hint):
     assert len(problems) == 1
     assert mentions(problems[0][0], problem)
     assert mentions(problems[0][1], hint)
+
+
+@pytest.mark.parametrize(
+    "args", [SFT, INFER, REGENERATE, EXPORT, EvaluateArgs(model="mtp2", dataset=["val.jsonl"], output_dir="out")]
+)
+@pytest.mark.parametrize(
+    ("change", "problem", "hint"),
+    [
+        ({"media_root": "no"}, "--media_root no", ""),
+        ({"max_pixels": 64, "min_pixels": 65}, "--min_pixels 65 --max_pixels 64", "--min_pixels 64"),
+    ],
+)
+def test_images_have_a_place_and_a_size(here, args, change, problem, hint):
+    ((found, advice),) = problems_of(dataclasses.replace(args, **change))
+    assert mentions(found, problem)
+    assert mentions(advice, hint)
 
 
 @pytest.mark.parametrize(

@@ -126,6 +126,7 @@ def test_infer_two_answers_for_the_draft_length(here):
             "--max_model_len 513 max_position_embeddings 512 mtp2/config.json",
         ),
         (dataclasses.replace(INFER, top_p=0.5), "--top_p 0.5 --temperature 0"),
+        (InferArgs(model="plain", max_pixels=640), "--max_pixels 640 chat"),
     ],
 )
 def test_a_setting_without_effect_is_noted(here, args, note):
