@@ -90,10 +90,13 @@ class ImageProcessing:
         return shared_processing(json.dumps(settings, sort_keys=True), sizes)
 
     @classmethod
-    def of_model(cls, hf_dir: Path, sizes: ImageSizes | None, tokenizer: PreTrainedTokenizerBase) -> "ImageProcessing":
+    def of_model(
+        cls, hf_dir: Path, family: str, sizes: ImageSizes | None, tokenizer: PreTrainedTokenizerBase
+    ) -> "ImageProcessing":
         """Read the settings from the directory of a model, if the model supports images.
 
         Args:
+            family: name of the model's family, for errors.
             sizes: sizes of the model's inputs; None for a model without images.
 
         Raises:
@@ -101,7 +104,7 @@ class ImageProcessing:
                 of a row.
         """
         if sizes is None:
-            raise UserError("is not supported by this model")
+            raise UserError(f"is not supported by this model ({family})")
         if tokenizer.convert_ids_to_tokens(sizes.image_token_id) is None:
             raise UserError(f"requires the token {sizes.image_token_id}, which the tokenizer of --model lacks")
         return cls.read(hf_dir, sizes)

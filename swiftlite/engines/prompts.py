@@ -195,7 +195,7 @@ def _image_processing(model: HfModel, tokenizer: PreTrainedTokenizerBase, info: 
     """
     if info is not None and not info.supports_images:
         raise UserError(f"is not supported by --infer_backend {info.name}; use --infer_backend transformers")
-    return ImageProcessing.of_model(model.directory, image_sizes(model.config), tokenizer)
+    return ImageProcessing.of_model(model.directory, model.family.name, image_sizes(model.config), tokenizer)
 
 
 def most_images(prompts: Iterable[Sequence[int]]) -> int:

@@ -66,7 +66,8 @@ def image_processing_of(args: SftArgs, tokenizer: PreTrainedTokenizerBase, hf_mo
     """
     if args.streaming:
         raise UserError("is not supported with --streaming")
-    return ImageProcessing.of_model(hf_model.directory, image_sizes(hf_model.config), tokenizer)
+    sizes = image_sizes(hf_model.config)
+    return ImageProcessing.of_model(hf_model.directory, hf_model.family.name, sizes, tokenizer)
 
 
 def load_data(args: SftArgs, encoder: Encoder, vocab_size: int) -> Data:
