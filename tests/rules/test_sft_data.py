@@ -68,6 +68,7 @@ def test_an_empty_file_is_no_dataset(here):
         {"packing": True},
         {"packing": True, "packing_length": 8192},
         {"padding_free": True},
+        {"media_root": ".", "min_pixels": 5, "max_pixels": 5},
         {"packing": True, "sequence_packing_scheduler": "dp_balanced", "global_batch_size": 17},
         {"dataset": ["train.jsonl", "val.jsonl"], "interleave_prob": [0.7, 0.3]},
         {"packing": True, "packing_length": 4096, "sft_mock_dataset_config_json": MOCK, "dataset": []},
@@ -100,6 +101,9 @@ def test_good_options_pass_without_a_note(here, change):
             "--streaming --train_iters",
             "--train_iters N",
         ),
+        ({"media_root": "nowhere"}, "--media_root nowhere", ""),
+        ({"media_root": "train.jsonl"}, "--media_root train.jsonl", ""),
+        ({"min_pixels": 6, "max_pixels": 5}, "--min_pixels 6 --max_pixels 5", "--min_pixels 5"),
         (
             {"interleave_prob": [0.5, 0.5]},
             "--interleave_prob 0.5 2 1 --dataset",
