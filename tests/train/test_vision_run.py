@@ -1,0 +1,187 @@
+"""Run `megatron sft` on rows with images: what it learns, what it leaves unchanged, and its export."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.nn.functional import cross_entropy
+from transformers import AutoTokenizer
+
+from swiftlite import rules
+from swiftlite.args.commands import ExportArgs, SftArgs
+from swiftlite.export import run as export
+from swiftlite.families.resolved import resolve
+from swiftlite.train import run as training
+from swiftlite.train.methods.conversations import load_data
+from swiftlite.train.methods.sft import SFT
+from tests.data.images import TOKENS, VISION, make_processor, with_vision, writer
+from tests.images import Seen, VisionReference
+from tests.parallel.launch import launch
+from tests.tiny import VISION_TOWERS, make_tiny_vision_hf
+
+pytestmark = pytest.mark.gloo
+
+SIZES = {"a.png": (24, 16), "b.png": (8, 16), "c.png": (16, 16)}
+ROWS = [
+    {"query": "What is <image>?", "response": "A fox.", "images": ["a.png"]},
+    {"query": "What does it do?", "response": "It jumps."},
+    {"query": "Compare <image> and <image>.", "response": "A dog and a fox.", "images": ["b.png", "c.png"]},
+    {"query": "What is <image>?", "response": "A lazy dog.", "images": ["c.png"]},
+]
+
+
+@pytest.fixture(params=["qwen3_5", "qwen2_5_vl", "qwen3_vl"])
+def family(request) -> str:
+    assert request.param in VISION_TOWERS
+    return request.param
+
+
+@pytest.fixture
+def model(shared, family) -> Path:
+    return shared(f"vision-run-{family}", lambda directory: make_model(directory, family))
+
+
+def make_model(directory: Path, family: str) -> None:
+    """Write a tiny vision-language model with the files of a published one."""
+    make_tiny_vision_hf(directory, family, depth=1, with_tokenizer=True, vocab_size=336)
+    tokenizer: Any = with_vision(AutoTokenizer.from_pretrained(directory))
+    tokenizer.chat_template = VISION
+    tokenizer.save_pretrained(directory)
+    make_processor().save_pretrained(directory)
+    start, end, placeholder = tokenizer.convert_tokens_to_ids(TOKENS)
+    config = json.loads((directory / "config.json").read_text())
+    config |= {"image_token_id": placeholder, "vision_start_token_id": start, "vision_end_token_id": end}
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+@pytest.fixture
+def rows(tmp_path) -> Path:
+    for name, size in SIZES.items():
+        writer(tmp_path)(name, *size)
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return path
+
+
+def args_of(model: Path, rows: Path, output_dir: Path, **options: Any) -> SftArgs:
+    return SftArgs(
+        model=str(model),
+        dataset=[str(rows)],
+        output_dir=str(output_dir),
+        torch_dtype="float32",
+        split_dataset_ratio=0.0,
+        acceptance_samples=0,
+        report_to=[],
+        lr=1e-3,
+        **{"global_batch_size": 4, "train_iters": 3, "save_steps": 3, **options},
+    )
+
+
+def run(args: SftArgs) -> None:
+    rules.check(args)
+    training.run(args)
+
+
+def losses(run_dir: Path) -> list[tuple[float, float]]:
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [(line["loss"], line["mtp_1_loss"]) for line in lines if "loss" in line]
+
+
+class Row(Seen):
+    """A sample of a run as arguments of transformers' model."""
+
+    def __init__(self, directory: Path, sample: Any):
+        config = json.loads((directory / "config.json").read_text())
+        self.merge = config["vision_config"]["spatial_merge_size"]
+        self.ids_1S = torch.from_numpy(sample.input_ids).long()[None]
+        self.is_image_1S = self.ids_1S == config["image_token_id"]
+        self.labels_S = torch.from_numpy(sample.labels).long()
+        self.images = {}
+        patches = [torch.from_numpy(np.array(item)) for item in sample.extras.get("patches", ())]
+        if patches:
+            pixels = torch.stack(patches)
+            first = [item for item in sample.extras["grid"] if item[0] == item[1] == 0]
+            grids = [[1, rows * self.merge, columns * self.merge] for _, _, rows, columns in first]
+            pixel_values = pixels.view(len(patches) * self.merge**2, -1)
+            self.images = {"pixel_values": pixel_values, "image_grid_thw": torch.tensor(grids)}
+
+
+@torch.no_grad()
+def expected_losses(model: Path, family: str, args: SftArgs) -> tuple[float, float]:
+    """Return transformers' mean losses of trunk and head over the labels of all rows."""
+    hf_model = resolve(model)
+    encoder = SFT.make_encoder(args, AutoTokenizer.from_pretrained(model), hf_model)
+    data = load_data(args, encoder, hf_model.config["vocab_size"])
+    reference = VisionReference(model, family, 1)
+    sums, counts = np.zeros(2), np.zeros(2)
+    for sample in data.train:
+        row = Row(model, sample)
+        for depth, logits_SV in enumerate(reference(row)):
+            labels = row.labels_S[1 + depth :]
+            sums[depth] += cross_entropy(logits_SV[: len(labels)], labels, ignore_index=-100, reduction="sum").item()
+            counts[depth] += (labels != -100).sum().item()
+    trunk, head = sums / counts
+    return trunk, head
+
+
+def export_hf(run_dir: Path, hf_dir: Path) -> dict[str, torch.Tensor]:
+    launch(1, export.run, ExportArgs(to_hf=True, model=str(run_dir), output_dir=str(hf_dir)))
+    return load_file(hf_dir / "model.safetensors")
+
+
+PACKED = {"packing": True, "packing_length": 256, "max_length": 256, "global_batch_size": 1}
+"""Options of a run with one row of all samples."""
+
+
+@pytest.mark.parametrize("layout", [{"micro_batch_size": 2}, PACKED], ids=["padded", "packed"])
+def test_it_learns_what_transformers_would(model, family, rows, tmp_path, layout):
+    options = {"freeze_vit": False, "freeze_aligner": False, **layout}
+    args = args_of(model, rows, tmp_path / "run", **options)
+    launch(1, run, args)
+    first, *_, last = losses(tmp_path / "run")
+    assert first == pytest.approx(expected_losses(model, family, args), rel=2e-5)
+    assert last[0] < first[0]
+    before, after = load_file(model / "model.safetensors"), export_hf(tmp_path / "run", tmp_path / "hf")
+    assert before.keys() == after.keys()
+    assert [name for name in before if torch.equal(before[name], after[name])] == []
+    assert (tmp_path / "hf" / "preprocessor_config.json").exists()
+
+
+def test_frozen_parts_are_exported_unchanged(model, rows, tmp_path):
+    launch(1, run, args_of(model, rows, tmp_path / "run", mtp_mode="heads_only"))
+    report = json.loads((tmp_path / "run" / "run_report.json").read_text())["tensors"]
+    assert report["trunk_sha256_before"] == report["trunk_sha256_after"]
+    before, after = load_file(model / "model.safetensors"), export_hf(tmp_path / "run", tmp_path / "hf")
+    assert before.keys() == after.keys()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {name for name in before if name.startswith("mtp.")}
+
+
+def test_cached_states_give_the_same_losses(model, rows, tmp_path):
+    options: dict[str, Any] = {"mtp_mode": "heads_only", "micro_batch_size": 1}
+    launch(1, run, args_of(model, rows, tmp_path / "plain", **options))
+    options |= {"cache_trunk_states": str(tmp_path / "states")}
+    launch(1, run, args_of(model, rows, tmp_path / "cached", **options))
+    assert losses(tmp_path / "cached") == losses(tmp_path / "plain")
+
+
+def test_a_resumed_run_continues_with_the_same_losses(model, rows, tmp_path):
+    options: dict[str, Any] = {"freeze_vit": False, "lr_decay_style": "constant", "lr_warmup_fraction": 0.0}
+    launch(1, run, args_of(model, rows, tmp_path / "whole", train_iters=4, **options))
+    launch(1, run, args_of(model, rows, tmp_path / "parts", train_iters=2, save_steps=2, **options))
+    launch(1, run, args_of(model, rows, tmp_path / "parts", train_iters=4, save_steps=2, resume=True, **options))
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+
+
+def test_rows_without_images_do_not_build_the_tower(model, tmp_path):
+    path = tmp_path / "text.jsonl"
+    path.write_text((json.dumps(ROWS[1]) + "\n") * 2)
+    launch(1, run, args_of(model, path, tmp_path / "run", global_batch_size=2))
+    before, after = load_file(model / "model.safetensors"), export_hf(tmp_path / "run", tmp_path / "hf")
+    assert before.keys() == after.keys()
+    same = {name for name in before if torch.equal(before[name], after[name])}
+    assert same == {name for name in before if "visual." in name}
