@@ -90,7 +90,10 @@ def prepare(args: SftArgs, mesh: Mesh, models: Mapping[str, HfModel]) -> phases.
     vocab_size = hf_model.config["vocab_size"]
     encoder = training.make_encoder(args, tokenizer, hf_model)
     data = training.load(args, encoder, vocab_size)
-    extras = [*training.extras, *extras_of_images(hf_model, data)]
+    extras = list(training.extras)
+    if data.has_images:
+        hf_model = hf_model.with_images()
+        extras += image_extras_of(hf_model)
     warn_of_long_samples(data, hf_model)
     plan = plan_run(args, mesh, hf_model, data)
     trainable = trainable_in(args, plan, hf_model)
@@ -154,18 +157,10 @@ def check_supported(args: SftArgs, mesh: Mesh, hf_model: HfModel, training: Trai
         raise UserError(f"--streaming is not supported by {method_of(args).words}", "omit --streaming")
 
 
-def extras_of_images(hf_model: HfModel, data: Data) -> Sequence[Extra]:
-    """Return the tensors that batches contain if rows have images.
-
-    Raises:
-        UserError: the model does not compute the embeddings of images.
-    """
-    if not data.has_images:
-        return ()
+def image_extras_of(hf_model: HfModel) -> Sequence[Extra]:
+    """Return the tensors that batches contain if rows have images."""
     sizes = image_sizes(hf_model.config)
-    if sizes is None or hf_model.family.tower(hf_model.config) is None:
-        problem = f"--dataset has rows with images, and the image tower of {hf_model.family.name} is not supported"
-        raise UserError(problem, "use rows without images")
+    assert sizes is not None  # the encoder refuses images of other models
     return image_extras(sizes)
 
 

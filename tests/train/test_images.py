@@ -10,13 +10,13 @@ from transformers import AutoTokenizer
 
 from swiftlite.args.commands import SftArgs
 from swiftlite.data.batch import AXES, ITEM
-from swiftlite.data.dataset import Data, DataReport
+from swiftlite.data.dataset import Data
 from swiftlite.data.image_inputs import GRID, PATCHES
 from swiftlite.errors import UserError
 from swiftlite.families.resolved import HfModel, resolve
 from swiftlite.train.methods.conversations import load_data
 from swiftlite.train.methods.sft import SFT
-from swiftlite.train.run import extras_of_images
+from swiftlite.train.run import image_extras_of
 from tests.data.images import TOKENS, VISION, make_processor, with_vision, writer
 from tests.messages import mentions, naming
 from tests.tiny import make_tiny_hf
@@ -101,11 +101,6 @@ def test_streams_and_models_without_the_token_refuse_images(model, rows):
         read(without, rows)
 
 
-def test_batches_have_inputs_of_the_tower_only_with_images(model, rows):
-    hf_model = resolve(model)
-    assert extras_of_images(hf_model, Data([], [], [], DataReport(), "")) == ()
-    with pytest.raises(UserError, match=naming("--dataset qwen3_5")):
-        extras_of_images(hf_model, read(hf_model, rows))
-    with_tower = replace(hf_model, family=replace(hf_model.family, tower=lambda hf_config: object()))
-    extras = extras_of_images(with_tower, read(hf_model, rows))
+def test_batches_of_images_have_inputs_of_the_tower(model):
+    extras = image_extras_of(resolve(model))
     assert [extra.name for extra in extras] == [PATCHES, GRID, ITEM, AXES]

@@ -1,0 +1,105 @@
+"""Train models on rows with images, from the options to the export."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from swiftlite.args.commands import ExportArgs, SftArgs
+from swiftlite.errors import UserError
+from swiftlite.export.run import to_hf
+from tests.data.images import noise
+from tests.images import make_vision_hf_with_tokenizer
+from tests.messages import naming
+from tests.train.test_sft import metrics, train
+
+NUM_ROWS = 12
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return make_vision_hf_with_tokenizer(tmp_path_factory.mktemp("model"), "qwen3_5", depth=1)
+
+
+@pytest.fixture
+def seeing(model, options, tmp_path) -> Callable[..., SftArgs]:
+    """Return options of a run on rows with 0, 1 and 2 images."""
+    for number in range(3):
+        noise(8 + 12 * number, 20, seed=number).save(tmp_path / f"{number}.png")
+    rows = []
+    for number in range(NUM_ROWS):
+        images = [f"{each % 3}.png" for each in range(number % 3)]
+        rows.append({"query": f"What is {number}? {'<image>' * len(images)}", "response": f"It is {number}."})
+        rows[-1]["images"] = images
+    path = tmp_path / "images.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return lambda **changed: options(**{"model": str(model), "dataset": [str(path)], **changed})
+
+
+def weights(directory: Path) -> dict[str, Any]:
+    tensors = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        tensors |= load_file(file)
+    return tensors
+
+
+def export(run: Path, mesh) -> dict[str, Any]:
+    directory = run.with_name(f"{run.name}-hf")
+    to_hf(ExportArgs(model=str(run), output_dir=str(directory), to_hf=True), mesh)
+    return weights(directory)
+
+
+def changed_parts(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
+    """Return the parts of the model with a changed tensor; the names of all tensors must be equal."""
+    assert before.keys() == after.keys()
+    changed = [name for name in before if not before[name].equal(after[name])]
+    parts = set()
+    for name in changed:
+        if name.startswith("model.visual.merger."):
+            parts.add("aligner")
+        elif name.startswith("model.visual."):
+            parts.add("tower")
+        elif name.startswith("mtp."):
+            parts.add("heads")
+        else:
+            parts.add("trunk")
+    return parts
+
+
+@pytest.mark.parametrize(
+    ("more", "trained"),
+    [
+        ({}, {"trunk", "heads"}),
+        ({"freeze_vit": False, "vit_lr": 1e-3}, {"trunk", "heads", "tower"}),
+        ({"freeze_llm": True, "freeze_aligner": False}, {"aligner", "heads"}),
+        ({"mtp_mode": "heads_only"}, {"heads"}),
+        ({"padding_free": True, "freeze_vit": False, "freeze_aligner": False}, {"trunk", "heads", "tower", "aligner"}),
+    ],
+    ids=["defaults", "tower", "aligner", "heads", "packed"],
+)
+def test_the_parts_that_the_options_name_are_trained(model, seeing, mesh, more, trained):
+    run = train(seeing(**more), mesh)
+    losses = [line["loss"] for line in metrics(run) if "loss" in line]
+    assert len(losses) == 4
+    assert all(loss > 0 for loss in losses)
+    assert changed_parts(weights(model), export(run, mesh)) == trained
+
+
+def test_stored_states_of_the_trunk_know_images(seeing, mesh, tmp_path):
+    """Rows with equal tokens and other images are other rows."""
+    options = {"mtp_mode": "heads_only", "micro_batch_size": 1, "num_train_epochs": 2, "train_iters": None}
+    expected = metrics(train(seeing(**options, output_dir=str(tmp_path / "usual")), mesh))
+    stored = seeing(**options, cache_trunk_states=str(tmp_path / "cache"))
+    assert metrics(train(stored, mesh)) == expected
+    noise(8, 20, seed=9).save(tmp_path / "0.png")
+    with pytest.raises(UserError, match=naming("--cache_trunk_states rows")):
+        train(seeing(**options, cache_trunk_states=str(tmp_path / "cache"), output_dir=str(tmp_path / "other")), mesh)
+
+
+def test_acceptance_has_prompts_with_images_as_a_channel(seeing, mesh, tmp_path):
+    run = train(seeing(acceptance_samples=3, acceptance_max_new_tokens=4, split_dataset_ratio=0.3), mesh)
+    acceptance = json.loads((run / "acceptance.json").read_text())
+    assert "images" in acceptance["after"]["generated_by_channel"]
