@@ -149,7 +149,8 @@ def export_settings_without_effect(args: ExportArgs, facts: Facts) -> Iterator[s
     )
     not_compared = (args.max_regression is None, "--max_regression is not given")
     not_pushed = (args.push_to_hub is None, "--push_to_hub is not given")
-    idle = dict.fromkeys(("val_dataset", "force", "media_root", "max_pixels", "min_pixels"), unmeasured)
+    names = ("val_dataset", "force", "media_root", "max_pixels", "min_pixels")
+    idle: dict[str, tuple[bool, str]] = dict.fromkeys(names, unmeasured)
     idle |= {"baseline": not_compared, "hub_private_repo": not_pushed}
     yield from common.without_effect(args, idle)
 
