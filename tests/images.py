@@ -49,7 +49,7 @@ def make_vision_hf_with_tokenizer(directory: Path, family: str, depth: int, **co
     make_processor().save_pretrained(directory)
     path = directory / "config.json"
     names = ("vision_start_token_id", "vision_end_token_id", "image_token_id")
-    changed = dict(zip(names, tokenizer.convert_tokens_to_ids(TOKENS), strict=True))
+    changed = {name: tokenizer.convert_tokens_to_ids(token) for name, token in zip(names, TOKENS, strict=True)}
     path.write_text(json.dumps(json.loads(path.read_text()) | changed))
     return directory
 

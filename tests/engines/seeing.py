@@ -38,7 +38,20 @@ class _Turns(nn.Module):
 
 
 class Seeing(Reference):
-    """A `Reference` that reads features of a row's images instead of placeholders, and positions along three axes."""
+    """A `Reference` that reads features of a row's images instead of placeholders, and positions along three axes.
+
+    Attributes:
+        sees_images: whether heads read features; otherwise they read the embeddings of placeholders.
+        has_axes: whether positions have three axes; otherwise they are indices.
+    """
+
+    sees_images: bool
+    has_axes: bool
+    placeholder: int
+    features_IH: torch.Tensor
+    deepstack: list[torch.Tensor]
+    is_image_BS: torch.Tensor
+    is_head = False
 
     @classmethod
     def open(cls, directory: Path, family: str, depth: int) -> "Seeing":
@@ -74,8 +87,6 @@ class Seeing(Reference):
         states = super().head_states(k, hidden_BSH, ids_BS)
         self.is_head = False
         return states
-
-    is_head = False
 
     def _add_deepstack(self, number: int, _: Any, args: Any, hidden: Any) -> Any:
         if self.is_head or number >= len(self.deepstack):
