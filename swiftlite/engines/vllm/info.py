@@ -28,6 +28,7 @@ VLLM = EngineInfo(
     adapter="swiftlite.engines.vllm.engine:VllmEngine",
     convention="swiftlite.conventions.vllm:convention",
     measured="0.32.",
+    supports_images=True,
     serves_adapters=True,
     takes_live_weights=True,
     logs_requests=True,

@@ -122,7 +122,8 @@ def attention_options(model: HfModel, torch_dtype: str) -> dict[str, Any]:
         UserError: vLLM does not support linear attention in `torch_dtype`, or a package that vLLM's classes import is
             missing.
     """
-    if model.family.name.startswith("qwen3_5") and find_spec("torchvision") is None:
+    needs_torchvision = model.family.vision is not None or model.family.name.startswith("qwen3_5")
+    if needs_torchvision and find_spec("torchvision") is None:
         raise UserError(
             f"vLLM requires torchvision for {model.family.name}, which is not installed",
             "install torchvision for this torch, or use --infer_backend transformers",
