@@ -16,7 +16,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from swiftlite.data.batch import AXES, ITEM, Extra
 from swiftlite.data.sample import Sample, make_sample
-from tests.data.images import TOKENS, VISION, make_processor, with_vision
+from tests.data.images import TOKENS, VISION, make_processor
 from tests.engines.reference import Reference
 from tests.tiny import TEXT_PREFIX, VISUAL_PREFIX, make_tiny_tokenizer, make_tiny_vision_hf
 
@@ -41,15 +41,17 @@ def make_vision_hf_with_tokenizer(directory: Path, family: str, depth: int, **co
     Args:
         family, depth, config: as for `make_tiny_vision_hf`.
     """
-    tokenizer = with_vision(make_tiny_tokenizer())
+    tokens = [*TOKENS, "<|video_pad|>"]  # engines look for the last one, too
+    tokenizer = make_tiny_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": tokens})
     tokenizer.chat_template = VISION
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     make_tiny_vision_hf(directory, family, depth, vocab_size=len(tokenizer), **ids, **config)
     tokenizer.save_pretrained(directory)
     make_processor().save_pretrained(directory)
     path = directory / "config.json"
-    names = ("vision_start_token_id", "vision_end_token_id", "image_token_id")
-    changed = {name: tokenizer.convert_tokens_to_ids(token) for name, token in zip(names, TOKENS, strict=True)}
+    names = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
+    changed = {name: tokenizer.convert_tokens_to_ids(token) for name, token in zip(names, tokens, strict=True)}
     path.write_text(json.dumps(json.loads(path.read_text()) | changed))
     return directory
 
