@@ -40,8 +40,8 @@ for directory, options in json.loads(sys.argv[1]):
     report = dry_load(EngineConfig(resolve_served(directory), **{"num_speculative_tokens": None, **options}))
     print(json.dumps(dataclasses.asdict(report)))
 """
-# Qwen3.5's classes of vLLM import torchvision, which a CPU has no build of here.
-LOADABLE = [family for family in CLASSES if not family.startswith("qwen3_5")]
+# vLLM's classes of vision-language models import torchvision, which a CPU has no build of here.
+LOADABLE = [family for family in CLASSES if not family.startswith(("qwen3_5", "qwen2_5_vl", "qwen3_vl"))]
 WHOLE = [(family, depth) for family in LOADABLE for depth in (0, 1)] + [("mimo", 2), ("qwen2", 2)]
 
 
