@@ -72,13 +72,14 @@ def changed_parts(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
 @pytest.mark.parametrize(
     ("more", "trained"),
     [
+        ({"tuner_type": "lora", "lora_rank": 4}, {"trunk", "heads"}),
         ({}, {"trunk", "heads"}),
         ({"freeze_vit": False, "vit_lr": 1e-3}, {"trunk", "heads", "tower"}),
         ({"freeze_llm": True, "freeze_aligner": False}, {"aligner", "heads"}),
         ({"mtp_mode": "heads_only"}, {"heads"}),
         ({"padding_free": True, "freeze_vit": False, "freeze_aligner": False}, {"trunk", "heads", "tower", "aligner"}),
     ],
-    ids=["defaults", "tower", "aligner", "heads", "packed"],
+    ids=["lora", "defaults", "tower", "aligner", "heads", "packed"],
 )
 def test_the_parts_that_the_options_name_are_trained(model, seeing, mesh, more, trained):
     run = train(seeing(**more), mesh)

@@ -74,6 +74,8 @@ def adapted_modules(row: Row, lora: Lora) -> list[str]:
     is_adapted = lora.on_trunk
     if row.mcore.startswith("mtp."):
         is_adapted = lora.heads == "lora"
+    elif row.mcore.startswith("tower."):  # computed by a module of transformers, without the hooks of adapters
+        is_adapted = False
     return [module for module in map(module_of, row.hf) if is_adapted and lora.adapts(module)]
 
 
