@@ -24,7 +24,7 @@ from swiftlite.cli.parse import parse
 from swiftlite.data.dataset import load_prompts
 from swiftlite.data.template import ChatTemplate, load_tokenizer, stop_token_ids
 from swiftlite.engines.engine import EngineConfig, Sampling, start_engine
-from swiftlite.engines.prompts import encode_prompt
+from swiftlite.engines.prompts import PromptEncoder
 from swiftlite.engines.served_model import resolve_served
 from swiftlite.engines.vllm.served import ServedVllm
 from swiftlite.errors import UserError
@@ -57,7 +57,8 @@ class Service:
     def __init__(self) -> None:
         template = ChatTemplate(load_tokenizer(MODEL))
         self.stop = stop_token_ids(template, MODEL)
-        self.prompts = [encode_prompt(template, chat.prompt()) for chat in load_prompts([DATASET])[:32]]
+        encode = PromptEncoder(template)
+        self.prompts = [encode(chat.prompt()) for chat in load_prompts([DATASET])[:32]]
         config = EngineConfig(
             resolve_served(MODEL),
             "float32",

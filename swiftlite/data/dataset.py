@@ -39,6 +39,8 @@ class Counts:
     """Tokens of the kept rows."""
     trained_tokens: int = 0
     """Tokens of the kept rows that are trained (have a label)."""
+    images: int = 0
+    """Images of the kept rows, before truncation."""
 
     def __add__(self, other: "Counts") -> "Counts":
         return Counts(*map(operator.add, astuple(self), astuple(other)))
@@ -49,7 +51,10 @@ class Counts:
             number = getattr(self, name)
             if number:
                 parts.append(f"{number} {name.replace('_', ' ')}")
-        return ", ".join([*parts, f"{self.tokens} tokens, {self.trained_tokens} trained"])
+        parts.append(f"{self.tokens} tokens, {self.trained_tokens} trained")
+        if self.images:
+            parts.append(f"{self.images} images")
+        return ", ".join(parts)
 
 
 @dataclass
@@ -161,7 +166,7 @@ def load_train_val(
         drawn = _draw(train, dataset, Mixture(interleave_prob, seed))
         left_out = {row.number for row in train} - {row.number for row in drawn}
         train = drawn
-    _count_rows(train_rows.specs + val_rows.specs, encoded, left_out, report)
+    _count_rows(train_rows.specs + val_rows.specs, conversations, encoded, left_out, report)
     return _build_data(train, val, report)
 
 
@@ -242,12 +247,21 @@ def _read(
     return rows
 
 
-def _count_rows(specs: Sequence[str], encoded: Sequence[Encoded], left_out: set[int], report: DataReport) -> None:
-    for number, (spec, row) in enumerate(zip(specs, encoded, strict=True)):
+def _count_rows(
+    specs: Sequence[str],
+    conversations: Sequence[Conversation],
+    encoded: Sequence[Encoded],
+    left_out: set[int],
+    report: DataReport,
+) -> None:
+    for number, (spec, conversation, row) in enumerate(zip(specs, conversations, encoded, strict=True)):
+        counts = report.files[spec]
         if number in left_out:
-            report.files[spec].not_sampled += 1
-        else:
-            _count(row, report.files[spec])
+            counts.not_sampled += 1
+            continue
+        _count(row, counts)
+        if row.samples:
+            counts.images += len(conversation.images)
 
 
 def _count(row: Encoded, counts: Counts) -> None:

@@ -1,5 +1,9 @@
 """Make the inputs of an image tower, and the positions of tokens, from the images of a row.
 
+An image is resized and divided into patches. A group of `merge_size` x `merge_size` neighboring patches is an item: one
+input of the tower, one output of the tower, and one placeholder token in the text. For example, with patches of 16 x 16
+pixels and `merge_size` 2, an image of 64 x 96 pixels has 2 x 3 items, and the text has 6 placeholder tokens for it.
+
 A sample with images has four extras: the pixels (`PATCHES`), the place of each group of patches in its image (`GRID`),
 the output of the tower that each placeholder token stands for (`ITEM`), and positions along three axes (`AXES`). A
 sample without images has none of them.
@@ -100,8 +104,8 @@ class ImageProcessing:
             sizes: sizes of the model's inputs; None for a model without images.
 
         Raises:
-            UserError: the model or its files do not support images. The problem continues a sentence about the images
-                of a row.
+            UserError: the model or its files do not support images. The problem is a predicate, such as "is not
+                supported by this model", because it is shown behind the name of the row's field.
         """
         if sizes is None:
             raise UserError(f"is not supported by this model ({family})")
@@ -111,6 +115,8 @@ class ImageProcessing:
 
     def with_bounds(self, max_pixels: int | None, min_pixels: int | None) -> "ImageProcessing":
         """Return the processing with other bounds of the pixels of a resized image; None keeps a bound of the model.
+
+        transformers calls these numbers of pixels `longest_edge` and `shortest_edge`.
 
         Raises:
             UserError: the bounds contradict each other, or are too small for one item.
@@ -123,8 +129,10 @@ class ImageProcessing:
         if highest < one_item:
             raise UserError(f"--max_pixels {highest} is less than one item of the model", f"use {one_item} or more")
         if lowest > highest:
-            problem = f"--min_pixels {lowest} is above --max_pixels {highest}, of which one is that of the model"
-            raise UserError(problem, "use --min_pixels and --max_pixels together")
+            given, limit = f"--min_pixels {lowest}", f"the maximum of the model, {highest}"
+            if min_pixels is None:
+                given, limit = f"--max_pixels {highest}", f"the minimum of the model, {lowest}"
+            raise UserError(f"{given} contradicts {limit}", "use --min_pixels and --max_pixels together")
         return shared_processing(json.dumps(settings, sort_keys=True), self.sizes)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -269,7 +277,11 @@ class ImageEncoder:
         return sample.with_extras(**{PATCHES: patches, GRID: places, ITEM: item, AXES: axes})
 
     def truncate(self, sample: Sample, max_length: int, strategy: Literal["left", "right"]) -> Sample | None:
-        """Truncate a sample with images, like `sample.truncate`; return None if this would cut an image."""
+        """Truncate a sample with images, like `sample.truncate`. Images outside of the kept tokens are dropped.
+
+        Returns:
+            The sample; None if an image would be cut.
+        """
         first, end = 0, max_length
         if strategy == "left":
             first, end = len(sample) - max_length, len(sample)

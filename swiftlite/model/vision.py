@@ -3,7 +3,8 @@
 The inputs are items, one per output of the tower: the patches of a group of neighboring patches, in the order of the
 image processor of transformers, and the group's place in its image.
 
-Shapes: I items of the micro-batch, N images of the micro-batch, H hidden size of the language model.
+Shapes: I items of the micro-batch, W numbers of an item (the pixels of its patches), N images of the micro-batch, H
+hidden size of the language model.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,7 +30,10 @@ from swiftlite.families.vision import Qwen2_5Vision, VisionTower
 
 
 def _classes(tower: VisionTower) -> tuple[type[PreTrainedConfig], type[PreTrainedModel]]:
-    """Return transformers' classes of a tower. The tower of Qwen3.5 with experts is Qwen3.5's."""
+    """Return transformers' classes of a tower.
+
+    The tower of Qwen3.5 with experts is Qwen3.5's. Qwen3-VL's tower is recognized by its deepstack mergers.
+    """
     if isinstance(tower, Qwen2_5Vision):
         return Qwen2_5_VLVisionConfig, Qwen2_5_VisionTransformerPretrainedModel
     if tower.num_deepstack:
@@ -38,7 +42,9 @@ def _classes(tower: VisionTower) -> tuple[type[PreTrainedConfig], type[PreTraine
 
 
 class VisionTransformer(nn.Module):
-    """A vision tower with uninitialized weights.
+    """A vision tower with uninitialized weights. `Trainable` (`plan/trainable.py`) selects the parameters to train.
+
+    The patches are float32; transformers' module casts them to the dtype of its weights.
 
     Attributes:
         visual: transformers' module.

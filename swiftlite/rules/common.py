@@ -17,6 +17,7 @@ from swiftlite.args.docs import options
 from swiftlite.data.rows.hub_rows import commit_of_dataset
 from swiftlite.errors import UserError
 from swiftlite.families.index import get as get_family
+from swiftlite.families.vision import image_sizes
 from swiftlite.heads import Heads, depth_key
 from swiftlite.hub.name import dataset_name, model_name
 from swiftlite.plan.facts import Facts, is_run, near_path, run_checkpoints
@@ -249,6 +250,10 @@ def images_have_a_place_and_a_size(args: Any, facts: Facts) -> Iterator[Problem]
             f"--min_pixels {args.min_pixels} exceeds --max_pixels {args.max_pixels}",
             f"use --min_pixels {args.max_pixels} or less",
         )
+    sizes = image_sizes(facts.hf_config)
+    if sizes is not None and args.max_pixels is not None and args.max_pixels < sizes.group_size**2:
+        one_item = sizes.group_size**2
+        yield f"--max_pixels {args.max_pixels} is less than one item of the model", f"use {one_item} or more"
 
 
 def recompute_options_fit(args: SftArgs | DoctorArgs, facts: Facts) -> Iterator[Problem]:

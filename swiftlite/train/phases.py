@@ -200,7 +200,10 @@ def check_same_data(checkpoint: Path | None, data: Mapping[str, str]) -> None:
         )
 
 
-_NAMES_OF_DATA = {"tokenizer": "tokenizer of --model", "rows": "content of --dataset or --val_dataset"}
+_NAMES_OF_DATA = {
+    "tokenizer": "tokenizer of --model",
+    "rows": "content of --dataset or --val_dataset, or of their images",
+}
 
 
 def restore(run: Run) -> dict[str, Any]:

@@ -97,6 +97,8 @@ def prepare(args: SftArgs, mesh: Mesh, models: Mapping[str, HfModel]) -> phases.
     warn_of_long_samples(data, hf_model)
     plan = plan_run(args, mesh, hf_model, data)
     trainable = trainable_in(args, plan, hf_model)
+    if data.has_images:
+        logger.info("rows with images: the vision tower is computed; the run trains %s", trainable.words)
     flops = training_flops(
         hf_model.config,
         plan.heads,

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from swiftlite import rules
 from swiftlite.args.commands import SftArgs
 from swiftlite.data.batch import AXES, ITEM
 from swiftlite.data.dataset import Data
 from swiftlite.data.image_inputs import GRID, PATCHES
-from swiftlite.errors import UserError
+from swiftlite.errors import OptionError, UserError
 from swiftlite.families.resolved import HfModel, resolve
 from swiftlite.train.methods.conversations import load_data
 from swiftlite.train.methods.sft import SFT
@@ -60,6 +61,7 @@ def test_rows_are_read_as_the_options_say(model, rows):
     hf_model = resolve(model)
     data = read(hf_model, rows)
     assert [len(sample.extras.get(PATCHES, ())) for sample in data.train] == [6, 0]
+    assert data.report.total.images == 1
     assert len(read(hf_model, rows, max_pixels=128).train[0].extras[PATCHES]) == 1
     assert len(read(hf_model, rows, min_pixels=1000).train[0].extras[PATCHES]) == 20
     with pytest.raises(UserError, match=naming("images[0] a.png --media_root")):
@@ -99,6 +101,12 @@ def test_streams_and_models_without_the_token_refuse_images(model, rows):
     without = replace(hf_model, config={**hf_model.config, "image_token_id": 99_999})
     with pytest.raises(UserError, match=naming(f"{rows}:1 images: 99999")):
         read(without, rows)
+
+
+def test_a_bound_below_one_item_is_refused_before_data_is_read(model, rows):
+    args = SftArgs(model=str(model), dataset=[str(rows)], output_dir=str(rows.parent / "run"), max_pixels=3)
+    with pytest.raises(OptionError, match=naming("--max_pixels 3 64")):
+        rules.check(args)
 
 
 def test_batches_of_images_have_inputs_of_the_tower(model):

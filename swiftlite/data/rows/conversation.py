@@ -28,7 +28,7 @@ from swiftlite.json_file import MAX_DEPTH, is_deeper, parse_json
 Kind = TypeVar("Kind")
 
 MEDIA = ("images", "videos", "audios")
-NO_IMAGES = "is not supported here"
+NO_IMAGES = "is not supported by this command"
 """Why images are refused by default: only `megatron sft` reads them."""
 FIELDS = {"messages", "conversations", "instruction", "input", "output", "query", "response", "history", "system"}
 FIELDS |= {"tools", "channel", *MEDIA}
@@ -224,7 +224,7 @@ def _check_media(row: dict[str, Any], no_images: str) -> None:
         if media != "images":
             raise RowError(media, "is not supported", "swiftlite trains on text and images")
         if no_images:
-            raise RowError(media, no_images, f"remove {media} to train on the text")
+            raise RowError(media, no_images, f"remove {media} from the row")
 
 
 def _check_spelling(row: dict[str, Any]) -> None:

@@ -74,7 +74,7 @@ def read_parts(content: list[Part], path: str) -> list[Part]:
             parts.append(_image_part(part, f"{path}[{i}]"))
         elif kind != "text":
             problem = f"has a part of type {clip(str(kind), 80)}, which is not supported"
-            raise RowError(path, problem, "use text and images")
+            raise RowError(path, problem, f"use the types text, {' and '.join(IMAGE_TYPES)}")
         elif not isinstance(part.get("text"), str):
             raise RowError(f"{path}[{i}].text", f"is {shown(part.get('text'))}, not text")
         else:
@@ -98,7 +98,7 @@ def place_images(messages: list[Message], images: Any) -> tuple[list[Message], t
     sources = _listed(images)
     unnamed = sum(_is_unnamed(part) for part in itertools.chain(*contents))
     if unnamed > len(sources):
-        problem = f"the turns have {unnamed} {TAG} tags, and the row has {len(sources)} images"
+        problem = f"has {len(sources)} of the {unnamed} images that the {TAG} tags of the turns require"
         raise RowError("images", problem, f"give one image for each {TAG} tag")
     if len(sources) > unnamed:
         first = next(i for i, message in enumerate(messages) if message["role"] == "user")
@@ -168,5 +168,5 @@ def _source(value: Any, path: str) -> RowImage:
     if isinstance(value, dict):
         value = value.get("bytes") or value.get("path")
     if not value or not isinstance(value, str | bytes):
-        raise RowError(path, f"is {shown(value)}, not the path of an image or a data URI")
+        raise RowError(path, f"is {shown(value)}, not an image", "give the path of an image, or a data URI")
     return RowImage(value, path)

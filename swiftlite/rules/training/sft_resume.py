@@ -104,11 +104,15 @@ def resume_keeps_the_options(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     With other data, another objective or other heads, the resumed run would be a different run with the same name.
     """
     for name, before, now in _changed_options(args, facts):
-        if name not in _FREE:
-            yield (
-                f"--resume does not support a change of --{name} from {shell_line(before)} to {shell_line(now)}",
-                f"use --{name} {shell_line(before)} (see {Path(args.output_dir, 'args.json')}) or another --output_dir",
-            )
+        if name in _FREE:
+            continue
+        given = f"use --{name} {shell_line(before)}"
+        if before is None:
+            given = f"remove --{name}"
+        yield (
+            f"--resume does not support a change of --{name} from {shell_line(before)} to {shell_line(now)}",
+            f"{given} (see {Path(args.output_dir, 'args.json')}), or use another --output_dir",
+        )
 
 
 def resume_packs_the_same_rows(args: SftArgs, facts: Facts) -> Iterator[Problem]:
