@@ -4,6 +4,7 @@ CPU, and compare the losses.
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -26,7 +27,8 @@ def run(settings: Settings, results: Results) -> None:
     if settings.tiny:
         names = ["dense", "streamed trunk"]
     directory = settings.work_dir / "kinds"
-    directory.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(directory, ignore_errors=True)  # results of an earlier run
+    directory.mkdir(parents=True)
     write_inputs(directory, names)
     workers = []
     for device in (settings.device, "cpu"):
