@@ -2,8 +2,10 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 from swiftlite.atomic import atomic_write
+from swiftlite.errors import UserError
 from swiftlite.json_file import read_json
 from swiftlite.log import logger
 
@@ -15,17 +17,19 @@ def write_image_bounds(run: Path, directory: Path) -> None:
 
     Args:
         run: directory of the run; a directory made by `export --to_mcore` has no options.
-        directory: the export, with a copy of the model's preprocessor_config.json.
+        directory: the export, with a copy of the model's preprocessor_config.json, if the model has one.
+
+    Raises:
+        UserError: a file is damaged.
     """
-    path = directory / PREPROCESSOR
-    try:
-        args = read_json(run / "args.json")
-        content = read_json(path)
-    except (FileNotFoundError, ValueError):
+    args_file, path = run / "args.json", directory / PREPROCESSOR
+    if not args_file.exists() or not path.exists():
         return
+    args = _read(args_file)
     given = {name: args.get(name) for name in ("max_pixels", "min_pixels") if args.get(name) is not None}
     if not given:
         return
+    content = _read(path)
     for name, value in given.items():
         # Files have one of two forms; transformers prefers max_pixels and min_pixels if there are both.
         edge = {"max_pixels": "longest_edge", "min_pixels": "shortest_edge"}[name]
@@ -35,3 +39,13 @@ def write_image_bounds(run: Path, directory: Path) -> None:
             content[name] = value
         logger.info("%s: %s %d, as in training", PREPROCESSOR, name, value)
     atomic_write(path, (json.dumps(content, indent=2) + "\n").encode())
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content = read_json(path)
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON: {error}", "restore the file") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path} is not a JSON object", "restore the file")
+    return content

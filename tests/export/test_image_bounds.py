@@ -7,8 +7,10 @@ import pytest
 
 from swiftlite.data.image_inputs import ImageProcessing
 from swiftlite.data.image_sizes import ImageSizes
+from swiftlite.errors import UserError
 from swiftlite.export.image_bounds import PREPROCESSOR, write_image_bounds
 from tests.data.images import make_processor
+from tests.messages import naming
 
 SIZES = ImageSizes(patch_size=4, temporal_patch_size=2, merge_size=2, channels=3, image_token_id=0)
 
@@ -40,3 +42,13 @@ def test_without_bounds_the_file_is_that_of_the_model(tmp_path):
             (tmp_path / "args.json").write_text(args)
         write_image_bounds(tmp_path, tmp_path)
         assert (tmp_path / PREPROCESSOR).read_bytes() == content
+
+
+@pytest.mark.parametrize("content", ["{", "[]"])
+@pytest.mark.parametrize("damaged", ["args.json", PREPROCESSOR])
+def test_a_damaged_file_is_named(tmp_path, damaged, content):
+    make_processor().save_pretrained(tmp_path)
+    (tmp_path / "args.json").write_text('{"max_pixels": 640}')
+    (tmp_path / damaged).write_text(content)
+    with pytest.raises(UserError, match=naming(str(tmp_path / damaged))):
+        write_image_bounds(tmp_path, tmp_path)
