@@ -155,7 +155,7 @@ class ChatTemplate:
         self._check_texts(messages)
         ids = self.tokenize(self.render(messages, tools, add_generation_prompt=True))
         check_ids(ids, self.tokenizer, self._vocab_size, "messages")
-        if not image_lengths:
+        if self._image_token_id is None:
             return ids
         widened, _ = self._widen(np.array(ids, np.int32), np.zeros(len(ids), np.float32), image_lengths)
         return widened.tolist()

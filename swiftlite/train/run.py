@@ -197,12 +197,16 @@ def trainable_in(args: SftArgs, plan: Plan, hf_model: HfModel) -> Trainable:
     """Return which parameters of the model are trained.
 
     Raises:
-        UserError: the language model is frozen, and the run computes no tower.
+        UserError: an option is about the tower, and the run computes no tower.
     """
     if plan.lora is None:
         has_tower = hf_model.family.tower(hf_model.config) is not None
         if args.freeze_llm and not has_tower:
             raise UserError("--freeze_llm true requires rows with images", "to train only heads: --mtp_mode heads_only")
+        trained = [f"--{name} false" for name in ("freeze_vit", "freeze_aligner") if not getattr(args, name)]
+        if trained and not has_tower:
+            given = " and ".join(trained)
+            raise UserError(f"{given}: the vision tower is trained only on rows with images", f"remove {given}")
         return trainable_of(args, plan.heads, has_tower=has_tower)
     saved = saved_names(plan.lora, hf_model.family.rows(hf_model.config, 0))
     return trainable_of(args, plan.heads, plan.lora, saved)

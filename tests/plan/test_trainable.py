@@ -69,13 +69,17 @@ def test_parts_of_a_vision_language_model(options, learned):
     assert trainable.freezes_trunk == (learned == {"heads"})
 
 
-def test_a_frozen_language_model_needs_a_tower(tmp_path):
+def test_options_of_the_tower_require_images(tmp_path):
+    """Otherwise a run without images would silently train something else."""
     hf_model = resolve(make_tiny_vision_hf(tmp_path, "qwen3_5", depth=1))
     args = SftArgs(freeze_llm=True, freeze_aligner=False)
     plan = make_plan(args, 1, Heads(1))
     with pytest.raises(UserError) as raised:
         trainable_in(args, plan, hf_model)
     assert mentions(raised.value.problem, "--freeze_llm images")
+    with pytest.raises(UserError) as raised:
+        trainable_in(SftArgs(freeze_vit=False, freeze_aligner=False), plan, hf_model)
+    assert mentions(raised.value.problem, "--freeze_vit --freeze_aligner images")
     assert not trainable_in(args, plan, hf_model.with_images()).learns("decoder.final_layernorm.weight")
 
 

@@ -27,6 +27,7 @@ def test_good_options_pass(here):
         (replace(PT, loss_scale="all"), "--loss_scale megatron pt", ""),
         (replace(PT, media_root="."), "--media_root megatron pt", ""),
         (replace(PT, max_pixels=5), "--max_pixels megatron pt", ""),
+        (replace(PT, freeze_vit=False), "--freeze_vit megatron pt", ""),
         (replace(PT, system="Be brief."), "--system megatron pt", ""),
         (
             replace(PT, sft_mock_dataset_config_json={"mode": "no such mode"}),

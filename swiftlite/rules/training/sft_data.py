@@ -8,6 +8,8 @@ from swiftlite.args.bounds import out_of_bounds
 from swiftlite.args.commands import SftArgs
 from swiftlite.args.config import Problem
 from swiftlite.args.data_file import split_sample
+from swiftlite.args.docs import options
+from swiftlite.args.fields import ImageArgs, VisionArgs
 from swiftlite.args.mock_config import FLAG, check_mock_config
 from swiftlite.errors import UserError
 from swiftlite.methods.index import method_of
@@ -16,7 +18,7 @@ from swiftlite.plan.layout import layout_of, sequence_multiple
 from swiftlite.plan.run import packing_of
 from swiftlite.rules import common
 
-IMAGE_OPTIONS = dict.fromkeys(("media_root", "max_pixels", "min_pixels"), "its rows have no images")
+IMAGE_OPTIONS = dict.fromkeys([*options(ImageArgs), *options(VisionArgs)], "its rows have no images")
 """Options that only `megatron sft` supports, with the reason."""
 
 
