@@ -15,8 +15,8 @@ from swiftlite.data.batch import Batch, Extra, collate_packed, shift_left
 from swiftlite.data.image_inputs import PATCHES, image_extras
 from swiftlite.data.packing.packing import pack
 from swiftlite.data.sample import Sample
+from swiftlite.families.index import image_sizes
 from swiftlite.families.resolved import HfModel
-from swiftlite.families.vision import image_sizes
 from swiftlite.model.forward import forward
 from swiftlite.model.open import open_model
 from swiftlite.runtime.mesh import Mesh

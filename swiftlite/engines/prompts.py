@@ -19,8 +19,8 @@ from swiftlite.data.sample import Sample, make_sample
 from swiftlite.data.template import ChatTemplate
 from swiftlite.engines.info import EngineInfo
 from swiftlite.errors import UserError
+from swiftlite.families.index import image_sizes
 from swiftlite.families.resolved import HfModel
-from swiftlite.families.vision import image_sizes
 
 
 @dataclass(frozen=True, eq=False)

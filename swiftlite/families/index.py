@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from swiftlite.data.image_sizes import ImageSizes
 from swiftlite.errors import UserError
 from swiftlite.families.architecture import Architecture
 from swiftlite.families.dense import refuse
@@ -23,6 +24,7 @@ from swiftlite.families.models.qwen3_vl import QWEN3_VL
 from swiftlite.families.models.seed_oss import SEED_OSS
 from swiftlite.families.rank import Rank
 from swiftlite.families.values import value_problems
+from swiftlite.families.vision import channels_of
 
 FAMILIES: dict[str, Family] = {
     "deepseek_v3": DEEPSEEK_V3,
@@ -126,3 +128,28 @@ def impossible_values(hf_config: HfConfig) -> list[str]:
 
 def _find(hf_config: HfConfig) -> Family | None:
     return FAMILIES.get(str(hf_config.get("model_type")))
+
+
+_SIZES_OF_IMAGES = ("patch_size", "temporal_patch_size", "spatial_merge_size")
+
+
+def image_sizes(hf_config: HfConfig) -> ImageSizes | None:
+    """Return the sizes of a model's image inputs; None for models without images, or whose config.json lacks a size.
+
+    All families with a vision tower divide images, and count positions, in the same way (`data/image_inputs.py`).
+    """
+    family = _find(hf_config)
+    vision, image_token_id = hf_config.get("vision_config"), hf_config.get("image_token_id")
+    if family is None or family.vision is None or not isinstance(vision, dict) or image_token_id is None:
+        return None
+    if any(key not in vision for key in _SIZES_OF_IMAGES):
+        return None
+    return ImageSizes(
+        patch_size=vision["patch_size"],
+        temporal_patch_size=vision["temporal_patch_size"],
+        merge_size=vision["spatial_merge_size"],
+        channels=channels_of(vision),
+        image_token_id=image_token_id,
+        vision_start_id=hf_config.get("vision_start_token_id"),
+        vision_end_id=hf_config.get("vision_end_token_id"),
+    )

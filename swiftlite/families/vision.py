@@ -5,13 +5,13 @@ neighboring patches to one vector of the language model's hidden size. The merge
 `model/vision.py` computes the towers with transformers' modules.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 from swiftlite.bridge.rows import HfConfig, Row, Shape
-from swiftlite.data.image_sizes import ImageSizes
 from swiftlite.errors import UserError
 from swiftlite.families.rank import ParameterCount, Rank
 
@@ -36,8 +36,8 @@ def is_vit_parameter(name: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Qwen3Vision:
-    """The tower of Qwen3.5, and of Qwen3-VL, whose tower has additional mergers behind some blocks (deepstack).
+class _Vision(ABC):
+    """A vision tower.
 
     Attributes:
         config: `vision_config` of config.json.
@@ -45,15 +45,31 @@ class Qwen3Vision:
     """
 
     config: Mapping[str, Any]
-    hf_prefix: str = "model.visual."
+    hf_prefix: str
+
+    @abstractmethod
+    def shapes(self) -> dict[str, Shape]:
+        """Return the shapes of the tower's tensors by their names within the tower."""
 
     def rows(self) -> list[Row]:
         """Return the bridge rows with names in the whole model."""
-        return _rows(self.hf_prefix, self.shapes())
+        return [Row(_MODULE + name, {self.hf_prefix + name: shape}) for name, shape in self.shapes().items()]
 
     def parameters(self, rank: Rank) -> ParameterCount:
         """Count the parameters on a rank. Each rank of the stage with the embedding holds the whole tower."""
-        return _count(self.shapes())
+        return ParameterCount(sum(map(prod, self.shapes().values())))
+
+
+@dataclass(frozen=True)
+class Qwen3Vision(_Vision):
+    """The tower of Qwen3.5, and of Qwen3-VL, whose tower has additional mergers behind some blocks (deepstack)."""
+
+    hf_prefix: str = "model.visual."
+
+    @classmethod
+    def of(cls, hf_config: HfConfig) -> "Qwen3Vision":
+        """Return the tower of a model. Errors are those of `vision_config_of`."""
+        return cls(vision_config_of(hf_config, "num_position_embeddings"))
 
     def shapes(self) -> dict[str, Shape]:
         """Return the shapes of the tower's tensors by their names within the tower."""
@@ -87,26 +103,20 @@ class Qwen3Vision:
 
 
 @dataclass(frozen=True)
-class Qwen2_5Vision:
+class Qwen2_5Vision(_Vision):
     """The tower of Qwen2.5-VL, in which most blocks attend within windows.
 
     Attributes:
-        config: `vision_config` of config.json.
-        hf_prefix: prefix of the HF names of the tower's tensors.
         num_deepstack: see `Tower`.
     """
 
-    config: Mapping[str, Any]
     hf_prefix: str = "visual."
     num_deepstack: int = 0
 
-    def rows(self) -> list[Row]:
-        """Return the bridge rows with names in the whole model."""
-        return _rows(self.hf_prefix, self.shapes())
-
-    def parameters(self, rank: Rank) -> ParameterCount:
-        """Count the parameters on a rank. Each rank of the stage with the embedding holds the whole tower."""
-        return _count(self.shapes())
+    @classmethod
+    def of(cls, hf_config: HfConfig) -> "Qwen2_5Vision":
+        """Return the tower of a model. Errors are those of `vision_config_of`."""
+        return cls(vision_config_of(hf_config))
 
     def shapes(self) -> dict[str, Shape]:
         """Return the shapes of the tower's tensors by their names within the tower."""
@@ -128,8 +138,11 @@ class Qwen2_5Vision:
 VisionTower = Qwen3Vision | Qwen2_5Vision
 
 
-def vision_config_of(hf_config: HfConfig) -> Mapping[str, Any]:
+def vision_config_of(hf_config: HfConfig, *more_sizes: str) -> Mapping[str, Any]:
     """Return `vision_config` of a config.json.
+
+    Args:
+        more_sizes: required sizes besides those of all towers.
 
     Raises:
         UserError: it is missing, a size is missing, or its outputs do not have the language model's hidden size.
@@ -137,7 +150,7 @@ def vision_config_of(hf_config: HfConfig) -> Mapping[str, Any]:
     found = hf_config.get("vision_config")
     if not isinstance(found, Mapping):
         raise UserError("config.json: vision_config is missing", _HINT)
-    missing = [key for key in _SIZES if not isinstance(found.get(key), int)]
+    missing = [key for key in (*_SIZES, *more_sizes) if not isinstance(found.get(key), int)]
     if missing:
         raise UserError(f"config.json: vision_config: missing or not a number: {', '.join(missing)}", _HINT)
     width, hidden = found["out_hidden_size"], hf_config["hidden_size"]
@@ -149,14 +162,6 @@ def vision_config_of(hf_config: HfConfig) -> Mapping[str, Any]:
 _HINT = "copy config.json from the model's source again"
 
 
-def _rows(hf_prefix: str, shapes: Mapping[str, Shape]) -> list[Row]:
-    return [Row(_MODULE + name, {hf_prefix + name: shape}) for name, shape in shapes.items()]
-
-
-def _count(shapes: Mapping[str, Shape]) -> ParameterCount:
-    return ParameterCount(sum(map(prod, shapes.values())))
-
-
 def _merged_width(config: Mapping[str, Any]) -> int:
     """Return the number of channels of a group of patches."""
     return config["hidden_size"] * config.get("spatial_merge_size", 2) ** 2
@@ -165,7 +170,12 @@ def _merged_width(config: Mapping[str, Any]) -> int:
 def _kernel(config: Mapping[str, Any]) -> Shape:
     """Return the shape of the convolution that embeds patches."""
     patch = config["patch_size"]
-    return config["hidden_size"], config.get("in_channels", 3), config.get("temporal_patch_size", 2), patch, patch
+    return config["hidden_size"], channels_of(config), config.get("temporal_patch_size", 2), patch, patch
+
+
+def channels_of(config: Mapping[str, Any]) -> int:
+    """Return the number of colors of `vision_config`. Files of Qwen2.5-VL name it in_chans."""
+    return config.get("in_channels", config.get("in_chans", 3))
 
 
 def _norm(name: str, width: int) -> dict[str, Shape]:
@@ -178,30 +188,3 @@ def _linear(name: str, rows: int, columns: int) -> dict[str, Shape]:
 
 def _attention(block: str, hidden: int) -> dict[str, Shape]:
     return _linear(f"{block}attn.qkv", 3 * hidden, hidden) | _linear(f"{block}attn.proj", hidden, hidden)
-
-
-MODEL_TYPES = ("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen2_5_vl")
-"""Values of `model_type` whose images are divided as in `ImageSizes`. All of them count positions in the same way
-(`data/image_inputs.py`).
-"""
-
-
-_KEYS = ("patch_size", "temporal_patch_size", "spatial_merge_size")
-
-
-def image_sizes(hf_config: HfConfig) -> ImageSizes | None:
-    """Return the sizes of a model's image inputs; None for models without images, or whose config.json lacks a size."""
-    vision, image_token_id = hf_config.get("vision_config"), hf_config.get("image_token_id")
-    if hf_config.get("model_type") not in MODEL_TYPES or not isinstance(vision, dict) or image_token_id is None:
-        return None
-    if any(key not in vision for key in _KEYS):
-        return None
-    return ImageSizes(
-        patch_size=vision["patch_size"],
-        temporal_patch_size=vision["temporal_patch_size"],
-        merge_size=vision["spatial_merge_size"],
-        channels=vision.get("in_channels", vision.get("in_chans", 3)),  # Qwen2.5-VL's files say in_chans
-        image_token_id=image_token_id,
-        vision_start_id=hf_config.get("vision_start_token_id"),
-        vision_end_id=hf_config.get("vision_end_token_id"),
-    )

@@ -17,7 +17,7 @@ from swiftlite.args.docs import options
 from swiftlite.data.rows.hub_rows import commit_of_dataset
 from swiftlite.errors import UserError
 from swiftlite.families.index import get as get_family
-from swiftlite.families.vision import image_sizes
+from swiftlite.families.index import image_sizes
 from swiftlite.heads import Heads, depth_key
 from swiftlite.hub.name import dataset_name, model_name
 from swiftlite.plan.facts import Facts, is_run, near_path, run_checkpoints

@@ -28,8 +28,8 @@ from swiftlite.data.packing.stream import Readers, Stream
 from swiftlite.data.template import load_tokenizer
 from swiftlite.errors import UserError
 from swiftlite.estimate.flops import training_flops
+from swiftlite.families.index import image_sizes
 from swiftlite.families.resolved import HfModel, resolve_options
-from swiftlite.families.vision import image_sizes
 from swiftlite.log import logger
 from swiftlite.methods.index import method_of
 from swiftlite.model.build import check_computable

@@ -6,13 +6,7 @@ have no MTP heads.
 
 from dataclasses import replace
 
-from swiftlite.families.family import HfConfig
 from swiftlite.families.models.qwen2 import QWEN2
-from swiftlite.families.vision import Qwen2_5Vision, vision_config_of
+from swiftlite.families.vision import Qwen2_5Vision
 
-
-def _vision(hf_config: HfConfig) -> Qwen2_5Vision:
-    return Qwen2_5Vision(vision_config_of(hf_config))
-
-
-QWEN2_5_VL = replace(QWEN2, name="qwen2_5_vl", vision=_vision, language_model=("model.", "lm_head.", "mtp."))
+QWEN2_5_VL = replace(QWEN2, name="qwen2_5_vl", vision=Qwen2_5Vision.of, language_model=("model.", "lm_head.", "mtp."))

@@ -15,7 +15,7 @@ from swiftlite.families.architecture import Outside
 from swiftlite.families.family import Family, HfConfig
 from swiftlite.families.layer import Layer
 from swiftlite.families.models import qwen3_moe, qwen3_next
-from swiftlite.families.vision import Qwen3Vision, vision_config_of
+from swiftlite.families.vision import Qwen3Vision
 
 # In models with experts, all layers are mixtures, and the selected scores are divided by their sum.
 _ALL_MIXTURES = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
@@ -52,16 +52,12 @@ def _outside_wrapped(hf_config: HfConfig) -> Outside:
     )
 
 
-def _vision(hf_config: HfConfig) -> Qwen3Vision:
-    return Qwen3Vision(vision_config_of(hf_config))
-
-
 _family = partial(Family, mtp=dense.QWEN3_NEXT_HEADS, norm_start=0.0)
 _text = partial(_family, outside=qwen3_next.outside)
 _wrapped = partial(
     _family,
     outside=_outside_wrapped,
-    vision=_vision,
+    vision=Qwen3Vision.of,
     language_model=("model.language_model.", "lm_head.", "mtp."),
 )
 

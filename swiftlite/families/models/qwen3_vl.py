@@ -9,7 +9,7 @@ from swiftlite.families import dense
 from swiftlite.families.architecture import Outside
 from swiftlite.families.family import HfConfig
 from swiftlite.families.models.qwen3 import QWEN3
-from swiftlite.families.vision import Qwen3Vision, vision_config_of
+from swiftlite.families.vision import Qwen3Vision
 
 
 def _outside(hf_config: HfConfig) -> Outside:
@@ -21,14 +21,10 @@ def _outside(hf_config: HfConfig) -> Outside:
     )
 
 
-def _vision(hf_config: HfConfig) -> Qwen3Vision:
-    return Qwen3Vision(vision_config_of(hf_config))
-
-
 QWEN3_VL = replace(
     QWEN3,
     name="qwen3_vl",
     outside=_outside,
-    vision=_vision,
+    vision=Qwen3Vision.of,
     language_model=("model.language_model.", "lm_head.", "mtp."),
 )

@@ -19,8 +19,8 @@ from swiftlite.data.rows.mock import MockSamples, mock_lengths
 from swiftlite.data.rows.sources import RowParser
 from swiftlite.data.template import ChatTemplate, stop_token_ids
 from swiftlite.errors import UserError
+from swiftlite.families.index import image_sizes
 from swiftlite.families.resolved import HfModel
-from swiftlite.families.vision import image_sizes
 from swiftlite.runtime.agreement import digest
 from swiftlite.train.phases import Run
 
