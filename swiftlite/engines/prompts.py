@@ -12,7 +12,7 @@ from swiftlite.acceptance.prompt_items import PromptItems
 from swiftlite.args.fields import ImageArgs
 from swiftlite.data.batch import AXES, ITEM
 from swiftlite.data.encoder import encode_prompt
-from swiftlite.data.image_inputs import PATCHES, ImageEncoder, ImageProcessing
+from swiftlite.data.image_inputs import GRID, PATCHES, ImageEncoder, ImageProcessing
 from swiftlite.data.images import ImageRef
 from swiftlite.data.rows.conversation import NO_IMAGES, Conversation, RowError
 from swiftlite.data.sample import Sample, make_sample
@@ -40,6 +40,13 @@ class ImagePrompt(Sequence[int]):
     def images(self) -> tuple[ImageRef, ...]:
         """The images in the order of their placeholders."""
         return self.extras[PATCHES].images
+
+    @property
+    def grids(self) -> list[list[int]]:
+        """Number of rows and columns of items of each image."""
+        places_I4 = np.stack(list(self.extras[GRID]))
+        is_first_I = (places_I4[:, :2] == 0).all(axis=1)
+        return places_I4[is_first_I, 2:].tolist()
 
     @property
     def image_size(self) -> dict[str, int]:

@@ -6,6 +6,7 @@ simplest family.
 
 import re
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from swiftlite.bridge.encoding.quantization import quantization_problem
@@ -195,6 +196,16 @@ def outside(hf_config: HfConfig) -> Outside:
             "add_bias_linear": False,
             "init_method_std": hf_config.get("initializer_range") or 0.02,
         },
+    )
+
+
+def in_wrapper(outside: Outside) -> Outside:
+    """Return the modules with the names that they have in files of a vision-language model."""
+    return replace(
+        outside,
+        hf_layers="model.language_model.layers.",
+        hf_embedding="model.language_model.embed_tokens.weight",
+        hf_final_norm="model.language_model.norm.weight",
     )
 
 

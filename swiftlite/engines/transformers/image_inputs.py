@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from swiftlite.data.batch import AXES, ITEM
+from swiftlite.data.image_inputs import PATCHES
 from swiftlite.engines.prompts import ImagePrompt
 
 
@@ -28,11 +29,11 @@ class ImageInputs:
 
     def __init__(self, prompt: ImagePrompt, model: Any):
         device = model.device
-        patches = torch.from_numpy(np.stack(list(prompt.extras["patches"])))
-        grid_I4 = torch.from_numpy(np.stack(list(prompt.extras["grid"]))).long()
+        patches = torch.from_numpy(np.stack(list(prompt.extras[PATCHES])))
         merge: int = model.config.vision_config.spatial_merge_size
         pixel_values = patches.view(len(patches) * merge**2, -1).to(device)
-        images = model.get_image_features(pixel_values, _image_sizes(grid_I4, merge).to(device), return_dict=True)
+        sizes = [(1, merge * rows, merge * columns) for rows, columns in prompt.grids]  # frames, rows, columns
+        images = model.get_image_features(pixel_values, torch.tensor(sizes, device=device), return_dict=True)
         self.outputs = {"image": images}
         self._features_IH = torch.cat(images.pooler_output).to(model.dtype)
         self._item_S = torch.tensor(np.asarray(prompt.extras[ITEM]), dtype=torch.int64, device=device)
@@ -62,15 +63,3 @@ class ImageInputs:
         first = self._axes_3S.max() + 1 + max(start - self._axes_3S.shape[1], 0)
         generated = first + torch.arange(num_generated, device=first.device)
         return torch.cat((of_prompt, generated.expand(3, -1)), dim=1)[:, None]
-
-
-def _image_sizes(grid_I4: torch.Tensor, merge: int) -> torch.Tensor:
-    """Return frames, rows and columns of each image in patches, int64 [N, 3].
-
-    Args:
-        grid_I4: row and column of each item in its image, and the image's numbers of rows and columns.
-        merge: number of rows and of columns of patches in an item.
-    """
-    is_first_I = (grid_I4[:, :2] == 0).all(dim=1)
-    sizes_N2 = grid_I4[is_first_I, 2:] * merge
-    return torch.nn.functional.pad(sizes_N2, (1, 0), value=1)

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from swiftlite.data.batch import ITEM
-from swiftlite.data.image_inputs import GRID
 from swiftlite.engines.engine import EngineConfig
 from swiftlite.engines.prompts import ImagePrompt
 from swiftlite.errors import UserError
@@ -43,8 +42,9 @@ def vllm_prompt(prompt: Sequence[int]) -> dict[str, Any]:
 def with_one_placeholder_each(prompt: ImagePrompt) -> list[int]:
     """Return the tokens of a prompt with one placeholder per image."""
     item_S = np.asarray(prompt.extras[ITEM])
-    is_first_I = (np.stack(list(prompt.extras[GRID]))[:, :2] == 0).all(axis=1)
-    is_kept_S = (item_S < 0) | is_first_I[item_S]
+    lengths = [rows * columns for rows, columns in prompt.grids]
+    first_items = np.cumsum([0, *lengths[:-1]])
+    is_kept_S = (item_S < 0) | np.isin(item_S, first_items)
     return np.asarray(prompt.token_ids)[is_kept_S].tolist()
 
 

@@ -7,7 +7,6 @@ the vision tower start with `model.visual.`. All other tensors are copied unchan
 See also `qwen3_next.py`.
 """
 
-from dataclasses import replace
 from functools import partial
 
 from swiftlite.families import dense
@@ -44,12 +43,7 @@ def _layer_of_mixture(hf_config: HfConfig, number: int) -> Layer:
 
 
 def _outside_wrapped(hf_config: HfConfig) -> Outside:
-    return replace(
-        qwen3_next.outside(hf_config),
-        hf_layers="model.language_model.layers.",
-        hf_embedding="model.language_model.embed_tokens.weight",
-        hf_final_norm="model.language_model.norm.weight",
-    )
+    return dense.in_wrapper(qwen3_next.outside(hf_config))
 
 
 _family = partial(Family, mtp=dense.QWEN3_NEXT_HEADS, norm_start=0.0)

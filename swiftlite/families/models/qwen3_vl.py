@@ -13,12 +13,7 @@ from swiftlite.families.vision import Qwen3Vision
 
 
 def _outside(hf_config: HfConfig) -> Outside:
-    return replace(
-        dense.outside(hf_config),
-        hf_layers="model.language_model.layers.",
-        hf_embedding="model.language_model.embed_tokens.weight",
-        hf_final_norm="model.language_model.norm.weight",
-    )
+    return dense.in_wrapper(dense.outside(hf_config))
 
 
 QWEN3_VL = replace(
