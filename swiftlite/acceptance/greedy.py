@@ -219,12 +219,12 @@ class GreedyRows:
         )
 
     def _tower_output(self, rows: Sequence[GreedyRow]) -> torch.Tensor | None:
-        """Return the outputs of the tower for the items of the rows; None on a stage without the tower."""
+        """Return the outputs of the tower for the items of the rows; None if no row has items."""
         items = [row.items.of_tower for row in rows if len(row.items)]
         if not items:
             return None
         first_chunk = cast(GPTModel, unwrap_model(self.model[0]))
-        return tower_output(first_chunk, items)
+        return tower_output(first_chunk, self.mesh, items)
 
     def _run(self, passes: Sequence[CachedPass], num_predictions: int) -> Sequence[torch.Tensor]:
         """Return the predictions of each micro-batch, int64 [num_predictions, N], on every rank of the model."""

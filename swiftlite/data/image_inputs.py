@@ -47,10 +47,15 @@ they do not change with a release of transformers that adds a setting.
 """
 
 
-def image_extras(sizes: ImageSizes) -> tuple[Extra, ...]:
-    """Return the tensors that batches with images contain."""
+def image_extras(sizes: ImageSizes, has_tower: bool = True) -> tuple[Extra, ...]:
+    """Return the tensors that batches with images contain.
+
+    Args:
+        has_tower: whether this rank has the tower. Images are not decoded on other ranks.
+    """
+    pixels = (Extra(PATCHES, per="item", shape=(sizes.item_width,)),)
     return (
-        Extra(PATCHES, per="item", shape=(sizes.item_width,)),
+        *(pixels if has_tower else ()),
         Extra(GRID, torch.int64, per="item", shape=(4,)),
         Extra(ITEM, torch.int64, per="token", default=-1, counts=PATCHES),
         Extra(AXES, torch.int64, per="token", shape=(3,), default_is_position=True),

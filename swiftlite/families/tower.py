@@ -1,8 +1,8 @@
 """Define the interface of a tower, a module before the trunk that computes embeddings of inputs other than tokens.
 
-A new kind of tower is a frozen dataclass with the methods of `Tower`, and a line in `model/specs.py`. No family of
-swiftlite computes a tower; the tower of a published vision-language model is copied unchanged
-(`Family.language_model`).
+A new kind of tower is a frozen dataclass with the methods of `Tower`, and a line in `model/specs.py`. The towers of
+published vision-language models are in `vision.py`; they are computed only in runs whose rows have images
+(`Family.with_images`).
 """
 
 from typing import Protocol

@@ -16,6 +16,7 @@ from swiftlite.model.attention.rope import RotaryEmbedding
 from swiftlite.model.gpt import GPTModel
 from swiftlite.model.layers.kernels import Modules, modules_of
 from swiftlite.model.specs import TOWERS, decoder_spec, mtp_spec
+from swiftlite.model.tower import SentOutputs
 from swiftlite.plan.kernels import Kernels, automatic, largest_head
 from swiftlite.plan.layout import (
     decoder_layers_per_stage,
@@ -23,6 +24,7 @@ from swiftlite.plan.layout import (
     mtp_pipeline_rank,
     num_virtual_stages,
     parse_stages,
+    tower_outputs_sent,
 )
 from swiftlite.runtime.device import Device
 from swiftlite.runtime.mesh import Mesh
@@ -235,17 +237,21 @@ def _stage(
     mtp_block_spec = None
     if is_last_virtual and pp_rank == mtp_pipeline_rank(layout):
         mtp_block_spec = mtp_spec(config, architecture.mtp_block, heads.unroll > 1, modules)
-    tower = None
-    has_deepstack = architecture.tower is not None and architecture.tower.num_deepstack > 0
-    if stage == 0 and architecture.tower is not None:
-        tower = TOWERS[type(architecture.tower)](architecture.tower, config)
+    tower, num_deepstack, sent_outputs = None, 0, SentOutputs()
+    if architecture.tower is not None:
+        num_deepstack = architecture.tower.num_deepstack
+        per_stage_sent = tower_outputs_sent(layout, config.num_layers, heads.drafts, num_deepstack)
+        sent_outputs = SentOutputs(per_stage_sent, stage, 1 + num_deepstack)
+        if stage == 0:
+            tower = TOWERS[type(architecture.tower)](architecture.tower, config)
     return {
         "vocab_size": architecture.outside.vocab,
         "share_embeddings_and_output_weights": architecture.outside.is_tied,
         "position_embedding_type": "none",
-        "transformer_layer_spec": decoder_spec(config, layers, drafting, modules, has_deepstack),
+        "transformer_layer_spec": decoder_spec(config, layers, drafting, modules, num_deepstack > 0),
         "mtp_block_spec": mtp_block_spec,
         "tower": tower,
+        "sent_outputs": sent_outputs,
         "pre_process": stage == 0,
         "post_process": stage == len(per_stage) - 1,
         "vp_stage": vp_stage if num_virtual_stages(layout) else None,

@@ -8,7 +8,7 @@ training:
     of the trunk    as `StageStates` says           the trunk's state after the norm      [T, 1, H]
     of the heads    a placeholder [1, 1, H]         the state of each depth               [D * T, 1, H]
 
-The outputs of a tower are not sent: in a model with a tower, the heads are on its stage.
+The outputs of a tower are broadcast to all stages before the first pass.
 
 Shapes: T new tokens of all rows, concatenated, with padding at the end; N tokens with a prediction; H hidden size; D
 MTP depth; I items of all rows, which are the inputs of a tower.
@@ -25,7 +25,9 @@ from swiftlite.errors import UserError
 from swiftlite.model.attention.cache import Cache
 from swiftlite.model.gpt import GPTModel, OutputMatrix
 from swiftlite.model.loss.losses import MAX_POSITIONS, sharing, vocab_parallel_argmax
-from swiftlite.model.tower import Placed
+from swiftlite.model.ranks import broadcast_from_first_stage
+from swiftlite.model.tower import Placed, num_items_of
+from swiftlite.runtime.mesh import Mesh
 
 HEAD_INPUT = "head_input"
 """Name under which the cache stores the trunk's states that the heads read."""
@@ -45,7 +47,7 @@ class CachedPass:
         axes_3BT: int64 [3, 1, T], positions along three axes (`data.batch.AXES`); None: `position_ids`.
         item_KBT: int64; indices of the tower's outputs that replace the embeddings of `input_ids`, [1, 1, T], or of
             `mtp_input_ids`, [D, 1, T]; -1 for tokens that use their embedding. None if no row has items.
-        tower_output: result of `tower_output` on the first stage; None on other stages.
+        tower_output: result of `tower_output`; None if no row has items.
     """
 
     input_ids: torch.Tensor
@@ -59,21 +61,30 @@ class CachedPass:
 
 
 @torch.no_grad()
-def tower_output(model: GPTModel, items: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor | None:
+def tower_output(model: GPTModel, mesh: Mesh, items: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor:
     """Run the tower over each row's items, so that the memory for activations does not depend on the number of rows.
 
+    Collective over pipeline stages: the first stage has the tower.
+
+    Args:
+        model: the first chunk of this rank.
+        items: inputs of the tower by name, for each row.
+
     Returns:
-        The outputs of all rows, [I, H], or with deepstack [I, (1 + number of layers) * H]; None on a stage without the
-            tower.
+        The outputs of all rows on each stage, [I, H], or with deepstack [I, (1 + number of layers) * H].
     """
+    device = mesh.device.torch_device
     if model.tower is None:
-        return None
-    device = next(model.tower.parameters()).device
-    outputs = []
-    for of_row in items:
-        on_device = {name: tensor.to(device) for name, tensor in of_row.items()}
-        outputs.append(model.tower(on_device))
-    return torch.cat(outputs)
+        num_items = sum(map(num_items_of, items))
+        width = model.sent_outputs.per_item * model.config.hidden_size
+        outputs = torch.empty(num_items, width, dtype=model.config.params_dtype, device=device)
+    else:
+        parts = []
+        for of_row in items:
+            on_device = {name: tensor.to(device) for name, tensor in of_row.items()}
+            parts.append(model.tower(on_device))
+        outputs = torch.cat(parts)
+    return broadcast_from_first_stage(outputs, mesh)
 
 
 @torch.no_grad()

@@ -54,7 +54,7 @@ from swiftlite.model.loss.chunked_loss import LabelTarget, TrunkTarget, chunked_
 from swiftlite.model.loss.losses import IGNORE_INDEX, Selected, TokenLoss, distillation_loss, select, token_loss
 from swiftlite.model.mtp import UnrolledLayer
 from swiftlite.model.stage_states import StageStates
-from swiftlite.model.tower import Placed, TowerInputs
+from swiftlite.model.tower import Placed, SentOutputs, TowerInputs
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,7 @@ class GPTModel(McoreGPTModel):
         heads: the MTP heads.
         tower: maps `TowerInputs.items` to one output per item, [I, H], on the stage of the embedding; None if the model
             has no tower.
+        sent_outputs: outputs of the tower that this stage receives and sends.
         trunk_is_frozen: whether embedding, decoder and the trunk's loss are computed without gradients. The caller
             selects the trained parameters (`requires_grad`).
         streams_trunk: whether the model has no decoder layers, and its frozen trunk is computed by `StreamedTrunk`.
@@ -119,6 +120,7 @@ class GPTModel(McoreGPTModel):
         pg_collection: ProcessGroupCollection,
         heads: Heads = Heads(),
         tower: nn.Module | None = None,
+        sent_outputs: SentOutputs = SentOutputs(),
         trunk_is_frozen: bool = False,
         streams_trunk: bool = False,
         drafting: Drafting = Drafting(),
@@ -145,6 +147,7 @@ class GPTModel(McoreGPTModel):
         self.rotary_pos_emb = rotary_pos_emb
         self.heads = heads
         self.tower = tower
+        self.sent_outputs = sent_outputs
         if tower is not None:
             for parameter in tower.parameters():
                 # Each sequence-parallel rank has the gradient of its part of the row; megatron-core sums the gradients.
@@ -193,7 +196,7 @@ class GPTModel(McoreGPTModel):
 
         Returns:
             Losses if there are labels, otherwise Logits. Before the last pipeline stage: the states for the next stage,
-            as one tensor (`StageStates.to_wire`).
+            as one tensor (`StageStates.to_wire`), and outputs of the tower (`SentOutputs`).
 
         Raises:
             UserError: the model has a tower, but `tower_inputs` is None.
@@ -204,11 +207,13 @@ class GPTModel(McoreGPTModel):
         if labels is not None and mtp_labels is None:
             mtp_labels = ahead(labels, self.heads.drafts, IGNORE_INDEX, cu_seqlens)[1:]
 
+        outputs = None
         if self.follows_heads:
             states = StageStates.from_wire(self.decoder.input_tensor, num_heads=self.heads.drafts)
         else:
             trunk_tokens, *mtp_tokens = self._routed_tokens(sequences, balance, cu_seqlens)
-            trunk_placed, *mtp_placed = self._placed(tower_inputs)
+            outputs = self._tower_outputs(tower_inputs)
+            trunk_placed, *mtp_placed = self._placed(tower_inputs, outputs)
             rotary_emb = self.rotary_emb(position_ids, packed_seq_params, axes_3BS=axes_3BS)
             if trunk is None:
                 states = self._trunk(input_ids, position_ids, rotary_emb, packed_seq_params, trunk_tokens, trunk_placed)
@@ -228,7 +233,7 @@ class GPTModel(McoreGPTModel):
                 states = StageStates(states.trunk_SBH, heads_SBH=heads_SBH)
 
         if not self.post_process:
-            return states.to_wire()
+            return self.sent_outputs.append(states.to_wire(), outputs)
         all_labels = None
         if labels is not None and mtp_labels is not None:
             all_labels = [labels, *mtp_labels]
@@ -250,7 +255,7 @@ class GPTModel(McoreGPTModel):
             input_ids, position_ids, labels, packed_seq_params, tower_inputs, axes_3BS: as for `forward`.
         """
         rotary_emb = self.rotary_emb(position_ids, packed_seq_params, axes_3BS=axes_3BS)
-        placed = self._placed(tower_inputs)[0]
+        placed = self._placed(tower_inputs, self._tower_outputs(tower_inputs))[0]
         states = self._trunk(input_ids, position_ids, rotary_emb, packed_seq_params, placed=placed)
         return TrunkOutput(states, self._cross_entropy(states.trunk_SBH, labels))
 
@@ -263,7 +268,8 @@ class GPTModel(McoreGPTModel):
         Args:
             input_ids, position_ids, tower_inputs: as for `forward`.
         """
-        return self._embed(input_ids, position_ids, self._placed(tower_inputs)[0])
+        placed = self._placed(tower_inputs, self._tower_outputs(tower_inputs))[0]
+        return self._embed(input_ids, position_ids, placed)
 
     @torch.no_grad()
     def streamed_output(self, hidden_SBH: torch.Tensor, labels: torch.Tensor) -> TrunkOutput:
@@ -344,17 +350,30 @@ class GPTModel(McoreGPTModel):
         later = [self.rotary_emb(position_ids, packed_seq_params, offset, axes_3BS) for offset in offsets]
         return [rotary_emb, *later] * self.heads.layers
 
-    def _placed(self, tower_inputs: TowerInputs | None) -> list[Placed] | list[None]:
-        """Run the tower, and return its outputs and the tokens that they replace, for the trunk and each MTP depth.
+    def _tower_outputs(self, tower_inputs: TowerInputs | None) -> torch.Tensor | None:
+        """Return the outputs of the tower [I, O * H], computed on the first stage or received from the previous stage.
 
-        Without a tower, each entry is None.
+        Received outputs are removed from the input of the decoder. The result is None on a stage that does not read
+        outputs, and for a model without a tower.
         """
-        if self.tower is None:
+        if self.tower is not None:
+            if tower_inputs is None:
+                problem = "the model has a tower, and this training method has no inputs for it"
+                raise UserError(problem, "use a training method whose rows have these inputs")
+            return self.tower(tower_inputs.items)
+        if tower_inputs is None or self.pre_process:
+            return None
+        received: Any = self.decoder.input_tensor
+        self.decoder.input_tensor, outputs = self.sent_outputs.split(received, tower_inputs.num_items)
+        return outputs
+
+    def _placed(self, tower_inputs: TowerInputs | None, outputs: torch.Tensor | None) -> list[Placed] | list[None]:
+        """Return the outputs of the tower and the tokens that they replace, for the trunk and each MTP depth.
+
+        Without outputs, each entry is None.
+        """
+        if tower_inputs is None or outputs is None:
             return [None] * (1 + self.heads.drafts)
-        if tower_inputs is None:
-            problem = "the model has a tower, and this training method has no inputs for it"
-            raise UserError(problem, "use a training method whose rows have these inputs")
-        outputs = self.tower(tower_inputs.items)
         return Placed.of_depths(outputs, tower_inputs.item_KBS, self.config.hidden_size)
 
     def _embed(self, input_ids: torch.Tensor, position_ids: torch.Tensor, placed: Placed | None) -> torch.Tensor:

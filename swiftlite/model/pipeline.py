@@ -16,7 +16,7 @@ from swiftlite.plan.layout import length_divisor, num_virtual_stages, states_sen
 from swiftlite.runtime.mesh import Mesh
 
 Shape = tuple[int, int, int]
-"""Shape of a tensor sent between stages (`StageStates.to_wire`): positions of all states, rows, hidden size."""
+"""Shape of a tensor sent between stages (`StageStates.to_wire`, `SentOutputs.append`): positions, rows, hidden size."""
 
 
 def run_pipeline(
@@ -26,6 +26,7 @@ def run_pipeline(
     iterators: Sequence[Iterator[Any]],
     *,
     shapes: Sequence[Sequence[int]],
+    num_items: Sequence[int] = (),
     forward_only: bool,
     tells_shapes: bool = False,
     **options: Any,
@@ -36,6 +37,7 @@ def run_pipeline(
         model: the chunks of this rank, one per virtual pipeline stage.
         iterators: one per chunk, because each iterates over the micro-batches separately.
         shapes: numbers of rows and of tokens per row of each micro-batch, before the split over context-parallel ranks.
+        num_items: number of items of each micro-batch, which are the inputs of a tower; empty without items.
         tells_shapes: whether stages send a shape before each tensor, for which the host of the receiver waits. Required
             for decoding, which sends other states than training (`model/decode.py`).
         options: further options of megatron-core's schedules.
@@ -49,7 +51,7 @@ def run_pipeline(
     if mesh.pp.size() == 1 or tells_shapes:
         communicator = P2PCommunicator(mesh.pp, config)
     else:
-        communicator = _KnownShapes(mesh.pp, config, *_crossing(model, mesh, shapes))
+        communicator = _KnownShapes(mesh.pp, config, *_crossing(model, mesh, shapes, num_items or [0] * len(shapes)))
     num_rows, length = shapes[0]  # required arguments, which are not used with variable_seq_lengths
     return schedule(
         forward_step_func=forward_step,
@@ -105,7 +107,7 @@ class _KnownShapes(P2PCommunicator):
 
 
 def _crossing(
-    model: Sequence[torch.nn.Module], mesh: Mesh, shapes: Sequence[Sequence[int]]
+    model: Sequence[torch.nn.Module], mesh: Mesh, shapes: Sequence[Sequence[int]], num_items: Sequence[int]
 ) -> tuple[list[Shape], list[Shape], list[Shape]]:
     """Return the arguments of `_KnownShapes` (received, sent, gradients) for all micro-batches.
 
@@ -116,6 +118,7 @@ def _crossing(
     config: Any = get_model_config(model[0])
     heads: Any = get_attr_wrapped_model(model[0], "heads", allow_none=False)
     drafting: Any = get_attr_wrapped_model(model[0], "drafting", allow_none=False)
+    sent_outputs: Any = get_attr_wrapped_model(model[0], "sent_outputs", allow_none=False)
     num_states = states_sent(mesh.layout, config.num_layers, heads.drafts, drafting.takes_before_norm)
     table = get_schedule_table(len(shapes), len(model), config.microbatch_group_size_per_vp_stage)
     backward = [(micro_batch, len(model) - 1 - chunk) for micro_batch, chunk in table]
@@ -131,6 +134,7 @@ def _crossing(
             if 0 <= stage < len(num_states):
                 num_rows, length = shapes[micro_batch]
                 num_positions = num_states[stage] * (length // length_divisor(mesh.layout))
+                num_positions += sent_outputs.num_positions(stage, num_items[micro_batch], num_rows)
                 made.append((num_positions, num_rows, config.hidden_size))
         return made
 

@@ -1,4 +1,4 @@
-"""Exchange results between the ranks of a mesh: gather parts of rows, and broadcast results of the last stage."""
+"""Exchange results between the ranks of a mesh: gather parts of rows, and broadcast results of a stage."""
 
 from collections.abc import Sequence
 
@@ -26,6 +26,13 @@ def broadcast_from_last_stage(tensor: torch.Tensor, mesh: Mesh) -> torch.Tensor:
     """Broadcast a tensor from the last pipeline stage to all stages, in place."""
     if mesh.pp.size() > 1:
         dist.broadcast(tensor, group=mesh.pp, group_src=mesh.pp.size() - 1)
+    return tensor
+
+
+def broadcast_from_first_stage(tensor: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+    """Broadcast a tensor from the first pipeline stage to all stages, in place."""
+    if mesh.pp.size() > 1:
+        dist.broadcast(tensor, group=mesh.pp, group_src=0)
     return tensor
 
 

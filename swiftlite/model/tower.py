@@ -1,13 +1,14 @@
 """Replace the embeddings of placeholder tokens by the outputs of a tower, such as an image tower.
 
 Trunk and MTP heads use the same outputs: a head whose token is a placeholder receives the corresponding output.
-`data/batch.py` shifts the indices of outputs with the tokens, so the tower runs once for all depths.
+`data/batch.py` shifts the indices of outputs with the tokens, so the tower runs once for all depths. It runs on the
+first pipeline stage, which sends its outputs to later stages that read them (`SentOutputs`).
 
 Shapes: K the number of predictions (1 for the trunk, 1 for each MTP depth), B rows, S tokens of a row on this rank, I
-items of the micro-batch, H hidden size.
+items of the micro-batch, O outputs of an item (1, or with deepstack 1 + number of layers), H hidden size.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +30,10 @@ class TowerInputs:
     items: Mapping[str, torch.Tensor]
     item_KBS: torch.Tensor
 
+    @property
+    def num_items(self) -> int:
+        return num_items_of(self.items)
+
     @classmethod
     def of(cls, batch: Batch) -> "TowerInputs | None":
         """Return the tower's inputs of a batch; None if the batch has no such inputs."""
@@ -36,6 +41,66 @@ class TowerInputs:
         if item_KBS is None:
             return None
         return cls(batch.items, item_KBS)
+
+
+def num_items_of(items: Mapping[str, torch.Tensor]) -> int:
+    """Return the number of items of a micro-batch, from its tensors with one value per item."""
+    return max(map(len, items.values()), default=0)
+
+
+@dataclass(frozen=True)
+class SentOutputs:
+    """The outputs of a tower that a pipeline stage receives from the previous stage, and sends to the next stage.
+
+    They are rows behind the hidden states [S, B, H], so that their gradients return with those of the states. For
+    example, 3 outputs of a micro-batch with B = 2 are [2, B, H], with one row of zeros.
+
+    Attributes:
+        per_stage: number of outputs of an item that each stage sends (`plan.layout.tower_outputs_sent`); empty for a
+            model without a tower.
+        stage: number of this stage, in the order of the forward pass.
+        per_item: number of outputs of an item on the stage of the tower.
+    """
+
+    per_stage: Sequence[int] = ()
+    stage: int = 0
+    per_item: int = 1
+
+    def append(self, wire_SBH: torch.Tensor, outputs: torch.Tensor | None) -> torch.Tensor:
+        """Return the tensor to send: the states, then the outputs that the next stage receives.
+
+        Args:
+            outputs: [I, O * H]; None for a stage that has none.
+        """
+        number = _at(self.per_stage, self.stage)
+        if not number or outputs is None or not len(outputs):
+            return wire_SBH
+        _, num_rows, hidden_size = wire_SBH.shape
+        output_OH = outputs[:, : number * hidden_size].reshape(-1, hidden_size)
+        padding = -len(output_OH) % num_rows
+        return torch.cat([wire_SBH, F.pad(output_OH, (0, 0, 0, padding)).view(-1, num_rows, hidden_size)])
+
+    def split(self, wire_SBH: torch.Tensor, num_items: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the states and the outputs [I, O * H] of a tensor that the previous stage sent.
+
+        The outputs are None if the previous stage sends none to this stage.
+        """
+        number = _at(self.per_stage, self.stage - 1)
+        if not number:
+            return wire_SBH, None
+        _, num_rows, hidden_size = wire_SBH.shape
+        num_positions = len(wire_SBH) - self.num_positions(self.stage - 1, num_items, num_rows)
+        output_OH = wire_SBH[num_positions:].reshape(-1, hidden_size)[: num_items * number]
+        return wire_SBH[:num_positions], output_OH.view(num_items, number * hidden_size)
+
+    def num_positions(self, stage: int, num_items: int, num_rows: int) -> int:
+        """Return the number of positions that the outputs use in the tensor that a stage sends."""
+        return -(-num_items * _at(self.per_stage, stage) // num_rows)
+
+
+def _at(numbers: Sequence[int], index: int) -> int:
+    """Return a number of a sequence; 0 outside of it."""
+    return numbers[index] if 0 <= index < len(numbers) else 0
 
 
 @dataclass(frozen=True)

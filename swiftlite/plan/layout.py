@@ -169,7 +169,7 @@ def states_sent(
         num_drafts: number of drafts of the heads; 0 without heads.
     """
     per_stage = decoder_layers_per_stage(layout, num_layers)
-    heads_stage = len(per_stage) - layout.pipeline_model_parallel_size + mtp_pipeline_rank(layout)
+    heads_stage = _heads_stage(layout, len(per_stage))
     sent = []
     for stage in range(len(per_stage) - 1):
         has_norm = not any(per_stage[stage + 1 :])
@@ -180,6 +180,35 @@ def states_sent(
             number += 1
         sent.append(number)
     return sent
+
+
+def tower_outputs_sent(layout: ParallelLayout, num_layers: int, num_drafts: int, num_deepstack: int) -> list[int]:
+    """Count the outputs of a tower for one item that each stage except the last sends to the next stage.
+
+    Heads read the first output of an item, and the decoder layers with deepstack read the others.
+
+    Example: with Et|t*3|m|L and one head, the stages send [1, 1, 0]; with deepstack for two layers [3, 1, 0].
+
+    Args:
+        num_drafts: number of drafts of the heads; 0 without heads.
+        num_deepstack: number of the first decoder layers that read outputs.
+    """
+    per_stage = decoder_layers_per_stage(layout, num_layers)
+    heads_stage = _heads_stage(layout, len(per_stage))
+    sent = []
+    for stage in range(len(per_stage) - 1):
+        number = 0
+        if sum(per_stage[: stage + 1]) < num_deepstack:
+            number = 1 + num_deepstack
+        elif num_drafts and stage < heads_stage:
+            number = 1
+        sent.append(number)
+    return sent
+
+
+def _heads_stage(layout: ParallelLayout, num_stages: int) -> int:
+    """Return the (virtual) stage of the heads, in the order of the forward pass."""
+    return num_stages - layout.pipeline_model_parallel_size + mtp_pipeline_rank(layout)
 
 
 def length_divisor(layout: ParallelLayout) -> int:
@@ -220,29 +249,9 @@ def layout_problems(layout: ParallelLayout, architecture: Architecture | None, m
     return [
         *_tensor_problems(layout, architecture),
         *_pipeline_problems(layout, architecture, mtp_num_layers),
-        *_tower_problems(layout, architecture, mtp_num_layers),
         *_expert_problems(layout, architecture),
         *_context_problems(layout, architecture),
     ]
-
-
-def _tower_problems(layout: ParallelLayout, architecture: Architecture | None, mtp_num_layers: int) -> list[Problem]:
-    pp = layout.pipeline_model_parallel_size
-    if pp == 1 or architecture is None or architecture.tower is None:
-        return []
-    # Outputs of a tower are not sent to other stages.
-    if mtp_num_layers:
-        problem = f"--pipeline_model_parallel_size {pp}: the MTP heads of a model with a tower must be on its stage"
-        return [(problem, "use --pipeline_model_parallel_size 1, or --mtp_num_layers 0")]
-    needed = architecture.tower.num_deepstack
-    try:
-        first, *_ = decoder_layers_per_stage(layout, len(architecture.layers))
-    except ValueError:  # `_pipeline_problems` reports it
-        return []
-    if first < needed:
-        problem = f"--pipeline_model_parallel_size {pp}: the first stage has {first} decoder layers"
-        return [(f"{problem}, but the tower has outputs for {needed}", "use fewer pipeline stages")]
-    return []
 
 
 def _context_problems(layout: ParallelLayout, architecture: Architecture | None) -> Iterator[Problem]:

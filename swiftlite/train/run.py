@@ -93,7 +93,7 @@ def prepare(args: SftArgs, mesh: Mesh, models: Mapping[str, HfModel]) -> phases.
     extras = list(training.extras)
     if data.has_images:
         hf_model = hf_model.with_images()
-        extras += image_extras_of(hf_model)
+        extras += image_extras_of(hf_model, mesh)
     warn_of_long_samples(data, hf_model)
     plan = plan_run(args, mesh, hf_model, data)
     trainable = trainable_in(args, plan, hf_model)
@@ -159,11 +159,11 @@ def check_supported(args: SftArgs, mesh: Mesh, hf_model: HfModel, training: Trai
         raise UserError(f"--streaming is not supported by {method_of(args).words}", "omit --streaming")
 
 
-def image_extras_of(hf_model: HfModel) -> Sequence[Extra]:
-    """Return the tensors that batches contain if rows have images."""
+def image_extras_of(hf_model: HfModel, mesh: Mesh) -> Sequence[Extra]:
+    """Return the tensors that batches of this rank contain if rows have images."""
     sizes = image_sizes(hf_model.config)
     assert sizes is not None  # the encoder refuses images of other models
-    return image_extras(sizes)
+    return image_extras(sizes, has_tower=mesh.pp.rank() == 0)
 
 
 def warn_of_long_samples(data: Data, hf_model: HfModel) -> None:

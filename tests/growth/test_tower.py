@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen3C
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
 
-from swiftlite import families, rules
+from swiftlite import families
 from swiftlite.acceptance import greedy
 from swiftlite.acceptance.prompt_items import PromptItems
 from swiftlite.args.commands import SftArgs
@@ -36,7 +36,7 @@ from swiftlite.data.encoder import ConversationEncoder, Encoded, Encoder
 from swiftlite.data.rows.conversation import Conversation, parse_row
 from swiftlite.data.sample import Sample, make_sample
 from swiftlite.data.template import ChatTemplate
-from swiftlite.errors import OptionError, UserError
+from swiftlite.errors import UserError
 from swiftlite.estimate.memory import estimate
 from swiftlite.estimate.setup import Setup
 from swiftlite.families.family import HfConfig
@@ -55,7 +55,7 @@ from swiftlite.train.methods.next_token import next_token_objective
 from swiftlite.train.methods.training import Training
 from tests.engines.reference import Reference
 from tests.growth.unheard import export_hf, hf_config, is_trained, make_model, run, there_and_back
-from tests.messages import mentions, naming
+from tests.messages import mentions
 from tests.parallel.launch import launch
 
 pytestmark = pytest.mark.gloo
@@ -453,8 +453,13 @@ def test_it_learns_what_transformers_would(model, trained):
 
 @pytest.mark.parametrize(
     "layout",
-    [{"tensor_model_parallel_size": 2, "sequence_parallel": True}, {"context_parallel_size": 2}, {}],
-    ids=["tensor and sequence", "context", "data"],
+    [
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+        {"context_parallel_size": 2},
+        {"pipeline_model_parallel_size": 2},
+        {},
+    ],
+    ids=["tensor and sequence", "context", "pipeline", "data"],
 )
 def test_two_ranks_learn_what_one_does(model, rows, trained, tmp_path, layout):
     """The gradients of the first step are equal. Rows have pictures at different positions."""
@@ -493,12 +498,6 @@ def test_cached_states_are_those_of_the_picture(model, rows, tmp_path):
 
 
 # What is not there yet
-
-
-def test_heads_on_another_stage_are_refused(model, rows, tmp_path):
-    args = args_of(model, rows, tmp_path / "run", pipeline_model_parallel_size=2)
-    with pytest.raises(OptionError, match=naming("--pipeline_model_parallel_size 2 tower")):
-        rules.check(args, world_size=2)
 
 
 def test_streams_which_carry_no_pictures_are_refused(model, rows, mesh, tmp_path):

@@ -8,7 +8,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from swiftlite.args.fields import ParallelLayout
 from swiftlite.bridge.transfer import save_hf
 from swiftlite.data.batch import Batch, collate, collate_packed
 from swiftlite.errors import UserError
@@ -20,7 +19,6 @@ from swiftlite.model.gpt import GPTModel, Logits
 from swiftlite.model.open import open_model
 from swiftlite.model.streamed_trunk import StreamedTrunk
 from swiftlite.model.tower import TowerInputs
-from swiftlite.plan.layout import layout_problems
 from tests.images import Seen, VisionReference, extras_of, sum_of_losses
 from tests.messages import mentions
 from tests.tiny import VISION_TOWERS, make_tiny_hf, make_tiny_vision_hf, per_expert
@@ -228,14 +226,6 @@ def test_images_require_a_tower(tmp_path):
     with pytest.raises(UserError) as raised:
         resolve(make_tiny_hf(tmp_path, "qwen3")).with_images()
     assert mentions(raised.value.problem, "images")
-
-
-def test_deepstack_needs_its_layers_on_the_first_stage(tmp_path):
-    hf_model = resolve(make_tiny_vision_hf(tmp_path, "qwen3_vl", num_hidden_layers=4)).with_images()
-    architecture = hf_model.family.architecture(hf_model.config)
-    assert layout_problems(ParallelLayout(pipeline_model_parallel_size=2), architecture, 0) == []
-    ((problem, _),) = layout_problems(ParallelLayout(pipeline_model_parallel_size=4), architecture, 0)
-    assert mentions(problem, "--pipeline_model_parallel_size 4 2")
 
 
 def test_a_streamed_trunk_has_no_deepstack(tmp_path, mesh):

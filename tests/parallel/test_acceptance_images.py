@@ -23,7 +23,13 @@ from tests.parallel.parity import SIZES, TP2_SP
 
 pytestmark = pytest.mark.gloo
 
-LAYOUTS: dict[str, dict[str, Any]] = {"TP2+SP": TP2_SP, "CP2": {"context_parallel_size": 2}, "DP2": {}}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "TP2+SP": TP2_SP,
+    "CP2": {"context_parallel_size": 2},
+    "DP2": {},
+    "PP2": {"pipeline_model_parallel_size": 2},
+    "PP2xVPP2": {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2},
+}
 
 
 @dataclass(frozen=True)
@@ -44,7 +50,7 @@ def measure_all(jobs: Sequence[Job], ports: Sequence[int]) -> None:
 
 def measure(job: Job) -> None:
     with session(layout_of(SftArgs(model=str(job.hf_dir), **job.options)), timeout_minutes=2) as mesh:
-        (model,), _ = open_model(resolve(job.hf_dir).with_images(), mesh, dtype=torch.float32)
+        chunks, _ = open_model(resolve(job.hf_dir).with_images(), mesh, dtype=torch.float32)
         held_out = HeldOut(
             path=job.path,
             mesh=mesh,
@@ -55,7 +61,9 @@ def measure(job: Job) -> None:
             max_length=100,
             extras=extras_of(job.hf_dir),
         )
-        held_out.measure("before", [model.eval()], {"eval_mtp_1_acceptance": 0.5, "eval_mtp_2_acceptance": 0.5})
+        held_out.measure(
+            "before", [model.eval() for model in chunks], {"eval_mtp_1_acceptance": 0.5, "eval_mtp_2_acceptance": 0.5}
+        )
 
 
 def test_counts_are_those_of_an_engine(shared, tmp_path):

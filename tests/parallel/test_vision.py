@@ -16,13 +16,22 @@ from tests.tiny import make_tiny_vision_hf
 pytestmark = pytest.mark.gloo
 
 CHOSEN = {
-    "qwen3_5": ("TP2+SP", "CP2", "DP2", "DP2+overlap", "full uniform 1"),
-    "qwen3_5_moe": ("EP2",),
-    "qwen2_5_vl": ("TP2+SP",),
-    "qwen3_vl": ("TP2", "TP2+SP", "CP2", "DP2+overlap", "full uniform 1", "full uniform 2"),
+    "qwen3_5": (
+        *("TP2+SP", "CP2", "DP2", "DP2+overlap", "full uniform 1"),
+        *("PP2", "PP2xVPP2", "PP2xTP2", "PP2 MTP apart", "PP3 MTP middle"),
+    ),
+    "qwen3_5_moe": ("EP2", "PP2"),
+    "qwen2_5_vl": ("TP2+SP", "PP2"),
+    "qwen3_vl": ("TP2", "TP2+SP", "CP2", "DP2+overlap", "full uniform 1", "full uniform 2", "PP2", "PP4"),
 }
 PIPELINED = {"qwen3_5": ("PP2",), "qwen3_vl": ("PP2", "PP2xTP2")}
-"""Cases without MTP heads, which must be on the stage of the tower."""
+"""Cases without MTP heads, for which the outputs of the tower are not sent to other stages."""
+BATCHED: dict[str, dict[str, Any]] = {
+    "PP2 padded": CASES["PP2"].options | {"micro_batch_size": 2},
+    "PP2 packed": CASES["PP2"].options | {"micro_batch_size": 2, "padding_free": True},
+    "PP2xVPP2 packed": CASES["PP2xVPP2"].options | {"micro_batch_size": 2, "padding_free": True},
+}
+"""Cases of qwen3_5 with several rows in a micro-batch."""
 LEARNING = {"freeze_vit": False, "freeze_aligner": False}
 ROWS: list[list[int | str]] = [[5, "0", 6], [2, "1", 3, "2", 4], [9], [7, "2", 3]]
 """With two data-parallel ranks, the last micro-batch of one rank in each step has no image."""
@@ -57,7 +66,7 @@ def make_job(hf_dir: Path, out_dir: Path, **options: Any) -> Job:
 @pytest.fixture(scope="module")
 def computed(tmp_path_factory) -> dict[tuple[str, str], Result]:
     root = tmp_path_factory.mktemp("vision")
-    jobs: dict[int, dict[tuple[str, str], Job]] = {1: {}, 2: {}}
+    jobs: dict[int, dict[tuple[str, str], Job]] = {1: {}, 2: {}, 3: {}, 4: {}}
     for family, names in CHOSEN.items():
         hf_dir = make_tiny_vision_hf(root / family, family, depth=1, **parity.SIZES)
         jobs[1][family, "alone"] = make_job(hf_dir, root / f"{family} alone")
@@ -66,13 +75,15 @@ def computed(tmp_path_factory) -> dict[tuple[str, str], Result]:
             jobs[case.num_processes][family, name] = make_job(hf_dir, root / f"{family} {name}", **case.options)
         for name, (options, _) in FROZEN.items():
             jobs[1][family, name] = make_job(hf_dir, root / f"{family} {name}", **options)
+    for name, options in BATCHED.items():
+        jobs[2]["qwen3_5", name] = make_job(root / "qwen3_5", root / f"qwen3_5 {name}", **options)
     for family, names in PIPELINED.items():
         hf_dir = make_tiny_vision_hf(root / f"{family} trunk", family, tied=True, **parity.SIZES)
         jobs[1][family, "trunk"] = make_job(hf_dir, root / f"{family} trunk alone")
         for name in names:
             case = CASES[name]
-            of_processes = jobs.setdefault(case.num_processes, {})
-            of_processes[family, f"trunk {name}"] = make_job(hf_dir, root / f"{family} trunk {name}", **case.options)
+            job = make_job(hf_dir, root / f"{family} trunk {name}", **case.options)
+            jobs[case.num_processes][family, f"trunk {name}"] = job
     results = {}
     for num_processes, of_processes in jobs.items():
         results |= dict(zip(of_processes, parity.run(num_processes, list(of_processes.values())), strict=True))
@@ -81,7 +92,10 @@ def computed(tmp_path_factory) -> dict[tuple[str, str], Result]:
     return {**results, **sources}
 
 
-@pytest.mark.parametrize(("family", "name"), [(family, name) for family, names in CHOSEN.items() for name in names])
+LAYOUTS = [(family, name) for family, names in CHOSEN.items() for name in names]
+
+
+@pytest.mark.parametrize(("family", "name"), [*LAYOUTS, *(("qwen3_5", name) for name in BATCHED)])
 def test_a_layout_computes_what_one_process_does(computed, family, name):
     source = load_file(computed[family, "source"] / "model.safetensors")
     differences = parity.compare(computed[family, "alone"], computed[family, name], source)

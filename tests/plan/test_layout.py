@@ -4,7 +4,7 @@ import pytest
 
 from swiftlite.args.fields import ParallelLayout
 from swiftlite.families.index import known_architecture
-from swiftlite.plan.layout import decoder_layers_per_stage, layout_problems, states_sent
+from swiftlite.plan.layout import decoder_layers_per_stage, layout_problems, states_sent, tower_outputs_sent
 from tests.messages import mention_each
 from tests.plan.test_memory import CONFIGS
 
@@ -60,3 +60,21 @@ def test_a_model_that_is_not_known_is_judged_by_the_layout_alone():
 def test_states_that_cross(stages, num_ranks, num_drafts, before_norm, sent):
     layout = ParallelLayout(pipeline_model_parallel_size=num_ranks, pipeline_model_parallel_layout=stages)
     assert states_sent(layout, 4, num_drafts, before_norm) == sent
+
+
+@pytest.mark.parametrize(
+    ("stages", "num_ranks", "num_drafts", "num_deepstack", "sent"),
+    [
+        ("Et*2|t*2mL", 2, 1, 0, [1]),
+        ("Et*2|t*2mL", 2, 0, 0, [0]),
+        ("Et|t*3|m|L", 4, 1, 0, [1, 1, 0]),
+        ("Et|t*3|m|L", 4, 1, 2, [3, 1, 0]),
+        ("Et|t*3L", 2, 0, 2, [3]),
+        ("Et*2|t*2L", 2, 0, 2, [0]),
+        ("Et|t|t|tmL", 2, 1, 0, [1, 1, 1]),  # two virtual stages each
+        (None, 4, 1, 3, [4, 4, 1]),
+    ],
+)
+def test_outputs_of_a_tower_that_cross(stages, num_ranks, num_drafts, num_deepstack, sent):
+    layout = ParallelLayout(pipeline_model_parallel_size=num_ranks, pipeline_model_parallel_layout=stages)
+    assert tower_outputs_sent(layout, 4, num_drafts, num_deepstack) == sent

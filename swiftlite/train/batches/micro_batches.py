@@ -18,6 +18,7 @@ from swiftlite.estimate.flops import Flops
 from swiftlite.model.context_parallel import shard_sequence
 from swiftlite.model.forward_step import ForwardStep
 from swiftlite.model.pipeline import run_pipeline
+from swiftlite.model.tower import num_items_of
 from swiftlite.plan.layout import num_virtual_stages, sequence_multiple
 from swiftlite.plan.run import Plan
 from swiftlite.runtime.device import on_device
@@ -48,8 +49,13 @@ def run_batches(
 ) -> list[Any]:
     """Send this rank's micro-batches through its chunks of the model with `run_pipeline`, and return the result."""
     iterators = [on_this_rank(batches, mesh) for _ in model]
-    shapes = [batch.position_ids_BS.shape for batch in batches]
-    return run_pipeline(model, mesh, forward_step, iterators, shapes=shapes, forward_only=forward_only)
+    shapes, num_items = [], []
+    for batch in batches:  # once, because lazy batches are collated each time
+        shapes.append(batch.position_ids_BS.shape)
+        num_items.append(num_items_of(batch.items))
+    return run_pipeline(
+        model, mesh, forward_step, iterators, shapes=shapes, num_items=num_items, forward_only=forward_only
+    )
 
 
 @dataclass(frozen=True)
