@@ -102,7 +102,8 @@ class Batch:
         num_sequences: N; sequences that are only padding do not count.
         extras: tensors of the training method by name, see `Extra`. The sequences of one sample are adjacent: for
             pairs, sequence 2p is the preferred answer of pair p and sequence 2p + 1 the rejected one.
-        items: tensors of the extras with one value per item, by name.
+        items: tensors of the extras with one value per item, by name. They are always on the host; the tower that reads
+            them moves them.
         on_host: the batch before it was moved to a device; None if the batch was not moved.
     """
 
@@ -138,9 +139,8 @@ class Batch:
         )
 
     def map_per_sequence(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
-        """Apply a function to the tensors with one entry per sequence or item."""
-        items = {name: function(tensor) for name, tensor in self.items.items()}
-        return replace(self, extras=self._map_extras(function, per_sequence=True), items=items)
+        """Apply a function to the tensors with one entry per sequence."""
+        return replace(self, extras=self._map_extras(function, per_sequence=True))
 
     def _map_extras(
         self, function: Callable[[torch.Tensor], torch.Tensor], per_sequence: bool

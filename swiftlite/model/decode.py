@@ -73,17 +73,12 @@ def tower_output(model: GPTModel, mesh: Mesh, items: Sequence[Mapping[str, torch
     Returns:
         The outputs of all rows on each stage, [I, H], or with deepstack [I, (1 + number of layers) * H].
     """
-    device = mesh.device.torch_device
     if model.tower is None:
         num_items = sum(map(num_items_of, items))
         width = model.sent_outputs.per_item * model.config.hidden_size
-        outputs = torch.empty(num_items, width, dtype=model.config.params_dtype, device=device)
+        outputs = torch.empty(num_items, width, dtype=model.config.params_dtype, device=mesh.device.torch_device)
     else:
-        parts = []
-        for of_row in items:
-            on_device = {name: tensor.to(device) for name, tensor in of_row.items()}
-            parts.append(model.tower(on_device))
-        outputs = torch.cat(parts)
+        outputs = torch.cat([model.tower(of_row) for of_row in items])
     return broadcast_from_first_stage(outputs, mesh)
 
 

@@ -97,8 +97,8 @@ class GPTModel(McoreGPTModel):
         transformer_layer_spec: the decoder layers of this stage and the norm after the last one.
         pg_collection: the groups of the model's mesh.
         heads: the MTP heads.
-        tower: maps `TowerInputs.items` to one output per item, [I, H], on the stage of the embedding; None if the model
-            has no tower.
+        tower: maps `TowerInputs.items`, which are on the host, to one output per item, [I, H], on the stage of the
+            embedding; None if the model has no tower.
         sent_outputs: outputs of the tower that this stage receives and sends.
         trunk_is_frozen: whether embedding, decoder and the trunk's loss are computed without gradients. The caller
             selects the trained parameters (`requires_grad`).

@@ -30,10 +30,11 @@ ADAPTERS = "--tuner_type lora --lora_rank 4"
 
 @dataclass(frozen=True)
 class Model:
-    """Arguments of `tests.tiny.make_tiny_hf`."""
+    """Arguments of `tests.tiny.make_tiny_hf`, or of `tests.data.images.make_image_model` for models with images."""
 
     family: str = "qwen3"
     sizes: tuple[tuple[str, Any], ...] = ()
+    has_images: bool = False
 
     @property
     def directory(self) -> str:
@@ -46,7 +47,7 @@ class Kind:
 
     Attributes:
         options: options of the command, in addition to COMMON.
-        rows: a key of FILES.
+        rows: the name of a data file, of FILES or "seen".
         goes_on: whether a second command resumes the run with `--resume`, for the same number of steps.
     """
 
@@ -58,7 +59,7 @@ class Kind:
 
     @property
     def has_experts(self) -> bool:
-        return self.model.family != "qwen3"
+        return self.model.family != "qwen3" and not self.model.has_images
 
     @property
     def is_float32(self) -> bool:
@@ -74,6 +75,7 @@ class Kind:
 
 
 DEEP = (("num_hidden_layers", 4),)
+DEEPSTACK, WINDOWS = (Model(family, has_images=True) for family in ("qwen3_vl", "qwen2_5_vl"))
 MOE, LATENT, LITE, HYBRID = (Model(family) for family in ("qwen3_moe", "deepseek_v3", "glm4_moe_lite", "qwen3_next"))
 FLOAT32 = "--torch_dtype float32"
 KINDS: dict[str, Kind] = {
@@ -119,6 +121,8 @@ KINDS: dict[str, Kind] = {
         f"{HEADS} --mtp_loss kl --stream_trunk true --cache_trunk_states {{directory}}/streamed --micro_batch_size 1 "
         "--acceptance_samples 0"
     ),
+    "images": Kind(model=DEEPSTACK, rows="seen"),
+    "images, tower trained": Kind("--freeze_vit false --freeze_aligner false", model=WINDOWS, rows="seen"),
     "recomputed": Kind("--recompute_granularity full"),
     "recomputed selectively": Kind("--recompute_granularity selective", model=MOE),
     "saved asynchronously": Kind("--async_save true --save_steps 1"),
@@ -170,9 +174,19 @@ def write_inputs(directory: Path, names: list[str]) -> None:
     """Write the models and rows of some kinds. transformers writes them, so this must not run in an
     emulated process.
     """
+    from tests.data.images import data_uri, make_image_model, noise
     from tests.tiny import make_tiny_hf
 
+    seen = list(ROWS)
+    for number in range(1, len(seen), 2):
+        image = data_uri(noise(16 + 8 * (number % 3), 16, number))
+        seen[number] = ROWS[number] | {"query": f"<image>{ROWS[number]['query']}", "images": [image]}
+    (directory / "seen.jsonl").write_text("".join(json.dumps(row) + "\n" for row in seen))
     for name, rows in FILES.items():
         (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for model in {KINDS[name].model for name in names}:
-        make_tiny_hf(directory / model.directory, model.family, depth=1, with_tokenizer=True, **dict(model.sizes))
+        hf_dir = directory / model.directory
+        if model.has_images:
+            make_image_model(hf_dir, model.family)
+        else:
+            make_tiny_hf(hf_dir, model.family, depth=1, with_tokenizer=True, **dict(model.sizes))

@@ -1,5 +1,7 @@
 """A tokenizer, a chat template and image files for tests of rows with images."""
 
+import base64
+import json
 from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
@@ -7,12 +9,13 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from swiftlite.data.image_inputs import ImageEncoder, ImageProcessing
 from swiftlite.data.image_sizes import ImageSizes
 from tests.data.templates import QWEN3
+from tests.tiny import make_tiny_vision_hf
 
 TOKENS = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]
 
@@ -74,6 +77,19 @@ def make_sizes(tokenizer: Any) -> ImageSizes:
     return ImageSizes(4, 2, 2, 3, placeholder, start, end)
 
 
+def make_image_model(directory: Path, family: str) -> None:
+    """Write a tiny vision-language model with the files of a published one."""
+    make_tiny_vision_hf(directory, family, depth=1, with_tokenizer=True, vocab_size=336)
+    tokenizer: Any = with_vision(AutoTokenizer.from_pretrained(directory))
+    tokenizer.chat_template = VISION
+    tokenizer.save_pretrained(directory)
+    make_processor().save_pretrained(directory)
+    start, end, placeholder = tokenizer.convert_tokens_to_ids(TOKENS)
+    config = json.loads((directory / "config.json").read_text())
+    config |= {"image_token_id": placeholder, "vision_start_token_id": start, "vision_end_token_id": end}
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
 def noise(width: int, height: int, seed: int = 0, mode: str = "RGB") -> Image.Image:
     """Return an image of random pixels."""
     channels = len(Image.new(mode, (1, 1)).getbands())
@@ -86,6 +102,11 @@ def encoded(image: Image.Image, kind: str = "PNG", **options) -> bytes:
     file = BytesIO()
     image.save(file, kind, **options)
     return file.getvalue()
+
+
+def data_uri(image: Image.Image) -> str:
+    """Return an image as rows contain it without a file."""
+    return f"data:image/png;base64,{base64.b64encode(encoded(image)).decode()}"
 
 
 def writer(directory: Path) -> Callable[..., Path]:

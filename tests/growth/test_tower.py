@@ -84,7 +84,7 @@ class PatchTower(nn.Module):
         self.linear = nn.Linear(patches.width, patches.hidden, bias=False, dtype=config.params_dtype)
 
     def forward(self, items: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return self.linear(items["patches"].to(self.linear.weight.dtype))
+        return self.linear(items["patches"].to(self.linear.weight))
 
 
 # The family

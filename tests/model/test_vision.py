@@ -148,6 +148,18 @@ def test_without_images_the_tower_has_zero_gradients(hf_dir, family, mesh):
         assert torch.equal(parameter.grad, torch.zeros_like(parameter)), name
 
 
+def test_without_images_a_frozen_tower_computes_nothing(hf_dir, family, mesh):
+    rows = rows_of(hf_dir, ROWS[1:2])
+    tower: Any = open_vision(hf_dir, mesh).tower
+    batch = make_batch(hf_dir, VisionReference(hf_dir, family, 1), rows, False)
+    learned = tower(batch.items)
+    calls: list[int] = []
+    tower.visual.register_forward_pre_hook(lambda *_: calls.append(1))
+    frozen = tower.requires_grad_(False)(batch.items)
+    assert (frozen.shape, frozen.dtype) == (learned.shape, learned.dtype)
+    assert calls == []
+
+
 def test_an_export_is_bitwise_identical(family, mesh, tmp_path):
     hf_dir = make_tiny_vision_hf(tmp_path / "hf", family, depth=1, dtype=torch.bfloat16)
     hf_model = resolve(hf_dir).with_images()

@@ -19,10 +19,10 @@ from swiftlite.families.resolved import resolve
 from swiftlite.train import run as training
 from swiftlite.train.methods.conversations import load_data
 from swiftlite.train.methods.sft import SFT
-from tests.data.images import TOKENS, VISION, make_processor, with_vision, writer
+from tests.data.images import make_image_model, writer
 from tests.images import Seen, VisionReference
 from tests.parallel.launch import launch
-from tests.tiny import VISION_TOWERS, make_tiny_vision_hf
+from tests.tiny import VISION_TOWERS
 
 pytestmark = pytest.mark.gloo
 
@@ -43,20 +43,7 @@ def family(request) -> str:
 
 @pytest.fixture
 def model(shared, family) -> Path:
-    return shared(f"vision-run-{family}", lambda directory: make_model(directory, family))
-
-
-def make_model(directory: Path, family: str) -> None:
-    """Write a tiny vision-language model with the files of a published one."""
-    make_tiny_vision_hf(directory, family, depth=1, with_tokenizer=True, vocab_size=336)
-    tokenizer: Any = with_vision(AutoTokenizer.from_pretrained(directory))
-    tokenizer.chat_template = VISION
-    tokenizer.save_pretrained(directory)
-    make_processor().save_pretrained(directory)
-    start, end, placeholder = tokenizer.convert_tokens_to_ids(TOKENS)
-    config = json.loads((directory / "config.json").read_text())
-    config |= {"image_token_id": placeholder, "vision_start_token_id": start, "vision_end_token_id": end}
-    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    return shared(f"vision-run-{family}", lambda directory: make_image_model(directory, family))
 
 
 @pytest.fixture
