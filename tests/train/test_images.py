@@ -109,6 +109,6 @@ def test_a_bound_below_one_item_is_refused_before_data_is_read(model, rows):
         rules.check(args)
 
 
-def test_batches_of_images_have_inputs_of_the_tower(model):
-    extras = image_extras_of(resolve(model))
+def test_batches_of_images_have_inputs_of_the_tower(model, mesh):
+    extras = image_extras_of(resolve(model), mesh)
     assert [extra.name for extra in extras] == [PATCHES, GRID, ITEM, AXES]
