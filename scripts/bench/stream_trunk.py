@@ -5,6 +5,8 @@ in bfloat16: 16 GB of shards, written to --directory if they are missing. Peak m
 of the training process, and the file system's cache is not part of it. Compare it with the estimate of `doctor --plan`.
 
     python scripts/bench/stream_trunk.py --directory /tmp/8b --tokens 4096
+
+Peak memory does not depend on the number of layers, so `--layers 2` measures it within minutes.
 """
 
 import argparse
@@ -45,13 +47,14 @@ LENGTH = 1024
 WORDS_PER_ROW = 100
 
 
-def write_model(directory: Path, tokenizer: Path) -> None:
+def write_model(directory: Path, tokenizer: Path, layers: int) -> None:
     """Write the model, one file per layer, with the tokenizer of another model."""
+    config = CONFIG | {"num_hidden_layers": layers}
     directory.mkdir(parents=True, exist_ok=True)
     for path in tokenizer.iterdir():
         if path.name.startswith(("tokenizer", "special_tokens", "chat_template", "vocab", "merges")):
             (directory / path.name).write_bytes(path.read_bytes())
-    (directory / "config.json").write_text(json.dumps(CONFIG, indent=2))
+    (directory / "config.json").write_text(json.dumps(config, indent=2))
     hidden, wide = CONFIG["hidden_size"], CONFIG["intermediate_size"]
     keys = CONFIG["num_key_value_heads"] * CONFIG["head_dim"]
     shapes = {
@@ -70,7 +73,7 @@ def write_model(directory: Path, tokenizer: Path) -> None:
     weight_map = {}
 
     def write(number: int, tensors: dict[str, torch.Tensor]) -> None:
-        file = f"model-{number:05d}-of-{CONFIG['num_hidden_layers'] + 1:05d}.safetensors"
+        file = f"model-{number:05d}-of-{layers + 1:05d}.safetensors"
         save_file(tensors, directory / file, metadata={"format": "pt"})
         weight_map.update(dict.fromkeys(tensors, file))
 
@@ -80,7 +83,7 @@ def write_model(directory: Path, tokenizer: Path) -> None:
     write(
         1, {"model.embed_tokens.weight": random(CONFIG["vocab_size"], hidden), "model.norm.weight": 1 + random(hidden)}
     )
-    for layer in range(CONFIG["num_hidden_layers"]):
+    for layer in range(layers):
         prefix = f"model.layers.{layer}."
         tensors = {f"{prefix}{name}.weight": random(*shape) for name, shape in shapes.items()}
         for norm in ("input_layernorm", "post_attention_layernorm"):
@@ -103,11 +106,12 @@ def main() -> None:
     parser.add_argument("--directory", type=Path, required=True, help="directory of the model and of the run")
     parser.add_argument("--tokenizer", type=Path, required=True, help="model directory whose tokenizer is used")
     parser.add_argument("--tokens", type=int, default=4096, help="tokens of the training rows")
+    parser.add_argument("--layers", type=int, default=CONFIG["num_hidden_layers"])
     parser.add_argument("--draft_vocab", type=int, default=1024)
     args = parser.parse_args()
     model = args.directory / "model"
     if not (model / "model.safetensors.index.json").exists():
-        write_model(model, args.tokenizer)
+        write_model(model, args.tokenizer, args.layers)
     rows = args.directory / "rows.jsonl"
     write_rows(rows, args.tokens // 2)  # a number of two digits is two tokens or more
     command = [sys.executable, "-m", "swiftlite", "megatron", "sft", "--model", str(model), "--dataset", str(rows)]
@@ -123,7 +127,7 @@ def main() -> None:
     done.check_returncode()
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
     heads = Heads(1, draft_vocab=tuple(range(args.draft_vocab)))
-    streamed = estimate_streamed(CONFIG, Setup(heads=heads, mtp_mode="heads_only", max_length=LENGTH))
+    streamed = estimate_streamed(json.loads((model / "config.json").read_text()), Setup(heads=heads, mtp_mode="heads_only", max_length=LENGTH))
     tokens = re.search(r"hidden states of the trunk for (\d+) tokens", done.stderr)
     assert tokens is not None
     flops = int(tokens.group(1)) * streamed.flops_per_token
