@@ -127,7 +127,9 @@ def main() -> None:
     done.check_returncode()
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
     heads = Heads(1, draft_vocab=tuple(range(args.draft_vocab)))
-    streamed = estimate_streamed(json.loads((model / "config.json").read_text()), Setup(heads=heads, mtp_mode="heads_only", max_length=LENGTH))
+    streamed = estimate_streamed(
+        json.loads((model / "config.json").read_text()), Setup(heads=heads, mtp_mode="heads_only", max_length=LENGTH)
+    )
     tokens = re.search(r"hidden states of the trunk for (\d+) tokens", done.stderr)
     assert tokens is not None
     flops = int(tokens.group(1)) * streamed.flops_per_token

@@ -69,6 +69,9 @@ def run_step(step: CommandStep, progress: Progress, directory: Path) -> None:
 
     code = _run(step.words, keep_time)
     progress.unfinished.pop(step.name, None)
+    if code < 0:
+        hint = "was the memory exhausted? Run the same command again to resume: completed steps are kept"
+        raise UserError(f"the step {step.name} was ended by {signal.Signals(-code).name}: {step}", hint)
     if code or not step.result.exists():
         hint = "fix the cause above and run the same command again: completed steps are kept"
         raise UserError(f"the step {step.name} failed with exit code {code}: {step}", hint, max(code, 1))

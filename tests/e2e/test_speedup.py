@@ -1,10 +1,14 @@
-"""Test `swiftlite speedup` with real vLLM: killed several times, it ends with heads, figures and a valid command."""
+"""Test `swiftlite speedup` with real vLLM: after interruptions it ends with heads, figures and a valid command."""
 
 import importlib.util
 import json
 import random
 import shlex
+import shutil
+import subprocess
 import time
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -67,3 +71,45 @@ def test_killed_at_random_moments(commands: Commands, speedup: list[str]):
     refused = commands.run(*speedup, "--seed", "7")
     assert refused.returncode != 0
     assert has_line(refused.stderr, "--seed")
+
+
+@pytest.fixture
+def small_disk(commands: Commands) -> Iterator[Path]:
+    """Yield an empty disk of 300 MB that is mounted as the output directory."""
+    directory = commands.directory / "out"
+    directory.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=300m", "none", str(directory)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("mounting a disk requires root")
+    yield directory
+    subprocess.run(["umount", directory], check=True)
+
+
+def fill(disk: Path) -> Path:
+    """Write a file until the disk is full, and return its path."""
+    path = disk / ".filler"
+    with path.open("wb", buffering=0) as file:
+        while free := shutil.disk_usage(disk).free:
+            file.write(bytes(free))
+    return path
+
+
+def test_the_disk_is_full_in_each_step(commands: Commands, speedup: list[str], small_disk: Path):
+    """The step ends with a message about the disk, and the same command resumes with this step."""
+    steps = {"answers": "regenerate", "training": "megatron sft", "export": "export", "evaluation": "evaluate"}
+    steps["bench"] = "bench"
+    for number, (name, words) in enumerate(steps.items()):
+        process = commands.start_for_real(*speedup)
+        assert process.stderr is not None
+        errors, filler = "", None
+        for line in process.stderr:
+            errors += line
+            if f"$ swiftlite {words} " in line:
+                filler = fill(small_disk)
+        assert filler is not None, errors
+        assert process.wait() == 1, errors
+        assert "No space left on device" in errors
+        filler.unlink()
+        completed = json.loads((small_disk / "speedup.json").read_text())["seconds"]
+        assert list(completed) == [f"round-1/{each}" for each in list(steps)[:number]], name
+    commands.ok(*speedup)

@@ -1,6 +1,7 @@
 """Test steps with commands of swiftlite that take a second."""
 
 import json
+import subprocess
 import time
 
 import pytest
@@ -43,6 +44,16 @@ def test_a_failed_command_ends_with_its_exit_code(progress, tmp_path):
     with pytest.raises(UserError, match=naming("round-1/x 2")) as raised:
         run_step(CommandStep("round-1/x", ("evalaute",), tmp_path / "result"), progress, tmp_path)
     assert raised.value.exit_code == 2
+    assert "round-1/x" not in progress.seconds
+
+
+def test_a_killed_command_is_named_with_its_signal(progress, tmp_path, monkeypatch):
+    def killed(words, keep_time):
+        return subprocess.run(["sh", "-c", "kill -9 $$"], check=False).returncode
+
+    monkeypatch.setattr(steps, "_run", killed)
+    with pytest.raises(UserError, match=naming("round-1/x SIGKILL")):
+        run_step(CommandStep("round-1/x", ("--version",), tmp_path / "result"), progress, tmp_path)
     assert "round-1/x" not in progress.seconds
 
 
