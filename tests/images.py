@@ -128,6 +128,26 @@ class Seen:
         return tuple(grid)
 
 
+class SampleRow(Seen):
+    """A sample of a run as arguments of transformers' model."""
+
+    def __init__(self, directory: Path, sample: Any):
+        config = json.loads((directory / "config.json").read_text())
+        self.merge = config["vision_config"]["spatial_merge_size"]
+        self.ids_1S = torch.from_numpy(sample.input_ids).long()[None]
+        self.placeholder = config["image_token_id"]
+        self.is_image_1S = self.ids_1S == self.placeholder
+        self.labels_S = torch.from_numpy(sample.labels).long()
+        self.images = {}
+        patches = [torch.from_numpy(np.array(item)) for item in sample.extras.get("patches", ())]
+        if patches:
+            pixels = torch.stack(patches)
+            first = [item for item in sample.extras["grid"] if item[0] == item[1] == 0]
+            grids = [[1, rows * self.merge, columns * self.merge] for _, _, rows, columns in first]
+            pixel_values = pixels.view(len(patches) * self.merge**2, -1)
+            self.images = {"pixel_values": pixel_values, "image_grid_thw": torch.tensor(grids)}
+
+
 def extras_of(directory: Path) -> tuple[Extra, ...]:
     """Return the extras of samples with images."""
     vision = json.loads((directory / "config.json").read_text())["vision_config"]

@@ -7,7 +7,7 @@ Shape suffixes: K the number of predictions (1 for the trunk, 1 for each MTP dep
 of a row, N sequences of the micro-batch, I items of the micro-batch.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -38,7 +38,7 @@ class Extra:
             the value of token t of a sample is at the position that predicts token t. `token`: one value per token that
             the trunk or an MTP depth reads, [K, *shape, B, S], shifted and split like tokens. `item`: the concatenated
             items of all sequences, [I, *shape], not split over context-parallel ranks; a sequence has any number of
-            items.
+            items. Successive sequences whose value is the same object share its items, such as both answers of a pair.
         default: value for padding, and for sequences whose `Sample.extras` do not contain this name.
         default_is_position: whether the default of a token in a sequence is the position of the token, in all entries;
             the default of padding is still `default`.
@@ -284,16 +284,15 @@ def _lay_out(
 def _per_token(extra: Extra, sequences: Sequence[Sample], starts: Sequence[int], num_tokens: int) -> np.ndarray:
     """Return the unshifted values of one extra per token: float64 [num_tokens, *shape]."""
     values = np.full((num_tokens, *extra.shape), extra.default, np.float64)
-    num_items = 0  # of previous sequences
-    for start, sequence in zip(starts, sequences, strict=False):
+    first_items = _first_items(extra.counts, sequences)
+    for start, sequence, first_item in zip(starts, sequences, first_items, strict=False):
         here = values[start : start + len(sequence)]
         value = sequence.extras.get(extra.name, extra.default)
         if extra.default_is_position and extra.name not in sequence.extras:
             value = np.arange(len(sequence)).reshape(-1, *[1] * len(extra.shape))
         here[:] = value
         if extra.counts:
-            here[here >= 0] += num_items
-            num_items += len(sequence.extras.get(extra.counts, ()))
+            here[here >= 0] += first_item
     return values
 
 
@@ -313,6 +312,30 @@ def _ahead_of_tokens(
 
 
 def _items(extra: Extra, sequences: Sequence[Sample]) -> torch.Tensor:
-    """Return the items of all sequences, [I, *shape]."""
-    items = [item for sequence in sequences for item in sequence.extras.get(extra.name, ())]
+    """Return the items of all sequences, [I, *shape]; shared items once."""
+    items: list[np.ndarray] = []
+    previous: Iterable[np.ndarray] = ()
+    for sequence in sequences:
+        own = sequence.extras.get(extra.name, ())
+        if own is not previous:
+            items += own
+        previous = own
     return torch.from_numpy(np.array(items)).to(extra.dtype).view(-1, *extra.shape)
+
+
+def _first_items(name: str, sequences: Sequence[Sample]) -> list[int]:
+    """Return the index of the first item of each sequence in the result of `_items`.
+
+    Args:
+        name: name of the extra with the items.
+    """
+    first_items = []
+    first = end = 0
+    previous: Sized = ()
+    for sequence in sequences:
+        own = sequence.extras.get(name, ())
+        if own is not previous:
+            first, end = end, end + len(own)
+        first_items.append(first)
+        previous = own
+    return first_items

@@ -11,7 +11,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from swiftlite.args.fields import TruncationStrategy
-from swiftlite.data.image_inputs import PATCHES, ImageEncoder
+from swiftlite.data.image_inputs import PATCHES, ImageEncoder, share_images
 from swiftlite.data.images import ImageRef
 from swiftlite.data.rows.conversation import BadRow, Conversation, RowError, parse_row
 from swiftlite.data.rows.document import parse_document
@@ -102,17 +102,20 @@ class ConversationEncoder:
             RowError: the template does not support the turns, a trained turn cannot be located exactly in the text, a
                 token has no embedding, an image cannot be used, or the two answers of a pair have the same tokens.
         """
-        answers = [self._encode(row)]
+        images: Sequence[ImageRef] = ()
+        if self.images is not None:
+            images = self.images.read(row)
+        answers = [self._encode(row, images)]
         if row.rejected is not None:
-            answers.append(replace(self._encode(row.other()), trains_heads=False))
+            rejected = replace(self._encode(row.other(), images), trains_heads=False)
+            answers.append(share_images(rejected, answers[0]))
         if _are_equal(answers):
             raise RowError("row", "both answers have the same tokens, so there is nothing to learn", "remove the row")
         return answers
 
-    def _encode(self, row: Conversation) -> Sample:
+    def _encode(self, row: Conversation, images: Sequence[ImageRef]) -> Sample:
         if self.images is None:
             return self.template.encode(row)
-        images = self.images.read(row)
         sample = self.template.encode(row, [self.images.num_items(image) for image in images])
         return self.images.with_images(sample, images)
 

@@ -37,6 +37,8 @@ GRID = "grid"
 """Name of the `Extra` with the place of each group in its image: row, column, number of rows, number of columns. Row
 and column 0 start the next image.
 """
+IMAGE_EXTRAS = (PATCHES, GRID, ITEM, AXES)
+"""The names of all extras of samples with images."""
 
 _SETTINGS = (
     *("do_convert_rgb", "do_resize", "size", "resample", "do_rescale", "rescale_factor"),
@@ -296,7 +298,7 @@ class ImageEncoder:
                 return None
             if first <= start and stop <= end:
                 kept.append(image)
-        others = {name: value for name, value in sample.extras.items() if name not in (PATCHES, GRID, ITEM, AXES)}
+        others = {name: value for name, value in sample.extras.items() if name not in IMAGE_EXTRAS}
         return self.with_images(truncate(replace(sample, extras=others), max_length, strategy), kept)
 
     def _spans(self, sample: Sample) -> Iterator[tuple[int, int]]:
@@ -310,6 +312,38 @@ class ImageEncoder:
             has_start = start > 0 and sample.input_ids[start - 1] == self.sizes.vision_start_id
             has_end = stop < len(sample) and sample.input_ids[stop] == self.sizes.vision_end_id
             yield start - int(has_start), stop + int(has_end)
+
+
+def image_identity(sample: Sample) -> bytes:
+    """Return bytes that are equal for samples with the same images; empty without images."""
+    if PATCHES not in sample.extras:
+        return b""
+    return sample.extras[PATCHES].identity
+
+
+def share_images(sample: Sample, other: Sample) -> Sample:
+    """Return a sample with the pixels of another sample with the same images.
+
+    Then a batch contains the images of two successive samples once (`Extra.per`).
+    """
+    if PATCHES not in other.extras:
+        return sample
+    return sample.with_extras(**{name: other.extras[name] for name in (PATCHES, GRID)})
+
+
+def with_images_of(sample: Sample, source: Sample) -> Sample:
+    """Return a sample with the images of another sample, whose tokens are the same up to the end of the last image.
+
+    Without images, the sample is unchanged.
+    """
+    if PATCHES not in source.extras:
+        return sample
+    item = np.full(len(sample), -1, np.int32)
+    num_equal = min(len(sample), len(source))
+    item[:num_equal] = source.extras[ITEM][:num_equal]
+    patches, places = source.extras[PATCHES], source.extras[GRID]
+    axes = axes_of(item >= 0, places.grids)
+    return sample.with_extras(**{PATCHES: patches, GRID: places, ITEM: item, AXES: axes})
 
 
 def _places(rows: int, columns: int) -> np.ndarray:

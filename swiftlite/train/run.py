@@ -6,7 +6,7 @@ steps.
 """
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -20,15 +20,12 @@ from swiftlite.args.commands import SftArgs
 from swiftlite.bridge.adapters.files import AdapterBase
 from swiftlite.bridge.adapters.rows import saved_names
 from swiftlite.data import draft_vocab
-from swiftlite.data.batch import Extra
 from swiftlite.data.dataset import Data
-from swiftlite.data.image_inputs import image_extras
 from swiftlite.data.packing.sampler import Sampler
 from swiftlite.data.packing.stream import Readers, Stream
 from swiftlite.data.template import load_tokenizer
 from swiftlite.errors import UserError
 from swiftlite.estimate.flops import training_flops
-from swiftlite.families.index import image_sizes
 from swiftlite.families.resolved import HfModel, resolve_options
 from swiftlite.log import logger
 from swiftlite.methods.index import method_of
@@ -48,6 +45,7 @@ from swiftlite.train.checkpoint.checkpointer import Checkpointer
 from swiftlite.train.checkpoint.source import check_model_links
 from swiftlite.train.head_fit import samples_to_fit
 from swiftlite.train.hidden_state_cache import HiddenStateCache, check_directory, open_hidden_state_cache
+from swiftlite.train.methods.conversations import image_extras_of
 from swiftlite.train.methods.training import Training, training_of
 from swiftlite.train.metrics.loggers import open_metric_loggers
 from swiftlite.train.train_state import TrainState, make_train_state
@@ -157,13 +155,6 @@ def check_supported(args: SftArgs, mesh: Mesh, hf_model: HfModel, training: Trai
         check_directory(Path(args.cache_trunk_states))
     if args.streaming and training.extras:
         raise UserError(f"--streaming is not supported by {method_of(args).words}", "omit --streaming")
-
-
-def image_extras_of(hf_model: HfModel, mesh: Mesh) -> Sequence[Extra]:
-    """Return the tensors that batches of this rank contain if rows have images."""
-    sizes = image_sizes(hf_model.config)
-    assert sizes is not None  # the encoder refuses images of other models
-    return image_extras(sizes, has_tower=mesh.pp.rank() == 0)
 
 
 def warn_of_long_samples(data: Data, hf_model: HfModel) -> None:

@@ -211,6 +211,21 @@ def test_extras_of_tokens_are_shifted_and_cut_as_tokens_are(is_packed, rank):
     assert nothing.extras["which"].eq(-1).all()
 
 
+def test_successive_sequences_share_the_same_items():
+    first, other = seeing([5, 8, 7]), seeing([4, 2])
+    answer = seeing([8, 7, 3, 1]).with_extras(seen=first.extras["seen"])
+    sequences = [seeing([9]), first, answer, other, seeing([7, 5])]
+    batch = collate(sequences, 0, extras=TOKEN_EXTRAS)
+    assert batch.items["seen"].tolist() == [[9, 0], [8, 0], [7, 0], [7, 0]]
+    assert batch.extras["which"][0].tolist() == [
+        [0, -1, -1, -1],
+        [-1, 1, 2, -1],
+        [1, 2, -1, -1],
+        [-1, -1, -1, -1],
+        [3, -1, -1, -1],
+    ]
+
+
 @pytest.mark.parametrize(("strategy", "kept"), [("left", slice(-3, None)), ("right", slice(3))])
 def test_extras_are_truncated_with_their_tokens(strategy, kept):
     sample = labeled([5, 6, 7, 8, 9], [0, 1, 1, 1, 1], 3)

@@ -3,6 +3,7 @@
 import base64
 import json
 import pickle
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from swiftlite.data.encoder import ConversationEncoder
 from swiftlite.data.image_inputs import GRID, PATCHES, ImageProcessing, axes_of, image_extras
 from swiftlite.data.rows.conversation import RowError, parse_row
 from swiftlite.data.rows.pair import parse_pair
+from swiftlite.data.rows.rated import mismatch, parse_rated
 from swiftlite.data.sample import Sample, digest
 from swiftlite.data.template import ChatTemplate
 from swiftlite.errors import UserError
@@ -162,6 +164,53 @@ def test_bad_rows(row, message):
         PARSE(row)
 
 
+SEE = [IMAGE, text("See.")]
+NAMED = [{"type": "image", "image": "a"}, text("See.")]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"query": "<image>See.", "response": "Yes.", "rejected_response": "No.", "images": ["a"]},
+        {"messages": turns("See.", "Yes."), "rejected_response": "No.", "images": "a"},
+        {"messages": turns(NAMED, "Yes."), "rejected_response": "No."},
+        {"messages": turns(SEE, "Yes."), "rejected_messages": turns(SEE, "No."), "images": ["a"]},
+        {"messages": turns(NAMED, "Yes."), "rejected_messages": turns(NAMED, "No.")},
+        {"prompt": "<image>See.", "chosen": "Yes.", "rejected": "No.", "images": ["a"]},
+        {"chosen": turns(NAMED, "Yes."), "rejected": turns(NAMED, "No.")},
+    ],
+)
+def test_both_answers_of_a_pair_have_the_same_images(row):
+    pair = parse_pair(row, no_images="")
+    assert [message["content"] for message in pair.messages] == [SEE, "Yes."]
+    assert [message["content"] for message in pair.other().messages] == [SEE, "No."]
+    assert [image.source for image in pair.other().images] == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"query": "q", "response": "<image>", "rejected_response": "b", "images": ["a"]}, "response:"),
+        ({"query": "q", "response": "a", "rejected_response": "<image>", "images": ["a"]}, "rejected_response:"),
+        ({"query": "<image>", "response": "a", "rejected_response": "b"}, "images: 1 0"),
+        ({"chosen": turns(NAMED, "Y"), "rejected": turns([{**IMAGE, "image": "b"}, text("See.")], "N")}, "rejected:"),
+        ({"chosen": turns(NAMED, "Y"), "rejected": turns("See.", "N")}, "rejected:"),
+    ],
+)
+def test_bad_pairs(row, message):
+    with pytest.raises(RowError, match=naming(message)):
+        parse_pair(row, no_images="")
+
+
+def test_answers_with_a_label_are_text():
+    row = {"messages": turns(NAMED, "Yes."), "label": True}
+    assert parse_rated(row, no_images="").messages[0]["content"] == SEE
+    with pytest.raises(RowError, match=naming("response:")):
+        parse_rated({"query": "q", "response": "<image>", "label": True, "images": ["a"]}, no_images="")
+    with pytest.raises(RowError, match=naming("completion:")):
+        parse_rated({"prompt": "q", "completion": "<image>", "label": True, "images": ["a"]}, no_images="")
+
+
 def test_rows_with_images_are_refused_where_no_image_is_read():
     row = {"messages": turns("q", "a"), "images": ["a.png"]}
     with pytest.raises(RowError, match=naming("images: qwen3")):
@@ -170,6 +219,8 @@ def test_rows_with_images_are_refused_where_no_image_is_read():
         parse_row(row)
     with pytest.raises(RowError, match=naming("images:")):
         parse_pair({"prompt": "q", "chosen": "a", "rejected": "b", "images": ["a.png"]})
+    with pytest.raises(RowError, match=naming("images:")):
+        parse_rated({"prompt": "q", "completion": "a", "label": True, "images": ["a.png"]})
     assert parse_row({"messages": turns("<image>", "a")}).messages[0]["content"] == "<image>"
 
 
@@ -503,6 +554,57 @@ def test_relative_paths_start_at_media_root(make_encoder, tokenizer, tmp_path, w
     with pytest.raises(UserError, match=naming(f"{path}:1 images[0] a.png --media_root")):
         load_train_val(make_encoder(), [path])
     assert load_train_val(make_encoder(media_root=tmp_path / "pictures"), [path]).has_images
+
+
+# Pairs and labeled answers
+
+
+def encode_as(parse: Any, encoder: ConversationEncoder, directory: Path, row: dict[str, Any]) -> Sample:
+    (sample,) = encoder(parse(row, no_images="", source=f"{directory}/rows.jsonl:1")).samples
+    return sample
+
+
+def test_both_answers_share_pixels(make_encoder, write, tmp_path):
+    """Each answer has tokens and positions as in a row with this answer alone."""
+    write("wide.png", 50, 18)
+    row = {"query": "What is <image>?", "response": "That.", "images": ["wide.png"]}
+    pair = encode_as(parse_pair, make_encoder(), tmp_path, row | {"rejected_response": "That is unknown."})
+    (rejected,) = pair.others
+    assert rejected.extras[PATCHES] is pair.extras[PATCHES]
+    assert rejected.extras[GRID] is pair.extras[GRID]
+    for answer, text in ((pair, "That."), (rejected, "That is unknown.")):
+        alone = encode_as(parse_row, make_encoder(), tmp_path, row | {"response": text})
+        assert digest([replace(answer, others=())]) == digest([alone])
+    again = pickle.loads(pickle.dumps(pair))
+    assert again.others[0].extras[PATCHES] is again.extras[PATCHES]
+
+
+@pytest.mark.parametrize(("strategy", "max_length"), [("delete", 2048), ("right", 32), ("left", 32)])
+def test_a_companion_has_the_images_of_its_question(make_encoder, write, tmp_path, strategy, max_length):
+    """Rows whose questions differ only in their images have different questions."""
+    for number in range(2):
+        write(f"{number}.png", 50, 18, seed=number)
+    encoder = make_encoder()
+    samples = []
+    for image, answer in (("0.png", "That."), ("1.png", "It is unknown, " * 9)):
+        row = {"query": "What is <image>?", "response": answer, "images": [image], "label": True}
+        samples.append(encode_as(parse_rated, encoder, tmp_path, row))
+    first, second = mismatch(samples, max_length, strategy, seed=0)
+    for sample, other, expected in ((first, second, "It is unknown, " * 9), (second, first, "That.")):
+        companion = sample.companion
+        assert companion is not None
+        row = {
+            "query": "What is <image>?",
+            "response": expected,
+            "images": [Path(sample.extras[PATCHES].images[0].source).name],
+        }
+        whole = encode_as(parse_row, encoder, tmp_path, row)
+        length = min(max_length, len(whole))
+        assert companion.input_ids.tolist() == whole.input_ids[:length].tolist()
+        assert companion.extras[PATCHES].images == whole.extras[PATCHES].images
+        for name in (ITEM, AXES):
+            assert companion.extras[name].tolist() == whole.extras[name][:length].tolist()
+        assert other.extras[PATCHES].images != companion.extras[PATCHES].images
 
 
 # The settings of the processor

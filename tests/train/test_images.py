@@ -15,9 +15,8 @@ from swiftlite.data.dataset import Data
 from swiftlite.data.image_inputs import GRID, PATCHES
 from swiftlite.errors import OptionError, UserError
 from swiftlite.families.resolved import HfModel, resolve
-from swiftlite.train.methods.conversations import load_data
+from swiftlite.train.methods.conversations import image_extras_of, load_data
 from swiftlite.train.methods.sft import SFT
-from swiftlite.train.run import image_extras_of
 from tests.data.images import TOKENS, VISION, make_processor, with_vision, writer
 from tests.messages import mentions, naming
 from tests.tiny import make_tiny_hf

@@ -20,7 +20,7 @@ from swiftlite.train import run as training
 from swiftlite.train.methods.conversations import load_data
 from swiftlite.train.methods.sft import SFT
 from tests.data.images import make_image_model, writer
-from tests.images import Seen, VisionReference
+from tests.images import SampleRow, VisionReference
 from tests.parallel.launch import launch
 from tests.tiny import VISION_TOWERS
 
@@ -78,25 +78,6 @@ def losses(run_dir: Path) -> list[tuple[float, float]]:
     return [(line["loss"], line["mtp_1_loss"]) for line in lines if "loss" in line]
 
 
-class Row(Seen):
-    """A sample of a run as arguments of transformers' model."""
-
-    def __init__(self, directory: Path, sample: Any):
-        config = json.loads((directory / "config.json").read_text())
-        self.merge = config["vision_config"]["spatial_merge_size"]
-        self.ids_1S = torch.from_numpy(sample.input_ids).long()[None]
-        self.is_image_1S = self.ids_1S == config["image_token_id"]
-        self.labels_S = torch.from_numpy(sample.labels).long()
-        self.images = {}
-        patches = [torch.from_numpy(np.array(item)) for item in sample.extras.get("patches", ())]
-        if patches:
-            pixels = torch.stack(patches)
-            first = [item for item in sample.extras["grid"] if item[0] == item[1] == 0]
-            grids = [[1, rows * self.merge, columns * self.merge] for _, _, rows, columns in first]
-            pixel_values = pixels.view(len(patches) * self.merge**2, -1)
-            self.images = {"pixel_values": pixel_values, "image_grid_thw": torch.tensor(grids)}
-
-
 @torch.no_grad()
 def expected_losses(model: Path, family: str, args: SftArgs) -> tuple[float, float]:
     """Return transformers' mean losses of trunk and head over the labels of all rows."""
@@ -106,7 +87,7 @@ def expected_losses(model: Path, family: str, args: SftArgs) -> tuple[float, flo
     reference = VisionReference(model, family, 1)
     sums, counts = np.zeros(2), np.zeros(2)
     for sample in data.train:
-        row = Row(model, sample)
+        row = SampleRow(model, sample)
         for depth, logits_SV in enumerate(reference(row)):
             labels = row.labels_S[1 + depth :]
             sums[depth] += cross_entropy(logits_SV[: len(labels)], labels, ignore_index=-100, reduction="sum").item()

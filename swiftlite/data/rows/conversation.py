@@ -29,7 +29,7 @@ Kind = TypeVar("Kind")
 
 MEDIA = ("images", "videos", "audios")
 NO_IMAGES = "is not supported by this command"
-"""Why images are refused by default: only `megatron sft` reads them."""
+"""Why images are refused by default: `megatron pt` reads texts."""
 FIELDS = {"messages", "conversations", "instruction", "input", "output", "query", "response", "history", "system"}
 FIELDS |= {"tools", "channel", *MEDIA}
 FORMATS = 'messages, conversations, query + response, or instruction + output, as {"query": "...", "response": "..."}'

@@ -12,15 +12,18 @@ from typing import Any
 import numpy as np
 
 from swiftlite.args.fields import TruncationStrategy
-from swiftlite.data.rows.conversation import Conversation, RowError, parse_row, shown
-from swiftlite.data.rows.pair import SHARED
+from swiftlite.data.image_inputs import image_identity, with_images_of
+from swiftlite.data.rows.conversation import NO_IMAGES, Conversation, RowError, parse_row, shown
+from swiftlite.data.rows.pair import SHARED, check_answer_is_text
 from swiftlite.data.sample import IGNORED, Sample, make_sample, truncate
 from swiftlite.errors import UserError
 
 FORMATS = '{"query": "...", "response": "...", "label": true}, or prompt, completion and label'
 
 
-def parse_rated(row: object, *, system: str | None = None, source: str = "") -> Conversation:
+def parse_rated(
+    row: object, *, system: str | None = None, source: str = "", no_images: str = NO_IMAGES
+) -> Conversation:
     """Return the conversation that ends with the answer. The label is stored as the extra `desirable`.
 
     Heads are trained only on good answers.
@@ -29,12 +32,13 @@ def parse_rated(row: object, *, system: str | None = None, source: str = "") -> 
         row: a JSON object or table row in one of the formats in the module docstring.
         system: system prompt for rows without one.
         source: `file:line`, stored in the result.
+        no_images: why rows with images are refused; an empty text accepts them.
 
     Raises:
-        RowError: a field is invalid.
+        RowError: a field is invalid, or the answer has an image.
     """
     if not isinstance(row, dict):
-        return parse_row(row, system=system, source=source)  # its error names the missing turns
+        return parse_row(row, system=system, source=source, no_images=no_images)  # its error names the missing turns
     for name in ("chosen", "rejected", "rejected_response", "rejected_messages"):
         if row.get(name):
             raise RowError(name, "makes this row a pair", f"use --loss_type sigmoid for pairs; here rows are {FORMATS}")
@@ -42,7 +46,8 @@ def parse_rated(row: object, *, system: str | None = None, source: str = "") -> 
     rest = {name: value for name, value in row.items() if name != "label"}
     if "completion" in rest:
         rest = _from_completion(rest)
-    conversation = parse_row(rest, system=system, source=source)
+    conversation = parse_row(rest, system=system, source=source, no_images=no_images)
+    check_answer_is_text(conversation, "completion" if "completion" in row else "response")
     return replace(conversation.with_last_turn_alone(), trains_heads=label, extras={"desirable": label})
 
 
@@ -88,21 +93,23 @@ def mismatch(samples: Sequence[Sample], max_length: int, strategy: TruncationStr
 
     Args:
         max_length: maximum length of the companion in tokens.
-        strategy: `left` truncates the start of the companion, any other value its end.
+        strategy: `left` truncates the start of the companion, any other value its end. The end is also truncated if
+            the companion has images, because the start could cut one.
 
     Raises:
         UserError: all samples have the same prompt.
     """
-    questions = [_question_of(sample).tobytes() for sample in samples]
+    questions = [_question_of(sample) for sample in samples]
     if len(set(questions)) < 2:
         raise UserError(
             "--loss_type kto requires rows with different questions; all rows have the same one",
             "add rows with --dataset or --val_dataset",
         )
-    end = "left" if strategy == "left" else "right"
     found = []
     for sample, other in zip(samples, others(questions, seed).tolist(), strict=True):
+        end = "left" if strategy == "left" and not image_identity(sample) else "right"
         mismatched = truncate(_join(sample, samples[other]), max_length, end)
+        mismatched = with_images_of(mismatched, sample)
         found.append(replace(sample, companion=replace(mismatched, trains_heads=False)))
     return found
 
@@ -143,8 +150,9 @@ def _start_of_answer(sample: Sample) -> int:
     return int(np.argmax(sample.labels != IGNORED))
 
 
-def _question_of(sample: Sample) -> np.ndarray:
-    return sample.input_ids[: _start_of_answer(sample)]
+def _question_of(sample: Sample) -> tuple[bytes, bytes]:
+    """Return values that are equal for samples with the same question: its tokens and its images."""
+    return sample.input_ids[: _start_of_answer(sample)].tobytes(), image_identity(sample)
 
 
 def _join(asked: Sample, answered: Sample) -> Sample:

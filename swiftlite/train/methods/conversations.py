@@ -10,18 +10,19 @@ from transformers import PreTrainedTokenizerBase
 
 from swiftlite.acceptance.held_out import Prompt
 from swiftlite.args.commands import SftArgs
+from swiftlite.data.batch import Extra
 from swiftlite.data.dataset import Data, load_train_val
 from swiftlite.data.encoder import ConversationEncoder, Encoder, encode_prompt
-from swiftlite.data.image_inputs import ImageEncoder, ImageProcessing
+from swiftlite.data.image_inputs import ImageEncoder, ImageProcessing, image_extras
 from swiftlite.data.rows.conversation import Conversation, parse_row
 from swiftlite.data.rows.image_parts import TAG
 from swiftlite.data.rows.mock import MockSamples, mock_lengths
-from swiftlite.data.rows.sources import RowParser
 from swiftlite.data.template import ChatTemplate, stop_token_ids
 from swiftlite.errors import UserError
 from swiftlite.families.index import image_sizes
 from swiftlite.families.resolved import HfModel
 from swiftlite.runtime.agreement import digest
+from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.phases import Run
 
 MakeEncoder = Callable[[Any, PreTrainedTokenizerBase, HfModel], Encoder]
@@ -33,28 +34,32 @@ LoadData = Callable[[Any, Encoder, int], Data]
 
 
 def make_conversation_encoder(
-    args: SftArgs, tokenizer: PreTrainedTokenizerBase, hf_model: HfModel, parse: RowParser = parse_row
+    args: SftArgs,
+    tokenizer: PreTrainedTokenizerBase,
+    hf_model: HfModel,
+    parse: Callable[..., Conversation] = parse_row,
 ) -> Encoder:
-    """Return the encoder of rows without images; `parse` defines their format, by default conversations."""
-    template = ChatTemplate(tokenizer, args.loss_scale, hf_model.config["vocab_size"])
-    return ConversationEncoder(template, args.max_length, args.truncation_strategy, parse)
+    """Return the encoder of rows, which can have images if the model and the run support them.
 
-
-def make_image_encoder(args: SftArgs, tokenizer: PreTrainedTokenizerBase, hf_model: HfModel) -> Encoder:
-    """Return the encoder of conversations, which can have images if the model and the run support them.
+    Args:
+        parse: defines the format of rows, by default conversations. Its argument `no_images` is the reason why images
+            are refused.
 
     Raises:
         UserError: --max_pixels or --min_pixels do not fit the model.
     """
+    images, image_token_id, no_images = None, None, ""
     try:
         processing = image_processing_of(args, tokenizer, hf_model)
     except UserError as error:  # only rows with images are invalid
-        return make_conversation_encoder(args, tokenizer, hf_model, partial(parse_row, no_images=error.problem))
-    processing = processing.with_bounds(args.max_pixels, args.min_pixels)
-    images = ImageEncoder(processing, Path(args.media_root) if args.media_root else None)
-    template = ChatTemplate(tokenizer, args.loss_scale, hf_model.config["vocab_size"], images.sizes.image_token_id)
-    parse = partial(parse_row, no_images="")
-    return ConversationEncoder(template, args.max_length, args.truncation_strategy, parse, images)
+        no_images = error.problem
+    else:
+        processing = processing.with_bounds(args.max_pixels, args.min_pixels)
+        images = ImageEncoder(processing, Path(args.media_root) if args.media_root else None)
+        image_token_id = images.sizes.image_token_id
+    template = ChatTemplate(tokenizer, args.loss_scale, hf_model.config["vocab_size"], image_token_id)
+    row_parser = partial(parse, no_images=no_images)
+    return ConversationEncoder(template, args.max_length, args.truncation_strategy, row_parser, images)
 
 
 def image_processing_of(args: SftArgs, tokenizer: PreTrainedTokenizerBase, hf_model: HfModel) -> ImageProcessing:
@@ -68,6 +73,13 @@ def image_processing_of(args: SftArgs, tokenizer: PreTrainedTokenizerBase, hf_mo
         raise UserError("requires --streaming false")
     sizes = image_sizes(hf_model.config)
     return ImageProcessing.of_model(hf_model.directory, hf_model.family.name, sizes, tokenizer)
+
+
+def image_extras_of(hf_model: HfModel, mesh: Mesh) -> Sequence[Extra]:
+    """Return the tensors that batches of this rank contain if rows have images."""
+    sizes = image_sizes(hf_model.config)
+    assert sizes is not None  # the encoder refuses images of other models
+    return image_extras(sizes, has_tower=mesh.is_here and mesh.pp.rank() == 0)
 
 
 def load_data(args: SftArgs, encoder: Encoder, vocab_size: int) -> Data:

@@ -2,8 +2,8 @@
 
 A frozen model gives the same log-probabilities for a pair in every epoch. Therefore the reference model is opened
 before training, on a mesh with its own parallel layout, scores the pairs of all training steps, and is closed. Each
-pair gets two log-probabilities, one per answer. They are stored on disk under the sha256 of the pair's tokens, so that
-resumed runs and other runs read exactly the same values.
+pair gets two log-probabilities, one per answer. They are stored on disk under the sha256 of the pair's tokens and
+images, so that resumed runs and other runs read exactly the same values.
 
 Pairs are scored in slices. After each slice, all ranks synchronize and the scores are written to disk. Ranks outside
 the reference model's mesh therefore wait for at most one slice at a time, and a killed run loses at most one slice.
@@ -25,9 +25,11 @@ from safetensors.torch import save
 from swiftlite.atomic import atomic_write, check_writable
 from swiftlite.bridge.tensors import describe
 from swiftlite.data.batch import Batch
+from swiftlite.data.image_inputs import IMAGE_EXTRAS
 from swiftlite.data.packing.sampler import Sampler
 from swiftlite.data.sample import Sample, digest
 from swiftlite.errors import UserError
+from swiftlite.families.index import image_sizes
 from swiftlite.families.resolved import HfModel
 from swiftlite.heads import Heads
 from swiftlite.log import logger
@@ -42,6 +44,7 @@ from swiftlite.runtime import agreement
 from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.batches.micro_batches import Batches, Collated, run_batches
 from swiftlite.train.checkpoint.base_digest import shared_digest_of
+from swiftlite.train.methods.conversations import image_extras_of
 from swiftlite.train.methods.preference import log_probabilities_of
 from swiftlite.train.phases import Run
 
@@ -279,8 +282,12 @@ def score_with_reference(
     """
     used = samples_of_steps(run)
     asked = [*(run.data.train[index] for index in used), *run.data.val]
-    # Without extras: the key of a pair is the digest of its tokens.
-    pairs = [replace(pair_of(sample), extras={}) for sample in asked]
+    # Without values of the method: the key of a pair is the digest of its tokens and images.
+    pairs = []
+    for sample in asked:
+        pair = pair_of(sample)
+        kept = {name: value for name, value in pair.extras.items() if name in IMAGE_EXTRAS}
+        pairs.append(replace(pair, extras=kept))
     numbers = open_reference(run).score(pairs)
     found = [scored(sample, *both) for sample, both in zip(asked, numbers, strict=True)]
     train = list(run.data.train)
@@ -301,11 +308,31 @@ def samples_of_steps(run: Run) -> list[int]:
     return sorted(indices.tolist())
 
 
+def _reference_model(run: Run) -> HfModel:
+    """Return the reference model of a run, with a vision tower if the rows of the run have images.
+
+    Raises:
+        UserError: the reference model does not divide images as --model does.
+    """
+    if run.ref_model is None:
+        return run.hf_model
+    if not run.hf_model.computes_images:
+        return run.ref_model
+    if image_sizes(run.ref_model.config) != image_sizes(run.hf_model.config):
+        problem = f"--ref_model {run.ref_model.name} does not divide images into the same inputs as --model"
+        raise UserError(problem, "use a reference model with the same vision tower and tokenizer")
+    return run.ref_model.with_images()
+
+
 def open_reference(run: Run) -> Reference:
-    """Return the reference model, with a mesh for its layout. The mesh can exclude the last ranks. Collective."""
+    """Return the reference model, with a mesh for its layout. The mesh can exclude the last ranks. Collective.
+
+    Raises:
+        UserError: the reference model does not support the images of the run.
+    """
     args: Any = run.args
     layout = reference_layout(args)
-    model = run.ref_model or run.hf_model
+    model = _reference_model(run)
     mesh = run.mesh
     ranks = ranks_of(layout, run.plan.world_size)
     if layout != mesh.layout:
@@ -328,6 +355,12 @@ def open_reference(run: Run) -> Reference:
         model=model,
         torch_dtype=args.torch_dtype,
         mesh=mesh,
-        batches=Batches(plan, data_parallel_rank, run.batches.pad_token_id, run.batches.flops),
+        batches=Batches(
+            plan,
+            data_parallel_rank,
+            run.batches.pad_token_id,
+            run.batches.flops,
+            image_extras_of(model, mesh) if model.computes_images else (),
+        ),
         directory=Path(args.ref_logprobs_cache or run.output_dir / "reference"),
     )
