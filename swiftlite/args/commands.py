@@ -134,7 +134,7 @@ class DeployArgs(
 
 
 @dataclass(frozen=True)
-class BenchArgs(fields.VllmArgs, fields.BenchmarkArgs, fields.ModelArgs):
+class BenchArgs(fields.VllmArgs, fields.ImageFileArgs, fields.BenchmarkArgs, fields.ModelArgs):
     """Measure an engine's server with and without drafts at each concurrency, and recommend a number of drafts."""
 
 

@@ -170,12 +170,18 @@ class DataArgs(RowLengthArgs):
 
 
 @dataclass(frozen=True)
-class ImageArgs:
+class ImageFileArgs:
     """Images"""
 
     media_root: str | None = None
     """Directory of the images that rows name with relative paths; files outside of it are refused. Default: the
     directory of each data file."""
+
+
+@dataclass(frozen=True)
+class ImageArgs(ImageFileArgs):
+    """Images"""
+
     max_pixels: bounds.PositiveInt | None = None
     """Maximum number of pixels of an image; larger images are resized. Default: that of the model's
     preprocessor_config.json."""

@@ -6,22 +6,25 @@ run keeps its results.
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from swiftlite.args.commands import BenchArgs, deploy_args
+from swiftlite.args.fields import ImageArgs
 from swiftlite.atomic import atomic_write, check_writable
 from swiftlite.bench import report
 from swiftlite.bench.measure import ServerResult, describe, measure
 from swiftlite.bench.page import bench_chart, bench_page
 from swiftlite.bench.server import free_url
 from swiftlite.data.dataset import load_prompts
-from swiftlite.data.template import ChatTemplate, load_tokenizer, stop_token_ids
+from swiftlite.data.rows.conversation import Conversation
+from swiftlite.data.template import load_tokenizer, stop_token_ids
 from swiftlite.engines.engine import Sampling
 from swiftlite.engines.index import ENGINES
 from swiftlite.engines.interrupt import raises_at_sigterm
-from swiftlite.engines.prompts import PromptEncoder
+from swiftlite.engines.prompts import ChatPrompt, ImagePrompt, PromptEncoder
 from swiftlite.engines.served_model import resolve_served
 from swiftlite.errors import UserError
 from swiftlite.families.resolved import HfModel
@@ -42,10 +45,13 @@ def run(args: BenchArgs) -> None:
     """
     model = resolve_served(args.model)
     tokenizer = load_tokenizer(model.directory, args.trust_remote_code)
-    template = ChatTemplate(tokenizer, vocab_size=model.config["vocab_size"])
-    prompts = load(args, model, template)
-    ENGINES[args.infer_backend].check_temperature(args.temperature)
-    sampling = Sampling(args.max_new_tokens, args.temperature, stop_token_ids=stop_token_ids(template, model.directory))
+    info = ENGINES[args.infer_backend]
+    # Without bounds of pixels: the server uses those of the model.
+    encoder = PromptEncoder.open(ImageArgs(args.media_root), model, tokenizer, info)
+    prompts = load(args, model, encoder)
+    info.check_temperature(args.temperature)
+    stops = stop_token_ids(encoder.template, model.directory)
+    sampling = Sampling(args.max_new_tokens, args.temperature, stop_token_ids=stops)
     numbers = [0, *sorted(set(args.num_speculative_tokens) - {0})]
     url, port = free_url()
     commands = {k: deploy.server_command(replace(deploy_args(args, k), port=port), model) for k in numbers}
@@ -76,19 +82,21 @@ def run(args: BenchArgs) -> None:
     logger.info("wrote %s, bench.svg and bench.html", output_dir / report.BENCH_JSON)
 
 
-def load(args: BenchArgs, model: HfModel, template: ChatTemplate) -> list[list[int]]:
-    """Load the prompts as token ids.
+def load(args: BenchArgs, model: HfModel, encoder: PromptEncoder) -> list[Sequence[int]]:
+    """Load the prompts as token ids; with images, as `ChatPrompt`.
 
     Raises:
-        UserError: there are fewer prompts than the largest concurrency, or a prompt leaves no room for an answer.
+        UserError: there are fewer prompts than the largest concurrency, a prompt leaves no room for an answer, or an
+            image cannot be used.
     """
-    asked = [chat.prompt() for chat in load_prompts(args.val_dataset, system=args.system)][: args.max_prompts]
+    rows = load_prompts(args.val_dataset, system=args.system, no_images=encoder.no_images)
+    asked = [chat.prompt() for chat in rows][: args.max_prompts]
     if len(asked) < max(args.concurrency):
         raise UserError(
             f"--concurrency {max(args.concurrency)} exceeds the {len(asked)} prompts in --val_dataset",
             "add rows to --val_dataset, or use a smaller --concurrency",
         )
-    prompts = [list(prompt) for prompt in map(PromptEncoder(template), asked)]
+    prompts = [_as_sent(encoder(chat), chat) for chat in asked]
     limit, name = model.config["max_position_embeddings"], "max_position_embeddings"
     if args.max_model_len:
         limit, name = args.max_model_len, "--max_model_len"
@@ -100,3 +108,10 @@ def load(args: BenchArgs, model: HfModel, template: ChatTemplate) -> list[list[i
                 "shorten one of them, or remove the row",
             )
     return prompts
+
+
+def _as_sent(prompt: Sequence[int], chat: Conversation) -> Sequence[int]:
+    """Return a prompt in the form that clients send."""
+    if isinstance(prompt, ImagePrompt):
+        return ChatPrompt.of(prompt, chat)
+    return prompt

@@ -45,20 +45,30 @@ class ImageRef:
     sha256: str
 
     def load(self) -> Image.Image:
-        """Decode the image, in RGB.
+        """Decode the image, in RGB. Errors are those of `content`."""
+        return decode(self.content())
+
+    def data_uri(self) -> str:
+        """Return the image as a data URI, as OpenAI-compatible servers accept it. Errors are those of `content`."""
+        content = self.content()
+        kind = str(Image.open(BytesIO(content), formats=FORMATS).format).lower()
+        return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
+
+    def content(self) -> bytes:
+        """Return the content of the image file.
 
         Raises:
             UserError: the file is missing, or has changed since the row was read.
         """
         if isinstance(self.source, bytes):
-            return decode(self.source)
+            return self.source
         try:
             content = _content_of(Path(self.source))
         except UserError as error:
             raise UserError(f"{self.source} {error.problem}", error.hint) from None
         if hashlib.sha256(content).hexdigest() != self.sha256:
             raise UserError(f"{self.source} has changed since the rows were read", "restore the image")
-        return decode(content)
+        return content
 
 
 def read_image(image: RowImage, media_root: Path) -> ImageRef:

@@ -15,6 +15,7 @@ from swiftlite.data.encoder import encode_prompt
 from swiftlite.data.image_inputs import GRID, PATCHES, ImageEncoder, ImageProcessing
 from swiftlite.data.images import ImageRef
 from swiftlite.data.rows.conversation import NO_IMAGES, Conversation, RowError
+from swiftlite.data.rows.image_parts import Message, Part
 from swiftlite.data.sample import Sample, make_sample
 from swiftlite.data.template import ChatTemplate
 from swiftlite.engines.info import EngineInfo
@@ -76,6 +77,41 @@ class ImagePrompt(Sequence[int]):
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.token_ids)
+
+
+@dataclass(frozen=True, eq=False)
+class ChatPrompt(ImagePrompt):
+    """A prompt with images as an OpenAI-compatible server reads it. The server applies the chat template.
+
+    Attributes:
+        messages: the turns, in which images are data URIs.
+        tools: JSON schemas.
+    """
+
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None
+
+    @classmethod
+    def of(cls, prompt: ImagePrompt, chat: Conversation) -> "ChatPrompt":
+        """Read the images of a prompt, which was made from a conversation.
+
+        Raises:
+            UserError: an image has changed since the row was read.
+        """
+        images = iter(prompt.images)
+        messages = []
+        for message in chat.messages:
+            content = message["content"]
+            if not isinstance(content, str):
+                content = [_with_data_uri(part, images) for part in content]
+            messages.append(message | {"content": content})
+        return cls(prompt.token_ids, prompt.extras, messages, chat.tools)
+
+
+def _with_data_uri(part: Part, images: Iterator[ImageRef]) -> Part:
+    if part["type"] != "image":
+        return part
+    return {"type": "image_url", "image_url": {"url": next(images).data_uri()}}
 
 
 def needed_length(

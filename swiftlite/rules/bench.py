@@ -70,6 +70,7 @@ RULES = (
     common.hf_model_is_a_directory,
     there_are_prompts,
     common.val_dataset_files_exist,
+    common.media_root_is_a_directory,
     common.output_dir_is_given,
     common.numbers_are_in_range,
     numbers_of_tokens_can_be_compared,

@@ -242,9 +242,13 @@ def val_dataset_files_exist(args: SftArgs | InferArgs | ExportArgs | BenchArgs, 
         yield from file_problems("--val_dataset", name)
 
 
-def images_have_a_place_and_a_size(args: Any, facts: Facts) -> Iterator[Problem]:
+def media_root_is_a_directory(args: Any, facts: Facts) -> Iterator[Problem]:
     if args.media_root is not None and not Path(args.media_root).is_dir():
         yield f"--media_root {args.media_root} is not a directory", "give the directory of the images"
+
+
+def images_have_a_place_and_a_size(args: Any, facts: Facts) -> Iterator[Problem]:
+    yield from media_root_is_a_directory(args, facts)
     if args.min_pixels is not None and args.max_pixels is not None and args.min_pixels > args.max_pixels:
         yield (
             f"--min_pixels {args.min_pixels} exceeds --max_pixels {args.max_pixels}",

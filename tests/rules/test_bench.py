@@ -13,6 +13,7 @@ from tests.rules.good import BENCH, problems_of
     [
         ({"val_dataset": []}, "--val_dataset", ""),
         ({"output_dir": ""}, "--output_dir", ""),
+        ({"media_root": "gone"}, "--media_root gone", ""),
         ({"num_speculative_tokens": [1, 2]}, "--num_speculative_tokens 1,2", "0"),
         ({"num_speculative_tokens": [0]}, "--num_speculative_tokens 0", "0,1"),
         ({"num_speculative_tokens": [0, 1, 1]}, "--num_speculative_tokens 0,1,1", "--rounds"),

@@ -23,7 +23,7 @@ from swiftlite.errors import UserError
 from swiftlite.lora import Lora
 from swiftlite.serve import deploy
 from tests.messages import naming
-from tests.tiny import make_tiny_hf
+from tests.tiny import make_tiny_hf, make_tiny_vision_hf
 
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 
@@ -219,6 +219,19 @@ def test_vllm_is_told_what_its_heads_can_draft(tmp_path):
     assert flags["--model"] == str(model)
     plain = command(model, infer_backend="vllm", speculative="none")
     assert not {"--speculative-config", "--override-generation-config", "--compilation-config"} & set(plain)
+
+
+@needs_vllm
+def test_vllm_does_not_download_images(tmp_path, monkeypatch):
+    """vLLM downloads the images of requests from all domains, unless it is given some."""
+    monkeypatch.setattr("swiftlite.engines.vllm.options.find_spec", lambda name: name)  # torchvision, for this command
+    model = make_tiny_vision_hf(tmp_path / "model", "qwen3_vl")
+    words = command(model, infer_backend="vllm")
+    assert words[words.index("--allowed-media-domains") + 1].endswith(".invalid")
+    given = command(model, infer_backend="vllm", vllm_engine_kwargs={"allowed_media_domains": ["a.org", "b.org"]})
+    place = given.index("--allowed-media-domains")
+    assert given[place + 1 : place + 3] == ["a.org", "b.org"]
+    assert "--allowed-media-domains" not in command(make_tiny_hf(tmp_path / "text", "qwen3"), infer_backend="vllm")
 
 
 @needs_vllm

@@ -13,7 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from swiftlite.data.rows.conversation import parse_row
+from swiftlite.data.rows.conversation import NO_IMAGES, parse_row
+from swiftlite.data.rows.image_parts import has_image_parts
 from swiftlite.engines.request_log.chat_answer import ChatAnswer
 from swiftlite.engines.request_log.log_file import LogFile
 from swiftlite.errors import UserError
@@ -136,8 +137,8 @@ def _make_row(request: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]
     Earlier answers of the model were logged with earlier requests, and other answers are not the model's.
 
     Raises:
-        RowError: `sft` would not read the row, because it has images, for example.
-        ValueError: an option of the request changes what the model generates.
+        RowError: `sft` would not read the row, because it has a video, for example.
+        ValueError: an option of the request changes what the model generates, or an image is not a data URI.
     """
     if changing := [name for name, value in request.items() if not _is_neutral(name, value)]:
         raise ValueError(f"changes what the model generates: {', '.join(changing)}")
@@ -147,7 +148,13 @@ def _make_row(request: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]
         if message.get("reasoning"):  # the name in vLLM's responses, which clients send back
             kept.setdefault("reasoning_content", message["reasoning"])
         messages.append(kept)
-    conversation = parse_row({"messages": messages, "tools": request.get("tools")})
+    no_images = NO_IMAGES
+    contents = [message.get("content") for message in messages]
+    if any(isinstance(content, list) and has_image_parts(content) for content in contents):
+        no_images = ""
+    conversation = parse_row({"messages": messages, "tools": request.get("tools")}, no_images=no_images)
+    if not all(image.to_text().startswith("data:") for image in conversation.images):
+        raise ValueError("names images that the request does not contain")
     weights = []
     for place, message in enumerate(conversation.messages, start=1):
         is_earlier_answer = message["role"] == "assistant" and place < len(conversation.messages)

@@ -1,12 +1,15 @@
 """Client of vLLM's server. It uses the OpenAI-compatible route, and reads draft counts from /metrics."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import aiohttp
 
 from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.engines.client import Answer, Event, stream
 from swiftlite.engines.engine import Sampling
+from swiftlite.engines.prompts import ChatPrompt
+from swiftlite.engines.vllm.image_inputs import check_same_length
 from swiftlite.engines.vllm.metrics import read_cached_tokens, read_metrics
 
 
@@ -19,9 +22,14 @@ class VllmClient:
         self._num_tokens = num_speculative_tokens
 
     async def answer(self, prompt: Sequence[int], salt: str) -> Answer:
-        """Complete a prompt; the prefix cache is shared only between prompts with the same salt."""
-        request = {
-            "prompt": list(prompt),
+        """Complete a prompt; the prefix cache is shared only between prompts with the same salt.
+
+        Prompts with images are sent as chat requests, and all other prompts as tokens.
+
+        Raises:
+            UserError: the server rejects the request, or divides images into other tokens than swiftlite.
+        """
+        request: dict[str, Any] = {
             "max_tokens": self._sampling.max_new_tokens,
             "stop_token_ids": list(self._sampling.stop_token_ids),
             "temperature": self._sampling.temperature,
@@ -29,7 +37,14 @@ class VllmClient:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        return read_answer(await stream(self._session, "/v1/completions", request))
+        if not isinstance(prompt, ChatPrompt):
+            return read_answer(await stream(self._session, "/v1/completions", request | {"prompt": list(prompt)}))
+        request |= {"messages": prompt.messages}
+        if prompt.tools:
+            request["tools"] = prompt.tools
+        events = await stream(self._session, "/v1/chat/completions", request)
+        check_same_length(prompt, events[-1][1]["usage"]["prompt_tokens"])
+        return read_answer(events)
 
     async def draft_counts(self) -> DraftCounts:
         """Return the draft counts since the start of the server."""
@@ -45,11 +60,21 @@ class VllmClient:
 
 
 def read_answer(events: Sequence[Event]) -> Answer:
-    """Read an answer from a stream of chunks; the last chunk contains the number of tokens."""
-    pieces = [(seconds, event["choices"][0]["text"]) for seconds, event in events if event["choices"]]
+    """Read an answer from a stream of chunks; the last chunk contains the number of tokens.
+
+    The first chunk of a chat answer has no text. vLLM sends it with the first token.
+    """
+    pieces = [(seconds, _text_of(event["choices"][0])) for seconds, event in events if event["choices"]]
     return Answer(
         text="".join(text for _, text in pieces),
         num_tokens=events[-1][1]["usage"]["completion_tokens"],
         seconds_to_first=pieces[0][0],
         seconds=pieces[-1][0],
     )
+
+
+def _text_of(choice: Mapping[str, Any]) -> str:
+    """Return the text of a chunk of a completion or of a chat answer."""
+    if "delta" in choice:
+        return choice["delta"].get("content") or ""
+    return choice["text"]

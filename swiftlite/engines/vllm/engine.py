@@ -107,7 +107,7 @@ class VllmEngine:
                 if output.finished:
                     # vLLM numbers requests: the request "7-f3a92b1c" is returned as "7".
                     place = int(output.request_id) - int(request_ids[0].partition("-")[0])
-                    check_same_length(prompts[place], output.prompt_token_ids or ())
+                    check_same_length(prompts[place], len(output.prompt_token_ids or ()))
                     completions[place] = _completion(output)
                     if on_answer:
                         on_answer(place, completions[place])

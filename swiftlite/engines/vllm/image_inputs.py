@@ -48,17 +48,17 @@ def with_one_placeholder_each(prompt: ImagePrompt) -> list[int]:
     return np.asarray(prompt.token_ids)[is_kept_S].tolist()
 
 
-def check_same_length(prompt: Sequence[int], token_ids: Sequence[int]) -> None:
+def check_same_length(prompt: Sequence[int], num_tokens: int) -> None:
     """Check that vLLM divides images into as many tokens as swiftlite.
 
     Args:
-        token_ids: the prompt as vLLM has processed it.
+        num_tokens: number of tokens of the prompt that vLLM has processed.
 
     Raises:
         UserError: the numbers of tokens differ.
     """
-    if len(token_ids) != len(prompt):
+    if num_tokens != len(prompt):
         raise UserError(
-            f"vLLM divides the images of a prompt into other tokens: {len(token_ids)} tokens instead of {len(prompt)}",
+            f"vLLM divides the images of a prompt into other tokens: {num_tokens} tokens instead of {len(prompt)}",
             "compare preprocessor_config.json with that of the model's source",
         )

@@ -20,6 +20,10 @@ from swiftlite.families.resolved import HfModel
 from swiftlite.hub.name import served_name
 from swiftlite.log import logger
 
+NO_DOMAINS = ["only-data-uris.invalid"]
+"""Domains from which clients can let the server download images: a name that is reserved for not existing, because
+vLLM allows all domains if it is given none.
+"""
 GUARD = "swiftlite.engines.vllm.live.guard.ApiKeyGuard"
 
 
@@ -57,6 +61,8 @@ def server_command(args: DeployArgs, model: HfModel, drafts: bool, schedule: Dra
         **attention,
         "speculative_config": speculative,
     }
+    if model.config.get("vision_config"):
+        given["allowed_media_domains"] = NO_DOMAINS
     if args.adapters:
         given |= lora_options(args.adapters, model, drafts)
     variables = options.memory_on_cpu()

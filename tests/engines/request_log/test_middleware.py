@@ -15,10 +15,13 @@ import pytest
 
 from swiftlite.data.dataset import load_prompts, load_train_val
 from swiftlite.data.encoder import ConversationEncoder
+from swiftlite.data.images import read_image
+from swiftlite.data.rows.conversation import parse_row
 from swiftlite.data.template import ChatTemplate, load_tokenizer
 from swiftlite.engines.request_log import middleware
 from swiftlite.engines.request_log.middleware import RequestLog, variables
 from swiftlite.log import logger
+from tests.data.images import data_uri, noise
 from tests.messages import mentions
 from tests.tiny import make_tiny_hf
 
@@ -149,6 +152,23 @@ def test_a_row_is_what_was_asked_and_answered(server):
     }
 
 
+def test_images_are_logged_as_data_uris(server, tmp_path):
+    uri = data_uri(noise(16, 16))
+    parts = [{"type": "image_url", "image_url": {"url": uri, "detail": "high"}}, {"type": "text", "text": "What?"}]
+    server.ask(messages=[{"role": "user", "content": parts}])
+    (row,) = logged(server, 1)
+    assert row["messages"][0] == {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What?"}]}
+    assert row["images"] == [uri]
+    again = parse_row(row, no_images="")
+    assert read_image(again.images[0], tmp_path).width == 16
+
+
+def test_tags_in_texts_are_logged(server):
+    server.ask(messages=[{"role": "user", "content": "What is <image>?"}])
+    (row,) = logged(server, 1)
+    assert row["messages"][0]["content"] == "What is <image>?"
+
+
 def test_streams_are_assembled(server):
     server.respond = lambda request: events({"content": "Behind "}, {"content": "the 家."}, {"content": None})
     streamed = server.ask(stream=True)
@@ -184,6 +204,7 @@ def test_streams_are_assembled(server):
         (None, {}),
         ({"error": "overloaded"}, {}),
         (whole(), {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}),
+        (whole(), {"messages": [{"role": "user", "content": [{"type": "video_url", "video_url": {"url": "x"}}]}]}),
         (whole(), {"messages": "text"}),
         # What the model would not generate from the messages alone.
         (whole(stop_reason=304), {"stop_token_ids": [304]}),

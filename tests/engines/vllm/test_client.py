@@ -1,14 +1,26 @@
 """Test requests to vLLM's server, and reading its answers. tests/e2e/test_bench.py uses a real server."""
 
+import base64
+
 import pytest
 
 pytest.importorskip("aiohttp")
 
 from swiftlite.acceptance.counts import DraftCounts
+from swiftlite.args.fields import ImageArgs
+from swiftlite.data.rows.conversation import parse_row
+from swiftlite.data.template import load_tokenizer
 from swiftlite.engines.client import Answer
+from swiftlite.engines.index import ENGINES
+from swiftlite.engines.prompts import ChatPrompt, ImagePrompt, PromptEncoder
 from swiftlite.engines.vllm.client import read_answer
 from swiftlite.engines.vllm.metrics import read_cached_tokens, read_metrics
+from swiftlite.errors import UserError
+from swiftlite.families.resolved import resolve
+from tests.data.images import noise
 from tests.engines.small_server import streamed, with_server
+from tests.images import make_vision_hf_with_tokenizer
+from tests.messages import naming
 
 
 def test_an_answer_of_the_openai_route():
@@ -41,6 +53,49 @@ def test_vllm_counts_what_came_from_the_cache():
         lines.append(f'vllm:prefix_cache_queries_total{{engine="{engine}"}} 400.0')
         lines.append(f'vllm:prefix_cache_hits_total{{engine="{engine}"}} {hits}.0')
     assert read_cached_tokens("\n".join([*lines, ""])) == 384
+
+
+@pytest.fixture
+def image_prompt(tmp_path) -> ChatPrompt:
+    """Return a prompt with an image as `bench` sends it."""
+    hf_dir = make_vision_hf_with_tokenizer(tmp_path / "model", "qwen3_5", depth=1)
+    noise(16, 16).save(tmp_path / "a.png")
+    encoder = PromptEncoder.open(ImageArgs(), resolve(hf_dir), load_tokenizer(hf_dir), ENGINES["vllm"])
+    row = {"query": "What is <image>?", "images": ["a.png"], "system": "Be brief."}
+    chat = parse_row(row, needs_answer=False, no_images="", source=f"{tmp_path}/rows.jsonl:1")
+    prompt = encoder(chat)
+    assert isinstance(prompt, ImagePrompt)
+    return ChatPrompt.of(prompt, chat)
+
+
+def ask_with_image(prompt: ChatPrompt, num_tokens: int):
+    """Return the answer of a server that counts `num_tokens` tokens in the prompt, and the request."""
+    texts = [None, "It is", " an image."]
+    chunks = [{"choices": [{"delta": {"role": "assistant", "content": text}}]} for text in texts]
+    usage = {"choices": [], "usage": {"completion_tokens": 4, "prompt_tokens": num_tokens}}
+    respond, asked = streamed(*chunks, usage)
+    answer = with_server("vllm", "/v1/chat/completions", respond, lambda client: client.answer(prompt, "s"))
+    return answer, asked[0]
+
+
+def test_a_prompt_with_images_is_a_chat_request(image_prompt, tmp_path):
+    answer, request = ask_with_image(image_prompt, len(image_prompt))
+    assert (answer.text, answer.num_tokens) == ("It is an image.", 4)
+    system, user = request["messages"]
+    assert system == {"role": "system", "content": "Be brief."}
+    before, image, after = user["content"]
+    assert [before["text"], after["text"]] == ["What is ", "?"]
+    head, _, data = image["image_url"]["url"].partition(",")
+    assert head == "data:image/png;base64"
+    assert base64.b64decode(data) == (tmp_path / "a.png").read_bytes()
+    assert request["stop_token_ids"] == [2, 3]
+    assert request["cache_salt"] == "s"
+    assert "prompt" not in request
+
+
+def test_a_server_that_divides_images_otherwise_is_an_error(image_prompt):
+    with pytest.raises(UserError, match=naming(f"{len(image_prompt) + 1} {len(image_prompt)}")):
+        ask_with_image(image_prompt, len(image_prompt) + 1)
 
 
 def test_what_vllm_is_asked():
