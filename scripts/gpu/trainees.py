@@ -237,7 +237,7 @@ def trainee(
                 schedule=schedule,
                 train_batches=partial(batches.train, rows, sampler),
                 eval_batches=[],
-                count_flops=lambda tokens, squares, counts: flops.step(tokens, squares, counts[0]),
+                count_flops=lambda tokens, squares, counts, *items: flops.step(tokens, squares, counts[0], *items),
                 metric_loggers=[],
                 logging_steps=1,
                 checkpointer=None,

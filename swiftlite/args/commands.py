@@ -216,6 +216,8 @@ class DoctorArgs(
     fields.RowLengthArgs,
     fields.AdapterShapeArgs,
     fields.HeadShapeArgs,
+    fields.VisionPartsArgs,
+    fields.PlannedImagesArgs,
     fields.VllmArgs,
     fields.SpeculationArgs,
     ExaminationArgs,

@@ -179,12 +179,26 @@ class ImageFileArgs:
 
 
 @dataclass(frozen=True)
-class ImageArgs(ImageFileArgs):
+class MaxPixelsArgs:
     """Images"""
 
     max_pixels: bounds.PositiveInt | None = None
     """Maximum number of pixels of an image; larger images are resized. Default: that of the model's
     preprocessor_config.json."""
+
+
+@dataclass(frozen=True)
+class PlannedImagesArgs(MaxPixelsArgs):
+    """Images"""
+
+    images_per_row: bounds.NonNegativeInt = 0
+    """Number of images of each row, with --max_pixels pixels each (with --plan)."""
+
+
+@dataclass(frozen=True)
+class ImageArgs(MaxPixelsArgs, ImageFileArgs):
+    """Images"""
+
     min_pixels: bounds.PositiveInt | None = None
     """Minimum number of pixels of an image; smaller images are resized. Default: that of the model's
     preprocessor_config.json."""
@@ -389,7 +403,7 @@ class MoeArgs:
 
 
 @dataclass(frozen=True)
-class VisionArgs:
+class VisionPartsArgs:
     """Vision tower"""
 
     freeze_vit: bool = True
@@ -400,12 +414,18 @@ class VisionArgs:
     model."""
     freeze_llm: bool = False
     """Keep the trunk of the language model unchanged; train the vision tower, the aligner and the MTP heads."""
+    vit_gradient_checkpointing: bool = True
+    """Recompute the activations of a trained vision tower in the backward pass, instead of storing them."""
+
+
+@dataclass(frozen=True)
+class VisionArgs(VisionPartsArgs):
+    """Vision tower"""
+
     vit_lr: bounds.PositiveFloat | None = None
     """Peak learning rate of the vision tower without its aligner. Default: --lr."""
     aligner_lr: bounds.PositiveFloat | None = None
     """Peak learning rate of the aligner. Default: --lr."""
-    vit_gradient_checkpointing: bool = True
-    """Recompute the activations of a trained vision tower in the backward pass, instead of storing them."""
 
 
 @dataclass(frozen=True)

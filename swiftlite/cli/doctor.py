@@ -410,6 +410,8 @@ def _describe(setup: Setup) -> str:
     if layout.expert_model_parallel_size > 1:
         experts = f", expert parallel {layout.expert_model_parallel_size}"
     rows = f"micro-batches of {setup.micro_batch_size} x {setup.max_length} tokens"
+    if setup.images:
+        rows += f", {setup.images.items_per_row} per row from images"
     gpus = f"{setup.num_gpus} GPUs"
     if setup.num_gpus == 1:
         gpus = "1 GPU"

@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from swiftlite.data.sample import IGNORED, Sample
+from swiftlite.data.sample import IGNORED, Sample, group_sizes
 
 ITEM = "item"
 """Name of the `Extra` with the index (from 0) of the tower's output that replaces the embedding of each token; -1 for
@@ -102,6 +102,8 @@ class Batch:
         num_sequences: N; sequences that are only padding do not count.
         extras: tensors of the training method by name, see `Extra`. The sequences of one sample are adjacent: for
             pairs, sequence 2p is the preferred answer of pair p and sequence 2p + 1 the rejected one.
+        num_items: number of items, such as groups of patches of images.
+        item_squares: sum of the squared numbers of items of each image.
         items: tensors of the extras with one value per item, by name. They are always on the host; the tower that reads
             them moves them.
         on_host: the batch before it was moved to a device; None if the batch was not moved.
@@ -117,6 +119,8 @@ class Batch:
     cu_seqlens: torch.Tensor | None = None
     num_sequences: int = 0
     extras: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    num_items: int = 0
+    item_squares: int = 0
     items: Mapping[str, torch.Tensor] = field(default_factory=dict)
     on_host: "Batch | None" = None
 
@@ -266,6 +270,7 @@ def _lay_out(
         elif extra.per == "token":
             per_token = _per_token(extra, sequences, starts, num_tokens)
             tensors[extra.name] = _ahead_of_tokens(extra, per_token, position_ids_BS, num_drafts, cu_seqlens)
+    num_items, item_squares = count_items(sequences, extras)
     return Batch(
         tokens_KBS=rows(tokens, num_drafts, fill=0),
         labels_KBS=labels_KBS,
@@ -277,8 +282,22 @@ def _lay_out(
         cu_seqlens=cu_seqlens,
         num_sequences=len(sequences),
         extras=tensors,
+        num_items=num_items,
+        item_squares=item_squares,
         items={extra.name: _items(extra, sequences) for extra in extras if extra.per == "item"},
     )
+
+
+def count_items(sequences: Sequence[Sample], extras: Sequence[Extra]) -> tuple[int, int]:
+    """Return the number of items of all sequences, and the sum of the squared numbers of items of each image.
+
+    All extras per item have the same number of items.
+    """
+    names = [extra.name for extra in extras if extra.per == "item"]
+    sizes: list[int] = []
+    for sequence in sequences:
+        sizes += group_sizes(sequence.extras.get(names[0], ())) if names else ()
+    return sum(sizes), sum(size**2 for size in sizes)
 
 
 def _per_token(extra: Extra, sequences: Sequence[Sample], starts: Sequence[int], num_tokens: int) -> np.ndarray:

@@ -205,6 +205,11 @@ class Patches(LazyItems):
             yield from self.processing.items_of(image.load())
 
     @property
+    def group_sizes(self) -> list[int]:
+        grids = [self.processing.grid_of(image) for image in self.images]
+        return [rows * columns for rows, columns in grids]
+
+    @property
     def identity(self) -> bytes:
         """The sha256 of each image, and the settings that determine its pixels."""
         sha = hashlib.sha256(self.processing.settings.encode())
@@ -229,6 +234,10 @@ class Places(LazyItems):
     def __iter__(self) -> Iterator[np.ndarray]:
         for rows, columns in self.grids:
             yield from _places(rows, columns)
+
+    @property
+    def group_sizes(self) -> list[int]:
+        return [rows * columns for rows, columns in self.grids]
 
     @property
     def identity(self) -> bytes:

@@ -25,6 +25,11 @@ class LazyItems(ABC):
 
     @property
     @abstractmethod
+    def group_sizes(self) -> Sequence[int]:
+        """Numbers of items of each group, such as an image."""
+
+    @property
+    @abstractmethod
     def identity(self) -> bytes:
         """Bytes that are equal for equal items, and are known without computing the items."""
 
@@ -85,6 +90,15 @@ def make_sample(
     loss_scale = np.array(weights, dtype=np.float32)
     loss_scale[:1] = 0
     return Sample(ids, np.where(loss_scale > 0, ids, np.int32(IGNORED)), loss_scale, source, channel)
+
+
+def group_sizes(items: Any) -> Sequence[int]:
+    """Return the numbers of items of each group, such as the patches of each image; values that are not lazy are one
+    group.
+    """
+    if isinstance(items, LazyItems):
+        return items.group_sizes
+    return (len(items),)
 
 
 def join(sequences: Sequence[Sample]) -> Sample:

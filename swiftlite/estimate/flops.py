@@ -4,6 +4,7 @@ Each kind of layer counts its operations (`families/layer.py`). A multiply-add c
 counted for causal pairs of tokens, n * (n + 1) / 2 for a sequence of n tokens. Only selected experts are counted, and
 the output layer is counted only for positions with a label (`model.loss` computes no other logits). Padding,
 recomputation, and operations other than matrix products (norms, rotary embeddings, softmax, optimizer) are not counted.
+A tower counts its operations from the numbers of items of images; all pairs of patches of an image attend.
 """
 
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from swiftlite.estimate.adapters import adapter_macs
 from swiftlite.families.architecture import Architecture
 from swiftlite.families.family import HfConfig
 from swiftlite.families.index import architecture_of
+from swiftlite.families.tower import FROZEN, Tower, TrainedParts
 from swiftlite.heads import Heads
 from swiftlite.lora import Lora
 
@@ -30,11 +32,15 @@ class Flops:
         linear: operations per token, without the output layer.
         square: operations per squared length of a sequence.
         targets: operations per label, for the trunk and for each MTP depth.
+        item: operations of a tower per item, such as a group of patches of an image.
+        item_square: operations of a tower per squared number of items of an image.
     """
 
     linear: float
     square: float
     targets: tuple[float, ...]
+    item: float = 0.0
+    item_square: float = 0.0
 
     @property
     def per_token(self) -> float:
@@ -42,16 +48,25 @@ class Flops:
         `square`."""
         return self.linear + sum(self.targets)
 
-    def step(self, num_tokens: int, squares: int, num_targets: Sequence[int]) -> float:
+    def step(
+        self,
+        num_tokens: int,
+        squares: int,
+        num_targets: Sequence[int],
+        num_items: int = 0,
+        item_squares: int = 0,
+    ) -> float:
         """Return the operations of a step.
 
         Args:
             num_tokens: sum of the lengths of the step's sequences.
             squares: sum of the squared lengths of these sequences.
             num_targets: number of labels that are not ignored, of the trunk and of each MTP depth.
+            num_items, item_squares: sums of the numbers of items of the step's images, and of their squares.
         """
         vocabulary = sum(each * number for each, number in zip(self.targets, num_targets, strict=True))
-        return self.linear * num_tokens + self.square * squares + vocabulary
+        tower = self.item * num_items + self.item_square * item_squares
+        return self.linear * num_tokens + self.square * squares + vocabulary + tower
 
 
 def training_flops(
@@ -61,8 +76,12 @@ def training_flops(
     heads_only: bool = False,
     trunk_is_read: bool = False,
     lora: Lora | None = None,
+    tower: Tower | None = None,
+    trained_parts: TrainedParts = FROZEN,
+    freeze_llm: bool = False,
 ) -> Flops:
-    """Return the FLOPs of training the trunk, the MTP layers, and the output layer for the trunk and each MTP depth.
+    """Return the FLOPs of training a tower, the trunk, the MTP layers, and the output layer for the trunk and each MTP
+    depth.
 
     A backward pass has twice the operations of a forward pass, for gradients of inputs and of weights. With
     `heads_only`, there are no gradients of the trunk, of its loss, and of the output layer's weights. With adapters,
@@ -71,6 +90,9 @@ def training_flops(
     Args:
         hf_config: config.json.
         trunk_is_read: with `heads_only`, whether cached hidden states replace the trunk's computation.
+        tower: tower of the model; None if the run computes no tower.
+        trained_parts: trained parts of the tower.
+        freeze_llm: whether the trunk's weights have no gradients, but its states have.
 
     Raises:
         UserError: the model_type is unknown.
@@ -83,6 +105,8 @@ def training_flops(
     if trunk_is_read:
         trunk_passes = 0
     matrix_passes = trunk_passes
+    if freeze_llm:
+        matrix_passes = output_passes = 2
     trunk = _PER_MAC * sum(layer.macs_per_token() for layer in architecture.layers)
     mtp_layer = _PER_MAC * (block.macs_per_token() + 2 * hidden**2)  # including its projection
     adapters, head_adapters = 0, 0
@@ -103,10 +127,15 @@ def training_flops(
     trunk_target = output_passes * vocabulary
     if heads_only:
         trunk_target = trunk_passes * vocabulary
+    item = item_square = 0.0
+    if tower is not None:
+        item, item_square = tower.macs(trained_parts)
     return Flops(
         linear=matrix_passes * trunk + adapters + (head_passes * mtp_layer + head_adapters) * num_drafts + square,
         square=square,
         targets=(trunk_target, *[output_passes * drafted] * num_drafts),
+        item=_PER_MAC * item,
+        item_square=_PER_MAC * item_square,
     )
 
 

@@ -15,11 +15,10 @@ a frozen norm saves less. Activations of DoRA are counted (`estimate/adapters.py
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from swiftlite.estimate.setup import Setup, held_by_stages
+from swiftlite.estimate.setup import Setup, held_by_stages, planned_architecture
 from swiftlite.estimate.stage_memory import ModelOnRank, VirtualStage, share
 from swiftlite.families.architecture import Architecture
 from swiftlite.families.family import HfConfig
-from swiftlite.families.index import architecture_of
 from swiftlite.families.rank import FLOAT32, ParameterCount
 from swiftlite.plan.layout import data_parallel_size
 
@@ -68,7 +67,7 @@ def estimate(hf_config: HfConfig, setup: Setup) -> list[StageMemory]:
     Raises:
         UserError: the model_type is unknown.
     """
-    return estimate_of(architecture_of(hf_config), setup)
+    return estimate_of(planned_architecture(hf_config, setup), setup)
 
 
 def estimate_of(architecture: Architecture, setup: Setup) -> list[StageMemory]:

@@ -8,12 +8,29 @@ from swiftlite.args.commands import DoctorArgs, DpoArgs, SftArgs
 from swiftlite.args.fields import KernelArgs, MtpMode, ParallelLayout, PrecisionArgs, RecomputeArgs, TransformerImpl
 from swiftlite.families.architecture import Architecture
 from swiftlite.families.family import HfConfig
+from swiftlite.families.index import FAMILIES, architecture_of, image_sizes
 from swiftlite.families.rank import FLOAT32, Rank
+from swiftlite.families.tower import FROZEN, TrainedParts
 from swiftlite.heads import Heads
 from swiftlite.lora import Lora
 from swiftlite.methods.index import method_for
 from swiftlite.plan.layout import decoder_layers_per_stage, group_of, layout_of, layout_problems, parse_stages
 from swiftlite.plan.low_precision import LowPrecision, low_precision_of, model_problems
+
+
+@dataclass(frozen=True)
+class ImageSetup:
+    """The images of the rows of a run, and its vision tower.
+
+    Attributes:
+        items_per_row: number of items, which are the inputs of the tower, of all images of a row.
+        trained: the trained parts of the tower.
+        recomputes: whether a trained tower recomputes its activations.
+    """
+
+    items_per_row: int
+    trained: TrainedParts = FROZEN
+    recomputes: bool = True
 
 
 @dataclass(frozen=True)
@@ -36,6 +53,10 @@ class Setup:
     transformer_impl: TransformerImpl = "local"
     low_precision: LowPrecision | None = None
     """Low precision of linear layers and experts; None for bfloat16 or float32."""
+    images: ImageSetup | None = None
+    """Images of the rows; None for rows without images, with which no vision tower is computed."""
+    freeze_llm: bool = False
+    """Whether the trunk has no gradients of weights, but passes gradients to the tower."""
 
 
 def planned_setup(args: DoctorArgs, hf_config: HfConfig) -> Setup:
@@ -61,7 +82,31 @@ def planned_setup(args: DoctorArgs, hf_config: HfConfig) -> Setup:
         lora=_planned_lora(args),
         transformer_impl=args.transformer_impl,
         low_precision=low_precision_of(planned_kernels(args)),
+        images=_planned_images(args, hf_config),
+        freeze_llm=args.freeze_llm,
     )
+
+
+def _planned_images(args: DoctorArgs, hf_config: HfConfig) -> ImageSetup | None:
+    sizes = image_sizes(hf_config)
+    if not args.images_per_row or args.max_pixels is None or sizes is None:
+        return None
+    trained = TrainedParts(vit=not args.freeze_vit, aligner=not args.freeze_aligner)
+    if args.mtp_mode == "heads_only" or args.tuner_type == "lora":
+        trained = FROZEN
+    items_per_row = args.images_per_row * (args.max_pixels // sizes.group_size**2)
+    return ImageSetup(items_per_row, trained, args.vit_gradient_checkpointing)
+
+
+def planned_architecture(hf_config: HfConfig, setup: Setup) -> Architecture:
+    """Return the architecture of a run, with its vision tower if its rows have images.
+
+    Raises:
+        UserError: the model_type is unknown, or config.json does not describe the tower.
+    """
+    if setup.images is None:
+        return architecture_of(hf_config)
+    return FAMILIES[hf_config["model_type"]].with_images(hf_config).architecture(hf_config)
 
 
 def _sequences_per_sample(args: DoctorArgs) -> int:

@@ -15,6 +15,7 @@ from swiftlite.estimate.setup import Setup, low_rank_of, rank_of
 from swiftlite.families.architecture import Architecture
 from swiftlite.families.layer import Layer
 from swiftlite.families.rank import FLOAT32, ParameterCount, Rank
+from swiftlite.families.tower import Tower
 from swiftlite.lora import Lora
 from swiftlite.plan.kernels import CHUNK
 
@@ -181,25 +182,39 @@ class VirtualStage:
     def parameters(self) -> ParameterCount:
         """Count the parameters of this stage."""
         model = self.model
+        count = self._trunk_parameters() + self._mtp_parameters() + self._adapter_parameters()
+        if self._tower is not None:
+            count += self._tower.parameters(model.rank)
+        return count
+
+    @property
+    def _tower(self) -> Tower | None:
+        """The tower, on the first stage."""
+        return self.model.architecture.tower if self.is_first else None
+
+    def _trunk_parameters(self) -> ParameterCount:
+        model = self.model
         count = sum((layer.parameters(model.rank) for layer in self.layers), ParameterCount())
         has_embedding = self.is_first or self.num_mtp_layers > 0  # MTP layers also embed tokens
         if has_embedding:
             count += model.embedding()
         if self.is_last and not (model.outside.is_tied and has_embedding):
             count += model.embedding()
-        if self.is_first and model.architecture.tower is not None:
-            count += model.architecture.tower.parameters(model.rank)
         if self.has_final_norm:
             count += ParameterCount(model.hidden)
-        return count + self._mtp_parameters() + self._adapter_parameters()
+        return count
 
     def trained_parameters(self) -> ParameterCount:
         """Count the trained parameters of this stage."""
-        lora = self.model.setup.lora
-        if lora is None and self.model.is_trunk_frozen:
-            return self._mtp_parameters()
+        setup = self.model.setup
+        lora = setup.lora
         if lora is None:
-            return self.parameters()
+            count = self._mtp_parameters()
+            if not self.model.is_trunk_frozen and not setup.freeze_llm:
+                count += self._trunk_parameters()
+            if self._tower is not None and setup.images:
+                count += self._tower.trained_parameters(setup.images.trained)
+            return count
         count = self._adapter_parameters() + self._saved_parameters(lora)
         if lora.heads == "full":
             count += self._mtp_parameters()
@@ -263,6 +278,12 @@ class VirtualStage:
         model, rank = self.model, self.model.rank
         entries, recomputed = self._layer_activations()
         entries += self._activations_outside_layers()
+        images = model.setup.images
+        if self._tower is not None and images:
+            num_items = images.items_per_row * rank.rows
+            tower = self._tower.activation_bytes(num_items, rank.itemsize, images.trained, recomputes=images.recomputes)
+            entries.append(Activation("tower", tower.stored))
+            recomputed = max(recomputed, tower.recomputed)
         if not self.is_last:
             return ForwardPass(tuple(entries), recomputed)
         vocabularies = model.vocabularies

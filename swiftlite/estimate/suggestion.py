@@ -7,10 +7,9 @@ from collections.abc import Iterator
 
 from swiftlite.args.fields import ParallelLayout, RecomputeArgs
 from swiftlite.estimate.memory import estimate_of, largest, usable_bytes
-from swiftlite.estimate.setup import Setup, is_possible
+from swiftlite.estimate.setup import Setup, is_possible, planned_architecture
 from swiftlite.families.architecture import Architecture
 from swiftlite.families.family import HfConfig
-from swiftlite.families.index import architecture_of
 from swiftlite.plan.layout import process_problems
 
 
@@ -20,7 +19,7 @@ def suggest(hf_config: HfConfig, setup: Setup, gpu_memory_gb: float) -> Setup | 
     Changes are tried in this order: sharding the optimizer state, recomputation, then more ranks per model, first
     without and then with recomputation.
     """
-    architecture = architecture_of(hf_config)
+    architecture = planned_architecture(hf_config, setup)
     for doublings in range(8):
         num_gpus = setup.num_gpus << doublings
         for candidate in _candidates(architecture, dataclasses.replace(setup, num_gpus=num_gpus)):

@@ -13,7 +13,8 @@ from typing import Any
 
 from swiftlite.bridge.rows import HfConfig, Row, Shape
 from swiftlite.errors import UserError
-from swiftlite.families.rank import ParameterCount, Rank
+from swiftlite.families.rank import FLOAT32, ParameterCount, Rank
+from swiftlite.families.tower import TowerActivations, TowerMacs, TrainedParts
 
 _MODULE = "tower.visual."
 _ALIGNER = (f"{_MODULE}merger.", f"{_MODULE}deepstack_merger_list.")
@@ -47,9 +48,37 @@ class _Vision(ABC):
     config: Mapping[str, Any]
     hf_prefix: str
 
+    @property
+    @abstractmethod
+    def num_deepstack(self) -> int:
+        """Number of mergers behind blocks. Their outputs are added to the outputs of the first decoder layers."""
+
     @abstractmethod
     def shapes(self) -> dict[str, Shape]:
         """Return the shapes of the tower's tensors by their names within the tower."""
+
+    @property
+    @abstractmethod
+    def num_full_attention(self) -> int:
+        """Number of blocks in which all patches of an image attend to each other."""
+
+    @property
+    @abstractmethod
+    def patches_of_window(self) -> int:
+        """Number of patches that attend to each other in the other blocks; 0 without such blocks."""
+
+    @property
+    @abstractmethod
+    def _index_bytes(self) -> int:
+        """Bytes per patch of the indices and weights that the backward pass reads."""
+
+    @abstractmethod
+    def _block_bytes(self, itemsize: int) -> int:
+        """Count the bytes per patch that a block stores."""
+
+    @abstractmethod
+    def _aligner_bytes(self, num_patches: int, itemsize: int) -> int:
+        """Count the bytes that the mergers store, without outputs of blocks that the next block also stores."""
 
     def rows(self) -> list[Row]:
         """Return the bridge rows with names in the whole model."""
@@ -57,7 +86,65 @@ class _Vision(ABC):
 
     def parameters(self, rank: Rank) -> ParameterCount:
         """Count the parameters on a rank. Each rank of the stage with the embedding holds the whole tower."""
-        return ParameterCount(sum(map(prod, self.shapes().values())))
+        return self.trained_parameters(TrainedParts(vit=True, aligner=True))
+
+    def trained_parameters(self, trained: TrainedParts) -> ParameterCount:
+        """Count the trained parameters on a rank."""
+        counts = {name: prod(shape) for name, shape in self.shapes().items()}
+        aligner = sum(count for name, count in counts.items() if is_aligner_parameter(_MODULE + name))
+        count = 0
+        if trained.vit:
+            count += sum(counts.values()) - aligner
+        if trained.aligner:
+            count += aligner
+        return ParameterCount(count)
+
+    def macs(self, trained: TrainedParts) -> TowerMacs:
+        """Count the multiply-adds of matrix products in the forward and backward pass.
+
+        A backward pass computes the gradients of weights that are trained, and of inputs that depend on such weights.
+        """
+        patches = self._merge**2  # of an item
+        macs = 0.0
+        for name, shape in self.shapes().items():
+            if len(shape) == 1 or name == "pos_embed.weight":
+                continue
+            if is_aligner_parameter(_MODULE + name):  # the norm before its matrices is trained with them
+                macs += (1 + trained.aligner + any(trained)) * prod(shape)
+            elif name.startswith("patch_embed."):
+                macs += (1 + trained.vit) * patches * prod(shape)
+            else:
+                macs += (1 + 2 * trained.vit) * patches * prod(shape)
+        # Scores and values of the patches in an image or a window.
+        pair = (1 + 2 * trained.vit) * 2 * self.config["hidden_size"]
+        depth, num_full = self.config["depth"], self.num_full_attention
+        macs += pair * (depth - num_full) * patches * self.patches_of_window
+        return TowerMacs(macs, pair * num_full * patches**2)
+
+    def activation_bytes(
+        self, num_items: int, itemsize: int, trained: TrainedParts, *, recomputes: bool
+    ) -> TowerActivations:
+        """Count the bytes of activations, as if both parts were trained if the part before the aligner is."""
+        if not any(trained):
+            return TowerActivations(0, 0)
+        num_patches = num_items * self._merge**2
+        aligner = self._aligner_bytes(num_patches, itemsize)
+        if not trained.vit:
+            inputs = self.num_deepstack * num_patches * self.config["hidden_size"] * itemsize
+            return TowerActivations(aligner + inputs, 0)
+        block = num_patches * self._block_bytes(itemsize)
+        head_size = self.config["hidden_size"] // self.config["num_heads"]
+        pixels = prod(_kernel(self.config)[1:]) * itemsize
+        shared = num_patches * (pixels + 2 * head_size * FLOAT32 + self._index_bytes)
+        depth = self.config["depth"]
+        if recomputes:
+            boundaries = depth * num_patches * self.config["hidden_size"] * itemsize
+            return TowerActivations(aligner + shared + boundaries, block)
+        return TowerActivations(aligner + shared + depth * block, 0)
+
+    @property
+    def _merge(self) -> int:
+        return self.config.get("spatial_merge_size", 2)
 
 
 @dataclass(frozen=True)
@@ -90,8 +177,33 @@ class Qwen3Vision(_Vision):
 
     @property
     def num_deepstack(self) -> int:
-        """Number of mergers behind blocks. Their outputs are added to the outputs of the first decoder layers."""
         return len(self.config.get("deepstack_visual_indexes") or ())
+
+    @property
+    def num_full_attention(self) -> int:
+        return self.config["depth"]
+
+    @property
+    def patches_of_window(self) -> int:
+        return 0
+
+    @property
+    def _index_bytes(self) -> int:
+        return 4 * (8 + FLOAT32)  # index and weight of the four nearest learned positions
+
+    def _block_bytes(self, itemsize: int) -> int:
+        hidden, intermediate = self.config["hidden_size"], self.config["intermediate_size"]
+        # Inputs of two norms and four matrices, rotated queries and keys, queries with keys and values, their result.
+        states = 2 + 3 + 2 + 3 + 1
+        statistics = (2 * 2 + self.config["num_heads"]) * FLOAT32
+        return (states * hidden + 2 * intermediate) * itemsize + statistics
+
+    def _aligner_bytes(self, num_patches: int, itemsize: int) -> int:
+        # Inputs of the norm (of the last merger), of the two matrices and of the activation.
+        states = 4 + 3 * self.num_deepstack
+        # Mean and scale of the norm: of each patch, or of each item with deepstack.
+        statistics = 2 * FLOAT32 * (num_patches + num_patches // self._merge**2 * self.num_deepstack)
+        return states * num_patches * self.config["hidden_size"] * itemsize + statistics
 
     def _merger(self, prefix: str, norm_width: int) -> dict[str, Shape]:
         merged = _merged_width(self.config)
@@ -104,14 +216,9 @@ class Qwen3Vision(_Vision):
 
 @dataclass(frozen=True)
 class Qwen2_5Vision(_Vision):
-    """The tower of Qwen2.5-VL, in which most blocks attend within windows.
-
-    Attributes:
-        num_deepstack: see `Tower`.
-    """
+    """The tower of Qwen2.5-VL, in which most blocks attend within windows."""
 
     hf_prefix: str = "visual."
-    num_deepstack: int = 0
 
     @classmethod
     def of(cls, hf_config: HfConfig) -> "Qwen2_5Vision":
@@ -133,6 +240,36 @@ class Qwen2_5Vision(_Vision):
         shapes["merger.ln_q.weight"] = (hidden,)
         shapes |= _linear("merger.mlp.0", merged, merged)
         return shapes | _linear("merger.mlp.2", self.config["out_hidden_size"], merged)
+
+    @property
+    def num_deepstack(self) -> int:
+        return 0
+
+    @property
+    def num_full_attention(self) -> int:
+        return len(self.config.get("fullatt_block_indexes", (7, 15, 23, 31)))  # transformers' default
+
+    @property
+    def patches_of_window(self) -> int:
+        side = self.config.get("window_size", 112) // self.config["patch_size"] // self._merge * self._merge
+        return side**2
+
+    @property
+    def _index_bytes(self) -> int:
+        return 2 * 8 // self._merge**2  # the orders of items in windows and in the image
+
+    def _block_bytes(self, itemsize: int) -> int:
+        hidden, intermediate = self.config["hidden_size"], self.config["intermediate_size"]
+        # Results of two norms before and after their weights, rotated queries and keys, queries with keys and values,
+        # their result, and the input of the projection.
+        states = 2 * 2 + 2 + 3 + 1 + 1
+        norms = 2 * (hidden + 1) * FLOAT32
+        return (states * hidden + 4 * intermediate) * itemsize + norms + self.config["num_heads"] * FLOAT32
+
+    def _aligner_bytes(self, num_patches: int, itemsize: int) -> int:
+        hidden = self.config["hidden_size"]
+        # Result of the norm before its weight, inputs of the two matrices and of the activation; input of the norm.
+        return num_patches * (4 * hidden * itemsize + (hidden + 1) * FLOAT32)
 
 
 VisionTower = Qwen3Vision | Qwen2_5Vision

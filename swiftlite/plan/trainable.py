@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from swiftlite.args.commands import SftArgs
+from swiftlite.families.tower import FROZEN, TrainedParts
 from swiftlite.families.vision import is_aligner_parameter, is_tower_parameter
 from swiftlite.heads import Heads
 from swiftlite.lora import Lora, is_adapter
@@ -82,6 +83,13 @@ def trainable_of(
     if args.mtp_mode == "heads_only":
         return HEADS_ONLY
     return JOINT
+
+
+def trained_parts_of(args: SftArgs) -> TrainedParts:
+    """Return which parts of a vision tower the options train."""
+    if args.mtp_mode == "heads_only" or args.tuner_type == "lora":
+        return FROZEN
+    return TrainedParts(vit=not args.freeze_vit, aligner=not args.freeze_aligner)
 
 
 def _with_tower(args: SftArgs, heads: Heads) -> Trainable:

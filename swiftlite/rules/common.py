@@ -14,6 +14,7 @@ from swiftlite.args.commands import BenchArgs, DoctorArgs, EvaluateArgs, ExportA
 from swiftlite.args.config import Problem
 from swiftlite.args.data_file import DATA_SUFFIXES, is_number_of_rows, split_sample
 from swiftlite.args.docs import options
+from swiftlite.data.image_sizes import ImageSizes
 from swiftlite.data.rows.hub_rows import commit_of_dataset
 from swiftlite.errors import UserError
 from swiftlite.families.index import get as get_family
@@ -255,9 +256,14 @@ def images_have_a_place_and_a_size(args: Any, facts: Facts) -> Iterator[Problem]
             f"use --min_pixels {args.max_pixels} or less",
         )
     sizes = image_sizes(facts.hf_config)
-    if sizes is not None and args.max_pixels is not None and args.max_pixels < sizes.group_size**2:
-        one_item = sizes.group_size**2
-        yield f"--max_pixels {args.max_pixels} is less than one item of the model", f"use {one_item} or more"
+    if sizes is not None and args.max_pixels is not None:
+        yield from max_pixels_has_an_item(args.max_pixels, sizes)
+
+
+def max_pixels_has_an_item(max_pixels: int, sizes: ImageSizes) -> Iterator[Problem]:
+    one_item = sizes.group_size**2
+    if max_pixels < one_item:
+        yield f"--max_pixels {max_pixels} is less than one item of the model", f"use {one_item} or more"
 
 
 def recompute_options_fit(args: SftArgs | DoctorArgs, facts: Facts) -> Iterator[Problem]:

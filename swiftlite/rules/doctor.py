@@ -12,13 +12,14 @@ from swiftlite.engines.index import ENGINES, names_with
 from swiftlite.engines.info import EngineInfo
 from swiftlite.estimate.gpus import GPUS
 from swiftlite.estimate.setup import planned_kernels, planned_setup
+from swiftlite.families.index import image_sizes
 from swiftlite.methods.dpo import WITHOUT_REFERENCE
 from swiftlite.plan.facts import Facts, near_path
 from swiftlite.plan.kernels import Machine, kernel_problems
 from swiftlite.plan.layout import layout_of, layout_problems, process_problems
 from swiftlite.plan.low_precision import low_precision_of, model_problems
 from swiftlite.rules import common, engine_options
-from swiftlite.rules.training import dpo, sft_lora
+from swiftlite.rules.training import dpo, sft_lora, sft_vision
 
 
 def model_to_audit_is_a_directory(args: DoctorArgs, facts: Facts) -> Iterator[Problem]:
@@ -184,6 +185,36 @@ def a_plan_of_pairs_trains_the_trunk(args: DoctorArgs, facts: Facts) -> Iterator
         yield problem, "remove one of the two"
 
 
+def images_are_planned(args: DoctorArgs, facts: Facts) -> Iterator[Problem]:
+    if not args.plan:
+        return
+    given = f"--images_per_row {args.images_per_row}"
+    if not args.images_per_row:
+        for name in common.changed(args, _OF_IMAGES):
+            yield f"--{name} requires --images_per_row", "add --images_per_row 1"
+        return
+    if args.gpu_type:
+        yield f"{given} is not supported with --gpu_type: speed is estimated for rows without images", "remove one"
+    if args.loss_type:
+        yield f"{given} is not supported with --loss_type: images are planned for megatron sft", "remove one"
+    if args.max_pixels is None:
+        yield f"{given} requires --max_pixels", "add --max_pixels 1003520"
+    sizes = image_sizes(facts.hf_config)
+    if sizes is None and facts.hf_config:
+        yield f"{given} requires a model with a vision tower", "remove it"
+    elif sizes is not None and args.max_pixels is not None:
+        yield from common.max_pixels_has_an_item(args.max_pixels, sizes)
+        num_items = args.images_per_row * (args.max_pixels // sizes.group_size**2)
+        if num_items > args.max_length:
+            problem = f"{given} with --max_pixels {args.max_pixels}: {num_items} tokens, over --max_length"
+            yield f"{problem} {args.max_length}", f"use --max_length {num_items} or more, or a smaller --max_pixels"
+    yield from sft_vision.frozen_parts_can_be_trained(args, facts)
+    yield from sft_vision.something_is_trained(args, facts)
+
+
+_OF_IMAGES = ("max_pixels", "freeze_vit", "freeze_aligner", "freeze_llm", "vit_gradient_checkpointing")
+
+
 def adapters_are_planned(args: DoctorArgs, facts: Facts) -> Iterator[Problem]:
     if args.plan:
         yield from sft_lora.lora_options_have_adapters(args, facts)
@@ -202,6 +233,7 @@ RULES = (
     reference_fits_the_plan,
     a_plan_of_pairs_trains_the_trunk,
     adapters_are_planned,
+    images_are_planned,
     kernels_are_planned,
     common.recompute_options_fit,
 )

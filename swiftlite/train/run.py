@@ -33,7 +33,7 @@ from swiftlite.model.build import check_computable
 from swiftlite.plan.heads import heads_for_engine
 from swiftlite.plan.kernels import largest_head, this_machine
 from swiftlite.plan.run import Plan, make_plan, make_schedule
-from swiftlite.plan.trainable import Trainable, trainable_of
+from swiftlite.plan.trainable import Trainable, trainable_of, trained_parts_of
 from swiftlite.redact import redact
 from swiftlite.runtime.mesh import Mesh
 from swiftlite.train import phases
@@ -103,6 +103,9 @@ def prepare(args: SftArgs, mesh: Mesh, models: Mapping[str, HfModel]) -> phases.
         heads_only=trainable.freezes_trunk,
         trunk_is_read=args.cache_trunk_states is not None,
         lora=plan.lora,
+        tower=hf_model.family.tower(hf_model.config),
+        trained_parts=trained_parts_of(args),
+        freeze_llm=args.freeze_llm,
     )
     batches = Batches(plan, mesh.dp.rank(), cast(int, tokenizer.pad_token_id or 0), flops, extras)
     rows = batches.rows(data.train)
@@ -296,7 +299,7 @@ def make_trainer(
         schedule=run.schedule,
         train_batches=train_batches,
         eval_batches=run.batches.evaluation(run.data.val, args.eval_iters),
-        count_flops=lambda tokens, squares, counts: run.batches.flops.step(tokens, squares, counts[0]),
+        count_flops=lambda tokens, squares, counts, *items: run.batches.flops.step(tokens, squares, counts[0], *items),
         metric_loggers=metric_loggers,
         logging_steps=args.logging_steps,
         checkpointer=checkpointer,

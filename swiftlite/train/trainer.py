@@ -47,7 +47,8 @@ class Trainer:
             the step or the state of the data, so that a resumed run continues with the same data.
         eval_batches: this rank's share of the held-out rows.
         count_flops: returns the FLOPs of a step over all ranks of a replica, for the metrics. The function's arguments
-            are the number of tokens, the sum of squared sequence lengths, and the counts of the objective.
+            are the number of tokens, the sum of squared sequence lengths, the counts of the objective, the number of
+            items of images, and the sum of the squared numbers of items.
         metric_loggers: destinations of the metrics.
         checkpointer: writes the checkpoints. None: no checkpoints are written.
         get_data_state: returns the state of the data for checkpoints, on the first rank.
@@ -64,7 +65,7 @@ class Trainer:
     schedule: Schedule
     train_batches: GetBatches
     eval_batches: Sequence[Batch]
-    count_flops: Callable[[int, int, list], float]
+    count_flops: Callable[..., float]
     metric_loggers: Sequence[MetricLogger]
     logging_steps: int
     checkpointer: Checkpointer | None
@@ -147,10 +148,14 @@ class Trainer:
         _, grad_norm, _ = self.optimizer.step()  # pyright: ignore[reportGeneralTypeIssues]: annotated as None upstream
         num_tokens = sum(batch.num_tokens for batch in batches)
         squares = sum(batch.squares for batch in batches)
-        num_tokens, squares = self._sum_over_data_parallel(num_tokens, squares)
+        num_items = sum(batch.num_items for batch in batches)
+        item_squares = sum(batch.item_squares for batch in batches)
+        num_tokens, squares, *items = self._sum_over_data_parallel(num_tokens, squares, num_items, item_squares)
         self.mesh.device.synchronize()
         seconds = time.perf_counter() - start
-        flops_per_second = self.count_flops(num_tokens, squares, counts.tolist()) / seconds / self.plan.world_size
+        flops_per_second = (
+            self.count_flops(num_tokens, squares, counts.tolist(), *items) / seconds / self.plan.world_size
+        )
         metrics = objective.means(sums)
         if self.model[0].config.moe_aux_loss_coeff:
             metrics["load_balancing_loss"] = take_load_balancing_loss(self.model, self.mesh)

@@ -23,6 +23,89 @@ QWEN3_8B = {
 }
 
 
+VISION = {
+    "depth": 24,
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_heads": 16,
+    "out_hidden_size": 2560,
+    "patch_size": 16,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "in_channels": 3,
+    "deepstack_visual_indexes": [5, 11, 17],
+    "num_position_embeddings": 2304,
+}
+TOWER = 415_347_712
+"""Parameters of the tower."""
+
+
+@pytest.fixture
+def vision_model(tmp_path) -> str:
+    """Return a directory with a config.json of the sizes of Qwen3-VL 4B."""
+    text = QWEN3_8B | {"hidden_size": 2560, "intermediate_size": 9728, "tie_word_embeddings": True}
+    text |= {"model_type": "qwen3_vl_text"}
+    config = {"model_type": "qwen3_vl", "image_token_id": 5, "text_config": text, "vision_config": VISION}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return str(tmp_path)
+
+
+def gigabytes(capsys, **options) -> dict[str, float]:
+    """Return the first stage of a plan by column."""
+    _, lines = plan(capsys, **options)
+    names, first = (re.split(r"\s{2,}", line.strip()) for line in lines[4:6])
+    return {name: float(value.split()[0].replace(",", "")) for name, value in zip(names[:-1], first, strict=False)}
+
+
+IMAGES = {"images_per_row": 2, "max_pixels": 1003520, "max_length": 4096}
+
+
+def test_a_plan_of_images_counts_the_tower(vision_model, capsys):
+    text = gigabytes(capsys, model=vision_model, max_length=4096)
+    frozen = gigabytes(capsys, model=vision_model, **IMAGES)
+    whole = gigabytes(capsys, model=vision_model, freeze_vit=False, freeze_aligner=False, **IMAGES)
+    assert frozen["parameters"] - text["parameters"] == TOWER
+    assert whole["parameters"] == frozen["parameters"]
+    rounding = pytest.approx
+    assert frozen["weights"] - text["weights"] == rounding(2 * TOWER / 1e9, abs=0.01)
+    for name in ("gradients", "optimizer", "activations"):
+        assert frozen[name] == text[name]
+    assert whole["gradients"] - frozen["gradients"] == rounding(4 * TOWER / 1e9, abs=0.01)
+    assert whole["optimizer"] - frozen["optimizer"] == rounding(12 * TOWER / 1e9, abs=0.02)
+    # 2 images of 980 items of 4 patches: the inputs of 24 blocks, and more.
+    assert whole["activations"] - frozen["activations"] > 2 * 980 * 4 * 24 * 1024 * 2 / 1e9
+
+
+def test_a_frozen_trunk_has_neither_gradients_nor_optimizer(vision_model, capsys):
+    part = gigabytes(capsys, model=vision_model, freeze_aligner=False, freeze_llm=True, **IMAGES)
+    assert 0 < part["gradients"] < 4 * TOWER / 1e9
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"max_pixels": 1003520}, "--max_pixels --images_per_row"),
+        ({"images_per_row": 1}, "--images_per_row 1 --max_pixels"),
+        ({"images_per_row": 3, "max_pixels": 1003520}, "--images_per_row 3 2940 --max_length 2048"),
+        ({"images_per_row": 1, "max_pixels": 100}, "--max_pixels 100"),
+        ({"images_per_row": 1, "max_pixels": 4096, "freeze_llm": True}, "--freeze_llm --freeze_vit"),
+        ({"images_per_row": 1, "max_pixels": 4096, "loss_type": "sigmoid"}, "--images_per_row 1 --loss_type"),
+        (
+            {"images_per_row": 1, "max_pixels": 4096, "gpu_type": "H100", "num_gpus": 8},
+            "--images_per_row 1 --gpu_type",
+        ),
+    ],
+)
+def test_images_that_cannot_be_planned(vision_model, options, problem):
+    with pytest.raises(OptionError, match=naming(problem)):
+        rules.check(DoctorArgs(plan=True, model=vision_model, **options))
+
+
+def test_images_require_a_tower(model):
+    with pytest.raises(OptionError, match=naming("--images_per_row 1")):
+        rules.check(DoctorArgs(plan=True, model=model, images_per_row=1, max_pixels=4096))
+
+
 @pytest.fixture
 def model(tmp_path) -> str:
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B))

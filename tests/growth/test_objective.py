@@ -131,7 +131,7 @@ def train(hf_dir: Path, metrics_file: Path, mesh: Mesh) -> list[dict[str, float]
         schedule=schedule,
         train_batches=partial(batches.train, rows, sampler),
         eval_batches=batches.evaluation(HELD_OUT, None),
-        count_flops=lambda tokens, squares, counts: flops.step(tokens, squares, [tokens]),
+        count_flops=lambda tokens, squares, counts, *items: flops.step(tokens, squares, [tokens], *items),
         metric_loggers=[MetricsFile(metrics_file, 0, schedule.steps)] if mesh.dp.rank() == 0 else [],
         logging_steps=1,
         checkpointer=None,

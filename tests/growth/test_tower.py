@@ -43,6 +43,7 @@ from swiftlite.families.family import HfConfig
 from swiftlite.families.models.qwen3 import QWEN3
 from swiftlite.families.rank import ParameterCount, Rank
 from swiftlite.families.resolved import HfModel, resolve
+from swiftlite.families.tower import TowerActivations, TowerMacs, TrainedParts
 from swiftlite.methods.index import METHODS
 from swiftlite.methods.sft import SFT
 from swiftlite.model import specs
@@ -76,6 +77,17 @@ class Patches:
 
     def parameters(self, rank: Rank) -> ParameterCount:
         return ParameterCount(self.hidden * self.width)
+
+    def trained_parameters(self, trained: TrainedParts) -> ParameterCount:
+        return self.parameters(Rank()) if trained.vit else ParameterCount()
+
+    def macs(self, trained: TrainedParts) -> TowerMacs:
+        return TowerMacs((1 + trained.vit) * self.hidden * self.width)
+
+    def activation_bytes(
+        self, num_items: int, itemsize: int, trained: TrainedParts, *, recomputes: bool
+    ) -> TowerActivations:
+        return TowerActivations(num_items * self.width * itemsize * trained.vit, 0)
 
 
 class PatchTower(nn.Module):

@@ -291,7 +291,7 @@ def compute(job: Job) -> list[dict[str, float]]:
             schedule=schedule,
             train_batches=partial(batches.train, rows, Sampler(len(rows), plan.global_batch_size, args.seed, False)),
             eval_batches=[],
-            count_flops=lambda tokens, squares, counts: flops.step(tokens, squares, counts[0]),
+            count_flops=lambda tokens, squares, counts, *items: flops.step(tokens, squares, counts[0], *items),
             metric_loggers=[],
             logging_steps=1,
             checkpointer=checkpointer,

@@ -91,7 +91,7 @@ def step_and_save(shim: str, out_dir: Path) -> None:
             schedule=schedule,
             train_batches=lambda step: [batch],
             eval_batches=[],
-            count_flops=lambda tokens, squares, counts: flops.step(tokens, squares, counts[0]),
+            count_flops=lambda tokens, squares, counts, *items: flops.step(tokens, squares, counts[0], *items),
             metric_loggers=[],
             logging_steps=1,
             checkpointer=None,

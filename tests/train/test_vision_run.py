@@ -1,6 +1,7 @@
 """Run `megatron sft` on rows with images: what it learns, what it leaves unchanged, and its export."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,12 @@ from transformers import AutoTokenizer
 from swiftlite import rules
 from swiftlite.acceptance.report import ACCEPTANCE_FILE, read_acceptance
 from swiftlite.args.commands import ExportArgs, SftArgs
+from swiftlite.data.sample import Sample
+from swiftlite.estimate.flops import training_flops
 from swiftlite.export import run as export
 from swiftlite.families.resolved import resolve
+from swiftlite.families.tower import TrainedParts
+from swiftlite.heads import Heads
 from swiftlite.train import run as training
 from swiftlite.train.methods.conversations import load_data
 from swiftlite.train.methods.sft import SFT
@@ -78,15 +83,18 @@ def losses(run_dir: Path) -> list[tuple[float, float]]:
     return [(line["loss"], line["mtp_1_loss"]) for line in lines if "loss" in line]
 
 
+def samples_of(model: Path, args: SftArgs) -> Sequence[Sample]:
+    hf_model = resolve(model)
+    encoder = SFT.make_encoder(args, AutoTokenizer.from_pretrained(model), hf_model)
+    return load_data(args, encoder, hf_model.config["vocab_size"]).train
+
+
 @torch.no_grad()
 def expected_losses(model: Path, family: str, args: SftArgs) -> tuple[float, float]:
     """Return transformers' mean losses of trunk and head over the labels of all rows."""
-    hf_model = resolve(model)
-    encoder = SFT.make_encoder(args, AutoTokenizer.from_pretrained(model), hf_model)
-    data = load_data(args, encoder, hf_model.config["vocab_size"])
     reference = VisionReference(model, family, 1)
     sums, counts = np.zeros(2), np.zeros(2)
-    for sample in data.train:
+    for sample in samples_of(model, args):
         row = SampleRow(model, sample)
         for depth, logits_SV in enumerate(reference(row)):
             labels = row.labels_S[1 + depth :]
@@ -94,6 +102,24 @@ def expected_losses(model: Path, family: str, args: SftArgs) -> tuple[float, flo
             counts[depth] += (labels != -100).sum().item()
     trunk, head = sums / counts
     return trunk, head
+
+
+def expected_flops(model: Path, args: SftArgs) -> float:
+    """Return the operations of a step with all rows, in which the tower is trained."""
+    hf_model = resolve(model).with_images()
+    samples = samples_of(model, args)
+    tower = hf_model.family.tower(hf_model.config)
+    flops = training_flops(hf_model.config, Heads(1), tower=tower, trained_parts=TrainedParts(True, True))
+    images = []
+    for row in ROWS:
+        for name in row.get("images", ()):
+            width, height = SIZES[name]
+            images.append((width // 8) * (height // 8))
+    squares = sum(len(sample) ** 2 for sample in samples)
+    trained = sum(sample.num_trained_tokens for sample in samples)
+    targets = [trained, trained]  # questions have two tokens or more, so that heads predict whole answers
+    num_items, item_squares = sum(images), sum(number**2 for number in images)
+    return flops.step(sum(map(len, samples)), squares, targets, num_items, item_squares)
 
 
 def export_hf(run_dir: Path, hf_dir: Path) -> dict[str, torch.Tensor]:
@@ -113,6 +139,10 @@ def test_it_learns_what_transformers_would(model, family, rows, tmp_path, layout
     first, *_, last = losses(tmp_path / "run")
     assert first == pytest.approx(expected_losses(model, family, args), rel=2e-5)
     assert last[0] < first[0]
+    *_, metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    num_tokens = sum(map(len, samples_of(model, args)))
+    measured = 1e12 * metrics["tflops_per_second"] / metrics["tokens_per_second"] * num_tokens
+    assert measured == pytest.approx(expected_flops(model, args), rel=1e-4)
     before, after = load_file(model / "model.safetensors"), export_hf(tmp_path / "run", tmp_path / "hf")
     assert before.keys() == after.keys()
     assert [name for name in before if torch.equal(before[name], after[name])] == []

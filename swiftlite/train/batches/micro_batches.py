@@ -18,7 +18,6 @@ from swiftlite.estimate.flops import Flops
 from swiftlite.model.context_parallel import shard_sequence
 from swiftlite.model.forward_step import ForwardStep
 from swiftlite.model.pipeline import run_pipeline
-from swiftlite.model.tower import num_items_of
 from swiftlite.plan.layout import num_virtual_stages, sequence_multiple
 from swiftlite.plan.run import Plan
 from swiftlite.runtime.device import on_device
@@ -52,7 +51,7 @@ def run_batches(
     shapes, num_items = [], []
     for batch in batches:  # once, because lazy batches are collated each time
         shapes.append(batch.position_ids_BS.shape)
-        num_items.append(num_items_of(batch.items))
+        num_items.append(batch.num_items)
     return run_pipeline(
         model, mesh, forward_step, iterators, shapes=shapes, num_items=num_items, forward_only=forward_only
     )
