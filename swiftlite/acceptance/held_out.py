@@ -22,7 +22,9 @@ from swiftlite.acceptance.counts import DraftCounts, count_steps, draft_steps
 from swiftlite.acceptance.greedy import Chunks, GreedyRow, GreedyRows
 from swiftlite.acceptance.prompt_items import PromptItems
 from swiftlite.acceptance.report import MeasuredPrompts, add_run_acceptance, add_run_answers, read_summary
+from swiftlite.acceptance.thumbnails import thumbnails
 from swiftlite.data.batch import Extra
+from swiftlite.data.images import ImageRef
 from swiftlite.log import logger
 from swiftlite.runtime.mesh import Mesh
 
@@ -44,12 +46,14 @@ class Prompt:
         channel: label of the prompt's row, such as a domain, for which results are reported separately; "" without a
             label.
         extras: values of the prompt for its tower, such as images (`Sample.extras`).
+        images: the images of the prompt, for display.
     """
 
     token_ids: Sequence[int]
     text: str = ""
     channel: str = ""
     extras: Mapping[str, Any] = field(default_factory=dict)
+    images: Sequence[ImageRef] = ()
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -174,6 +178,8 @@ class HeldOut:
             prompt = self.prompts[number]
             tokens = describe(self.tokenizer, answer)
             described.append({"prompt": prompt.text, "channel": prompt.channel, "tokens": tokens})
+            if prompt.images:
+                described[-1]["images"] = thumbnails(prompt.images)
         return described
 
     def _batches(self) -> Iterator[Sequence[int]]:

@@ -66,7 +66,8 @@ def add_run_answers(path: Path, when: Literal["before", "after"], answers: Seque
 
     Args:
         path: path of acceptance.json.
-        answers: `prompt`, `channel` and `tokens` (`answers.describe`) of each answer.
+        answers: `prompt`, `channel` and `tokens` (`answers.describe`) of each answer, and `images` (`thumbnails`) of
+            prompts with images.
     """
     content: dict[str, Any] = {}
     if when == "after":

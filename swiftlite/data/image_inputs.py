@@ -323,6 +323,13 @@ class ImageEncoder:
             yield start - int(has_start), stop + int(has_end)
 
 
+def images_of(sample: Sample) -> tuple[ImageRef, ...]:
+    """Return the images of a sample, in order."""
+    if PATCHES not in sample.extras:
+        return ()
+    return sample.extras[PATCHES].images
+
+
 def image_identity(sample: Sample) -> bytes:
     """Return bytes that are equal for samples with the same images; empty without images."""
     if PATCHES not in sample.extras:

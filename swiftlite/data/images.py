@@ -87,7 +87,7 @@ def read_image(image: RowImage, media_root: Path) -> ImageRef:
             path = _path_in(media_root, source)
             source, content = str(path), _content_of(path)
         else:
-            source = content = _bytes_of(source)
+            source = content = read_bytes(source)
         width, height = decode(content).size
     except UserError as error:
         raise RowError(field, error.problem, error.hint) from None
@@ -143,7 +143,7 @@ def _in_rgb(image: Image.Image) -> Image.Image:
     return on_white
 
 
-def _bytes_of(source: str | bytes) -> bytes:
+def read_bytes(source: str | bytes) -> bytes:
     """Return the bytes of a data URI, and bytes unchanged.
 
     Raises:

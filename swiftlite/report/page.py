@@ -59,6 +59,7 @@ class MarkedAnswer:
 
     Attributes:
         note: text with the number of drafted tokens.
+        images: images of the prompt as data URIs (`swiftlite.acceptance.thumbnails`); None for a missing image.
     """
 
     prompt: str
@@ -66,6 +67,7 @@ class MarkedAnswer:
     note: str
     tokens: Sequence[Mapping[str, Any]]
     before: Sequence[Mapping[str, Any]] = ()
+    images: Sequence[str | None] = ()
 
 
 @dataclass(frozen=True)

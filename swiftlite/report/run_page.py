@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from swiftlite.acceptance.report import describe
+from swiftlite.acceptance.thumbnails import read_thumbnail
 from swiftlite.args.command_line import command_line, shell_line
 from swiftlite.args.docs import options
 from swiftlite.atomic import atomic_write
@@ -183,9 +184,9 @@ def _answers_section(run: RunFiles) -> Section | None:
         earlier = []
         if after and place < len(before):
             earlier = before[place]["tokens"]
-        answers.append(
-            MarkedAnswer(answer["prompt"], answer["channel"], _drafted(answer["tokens"]), answer["tokens"], earlier)
-        )
+        images = [read_thumbnail(stored) for stored in answer.get("images", [])]
+        note = _drafted(answer["tokens"])
+        answers.append(MarkedAnswer(answer["prompt"], answer["channel"], note, answer["tokens"], earlier, images))
     when = "before"
     if after:
         when = "after"

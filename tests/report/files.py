@@ -1,6 +1,7 @@
 """Write the directory of a run as sft would."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,14 @@ def write_metrics(run: Path, steps: int) -> None:
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def write_run(run: Path, *, text: str = "What is it?", steps: int = 6, **options: Any) -> Path:
-    """Write a finished run with three heads, whose prompts, tokens, channels and options contain `text`."""
+def write_run(
+    run: Path, *, text: str = "What is it?", steps: int = 6, images: Sequence[Any] = (), **options: Any
+) -> Path:
+    """Write a finished run with three heads, whose prompts, tokens, channels and options contain `text`.
+
+    Args:
+        images: images of each prompt in drafts.json.
+    """
     run.mkdir(parents=True)
     write_config(
         SftArgs(model="a model", output_dir=str(run), mtp_num_layers=3, system=text, **options), run / "args.json"
@@ -47,7 +54,9 @@ def write_run(run: Path, *, text: str = "What is it?", steps: int = 6, **options
     add_run_acceptance(path, "after", [0.5, 0.4, 0.3], measured, {text: measured, "tale": measured})
     add_engine_acceptance(path, "vllm", 2, COUNTS)
     written = tokens(("It", 0), (" is", 1), (text, 2), (" so", 3), ("!", 0, text), ("\n", 0, " "), (" end", 1))
-    answer = {"prompt": text, "channel": text, "tokens": written}
+    answer: dict[str, Any] = {"prompt": text, "channel": text, "tokens": written}
+    if images:
+        answer["images"] = list(images)
     add_run_answers(path, "before", [answer])
     add_run_answers(path, "after", [answer, answer | {"tokens": tokens(("No", 0, "Yes"))}])
     counts_of_file = {"rows": 7, "kept": 5, "dropped_bad": 2, "tokens": 99}

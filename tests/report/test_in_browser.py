@@ -13,12 +13,13 @@ from swiftlite.report.page import render
 from swiftlite.report.run_files import read_run
 from swiftlite.report.run_page import run_page
 from tests.browser import CHROMIUM, HOW_TO_GET_IT
+from tests.data.images import data_uri, noise
 from tests.report.files import HOSTILE, write_run
 from tests.report.look import PALE_TEXTS, VIEWS, listen, look
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=HOW_TO_GET_IT)
 
-NUM_FIGURES = {"run": 10, "hostile": 10, "runs": 13, "evaluation": 3}
+NUM_FIGURES = {"run": 10, "images": 10, "hostile": 10, "runs": 13, "evaluation": 3}
 
 
 def figures(*rates: float) -> dict:
@@ -30,6 +31,8 @@ def pages(tmp_path_factory) -> dict[str, Path]:
     """Write a page of each kind; "hostile" is the page of a run whose texts contain HTML."""
     directory = tmp_path_factory.mktemp("pages")
     plain = write_run(directory / "a/run")
+    images = [data_uri(noise(*size)) for size in ((300, 200), (20, 20))]
+    with_images = write_run(directory / "c/run", images=[*images, None])
     hostile = write_run(directory / "b/run", text=HOSTILE, steps=1000, lr=1e-3)
     results = {
         "model": {"teacher_forced": {"all": figures(0.5, 0.25), HOSTILE: figures(0.75, 0.5), "$x$": figures(1, 0)}},
@@ -38,6 +41,7 @@ def pages(tmp_path_factory) -> dict[str, Path]:
     results["model"]["vllm"] = {"all": {"prompts": 3, "acceptance_per_position": [0.5]}}
     made = {
         "run": run_page(read_run(plain)),
+        "images": run_page(read_run(with_images)),
         "hostile": run_page(read_run(hostile)),
         "runs": comparison_page([plain, hostile]),
         "evaluation": evaluation_page(results, {"model": HOSTILE, "baseline": "before"}),
@@ -72,6 +76,12 @@ def test_the_numbers_behind_a_figure_are_within_reach_of_the_keyboard(browser, p
     assert browser.evaluate(opened) is False
     browser.press("Enter")
     assert browser.evaluate(opened) is True
+
+
+def test_images_are_shown(browser, pages):
+    browser.open(pages["images"])
+    widths = browser.evaluate("[...document.querySelectorAll('.images img')].map(image => image.naturalWidth)")
+    assert widths == [256, 20] * 2
 
 
 def test_hostile_text_stays_text(browser, pages):

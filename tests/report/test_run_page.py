@@ -1,11 +1,15 @@
 """Test the page of a run with known files."""
 
+import base64
 import json
 
 import pytest
 
+from swiftlite.data.images import decode, read_bytes
+from swiftlite.report.page import render
 from swiftlite.report.run_files import read_run
 from swiftlite.report.run_page import run_page, write_run_page
+from tests.data.images import data_uri, noise
 from tests.messages import mention_each, mentions
 from tests.report.files import COUNTS, write_run
 
@@ -123,3 +127,22 @@ def test_the_same_files_make_the_same_page(run):
 def test_a_page_of_a_long_run_is_small(tmp_path):
     run = write_run(tmp_path / "run", steps=20_000)
     assert write_run_page(run).stat().st_size < 600_000
+
+
+def test_images_are_encoded_again(tmp_path):
+    """A file may contain anything, such as an image of another format, or an address."""
+    original = data_uri(noise(300, 200))
+    svg = "data:image/svg+xml;base64," + base64.b64encode(b"<svg onload='alert(1)'/>").decode()
+    stored = [original, None, svg, "https://example.org/a.png", "a.png", 3, "data:image/png;base64,AAAA"]
+    page = run_page(read_run(write_run(tmp_path / "run", images=stored)))
+    first, *others = page.sections[1].answers[0].images
+    assert others == [None] * 6
+    assert first is not None
+    assert first.startswith("data:image/jpeg;base64,")
+    assert decode(read_bytes(first)).size == (256, 171)
+    html = render(page).decode()
+    assert first in html
+    assert original not in html
+    assert "example.org" not in html
+    assert "svg+xml" not in html
+    assert html.count('<p class="note">Image') == 12

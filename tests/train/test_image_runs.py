@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from swiftlite.args.commands import ExportArgs, SftArgs
 from swiftlite.errors import UserError
 from swiftlite.export.run import to_hf
+from swiftlite.report.run_page import write_run_page
 from tests.data.images import noise
 from tests.images import make_vision_hf_with_tokenizer
 from tests.messages import naming
@@ -104,3 +105,8 @@ def test_acceptance_has_prompts_with_images_as_a_channel(seeing, mesh, tmp_path)
     run = train(seeing(acceptance_samples=3, acceptance_max_new_tokens=4, split_dataset_ratio=0.3), mesh)
     acceptance = json.loads((run / "acceptance.json").read_text())
     assert "images" in acceptance["after"]["generated_by_channel"]
+    answers = json.loads((run / "drafts.json").read_text())["after"]
+    assert [len(answer.get("images", [])) for answer in answers] == [
+        answer["prompt"].count("<image>") for answer in answers
+    ]
+    assert "data:image/jpeg" in write_run_page(run).read_text()

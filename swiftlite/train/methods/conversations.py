@@ -13,7 +13,7 @@ from swiftlite.args.commands import SftArgs
 from swiftlite.data.batch import Extra
 from swiftlite.data.dataset import Data, load_train_val
 from swiftlite.data.encoder import ConversationEncoder, Encoder, encode_prompt
-from swiftlite.data.image_inputs import ImageEncoder, ImageProcessing, image_extras
+from swiftlite.data.image_inputs import ImageEncoder, ImageProcessing, image_extras, images_of
 from swiftlite.data.rows.conversation import Conversation, parse_row
 from swiftlite.data.rows.image_parts import TAG
 from swiftlite.data.rows.mock import MockSamples, mock_lengths
@@ -132,7 +132,7 @@ def conversation_prompts(run: Run) -> tuple[Sequence[Prompt], Collection[int | N
         channel = asked.channel or ""
         if asked.images:
             channel = asked.channel or IMAGES
-        prompts.append(Prompt(sample.input_ids.tolist(), _shown(asked), channel, sample.extras))
+        prompts.append(Prompt(sample.input_ids.tolist(), _shown(asked), channel, sample.extras, images_of(sample)))
     return prompts, stop_token_ids(template, run.hf_model.directory)
 
 
