@@ -180,7 +180,7 @@ def load_prompts(
     system: str | None = None,
     seed: int = 42,
     max_bad_rows: int | None = None,
-    no_images: str = NO_IMAGES,
+    no_images: str | None = NO_IMAGES,
 ) -> list[Conversation]:
     """Read conversations to be completed by a model, from rows with or without an answer.
 
@@ -189,7 +189,7 @@ def load_prompts(
     Args:
         max_bad_rows: maximum number of bad rows, which are dropped and logged. None: no bad row is allowed, because the
             command has no option for it.
-        no_images: why rows with images are refused; an empty text accepts them.
+        no_images: why rows with images are refused; None accepts them.
 
     Raises:
         UserError: a file cannot be read, or there are more bad rows than allowed.

@@ -28,6 +28,12 @@ class ImageSizes:
     vision_end_id: int | None = None
 
     @property
+    def token_ids(self) -> list[int]:
+        """The tokens of images: the placeholder, and the tokens before and after the placeholders."""
+        tokens = (self.image_token_id, self.vision_start_id, self.vision_end_id)
+        return [token for token in tokens if token is not None]
+
+    @property
     def group_size(self) -> int:
         """Width and height in pixels of the part of an image that one output of the tower describes."""
         return self.patch_size * self.merge_size

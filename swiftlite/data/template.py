@@ -20,6 +20,7 @@ import numpy as np
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from swiftlite.data.image_sizes import ImageSizes
 from swiftlite.data.rows.conversation import HALF_A_PAIR, SURROGATE, Conversation, Message, RowError
 from swiftlite.data.rows.image_parts import texts_of
 from swiftlite.data.sample import Sample, make_sample
@@ -108,7 +109,7 @@ class ChatTemplate:
         loss_scale: `default` trains every assistant turn, `last_round` only the assistant turns after the last user
             turn, `all` every token.
         vocab_size: number of tokens with an embedding; None disables the check.
-        image_token_id: the placeholder token of images; None for models without images.
+        images: sizes and tokens of images; None for models without images.
 
     Raises:
         UserError: the tokenizer has no chat template, or the template cannot render a user and an assistant turn.
@@ -119,12 +120,12 @@ class ChatTemplate:
         tokenizer: PreTrainedTokenizerBase,
         loss_scale: LossScale = "default",
         vocab_size: int | None = None,
-        image_token_id: int | None = None,
+        images: ImageSizes | None = None,
     ):
         self.tokenizer = tokenizer
         self.loss_scale = loss_scale
         self._vocab_size = vocab_size
-        self._image_token_id = image_token_id
+        self._images = images
         self._special_tokens = special_tokens_of(tokenizer)
         self._added_tokens = set(tokenizer.added_tokens_decoder)
         self._known_tails: dict[str, list[int]] = {}
@@ -155,7 +156,7 @@ class ChatTemplate:
         self._check_texts(messages)
         ids = self.tokenize(self.render(messages, tools, add_generation_prompt=True))
         check_ids(ids, self.tokenizer, self._vocab_size, "messages")
-        if self._image_token_id is None:
+        if self._images is None:
             return ids
         widened, _ = self._widen(np.array(ids, np.int32), np.zeros(len(ids), np.float32), image_lengths)
         return widened.tolist()
@@ -272,15 +273,16 @@ class ChatTemplate:
     # Images
 
     def _check_texts(self, messages: list[Message]) -> None:
-        """Check that no text contains the placeholder token, which would stand for an image that does not exist."""
-        if self._image_token_id is None:
+        """Check that no text contains a token of images, which would stand for an image that does not exist."""
+        if self._images is None:
             return
-        placeholder = str(self.tokenizer.convert_ids_to_tokens(self._image_token_id))
+        tokens = [str(token) for token in self.tokenizer.convert_ids_to_tokens(self._images.token_ids)]
         for i, message in enumerate(messages):
             texts = (*texts_of(message), message.get("reasoning_content", ""))
-            if any(placeholder in text for text in texts):
+            found = [token for token in tokens if any(token in text for text in texts)]
+            if found:
                 hint = "write <image> where an image stands, or remove the token"
-                raise RowError(f"messages[{i}]", f"contains {placeholder}, the model's placeholder of images", hint)
+                raise RowError(f"messages[{i}]", f"contains {found[0]}, which the model uses for images", hint)
 
     def _widen(
         self, ids: np.ndarray, weights: np.ndarray, image_lengths: Sequence[int]
@@ -290,9 +292,9 @@ class ChatTemplate:
         Raises:
             RowError: the template does not write one placeholder for each image.
         """
-        if self._image_token_id is None:
+        if self._images is None:
             return ids, weights
-        is_placeholder = ids == self._image_token_id
+        is_placeholder = ids == self._images.image_token_id
         num_found = int(is_placeholder.sum())
         if num_found != len(image_lengths):
             problem = f"the chat template writes {num_found} placeholders for {len(image_lengths)} images"

@@ -166,12 +166,12 @@ class PromptEncoder:
     Attributes:
         template: chat template of the model.
         images: reads the images of rows; None if rows with images are refused.
-        no_images: why rows with images are refused; empty if they are supported.
+        no_images: why rows with images are refused; None if they are supported.
     """
 
     template: ChatTemplate
     images: ImageEncoder | None = None
-    no_images: str = NO_IMAGES
+    no_images: str | None = NO_IMAGES
 
     @classmethod
     def open(
@@ -194,8 +194,8 @@ class PromptEncoder:
         if args.media_root is not None:
             media_root = Path(args.media_root)
         images = ImageEncoder(processing.with_bounds(args.max_pixels, args.min_pixels), media_root)
-        template = ChatTemplate(tokenizer, vocab_size=vocab_size, image_token_id=images.sizes.image_token_id)
-        return cls(template, images, no_images="")
+        template = ChatTemplate(tokenizer, vocab_size=vocab_size, images=images.sizes)
+        return cls(template, images, no_images=None)
 
     def __call__(self, chat: Conversation) -> Sequence[int]:
         """Return the tokens of a conversation, followed by the beginning of the next assistant turn; with images, an

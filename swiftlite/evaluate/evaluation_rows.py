@@ -22,13 +22,13 @@ def load_rows(
     max_length: int = 2048,
     max_bad_rows: int = 0,
     system: str | None = None,
-    images: ImageArgs = ImageArgs(),  # noqa: B008 - immutable
+    images: ImageArgs | None = None,
     info: EngineInfo | None = None,
 ) -> tuple[PromptEncoder, Data]:
     """Load the rows as held-out samples, with the encoder of the model's prompts.
 
     Args:
-        images: options for rows with images.
+        images: options for rows with images. Default: their defaults.
         info: the engine that answers the prompts; None without an engine.
         offered: names of the command's options; errors only name these options. Default: the options of `megatron sft`.
 
@@ -36,7 +36,7 @@ def load_rows(
         UserError: a file cannot be read, there are more bad rows than allowed, or no row is left.
     """
     tokenizer = load_tokenizer(model.directory, trust_remote_code)
-    prompts = PromptEncoder.open(images, model, tokenizer, info)
+    prompts = PromptEncoder.open(images or ImageArgs(), model, tokenizer, info)
     parse = partial(parse_row, no_images=prompts.no_images)
     encoder = ConversationEncoder(prompts.template, max_length, "right", parse, prompts.images)
     return prompts, load_train_val(encoder, (), dataset, max_bad_rows=max_bad_rows, system=system, offered=offered)

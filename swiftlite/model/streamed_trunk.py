@@ -22,7 +22,6 @@ from torch import nn
 from swiftlite.bridge.binding import Binding
 from swiftlite.bridge.layers import DecoderLayers
 from swiftlite.data.batch import Batch
-from swiftlite.errors import UserError
 from swiftlite.families.resolved import HfModel
 from swiftlite.log import logger
 from swiftlite.model.context_parallel import describe_packed
@@ -80,17 +79,12 @@ class StreamedTrunk:
         hf_model: the directory that has the layers.
         mesh: the ranks of the model; all of them call the same methods in the same order.
         group_bytes: maximum size of the hidden states that wait between two layers, on each rank.
-
-    Raises:
-        UserError: decoder layers add outputs of the model's tower.
     """
 
     def __init__(self, model: GPTModel, hf_model: HfModel, mesh: Mesh, group_bytes: int):
         assert isinstance(model.decoder, StreamedBlock)
         tower = hf_model.family.tower(hf_model.config)
-        if tower is not None and tower.num_deepstack:
-            problem = f"--stream_trunk does not support images with model_type {hf_model.family.name!r}"
-            raise UserError(problem, "omit --stream_trunk")
+        assert tower is None or not tower.num_deepstack  # layers are computed without the tower's outputs
         self._model, self._block = model, model.decoder
         self._hf_model = hf_model
         self._mesh = mesh

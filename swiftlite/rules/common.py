@@ -244,7 +244,9 @@ def val_dataset_files_exist(args: SftArgs | InferArgs | ExportArgs | BenchArgs, 
 
 
 def media_root_is_a_directory(args: Any, facts: Facts) -> Iterator[Problem]:
-    if args.media_root is not None and not Path(args.media_root).is_dir():
+    if args.media_root == "":  # a variable of the shell that is not set
+        yield "--media_root is empty", "give the directory of the images, or remove it"
+    elif args.media_root is not None and not Path(args.media_root).is_dir():
         yield f"--media_root {args.media_root} is not a directory", "give the directory of the images"
 
 

@@ -6,6 +6,7 @@ steps.
 """
 
 import copy
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from functools import partial
@@ -21,8 +22,11 @@ from swiftlite.bridge.adapters.files import AdapterBase
 from swiftlite.bridge.adapters.rows import saved_names
 from swiftlite.data import draft_vocab
 from swiftlite.data.dataset import Data
+from swiftlite.data.encoder import Encoder
 from swiftlite.data.packing.sampler import Sampler
 from swiftlite.data.packing.stream import Readers, Stream
+from swiftlite.data.rows.conversation import BadRow
+from swiftlite.data.rows.sources import DataFile, check_row
 from swiftlite.data.template import load_tokenizer
 from swiftlite.errors import UserError
 from swiftlite.estimate.flops import training_flops
@@ -87,10 +91,12 @@ def prepare(args: SftArgs, mesh: Mesh, models: Mapping[str, HfModel]) -> phases.
     tokenizer = load_tokenizer(hf_model.directory, args.trust_remote_code)
     vocab_size = hf_model.config["vocab_size"]
     encoder = training.make_encoder(args, tokenizer, hf_model)
+    check_first_rows(args, encoder)
     data = training.load(args, encoder, vocab_size)
     extras = list(training.extras)
     if data.has_images:
         hf_model = hf_model.with_images()
+        check_tower(args, hf_model)
         extras += image_extras_of(hf_model, mesh)
     warn_of_long_samples(data, hf_model)
     plan = plan_run(args, mesh, hf_model, data)
@@ -158,6 +164,38 @@ def check_supported(args: SftArgs, mesh: Mesh, hf_model: HfModel, training: Trai
         check_directory(Path(args.cache_trunk_states))
     if args.streaming and training.extras:
         raise UserError(f"--streaming is not supported by {method_of(args).words}", "omit --streaming")
+
+
+def check_first_rows(args: SftArgs, encoder: Encoder) -> None:
+    """Parse the first rows of streamed files, so that rows of another format are refused before anything is written.
+
+    Raises:
+        UserError: a row is bad, and --max_bad_rows allows no bad row.
+    """
+    if not args.streaming or args.max_bad_rows:
+        return
+    for name in args.dataset:
+        file = DataFile(Path(name))
+        for line, parse_line in itertools.islice(file.unparsed_rows(), NUM_FIRST_ROWS):
+            checked = check_row(parse_line(), f"{file.name}:{line}", system=args.system, parse=encoder.parse)
+            if isinstance(checked, BadRow):
+                raise UserError(str(checked), checked.hint or "correct the row, or use --max_bad_rows")
+
+
+NUM_FIRST_ROWS = 32
+"""Number of rows of each streamed file that are checked before the run starts."""
+
+
+def check_tower(args: SftArgs, hf_model: HfModel) -> None:
+    """Check that the options support the tower of a run whose rows have images, before the model is read.
+
+    Raises:
+        UserError: decoder layers add outputs of the tower, and --stream_trunk reads them layer by layer.
+    """
+    tower = hf_model.family.tower(hf_model.config)
+    if args.stream_trunk and tower is not None and tower.num_deepstack:
+        problem = f"--stream_trunk does not support images with model_type {hf_model.family.name!r}"
+        raise UserError(problem, "omit --stream_trunk")
 
 
 def warn_of_long_samples(data: Data, hf_model: HfModel) -> None:

@@ -83,7 +83,7 @@ def images(spec: str) -> str:
     from swiftlite.data.rows.conversation import parse_row
     from swiftlite.data.rows.sources import find_rows, read_rows
 
-    rows = read_rows(find_rows(spec), parse=partial(parse_row, no_images=""))
+    rows = read_rows(find_rows(spec), parse=partial(parse_row, no_images=None))
     sources = [image.source for chat in rows.conversations for image in chat.images]
     return json.dumps([source.hex() if isinstance(source, bytes) else source for source in sources])
 

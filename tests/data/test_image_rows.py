@@ -43,7 +43,7 @@ from tests.data.images import (
 from tests.data.templates import CHATML
 from tests.messages import has_line, mentions, naming
 
-PARSE = partial(parse_row, no_images="")
+PARSE = partial(parse_row, no_images=None)
 IMAGE = {"type": "image"}
 
 
@@ -181,7 +181,7 @@ NAMED = [{"type": "image", "image": "a"}, text("See.")]
     ],
 )
 def test_both_answers_of_a_pair_have_the_same_images(row):
-    pair = parse_pair(row, no_images="")
+    pair = parse_pair(row, no_images=None)
     assert [message["content"] for message in pair.messages] == [SEE, "Yes."]
     assert [message["content"] for message in pair.other().messages] == [SEE, "No."]
     assert [image.source for image in pair.other().images] == ["a"]
@@ -199,16 +199,16 @@ def test_both_answers_of_a_pair_have_the_same_images(row):
 )
 def test_bad_pairs(row, message):
     with pytest.raises(RowError, match=naming(message)):
-        parse_pair(row, no_images="")
+        parse_pair(row, no_images=None)
 
 
 def test_answers_with_a_label_are_text():
     row = {"messages": turns(NAMED, "Yes."), "label": True}
-    assert parse_rated(row, no_images="").messages[0]["content"] == SEE
+    assert parse_rated(row, no_images=None).messages[0]["content"] == SEE
     with pytest.raises(RowError, match=naming("response:")):
-        parse_rated({"query": "q", "response": "<image>", "label": True, "images": ["a"]}, no_images="")
+        parse_rated({"query": "q", "response": "<image>", "label": True, "images": ["a"]}, no_images=None)
     with pytest.raises(RowError, match=naming("completion:")):
-        parse_rated({"prompt": "q", "completion": "<image>", "label": True, "images": ["a"]}, no_images="")
+        parse_rated({"prompt": "q", "completion": "<image>", "label": True, "images": ["a"]}, no_images=None)
 
 
 def test_rows_with_images_are_refused_where_no_image_is_read():
@@ -243,7 +243,7 @@ def make_encoder(tokenizer, tmp_path):
         max_length: int = 2048, strategy: Any = "delete", loss_scale: Any = "default", **settings
     ) -> ConversationEncoder:
         images = make_image_encoder(tokenizer, tmp_path, **settings)
-        template = ChatTemplate(tokenizer, loss_scale, len(tokenizer), images.sizes.image_token_id)
+        template = ChatTemplate(tokenizer, loss_scale, len(tokenizer), images.sizes)
         return ConversationEncoder(template, max_length, strategy, PARSE, images)
 
     return make
@@ -372,6 +372,8 @@ def test_text_is_encoded_as_without_images(samples, tokenizer):
     [
         (turns("What is <|image_pad|>?", "That."), VISION, "messages[0]: <|image_pad|>"),
         (turns("What?", "A <|image_pad|>."), VISION, "messages[1]: <|image_pad|>"),
+        (turns("What is <|vision_start|> for?", "That."), VISION, "messages[0]: <|vision_start|>"),
+        (turns("What?", "A <|vision_end|>."), VISION, "messages[1]: <|vision_end|>"),
         (turns([text("<|image_pad|>"), {"type": "image", "image": "wide.png"}], "Yes."), VISION, "<|image_pad|>"),
         (turns([{"type": "image", "image": "wide.png"}, text("Q")], "A"), CHATML, "messages:"),
         (
@@ -560,7 +562,7 @@ def test_relative_paths_start_at_media_root(make_encoder, tokenizer, tmp_path, w
 
 
 def encode_as(parse: Any, encoder: ConversationEncoder, directory: Path, row: dict[str, Any]) -> Sample:
-    (sample,) = encoder(parse(row, no_images="", source=f"{directory}/rows.jsonl:1")).samples
+    (sample,) = encoder(parse(row, no_images=None, source=f"{directory}/rows.jsonl:1")).samples
     return sample
 
 

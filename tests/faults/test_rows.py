@@ -73,8 +73,8 @@ def encoder(request, tmp_path_factory) -> ConversationEncoder:
     directory = tmp_path_factory.mktemp("images")
     writer(directory)("a.png")
     reader = make_image_encoder(with_vision(tokenizer), directory, directory)
-    template = ChatTemplate(tokenizer, "default", len(tokenizer), reader.sizes.image_token_id)
-    return ConversationEncoder(template, 2048, "delete", partial(parse_row, no_images=""), reader)
+    template = ChatTemplate(tokenizer, "default", len(tokenizer), reader.sizes)
+    return ConversationEncoder(template, 2048, "delete", partial(parse_row, no_images=None), reader)
 
 
 def check(path: Path, encoder: ConversationEncoder) -> None:

@@ -17,7 +17,6 @@ from swiftlite.model.attention.rope import RotaryEmbedding
 from swiftlite.model.context_parallel import describe_packed
 from swiftlite.model.gpt import GPTModel, Logits
 from swiftlite.model.open import open_model
-from swiftlite.model.streamed_trunk import StreamedTrunk
 from swiftlite.model.tower import TowerInputs
 from tests.images import Seen, VisionReference, extras_of, sum_of_losses
 from tests.messages import mentions
@@ -238,14 +237,6 @@ def test_images_require_a_tower(tmp_path):
     with pytest.raises(UserError) as raised:
         resolve(make_tiny_hf(tmp_path, "qwen3")).with_images()
     assert mentions(raised.value.problem, "images")
-
-
-def test_a_streamed_trunk_has_no_deepstack(tmp_path, mesh):
-    hf_model = resolve(make_tiny_vision_hf(tmp_path, "qwen3_vl", depth=1)).with_images()
-    (model,), _ = open_model(hf_model, mesh, dtype=torch.float32, freeze_trunk=True, streams_trunk=True)
-    with pytest.raises(UserError) as raised:
-        StreamedTrunk(model, hf_model, mesh, 10**9)
-    assert mentions(raised.value.problem, "--stream_trunk")
 
 
 FLAT = {"type": "mrope", "mrope_section": [6, 5, 5]}

@@ -102,6 +102,7 @@ def test_good_options_pass_without_a_note(here, change):
             "--train_iters N",
         ),
         ({"media_root": "nowhere"}, "--media_root nowhere", ""),
+        ({"media_root": ""}, "--media_root", ""),
         ({"media_root": "train.jsonl"}, "--media_root train.jsonl", ""),
         ({"min_pixels": 6, "max_pixels": 5}, "--min_pixels 6 --max_pixels 5", "--min_pixels 5"),
         (

@@ -26,6 +26,7 @@ from swiftlite.train.methods.conversations import load_data
 from swiftlite.train.methods.sft import SFT
 from tests.data.images import make_image_model, writer
 from tests.images import SampleRow, VisionReference
+from tests.messages import naming
 from tests.parallel.launch import launch
 from tests.tiny import VISION_TOWERS
 
@@ -179,6 +180,40 @@ def test_pipeline_stages_give_the_same_losses(model, rows, tmp_path):
     assert np.array(losses(tmp_path / "two")) == pytest.approx(expected, rel=1e-4)
     measured = [read_acceptance(tmp_path / name / ACCEPTANCE_FILE)["before"]["generated"] for name in ("one", "two")]
     assert measured[0] == measured[1]
+
+
+def test_streamed_states_are_those_of_the_whole_trunk(model, family, rows, tmp_path):
+    """Files of cached states are bitwise identical, and decoder layers that add images are refused by name."""
+    options: dict[str, Any] = {"mtp_mode": "heads_only", "micro_batch_size": 1}
+    cached, streamed = tmp_path / "cached", tmp_path / "streamed"
+    launch(1, run, args_of(model, rows, tmp_path / "whole", cache_trunk_states=str(cached), **options))
+    args = args_of(
+        model, rows, tmp_path / "parts", cache_trunk_states=str(streamed), stream_trunk=True, mtp_loss="kl", **options
+    )
+    if family == "qwen3_vl":
+        with pytest.raises(Exception, match=naming("--stream_trunk qwen3_vl")):
+            launch(1, run, args)
+        assert not (tmp_path / "parts" / "args.json").exists()
+        return
+    launch(1, run, args)
+    names = sorted(path.name for path in cached.glob("*.safetensors"))
+    assert len(names) == len(ROWS)
+    assert names == sorted(path.name for path in streamed.glob("*.safetensors"))
+    for name in names:
+        whole, parts = load_file(cached / name), load_file(streamed / name)
+        assert whole.keys() == parts.keys()
+        assert all(torch.equal(whole[key], parts[key]) for key in whole), name
+
+
+STREAMED: dict[str, Any] = {"streaming": True, "packing": True, "packing_length": 256, "max_length": 256}
+
+
+def test_streamed_rows_with_images_are_refused_before_anything_is_written(model, rows, tmp_path):
+    args = args_of(model, rows, tmp_path / "run", **STREAMED)
+    with pytest.raises(Exception, match=naming(f"{rows}:1 images --streaming")):
+        launch(1, run, args)
+    assert list((tmp_path / "run").glob("*.json")) == []
+    assert not (tmp_path / "run" / "source").exists()
 
 
 def test_a_resumed_run_continues_with_the_same_losses(model, rows, tmp_path):

@@ -150,7 +150,7 @@ def parse_row(
     system: str | None = None,
     needs_answer: bool = True,
     source: str = "",
-    no_images: str = NO_IMAGES,
+    no_images: str | None = NO_IMAGES,
 ) -> Conversation:
     """Detect a row's format by its fields, and check every turn.
 
@@ -160,7 +160,7 @@ def parse_row(
         system: system prompt for rows without one.
         needs_answer: whether the last turn must be an assistant turn, as required for training.
         source: `file:line`, stored in the result.
-        no_images: why rows with images are refused; an empty text accepts them.
+        no_images: why rows with images are refused; None accepts them.
 
     Raises:
         RowError: a field is invalid.
@@ -204,7 +204,7 @@ def parse_row(
         if SURROGATE.search(channel):
             raise RowError("channel", HALF_A_PAIR)
     messages, images = [turn.message for turn in turns], ()
-    if not no_images:
+    if no_images is None:
         messages, images = place_images(messages, row.get("images"))
     return Conversation(
         messages=messages,
@@ -216,14 +216,14 @@ def parse_row(
     )
 
 
-def _check_media(row: dict[str, Any], no_images: str) -> None:
-    """Reject videos and audios, and images for the reason `no_images`, if any."""
+def _check_media(row: dict[str, Any], no_images: str | None) -> None:
+    """Reject videos and audios, and images for the reason `no_images`; None accepts images."""
     for media in MEDIA:
         if not row.get(media):
             continue
         if media != "images":
             raise RowError(media, "is not supported", "swiftlite trains on text and images")
-        if no_images:
+        if no_images is not None:
             raise RowError(media, no_images, f"remove {media} from the row")
 
 
@@ -256,7 +256,7 @@ class _Turn:
     weight: float = 1.0
 
 
-def _from_messages(row: dict[str, Any], name: str, no_images: str) -> list[_Turn]:
+def _from_messages(row: dict[str, Any], name: str, no_images: str | None) -> list[_Turn]:
     turns = []
     for i, given in enumerate(_list_of_objects(row[name], name)):
         path = f"{name}[{i}]"
@@ -279,7 +279,7 @@ def _from_messages(row: dict[str, Any], name: str, no_images: str) -> list[_Turn
         if "reasoning_content" in message:
             _expect(str, message["reasoning_content"], f"{path}.reasoning_content", "text")
         may_be_empty = role == "tool" or "tool_calls" in message
-        if not no_images and isinstance(content, list) and _is_parts(content) and has_image_parts(content):
+        if no_images is None and isinstance(content, list) and _is_parts(content) and has_image_parts(content):
             message["content"] = read_parts(content, f"{path}.content")
         else:
             message["content"] = _text(content, f"{path}.content", may_be_empty)
@@ -287,7 +287,7 @@ def _from_messages(row: dict[str, Any], name: str, no_images: str) -> list[_Turn
     return turns
 
 
-def _from_sharegpt(row: dict[str, Any], no_images: str) -> list[_Turn]:
+def _from_sharegpt(row: dict[str, Any], no_images: str | None) -> list[_Turn]:
     given_turns = _list_of_objects(row["conversations"], "conversations")
     if "role" in given_turns[0]:
         return _from_messages(row, "conversations", no_images)  # many ShareGPT files have role and content

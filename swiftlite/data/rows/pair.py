@@ -16,7 +16,9 @@ SHARED = ("system", "tools", "channel", *MEDIA)
 """Fields of a row that apply to both answers."""
 
 
-def parse_pair(row: object, *, system: str | None = None, source: str = "", no_images: str = NO_IMAGES) -> Conversation:
+def parse_pair(
+    row: object, *, system: str | None = None, source: str = "", no_images: str | None = NO_IMAGES
+) -> Conversation:
     """Return the conversation that ends with the preferred answer; its attribute `rejected` is the rejected answer.
 
     Both answers follow the same turns with the same images.
@@ -25,7 +27,7 @@ def parse_pair(row: object, *, system: str | None = None, source: str = "", no_i
         row: a JSON object or table row in one of the formats in the module docstring.
         system: system prompt for rows without one.
         source: `file:line`, stored in the result.
-        no_images: why rows with images are refused; an empty text accepts them.
+        no_images: why rows with images are refused; None accepts them.
 
     Raises:
         RowError: a field is invalid, the two answers are equal, an answer has an image, or the turns before the two
@@ -80,7 +82,9 @@ def _sources(conversation: Conversation) -> list[str | bytes]:
     return [image.source for image in conversation.images]
 
 
-def _other_row(given: dict[str, Any], rest: dict[str, Any], shared: dict[str, Any], no_images: str) -> dict[str, Any]:
+def _other_row(
+    given: dict[str, Any], rest: dict[str, Any], shared: dict[str, Any], no_images: str | None
+) -> dict[str, Any]:
     """Return the row that ends with the rejected answer, from a row in the format of ms-swift."""
     if "rejected_response" not in given:
         return {"messages": given["rejected_messages"], **shared}
@@ -118,7 +122,7 @@ def _turns(given: dict[str, Any], name: str) -> dict[str, Any]:
     return {"messages": [*prompt, *answer]}
 
 
-def _parse(row: dict[str, Any], field: str, system: str | None, source: str, no_images: str) -> Conversation:
+def _parse(row: dict[str, Any], field: str, system: str | None, source: str, no_images: str | None) -> Conversation:
     """Call `parse_row`, and name the field of the answer in its errors."""
     try:
         return parse_row(row, system=system, source=source, no_images=no_images)

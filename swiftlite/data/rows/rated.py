@@ -22,7 +22,7 @@ FORMATS = '{"query": "...", "response": "...", "label": true}, or prompt, comple
 
 
 def parse_rated(
-    row: object, *, system: str | None = None, source: str = "", no_images: str = NO_IMAGES
+    row: object, *, system: str | None = None, source: str = "", no_images: str | None = NO_IMAGES
 ) -> Conversation:
     """Return the conversation that ends with the answer. The label is stored as the extra `desirable`.
 
@@ -32,7 +32,7 @@ def parse_rated(
         row: a JSON object or table row in one of the formats in the module docstring.
         system: system prompt for rows without one.
         source: `file:line`, stored in the result.
-        no_images: why rows with images are refused; an empty text accepts them.
+        no_images: why rows with images are refused; None accepts them.
 
     Raises:
         RowError: a field is invalid, or the answer has an image.

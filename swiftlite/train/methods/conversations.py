@@ -43,12 +43,12 @@ def make_conversation_encoder(
 
     Args:
         parse: defines the format of rows, by default conversations. Its argument `no_images` is the reason why images
-            are refused.
+            are refused; None accepts them.
 
     Raises:
         UserError: --max_pixels or --min_pixels do not fit the model.
     """
-    images, image_token_id, no_images = None, None, ""
+    images, no_images = None, None
     try:
         processing = image_processing_of(args, tokenizer, hf_model)
     except UserError as error:  # only rows with images are invalid
@@ -56,8 +56,7 @@ def make_conversation_encoder(
     else:
         processing = processing.with_bounds(args.max_pixels, args.min_pixels)
         images = ImageEncoder(processing, Path(args.media_root) if args.media_root else None)
-        image_token_id = images.sizes.image_token_id
-    template = ChatTemplate(tokenizer, args.loss_scale, hf_model.config["vocab_size"], image_token_id)
+    template = ChatTemplate(tokenizer, args.loss_scale, hf_model.config["vocab_size"], images and images.sizes)
     row_parser = partial(parse, no_images=no_images)
     return ConversationEncoder(template, args.max_length, args.truncation_strategy, row_parser, images)
 

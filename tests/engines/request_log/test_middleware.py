@@ -159,7 +159,7 @@ def test_images_are_logged_as_data_uris(server, tmp_path):
     (row,) = logged(server, 1)
     assert row["messages"][0] == {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What?"}]}
     assert row["images"] == [uri]
-    again = parse_row(row, no_images="")
+    again = parse_row(row, no_images=None)
     assert read_image(again.images[0], tmp_path).width == 16
 
 

@@ -62,7 +62,7 @@ def image_prompt(tmp_path) -> ChatPrompt:
     noise(16, 16).save(tmp_path / "a.png")
     encoder = PromptEncoder.open(ImageArgs(), resolve(hf_dir), load_tokenizer(hf_dir), ENGINES["vllm"])
     row = {"query": "What is <image>?", "images": ["a.png"], "system": "Be brief."}
-    chat = parse_row(row, needs_answer=False, no_images="", source=f"{tmp_path}/rows.jsonl:1")
+    chat = parse_row(row, needs_answer=False, no_images=None, source=f"{tmp_path}/rows.jsonl:1")
     prompt = encoder(chat)
     assert isinstance(prompt, ImagePrompt)
     return ChatPrompt.of(prompt, chat)

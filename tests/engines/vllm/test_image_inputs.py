@@ -32,7 +32,7 @@ def prompts(tmp_path) -> list[Any]:
     encoder = PromptEncoder.open(
         InferArgs(max_pixels=640), resolve(hf_dir), AutoTokenizer.from_pretrained(hf_dir), ENGINES["transformers"]
     )
-    return [encoder(chat) for chat in load_prompts([str(path)], no_images="")]
+    return [encoder(chat) for chat in load_prompts([str(path)], no_images=None)]
 
 
 def test_vllm_is_given_one_placeholder_per_image(prompts, tmp_path):
