@@ -79,9 +79,10 @@ def test_the_numbers_behind_a_figure_are_within_reach_of_the_keyboard(browser, p
 
 
 def test_images_are_shown(browser, pages):
-    browser.open(pages["images"])
-    widths = browser.evaluate("[...document.querySelectorAll('.images img')].map(image => image.naturalWidth)")
-    assert widths == [256, 20] * 2
+    browser.open(pages["images"], width=1280)
+    sizes = "[image.naturalWidth, image.naturalHeight, image.width, image.height]"
+    found = browser.evaluate(f"[...document.querySelectorAll('.images img')].map(image => {sizes})")
+    assert found == [[256, 171] * 2, [20, 20] * 2] * 2
 
 
 def test_hostile_text_stays_text(browser, pages):
