@@ -63,6 +63,16 @@ def test_the_square_term_counts():
     assert sorted(len(mine[0]) for mine in map(tokens.rank, range(2))) == [2, 3]
 
 
+def test_work_of_images_counts():
+    """A short sequence with an image is as much work as three longer sequences without one."""
+    lengths, images = [10, 30, 30, 30], [80.0, 0.0, 0.0, 0.0]
+    level = schedule(lengths, 1000, 2, more_work=images)
+    assert [mine[0].tolist() for mine in map(level.rank, range(2))] == [[0], [1, 2, 3]]
+    assert level.work.tolist() == [[90.0, 90.0]]
+    without = schedule(lengths, 1000, 2)
+    assert sorted(len(mine[0]) for mine in map(without.rank, range(2))) == [2, 2]
+
+
 def imbalance_of(plan: MicroBatchSchedule, work: np.ndarray) -> float:
     """Return the work of the busiest rank divided by the mean, computed from the sequences."""
     of_ranks = np.array([work[np.concatenate(plan.rank(rank))].sum() for rank in range(plan.data_parallel_size)])

@@ -4,6 +4,7 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,21 @@ def ranks(size: int, heads: Heads = Heads(), **options: Any) -> list[Batches]:
     args = SftArgs(**{"micro_batch_size": 2, "global_batch_size": 8, **options})
     plan = make_plan(args, size, heads)
     return [Batches(plan, rank, -1, FLOPS, (Extra("reference"),)) for rank in range(size)]
+
+
+def test_images_are_work():
+    """The sample with items is alone on its rank, although it is the shortest."""
+    samples = make_samples(8)
+    samples[7] = samples[7].with_extras(patches=[[0.0]] * 40)
+    assert len(samples[7]) == min(map(len, samples))
+    flops = replace(FLOPS, item=1.0)
+    options = PACKINGS["levelled"] | {"global_batch_size": 8, "packing_length": 64, "max_length": 64}
+    found = []
+    for batches in ranks(2, **options):
+        batches = replace(batches, flops=flops, extras=(Extra("patches", per="item", shape=(1,)),))
+        (batch,) = batches.train(batches.rows(samples), Sampler(8, 8, 0, False), 0)
+        found.append((batch.num_items, batch.num_sequences))
+    assert sorted(found) == [(0, 7), (40, 1)]
 
 
 def samples_in(batches: Sequence[Batch]) -> Counter[int]:

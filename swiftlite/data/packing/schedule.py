@@ -1,10 +1,10 @@
 """Assign the sequences of a step to ranks and micro-batches, as a pure function of the lengths of the global batch.
 
 The work of a sequence is `linear * length + square * length ** 2`, for matrix products and attention
-(`estimate/flops.py`). First, sequences are assigned to data-parallel ranks with balanced total work. Then each rank
-distributes its sequences over micro-batches. The micro-batches of each rank are ordered by work, so that the ranks are
-also balanced in their first, second, ... micro-batch. This module does not move samples between ranks. It can therefore
-be used in other frameworks, however their ranks exchange data.
+(`estimate/flops.py`), and that of its images. First, sequences are assigned to data-parallel ranks with balanced total
+work. Then each rank distributes its sequences over micro-batches. The micro-batches of each rank are ordered by work,
+so that the ranks are also balanced in their first, second, ... micro-batch. This module does not move samples between
+ranks. It can therefore be used in other frameworks, however their ranks exchange data.
 """
 
 import heapq
@@ -72,6 +72,7 @@ def schedule(
     *,
     linear: float = 1.0,
     square: float = 0.0,
+    more_work: Sequence[float] = (),
     multiple: int = 1,
     num_multiple_of: int = 1,
 ) -> MicroBatchSchedule:
@@ -84,6 +85,7 @@ def schedule(
         lengths: number of tokens of each sequence of the global batch, at least one sequence.
         packing_length: maximum number of tokens of a micro-batch.
         linear, square: work per token and per squared token, in the same unit.
+        more_work: further work of each sequence in this unit, such as that of its images; empty for none.
         multiple: multiple to which each sequence is padded; padding counts as tokens and as work.
         num_multiple_of: divisor of the number of micro-batches per rank; with virtual stages, the pipeline size.
 
@@ -92,16 +94,20 @@ def schedule(
     """
     sizes = check_lengths(lengths, packing_length, multiple)
     work = linear * sizes + square * sizes.astype(np.float64) ** 2
+    if len(more_work):
+        work += np.asarray(more_work)
     sizes_list = sizes.tolist()
     work_list = work.tolist()
-    longest_first = np.argsort(-sizes, kind="stable").tolist()
-    items = [_Item(index, sizes_list[index], work_list[index]) for index in longest_first]
+    longest_first = np.argsort(-sizes, kind="stable")
+    most_work_first = longest_first[np.argsort(-work[longest_first], kind="stable")].tolist()
+    items = [_Item(index, sizes_list[index], work_list[index]) for index in most_work_first]
 
     num_micro_batches = max(1, -(-int(sizes.sum()) // (data_parallel_size * packing_length)))
     while True:
         num_micro_batches = -(-num_micro_batches // num_multiple_of) * num_multiple_of
         ranks = _level(items, data_parallel_size, at_least=num_micro_batches)
-        cut = [_micro_batches(rank, num_micro_batches, packing_length) for rank in ranks]
+        by_size = [sorted(rank, key=lambda item: -item.size) for rank in ranks]
+        cut = [_micro_batches(rank, num_micro_batches, packing_length) for rank in by_size]
         fitting = [micro_batches for micro_batches in cut if micro_batches is not None]
         if len(fitting) == data_parallel_size:
             return _as_schedule(fitting, work)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from swiftlite.data.batch import Batch, Extra, collate, collate_packed
+from swiftlite.data.batch import Batch, Extra, collate, collate_packed, count_items
 from swiftlite.data.packing.packing import PackedRows, pack, padded
 from swiftlite.data.packing.sampler import NO_INDEX, Sampler, evaluation_batches, micro_batches
 from swiftlite.data.packing.schedule import MicroBatchSchedule, schedule
@@ -203,7 +203,7 @@ class Batches:
         plan = self.plan
         if plan.packing == "step":
             samples = _samples(rows, indices)
-            groups = self._share([len(sample) for sample in samples])
+            groups = self._share([len(sample) for sample in samples], [self._work_of_items(each) for each in samples])
             return [[samples[index] for index in group.tolist()] for group in groups]
         mine = micro_batches(indices, plan.micro_batch_size, self.data_parallel_rank, plan.data_parallel_size)
         return [_samples(rows, chosen) for chosen in mine]
@@ -226,15 +226,21 @@ class Batches:
         lengths = [len(sample.companion or sample) for sample in samples]
         return [[samples[index] for index in group.tolist()] for group in self._share(lengths)]
 
-    def _share(self, lengths: Sequence[int]) -> list[np.ndarray]:
+    def _share(self, lengths: Sequence[int], more_work: Sequence[float] = ()) -> list[np.ndarray]:
         """Return, for each of this rank's micro-batches of a step, the indices of its samples.
 
         Args:
             lengths: number of tokens of each sample of the step.
+            more_work: further operations of each sample, such as those of its images.
         """
-        return self.schedule(lengths).rank(self.data_parallel_rank)
+        return self.schedule(lengths, more_work).rank(self.data_parallel_rank)
 
-    def schedule(self, lengths: Sequence[int]) -> MicroBatchSchedule:
+    def _work_of_items(self, sample: Sample) -> float:
+        """Return the operations of a tower for the images of a sample."""
+        num_items, item_squares = count_items(sample.sequences, self.extras)
+        return self.flops.item * num_items + self.flops.item_square * item_squares
+
+    def schedule(self, lengths: Sequence[int], more_work: Sequence[float] = ()) -> MicroBatchSchedule:
         """Distribute the samples of a step over ranks and micro-batches with equal work (`data.packing.schedule`)."""
         layout = self.plan.layout
         num_multiple_of = 1
@@ -246,6 +252,7 @@ class Batches:
             self.plan.data_parallel_size,
             linear=self.flops.per_token,
             square=self.flops.square,
+            more_work=more_work,
             multiple=sequence_multiple(layout),
             num_multiple_of=num_multiple_of,
         )
