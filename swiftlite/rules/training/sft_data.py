@@ -19,7 +19,7 @@ from swiftlite.plan.run import packing_of
 from swiftlite.rules import common
 
 IMAGE_OPTIONS = dict.fromkeys([*options(ImageArgs), *options(VisionArgs)], "its rows have no images")
-"""Options that only `megatron sft` supports, with the reason."""
+"""Options that `megatron pt` does not support, with the reason."""
 
 
 def dataset_files_exist(args: SftArgs, facts: Facts) -> Iterator[Problem]:
