@@ -24,15 +24,22 @@ SIZES = [(8, 16), (24, 8), (16, 16)]
 """Heights and widths of the images, in pixels. A tiny tower has one output per 8 x 8 pixels."""
 
 
+LIMITS = {"shortest_edge": 64, "longest_edge": 4096}
+"""Bounds of the number of pixels of an image."""
+
+
+def make_image(number: int) -> Image.Image:
+    """Return random image `number`."""
+    height, width = SIZES[number % len(SIZES)]
+    return Image.fromarray(np.random.RandomState(number).randint(0, 256, (height, width, 3), np.uint8))
+
+
 def make_pixels(directory: Path, number: int) -> dict[str, torch.Tensor]:
     """Return `pixel_values` and `image_grid_thw` of random image `number`, from transformers' image processor."""
     vision = json.loads((directory / "config.json").read_text())["vision_config"]
     sizes = {"patch_size": vision["patch_size"], "temporal_patch_size": vision["temporal_patch_size"]}
-    limits = {"shortest_edge": 64, "longest_edge": 4096}
-    processor = Qwen2VLImageProcessorPil(**sizes, merge_size=vision["spatial_merge_size"], size=limits)
-    height, width = SIZES[number % len(SIZES)]
-    colors = np.random.RandomState(number).randint(0, 256, (height, width, 3), np.uint8)
-    return dict(processor(Image.fromarray(colors), return_tensors="pt"))
+    processor = Qwen2VLImageProcessorPil(**sizes, merge_size=vision["spatial_merge_size"], size=LIMITS)
+    return dict(processor(make_image(number), return_tensors="pt"))
 
 
 def make_vision_hf_with_tokenizer(directory: Path, family: str, depth: int, **config: Any) -> Path:
@@ -56,6 +63,16 @@ def make_vision_hf_with_tokenizer(directory: Path, family: str, depth: int, **co
     return directory
 
 
+def add_processors_of_engines(hf_dir: Path, family: str) -> None:
+    """Write the files that the processors of images in engines read, which use torchvision."""
+    path = hf_dir / "preprocessor_config.json"
+    settings = json.loads(path.read_text()) | {"image_processor_type": "Qwen2VLImageProcessorFast"}
+    path.write_text(json.dumps(settings))
+    kind = "Qwen2VLVideoProcessor" if family == "qwen2_5_vl" else "Qwen3VLVideoProcessor"
+    del settings["image_processor_type"]
+    (hf_dir / "video_preprocessor_config.json").write_text(json.dumps(settings | {"video_processor_type": kind}))
+
+
 class Seen:
     """A sequence of tokens with images, as arguments of transformers' model and as a `Sample`.
 
@@ -70,6 +87,7 @@ class Seen:
         self.merge = config["vision_config"]["spatial_merge_size"]
         ids: list[int] = []
         images = []
+        self.numbers = [int(part) for part in parts if isinstance(part, str)]
         for part in parts:
             if isinstance(part, int):
                 ids += random.randint(0, 120, part).tolist()

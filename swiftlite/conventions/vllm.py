@@ -9,14 +9,16 @@ from swiftlite.conventions.convention import Convention
 from swiftlite.families import Family
 
 # HF model_type -> the draft class, and which of several heads draft. The classes of Llama, Mistral, Seed-OSS and Qwen
-# are those of swiftlite's plugin (models.py), which run each head at its step only on a GPU.
+# are those of swiftlite's plugin (models.py, image_models.py), which run each head at its step only on a GPU.
 _DRAFTS: dict[str, tuple[str, Literal["each", "first"]]] = {
     "llama": ("LlamaMTPModel", "each"),
     "mistral": ("MistralMTPModel", "each"),
     "qwen2": ("Qwen2MTPModel", "each"),
+    "qwen2_5_vl": ("Qwen2_5_VLMTPModel", "each"),
     "qwen3": ("Qwen3MTPModel", "each"),
     "mimo": ("MiMoMTP", "first"),  # it asserts that the draft step is 0
     "qwen3_moe": ("Qwen3MoeMTPModel", "each"),
+    "qwen3_vl": ("Qwen3VLMTPModel", "each"),
     "seed_oss": ("SeedOssMTPModel", "each"),
     # These classes support several heads, but this was not measured; published models have one.
     "glm4_moe": ("Glm4MoeMTP", "first"),

@@ -6,6 +6,7 @@ process that is not pytest's, because vLLM changes much of the process in which 
 
 import os
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +16,7 @@ import torch
 from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.engines.draft_schedule import DraftSchedule
 from swiftlite.engines.engine import EngineConfig, Sampling, start_engine
+from swiftlite.engines.prompts import most_images
 from swiftlite.engines.served_model import resolve_served
 from tests.forked import Host
 from tests.vllm_forks import vllm_forks
@@ -35,7 +37,7 @@ class Served:
     Args:
         token_ids: generated tokens of all prompts, which are served at the same time.
         counts: vLLM's draft counts for these prompts.
-        draft: class of the draft model.
+        draft: class of the draft model; "" without drafts.
         logits: the draft model's logits, [steps, num_speculative_tokens, vocabulary], of each prompt served alone.
         num_compiled: number of models that vLLM has compiled, from its own count.
     """
@@ -65,7 +67,7 @@ def start_host() -> Host:
 
 def serve(
     directory: Path,
-    prompts: list[list[int]],
+    prompts: Sequence[Sequence[int]],
     new_tokens: int,
     num_speculative_tokens: int,
     num_alone: int = 0,
@@ -88,6 +90,7 @@ def serve(
         resolve_served(directory),
         dtype,
         num_speculative_tokens=num_speculative_tokens,
+        max_images=most_images(prompts),
         max_model_len=256,
         engine_kwargs=compiling,
     )
@@ -101,7 +104,9 @@ def serve(
         before = engine.draft_counts()
         completions = engine.generate(prompts, Sampling(new_tokens))
         counts = engine.draft_counts().since(before)
-        (draft,) = engine._llm.collective_rpc(_keep_draft_logits)
+        draft = ""
+        if num_speculative_tokens:
+            (draft,) = engine._llm.collective_rpc(_keep_draft_logits)
         logits = []
         for prompt in prompts[:num_alone]:
             engine.generate([prompt], Sampling(new_tokens))

@@ -4,6 +4,8 @@ Trunk and heads learn rows by heart. Rows of a pair have the same text up to the
 the answers can only be learned from the images.
 """
 
+import hashlib
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,9 +15,15 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForImageTextToText
 
+from swiftlite.bridge.hf_config import read_config
+from swiftlite.data.image_inputs import ImageEncoder, ImageProcessing
+from swiftlite.data.images import ImageRef
+from swiftlite.data.sample import make_sample
 from swiftlite.engines.prompts import ImagePrompt
+from swiftlite.families.index import image_sizes
+from tests.data.images import encoded
 from tests.engines.reference import UNDECIDED, Counts, Reference, learn_by_heart
-from tests.images import Seen
+from tests.images import LIMITS, Seen, add_processors_of_engines, make_image, make_vision_hf_with_tokenizer
 from tests.tiny import hub_name, make_tiny_vision_hf, per_expert
 
 NEW_TOKENS = 16
@@ -57,7 +65,7 @@ class Seeing(Reference):
     def open(cls, directory: Path, family: str, depth: int) -> "Seeing":
         reference = cls.load(directory, family, depth)
         assert isinstance(reference, Seeing)
-        reference.placeholder = 124
+        reference.placeholder = json.loads((directory / "config.json").read_text())["image_token_id"]
         reference.features_IH = torch.empty(0)
         reference.sees_images = reference.has_axes = True
         reference.deepstack = []
@@ -121,15 +129,21 @@ def learned_rows(directory: Path) -> list[Seen]:
     ]
 
 
-def write_seeing(directory: Path, family: str, depth: int, **config: Any) -> None:
+def write_seeing(directory: Path, family: str, depth: int, for_engines: bool = False, **config: Any) -> None:
     """Write a tiny checkpoint whose trunk and heads have learned `learned_rows` by heart.
 
     Args:
+        for_engines: add a tokenizer and the files that processors of images in engines read.
         config: arguments of `make_tiny_vision_hf`.
     """
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    make_tiny_vision_hf(directory, family, depth, **config)
+    if for_engines:
+        make_vision_hf_with_tokenizer(directory, family, depth, **config)
+        add_processors_of_engines(directory, family)
+        _remove_end_of_text(directory)
+    else:
+        make_tiny_vision_hf(directory, family, depth, **config)
     model: Any = (
         AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float32).eval().requires_grad_(False)
     )
@@ -143,6 +157,18 @@ def write_seeing(directory: Path, family: str, depth: int, **config: Any) -> Non
     tensors |= {name: tensor.contiguous() for name, tensor in trained.items() if name in tensors}
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     torch.set_num_threads(num_threads)
+
+
+def _remove_end_of_text(directory: Path) -> None:
+    """Change a model so that no token ends an answer."""
+    path = directory / "tokenizer_config.json"
+    settings = json.loads(path.read_text())
+    del settings["eos_token"]
+    path.write_text(json.dumps(settings))
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    config["text_config"]["eos_token_id"] = None
+    path.write_text(json.dumps(config))
 
 
 NEW_PROMPTS: list[list[int | str]] = [
@@ -204,6 +230,23 @@ def counts_within_answers(reference: Seeing, model: Any, prompts: list[Seen], nu
 def is_decided(reference: Seeing, model: Any, prompt: Seen) -> bool:
     reference.look(model, [prompt])
     return reference.closest_choice(prompt.ids_1S[0].tolist(), NEW_TOKENS, 3) > UNDECIDED
+
+
+def with_files(directory: Path, seen: Seen) -> Any:
+    """Return a prompt of an engine with image files, which the engine's processor reads."""
+    ids = seen.ids_1S[0].tolist()
+    if not seen.images:
+        return ids
+    sizes = image_sizes(read_config(directory))
+    assert sizes
+    processing = ImageProcessing.read(directory, sizes).with_bounds(LIMITS["longest_edge"], LIMITS["shortest_edge"])
+    refs = []
+    for number in seen.numbers:
+        image = make_image(number)
+        content = encoded(image)
+        refs.append(ImageRef(content, image.width, image.height, hashlib.sha256(content).hexdigest()))
+    sample = ImageEncoder(processing).with_images(make_sample(ids, [0.0] * len(ids)), refs)
+    return ImagePrompt(ids, sample.extras)
 
 
 def as_prompt(model: Any, seen: Seen) -> Any:

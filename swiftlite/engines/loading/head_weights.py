@@ -24,8 +24,12 @@ _JOINED = {
 
 
 def heads_of(hf_config: PreTrainedConfig) -> Heads:
-    """Return the MTP heads that a config declares."""
-    return Heads.from_config(vars(hf_config))
+    """Return the MTP heads that a config declares.
+
+    In the config of a vision-language model, transformers moves the settings that it knows to the config of the
+    language model.
+    """
+    return Heads.from_config({**vars(hf_config), **vars(hf_config.get_text_config())})
 
 
 class Trunk(torch.nn.Module):

@@ -2,8 +2,8 @@
 
 On a CPU there is no Triton. vLLM 0.32 repeats each request's temperature, top-k and top-p for the request's draft
 tokens with a Triton kernel (v1/sample/rejection_sampler.py:612). The fallback without Triton writes into a copy and
-leaves the result uninitialized, so drafts are verified with arbitrary values. This is the only function of vLLM that
-swiftlite replaces on a CPU. Without the replacement, tests/e2e/test_cpu_sampling.py fails.
+leaves the result uninitialized, so drafts are verified with arbitrary values. Without the replacement,
+tests/e2e/test_cpu_sampling.py fails.
 """
 
 import torch

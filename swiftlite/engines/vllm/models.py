@@ -75,7 +75,10 @@ def _runs_one_head(vllm_config: VllmConfig) -> bool:
     return speculative is None or not speculative.use_multi_module_mtp()
 
 
-@support_torch_compile(enable_if=_runs_one_head)
+# Positions are [T], or [3, T] in vision-language models. The other arguments start with T.
+@support_torch_compile(
+    dynamic_arg_dims={"ids_T": 0, "positions_T": -1, "hidden_TH": 0, "embedding_TH": 0}, enable_if=_runs_one_head
+)
 class MtpHeads(nn.Module):
     """All heads of a checkpoint: for each depth an `MtpFrame` and a decoder layer, and the trunk's embedding.
 
@@ -84,13 +87,13 @@ class MtpHeads(nn.Module):
     address, but not embeddings.
 
     Args:
-        vllm_config: vLLM's config, whose model_config is that of the draft model.
+        vllm_config: vLLM's config, which `support_torch_compile` reads.
+        config: config of the draft model.
         layers: one decoder layer per depth.
     """
 
-    def __init__(self, *, vllm_config: VllmConfig, layers: list[nn.Module]):
+    def __init__(self, *, vllm_config: VllmConfig, config: Any, layers: list[nn.Module]):
         super().__init__()
-        config: Any = vllm_config.model_config.hf_config
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
         self.heads = nn.ModuleList(MtpFrame(config.hidden_size, config.rms_norm_eps) for _ in layers)
         self.layers = nn.ModuleList(layers)
@@ -126,18 +129,16 @@ class MtpDraft(nn.Module):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
         super().__init__()
-        # get_model passes the draft's config as model_config.
-        config: Any = vllm_config.model_config.hf_config
+        # Its model_config is that of the target.
+        speculative = vllm_config.speculative_config
+        assert speculative is not None
+        config: Any = speculative.draft_model_config.hf_config
         self.config = config
         depth = heads_of(config).layers
-        speculative = vllm_config.speculative_config
-        num_tokens = 1
-        if speculative:
-            num_tokens = speculative.num_speculative_tokens
-        check_draft_steps(num_tokens, depth, runs_all_heads=vllm_config.use_v2_model_runner)
+        check_draft_steps(speculative.num_speculative_tokens, depth, runs_all_heads=vllm_config.use_v2_model_runner)
         # KV caches have the names of layers, which must differ from the trunk's model.layers.*.
         layers = [self.make_layer(vllm_config, maybe_prefix(prefix, f"mtp.layers.{k}")) for k in range(depth)]
-        self.model = MtpHeads(vllm_config=vllm_config, layers=layers)
+        self.model = MtpHeads(vllm_config=vllm_config, config=config, layers=layers)
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, prefix=maybe_prefix(prefix, "lm_head"))
         if config.tie_word_embeddings:
             self.lm_head = self.lm_head.tie_weights(self.model.embed_tokens)
@@ -170,7 +171,7 @@ class MtpDraft(nn.Module):
 
         Args:
             input_ids: [T], the token after each position.
-            positions: [T], positions in the trunk.
+            positions: [T], positions in the trunk; [3, T] in vision-language models.
             hidden_states: [T, H], states of the trunk after its final norm, or the previous result of this method.
             inputs_embeds: [T, H], embeddings to use instead of input_ids.
             spec_step_idx: draft step, from 0. A single head runs at all steps.
@@ -260,7 +261,7 @@ class Qwen3MoeMTPModel(MtpDraft):
     """MTP draft model for Qwen3 MoE."""
 
     def make_layer(self, vllm_config: VllmConfig, prefix: str) -> nn.Module:
-        return qwen3_moe.Qwen3MoeDecoderLayer(vllm_config, prefix)
+        return qwen3_moe.Qwen3MoeDecoderLayer(vllm_config.with_hf_config(self.config), prefix)
 
     def expert_mapping(self) -> ExpertMapping:
         return fused_moe_make_expert_params_mapping(

@@ -1,15 +1,15 @@
 """Plugin of vLLM to serve swiftlite's checkpoints.
 
-The plugin adds a config class for MiMo, draft models for Llama, Mistral, Qwen2, Qwen3, Qwen3 MoE and Seed-OSS, backends
-for live weights, and a fix of the verification of drafts on a CPU.
+The plugin adds a config class for MiMo, draft models for Llama, Mistral, Qwen2, Qwen2.5-VL, Qwen3, Qwen3 MoE, Qwen3-VL
+and Seed-OSS, backends for live weights, and fixes of drafts behind images and of the verification of drafts on a CPU.
 
 vLLM calls `register` in each of its processes, through the entry point group `vllm.general_plugins`. If swiftlite is
 installed, a checkpoint with heads can therefore be served with
 
     vllm serve DIR --speculative-config '{"method": "mtp", "num_speculative_tokens": 1}'
 
-Models whose config.json declares no MTP heads are not affected. The model classes are in `models.py` and are imported
-when a checkpoint needs them.
+Models whose config.json declares no MTP heads are not affected. The model classes are in `models.py` and
+`image_models.py`, and are imported when a checkpoint needs them.
 """
 
 from contextlib import suppress
@@ -24,17 +24,20 @@ from vllm.triton_utils import HAS_TRITON
 from swiftlite.args.fields import WeightTransport
 from swiftlite.engines.loading.head_weights import heads_of
 from swiftlite.engines.mimo_config import MiMoConfig
-from swiftlite.engines.vllm import cpu_sampling
+from swiftlite.engines.vllm import cpu_sampling, draft_slots
 from swiftlite.engines.vllm.live.weight_transport import BACKENDS
+from swiftlite.heads import KEYS
 
-_MODELS = "swiftlite.engines.vllm.models"
-# architecture of the trunk -> architecture of its draft; both are classes of _MODELS
+_MODELS, _IMAGE_MODELS = "swiftlite.engines.vllm.models", "swiftlite.engines.vllm.image_models"
+# architecture of the trunk -> architecture of its draft; both are classes of `_module_of` the trunk
 DRAFTS = {
     "LlamaForCausalLM": "LlamaMTPModel",
     "MistralForCausalLM": "MistralMTPModel",
+    "Qwen2_5_VLForConditionalGeneration": "Qwen2_5_VLMTPModel",
     "Qwen2ForCausalLM": "Qwen2MTPModel",
     "Qwen3ForCausalLM": "Qwen3MTPModel",
     "Qwen3MoeForCausalLM": "Qwen3MoeMTPModel",
+    "Qwen3VLForConditionalGeneration": "Qwen3VLMTPModel",
     "SeedOssForCausalLM": "SeedOssMTPModel",
 }
 _TRANSFER = "swiftlite.engines.vllm.live.weight_transfer"
@@ -59,8 +62,21 @@ def hf_config_override(hf_config: PreTrainedConfig) -> PreTrainedConfig:
     changes = {"model_type": "mtp", "architectures": [DRAFTS[architecture]], "n_predict": heads_of(hf_config).layers}
     if architecture == "Qwen3MoeForCausalLM":
         changes |= _layers_like_the_last(hf_config)
-    hf_config.update(changes)
-    return hf_config
+    text_config = hf_config.get_text_config()
+    text_config.update(_settings_outside(hf_config, text_config) | changes)
+    return text_config
+
+
+def _settings_outside(hf_config: PreTrainedConfig, text_config: PreTrainedConfig) -> dict[str, Any]:
+    """Return settings of the language model that a vision-language model's config has outside of `text_config`."""
+    names = (*KEYS, "tie_word_embeddings", "quantization_config")
+    return {name: value for name, value in vars(hf_config).items() if name in names and name not in vars(text_config)}
+
+
+def _module_of(trunk: str) -> str:
+    if trunk.endswith("ForConditionalGeneration"):
+        return _IMAGE_MODELS
+    return _MODELS
 
 
 def _layers_like_the_last(hf_config: PreTrainedConfig) -> dict[str, Any]:
@@ -115,11 +131,12 @@ def register() -> None:
     AutoConfig.register("mimo", MiMoConfig, exist_ok=True)
     for trunk, draft in DRAFTS.items():
         # vLLM's own classes reject mtp.* tensors: "There is no module or parameter named 'mtp'".
-        ModelRegistry.register_model(trunk, f"{_MODELS}:{trunk}")
-        ModelRegistry.register_model(draft, f"{_MODELS}:{draft}")
+        ModelRegistry.register_model(trunk, f"{_module_of(trunk)}:{trunk}")
+        ModelRegistry.register_model(draft, f"{_module_of(trunk)}:{draft}")
     SpeculativeConfig.hf_config_override = staticmethod(hf_config_override)
     for transport, receiver in _RECEIVERS.items():
         with suppress(ValueError):  # already registered
             WeightTransferEngineFactory.register_engine(BACKENDS[transport], _TRANSFER, receiver)
+    draft_slots.install()
     if not HAS_TRITON:
         cpu_sampling.install()

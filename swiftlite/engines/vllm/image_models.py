@@ -1,0 +1,69 @@
+"""Model classes of vLLM for vision-language models with MTP heads, and draft models that run the heads.
+
+Supported are Qwen2.5-VL and Qwen3-VL without experts. Heads read an image's features in place of the embeddings of its
+placeholders, as in training. These classes are in a separate module from `models.py`, because vLLM's classes of
+vision-language models import torchvision.
+
+Shapes: T tokens of all requests of a batch, H hidden size, I features of all images of a batch.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from vllm.model_executor.models import qwen2_5_vl, qwen3_vl
+from vllm.model_executor.models.interfaces import SupportsMultiModalEmbeddings
+
+from swiftlite.engines.loading.head_weights import Trunk, Weights
+from swiftlite.engines.vllm.models import MtpDraft, Qwen2MTPModel, Qwen3MTPModel
+
+_IN_WRAPPER = "model.language_model."
+
+
+class Qwen2_5_VLForConditionalGeneration(Trunk, qwen2_5_vl.Qwen2_5_VLForConditionalGeneration):
+    """The trunk of a checkpoint with MTP heads."""
+
+
+class Qwen3VLForConditionalGeneration(Trunk, qwen3_vl.Qwen3VLForConditionalGeneration):
+    """The trunk of a checkpoint with MTP heads."""
+
+
+class ImageDraft(MtpDraft, SupportsMultiModalEmbeddings):
+    """A draft model whose heads read the features of images.
+
+    vLLM reads from `supports_multimodal_embeddings` whether to pass features. Without it, heads would read the
+    embeddings of placeholders.
+    """
+
+    def embed_input_ids(
+        self,
+        input_ids: torch.Tensor,
+        multimodal_embeddings: Sequence[torch.Tensor] | None = None,
+        *,
+        is_multimodal: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the embeddings [T, H] of ids, with the features of images in place of their placeholders.
+
+        Args:
+            input_ids: [T], the token after each position.
+            multimodal_embeddings: features [I, H] in parts. If features are added behind decoder layers as well
+                (deepstack), each vector contains those after its first H numbers.
+            is_multimodal: [T], where input_ids is a placeholder; I places.
+        """
+        embedding_TH = super().embed_input_ids(input_ids)
+        if not multimodal_embeddings or is_multimodal is None:
+            return embedding_TH
+        features_IH = torch.cat([part[:, : embedding_TH.size(1)] for part in multimodal_embeddings])
+        is_image_T1 = is_multimodal.to(embedding_TH.device, non_blocking=True)[:, None]
+        return embedding_TH.masked_scatter(is_image_T1, features_IH.to(embedding_TH.dtype))
+
+    def load_weights(self, weights: Weights) -> set[str]:
+        """Load the heads from HF tensors, as `MtpDraft.load_weights` does."""
+        return super().load_weights((name.replace(_IN_WRAPPER, "model.", 1), tensor) for name, tensor in weights)
+
+
+class Qwen2_5_VLMTPModel(ImageDraft, Qwen2MTPModel):
+    """MTP draft model for Qwen2.5-VL."""
+
+
+class Qwen3VLMTPModel(ImageDraft, Qwen3MTPModel):
+    """MTP draft model for Qwen3-VL."""
