@@ -160,11 +160,9 @@ def write_seeing(directory: Path, family: str, depth: int, for_engines: bool = F
 
 
 def _remove_end_of_text(directory: Path) -> None:
-    """Change a model so that no token ends an answer."""
+    """Change a model so that no token of its answers ends them."""
     path = directory / "tokenizer_config.json"
-    settings = json.loads(path.read_text())
-    del settings["eos_token"]
-    path.write_text(json.dumps(settings))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token": "<|video_pad|>"}))
     path = directory / "config.json"
     config = json.loads(path.read_text())
     config["text_config"]["eos_token_id"] = None
