@@ -1,5 +1,6 @@
 # Sourced by the other scripts here: creates their virtual environment and adds it to PATH.
-# A layer (core, vllm, model, sglang, te, flash, dev, docs) is installed once, and again after its requirements change.
+# A layer (core, vllm, torchvision, model, sglang, te, flash, dev, docs) is installed once, and again after its
+# requirements change.
 #
 #   SWIFTLITE_VENV      directory of the environment (default: .venv in the checkout)
 #   SWIFTLITE_MEGATRON  a release of megatron-core, such as 0.19.2, in a separate environment (.venv-megatron-0.19.2);
@@ -92,6 +93,11 @@ install_te() {
 install_flash() {
     FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE FLASH_ATTENTION_FORCE_BUILD=TRUE \
         pip_install --no-build-isolation --no-deps --upgrade --target "$venv/flash" -r "$root/requirements/flash.txt"
+}
+
+# In a separate directory too: PyPI's build for CUDA breaks `import transformers` with a CPU torch.
+install_torchvision() {
+    pip_install --no-deps --upgrade --target "$venv/torchvision" -r "$root/requirements/torchvision.txt"
 }
 
 install_dev() {

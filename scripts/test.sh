@@ -33,7 +33,7 @@ case $tier in
 esac
 
 case $tier in
-    all | engine | slow) use_environment core vllm sglang model dev ;;
+    all | engine | slow) use_environment core vllm torchvision sglang model dev ;;
     te | flash) use_environment core model "$tier" dev ;;
     *) use_environment core model dev ;;
 esac
