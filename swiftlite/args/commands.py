@@ -157,6 +157,7 @@ def deploy_args(args: BenchArgs, num_speculative_tokens: int) -> DeployArgs:
         num_speculative_tokens=num_tokens,
         max_model_len=args.max_model_len,
         vllm_engine_kwargs=args.vllm_engine_kwargs,
+        vllm_limit_mm_per_prompt=args.vllm_limit_mm_per_prompt,
         vllm_speculative_config=config,
         sglang_engine_kwargs=args.sglang_engine_kwargs,
     )

@@ -530,6 +530,9 @@ class VllmArgs:
 
     vllm_engine_kwargs: dict[str, Any] | None = None
     """JSON: keyword arguments of vLLM's engine, which override swiftlite's; null removes one."""
+    vllm_limit_mm_per_prompt: dict[str, bounds.NonNegativeInt] | None = None
+    """JSON: maximum number of images of a prompt, such as {"image": 4}. Default: that of the prompts; for servers,
+    vLLM's."""
     vllm_speculative_config: dict[str, Any] | None = None
     """JSON: vLLM's complete speculative_config. Default: derived from the checkpoint."""
 

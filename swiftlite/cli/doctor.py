@@ -306,12 +306,18 @@ def _report_engine(args: DoctorArgs, model: HfModel) -> bool:
         ("draft model", draft),
         ("verdict", verdict),
     ]
+    if report.sees_images is not None:
+        lines.insert(3, ("images", _INPUT_AT_IMAGES[report.sees_images]))
     print(text_table(lines, indent="  "))
     for line in (*report.problems, *report.notes):
         print(f"    {line}")
     return not report.problems
 
 
+_INPUT_AT_IMAGES = {
+    True: "the draft model reads their features, as in training",
+    False: "the draft model reads the embeddings of placeholders, not features: fewer drafts are accepted",
+}
 GB = 1e9
 _COLUMNS = ("stage", "parameters", "weights", "gradients", "optimizer", "activations", "logits", "total", "holds")
 

@@ -127,17 +127,27 @@ class EngineInfo:
     @property
     def speculative_option_names(self) -> tuple[str, ...]:
         """Names of the engine's options for speculative decoding."""
-        return tuple(name for name in self.option_names if name != self.kwargs_option)
+        return tuple(name for name in self.option_names if name.startswith(f"{self.name}_speculative"))
+
+    @property
+    def keyword_option_names(self) -> tuple[str, ...]:
+        """Names of the engine's options that are keyword arguments of the engine behind the engine's name."""
+        others = (self.kwargs_option, *self.speculative_option_names)
+        return tuple(name for name in self.option_names if name not in others)
 
     def has_options_in(self, args: Any) -> bool:
         """Return whether a command has the engine's options."""
         return self.options_class is not None and isinstance(args, self.options_class)
 
     def engine_kwargs(self, args: Any) -> dict[str, Any]:
-        """Return the keyword arguments for the engine that the user set."""
+        """Return the keyword arguments for the engine that the user set, including those with an option."""
         if not self.has_options_in(args):
             return {}
-        return vars(args)[self.kwargs_option] or {}
+        kwargs = dict(vars(args)[self.kwargs_option] or {})
+        for name in self.keyword_option_names:
+            if vars(args)[name] is not None:
+                kwargs[name.removeprefix(f"{self.name}_")] = vars(args)[name]
+        return kwargs
 
     def speculative_config(self, args: Any) -> dict[str, Any] | None:
         """Return the speculative options that the user set, under the engine's names; None if the user set none."""

@@ -64,7 +64,9 @@ def options_of_engines_agree(args: EngineCommand, facts: Facts) -> Iterator[Prob
 def engine_kwargs_leave_what_has_an_option(args: EngineCommand, facts: Facts) -> Iterator[Problem]:
     """Reject keyword arguments of the engine for which swiftlite has an option, because rules check only options."""
     info = ENGINES[args.infer_backend]
-    kwargs = info.engine_kwargs(args)
+    if not info.has_options_in(args):
+        return
+    kwargs = vars(args)[info.kwargs_option] or {}
     for name in info.option_names:
         own = name.removeprefix(f"{info.name}_")
         if own in kwargs:

@@ -77,5 +77,6 @@ def test_every_option_has_a_reader(command):
     readers = [PACKAGE / reader for reader in READERS[command.words]]
     read = set().union(*map(attributes_of_args, readers), *map(groups_of_args, readers))
     if PACKAGE / "engines" in readers:
-        read |= {info.kwargs_option for info in ENGINES.values()}  # by `EngineInfo.engine_kwargs`
+        for info in ENGINES.values():  # by `EngineInfo.engine_kwargs`
+            read |= {info.kwargs_option, *info.keyword_option_names}
     assert sorted(set(options(command.args_class)) - read - COMPLEMENTS) == []

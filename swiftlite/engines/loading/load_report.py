@@ -27,6 +27,8 @@ class LoadReport:
         draft: class of the draft model in the engine; None without drafts.
         num_mtp_heads: number of MTP heads in config.json.
         num_drafting: number of heads that draft.
+        sees_images: whether the engine passes the features of images to the draft model; otherwise the heads read the
+            embeddings of placeholders. None without images or drafts, or if it is unknown.
         verdict: summary, used if there is no problem.
         problems: problems that make serving incorrect, one line each.
         notes: further information.
@@ -37,6 +39,7 @@ class LoadReport:
     draft: str | None
     num_mtp_heads: int
     num_drafting: int
+    sees_images: bool | None = None
     verdict: str = "all tensors are read, all parameters are initialized"
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -117,11 +120,12 @@ class Loading:
             "are accepted, but drafting is not faster"
         )
 
-    def report(self, version: str, num_drafting: int) -> LoadReport:
+    def report(self, version: str, num_drafting: int, sees_images: bool | None = None) -> LoadReport:
         """Return the report.
 
         Args:
             version: version of the engine.
+            num_drafting, sees_images: as in `LoadReport`.
         """
         return LoadReport(
             engine=f"{self.info.name} {version}",
@@ -129,6 +133,7 @@ class Loading:
             draft=self.draft and type(self.draft).__name__,
             num_mtp_heads=self.model.heads.layers,
             num_drafting=num_drafting,
+            sees_images=sees_images,
             problems=self.problems,
             notes=[*self._unknown_class(), *self._other_version(version), *self._fed_otherwise()],
         )

@@ -16,6 +16,7 @@ from vllm import distributed
 from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.model_executor.models.interfaces import supports_multimodal, supports_multimodal_embeddings
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from swiftlite.engines.engine import EngineConfig
@@ -54,7 +55,14 @@ def dry_load(config: EngineConfig) -> LoadReport:
     num_drafting = 0
     if loading.draft is not None:
         num_drafting = num_drafting_heads(model)
-    return loading.report(vllm.__version__, num_drafting)
+    return loading.report(vllm.__version__, num_drafting, _sees_images(loading))
+
+
+def _sees_images(loading: Loading) -> bool | None:
+    """Return whether vLLM passes the features of images to the draft model; None without images or drafts."""
+    if loading.draft is None or loading.target is None or not supports_multimodal(loading.target):
+        return None
+    return supports_multimodal_embeddings(loading.draft)
 
 
 def _speculative_config(config: EngineConfig, problems: list[str]) -> dict[str, Any] | None:

@@ -171,10 +171,10 @@ def engine_options(config: EngineConfig) -> dict[str, Any]:
         "disable_log_stats": False,  # the statistics include draft counts
         "enforce_eager": is_on_cpu(),  # compilation takes minutes and saves little on a CPU
         **attention,
-        **image_options(config),
         "speculative_config": with_backend_of_trunk(speculative_config(config), attention),
         "weight_transfer_config": {"backend": BACKENDS[config.weight_transport]},
-    } | config.engine_kwargs
+    }
+    options |= config.engine_kwargs | image_options(config)
     return {name: value for name, value in options.items() if value is not None}
 
 

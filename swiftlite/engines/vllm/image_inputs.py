@@ -19,11 +19,19 @@ def image_options(config: EngineConfig) -> dict[str, Any]:
     """Return vLLM's options for a model with an image tower; empty for other models.
 
     Without images in the prompts, vLLM does not load the tower.
+
+    Raises:
+        UserError: a prompt has more images than --vllm_limit_mm_per_prompt allows.
     """
     if config.model.family.vision is None:
         return {}
-    limits = {"limit_mm_per_prompt": {"image": config.max_images, "video": 0}}
-    if not config.max_images:
+    given = config.engine_kwargs.get("limit_mm_per_prompt") or {}
+    limit = given.get("image", config.max_images)
+    if limit < config.max_images:
+        problem = f"--vllm_limit_mm_per_prompt allows {limit} images, but a prompt has {config.max_images}"
+        raise UserError(problem, f"""use '{{"image": {config.max_images}}}', or remove the option""")
+    limits = {"limit_mm_per_prompt": {"image": limit, "video": 0, **given}}
+    if not any(limits["limit_mm_per_prompt"].values()):
         return limits
     return {**limits, "skip_tokenizer_init": False}  # vLLM's processor of images requires a tokenizer
 

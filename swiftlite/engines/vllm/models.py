@@ -6,7 +6,7 @@ imports this file.
 Shapes: T tokens of all requests of a batch, H hidden size.
 """
 
-from copy import deepcopy
+from copy import copy, deepcopy
 from typing import Any
 
 import torch
@@ -261,7 +261,11 @@ class Qwen3MoeMTPModel(MtpDraft):
     """MTP draft model for Qwen3 MoE."""
 
     def make_layer(self, vllm_config: VllmConfig, prefix: str) -> nn.Module:
-        return qwen3_moe.Qwen3MoeDecoderLayer(vllm_config.with_hf_config(self.config), prefix)
+        speculative = vllm_config.speculative_config
+        assert speculative is not None
+        config_of_draft = copy(vllm_config)  # vLLM's layer reads the kind of its MLP from model_config
+        config_of_draft.model_config = speculative.draft_model_config
+        return qwen3_moe.Qwen3MoeDecoderLayer(config_of_draft, prefix)
 
     def expert_mapping(self) -> ExpertMapping:
         return fused_moe_make_expert_params_mapping(

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,8 @@ from swiftlite.errors import UserError
 from tests.engines.broken import BROKEN, BROKEN_FAMILIES, damage, make, projection, without_projection
 from tests.engines.reference import convention
 from tests.messages import has_line, mention_each, mentions, naming
-from tests.stand_ins import forking_vllm_environment
-from tests.tiny import CLASSES
+from tests.stand_ins import torchvision_environment
+from tests.tiny import CLASSES, make_tiny_vision_hf
 
 pytestmark = [
     pytest.mark.engine,
@@ -40,9 +41,20 @@ for directory, options in json.loads(sys.argv[1]):
     report = dry_load(EngineConfig(resolve_served(directory), **{"num_speculative_tokens": None, **options}))
     print(json.dumps(dataclasses.asdict(report)))
 """
-# vLLM's classes of vision-language models import torchvision, which a CPU has no build of here.
+# Models with a vision tower are loaded below.
 LOADABLE = [family for family in CLASSES if not family.startswith(("qwen3_5", "qwen2_5_vl", "qwen3_vl"))]
 WHOLE = [(family, depth) for family in LOADABLE for depth in (0, 1)] + [("mimo", 2), ("qwen2", 2)]
+
+
+WITH_IMAGES = ("qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl")
+
+
+def without_text_config(directory: Path) -> Path:
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    text = config.pop("text_config")
+    path.write_text(json.dumps({**text, **config}))
+    return directory
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +63,10 @@ def reports(tmp_path_factory) -> dict[Any, LoadReport]:
     asked: dict[Any, tuple[Path, dict[str, Any]]] = {}
     for family, depth in WHOLE:
         asked[family, depth] = make(folder / f"{family}-{depth}", family, depth), {}
+    for family in WITH_IMAGES:
+        asked[family, 1] = make_tiny_vision_hf(folder / family, family, 1), {}
+    asked["flat"] = without_text_config(make_tiny_vision_hf(folder / "flat", "qwen2_5_vl", 1, tied=True)), {}
+    asked["dense head"] = make(folder / "dense-head", "qwen3_moe", 1, mlp_only_layers=[1]), {}
     asked["tied"] = make(folder / "tied", "llama", 1, tied=True), {}
     for family in BROKEN_FAMILIES:
         for number, (name, (depth, promised, change)) in enumerate(BROKEN.items()):
@@ -65,7 +81,7 @@ def reports(tmp_path_factory) -> dict[Any, LoadReport]:
     questions = json.dumps([(str(directory), options) for directory, options in asked.values()])
     done = subprocess.run(
         [sys.executable, "-c", LOAD_ALL, questions],
-        env=forking_vllm_environment(),
+        env=torchvision_environment(),
         capture_output=True,
         text=True,
         timeout=300,
@@ -87,6 +103,34 @@ def test_a_whole_checkpoint_passes(reports, family, depth):
 
 def test_a_tied_model_passes(reports):
     assert reports["tied"].problems == []
+
+
+def test_heads_have_the_kind_of_the_last_layer(reports):
+    """The heads have other numbers than the trunk's layers, so vLLM reads their kind from the draft's config."""
+    assert reports["dense head"].problems == []
+
+
+@pytest.mark.parametrize("family", WITH_IMAGES)
+def test_heads_of_models_with_images_pass(reports, family):
+    report = reports[family, 1]
+    assert (report.problems, report.notes) == ([], [])
+    assert report.draft == convention("vllm", family).draft
+    assert report.sees_images is True
+    assert reports["qwen3", 1].sees_images is None
+
+
+def test_settings_without_text_config(reports):
+    """The config.json of the published Qwen2.5-VL has no text_config."""
+    assert reports["flat"].problems == []
+    assert reports["flat"].draft == convention("vllm", "qwen2_5_vl").draft
+
+
+@pytest.mark.parametrize(("sees_images", "words"), [(True, "images features"), (False, "images placeholders")])
+def test_doctor_tells_what_drafts_read_at_images(tmp_path, capsys, monkeypatch, reports, sees_images, words):
+    report = replace(reports["qwen3_vl", 1], sees_images=sees_images)
+    monkeypatch.setattr("swiftlite.engines.loading.dry_load.dry_load", lambda info, config: report)
+    doctor.run(DoctorArgs(model=str(make(tmp_path / "model", "mimo", 1)), engine="vllm"))
+    assert has_line(capsys.readouterr().out, words)
 
 
 @pytest.mark.parametrize("family", BROKEN_FAMILIES)

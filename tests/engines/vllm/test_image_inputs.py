@@ -59,4 +59,10 @@ def test_the_tower_is_loaded_for_images_only(prompts, tmp_path):
     assert image_options(EngineConfig(model)) == {"limit_mm_per_prompt": {"image": 0, "video": 0}}
     options = image_options(EngineConfig(model, max_images=3))
     assert options == {"limit_mm_per_prompt": {"image": 3, "video": 0}, "skip_tokenizer_init": False}
+    given = {"limit_mm_per_prompt": {"image": 4}}
+    options = image_options(EngineConfig(model, max_images=3, engine_kwargs=given))
+    assert options == {"limit_mm_per_prompt": {"image": 4, "video": 0}, "skip_tokenizer_init": False}
+    given = {"limit_mm_per_prompt": {"image": 2}}
+    with pytest.raises(UserError, match=naming("--vllm_limit_mm_per_prompt 2 3")):
+        image_options(EngineConfig(model, max_images=3, engine_kwargs=given))
     assert image_options(EngineConfig(resolve(make_tiny_hf(tmp_path / "text", "qwen3")))) == {}
