@@ -52,6 +52,8 @@ def test_formats(row):
         ({"text": " \n"}, "text:"),
         ({"text": "\ud800"}, "text:"),
         ({"text": "a", "channel": 3}, "channel:"),
+        ({"text": "a", "images": ["a.png"]}, "images:"),
+        ({"text": "a", "videos": ["a.mp4"]}, "videos:"),
         ({"query": "a", "response": "b"}, "row:"),
         ({"messages": [{"role": "user", "content": "a"}]}, "row:"),
     ],

@@ -31,7 +31,7 @@ def test_rows_are_read_and_differ(script, tmp_path):
     assert (len(train), len(val)) == (40, 20)
     images = []
     for row in [*train, *val]:
-        chat = parse_row(row, no_images="")
+        chat = parse_row(row, no_images=None)
         (image,) = (read_image(each, tmp_path) for each in chat.images)
         assert 56 <= min(image.width, image.height) <= max(image.width, image.height) <= 112
         images.append(image.sha256)

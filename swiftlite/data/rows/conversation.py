@@ -172,7 +172,7 @@ def parse_row(
         raise RowError("row", f"is {_kind(row)}, not an object", hint)
     given = row
     row = {key: value for key, value in given.items() if value is not None and value != ""}
-    _check_media(row, no_images)
+    check_media(row, no_images)
 
     _check_spelling(row)
     if "messages" in row:
@@ -216,8 +216,12 @@ def parse_row(
     )
 
 
-def _check_media(row: dict[str, Any], no_images: str | None) -> None:
-    """Reject videos and audios, and images for the reason `no_images`; None accepts images."""
+def check_media(row: dict[str, Any], no_images: str | None) -> None:
+    """Reject videos and audios, and images for the reason `no_images`; None accepts images.
+
+    Raises:
+        RowError: the row has media that are not supported.
+    """
     for media in MEDIA:
         if not row.get(media):
             continue

@@ -6,7 +6,7 @@ A row has the field `text`, or a single assistant turn as in ms-swift, `{"messag
 
 from typing import Any
 
-from swiftlite.data.rows.conversation import HALF_A_PAIR, SURROGATE, Conversation, RowError
+from swiftlite.data.rows.conversation import HALF_A_PAIR, NO_IMAGES, SURROGATE, Conversation, RowError, check_media
 
 
 def parse_document(row: object, *, system: str | None = None, source: str = "") -> Conversation:
@@ -23,6 +23,7 @@ def parse_document(row: object, *, system: str | None = None, source: str = "") 
     hint = 'rows are {"text": "..."}'
     if not isinstance(row, dict):
         raise RowError("row", "is not an object", hint)
+    check_media(row, NO_IMAGES)
     field, text = _text_of(row, hint)
     if not isinstance(text, str):
         raise RowError(field, f"is {type(text).__name__}, not text", hint)
