@@ -53,7 +53,7 @@ def test_images_are_work():
     samples[7] = samples[7].with_extras(patches=[[0.0]] * 40)
     assert len(samples[7]) == min(map(len, samples))
     flops = replace(FLOPS, item=1.0)
-    options = PACKINGS["levelled"] | {"global_batch_size": 8, "packing_length": 64, "max_length": 64}
+    options: dict[str, Any] = PACKINGS["levelled"] | {"global_batch_size": 8, "packing_length": 64, "max_length": 64}
     found = []
     for batches in ranks(2, **options):
         batches = replace(batches, flops=flops, extras=(Extra("patches", per="item", shape=(1,)),))

@@ -150,8 +150,10 @@ def test_it_learns_what_transformers_would(model, family, rows, tmp_path, layout
     assert (tmp_path / "hf" / "preprocessor_config.json").exists()
 
 
-def test_frozen_parts_are_exported_unchanged(model, rows, tmp_path):
-    launch(1, run, args_of(model, rows, tmp_path / "run", mtp_mode="heads_only"))
+@pytest.mark.parametrize("stages", [1, 2])
+def test_frozen_parts_are_exported_unchanged(model, rows, tmp_path, stages):
+    args = args_of(model, rows, tmp_path / "run", mtp_mode="heads_only", pipeline_model_parallel_size=stages)
+    launch(stages, run, args, stages)
     report = json.loads((tmp_path / "run" / "run_report.json").read_text())["tensors"]
     assert report["trunk_sha256_before"] == report["trunk_sha256_after"]
     before, after = load_file(model / "model.safetensors"), export_hf(tmp_path / "run", tmp_path / "hf")
