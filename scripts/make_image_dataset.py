@@ -1,24 +1,25 @@
 """Make a dataset of questions about small pictures.
 
 A picture has 56 to 112 pixels on a side. It shows one to five shapes of one color, which are counted, or a number with
-two digits, which is read. The rows are in rows.jsonl and val.jsonl, the pictures in images/. No two rows have the same
-picture.
+two digits, which is read; options make the pictures easier. The rows are in rows.jsonl and val.jsonl, the pictures in
+images/. No two rows have the same picture.
 
     python scripts/make_image_dataset.py --output_dir pictures --max_rows 2000
+    python scripts/make_image_dataset.py --output_dir easy --side 64 --max_shapes 3 --digits 1
 
-Rows depend only on --seed, --max_rows and --val_rows; pixels of digits also depend on Pillow's release.
+Rows depend only on the options; pixels of digits also depend on Pillow's release.
 """
 
 import argparse
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from PIL import Image, ImageDraw, ImageFont
 
 SMALLEST, LARGEST, STEP = 56, 112, 8  # pixels of a side
-MAX_SHAPES = 5
 COLORS = {
     "red": (205, 40, 40),
     "green": (30, 140, 60),
@@ -29,6 +30,17 @@ COLORS = {
 }
 SHAPES = ("circle", "square", "triangle")
 BACKGROUNDS = ((255, 255, 255), (245, 240, 225), (225, 235, 245))
+
+
+class Limits(NamedTuple):
+    """What pictures show: at most so many shapes or a number of so many digits, on sides of these lengths in pixels."""
+
+    sides: Sequence[int] = range(SMALLEST, LARGEST + 1, STEP)
+    max_shapes: int = 5
+    digits: int = 2
+
+
+DEFAULT = Limits()
 
 
 class Picture(NamedTuple):
@@ -47,11 +59,11 @@ def count_of(number: int, color: str, shape: str) -> str:
     return f"There are {number} {color} {shape}s."
 
 
-def draw_shapes(rng: random.Random) -> Picture:
-    """Draw one to five shapes of one kind and color, which do not touch each other."""
-    image = _paper(rng)
+def draw_shapes(rng: random.Random, limits: Limits) -> Picture:
+    """Draw shapes of one kind and color, which do not touch each other."""
+    image = _paper(rng, limits)
     draw = ImageDraw.Draw(image)
-    number, color, shape = rng.randint(1, MAX_SHAPES), rng.choice(list(COLORS)), rng.choice(SHAPES)
+    number, color, shape = rng.randint(1, limits.max_shapes), rng.choice(list(COLORS)), rng.choice(SHAPES)
     columns = rows = 3  # each shape is in another cell of the picture
     width, height = image.width / columns, image.height / rows
     for cell in rng.sample(range(columns * rows), number):
@@ -62,10 +74,11 @@ def draw_shapes(rng: random.Random) -> Picture:
     return Picture(image, "count", f"How many {shape}s are there?", count_of(number, color, shape))
 
 
-def draw_number(rng: random.Random) -> Picture:
-    """Draw a number with two digits."""
-    image = _paper(rng)
-    number, color = rng.randint(10, 99), rng.choice(list(COLORS))
+def draw_number(rng: random.Random, limits: Limits) -> Picture:
+    """Draw a number without leading zeros."""
+    image = _paper(rng, limits)
+    smallest = 10 ** (limits.digits - 1)
+    number, color = rng.randint(smallest, 10 * smallest - 1), rng.choice(list(COLORS))
     font = ImageFont.load_default(size=rng.uniform(0.4, 0.6) * min(image.size))
     draw = ImageDraw.Draw(image)
     left, top, right, bottom = draw.textbbox((0, 0), str(number), font=font)
@@ -77,14 +90,14 @@ def draw_number(rng: random.Random) -> Picture:
     return Picture(image, "read", "Which number is in the picture?", f"The number is {number}.")
 
 
-def make_pictures(num_pictures: int, seed: int) -> list[Picture]:
+def make_pictures(num_pictures: int, seed: int, limits: Limits = DEFAULT) -> list[Picture]:
     """Return pictures of both kinds in turn, each different from all others."""
     rng = random.Random(seed)
     seen: set[tuple[tuple[int, int], bytes]] = set()
     pictures: list[Picture] = []
     while len(pictures) < num_pictures:
         draw = (draw_shapes, draw_number)[len(pictures) % 2]
-        picture = draw(rng)
+        picture = draw(rng, limits)
         content = (picture.image.size, picture.image.tobytes())
         if content not in seen:
             seen.add(content)
@@ -112,10 +125,9 @@ def _row(directory: Path, number: int, picture: Picture) -> dict[str, Any]:
     return {"messages": messages, "images": [name], "channel": picture.channel}
 
 
-def _paper(rng: random.Random) -> Image.Image:
+def _paper(rng: random.Random, limits: Limits) -> Image.Image:
     """Return an empty picture."""
-    sides = range(SMALLEST, LARGEST + 1, STEP)
-    return Image.new("RGB", (rng.choice(sides), rng.choice(sides)), rng.choice(BACKGROUNDS))
+    return Image.new("RGB", (rng.choice(limits.sides), rng.choice(limits.sides)), rng.choice(BACKGROUNDS))
 
 
 def _draw_shape(
@@ -136,8 +148,14 @@ def main() -> None:
     parser.add_argument("--max_rows", type=int, default=2000, help="rows for training (default: 2000)")
     parser.add_argument("--val_rows", type=int, default=200, help="rows for validation (default: 200)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the pictures (default: 0)")
+    parser.add_argument("--side", type=int, help="length of all sides in pixels (default: 56 to 112)")
+    parser.add_argument("--max_shapes", type=int, default=5, help="largest number of shapes, at most 9 (default: 5)")
+    parser.add_argument("--digits", type=int, default=2, help="digits of a number, at most 3 (default: 2)")
     args = parser.parse_args()
-    write(args.output_dir, make_pictures(args.max_rows + args.val_rows, args.seed), args.val_rows)
+    limits = Limits(max_shapes=args.max_shapes, digits=args.digits)
+    if args.side is not None:
+        limits = limits._replace(sides=[args.side])
+    write(args.output_dir, make_pictures(args.max_rows + args.val_rows, args.seed, limits), args.val_rows)
 
 
 if __name__ == "__main__":

@@ -77,6 +77,17 @@ def test_answers_count_the_shapes_of_the_picture(script):
     assert numbers == {1, 2, 3, 4, 5}
 
 
+def test_easy_pictures(script):
+    limits = script.Limits(sides=[64], max_shapes=3, digits=1)
+    pictures = script.make_pictures(60, seed=5, limits=limits)
+    assert {picture.image.size for picture in pictures} == {(64, 64)}
+    numbers = {picture.channel: set() for picture in pictures}
+    for picture in pictures:
+        numbers[picture.channel] |= set(re.findall(r"\d+", picture.answer))
+    assert numbers["count"] == set("123")
+    assert numbers["read"] <= set("123456789")
+
+
 def test_numbers_are_inside_of_the_picture(script):
     pictures = [each for each in script.make_pictures(80, seed=4) if each.channel == "read"]
     for picture in pictures:
