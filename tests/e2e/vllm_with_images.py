@@ -30,7 +30,7 @@ def results_of(calls: Sequence[Callable[[], Any]]) -> list[Any]:
         asked.write_bytes(pickle.dumps(calls))
         command = [sys.executable, "-W", "ignore", "-m", "tests.e2e.vllm_with_images", str(asked), str(answered)]
         done = subprocess.run(
-            command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300
+            command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=600
         )
         assert done.returncode == 0, done.stderr[-5000:]
         return pickle.loads(answered.read_bytes())
