@@ -432,7 +432,7 @@ def wrapped(config: dict[str, Any], model_type: str) -> dict[str, Any]:
         "model_type": model_type,
         "text_config": config,
         "tie_word_embeddings": config["tie_word_embeddings"],
-        "vision_config": {"depth": 1, "hidden_size": 8, "model_type": f"{model_type}_vision"},
+        "vision_config": {"depth": 1, "hidden_size": 8, "num_heads": 1, "model_type": f"{model_type}_vision"},
     }
 
 

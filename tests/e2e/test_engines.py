@@ -33,9 +33,11 @@ from swiftlite.engines.served_model import resolve_served
 from swiftlite.errors import UserError
 from swiftlite.families import FAMILIES
 from swiftlite.heads.drafting import Drafting
+from tests import torchvision_here
 from tests.e2e.conftest import Commands
 from tests.e2e.draft_logits import LOGIT_TOLERANCE, compare_draft_logits
-from tests.e2e.vllm_here import drafted_by_load, load_draft, prefix_hits
+from tests.e2e.vllm_here import drafted_by_load, load_draft, prefix_hits, serve
+from tests.e2e.vllm_with_images import results_of
 from tests.engines.chi_square import FALSE_ALARM, probability
 from tests.engines.joint import PROMPT, TEMPERATURE, joint_distribution
 from tests.engines.reference import UNDECIDED, Reference, convention, follow, with_vocab
@@ -62,7 +64,7 @@ def others(drafting: Drafting) -> dict[str, Drafting]:
     return {name: replace(drafting, **{name: not value}) for name, value in vars(drafting).items()}
 
 
-# vLLM's classes of Qwen3.5 and of models with a vision tower require torchvision (test_images.py).
+# vLLM's classes of Qwen3.5 and of models with a vision tower require torchvision (tests/torchvision_here.py).
 HYBRID_IN_VLLM = ["qwen3_next"]
 FLOAT32 = [name for name in FAMILIES if name not in (*HYBRID, *WRAPPED)]
 WITH_FIRST_HEAD = [name for name in FLOAT32 if convention("vllm", name).heads == "first"]
@@ -139,7 +141,7 @@ def test_drafts_are_of_the_draft_vocabulary(family, vllm, trained, tmp_path):
     assert 0.1 < counts.acceptance_rate < counts_of_all.acceptance_rate
 
 
-@pytest.mark.parametrize("family", HYBRID_IN_VLLM)
+@pytest.mark.parametrize("family", some_of([*HYBRID_IN_VLLM, "qwen3_5", "qwen3_5_moe"], *HYBRID_IN_VLLM))
 def test_linear_attention_in_bfloat16(family, vllm, trained):
     """vLLM's kernel for a CPU supports only bfloat16, which changes these logits by 0.1.
 
@@ -152,8 +154,14 @@ def test_linear_attention_in_bfloat16(family, vllm, trained):
     beginnings = [row[:length] for row in learned for length in range(2, 22, 4)]
     clear = [prompt for prompt in beginnings if reference.closest_choice(prompt, NEW_TOKENS, 3) > 0.5]
     assert len(clear) >= 3
-    for num_tokens in (1, 3):
-        served = vllm(directory, clear, NEW_TOKENS, num_tokens, dtype="bfloat16")
+    calls = [partial(serve, directory, clear, NEW_TOKENS, num_tokens, dtype="bfloat16") for num_tokens in (1, 3)]
+    if family in HYBRID_IN_VLLM:
+        results = [vllm(*call.args, **call.keywords) for call in calls]
+    elif torchvision_here.missing():
+        pytest.skip(torchvision_here.missing())
+    else:
+        results = results_of(calls)
+    for num_tokens, served in zip((1, 3), results, strict=True):
         assert served.draft == convention("vllm", family).draft
         expected, counts = reference.simulate(clear, NEW_TOKENS, num_tokens)
         assert served.token_ids == expected
