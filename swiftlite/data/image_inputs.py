@@ -134,7 +134,8 @@ class ImageProcessing:
         size["shortest_edge"] = min_pixels or size["shortest_edge"]
         highest, lowest, one_item = size["longest_edge"], size["shortest_edge"], self.sizes.group_size**2
         if highest < one_item:
-            raise UserError(f"--max_pixels {highest} is less than one item of the model", f"use {one_item} or more")
+            problem = f"--max_pixels {highest} is less than the {one_item} pixels of one image token"
+            raise UserError(problem, f"use {one_item} or more")
         if lowest > highest:
             given, limit = f"--min_pixels {lowest}", f"the maximum of the model, {highest}"
             if min_pixels is None:

@@ -21,6 +21,7 @@ from swiftlite.data.user_turn import UserTurn
 from swiftlite.engines.engine import Completion, Engine, Sampling
 from swiftlite.engines.prompts import PromptEncoder
 from swiftlite.families.resolved import HfModel
+from swiftlite.log import logger
 from swiftlite.regenerate.self_dialogues import SelfDialogues, SelfPrompts, WrittenMessage
 from swiftlite.regenerate.steering import read_steering
 from swiftlite.serve.answers import AnswersFile, describe
@@ -104,6 +105,8 @@ class SelfPromptWriter:
         with AnswersFile(directory / PROMPTS, self._names, self._made_with, "--output_dir") as file:
             for place, message in file.typed_records(WrittenMessage):
                 self._dialogues.written[divmod(place, self._dialogues.num_messages)] = message
+            if file.num_answers:
+                logger.info("resuming: %s", file)
             with logs_how_to_resume(file):
                 for position in range(self._dialogues.num_messages):
                     self._write_messages(position, file, engine, max_length)

@@ -265,7 +265,8 @@ def images_have_a_place_and_a_size(args: Any, facts: Facts) -> Iterator[Problem]
 def max_pixels_has_an_item(max_pixels: int, sizes: ImageSizes) -> Iterator[Problem]:
     one_item = sizes.group_size**2
     if max_pixels < one_item:
-        yield f"--max_pixels {max_pixels} is less than one item of the model", f"use {one_item} or more"
+        problem = f"--max_pixels {max_pixels} is less than the {one_item} pixels of one image token"
+        yield problem, f"use {one_item} or more"
 
 
 def recompute_options_fit(args: SftArgs | DoctorArgs, facts: Facts) -> Iterator[Problem]:

@@ -20,7 +20,7 @@ from swiftlite.data.template import ChatTemplate, load_tokenizer
 from swiftlite.errors import UserError
 from swiftlite.regenerate.command import run
 from swiftlite.regenerate.steering import read_steering
-from tests.messages import mentions, naming
+from tests.messages import has_line, mentions, naming
 from tests.tiny import make_tiny_hf
 
 NUMBER = 24
@@ -88,7 +88,7 @@ def test_another_seed_writes_other_prompts(args, tmp_path):
 
 
 @pytest.mark.parametrize("kept_lines", [0, 5, 2 * NUMBER])
-def test_it_resumes_in_any_turn(args, tmp_path, kept_lines):
+def test_it_resumes_in_any_turn(args, tmp_path, kept_lines, caplog):
     args = dataclasses.replace(args, self_turns=2, temperature=0.9)
     run(args)
     before = files(tmp_path / "out")
@@ -98,7 +98,10 @@ def test_it_resumes_in_any_turn(args, tmp_path, kept_lines):
         (tmp_path / "out" / name).unlink()
     beginning = b"".join(lines[:kept_lines]) + b"".join(lines[kept_lines : kept_lines + 1])[:20]
     (tmp_path / "out/prompts.jsonl").write_bytes(beginning)
+    caplog.set_level("INFO", logger="swiftlite")
+    caplog.clear()
     run(args)
+    assert has_line(caplog.text, f"{kept_lines} prompts.jsonl") == (kept_lines > 0)
     assert files(tmp_path / "out") == before
     roles = [[message["role"] for message in row["messages"]] for row in read(tmp_path / "out/dataset.jsonl")]
     assert ["user", "assistant", "user", "assistant"] in roles
