@@ -672,7 +672,8 @@ class SpeedupOptions:
     output_dir: str = ""
     """Directory for all results; the same command resumes from it, and a larger --budget continues."""
     budget: str = "1h"
-    """Time for everything, such as 45m or 1h30m; at least 5m. The step in progress at the end is completed."""
+    """Time for the whole command, such as 45m or 1h30m; at least 5m. No round starts that would exceed it, except the
+    first; bench runs in any case."""
     dataset: list[str] = field(default_factory=list)
     """Files or datasets on the hub with prompts (rows as for sft) similar to the expected requests. Default: the model
     writes all prompts."""

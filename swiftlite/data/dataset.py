@@ -78,9 +78,11 @@ class DataReport:
         return {"total": asdict(self.total), **asdict(self)}
 
     def log(self) -> None:
-        """Log one line per file and one per note."""
+        """Log one line per file, for each of the first bad rows, and for each note."""
         for spec, counts in self.files.items():
             logger.info("%s: %s", spec, counts)
+        for bad in self.bad_rows[:SHOWN_ROWS]:
+            logger.warning("dropped: %s", bad)
         for note in self.notes:
             logger.warning("%s", note)
 

@@ -103,7 +103,7 @@ def decode(content: bytes) -> Image.Image:
     try:
         image = Image.open(BytesIO(content), formats=FORMATS)
         _check_size(*image.size)
-        image.load()  # first, because errors of damaged pixels would be suppressed with those of EXIF data
+        image.load()  # outside of the following block, which suppresses all errors
         with contextlib.suppress(Exception):  # invalid EXIF data is ignored
             ImageOps.exif_transpose(image, in_place=True)
         return _in_rgb(image)
@@ -167,6 +167,8 @@ def _path_in(media_root: Path, name: str) -> Path:
     Raises:
         UserError: the name is an address, or the file is not in the directory.
     """
+    if name.startswith("file://"):
+        raise UserError("is an address", "give the path without file://")
     if "://" in name:
         raise UserError("is an address; images are read from files", "download the image, and give its path")
     try:

@@ -5,7 +5,9 @@ Trunk and MTP heads use the same outputs: a head whose token is a placeholder re
 first pipeline stage, which sends its outputs to later stages that read them (`SentOutputs`).
 
 Shapes: K the number of predictions (1 for the trunk, 1 for each MTP depth), B rows, S tokens of a row on this rank, I
-items of the micro-batch, O outputs of an item (1, or with deepstack 1 + number of layers), H hidden size.
+items of the micro-batch, O outputs of an item, H hidden size. An item is what becomes one token: of an image, four
+neighboring patches. With deepstack an item has several outputs: one replaces the token's embedding, and the others are
+added to its state after the first decoder layers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,7 +46,7 @@ class TowerInputs:
 
 
 def num_items_of(items: Mapping[str, torch.Tensor]) -> int:
-    """Return the number of items of a micro-batch, from its tensors with one value per item."""
+    """Return the number of items of a micro-batch; tensors without values per item are shorter."""
     return max(map(len, items.values()), default=0)
 
 
@@ -52,8 +54,8 @@ def num_items_of(items: Mapping[str, torch.Tensor]) -> int:
 class SentOutputs:
     """The outputs of a tower that a pipeline stage receives from the previous stage, and sends to the next stage.
 
-    They are rows behind the hidden states [S, B, H], so that their gradients return with those of the states. For
-    example, 3 outputs of a micro-batch with B = 2 are [2, B, H], with one row of zeros.
+    They are sent as further positions behind the hidden states [S, B, H], so that their gradients return with those of
+    the states. For example, 3 outputs of a micro-batch with B = 2 fill 2 positions, and the last place is zeros.
 
     Attributes:
         per_stage: number of outputs of an item that each stage sends (`plan.layout.tower_outputs_sent`); empty for a

@@ -207,7 +207,7 @@ def render(args: SftArgs, plan: Plan, checkpoint: Heads, schedule: Schedule | No
     width = max(len(name) for name, _ in lines_of_all)
     read = "only config.json was read"
     if schedule:
-        read = "config.json was read and rows were counted"
+        read = "config.json was read, rows were counted but not read"
     text = [f"plan of this run; {read}, nothing was written"]
     for section, lines in sections:
         text.append(section)

@@ -14,7 +14,10 @@ MIN_MINUTES = 5
 def budget_suffices(args: SpeedupArgs, facts: Facts) -> Iterator[Problem]:
     seconds = seconds_of(args.budget)
     if seconds is None:
-        yield f"--budget {args.budget} is not a duration", "give days, hours, minutes or seconds: --budget 1h30m"
+        yield (
+            f"--budget {args.budget} is not a duration",
+            "write numbers with units d, h, m or s and no spaces: --budget 1h30m",
+        )
     elif seconds < 60 * MIN_MINUTES:
         yield f"--budget {args.budget} is too short: starting the engine takes minutes", f"use at least {MIN_MINUTES}m"
 
@@ -28,7 +31,7 @@ def concurrency_can_be(args: SpeedupArgs, facts: Facts) -> Iterator[Problem]:
     numbers = args.concurrency
     text = ",".join(map(str, numbers))
     if not numbers or min(numbers) < 1 or len(set(numbers)) < len(numbers):
-        yield f"--concurrency {text} must contain different numbers of at least 1", "for example --concurrency 1,8"
+        yield f"--concurrency {text}: numbers must be at least 1 and must not repeat", "for example --concurrency 1,8"
 
 
 def share_has_a_dataset(args: SpeedupArgs, facts: Facts) -> Iterator[Problem]:

@@ -30,7 +30,7 @@ from swiftlite.speedup.screen import final_lines
 from swiftlite.speedup.state import Progress
 from swiftlite.speedup.steps import run_step
 
-# A larger budget continues, and the other options do not change a result.
+# Options that may change when a command resumes: a larger budget continues, and the others do not change results.
 NOT_SETTINGS = ("budget", "output_dir", "trust_remote_code")
 
 
@@ -49,6 +49,9 @@ def run(args: SpeedupArgs) -> None:
     with only_run_in(directory):
         progress = Progress.read(directory, settings)
         progress.write(directory)
+        if progress.spent:
+            used = f"{progress.spent / 60:.0f} minutes of --budget {args.budget} are used"
+            logger.info("resuming: %d steps are complete, %s", len(progress.seconds), used)
         try:
             best = _Speedup(args, model, rows, directory, progress).best_heads()
         except KeyboardInterrupt:
@@ -143,14 +146,22 @@ class _Speedup:
         rows = self._rows.of_round(number, prompts)
         first = sum(progress.rounds[: number - 1])
         run_step(commands.answers(number, prompts, len(rows), first), progress, directory)
+        self._warn_of_overrun()
         self._divide(number)
         if number == 1 and self._model.heads.layers:
             self._evaluate("model")
         # From the best heads so far; `best` is empty for new heads.
         run_step(commands.training(number, progress.best), progress, directory)
+        self._warn_of_overrun()
         shutil.rmtree(directory / f"round-{number}" / "states", ignore_errors=True)
         run_step(commands.export(number), progress, directory)
         self._evaluate(f"round-{number}")
+
+    def _warn_of_overrun(self) -> None:
+        """Log that the budget is used up, if it is. The round in progress and `bench` are still completed."""
+        if self._progress.spent > self._budget:
+            minutes = f"{self._progress.spent / 60:.0f} minutes, more than --budget {self._args.budget}"
+            logger.warning("%s; this round and bench are completed all the same", minutes)
 
     def _divide(self, number: int) -> None:
         """Write the training rows of a round; in the first round also the held-out rows that all rounds share."""

@@ -192,6 +192,7 @@ def test_both_answers_of_a_pair_have_the_same_images(row):
     [
         ({"query": "q", "response": "<image>", "rejected_response": "b", "images": ["a"]}, "response:"),
         ({"query": "q", "response": "a", "rejected_response": "<image>", "images": ["a"]}, "rejected_response:"),
+        ({"query": "<image>", "response": "a", "rejected_response": "<image>", "images": ["a"]}, "rejected_response:"),
         ({"query": "<image>", "response": "a", "rejected_response": "b"}, "images: 1 0"),
         ({"chosen": turns(NAMED, "Y"), "rejected": turns([{**IMAGE, "image": "b"}, text("See.")], "N")}, "rejected:"),
         ({"chosen": turns(NAMED, "Y"), "rejected": turns("See.", "N")}, "rejected:"),

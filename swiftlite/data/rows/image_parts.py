@@ -6,6 +6,7 @@ A turn with images has a list of parts as its content, as `apply_chat_template` 
 
 import base64
 import itertools
+import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -14,6 +15,8 @@ from swiftlite.errors import clip
 from swiftlite.json_file import parse_json
 
 TAG = "<image>"
+NEAR_TAG = re.compile(r"<\s*/?\s*(?:image|img)\s*/?\s*>", re.IGNORECASE)
+"""Spellings that are not the tag, such as <Image> and <img>."""
 IMAGE_TYPES = ("image", "image_url")
 """Types of parts that are images: of transformers and of OpenAI."""
 Message = dict[str, Any]
@@ -92,7 +95,8 @@ def place_images(messages: list[Message], images: Any) -> tuple[list[Message], t
         images: value of the row's field `images`.
 
     Raises:
-        RowError: there are more tags than images, or an image is neither a path, a data URI nor bytes.
+        RowError: there are more tags than images, a tag is misspelled, or an image is neither a path, a data URI nor
+            bytes.
     """
     contents = [_parts_of(message) for message in messages]
     sources = _listed(images)
@@ -101,6 +105,7 @@ def place_images(messages: list[Message], images: Any) -> tuple[list[Message], t
         problem = f"has {len(sources)} of the {unnamed} images that the {TAG} tags of the turns require"
         raise RowError("images", problem, f"give one image for each {TAG} tag")
     if len(sources) > unnamed:
+        _check_spelling_of_tags(messages)
         first = next(i for i, message in enumerate(messages) if message["role"] == "user")
         contents[first] = [{"type": "image"}] * (len(sources) - unnamed) + contents[first]
 
@@ -113,6 +118,19 @@ def place_images(messages: list[Message], images: Any) -> tuple[list[Message], t
         placed.append(message)
         found += named
     return placed, tuple(found)
+
+
+def _check_spelling_of_tags(messages: list[Message]) -> None:
+    """Check the texts of a row that has fewer tags than images.
+
+    Raises:
+        RowError: a text contains a misspelled tag.
+    """
+    for i, message in enumerate(messages):
+        for text in texts_of(message):
+            for found in NEAR_TAG.findall(text):
+                if found != TAG:
+                    raise RowError(f"messages[{i}]", f"has the text {found}, which is not a tag", f"write {TAG}")
 
 
 def _image_part(part: Part, path: str) -> Part:

@@ -9,9 +9,10 @@ from dataclasses import replace
 from typing import Any
 
 from swiftlite.data.rows.conversation import MEDIA, NO_IMAGES, Conversation, RowError, parse_row
-from swiftlite.data.rows.image_parts import num_images
+from swiftlite.data.rows.image_parts import TAG, num_images
 
 FORMATS = '{"query": "...", "response": "...", "rejected_response": "..."}, or prompt, chosen and rejected'
+IMAGE_IN_ANSWER = ("has an image, but answers are text", "use images only in the turns before the answer")
 SHARED = ("system", "tools", "channel", *MEDIA)
 """Fields of a row that apply to both answers."""
 
@@ -75,7 +76,7 @@ def check_answer_is_text(conversation: Conversation, field: str) -> None:
         RowError: the turn has an image.
     """
     if num_images(conversation.messages[-1:]):
-        raise RowError(field, "has an image, but answers are text", "use images only in the turns before the answer")
+        raise RowError(field, *IMAGE_IN_ANSWER)
 
 
 def _sources(conversation: Conversation) -> list[str | bytes]:
@@ -92,6 +93,8 @@ def _other_row(
     if not isinstance(text, str) or not text.strip():
         raise RowError("rejected_response", "is empty or not text")
     conversation = parse_row(rest, no_images=no_images)
+    if conversation.images and TAG in text:
+        raise RowError("rejected_response", *IMAGE_IN_ANSWER)
     turns = [*conversation.messages[:-1], {"role": "assistant", "content": text}]
     others = {name: value for name, value in shared.items() if name != "system"}  # now part of the turns
     if conversation.images:  # also those that parts of turns name

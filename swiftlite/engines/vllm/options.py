@@ -126,7 +126,7 @@ def attention_options(model: HfModel, torch_dtype: str) -> dict[str, Any]:
     if needs_torchvision and find_spec("torchvision") is None:
         raise UserError(
             f"vLLM requires torchvision for {model.family.name}, which is not installed",
-            "install it for this torch from the same package index, or use --infer_backend transformers",
+            "install the build for this torch (PyPI's requires CUDA), or use --infer_backend transformers",
         )
     attentions = model.family.architecture(model.config).attentions
     options: dict[str, Any] = {}

@@ -69,7 +69,7 @@ def image_processing_of(args: SftArgs, tokenizer: PreTrainedTokenizerBase, hf_mo
             about the images of a row.
     """
     if args.streaming:
-        raise UserError("requires --streaming false")
+        raise UserError("is not supported with --streaming true")
     sizes = image_sizes(hf_model.config)
     return ImageProcessing.of_model(hf_model.directory, hf_model.family.name, sizes, tokenizer)
 
