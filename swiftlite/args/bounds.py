@@ -38,7 +38,9 @@ def bounds_of(args_class: type) -> dict[str, Interval]:
     """Return the bounds of the class's numbers by field name."""
     found = {}
     for name, kind in typing.get_type_hints(args_class, include_extras=True).items():
-        for number in (kind, *typing.get_args(kind)):  # PositiveInt, or PositiveInt | None
+        parts = typing.get_args(kind)
+        values = [value for part in parts if typing.get_origin(part) is dict for value in typing.get_args(part)]
+        for number in (kind, *parts, *values):  # PositiveInt, PositiveInt | None, or dict[str, PositiveInt] | None
             if typing.get_origin(number) is Annotated:
                 found[name] = typing.get_args(number)[1]
     return found

@@ -67,6 +67,7 @@ _EXPECTED: dict[Any, str] = {
     str: "text",
     list[str]: "one or more texts",
     dict[str, Any]: "a JSON object",
+    dict[str, int]: "a JSON object of integers",
 }
 
 

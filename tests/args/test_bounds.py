@@ -15,7 +15,8 @@ from tests.messages import mentions
 @pytest.mark.parametrize("command", commands(), ids=lambda command: command.words)
 def test_every_number_has_bounds(command):
     known = options(command.args_class)
-    numbers = [name for name, option in known.items() if option.type in (int, float, int | None, float | None)]
+    types = (int, float, int | None, float | None, dict[str, int] | None)
+    numbers = [name for name, option in known.items() if option.type in types]
     assert sorted(bounds_of(command.args_class)) == sorted(numbers)
 
 
@@ -36,6 +37,11 @@ def test_every_number_has_bounds(command):
 )
 def test_bounds_in_words(args_class, name, words):
     assert mentions(describe(bounds_of(args_class)[name]), words)
+
+
+def test_numbers_in_an_object_have_bounds():
+    assert list(out_of_bounds(DeployArgs(vllm_limit_mm_per_prompt={"image": -1}))) == ["vllm_limit_mm_per_prompt"]
+    assert not out_of_bounds(DeployArgs(vllm_limit_mm_per_prompt={"image": 0}))
 
 
 def test_what_bounds_include_shows_in_their_words():

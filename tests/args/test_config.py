@@ -95,6 +95,8 @@ def test_none_is_a_choice_before_it_is_no_value():
         ("vllm_engine_kwargs", {"a": "\ud83d"}, "JSON 'utf-8'", "--vllm_engine_kwargs"),
         ("train_iters", 2**63, "2^63 9223372036854775808", ""),
         ("train_iters", "9" * 5000, f"'{'9' * 196}...", ""),
+        ("vllm_limit_mm_per_prompt", [], "JSON []", "--vllm_limit_mm_per_prompt"),
+        ("vllm_limit_mm_per_prompt", {"image": 1.5}, "JSON {'image': 1.5}", "--vllm_limit_mm_per_prompt"),
         ("vllm_engine_kwargs", "[1]", "JSON [1]", "--vllm_engine_kwargs '{\"key\": 1}'"),
     ],
 )
