@@ -22,7 +22,7 @@ from swiftlite.engines.prompts import ChatPrompt, ImagePrompt, PromptEncoder, mo
 from swiftlite.families.resolved import resolve
 from swiftlite.serve import deploy
 from tests.data.images import data_uri, noise
-from tests.e2e.test_images import ROWS, make_model
+from tests.images import make_vision_hf_with_tokenizer
 
 pytestmark = [
     pytest.mark.engine,
@@ -30,8 +30,25 @@ pytestmark = [
     # vLLM's processors of images import it.
     pytest.mark.skipif(importlib.util.find_spec("torchvision") is None, reason="torchvision is not installed"),
 ]
+ROWS: list[dict[str, Any]] = [
+    {"query": "What does this do?"},
+    {"query": "What is <image>?", "images": ["a.png"]},
+    {"query": "<image> or <image>?", "images": ["a.png", "b.png"]},
+]
 HALF_A_CHARACTER = "\ufffd"
 """The end of an answer whose last token is the first half of a character. vLLM does not stream it."""
+
+
+def make_model(directory: Path, family: str) -> Path:
+    """Write a tiny model with the files that processors in engines read."""
+    hf_dir = make_vision_hf_with_tokenizer(directory, family, depth=0)
+    path = hf_dir / "preprocessor_config.json"
+    settings = json.loads(path.read_text()) | {"image_processor_type": "Qwen2VLImageProcessorFast"}
+    path.write_text(json.dumps(settings))
+    kind = "Qwen2VLVideoProcessor" if family == "qwen2_5_vl" else "Qwen3VLVideoProcessor"
+    del settings["image_processor_type"]
+    (hf_dir / "video_preprocessor_config.json").write_text(json.dumps(settings | {"video_processor_type": kind}))
+    return hf_dir
 
 
 def request(url: str, messages: list[dict[str, Any]]) -> dict[str, Any]:
