@@ -7,9 +7,9 @@ Shape suffixes: K the number of predictions (1 for the trunk, 1 for each MTP dep
 of a row, N sequences of the micro-batch, I items of the micro-batch.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -289,14 +289,16 @@ def _lay_out(
 
 
 def count_items(sequences: Sequence[Sample], extras: Sequence[Extra]) -> tuple[int, int]:
-    """Return the number of items of all sequences, and the sum of the squared numbers of items of each image.
+    """Return the number of items of a batch, and the sum of the squared numbers of items of each image.
 
-    All extras per item have the same number of items.
+    Shared items count once. All extras per item have the same number of items.
     """
     names = [extra.name for extra in extras if extra.per == "item"]
+    if not names:
+        return 0, 0
     sizes: list[int] = []
-    for sequence in sequences:
-        sizes += group_sizes(sequence.extras.get(names[0], ())) if names else ()
+    for own in _unshared_items(names[0], sequences):
+        sizes += group_sizes(own)
     return sum(sizes), sum(size**2 for size in sizes)
 
 
@@ -333,12 +335,8 @@ def _ahead_of_tokens(
 def _items(extra: Extra, sequences: Sequence[Sample]) -> torch.Tensor:
     """Return the items of all sequences, [I, *shape]; shared items once."""
     items: list[np.ndarray] = []
-    previous: Iterable[np.ndarray] = ()
-    for sequence in sequences:
-        own = sequence.extras.get(extra.name, ())
-        if own is not previous:
-            items += own
-        previous = own
+    for own in _unshared_items(extra.name, sequences):
+        items += own
     return torch.from_numpy(np.array(items)).to(extra.dtype).view(-1, *extra.shape)
 
 
@@ -350,11 +348,17 @@ def _first_items(name: str, sequences: Sequence[Sample]) -> list[int]:
     """
     first_items = []
     first = end = 0
-    previous: Sized = ()
-    for sequence in sequences:
-        own = sequence.extras.get(name, ())
-        if own is not previous:
+    for own in _unshared_items(name, sequences):
+        if len(own):  # else the items are those of the previous sequence, or there are none
             first, end = end, end + len(own)
         first_items.append(first)
-        previous = own
     return first_items
+
+
+def _unshared_items(name: str, sequences: Sequence[Sample]) -> Iterator[Any]:
+    """Yield the items of each sequence: a value of `Sample.extras`; () for those of the previous sequence."""
+    previous: Any = ()
+    for sequence in sequences:
+        own = sequence.extras.get(name, ())
+        yield () if own is previous else own
+        previous = own

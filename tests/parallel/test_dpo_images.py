@@ -18,6 +18,7 @@ LOSSES: dict[str, dict[str, Any]] = {"sigmoid": {}, "kto": RATED}
 LAYOUTS: dict[tuple[str, str], dict[str, Any]] = {
     ("sigmoid", "DP2"): {},
     ("sigmoid", "TP2+SP, reference PP2"): TP2_SP | REF_PP2,
+    ("sigmoid", "PP2"): PP2,
     ("sigmoid", "CP2"): {"context_parallel_size": 2, "padding_free": True},
     ("kto", "DP2, reference TP2"): REF_TP2,
     ("kto", "PP2, reference TP2"): PP2 | REF_TP2 | {"micro_batch_size": 1},
