@@ -3,6 +3,8 @@
 import asyncio
 import importlib.util
 import json
+import os
+import sys
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -21,15 +23,16 @@ from swiftlite.engines.index import ENGINES
 from swiftlite.engines.prompts import ChatPrompt, ImagePrompt, PromptEncoder, most_images
 from swiftlite.families.resolved import resolve
 from swiftlite.serve import deploy
+from tests import torchvision_here
 from tests.data.images import data_uri, noise
-from tests.images import make_vision_hf_with_tokenizer
+from tests.images import add_processors_of_engines, make_vision_hf_with_tokenizer
 
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
-    # vLLM's processors of images import it.
-    pytest.mark.skipif(importlib.util.find_spec("torchvision") is None, reason="torchvision is not installed"),
+    pytest.mark.slow,
 ]
+ROOT = Path(__file__).parents[2]
 ROWS: list[dict[str, Any]] = [
     {"query": "What does this do?"},
     {"query": "What is <image>?", "images": ["a.png"]},
@@ -39,16 +42,17 @@ HALF_A_CHARACTER = "\ufffd"
 """The end of an answer whose last token is the first half of a character. vLLM does not stream it."""
 
 
-def make_model(directory: Path, family: str) -> Path:
-    """Write a tiny model with the files that processors in engines read."""
-    hf_dir = make_vision_hf_with_tokenizer(directory, family, depth=0)
-    path = hf_dir / "preprocessor_config.json"
-    settings = json.loads(path.read_text()) | {"image_processor_type": "Qwen2VLImageProcessorFast"}
-    path.write_text(json.dumps(settings))
-    kind = "Qwen2VLVideoProcessor" if family == "qwen2_5_vl" else "Qwen3VLVideoProcessor"
-    del settings["image_processor_type"]
-    (hf_dir / "video_preprocessor_config.json").write_text(json.dumps(settings | {"video_processor_type": kind}))
-    return hf_dir
+@pytest.fixture
+def torchvision(tmp_path, monkeypatch):
+    """Make torchvision importable in this process and in those that the test starts."""
+    if missing := torchvision_here.missing():
+        pytest.skip(missing)
+    directory = tmp_path / "site"
+    directory.mkdir()
+    (directory / "sitecustomize.py").write_text("from tests import torchvision_here\n\ntorchvision_here.install()\n")
+    paths = [str(directory), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
+    monkeypatch.setattr(sys, "path", [*sys.path, str(torchvision_here.SITE)])
 
 
 def request(url: str, messages: list[dict[str, Any]]) -> dict[str, Any]:
@@ -76,10 +80,12 @@ def limit_pixels(hf_dir: Path, max_pixels: int) -> None:
     path.write_text(json.dumps(settings))
 
 
+@pytest.mark.usefixtures("torchvision")
 def test_answers_equal_transformers(tmp_path, monkeypatch):
     """The client checks that the server counts as many tokens of each prompt as swiftlite."""
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
-    hf_dir = make_model(tmp_path / "model", "qwen3_vl")
+    hf_dir = make_vision_hf_with_tokenizer(tmp_path / "model", "qwen3_vl", depth=0)
+    add_processors_of_engines(hf_dir, "qwen3_vl")
     limit_pixels(hf_dir, 640)
     noise(60, 40).save(tmp_path / "a.png")
     noise(8, 24, seed=1).save(tmp_path / "b.png")
