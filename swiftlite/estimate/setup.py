@@ -16,6 +16,7 @@ from swiftlite.lora import Lora
 from swiftlite.methods.index import method_for
 from swiftlite.plan.layout import decoder_layers_per_stage, group_of, layout_of, layout_problems, parse_stages
 from swiftlite.plan.low_precision import LowPrecision, low_precision_of, model_problems
+from swiftlite.plan.trainable import trained_parts_of
 
 
 @dataclass(frozen=True)
@@ -91,11 +92,8 @@ def _planned_images(args: DoctorArgs, hf_config: HfConfig) -> ImageSetup | None:
     sizes = image_sizes(hf_config)
     if not args.images_per_row or args.max_pixels is None or sizes is None:
         return None
-    trained = TrainedParts(vit=not args.freeze_vit, aligner=not args.freeze_aligner)
-    if args.mtp_mode == "heads_only" or args.tuner_type == "lora":
-        trained = FROZEN
     items_per_row = args.images_per_row * (args.max_pixels // sizes.group_size**2)
-    return ImageSetup(items_per_row, trained, args.vit_gradient_checkpointing)
+    return ImageSetup(items_per_row, trained_parts_of(args), args.vit_gradient_checkpointing)
 
 
 def planned_architecture(hf_config: HfConfig, setup: Setup) -> Architecture:
