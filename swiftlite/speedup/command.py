@@ -28,7 +28,7 @@ from swiftlite.speedup.plan import HELD_OUT, Commands
 from swiftlite.speedup.results import accepted_drafts, read_result
 from swiftlite.speedup.screen import final_lines
 from swiftlite.speedup.state import Progress
-from swiftlite.speedup.steps import run_step
+from swiftlite.speedup.steps import CommandStep, run_step
 
 # Options that may change when a command resumes: a larger budget continues, and the others do not change results.
 NOT_SETTINGS = ("budget", "output_dir", "trust_remote_code")
@@ -145,23 +145,23 @@ class _Speedup:
         commands, progress, directory = self._commands, self._progress, self._directory
         rows = self._rows.of_round(number, prompts)
         first = sum(progress.rounds[: number - 1])
-        run_step(commands.answers(number, prompts, len(rows), first), progress, directory)
-        self._warn_of_overrun()
+        self._run_within_budget(commands.answers(number, prompts, len(rows), first))
         self._divide(number)
         if number == 1 and self._model.heads.layers:
             self._evaluate("model")
         # From the best heads so far; `best` is empty for new heads.
-        run_step(commands.training(number, progress.best), progress, directory)
-        self._warn_of_overrun()
+        self._run_within_budget(commands.training(number, progress.best))
         shutil.rmtree(directory / f"round-{number}" / "states", ignore_errors=True)
         run_step(commands.export(number), progress, directory)
         self._evaluate(f"round-{number}")
 
-    def _warn_of_overrun(self) -> None:
-        """Log that the budget is used up, if it is. The round in progress and `bench` are still completed."""
-        if self._progress.spent > self._budget:
+    def _run_within_budget(self, step: CommandStep) -> None:
+        """Run a step unless it is complete. If the budget is exceeded after it, log that the round still continues."""
+        was_complete = step.name in self._progress.seconds
+        run_step(step, self._progress, self._directory)
+        if not was_complete and self._progress.spent > self._budget:
             minutes = f"{self._progress.spent / 60:.0f} minutes, more than --budget {self._args.budget}"
-            logger.warning("%s; this round and bench are completed all the same", minutes)
+            logger.warning("used %s; this round and bench still run", minutes)
 
     def _divide(self, number: int) -> None:
         """Write the training rows of a round; in the first round also the held-out rows that all rounds share."""

@@ -9,6 +9,7 @@ import pytest
 
 from swiftlite.args.commands import SpeedupArgs
 from swiftlite.errors import UserError
+from swiftlite.speedup import steps
 from swiftlite.speedup.command import NOT_SETTINGS, run
 from swiftlite.speedup.state import Progress
 from tests.data.templates import ALPACA
@@ -57,11 +58,25 @@ def complete(tmp_path) -> SpeedupArgs:
     return args
 
 
-def test_a_complete_command_prints_its_result_again(complete, capsys):
+def test_a_complete_command_prints_its_result_again(complete, capsys, caplog):
+    caplog.set_level("INFO", logger="swiftlite")
     run(complete)
     printed = capsys.readouterr().out
     assert has_line(printed, "round-1 50.0% 25.0% 10.0%")
     assert has_line(printed, "swiftlite deploy --num_speculative_tokens 2")
+    assert has_line(caplog.text, "resuming: 5 8 --budget 5m")
+    assert "WARNING" not in caplog.text
+
+
+def test_an_exceeded_budget_is_logged(complete, caplog, monkeypatch):
+    """The training was interrupted after 500 s, and is complete now."""
+    progress = json.loads((Path(complete.output_dir) / "speedup.json").read_text())
+    progress["seconds"] = {"round-1/answers": 100.0}
+    progress["unfinished"] = {"round-1/training": 500.0}
+    (Path(complete.output_dir) / "speedup.json").write_text(json.dumps(progress))
+    monkeypatch.setattr(steps, "_run", lambda words, keep_time: 0)
+    run(complete)
+    assert has_line(caplog.text, "WARNING 10 --budget 5m")
 
 
 @pytest.mark.parametrize("name", ["evaluation/evaluation.json", "bench/bench.json"])
