@@ -35,6 +35,7 @@ READERS = {
         "cli/reference_plan.py",
         "estimate/setup.py",
         "plan/preference.py",
+        "plan/trainable.py",
         "estimate/search.py",
         "engines",
     ],
