@@ -237,7 +237,7 @@ def _image_processing(model: HfModel, tokenizer: PreTrainedTokenizerBase, info: 
             images of a row.
     """
     if info is not None and not info.supports_images:
-        raise UserError(f"is not supported by --infer_backend {info.name}, only by transformers and vllm")
+        raise UserError(f"is not supported by --infer_backend {info.name}; use --infer_backend transformers or vllm")
     return ImageProcessing.of_model(model.directory, model.family.name, image_sizes(model.config), tokenizer)
 
 
