@@ -168,10 +168,10 @@ class Checkpoint:
             return decoded
         return self.entries[key].dtype
 
-    def read(self, key: str) -> torch.Tensor:
-        """Read a whole tensor."""
+    def read(self, key: str, decoded: torch.dtype = torch.float32) -> torch.Tensor:
+        """Read a whole tensor, with dtype `decoded` if it is encoded."""
         entry = self.entries[key]
-        result = torch.empty(entry.shape, dtype=self.dtype_of(key, torch.float32))
+        result = torch.empty(entry.shape, dtype=self.dtype_of(key, decoded))
         self.read_into(result, key, (slice(None),) * len(entry.shape))
         return result
 

@@ -103,11 +103,18 @@ def write(directory: Path, tensors: Tensors, quantization: dict[str, Any]) -> di
     return config
 
 
+@pytest.fixture(autouse=True, scope="module")
+def eager():
+    """Keep the library from compiling its rounding to FP4, which takes half a minute."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
 @st.composite
 def parts(draw) -> tuple[slice, slice, int]:
     """Draw a slice, and the number of bytes that are read at once."""
     borders = [sorted((draw(st.integers(0, length)), draw(st.integers(0, length)))) for length in (ROWS, COLUMNS)]
-    return slice(*borders[0]), slice(*borders[1]), draw(st.integers(1, 600))
+    return slice(*borders[0]), slice(*borders[1]), draw(st.sampled_from([1, 200, 600]))
 
 
 def check_slices(directory: Path, config: dict[str, Any], whole: torch.Tensor, part: tuple[slice, slice, int]) -> None:
@@ -126,7 +133,7 @@ def check_slices(directory: Path, config: dict[str, Any], whole: torch.Tensor, p
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 @pytest.mark.parametrize("scheme", SCHEMES)
-@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(part=parts())
 def test_numbers_are_those_of_the_library(tmp_path, scheme, dtype, part):
     torch.manual_seed(0)
@@ -204,7 +211,7 @@ def awq(group_size: int) -> tuple[Tensors, torch.Tensor, dict[str, Any]]:
     ],
     ids=["gptq4", "gptq8-channel", "gptq4-ordered", "gptq2-v2-ordered", "awq", "awq-64"],
 )
-@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(part=parts())
 def test_words_of_gptq_and_awq(tmp_path, make, part):
     torch.manual_seed(0)

@@ -119,9 +119,8 @@ class CompressedTensors:
         if len(fitting) > 1:
             raise UserError(f"{key} matches several groups of quantization_config")
         if not fitting:
-            raise UserError(
-                "; ".join(problems) or f"{key} is {dtype_name(entry)}, which no group of quantization_config has"
-            )
+            unknown = f"{key} is {dtype_name(entry)}, which no group of quantization_config has"
+            raise UserError("; ".join(problems) or unknown)
         (encoding,) = fitting
         dtype = entries[f"{name}_scale"].dtype
         if encoding.factor:

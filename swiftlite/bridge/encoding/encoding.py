@@ -18,7 +18,7 @@ from swiftlite.errors import UserError
 
 
 class Encoding(Protocol):
-    """The encoding of one tensor, which can be read.
+    """An encoding of one tensor that can be read.
 
     Example: FP8 stores `x.weight` [300, 130] as codes `x.weight` and scales `x.weight_scale_inv` [3, 2], one for each
     block of 128 x 128. Decoding rows 130 to 139 requires rows 130 to 139 of the codes and row 1 of the scales.
@@ -73,7 +73,7 @@ class Format(Protocol):
 
 
 class WritableEncoding(Encoding, Protocol):
-    """The encoding of one tensor, which can be written."""
+    """An encoding of one tensor that can be written."""
 
     def aligned(self, box: Box, shape: tuple[int, ...]) -> Box:
         """Return the smallest box of whole blocks that contains `box`. Only boxes of whole blocks can be written."""
@@ -115,7 +115,7 @@ class Plain:
 
 @dataclass(frozen=True)
 class Stored:
-    """How a tensor is stored: its encoding, and the location of each stored tensor, such as codes and scales."""
+    """Describe how a tensor is stored: its encoding, and the location of each stored tensor, such as codes and scales."""
 
     encoding: Encoding
     entries: tuple[Entry, ...]

@@ -62,7 +62,7 @@ def _write_carried(hf_model: HfModel, source: Path) -> None:
     with Checkpoint(hf_model.directory, format_of(hf_model.config)) as checkpoint:
         keys = [key for key in checkpoint.entries if hf_model.family.is_carried(key)]
         if keys:
-            tensors = {key: checkpoint.read(key) for key in keys}
+            tensors = {key: checkpoint.read(key, torch.bfloat16) for key in keys}
             atomic_write(source / CARRIED_FILE, save(tensors))
 
 
