@@ -39,6 +39,7 @@ from swiftlite.plan.kernels import largest_head, this_machine
 from swiftlite.plan.run import Plan, make_plan, make_schedule
 from swiftlite.plan.trainable import Trainable, trainable_of, trained_parts_of
 from swiftlite.redact import redact
+from swiftlite.runtime.malloc import return_large_blocks
 from swiftlite.runtime.mesh import Mesh
 from swiftlite.train import phases
 from swiftlite.train.batches.exchange import gather
@@ -67,6 +68,8 @@ def run(args: SftArgs, after_step: phases.AfterStep | None = None) -> int:
     """
     if after_step and args.stream_trunk:
         raise UserError("after_step is not supported with --stream_trunk", "remove one of the two")
+    if args.stream_trunk:
+        return_large_blocks()
     models = resolve_options(args)
     with phases.open_session(args, models["model"]) as mesh, phases.claim_output_dir(args):
         prepared = prepare(args, mesh, models)
@@ -120,7 +123,7 @@ def prepare(args: SftArgs, mesh: Mesh, models: Mapping[str, HfModel]) -> phases.
     checkpoint = phases.checkpoint_to_resume(args)
     phases.check_ranks_agree(args, hf_model, plan, data, checkpoint)
     data_state = phases.data_state(args, data, tokenizer)
-    phases.check_same_data(checkpoint, data_state)
+    phases.check_same_data(checkpoint, data_state, data)
     if plan.lora or args.stream_trunk:
         check_same_base(args, hf_model, checkpoint)
     rows_to_fit = None

@@ -114,7 +114,7 @@ class Trainer:
             UserError: the norm of a parameter is not finite in float32 on some rank; raised on every rank.
         """
         parameters = chain.from_iterable(chunk.parameters() for chunk in self.model)
-        norms = torch.stack([torch.linalg.vector_norm(each.detach(), dtype=torch.float32) for each in parameters])
+        norms = torch.stack([_norm(each.detach()) for each in parameters])
         if all_reduce_max(int(not norms.isfinite().all()), self.mesh):
             raise UserError(
                 f"step {step}: the update produced weights that are not finite or close to overflow; it was not saved",
@@ -238,6 +238,17 @@ class Trainer:
         if metrics:
             for metric_logger in self.metric_loggers:
                 metric_logger.log(step, metrics)
+
+
+def _norm(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the norm of a tensor in float32, a scalar on its device.
+
+    A CPU would convert the whole tensor to float32; the norms of chunks are combined one by one instead.
+    """
+    norm = torch.zeros((), device=tensor.device)
+    for chunk in tensor.flatten().split(2**20):
+        norm = torch.hypot(norm, torch.linalg.vector_norm(chunk, dtype=torch.float32))
+    return norm
 
 
 def seed_of_step(seed: int, step: int) -> int:

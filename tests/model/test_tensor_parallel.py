@@ -8,6 +8,7 @@ import torch
 
 from swiftlite.families.resolved import resolve
 from swiftlite.model.gpt import Losses
+from swiftlite.model.layers import tensor_parallel
 from swiftlite.model.open import open_model
 from swiftlite.train.optim import wrap_model
 from tests.tiny import make_tiny_hf
@@ -27,8 +28,8 @@ def losses(model: torch.nn.Module) -> torch.Tensor:
     return sum((loss.loss_BS.sum() for loss in found.mtp), start=found.main.loss_BS.sum())
 
 
-def open_one(hf_model, mesh):
-    (chunk,), _ = open_model(hf_model, mesh, dtype=torch.float32)
+def open_one(hf_model, mesh, dtype=torch.float32):
+    (chunk,), _ = open_model(hf_model, mesh, dtype=dtype)
     return chunk
 
 
@@ -57,3 +58,26 @@ def test_main_grad_is_autograds_sum(hf_model, mesh):
         gradient = theirs[name].grad
         assert gradient is not None
         torch.testing.assert_close(parameter.main_grad, 2 * gradient, rtol=1e-5, atol=1e-6)
+
+
+def test_bfloat16_gradients_are_added_in_chunks(hf_model, mesh, monkeypatch):
+    """Sums of two micro-batches are bitwise identical to those of the hook of DistributedDataParallel."""
+    sums = []
+    for elements in (None, 40):
+        with monkeypatch.context() as patched:
+            if elements:
+                patched.setattr(tensor_parallel, "_CHUNK", elements)  # less than a row, or several elements of a norm
+            else:
+                patched.setattr(torch.nn.Parameter, "register_post_accumulate_grad_hook", lambda *_: None)
+            chunk = open_one(hf_model, mesh, torch.bfloat16)
+            (model,) = wrap_model([chunk], mesh, torch.bfloat16)
+            model.zero_grad_buffer()
+            for _ in range(2):
+                losses(model).backward()
+        parameters: Any = chunk.named_parameters()
+        assert all(parameter.grad is None for _, parameter in parameters)
+        parameters = chunk.named_parameters()
+        sums.append({name: parameter.main_grad for name, parameter in parameters})
+    for name, total in sums[0].items():
+        assert torch.equal(sums[1][name], total), name
+        assert bool(total.any())

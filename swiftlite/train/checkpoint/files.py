@@ -17,6 +17,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
@@ -38,6 +41,17 @@ class SaveStrategy(TorchDistSaveShardedStrategy):
         super().__init__("torch_dist", 1)
         self.written = WriterReport()
 
+    def async_save(self, sharded_state_dict: Any, *args: Any, **options: Any) -> AsyncRequest:
+        """Start a save, without the copies that megatron-core makes of tensors that share their storage with others.
+
+        For example, it would copy the weights, moments and main weights of all gate and up projections at once, because
+        each pair is one parameter.
+        """
+        for sharded in nested_values(sharded_state_dict):
+            if isinstance(sharded, ShardedTensor) and sharded.data is not None:
+                sharded.data = with_own_storage(sharded.data)
+        return super().async_save(sharded_state_dict, *args, **options)
+
     def _get_save_and_finalize_callbacks(self, writer: FileSystemWriterAsync, *planned: Any) -> AsyncRequest:
         self.written = WriterReport()
         if writer.write_buckets:
@@ -47,6 +61,19 @@ class SaveStrategy(TorchDistSaveShardedStrategy):
             return request
         transforms = [writer.transforms] if hasattr(writer, "transforms") else []  # torch 2.6 has no transforms
         return request._replace(async_fn=partial(write_buckets, os.getpid(), transforms))
+
+
+def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor on the same memory whose storage contains nothing else, if the tensor is contiguous and on the
+    CPU; otherwise the tensor itself.
+
+    torch.save writes the whole storage of a tensor.
+    """
+    if not (tensor.is_cpu and tensor.is_contiguous()):
+        return tensor
+    start = tensor.storage_offset() * tensor.element_size()
+    storage = tensor.untyped_storage()[start : start + tensor.nbytes]
+    return torch.empty(0, dtype=tensor.dtype).set_(storage, 0, tensor.shape, tensor.stride())
 
 
 class WriterReport:
