@@ -269,7 +269,8 @@ def _run_section(run: RunFiles) -> Section:
             tables.append(Table(title, ["what", "value"], [[key, _cell(value)] for key, value in values.items()]))
     if weights := run.report.get("weights"):
         rows = [["loaded", number(weights["loaded"])]]
-        for how, count in Counter(weights["initialised"].values()).items():
+        initialized = weights.get("initialized", weights.get("initialised", {}))  # the key of earlier releases
+        for how, count in Counter(initialized.values()).items():
             rows.append([f"initialized, {how}", number(count)])
         rows.append(["dropped", number(len(weights["dropped"]))])
         tables.append(Table("Tensors at the start; run_report.json has their names", ["from", "tensors"], rows))

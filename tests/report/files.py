@@ -75,7 +75,7 @@ def write_run(
             "bad_rows": [f"rows.jsonl:3: {text}"],
             "notes": [text],
         },
-        "weights": {"loaded": 35, "initialised": {"a": "random", "b": "random"}, "dropped": []},
+        "weights": {"loaded": 35, "initialized": {"a": "random", "b": "random"}, "dropped": []},
         "tensors": {"trained_tensors": 3, "frozen_but_changed": []},
     }
     (run / "run_report.json").write_text(json.dumps(report))

@@ -96,4 +96,4 @@ def test_the_file_accounts_for_data_and_weights(tmp_path):
     content = json.loads((tmp_path / "run_report.json").read_text())
     assert list(content) == ["steps", "seconds", "evaluation", "data", "data_sha256", "weights", "tensors"]
     assert content["data"]["train_samples"] == 3
-    assert content["weights"] == {"loaded": 2, "initialised": {"mtp.x": "random"}, "dropped": ["lm_head.weight"]}
+    assert content["weights"] == {"loaded": 2, "initialized": {"mtp.x": "random"}, "dropped": ["lm_head.weight"]}

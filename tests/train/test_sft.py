@@ -65,7 +65,7 @@ def test_each_phase_writes_its_own_files(options, mesh, tmp_path):
     assert report["evaluation"] == outcome.evaluation
     assert report["tensors"]["trained_but_unchanged"] == []
     num_parameters = len(list(run.train_state.chunks[0].parameters()))
-    assert report["weights"] == {"loaded": num_parameters, "initialised": {}, "dropped": []}
+    assert report["weights"] == {"loaded": num_parameters, "initialized": {}, "dropped": []}
     acceptance = json.loads((run.output_dir / "acceptance.json").read_text())
     assert list(acceptance) == ["depths", "before", "after"]
     assert report["versions"]["megatron-core"] == version("megatron-core")

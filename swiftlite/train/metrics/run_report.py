@@ -88,8 +88,8 @@ def _parameters(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, str, t
 
 def hash_tensor(tensor: torch.Tensor) -> str:
     """Return the sha256 of a tensor's bytes."""
-    content = tensor.detach().contiguous().cpu().view(torch.uint8).numpy().tobytes()
-    return hashlib.sha256(content).hexdigest()
+    content = tensor.detach().contiguous().cpu().view(torch.uint8).flatten().numpy()
+    return hashlib.sha256(content.data).hexdigest()  # without a copy
 
 
 def _sha256_of_all(hashes: Mapping[str, str]) -> str:
@@ -124,7 +124,7 @@ def write_report(
         "data_sha256": data.digest,
         "weights": {
             "loaded": len(weights.loaded),
-            "initialised": dict(weights.initialized),
+            "initialized": dict(weights.initialized),
             "dropped": list(weights.dropped),
         },
         "tensors": tensors,
