@@ -25,13 +25,14 @@ from swiftlite.speedup import budget
 from swiftlite.speedup.dataset import RoundRows
 from swiftlite.speedup.held_out import divide, read_rows, without_similar, write_rows
 from swiftlite.speedup.plan import HELD_OUT, Commands
-from swiftlite.speedup.results import accepted_drafts, read_result
+from swiftlite.speedup.results import accepted_drafts, concurrency_of, read_result
 from swiftlite.speedup.screen import final_lines
 from swiftlite.speedup.state import Progress
-from swiftlite.speedup.steps import CommandStep, run_step
+from swiftlite.speedup.steps import CommandStep, is_complete, run_step
 
-# Options that may change when a command resumes: a larger budget continues, and the others do not change results.
-NOT_SETTINGS = ("budget", "output_dir", "trust_remote_code")
+# Options that may change when a command resumes: with a larger budget more rounds run, with another concurrency `bench`
+# runs again, and the others do not change results.
+NOT_SETTINGS = ("budget", "concurrency", "output_dir", "trust_remote_code")
 
 
 def run(args: SpeedupArgs) -> None:
@@ -107,6 +108,9 @@ class _Speedup:
         best = self._progress.best
         accepted = self._progress.acceptance[best]
         bench = self._commands.bench(best, accepted, budget.bench_rounds(self._budget))
+        if is_complete(bench, self._progress) and read_result(bench.result, concurrency_of) != self._args.concurrency:
+            logger.info("bench runs again, for another --concurrency")
+            self._progress.repeat(bench.name)
         run_step(bench, self._progress, self._directory)
         return best
 

@@ -33,3 +33,8 @@ def accepted_drafts(evaluation: Any, backend: str) -> dict[str, list[float]]:
     for channel, figures in evaluation["model"][backend].items():
         by_channel[channel] = [float(share) for share in figures["acceptance_per_position"]]
     return by_channel
+
+
+def concurrency_of(bench: Any) -> list[int]:
+    """Return the numbers of concurrent requests of a bench.json."""
+    return [choice["concurrency"] for choice in bench["recommendations"]]

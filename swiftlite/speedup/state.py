@@ -73,6 +73,10 @@ class Progress:
             problem = f"--output_dir: {directory / FILE} cannot be written: {error.strerror}"
             raise UserError(problem, "free disk space and run the same command again") from None
 
+    def repeat(self, step: str) -> None:
+        """Let a complete step run again. The time of its first run still counts."""
+        self.unfinished[step] = self.seconds.pop(step)
+
     @property
     def spent(self) -> float:
         """Seconds of all steps, including interrupted attempts."""

@@ -44,6 +44,11 @@ class CommandStep:
         return shlex.join(("swiftlite", *self.words))
 
 
+def is_complete(step: CommandStep, progress: Progress) -> bool:
+    """Return whether a step has run, and its result still exists."""
+    return step.name in progress.seconds and step.result.exists()
+
+
 def run_step(step: CommandStep, progress: Progress, directory: Path) -> None:
     """Run a step unless it is complete, and record its duration, including the duration of interrupted attempts.
 
@@ -53,7 +58,7 @@ def run_step(step: CommandStep, progress: Progress, directory: Path) -> None:
     Raises:
         UserError: the command failed.
     """
-    if step.name in progress.seconds and step.result.exists():
+    if is_complete(step, progress):
         return
     before = progress.unfinished.pop(step.name, 0.0)
     if step.is_atomic and step.result.exists():  # killed before speedup.json was written

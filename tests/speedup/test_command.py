@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -42,7 +42,7 @@ def test_a_model_without_a_usable_template_is_refused_first(tmp_path, template, 
 def complete(tmp_path) -> SpeedupArgs:
     """Prepare the directory of a command whose steps are all complete, and return its options."""
     model = make_tiny_hf(tmp_path / "model", "qwen3", with_tokenizer=True)
-    args = SpeedupArgs(model=str(model), output_dir=str(tmp_path / "out"), budget="5m")
+    args = SpeedupArgs(model=str(model), output_dir=str(tmp_path / "out"), budget="5m", concurrency=[1, 16])
     steps = ("answers", "training", "export", "evaluation", "bench")
     settings = {name: value for name, value in asdict(args).items() if name not in NOT_SETTINGS}
     directory = Path(args.output_dir)
@@ -77,6 +77,22 @@ def test_an_exceeded_budget_is_logged(complete, caplog, monkeypatch):
     monkeypatch.setattr(steps, "_run", lambda words, keep_time: 0)
     run(complete)
     assert has_line(caplog.text, "WARNING 10 --budget 5m")
+
+
+def test_another_concurrency_runs_only_bench_again(complete, monkeypatch):
+    """Its time is added to that of the first run."""
+    path = Path(complete.output_dir) / "speedup.json"
+    ran = []
+    monkeypatch.setattr(steps, "_run", lambda words, keep_time: ran.append(words) or 0)
+    run(complete)
+    assert not ran
+    run(replace(complete, concurrency=[4]))
+    (words,) = ran
+    assert words[0] == "bench"
+    assert mentions(" ".join(words), "--concurrency 4 --max_prompts")
+    progress = json.loads(path.read_text())
+    assert progress["seconds"]["round-1/bench"] >= 100
+    assert progress["unfinished"] == {}
 
 
 @pytest.mark.parametrize("name", ["evaluation/evaluation.json", "bench/bench.json"])
