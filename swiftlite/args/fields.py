@@ -192,7 +192,8 @@ class PlannedImagesArgs(MaxPixelsArgs):
     """Images"""
 
     images_per_row: bounds.NonNegativeInt = 0
-    """Number of images of each row, with --max_pixels pixels each (with --plan)."""
+    """Number of images of each row, with --max_pixels pixels each, by default the maximum of the model (with
+    --plan)."""
 
 
 @dataclass(frozen=True)

@@ -60,8 +60,12 @@ class Setup:
     """Whether the trunk has no gradients of weights, but passes gradients to the tower."""
 
 
-def planned_setup(args: DoctorArgs, hf_config: HfConfig) -> Setup:
-    """Return the setup of `doctor --plan`. Without --num_gpus, it has the minimum number of GPUs of the layout."""
+def planned_setup(args: DoctorArgs, hf_config: HfConfig, max_pixels: int | None = None) -> Setup:
+    """Return the setup of `doctor --plan`. Without --num_gpus, it has the minimum number of GPUs of the layout.
+
+    Args:
+        max_pixels: maximum number of pixels of an image without --max_pixels (`Facts.max_pixels`).
+    """
     layout = layout_of(args)
     per_replica = layout.tensor_model_parallel_size * layout.context_parallel_size
     per_experts = layout.expert_tensor_parallel_size * layout.expert_model_parallel_size
@@ -83,16 +87,16 @@ def planned_setup(args: DoctorArgs, hf_config: HfConfig) -> Setup:
         lora=_planned_lora(args),
         transformer_impl=args.transformer_impl,
         low_precision=low_precision_of(planned_kernels(args)),
-        images=_planned_images(args, hf_config),
+        images=_planned_images(args, hf_config, args.max_pixels or max_pixels),
         freeze_llm=args.freeze_llm,
     )
 
 
-def _planned_images(args: DoctorArgs, hf_config: HfConfig) -> ImageSetup | None:
+def _planned_images(args: DoctorArgs, hf_config: HfConfig, max_pixels: int | None) -> ImageSetup | None:
     sizes = image_sizes(hf_config)
-    if not args.images_per_row or args.max_pixels is None or sizes is None:
+    if not args.images_per_row or max_pixels is None or sizes is None:
         return None
-    items_per_row = args.images_per_row * (args.max_pixels // sizes.group_size**2)
+    items_per_row = args.images_per_row * (max_pixels // sizes.group_size**2)
     return ImageSetup(items_per_row, trained_parts_of(args), args.vit_gradient_checkpointing)
 
 

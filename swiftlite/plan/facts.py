@@ -47,6 +47,21 @@ class Facts:
         """The MTP heads in config.json."""
         return Heads.from_config(self.hf_config)
 
+    @property
+    def max_pixels(self) -> int | None:
+        """The maximum number of pixels of an image in the model's preprocessor_config.json; None without one."""
+        try:
+            content = read_json(self.directory / "preprocessor_config.json")
+        except (OSError, ValueError):
+            return None
+        if not isinstance(content, dict):
+            return None
+        # Files have one of two forms; transformers prefers max_pixels if there are both.
+        found = content.get("max_pixels")
+        if found is None and isinstance(content.get("size"), dict):
+            found = content["size"].get("longest_edge")
+        return found if isinstance(found, int) else None
+
     def described(self, option: str) -> tuple[Path, dict[str, Any]]:
         """Return the directory and the config.json of the model that an option names. Missing files are downloaded.
 

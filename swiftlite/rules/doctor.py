@@ -197,16 +197,18 @@ def images_are_planned(args: DoctorArgs, facts: Facts) -> Iterator[Problem]:
         yield f"{given} is not supported with --gpu_type: speed is estimated for rows without images", "remove one"
     if args.loss_type:
         yield f"{given} is not supported with --loss_type: images are planned for megatron sft", "remove one"
-    if args.max_pixels is None:
-        yield f"{given} requires --max_pixels", "add --max_pixels 1003520"
+    max_pixels = args.max_pixels or facts.max_pixels
     sizes = image_sizes(facts.hf_config)
     if sizes is None and facts.hf_config:
         yield f"{given} requires a model with a vision tower", "remove it"
-    elif sizes is not None and args.max_pixels is not None:
-        yield from common.max_pixels_has_an_item(args.max_pixels, sizes)
-        num_items = args.images_per_row * (args.max_pixels // sizes.group_size**2)
+    elif max_pixels is None:
+        problem = f"{given} requires --max_pixels, because the model has no maximum in preprocessor_config.json"
+        yield problem, "add --max_pixels 1003520"
+    elif sizes is not None:
+        yield from common.max_pixels_has_an_item(max_pixels, sizes)
+        num_items = args.images_per_row * (max_pixels // sizes.group_size**2)
         if num_items > args.max_length:
-            problem = f"{given} with --max_pixels {args.max_pixels}: {num_items} tokens, over --max_length"
+            problem = f"{given} with --max_pixels {max_pixels}: {num_items} tokens, over --max_length"
             yield f"{problem} {args.max_length}", f"use --max_length {num_items} or more, or a smaller --max_pixels"
     yield from sft_vision.frozen_parts_can_be_trained(args, facts)
     yield from sft_vision.something_is_trained(args, facts)

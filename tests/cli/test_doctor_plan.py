@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -99,6 +100,16 @@ def test_a_frozen_trunk_has_neither_gradients_nor_optimizer(vision_model, capsys
 def test_images_that_cannot_be_planned(vision_model, options, problem):
     with pytest.raises(OptionError, match=naming(problem)):
         rules.check(DoctorArgs(plan=True, model=vision_model, **options))
+
+
+@pytest.mark.parametrize("form", [{"size": {"longest_edge": 1003520}}, {"max_pixels": 1003520}])
+def test_images_have_the_size_of_the_preprocessor(vision_model, capsys, form):
+    given = gigabytes(capsys, model=vision_model, freeze_vit=False, **IMAGES)
+    (Path(vision_model) / "preprocessor_config.json").write_text(json.dumps(form))
+    found = gigabytes(capsys, model=vision_model, freeze_vit=False, **(IMAGES | {"max_pixels": None}))
+    assert found == given
+    with pytest.raises(OptionError, match=naming("--images_per_row 2 1003520 1960 --max_length 1024")):
+        plan(capsys, model=vision_model, images_per_row=2, max_length=1024)
 
 
 def test_images_require_a_tower(model):
