@@ -63,8 +63,10 @@ def packages() -> dict[str, tuple[str, ...]]:
 
     The first installed distribution is used.
     """
-    names = {name: (name,) for name in (*COMPARED, "safetensors", "numpy")}
-    names |= {info.name: info.distributions for info in ENGINES.values()}
+    names: dict[str, tuple[str, ...]] = {name: (name,) for name in (*COMPARED, "safetensors", "numpy")}
+    for info in ENGINES.values():
+        names[info.name] = info.distributions
+        names |= {name: (name,) for name in info.image_packages}
     return names | {
         "transformer-engine": ("transformer-engine", "transformer-engine-torch"),
         "flash-attn": ("flash-attn",),
@@ -96,6 +98,11 @@ def parts() -> list[InstalledPart]:
         if info.is_required:
             needed = ()
         found.append(InstalledPart(f"infer, {info.name}", needed, info.install, info.is_required))
+        if info.supports_images:
+            fix = info.install
+            if installed_version(info.distributions):
+                fix = info.image_install
+            found.append(InstalledPart(f"infer with images, {info.name}", (*needed, *info.image_packages), fix))
     for name in ("tensorboard", "wandb", "swanlab", "mlflow"):
         found.append(InstalledPart(f"report to {name}", (name,), f"pip install {name}"))
     return found
@@ -329,7 +336,7 @@ def _report_plan(args: DoctorArgs, facts: Facts) -> bool:
     Return whether it fits.
     """
     hf_config = facts.hf_config
-    setup = planned_setup(args, hf_config)
+    setup = planned_setup(args, hf_config, facts.max_pixels)
     stages = memory.estimate(hf_config, setup)
     print(f"{args.model}\n{_describe(setup)}\n\nGB (1e9 bytes) on one rank of each pipeline stage")
     print(text_table([_COLUMNS, *map(_stage_row, range(len(stages)), stages)], indent="  ", numbers=True))

@@ -37,11 +37,43 @@ def test_versions_are_those_installed(capsys):
 def test_every_part_has_a_line(capsys):
     code = doctor.run(DoctorArgs())
     report = capsys.readouterr().out.split("\n\n")[1]
-    names = ["train", "export", "transformers", "vllm", "sglang", "tensorboard", "wandb", "swanlab", "mlflow"]
+    names = [
+        "train",
+        "export",
+        "transformers",
+        "images, transformers",
+        "vllm",
+        "images, vllm",
+        "sglang",
+        "tensorboard",
+        "wandb",
+        "swanlab",
+        "mlflow",
+    ]
     assert mention_each([line.split("  ")[0] for line in report.splitlines()], names)
     # These tests need every core package, so a doctor that misses one is wrong.
     assert code == 0
     assert len({line.split()[-1] for line in report.splitlines()[:3]}) == 1
+
+
+def test_images_require_torchvision_in_vllm(monkeypatch, capsys):
+    found = doctor.installed_version
+    versions = {"vllm": "0.32.0", "torchvision": None}
+    monkeypatch.setattr(
+        doctor,
+        "installed_version",
+        lambda names: versions[names[0]] if names[0] in versions else found(names),
+    )
+    lines = {}
+    for version in (None, "0.28.0"):
+        versions["torchvision"] = version
+        doctor.run(DoctorArgs())
+        table = capsys.readouterr().out.split("\n\n")[1]
+        lines[version] = dict(line.split("  ", 1) for line in table.splitlines())
+    assert mentions(lines[None]["infer with images, vllm"], "torchvision pip install torchvision")
+    for name in ("infer, vllm", "infer with images, transformers"):
+        assert lines[None][name].split() == ["works"]
+    assert lines["0.28.0"]["infer with images, vllm"].split() == ["works"]
 
 
 @pytest.mark.parametrize("row", TESTED, ids=lambda row: row.megatron_core)

@@ -29,6 +29,11 @@ VLLM = EngineInfo(
     convention="swiftlite.conventions.vllm:convention",
     measured="0.32.",
     supports_images=True,
+    image_packages=("torchvision",),
+    image_install=(
+        "with a GPU: pip install torchvision. Without: "
+        "pip install torchvision --index-url https://download.pytorch.org/whl/cpu"
+    ),
     serves_adapters=True,
     takes_live_weights=True,
     logs_requests=True,
