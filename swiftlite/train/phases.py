@@ -18,7 +18,7 @@ from swiftlite.args.commands import SftArgs
 from swiftlite.args.config import write_config
 from swiftlite.args.data_file import split_sample
 from swiftlite.bridge.hf_config import read_config
-from swiftlite.bridge.tensors import describe
+from swiftlite.bridge.tensors import describe, some
 from swiftlite.data.dataset import Data
 from swiftlite.data.encoder import Encoder
 from swiftlite.errors import UserError, reason_of
@@ -39,6 +39,7 @@ from swiftlite.train.batches.micro_batches import Batches, SampleRows
 from swiftlite.train.checkpoint.checkpointer import load_checkpoint, read_state
 from swiftlite.train.checkpoint.source import describe_tensors, dtypes_of, source_tensors, write_source
 from swiftlite.train.hidden_state_cache import HiddenStateCache
+from swiftlite.train.image_files import changed_images, write_digests
 from swiftlite.train.live_weights import LiveWeights
 from swiftlite.train.metrics.run_report import check_frozen, compare_tensors, write_report
 from swiftlite.train.train_state import TrainState
@@ -175,7 +176,7 @@ def data_state(args: SftArgs, data: Data, tokenizer: PreTrainedTokenizerBase) ->
     return {"tokenizer": digest([vocabulary, tokenizer.chat_template]), "rows": rows}
 
 
-def check_same_data(checkpoint: Path | None, data: Mapping[str, str]) -> None:
+def check_same_data(checkpoint: Path | None, state: Mapping[str, str], data: Data) -> None:
     """Check that a resumed run has the same data as before.
 
     The order of rows, the held-out split and a draft vocabulary depend on the data. With other data, rows that were
@@ -183,18 +184,22 @@ def check_same_data(checkpoint: Path | None, data: Mapping[str, str]) -> None:
 
     Args:
         checkpoint: the checkpoint to resume from, if any.
-        data: `data_state` of this run.
+        state: `data_state` of this run.
+        data: the data of this run.
 
     Raises:
         UserError: the data differ.
     """
     if checkpoint is None:
         return
-    before = read_state(checkpoint).get("data") or data  # missing in checkpoints of earlier releases
-    changed = [_NAMES_OF_DATA[name] for name in data if before[name] != data[name]]
+    before = read_state(checkpoint).get("data") or state  # missing in checkpoints of earlier releases
+    changed = [_NAMES_OF_DATA[name] for name in state if before[name] != state[name]]
     if changed:
+        problem = f"--resume: {checkpoint} was trained with another {' and another '.join(changed)}"
+        if files := changed_images(checkpoint.parent, data):
+            problem += f"; changed images: {', '.join(some(files, 5))}"
         raise UserError(
-            f"--resume: {checkpoint} was trained with another {' and another '.join(changed)}",
+            problem,
             "restore the files; or export the checkpoint (swiftlite export --to_hf), and start a new run from it in "
             "another --output_dir",
         )
@@ -220,6 +225,8 @@ def restore(run: Run) -> dict[str, Any]:
             write_source(run.hf_model, run.output_dir, run.plan.heads, run.graft_from)
             write_config(run.args, run.output_dir / "args.json", method_of(run.args).words)
             write_commits(run.output_dir, hub_names(run.args))
+            if run.data.has_images:
+                write_digests(run.output_dir, run.data)
         return {"step": 0}
     check_commits(run.output_dir)
     state = read_state(run.checkpoint)

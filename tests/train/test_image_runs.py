@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from swiftlite.report.run_page import write_run_page
 from tests.data.images import noise
 from tests.images import make_vision_hf_with_tokenizer
 from tests.messages import naming
+from tests.train.prepared import prepare
 from tests.train.test_sft import metrics, train
 
 NUM_ROWS = 12
@@ -110,3 +112,17 @@ def test_acceptance_has_prompts_with_images_as_a_channel(seeing, mesh, tmp_path)
         answer["prompt"].count("<image>") for answer in answers
     ]
     assert "data:image/jpeg" in write_run_page(run).read_text()
+
+
+def test_a_resumed_run_names_the_image_that_has_changed(seeing, mesh, tmp_path):
+    args = seeing(train_iters=2)
+    train(args, mesh)
+    path = tmp_path / "1.png"
+    before = path.read_bytes()
+    noise(20, 20, seed=7).save(path)
+    resumed = replace(args, train_iters=4, resume=True)
+    with pytest.raises(UserError, match=naming(f"--resume checkpoint-2 {path}")) as raised:
+        prepare(resumed, mesh)
+    assert str(tmp_path / "0.png") not in str(raised.value)
+    path.write_bytes(before)
+    prepare(resumed, mesh)
