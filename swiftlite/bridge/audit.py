@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from swiftlite.bridge.binding import compare_shapes, expected_shapes, whole_numbers
-from swiftlite.bridge.encoding.index import encoding_of
+from swiftlite.bridge.encoding.index import format_of
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.rows import HfConfig, Row, RowTable, shapes_of
 from swiftlite.bridge.tensors import Checkpoint, as_read, scan
@@ -52,7 +52,7 @@ def mtp_depth_on_disk(hf_dir: str | Path, family: RowTable, hf_config: HfConfig)
     Raises:
         UserError: the directory has no readable safetensors.
     """
-    with Checkpoint(hf_dir, encoding_of(hf_config)) as checkpoint:
+    with Checkpoint(hf_dir, format_of(hf_config)) as checkpoint:
         return _mtp_on_disk(checkpoint.entries, family, hf_config)
 
 
@@ -73,10 +73,10 @@ def audit_hf(hf_dir: str | Path, family: RowTable) -> list[str]:
     try:
         hf_config = read_config(hf_dir)
         stored, problems = scan(hf_dir)
-        encoding = encoding_of(hf_config)
+        format = format_of(hf_config)
     except UserError as error:
         return [error.problem]
-    found = as_read(stored, encoding)
+    found = as_read(stored, format)
     entries = found.tensors
     problems += found.problems
     mtp = _mtp_on_disk(entries, family, hf_config)
@@ -89,7 +89,7 @@ def audit_hf(hf_dir: str | Path, family: RowTable) -> list[str]:
     problems += compare_shapes(expected_shapes(rows, shapes), shapes, not_of_rows)
     problems += whole_numbers(rows, entries)
     if not problems:
-        with Checkpoint(hf_dir, encoding) as checkpoint:
+        with Checkpoint(hf_dir, format) as checkpoint:
             problems += _copies_that_differ(checkpoint, rows)
             problems += _not_finite(checkpoint)
     return problems

@@ -14,7 +14,7 @@ from torch import nn
 
 from swiftlite.bridge import placement
 from swiftlite.bridge.binding import Binding, bind
-from swiftlite.bridge.encoding.index import encoding_of
+from swiftlite.bridge.encoding.index import format_of
 from swiftlite.bridge.rows import HfConfig, Row, RowTable
 from swiftlite.bridge.tensors import Checkpoint
 from swiftlite.bridge.transfer import read_bindings
@@ -34,7 +34,7 @@ class DecoderLayers:
 
     def __init__(self, hf_dir: str | Path, family: RowTable, hf_config: HfConfig):
         self._family, self._hf_config = family, hf_config
-        self._checkpoint = Checkpoint(hf_dir, encoding_of(hf_config))
+        self._checkpoint = Checkpoint(hf_dir, format_of(hf_config))
         self._rows: defaultdict[int, list[Row]] = defaultdict(list)
         for row in family.rows(hf_config, 0):
             number = placement.decoder_layer_of(row.mcore)

@@ -23,9 +23,9 @@ from typing import IO, Any, Self
 import torch
 
 from swiftlite.atomic import atomic_write, sync
-from swiftlite.bridge.encoding.encoding import DeclaredEncoding, Encoding, Found, Plain, WritableEncoding, find_tensors
+from swiftlite.bridge.encoding.encoding import Format, Found, Plain, Stored, WritableEncoding, find_tensors
 from swiftlite.bridge.encoding.expert_stack import unfold
-from swiftlite.bridge.encoding.index import encoding_of
+from swiftlite.bridge.encoding.index import format_of
 from swiftlite.bridge.entry import Box, Entry, TensorTypes
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.errors import UserError
@@ -103,19 +103,19 @@ def scan(hf_dir: str | Path) -> tuple[dict[str, Entry], list[str]]:
     return entries, problems
 
 
-def as_read(stored: Mapping[str, Entry], encoding: DeclaredEncoding | None) -> Found:
+def as_read(stored: Mapping[str, Entry], format: Format | None) -> Found:
     """Return the tensors of files after decoding: single experts instead of stacks, and decoded tensors instead of
     codes and scales.
     """
-    return find_tensors(unfold(stored), encoding)
+    return find_tensors(unfold(stored), format)
 
 
 class Checkpoint:
     """The tensors of a Hugging Face directory, as a context manager. Opening it reads only headers.
 
     Args:
-        encoding: the encoding that config.json declares (`encoding_of`); encoded tensors are decoded while reading.
-            None: all tensors are plain.
+        format: the format that config.json declares (`format_of`); encoded tensors are decoded while reading. None:
+            all tensors are plain.
 
     Attributes:
         stored: dtype, shape and location of every tensor in the files, by key.
@@ -126,11 +126,11 @@ class Checkpoint:
         UserError: a file is missing or damaged (see `scan`); the error lists every problem of every file.
     """
 
-    def __init__(self, hf_dir: str | Path, encoding: DeclaredEncoding | None = None):
+    def __init__(self, hf_dir: str | Path, format: Format | None = None):
         self.hf_dir = Path(hf_dir)
         self.stored, problems = scan(hf_dir)
-        found = as_read(self.stored, encoding)
-        self.entries, self._encoded, self._encoding = found.tensors, found.encoded, encoding
+        found = as_read(self.stored, format)
+        self.entries, self._encoded = found.tensors, found.encoded
         problems += found.problems
         if problems:
             raise UserError(
@@ -153,7 +153,8 @@ class Checkpoint:
         """
         entry = self.entries[key]
         buffers = _Buffers()
-        for place, box in _chunks(_box(index, entry.shape), entry.dtype.itemsize):
+        axis = self._storage(key).encoding.axis
+        for place, box in _chunks(_box(index, entry.shape), entry.dtype.itemsize, axis=axis):
             there = target[place]
             is_as_stored = there.dtype == entry.dtype and key not in self._encoded
             if is_as_stored and there.device.type == "cpu" and there.is_contiguous():
@@ -167,10 +168,10 @@ class Checkpoint:
             return decoded
         return self.entries[key].dtype
 
-    def read(self, key: str) -> torch.Tensor:
-        """Read a whole tensor."""
+    def read(self, key: str, decoded: torch.dtype = torch.float32) -> torch.Tensor:
+        """Read a whole tensor, with dtype `decoded` if it is encoded."""
         entry = self.entries[key]
-        result = torch.empty(entry.shape, dtype=self.dtype_of(key, torch.float32))
+        result = torch.empty(entry.shape, dtype=self.dtype_of(key, decoded))
         self.read_into(result, key, (slice(None),) * len(entry.shape))
         return result
 
@@ -196,20 +197,20 @@ class Checkpoint:
         return all(torch.equal(one.view(torch.uint8), another.view(torch.uint8)) for one, another in chunks)
 
     def _decode(self, key: str, box: Box, buffers: "_Buffers") -> torch.Tensor:
-        encoding, entries = self._storage(key)
+        storage = self._storage(key)
         parts = []
-        for number, (entry, part_box) in enumerate(zip(entries, encoding.boxes(box), strict=True)):
+        for number, (entry, part_box) in enumerate(zip(storage.entries, storage.encoding.boxes(box), strict=True)):
             part = buffers.like(number, entry.dtype, [len(one) for one in part_box])
             self._read_box(entry, part_box, part)
             parts.append(part)
-        return encoding.read(parts, box)
+        return storage.encoding.read(parts, box)
 
-    def _storage(self, key: str) -> tuple[Encoding, tuple[Entry, ...]]:
-        """Return the encoding of a tensor, and the location in the files of each tensor that stores it."""
-        if self._encoding and key in self._encoded:
-            return self._encoding, self._encoded[key]
+    def _storage(self, key: str) -> Stored:
+        """Return how a tensor is stored."""
+        if key in self._encoded:
+            return self._encoded[key]
         entry = self.entries[key]
-        return Plain(entry.dtype), (entry,)
+        return Stored(Plain(entry.dtype), (entry,))
 
     def _read_box(self, entry: Entry, box: Box, contiguous: torch.Tensor) -> None:
         descriptor = self._files.descriptor(self.hf_dir / entry.file)
@@ -227,7 +228,7 @@ def describe(hf_dir: str | Path) -> dict[str, dict[str, Any]]:
     export writes them; their scales are omitted.
     """
     with Checkpoint(hf_dir) as checkpoint:
-        found = find_tensors(checkpoint.stored, encoding_of(read_config(hf_dir)))
+        found = find_tensors(checkpoint.stored, format_of(read_config(hf_dir)))
     described = {}
     for key, entry in found.tensors.items():
         dtype = torch.bfloat16 if key in found.encoded else entry.dtype
@@ -486,24 +487,29 @@ def _box(index: Index, shape: tuple[int, ...]) -> Box:
     return tuple(range(*part.indices(length)) for part, length in zip(index, shape, strict=True))
 
 
-def _chunks(whole: Box, itemsize: int, align: Callable[[Box], Box] = lambda box: box) -> Iterator[tuple[Index, Box]]:
-    """Divide a box along its first axis into boxes of about _CHUNK_BYTES, each with its index in the whole box.
+def _chunks(
+    whole: Box, itemsize: int, align: Callable[[Box], Box] = lambda box: box, axis: int = 0
+) -> Iterator[tuple[Index, Box]]:
+    """Divide a box along one axis into boxes of about _CHUNK_BYTES, each with its index in the whole box.
 
     Args:
         align: extends a box to whole blocks; `whole` must consist of whole blocks.
+        axis: the axis along which the box is divided.
     """
     if not whole:
         yield (), ()
         return
     if not all(whole):  # an empty box
         return
-    rows, *others = whole
-    step = max(1, _CHUNK_BYTES // (prod(map(len, others)) * itemsize))
-    first = rows.start
-    while first < rows.stop:
-        box = align((range(first, min(first + step, rows.stop)), *others))
-        end = box[0].stop
-        yield (slice(first - rows.start, end - rows.start), *(slice(None) for _ in others)), box
+    before, divided, after = whole[:axis], whole[axis], whole[axis + 1 :]
+    step = max(1, _CHUNK_BYTES // (prod(map(len, (*before, *after))) * itemsize))
+    everything = slice(None)
+    first = divided.start
+    while first < divided.stop:
+        box = align((*before, range(first, min(first + step, divided.stop)), *after))
+        end = box[axis].stop
+        part = slice(first - divided.start, end - divided.start)
+        yield (*(everything for _ in before), part, *(everything for _ in after)), box
         first = end
 
 

@@ -32,7 +32,7 @@ from swiftlite.bridge.audit import missing_mtp_keys, mtp_keys
 from swiftlite.bridge.binding import Binding, Shard, bind, whole_numbers
 from swiftlite.bridge.encoding.encoding import WritableEncoding
 from swiftlite.bridge.encoding.expert_stack import fold, stack_name
-from swiftlite.bridge.encoding.index import encoding_of
+from swiftlite.bridge.encoding.index import format_of
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.rows import HfConfig, HfPart, Row, RowTable, Shape, shapes_of
 from swiftlite.bridge.tensors import Checkpoint, ShardedFiles, some, split
@@ -117,7 +117,7 @@ def load_hf(
     """
     depth = placement.mtp_num_layers(model_chunks)
     shards = placement.shards_of(model_chunks)
-    with Checkpoint(hf_dir, encoding_of(hf_config)) as checkpoint:
+    with Checkpoint(hf_dir, format_of(hf_config)) as checkpoint:
         sources = _sources(checkpoint, family, hf_config, depth, mtp_init)
         carried = tuple(key for key in checkpoint.entries if family.is_carried(key))
         _check_numbers(sources.read, checkpoint)
@@ -184,7 +184,7 @@ def graft_heads(
             "use the model that the trunk was fine-tuned from",
         )
     depth = placement.mtp_num_layers(model_chunks)
-    with Checkpoint(graft_from, encoding_of(base_config)) as base:
+    with Checkpoint(graft_from, format_of(base_config)) as base:
         _check_mtp_depth(depth, base, family, base_config)
         rows = _head_rows(family, base_config, depth)
         _check_same_shapes(rows, _head_rows(family, hf_config, depth), base)

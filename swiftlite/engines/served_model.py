@@ -8,7 +8,7 @@ from pathlib import Path
 
 from swiftlite.bridge.audit import mtp_keys
 from swiftlite.bridge.binding import compare_shapes
-from swiftlite.bridge.encoding.index import encoding_of
+from swiftlite.bridge.encoding.index import format_of
 from swiftlite.bridge.rows import Shape
 from swiftlite.bridge.tensors import Checkpoint, some
 from swiftlite.engines.info import EngineInfo
@@ -34,7 +34,7 @@ def check_files(model: HfModel) -> None:
     Raises:
         UserError: a file is damaged, or the directory contains adapters.
     """
-    with Checkpoint(model.directory, encoding_of(model.config)):
+    with Checkpoint(model.directory, format_of(model.config)):
         pass
 
 
@@ -49,7 +49,7 @@ def require_heads(model: HfModel) -> None:
             f"--speculative mtp requires MTP heads, but {model.directory / 'config.json'} declares none",
             "train heads (swiftlite megatron sft --mtp_num_layers 1 ...), or remove --speculative",
         )
-    with Checkpoint(model.directory, encoding_of(model.config)) as checkpoint:
+    with Checkpoint(model.directory, format_of(model.config)) as checkpoint:
         found = {key: entry.shape for key, entry in checkpoint.entries.items()}
     wanted: dict[str, Shape] = {}
     copies: set[str] = set()

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from swiftlite import families
 from swiftlite.bridge import tensors as files
 from swiftlite.bridge.audit import audit_hf
-from swiftlite.bridge.encoding.fp8 import Fp8Blocks
+from swiftlite.bridge.encoding.fp8 import Fp8
 from swiftlite.bridge.hf_config import quantization_change, read_config, write_patched
 from swiftlite.bridge.tensors import Checkpoint, describe
 from swiftlite.errors import UserError
@@ -127,24 +127,24 @@ def test_any_slice_of_any_shape(tmp_path, monkeypatch, box):
     shape, block, index, chunk_bytes = box
     monkeypatch.setattr(files, "_CHUNK_BYTES", chunk_bytes)
     weight, scale = quantize(torch.randn(shape), block)
-    save_file({"w": weight, "w_scale_inv": scale}, tmp_path / "model.safetensors")
+    save_file({"x.weight": weight, "x.weight_scale_inv": scale}, tmp_path / "model.safetensors")
     whole = dequantize(weight, scale, block)
-    with Checkpoint(tmp_path, Fp8Blocks(block)) as checkpoint:
-        assert list(checkpoint.entries) == ["w"]
+    with Checkpoint(tmp_path, Fp8(block)) as checkpoint:
+        assert list(checkpoint.entries) == ["x.weight"]
         target = torch.full(whole[index].shape, -7.0)
-        checkpoint.read_into(target, "w", index)
+        checkpoint.read_into(target, "x.weight", index)
         assert torch.equal(target, whole[index])
-        assert torch.equal(checkpoint.read("w"), whole)
+        assert torch.equal(checkpoint.read("x.weight"), whole)
 
 
 def test_blocks_of_the_hub(tmp_path):
     """Blocks are 128 x 128, as in DeepSeek-V3. A matrix [300, 130] has 3 x 2 blocks."""
     weight, scale = quantize(torch.randn(300, 130), (128, 128))
     assert scale.shape == (3, 2)
-    save_file({"w": weight, "w_scale_inv": scale}, tmp_path / "model.safetensors")
-    with Checkpoint(tmp_path, Fp8Blocks((128, 128))) as checkpoint:
+    save_file({"x.weight": weight, "x.weight_scale_inv": scale}, tmp_path / "model.safetensors")
+    with Checkpoint(tmp_path, Fp8((128, 128))) as checkpoint:
         target = torch.empty(2, 3)
-        checkpoint.read_into(target, "w", (slice(127, 129), slice(127, 130)))
+        checkpoint.read_into(target, "x.weight", (slice(127, 129), slice(127, 130)))
     assert torch.equal(target[0, 0], weight[127, 127].float() * scale[0, 0])
     assert torch.equal(target[1, 2], weight[128, 129].float() * scale[1, 1])
 

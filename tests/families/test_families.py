@@ -293,7 +293,6 @@ NOT_READABLE = [
     "fp8",
     {},
     FP8 | {"fmt": "e5m2"},
-    FP8 | {"weight_block_size": None},
     FP8 | {"weight_block_size": [128]},
     FP8 | {"weight_block_size": [128, 0]},
     FP8 | {"kv_cache_scheme": {"num_bits": 8}},
@@ -312,7 +311,7 @@ NEED_NOT_BE = {"qk_head_dim", "q_lora_rank", "rope_interleave", "first_k_dense_r
 PARTIAL_ROTARY = ("glm4_moe", *HYBRID)
 REFUSED = [
     *[(family, "hidden_act", "gelu") for family in families.FAMILIES],
-    *[(family, "quantization_config", {"quant_method": "fp8"}) for family in families.FAMILIES],
+    *[(family, "quantization_config", {"quant_method": "mxfp4"}) for family in families.FAMILIES],
     *[("qwen3", "quantization_config", value) for value in NOT_READABLE],
     *[(family, "attention_dropout", 0.1) for family in families.FAMILIES if family != "seed_oss"],
     *[(family, "partial_rotary_factor", 0.5) for family in families.FAMILIES if family not in PARTIAL_ROTARY],

@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 from swiftlite import families
 from swiftlite.args.fields import ParallelLayout
 from swiftlite.bridge import tensors as files
-from swiftlite.bridge.encoding.encoding import DeclaredEncoding, WritableEncoding
-from swiftlite.bridge.encoding.index import ENCODINGS
+from swiftlite.bridge.encoding.encoding import EncodedTensor, Format, WritableEncoding
+from swiftlite.bridge.encoding.index import FORMATS
 from swiftlite.bridge.encoding.quantization import CHECKS
 from swiftlite.bridge.entry import Box, Entry
 from swiftlite.bridge.hf_config import read_config
@@ -46,15 +46,19 @@ class Int8Rows:
     """Codes [rows, columns] in int8, and factors [rows / group], which are powers of two to avoid repeated rounding."""
 
     group: int
+    axis: int = 0
 
-    def find(self, key: str, entries: Mapping[str, Entry]) -> tuple[str, Entry] | None:
+    def find(self, key: str, entries: Mapping[str, Entry]) -> EncodedTensor | None:
         codes = entries[key]
         if codes.dtype is not torch.int8:
             return None
         factors = entries.get(f"{key}_scale")
         if factors is None or factors.shape != (codes.shape[0] // self.group,):
             raise UserError(f"{key} is int8 without factors of its rows")
-        return key, replace(codes, dtype=torch.float32)
+        return EncodedTensor(key, replace(codes, dtype=torch.float32), self)
+
+    def is_for_serving(self, key: str) -> bool:
+        return False
 
     def entries(self, name: str) -> tuple[str, ...]:
         return name, f"{name}_scale"
@@ -91,13 +95,13 @@ def problem(quantization: Mapping[str, Any]) -> str:
 
 def make_known() -> None:
     CHECKS["int8_rows"] = problem
-    ENCODINGS["int8_rows"] = declared
+    FORMATS["int8_rows"] = declared
 
 
 @pytest.fixture
 def known(monkeypatch):
     monkeypatch.setitem(CHECKS, "int8_rows", problem)
-    monkeypatch.setitem(ENCODINGS, "int8_rows", declared)
+    monkeypatch.setitem(FORMATS, "int8_rows", declared)
 
 
 # Its checkpoint, as a user would bring it
@@ -168,8 +172,8 @@ def test_a_slice_reads_its_own_bytes(tmp_path, monkeypatch):
         return counts[-1]
 
     monkeypatch.setattr(os, "preadv", counted)
-    encoding: DeclaredEncoding = Int8Rows(GROUP)
-    with Checkpoint(tmp_path, encoding) as checkpoint:
+    format: Format = Int8Rows(GROUP)
+    with Checkpoint(tmp_path, format) as checkpoint:
         checkpoint.read_into(target := torch.empty(2, 3), "w", (slice(3, 5), slice(1, 4)))
     assert sum(counts) == 2 * 3 + 2 * factors.itemsize  # rows 3 and 4 are of two groups
     assert torch.equal(target, (codes.float() * factors.repeat_interleave(GROUP)[:, None])[3:5, 1:4])

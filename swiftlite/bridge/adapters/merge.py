@@ -8,7 +8,7 @@ import torch
 
 from swiftlite.bridge.adapters.files import SavedAdapter
 from swiftlite.bridge.encoding.expert_stack import fold
-from swiftlite.bridge.encoding.index import encoding_of
+from swiftlite.bridge.encoding.index import format_of
 from swiftlite.bridge.hf_config import write_patched
 from swiftlite.bridge.rows import HfConfig, RowTable
 from swiftlite.bridge.tensors import Checkpoint, ShardedFiles
@@ -40,7 +40,7 @@ def write_merged(base: Path, hf_config: HfConfig, family: _Family, adapter: Save
     Raises:
         UserError: the adapters do not match the base model, or the base model is quantized.
     """
-    if encoding_of(hf_config):
+    if format_of(hf_config):
         raise UserError(f"--adapters is not supported on the quantized model {base}", "use the model in BF16")
     heads = adapter.heads_of(hf_config)
     with Checkpoint(base) as checkpoint:

@@ -3,12 +3,13 @@
 A file stores a tensor as plain numbers, or as codes with scales in separate tensors.
 
 `Checkpoint` decodes slices of tensors, and `ShardedFiles` encodes them. No other code depends on the encoding.
-config.json declares a checkpoint's encoding (`index.py`). Tensors that the encoding does not recognize are plain.
+config.json declares the format of a checkpoint (`index.py`), which finds encoded tensors in the files, each with its
+`Encoding`. Tensors that the format does not recognize are plain.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -17,11 +18,16 @@ from swiftlite.errors import UserError
 
 
 class Encoding(Protocol):
-    """An encoding that can be read.
+    """An encoding of one tensor that can be read.
 
-    Example: FP8 stores `w` [300, 130] as codes `w` and scales `w_scale_inv` [3, 2], one for each block of 128 x 128.
-    Decoding rows 130 to 139 requires rows 130 to 139 of the codes and row 1 of the scales.
+    Example: FP8 stores `x.weight` [300, 130] as codes `x.weight` and scales `x.weight_scale_inv` [3, 2], one for each
+    block of 128 x 128. Decoding rows 130 to 139 requires rows 130 to 139 of the codes and row 1 of the scales.
     """
+
+    @property
+    def axis(self) -> int:
+        """The axis along which a tensor is divided into chunks, such that a chunk is contiguous in the file."""
+        ...
 
     def entries(self, name: str) -> tuple[str, ...]:
         """Return the keys of the tensors in the file that together store the tensor `name`."""
@@ -36,23 +42,38 @@ class Encoding(Protocol):
         ...
 
 
-class DeclaredEncoding(Encoding, Protocol):
-    """An encoding that is declared in config.json. The files show which tensors have this encoding."""
+class EncodedTensor(NamedTuple):
+    """A tensor that is stored with an encoding.
 
-    def find(self, key: str, entries: Mapping[str, Entry]) -> tuple[str, Entry] | None:
-        """Return the name and the `Entry` of the decoded tensor whose codes are stored under this key.
+    Attributes:
+        name: name of the tensor.
+        entry: shape of the tensor, its floating-point dtype after decoding, and the file position of the codes.
+        encoding: how the tensor is stored.
+    """
 
-        The entry has the shape of the tensor, a floating-point dtype and the file position of the codes. Returns None
-        if the key does not hold codes of this encoding.
+    name: str
+    entry: Entry
+    encoding: Encoding
+
+
+class Format(Protocol):
+    """A storage format that is declared in config.json. The files show which tensors are encoded."""
+
+    def find(self, key: str, entries: Mapping[str, Entry]) -> EncodedTensor | None:
+        """Return the tensor whose codes are stored under this key; None if the key does not hold codes.
 
         Raises:
             UserError: a tensor that belongs to the codes is missing or has another shape.
         """
         ...
 
+    def is_for_serving(self, key: str) -> bool:
+        """Return whether a stored tensor is only used by engines, such as the scale of activations."""
+        ...
+
 
 class WritableEncoding(Encoding, Protocol):
-    """An encoding that can be written."""
+    """An encoding of one tensor that can be written."""
 
     def aligned(self, box: Box, shape: tuple[int, ...]) -> Box:
         """Return the smallest box of whole blocks that contains `box`. Only boxes of whole blocks can be written."""
@@ -72,6 +93,10 @@ class Plain:
 
     dtype: torch.dtype
 
+    @property
+    def axis(self) -> int:
+        return 0
+
     def entries(self, name: str) -> tuple[str, ...]:
         return (name,)
 
@@ -89,42 +114,54 @@ class Plain:
 
 
 @dataclass(frozen=True)
+class Stored:
+    """Describe how a tensor is stored: its encoding, and the location of each stored tensor, such as codes and scales."""
+
+    encoding: Encoding
+    entries: tuple[Entry, ...]
+
+
+@dataclass(frozen=True)
 class Found:
     """The tensors in files, after decoding.
 
     Attributes:
         tensors: every tensor, by name.
-        encoded: for each encoded tensor, by name, its stored tensors, such as codes and scales.
+        encoded: how each encoded tensor is stored, by name.
         problems: one line for each tensor that cannot be decoded; such tensors are treated as plain.
     """
 
     tensors: dict[str, Entry]
-    encoded: dict[str, tuple[Entry, ...]]
+    encoded: dict[str, Stored]
     problems: list[str]
 
 
-def find_tensors(entries: Mapping[str, Entry], encoding: DeclaredEncoding | None) -> Found:
+def find_tensors(entries: Mapping[str, Entry], format: Format | None) -> Found:
     """Return the tensors of a file after decoding, in the order of the file.
 
-    If `encoding` is None, all tensors are plain.
+    Tensors that are only used by engines are omitted. If `format` is None, all tensors are plain.
     """
-    if encoding is None:
+    if format is None:
         return Found(dict(entries), {}, [])
-    by_codes: dict[str, tuple[str, Entry]] = {}
+    by_codes: dict[str, EncodedTensor] = {}
+    used: set[str] = set()
     problems = []
     for key in entries:
         try:
-            found = encoding.find(key, entries)
+            found = format.find(key, entries)
         except UserError as error:
             problems.append(error.problem)
             continue
         if found:
             by_codes[key] = found
-    encoded = {name: tuple(entries[part] for part in encoding.entries(name)) for name, _ in by_codes.values()}
-    used = {part for name in encoded for part in encoding.entries(name)}
+            used.update(found.encoding.entries(found.name))
     tensors = {}
+    encoded = {}
     for key, entry in entries.items():
-        if key in by_codes or key not in used:
-            name, seen = by_codes.get(key, (key, entry))
-            tensors[name] = seen
+        if key in by_codes:
+            name, decoded, encoding = by_codes[key]
+            tensors[name] = decoded
+            encoded[name] = Stored(encoding, tuple(entries[part] for part in encoding.entries(name)))
+        elif key not in used and not format.is_for_serving(key):
+            tensors[key] = entry
     return Found(tensors, encoded, problems)

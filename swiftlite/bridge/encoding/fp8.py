@@ -1,63 +1,76 @@
-"""Read FP8 checkpoints in the format of DeepSeek-V3.
+"""FP8 checkpoints in the format of DeepSeek-V3, and those with one scale per matrix.
 
 A matrix is stored as `X.weight` in float8_e4m3fn and `X.weight_scale_inv` with one scale per block. Scales are float32
-in DeepSeek-V3 and bfloat16 in Qwen3-FP8. Tensors are dequantized while they are read; swiftlite writes bfloat16.
+in DeepSeek-V3 and bfloat16 in Qwen3-FP8. Without blocks, `X.weight_scale` is the single scale of the matrix.
 `quantization.py` checks config.json.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from swiftlite.bridge.entry import Box, Entry
+from swiftlite.bridge.encoding.blocks import Blocks, Layout
+from swiftlite.bridge.encoding.encoding import EncodedTensor
+from swiftlite.bridge.encoding.stored import check_shapes, dtype_name, is_for_serving, matrix_shape
+from swiftlite.bridge.entry import Entry
 from swiftlite.errors import UserError
 
-_SCALE_SUFFIX = "_scale_inv"
-_FACTORS = (torch.float32, torch.bfloat16, torch.float16)
+LARGEST = torch.finfo(torch.float8_e4m3fn).max
+_SCALES = ("weight_scale_inv", "weight_scale")
 
 
 @dataclass(frozen=True)
-class Fp8Blocks:
-    """FP8 codes with one scale per block, as a `DeclaredEncoding`.
+class Fp8:
+    """The `Format` of FP8 codes with one scale per block, or per matrix.
 
     Args:
-        block: rows and columns of a block; blocks at the end of a tensor can be smaller.
+        block: rows and columns of a block; blocks at the end of a tensor can be smaller. None: the whole matrix.
     """
 
-    block: tuple[int, int]
+    block: tuple[int, int] | None
 
     @classmethod
-    def declared(cls, quantization: Mapping[str, Any]) -> "Fp8Blocks":
-        """Create the encoding from a quantization_config that `quantization.CHECKS` accepts."""
-        rows, columns = quantization["weight_block_size"]
-        return cls((rows, columns))
+    def declared(cls, quantization: Mapping[str, Any]) -> "Fp8":
+        """Create the format from a quantization_config that `quantization.CHECKS` accepts."""
+        block = quantization.get("weight_block_size")
+        return cls(block and (block[0], block[1]))
 
-    def find(self, key: str, entries: Mapping[str, Entry]) -> tuple[str, Entry] | None:
+    def find(self, key: str, entries: Mapping[str, Entry]) -> EncodedTensor | None:
         entry = entries[key]
         if entry.dtype is not torch.float8_e4m3fn:
             return None
-        scale_key = key + _SCALE_SUFFIX
-        scale = entries.get(scale_key)
-        if scale is None:
-            raise UserError(f"{key} is {entry.dtype} without {scale_key}")
-        num_blocks = tuple(-(-length // n) for length, n in zip(entry.shape, self.block, strict=False))
-        if scale.dtype not in _FACTORS or len(entry.shape) != 2 or scale.shape != num_blocks:
-            found = f"{scale_key} is {scale.dtype} {list(scale.shape)}"
-            raise UserError(f"{found}; it does not match the {list(self.block)} blocks of {key} {list(entry.shape)}")
-        return key, entry
+        module = key.removesuffix("weight")
+        ending = next((ending for ending in _SCALES if module + ending in entries), None)
+        if module == key or ending is None:
+            raise UserError(f"{key} is {dtype_name(entry)} without {module}{_SCALES[0]}")
+        shape = matrix_shape(key, entry.shape)
+        axes = 2
+        if self.block is None:
+            axes = len(entries[module + ending].shape)
+        encoding = Blocks(shape, self.block or shape, Layout("weight"), Layout(ending, axes=axes), dtype=torch.float32)
+        check_shapes(key, encoding, entries)
+        return EncodedTensor(key, entry, encoding)
 
-    def entries(self, name: str) -> tuple[str, ...]:
-        return name, name + _SCALE_SUFFIX
+    def is_for_serving(self, key: str) -> bool:
+        return is_for_serving(key)
 
-    def boxes(self, box: Box) -> tuple[Box, ...]:
-        rows, columns = (range(r.start // n, (r.stop - 1) // n + 1) for r, n in zip(box, self.block, strict=True))
-        return box, (rows, columns)
 
-    def read(self, parts: Sequence[torch.Tensor], box: Box) -> torch.Tensor:
-        codes, scale = parts
-        rows, columns = (
-            torch.arange(r.start, r.stop) // n - r.start // n for r, n in zip(box, self.block, strict=True)
-        )
-        return codes.float() * scale.float()[rows][:, columns]
+@dataclass(frozen=True)
+class WritableFp8(Blocks):
+    """FP8 codes with one float32 scale per block, as a `WritableEncoding` in the format of DeepSeek-V3."""
+
+    @classmethod
+    def of(cls, shape: tuple[int, int], block: tuple[int, int]) -> "WritableFp8":
+        return cls(shape, block, Layout("weight"), Layout("weight_scale_inv"), dtype=torch.float32)
+
+    def write(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        rows, columns = self.block
+        height, width = tensor.shape
+        padding = (0, -width % columns, 0, -height % rows)
+        blocks = torch.nn.functional.pad(tensor.float(), padding).unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
+        scales = blocks.abs().amax(dim=(1, 3)) / LARGEST
+        scales = torch.where(scales == 0, torch.ones_like(scales), scales)
+        codes = (blocks / scales[:, None, :, None]).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+        return codes.flatten(0, 1).flatten(1, 2)[:height, :width], scales

@@ -1,29 +1,34 @@
-"""A list of all encodings, by the `quant_method` of config.json."""
+"""A list of all quantized formats, by the `quant_method` of config.json."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from swiftlite.bridge.encoding.encoding import DeclaredEncoding
-from swiftlite.bridge.encoding.fp8 import Fp8Blocks
+from swiftlite.bridge.encoding.compressed_tensors import CompressedTensors
+from swiftlite.bridge.encoding.encoding import Format
+from swiftlite.bridge.encoding.fp8 import Fp8
+from swiftlite.bridge.encoding.gptq_awq import TransposedWords
 from swiftlite.bridge.encoding.quantization import quantization_problem
 from swiftlite.bridge.rows import HfConfig
 from swiftlite.errors import UserError
 
-ENCODINGS: dict[str, Callable[[Mapping[str, Any]], DeclaredEncoding]] = {
-    "fp8": Fp8Blocks.declared,
+FORMATS: dict[str, Callable[[Mapping[str, Any]], Format]] = {
+    "awq": TransposedWords.declared_awq,
+    "compressed-tensors": CompressedTensors.declared,
+    "fp8": Fp8.declared,
+    "gptq": TransposedWords.declared_gptq,
 }
-"""Functions that create an encoding from a quantization_config that `quantization.CHECKS` accepts."""
+"""Functions that create a format from a quantization_config that `quantization.CHECKS` accepts."""
 
 
-def encoding_of(hf_config: HfConfig) -> DeclaredEncoding | None:
-    """Return the encoding that a config.json declares; None for a checkpoint that is not quantized.
+def format_of(hf_config: HfConfig) -> Format | None:
+    """Return the format that a config.json declares; None for a checkpoint that is not quantized.
 
     Raises:
-        UserError: the encoding is not supported.
+        UserError: the format is not supported.
     """
     if problem := quantization_problem(hf_config):
         raise UserError(f"config.json: {problem}", "use the model before its quantization")
     quantization = hf_config.get("quantization_config")
     if not quantization:
         return None
-    return ENCODINGS[quantization["quant_method"]](quantization)
+    return FORMATS[quantization["quant_method"]](quantization)

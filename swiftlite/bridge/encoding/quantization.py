@@ -5,11 +5,11 @@ from typing import Any
 
 from swiftlite.bridge.rows import HfConfig
 
-# Keys of quantization_config that do not affect reading weights: the treatment of activations while serving, and
-# modules that are not quantized, which are recognized by their tensors.
-_HARMLESS = {"activation_scheme", "scale_fmt", "modules_to_not_convert", "ignored_layers", "ignore"}
-_DEFINING = {"quant_method": "fp8", "fmt": "e4m3"}
-_ONLY = "only fp8 (e4m3) with weight_block_size, as in DeepSeek-V3, is supported"
+# Keys of FP8 that do not affect reading weights: the treatment of activations while serving, and modules that are not
+# quantized, which are recognized by their tensors.
+_NOT_OF_WEIGHTS = {"activation_scheme", "scale_fmt", "modules_to_not_convert", "ignored_layers", "ignore"}
+_COMPRESSED = {"float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "nvfp4-pack-quantized"}
+_STRATEGIES = {"tensor", "channel", "group", "tensor_group", "block"}
 
 
 def quantization_problem(hf_config: HfConfig) -> str:
@@ -17,25 +17,107 @@ def quantization_problem(hf_config: HfConfig) -> str:
     quantization = hf_config.get("quantization_config")
     if quantization is None:
         return ""
-    if not isinstance(quantization, dict):
-        return f"quantization_config {quantization!r} is not supported; {_ONLY}"
-    # For an unknown method, the check of FP8 reports the differences.
-    return CHECKS.get(str(quantization.get("quant_method")), _fp8_problem)(quantization)
-
-
-def _fp8_problem(quantization: Mapping[str, Any]) -> str:
-    wrong = {
-        key: value
-        for key, value in quantization.items()
-        if key not in _HARMLESS and key != "weight_block_size" and _DEFINING.get(key) != value
-    }
-    if wrong or "quant_method" not in quantization:
-        return f"quantization_config {wrong or quantization} is not supported; {_ONLY}"
-    block = quantization.get("weight_block_size")
-    if not isinstance(block, list) or len(block) != 2 or not all(isinstance(n, int) and n > 0 for n in block):
-        return f"quantization_config: weight_block_size {block!r} is not supported; {_ONLY}"
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    check = CHECKS.get(str(method))
+    if check is None:
+        *others, last = sorted(CHECKS)
+        return f"quantization_config {quantization!r} is not supported; only {', '.join(others)} and {last} are"
+    if problem := check(quantization):
+        return f"quantization_config of {method}: {problem}"
     return ""
 
 
-CHECKS: dict[str, Callable[[Mapping[str, Any]], str]] = {"fp8": _fp8_problem}
+def _fp8_problem(quantization: Mapping[str, Any]) -> str:
+    known = _NOT_OF_WEIGHTS | {"quant_method", "fmt", "weight_block_size"}
+    if quantization.get("fmt", "e4m3") != "e4m3":
+        return f"fmt {quantization['fmt']!r} is not supported; it can only be 'e4m3'"
+    if unknown := sorted(quantization.keys() - known):
+        return f"{', '.join(f'{key} {quantization[key]!r}' for key in unknown)} is not supported"
+    block = quantization.get("weight_block_size")
+    if block is not None and not _is_block(block):
+        return f"weight_block_size {block!r} is not supported; it can only be two numbers, or missing"
+    return ""
+
+
+def _compressed_problem(quantization: Mapping[str, Any]) -> str:
+    format = quantization.get("format")
+    for key in ("sparsity_config", "transform_config"):
+        if quantization.get(key):
+            return f"{key} is not supported"
+    groups = quantization.get("config_groups")
+    if not isinstance(groups, dict) or not groups:
+        return "config_groups is missing"
+    for name, group in groups.items():
+        if not isinstance(group, dict) or not isinstance(group.get("weights"), dict):
+            return f"config_groups: {name} has no weights"
+        own_format = group.get("format") or format
+        if own_format not in _COMPRESSED:
+            return f"format {own_format!r} is not supported; only {', '.join(sorted(_COMPRESSED))} are"
+        if problem := _weights_problem(group["weights"]):
+            return f"config_groups: {name}: {problem}"
+    return ""
+
+
+def _weights_problem(weights: Mapping[str, Any]) -> str:
+    """Return why the `weights` of a group of compressed-tensors are not supported; empty if they are."""
+    bits, kind = weights.get("num_bits", 8), weights.get("type", "int")
+    strategy, size = weights.get("strategy"), weights.get("group_size")
+    if (kind, bits) not in (("int", 4), ("int", 8), ("float", 8), ("float", 4)):
+        return f"{kind} weights of {bits} bits are not supported; only int with 4 or 8, and float with 8 or 4"
+    if strategy not in (*_STRATEGIES, None):
+        return f"strategy {strategy!r} is not supported; only {', '.join(sorted(_STRATEGIES))} are"
+    if strategy in ("group", "tensor_group") and not (isinstance(size, int) and size > 0):
+        return f"group_size {size!r} is not a valid number of columns"
+    if kind == "float" and bits == 4 and (strategy != "tensor_group" or size != 16):
+        return f"float weights of 4 bits with groups of {size} are not supported; only nvfp4 with groups of 16"
+    block = weights.get("block_structure")
+    if strategy == "block" and not (_is_block(block) or isinstance(block, str)):
+        return f"block_structure {block!r} is not supported; it can only be two numbers"
+    return ""
+
+
+def _gptq_problem(quantization: Mapping[str, Any]) -> str:
+    if problem := _words_problem(quantization, (2, 4, 8)):
+        return problem
+    version = quantization.get("checkpoint_format")
+    if version not in (None, "", "gptq", "gptq_v2"):
+        return f"checkpoint_format {version!r} is not supported; it can only be 'gptq' or 'gptq_v2'"
+    if quantization.get("pack_dtype") not in (None, "int32"):
+        return f"pack_dtype {quantization['pack_dtype']!r} is not supported; it can only be 'int32'"
+    changed = [rule for rule in quantization.get("dynamic") or {} if not rule.startswith("-")]
+    if changed:
+        return f"dynamic {changed[0]!r} is not supported; rules can only exclude modules, with '-:'"
+    return ""
+
+
+def _awq_problem(quantization: Mapping[str, Any]) -> str:
+    if problem := _words_problem(quantization, (4,)):
+        return problem
+    version = quantization.get("version", "gemm")
+    if str(version).lower() != "gemm":
+        return f"version {version!r} is not supported; it can only be 'gemm'"
+    if not quantization.get("zero_point", True):
+        return "zero_point false is not supported"
+    return ""
+
+
+def _words_problem(quantization: Mapping[str, Any], supported: tuple[int, ...]) -> str:
+    bits, size = quantization.get("bits"), quantization.get("group_size")
+    if bits not in supported:
+        return f"bits {bits!r} is not supported; it can only be {' or '.join(map(str, supported))}"
+    if not isinstance(size, int) or not (size > 0 or size == -1):
+        return f"group_size {size!r} is not a valid number of columns"
+    return ""
+
+
+def _is_block(block: Any) -> bool:
+    return isinstance(block, list) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block)
+
+
+CHECKS: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "awq": _awq_problem,
+    "compressed-tensors": _compressed_problem,
+    "fp8": _fp8_problem,
+    "gptq": _gptq_problem,
+}
 """By `quant_method`, a function that returns why a quantization_config is not supported; empty if it is supported."""

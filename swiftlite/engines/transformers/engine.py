@@ -29,7 +29,7 @@ from transformers.models.auto.modeling_auto import (
 from transformers.utils import logging
 
 from swiftlite.acceptance.counts import DraftCounts
-from swiftlite.bridge.encoding.index import encoding_of
+from swiftlite.bridge.encoding.index import format_of
 from swiftlite.bridge.tensors import Checkpoint, some
 from swiftlite.engines.engine import Completion, EngineConfig, OnAnswer, Sampling, check_prompts
 from swiftlite.engines.prompts import ImagePrompt
@@ -233,7 +233,7 @@ def load_trunk(config: EngineConfig) -> PreTrainedModel:
         options["config"] = Qwen2Config(**{k: v for k, v in model.config.items() if k != "model_type"})
     else:
         options["trust_remote_code"] = config.trust_remote_code
-    if encoding_of(model.config):
+    if format_of(model.config):
         model_class, options["config"] = _unquantized_class(model_class, model, options)
         options["state_dict"] = _trunk_tensors(model, options["dtype"])
         source = None
@@ -285,7 +285,7 @@ def _trunk_tensors(model: HfModel, dtype: torch.dtype) -> dict[str, torch.Tensor
     """
     family, hf_config = model.family, model.config
     tensors = {}
-    with Checkpoint(model.directory, encoding_of(hf_config)) as checkpoint:
+    with Checkpoint(model.directory, format_of(hf_config)) as checkpoint:
         for key, entry in checkpoint.entries.items():
             if family.is_mtp(hf_config, key) or family.is_carried(key) or family.is_derived(key):
                 continue

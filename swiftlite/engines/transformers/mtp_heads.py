@@ -20,7 +20,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.masking_utils import create_causal_mask
 
 from swiftlite.bridge.encoding.expert_stack import stack
-from swiftlite.bridge.encoding.index import encoding_of
+from swiftlite.bridge.encoding.index import format_of
 from swiftlite.bridge.rows import Row, renamed, shapes_of
 from swiftlite.bridge.tensors import Checkpoint
 from swiftlite.engines.transformers.image_inputs import ImageInputs
@@ -84,7 +84,7 @@ class DraftOutput(nn.Module):
 def load_heads(model: HfModel, decoder: Any) -> nn.ModuleList:
     """Load the checkpoint's MTP heads, on the device and in the dtype of the decoder."""
     heads = nn.ModuleList()
-    with Checkpoint(model.directory, encoding_of(model.config)) as checkpoint:
+    with Checkpoint(model.directory, format_of(model.config)) as checkpoint:
         for index in range(model.heads.layers):
             frame = model.family.mtp.frame_rows(model.config, index)
             state = {row.mcore.removeprefix(f"mtp.layers.{index}."): _read(row, checkpoint) for row in frame}

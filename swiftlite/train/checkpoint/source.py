@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 from safetensors.torch import save
 
 from swiftlite.atomic import atomic_write
-from swiftlite.bridge.encoding.index import encoding_of
+from swiftlite.bridge.encoding.index import format_of
 from swiftlite.bridge.hf_config import quantization_change, write_patched
 from swiftlite.bridge.tensors import Checkpoint, describe
 from swiftlite.errors import UserError
@@ -59,10 +59,10 @@ def write_source(hf_model: HfModel, run_dir: Path, heads: Heads, graft_from: HfM
 
 
 def _write_carried(hf_model: HfModel, source: Path) -> None:
-    with Checkpoint(hf_model.directory, encoding_of(hf_model.config)) as checkpoint:
+    with Checkpoint(hf_model.directory, format_of(hf_model.config)) as checkpoint:
         keys = [key for key in checkpoint.entries if hf_model.family.is_carried(key)]
         if keys:
-            tensors = {key: checkpoint.read(key) for key in keys}
+            tensors = {key: checkpoint.read(key, torch.bfloat16) for key in keys}
             atomic_write(source / CARRIED_FILE, save(tensors))
 
 

@@ -1,0 +1,194 @@
+"""Checkpoints in the formats of the library compressed-tensors (llm-compressor).
+
+A matrix `X.weight` is stored in one of these ways; scales `X.weight_scale` are in the dtype of the model:
+
+- float-quantized, int-quantized: codes `X.weight` in float8_e4m3fn or int8
+- pack-quantized: codes `X.weight_packed`, several per int32 word, and `X.weight_shape`
+- nvfp4-pack-quantized: codes `X.weight_packed`, two FP4 numbers per byte, scales in float8_e4m3fn, and
+  `X.weight_global_scale`, by which scales are divided
+
+Asymmetric formats also have `X.weight_zero_point`. Integer codes in words are unsigned. `quantization.py` checks
+config.json, whose `config_groups` define the number of bits and the size of blocks for groups of modules.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from swiftlite.bridge.encoding.blocks import FP4_VALUES, Blocks, Layout, Packing
+from swiftlite.bridge.encoding.encoding import EncodedTensor
+from swiftlite.bridge.encoding.stored import check_shapes, dtype_name, is_for_serving, matrix_shape
+from swiftlite.bridge.entry import Entry
+from swiftlite.errors import UserError
+
+_CODES = (torch.float8_e4m3fn, torch.int8)
+_SHAPE = ("weight_shape", (2,))
+
+
+@dataclass(frozen=True)
+class WeightArgs:
+    """The `weights` of a group in config.json.
+
+    Attributes:
+        bits: bits of a code.
+        type: "int" or "float".
+        strategy: the numbers with a common scale: "tensor", "channel", "group", "tensor_group" or "block".
+        size: columns of a group.
+        block: rows and columns of a block.
+        symmetric: whether there are no zero points.
+        orders_columns: whether `weight_g_idx` assigns columns to groups (act-order).
+    """
+
+    bits: int
+    type: str
+    strategy: str
+    size: int = 0
+    block: tuple[int, int] = (0, 0)
+    symmetric: bool = True
+    orders_columns: bool = False
+
+    @classmethod
+    def from_json(cls, weights: Mapping[str, Any]) -> "WeightArgs":
+        block = weights.get("block_structure") or (0, 0)
+        if isinstance(block, str):
+            block = [int(length) for length in block.split("x")]
+        size = weights.get("group_size") or 0
+        strategy = weights.get("strategy")
+        if strategy is None:
+            strategy = "tensor"
+            if size:
+                strategy = "group" if size > 0 else "channel"
+        return cls(
+            bits=weights.get("num_bits", 8),
+            type=weights.get("type", "int"),
+            strategy=strategy,
+            size=size,
+            block=(block[0], block[1]),
+            symmetric=weights.get("symmetric", True),
+            orders_columns=weights.get("actorder") in ("group", "dynamic", True),
+        )
+
+    def block_of(self, shape: tuple[int, int]) -> tuple[int, int]:
+        """Return the rows and columns of the numbers of a matrix that have a common scale."""
+        if self.strategy == "tensor":
+            return shape
+        if self.strategy == "channel":
+            return 1, shape[1]
+        if self.strategy == "block":
+            return self.block
+        return 1, self.size
+
+
+@dataclass(frozen=True)
+class CompressedTensors:
+    """The `Format` of compressed-tensors.
+
+    Args:
+        groups: the weights of each group in config.json. The stored tensors of a matrix must match exactly one of them.
+    """
+
+    groups: tuple[WeightArgs, ...]
+
+    @classmethod
+    def declared(cls, quantization: Mapping[str, Any]) -> "CompressedTensors":
+        """Create the format from a quantization_config that `quantization.CHECKS` accepts."""
+        groups = [WeightArgs.from_json(group["weights"]) for group in quantization["config_groups"].values()]
+        return cls(tuple(dict.fromkeys(groups)))
+
+    def find(self, key: str, entries: Mapping[str, Entry]) -> EncodedTensor | None:
+        entry = entries[key]
+        if key.endswith(".weight_packed"):
+            name = key.removesuffix("_packed")
+        elif entry.dtype in _CODES and key.endswith(".weight"):
+            name = key
+        else:
+            return None
+        fitting: dict[Blocks, None] = {}
+        problems = []
+        for group in self.groups:
+            encoding = self._encoding(name, group, entries)
+            if encoding is None:
+                continue
+            try:
+                check_shapes(key, encoding, entries)
+                fitting[encoding] = None
+            except UserError as error:
+                problems.append(error.problem)
+        if len(fitting) > 1:
+            raise UserError(f"{key} matches several groups of quantization_config")
+        if not fitting:
+            unknown = f"{key} is {dtype_name(entry)}, which no group of quantization_config has"
+            raise UserError("; ".join(problems) or unknown)
+        (encoding,) = fitting
+        dtype = entries[f"{name}_scale"].dtype
+        if encoding.factor:
+            dtype = torch.bfloat16
+        return EncodedTensor(name, replace(entry, dtype=dtype, shape=encoding.shape), encoding)
+
+    def is_for_serving(self, key: str) -> bool:
+        return is_for_serving(key)
+
+    def _encoding(self, name: str, group: WeightArgs, entries: Mapping[str, Entry]) -> Blocks | None:
+        """Return the encoding of a tensor if it belongs to a group; None if its stored tensors show that it does not.
+
+        Raises:
+            UserError: the stored tensors have invalid shapes.
+        """
+        packed = entries.get(f"{name}_packed")
+        scale = entries.get(f"{name}_scale")
+        if scale is None:
+            raise UserError(f"{name}_scale is missing")
+        if packed is None:
+            return self._unpacked(name, group, entries)
+        rows, words = matrix_shape(f"{name}_packed", packed.shape)
+        if group.type == "float":
+            if packed.dtype is not torch.uint8 or group.bits != 4:
+                return None
+            return fp4((rows, 2 * words), group.size)
+        if packed.dtype is not torch.int32:
+            return None
+        packing = Packing(group.bits, axis=1)
+        columns = words * packing.per_word
+        if group.strategy in ("group", "tensor_group"):
+            columns = scale.shape[-1] * group.size
+        return packed_integers((rows, columns), group)
+
+    def _unpacked(self, name: str, group: WeightArgs, entries: Mapping[str, Entry]) -> Blocks | None:
+        codes = entries[name]
+        if group.bits != 8 or (codes.dtype is torch.int8) != (group.type == "int"):
+            return None
+        shape = matrix_shape(name, codes.shape)
+        axes = len(entries[f"{name}_scale"].shape)
+        encoding = Blocks(shape, group.block_of(shape), Layout("weight"), Layout("weight_scale", axes=axes))
+        if group.symmetric:
+            return encoding
+        return replace(encoding, zero_points=Layout("weight_zero_point", axes=axes))
+
+
+def packed_integers(shape: tuple[int, int], group: WeightArgs) -> Blocks:
+    """Return the encoding of a matrix whose codes are packed in int32 words."""
+    packing = Packing(group.bits, axis=1)
+    codes = Layout("weight_packed", packing=packing)
+    encoding = Blocks(shape, group.block_of(shape), codes, Layout("weight_scale"), unread=(_SHAPE,))
+    if group.orders_columns:
+        encoding = replace(encoding, group_of_column="weight_g_idx")
+    if group.symmetric:
+        return replace(encoding, zero_point=1 << (group.bits - 1))
+    # Codes and zero points are stored with the same offset, so it cancels.
+    zero_points = Layout("weight_zero_point", packing=Packing(group.bits, axis=0))
+    return replace(encoding, zero_points=zero_points)
+
+
+def fp4(shape: tuple[int, int], size: int) -> Blocks:
+    """Return the encoding of a matrix in NVFP4 with groups of `size` columns."""
+    return Blocks(
+        shape,
+        (1, size),
+        Layout("weight_packed", packing=Packing(4, axis=1, word=torch.uint8)),
+        Layout("weight_scale"),
+        factor=("weight_global_scale", 1),
+        dtype=torch.float32,
+        values=FP4_VALUES,
+    )
