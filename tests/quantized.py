@@ -31,7 +31,9 @@ from safetensors.torch import load_file, save_file
 GROUP = 32
 """Input columns per scale of the 4-bit formats."""
 BLOCK = (32, 32)
-"""Rows and columns per scale of DeepSeek's format. Published checkpoints have 128 x 128."""
+"""Rows and columns per scale of DeepSeek's format in most tests. Published checkpoints have 128 x 128, and vLLM's
+kernel for CPUs supports only multiples of 128 columns.
+"""
 
 Parts = dict[str, torch.Tensor]
 """The stored tensors of a weight, by the last component of their names."""
@@ -104,9 +106,9 @@ def _compressed_tensors(scheme: QuantizationScheme, name: str) -> Format:
     return Format(config | {"quant_method": "compressed-tensors"}, "ignore", compress, decompress)
 
 
-def _fp8_blocks(scale_dtype: torch.dtype) -> Format:
+def _fp8_blocks(scale_dtype: torch.dtype, block: tuple[int, int] = BLOCK) -> Format:
     """Return the format of DeepSeek-V3 with scales in `scale_dtype`."""
-    args = _args(num_bits=8, type="float", strategy="block", block_structure=list(BLOCK))
+    args = _args(num_bits=8, type="float", strategy="block", block_structure=list(block))
     compressor: Any = BaseCompressor.get_value_from_registry("float-quantized")
 
     def compress(weight: torch.Tensor) -> Parts:
@@ -116,7 +118,7 @@ def _fp8_blocks(scale_dtype: torch.dtype) -> Format:
 
     def decompress(parts: Parts) -> torch.Tensor:
         scale = parts["weight_scale_inv"].float()
-        scale = scale.repeat_interleave(BLOCK[0], 0).repeat_interleave(BLOCK[1], 1)
+        scale = scale.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
         rows, columns = parts["weight"].shape
         return parts["weight"].float() * scale[:rows, :columns]
 
@@ -124,7 +126,7 @@ def _fp8_blocks(scale_dtype: torch.dtype) -> Format:
         "quant_method": "fp8",
         "fmt": "e4m3",
         "activation_scheme": "dynamic",
-        "weight_block_size": list(BLOCK),
+        "weight_block_size": list(block),
     }
     return Format(config, "modules_to_not_convert", compress, decompress)
 
@@ -221,6 +223,7 @@ FORMATS: dict[str, Format] = {
     ),
     "fp8_blocks": _fp8_blocks(torch.float32),
     "fp8_blocks_bf16": _fp8_blocks(torch.bfloat16),
+    "fp8_blocks_128": _fp8_blocks(torch.float32, (128, 128)),
     "gptq": _gptq(symmetric=True),
     "gptq_asym": _gptq(symmetric=False),
     "awq": _awq(),
@@ -251,16 +254,23 @@ def linear_modules(directory: Path, tensors: Collection[str]) -> tuple[list[str]
 
 
 def quantized_modules(
-    directory: Path, tensors: Mapping[str, torch.Tensor], block: bool, experts: bool = True
+    directory: Path, tensors: Mapping[str, torch.Tensor], block: bool, experts: bool, but: Collection[str]
 ) -> list[str]:
     """Return the names of the modules that `quantize_hf` quantizes with these arguments."""
     trunk, heads = linear_modules(directory, tensors)
     modules = trunk + heads * block
-    return [module for module in modules if experts or not _EXPERT.search(f"{module}.")]
+    return [module for module in modules if module not in but and (experts or not _EXPERT.search(f"{module}."))]
 
 
 def quantize_hf(
-    source: Path, target: Path, name: str, *, block: bool, experts: bool = True, ignore: list[str] | None = None
+    source: Path,
+    target: Path,
+    name: str,
+    *,
+    block: bool,
+    experts: bool = True,
+    but: Collection[str] = (),
+    ignore: list[str] | None = None,
 ) -> Path:
     """Write a quantized copy of a Hugging Face model; return its directory.
 
@@ -270,12 +280,13 @@ def quantize_hf(
         block: whether the decoder blocks of the MTP heads are quantized, in addition to the trunk. The projection that
             joins embedding and hidden state never is, nor are embeddings, output layer and routers.
         experts: whether routed experts are quantized.
+        but: names in files of further modules that are not quantized.
         ignore: list in config.json of modules that are not quantized; by default the linear modules that are not
             quantized, with their names in the files. GPTQ's format has no such list.
     """
     scheme = FORMATS[name]
     tensors = load_file(source / "model.safetensors")
-    modules = quantized_modules(source, tensors, block, experts)
+    modules = quantized_modules(source, tensors, block, experts, but)
     for module in modules:
         parts = scheme.compress(tensors.pop(f"{module}.weight"))
         tensors |= {f"{module}.{part}": tensor.contiguous() for part, tensor in parts.items()}
@@ -294,7 +305,7 @@ def dequantize_hf(source: Path, target: Path, name: str, *, block: bool, experts
     """
     scheme = FORMATS[name]
     tensors = load_file(source / "model.safetensors")
-    for module in quantized_modules(source, tensors, block, experts):
+    for module in quantized_modules(source, tensors, block, experts, but=()):
         weight = tensors[f"{module}.weight"]
         tensors[f"{module}.weight"] = scheme.decompress(scheme.compress(weight)).to(weight.dtype)
     return _write(source, target, tensors, {})

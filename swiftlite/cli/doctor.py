@@ -230,11 +230,14 @@ def _report_model(args: DoctorArgs) -> bool:
 
 def _report_audit(model: HfModel) -> bool:
     from swiftlite.bridge.audit import audit_hf, mtp_depth_on_disk
+    from swiftlite.engines.quantized_heads import quantized_head_problems, unsupported_engines
 
     directory = model.directory
     try:
         depth = mtp_depth_on_disk(directory, model.family, model.config)
         problems = audit_hf(directory, model.family) + _tokenizer_problems(directory, model.config)
+        problems += quantized_head_problems(model)
+        unsupported = unsupported_engines(model)
         drafted = model.heads.draft_vocab
     except UserError as error:
         print(f"  {error}")
@@ -248,6 +251,9 @@ def _report_audit(model: HfModel) -> bool:
     lines = [("family", model.family.name), ("MTP depth", depths), ("audit", verdict)]
     if drafted:
         lines.insert(2, ("draft vocabulary", f"{len(drafted)} of {model.config['vocab_size']} tokens"))
+    if unsupported:
+        labels = " and ".join(ENGINES[name].label for name in unsupported)
+        lines.append(("quantized heads", f"not supported by {labels}, whose list cannot describe them"))
     if not _has_tokenizer(directory):
         lines.append(("tokenizer", "missing: copy tokenizer.json and tokenizer_config.json from the model's source"))
     print(text_table(lines, indent="  "))
@@ -313,6 +319,8 @@ def _report_engine(args: DoctorArgs, model: HfModel) -> bool:
         ("draft model", draft),
         ("verdict", verdict),
     ]
+    if report.draft_modules:
+        lines.insert(3, ("draft modules", report.draft_modules))
     if report.sees_images is not None:
         lines.insert(3, ("images", _INPUT_AT_IMAGES[report.sees_images]))
     print(text_table(lines, indent="  "))

@@ -4,6 +4,9 @@ Engines differ in the inputs of heads and in the number of heads that they run. 
 engines do not report it: the text is still correct, but acceptance drops. Each convention was measured: an independent
 implementation of the convention accepts the same number of draft tokens as the engine. docs/en/serving.md lists all
 conventions.
+
+An engine builds the modules of heads quantized or plain according to a list in quantization_config, which it compares
+with its own names of the modules (`quantized.py`). A convention therefore also contains these names.
 """
 
 from dataclasses import dataclass
@@ -23,17 +26,39 @@ class Convention:
             every step. "last": all heads are loaded into the same parameters, so the last head drafts in every step.
             "one": checkpoints with several heads are not supported.
         drafting: inputs of the heads.
+        block: prefix of the names that the engine gives to the modules in the decoder layer of head {head}. The number
+            {layer} follows after the trunk's layers.
+        quantizes: names of further modules that the engine quantizes unless they are listed: projections that join
+            embedding and hidden state, and routers.
     """
 
     draft: str
     heads: Literal["each", "first", "last", "one"] = "each"
     drafting: Drafting = Drafting()
+    block: str = "mtp.layers.{head}."
+    quantizes: tuple[str, ...] = ()
 
     def num_drafting(self, num_mtp_heads: int) -> int:
         """Return how many of a checkpoint's MTP heads draft."""
         if self.heads == "each":
             return num_mtp_heads
         return min(num_mtp_heads, 1)
+
+
+@dataclass(frozen=True)
+class Matching:
+    """The way in which an engine compares names of its modules with the lists of a quantization_config.
+
+    Attributes:
+        label: the engine's official name.
+        reads_files: whether the engine takes a missing list of gptq or awq from the files.
+        compares_parts: whether an entry without a regular expression also matches a part of a name between dots, such
+            as its end; otherwise it must be the whole name.
+    """
+
+    label: str
+    reads_files: bool
+    compares_parts: bool
 
 
 def as_trained(family: Family) -> Convention:

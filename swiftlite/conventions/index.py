@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from swiftlite.conventions import sglang, vllm
-from swiftlite.conventions.convention import Convention, as_trained
+from swiftlite.conventions.convention import Convention, Matching, as_trained
 from swiftlite.families import Family
 
 CONVENTIONS: dict[str, Callable[[Family], Convention | None]] = {
@@ -11,3 +11,5 @@ CONVENTIONS: dict[str, Callable[[Family], Convention | None]] = {
     "vllm": vllm.convention,
     "sglang": sglang.convention,
 }
+MATCHINGS: dict[str, Matching] = {"vllm": vllm.MATCHING, "sglang": sglang.MATCHING}
+"""Engines that build drafts from quantization_config. The engine transformers reads the tensors of heads as numbers."""

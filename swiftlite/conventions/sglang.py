@@ -1,9 +1,13 @@
 """Conventions of SGLang 0.5.23, which differ from vLLM's for some families."""
 
-from swiftlite.conventions.convention import Convention
+from swiftlite.conventions.convention import Convention, Matching
 from swiftlite.families import Family
 from swiftlite.heads.drafting import Drafting
 
+MATCHING = Matching("SGLang", reads_files=False, compares_parts=True)
+_DECODER = "model.decoder."
+# These classes give their layer the names of the trunk's first layer.
+_FIRST_LAYER = "model.layers.0."
 # HF model_type -> convention. The classes of Llama, Mistral, Qwen2, Qwen3 and Seed-OSS are those of swiftlite's plugin
 # (models/dense.py).
 _LINES = {
@@ -11,14 +15,14 @@ _LINES = {
     "mistral": Convention("MistralForCausalLMMTP", "one"),
     "qwen2": Convention("Qwen2ForCausalLMMTP", "one"),
     "qwen3": Convention("Qwen3ForCausalLMMTP", "one"),
-    "mimo": Convention("MiMoMTP", "last", Drafting(zeroes_first_embedding=True)),
+    "mimo": Convention("MiMoMTP", "last", Drafting(zeroes_first_embedding=True), block=""),
     "seed_oss": Convention("SeedOssForCausalLMMTP", "one"),
-    "qwen3_moe": Convention("Qwen3MoeForCausalLMMTP", "first"),
-    "glm4_moe": Convention("Glm4MoeForCausalLMNextN", "one"),
-    "glm4_moe_lite": Convention("Glm4MoeLiteForCausalLMNextN", "one"),
-    "deepseek_v3": Convention("DeepseekV3ForCausalLMNextN", "one"),
-    "hy_v3": Convention("HYV3ForCausalLMNextN", "first"),
-    "qwen3_next": Convention("Qwen3NextForCausalLMMTP", "one"),
+    "qwen3_moe": Convention("Qwen3MoeForCausalLMMTP", "first", block=_FIRST_LAYER),
+    "glm4_moe": Convention("Glm4MoeForCausalLMNextN", "one", block=_DECODER),
+    "glm4_moe_lite": Convention("Glm4MoeLiteForCausalLMNextN", "one", block=_DECODER),
+    "deepseek_v3": Convention("DeepseekV3ForCausalLMNextN", "one", block=_DECODER),
+    "hy_v3": Convention("HYV3ForCausalLMNextN", "first", block=_DECODER),
+    "qwen3_next": Convention("Qwen3NextForCausalLMMTP", "one", block=_FIRST_LAYER),
     "qwen3_5": Convention("Qwen3_5ForCausalLMMTP", "one"),
     "qwen3_5_text": Convention("Qwen3_5ForCausalLMMTP", "one"),
     "qwen3_5_moe": Convention("Qwen3_5ForCausalLMMTP", "one"),

@@ -15,12 +15,13 @@ from swiftlite.args.fields import MtpInit
 from swiftlite.atomic import fsync_tree, sync
 from swiftlite.bridge.adapters.files import AdapterBase
 from swiftlite.bridge.audit import audit_hf, mtp_keys
-from swiftlite.bridge.hf_config import dtype_change, write_patched
+from swiftlite.bridge.hf_config import dtype_change, read_config, write_patched
 from swiftlite.bridge.layers import DecoderLayers
 from swiftlite.bridge.placement import Piece
 from swiftlite.bridge.rows import shapes_of
 from swiftlite.bridge.tensors import describe, some
 from swiftlite.bridge.transfer import WeightsReport, graft_heads, save_hf
+from swiftlite.engines.quantized_heads import quantized_head_problems
 from swiftlite.errors import UserError
 from swiftlite.export import adapter
 from swiftlite.export.card import model_card
@@ -374,6 +375,7 @@ def _audit(directory: Path, hf_model: HfModel, source_keys: Iterable[str]) -> No
         return hf_model.family.is_mtp(hf_model.config, key)
 
     problems = audit_hf(directory, hf_model.family)
+    problems += quantized_head_problems(replace(hf_model, directory=directory, config=read_config(directory)))
     trunk = {key for key in source_keys if not is_mtp(key) and not hf_model.family.is_derived(key)}
     written = {key for key in describe(directory) if not is_mtp(key)}
     problems += [f"{key} of the source model was not written" for key in sorted(trunk - written)]

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from swiftlite.bridge.tensors import Checkpoint
@@ -107,3 +108,50 @@ def test_it_objects_to_a_shape_as_torch_does(tmp_path):
     target = torch.empty(3, 3, device="meta")
     with recorder, pytest.raises(RuntimeError):
         target.copy_(dict(recorder.weights())["model.embed_tokens.weight"])
+
+
+class Quantized(nn.Module):
+    """A module that was built for codes with a scale, and one that was built for numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.codes = nn.Parameter(torch.zeros(64, 64, dtype=torch.int8), requires_grad=False)
+        self.scale = nn.Parameter(torch.zeros(64, 1), requires_grad=False)
+        self.plain = nn.Parameter(torch.zeros(64, 64, dtype=torch.bfloat16), requires_grad=False)
+
+    def load_weights(self, weights):
+        for name, tensor in weights:
+            self.get_parameter(name).data.copy_(tensor)
+
+
+CODES = torch.ones(64, 64, dtype=torch.int8)
+NUMBERS = torch.ones(64, 64, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "is_cast"),
+    [
+        ("codes", CODES, False),
+        ("codes", NUMBERS, True),
+        ("codes", NUMBERS.float(), True),
+        ("scale", torch.ones(64, 1, dtype=torch.bfloat16), False),
+        ("plain", NUMBERS.float(), False),
+        ("plain", CODES, True),
+        ("plain", NUMBERS.to(torch.float8_e4m3fn), True),
+    ],
+)
+def test_casts_between_numbers_and_codes(tmp_path, name, tensor, is_cast):
+    tensors = {name: tensor}
+    running = RunningLoad()
+    running.expect(tensors)
+    with running:
+        Quantized().load_weights(tensors.items())
+    save_file(tensors, tmp_path / "model.safetensors")
+    dry = DryLoad(Checkpoint(tmp_path).stored)
+    with torch.device("meta"):
+        model = Quantized()
+    with dry:
+        model.load_weights(dry.weights())
+    for tracker in (running, dry):
+        assert list(tracker.casts) == [name] * is_cast
+        assert [name in line for line in tracker.cast_problems()] == [True] * is_cast

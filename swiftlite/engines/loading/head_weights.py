@@ -21,6 +21,12 @@ _JOINED = {
     "qkv_proj": {"q_proj": "q", "k_proj": "k", "v_proj": "v"},
     "gate_up_proj": {"gate_proj": 0, "up_proj": 1},
 }
+OF_ORDER = ".g_idx"
+"""Ending of GPTQ's tensors with the group of each input column, which engines read only if groups are out of order."""
+# Scales and zero points of a quantized KV cache, which have defaults
+_OPTIONAL = (".attn.",)
+PACKED_MODULES = {joined: list(parts) for joined, parts in _JOINED.items()}
+"""`packed_modules_mapping` of a draft class: how engines find fused modules in the lists of quantization_config."""
 
 
 def heads_of(hf_config: PreTrainedConfig) -> Heads:
@@ -75,6 +81,8 @@ def fill(
     """
     targets: dict[str, tuple[str, tuple]] = {}  # tensor of the checkpoint -> parameter, and shard id
     for name in parameters:
+        if any(part in name for part in _OPTIONAL):
+            continue
         for source, place in _sources(name, experts or []).items():
             targets[source] = (name, place)
     filled = set()
@@ -87,7 +95,7 @@ def fill(
             loader(parameters[name], tensor, *place)
             filled.add(name)
             missing.discard(source)
-        elif source.startswith("mtp."):
+        elif source.startswith("mtp.") and not source.endswith(OF_ORDER):
             unknown.append(source)
     if is_part:
         missing.clear()

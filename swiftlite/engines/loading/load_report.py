@@ -12,6 +12,7 @@ from torch import nn
 
 from swiftlite.bridge.tensors import Checkpoint, some
 from swiftlite.engines.info import EngineInfo
+from swiftlite.engines.loading.head_weights import OF_ORDER
 from swiftlite.engines.loading.load_tracker import DryLoad
 from swiftlite.engines.served_model import fed_otherwise
 from swiftlite.families.resolved import HfModel
@@ -29,6 +30,7 @@ class LoadReport:
         num_drafting: number of heads that draft.
         sees_images: whether the engine passes the features of images to the draft model; otherwise the heads read the
             embeddings of placeholders. None without images or drafts, or if it is unknown.
+        draft_modules: which modules of the draft were built quantized; "" if the model is not quantized.
         verdict: summary, used if there is no problem.
         problems: problems that make serving incorrect, one line each.
         notes: further information.
@@ -40,6 +42,7 @@ class LoadReport:
     num_mtp_heads: int
     num_drafting: int
     sees_images: bool | None = None
+    draft_modules: str = ""
     verdict: str = "all tensors are read, all parameters are initialized"
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -89,6 +92,7 @@ class Loading:
         except LoadError as error:
             self.problems.append(str(error))
             return
+        self.problems += some(self.recorder.cast_problems())
         if self.model.heads.layers == 0 or self.draft is not None:
             self.problems += self._unread()
 
@@ -134,6 +138,7 @@ class Loading:
             num_mtp_heads=self.model.heads.layers,
             num_drafting=num_drafting,
             sees_images=sees_images,
+            draft_modules=self._draft_modules(),
             problems=self.problems,
             notes=[*self._unknown_class(), *self._other_version(version), *self._fed_otherwise()],
         )
@@ -143,8 +148,25 @@ class Loading:
         family = self.model.family
         copies = chain.from_iterable(row.hf_copies for row in family.rows(self.model.config))
         keys = (self.recorder.keys - self.recorder.used).difference(copies)
-        left = sorted(key for key in keys if not family.is_derived(key) and not family.is_carried(key))
+        left = sorted(
+            key for key in keys if not (family.is_derived(key) or family.is_carried(key) or key.endswith(OF_ORDER))
+        )
         return [f"{self.info.label} does not read {key}" for key in some(left)]
+
+    def _draft_modules(self) -> str:
+        """Return which modules of the draft model were built quantized; "" if the model is not quantized."""
+        if self.draft is None or not self.model.config.get("quantization_config"):
+            return ""
+        quantized: list[str] = []
+        plain: list[str] = []
+        for name, module in self.draft.named_modules():
+            method = type(getattr(module, "quant_method", None)).__name__
+            if isinstance(module, nn.Linear) or method in _PLAIN_METHODS:
+                plain.append(name)
+            elif method.endswith(("LinearMethod", "MoEMethod")):
+                quantized.append(name)
+        texts = [f"{label}: {_short(names)}" for label, names in (("quantized", quantized), ("plain", plain)) if names]
+        return "; ".join(texts)
 
     def _other_version(self, version: str) -> list[str]:
         """Return a note if conventions were measured with another version of the engine, because they can differ."""
@@ -174,6 +196,14 @@ class Loading:
         if found == known:
             return []
         return [f"the draft class is {found}, but head inputs were measured with {known}"]
+
+
+_PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedFusedMoEMethod")
+
+
+def _short(names: Iterable[str]) -> str:
+    """Return the last components of module names, each once."""
+    return ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in names))
 
 
 @contextmanager

@@ -37,10 +37,17 @@ Part = tuple[int, torch.Size, tuple[int, ...]]
 
 
 class LoadTracker(TorchDispatchMode):
-    """Context manager for loading a model. It records every copy and fill of the model's weight loader."""
+    """Context manager for loading a model. It records every copy and fill of the model's weight loader.
+
+    Attributes:
+        casts: for each tensor that was cast between numbers and codes of a quantization, by name, its dtype and that of
+            the parameter. Its module is quantized in the files but not in the engine, or the reverse, and its scale is
+            not used or missing.
+    """
 
     def __init__(self) -> None:
         super().__init__()
+        self.casts: dict[str, tuple[torch.dtype, torch.dtype]] = {}
         # The written parts of each storage, with the keys of their source tensors.
         self._written: dict[int, dict[Part, set[str]]] = defaultdict(dict)
 
@@ -57,6 +64,18 @@ class LoadTracker(TorchDispatchMode):
             if written < parameter.numel() and not name.endswith(tuple(elsewhere)):
                 left[name] = parameter.numel() - written
         return left
+
+    def cast_problems(self) -> list[str]:
+        """Return a problem (one line) for each tensor in `casts`."""
+        return [
+            f"{name} is {_name(stored)}, but its module was built for {_name(built)}: quantization_config does not "
+            "describe the files"
+            for name, (stored, built) in self.casts.items()
+        ]
+
+    def _note_cast(self, name: str, stored: torch.dtype, parameter: torch.Tensor) -> None:
+        if _are_codes(stored) != _are_codes(parameter.dtype):
+            self.casts[name] = (stored, parameter.dtype)
 
     def _parts_of(self, target: torch.Tensor) -> tuple[dict[Part, set[str]], Part]:
         """Return all written ranges of the storage that a tensor belongs to, and the range of the tensor itself."""
@@ -97,20 +116,28 @@ class RunningLoad(LoadTracker):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         for tensor in _tensors((args, kwargs)):
             self._note_read(tensor)
+        if func is COPY and (name := self._name_of(args[1])):
+            self._note_cast(name, args[1].dtype, args[0])
         if func in WRITES:
             written, part = self._parts_of(args[0])
             written[part] = set()
         return func(*args, **(kwargs or {}))
 
     def _note_read(self, tensor: torch.Tensor) -> None:
-        """Mark the expected tensor that contains `tensor` as read.
+        """Mark the expected tensor that contains `tensor` as read."""
+        if name := self._name_of(tensor):
+            self._unread.discard(name)
+
+    def _name_of(self, tensor: torch.Tensor) -> str | None:
+        """Return the name of the expected tensor that contains `tensor`; None if no expected tensor does.
 
         This is the last expected tensor that starts at or before the start of `tensor`.
         """
         places = self._expected.get(_storage(tensor), [])
         not_behind = bisect(places, _start(tensor), key=lambda place: place[0])
-        if not_behind:
-            self._unread.discard(places[not_behind - 1][1])
+        if not not_behind:
+            return None
+        return places[not_behind - 1][1]
 
 
 class DryLoad(LoadTracker):
@@ -155,6 +182,12 @@ class DryLoad(LoadTracker):
             keys = set()
             if func is COPY:
                 keys = self._keys.get(_storage(args[1]), keys)
+                for key in keys:
+                    # A loader may cast numbers to codes before this copy, or dequantize codes.
+                    dtype = args[1].dtype
+                    if not _are_codes(self._tensors[key].dtype):
+                        dtype = self._tensors[key].dtype
+                    self._note_cast(key, dtype, args[0])
             written, part = self._parts_of(args[0])
             self.replaced |= written.get(part, keys) - keys
             written[part] = set(keys)
@@ -169,6 +202,18 @@ class DryLoad(LoadTracker):
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _are_codes(dtype: torch.dtype) -> bool:
+    """Return whether tensors of this dtype are codes of a quantization, and not numbers.
+
+    float8_e8m0fnu is a dtype of scales, which loaders may cast.
+    """
+    return not dtype.is_floating_point or (dtype.itemsize == 1 and dtype is not torch.float8_e8m0fnu)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _start(tensor: torch.Tensor) -> int:

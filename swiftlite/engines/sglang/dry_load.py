@@ -25,6 +25,7 @@ from sglang.srt.runtime_context import SpawnRanks, publish
 
 from swiftlite.bridge.tensors import some
 from swiftlite.engines.engine import EngineConfig
+from swiftlite.engines.loading.head_weights import OF_ORDER
 from swiftlite.engines.loading.load_report import Loading, LoadReport, one_rank, stage
 from swiftlite.engines.sglang.engine import checked_options
 from swiftlite.engines.sglang.info import SGLANG
@@ -67,7 +68,7 @@ def dry_load(config: EngineConfig) -> LoadReport:
 
 def _replaced(loading: Loading) -> list[str]:
     """Return a description of the tensors in the draft model that are later overwritten by other tensors."""
-    keys = sorted(key for key in loading.recorder.replaced if not key.endswith(SHARED))
+    keys = sorted(key for key in loading.recorder.replaced if not key.endswith((*SHARED, OF_ORDER)))
     return [f"{type(loading.draft).__name__} overwrites {key} with another tensor" for key in some(keys)]
 
 

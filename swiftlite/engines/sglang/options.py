@@ -14,6 +14,7 @@ import torch
 
 from swiftlite.engines.draft_schedule import DraftSchedule
 from swiftlite.engines.loading.load_report import LoadReport
+from swiftlite.engines.quantized_heads import check_quantized_heads
 from swiftlite.engines.served_model import fed_otherwise, log_fed_otherwise, require_heads
 from swiftlite.engines.sglang.info import SGLANG
 from swiftlite.errors import UserError
@@ -55,6 +56,7 @@ def speculative_options(
         UserError: the heads are incomplete, or SGLang would not draft with them.
     """
     require_heads(model)
+    check_quantized_heads(model, SGLANG)
     log_fed_otherwise(model, SGLANG)
     given = given or {}
     num_steps = given.get("speculative_num_steps", num_tokens)

@@ -42,7 +42,8 @@ class _Transfer:
         if part == "draft":
             elsewhere = SHARED
         unfilled = self.filling.unfilled(model, elsewhere)
-        return [f"not read: {name}" for name in self.unread] + [f"not filled: {name}" for name in unfilled]
+        problems = [f"not read: {name}" for name in self.unread] + [f"not filled: {name}" for name in unfilled]
+        return problems + self.filling.cast_problems()
 
 
 _transfers: WeakKeyDictionary[nn.Module, _Transfer] = WeakKeyDictionary()

@@ -28,8 +28,9 @@ from swiftlite.errors import UserError
 # vLLM shares these parameters of the target with every MTP draft (v1/spec_decode/llm_base_proposer.py).
 SHARED = ("embed_tokens.weight", "lm_head.weight", "shared_head.head.weight")
 
-# Scales of FP8 attention, which a checkpoint may omit; their default is -1 (layers/quantization/kv_cache.py of 0.32).
-OPTIONAL = (".attn.q_scale", ".attn.k_scale", ".attn.v_scale", ".attn.prob_scale")
+# Scales and zero points of a quantized KV cache, which a checkpoint may omit; the default of scales is -1
+# (layers/quantization/kv_cache.py of 0.32).
+OPTIONAL = (".attn.prob_scale", *(f".attn.{part}_{kind}" for part in "qkv" for kind in ("scale", "zero_point")))
 
 
 def dry_load(config: EngineConfig) -> LoadReport:

@@ -24,6 +24,7 @@ from swiftlite.engines.vllm.live.weight_transport import BACKENDS, check_gpus, m
 from swiftlite.engines.vllm.options import (
     attention_options,
     is_on_cpu,
+    loading_options,
     memory_on_cpu,
     speculative_config,
     with_backend_of_trunk,
@@ -171,6 +172,7 @@ def engine_options(config: EngineConfig) -> dict[str, Any]:
         "disable_log_stats": False,  # the statistics include draft counts
         "enforce_eager": is_on_cpu(),  # compilation takes minutes and saves little on a CPU
         **attention,
+        **loading_options(config.model, config.engine_kwargs),
         "speculative_config": with_backend_of_trunk(speculative_config(config), attention),
         "weight_transfer_config": {"backend": BACKENDS[config.weight_transport]},
     }

@@ -26,7 +26,7 @@ from vllm.model_executor.models import llama, mistral, qwen2, qwen3, qwen3_moe, 
 from vllm.model_executor.models.utils import maybe_prefix
 from vllm.sequence import IntermediateTensors
 
-from swiftlite.engines.loading.head_weights import ExpertMapping, Trunk, Weights, fill, heads_of
+from swiftlite.engines.loading.head_weights import PACKED_MODULES, ExpertMapping, Trunk, Weights, fill, heads_of
 from swiftlite.engines.vllm.plugin import check_draft_steps
 
 
@@ -126,6 +126,8 @@ class MtpDraft(nn.Module):
     Raises:
         ValueError: there are more steps than heads, or the tensors do not match config.json.
     """
+
+    packed_modules_mapping = PACKED_MODULES
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
         super().__init__()

@@ -4,12 +4,14 @@ vLLM must be installed; it is imported when a function is called.
 """
 
 import os
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from swiftlite.engines.draft_schedule import DraftSchedule
 from swiftlite.engines.engine import EngineConfig
+from swiftlite.engines.quantized_heads import check_quantized_heads
 from swiftlite.engines.served_model import log_fed_otherwise, require_heads
 from swiftlite.engines.vllm.info import VLLM
 from swiftlite.errors import UserError
@@ -25,7 +27,8 @@ def speculative_config(config: EngineConfig) -> dict[str, Any] | None:
         vLLM's `speculative_config`; None without speculation.
 
     Raises:
-        UserError: the heads are incomplete, or vLLM would run another head than the one trained for a draft step.
+        UserError: the heads are incomplete, vLLM would run another head than the one trained for a draft step, or it
+            would build a module of the heads quantized that the files do not have quantized, or the reverse.
     """
     from swiftlite.engines.vllm.plugin import DRAFTS
 
@@ -41,6 +44,7 @@ def speculative_config(config: EngineConfig) -> dict[str, Any] | None:
     if num_tokens == 0:
         return None
     require_heads(model)
+    check_quantized_heads(model, VLLM)
     log_fed_otherwise(model, VLLM)
     draft = VLLM.convention_for(model.family).draft
     if model.heads.draft_vocab and draft not in DRAFTS.values():
@@ -146,6 +150,19 @@ def attention_options(model: HfModel, torch_dtype: str) -> dict[str, Any]:
                 "use --torch_dtype bfloat16, or --infer_backend transformers",
             )
     return options
+
+
+def loading_options(model: HfModel, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options with which vLLM reports parameters of a quantized model that stay uninitialized.
+
+    vLLM 0.32 checks this by default only for models that are not quantized (model_loader/default_loader.py).
+
+    Args:
+        given: options of vLLM that the user set.
+    """
+    if not model.config.get("quantization_config") or "load_format" in given:
+        return {}
+    return {"model_loader_extra_config": {"enable_weights_track": True}}
 
 
 def with_backend_of_trunk(speculative: dict[str, Any] | None, attention: dict[str, Any]) -> dict[str, Any] | None:

@@ -59,6 +59,7 @@ def server_command(args: DeployArgs, model: HfModel, drafts: bool, schedule: Dra
         "max_model_len": args.max_model_len,
         "enforce_eager": options.is_on_cpu() or None,  # compilation takes minutes and saves little on a CPU
         **attention,
+        **options.loading_options(model, VLLM.engine_kwargs(args)),
         "speculative_config": speculative,
     }
     if model.config.get("vision_config"):

@@ -19,7 +19,7 @@ from sglang.srt.model_loader.weight_utils import default_weight_loader
 from sglang.srt.models import llama, mistral, qwen2, qwen3
 from torch import nn
 
-from swiftlite.engines.loading.head_weights import Trunk, Weights, fill, heads_of
+from swiftlite.engines.loading.head_weights import PACKED_MODULES, Trunk, Weights, fill, heads_of
 
 
 class LlamaForCausalLM(Trunk, llama.LlamaForCausalLM):
@@ -94,6 +94,7 @@ class MtpDraft(nn.Module):
     """
 
     layer_class: ClassVar[Any]
+    packed_modules_mapping = PACKED_MODULES
 
     def __init__(self, config: Any, quant_config: QuantizationConfig | None = None, prefix: str = ""):
         super().__init__()

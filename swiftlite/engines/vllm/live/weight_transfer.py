@@ -53,6 +53,7 @@ class Checked(WeightTransferEngine[Any, Any]):
         self._expected = {name for name in expected if not name.startswith(CARRIED)}
         self._loaded: set[str] = set()
         self._unread: list[str] = []
+        self._casts: list[str] = []
 
     def receive_weights(self, update_info: Any) -> None:
         """Load one bucket with the backend."""
@@ -67,6 +68,7 @@ class Checked(WeightTransferEngine[Any, Any]):
             self.model = model
         self._loaded |= watched.loaded
         self._unread += watched.unread
+        self._casts += watched.casts
 
     def finish_weight_update(self) -> None:
         """Convert the parameters to the layout for computing, and check that all were filled.
@@ -75,12 +77,13 @@ class Checked(WeightTransferEngine[Any, Any]):
         (`WeightUpdate.check_whole`).
 
         Raises:
-            ValueError: a tensor was not read, or a parameter was not filled.
+            ValueError: a tensor was not read, or cast to codes of a quantization, or a parameter was not filled.
         """
         finalize_layerwise_reload(self.model, self.model_config)
         _repack_tied(self.model)
         problems = [f"not read: {name}" for name in self._unread]
         problems += [f"not filled: {name}" for name in sorted(self._expected - self._loaded)]
+        problems += self._casts
         if problems:
             raise ValueError(f"incomplete weights for {type(self.model).__name__}:\n  " + "\n  ".join(problems))
 
@@ -91,12 +94,14 @@ class _Watched:
     Attributes:
         loaded: names of the parameters that were filled, completely or in part.
         unread: names of tensors that were not read.
+        casts: a line for each tensor that was cast to codes of a quantization, as `LoadTracker.cast_problems` returns.
     """
 
     def __init__(self, model: Any):
         self._model = model
         self.loaded: set[str] = set()
         self.unread: list[str] = []
+        self.casts: list[str] = []
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         tensors = dict(weights)
@@ -105,6 +110,7 @@ class _Watched:
         with filling:
             self.loaded |= self._model.load_weights(tensors.items())
         self.unread += filling.take_unread()
+        self.casts += filling.cast_problems()
 
 
 @dataclass

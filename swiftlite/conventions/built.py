@@ -1,0 +1,188 @@
+"""Determine which modules of MTP heads an engine builds quantized, and compare them with the files.
+
+The functions follow the rules with which vLLM 0.32 and SGLang 0.5.23 compare the names of their modules with the lists
+of quantization_config, so that a checkpoint can be checked without the engine. Tests compare the results with the
+modules that the engines build.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from swiftlite.bridge.rows import HfConfig
+from swiftlite.conventions.convention import Convention, Matching
+from swiftlite.conventions.index import CONVENTIONS, MATCHINGS
+from swiftlite.conventions.quantized import METHODS, HeadModules, engine_name, head_modules
+from swiftlite.families import Family
+from swiftlite.heads import Heads
+
+_FUSED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
+}
+"""Modules of engines that compute several projections of the files at once."""
+
+
+@dataclass(frozen=True)
+class Module:
+    """A module that an engine builds as a whole, quantized or plain.
+
+    Attributes:
+        name: the engine's name.
+        shards: the engine's names of the modules in files that it consists of; for experts, those of the first expert.
+        files: names in files of all modules that it consists of.
+    """
+
+    name: str
+    shards: tuple[str, ...]
+    files: tuple[str, ...]
+
+
+def head_problems(
+    quantization: Mapping[str, Any],
+    family: Family,
+    hf_config: HfConfig,
+    is_quantized: Mapping[str, bool],
+    engines: Iterable[str] = tuple(MATCHINGS),
+) -> list[str]:
+    """Return a problem (one line) for each module of the MTP heads that an engine would build otherwise than the files
+    have it.
+
+    Args:
+        is_quantized: for the modules in files, by name, whether they are quantized.
+    """
+    method = quantization.get("quant_method")
+    if method not in METHODS:
+        return []
+    problems: dict[str, None] = {}
+    for head in range(Heads.from_config(hf_config).layers):
+        in_files = head_modules(family, hf_config, head)
+        for engine in engines:
+            convention, matching = CONVENTIONS[engine](family), MATCHINGS[engine]
+            if convention is None:
+                continue
+            for module in modules_of(convention, in_files, hf_config, head):
+                stored = [is_quantized[name] for name in module.files if name in is_quantized]
+                if len(set(stored)) > 1:
+                    problems[_mixed(module, is_quantized)] = None
+                elif stored and stored[0] != builds_quantized(quantization, matching, module, is_quantized):
+                    problems[_otherwise(matching.label, module, stored[0], str(method))] = None
+    return list(problems)
+
+
+def modules_of(convention: Convention, in_files: HeadModules, hf_config: HfConfig, head: int) -> list[Module]:
+    """Return the modules of a draft that the engine can build quantized."""
+    block = engine_name(convention.block, hf_config, head)
+    members: dict[str, list[str]] = {}
+    for projection in in_files.projections:
+        members.setdefault(_whole(projection), []).append(projection)
+    modules = []
+    for name, parts in members.items():
+        shards = [part for part in parts if ".experts." not in part or ".experts.0." in part]
+        files = tuple(in_files.prefix + part for part in parts)
+        modules.append(Module(block + name, tuple(block + shard for shard in shards), files))
+    for template in convention.quantizes:
+        name = engine_name(template, hf_config, head)
+        modules.append(Module(name, (name,), (name,)))
+    return modules
+
+
+def builds_quantized(
+    quantization: Mapping[str, Any], matching: Matching, module: Module, is_quantized: Mapping[str, bool]
+) -> bool:
+    """Return whether an engine builds a module quantized.
+
+    Args:
+        is_quantized: for the modules in files, by name, whether they are quantized. vLLM reads the files for methods
+            without a list.
+    """
+    method = quantization["quant_method"]
+    if method == "compressed-tensors":
+        ignore: list[str] = quantization.get("ignore") or []
+        if _are_ignored(ignore, module, matching):
+            return False
+        groups = (quantization.get("config_groups") or {}).values()
+        return any(_is_target(target, module) for group in groups for target in group.get("targets", ()))
+    if method == "gptq":
+        for pattern in quantization.get("dynamic") or {}:
+            if re.match(re.sub(r"^[+-]:", "", pattern), module.name):
+                return not pattern.startswith("-:")
+        listed = quantization.get("modules_in_block_to_quantize") or []
+        if matching.reads_files:
+            flat = [name for entry in listed for name in ([entry] if isinstance(entry, str) else entry)]
+            names = flat or [name for name, quantized in is_quantized.items() if quantized]
+            return any(name in module.shards[0] for name in names)
+        return True
+    plain: list[str] = quantization.get("modules_to_not_convert") or []
+    if method == "fp8":
+        plain = quantization.get("ignored_layers") or plain
+        return not _are_listed(plain, module, matching)
+    if matching.reads_files and not plain:
+        plain = [name for name, quantized in is_quantized.items() if not quantized]
+    compared = module.shards
+    if matching.compares_parts or ".experts" in module.name:
+        compared = (module.name,)
+    return not all(any(entry in name for entry in plain) for name in compared)
+
+
+def _are_ignored(ignore: Sequence[str], module: Module, matching: Matching) -> bool:
+    """Return whether compressed-tensors' `ignore` contains a module: as a whole, or all of its shards."""
+
+    def matches(name: str) -> bool:
+        if matching.compares_parts and any(name.endswith(f".{entry}") for entry in ignore):
+            return True
+        return any(_matches(entry, name) for entry in ignore)
+
+    is_expert = ".experts" in module.name  # engines compare only the shards
+    return (matches(module.name) and not is_expert) or all(map(matches, module.shards))
+
+
+def _is_target(target: str, module: Module) -> bool:
+    return target == "Linear" or any(_matches(target, name) for name in (module.name, *module.shards))
+
+
+def _matches(entry: str, name: str) -> bool:
+    if entry.startswith("re:"):
+        return re.match(entry[3:], name) is not None
+    return entry == name
+
+
+def _are_listed(plain: Sequence[str], module: Module, matching: Matching) -> bool:
+    """Return whether fp8's `modules_to_not_convert` contains a module."""
+    if ".experts" in module.name and any(module.name in entry for entry in plain):
+        return True
+    names = module.shards
+    if ".experts" in module.name or (not matching.compares_parts and module.name in plain):
+        names = (module.name,)
+    if not matching.compares_parts:
+        return all(name in plain for name in names)
+    parts = [f".{entry.removeprefix('model.')}." for entry in plain]
+    return all(any(part in f".{name}." for part in parts) for name in names)
+
+
+def _whole(projection: str) -> str:
+    """Return the module of engines that computes a projection of the files; both relative to the decoder layer."""
+    experts = re.match(r"(.*\.experts)\.\d+\.", projection)
+    if experts:
+        return experts.group(1)
+    parent, _, name = projection.rpartition(".")
+    for fused, shards in _FUSED.items():
+        if name in shards:
+            return f"{parent}.{fused}"
+    return projection
+
+
+def _mixed(module: Module, is_quantized: Mapping[str, bool]) -> str:
+    one = next(name for name in module.files if is_quantized.get(name))
+    other = next(name for name in module.files if is_quantized.get(name) is False)
+    return f"{one} is quantized, but {other}.weight is plain, and engines compute both in one module"
+
+
+def _otherwise(label: str, module: Module, is_quantized: bool, method: str) -> str:
+    key = {"compressed-tensors": "ignore", "gptq": "dynamic"}
+    listed = f"quantization_config.{key.get(method, 'modules_to_not_convert')}"
+    if is_quantized:
+        return f"{module.files[0]} is quantized, but {label} builds {module.name} plain ({listed})"
+    return f"{module.files[0]}.weight is plain, but {label} builds {module.name} quantized: it is not in {listed}"

@@ -1,0 +1,82 @@
+"""Check that engines build the modules of MTP heads as the files have them: quantized or plain.
+
+Otherwise an engine casts numbers to codes or codes to numbers, often without an error: the text is still correct, but
+no draft is accepted. `conventions/built.py` contains the rules of the engines.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from swiftlite.bridge.entry import Entry
+from swiftlite.bridge.tensors import Checkpoint, some
+from swiftlite.conventions.built import head_problems
+from swiftlite.conventions.index import MATCHINGS
+from swiftlite.conventions.quantized import METHODS, head_modules, unlisted_engines
+from swiftlite.engines.info import EngineInfo
+from swiftlite.errors import UserError
+from swiftlite.families.resolved import HfModel
+
+HINT = "export the run again, which lists the plain modules of the heads under the names of each engine"
+_CODES = ("weight_packed", "qweight")
+
+
+def quantized_modules(stored: Mapping[str, Entry]) -> dict[str, bool]:
+    """Return for each module with a weight, by its name in files, whether the weight is quantized.
+
+    Args:
+        stored: the tensors of the files.
+    """
+    modules = {}
+    for key, entry in stored.items():
+        module, _, name = key.rpartition(".")
+        if name in _CODES:
+            modules[module] = True
+        elif name == "weight":
+            modules[module] = not entry.dtype.is_floating_point or entry.dtype.itemsize == 1
+    return modules
+
+
+def quantized_head_problems(model: HfModel, engines: Sequence[str] | None = None) -> list[str]:
+    """Return a problem (one line) for each module of the heads that an engine would build otherwise than the files have
+    it.
+
+    Args:
+        engines: names of engines; default: all engines for which quantization_config can describe these heads.
+    """
+    quantization = model.config.get("quantization_config")
+    if not quantization or not model.heads.layers or quantization.get("quant_method") not in METHODS:
+        return []
+    modules = quantized_modules(Checkpoint(model.directory).stored)
+    if engines is None:
+        unlisted = _unlisted(model, modules)
+        engines = [engine for engine in MATCHINGS if engine not in unlisted]
+    return head_problems(quantization, model.family, model.config, modules, engines)
+
+
+def unsupported_engines(model: HfModel) -> list[str]:
+    """Return the engines for which no quantization_config can describe the heads of a quantized model."""
+    quantization = model.config.get("quantization_config")
+    if not quantization or not model.heads.layers:
+        return []
+    return _unlisted(model, quantized_modules(Checkpoint(model.directory).stored))
+
+
+def check_quantized_heads(model: HfModel, info: EngineInfo) -> None:
+    """Check that an engine builds the modules of the heads as the files have them.
+
+    Raises:
+        UserError: it would build a module otherwise.
+    """
+    problems = quantized_head_problems(model, [info.name])
+    if problems:
+        lines = "\n  ".join(some(problems))
+        hint = HINT
+        if info.name in unsupported_engines(model):
+            hint = f"no list can describe these heads for {info.label}; use another --infer_backend"
+        raise UserError(f"--model {model.directory}: config.json does not describe the MTP heads:\n  {lines}", hint)
+
+
+def _unlisted(model: HfModel, modules: Mapping[str, bool]) -> list[str]:
+    in_head = head_modules(model.family, model.config, 0)
+    keeps_block = not any(modules.get(in_head.prefix + name) for name in in_head.projections)
+    method = model.config["quantization_config"].get("quant_method")
+    return unlisted_engines(method, model.family, model.config, keeps_block=keeps_block)
