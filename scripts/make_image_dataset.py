@@ -1,11 +1,11 @@
 """Make a dataset of questions about small pictures.
 
-A picture has 56 to 112 pixels on a side. It shows one to five shapes of one color, which are counted, or a number with
-two digits, which is read; options make the pictures easier. The rows are in rows.jsonl and val.jsonl, the pictures in
-images/. No two rows have the same picture.
+A picture is a square. It shows one to five shapes of one color, which are counted, or a digit, which is read; options
+make the pictures harder. The rows are in rows.jsonl and val.jsonl, the pictures in images/. No two rows have the same
+picture.
 
-    python scripts/make_image_dataset.py --output_dir pictures --max_rows 2000
-    python scripts/make_image_dataset.py --output_dir easy --side 64 --max_shapes 3 --digits 1
+    python scripts/make_image_dataset.py --output_dir pictures --max_rows 20000
+    python scripts/make_image_dataset.py --output_dir harder --side 96 --max_shapes 9 --digits 2
 
 Rows depend only on the options; pixels of digits also depend on Pillow's release.
 """
@@ -13,13 +13,11 @@ Rows depend only on the options; pixels of digits also depend on Pillow's releas
 import argparse
 import json
 import random
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from PIL import Image, ImageDraw, ImageFont
 
-SMALLEST, LARGEST, STEP = 56, 112, 8  # pixels of a side
 COLORS = {
     "red": (205, 40, 40),
     "green": (30, 140, 60),
@@ -33,11 +31,11 @@ BACKGROUNDS = ((255, 255, 255), (245, 240, 225), (225, 235, 245))
 
 
 class Limits(NamedTuple):
-    """What pictures show: at most so many shapes or a number of so many digits, on sides of these lengths in pixels."""
+    """What pictures show: at most so many shapes or a number of so many digits, on a square of `side` pixels."""
 
-    sides: Sequence[int] = range(SMALLEST, LARGEST + 1, STEP)
+    side: int = 48
     max_shapes: int = 5
-    digits: int = 2
+    digits: int = 1
 
 
 DEFAULT = Limits()
@@ -65,11 +63,11 @@ def draw_shapes(rng: random.Random, limits: Limits) -> Picture:
     draw = ImageDraw.Draw(image)
     number, color, shape = rng.randint(1, limits.max_shapes), rng.choice(list(COLORS)), rng.choice(SHAPES)
     columns = rows = 3  # each shape is in another cell of the picture
-    width, height = image.width / columns, image.height / rows
+    width = limits.side / columns
     for cell in rng.sample(range(columns * rows), number):
-        size = rng.uniform(0.55, 0.85) * min(width, height)
+        size = rng.uniform(0.55, 0.85) * width
         left = cell % columns * width + rng.uniform(1, width - size - 1)
-        top = cell // columns * height + rng.uniform(1, height - size - 1)
+        top = cell // columns * width + rng.uniform(1, width - size - 1)
         _draw_shape(draw, shape, (left, top, left + size, top + size), COLORS[color])
     return Picture(image, "count", f"How many {shape}s are there?", count_of(number, color, shape))
 
@@ -79,12 +77,13 @@ def draw_number(rng: random.Random, limits: Limits) -> Picture:
     image = _paper(rng, limits)
     smallest = 10 ** (limits.digits - 1)
     number, color = rng.randint(smallest, 10 * smallest - 1), rng.choice(list(COLORS))
-    font = ImageFont.load_default(size=rng.uniform(0.4, 0.6) * min(image.size))
+    # A digit is about 0.6 times as wide as the size of its font.
+    font = ImageFont.load_default(size=rng.uniform(0.75, 0.85) * limits.side * min(1, 1.6 / limits.digits))
     draw = ImageDraw.Draw(image)
     left, top, right, bottom = draw.textbbox((0, 0), str(number), font=font)
     place = (
-        rng.uniform(2, image.width - (right - left) - 2) - left,
-        rng.uniform(2, image.height - (bottom - top) - 2) - top,
+        rng.uniform(2, limits.side - (right - left) - 2) - left,
+        rng.uniform(2, limits.side - (bottom - top) - 2) - top,
     )
     draw.text(place, str(number), fill=COLORS[color], font=font)
     return Picture(image, "read", "Which number is in the picture?", f"The number is {number}.")
@@ -127,7 +126,7 @@ def _row(directory: Path, number: int, picture: Picture) -> dict[str, Any]:
 
 def _paper(rng: random.Random, limits: Limits) -> Image.Image:
     """Return an empty picture."""
-    return Image.new("RGB", (rng.choice(limits.sides), rng.choice(limits.sides)), rng.choice(BACKGROUNDS))
+    return Image.new("RGB", (limits.side, limits.side), rng.choice(BACKGROUNDS))
 
 
 def _draw_shape(
@@ -145,16 +144,14 @@ def _draw_shape(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output_dir", type=Path, required=True, help="directory for rows and pictures")
-    parser.add_argument("--max_rows", type=int, default=2000, help="rows for training (default: 2000)")
+    parser.add_argument("--max_rows", type=int, default=20000, help="rows for training (default: 20000)")
     parser.add_argument("--val_rows", type=int, default=200, help="rows for validation (default: 200)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the pictures (default: 0)")
-    parser.add_argument("--side", type=int, help="length of all sides in pixels (default: 56 to 112)")
+    parser.add_argument("--side", type=int, default=48, help="width and height in pixels, at least 24 (default: 48)")
     parser.add_argument("--max_shapes", type=int, default=5, help="largest number of shapes, at most 9 (default: 5)")
-    parser.add_argument("--digits", type=int, default=2, help="digits of a number, at most 3 (default: 2)")
+    parser.add_argument("--digits", type=int, default=1, help="digits of a number, at most 3 (default: 1)")
     args = parser.parse_args()
-    limits = Limits(max_shapes=args.max_shapes, digits=args.digits)
-    if args.side is not None:
-        limits = limits._replace(sides=[args.side])
+    limits = Limits(args.side, args.max_shapes, args.digits)
     write(args.output_dir, make_pictures(args.max_rows + args.val_rows, args.seed, limits), args.val_rows)
 
 

@@ -49,7 +49,7 @@ class PromptItems:
             item = batch.extras[ITEM][0, 0].tolist()
         if batch.axes_3BS is not None:
             axes = batch.axes_3BS[:, 0].T.tolist()
-        return cls(batch.items, item, axes)
+        return cls(dict(batch.items), item, axes)
 
     def __len__(self) -> int:
         """Return the number of items."""

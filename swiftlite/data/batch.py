@@ -7,6 +7,7 @@ Shape suffixes: K the number of predictions (1 for the trunk, 1 for each MTP dep
 of a row, N sequences of the micro-batch, I items of the micro-batch.
 """
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -14,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from swiftlite.data.sample import IGNORED, Sample, group_sizes
+from swiftlite.data.sample import IGNORED, Sample, group_sizes, identity_of
 
 ITEM = "item"
 """Name of the `Extra` with the index (from 0) of the tower's output that replaces the embedding of each token; -1 for
@@ -105,7 +106,7 @@ class Batch:
         num_items: number of items, such as groups of patches of images.
         item_squares: sum of the squared numbers of items of each image.
         items: tensors of the extras with one value per item, by name. They are always on the host; the tower that reads
-            them moves them.
+            them moves them. They are computed each time they are read, see `Items`.
         on_host: the batch before it was moved to a device; None if the batch was not moved.
     """
 
@@ -121,7 +122,7 @@ class Batch:
     extras: Mapping[str, torch.Tensor] = field(default_factory=dict)
     num_items: int = 0
     item_squares: int = 0
-    items: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    items: "Items" = field(default_factory=lambda: Items((), ()))
     on_host: "Batch | None" = None
 
     @property
@@ -154,6 +155,44 @@ class Batch:
             if (tensor.dim() == 1) == per_sequence:
                 extras[name] = function(tensor)
         return extras
+
+
+class Items(Mapping[str, torch.Tensor]):
+    """The items of a micro-batch by the names of their extras, [I, *shape] each; shared items once.
+
+    A tensor is computed each time it is read. A batch therefore holds no pixels, and images are decoded only by a rank
+    with a tower, when the tower reads them.
+
+    Args:
+        sequences: all sequences of the micro-batch.
+        extras: extras of the batch.
+    """
+
+    def __init__(self, sequences: Sequence[Sample], extras: Sequence[Extra]):
+        self._extras = {extra.name: extra for extra in extras if extra.per == "item"}
+        self._values = {name: list(_unshared_items(name, sequences)) for name in self._extras}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        extra = self._extras[name]
+        items: list[np.ndarray] = []
+        for own in self._values[name]:
+            items += own
+        return torch.from_numpy(np.array(items)).to(extra.dtype).view(-1, *extra.shape)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._extras)
+
+    def __len__(self) -> int:
+        return len(self._extras)
+
+    @property
+    def identity(self) -> bytes:
+        """The sha256 of what determines the tensors; images are not decoded for it."""
+        sha = hashlib.sha256()
+        for name in sorted(self._extras):
+            for own in self._values[name]:
+                sha.update(hashlib.sha256(identity_of(own)).digest())
+        return sha.digest()
 
 
 def collate(
@@ -284,7 +323,7 @@ def _lay_out(
         extras=tensors,
         num_items=num_items,
         item_squares=item_squares,
-        items={extra.name: _items(extra, sequences) for extra in extras if extra.per == "item"},
+        items=Items(sequences, extras),
     )
 
 
@@ -332,16 +371,8 @@ def _ahead_of_tokens(
     return shifted.view(1 + num_drafts, *extra.shape, num_rows, length).to(extra.dtype)
 
 
-def _items(extra: Extra, sequences: Sequence[Sample]) -> torch.Tensor:
-    """Return the items of all sequences, [I, *shape]; shared items once."""
-    items: list[np.ndarray] = []
-    for own in _unshared_items(extra.name, sequences):
-        items += own
-    return torch.from_numpy(np.array(items)).to(extra.dtype).view(-1, *extra.shape)
-
-
 def _first_items(name: str, sequences: Sequence[Sample]) -> list[int]:
-    """Return the index of the first item of each sequence in the result of `_items`.
+    """Return the index of the first item of each sequence in the tensors of `Items`.
 
     Args:
         name: name of the extra with the items.

@@ -131,14 +131,15 @@ def digest(samples: Iterable[Sample]) -> str:
     for sample in samples:
         for sequence in sample.sequences:
             for name in sorted(sequence.extras):
-                sha.update(_identity_of(sequence.extras[name]))
+                sha.update(identity_of(sequence.extras[name]))
             sha.update(len(sequence).to_bytes(8, "little"))
             for array in (sequence.input_ids, sequence.labels, sequence.loss_scale):
                 sha.update(array.tobytes())
     return sha.hexdigest()
 
 
-def _identity_of(extra: Any) -> bytes:
+def identity_of(extra: Any) -> bytes:
+    """Return bytes that are equal for equal values of an extra. Lazy items are not computed."""
     if isinstance(extra, LazyItems):
         return extra.identity
     return np.asarray(extra).tobytes()

@@ -25,16 +25,14 @@ class TowerInputs:
 
     Attributes:
         items: inputs of the tower, by name (`Batch.items`).
+        num_items: number of items.
         item_KBS: int64; index of the tower's output that replaces the token's embedding, -1 for tokens that use their
             embedding.
     """
 
     items: Mapping[str, torch.Tensor]
+    num_items: int
     item_KBS: torch.Tensor
-
-    @property
-    def num_items(self) -> int:
-        return num_items_of(self.items)
 
     @classmethod
     def of(cls, batch: Batch) -> "TowerInputs | None":
@@ -42,7 +40,7 @@ class TowerInputs:
         item_KBS = batch.extras.get(ITEM)
         if item_KBS is None:
             return None
-        return cls(batch.items, item_KBS)
+        return cls(batch.items, batch.num_items, item_KBS)
 
 
 def num_items_of(items: Mapping[str, torch.Tensor]) -> int:

@@ -145,8 +145,7 @@ class HiddenStateCache:
         if batch.cu_seqlens is not None:
             given.append(batch.cu_seqlens)
         given += [batch.extras[name] for name in (ITEM, AXES) if name in batch.extras]
-        given += [batch.items[name] for name in sorted(batch.items)]
-        sha = hashlib.sha256()
+        sha = hashlib.sha256(batch.items.identity)
         for tensor in given:
             sha.update(f"{tuple(tensor.shape)} ".encode() + _bytes_of(tensor))
         return f"{sha.hexdigest()[:32]}-cp{self.mesh.cp.rank()}-tp{tp_rank}"
