@@ -80,10 +80,12 @@ class TrunkOutput:
     Attributes:
         states: the trunk's hidden states.
         loss: loss of the trunk's predictions.
+        tower_outputs: outputs of the tower that the heads read, [I, H]; None for a model without a tower.
     """
 
     states: StageStates
     loss: TokenLoss
+    tower_outputs: torch.Tensor | None = None
 
 
 class GPTModel(McoreGPTModel):
@@ -212,7 +214,7 @@ class GPTModel(McoreGPTModel):
             states = StageStates.from_wire(self.decoder.input_tensor, num_heads=self.heads.drafts)
         else:
             trunk_tokens, *mtp_tokens = self._routed_tokens(sequences, balance, cu_seqlens)
-            outputs = self._tower_outputs(tower_inputs)
+            outputs = trunk.tower_outputs if trunk else self._tower_outputs(tower_inputs)
             trunk_placed, *mtp_placed = self._placed(tower_inputs, outputs)
             rotary_emb = self.rotary_emb(position_ids, packed_seq_params, axes_3BS=axes_3BS)
             if trunk is None:
@@ -255,32 +257,40 @@ class GPTModel(McoreGPTModel):
             input_ids, position_ids, labels, packed_seq_params, tower_inputs, axes_3BS: as for `forward`.
         """
         rotary_emb = self.rotary_emb(position_ids, packed_seq_params, axes_3BS=axes_3BS)
-        placed = self._placed(tower_inputs, self._tower_outputs(tower_inputs))[0]
+        outputs = self._tower_outputs(tower_inputs)
+        placed = self._placed(tower_inputs, outputs)[0]
         states = self._trunk(input_ids, position_ids, rotary_emb, packed_seq_params, placed=placed)
-        return TrunkOutput(states, self._cross_entropy(states.trunk_SBH, labels))
+        if outputs is not None:
+            outputs = outputs[:, : self.config.hidden_size]  # heads do not read further outputs (deepstack)
+        return TrunkOutput(states, self._cross_entropy(states.trunk_SBH, labels), outputs)
 
     @torch.no_grad()
     def streamed_input(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, tower_inputs: TowerInputs | None = None
-    ) -> torch.Tensor:
-        """Compute the input [S, B, H] of the first decoder layer, for a trunk that is streamed.
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Compute the input [S, B, H] of the first decoder layer, for a trunk that is streamed, and the outputs [I, H]
+        of the tower; None without a tower.
 
         Args:
             input_ids, position_ids, tower_inputs: as for `forward`.
         """
-        placed = self._placed(tower_inputs, self._tower_outputs(tower_inputs))[0]
-        return self._embed(input_ids, position_ids, placed)
+        outputs = self._tower_outputs(tower_inputs)
+        placed = self._placed(tower_inputs, outputs)[0]
+        return self._embed(input_ids, position_ids, placed), outputs
 
     @torch.no_grad()
-    def streamed_output(self, hidden_SBH: torch.Tensor, labels: torch.Tensor) -> TrunkOutput:
+    def streamed_output(
+        self, hidden_SBH: torch.Tensor, labels: torch.Tensor, tower_outputs: torch.Tensor | None = None
+    ) -> TrunkOutput:
         """Compute the result of `trunk_output` from the output [S, B, H] of the last decoder layer.
 
         Args:
             labels: as for `forward`.
+            tower_outputs: outputs of the tower, from `streamed_input`.
         """
         final_norm: Any = self.decoder.final_layernorm
         states = self.split_decoder_output(final_norm(hidden_SBH))
-        return TrunkOutput(states, self._cross_entropy(states.trunk_SBH, labels))
+        return TrunkOutput(states, self._cross_entropy(states.trunk_SBH, labels), tower_outputs)
 
     @property
     def follows_heads(self) -> bool:

@@ -124,7 +124,8 @@ class StreamedTrunk:
         group: list[Batch] = []
         num_bytes = 0
         for batch in batches:
-            more = all_reduce_max(batch.position_ids_BS.numel(), self._mesh) * state_bytes
+            num_states_kept = batch.position_ids_BS.numel() + batch.num_items  # outputs of a tower are kept, too
+            more = all_reduce_max(num_states_kept, self._mesh) * state_bytes
             if group and num_bytes + more > self._group_bytes:
                 yield group
                 group, num_bytes = [], 0
@@ -135,7 +136,14 @@ class StreamedTrunk:
 
     @torch.no_grad()
     def _group_outputs(self, group: Sequence[Batch], with_last_input: bool) -> Iterator[StreamedOutput]:
-        states_SBH = [self._embedded(batch).cpu() for batch in group]
+        states_SBH: list[torch.Tensor] = []
+        tower_outputs: list[torch.Tensor | None] = []
+        for batch in group:
+            embeddings_SBH, outputs = self._model.streamed_input(
+                batch.tokens_KBS[0], batch.position_ids_BS, TowerInputs.of(batch)
+            )
+            states_SBH.append(embeddings_SBH.cpu())
+            tower_outputs.append(None if outputs is None else outputs.cpu())
         last_inputs_SBH: list[torch.Tensor | None] = [None] * len(group)
 
         def run_group(number: int, layer: nn.Module) -> None:
@@ -147,11 +155,12 @@ class StreamedTrunk:
 
         self._for_each_layer(run_group)
         for index, batch in enumerate(group):
-            output = self._model.streamed_output(self._on_device(states_SBH[index]), batch.labels_KBS[0])
+            outputs = tower_outputs[index]
+            if outputs is not None:
+                outputs = self._on_device(outputs)
+            hidden_SBH = self._on_device(states_SBH[index])
+            output = self._model.streamed_output(hidden_SBH, batch.labels_KBS[0], outputs)
             yield StreamedOutput(batch, output, last_inputs_SBH[index])
-
-    def _embedded(self, batch: Batch) -> torch.Tensor:
-        return self._model.streamed_input(batch.tokens_KBS[0], batch.position_ids_BS, TowerInputs.of(batch))
 
     def _run(self, layer: nn.Module, hidden_SBH: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Return a layer's output for a micro-batch, on the host."""

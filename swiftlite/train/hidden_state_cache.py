@@ -1,7 +1,8 @@
 """Cache the hidden states of a frozen trunk (`--cache_trunk_states`).
 
 With `--mtp_mode heads_only`, the trunk produces the same hidden states for a micro-batch in every epoch. After the
-first epoch, these states are read from files instead of being computed again.
+first epoch, these states are read from files instead of being computed again. So are the outputs of a tower, which
+heads read as well.
 
 The directory of the cache contains one safetensors file per micro-batch (and per part of a row, if ranks share rows).
 The name of a file is the sha256 of the micro-batch's tokens, labels and other inputs of the trunk. Other runs over the
@@ -18,6 +19,7 @@ import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,7 +31,7 @@ from safetensors.torch import load, save
 
 from swiftlite.atomic import atomic_write, check_writable
 from swiftlite.bridge.hf_config import digest_of_trunk
-from swiftlite.data.batch import AXES, ITEM, Batch
+from swiftlite.data.batch import AXES, ITEM, Batch, count_items
 from swiftlite.data.dataset import Data
 from swiftlite.data.sample import Sample, digest
 from swiftlite.errors import UserError
@@ -57,7 +59,7 @@ MANIFEST = "cache.json"
 _ANOTHER_DIRECTORY = "use another directory; or delete this one, if nothing else needs it"
 LOSS_BYTES = 4 + 8
 """Bytes per token for the trunk's loss (float32) and prediction (int64), see `TokenLoss`."""
-HEADER_BYTES = 344
+HEADER_BYTES = 456
 """Maximum header size of a file: names, dtypes and shapes of its tensors, and their sha256."""
 ABANDONED_SECONDS = 3600
 """Age in seconds at which an incomplete file counts as abandoned. Writing one file takes seconds."""
@@ -145,7 +147,9 @@ class HiddenStateCache:
         if batch.cu_seqlens is not None:
             given.append(batch.cu_seqlens)
         given += [batch.extras[name] for name in (ITEM, AXES) if name in batch.extras]
-        sha = hashlib.sha256(batch.items.identity)
+        sha = hashlib.sha256()
+        if batch.items:
+            sha.update(batch.items.identity)
         for tensor in given:
             sha.update(f"{tuple(tensor.shape)} ".encode() + _bytes_of(tensor))
         return f"{sha.hexdigest()[:32]}-cp{self.mesh.cp.rank()}-tp{tp_rank}"
@@ -273,7 +277,7 @@ def _check_disk(directory: Path, batches: Batches, train_state: TrainState, data
         UserError: the disk has too little free space.
     """
     lengths = _lengths(batches, data)
-    needed = _bytes_of_files(lengths, train_state.chunks[0], batches.plan.layout)
+    needed = _bytes_of_files(lengths, _num_items(batches, data), train_state.chunks[0], batches.plan.layout)
     there = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
     free = shutil.disk_usage(directory).free
     logger.info(
@@ -295,6 +299,15 @@ def _lengths(batches: Batches, data: Data) -> list[int]:
     return [batches.length_of(row) for row in _distinct_rows(batches, data)]
 
 
+def _num_items(batches: Batches, data: Data) -> int:
+    """Return the number of items, such as groups of patches of images, of all micro-batches that are written."""
+    num_items = 0
+    for row in _distinct_rows(batches, data):
+        sequences = chain.from_iterable(sample.sequences for sample in row)
+        num_items += count_items(list(sequences), batches.extras)[0]
+    return num_items
+
+
 def _distinct_rows(batches: Batches, data: Data) -> list[list[Sample]]:
     """Return the row of each micro-batch that is written; equal rows share one file."""
     held_out = batches.rows(data.val)
@@ -304,20 +317,23 @@ def _distinct_rows(batches: Batches, data: Data) -> list[list[Sample]]:
     return list({digest(row): row for row in rows}.values())
 
 
-def _bytes_of_files(lengths: Sequence[int], model: GPTModel, layout: ParallelLayout) -> int:
+def _bytes_of_files(lengths: Sequence[int], num_items: int, model: GPTModel, layout: ParallelLayout) -> int:
     """Return the size of all files in bytes.
 
     Args:
         lengths: number of tokens of each micro-batch.
+        num_items: number of items of all micro-batches.
     """
     num_states = 2 if model.drafting.takes_before_norm else 1
-    state_bytes = num_states * model.config.hidden_size * next(model.parameters()).element_size()
+    output_bytes = model.config.hidden_size * next(model.parameters()).element_size()
+    state_bytes = num_states * output_bytes
     # With sequence parallelism each tensor-parallel rank has a part of the states and the loss of all positions.
     num_losses = 1
     if layout.sequence_parallel:
         num_losses = layout.tensor_model_parallel_size
     num_files = len(lengths) * num_losses * layout.context_parallel_size
-    return sum(lengths) * (state_bytes + num_losses * LOSS_BYTES) + num_files * HEADER_BYTES
+    items = num_items * output_bytes * num_losses * layout.context_parallel_size  # each file has all items of its rows
+    return sum(lengths) * (state_bytes + num_losses * LOSS_BYTES) + items + num_files * HEADER_BYTES
 
 
 def _write(path: Path, output: TrunkOutput) -> None:
@@ -331,6 +347,8 @@ def _write(path: Path, output: TrunkOutput) -> None:
         "loss_BS": output.loss.loss_BS,
         "prediction_BS": output.loss.prediction_BS,
     }
+    if output.tower_outputs is not None:
+        tensors["tower_outputs"] = output.tower_outputs
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     try:
         # Data-parallel ranks may have equal micro-batches: padding, or rows that occur twice.
@@ -356,13 +374,16 @@ def _read(path: Path, has_prenorm: bool, device: torch.device) -> TrunkOutput:
         content = path.read_bytes()
         tensors = load(content)
         loss = TokenLoss(on_device(tensors["loss_BS"], device), on_device(tensors["prediction_BS"], device))
+        tower_outputs = tensors.get("tower_outputs")
+        if tower_outputs is not None:
+            tower_outputs = on_device(tower_outputs, device)
         is_whole = _sha256_of(path.name, tensors).encode() in content[:4096]  # the header
     except (OSError, KeyError, SafetensorError):
         is_whole = False
     if not is_whole:
         raise UserError(f"{FLAG}: {path} is damaged", "delete it, then use --resume; its states are computed again")
     states = StageStates.from_wire(on_device(tensors["states_SBH"], device), has_prenorm=has_prenorm)
-    return TrunkOutput(states, loss)
+    return TrunkOutput(states, loss, tower_outputs)
 
 
 def _sha256(value: Any) -> str:

@@ -487,6 +487,21 @@ def test_batches_of_samples_with_and_without_images(samples, tokenizer):
         assert not axes_3BS[padding].any()
 
 
+def test_a_batch_knows_its_items_without_decoding_images(samples, tokenizer):
+    extras = image_extras(make_sizes(tokenizer))
+    patches = [sample.extras[PATCHES] for sample in samples if PATCHES in sample.extras]
+    for each in patches:
+        for image in each.images:
+            Path(image.source).unlink(missing_ok=True)  # rows share images
+    batch = collate(samples, 0, extras=extras)
+    sizes = [size for each in patches for size in each.group_sizes]
+    assert (batch.num_items, batch.item_squares) == (sum(sizes), sum(size**2 for size in sizes))
+    assert batch.items.identity == collate(samples, 0, extras=extras).items.identity
+    assert batch.items.identity != collate(samples[::-1], 0, extras=extras).items.identity
+    with pytest.raises(UserError, match=naming(str(patches[0].images[0].source))):
+        batch.items[PATCHES]
+
+
 # Samples
 
 

@@ -1,18 +1,24 @@
 """Train models on rows with images, from the options to the export."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 from safetensors.torch import load_file
 
 from swiftlite.args.commands import ExportArgs, SftArgs
+from swiftlite.data.image_inputs import PATCHES
+from swiftlite.data.images import ImageRef
+from swiftlite.data.sample import Sample
 from swiftlite.errors import UserError
 from swiftlite.export.run import to_hf
 from swiftlite.report.run_page import write_run_page
+from swiftlite.train import phases
+from swiftlite.train import run as training
 from tests.data.images import noise
 from tests.images import make_vision_hf_with_tokenizer
 from tests.messages import naming
@@ -101,6 +107,58 @@ def test_stored_states_of_the_trunk_know_images(seeing, mesh, tmp_path):
     noise(8, 20, seed=9).save(tmp_path / "0.png")
     with pytest.raises(UserError, match=naming("--cache_trunk_states rows")):
         train(seeing(**options, cache_trunk_states=str(tmp_path / "cache"), output_dir=str(tmp_path / "other")), mesh)
+
+
+@pytest.fixture
+def decoded(monkeypatch) -> list[str]:
+    """Return a list that receives the sha256 of each image when it is decoded."""
+    hashes: list[str] = []
+    load = ImageRef.load
+
+    def record(image: ImageRef) -> Image.Image:
+        hashes.append(image.sha256)
+        return load(image)
+
+    monkeypatch.setattr(ImageRef, "load", record)
+    return hashes
+
+
+def images_of(samples: Iterable[Sample]) -> list[str]:
+    """Return the sha256 of all images of samples, sorted."""
+    hashes = []
+    for sample in samples:
+        if PATCHES in sample.extras:
+            hashes += [image.sha256 for image in sample.extras[PATCHES].images]
+    assert hashes
+    return sorted(hashes)
+
+
+ONE_STEP = {"split_dataset_ratio": 0.25, "global_batch_size": 9, "micro_batch_size": 3}
+"""All nine rows for training are in one step."""
+
+
+def test_each_image_is_decoded_once_per_step_and_evaluation(seeing, mesh, decoded):
+    run = prepare(seeing(**ONE_STEP), mesh)
+    assert len(run.data.train) == 9
+    trainer = training.make_trainer(run, phases.restore(run))
+    decoded.clear()
+    trainer.step(1)
+    assert sorted(decoded) == images_of(run.data.train)
+    decoded.clear()
+    trainer.evaluate()
+    assert sorted(decoded) == images_of(run.data.val)
+
+
+def test_stored_states_of_the_trunk_replace_images(seeing, mesh, decoded, tmp_path):
+    cached = {"mtp_mode": "heads_only", "cache_trunk_states": str(tmp_path / "cache"), "micro_batch_size": 1}
+    run = prepare(seeing(**ONE_STEP | cached), mesh)
+    trainer = training.make_trainer(run, phases.restore(run))
+    decoded.clear()
+    trainer.step(1)
+    assert sorted(decoded) == images_of(run.data.train)
+    decoded.clear()
+    trainer.step(2)
+    assert decoded == []
 
 
 def test_acceptance_has_prompts_with_images_as_a_channel(seeing, mesh, tmp_path):
