@@ -197,7 +197,7 @@ def _answers_section(run: RunFiles) -> Section | None:
 def _drafted(tokens: Sequence[dict[str, Any]]) -> str:
     drafted = sum(token["depth"] > 0 for token in tokens)
     refused = sum("refused" in token for token in tokens)
-    return f"{drafted} of {len(tokens)} tokens are accepted drafts; {refused} drafts were rejected"
+    return f"{drafted} of {len(tokens)} tokens are accepted drafts; rejected drafts: {refused}"
 
 
 def _training_section(run: RunFiles) -> Section | None:
