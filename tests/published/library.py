@@ -13,16 +13,25 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, Qwen2Config
-from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5VisionConfig
-from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5VisionModel
+from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel, Qwen2Config
 
-from tests.tiny import CLASSES, HEADS_WITH_COPIES, WRAPPED, hub_name, mtp_names, per_expert
+from tests.tiny import (
+    CLASSES,
+    HEADS_WITH_COPIES,
+    VISION_TOWERS,
+    VISUAL_PREFIX,
+    WRAPPED,
+    hub_name,
+    mtp_names,
+    per_expert,
+)
 
 CONFIGS = {path.stem: path for path in sorted(Path(__file__).with_name("configs").glob("*.json"))}
 MODELS = tuple(CONFIGS)
 HEADS = {"mimo", "glm4_moe", "glm4_moe_lite", "deepseek_v3", "hy_v3", "qwen3_next", "qwen3_5", "qwen3_5_moe"}
 """Families that are published with one MTP head."""
+VISION_LANGUAGE = {"qwen2_5_vl", "qwen3_vl"}
+"""Families whose language model transformers has only together with the vision tower."""
 ZERO_CENTERED = {"qwen3_next", "qwen3_5", "qwen3_5_moe"}
 """Families whose norms multiply by 1 + weight, except for the norm after linear attention."""
 STACKED = {"Qwen3.5-35B-A3B": "all", "Qwen3.6-35B-A3B": "trunk"}
@@ -89,9 +98,11 @@ def transformers_config(directory: Path) -> PreTrainedConfig:
 
 
 def transformers_model(directory: Path) -> PreTrainedModel:
-    """Return the trunk in float32 as a model of transformers."""
-    config = transformers_config(directory)
+    """Return the trunk in float32 as a model of transformers. Models in `VISION_LANGUAGE` include the tower."""
     kind = json.loads((directory / "config.json").read_text())["model_type"]
+    if kind in VISION_LANGUAGE:
+        return AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float32).eval()
+    config = transformers_config(directory)
     trunk = {name: tensor.float() for name, tensor in numbers(directory).items() if not _is_other(name, config)}
     model_class: Any = CLASSES[kind][1]
     return model_class.from_pretrained(
@@ -126,15 +137,17 @@ def _shapes(model: str) -> dict[str, tuple[int, ...]]:
         inner = _named(kind, trunk.model.layers[-1].state_dict(), stacked=STACKED.get(model) == "all")
         shapes |= {block + name: shape for name, shape in inner.items()}
     if kind in WRAPPED:
+        config_class, tower_class = VISION_TOWERS[kind]
+        settings = {key: value for key, value in raw["vision_config"].items() if key != "model_type"}
         with torch.device("meta"):
-            tower = Qwen3_5VisionModel(Qwen3_5VisionConfig(**raw["vision_config"]))
-        shapes |= {f"model.visual.{name}": tuple(tensor.shape) for name, tensor in tower.state_dict().items()}
+            tower = tower_class(config_class(**settings))
+        shapes |= {VISUAL_PREFIX[kind] + name: tuple(tensor.shape) for name, tensor in tower.state_dict().items()}
     return shapes
 
 
 def _config_of(kind: str, raw: Mapping[str, Any]) -> Any:
     config_class: Any = CLASSES[kind][0]
-    left_out = ("model_type", "auto_map", "quantization_config")
+    left_out = ("model_type", "auto_map", "quantization_config", "rope_scaling", "vision_config")  # shapes need none
     text = raw.get("text_config", raw)
     return config_class(**{key: value for key, value in text.items() if key not in left_out})
 

@@ -1,5 +1,7 @@
 """Test every published configuration: logits against transformers, conversion to Megatron and back, and doctor."""
 
+from typing import Any
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -45,7 +47,8 @@ def test_logits_of_trunk_and_heads_are_those_of_transformers(published, mesh, mo
         ours = load_megatron(directory, mesh, torch.float32, drafting=drafting)(ids, positions)
         hf = library.transformers_model(directory)
         before: list[torch.Tensor] = []
-        hf.model.norm.register_forward_pre_hook(lambda _, args: before.append(args[0]))
+        decoder: Any = getattr(hf.model, "language_model", hf.model)
+        decoder.norm.register_forward_pre_hook(lambda _, args: before.append(args[0]))
         states = hf.model(ids).last_hidden_state
         assert_close(ours.main, hf.lm_head(states), family)
         assert len(ours.mtp) == (family in library.HEADS)
