@@ -16,7 +16,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from swiftlite.data.batch import AXES, ITEM, Extra
 from swiftlite.data.sample import Sample, make_sample
-from tests.data.images import TOKENS, VISION, make_processor
+from tests.data.images import TOKENS, VIDEO, VISION, make_processor
 from tests.engines.reference import Reference
 from tests.tiny import TEXT_PREFIX, VISUAL_PREFIX, make_tiny_tokenizer, make_tiny_vision_hf
 
@@ -48,7 +48,7 @@ def make_vision_hf_with_tokenizer(directory: Path, family: str, depth: int, **co
     Args:
         family, depth, config: as for `make_tiny_vision_hf`.
     """
-    tokens = [*TOKENS, "<|video_pad|>"]  # engines look for the last one, too
+    tokens = [*TOKENS, VIDEO]  # engines look for the last one, too
     tokenizer = make_tiny_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": tokens})
     tokenizer.chat_template = VISION

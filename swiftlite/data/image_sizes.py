@@ -17,6 +17,7 @@ class ImageSizes:
         channels: number of colors.
         image_token_id: the placeholder token.
         vision_start_id, vision_end_id: the tokens before and after the placeholders of an image; None without them.
+        video_token_id: the placeholder token of videos; None without one.
     """
 
     patch_size: int
@@ -26,11 +27,12 @@ class ImageSizes:
     image_token_id: int
     vision_start_id: int | None = None
     vision_end_id: int | None = None
+    video_token_id: int | None = None
 
     @property
     def token_ids(self) -> list[int]:
-        """The tokens of images: the placeholder, and the tokens before and after the placeholders."""
-        tokens = (self.image_token_id, self.vision_start_id, self.vision_end_id)
+        """The tokens of images and videos: the placeholders, and the tokens before and after the placeholders."""
+        tokens = (self.image_token_id, self.vision_start_id, self.vision_end_id, self.video_token_id)
         return [token for token in tokens if token is not None]
 
     @property

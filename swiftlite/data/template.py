@@ -273,7 +273,7 @@ class ChatTemplate:
     # Images
 
     def _check_texts(self, messages: list[Message]) -> None:
-        """Check that no text contains a token of images, which would stand for an image that does not exist."""
+        """Check that no text contains a token of images or videos, which would stand for one that does not exist."""
         if self._images is None:
             return
         tokens = [str(token) for token in self.tokenizer.convert_ids_to_tokens(self._images.token_ids)]
@@ -282,7 +282,7 @@ class ChatTemplate:
             found = [token for token in tokens if any(token in text for text in texts)]
             if found:
                 hint = "write <image> where an image stands, or remove the token"
-                raise RowError(f"messages[{i}]", f"contains {found[0]}, which the model uses for images", hint)
+                raise RowError(f"messages[{i}]", f"contains {found[0]}, which the model uses for images and videos", hint)
 
     def _widen(
         self, ids: np.ndarray, weights: np.ndarray, image_lengths: Sequence[int]

@@ -152,4 +152,5 @@ def image_sizes(hf_config: HfConfig) -> ImageSizes | None:
         image_token_id=image_token_id,
         vision_start_id=hf_config.get("vision_start_token_id"),
         vision_end_id=hf_config.get("vision_end_token_id"),
+        video_token_id=hf_config.get("video_token_id"),
     )

@@ -18,6 +18,7 @@ from tests.data.templates import QWEN3
 from tests.tiny import make_tiny_vision_hf
 
 TOKENS = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]
+VIDEO = "<|video_pad|>"
 
 # As Qwen2.5-VL's.
 VISION = """\
@@ -51,7 +52,7 @@ THINKING = """\
 
 def with_vision(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
     """Add the tokens of images to a tokenizer."""
-    tokenizer.add_special_tokens({"additional_special_tokens": TOKENS})
+    tokenizer.add_special_tokens({"additional_special_tokens": [*TOKENS, VIDEO]})
     return tokenizer
 
 
@@ -73,8 +74,8 @@ def make_image_encoder(
 
 def make_sizes(tokenizer: Any) -> ImageSizes:
     """Return the sizes that `make_processor` produces, with the tokens of images."""
-    start, end, placeholder = tokenizer.convert_tokens_to_ids(TOKENS)
-    return ImageSizes(4, 2, 2, 3, placeholder, start, end)
+    start, end, placeholder, video = tokenizer.convert_tokens_to_ids([*TOKENS, VIDEO])
+    return ImageSizes(4, 2, 2, 3, placeholder, start, end, video)
 
 
 def make_image_model(directory: Path, family: str) -> None:
@@ -84,9 +85,10 @@ def make_image_model(directory: Path, family: str) -> None:
     tokenizer.chat_template = VISION
     tokenizer.save_pretrained(directory)
     make_processor().save_pretrained(directory)
-    start, end, placeholder = tokenizer.convert_tokens_to_ids(TOKENS)
+    start, end, placeholder, video = tokenizer.convert_tokens_to_ids([*TOKENS, VIDEO])
     config = json.loads((directory / "config.json").read_text())
-    config |= {"image_token_id": placeholder, "vision_start_token_id": start, "vision_end_token_id": end}
+    config |= {"image_token_id": placeholder, "video_token_id": video}
+    config |= {"vision_start_token_id": start, "vision_end_token_id": end}
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 

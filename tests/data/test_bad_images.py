@@ -141,6 +141,8 @@ ROWS: dict[str, tuple[dict[str, Any], str]] = {
     "a placeholder in a question": (GOOD | {"query": "<image><|image_pad|>?"}, "messages[0] <|image_pad|>"),
     "a placeholder in an answer": (GOOD | {"response": "A <|image_pad|>."}, "messages[1] <|image_pad|>"),
     "a start of an image": (GOOD | {"query": "<image><|vision_start|>"}, "messages[0] <|vision_start|>"),
+    "a placeholder of a video": (GOOD | {"query": "<image><|video_pad|>?"}, "messages[0] <|video_pad|>"),
+    "a video with a tag": ({"query": "<video>?", "response": "A.", "videos": ["v.mp4"]}, "videos images"),
     "a tag in capitals": (GOOD | {"query": "<Image>?"}, "messages[0] <Image>"),
     "a tag of HTML": (GOOD | {"query": "What is <img/>?"}, "messages[0] <img/>"),
     "an end of an image": (GOOD | {"query": "<|vision_end|><image>"}, "messages[0] <|vision_end|>"),

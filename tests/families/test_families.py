@@ -514,7 +514,7 @@ def test_hidden_size_that_is_no_multiple_of_the_heads():
         families.get(hf_config("llama", head_dim=None, hidden_size=66))
 
 
-@pytest.mark.parametrize("model_type", ["gpt2", None, ["llama"]])
+@pytest.mark.parametrize("model_type", ["gpt2", "glm_ocr", None, ["llama"]])
 def test_unknown_family(model_type, tmp_path):
     with pytest.raises(UserError) as raised:
         families.get({"model_type": model_type}, tmp_path)

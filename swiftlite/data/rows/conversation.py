@@ -216,6 +216,12 @@ def parse_row(
     )
 
 
+_INSTEAD = {
+    "videos": "remove the row, or give frames of the videos in images",
+    "audios": "remove the row, or write what is said in a turn",
+}
+
+
 def check_media(row: dict[str, Any], no_images: str | None) -> None:
     """Reject videos and audios, and images for the reason `no_images`; None accepts images.
 
@@ -226,7 +232,7 @@ def check_media(row: dict[str, Any], no_images: str | None) -> None:
         if not row.get(media):
             continue
         if media != "images":
-            raise RowError(media, "is not supported", "swiftlite trains on text and images")
+            raise RowError(media, "is not supported", f"swiftlite trains on text and images; {_INSTEAD[media]}")
         if no_images is not None:
             raise RowError(media, no_images, f"remove {media} from the row")
 
