@@ -380,11 +380,13 @@ def _cached_trunk(hf_config: dict[str, Any], setup: Setup) -> str:
     num_states = 1
     if drafting.takes_before_norm:  # these heads read other states than the loss
         num_states = 2
-    state_bytes = num_states * architecture_of(hf_config).outside.hidden * setup.parameter_bytes
-    gigabytes = 1e6 * state_bytes / GB
+    gigabytes = 1e6 * architecture_of(hf_config).outside.hidden * setup.parameter_bytes / GB
+    outputs = ""
+    if setup.images is not None:
+        outputs = f", and {gigabytes:.2f} GB more per million tokens of images"
     return (
-        f"--cache_trunk_states: {gigabytes:.2f} GB on disk per million tokens; epochs that read them require "
-        f"{later / first:.0%} of the FLOPs"
+        f"--cache_trunk_states: {num_states * gigabytes:.2f} GB on disk per million tokens{outputs}; "
+        f"epochs that read them require {later / first:.0%} of the FLOPs"
     )
 
 

@@ -282,7 +282,8 @@ class ChatTemplate:
             found = [token for token in tokens if any(token in text for text in texts)]
             if found:
                 hint = "write <image> where an image stands, or remove the token"
-                raise RowError(f"messages[{i}]", f"contains {found[0]}, which the model uses for images and videos", hint)
+                problem = f"contains {found[0]}, which the model uses for images and videos"
+                raise RowError(f"messages[{i}]", problem, hint)
 
     def _widen(
         self, ids: np.ndarray, weights: np.ndarray, image_lengths: Sequence[int]

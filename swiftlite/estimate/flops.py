@@ -89,7 +89,7 @@ def training_flops(
 
     Args:
         hf_config: config.json.
-        trunk_is_read: with `heads_only`, whether cached hidden states replace the trunk's computation.
+        trunk_is_read: with `heads_only`, whether cached states replace the computation of the trunk and of the tower.
         tower: tower of the model; None if the run computes no tower.
         trained_parts: trained parts of the tower.
         freeze_llm: whether the trunk's weights have no gradients, but its states have.
@@ -128,7 +128,7 @@ def training_flops(
     if heads_only:
         trunk_target = trunk_passes * vocabulary
     item = item_square = 0.0
-    if tower is not None:
+    if tower is not None and not trunk_is_read:
         item, item_square = tower.macs(trained_parts)
     return Flops(
         linear=matrix_passes * trunk + adapters + (head_passes * mtp_layer + head_adapters) * num_drafts + square,

@@ -182,6 +182,15 @@ def problems(**options) -> str:
     return str(error.value)
 
 
+def test_cached_states_of_images(vision_model, capsys):
+    """2,560 channels of 2 bytes, twice for tokens of images."""
+    heads = {"mtp_num_layers": 1, "mtp_mode": "heads_only"}
+    _, lines = plan(capsys, model=vision_model, **IMAGES, **heads)
+    assert any(mentions(line, "--cache_trunk_states 5.12 GB tokens, 5.12 GB images") for line in lines)
+    _, lines = plan(capsys, model=vision_model, max_length=4096, **heads)
+    assert not any("images" in line for line in lines if "--cache_trunk_states" in line)
+
+
 def test_heads_alone(model, capsys):
     code, lines = plan(capsys, model=model, mtp_num_layers=1, mtp_mode="heads_only", draft_vocab=32768)
     assert code == 0
