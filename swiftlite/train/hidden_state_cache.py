@@ -59,8 +59,10 @@ MANIFEST = "cache.json"
 _ANOTHER_DIRECTORY = "use another directory; or delete this one, if nothing else needs it"
 LOSS_BYTES = 4 + 8
 """Bytes per token for the trunk's loss (float32) and prediction (int64), see `TokenLoss`."""
-HEADER_BYTES = 456
+HEADER_BYTES = 344
 """Maximum header size of a file: names, dtypes and shapes of its tensors, and their sha256."""
+TOWER_HEADER_BYTES = 112
+"""Maximum additional header size of a file with outputs of a tower."""
 ABANDONED_SECONDS = 3600
 """Age in seconds at which an incomplete file counts as abandoned. Writing one file takes seconds."""
 
@@ -333,7 +335,10 @@ def _bytes_of_files(lengths: Sequence[int], num_items: int, model: GPTModel, lay
         num_losses = layout.tensor_model_parallel_size
     num_files = len(lengths) * num_losses * layout.context_parallel_size
     items = num_items * output_bytes * num_losses * layout.context_parallel_size  # each file has all items of its rows
-    return sum(lengths) * (state_bytes + num_losses * LOSS_BYTES) + items + num_files * HEADER_BYTES
+    header_bytes = HEADER_BYTES
+    if num_items:
+        header_bytes += TOWER_HEADER_BYTES
+    return sum(lengths) * (state_bytes + num_losses * LOSS_BYTES) + items + num_files * header_bytes
 
 
 def _write(path: Path, output: TrunkOutput) -> None:
