@@ -115,7 +115,7 @@ class Plain:
 
 @dataclass(frozen=True)
 class Stored:
-    """Describe how a tensor is stored: its encoding, and the location of each stored tensor, such as codes and scales."""
+    """Describe how a tensor is stored: its encoding, and the location of each part, such as codes and scales."""
 
     encoding: Encoding
     entries: tuple[Entry, ...]
