@@ -60,6 +60,9 @@ class ConversionArgs:
     torch_dtype: Literal["bfloat16", "float32"] | None = None
     """Dtype of the exported tensors; float32 tensors of 16-bit models, such as a router's bias, keep the dtype of the
     source model. Default: the dtype of each tensor in the source model."""
+    dequantize: bool = False
+    """With --to_hf, for a run that trained only heads of a quantized model: write the trunk in --torch_dtype. Default:
+    keep the files of the quantized trunk, and add the heads to them."""
     merge_lora: bool = True
     """true: merge LoRA adapters into the weights. false: with --to_hf, write only the adapters, in a directory that
     PEFT reads, with the MTP heads in a separate file."""

@@ -186,6 +186,18 @@ class Checkpoint:
         for _, box in _chunks(whole, entry.dtype.itemsize):
             yield self._decode(key, box, buffers)
 
+    def stored_chunks(self, key: str) -> Iterator[tuple[Index, torch.Tensor]]:
+        """Yield a tensor of the files, without decoding it, in chunks of a few MB, each with its place in the tensor.
+
+        Each chunk overwrites the previous chunk.
+        """
+        entry = self.stored[key]
+        buffers = _Buffers()
+        for place, box in _chunks(tuple(map(range, entry.shape)), entry.dtype.itemsize):
+            chunk = buffers.like(0, entry.dtype, [len(one) for one in box])
+            self._read_box(entry, box, chunk)
+            yield place, chunk
+
     def is_equal(self, key: str, other: str, index: Index | None = None) -> bool:
         """Return whether two tensors of the same shape have the same bits in a slice.
 
@@ -248,6 +260,8 @@ class ShardedFiles:
         tensors: dtype and shape by key, in the order of the files.
         max_shard_bytes: maximum size of one file's tensors; a larger tensor gets a separate file.
         encodings: encodings of the tensors that are not plain, by key; the dtypes of these tensors are ignored.
+        stem: beginning of the names of the files.
+        others: tensors in other files of the directory, which the index also contains.
     """
 
     def __init__(
@@ -256,8 +270,11 @@ class ShardedFiles:
         tensors: TensorTypes,
         max_shard_bytes: int,
         encodings: Mapping[str, WritableEncoding] | None = None,
+        stem: str = "model",
+        others: Mapping[str, Entry] | None = None,
     ):
         self.out_dir = Path(out_dir)
+        self._others = others or {}
         self.entries: dict[str, Entry] = {}
         self._tensors, self._encodings = tensors, encodings or {}
         self._headers: dict[str, bytes] = {}
@@ -265,9 +282,9 @@ class ShardedFiles:
         stored = _stored_types(tensors, self._encodings)
         shards = split(stored, max_shard_bytes)
         for number, keys in enumerate(shards, start=1):
-            file = SINGLE_NAME
+            file = f"{stem}.safetensors"
             if len(shards) > 1:
-                file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+                file = f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors"
             # Wide dtypes first, so that every tensor is aligned to its element size, as in the safetensors package.
             keys = sorted(keys, key=lambda key: -stored[key][0].itemsize)
             self._headers[file], entries = _make_header(file, {key: stored[key] for key in keys})
@@ -278,9 +295,13 @@ class ShardedFiles:
     def files(self) -> list[str]:
         """Names of the finished files, including the index."""
         files = list(self._headers)
-        if len(files) > 1:
+        if self._has_index:
             files.append(INDEX_NAME)
         return files
+
+    @property
+    def _has_index(self) -> bool:
+        return len(self._headers) > 1 or bool(self._others)
 
     def create(self) -> None:
         """Create the files under temporary names.
@@ -344,10 +365,11 @@ class ShardedFiles:
             with self._temporary(file).open("rb") as out:
                 os.fsync(out.fileno())
             self._temporary(file).replace(self.out_dir / file)
-        if len(self._headers) > 1:
+        if self._has_index:
+            entries = self.entries | dict(self._others)
             index = {
-                "metadata": {"total_size": sum(entry.nbytes for entry in self.entries.values())},
-                "weight_map": {key: entry.file for key, entry in sorted(self.entries.items())},
+                "metadata": {"total_size": sum(entry.nbytes for entry in entries.values())},
+                "weight_map": {key: entry.file for key, entry in sorted(entries.items())},
             }
             atomic_write(self.out_dir / INDEX_NAME, json.dumps(index, indent=2).encode() + b"\n")
         sync(self.out_dir)

@@ -33,6 +33,7 @@ from swiftlite.bridge.binding import Binding, Shard, bind, whole_numbers
 from swiftlite.bridge.encoding.encoding import WritableEncoding
 from swiftlite.bridge.encoding.expert_stack import fold, stack_name
 from swiftlite.bridge.encoding.index import format_of
+from swiftlite.bridge.entry import Entry
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.rows import HfConfig, HfPart, Row, RowTable, Shape, shapes_of
 from swiftlite.bridge.tensors import Checkpoint, ShardedFiles, some, split
@@ -298,6 +299,7 @@ def save_hf(
     max_shard_bytes: int = 5_000_000_000,
     carried: Path | None = None,
     layers: Iterable[placement.Piece] = (),
+    trunk: Mapping[str, Entry] | None = None,
 ) -> list[str]:
     """Write a Megatron model as Hugging Face safetensors. Every rank writes its slices into the files in place.
 
@@ -320,6 +322,8 @@ def save_hf(
         max_shard_bytes: maximum size of one file.
         carried: safetensors file of parts outside of the language model, which are copied unchanged.
         layers: this rank's pieces of the decoder layers, if the trunk is streamed (`DecoderLayers.pieces`).
+        trunk: the tensors in files that are already in the directory. Only the heads are written, to other files, and
+            the index contains both.
 
     Returns:
         Names of the written files, including the index.
@@ -327,7 +331,7 @@ def save_hf(
     Raises:
         UserError: the directory contains safetensors, is not writable, or the disk is too small.
     """
-    if placement.streams_trunk(model_chunks) and not layers:
+    if placement.streams_trunk(model_chunks) and not layers and trunk is None:
         raise ValueError("a model with a streamed trunk has no decoder layers to write")
     rows, bindings = _bind_all(model_chunks, family, hf_config)
     source_dtypes: Mapping[str, str | torch.dtype] = {}
@@ -338,13 +342,20 @@ def save_hf(
     if carried is not None:
         others = load_file(carried)
     tensors |= {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in others.items()}
+    pieces = itertools.chain(_pieces(bindings, tensors), layers)
+    stem = "model"
+    if trunk is not None:
+        stem = "model-mtp"
+        tensors = {key: found for key, found in tensors.items() if family.is_mtp(hf_config, key)}
+        pieces = (piece for piece in pieces if piece[0] in tensors)
 
-    files = ShardedFiles(Path(out_dir), fold(tensors, source_dtypes.keys()), max_shard_bytes, encodings)
+    folded = fold(tensors, source_dtypes.keys())
+    files = ShardedFiles(Path(out_dir), folded, max_shard_bytes, encodings, stem, trunk)
     if placement.is_first_rank():
-        _create(files)
+        _create(files, () if trunk is None else {entry.file for entry in trunk.values()})
     placement.barrier()
     try:
-        _write(files, itertools.chain(_pieces(bindings, tensors), layers), others)
+        _write(files, pieces, others)
     except BaseException:
         files.discard()
         raise
@@ -370,10 +381,14 @@ def _saved_tensors(
     return tensors
 
 
-def _create(files: ShardedFiles) -> None:
-    """Create the directory, which must not contain safetensors files, and the files under temporary names."""
+def _create(files: ShardedFiles, expected: Collection[str]) -> None:
+    """Create the directory, and the files under temporary names.
+
+    Args:
+        expected: names of the safetensors files that the directory may contain.
+    """
     files.out_dir.mkdir(parents=True, exist_ok=True)
-    present = sorted(path.name for path in files.out_dir.glob("*.safetensors*"))
+    present = sorted(path.name for path in files.out_dir.glob("*.safetensors*") if path.name not in expected)
     if present:
         raise UserError(f"{files.out_dir} already has {', '.join(present[:3])}", "use a new or empty directory")
     files.create()

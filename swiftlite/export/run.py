@@ -15,12 +15,15 @@ from swiftlite.args.fields import MtpInit
 from swiftlite.atomic import fsync_tree, sync
 from swiftlite.bridge.adapters.files import AdapterBase
 from swiftlite.bridge.audit import audit_hf, mtp_keys
+from swiftlite.bridge.carry import copy_trunk
+from swiftlite.bridge.entry import Entry
 from swiftlite.bridge.hf_config import dtype_change, read_config, write_patched
 from swiftlite.bridge.layers import DecoderLayers
 from swiftlite.bridge.placement import Piece
 from swiftlite.bridge.rows import shapes_of
 from swiftlite.bridge.tensors import describe, some
 from swiftlite.bridge.transfer import WeightsReport, graft_heads, save_hf
+from swiftlite.conventions.quantized import with_heads_kept
 from swiftlite.engines.quantized_heads import quantized_head_problems
 from swiftlite.errors import UserError
 from swiftlite.export import adapter
@@ -97,7 +100,8 @@ def to_hf(args: ExportArgs, mesh: Mesh) -> None:
     lora = _lora_of(args, state)
     if not args.merge_lora:
         adapter.check_can_be_written(checkpoint, lora, hf_model, heads)
-    trunk = streamed_trunk_of(state)
+    trunk = frozen_trunk_of(args, state)
+    quantized_trunk = quantized_trunk_of(args, state, trunk)
     tensors = source_tensors(hf_model.directory)
     if graft_from:
         tensors = with_heads_of(hf_model, tensors, graft_from)
@@ -108,17 +112,22 @@ def to_hf(args: ExportArgs, mesh: Mesh) -> None:
     output_dir = Path(args.output_dir)
     with _whole_or_absent(output_dir) as writing:
         dtype = getattr(torch, state["torch_dtype"])
-        chunks = _open_checkpoint(mesh, checkpoint, hf_model, heads, lora, graft_from, dtype, trunk)
+        streams_trunk = trunk is not None and state.get("streams_trunk", True)
+        chunks = _open_checkpoint(mesh, checkpoint, hf_model, heads, lora, graft_from, dtype, streams_trunk)
         if lora and not args.merge_lora:
             adapter.write(chunks, writing, lora, AdapterBase(**state["base"]), hf_model, heads)
             logger.info("wrote %s: adapters of %s, from %s", output_dir, state["base"]["model"], checkpoint)
             return
         merge(chunks)
+        copied: dict[str, Entry] | None = None
         if dist.get_rank() == 0:
-            _copy_small_files(args, hf_model, heads, writing)
+            _copy_small_files(args, hf_model, heads, writing, quantized_trunk)
             write_image_bounds(checkpoint.parent, writing)
+        if quantized_trunk:
+            copied = _copy_quantized_trunk(quantized_trunk, writing)
         dist.barrier()
-        with _streamed_layers(trunk, dtype) as layers:
+        layers_of = trunk if streams_trunk and quantized_trunk is None else None
+        with _streamed_layers(layers_of, dtype) as layers:
             save_hf(
                 chunks,
                 writing,
@@ -126,8 +135,9 @@ def to_hf(args: ExportArgs, mesh: Mesh) -> None:
                 hf_model.config,
                 dtypes=written_dtypes,
                 max_shard_bytes=int(args.max_shard_size_gb * 1e9),
-                carried=carried_file(hf_model.directory),
+                carried=None if quantized_trunk else carried_file(hf_model.directory),
                 layers=layers,
+                trunk=copied,
             )
         if dist.get_rank() == 0:
             _audit(writing, hf_model, dtypes)
@@ -137,6 +147,15 @@ def to_hf(args: ExportArgs, mesh: Mesh) -> None:
                 (writing / "README.md").write_text(card, encoding="utf-8")
     family = hf_model.family.name
     logger.info("wrote %s: %s with %d MTP layers, from %s", output_dir, family, heads.layers, checkpoint)
+
+
+def quantization_with_heads(trunk: HfModel, heads: Heads) -> dict[str, Any]:
+    """Return the change of config.json that excludes new heads from the quantization of their trunk."""
+    if not heads.layers:
+        return {}
+    config = {**trunk.config, **heads.config_change(trunk.config)}
+    quantization = with_heads_kept(config["quantization_config"], trunk.family, config, keeps_block=True)
+    return {"quantization_config": quantization}
 
 
 @contextmanager
@@ -238,8 +257,11 @@ def _lora_of(args: ExportArgs, state: Mapping[str, Any]) -> Lora | None:
     return lora
 
 
-def streamed_trunk_of(state: Mapping[str, Any]) -> HfModel | None:
-    """Return the model that has the decoder layers of a run with --stream_trunk; None for other runs. Collective.
+def frozen_trunk_of(args: ExportArgs, state: Mapping[str, Any]) -> HfModel | None:
+    """Return the model from which an export reads the frozen trunk of a run; None if it reads the checkpoint only.
+    Collective.
+
+    The model is required if the trunk was streamed (--stream_trunk), or if the export keeps a quantized trunk.
 
     Args:
         state: the checkpoint's state.
@@ -249,18 +271,55 @@ def streamed_trunk_of(state: Mapping[str, Any]) -> HfModel | None:
     """
     if state.get("base") is None or state.get("lora") is not None:
         return None
+    if args.dequantize and not state.get("streams_trunk", True):
+        return None
     base = AdapterBase(**state["base"])
     try:
         model = resolve(base.model)
     except UserError as error:
         hint = "restore the directory: a run with --stream_trunk does not store decoder layers"
+        if state.get("quantized_trunk"):
+            hint = "restore the directory: the export keeps the files of the quantized trunk"
         raise UserError(error.problem, hint) from None
     if shared_digest_of(model.directory) != base.sha256:
         raise UserError(
-            f"{base.model} has other weights than when the run with --stream_trunk started",
+            f"{base.model} has other weights than when the run started",
             "restore the weights: the heads were trained for them",
         )
     return model
+
+
+def quantized_trunk_of(args: ExportArgs, state: Mapping[str, Any], trunk: HfModel | None) -> HfModel | None:
+    """Return the model whose quantized trunk the export keeps; None if it writes the trunk itself.
+
+    Args:
+        state: the checkpoint's state.
+        trunk: result of `frozen_trunk_of`.
+
+    Raises:
+        UserError: an option does not apply to the trunk of the run.
+    """
+    if not state.get("quantized_trunk", False):
+        if args.dequantize:
+            raise UserError("--dequantize does not apply: the trunk of the run is not quantized", "remove it")
+        return None
+    if args.dequantize:
+        return None
+    if args.torch_dtype:
+        raise UserError(
+            f"--torch_dtype {args.torch_dtype} does not apply to the quantized trunk, whose files are kept",
+            "remove it, or add --dequantize true",
+        )
+    return trunk
+
+
+def _copy_quantized_trunk(trunk: HfModel, writing: Path) -> dict[str, Entry]:
+    """Copy the files of a quantized trunk on the first rank, and return the copied tensors on all ranks. Collective."""
+    copied: list[Any] = [None]
+    if dist.get_rank() == 0:
+        copied = [copy_trunk(trunk.directory, writing, trunk.family, trunk.config)]
+    dist.broadcast_object_list(copied)
+    return copied[0]
 
 
 def _open_checkpoint(
@@ -271,11 +330,11 @@ def _open_checkpoint(
     lora: Lora | None,
     graft_from: HfModel | None,
     dtype: torch.dtype,
-    trunk: HfModel | None,
+    streams_trunk: bool,
 ) -> list[GPTModel]:
     """Load the checkpoint's model on this rank, with the heads of another model if given; without decoder layers if its
-    trunk is streamed."""
-    chunks = build_hf_model(hf_model, mesh, dtype=dtype, heads=heads, streams_trunk=trunk is not None)
+    trunk was streamed."""
+    chunks = build_hf_model(hf_model, mesh, dtype=dtype, heads=heads, streams_trunk=streams_trunk)
     if lora:
         add_adapters(chunks, lora, hf_model.family.rows(hf_model.config, heads.layers))
     load_checkpoint(checkpoint, mesh, chunks, with_heads=graft_from is None)
@@ -345,9 +404,11 @@ def _named(output_dir: Path) -> Iterator[None]:
         ) from None
 
 
-def _copy_small_files(args: ExportArgs, hf_model: HfModel, heads: Heads, writing: Path) -> None:
+def _copy_small_files(
+    args: ExportArgs, hf_model: HfModel, heads: Heads, writing: Path, quantized_trunk: HfModel | None
+) -> None:
     """Copy the small files of the source model, such as the tokenizer, and write config.json with the export's heads
-    and dtype.
+    and dtype, and with the quantization of a kept trunk.
     """
     for path in hf_model.directory.iterdir():
         if path.name not in ("config.json", TENSORS_FILE, CARRIED_FILE, TOKEN_MAP_FILE):
@@ -357,7 +418,11 @@ def _copy_small_files(args: ExportArgs, hf_model: HfModel, heads: Heads, writing
     changes = heads.config_change(hf_model.config)
     if args.torch_dtype:
         changes |= dtype_change(hf_model.config, args.torch_dtype)
-    for line in write_patched(hf_model.directory, writing, changes):
+    config_from = hf_model.directory
+    if quantized_trunk:
+        config_from = quantized_trunk.directory
+        changes |= quantization_with_heads(quantized_trunk, heads)
+    for line in write_patched(config_from, writing, changes):
         logger.info("config.json: %s", line)
 
 

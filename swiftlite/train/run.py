@@ -124,7 +124,7 @@ def prepare(args: SftArgs, mesh: Mesh, models: Mapping[str, HfModel]) -> phases.
     phases.check_ranks_agree(args, hf_model, plan, data, checkpoint)
     data_state = phases.data_state(args, data, tokenizer)
     phases.check_same_data(checkpoint, data_state, data)
-    if plan.lora or args.stream_trunk:
+    if plan.lora or args.stream_trunk or keeps_quantized_trunk(hf_model, trainable):
         check_same_base(args, hf_model, checkpoint)
     rows_to_fit = None
     if checkpoint is None and plan.mtp_init == "fit_last_layer":
@@ -274,27 +274,35 @@ def check_same_base(args: SftArgs, hf_model: HfModel, checkpoint: Path | None) -
 
 
 def base_state(run: phases.Run, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of a checkpoint's state that describes the base model of adapters, or of heads whose trunk is
-    streamed.
+    """Return the part of a checkpoint's state that describes the base model of adapters, or the model from which an
+    export reads the frozen trunk.
 
     Args:
         state: result of `phases.restore`.
     """
-    if run.plan.lora is None and not run.args.stream_trunk:
+    is_quantized = keeps_quantized_trunk(run.hf_model, run.train_state.trainable)
+    if run.plan.lora is None and not run.args.stream_trunk and not is_quantized:
         return {}
     base = state.get("base")
     if base is None:  # `check_same_base` has computed the digest
-        base = asdict(AdapterBase(_model_to_store(run.args), shared_digest_of(run.hf_model.directory)))
+        base = asdict(AdapterBase(_model_to_store(run), shared_digest_of(run.hf_model.directory)))
     if run.plan.lora is None:
-        return {"base": base}
+        return {"base": base, "streams_trunk": run.args.stream_trunk, "quantized_trunk": is_quantized}
     return {"lora": asdict(run.plan.lora), "base": base}
 
 
-def _model_to_store(args: SftArgs) -> str:
-    """Return --model as an export finds it: an absolute path if the export reads decoder layers from a directory."""
-    if args.stream_trunk and Path(args.model).is_dir():
-        return str(Path(args.model).absolute())
-    return args.model
+def keeps_quantized_trunk(hf_model: HfModel, trainable: Trainable) -> bool:
+    """Return whether the run trains only heads of a quantized model, so that exports keep the files of its trunk."""
+    is_quantized = hf_model.config.get("quantization_config") is not None
+    return is_quantized and trainable.freezes_trunk and trainable.option != "--tuner_type lora"
+
+
+def _model_to_store(run: phases.Run) -> str:
+    """Return --model as an export finds it: an absolute path if the export reads the trunk from a directory."""
+    model = run.args.model
+    if run.plan.lora is None and Path(model).is_dir():
+        return str(Path(model).absolute())
+    return model
 
 
 def make_trainer(

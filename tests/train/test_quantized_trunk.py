@@ -1,0 +1,197 @@
+"""Test heads that are trained on a quantized trunk: exports keep the files of the trunk, and all commands read them."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from swiftlite.args.commands import ExportArgs
+from swiftlite.bridge.audit import audit_hf
+from swiftlite.bridge.carry import TRUNK_NAME
+from swiftlite.bridge.encoding.index import format_of
+from swiftlite.bridge.hf_config import read_config
+from swiftlite.bridge.tensors import Checkpoint
+from swiftlite.errors import UserError
+from swiftlite.export.run import to_hf
+from swiftlite.families.resolved import resolve
+from tests.messages import naming
+from tests.tiny import make_tiny_hf
+from tests.train.test_sft import metrics, train
+
+quantized = pytest.importorskip("tests.quantized", exc_type=ImportError)
+
+HEADS = {"mtp_mode": "heads_only", "torch_dtype": "bfloat16"}
+NEW = HEADS | {"mtp_num_layers": 1, "mtp_init": "fit_last_layer"}
+HEADS_FILE = "model-mtp.safetensors"
+
+
+def make(tmp_path: Path, name: str, family: str = "qwen3", depth: int = 0, **options: Any) -> Path:
+    """Write a quantized model, whose heads, if any, are quantized as well."""
+    plain = make_tiny_hf(tmp_path / "plain", family, depth=depth, dtype=torch.bfloat16, with_tokenizer=True)
+    return quantized.quantize_hf(plain, tmp_path / name, name, block=True, **options)
+
+
+def export(run: Path, mesh, **options: Any) -> Path:
+    directory = run.with_name(f"{run.name}-hf")
+    to_hf(ExportArgs(model=str(run), output_dir=str(directory), to_hf=True, **options), mesh)
+    return directory
+
+
+def digest(path: Path) -> bytes:
+    return hashlib.sha256(path.read_bytes()).digest()
+
+
+def stored(directory: Path) -> dict[str, torch.Tensor]:
+    return {key: tensor for file in directory.glob("*.safetensors") for key, tensor in load_file(file).items()}
+
+
+def decoded(directory: Path) -> dict[str, torch.Tensor]:
+    with Checkpoint(directory, format_of(read_config(directory))) as checkpoint:
+        return {key: checkpoint.read(key, torch.bfloat16) for key in checkpoint.entries}
+
+
+def assert_same_bits(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for key, tensor in expected.items():
+        assert found[key].dtype is tensor.dtype, key
+        assert torch.equal(found[key].view(torch.uint8), tensor.view(torch.uint8)), key
+
+
+def split_by_mtp(directory: Path, tensors: dict[str, torch.Tensor]) -> tuple[dict, dict]:
+    """Return the tensors of the trunk, and those of the heads."""
+    model = resolve(directory)
+    heads = {key: tensor for key, tensor in tensors.items() if model.family.is_mtp(model.config, key)}
+    return {key: tensor for key, tensor in tensors.items() if key not in heads}, heads
+
+
+@pytest.mark.parametrize("name", ["int8", "int4_asym", "fp8", "fp8_blocks_bf16", "gptq", "awq"])
+def test_the_file_of_the_trunk_is_kept(options, mesh, tmp_path, name):
+    model = make(tmp_path, name)
+    hf = export(train(options(model=str(model), **NEW), mesh), mesh)
+    assert sorted(path.name for path in hf.glob("*.safetensors")) == [HEADS_FILE, TRUNK_NAME]
+    assert digest(model / "model.safetensors") == digest(hf / TRUNK_NAME)
+    heads = load_file(hf / HEADS_FILE)
+    assert heads
+    assert all(key.startswith("mtp.") and tensor.dtype is torch.bfloat16 for key, tensor in heads.items())
+    assert audit_hf(hf, resolve(hf).family) == []
+    assert resolve(hf).heads.layers == 1
+    old, new = (read_config(directory)["quantization_config"] for directory in (model, hf))
+    changed = {key for key in old.keys() | new.keys() if old.get(key) != new.get(key)}
+    assert changed <= {"ignore", "modules_to_not_convert", "dynamic"}
+    assert changed
+
+
+@pytest.mark.parametrize(
+    ("family", "name"), [("glm4_moe", "fp8_blocks"), ("qwen3", "int4"), ("deepseek_v3", "int8"), ("mimo", "gptq")]
+)
+def test_trained_heads_replace_quantized_ones(options, mesh, tmp_path, family, name):
+    """The trunk's tensors keep their bytes, although they share a file with the old heads."""
+    model = make(tmp_path, name, family, depth=1)
+    hf = export(train(options(model=str(model), **HEADS), mesh), mesh)
+    trunk, old_heads = split_by_mtp(model, stored(model))
+    new_trunk, heads = split_by_mtp(hf, stored(hf))
+    assert_same_bits(new_trunk, trunk)
+    assert any(not tensor.is_floating_point() or tensor.itemsize == 1 for tensor in old_heads.values())
+    assert all(tensor.is_floating_point() and tensor.itemsize > 1 for tensor in heads.values())
+    assert audit_hf(hf, resolve(hf).family) == []
+    old, new = decoded(model), decoded(hf)
+    assert new.keys() == old.keys()
+    changed = {key for key in heads if not torch.equal(old[key], new[key])}
+    assert any("layers" in key for key in changed)
+
+
+def test_training_is_that_on_the_dequantized_model(options, mesh, tmp_path):
+    """A run on the codes has the same bits as a run on a plain model with the decoded numbers."""
+    plain = make_tiny_hf(tmp_path / "plain", "qwen3", depth=1, dtype=torch.bfloat16, with_tokenizer=True)
+    model = quantized.quantize_hf(plain, tmp_path / "int4", "int4", block=False)
+    reference = quantized.dequantize_hf(plain, tmp_path / "reference", "int4", block=False)
+    runs = [
+        train(options(model=str(directory), output_dir=str(tmp_path / f"run-{directory.name}"), **HEADS), mesh)
+        for directory in (model, reference)
+    ]
+    assert metrics(runs[0]) == metrics(runs[1])
+    written = [export(run, mesh) for run in runs]
+    assert_same_bits(split_by_mtp(written[0], stored(written[0]))[1], split_by_mtp(written[1], stored(written[1]))[1])
+    assert_same_bits(decoded(written[0]), decoded(written[1]))
+    assert_same_bits(stored(export(runs[0].rename(tmp_path / "again"), mesh, dequantize=True)), stored(written[1]))
+
+
+def test_sharded_files_keep_their_names(options, mesh, tmp_path):
+    model = make(tmp_path, "int8", depth=1)
+    tensors = load_file(model / "model.safetensors")
+    (model / "model.safetensors").unlink()
+    first = {key: tensor for key, tensor in tensors.items() if "layers.0" in key and not key.startswith("mtp.")}
+    second = {key: tensor for key, tensor in tensors.items() if key not in first}
+    save_file(first, model / "model-00001-of-00002.safetensors")
+    save_file(second, model / "model-00002-of-00002.safetensors")
+    weight_map = {key: f"model-0000{1 + (key in second)}-of-00002.safetensors" for key in tensors}
+    index = {"metadata": {}, "weight_map": weight_map}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    hf = export(train(options(model=str(model), **HEADS), mesh), mesh)
+    assert digest(hf / "model-00001-of-00002.safetensors") == digest(model / "model-00001-of-00002.safetensors")
+    assert sorted(path.name for path in hf.glob("*.safetensors")) == [*sorted(set(weight_map.values())), HEADS_FILE]
+    assert_same_bits(split_by_mtp(hf, stored(hf))[0], split_by_mtp(model, stored(model))[0])
+    assert audit_hf(hf, resolve(hf).family) == []
+
+
+def test_streamed_trunk_is_kept(options, mesh, tmp_path):
+    model = make(tmp_path, "int4")
+    streamed = {"stream_trunk": True, "cache_trunk_states": str(tmp_path / "cache"), "micro_batch_size": 1}
+    streamed |= {"num_train_epochs": 2, "train_iters": None}
+    hf = export(train(options(model=str(model), **NEW, **streamed), mesh), mesh)
+    assert digest(model / "model.safetensors") == digest(hf / TRUNK_NAME)
+    assert audit_hf(hf, resolve(hf).family) == []
+
+
+def test_heads_can_be_removed_again(options, mesh, tmp_path):
+    model = make(tmp_path, "int8")
+    hf = export(train(options(model=str(model), **NEW), mesh), mesh, mtp="strip")
+    assert_same_bits(stored(hf), stored(model))
+    assert read_config(hf)["quantization_config"] == read_config(model)["quantization_config"]
+    assert audit_hf(hf, resolve(hf).family) == []
+
+
+@pytest.mark.parametrize("change", ["weights", "removed"])
+def test_a_model_that_changed_is_refused(options, mesh, tmp_path, change):
+    model = make(tmp_path, "int8")
+    run = train(options(model=str(model), **NEW), mesh)
+    file = model / "model.safetensors"
+    if change == "removed":
+        file.unlink()
+        (model / "config.json").unlink()
+    else:
+        tensors = load_file(file)
+        tensors["model.layers.0.mlp.up_proj.weight"][0, 0] += 1
+        save_file(tensors, file)
+    # `shared_digest_of` is cached in a process; an export is another process.
+    from swiftlite.train.checkpoint import base_digest
+
+    base_digest.shared_digest_of.cache_clear()
+    with pytest.raises(UserError, match=naming(str(model))):
+        export(run, mesh)
+    assert not run.with_name(f"{run.name}-hf").exists()
+    hf = export(run, mesh, dequantize=True)  # the checkpoint has the decoded trunk
+    assert "quantization_config" not in read_config(hf)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "tokens"),
+    [("int8", {"torch_dtype": "bfloat16"}, "--torch_dtype --dequantize"), (None, {"dequantize": True}, "--dequantize")],
+)
+def test_options_that_do_not_apply(options, mesh, tmp_path, name, given, tokens):
+    model = make(tmp_path, name) if name else make_tiny_hf(tmp_path / "plain", "qwen3", with_tokenizer=True)
+    run = train(options(model=str(model), **NEW), mesh)
+    with pytest.raises(UserError, match=naming(tokens)):
+        export(run, mesh, **given)
+    assert not run.with_name(f"{run.name}-hf").exists()
+
+
+def test_a_trained_trunk_is_exported_in_16_bits(options, mesh, tmp_path):
+    model = make(tmp_path, "fp8", depth=1)
+    hf = export(train(options(model=str(model), torch_dtype="bfloat16"), mesh), mesh)
+    assert "quantization_config" not in read_config(hf)
+    assert all(tensor.dtype is torch.bfloat16 for tensor in stored(hf).values())
