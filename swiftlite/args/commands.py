@@ -87,8 +87,28 @@ class ConversionArgs:
 
 
 @dataclass(frozen=True)
-class ExportArgs(fields.TimeoutArgs, fields.ParallelLayout, fields.ImageArgs, ConversionArgs):
-    """Convert a run to a Hugging Face model (--to_hf), or a Hugging Face model to a checkpoint (--to_mcore)."""
+class QuantizationArgs:
+    """Quantization"""
+
+    quant_method: Literal["rtn", "fp8"] | None = None
+    """Quantize the projections of the trunk: rtn rounds to integers, fp8 to 8-bit floats. With --to_hf, the result of a
+    run; otherwise --model is a Hugging Face model. The result is in the format of compressed-tensors."""
+    quant_bits: Literal[4, 8] = 8
+    """Bits of a weight with --quant_method rtn. 8: integers with one scale per channel; engines also round activations
+    to 8 bits. 4: integers with one scale per group."""
+    group_size: PositiveInt = 128
+    """With --quant_bits 4: number of input columns with a common scale."""
+    quant_block: PositiveInt | None = None
+    """With --quant_method fp8: rows and columns of a block with a common scale, in the format of DeepSeek-V3, such as
+    128. Default: one scale per channel."""
+    quant_heads: Literal["keep", "block"] = "keep"
+    """keep: MTP heads are not quantized. block: their decoder layers are quantized like the trunk."""
+
+
+@dataclass(frozen=True)
+class ExportArgs(fields.TimeoutArgs, fields.ParallelLayout, fields.ImageArgs, QuantizationArgs, ConversionArgs):
+    """Convert a run to a Hugging Face model (--to_hf), or a Hugging Face model to a checkpoint (--to_mcore); quantize
+    a model and keep its heads (--quant_method)."""
 
 
 @dataclass(frozen=True)

@@ -60,8 +60,8 @@ def head_modules(family: Family, hf_config: HfConfig, head: int) -> HeadModules:
     copies = [name.removesuffix(".weight") for name in family.mtp.copies(hf_config, head)]
     return HeadModules(
         prefix=family.mtp.block(hf_config, head),
-        projections=tuple(name for name in inside if not _is_router(name)),
-        routers=tuple(name for name in inside if _is_router(name)),
+        projections=tuple(name for name in inside if not is_router(name)),
+        routers=tuple(name for name in inside if is_router(name)),
         others=(*others, *copies),
     )
 
@@ -185,7 +185,7 @@ def _plain(family: Family, hf_config: HfConfig, keeps_block: bool, method: str) 
 
 def _plain_in_trunk(family: Family, hf_config: HfConfig) -> list[str]:
     """Return the modules of the trunk that a list must contain: routers, and a vision tower."""
-    routers = [name for name in _matrices(family.trunk_rows(hf_config)) if _is_router(name)]
+    routers = [name for name in _matrices(family.trunk_rows(hf_config)) if is_router(name)]
     if family.vision is None:
         return routers
     return [*routers, "visual"]
@@ -197,7 +197,7 @@ def _matrices(rows: Iterable[Row]) -> list[str]:
     return [key.removesuffix(".weight") for key, shape in shapes.items() if key.endswith(".weight") and len(shape) == 2]
 
 
-def _is_router(module: str) -> bool:
+def is_router(module: str) -> bool:
     """Return whether a module selects or weights experts. Projections have names such as "up_proj"."""
     return module.rpartition(".")[2] in ("gate", "shared_expert_gate")
 

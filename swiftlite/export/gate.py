@@ -9,7 +9,7 @@ from swiftlite.evaluate.evaluation_rows import load_rows
 from swiftlite.evaluate.rates import rates
 from swiftlite.families.resolved import HfModel, resolve
 from swiftlite.log import logger
-from swiftlite.plan.facts import model_of_run
+from swiftlite.plan.facts import model_of_run, reads_run
 from swiftlite.runtime.mesh import Mesh
 
 
@@ -29,7 +29,9 @@ def check_acceptance(args: ExportArgs, hf_dir: Path, torch_dtype: str, mesh: Mes
             f"the heads agree with the trunk on {found:.1%} of the tokens, below --min_acceptance {args.min_acceptance}"
         )
     if args.max_regression is not None:
-        baseline = args.baseline or model_of_run(Path(args.model))
+        baseline = args.baseline or args.model
+        if not args.baseline and reads_run(args):
+            baseline = model_of_run(Path(args.model))
         if baseline is None:  # deleted during the export; the rules have checked it
             raise UserError(
                 "--max_regression requires the model that the run started from, which no longer exists",

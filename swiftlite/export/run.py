@@ -32,6 +32,8 @@ from swiftlite.export.draft_vocab import restrict_heads
 from swiftlite.export.gate import check_acceptance
 from swiftlite.export.image_bounds import write_image_bounds
 from swiftlite.export.provenance import provenance_of
+from swiftlite.export.quantization import quantize
+from swiftlite.export.schemes import scheme_of
 from swiftlite.families.resolved import HfModel, resolve
 from swiftlite.heads import Heads, depth_key
 from swiftlite.heads.draft_vocab import TOKEN_MAP_FILE
@@ -70,8 +72,10 @@ def run(args: ExportArgs) -> None:
     with session(layout_of(args), timeout_minutes=args.distributed_timeout_minutes) as mesh:
         if args.to_hf:
             to_hf(args, mesh)
-        else:
+        elif args.to_mcore:
             to_mcore(args, mesh)
+        else:
+            quantize_model(args, mesh)
         is_first_rank = dist.get_rank() == 0
     name = model_name(f"{args.push_to_hub}@main")
     if is_first_rank and args.push_to_hub and name:  # checked by rules
@@ -110,7 +114,7 @@ def to_hf(args: ExportArgs, mesh: Mesh) -> None:
     if args.torch_dtype:
         written_dtypes = _cast(dtypes, hf_model, heads, args.torch_dtype)
     output_dir = Path(args.output_dir)
-    with _whole_or_absent(output_dir) as writing:
+    with _whole_or_absent(output_dir) as result, _unquantized(args, result) as writing:
         dtype = getattr(torch, state["torch_dtype"])
         streams_trunk = trunk is not None and state.get("streams_trunk", True)
         chunks = _open_checkpoint(mesh, checkpoint, hf_model, heads, lora, graft_from, dtype, streams_trunk)
@@ -141,12 +145,64 @@ def to_hf(args: ExportArgs, mesh: Mesh) -> None:
             )
         if dist.get_rank() == 0:
             _audit(writing, hf_model, dtypes)
-            check_acceptance(args, writing, args.torch_dtype or state["torch_dtype"], mesh)
+        if args.quant_method:
+            _quantize(args, resolve(writing), result)
+        if dist.get_rank() == 0:
+            check_acceptance(args, result, args.torch_dtype or state["torch_dtype"], mesh)
             if args.push_to_hub and provenance:
                 card = model_card(args.push_to_hub, provenance, heads, _measured_run(args, checkpoint))
-                (writing / "README.md").write_text(card, encoding="utf-8")
+                (result / "README.md").write_text(card, encoding="utf-8")
     family = hf_model.family.name
     logger.info("wrote %s: %s with %d MTP layers, from %s", output_dir, family, heads.layers, checkpoint)
+
+
+def quantize_model(args: ExportArgs, mesh: Mesh) -> None:
+    """Write a quantized copy of a Hugging Face model.
+
+    Raises:
+        UserError: the model cannot be read or quantized, --output_dir cannot be created, or the acceptance of the
+            result is below a limit; nothing is written.
+    """
+    hf_model = resolve(args.model)
+    check_agreement({"commit of --model": hf_model.identity})
+    output_dir = Path(args.output_dir)
+    with _whole_or_absent(output_dir) as writing:
+        _quantize(args, hf_model, writing)
+        if dist.get_rank() == 0:
+            dtype = hf_model.config.get("dtype") or hf_model.config.get("torch_dtype") or "bfloat16"
+            check_acceptance(args, writing, dtype, mesh)
+    logger.info("wrote %s: %s, from %s", output_dir, hf_model.family.name, hf_model.directory)
+
+
+def _quantize(args: ExportArgs, hf_model: HfModel, writing: Path) -> None:
+    """Write a quantized copy of a model to a directory, and audit it. Collective.
+
+    Raises:
+        UserError: the model cannot be quantized, or the audit found a problem.
+    """
+    max_shard_bytes = int(args.max_shard_size_gb * 1e9)
+    keeps_heads = args.quant_heads == "keep"
+    quantize(hf_model, writing, scheme_of(args), keeps_heads=keeps_heads, max_shard_bytes=max_shard_bytes)
+    if dist.get_rank() == 0:
+        _audit(writing, hf_model, describe(hf_model.directory))
+
+
+@contextmanager
+def _unquantized(args: ExportArgs, result: Path) -> Iterator[Path]:
+    """Yield the directory for the model before its quantization: `result`, or a temporary directory next to it if the
+    model is quantized."""
+    if not args.quant_method:
+        yield result
+        return
+    plain = result.with_name(f"{result.name}.unquantized")
+    if dist.get_rank() == 0:
+        shutil.rmtree(plain, ignore_errors=True)  # files of a killed export
+        plain.mkdir()
+    try:
+        yield plain
+    finally:
+        if dist.get_rank() == 0:
+            shutil.rmtree(plain, ignore_errors=True)
 
 
 def quantization_with_heads(trunk: HfModel, heads: Heads) -> dict[str, Any]:

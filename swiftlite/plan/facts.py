@@ -75,7 +75,7 @@ class Facts:
 def read_facts(args: Any, world_size: int = 1) -> Facts:
     """Collect the facts for a command's rules.
 
-    The model of `export --to_hf` is a run, so it is always a directory and never a name on the hub.
+    The model of `export --to_hf` is a run, so it is always a directory and never a name on the hub (`reads_run`).
 
     Raises:
         UserError: --model is a name on the hub that is not available.
@@ -83,11 +83,16 @@ def read_facts(args: Any, world_size: int = 1) -> Facts:
     names = models_in(args)
     if "model" not in names:
         return Facts(world_size, {}, names=names)
-    is_of_run = isinstance(args, ExportArgs) and not args.to_mcore
+    is_of_run = isinstance(args, ExportArgs) and reads_run(args)
     directory = Path(args.model)
     if not is_of_run:
         directory = _directory_of("model", args.model)
     return Facts(world_size, read_hf_config(config_directory(directory)), directory, names)
+
+
+def reads_run(args: ExportArgs) -> bool:
+    """Return whether --model of an export is a run, and not a Hugging Face model."""
+    return args.to_hf or not (args.to_mcore or args.quant_method)
 
 
 def _directory_of(option: str, name: str) -> Path:

@@ -8,20 +8,22 @@ from swiftlite.args.commands import ExportArgs
 from swiftlite.args.config import Problem
 from swiftlite.hub.name import model_name
 from swiftlite.hub.push import has_token, is_offline
-from swiftlite.plan.facts import Facts, is_run, method_of_run, model_of_run, near_path, run_checkpoints
+from swiftlite.plan.facts import Facts, is_run, method_of_run, model_of_run, near_path, reads_run, run_checkpoints
 from swiftlite.rules import common
 
 
 def export_has_one_direction(args: ExportArgs, facts: Facts) -> Iterator[Problem]:
-    if args.to_hf == args.to_mcore:
+    if args.to_hf and args.to_mcore:
+        yield "--to_hf and --to_mcore cannot be combined", "remove one of the two"
+    elif not (args.to_hf or args.to_mcore or args.quant_method):
         yield (
-            "exactly one of --to_hf and --to_mcore is required",
-            "--to_hf writes a Hugging Face model, --to_mcore a megatron-core checkpoint",
+            "one of --to_hf, --to_mcore and --quant_method is required",
+            "--to_hf writes a Hugging Face model, --to_mcore a checkpoint, --quant_method a quantized model",
         )
 
 
 def export_source_fits(args: ExportArgs, facts: Facts) -> Iterator[Problem]:
-    if args.to_mcore and not args.to_hf:
+    if not reads_run(args):
         yield from common.hf_model_is_a_directory(args, facts)
         return
     if not args.model:
@@ -82,7 +84,7 @@ def acceptance_can_be_measured(args: ExportArgs, facts: Facts) -> Iterator[Probl
     if not asked:
         return
     flags = " and ".join(asked)
-    if not args.to_hf:
+    if args.to_mcore:
         yield f"{flags} requires --to_hf", f"remove {flags}"
     elif args.mtp == "strip":
         yield f"{flags} requires heads, which --mtp strip removes", f"remove {flags}"
@@ -92,7 +94,8 @@ def acceptance_can_be_measured(args: ExportArgs, facts: Facts) -> Iterator[Probl
     if facts.world_size > 1:
         yield f"{flags} does not support {facts.world_size} processes", "use one process"
     yield from common.baseline_is_a_model(args, facts)
-    if args.max_regression is not None and not args.baseline and not model_of_run(Path(args.model)):
+    is_of_run = reads_run(args)
+    if args.max_regression is not None and not args.baseline and is_of_run and not model_of_run(Path(args.model)):
         yield (
             "--max_regression requires the model that the run started from, which no longer exists",
             "add --baseline DIR",
@@ -165,6 +168,33 @@ def adapter_export_is_alone(args: ExportArgs, facts: Facts) -> Iterator[Problem]
         yield f"--{name} does not apply to --merge_lora false, which writes only adapters", "remove one of the two"
 
 
+def quantization_fits(args: ExportArgs, facts: Facts) -> Iterator[Problem]:
+    method = args.quant_method
+    if method is None:
+        for name in common.changed(args, ("quant_bits", "group_size", "quant_block", "quant_heads")):
+            yield f"--{name} requires --quant_method", f"add --quant_method, or remove --{name}"
+        return
+    flag = f"--quant_method {method}"
+    if args.to_mcore:
+        yield f"{flag} cannot be combined with --to_mcore", "remove one of the two"
+    if not args.merge_lora:
+        yield f"{flag} does not apply to --merge_lora false, which writes only adapters", "remove one of the two"
+    is_of_groups = method == "rtn" and args.quant_bits == 4
+    if not is_of_groups:
+        for name in common.changed(args, ("group_size",)):
+            yield f"--{name} requires --quant_method rtn --quant_bits 4", f"remove --{name}"
+    if method == "fp8":
+        if args.quant_bits != 8:
+            yield f"--quant_bits {args.quant_bits} does not apply to {flag}", "remove it, or use --quant_method rtn"
+    elif args.quant_block:
+        yield f"--quant_block requires --quant_method fp8, not {method}", "remove it"
+    if not reads_run(args):
+        if facts.hf_config.get("quantization_config"):
+            yield f"--model {args.model} is already quantized", "use the model before its quantization"
+        for name in common.changed(args, ("mtp", "mtp_graft_from", "draft_vocab", "torch_dtype", "push_to_hub")):
+            yield f"--{name} requires --to_hf", f"remove --{name}, or export a run with --to_hf"
+
+
 def graft_is_not_stripped(args: ExportArgs, facts: Facts) -> Iterator[Problem]:
     if args.mtp_graft_from is not None and args.mtp == "strip":
         yield "--mtp_graft_from cannot be combined with --mtp strip", "remove one of the two"
@@ -182,6 +212,7 @@ RULES = (
     common.graft_has_heads,
     graft_is_not_stripped,
     adapter_export_is_alone,
+    quantization_fits,
     draft_vocab_can_be_chosen,
     push_can_be_tried,
     common.images_have_a_place_and_a_size,

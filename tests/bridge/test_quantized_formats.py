@@ -8,11 +8,14 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from swiftlite.bridge import tensors as files
+from swiftlite.bridge.encoding.compressed_tensors import WeightArgs, WritableBlocks
+from swiftlite.bridge.encoding.encoding import WritableEncoding
+from swiftlite.bridge.encoding.fp8 import WritableFp8
 from swiftlite.bridge.encoding.index import format_of
-from swiftlite.bridge.tensors import Checkpoint, describe
+from swiftlite.bridge.tensors import Checkpoint, ShardedFiles, describe
 from swiftlite.errors import UserError
 from tests.messages import naming
 
@@ -20,7 +23,7 @@ pytest.importorskip("compressed_tensors")
 
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
-from compressed_tensors.quantization.lifecycle.forward import dequantize
+from compressed_tensors.quantization.lifecycle.forward import dequantize, quantize
 from compressed_tensors.quantization.utils import calculate_qparams
 
 Tensors = dict[str, torch.Tensor]
@@ -230,6 +233,66 @@ def test_one_scale_per_matrix(tmp_path, shape):
     with Checkpoint(tmp_path, format_of(config)) as checkpoint:
         assert list(checkpoint.entries) == ["x.weight"]
         assert torch.equal(checkpoint.read("x.weight"), codes.float() * scale)
+
+
+# Writing
+
+
+def _written(tmp_path: Path, weight: torch.Tensor, encoding: WritableEncoding) -> Tensors:
+    out = ShardedFiles(tmp_path, {"x.weight": (torch.float32, tuple(weight.shape))}, 10**9, {"x.weight": encoding})
+    out.create()
+    half = ROWS // 2
+    for rows in (slice(0, half), slice(half, ROWS)):
+        out.write("x.weight", (rows, slice(None)), weight[rows])
+    out.flush()
+    out.publish()
+    return load_file(tmp_path / "model.safetensors")
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 10**6])
+@pytest.mark.parametrize("scheme", ["int8", "int4", "int4-channel", "fp8"])
+def test_written_codes_are_those_of_the_library(tmp_path, monkeypatch, scheme, chunk_bytes):
+    """In float32 all bits are equal; in bfloat16 the library also rounds before it rounds to codes."""
+    monkeypatch.setattr(files, "_CHUNK_BYTES", chunk_bytes)
+    weight = torch.randn(ROWS, COLUMNS)
+    weight[3] = 0
+    stored, whole = compress(scheme, weight)
+    group = WeightArgs.from_json(SCHEMES[scheme][1])
+    written = _written(tmp_path, weight, WritableBlocks.of((ROWS, COLUMNS), group, torch.float32))
+    assert written.keys() == stored.keys()
+    for key, tensor in stored.items():
+        assert written[key].dtype is tensor.dtype, key
+        assert torch.equal(written[key].view(torch.uint8), tensor.view(torch.uint8)), key
+    config = write(tmp_path, written, config_of(scheme))
+    with Checkpoint(tmp_path, format_of(config)) as checkpoint:
+        assert torch.equal(checkpoint.read("x.weight"), whole)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(32, 64), (40, 70), (5, 130)])
+def test_fp8_blocks_are_written(tmp_path, rows, columns):
+    """Compare with the library, which computes in float32; sizes are not multiples of a block."""
+    weight = torch.randn(rows, columns)
+    weight[:16, :48] = 0
+    args = QuantizationArgs.model_validate(SCHEMES["fp8-block"][1] | {"block_structure": [16, 48]})
+    scale = scales_of(weight, args)["weight_scale"]
+    scale[0, 0] = 1
+    expected = quantize(weight, scale, torch.zeros_like(scale), args, dtype=torch.float8_e4m3fn)
+    out = ShardedFiles(
+        tmp_path,
+        {"x.weight": (torch.float32, (rows, columns))},
+        10**9,
+        {"x.weight": WritableFp8.of((rows, columns), (16, 48))},
+    )
+    out.create()
+    out.write("x.weight", (slice(None), slice(None)), weight)
+    out.flush()
+    out.publish()
+    written = load_file(tmp_path / "model.safetensors")
+    assert torch.equal(written["x.weight_scale_inv"], scale)
+    assert torch.equal(written["x.weight"].view(torch.uint8), expected.view(torch.uint8))
+    config = write(tmp_path, written, {"quant_method": "fp8", "weight_block_size": [16, 48]})
+    with Checkpoint(tmp_path, format_of(config)) as checkpoint:
+        assert torch.equal(checkpoint.read("x.weight"), dequantize(expected, scale, args=args))
 
 
 # What cannot be read

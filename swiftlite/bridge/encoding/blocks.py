@@ -13,6 +13,7 @@ import torch
 
 from swiftlite.bridge.entry import Box
 
+LARGEST_FP8 = torch.finfo(torch.float8_e4m3fn).max
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 FP4_VALUES = (*_FP4, *(-value for value in _FP4))
 """Values of the 16 codes of FP4 (e2m1)."""

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from swiftlite.bridge.encoding.blocks import FP4_VALUES, Blocks, Layout, Packing
+from swiftlite.bridge.encoding.blocks import FP4_VALUES, LARGEST_FP8, Blocks, Layout, Packing
 from swiftlite.bridge.encoding.encoding import EncodedTensor
 from swiftlite.bridge.encoding.stored import check_shapes, dtype_name, is_for_serving, matrix_shape
 from swiftlite.bridge.entry import Entry
@@ -192,3 +192,54 @@ def fp4(shape: tuple[int, int], size: int) -> Blocks:
         dtype=torch.float32,
         values=FP4_VALUES,
     )
+
+
+@dataclass(frozen=True)
+class WritableBlocks(Blocks):
+    """Symmetric codes with one scale per channel or group of columns, as a `WritableEncoding`.
+
+    A scale maps the largest absolute value of its numbers to the largest code, as in compressed-tensors: integers of
+    b bits have a range of 2^b - 1. Codes are computed in float32
+    with the stored scale, so the error is at most half a step, except at the largest values.
+
+    Args:
+        bits, type: as in `WeightArgs`.
+        scale_dtype: dtype of the stored scales.
+    """
+
+    bits: int = 8
+    type: str = "int"
+    scale_dtype: torch.dtype = torch.bfloat16
+
+    @classmethod
+    def of(cls, shape: tuple[int, int], group: WeightArgs, scale_dtype: torch.dtype) -> "WritableBlocks":
+        """Create the encoding of a matrix for the `weights` of a group in config.json.
+
+        Raises:
+            ValueError: the matrix does not consist of whole groups.
+        """
+        block = group.block_of(shape)
+        if shape[1] % block[1]:
+            raise ValueError(f"{shape[1]} columns do not consist of whole groups of {block[1]}")
+        is_packed = group.type == "int" and group.bits < 8
+        base = Blocks(shape, block, Layout("weight"), Layout("weight_scale"))
+        if is_packed:
+            base = packed_integers(shape, group)
+        return cls(**vars(base), bits=group.bits, type=group.type, scale_dtype=scale_dtype)
+
+    def write(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        groups = tensor.float().unflatten(1, (-1, self.block[1]))
+        if self.type == "float":
+            lowest, highest = -LARGEST_FP8, LARGEST_FP8
+        else:
+            lowest, highest = -float(1 << (self.bits - 1)), float((1 << (self.bits - 1)) - 1)
+        scales = (groups.abs().amax(dim=2) / ((highest - lowest) / 2)).to(self.scale_dtype)
+        scales = torch.where(scales == 0, torch.finfo(self.scale_dtype).eps, scales)
+        codes = (groups / scales.float()[..., None]).clamp(lowest, highest).flatten(1)
+        if self.type == "float":
+            return codes.to(torch.float8_e4m3fn), scales
+        codes = codes.round().to(torch.int8)
+        if self.codes.packing is None:
+            return codes, scales
+        words = self.codes.pack(codes.int() + self.zero_point)
+        return words, scales, torch.tensor(self.shape)

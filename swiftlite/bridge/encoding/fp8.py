@@ -11,13 +11,12 @@ from typing import Any
 
 import torch
 
-from swiftlite.bridge.encoding.blocks import Blocks, Layout
+from swiftlite.bridge.encoding.blocks import LARGEST_FP8, Blocks, Layout
 from swiftlite.bridge.encoding.encoding import EncodedTensor
 from swiftlite.bridge.encoding.stored import check_shapes, dtype_name, is_for_serving, matrix_shape
 from swiftlite.bridge.entry import Entry
 from swiftlite.errors import UserError
 
-LARGEST = torch.finfo(torch.float8_e4m3fn).max
 _SCALES = ("weight_scale_inv", "weight_scale")
 
 
@@ -70,7 +69,7 @@ class WritableFp8(Blocks):
         height, width = tensor.shape
         padding = (0, -width % columns, 0, -height % rows)
         blocks = torch.nn.functional.pad(tensor.float(), padding).unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
-        scales = blocks.abs().amax(dim=(1, 3)) / LARGEST
+        scales = blocks.abs().amax(dim=(1, 3)) / LARGEST_FP8
         scales = torch.where(scales == 0, torch.ones_like(scales), scales)
-        codes = (blocks / scales[:, None, :, None]).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+        codes = (blocks / scales[:, None, :, None]).clamp(-LARGEST_FP8, LARGEST_FP8).to(torch.float8_e4m3fn)
         return codes.flatten(0, 1).flatten(1, 2)[:height, :width], scales

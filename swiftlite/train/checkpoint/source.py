@@ -47,7 +47,7 @@ def write_source(hf_model: HfModel, run_dir: Path, heads: Heads, graft_from: HfM
         raise UserError(
             f"--output_dir {run_dir} cannot be created: {error.strerror}", "use a writable directory"
         ) from None
-    for path in _small_files(hf_model.directory):
+    for path in small_files(hf_model.directory):
         if path.name != "config.json":
             shutil.copy2(path, source / path.name)
     changes = heads.config_change(hf_model.config) | quantization_change(hf_model.config)
@@ -159,11 +159,11 @@ def check_model_links(hf_dir: Path) -> None:
     repository = directory.parent.parent
     if directory.parent.name == "snapshots" and repository.name.startswith("models--"):
         homes.append(repository / "blobs")
-    for path in _small_files(hf_dir):
+    for path in small_files(hf_dir):
         _check_link(path, homes, "the model's directory")
 
 
-def _small_files(hf_dir: Path) -> list[Path]:
+def small_files(hf_dir: Path) -> list[Path]:
     """Return all files of a model except weights."""
     files = (path for path in sorted(hf_dir.iterdir()) if path.is_file())
     return [path for path in files if path.suffix not in _WEIGHT_SUFFIXES and not path.name.endswith(".index.json")]

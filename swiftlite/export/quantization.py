@@ -1,0 +1,166 @@
+"""Quantize the matrices of a Hugging Face model, one tensor at a time, and keep its heads (`export --quant_method`).
+
+The projections of attention and MLP in decoder layers are quantized, including experts. Embeddings, output layer,
+norms, routers, a vision tower and the projections of MTP heads stay plain, and with --quant_heads keep also the decoder
+layers of the heads.
+"""
+
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from swiftlite.bridge.encoding.encoding import WritableEncoding
+from swiftlite.bridge.encoding.index import format_of
+from swiftlite.bridge.entry import Entry
+from swiftlite.bridge.hf_config import write_patched
+from swiftlite.bridge.placement import (
+    all_ranks_see,
+    barrier,
+    decoder_layer_of,
+    is_first_rank,
+    part_of_this_rank,
+)
+from swiftlite.bridge.rows import Row
+from swiftlite.bridge.tensors import Checkpoint, ShardedFiles
+from swiftlite.conventions.quantized import head_modules, is_router, with_heads_kept
+from swiftlite.errors import UserError
+from swiftlite.export.schemes import Scheme
+from swiftlite.families.resolved import HfModel
+from swiftlite.log import logger
+from swiftlite.train.checkpoint.source import small_files
+
+
+def quantize(model: HfModel, out_dir: Path, scheme: Scheme, *, keeps_heads: bool, max_shard_bytes: int) -> None:
+    """Write a quantized copy of a model to an existing, empty directory. Collective.
+
+    Ranks share the tensors, and each rank holds one tensor at a time. If other ranks cannot read the files of the first
+    rank, it quantizes all tensors.
+
+    Args:
+        model: a model that is not quantized.
+        keeps_heads: whether the decoder layers of MTP heads stay plain.
+        max_shard_bytes: maximum size of one file.
+
+    Raises:
+        UserError: the model is already quantized or a matrix cannot be quantized.
+    """
+    if format_of(model.config):
+        raise UserError(f"{model.name} is already quantized", "use the model before its quantization")
+    is_shared = all_ranks_see(out_dir)
+    if is_shared or is_first_rank():
+        _quantize(model, out_dir, scheme, keeps_heads, max_shard_bytes, is_shared)
+    barrier()
+
+
+def _quantize(
+    model: HfModel, out_dir: Path, scheme: Scheme, keeps_heads: bool, max_shard_bytes: int, is_shared: bool
+) -> None:
+    """Write the model on all ranks, or on the first rank alone if `is_shared` is False."""
+    chosen = quantized_weights(model, keeps_heads=keeps_heads)
+    with Checkpoint(model.directory) as checkpoint:
+        matrices = {key: entry for key, entry in checkpoint.entries.items() if key in chosen}
+        encodings = {key: scheme.encoding(key, entry.shape, entry.dtype) for key, entry in matrices.items()}
+        entries = _written(checkpoint, encodings)
+        types = {key: (entry.dtype, entry.shape) for key, entry in entries.items()}
+        files = ShardedFiles(out_dir, types, max_shard_bytes, encodings)
+        if is_first_rank():
+            plain_modules = _plain_modules(model, entries, encodings)
+            declared = quantization_config(model, scheme, plain_modules, keeps_heads=keeps_heads)
+            _write_small_files(model, out_dir, declared)
+            files.create()
+        keys = list(entries)
+        if is_shared:
+            barrier()
+            keys = part_of_this_rank(keys)
+        try:
+            for key in keys:
+                _write(checkpoint, files, key, entries[key], is_encoded=key in encodings)
+            files.flush()
+            if is_shared:
+                barrier()
+            if is_first_rank():
+                files.publish()
+        except BaseException:
+            files.discard()
+            raise
+    before = sum(entry.nbytes for entry in checkpoint.stored.values()) / 1e9
+    after = sum(entry.nbytes for entry in files.entries.values()) / 1e9
+    logger.info("quantized %d matrices: %s; %.2f GB -> %.2f GB", len(encodings), scheme.words, before, after)
+
+
+def quantized_weights(model: HfModel, *, keeps_heads: bool) -> set[str]:
+    """Return the HF keys of the matrices that are quantized."""
+    modules = set(_projections(model.family.trunk_rows(model.config)))
+    for head in range(model.heads.layers):
+        in_head = head_modules(model.family, model.config, head)
+        if not keeps_heads:
+            modules |= {in_head.prefix + name for name in in_head.projections}
+    return {f"{module}.weight" for module in modules}
+
+
+def _projections(rows: Iterable[Row]) -> Iterator[str]:
+    """Yield the names of the projections in decoder layers. Routers are not among them."""
+    for row in rows:
+        if decoder_layer_of(row.mcore) is None:
+            continue
+        for key, shape in row.hf.items():
+            module = key.removesuffix(".weight")
+            if module != key and len(shape) == 2 and not is_router(module):
+                yield module
+
+
+def quantization_config(model: HfModel, scheme: Scheme, plain: Iterable[str], *, keeps_heads: bool) -> dict[str, Any]:
+    """Return the quantization_config of the result.
+
+    Args:
+        plain: modules of the trunk with a matrix that is not quantized.
+    """
+    key = "ignore"
+    if scheme.config["quant_method"] == "fp8":
+        key = "modules_to_not_convert"
+    quantization = {**scheme.config, key: list(plain)}
+    if not model.heads.layers:
+        return quantization
+    return with_heads_kept(quantization, model.family, model.config, keeps_block=keeps_heads)
+
+
+def _plain_modules(model: HfModel, entries: Mapping[str, Entry], quantized: Iterable[str]) -> list[str]:
+    """Return the modules of the trunk, and of a vision tower, with a matrix that is not quantized.
+
+    Embeddings are not linear layers, so engines do not quantize them.
+    """
+    matrices = [key for key, entry in entries.items() if key.endswith(".weight") and len(entry.shape) == 2]
+    plain = [key.removesuffix(".weight") for key in matrices if key not in quantized]
+    heads = {key.removesuffix(".weight") for key in matrices if model.family.is_mtp(model.config, key)}
+    return [module for module in plain if module not in heads and not module.endswith("embed_tokens")]
+
+
+def _written(checkpoint: Checkpoint, encodings: Mapping[str, WritableEncoding]) -> dict[str, Entry]:
+    """Return the tensors of the result. Stacked experts that are not quantized stay stacked."""
+    if any(".experts." in key for key in encodings):
+        return checkpoint.entries
+    return checkpoint.stored
+
+
+def _write(checkpoint: Checkpoint, files: ShardedFiles, key: str, entry: Entry, *, is_encoded: bool) -> None:
+    """Write a tensor. A plain tensor is copied in chunks."""
+    if key in checkpoint.stored and not is_encoded:
+        for place, chunk in checkpoint.stored_chunks(key):
+            files.write(key, place, chunk)
+        return
+    whole = (slice(None),) * len(entry.shape)
+    tensor = torch.empty(entry.shape, dtype=entry.dtype)
+    checkpoint.read_into(tensor, key, whole)
+    files.write(key, whole, tensor)
+
+
+def _write_small_files(model: HfModel, out_dir: Path, quantization: Mapping[str, Any]) -> None:
+    """Copy all files except weights, and declare the quantization in config.json."""
+    for path in small_files(model.directory):
+        if path.name != "config.json":
+            shutil.copy2(path, out_dir / path.name)
+    for line in write_patched(model.directory, out_dir, {"quantization_config": quantization}):
+        logger.info("config.json: %s", line)

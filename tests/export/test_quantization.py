@@ -1,0 +1,114 @@
+"""Test `export --quant_method`: the result against the library of the format, all families, failures, ranks."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from swiftlite.args.commands import ExportArgs
+from swiftlite.bridge.audit import audit_hf
+from swiftlite.bridge.hf_config import read_config
+from swiftlite.errors import UserError
+from swiftlite.export.run import quantize_model, to_hf, to_mcore
+from swiftlite.families import FAMILIES
+from swiftlite.families.resolved import resolve
+from tests.messages import naming
+from tests.tiny import make_tiny_hf
+
+quantized = pytest.importorskip("tests.quantized", exc_type=ImportError)
+
+METHODS: dict[str, dict[str, Any]] = {
+    "int8": {"quant_method": "rtn"},
+    "int4": {"quant_method": "rtn", "quant_bits": 4, "group_size": quantized.GROUP},
+    "fp8": {"quant_method": "fp8"},
+    "fp8_blocks": {"quant_method": "fp8", "quant_block": quantized.BLOCK[0]},
+}
+"""Options by the format's name in `tests.quantized`."""
+
+
+def run(model: Path, mesh, output: Path, **options: Any) -> Path:
+    quantize_model(ExportArgs(model=str(model), output_dir=str(output), **options), mesh)
+    return output
+
+
+def stored(directory: Path) -> dict[str, torch.Tensor]:
+    return {key: tensor for file in directory.glob("*.safetensors") for key, tensor in load_file(file).items()}
+
+
+def assert_same_bits(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for key, tensor in expected.items():
+        assert found[key].dtype is tensor.dtype, key
+        assert torch.equal(found[key].contiguous().view(torch.uint8), tensor.contiguous().view(torch.uint8)), key
+
+
+@pytest.mark.parametrize("heads", ["keep", "block"])
+@pytest.mark.parametrize("name", METHODS)
+def test_result_is_that_of_the_library(mesh, tmp_path, name, heads):
+    """In float32, codes and scales have the bits that the library of the format computes."""
+    model = make_tiny_hf(tmp_path / "plain", "qwen3", depth=1, dtype=torch.float32, with_tokenizer=True)
+    expected = quantized.quantize_hf(model, tmp_path / "expected", name, block=heads == "block")
+    found = run(model, mesh, tmp_path / "out", quant_heads=heads, **METHODS[name])
+    assert_same_bits(stored(found), stored(expected))
+    left, right = (read_config(directory)["quantization_config"] for directory in (found, expected))
+    assert left["quant_method"] == right["quant_method"]
+    if "config_groups" in right:
+        (group,), (other,) = left["config_groups"].values(), right["config_groups"].values()
+        for part in ("weights", "input_activations"):
+            assert (group[part] or {}).items() <= (other[part] or {}).items()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", METHODS)
+def test_every_family(mesh, tmp_path, family, name):
+    model = make_tiny_hf(tmp_path / "plain", family, depth=1, dtype=torch.bfloat16, with_tokenizer=True)
+    options = METHODS[name]
+    if name == "int4":
+        options = options | {"group_size": 8}  # divides the sizes of all tiny models
+    out = run(model, mesh, tmp_path / "out", **options)
+    assert audit_hf(out, resolve(out).family) == []
+    plain, written = stored(model), stored(out)
+    trunk, heads = quantized.linear_modules(model, plain)
+    for module in heads:
+        assert torch.equal(written[f"{module}.weight"], plain[f"{module}.weight"])
+    assert not any(f"{module}.weight" in written and written[f"{module}.weight"].itemsize > 1 for module in trunk)
+    for path in model.iterdir():
+        if path.suffix != ".safetensors" and path.name != "config.json":
+            assert (out / path.name).read_bytes() == path.read_bytes()
+
+
+def test_a_run_is_quantized(mesh, tmp_path):
+    """The result is that of quantizing the export; the unquantized export is removed."""
+    model = make_tiny_hf(tmp_path / "plain", "qwen3", depth=1, dtype=torch.bfloat16, with_tokenizer=True)
+    to_mcore(ExportArgs(model=str(model), output_dir=str(tmp_path / "run"), to_mcore=True), mesh)
+    options = {"model": str(tmp_path / "run"), "output_dir": str(tmp_path / "out"), "to_hf": True}
+    to_hf(ExportArgs(**options, **METHODS["int8"]), mesh)
+    assert_same_bits(stored(tmp_path / "out"), stored(run(model, mesh, tmp_path / "direct", **METHODS["int8"])))
+    assert {path.name for path in tmp_path.iterdir()} == {"plain", "run", "out", "direct"}
+
+
+def test_heads_can_be_quantized_in_files_of_several_shards(mesh, tmp_path):
+    model = make_tiny_hf(tmp_path / "plain", "glm4_moe", depth=1, dtype=torch.bfloat16, with_tokenizer=True)
+    out = run(model, mesh, tmp_path / "out", quant_heads="block", max_shard_size_gb=3e-5, **METHODS["int8"])
+    assert len(list(out.glob("*.safetensors"))) > 2
+    _, heads = quantized.linear_modules(model, stored(model))
+    assert all(stored(out)[f"{module}.weight"].dtype is torch.int8 for module in heads)
+    assert audit_hf(out, resolve(out).family) == []
+
+
+def test_a_quantized_model_is_not_quantized_again(mesh, tmp_path):
+    model = make_tiny_hf(tmp_path / "plain", "qwen3", dtype=torch.bfloat16, with_tokenizer=True)
+    once = run(model, mesh, tmp_path / "once", **METHODS["int8"])
+    with pytest.raises(UserError, match=naming("already quantized")):
+        run(once, mesh, tmp_path / "twice", **METHODS["fp8"])
+    assert not (tmp_path / "twice").exists()
+
+
+def test_groups_that_do_not_fit_are_named(mesh, tmp_path):
+    model = make_tiny_hf(tmp_path / "plain", "qwen3", dtype=torch.bfloat16, with_tokenizer=True)
+    with pytest.raises(UserError, match=naming("--group_size 48 model.layers.0.self_attn.q_proj.weight")) as error:
+        run(model, mesh, tmp_path / "out", quant_method="rtn", quant_bits=4, group_size=48)
+    assert "--group_size" in error.value.hint
+    assert not (tmp_path / "out").exists()
