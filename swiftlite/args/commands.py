@@ -93,9 +93,9 @@ class QuantizationArgs:
     quant_method: Literal["rtn", "fp8"] | None = None
     """Quantize the projections of the trunk: rtn rounds to integers, fp8 to 8-bit floats. With --to_hf, the result of a
     run; otherwise --model is a Hugging Face model. The result is in the format of compressed-tensors."""
-    quant_bits: Literal[4, 8] = 8
-    """Bits of a weight with --quant_method rtn. 8: integers with one scale per channel; engines also round activations
-    to 8 bits. 4: integers with one scale per group."""
+    quant_bits: PositiveInt = 8
+    """Bits of a weight with --quant_method rtn, 8 or 4. 8: integers with one scale per channel; engines also round
+    activations to 8 bits. 4: integers with one scale per group."""
     group_size: PositiveInt = 128
     """With --quant_bits 4: number of input columns with a common scale."""
     quant_block: PositiveInt | None = None
@@ -107,8 +107,7 @@ class QuantizationArgs:
 
 @dataclass(frozen=True)
 class ExportArgs(fields.TimeoutArgs, fields.ParallelLayout, fields.ImageArgs, QuantizationArgs, ConversionArgs):
-    """Convert a run to a Hugging Face model (--to_hf), or a Hugging Face model to a checkpoint (--to_mcore); quantize
-    a model and keep its heads (--quant_method)."""
+    """Convert a run to a Hugging Face model (--to_hf), or a model to a checkpoint (--to_mcore); quantize a model."""
 
 
 @dataclass(frozen=True)

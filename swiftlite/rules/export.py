@@ -179,6 +179,8 @@ def quantization_fits(args: ExportArgs, facts: Facts) -> Iterator[Problem]:
         yield f"{flag} cannot be combined with --to_mcore", "remove one of the two"
     if not args.merge_lora:
         yield f"{flag} does not apply to --merge_lora false, which writes only adapters", "remove one of the two"
+    if args.quant_bits not in (4, 8):
+        yield f"--quant_bits {args.quant_bits} is not supported", "use 8 or 4"
     is_of_groups = method == "rtn" and args.quant_bits == 4
     if not is_of_groups:
         for name in common.changed(args, ("group_size",)):

@@ -5,7 +5,15 @@ import dataclasses
 import pytest
 
 from swiftlite.args import fields
-from swiftlite.args.commands import ConversionArgs, DoctorArgs, ExportArgs, InferArgs, RegenerateArgs, SftArgs
+from swiftlite.args.commands import (
+    ConversionArgs,
+    DoctorArgs,
+    ExportArgs,
+    InferArgs,
+    QuantizationArgs,
+    RegenerateArgs,
+    SftArgs,
+)
 from swiftlite.args.docs import groups, options, title
 
 COMMANDS = [SftArgs, ExportArgs, InferArgs, RegenerateArgs, DoctorArgs]
@@ -39,7 +47,8 @@ def test_groups_are_the_declaring_classes_in_order():
         "trust_remote_code",
     ]
     assert [*groups(ExportArgs)] == [
-        title(each) for each in (ConversionArgs, fields.ImageArgs, fields.ParallelLayout, fields.TimeoutArgs)
+        title(each)
+        for each in (ConversionArgs, QuantizationArgs, fields.ImageArgs, fields.ParallelLayout, fields.TimeoutArgs)
     ]
 
 

@@ -155,11 +155,11 @@ KEY = "model.layers.1.mlp.down_proj.weight"
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        (lambda t: t.pop(f"{KEY}_scale_inv"), f"{KEY} torch.float8_e4m3fn {KEY}_scale_inv"),
-        (lambda t: t.update({f"{KEY}_scale_inv": torch.ones(2, 2)}), f"{KEY}_scale_inv torch.float32 [2, 2]"),
+        (lambda t: t.pop(f"{KEY}_scale_inv"), f"{KEY} float8_e4m3fn {KEY}_scale_inv"),
+        (lambda t: t.update({f"{KEY}_scale_inv": torch.ones(2, 2)}), f"{KEY}_scale_inv float32 [2, 2]"),
         (
             lambda t: t.update({f"{KEY}_scale_inv": torch.ones(2, 3).to(torch.float8_e4m3fn)}),
-            f"{KEY}_scale_inv torch.float8_e4m3fn [2, 3] [48, 40] {KEY} [64, 96]",
+            f"{KEY}_scale_inv float8_e4m3fn [2, 3] [48, 40] {KEY} [64, 96]",
         ),
         (lambda t: t.update({KEY: torch.ones(64).to(torch.float8_e4m3fn)}), f"{KEY} [64]"),
     ],

@@ -38,7 +38,7 @@ class Fp8:
 
     def find(self, key: str, entries: Mapping[str, Entry]) -> EncodedTensor | None:
         entry = entries[key]
-        if entry.dtype is not torch.float8_e4m3fn:
+        if entry.dtype is not torch.float8_e4m3fn or key.endswith(_SCALES):  # scales are checked with their codes
             return None
         module = key.removesuffix("weight")
         ending = next((ending for ending in _SCALES if module + ending in entries), None)
