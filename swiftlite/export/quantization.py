@@ -162,5 +162,4 @@ def _write_small_files(model: HfModel, out_dir: Path, quantization: Mapping[str,
     for path in small_files(model.directory):
         if path.name != "config.json":
             shutil.copy2(path, out_dir / path.name)
-    for line in write_patched(model.directory, out_dir, {"quantization_config": quantization}):
-        logger.info("config.json: %s", line)
+    write_patched(model.directory, out_dir, {"quantization_config": quantization})

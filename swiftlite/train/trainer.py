@@ -245,6 +245,8 @@ def _norm(tensor: torch.Tensor) -> torch.Tensor:
 
     A CPU would convert the whole tensor to float32; the norms of chunks are combined one by one instead.
     """
+    if not tensor.is_cpu:
+        return torch.linalg.vector_norm(tensor, dtype=torch.float32)
     norm = torch.zeros((), device=tensor.device)
     for chunk in tensor.flatten().split(2**20):
         norm = torch.hypot(norm, torch.linalg.vector_norm(chunk, dtype=torch.float32))
