@@ -112,3 +112,25 @@ def test_groups_that_do_not_fit_are_named(mesh, tmp_path):
         run(model, mesh, tmp_path / "out", quant_method="rtn", quant_bits=4, group_size=48)
     assert "--group_size" in error.value.hint
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_a_killed_export_leaves_nothing(tmp_path):
+    """Killed at ten moments, the result is absent or whole, and the next export is not disturbed."""
+    model = make_tiny_hf(tmp_path / "plain", "qwen3", depth=1, dtype=torch.bfloat16, with_tokenizer=True)
+    command = [sys.executable, "-m", "swiftlite", "export", "--model", str(model), "--quant_method", "rtn"]
+    began = time.monotonic()
+    subprocess.run([*command, "--output_dir", str(tmp_path / "whole")], check=True)
+    duration = time.monotonic() - began
+    expected = stored(tmp_path / "whole")
+    for moment in range(10):
+        out = tmp_path / f"out-{moment}"
+        # The files are written at the end of the process, after imports.
+        process = subprocess.Popen([*command, "--output_dir", str(out)])
+        time.sleep(duration * (0.7 + 0.03 * moment))
+        process.kill()
+        process.wait()
+        if not out.exists():
+            subprocess.run([*command, "--output_dir", str(out)], check=True)
+        assert_same_bits(stored(out), expected)
+        assert not list(tmp_path.glob(".out-*"))
