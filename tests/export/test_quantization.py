@@ -1,5 +1,8 @@
 """Test `export --quant_method`: the result against the library of the format, all families, failures, ranks."""
 
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
