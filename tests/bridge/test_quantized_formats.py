@@ -1,6 +1,7 @@
 """Test reading quantized matrices against the libraries that define their formats, for whole tensors and slices."""
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from swiftlite.bridge.encoding.index import format_of
 from swiftlite.bridge.tensors import Checkpoint, ShardedFiles, describe
 from swiftlite.errors import UserError
 from tests.messages import naming
+from tests.tiers import some_of
 
 pytest.importorskip("compressed_tensors")
 
@@ -134,8 +136,14 @@ def check_slices(directory: Path, config: dict[str, Any], whole: torch.Tensor, p
     assert describe(directory) == {"x.weight": {"dtype": "bfloat16", "shape": list(whole.shape)}}
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(
+    ("scheme", "dtype"),
+    some_of(
+        product(SCHEMES, (torch.bfloat16, torch.float16)),
+        *((scheme, torch.bfloat16) for scheme in SCHEMES),
+        ("int4-asymmetric", torch.float16),
+    ),
+)
 @settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(part=parts())
 def test_numbers_are_those_of_the_library(tmp_path, scheme, dtype, part):

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from swiftlite.export.run import quantize_model, to_hf, to_mcore
 from swiftlite.families import FAMILIES
 from swiftlite.families.resolved import resolve
 from tests.messages import naming
+from tests.tiers import some_of
 from tests.tiny import make_tiny_hf
 
 quantized = pytest.importorskip("tests.quantized", exc_type=ImportError)
@@ -63,8 +65,16 @@ def test_result_is_that_of_the_library(mesh, tmp_path, name, heads):
             assert (group[part] or {}).items() <= (other[part] or {}).items()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(
+    ("family", "name"),
+    some_of(
+        product(FAMILIES, METHODS),
+        *((family, "int8") for family in FAMILIES),
+        ("qwen3_moe", "int4"),
+        ("deepseek_v3", "fp8_blocks"),
+        ("qwen3_5", "fp8"),
+    ),
+)
 def test_every_family(mesh, tmp_path, family, name):
     model = make_tiny_hf(tmp_path / "plain", family, depth=1, dtype=torch.bfloat16, with_tokenizer=True)
     options = METHODS[name]
