@@ -5,13 +5,13 @@ from swiftlite.data.image_sizes import ImageSizes
 from swiftlite.families.index import FAMILIES, image_sizes
 
 SIZES = {"patch_size": 6, "temporal_patch_size": 3, "spatial_merge_size": 4, "in_channels": 1}
-TOKENS = {"image_token_id": 10, "vision_start_token_id": 11, "vision_end_token_id": 12}
+TOKENS = {"image_token_id": 10, "vision_start_token_id": 11, "vision_end_token_id": 12, "video_token_id": 13}
 
 
 @pytest.mark.parametrize("model_type", [name for name, family in FAMILIES.items() if family.vision is not None])
 def test_sizes_of_image_inputs(model_type):
     config = AutoConfig.for_model(model_type, vision_config=dict(SIZES), **TOKENS).to_dict()
-    assert image_sizes(config) == ImageSizes(6, 3, 4, 1, 10, 11, 12)
+    assert image_sizes(config) == ImageSizes(6, 3, 4, 1, 10, 11, 12, 13)
     by_default = AutoConfig.for_model(model_type)
     found = image_sizes(by_default.to_dict())
     assert found is not None
