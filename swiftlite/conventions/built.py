@@ -14,6 +14,7 @@ from swiftlite.bridge.rows import HfConfig
 from swiftlite.conventions.convention import Convention, Matching
 from swiftlite.conventions.index import CONVENTIONS, MATCHINGS
 from swiftlite.conventions.quantized import METHODS, HeadModules, engine_name, head_modules
+from swiftlite.errors import UserError
 from swiftlite.families import Family
 from swiftlite.heads import Heads
 
@@ -107,7 +108,7 @@ def builds_quantized(
         return any(_is_target(target, module) for group in groups for target in group.get("targets", ()))
     if method == "gptq":
         for pattern in quantization.get("dynamic") or {}:
-            if re.match(re.sub(r"^[+-]:", "", pattern), module.name):
+            if _matches_pattern(re.sub(r"^[+-]:", "", pattern), module.name):
                 return not pattern.startswith("-:")
         listed = quantization.get("modules_in_block_to_quantize") or []
         if matching.reads_files:
@@ -145,8 +146,22 @@ def _is_target(target: str, module: Module) -> bool:
 
 def _matches(entry: str, name: str) -> bool:
     if entry.startswith("re:"):
-        return re.match(entry[3:], name) is not None
+        return _matches_pattern(entry[3:], name)
     return entry == name
+
+
+def _matches_pattern(pattern: str, name: str) -> bool:
+    """Return whether a regular expression of quantization_config matches the beginning of a name.
+
+    Raises:
+        UserError: the expression is invalid.
+    """
+    try:
+        return re.match(pattern, name) is not None
+    except re.error as error:
+        raise UserError(
+            f"config.json: quantization_config has the invalid pattern {pattern!r}: {error}", "correct or remove it"
+        ) from None
 
 
 def _are_listed(plain: Sequence[str], module: Module, matching: Matching) -> bool:

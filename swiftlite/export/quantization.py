@@ -14,6 +14,7 @@ import torch
 
 from swiftlite.bridge.encoding.encoding import WritableEncoding
 from swiftlite.bridge.encoding.index import format_of
+from swiftlite.bridge.encoding.stored import dtype_name
 from swiftlite.bridge.entry import Entry
 from swiftlite.bridge.hf_config import write_patched
 from swiftlite.bridge.placement import (
@@ -31,6 +32,8 @@ from swiftlite.export.schemes import Scheme
 from swiftlite.families.resolved import HfModel
 from swiftlite.log import logger
 from swiftlite.train.checkpoint.source import small_files
+
+OUTPUT_LAYER = "lm_head"
 
 
 def quantize(model: HfModel, out_dir: Path, scheme: Scheme, *, keeps_heads: bool, max_shard_bytes: int) -> None:
@@ -62,6 +65,7 @@ def _quantize(
     chosen = quantized_weights(model, keeps_heads=keeps_heads)
     with Checkpoint(model.directory) as checkpoint:
         matrices = {key: entry for key, entry in checkpoint.entries.items() if key in chosen}
+        _check_plain(model, matrices)
         encodings = {key: scheme.encoding(key, entry.shape, entry.dtype) for key, entry in matrices.items()}
         entries = _written(checkpoint, encodings)
         types = {key: (entry.dtype, entry.shape) for key, entry in entries.items()}
@@ -89,6 +93,20 @@ def _quantize(
     before = sum(entry.nbytes for entry in checkpoint.stored.values()) / 1e9
     after = sum(entry.nbytes for entry in files.entries.values()) / 1e9
     logger.info("quantized %d matrices: %s; %.2f GB -> %.2f GB", len(encodings), scheme.words, before, after)
+
+
+def _check_plain(model: HfModel, matrices: Mapping[str, Entry]) -> None:
+    """Check that the files contain numbers, and not codes of a quantization that config.json does not declare.
+
+    Raises:
+        UserError: a matrix has the dtype of codes.
+    """
+    for key, entry in matrices.items():
+        if not entry.dtype.is_floating_point or entry.dtype.itemsize == 1:
+            raise UserError(
+                f"{model.directory}: {key} is {dtype_name(entry)}, but config.json has no quantization_config",
+                "restore the quantization_config, or use the model before its quantization",
+            )
 
 
 def quantized_weights(model: HfModel, *, keeps_heads: bool) -> set[str]:
@@ -130,12 +148,14 @@ def quantization_config(model: HfModel, scheme: Scheme, plain: Iterable[str], *,
 def _plain_modules(model: HfModel, entries: Mapping[str, Entry], quantized: Iterable[str]) -> list[str]:
     """Return the modules of the trunk, and of a vision tower, with a matrix that is not quantized.
 
-    Embeddings are not linear layers, so engines do not quantize them.
+    Embeddings are not linear layers, so engines do not quantize them. The output layer is always listed, because
+    transformers has this module also if the embeddings are tied and the files have no tensor for it.
     """
     matrices = [key for key, entry in entries.items() if key.endswith(".weight") and len(entry.shape) == 2]
     plain = [key.removesuffix(".weight") for key in matrices if key not in quantized]
     heads = {key.removesuffix(".weight") for key in matrices if model.family.is_mtp(model.config, key)}
-    return [module for module in plain if module not in heads and not module.endswith("embed_tokens")]
+    listed = [module for module in plain if module not in heads and not module.endswith("embed_tokens")]
+    return list(dict.fromkeys([*listed, OUTPUT_LAYER]))
 
 
 def _written(checkpoint: Checkpoint, encodings: Mapping[str, WritableEncoding]) -> dict[str, Entry]:

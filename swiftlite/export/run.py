@@ -338,8 +338,11 @@ def frozen_trunk_of(args: ExportArgs, state: Mapping[str, Any]) -> HfModel | Non
             hint = "restore the directory: the export keeps the files of the quantized trunk"
         raise UserError(error.problem, hint) from None
     if shared_digest_of(model.directory) != base.sha256:
+        run_words = "the run"
+        if state.get("streams_trunk", True):
+            run_words = "the run with --stream_trunk"
         raise UserError(
-            f"{base.model} has other weights than when the run started",
+            f"{base.model} has other weights than when {run_words} started",
             "restore the weights: the heads were trained for them",
         )
     return model

@@ -193,7 +193,9 @@ def quantization_fits(args: ExportArgs, facts: Facts) -> Iterator[Problem]:
     if not reads_run(args):
         if facts.hf_config.get("quantization_config"):
             yield f"--model {args.model} is already quantized", "use the model before its quantization"
-        for name in common.changed(args, ("mtp", "mtp_graft_from", "draft_vocab", "torch_dtype", "push_to_hub")):
+        for name in common.changed(
+            args, ("mtp", "mtp_graft_from", "draft_vocab", "torch_dtype", "dequantize", "push_to_hub")
+        ):
             yield f"--{name} requires --to_hf", f"remove --{name}, or export a run with --to_hf"
 
 

@@ -1,5 +1,6 @@
 """Test `export --quant_method`: the result against the library of the format, all families, failures, ranks."""
 
+import json
 import subprocess
 import sys
 import time
@@ -147,3 +148,25 @@ def test_a_killed_export_leaves_nothing(tmp_path):
             subprocess.run([*command, "--output_dir", str(out)], check=True)
         assert_same_bits(stored(out), expected)
         assert not list(tmp_path.glob(".out-*"))
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "fp8_blocks"])
+def test_transformers_keeps_the_output_layer_of_a_tied_model(mesh, tmp_path, name):
+    """The files have no tensor for the tied output layer, so its name must be listed."""
+    model = make_tiny_hf(
+        tmp_path / "plain", "qwen3", dtype=torch.bfloat16, tie_word_embeddings=True, with_tokenizer=True
+    )
+    assert "lm_head.weight" not in stored(model)
+    out = run(model, mesh, tmp_path / "out", **METHODS[name])
+    quantization = read_config(out)["quantization_config"]
+    assert "lm_head" in (quantization.get("ignore") or quantization["modules_to_not_convert"])
+
+
+def test_codes_without_a_declaration_are_refused(mesh, tmp_path):
+    model = make_tiny_hf(tmp_path / "plain", "qwen3", dtype=torch.bfloat16, with_tokenizer=True)
+    out = run(model, mesh, tmp_path / "out", **METHODS["int8"])
+    config = read_config(model)
+    (out / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=naming("int8 quantization_config")):
+        run(out, mesh, tmp_path / "again", **METHODS["fp8"])
+    assert not (tmp_path / "again").exists()
