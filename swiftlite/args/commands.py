@@ -92,7 +92,8 @@ class QuantizationArgs:
 
     quant_method: Literal["rtn", "fp8"] | None = None
     """Quantize the projections of the trunk: rtn rounds to integers, fp8 to 8-bit floats. With --to_hf, the result of a
-    run; otherwise --model is a Hugging Face model. The result is in the format of compressed-tensors."""
+    run; otherwise --model is a Hugging Face model. The result is in the format of compressed-tensors,
+    or of DeepSeek-V3 with --quant_block."""
     quant_bits: PositiveInt = 8
     """Bits of a weight with --quant_method rtn, 8 or 4. 8: integers with one scale per channel; engines also round
     activations to 8 bits. 4: integers with one scale per group."""
