@@ -189,6 +189,18 @@ def _whole(projection: str) -> str:
     return projection
 
 
+def needs_whole_blocks(module: str) -> bool:
+    """Return whether the matrix of a module must have whole blocks, because engines merge it with others.
+
+    In a merged matrix, the rows of another matrix follow. In an expert, vLLM requires it of the last one as well.
+    """
+    name = module.rpartition(".")[2]
+    for shards in _FUSED.values():
+        if name in shards:
+            return name != shards[-1] or ".experts." in module
+    return False
+
+
 def _mixed(module: Module, is_quantized: Mapping[str, bool]) -> str:
     one = next(name for name in module.files if is_quantized.get(name))
     other = next(name for name in module.files if is_quantized.get(name) is False)

@@ -26,6 +26,7 @@ from swiftlite.bridge.placement import (
 )
 from swiftlite.bridge.rows import Row
 from swiftlite.bridge.tensors import Checkpoint, ShardedFiles
+from swiftlite.conventions.built import needs_whole_blocks
 from swiftlite.conventions.quantized import head_modules, is_router, with_heads_kept
 from swiftlite.errors import UserError
 from swiftlite.export.schemes import Scheme
@@ -66,6 +67,7 @@ def _quantize(
     with Checkpoint(model.directory) as checkpoint:
         matrices = {key: entry for key, entry in checkpoint.entries.items() if key in chosen}
         _check_plain(model, matrices)
+        _check_merged(matrices, scheme)
         encodings = {key: scheme.encoding(key, entry.shape, entry.dtype) for key, entry in matrices.items()}
         entries = _written(checkpoint, encodings)
         types = {key: (entry.dtype, entry.shape) for key, entry in entries.items()}
@@ -106,6 +108,27 @@ def _check_plain(model: HfModel, matrices: Mapping[str, Entry]) -> None:
             raise UserError(
                 f"{model.directory}: {key} is {dtype_name(entry)}, but config.json has no quantization_config",
                 "restore the quantization_config, or use the model before its quantization",
+            )
+
+
+def _check_merged(matrices: Mapping[str, Entry], scheme: Scheme) -> None:
+    """Check that matrices which engines merge have whole blocks.
+
+    For example, with 576, 192 and 192 rows of q, k and v and blocks of 128, the files have 5 + 2 + 2 rows of scales,
+    but the merged matrix of 960 rows has 8. vLLM 0.32 does not check this.
+
+    Raises:
+        UserError: a matrix has no whole blocks.
+    """
+    if scheme.weights is not None:
+        return
+    rows = scheme.block[0]
+    for key, entry in matrices.items():
+        if needs_whole_blocks(key.removesuffix(".weight")) and entry.shape[0] % rows:
+            raise UserError(
+                f"--quant_block {rows}: {key} has {entry.shape[0]} rows, which are not whole blocks, and engines merge "
+                "it with the next matrix",
+                "omit --quant_block (one scale per channel), or use a number that divides the rows",
             )
 
 

@@ -51,7 +51,8 @@ class Scheme:
             hint = "use --quant_method fp8, or --quant_bits 8"
             if fitting:
                 hint = f"use --group_size {fitting[0]}"
-            raise UserError(f"--group_size {size}: {key} has {columns} columns", hint) from None
+            problem = f"--group_size {size}: {key} has {columns} columns, which are not whole groups"
+            raise UserError(problem, hint) from None
 
 
 def scheme_of(args: ExportArgs) -> Scheme:

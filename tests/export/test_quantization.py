@@ -82,6 +82,8 @@ def test_every_family(mesh, tmp_path, family, name):
     options = METHODS[name]
     if name == "int4":
         options = options | {"group_size": 8}  # divides the sizes of all tiny models
+    if name == "fp8_blocks":
+        options = options | {"quant_block": 8}
     out = run(model, mesh, tmp_path / "out", **options)
     assert audit_hf(out, resolve(out).family) == []
     plain, written = stored(model), stored(out)
@@ -163,8 +165,8 @@ def test_transformers_keeps_the_output_layer_of_a_tied_model(mesh, tmp_path, nam
     assert "lm_head" in (quantization.get("ignore") or quantization["modules_to_not_convert"])
     if name == "fp8_blocks":  # transformers computes this format on GPUs only
         return
-    loaded: Any
-    loaded, report = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32, output_loading_info=True)
+    both: Any = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32, output_loading_info=True)
+    loaded, report = both
     assert not report["missing_keys"]
     assert torch.equal(loaded.lm_head.weight, loaded.model.embed_tokens.weight)
     assert bool(loaded(torch.tensor([[1, 2, 3]])).logits.isfinite().all())
@@ -178,3 +180,11 @@ def test_codes_without_a_declaration_are_refused(mesh, tmp_path):
     with pytest.raises(UserError, match=naming("int8 quantization_config")):
         run(out, mesh, tmp_path / "again", **METHODS["fp8"])
     assert not (tmp_path / "again").exists()
+
+
+def test_matrices_that_engines_merge_have_whole_blocks(mesh, tmp_path):
+    """With q, k and v of 64, 32 and 32 rows, blocks of 48 rows would not be those of the merged matrix."""
+    model = make_tiny_hf(tmp_path / "plain", "qwen3", dtype=torch.bfloat16, with_tokenizer=True)
+    with pytest.raises(UserError, match=naming("--quant_block 48 rows")):
+        run(model, mesh, tmp_path / "out", quant_method="fp8", quant_block=48)
+    assert not (tmp_path / "out").exists()
