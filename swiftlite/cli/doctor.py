@@ -230,7 +230,7 @@ def _report_model(args: DoctorArgs) -> bool:
 
 def _report_audit(model: HfModel) -> bool:
     from swiftlite.bridge.audit import audit_hf, mtp_depth_on_disk
-    from swiftlite.engines.quantized_heads import quantized_head_problems, unsupported_engines
+    from swiftlite.engines.quantized_heads import quantization_of, quantized_head_problems, unsupported_engines
 
     directory = model.directory
     try:
@@ -238,6 +238,7 @@ def _report_audit(model: HfModel) -> bool:
         problems = audit_hf(directory, model.family) + _tokenizer_problems(directory, model.config)
         problems += quantized_head_problems(model)
         unsupported = unsupported_engines(model)
+        quantization = quantization_of(model)
         drafted = model.heads.draft_vocab
     except UserError as error:
         print(f"  {error}")
@@ -251,6 +252,8 @@ def _report_audit(model: HfModel) -> bool:
     lines = [("family", model.family.name), ("MTP depth", depths), ("audit", verdict)]
     if drafted:
         lines.insert(2, ("draft vocabulary", f"{len(drafted)} of {model.config['vocab_size']} tokens"))
+    if quantization:
+        lines.append(("quantization", quantization))
     if unsupported:
         labels = " and ".join(ENGINES[name].label for name in unsupported)
         lines.append(("quantized heads", f"not supported by {labels}, whose list cannot describe them"))

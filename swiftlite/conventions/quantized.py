@@ -10,8 +10,8 @@ engine's modules, which differ from the names of tensors in files for some famil
     gptq                `dynamic`                 regular expressions after "-:"
     awq                 `modules_to_not_convert`  substrings of names
 
-`built.py` determines which modules an engine builds quantized. Tests compare both with the modules that vLLM 0.32 and
-SGLang 0.5.23 build.
+`built.py` determines which modules an engine builds quantized. Tests compare both with the modules that vLLM 0.32
+builds. The rules of SGLang 0.5.23 were read in its code; tests do not compare them with SGLang.
 """
 
 import re

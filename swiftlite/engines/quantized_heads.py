@@ -35,6 +35,23 @@ def quantized_modules(stored: Mapping[str, Entry]) -> dict[str, bool]:
     return modules
 
 
+def quantization_of(model: HfModel) -> str:
+    """Return the format of a quantized model and which parts are quantized; empty for a plain model."""
+    quantization = model.config.get("quantization_config")
+    if not quantization:
+        return ""
+    words = str(quantization["quant_method"])
+    if "format" in quantization:
+        words += f" ({quantization['format']})"
+    if not model.heads.layers:
+        return words
+    modules = quantized_modules(Checkpoint(model.directory).stored)
+    in_heads = {name for name in modules if model.family.is_mtp(model.config, f"{name}.weight")}
+    if any(modules[name] for name in in_heads):
+        return f"{words}, trunk and MTP layers"
+    return f"{words}, MTP layers are not quantized"
+
+
 def quantized_head_problems(model: HfModel, engines: Sequence[str] | None = None) -> list[str]:
     """Return a problem (one line) for each module of the heads that an engine would build otherwise than the files have
     it.
