@@ -101,9 +101,11 @@ class QuantizationArgs:
     """With --quant_bits 4: number of input columns with a common scale."""
     quant_block: PositiveInt | None = None
     """With --quant_method fp8: rows and columns of a block with a common scale, in the format of DeepSeek-V3, such as
-    128. Default: one scale per channel."""
-    quant_heads: Literal["keep", "block"] = "keep"
-    """keep: MTP heads are not quantized. block: their decoder layers are quantized like the trunk."""
+    128. For a run of an FP8 model with blocks of this size, the layout of the model is kept, and the codes of unchanged
+    matrices. Default: one scale per channel."""
+    quant_heads: Literal["keep", "block"] | None = None
+    """keep: MTP heads are not quantized. block: their decoder layers are quantized like the trunk. Default: keep, or as
+    in the FP8 model whose layout is kept."""
 
 
 @dataclass(frozen=True)

@@ -121,6 +121,7 @@ class Checkpoint:
         stored: dtype, shape and location of every tensor in the files, by key.
         entries: the same after decoding: single experts instead of stacks, and decoded tensors instead of codes and
             scales.
+        encoded: how each encoded tensor is stored, by key.
 
     Raises:
         UserError: a file is missing or damaged (see `scan`); the error lists every problem of every file.
@@ -130,7 +131,7 @@ class Checkpoint:
         self.hf_dir = Path(hf_dir)
         self.stored, problems = scan(hf_dir)
         found = as_read(self.stored, format)
-        self.entries, self._encoded = found.tensors, found.encoded
+        self.entries, self.encoded = found.tensors, found.encoded
         problems += found.problems
         if problems:
             raise UserError(
@@ -156,7 +157,7 @@ class Checkpoint:
         axis = self._storage(key).encoding.axis
         for place, box in _chunks(_box(index, entry.shape), entry.dtype.itemsize, axis=axis):
             there = target[place]
-            is_as_stored = there.dtype == entry.dtype and key not in self._encoded
+            is_as_stored = there.dtype == entry.dtype and key not in self.encoded
             if is_as_stored and there.device.type == "cpu" and there.is_contiguous():
                 self._read_box(entry, box, there)
             else:
@@ -164,7 +165,7 @@ class Checkpoint:
 
     def dtype_of(self, key: str, decoded: torch.dtype) -> torch.dtype:
         """Return the dtype of a tensor in the files; `decoded` if the tensor is encoded."""
-        if key in self._encoded:
+        if key in self.encoded:
             return decoded
         return self.entries[key].dtype
 
@@ -219,8 +220,8 @@ class Checkpoint:
 
     def _storage(self, key: str) -> Stored:
         """Return how a tensor is stored."""
-        if key in self._encoded:
-            return self._encoded[key]
+        if key in self.encoded:
+            return self.encoded[key]
         entry = self.entries[key]
         return Stored(Plain(entry.dtype), (entry,))
 
@@ -340,6 +341,19 @@ class ShardedFiles:
             parts = encoding.write(source[place])
             for entry, part_box, part in zip(entries, encoding.boxes(box), parts, strict=True):
                 self._write_box(entry, part_box, part)
+
+    def write_stored(self, key: str, index: Index, source: torch.Tensor) -> None:
+        """Write a slice of a tensor of the files in place, such as codes or scales, without encoding it.
+
+        Args:
+            key: key of a tensor in the files.
+            index: one slice per axis, step 1.
+            source: values of the slice, in the dtype of the tensor.
+        """
+        entry = self.entries[key]
+        if source.dtype is not entry.dtype:
+            raise ValueError(f"{key}: {source.dtype} is not {entry.dtype}")
+        self._write_box(entry, _box(index, entry.shape), source)
 
     def _storage(self, key: str) -> tuple[WritableEncoding, tuple[int, ...]]:
         """Return the encoding and the shape of a tensor."""

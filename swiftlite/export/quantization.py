@@ -7,6 +7,7 @@ layers of the heads.
 
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from swiftlite.bridge.placement import (
     all_ranks_see,
     barrier,
     decoder_layer_of,
+    gather_from_all_ranks,
     is_first_rank,
     part_of_this_rank,
 )
@@ -29,7 +31,8 @@ from swiftlite.bridge.tensors import Checkpoint, ShardedFiles
 from swiftlite.conventions.built import needs_whole_blocks
 from swiftlite.conventions.quantized import head_modules, is_router, with_heads_kept
 from swiftlite.errors import UserError
-from swiftlite.export.schemes import Scheme
+from swiftlite.export.fp8_source import Fp8Source
+from swiftlite.export.schemes import QuantHeads, Scheme
 from swiftlite.families.resolved import HfModel
 from swiftlite.log import logger
 from swiftlite.train.checkpoint.source import small_files
@@ -37,7 +40,15 @@ from swiftlite.train.checkpoint.source import small_files
 OUTPUT_LAYER = "lm_head"
 
 
-def quantize(model: HfModel, out_dir: Path, scheme: Scheme, *, keeps_heads: bool, max_shard_bytes: int) -> None:
+def quantize(
+    model: HfModel,
+    out_dir: Path,
+    scheme: Scheme,
+    *,
+    quant_heads: QuantHeads | None,
+    max_shard_bytes: int,
+    fp8_model: HfModel | None = None,
+) -> None:
     """Write a quantized copy of a model to an existing, empty directory. Collective.
 
     Ranks share the tensors, and each rank holds one tensor at a time. If other ranks cannot read the files of the first
@@ -45,8 +56,9 @@ def quantize(model: HfModel, out_dir: Path, scheme: Scheme, *, keeps_heads: bool
 
     Args:
         model: a model that is not quantized.
-        keeps_heads: whether the decoder layers of MTP heads stay plain.
+        quant_heads: whether the decoder layers of MTP heads are quantized; None: as in `fp8_model`, or not without it.
         max_shard_bytes: maximum size of one file.
+        fp8_model: the FP8 model whose layout is kept, and the codes of unchanged matrices; `scheme` has its blocks.
 
     Raises:
         UserError: the model is already quantized or a matrix cannot be quantized.
@@ -54,27 +66,50 @@ def quantize(model: HfModel, out_dir: Path, scheme: Scheme, *, keeps_heads: bool
     if format_of(model.config):
         raise UserError(f"{model.name} is already quantized", "use the model before its quantization")
     is_shared = all_ranks_see(out_dir)
+    num_kept = 0
     if is_shared or is_first_rank():
-        _quantize(model, out_dir, scheme, keeps_heads, max_shard_bytes, is_shared)
-    barrier()
+        with ExitStack() as stack:
+            source = fp8_model and stack.enter_context(Fp8Source(fp8_model))
+            num_kept = _quantize(model, out_dir, scheme, quant_heads, max_shard_bytes, is_shared, source)
+    num_kept = sum(gather_from_all_ranks(num_kept))
+    if fp8_model:
+        logger.info("%d matrices did not change: they have the codes and scales of %s", num_kept, fp8_model.name)
 
 
 def _quantize(
-    model: HfModel, out_dir: Path, scheme: Scheme, keeps_heads: bool, max_shard_bytes: int, is_shared: bool
-) -> None:
-    """Write the model on all ranks, or on the first rank alone if `is_shared` is False."""
-    chosen = quantized_weights(model, keeps_heads=keeps_heads)
+    model: HfModel,
+    out_dir: Path,
+    scheme: Scheme,
+    quant_heads: QuantHeads | None,
+    max_shard_bytes: int,
+    is_shared: bool,
+    source: Fp8Source | None,
+) -> int:
+    """Write the model on all ranks, or on the first rank alone if `is_shared` is False.
+
+    Returns:
+        The number of matrices whose codes this rank copied from `source`.
+    """
+    num_kept = 0
+    chosen = quantized_weights(model, keeps_heads=quant_heads != "block")
     with Checkpoint(model.directory) as checkpoint:
+        if source:
+            chosen = source.chosen(model, chosen, quant_heads)
         matrices = {key: entry for key, entry in checkpoint.entries.items() if key in chosen}
         _check_plain(model, matrices)
-        _check_merged(matrices, scheme)
         encodings = {key: scheme.encoding(key, entry.shape, entry.dtype) for key, entry in matrices.items()}
+        if source:
+            encodings = {key: source.encoding(key, encoding) for key, encoding in encodings.items()}
+        else:
+            _check_merged(matrices, scheme)
         entries = _written(checkpoint, encodings)
         types = {key: (entry.dtype, entry.shape) for key, entry in entries.items()}
         files = ShardedFiles(out_dir, types, max_shard_bytes, encodings)
         if is_first_rank():
             plain_modules = _plain_modules(model, entries, encodings)
-            declared = quantization_config(model, scheme, plain_modules, keeps_heads=keeps_heads)
+            declared = quantization_config(model, scheme, plain_modules, keeps_heads=quant_heads != "block")
+            if source:
+                declared = source.quantization_config(model, encodings)
             _write_small_files(model, out_dir, declared)
             files.create()
         keys = list(entries)
@@ -83,7 +118,7 @@ def _quantize(
             keys = part_of_this_rank(keys)
         try:
             for key in keys:
-                _write(checkpoint, files, key, entries[key], is_encoded=key in encodings)
+                num_kept += _write(checkpoint, files, key, entries[key], source, is_encoded=key in encodings)
             files.flush()
             if is_shared:
                 barrier()
@@ -95,6 +130,7 @@ def _quantize(
     before = sum(entry.nbytes for entry in checkpoint.stored.values()) / 1e9
     after = sum(entry.nbytes for entry in files.entries.values()) / 1e9
     logger.info("quantized %d matrices: %s; %.2f GB -> %.2f GB", len(encodings), scheme.words, before, after)
+    return num_kept
 
 
 def _check_plain(model: HfModel, matrices: Mapping[str, Entry]) -> None:
@@ -188,16 +224,25 @@ def _written(checkpoint: Checkpoint, encodings: Mapping[str, WritableEncoding]) 
     return checkpoint.stored
 
 
-def _write(checkpoint: Checkpoint, files: ShardedFiles, key: str, entry: Entry, *, is_encoded: bool) -> None:
-    """Write a tensor. A plain tensor is copied in chunks."""
+def _write(
+    checkpoint: Checkpoint, files: ShardedFiles, key: str, entry: Entry, source: Fp8Source | None, *, is_encoded: bool
+) -> bool:
+    """Write a tensor. A plain tensor is copied in chunks.
+
+    Returns:
+        Whether the codes of a matrix were copied from `source`.
+    """
     if key in checkpoint.stored and not is_encoded:
         for place, chunk in checkpoint.stored_chunks(key):
             files.write(key, place, chunk)
-        return
+        return False
     whole = (slice(None),) * len(entry.shape)
     tensor = torch.empty(entry.shape, dtype=entry.dtype)
     checkpoint.read_into(tensor, key, whole)
+    if source and is_encoded and source.copy_unchanged(key, tensor, files):
+        return True
     files.write(key, whole, tensor)
+    return False
 
 
 def _write_small_files(model: HfModel, out_dir: Path, quantization: Mapping[str, Any]) -> None:

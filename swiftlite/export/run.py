@@ -29,6 +29,7 @@ from swiftlite.errors import UserError
 from swiftlite.export import adapter
 from swiftlite.export.card import model_card
 from swiftlite.export.draft_vocab import restrict_heads
+from swiftlite.export.fp8_source import fp8_model_of
 from swiftlite.export.gate import check_acceptance
 from swiftlite.export.image_bounds import write_image_bounds
 from swiftlite.export.provenance import provenance_of
@@ -106,6 +107,7 @@ def to_hf(args: ExportArgs, mesh: Mesh) -> None:
         adapter.check_can_be_written(checkpoint, lora, hf_model, heads)
     trunk = frozen_trunk_of(args, state)
     quantized_trunk = quantized_trunk_of(args, state, trunk)
+    fp8_model = fp8_model_of(args)
     tensors = source_tensors(hf_model.directory)
     if graft_from:
         tensors = with_heads_of(hf_model, tensors, graft_from)
@@ -146,7 +148,7 @@ def to_hf(args: ExportArgs, mesh: Mesh) -> None:
         if dist.get_rank() == 0:
             _audit(writing, hf_model, dtypes)
         if args.quant_method:
-            _quantize(args, resolve(writing), result)
+            _quantize(args, resolve(writing), result, fp8_model)
         if dist.get_rank() == 0:
             check_acceptance(args, result, args.torch_dtype or state["torch_dtype"], mesh)
             if args.push_to_hub and provenance:
@@ -174,15 +176,23 @@ def quantize_model(args: ExportArgs, mesh: Mesh) -> None:
     logger.info("wrote %s: %s, from %s", output_dir, hf_model.family.name, hf_model.directory)
 
 
-def _quantize(args: ExportArgs, hf_model: HfModel, writing: Path) -> None:
+def _quantize(args: ExportArgs, hf_model: HfModel, writing: Path, fp8_model: HfModel | None = None) -> None:
     """Write a quantized copy of a model to a directory, and audit it. Collective.
+
+    Args:
+        fp8_model: the FP8 model whose layout is kept, if any.
 
     Raises:
         UserError: the model cannot be quantized, or the audit found a problem.
     """
-    max_shard_bytes = int(args.max_shard_size_gb * 1e9)
-    keeps_heads = args.quant_heads == "keep"
-    quantize(hf_model, writing, scheme_of(args), keeps_heads=keeps_heads, max_shard_bytes=max_shard_bytes)
+    quantize(
+        hf_model,
+        writing,
+        scheme_of(args),
+        quant_heads=args.quant_heads,
+        max_shard_bytes=int(args.max_shard_size_gb * 1e9),
+        fp8_model=fp8_model,
+    )
     if dist.get_rank() == 0:
         _audit(writing, hf_model, describe(hf_model.directory))
 
@@ -364,6 +374,11 @@ def quantized_trunk_of(args: ExportArgs, state: Mapping[str, Any], trunk: HfMode
         return None
     if args.dequantize:
         return None
+    if args.quant_method:
+        raise UserError(
+            f"--quant_method {args.quant_method} does not apply to the quantized trunk, whose files are kept",
+            "remove it, or add --dequantize true",
+        )
     if args.torch_dtype:
         raise UserError(
             f"--torch_dtype {args.torch_dtype} does not apply to the quantized trunk, whose files are kept",

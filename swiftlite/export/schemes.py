@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -11,6 +11,9 @@ from swiftlite.bridge.encoding.compressed_tensors import WeightArgs, WritableBlo
 from swiftlite.bridge.encoding.encoding import WritableEncoding
 from swiftlite.bridge.encoding.fp8 import WritableFp8
 from swiftlite.errors import UserError
+
+QuantHeads = Literal["keep", "block"]
+"""Whether the decoder layers of MTP heads are quantized."""
 
 
 @dataclass(frozen=True)

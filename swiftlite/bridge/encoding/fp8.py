@@ -58,11 +58,28 @@ class Fp8:
 
 @dataclass(frozen=True)
 class WritableFp8(Blocks):
-    """FP8 codes with one float32 scale per block, as a `WritableEncoding` in the format of DeepSeek-V3."""
+    """FP8 codes with one scale per block, as a `WritableEncoding` in the format of DeepSeek-V3.
+
+    Codes are computed with the stored scale, so the error is at most half a step.
+
+    Args:
+        scale_dtype: dtype of the stored scales.
+        rounds_scales_up: whether scales are powers of two (`scale_fmt` "ue8m0").
+    """
+
+    scale_dtype: torch.dtype = torch.float32
+    rounds_scales_up: bool = False
 
     @classmethod
-    def of(cls, shape: tuple[int, int], block: tuple[int, int]) -> "WritableFp8":
-        return cls(shape, block, Layout("weight"), Layout("weight_scale_inv"), dtype=torch.float32)
+    def of(
+        cls,
+        shape: tuple[int, int],
+        block: tuple[int, int],
+        scale_dtype: torch.dtype = torch.float32,
+        rounds_scales_up: bool = False,
+    ) -> "WritableFp8":
+        base = Blocks(shape, block, Layout("weight"), Layout("weight_scale_inv"), dtype=torch.float32)
+        return cls(**vars(base), scale_dtype=scale_dtype, rounds_scales_up=rounds_scales_up)
 
     def write(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
         rows, columns = self.block
@@ -70,6 +87,11 @@ class WritableFp8(Blocks):
         padding = (0, -width % columns, 0, -height % rows)
         blocks = torch.nn.functional.pad(tensor.float(), padding).unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
         scales = blocks.abs().amax(dim=(1, 3)) / LARGEST_FP8
+        if self.rounds_scales_up:
+            mantissa, exponent = torch.frexp(scales)  # a power of two has the mantissa 0.5
+            scales = torch.ldexp(torch.ones_like(scales), exponent - (mantissa == 0.5).int())
+        scales = scales.to(self.scale_dtype)
         scales = torch.where(scales == 0, torch.ones_like(scales), scales)
-        codes = (blocks / scales[:, None, :, None]).clamp(-LARGEST_FP8, LARGEST_FP8).to(torch.float8_e4m3fn)
+        codes = blocks / scales.float()[:, None, :, None]
+        codes = codes.clamp(-LARGEST_FP8, LARGEST_FP8).to(torch.float8_e4m3fn)
         return codes.flatten(0, 1).flatten(1, 2)[:height, :width], scales

@@ -1,0 +1,129 @@
+"""Write FP8 in the layout of the model that a run started from.
+
+A run of an FP8 model in DeepSeek's format trains on decoded numbers, and exports write them in 16 bits. `--quant_method
+fp8 --quant_block N` with the model's own block size writes its format again: the same matrices are quantized, scales
+have the same dtype, and config.json has the same quantization_config. A matrix whose numbers did not change keeps its
+codes and scales, because another choice of scales would change numbers.
+"""
+
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+from swiftlite.args.commands import ExportArgs
+from swiftlite.bridge.encoding.blocks import Blocks
+from swiftlite.bridge.encoding.encoding import WritableEncoding
+from swiftlite.bridge.encoding.fp8 import WritableFp8
+from swiftlite.bridge.encoding.index import format_of
+from swiftlite.bridge.tensors import Checkpoint, ShardedFiles
+from swiftlite.conventions.quantized import with_heads_kept
+from swiftlite.errors import UserError
+from swiftlite.export.schemes import QuantHeads
+from swiftlite.families.resolved import HfModel, resolve
+from swiftlite.log import logger
+from swiftlite.plan.facts import model_of_run
+
+
+def fp8_model_of(args: ExportArgs) -> HfModel | None:
+    """Return the FP8 model that a run started from, if the export has its format and block size; otherwise None."""
+    if args.quant_method != "fp8" or args.quant_block is None or not args.to_hf:
+        return None
+    name = model_of_run(Path(args.model))
+    if name is None:
+        logger.warning(
+            "the model that the run started from is not found; if it was an FP8 model, its layout is not kept"
+        )
+        return None
+    model = resolve(name)
+    quantization = model.config.get("quantization_config") or {}
+    block = [args.quant_block, args.quant_block]
+    if quantization.get("quant_method") != "fp8" or quantization.get("weight_block_size") != block:
+        return None
+    return model
+
+
+class Fp8Source:
+    """The layout and the tensors of an FP8 model, as a context manager.
+
+    Args:
+        model: result of `fp8_model_of`.
+    """
+
+    def __init__(self, model: HfModel):
+        self._model = model
+        self._checkpoint = Checkpoint(model.directory, format_of(model.config))
+        self._has_powers_of_two = model.config["quantization_config"].get("scale_fmt") == "ue8m0"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._checkpoint.__exit__(*exception)
+
+    def chosen(self, export: HfModel, chosen: Collection[str], quant_heads: QuantHeads | None) -> set[str]:
+        """Return the HF keys of the matrices of an export that are quantized: those of the model, except as
+        `quant_heads` states for MTP heads.
+
+        Args:
+            chosen: the matrices that would be quantized without regard to the model.
+        """
+        mine = set(self._checkpoint.encoded)
+        if quant_heads is None:
+            return mine
+        return mine - _in_heads(self._model, mine) | _in_heads(export, chosen)
+
+    def encoding(self, key: str, encoding: WritableEncoding) -> WritableEncoding:
+        """Return how a matrix is stored: as in the model, or with `encoding` if the model does not have it."""
+        stored = self._checkpoint.encoded.get(key)
+        if stored is None:
+            return encoding
+        assert isinstance(stored.encoding, Blocks)
+        scales = stored.entries[1]
+        return WritableFp8(**vars(stored.encoding), scale_dtype=scales.dtype, rounds_scales_up=self._has_powers_of_two)
+
+    def quantization_config(self, export: HfModel, quantized: Collection[str]) -> dict[str, Any]:
+        """Return the quantization_config of an export, which differs only if other parts of its heads are quantized.
+
+        Args:
+            quantized: HF keys of the matrices that are quantized.
+
+        Raises:
+            UserError: heads that are plain in the source are to be quantized.
+        """
+        quantization = self._model.config["quantization_config"]
+        before, after = _in_heads(self._model, self._checkpoint.encoded), _in_heads(export, quantized)
+        num_heads = self._model.heads.layers
+        if export.heads.layers == 0 or (export.heads.layers == num_heads and after == before):
+            return quantization
+        if num_heads and after - before:
+            raise UserError(
+                f"--quant_heads block: the MTP heads of {self._model.name} are not quantized, and its config.json "
+                "lists them",
+                "remove it",
+            )
+        return with_heads_kept(quantization, export.family, export.config, keeps_block=not after)
+
+    def copy_unchanged(self, key: str, tensor: torch.Tensor, files: ShardedFiles) -> bool:
+        """Copy codes and scales of a matrix to files if they stand for these numbers.
+
+        Numbers are compared in bfloat16, the dtype in which exports write decoded tensors.
+
+        Returns:
+            Whether they were copied.
+        """
+        if key not in self._checkpoint.encoded:
+            return False
+        before = self._checkpoint.read(key, torch.bfloat16)
+        if not torch.equal(before, tensor.bfloat16()):
+            return False
+        for part in self._checkpoint.encoded[key].encoding.entries(key):
+            for place, chunk in self._checkpoint.stored_chunks(part):
+                files.write_stored(part, place, chunk)
+        return True
+
+
+def _in_heads(model: HfModel, keys: Iterable[str]) -> set[str]:
+    """Return the HF keys that belong to MTP heads."""
+    return {key for key in keys if model.family.is_mtp(model.config, key)}
