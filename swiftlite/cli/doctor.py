@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from packaging.requirements import Requirement
 
 from swiftlite.args.commands import DoctorArgs
+from swiftlite.bridge.encoding.quantization import describe_quantization
 from swiftlite.cli.layout_plan import report_layouts
 from swiftlite.cli.reference_plan import report_reference
 from swiftlite.engines.index import ENGINES
@@ -356,6 +357,8 @@ def _report_plan(args: DoctorArgs, facts: Facts) -> bool:
     if setup.low_precision:
         copies = max(stage.quantized for stage in stages)
         print(f"  weights: including {copies / GB:.2f} GB of copies in low precision")
+    if quantization := describe_quantization(hf_config):
+        print(f"  weights: the model is quantized ({quantization}) and decoded when it is loaded")
 
     gpu_memory_gb = args.gpu_memory_gb or memory.USUAL_GPU_MEMORY_GB
     most, usable = memory.largest(stages), memory.usable_bytes(gpu_memory_gb)

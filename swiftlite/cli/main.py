@@ -17,6 +17,7 @@ import swiftlite
 from swiftlite import log, rules
 from swiftlite.args.commands import SftArgs
 from swiftlite.args.data_file import split_sample
+from swiftlite.bridge.encoding.quantization import describe_quantization
 from swiftlite.cli import failure, launch
 from swiftlite.cli.fetch import fetch, hold_commits
 from swiftlite.cli.help import command_help, overview
@@ -213,7 +214,7 @@ def _dry_run(args: SftArgs, world_size: int) -> str:
     schedule = None
     if not args.packing and (num_rows := _count_rows(args.dataset)):
         schedule = make_schedule(args, num_rows)
-    return render(args, plan, checkpoint, schedule)
+    return render(args, plan, checkpoint, schedule, describe_quantization(facts.hf_config))
 
 
 def _count_rows(dataset: list[str]) -> int | None:

@@ -67,9 +67,9 @@ def head_problems(
             for module in modules_of(convention, in_files, hf_config, head):
                 stored = [is_quantized[name] for name in module.files if name in is_quantized]
                 if len(set(stored)) > 1:
-                    problems[_mixed(module, is_quantized)] = None
+                    problems[_mixed_problem(module, is_quantized)] = None
                 elif stored and stored[0] != builds_quantized(quantization, matching, module, is_quantized):
-                    problems[_otherwise(matching.label, module, stored[0], str(method))] = None
+                    problems[_mismatch_problem(matching.label, module, stored[0], str(method))] = None
     return list(problems)
 
 
@@ -78,7 +78,7 @@ def modules_of(convention: Convention, in_files: HeadModules, hf_config: HfConfi
     block = engine_name(convention.block, hf_config, head)
     members: dict[str, list[str]] = {}
     for projection in in_files.projections:
-        members.setdefault(_whole(projection), []).append(projection)
+        members.setdefault(_module_with(projection), []).append(projection)
     modules = []
     for name, parts in members.items():
         shards = [part for part in parts if ".experts." not in part or ".experts.0." in part]
@@ -112,20 +112,20 @@ def builds_quantized(
                 return not pattern.startswith("-:")
         listed = quantization.get("modules_in_block_to_quantize") or []
         if matching.reads_files:
-            flat = [name for entry in listed for name in ([entry] if isinstance(entry, str) else entry)]
-            names = flat or [name for name, quantized in is_quantized.items() if quantized]
+            listed_names = [name for entry in listed for name in ([entry] if isinstance(entry, str) else entry)]
+            names = listed_names or [name for name, quantized in is_quantized.items() if quantized]
             return any(name in module.shards[0] for name in names)
         return True
-    plain: list[str] = quantization.get("modules_to_not_convert") or []
+    not_converted: list[str] = quantization.get("modules_to_not_convert") or []
     if method == "fp8":
-        plain = quantization.get("ignored_layers") or plain
-        return not _are_listed(plain, module, matching)
-    if matching.reads_files and not plain:
-        plain = [name for name, quantized in is_quantized.items() if not quantized]
-    compared = module.shards
+        not_converted = quantization.get("ignored_layers") or not_converted
+        return not _are_listed(not_converted, module, matching)
+    if matching.reads_files and not not_converted:
+        not_converted = [name for name, quantized in is_quantized.items() if not quantized]
+    compared_names = module.shards
     if matching.compares_parts or ".experts" in module.name:
-        compared = (module.name,)
-    return not all(any(entry in name for entry in plain) for name in compared)
+        compared_names = (module.name,)
+    return not all(any(entry in name for entry in not_converted) for name in compared_names)
 
 
 def _are_ignored(ignore: Sequence[str], module: Module, matching: Matching) -> bool:
@@ -164,20 +164,20 @@ def _matches_pattern(pattern: str, name: str) -> bool:
         ) from None
 
 
-def _are_listed(plain: Sequence[str], module: Module, matching: Matching) -> bool:
+def _are_listed(entries: Sequence[str], module: Module, matching: Matching) -> bool:
     """Return whether fp8's `modules_to_not_convert` contains a module."""
-    if ".experts" in module.name and any(module.name in entry for entry in plain):
+    if ".experts" in module.name and any(module.name in entry for entry in entries):
         return True
     names = module.shards
-    if ".experts" in module.name or (not matching.compares_parts and module.name in plain):
+    if ".experts" in module.name or (not matching.compares_parts and module.name in entries):
         names = (module.name,)
     if not matching.compares_parts:
-        return all(name in plain for name in names)
-    parts = [f".{entry.removeprefix('model.')}." for entry in plain]
+        return all(name in entries for name in names)
+    parts = [f".{entry.removeprefix('model.')}." for entry in entries]
     return all(any(part in f".{name}." for part in parts) for name in names)
 
 
-def _whole(projection: str) -> str:
+def _module_with(projection: str) -> str:
     """Return the module of engines that computes a projection of the files; both relative to the decoder layer."""
     experts = re.match(r"(.*\.experts)\.\d+\.", projection)
     if experts:
@@ -201,13 +201,13 @@ def needs_whole_blocks(module: str) -> bool:
     return False
 
 
-def _mixed(module: Module, is_quantized: Mapping[str, bool]) -> str:
-    one = next(name for name in module.files if is_quantized.get(name))
-    other = next(name for name in module.files if is_quantized.get(name) is False)
-    return f"{one} is quantized, but {other}.weight is plain, and engines compute both in one module"
+def _mixed_problem(module: Module, is_quantized: Mapping[str, bool]) -> str:
+    quantized = next(name for name in module.files if is_quantized.get(name))
+    plain = next(name for name in module.files if is_quantized.get(name) is False)
+    return f"{quantized} is quantized, but {plain}.weight is plain, and engines compute both in one module"
 
 
-def _otherwise(label: str, module: Module, is_quantized: bool, method: str) -> str:
+def _mismatch_problem(label: str, module: Module, is_quantized: bool, method: str) -> str:
     key = {"compressed-tensors": "ignore", "gptq": "dynamic"}
     listed = f"quantization_config.{key.get(method, 'modules_to_not_convert')}"
     if is_quantized:

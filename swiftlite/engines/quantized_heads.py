@@ -6,6 +6,7 @@ no draft is accepted. `conventions/built.py` contains the rules of the engines.
 
 from collections.abc import Mapping, Sequence
 
+from swiftlite.bridge.encoding.quantization import describe_quantization
 from swiftlite.bridge.entry import Entry
 from swiftlite.bridge.tensors import Checkpoint, some
 from swiftlite.conventions.built import head_problems
@@ -37,13 +38,8 @@ def quantized_modules(stored: Mapping[str, Entry]) -> dict[str, bool]:
 
 def quantization_of(model: HfModel) -> str:
     """Return the format of a quantized model and which parts are quantized; empty for a plain model."""
-    quantization = model.config.get("quantization_config")
-    if not quantization:
-        return ""
-    words = str(quantization["quant_method"])
-    if "format" in quantization:
-        words += f" ({quantization['format']})"
-    if not model.heads.layers:
+    words = describe_quantization(model.config)
+    if not words or not model.heads.layers:
         return words
     modules = quantized_modules(Checkpoint(model.directory).stored)
     in_heads = {name for name in modules if model.family.is_mtp(model.config, f"{name}.weight")}
@@ -63,10 +59,20 @@ def quantized_head_problems(model: HfModel, engines: Sequence[str] | None = None
     if not quantization or not model.heads.layers or quantization.get("quant_method") not in METHODS:
         return []
     modules = quantized_modules(Checkpoint(model.directory).stored)
+    return problems_of(model, modules, engines)
+
+
+def problems_of(model: HfModel, modules: Mapping[str, bool], engines: Sequence[str] | None = None) -> list[str]:
+    """Return the result of `quantized_head_problems` for files with other tensors.
+
+    Args:
+        model: a model with quantization_config and heads.
+        modules: for each module with a weight, whether it is quantized.
+    """
     if engines is None:
         unlisted = _unlisted(model, modules)
         engines = [engine for engine in MATCHINGS if engine not in unlisted]
-    return head_problems(quantization, model.family, model.config, modules, engines)
+    return head_problems(model.config["quantization_config"], model.family, model.config, modules, engines)
 
 
 def unsupported_engines(model: HfModel) -> list[str]:

@@ -6,7 +6,8 @@ have the same dtype, and config.json has the same quantization_config. A matrix 
 codes and scales, because another choice of scales would change numbers.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -17,8 +18,9 @@ from swiftlite.bridge.encoding.blocks import Blocks
 from swiftlite.bridge.encoding.encoding import WritableEncoding
 from swiftlite.bridge.encoding.fp8 import WritableFp8
 from swiftlite.bridge.encoding.index import format_of
-from swiftlite.bridge.tensors import Checkpoint, ShardedFiles
+from swiftlite.bridge.tensors import Checkpoint, ShardedFiles, some
 from swiftlite.conventions.quantized import with_heads_kept
+from swiftlite.engines.quantized_heads import problems_of, quantized_head_problems
 from swiftlite.errors import UserError
 from swiftlite.export.schemes import QuantHeads
 from swiftlite.families.resolved import HfModel, resolve
@@ -83,27 +85,32 @@ class Fp8Source:
         scales = stored.entries[1]
         return WritableFp8(**vars(stored.encoding), scale_dtype=scales.dtype, rounds_scales_up=self._has_powers_of_two)
 
-    def quantization_config(self, export: HfModel, quantized: Collection[str]) -> dict[str, Any]:
-        """Return the quantization_config of an export, which differs only if other parts of its heads are quantized.
+    def quantization_config(self, export: HfModel, is_quantized: Mapping[str, bool]) -> dict[str, Any]:
+        """Return the quantization_config of an export: that of the model. If it does not describe the export's heads,
+        their plain modules are added.
 
         Args:
-            quantized: HF keys of the matrices that are quantized.
+            export: the export before its quantization.
+            is_quantized: for each module with a weight, whether it is quantized in the result.
 
         Raises:
-            UserError: heads that are plain in the source are to be quantized.
+            UserError: no list can describe the heads.
         """
         quantization = self._model.config["quantization_config"]
-        before, after = _in_heads(self._model, self._checkpoint.encoded), _in_heads(export, quantized)
-        num_heads = self._model.heads.layers
-        if export.heads.layers == 0 or (export.heads.layers == num_heads and after == before):
+        if not export.heads.layers or not _problems(export, quantization, is_quantized):
             return quantization
-        if num_heads and after - before:
+        for problem in quantized_head_problems(self._model):
+            logger.warning("%s: config.json does not describe the MTP heads: %s", self._model.name, problem)
+        in_heads = (name for name in is_quantized if export.family.is_mtp(export.config, f"{name}.weight"))
+        keeps_block = not any(is_quantized[name] for name in in_heads)
+        listed = with_heads_kept(quantization, export.family, export.config, keeps_block=keeps_block)
+        if problems := _problems(export, listed, is_quantized):
+            lines = "\n  ".join(some(problems))
             raise UserError(
-                f"--quant_heads block: the MTP heads of {self._model.name} are not quantized, and its config.json "
-                "lists them",
-                "remove it",
+                f"the quantization_config of {self._model.name} cannot describe the MTP heads:\n  {lines}",
+                "add --quant_heads keep, which writes the heads in 16 bits",
             )
-        return with_heads_kept(quantization, export.family, export.config, keeps_block=not after)
+        return listed
 
     def copy_unchanged(self, key: str, tensor: torch.Tensor, files: ShardedFiles) -> bool:
         """Copy codes and scales of a matrix to files if they stand for these numbers.
@@ -127,3 +134,9 @@ class Fp8Source:
 def _in_heads(model: HfModel, keys: Iterable[str]) -> set[str]:
     """Return the HF keys that belong to MTP heads."""
     return {key for key in keys if model.family.is_mtp(model.config, key)}
+
+
+def _problems(export: HfModel, quantization: Mapping[str, Any], is_quantized: Mapping[str, bool]) -> list[str]:
+    """Return the problems of an export's heads with a quantization_config."""
+    described = replace(export, config={**export.config, "quantization_config": quantization})
+    return problems_of(described, is_quantized)

@@ -109,7 +109,9 @@ def _quantize(
             plain_modules = _plain_modules(model, entries, encodings)
             declared = quantization_config(model, scheme, plain_modules, keeps_heads=quant_heads != "block")
             if source:
-                declared = source.quantization_config(model, encodings)
+                weights = [key for key in entries if key.endswith(".weight")]
+                is_quantized = {key.removesuffix(".weight"): key in encodings for key in weights}
+                declared = source.quantization_config(model, is_quantized)
             _write_small_files(model, out_dir, declared)
             files.create()
         keys = list(entries)

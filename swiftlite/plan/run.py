@@ -191,14 +191,18 @@ def make_schedule(args: SftArgs, num_samples: int) -> Schedule:
     )
 
 
-def render(args: SftArgs, plan: Plan, checkpoint: Heads, schedule: Schedule | None) -> str:
+def render(args: SftArgs, plan: Plan, checkpoint: Heads, schedule: Schedule | None, quantization: str = "") -> str:
     """Return the text that --dry_run prints.
 
     Args:
         schedule: None if the number of rows is not known yet.
+        quantization: format of a quantized --model.
     """
+    model_lines = _model_lines(args, plan, checkpoint)
+    if quantization:
+        model_lines.insert(1, ("quantization", f"{quantization}, decoded when the model is loaded"))
     sections = [
-        ("model", _model_lines(args, plan, checkpoint)),
+        ("model", model_lines),
         ("layout", layout_lines(plan)),
         ("steps", _step_lines(args, plan, schedule)),
         ("writes", _written_lines(args, plan)),

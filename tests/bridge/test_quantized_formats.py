@@ -337,6 +337,7 @@ def test_stored_tensors_that_do_not_match_are_named(tmp_path, scheme, changes, r
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
         ({"quant_method": "mxfp4"}, "mxfp4"),
         ("fp8", "fp8"),
+        ({}, ""),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fp8 fmt e5m2"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "fp8 weight_block_size 128"),
         ({"quant_method": "gptq", "bits": 3, "group_size": 128}, "gptq bits 3"),

@@ -312,6 +312,19 @@ def test_memory_in_low_precision(model, capsys):
     assert float(plain[5].split()[5]) - float(lines[5].split()[5]) == pytest.approx(saved, abs=0.011)
 
 
+def test_a_quantized_model_is_decoded(tmp_path, model, capsys):
+    """Its weights take as much memory as those of a plain model."""
+    config = QWEN3_8B | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    directory = tmp_path / "fp8"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config))
+    _, lines = plan(capsys, model=str(directory))
+    _, plain = plan(capsys, model=model)
+    assert lines[5] == plain[5]
+    assert mentions(lines[6], "fp8")
+    assert not mentions("\n".join(plain), "fp8")
+
+
 def test_layouts_in_low_precision(model, capsys):
     options = {"num_gpus": 8, "max_length": 4096, "global_batch_size": 64, "gpu_type": "B200"}
     speeds = []

@@ -69,6 +69,12 @@ def test_render_tells_layout_depth_and_files():
     assert "out/acceptance.json" in text
 
 
+def test_render_of_a_quantized_model():
+    args = SftArgs(model="m", dataset=["a.jsonl"], output_dir="out", mtp_num_layers=0)
+    text = render(args, make_plan(args, 1, Heads()), Heads(), None, "compressed-tensors (pack-quantized)")
+    assert has_line(text, "quantization compressed-tensors pack-quantized")
+
+
 def test_render_without_heads_has_no_acceptance_file():
     args = SftArgs(model="m", dataset=["a.parquet"], output_dir="out", mtp_num_layers=0, split_dataset_ratio=0)
     text = render(args, make_plan(args, 1, Heads(2)), Heads(2), None)

@@ -167,8 +167,10 @@ def test_plain_heads_of_the_model_are_not_quantized(options, mesh, tmp_path):
     plain = make_tiny_hf(tmp_path / "plain", "qwen3", depth=1, dtype=torch.bfloat16, with_tokenizer=True)
     model = quantized.quantize_hf(plain, tmp_path / "model", "fp8_blocks", block=False)
     run = train(options(model=str(model), **FULL), mesh)
-    with pytest.raises(UserError, match=naming("--quant_heads block")):
+    named = "mtp.layers.0.self_attn.q_proj quantization_config.modules_to_not_convert"
+    with pytest.raises(UserError, match=naming(named)) as error:
         export(run, mesh, **FP8, quant_heads="block")
+    assert "--quant_heads keep" in error.value.hint
     assert not run.with_name("run-hf").exists()
 
 

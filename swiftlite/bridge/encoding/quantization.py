@@ -17,6 +17,8 @@ def quantization_problem(hf_config: HfConfig) -> str:
     quantization = hf_config.get("quantization_config")
     if quantization is None:
         return ""
+    if quantization == {}:
+        return "quantization_config is empty; remove it if the model is not quantized"
     method = quantization.get("quant_method") if isinstance(quantization, dict) else None
     check = CHECKS.get(str(method))
     if check is None:
@@ -25,6 +27,17 @@ def quantization_problem(hf_config: HfConfig) -> str:
     if problem := check(quantization):
         return f"quantization_config of {method}: {problem}"
     return ""
+
+
+def describe_quantization(hf_config: HfConfig) -> str:
+    """Return the format of a quantized model, such as "compressed-tensors (pack-quantized)"; empty without one."""
+    quantization = hf_config.get("quantization_config")
+    if not quantization:
+        return ""
+    method = str(quantization["quant_method"])
+    if "format" in quantization:
+        method += f" ({quantization['format']})"
+    return method
 
 
 def _fp8_problem(quantization: Mapping[str, Any]) -> str:
