@@ -1,6 +1,8 @@
 """Read and write acceptance.json and drafts.json. Only this module reads and writes these files.
 
-acceptance.json contains the acceptance rates before and after a run, and the rates of engines that served its model.
+acceptance.json of a run contains the acceptance rates before and after training, and the rates of engines that served
+its model. acceptance.json of a quantized export contains the quality of its trunk and heads, and the same of the model
+before the quantization.
 drafts.json contains some held-out answers, with the head that drafted each token, for reports.
 """
 
@@ -133,6 +135,39 @@ def add_engine_acceptance(
     _write(path, content)
 
 
+def add_compared_engines(path: Path, counts: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> None:
+    """Add the counts of engines to an acceptance.json: those of "model" under `engines`, those of "baseline" under
+    `baseline`.
+
+    Args:
+        counts: by model, counts (`MeasuredPrompts.to_json`) by engine (`named`).
+
+    Raises:
+        UserError: the file is not an acceptance.json.
+    """
+    content = read_acceptance(path)
+    for name, by_engine in counts.items():
+        place = content
+        if name == "baseline":
+            place = content.setdefault("baseline", {})
+        place["engines"] = {**place.get("engines", {}), **by_engine}
+    _write(path, content)
+
+
+def write_quantized(
+    path: Path, quantization: Mapping[str, Any], model: Mapping[str, Any], baseline: Mapping[str, Any]
+) -> None:
+    """Write the acceptance.json of a quantized export.
+
+    Args:
+        quantization: description of the quantization.
+        model: `trunk`, `teacher_forced` and `replayed` of the export.
+        baseline: the same of the model that it is compared with.
+    """
+    depths = len(model["teacher_forced"]["acceptance_per_depth"])
+    _write(path, {"depths": depths, "quantization": quantization, **model, "baseline": baseline})
+
+
 def read_acceptance(path: Path) -> dict[str, Any]:
     """Return the content of a run's acceptance.json.
 
@@ -144,11 +179,11 @@ def read_acceptance(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read: {error}", _HINT) from None
     if not isinstance(content, dict) or "depths" not in content:
-        raise UserError(f"{path} is not the acceptance.json of a training run", _HINT)
+        raise UserError(f"{path} is not the acceptance.json of a training run or a quantized export", _HINT)
     return content
 
 
-_HINT = "set --acceptance_json to acceptance.json in the --output_dir of a training run"
+_HINT = "set --acceptance_json to acceptance.json in the --output_dir of a training run or a quantized export"
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:

@@ -1,4 +1,8 @@
-"""Measure how often each head agrees with the trunk on given rows, by channel, without an engine."""
+"""Measure heads and trunk on given rows, by channel, without an engine.
+
+For heads, the share of predictions that equal the trunk's is measured; for a trunk, its loss, and the share of
+predictions that equal those of another trunk.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,56 +29,8 @@ ALL = "all"
 """Key of the results over all channels, next to one key per channel."""
 
 
-@torch.no_grad()
-def teacher_forced(
-    hf_model: HfModel,
-    samples: Sequence[Sample],
-    *,
-    torch_dtype: str,
-    mesh: Mesh,
-    row_length: int = 4096,
-    num_drafts: int | None = None,
-) -> dict[str, dict[str, Any]]:
-    """Measure rows, by channel and over all channels (key "all").
-
-    Args:
-        mesh: a mesh on which this rank holds the whole model.
-        row_length: maximum number of tokens in a forward pass; a longer sample is processed alone.
-        num_drafts: draft tokens per step of the simulated decoding; default: the number that the heads were trained
-            for.
-
-    Returns:
-        For each channel, `samples` and `loss`, and for each MTP depth `targets`, `loss` and `acceptance`. The
-            acceptance of a depth is the share of its predictions that equal the trunk's prediction of the same token.
-            Without heads, the lists are empty. `replayed` contains the counts of simulated speculative decoding over
-            the rows (`DraftCounts.to_json`), which skips accepted tokens. There is also the acceptance by context
-            length and by position (`by_position.describe`).
-    """
-    heads = hf_model.heads
-    extras: Sequence[Extra] = ()
-    sizes = image_sizes(hf_model.config)
-    if sizes and any(PATCHES in sample.extras for sample in samples):
-        hf_model = hf_model.with_images()
-        extras = image_extras(sizes)
-    (model,), _ = open_model(hf_model, mesh, dtype=getattr(torch, torch_dtype))
-    model.eval()
-    by_channel: dict[str, list[Sample]] = {}
-    for sample in samples:
-        by_channel.setdefault(sample.channel or "", []).append(sample)
-    found: dict[str, _Measured] = {}
-    for channel, chosen in sorted(by_channel.items()):
-        rows = pack([len(sample) for sample in chosen], max(row_length, *map(len, chosen)))
-        parts = []
-        for row in rows:
-            batch = collate_packed([chosen[i] for i in row.tolist()], 0, num_drafts=heads.drafts, extras=extras)
-            parts.append(_measure(model, batch, heads.drafts, num_drafts, mesh))
-        found[channel] = reduce(add, parts)
-    named = {channel: measured.to_json() for channel, measured in found.items() if channel}
-    return {ALL: reduce(add, found.values()).to_json(), **named}
-
-
 @dataclass(frozen=True)
-class _Measured:
+class Measured:
     """Measurements of some rows; the measurements of several groups of rows can be added.
 
     Attributes:
@@ -82,23 +38,34 @@ class _Measured:
         sums: sum of `statistics.depth_sums` over the rows.
         walk: counts of simulated speculative decoding.
         table: sum of `by_position.tally` over the rows.
+        predictions: the trunk's most likely tokens at the labels, int32, a tensor for each packed row.
     """
 
     num_samples: int
     sums: torch.Tensor
     walk: DraftCounts
     table: torch.Tensor
+    predictions: tuple[torch.Tensor, ...]
 
-    def __add__(self, other: "_Measured") -> "_Measured":
-        return _Measured(
+    def __add__(self, other: "Measured") -> "Measured":
+        return Measured(
             self.num_samples + other.num_samples,
             self.sums + other.sums,
             self.walk + other.walk,
             self.table + other.table,
+            self.predictions + other.predictions,
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return the measurements in the format of evaluation.json."""
+        """Return the measurements in the format of evaluation.json.
+
+        Returns:
+            `samples` and `loss`, and for each MTP depth `targets`, `loss` and `acceptance`. The acceptance of a depth
+                is the share of its predictions that equal the trunk's prediction of the same token. Without heads, the
+                lists are empty. `replayed` contains the counts of simulated speculative decoding over the rows
+                (`DraftCounts.to_json`), which skips accepted tokens. There is also the acceptance by context length and
+                by position (`by_position.describe`).
+        """
         (loss, targets, _), *depths = self.sums.tolist()
         heads = []
         for loss_of_depth, count, hits in depths:
@@ -112,8 +79,85 @@ class _Measured:
             "replayed": self.walk.to_json(),
         }
 
+    def trunk_to_json(self, baseline: "Measured | None" = None) -> dict[str, Any]:
+        """Return the quality of the trunk in the format of evaluation.json and acceptance.json.
 
-def _measure(model: torch.nn.Module, batch: Batch, depth: int, num_drafts: int | None, mesh: Mesh) -> _Measured:
+        Args:
+            baseline: measurements of another model on the same rows.
+
+        Returns:
+            `tokens` is the number of labels, and `loss` the mean cross-entropy in nats per label. With a baseline,
+                `top1_agreement` is the share of labels at which both trunks have the same most likely token.
+        """
+        loss, tokens, _ = self.sums[0].tolist()
+        found = {"tokens": int(tokens), "loss": loss / max(tokens, 1)}
+        if baseline is not None:
+            pairs = zip(self.predictions, baseline.predictions, strict=True)
+            agreed = sum(int((mine == its).sum()) for mine, its in pairs)
+            found["top1_agreement"] = agreed / max(tokens, 1)
+        return found
+
+
+def teacher_forced(
+    hf_model: HfModel,
+    samples: Sequence[Sample],
+    *,
+    torch_dtype: str,
+    mesh: Mesh,
+    row_length: int = 4096,
+    num_drafts: int | None = None,
+) -> dict[str, dict[str, Any]]:
+    """Return the results of `measure_rows` as JSON, by channel and over all channels (key "all")."""
+    measured = measure_rows(
+        hf_model, samples, torch_dtype=torch_dtype, mesh=mesh, row_length=row_length, num_drafts=num_drafts
+    )
+    return {channel: found.to_json() for channel, found in measured.items()}
+
+
+@torch.no_grad()
+def measure_rows(
+    hf_model: HfModel,
+    samples: Sequence[Sample],
+    *,
+    torch_dtype: str,
+    mesh: Mesh,
+    row_length: int = 4096,
+    num_drafts: int | None = None,
+) -> dict[str, Measured]:
+    """Measure rows, by channel and over all channels (key "all").
+
+    Weights of a quantized model are those that its codes stand for; activations are not quantized.
+
+    Args:
+        mesh: a mesh on which this rank holds the whole model.
+        row_length: maximum number of tokens in a forward pass; a longer sample is processed alone.
+        num_drafts: draft tokens per step of the simulated decoding; default: the number that the heads were trained
+            for.
+    """
+    heads = hf_model.heads
+    extras: Sequence[Extra] = ()
+    sizes = image_sizes(hf_model.config)
+    if sizes and any(PATCHES in sample.extras for sample in samples):
+        hf_model = hf_model.with_images()
+        extras = image_extras(sizes)
+    (model,), _ = open_model(hf_model, mesh, dtype=getattr(torch, torch_dtype))
+    model.eval()
+    by_channel: dict[str, list[Sample]] = {}
+    for sample in samples:
+        by_channel.setdefault(sample.channel or "", []).append(sample)
+    found: dict[str, Measured] = {}
+    for channel, chosen in sorted(by_channel.items()):
+        rows = pack([len(sample) for sample in chosen], max(row_length, *map(len, chosen)))
+        parts = []
+        for row in rows:
+            batch = collate_packed([chosen[i] for i in row.tolist()], 0, num_drafts=heads.drafts, extras=extras)
+            parts.append(_measure(model, batch, heads.drafts, num_drafts, mesh))
+        found[channel] = reduce(add, parts)
+    named = {channel: measured for channel, measured in found.items() if channel}
+    return {ALL: reduce(add, found.values()), **named}
+
+
+def _measure(model: torch.nn.Module, batch: Batch, depth: int, num_drafts: int | None, mesh: Mesh) -> Measured:
     """Measure one packed row, including simulated decoding that drafts `num_drafts` of the heads' `depth` tokens."""
     device = mesh.device.torch_device
     batch = batch.map(lambda tensor: tensor.to(device)).map_per_sequence(lambda tensor: tensor.to(device))
@@ -121,6 +165,7 @@ def _measure(model: torch.nn.Module, batch: Batch, depth: int, num_drafts: int |
     sums = depth_sums(losses, batch.loss_scale_KBS, mesh, batch.cu_seqlens).cpu()
     trunk_BS = losses.main.prediction_BS
     learned_S = trunk_BS[0] != -1
+    predictions = trunk_BS[0, learned_S].int().cpu()
     agrees_KS = torch.zeros(depth, len(learned_S), dtype=torch.bool, device=learned_S.device)
     counted_KS = agrees_KS.clone()
     for number, head in enumerate(losses.mtp):
@@ -131,4 +176,4 @@ def _measure(model: torch.nn.Module, batch: Batch, depth: int, num_drafts: int |
     walk = DraftCounts(0, 0, ())
     if depth:
         walk = replay(agrees_KS[:num_drafts].cpu(), counted_KS[:num_drafts].cpu())
-    return _Measured(batch.num_sequences, sums, walk, table)
+    return Measured(batch.num_sequences, sums, walk, table, (predictions,))

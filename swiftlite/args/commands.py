@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from swiftlite.args import fields
-from swiftlite.args.bounds import Fraction, PositiveFloat, PositiveInt
+from swiftlite.args.bounds import Fraction, NonNegativeFloat, PositiveFloat, PositiveInt
 
 
 @dataclass(frozen=True)
@@ -69,16 +69,23 @@ class ConversionArgs:
     max_shard_size_gb: PositiveFloat = 5.0
     """Maximum size of a safetensors file in GB (1e9 bytes)."""
     val_dataset: list[str] = field(default_factory=list)
-    """Files or datasets on the hub with rows for --min_acceptance and --max_regression."""
+    """Files or datasets on the hub with held-out rows for the limits below. With --quant_method, trunk and heads are
+    also measured without a limit, and compared with those of the unquantized model."""
     min_acceptance: Fraction | None = None
     """Minimum agreement of heads and trunk on --val_dataset (mean over depths, 0 to 1); refuse an export below it."""
     max_regression: Fraction | None = None
     """Maximum decrease of the agreement of heads and trunk compared with --baseline (0 to 1); refuse an export beyond
     it."""
+    max_trunk_loss: PositiveFloat | None = None
+    """Maximum loss of the trunk on --val_dataset, in nats per token; refuse an export above it."""
+    max_trunk_loss_increase: NonNegativeFloat | None = None
+    """Maximum increase of the trunk's loss compared with --baseline, in nats per token; refuse an export beyond it. For
+    example, 0.01 increases the perplexity by 1 %."""
     baseline: str | None = None
-    """Hugging Face model for --max_regression. Default: the model that the run started from."""
+    """Hugging Face model to compare with. Default: the model that the run started from; with --quant_method the
+    unquantized model."""
     force: bool = False
-    """Keep an export that --min_acceptance or --max_regression refuses, with a warning."""
+    """Keep an export that a limit refuses, with a warning."""
     push_to_hub: str | None = None
     """With --to_hf: repository on the hub (ORG/NAME) that the complete, audited export is uploaded to, with a model
     card."""

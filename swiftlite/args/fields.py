@@ -618,6 +618,9 @@ class EvaluationArgs:
     """Maximum number of malformed rows before the command stops; each is reported with file:line."""
     system: str | None = None
     """System prompt for rows without one."""
+    acceptance_json: str | None = None
+    """acceptance.json of a run or of a quantized export, to which the acceptance that --infer_backend counted for
+    --model and --baseline is added."""
 
 
 @dataclass(frozen=True)

@@ -231,7 +231,8 @@ def _report_model(args: DoctorArgs) -> bool:
 
 def _report_audit(model: HfModel) -> bool:
     from swiftlite.bridge.audit import audit_hf, mtp_depth_on_disk
-    from swiftlite.engines.quantized_heads import quantization_of, quantized_head_problems, unsupported_engines
+    from swiftlite.engines.quantization import quantization_of, quantization_words
+    from swiftlite.engines.quantized_heads import quantized_head_problems, unsupported_engines
 
     directory = model.directory
     try:
@@ -239,7 +240,7 @@ def _report_audit(model: HfModel) -> bool:
         problems = audit_hf(directory, model.family) + _tokenizer_problems(directory, model.config)
         problems += quantized_head_problems(model)
         unsupported = unsupported_engines(model)
-        quantization = quantization_of(model)
+        quantization = quantization_words(quantization_of(model))
         drafted = model.heads.draft_vocab
     except UserError as error:
         print(f"  {error}")

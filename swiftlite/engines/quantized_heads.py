@@ -6,7 +6,6 @@ no draft is accepted. `conventions/built.py` contains the rules of the engines.
 
 from collections.abc import Mapping, Sequence
 
-from swiftlite.bridge.encoding.quantization import describe_quantization
 from swiftlite.bridge.entry import Entry
 from swiftlite.bridge.tensors import Checkpoint, some
 from swiftlite.conventions.built import head_problems
@@ -34,18 +33,6 @@ def quantized_modules(stored: Mapping[str, Entry]) -> dict[str, bool]:
         elif name == "weight":
             modules[module] = not entry.dtype.is_floating_point or entry.dtype.itemsize == 1
     return modules
-
-
-def quantization_of(model: HfModel) -> str:
-    """Return the format of a quantized model and which parts are quantized; empty for a plain model."""
-    words = describe_quantization(model.config)
-    if not words or not model.heads.layers:
-        return words
-    modules = quantized_modules(Checkpoint(model.directory).stored)
-    in_heads = {name for name in modules if model.family.is_mtp(model.config, f"{name}.weight")}
-    if any(modules[name] for name in in_heads):
-        return f"{words}, trunk and MTP layers"
-    return f"{words}, MTP layers are not quantized"
 
 
 def quantized_head_problems(model: HfModel, engines: Sequence[str] | None = None) -> list[str]:

@@ -1,11 +1,12 @@
-"""Run `swiftlite evaluate`: measure the acceptance of a model's MTP heads and of a baseline's, by depth and channel."""
+"""Run `swiftlite evaluate`: measure the heads and the trunk of a model and of a baseline, by channel."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from swiftlite.acceptance.report import named
-from swiftlite.acceptance.teacher_forced import ALL, teacher_forced
+from swiftlite.acceptance.report import add_compared_engines, named, read_acceptance
+from swiftlite.acceptance.teacher_forced import ALL, Measured, measure_rows, teacher_forced
 from swiftlite.args.commands import EvaluateArgs
 from swiftlite.atomic import atomic_write, check_writable
 from swiftlite.data.dataset import Data
@@ -21,6 +22,7 @@ from swiftlite.evaluate.over_time import measure_over_time
 from swiftlite.evaluate.page import evaluation_chart, evaluation_page
 from swiftlite.evaluate.position_tables import position_tables
 from swiftlite.evaluate.rates import REPLAYED, ModelFigures, compare_with_engine, table
+from swiftlite.evaluate.trunks import Trunk, have_same_tokens, trunk_of, trunk_section, trunk_table
 from swiftlite.families.resolved import HfModel
 from swiftlite.hub.name import models_in
 from swiftlite.log import logger
@@ -47,6 +49,8 @@ def _measure_models(args: EvaluateArgs) -> None:
     Raises:
         UserError: rows or a model are invalid, or --output_dir cannot be written.
     """
+    if args.acceptance_json:
+        read_acceptance(Path(args.acceptance_json))
     names = models_in(args)
     models = {option: resolve_served(name) for option, name in names.items()}
     rows = {name: _read_rows(args, model) for name, model in models.items()}
@@ -60,18 +64,21 @@ def _measure_models(args: EvaluateArgs) -> None:
             else:
                 logger.info("%s has no heads and is not measured with an engine", model.directory)
     results: dict[str, ModelFigures] = {}
+    measured: dict[str, dict[str, Measured]] = {}
     with session() as mesh:
         for name, model in models.items():
             _, data = rows[name]
-            forced = teacher_forced(model, data.val, torch_dtype=args.torch_dtype, mesh=mesh)
+            measured[name] = measure_rows(model, data.val, torch_dtype=args.torch_dtype, mesh=mesh)
+            forced = {channel: found.to_json() for channel, found in measured[name].items()}
             results[name] = {"teacher_forced": _without_walks(forced), "replayed": _walks(forced)}
             if name in served:
                 results[name] |= _compare_with_engine(args, model, served[name], mesh)
-    print(table(results))
+    trunks = _trunks(models, rows, measured)
+    print(f"{table(results)}\n\n{trunk_table(trunks)}")
     if by_place := position_tables(results):
         print(f"\n{by_place}")
     report: dict[str, dict[str, Any]] = {
-        name: {"directory": names[name], **measured} for name, measured in results.items()
+        name: {"directory": names[name], **figures, **trunks[name].to_json()} for name, figures in results.items()
     }
     confidences = []
     if args.draft_confidence:
@@ -81,8 +88,27 @@ def _measure_models(args: EvaluateArgs) -> None:
         report["model"]["by_draft_confidence"] = confidences
     atomic_write(output_dir / "evaluation.json", json.dumps(report, indent=2).encode() + b"\n")
     atomic_write(output_dir / "evaluation.svg", evaluation_chart(results))
-    atomic_write(output_dir / "evaluation.html", render(evaluation_page(results, names, confidences)))
+    page = evaluation_page(results, names, trunk_section(trunks), confidences)
+    atomic_write(output_dir / "evaluation.html", render(page))
+    if args.acceptance_json:
+        add_compared_engines(Path(args.acceptance_json), _counts_of_engine(args, results))
     logger.info("wrote %s, evaluation.svg and evaluation.html", output_dir / "evaluation.json")
+
+
+def _trunks(
+    models: Mapping[str, HfModel],
+    rows: Mapping[str, tuple[PromptEncoder, Data]],
+    measured: Mapping[str, Mapping[str, Measured]],
+) -> dict[str, Trunk]:
+    """Return the trunks of the model and of the baseline, if there is one, by name."""
+    trunks = {name: trunk_of(model, measured[name]) for name, model in models.items()}
+    if "baseline" not in models:
+        return trunks
+    if have_same_tokens(rows["model"][1].val, rows["baseline"][1].val):
+        trunks["model"] = trunk_of(models["model"], measured["model"], measured["baseline"])
+    else:
+        logger.info("model and baseline tokenize the rows differently: the predictions of trunks are not compared")
+    return trunks
 
 
 def _read_rows(args: EvaluateArgs, model: HfModel) -> tuple[PromptEncoder, Data]:
@@ -149,6 +175,15 @@ def _compare_with_engine(args: EvaluateArgs, model: HfModel, served: EngineStats
     walks = _walks(forced)
     logger.info("%s", compare_with_engine(engine, counted[ALL], walks[ALL], args.torch_dtype))
     return {engine: counted, f"{engine}{REPLAYED}": walks, **drawn}
+
+
+def _counts_of_engine(args: EvaluateArgs, results: Mapping[str, ModelFigures]) -> dict[str, dict[str, dict[str, Any]]]:
+    """Return the engine's counts over all channels, by model and by the engine's name with its temperature."""
+    keys = dict.fromkeys([named(args.infer_backend, 0), named(args.infer_backend, args.temperature)])
+    counts = {}
+    for name, figures in results.items():
+        counts[name] = {key: figures[key][ALL] for key in keys if key in figures}
+    return counts
 
 
 def _walks(forced: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:

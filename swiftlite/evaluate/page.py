@@ -23,6 +23,7 @@ METHODS = {
 def evaluation_page(
     results: Mapping[str, ModelFigures],
     directories: Mapping[str, str],
+    trunks: Section | None = None,
     confidences: Sequence[Mapping[str, Any]] = (),
 ) -> Page:
     """Return the page of an evaluation.
@@ -30,6 +31,7 @@ def evaluation_page(
     Args:
         results: figures of "model", and of "baseline" if there is one.
         directories: paths or names of the models, by the keys of `results`.
+        trunks: section about the trunks, from `trunks.trunk_section`.
         confidences: speed at each draft confidence, from `confidence.by_confidence`; empty if not measured.
     """
     methods = list(results["model"])
@@ -49,6 +51,8 @@ def evaluation_page(
         )
         for method in methods
     ]
+    if trunks:
+        sections.append(trunks)
     if confidences:
         table = Table("Speed on the same prompts", COLUMNS, confidence_rows(confidences))
         sections.append(Section("Confidence threshold", "Speed at values of --draft_confidence.", tables=[table]))

@@ -10,15 +10,23 @@ from typing import Any
 
 import yaml
 
-from swiftlite.acceptance.report import ACCEPTANCE_FILE, read_acceptance
+from swiftlite.acceptance.report import ACCEPTANCE_FILE, describe, read_acceptance
 from swiftlite.args.data_file import split_sample
+from swiftlite.engines.quantization import quantization_of, quantization_words
 from swiftlite.errors import clip
 from swiftlite.export.provenance import Provenance
+from swiftlite.families.resolved import HfModel
 from swiftlite.heads import Heads
 from swiftlite.hub.name import HubName
 
 
-def model_card(repository: str, provenance: Provenance, heads: Heads, measured: Path | None) -> str:
+def model_card(
+    repository: str,
+    provenance: Provenance,
+    heads: Heads,
+    measured: Path | None,
+    quality: Mapping[str, Any] | None = None,
+) -> str:
     """Return the text of README.md.
 
     Args:
@@ -26,12 +34,33 @@ def model_card(repository: str, provenance: Provenance, heads: Heads, measured: 
         measured: directory of the run whose acceptance.json, if it exists, describes the exported heads. None if the
             export differs from the end of the run: an earlier checkpoint, heads grafted from another model, or another
             draft vocabulary.
+        quality: from `read_quality`; None or empty for a plain model.
     """
     sections = [_front_matter(provenance, heads), f"# {repository}\n", f"{_what_it_is(provenance, heads)}\n"]
+    if quality:
+        sections += _quantization(quality)
     if measured:
-        sections += _acceptance(measured)
+        sections += _acceptance(measured, is_before="method" in (quality or {}).get("quantization", {}))
     sections += _serving(repository, heads)
     return "\n".join(sections).rstrip() + "\n"
+
+
+def read_quality(model: HfModel, quant_method: str | None) -> dict[str, Any]:
+    """Return the acceptance.json of a quantized export, or without measurements only its `quantization`; empty for a
+    plain model.
+
+    Args:
+        quant_method: the method, if the export has quantized the model.
+    """
+    path = model.directory / ACCEPTANCE_FILE
+    if path.is_file():
+        return read_acceptance(path)
+    described = quantization_of(model)
+    if not described:
+        return {}
+    if quant_method:
+        described = {"method": quant_method, **described}
+    return {"quantization": described}
 
 
 def _front_matter(provenance: Provenance, heads: Heads) -> str:
@@ -76,8 +105,51 @@ def _shown(name: HubName | str, commits: Mapping[str, str]) -> str:
     return link
 
 
-def _acceptance(run: Path) -> list[str]:
-    """Return the Markdown lines of the acceptance table: before and after training, and for each engine."""
+def _quantization(quality: Mapping[str, Any]) -> list[str]:
+    """Return the Markdown lines about the quantization, and the table that compares the model with the unquantized one
+    if both were measured."""
+    described = quality["quantization"]
+    lines = ["## Quantization", "", f"Format: {quantization_words(described)}.", ""]
+    before = quality.get("baseline")
+    if not before:
+        return lines
+    lines += ["Measured on held-out rows:", "", "| | baseline | quantized |", "|---|---|---|"]
+    losses = [f"{each['trunk']['loss']:.4f}" for each in (before, quality)]
+    agreement = f"{quality['trunk']['top1_agreement']:.1%}"
+    lines += [_row("loss of the trunk, nats per token", *losses)]
+    lines += [_row("trunk predicts the same token as the baseline's", "", agreement)]
+    pairs = zip(*(each["teacher_forced"]["acceptance_per_depth"] for each in (before, quality)), strict=False)
+    for depth, shares in enumerate(pairs, start=1):
+        lines.append(_row(f"head {depth} predicts the same token as its trunk", *(f"{share:.1%}" for share in shares)))
+    counts = {"simulated decoding": [each["replayed"] for each in (before, quality)]}
+    for engine, own in quality.get("engines", {}).items():
+        counts[describe(engine)] = [before.get("engines", {}).get(engine, {}), own]
+    for name, both in counts.items():
+        if any(each.get("drafted") for each in both):
+            lines.append(_row(f"accepted drafts, {name}", *map(_accepted, both)))
+    if "activation_bits" in described:
+        bits = described["activation_bits"]
+        lines += ["", f"Engines also round activations to {bits} bits, which only the counts of an engine include."]
+    return [*lines, ""]
+
+
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _accepted(counts: Mapping[str, Any]) -> str:
+    """Return the accepted drafts of draft counts as text; empty without drafts."""
+    if not counts.get("drafted"):
+        return ""
+    return f"{counts['accepted']} of {counts['drafted']} ({counts['acceptance_rate']:.1%})"
+
+
+def _acceptance(run: Path, is_before: bool) -> list[str]:
+    """Return the Markdown lines of the acceptance table: before and after training, and for each engine.
+
+    Args:
+        is_before: whether the run's model was quantized after the measurement.
+    """
     path = run / ACCEPTANCE_FILE
     if not path.is_file():
         return []
@@ -88,11 +160,14 @@ def _acceptance(run: Path) -> list[str]:
     rows += [(f"after training, {engine}", counts) for engine, counts in content.get("engines", {}).items()]
     if not rows:
         return []
-    lines = ["## Acceptance", "", "Accepted drafts on held-out prompts, greedy decoding:", ""]
+    which = ""
+    if is_before:
+        which = " before the quantization"
+    lines = ["## Acceptance", "", f"Accepted drafts on held-out prompts{which}, greedy decoding:", ""]
     lines += ["| | prompts | accepted of drafted | tokens per step |", "|---|---|---|---|"]
     for name, counts in rows:
-        share = f"{counts['accepted']} of {counts['drafted']} ({counts['acceptance_rate']:.1%})"
-        lines.append(f"| {name} | {counts['prompts']} | {share} | {counts['mean_accepted_length']:.2f} |")
+        length = f"{counts['mean_accepted_length']:.2f}"
+        lines.append(_row(name, str(counts["prompts"]), _accepted(counts), length))
     return [*lines, ""]
 
 

@@ -27,10 +27,10 @@ from swiftlite.conventions.quantized import with_heads_kept
 from swiftlite.engines.quantized_heads import quantized_head_problems
 from swiftlite.errors import UserError
 from swiftlite.export import adapter
-from swiftlite.export.card import model_card
+from swiftlite.export.card import model_card, read_quality
 from swiftlite.export.draft_vocab import restrict_heads
 from swiftlite.export.fp8_source import fp8_model_of
-from swiftlite.export.gate import check_acceptance
+from swiftlite.export.gate import check_quality
 from swiftlite.export.image_bounds import write_image_bounds
 from swiftlite.export.provenance import provenance_of
 from swiftlite.export.quantization import quantize
@@ -88,7 +88,7 @@ def to_hf(args: ExportArgs, mesh: Mesh) -> None:
 
     Raises:
         UserError: there is no checkpoint, --output_dir cannot be created, the audit of the result found a problem, or
-            its acceptance is below a limit; nothing is written.
+            does not meet a limit of its quality; nothing is written.
     """
     checkpoint = resolve_checkpoint(Path(args.model))
     check_source(checkpoint.parent)
@@ -150,9 +150,12 @@ def to_hf(args: ExportArgs, mesh: Mesh) -> None:
         if args.quant_method:
             _quantize(args, resolve(writing), result, fp8_model)
         if dist.get_rank() == 0:
-            check_acceptance(args, result, args.torch_dtype or state["torch_dtype"], mesh)
+            unquantized = resolve(writing) if args.quant_method else None
+            check_quality(args, result, args.torch_dtype or state["torch_dtype"], mesh, unquantized)
             if args.push_to_hub and provenance:
-                card = model_card(args.push_to_hub, provenance, heads, _measured_run(args, checkpoint))
+                measured = _measured_run(args, checkpoint)
+                quality = read_quality(resolve(result), args.quant_method)
+                card = model_card(args.push_to_hub, provenance, heads, measured, quality)
                 (result / "README.md").write_text(card, encoding="utf-8")
     family = hf_model.family.name
     logger.info("wrote %s: %s with %d MTP layers, from %s", output_dir, family, heads.layers, checkpoint)
@@ -162,8 +165,8 @@ def quantize_model(args: ExportArgs, mesh: Mesh) -> None:
     """Write a quantized copy of a Hugging Face model.
 
     Raises:
-        UserError: the model cannot be read or quantized, --output_dir cannot be created, or the acceptance of the
-            result is below a limit; nothing is written.
+        UserError: the model cannot be read or quantized, --output_dir cannot be created, or the result does not
+            meet a limit of its quality; nothing is written.
     """
     hf_model = resolve(args.model)
     check_agreement({"commit of --model": hf_model.identity})
@@ -172,7 +175,7 @@ def quantize_model(args: ExportArgs, mesh: Mesh) -> None:
         _quantize(args, hf_model, writing)
         if dist.get_rank() == 0:
             dtype = hf_model.config.get("dtype") or hf_model.config.get("torch_dtype") or "bfloat16"
-            check_acceptance(args, writing, dtype, mesh)
+            check_quality(args, writing, dtype, mesh, hf_model)
     logger.info("wrote %s: %s, from %s", output_dir, hf_model.family.name, hf_model.directory)
 
 

@@ -210,6 +210,14 @@ def baseline_is_a_model(args: EvaluateArgs | ExportArgs, facts: Facts) -> Iterat
         yield f"--baseline {args.baseline} has no config.json", _GIVE_A_MODEL
 
 
+def acceptance_json_exists(args: EvaluateArgs | InferArgs, facts: Facts) -> Iterator[Problem]:
+    if args.acceptance_json is not None and not Path(args.acceptance_json).is_file():
+        yield (
+            f"--acceptance_json {args.acceptance_json} does not exist",
+            "give the acceptance.json of a training run or a quantized export",
+        )
+
+
 def graft_has_heads(args: SftArgs | ExportArgs, facts: Facts) -> Iterator[Problem]:
     """Require that --mtp_graft_from names a model of the same type whose config.json declares heads."""
     if args.mtp_graft_from is None:

@@ -39,6 +39,14 @@ def confidences_are_probabilities(args: EvaluateArgs, facts: Facts) -> Iterator[
             yield f"--draft_confidence {value:g} must be at least 0 and at most 1", ""
 
 
+def acceptance_json_gets_counts(args: EvaluateArgs, facts: Facts) -> Iterator[Problem]:
+    if args.acceptance_json is None:
+        return
+    yield from common.acceptance_json_exists(args, facts)
+    if args.infer_backend == "none":
+        yield "--acceptance_json requires --infer_backend", "add --infer_backend vllm"
+
+
 def evaluate_settings_without_effect(args: EvaluateArgs, facts: Facts) -> Iterator[str]:
     no_engine = (args.infer_backend == "none", "--infer_backend is none")
     yield from common.without_effect(
@@ -101,6 +109,7 @@ _MODEL_RULES = (
     there_are_heads,
     common.baseline_is_a_model,
     confidences_are_probabilities,
+    acceptance_json_gets_counts,
     engine_options.engine_is_installed,
     engine_options.draft_confidence_has_its_engine,
     common.images_have_a_place_and_a_size,

@@ -1,7 +1,7 @@
 """Rules of `export`."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from swiftlite.args.commands import ExportArgs
@@ -10,6 +10,11 @@ from swiftlite.hub.name import model_name
 from swiftlite.hub.push import has_token, is_offline
 from swiftlite.plan.facts import Facts, is_run, method_of_run, model_of_run, near_path, reads_run, run_checkpoints
 from swiftlite.rules import common
+
+LIMITS_OF_HEADS = ("min_acceptance", "max_regression")
+LIMITS = (*LIMITS_OF_HEADS, "max_trunk_loss", "max_trunk_loss_increase")
+COMPARED_LIMITS = ("max_regression", "max_trunk_loss_increase")
+"""Limits that require a baseline."""
 
 
 def export_has_one_direction(args: ExportArgs, facts: Facts) -> Iterator[Problem]:
@@ -80,26 +85,32 @@ def export_output_is_outside_of_checkpoints(args: ExportArgs, facts: Facts) -> I
 
 
 def acceptance_can_be_measured(args: ExportArgs, facts: Facts) -> Iterator[Problem]:
-    asked = [f"--{name}" for name in ("min_acceptance", "max_regression") if vars(args)[name] is not None]
-    if not asked:
+    limits = _given(args, LIMITS)
+    if not (limits or (args.quant_method and args.val_dataset)):
         return
-    flags = " and ".join(asked)
+    flags = limits or "--val_dataset"
     if args.to_mcore:
         yield f"{flags} requires --to_hf", f"remove {flags}"
-    elif args.mtp == "strip":
-        yield f"{flags} requires heads, which --mtp strip removes", f"remove {flags}"
+    elif args.mtp == "strip" and (of_heads := _given(args, LIMITS_OF_HEADS)):
+        yield f"{of_heads} requires heads, which --mtp strip removes", f"remove {of_heads}"
     if not args.val_dataset:
         yield f"{flags} requires --val_dataset", "add --val_dataset FILE"
     yield from common.val_dataset_files_exist(args, facts)
     if facts.world_size > 1:
         yield f"{flags} does not support {facts.world_size} processes", "use one process"
     yield from common.baseline_is_a_model(args, facts)
-    is_of_run = reads_run(args)
-    if args.max_regression is not None and not args.baseline and is_of_run and not model_of_run(Path(args.model)):
+    has_baseline = args.baseline or args.quant_method or not reads_run(args)
+    compared = _given(args, COMPARED_LIMITS)
+    if compared and not has_baseline and not model_of_run(Path(args.model)):
         yield (
-            "--max_regression requires the model that the run started from, which no longer exists",
+            f"{compared} requires the model that the run started from, which no longer exists",
             "add --baseline DIR",
         )
+
+
+def _given(args: ExportArgs, names: Iterable[str]) -> str:
+    """Return the given options among `names` as text; empty if there are none."""
+    return " and ".join(f"--{name}" for name in names if vars(args)[name] is not None)
 
 
 def push_can_be_tried(args: ExportArgs, facts: Facts) -> Iterator[Problem]:
@@ -146,15 +157,15 @@ def draft_vocab_can_be_chosen(args: ExportArgs, facts: Facts) -> Iterator[Proble
 
 
 def export_settings_without_effect(args: ExportArgs, facts: Facts) -> Iterator[str]:
-    unmeasured = (
-        args.min_acceptance is None and args.max_regression is None,
-        "neither --min_acceptance nor --max_regression is given",
-    )
-    not_compared = (args.max_regression is None, "--max_regression is not given")
+    has_no_limit = not _given(args, LIMITS)
+    has_rows = args.quant_method and args.val_dataset
+    no_limit = (has_no_limit, f"none of {', '.join(f'--{name}' for name in LIMITS)} is given")
+    unmeasured = (has_no_limit and not has_rows, no_limit[1])
+    not_compared = (not _given(args, COMPARED_LIMITS) and not has_rows, "nothing is compared with it")
     not_pushed = (args.push_to_hub is None, "--push_to_hub is not given")
-    names = ("val_dataset", "force", "media_root", "max_pixels", "min_pixels")
+    names = ("val_dataset", "media_root", "max_pixels", "min_pixels")
     idle: dict[str, tuple[bool, str]] = dict.fromkeys(names, unmeasured)
-    idle |= {"baseline": not_compared, "hub_private_repo": not_pushed}
+    idle |= {"force": no_limit, "baseline": not_compared, "hub_private_repo": not_pushed}
     yield from common.without_effect(args, idle)
 
 
@@ -163,8 +174,8 @@ def adapter_export_is_alone(args: ExportArgs, facts: Facts) -> Iterator[Problem]
         return
     if args.to_mcore:
         yield "--merge_lora false requires --to_hf", "remove it, or use --to_hf"
-    names = ("mtp_graft_from", "torch_dtype", "draft_vocab", "min_acceptance", "max_regression", "push_to_hub")
-    for name in common.changed(args, (*names, "max_shard_size_gb")):
+    names = ("mtp_graft_from", "torch_dtype", "draft_vocab", *LIMITS, "push_to_hub", "max_shard_size_gb")
+    for name in common.changed(args, names):
         yield f"--{name} does not apply to --merge_lora false, which writes only adapters", "remove one of the two"
 
 

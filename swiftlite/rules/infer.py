@@ -1,7 +1,6 @@
 """Rules of `infer`."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 from swiftlite.args.command_line import shell_line
 from swiftlite.args.commands import GenerationCommand, InferArgs
@@ -39,8 +38,7 @@ def what_is_measured_has_speculation(args: InferArgs, facts: Facts) -> Iterator[
 def acceptance_json_fits(args: InferArgs, facts: Facts) -> Iterator[Problem]:
     if args.acceptance_json is None:
         return
-    if not Path(args.acceptance_json).is_file():
-        yield f"--acceptance_json {args.acceptance_json} does not exist", "give the acceptance.json of a training run"
+    yield from common.acceptance_json_exists(args, facts)
     if not args.val_dataset:
         yield "--acceptance_json requires --val_dataset", "add --val_dataset FILE"
 

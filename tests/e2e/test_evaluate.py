@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.e2e.conftest import Commands
 from tests.messages import has_line
+from tests.tiny import make_tiny_hf
 
 pytestmark = pytest.mark.gloo
 
@@ -52,6 +53,36 @@ def test_an_export_with_damaged_heads_is_refused(commands, sft, dataset, tmp_pat
     )
     assert has_line(forced.stderr, "--max_regression 0.02 --force")
     assert (tmp_path / "bad" / "config.json").exists()
+
+
+def test_a_quantized_model_is_compared_with_the_unquantized_one(commands, dataset, tmp_path):
+    """Trunk and heads of both models, and the counts of an engine for both, are in one acceptance.json."""
+    make_tiny_hf(tmp_path / "plain", "qwen3", depth=1, with_tokenizer=True)
+    int4 = ["--quant_method", "rtn", "--quant_bits", 4, "--group_size", 32]
+    rows = ["--val_dataset", dataset]
+    refused = commands.run("export", "--model", "plain", "--output_dir", "int4", *int4, *rows, "--max_trunk_loss", 0.1)
+    assert refused.returncode == 1
+    assert has_line(refused.stderr, "--max_trunk_loss 0.1")
+    assert not (tmp_path / "int4").exists()
+    assert not list(tmp_path.glob(".int4*"))
+    commands.ok("export", "--model", "plain", "--output_dir", "int4", *int4, *rows, "--max_trunk_loss_increase", 5)
+    written = json.loads((tmp_path / "int4" / "acceptance.json").read_text())
+    done = commands.ok(
+        *("evaluate", "--model", "int4", "--baseline", "plain", "--dataset", dataset, "--output_dir", "out"),
+        *("--torch_dtype", "float32", "--infer_backend", "transformers", "--max_prompts", 2, "--max_new_tokens", 6),
+        *("--acceptance_json", "int4/acceptance.json"),
+    )
+    report = json.loads((tmp_path / "out" / "evaluation.json").read_text())
+    content = json.loads((tmp_path / "int4" / "acceptance.json").read_text())
+    for name, place in (("model", content), ("baseline", content["baseline"])):
+        assert place.pop("engines") == {"transformers": report[name]["transformers"]["all"]}
+        assert place["trunk"] == report[name]["trunk"]["all"]
+    assert content == written
+    trunk = written["trunk"]
+    assert has_line(done.stdout, f"model all {trunk['tokens']} {trunk['loss']:.4f} 4 32")
+    assert has_line(done.stdout, f"baseline all {trunk['tokens']} {written['baseline']['trunk']['loss']:.4f}")
+    assert "quantization" not in report["baseline"]
+    assert "quantization" in report["model"]
 
 
 @pytest.mark.engine

@@ -17,7 +17,6 @@ from swiftlite.conventions.quantized import METHODS, unlisted_engines, with_head
 from swiftlite.engines.index import ENGINES
 from swiftlite.engines.quantized_heads import (
     check_quantized_heads,
-    quantization_of,
     quantized_head_problems,
     quantized_modules,
     unsupported_engines,
@@ -143,11 +142,3 @@ def test_a_plain_head_is_not_checked_without_quantization(tmp_path):
     assert (quantized_head_problems(model), unsupported_engines(model)) == ([], [])
     other = replace(model, config={**model.config, "quantization_config": {"quant_method": "quark"}})
     assert quantized_head_problems(other) == []
-
-
-@pytest.mark.parametrize("block", [False, True])
-def test_doctor_says_what_is_quantized(tmp_path, block):
-    model = resolve_served(make(tmp_path, "qwen3", "compressed-tensors", block))
-    assert quantization_of(resolve_served(tmp_path / "source")) == ""
-    assert "compressed-tensors" in quantization_of(model)
-    assert ("not quantized" in quantization_of(model)) != block

@@ -186,7 +186,7 @@ def test_values_of_draft_confidence_are_compared(tmp_path, rows, capsys):
     ]
     assert confidence_rows(figures)[1] == ["1", "1.00", "1.50", "12.5", "1.25"]
     assert mentions(confidence_table(figures).splitlines()[-1], "--draft_confidence 1")
-    page = evaluation_page({"model": {}}, {"model": "m"}, figures)
+    page = evaluation_page({"model": {}}, {"model": "m"}, confidences=figures)
     assert page.sections[-1].tables[0].rows == confidence_rows(figures)
 
 

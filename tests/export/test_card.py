@@ -96,6 +96,48 @@ def test_other_heads_have_not(run, tmp_path, mesh, options):
     assert not has_line(text, "61 100")
 
 
+INT4 = {"quant_method": "rtn", "quant_bits": 4, "group_size": 32}
+
+
+def test_a_quantized_model_is_compared_with_the_unquantized_one(run, tmp_path, mesh):
+    text = card_of(run, tmp_path / "out", mesh, val_dataset=[str(run.parent / "rows.jsonl")], **INT4)
+    content = json.loads((tmp_path / "out" / "acceptance.json").read_text())
+    before = content["baseline"]
+    assert has_line(text, "rtn 4 32")
+    assert has_line(text, f"{before['trunk']['loss']:.4f} {content['trunk']['loss']:.4f}")
+    assert has_line(text, f"{content['trunk']['top1_agreement']:.1%}")
+    shares = [each["teacher_forced"]["acceptance_per_depth"][0] for each in (before, content)]
+    assert has_line(text, f"{shares[0]:.1%} {shares[1]:.1%}")
+    counts = [each["replayed"] for each in (before, content)]
+    assert has_line(text, " ".join(f"{each['accepted']} {each['drafted']}" for each in counts))
+    assert has_line(text, "61 100 61.0%")  # of the run, before the quantization
+
+
+def test_a_quantized_model_without_measurements_has_its_format(run, tmp_path, mesh):
+    text = card_of(run, tmp_path / "out", mesh, **INT4)
+    assert has_line(text, "rtn 4 32")
+    assert "baseline" not in text
+
+
+def test_counts_of_engines_are_compared(tmp_path):
+    counts = {"prompts": 8, "drafted": 100, "accepted": 61, "acceptance_rate": 0.61}
+    fewer = counts | {"accepted": 44, "acceptance_rate": 0.44}
+    measured = {
+        "trunk": {"tokens": 9, "loss": 1.25, "top1_agreement": 0.875},
+        "teacher_forced": {"acceptance_per_depth": [0.5]},
+        "replayed": fewer,
+        "engines": {"vllm": fewer, "sglang": fewer},
+    }
+    quantization = {"format": "fp8", "weights": [{"bits": 8}], "activation_bits": 8}
+    baseline = measured | {"trunk": {"tokens": 9, "loss": 1.125}, "engines": {"vllm": counts}}
+    quality = {"quantization": quantization, **measured, "baseline": baseline}
+    text = model_card("me/new", ORIGIN, Heads(layers=1), tmp_path, quality)
+    assert has_line(text, "vllm 61 100 61.0% 44 100 44.0%")
+    assert has_line(text, "sglang 44 100")
+    assert has_line(text, "1.1250 1.2500")
+    assert has_line(text, "87.5%")
+
+
 def test_heads_before_the_end_of_a_run_have_not(run, tmp_path, mesh):
     longer = shutil.copytree(run, tmp_path / "longer")
     shutil.copytree(longer / "checkpoint-0", longer / "checkpoint-5")

@@ -33,6 +33,12 @@ def test_good_options_pass_without_a_note(here):
             "",
         ),
         ({"max_prompts": 0}, "--max_prompts 0 1", ""),
+        ({"acceptance_json": "val.jsonl"}, "--acceptance_json --infer_backend", "--infer_backend vllm"),
+        (
+            {"acceptance_json": "no.json", "infer_backend": "transformers"},
+            "--acceptance_json no.json",
+            "acceptance.json",
+        ),
     ],
 )
 def test_evaluate(here, change, problem, hint):

@@ -172,3 +172,70 @@ def test_a_draft_vocabulary_for_a_run_of_preferences(here, model):
     ((problem, hint),) = problems_of(dataclasses.replace(EXPORT, model=model, draft_vocab=50))
     assert mentions(problem, "--draft_vocab 50")
     assert "--mtp_mode heads_only --draft_vocab 50" in hint
+
+
+QUANTIZED = ExportArgs(model="plain", output_dir="new", quant_method="rtn", val_dataset=["val.jsonl"])
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        QUANTIZED,
+        dataclasses.replace(QUANTIZED, baseline="mtp2", max_trunk_loss_increase=0.1),
+        dataclasses.replace(QUANTIZED, model="run", to_hf=True, max_regression=0.1),
+        dataclasses.replace(EXPORT, val_dataset=["val.jsonl"], max_trunk_loss=2.0),
+        dataclasses.replace(EXPORT, val_dataset=["val.jsonl"], max_trunk_loss_increase=0.0, baseline="plain"),
+        dataclasses.replace(EXPORT, val_dataset=["val.jsonl"], max_trunk_loss=2.0, mtp="strip"),
+    ],
+)
+def test_limits_that_can_be_measured_pass_without_a_note(here, args):
+    assert rules.check(args) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "problem", "hint"),
+    [
+        ({"val_dataset": ["vla.jsonl"]}, "--val_dataset vla.jsonl", "val.jsonl"),
+        ({"val_dataset": [], "max_trunk_loss": 2.0}, "--max_trunk_loss --val_dataset", "--val_dataset FILE"),
+        ({"val_dataset": [], "max_trunk_loss_increase": 0.1}, "--max_trunk_loss_increase --val_dataset", ""),
+        ({"max_trunk_loss": 0.0}, "--max_trunk_loss 0.0 0", ""),
+        ({"max_trunk_loss_increase": -0.1}, "--max_trunk_loss_increase -0.1 0", ""),
+        ({"baseline": "nowhere"}, "--baseline nowhere config.json", ""),
+    ],
+)
+def test_a_quantized_export_that_cannot_be_measured(here, change, problem, hint):
+    ((found, next_step),) = problems_of(dataclasses.replace(QUANTIZED, **change))
+    assert mentions(found, problem)
+    assert mentions(next_step, hint)
+
+
+def test_a_quantized_export_is_measured_by_one_process(here):
+    ((problem, _),) = problems_of(QUANTIZED, world_size=2)
+    assert mentions(problem, "--val_dataset 2")
+
+
+def test_the_increase_of_a_run_requires_its_model(here):
+    args = dataclasses.replace(EXPORT, val_dataset=["val.jsonl"], max_trunk_loss_increase=0.1)
+    ((problem, hint),) = problems_of(args)
+    assert mentions(problem, "--max_trunk_loss_increase")
+    assert mentions(hint, "--baseline DIR")
+
+
+def test_limits_of_heads_require_heads(here):
+    args = dataclasses.replace(EXPORT, val_dataset=["val.jsonl"], mtp="strip", min_acceptance=0.1, max_trunk_loss=2.0)
+    ((problem, hint),) = problems_of(args)
+    assert mentions(problem, "--min_acceptance --mtp strip")
+    assert hint == "remove --min_acceptance"
+
+
+@pytest.mark.parametrize(
+    ("change", "note"),
+    [
+        ({"val_dataset": ["val.jsonl"]}, "--val_dataset val.jsonl --max_trunk_loss --max_trunk_loss_increase"),
+        ({"val_dataset": ["val.jsonl"], "max_trunk_loss": 2.0, "baseline": "plain"}, "--baseline plain"),
+        ({"quant_method": "rtn", "val_dataset": ["val.jsonl"], "force": True}, "--force --min_acceptance"),
+    ],
+)
+def test_rows_and_baselines_without_a_limit(here, change, note):
+    (found,) = rules.check(dataclasses.replace(EXPORT, **change))
+    assert mentions(found, note)

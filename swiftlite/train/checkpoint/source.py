@@ -13,6 +13,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from safetensors.torch import save
 
+from swiftlite.acceptance.report import ACCEPTANCE_FILE
 from swiftlite.atomic import atomic_write
 from swiftlite.bridge.encoding.index import format_of
 from swiftlite.bridge.hf_config import quantization_change, write_patched
@@ -164,8 +165,8 @@ def check_model_links(hf_dir: Path) -> None:
 
 
 def small_files(hf_dir: Path) -> list[Path]:
-    """Return all files of a model except weights."""
-    files = (path for path in sorted(hf_dir.iterdir()) if path.is_file())
+    """Return all files of a model except weights, and acceptance.json, which contains measurements of these weights."""
+    files = (path for path in sorted(hf_dir.iterdir()) if path.is_file() and path.name != ACCEPTANCE_FILE)
     return [path for path in files if path.suffix not in _WEIGHT_SUFFIXES and not path.name.endswith(".index.json")]
 
 

@@ -1,0 +1,92 @@
+"""Describe the quantization of a model, for doctor, evaluation.json, acceptance.json and model cards."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from swiftlite.bridge.encoding.quantization import describe_quantization
+from swiftlite.bridge.tensors import Checkpoint
+from swiftlite.engines.quantized_heads import quantized_modules
+from swiftlite.families.resolved import HfModel
+
+
+def quantization_of(model: HfModel) -> dict[str, Any]:
+    """Return the quantization of a model; empty for a plain model.
+
+    Returns:
+        `format` is the `quant_method` of config.json, with the format of compressed-tensors in parentheses. `weights`
+            has one entry for each kind of quantized weights, with `bits` and, if they exist, `group_size` or `block`
+            (rows and columns). `activation_bits` is present if engines also round activations. `heads`, which is
+            present if the model has MTP heads, is "keep" or "block", as for `export --quant_heads`.
+    """
+    quantization = model.config.get("quantization_config")
+    if not quantization:
+        return {}
+    found: dict[str, Any] = {"format": describe_quantization(model.config), "weights": _weights(quantization)}
+    if bits := _activation_bits(quantization):
+        found["activation_bits"] = bits
+    if model.heads.layers:
+        modules = quantized_modules(Checkpoint(model.directory).stored)
+        in_heads = [name for name in modules if model.family.is_mtp(model.config, f"{name}.weight")]
+        found["heads"] = "block" if any(modules[name] for name in in_heads) else "keep"
+    return found
+
+
+def quantization_words(described: Mapping[str, Any]) -> str:
+    """Return the result of `quantization_of` as one line; empty for a plain model.
+
+    Args:
+        described: may also have the `--quant_method` of an export as `method`, which the line then begins with.
+    """
+    if not described:
+        return ""
+    parts = [str(described["format"]), " and ".join(map(_weights_words, described["weights"]))]
+    if "method" in described:
+        parts.insert(0, str(described["method"]))
+    if "activation_bits" in described:
+        parts.append(f"activations {described['activation_bits']} bits")
+    if "heads" in described:
+        parts.append({"keep": "MTP layers are not quantized", "block": "trunk and MTP layers"}[described["heads"]])
+    return ", ".join(part for part in parts if part)
+
+
+def _weights(quantization: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the distinct kinds of quantized weights."""
+    kinds = []
+    for weights in _declared_weights(quantization):
+        kind = {"bits": weights.get("num_bits", weights.get("bits", 8))}
+        size = weights.get("group_size")
+        if size is not None and size > 0:
+            kind["group_size"] = size
+        if block := weights.get("block_structure"):
+            kind["block"] = [int(length) for length in block.split("x")] if isinstance(block, str) else block
+        if kind not in kinds:
+            kinds.append(kind)
+    return kinds
+
+
+def _declared_weights(quantization: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the description of each kind of weights in compressed-tensors' words; GPTQ and AWQ say `bits`."""
+    if "config_groups" in quantization:
+        return [group["weights"] for group in quantization["config_groups"].values()]
+    if quantization["quant_method"] == "fp8":
+        return [{"bits": 8, "block_structure": quantization.get("weight_block_size")}]
+    return [quantization]
+
+
+def _activation_bits(quantization: Mapping[str, Any]) -> int | None:
+    """Return the number of bits to which engines round activations; None if they do not round them."""
+    if quantization["quant_method"] == "fp8":
+        return 8
+    groups = quantization.get("config_groups", {}).values()
+    bits = [group["input_activations"].get("num_bits", 8) for group in groups if group.get("input_activations")]
+    return min(bits, default=None)
+
+
+def _weights_words(kind: Mapping[str, Any]) -> str:
+    words = f"{kind['bits']} bits"
+    if "group_size" in kind:
+        words += f", groups of {kind['group_size']}"
+    if "block" in kind:
+        rows, columns = kind["block"]
+        words += f", blocks of {rows} x {columns}"
+    return words
