@@ -88,7 +88,7 @@ def to_hf(args: ExportArgs, mesh: Mesh) -> None:
 
     Raises:
         UserError: there is no checkpoint, --output_dir cannot be created, the audit of the result found a problem, or
-            does not meet a limit of its quality; nothing is written.
+            it does not meet a limit of its quality; nothing is written.
     """
     checkpoint = resolve_checkpoint(Path(args.model))
     check_source(checkpoint.parent)

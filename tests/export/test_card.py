@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from huggingface_hub import ModelCard
@@ -96,7 +97,7 @@ def test_other_heads_have_not(run, tmp_path, mesh, options):
     assert not has_line(text, "61 100")
 
 
-INT4 = {"quant_method": "rtn", "quant_bits": 4, "group_size": 32}
+INT4: dict[str, Any] = {"quant_method": "rtn", "quant_bits": 4, "group_size": 32}
 
 
 def test_a_quantized_model_is_compared_with_the_unquantized_one(run, tmp_path, mesh):

@@ -82,7 +82,8 @@ def test_a_model_without_heads_is_a_baseline_of_nothing(tmp_path, mesh, rows):
 @pytest.mark.parametrize("limit", ["max_regression", "max_trunk_loss_increase"])
 def test_a_baseline_that_went_while_exporting_is_named(tmp_path, mesh, rows, limit):
     headed = make_tiny_hf(tmp_path / "headed", "qwen3", depth=1, with_tokenizer=True)
-    args = ExportArgs(model=str(tmp_path / "run"), to_hf=True, val_dataset=[rows], **{limit: 0.0})
+    options: dict[str, Any] = {"model": str(tmp_path / "run"), "to_hf": True, limit: 0.0}
+    args = ExportArgs(val_dataset=[rows], **options)
     with pytest.raises(UserError, match=naming(f"--{limit} --baseline DIR")):
         check_quality(args, headed, "float32", mesh)
 
