@@ -71,6 +71,9 @@ class ConversionArgs:
     val_dataset: list[str] = field(default_factory=list)
     """Files or datasets on the hub with held-out rows for the limits below. With --quant_method, trunk and heads are
     also measured without a limit, and compared with those of the unquantized model."""
+    infer_backend: str = "none"
+    """With --quant_method: engine that also counts accepted drafts of the quantized and of the unquantized model on
+    --val_dataset."""
     min_acceptance: Fraction | None = None
     """Minimum agreement of heads and trunk on --val_dataset (mean over depths, 0 to 1); refuse an export below it."""
     max_regression: Fraction | None = None

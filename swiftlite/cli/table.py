@@ -87,6 +87,7 @@ ENGINE_OPTIONS: dict[type, tuple[str, Callable[[], list[str]]]] = {
     RegenerateArgs: ("infer_backend", lambda: names_with("adapter")),
     DeployArgs: ("infer_backend", lambda: names_with("server")),
     EvaluateArgs: ("infer_backend", lambda: ["none", *names_with("adapter")]),
+    ExportArgs: ("infer_backend", lambda: ["none", *names_with("adapter")]),
     BenchArgs: ("infer_backend", lambda: names_with("client")),
     SpeedupArgs: ("infer_backend", lambda: names_with("client")),
     DoctorArgs: ("engine", lambda: names_with("dry_load")),

@@ -13,11 +13,13 @@ from swiftlite.acceptance.report import ACCEPTANCE_FILE, write_quantized
 from swiftlite.acceptance.teacher_forced import ALL, Measured, measure_rows
 from swiftlite.args.commands import ExportArgs
 from swiftlite.data.sample import Sample
+from swiftlite.engines.index import ENGINES
 from swiftlite.engines.quantization import quantization_of
 from swiftlite.errors import UserError
 from swiftlite.evaluate.evaluation_rows import load_rows
 from swiftlite.evaluate.rates import rates
 from swiftlite.evaluate.trunks import have_same_tokens
+from swiftlite.export.engine_counts import count_in_engine
 from swiftlite.families.resolved import HfModel, resolve
 from swiftlite.log import logger
 from swiftlite.plan.facts import model_of_run, reads_run
@@ -34,6 +36,7 @@ class _Figures:
         samples: the rows as the model's tokenizer encodes them.
     """
 
+    model: HfModel
     name: str
     measured: Measured
     samples: list[Sample]
@@ -65,13 +68,13 @@ def check_quality(
     args: ExportArgs, hf_dir: Path, torch_dtype: str, mesh: Mesh, unquantized: HfModel | None = None
 ) -> None:
     """Measure an export, and if necessary its baseline, on the same rows. For a quantized export, write the results to
-    acceptance.json in its directory.
+    acceptance.json in its directory; with --infer_backend, also the counts of an engine.
 
     Args:
         unquantized: the model before its quantization; None if the export is not quantized.
 
     Raises:
-        UserError: a limit is not met, and --force is not given.
+        UserError: a limit is not met, and --force is not given, or the engine failed.
     """
     given = [name for name in LIMITS if vars(args)[name] is not None]
     if unquantized and not args.val_dataset:
@@ -84,19 +87,15 @@ def check_quality(
         model, name = _baseline(args, unquantized)
         before = _measure(args, model, name, torch_dtype, mesh)
         if not have_same_tokens(found.samples, before.samples):
-            raise UserError(
-                f"--baseline {name} tokenizes the rows of --val_dataset differently", "use another --baseline"
-            )
+            problem = f"--baseline {name} tokenizes the rows of --val_dataset differently"
+            raise UserError(problem, "nothing was written; use another --baseline")
     _log(found, before)
+    _check_limits(args, found, before)
     if unquantized and before:
         description = {"method": args.quant_method, **quantization_of(resolve(hf_dir))}
         write_quantized(hf_dir / ACCEPTANCE_FILE, description, found.to_json(before), before.to_json())
-    problems = _problems(args, found, before)
-    if problems and args.force:
-        for problem in problems:
-            logger.warning("%s; written because of --force", problem)
-    elif problems:
-        raise UserError("; ".join(problems), "nothing was written; change the export or the limit, or add --force")
+        if args.infer_backend in ENGINES:
+            count_in_engine(args, hf_dir, before.model.directory, torch_dtype)
 
 
 def _baseline(args: ExportArgs, unquantized: HfModel | None) -> tuple[HfModel, str]:
@@ -124,7 +123,20 @@ def _baseline(args: ExportArgs, unquantized: HfModel | None) -> tuple[HfModel, s
 def _measure(args: ExportArgs, model: HfModel, name: str, torch_dtype: str, mesh: Mesh) -> _Figures:
     _, data = load_rows(model, args.val_dataset, offered=vars(args), images=args)
     measured = measure_rows(model, data.val, torch_dtype=torch_dtype, mesh=mesh)[ALL]
-    return _Figures(name, measured, data.val)
+    return _Figures(model, name, measured, data.val)
+
+
+def _check_limits(args: ExportArgs, found: _Figures, before: _Figures | None) -> None:
+    """Check the limits; with --force, only warn.
+
+    Raises:
+        UserError: a limit is not met.
+    """
+    problems = _problems(args, found, before)
+    if problems and not args.force:
+        raise UserError("; ".join(problems), "nothing was written; change the export or the limit, or add --force")
+    for problem in problems:
+        logger.warning("%s; written because of --force", problem)
 
 
 def _log(found: _Figures, before: _Figures | None) -> None:

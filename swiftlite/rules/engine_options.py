@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from swiftlite.args.command_line import shell_line
-from swiftlite.args.commands import DeployArgs, EvaluateArgs, GenerationCommand, InferArgs, SpeedupArgs
+from swiftlite.args.commands import DeployArgs, EvaluateArgs, ExportArgs, GenerationCommand, InferArgs, SpeedupArgs
 from swiftlite.args.config import Problem
 from swiftlite.engines.index import ENGINES
 from swiftlite.engines.info import EngineInfo
@@ -35,8 +35,10 @@ def missing_engine(info: EngineInfo, option: str = "infer_backend") -> Iterator[
         yield f"--{option} {info.name}: {info.label} is not installed", info.install
 
 
-def engine_is_installed(args: GenerationCommand | EvaluateArgs | SpeedupArgs, facts: Facts) -> Iterator[Problem]:
-    if args.infer_backend in ENGINES:  # evaluate also has --infer_backend none
+def engine_is_installed(
+    args: GenerationCommand | EvaluateArgs | ExportArgs | SpeedupArgs, facts: Facts
+) -> Iterator[Problem]:
+    if args.infer_backend in ENGINES:  # evaluate and export also have --infer_backend none
         yield from missing_engine(ENGINES[args.infer_backend])
 
 

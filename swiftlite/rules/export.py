@@ -9,7 +9,7 @@ from swiftlite.args.config import Problem
 from swiftlite.hub.name import model_name
 from swiftlite.hub.push import has_token, is_offline
 from swiftlite.plan.facts import Facts, is_run, method_of_run, model_of_run, near_path, reads_run, run_checkpoints
-from swiftlite.rules import common
+from swiftlite.rules import common, engine_options
 
 LIMITS_OF_HEADS = ("min_acceptance", "max_regression")
 LIMITS = (*LIMITS_OF_HEADS, "max_trunk_loss", "max_trunk_loss_increase")
@@ -106,6 +106,20 @@ def acceptance_can_be_measured(args: ExportArgs, facts: Facts) -> Iterator[Probl
             f"{compared} requires the model that the run started from, which no longer exists",
             "add --baseline DIR",
         )
+
+
+def engine_has_models_to_compare(args: ExportArgs, facts: Facts) -> Iterator[Problem]:
+    if args.infer_backend == "none":
+        return
+    flag = f"--infer_backend {args.infer_backend}"
+    if not args.quant_method:
+        yield f"{flag} requires --quant_method", "remove it; to measure an export, use swiftlite evaluate"
+    elif not args.val_dataset:
+        yield f"{flag} requires --val_dataset", "add --val_dataset FILE"
+    elif args.mtp == "strip":
+        yield f"{flag} requires heads, which --mtp strip removes", f"remove {flag}"
+    elif facts.hf_config and not (facts.heads.layers or args.mtp_graft_from):
+        yield f"{flag} requires a model with heads", common.TRAIN_HEADS
 
 
 def _given(args: ExportArgs, names: Iterable[str]) -> str:
@@ -224,6 +238,8 @@ RULES = (
     common.numbers_are_in_range,
     common.layout_fits,
     acceptance_can_be_measured,
+    engine_has_models_to_compare,
+    engine_options.engine_is_installed,
     common.graft_has_heads,
     graft_is_not_stripped,
     adapter_export_is_alone,

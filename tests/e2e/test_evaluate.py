@@ -65,7 +65,8 @@ def test_a_quantized_model_is_compared_with_the_unquantized_one(commands, datase
     assert has_line(refused.stderr, "--max_trunk_loss 0.1")
     assert not (tmp_path / "int4").exists()
     assert not list(tmp_path.glob(".int4*"))
-    commands.ok("export", "--model", "plain", "--output_dir", "int4", *int4, *rows, "--max_trunk_loss_increase", 5)
+    limit = ["--max_trunk_loss_increase", 5]
+    commands.ok("export", "--model", "plain", "--output_dir", "int4", *int4, *rows, *limit)
     written = json.loads((tmp_path / "int4" / "acceptance.json").read_text())
     done = commands.ok(
         *("evaluate", "--model", "int4", "--baseline", "plain", "--dataset", dataset, "--output_dir", "out"),
@@ -83,6 +84,15 @@ def test_a_quantized_model_is_compared_with_the_unquantized_one(commands, datase
     assert has_line(done.stdout, f"baseline all {trunk['tokens']} {written['baseline']['trunk']['loss']:.4f}")
     assert "quantization" not in report["baseline"]
     assert "quantization" in report["model"]
+    commands.ok(
+        *("export", "--model", "plain", "--output_dir", "counted", *int4, "--val_dataset", f"{dataset}#4"),
+        *("--infer_backend", "transformers"),
+    )
+    counted = json.loads((tmp_path / "counted" / "acceptance.json").read_text())
+    for place in (counted, counted["baseline"]):
+        counts = place["engines"]["transformers"]
+        assert counts["prompts"] == 4
+        assert counts["drafted"] > 0
 
 
 @pytest.mark.engine

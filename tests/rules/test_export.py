@@ -209,6 +209,28 @@ def test_a_quantized_export_that_cannot_be_measured(here, change, problem, hint)
     assert mentions(next_step, hint)
 
 
+@pytest.mark.parametrize(
+    ("change", "problem", "hint"),
+    [
+        ({"quant_method": None, "model": "run", "to_hf": True}, "--infer_backend transformers --quant_method", ""),
+        ({"val_dataset": []}, "--infer_backend transformers --val_dataset", "--val_dataset FILE"),
+        ({"model": "plain"}, "--infer_backend transformers", "--mtp_num_layers 1"),
+    ],
+)
+def test_an_engine_requires_models_to_compare(here, change, problem, hint):
+    args = dataclasses.replace(QUANTIZED, model="mtp2", infer_backend="transformers")
+    assert rules.check(args) == []
+    ((found, next_step),) = problems_of(dataclasses.replace(args, **change))
+    assert mentions(found, problem)
+    assert mentions(next_step, hint)
+
+
+def test_an_engine_of_an_export_is_installed(here, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    ((problem, _),) = problems_of(dataclasses.replace(QUANTIZED, model="mtp2", infer_backend="vllm"))
+    assert mentions(problem, "--infer_backend vllm")
+
+
 def test_a_quantized_export_is_measured_by_one_process(here):
     ((problem, _),) = problems_of(QUANTIZED, world_size=2)
     assert mentions(problem, "--val_dataset 2")
