@@ -1,5 +1,6 @@
 # Sourced by the other scripts here: creates their virtual environment and adds it to PATH.
-# A layer (core, vllm, torchvision, model, sglang, te, flash, dev, docs) is installed once, and again after its
+# A layer (core, vllm, torchvision, model, sglang, te, flash, llmcompressor, dev, docs) is installed once, and again
+# after its
 # requirements change.
 #
 #   SWIFTLITE_VENV      directory of the environment (default: .venv in the checkout)
@@ -38,7 +39,7 @@ install_once() {
         return
     fi
     local minutes=""
-    case $name in core | vllm) minutes=" (several minutes)" ;; esac
+    case $name in core | vllm | llmcompressor) minutes=" (several minutes)" ;; esac
     echo "installing $name into $venv$minutes"
     "$@" || die "could not install $name" "see the lines above; the same command resumes here"
     echo "$fingerprint" >"$stamp"
@@ -98,6 +99,13 @@ install_flash() {
 # In a separate directory too: PyPI's build for CUDA breaks `import transformers` with a CPU torch.
 install_torchvision() {
     pip_install --no-deps --upgrade --target "$venv/torchvision" -r "$root/requirements/torchvision.txt"
+}
+
+# In an environment of its own, with the same torch: it pins other releases of transformers and compressed-tensors.
+install_llmcompressor() {
+    "$venv/bin/python" -m venv "$venv/llmcompressor" &&
+        "$venv/llmcompressor/bin/pip" install --quiet --disable-pip-version-check \
+            "$(grep -E '^torch==' "$root/requirements/vllm.txt")" -r "$root/requirements/llmcompressor.txt"
 }
 
 install_dev() {

@@ -2,13 +2,14 @@
 # Sets up what the tests need, then runs them; the last line is pytest's own count.
 #
 #   bash scripts/test.sh                everything a machine without a GPU can run: check.sh and the first four tiers
-#   bash scripts/test.sh unit|gloo|engine|cuda_emulated|slow|te|flash|gpu [PYTEST OPTIONS]
+#   bash scripts/test.sh unit|gloo|engine|cuda_emulated|slow|te|flash|llmcompressor|gpu [PYTEST OPTIONS]
 #
 #   unit     in process, seconds each       gloo    several processes on this machine
 #   engine   with a real vLLM or SGLang     gpu     needs a GPU
 #   cuda_emulated  every kind of run as on a GPU, on an emulated one; needs g++; prints waits and launches
 #   slow     minutes, and combinations      te      with the Python of Transformer Engine; elsewhere skipped
 #   flash    with the Python of flash-attn; elsewhere skipped
+#   llmcompressor  with llm-compressor in an environment of its own; elsewhere skipped
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 cd "$root"
@@ -29,11 +30,13 @@ case $tier in
     slow | gpu) markers=$tier ;;
     te) markers="gloo and not slow" && set -- tests/parallel/test_{kernels,low_precision,adapter_kernels}.py "$@" ;;
     flash) markers="not slow" && set -- tests/model/test_packed_kernels.py "$@" ;;
-    *) die "no tier '$tier'" "one of: unit gloo engine cuda_emulated slow te flash gpu, or nothing for all that run without a GPU" ;;
+    llmcompressor) markers="not gpu" && set -- tests/export/test_calibrated.py "$@" ;;
+    *) die "no tier '$tier'" "one of: unit gloo engine cuda_emulated slow te flash llmcompressor gpu, or nothing for all that run without a GPU" ;;
 esac
 
 case $tier in
     all | engine | slow) use_environment core vllm torchvision sglang model dev ;;
+    llmcompressor) use_environment core vllm llmcompressor dev ;;
     te | flash) use_environment core model "$tier" dev ;;
     *) use_environment core model dev ;;
 esac

@@ -13,7 +13,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
 from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
 from compressed_tensors.quantization.lifecycle.forward import dequantize, quantize
-from compressed_tensors.quantization.utils import calculate_qparams
+from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 from safetensors.torch import load_file, save_file
 
 GROUP = 32
@@ -67,6 +67,7 @@ def _group_of(args: QuantizationArgs, weight: torch.Tensor) -> torch.Tensor:
         "tensor": (rows, columns),
         "channel": (1, columns),
         "group": (1, args.group_size or columns),
+        "tensor_group": (1, args.group_size or columns),
         "block": tuple(args.block_structure or (rows, columns)),
     }[str(args.strategy)]
     if args.strategy == "block":
@@ -104,6 +105,37 @@ def _compressed_tensors(scheme: QuantizationScheme, name: str) -> Format:
     config = QuantizationConfig(config_groups={"group_0": scheme}, **settings).model_dump(mode="json")
     del config["ignore"]
     return Format(config | {"quant_method": "compressed-tensors"}, "ignore", compress, decompress)
+
+
+NVFP4 = _args(
+    num_bits=4,
+    type="float",
+    strategy="tensor_group",
+    group_size=16,
+    scale_dtype=torch.float8_e4m3fn,
+    zp_dtype=torch.float8_e4m3fn,
+)
+
+
+def nvfp4_parts(weight: torch.Tensor, largest: torch.Tensor) -> Parts:
+    """Return the stored tensors of a weight in NVFP4.
+
+    Args:
+        largest: largest absolute value of the weights with a common global scale.
+    """
+    compressor: Any = BaseCompressor.get_value_from_registry("nvfp4-pack-quantized")
+    groups = _group_of(NVFP4, weight)
+    global_scale = generate_gparam(-largest.float(), largest.float())
+    scale, _ = calculate_qparams(groups.amin(2), groups.amax(2), NVFP4, global_scale)
+    parts = {"weight": weight, "weight_scale": scale, "weight_global_scale": global_scale}
+    with torch.compiler.set_stance("force_eager"):  # compiling its rounding takes half a minute
+        return compressor.compress(parts, _scheme(NVFP4))
+
+
+def _nvfp4() -> Format:
+    """Return NVFP4 with weights alone in four bits, with a global scale per matrix."""
+    own = _compressed_tensors(_scheme(NVFP4), "nvfp4-pack-quantized")
+    return replace(own, compress=lambda weight: nvfp4_parts(weight, weight.abs().max()))
 
 
 def _fp8_blocks(scale_dtype: torch.dtype, block: tuple[int, int] = BLOCK) -> Format:
@@ -221,6 +253,7 @@ FORMATS: dict[str, Format] = {
     "fp8_tensor": _compressed_tensors(
         _scheme(_args(num_bits=8, type="float", strategy="tensor"), _FP8_PER_TOKEN), "float-quantized"
     ),
+    "nvfp4": _nvfp4(),
     "fp8_blocks": _fp8_blocks(torch.float32),
     "fp8_blocks_bf16": _fp8_blocks(torch.bfloat16),
     "fp8_blocks_128": _fp8_blocks(torch.float32, (128, 128)),

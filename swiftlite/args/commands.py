@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from swiftlite.args import fields
-from swiftlite.args.bounds import Fraction, NonNegativeFloat, PositiveFloat, PositiveInt
+from swiftlite.args.bounds import Fraction, Length, NonNegativeFloat, PositiveFloat, PositiveInt
 
 
 @dataclass(frozen=True)
@@ -100,22 +100,32 @@ class ConversionArgs:
 class QuantizationArgs:
     """Quantization"""
 
-    quant_method: Literal["rtn", "fp8"] | None = None
-    """Quantize the projections of the trunk: rtn rounds to integers, fp8 to 8-bit floats. With --to_hf, the result of a
-    run; otherwise --model is a Hugging Face model. The result is in the format of compressed-tensors,
-    or of DeepSeek-V3 with --quant_block."""
-    quant_bits: PositiveInt = 8
-    """Bits of a weight with --quant_method rtn, 8 or 4. 8: integers with one scale per channel; engines also round
-    activations to 8 bits. 4: integers with one scale per group."""
-    group_size: PositiveInt = 128
-    """With --quant_bits 4: number of input columns with a common scale."""
+    quant_method: Literal["rtn", "fp8", "nvfp4", "gptq", "awq"] | None = None
+    """Quantize the projections of the trunk: rtn rounds to integers, fp8 to 8-bit floats, nvfp4 to 4-bit floats; gptq
+    and awq choose integers with --dataset, by llm-compressor in a separate environment. With --to_hf, the result of a
+    run; otherwise --model is a Hugging Face model. The result is in the format of compressed-tensors, or of DeepSeek-V3
+    with --quant_block."""
+    quant_bits: PositiveInt | None = None
+    """Bits of a weight, 8 or 4. 8: one scale per channel; engines also round activations to 8 bits. 4: one scale per
+    group. Default: 8 for rtn and fp8, 4 for nvfp4, gptq and awq."""
+    group_size: PositiveInt | None = None
+    """With integers of 4 bits: number of input columns with a common scale. Default: the largest of 128, 64 and 32 that
+    divides the columns of all matrices."""
     quant_block: PositiveInt | None = None
     """With --quant_method fp8: rows and columns of a block with a common scale, in the format of DeepSeek-V3, such as
     128. For a run of an FP8 model with blocks of this size, the layout of the model is kept, and the codes of unchanged
     matrices. Default: one scale per channel."""
     quant_heads: Literal["keep", "block"] | None = None
-    """keep: MTP heads are not quantized. block: their decoder layers are quantized like the trunk. Default: keep, or as
-    in the FP8 model whose layout is kept."""
+    """keep: MTP heads are not quantized. block: their decoder layers are quantized like the trunk, with gptq and awq by
+    rounding. Default: keep, or as in the FP8 model whose layout is kept."""
+    dataset: list[str] = field(default_factory=list)
+    """With gptq and awq: files or datasets on the hub (as for sft) with calibration rows, such as the training data."""
+    quant_n_samples: PositiveInt = 256
+    """Number of calibration rows, selected at random."""
+    max_length: Length = 2048
+    """Maximum length of a calibration row in tokens; longer ones are truncated right."""
+    quant_batch_size: PositiveInt = 1
+    """Maximum number of calibration rows, all of the same length, that are computed together."""
 
 
 @dataclass(frozen=True)

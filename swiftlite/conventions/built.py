@@ -24,6 +24,8 @@ _FUSED = {
     "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
 }
 """Modules of engines that compute several projections of the files at once."""
+_FUSED_IN_TRUNK = {"in_proj_qkvz": ("in_proj_qkv", "in_proj_z"), "in_proj_ba": ("in_proj_b", "in_proj_a")}
+"""The same for linear attention, which heads do not have."""
 
 
 @dataclass(frozen=True)
@@ -187,6 +189,18 @@ def _module_with(projection: str) -> str:
         if name in shards:
             return f"{parent}.{fused}"
     return projection
+
+
+def merged(module: str) -> str:
+    """Return the name of the merged module that a module belongs to; its own name if engines do not merge it.
+
+    The experts of a layer are separate modules.
+    """
+    parent, _, name = module.rpartition(".")
+    for whole, shards in (_FUSED | _FUSED_IN_TRUNK).items():
+        if name in shards:
+            return f"{parent}.{whole}"
+    return module
 
 
 def needs_whole_blocks(module: str) -> bool:

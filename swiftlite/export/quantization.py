@@ -28,9 +28,10 @@ from swiftlite.bridge.placement import (
 )
 from swiftlite.bridge.rows import Row
 from swiftlite.bridge.tensors import Checkpoint, ShardedFiles
-from swiftlite.conventions.built import needs_whole_blocks
+from swiftlite.conventions.built import merged, needs_whole_blocks
 from swiftlite.conventions.quantized import head_modules, is_router, with_heads_kept
 from swiftlite.errors import UserError
+from swiftlite.export.calibrated import Calibrated
 from swiftlite.export.fp8_source import Fp8Source
 from swiftlite.export.schemes import QuantHeads, Scheme
 from swiftlite.families.resolved import HfModel
@@ -38,6 +39,21 @@ from swiftlite.log import logger
 from swiftlite.train.checkpoint.source import small_files
 
 OUTPUT_LAYER = "lm_head"
+
+
+def matrices_of(model: HfModel, quant_heads: QuantHeads | None) -> dict[str, Entry]:
+    """Return the matrices of a model that are quantized, by HF key.
+
+    Raises:
+        UserError: the model is already quantized, or a matrix has the dtype of codes.
+    """
+    if format_of(model.config):
+        raise UserError(f"{model.name} is already quantized", "use the model before its quantization")
+    chosen = quantized_weights(model, keeps_heads=quant_heads != "block")
+    with Checkpoint(model.directory) as checkpoint:
+        matrices = {key: entry for key, entry in checkpoint.entries.items() if key in chosen}
+    _check_plain(model, matrices)
+    return matrices
 
 
 def quantize(
@@ -48,6 +64,7 @@ def quantize(
     quant_heads: QuantHeads | None,
     max_shard_bytes: int,
     fp8_model: HfModel | None = None,
+    calibrated: Calibrated | None = None,
 ) -> None:
     """Write a quantized copy of a model to an existing, empty directory. Collective.
 
@@ -59,6 +76,7 @@ def quantize(
         quant_heads: whether the decoder layers of MTP heads are quantized; None: as in `fp8_model`, or not without it.
         max_shard_bytes: maximum size of one file.
         fp8_model: the FP8 model whose layout is kept, and the codes of unchanged matrices; `scheme` has its blocks.
+        calibrated: the trunk that llm-compressor has quantized. Default: matrices are rounded.
 
     Raises:
         UserError: the model is already quantized or a matrix cannot be quantized.
@@ -70,7 +88,7 @@ def quantize(
     if is_shared or is_first_rank():
         with ExitStack() as stack:
             source = fp8_model and stack.enter_context(Fp8Source(fp8_model))
-            num_kept = _quantize(model, out_dir, scheme, quant_heads, max_shard_bytes, is_shared, source)
+            num_kept = _quantize(model, out_dir, scheme, quant_heads, max_shard_bytes, is_shared, source, calibrated)
     num_kept = sum(gather_from_all_ranks(num_kept))
     if fp8_model:
         logger.info("%d matrices did not change: they have the codes and scales of %s", num_kept, fp8_model.name)
@@ -84,6 +102,7 @@ def _quantize(
     max_shard_bytes: int,
     is_shared: bool,
     source: Fp8Source | None,
+    calibrated: Calibrated | None,
 ) -> int:
     """Write the model on all ranks, or on the first rank alone if `is_shared` is False.
 
@@ -97,16 +116,26 @@ def _quantize(
             chosen = source.chosen(model, chosen, quant_heads)
         matrices = {key: entry for key, entry in checkpoint.entries.items() if key in chosen}
         _check_plain(model, matrices)
-        encodings = {key: scheme.encoding(key, entry.shape, entry.dtype) for key, entry in matrices.items()}
+        largest = dict.fromkeys(matrices, 1.0)
+        if scheme.has_global_scales:
+            largest = _largest(checkpoint, list(matrices), is_shared)
+        encodings = {key: scheme.encoding(entry.shape, entry.dtype, largest[key]) for key, entry in matrices.items()}
         if source:
             encodings = {key: source.encoding(key, encoding) for key, encoding in encodings.items()}
         else:
             _check_merged(matrices, scheme)
         entries = _written(checkpoint, encodings)
+        plain_modules = _plain_modules(model, entries, encodings)
+        stored_in = dict.fromkeys(entries, checkpoint)
+        if calibrated:
+            in_trunk = {key: encodings.pop(key) for key in matrices if not model.family.is_mtp(model.config, key)}
+            replaced = calibrated.tensors(model, in_trunk)
+            new = {name: entry for parts in replaced.values() for name, entry in parts.items()}
+            entries = {key: entry for key, entry in entries.items() if key not in replaced} | new
+            stored_in |= dict.fromkeys(new, calibrated.checkpoint)
         types = {key: (entry.dtype, entry.shape) for key, entry in entries.items()}
         files = ShardedFiles(out_dir, types, max_shard_bytes, encodings)
         if is_first_rank():
-            plain_modules = _plain_modules(model, entries, encodings)
             declared = quantization_config(model, scheme, plain_modules, keeps_heads=quant_heads != "block")
             if source:
                 weights = [key for key in entries if key.endswith(".weight")]
@@ -120,7 +149,7 @@ def _quantize(
             keys = part_of_this_rank(keys)
         try:
             for key in keys:
-                num_kept += _write(checkpoint, files, key, entries[key], source, is_encoded=key in encodings)
+                num_kept += _write(stored_in[key], files, key, entries[key], source, is_encoded=key in encodings)
             files.flush()
             if is_shared:
                 barrier()
@@ -131,8 +160,28 @@ def _quantize(
             raise
     before = sum(entry.nbytes for entry in checkpoint.stored.values()) / 1e9
     after = sum(entry.nbytes for entry in files.entries.values()) / 1e9
-    logger.info("quantized %d matrices: %s; %.2f GB -> %.2f GB", len(encodings), scheme.words, before, after)
+    logger.info("quantized %d matrices: %s; %.2f GB -> %.2f GB", len(matrices), scheme.words, before, after)
     return num_kept
+
+
+def _largest(checkpoint: Checkpoint, keys: list[str], is_shared: bool) -> dict[str, float]:
+    """Return the largest absolute value of each matrix and of the matrices that engines merge with it.
+
+    A merged matrix has one global scale. SGLang 0.5.23 refuses matrices with several, and vLLM 0.32 uses the wrong one.
+
+    Args:
+        is_shared: whether ranks share the matrices; this function is then collective.
+    """
+    own = part_of_this_rank(keys) if is_shared else keys
+    found = {key: max(float(chunk.abs().max()) for chunk in checkpoint.chunks(key)) for key in own}
+    if is_shared:
+        for others in gather_from_all_ranks(found):
+            found |= others
+    by_module: dict[str, float] = {}
+    for key, value in found.items():
+        module = merged(key.removesuffix(".weight"))
+        by_module[module] = max(value, by_module.get(module, 0.0))
+    return {key: by_module[merged(key.removesuffix(".weight"))] for key in keys}
 
 
 def _check_plain(model: HfModel, matrices: Mapping[str, Entry]) -> None:

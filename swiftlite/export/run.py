@@ -27,14 +27,15 @@ from swiftlite.conventions.quantized import with_heads_kept
 from swiftlite.engines.quantized_heads import quantized_head_problems
 from swiftlite.errors import UserError
 from swiftlite.export import adapter
+from swiftlite.export.calibrated import Calibrated, calibrated
 from swiftlite.export.card import model_card, read_quality
 from swiftlite.export.draft_vocab import restrict_heads
 from swiftlite.export.fp8_source import fp8_model_of
 from swiftlite.export.gate import check_quality
 from swiftlite.export.image_bounds import write_image_bounds
 from swiftlite.export.provenance import provenance_of
-from swiftlite.export.quantization import quantize
-from swiftlite.export.schemes import scheme_of
+from swiftlite.export.quantization import matrices_of, quantize
+from swiftlite.export.schemes import Scheme, scheme_of
 from swiftlite.families.resolved import HfModel, resolve
 from swiftlite.heads import Heads, depth_key
 from swiftlite.heads.draft_vocab import TOKEN_MAP_FILE
@@ -47,6 +48,7 @@ from swiftlite.model.layers.lora import add_adapters, merge
 from swiftlite.model.open import build_hf_model, open_model
 from swiftlite.plan.facts import run_checkpoints
 from swiftlite.plan.layout import layout_of
+from swiftlite.plan.quantization import CALIBRATED_METHODS
 from swiftlite.runtime.agreement import check_agreement
 from swiftlite.runtime.distributed import session
 from swiftlite.runtime.lock import only_run_in
@@ -188,16 +190,39 @@ def _quantize(args: ExportArgs, hf_model: HfModel, writing: Path, fp8_model: HfM
     Raises:
         UserError: the model cannot be quantized, or the audit found a problem.
     """
-    quantize(
-        hf_model,
-        writing,
-        scheme_of(args),
-        quant_heads=args.quant_heads,
-        max_shard_bytes=int(args.max_shard_size_gb * 1e9),
-        fp8_model=fp8_model,
-    )
+    matrices = matrices_of(hf_model, args.quant_heads)
+    scheme = scheme_of(args, {key: entry.shape for key, entry in matrices.items()})
+    with _calibrated(args, hf_model, matrices, scheme, writing) as calibrated_trunk:
+        quantize(
+            hf_model,
+            writing,
+            scheme,
+            quant_heads=args.quant_heads,
+            max_shard_bytes=int(args.max_shard_size_gb * 1e9),
+            fp8_model=fp8_model,
+            calibrated=calibrated_trunk,
+        )
     if dist.get_rank() == 0:
         _audit(writing, hf_model, describe(hf_model.directory))
+
+
+@contextmanager
+def _calibrated(
+    args: ExportArgs, hf_model: HfModel, matrices: Mapping[str, Entry], scheme: Scheme, writing: Path
+) -> Iterator[Calibrated | None]:
+    """Yield the trunk that llm-compressor quantizes, in a temporary directory next to `writing`; None if the method
+    does not require calibration rows."""
+    if args.quant_method not in CALIBRATED_METHODS:
+        yield None
+        return
+    in_trunk = {key: entry for key, entry in matrices.items() if not hf_model.family.is_mtp(hf_model.config, key)}
+    directory = writing.with_name(f"{writing.name}.calibrated")
+    shutil.rmtree(directory, ignore_errors=True)  # files of a killed export
+    try:
+        with calibrated(args, hf_model, in_trunk, scheme, directory) as result:
+            yield result
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 @contextmanager

@@ -9,7 +9,9 @@ from swiftlite.args.config import Problem
 from swiftlite.hub.name import model_name
 from swiftlite.hub.push import has_token, is_offline
 from swiftlite.plan.facts import Facts, is_run, method_of_run, model_of_run, near_path, reads_run, run_checkpoints
+from swiftlite.plan.quantization import CALIBRATED_METHODS, quant_bits_of
 from swiftlite.rules import common, engine_options
+from swiftlite.runtime import llm_compressor
 
 LIMITS_OF_HEADS = ("min_acceptance", "max_regression")
 LIMITS = (*LIMITS_OF_HEADS, "max_trunk_loss", "max_trunk_loss_increase")
@@ -196,7 +198,8 @@ def adapter_export_is_alone(args: ExportArgs, facts: Facts) -> Iterator[Problem]
 def quantization_fits(args: ExportArgs, facts: Facts) -> Iterator[Problem]:
     method = args.quant_method
     if method is None:
-        for name in common.changed(args, ("quant_bits", "group_size", "quant_block", "quant_heads")):
+        names = ("quant_bits", "group_size", "quant_block", "quant_heads", *_CALIBRATION)
+        for name in common.changed(args, names):
             yield f"--{name} requires --quant_method", f"add --quant_method, or remove --{name}"
         return
     flag = f"--quant_method {method}"
@@ -204,17 +207,22 @@ def quantization_fits(args: ExportArgs, facts: Facts) -> Iterator[Problem]:
         yield f"{flag} cannot be combined with --to_mcore", "remove one of the two"
     if not args.merge_lora:
         yield f"{flag} does not apply to --merge_lora false, which writes only adapters", "remove one of the two"
-    if args.quant_bits not in (4, 8):
-        yield f"--quant_bits {args.quant_bits} is not supported", "use 8 or 4"
-    is_of_groups = method == "rtn" and args.quant_bits == 4
-    if not is_of_groups:
-        for name in common.changed(args, ("group_size",)):
-            yield f"--{name} requires --quant_method rtn --quant_bits 4", f"remove --{name}"
-    if method == "fp8":
-        if args.quant_bits != 8:
-            yield f"--quant_bits {args.quant_bits} does not apply to {flag}", "remove it, or use --quant_method rtn"
-    elif args.quant_block:
+    bits = quant_bits_of(args)
+    if bits not in (4, 8):
+        yield f"--quant_bits {bits} is not supported", "use 8 or 4"
+    elif method == "fp8" and bits != 8:
+        yield f"--quant_bits {bits} does not apply to {flag}", "remove it, or use --quant_method rtn"
+    elif method in ("awq", "nvfp4") and bits != 4:
+        yield f"--quant_bits {bits} does not apply to {flag}", "remove it, or use --quant_method rtn or gptq"
+    if args.group_size is not None and method == "nvfp4":
+        yield f"--group_size {args.group_size} does not apply to {flag}, whose groups have 16 columns", "remove it"
+    elif args.group_size is not None and bits != 4:
+        yield f"--group_size requires --quant_bits 4, not {bits}", "remove it"
+    if args.quant_block and method != "fp8":
         yield f"--quant_block requires --quant_method fp8, not {method}", "remove it"
+    if method not in CALIBRATED_METHODS:
+        for name in common.changed(args, _CALIBRATION):
+            yield f"--{name} requires --quant_method gptq or awq, not {method}", f"remove --{name}"
     if not reads_run(args):
         if facts.hf_config.get("quantization_config"):
             yield f"--model {args.model} is already quantized", "use the model before its quantization"
@@ -222,6 +230,23 @@ def quantization_fits(args: ExportArgs, facts: Facts) -> Iterator[Problem]:
             args, ("mtp", "mtp_graft_from", "draft_vocab", "torch_dtype", "dequantize", "push_to_hub")
         ):
             yield f"--{name} requires --to_hf", f"remove --{name}, or export a run with --to_hf"
+
+
+def calibration_is_possible(args: ExportArgs, facts: Facts) -> Iterator[Problem]:
+    if args.quant_method not in CALIBRATED_METHODS:
+        return
+    flag = f"--quant_method {args.quant_method}"
+    if not llm_compressor.is_installed():
+        yield f"{flag} requires llm-compressor in a separate environment", llm_compressor.install_command()
+    if not args.dataset:
+        yield f"{flag} requires --dataset", "give calibration rows, such as the training data: --dataset train.jsonl"
+    for name in args.dataset:
+        yield from common.file_problems("--dataset", name)
+    if facts.world_size > 1:
+        yield f"{flag} does not support {facts.world_size} processes", "use one process"
+
+
+_CALIBRATION = ("dataset", "quant_n_samples", "max_length", "quant_batch_size")
 
 
 def graft_is_not_stripped(args: ExportArgs, facts: Facts) -> Iterator[Problem]:
@@ -244,6 +269,7 @@ RULES = (
     graft_is_not_stripped,
     adapter_export_is_alone,
     quantization_fits,
+    calibration_is_possible,
     draft_vocab_can_be_chosen,
     push_can_be_tried,
     common.images_have_a_place_and_a_size,

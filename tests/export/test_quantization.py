@@ -15,14 +15,16 @@ from transformers import AutoModelForCausalLM
 
 from swiftlite.args.commands import ExportArgs
 from swiftlite.bridge.audit import audit_hf
+from swiftlite.bridge.encoding.index import format_of
 from swiftlite.bridge.hf_config import read_config
+from swiftlite.bridge.tensors import Checkpoint
 from swiftlite.errors import UserError
 from swiftlite.export.run import quantize_model, to_hf, to_mcore
 from swiftlite.families import FAMILIES
 from swiftlite.families.resolved import resolve
-from tests.messages import naming
+from tests.messages import mentions, naming
 from tests.tiers import some_of
-from tests.tiny import make_tiny_hf
+from tests.tiny import LATENT, VLLM_LATENT_SIZES, make_tiny_hf
 
 quantized = pytest.importorskip("tests.quantized", exc_type=ImportError)
 
@@ -30,6 +32,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "int8": {"quant_method": "rtn"},
     "int4": {"quant_method": "rtn", "quant_bits": 4, "group_size": quantized.GROUP},
     "fp8": {"quant_method": "fp8"},
+    "nvfp4": {"quant_method": "nvfp4"},
     "fp8_blocks": {"quant_method": "fp8", "quant_block": quantized.BLOCK[0]},
 }
 """Options by the format's name in `tests.quantized`."""
@@ -52,7 +55,7 @@ def assert_same_bits(found: dict[str, torch.Tensor], expected: dict[str, torch.T
 
 
 @pytest.mark.parametrize("heads", ["keep", "block"])
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", [name for name in METHODS if name != "nvfp4"])
 def test_result_is_that_of_the_library(mesh, tmp_path, name, heads):
     """In float32, codes and scales have the bits that the library of the format computes."""
     model = make_tiny_hf(tmp_path / "plain", "qwen3", depth=1, dtype=torch.float32, with_tokenizer=True)
@@ -67,6 +70,40 @@ def test_result_is_that_of_the_library(mesh, tmp_path, name, heads):
             assert (group[part] or {}).items() <= (other[part] or {}).items()
 
 
+def sizes_of(family: str) -> dict[str, Any]:
+    """Return sizes of a tiny model with which all matrices consist of groups of 16 columns."""
+    return {"q_lora_rank": 32} | VLLM_LATENT_SIZES if family in LATENT else {}
+
+
+MERGED = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("in_proj_qkv", "in_proj_z"),
+    ("in_proj_b", "in_proj_a"),
+)
+"""Projections that engines compute as one matrix."""
+
+
+@pytest.mark.parametrize("family", ["qwen3", "glm4_moe", "deepseek_v3", "qwen3_5"])
+def test_nvfp4_has_one_global_scale_per_merged_matrix(mesh, tmp_path, family):
+    """Codes and scales have the bits that the library computes, and are read as the numbers that it decompresses."""
+    model = make_tiny_hf(tmp_path / "plain", family, 1, dtype=torch.float32, with_tokenizer=True, **sizes_of(family))
+    out = run(model, mesh, tmp_path / "out", quant_heads="block", quant_method="nvfp4")
+    plain, written = stored(model), stored(out)
+    trunk, heads = quantized.linear_modules(model, plain)
+    with Checkpoint(out, format_of(read_config(out))) as checkpoint:
+        for module in trunk + heads:
+            parent, _, name = module.rpartition(".")
+            together = next((names for names in MERGED if name in names), (name,))
+            shards = [plain.get(f"{parent}.{shard}.weight") for shard in together]
+            largest = torch.stack([shard.abs().max() for shard in shards if shard is not None]).max()
+            expected = quantized.nvfp4_parts(plain[f"{module}.weight"], largest)
+            assert_same_bits({part: written[f"{module}.{part}"] for part in expected}, expected)
+            numbers = quantized.FORMATS["nvfp4"].decompress(expected)
+            assert torch.equal(checkpoint.read(f"{module}.weight").to(numbers.dtype), numbers)
+
+
 @pytest.mark.parametrize(
     ("family", "name"),
     some_of(
@@ -75,10 +112,12 @@ def test_result_is_that_of_the_library(mesh, tmp_path, name, heads):
         ("qwen3_moe", "int4"),
         ("deepseek_v3", "fp8_blocks"),
         ("qwen3_5", "fp8"),
+        ("qwen3_moe", "nvfp4"),
     ),
 )
 def test_every_family(mesh, tmp_path, family, name):
-    model = make_tiny_hf(tmp_path / "plain", family, depth=1, dtype=torch.bfloat16, with_tokenizer=True)
+    sizes = sizes_of(family) if name == "nvfp4" else {}
+    model = make_tiny_hf(tmp_path / "plain", family, depth=1, dtype=torch.bfloat16, with_tokenizer=True, **sizes)
     options = METHODS[name]
     if name == "int4":
         options = options | {"group_size": 8}  # divides the sizes of all tiny models
@@ -128,6 +167,37 @@ def test_groups_that_do_not_fit_are_named(mesh, tmp_path):
     with pytest.raises(UserError, match=naming("--group_size 48 model.layers.0.mlp.gate_proj.weight")) as error:
         run(model, mesh, tmp_path / "out", quant_method="rtn", quant_bits=4, group_size=48)
     assert "--group_size" in error.value.hint
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("columns", "size"), [(256, 128), (192, 64), (96, 32)])
+def test_the_default_size_of_groups_divides_all_matrices(mesh, tmp_path, caplog, columns, size):
+    caplog.set_level("INFO", logger="swiftlite")
+    model = make_tiny_hf(
+        tmp_path / "plain",
+        "qwen3",
+        dtype=torch.bfloat16,
+        with_tokenizer=True,
+        hidden_size=columns,
+        intermediate_size=256,
+        head_dim=64,
+    )
+    out = run(model, mesh, tmp_path / "out", quant_method="rtn", quant_bits=4)
+    (group,) = read_config(out)["quantization_config"]["config_groups"].values()
+    assert group["weights"]["group_size"] == size
+    assert any(mentions(record.getMessage(), f"--group_size {size}") for record in caplog.records) is (size < 128)
+
+
+def test_without_a_size_of_groups_other_methods_are_proposed(mesh, tmp_path):
+    model = make_tiny_hf(tmp_path / "plain", "qwen3", dtype=torch.bfloat16, with_tokenizer=True, intermediate_size=48)
+    with pytest.raises(
+        UserError, match=naming("--group_size 32 model.layers.0.mlp.down_proj.weight 48 --quant_method")
+    ):
+        run(model, mesh, tmp_path / "out", quant_method="rtn", quant_bits=4)
+    with pytest.raises(
+        UserError, match=naming("--group_size 32 model.layers.0.mlp.down_proj.weight 48 --quant_method")
+    ):
+        run(model, mesh, tmp_path / "out", quant_method="rtn", quant_bits=4, group_size=32)
     assert not (tmp_path / "out").exists()
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -261,3 +262,69 @@ def test_limits_of_heads_require_heads(here):
 def test_rows_and_baselines_without_a_limit(here, change, note):
     (found,) = rules.check(dataclasses.replace(EXPORT, **change))
     assert mentions(found, note)
+
+
+QUANTIZE = ExportArgs(model="plain", output_dir="new", quant_method="rtn")
+CALIBRATED = dataclasses.replace(QUANTIZE, quant_method="gptq", dataset=["train.jsonl"])
+
+
+@pytest.fixture
+def with_llm_compressor(tmp_path, monkeypatch):
+    """Have an environment that looks as if it contained llm-compressor."""
+    venv = tmp_path / "venv"
+    (venv / "bin").mkdir(parents=True)
+    (venv / "bin" / "python").touch()
+    (venv / "lib/python3.11/site-packages/llmcompressor-0.14.0.1.dist-info").mkdir(parents=True)
+    monkeypatch.setenv("SWIFTLITE_LLMCOMPRESSOR_VENV", str(venv))
+
+
+def test_good_quantizations_pass_without_a_note(here, with_llm_compressor):
+    assert rules.check(CALIBRATED) == []
+    assert rules.check(dataclasses.replace(CALIBRATED, quant_method="awq", group_size=64, quant_n_samples=8)) == []
+    assert rules.check(dataclasses.replace(EXPORT, quant_method="gptq", dataset=["train.jsonl"], quant_bits=8)) == []
+    assert rules.check(dataclasses.replace(QUANTIZE, quant_method="nvfp4")) == []
+    assert rules.check(dataclasses.replace(QUANTIZE, quant_bits=4)) == []
+
+
+@pytest.mark.parametrize(
+    ("args", "change", "problem"),
+    [
+        (EXPORT, {"dataset": ["train.jsonl"]}, "--dataset --quant_method"),
+        (EXPORT, {"quant_n_samples": 8}, "--quant_n_samples --quant_method"),
+        (QUANTIZE, {"dataset": ["train.jsonl"]}, "--dataset gptq awq rtn"),
+        (QUANTIZE, {"max_length": 8}, "--max_length gptq awq rtn"),
+        (QUANTIZE, {"quant_bits": 3}, "--quant_bits 3"),
+        (QUANTIZE, {"group_size": 64}, "--group_size --quant_bits 4"),
+        (QUANTIZE, {"quant_method": "fp8", "quant_bits": 4}, "--quant_bits 4 --quant_method fp8"),
+        (QUANTIZE, {"quant_method": "nvfp4", "quant_bits": 8}, "--quant_bits 8 --quant_method nvfp4"),
+        (QUANTIZE, {"quant_method": "nvfp4", "group_size": 32}, "--group_size 32 --quant_method nvfp4 16"),
+        (QUANTIZE, {"quant_method": "nvfp4", "quant_block": 32}, "--quant_block fp8 nvfp4"),
+        (CALIBRATED, {"dataset": []}, "--quant_method gptq --dataset"),
+        (CALIBRATED, {"dataset": ["no.jsonl"]}, "--dataset no.jsonl"),
+        (CALIBRATED, {"quant_method": "awq", "quant_bits": 8}, "--quant_bits 8 --quant_method awq"),
+        (CALIBRATED, {"quant_batch_size": 0}, "--quant_batch_size 0"),
+    ],
+)
+def test_options_of_quantization(here, with_llm_compressor, args, change, problem):
+    problems = problems_of(dataclasses.replace(args, **change))
+    assert len(problems) == 1
+    assert mentions(problems[0][0], problem)
+
+
+def test_calibration_is_done_by_one_process(here, with_llm_compressor):
+    problems = problems_of(CALIBRATED, world_size=2)
+    assert len(problems) == 1
+    assert mentions(problems[0][0], "--quant_method gptq 2")
+
+
+def test_the_command_that_installs_llm_compressor_is_printed(here, tmp_path, monkeypatch):
+    """Nothing is loaded or written. requirements/llmcompressor.txt has the release of the command."""
+    venv = tmp_path / "with space" / "venv"
+    monkeypatch.setenv("SWIFTLITE_LLMCOMPRESSOR_VENV", str(venv))
+    ((problem, hint),) = problems_of(CALIBRATED)
+    assert mentions(problem, "--quant_method gptq")
+    words = shlex.split(hint)
+    assert words[1:4] == ["-m", "venv", str(venv)]
+    requirements = Path(__file__).parents[2] / "requirements" / "llmcompressor.txt"
+    assert words[-1] in requirements.read_text().split()
+    assert words[-3:-1] == [str(venv / "bin" / "pip"), "install"]

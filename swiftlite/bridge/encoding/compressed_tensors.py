@@ -13,6 +13,7 @@ config.json, whose `config_groups` define the number of bits and the size of blo
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -243,3 +244,42 @@ class WritableBlocks(Blocks):
             return codes, scales
         words = self.codes.pack(codes.int() + self.zero_point)
         return words, scales, torch.tensor(self.shape)
+
+
+@dataclass(frozen=True)
+class WritableFp4(Blocks):
+    """NVFP4 codes with one scale per group of columns, as a `WritableEncoding`.
+
+    Scales are relative to `weight_global_scale`, which maps `largest` to the largest scale (448) times the largest code
+    (6).
+
+    Args:
+        largest: largest absolute value of the matrix, and of the matrices that engines merge with it.
+    """
+
+    largest: float = 1.0
+
+    @classmethod
+    def of(cls, shape: tuple[int, int], size: int, largest: float) -> "WritableFp4":
+        return cls(**vars(fp4(shape, size)), largest=largest)
+
+    def write(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        highest = FP4_VALUES[7]
+        # In float32, and in this order, as in compressed-tensors.
+        largest = torch.tensor([self.largest], device=tensor.device).clamp(min=torch.finfo(torch.float32).tiny)
+        global_scale = (LARGEST_FP8 * highest / largest).nan_to_num(posinf=1.0)
+        groups = tensor.float().unflatten(1, (-1, self.block[1]))
+        scales = global_scale * (groups.abs().amax(dim=2) / highest)
+        scales = scales.clamp(max=LARGEST_FP8).to(torch.float8_e4m3fn)
+        scales = torch.where(scales.float() == 0, torch.finfo(torch.float8_e4m3fn).eps, scales.float())
+        codes = _fp4_codes((groups / (scales / global_scale)[..., None]).flatten(1))
+        return self.codes.pack(codes), scales.to(torch.float8_e4m3fn), global_scale
+
+
+def _fp4_codes(numbers: torch.Tensor) -> torch.Tensor:
+    """Return the codes of the nearest FP4 numbers; of two equally near ones, that with the even code."""
+    middles = [(low + high) / 2 for low, high in pairwise(FP4_VALUES[:8])]
+    is_above, reaches = (torch.tensor(part, device=numbers.device) for part in (middles[::2], middles[1::2]))
+    sizes = numbers.abs()
+    codes = torch.bucketize(sizes, is_above) + torch.bucketize(sizes, reaches, right=True)
+    return codes + 8 * numbers.signbit()

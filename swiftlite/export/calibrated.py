@@ -1,0 +1,201 @@
+"""Quantize a trunk with GPTQ or AWQ, which llm-compressor computes with calibration rows (`oneshot.py`).
+
+llm-compressor runs in a separate process and environment (`runtime/llm_compressor.py`). It reads the model and the
+token ids of the rows, and writes the quantized matrices to a temporary directory. Heads, a vision tower and all other
+tensors come from the model's own files.
+"""
+
+import json
+import os
+import random
+import signal
+import subprocess
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from swiftlite.args.commands import ExportArgs
+from swiftlite.bridge.encoding.encoding import WritableEncoding
+from swiftlite.bridge.entry import Entry
+from swiftlite.bridge.placement import decoder_layer_of
+from swiftlite.bridge.tensors import Checkpoint
+from swiftlite.data.dataset import load_train_val
+from swiftlite.data.encoder import ConversationEncoder
+from swiftlite.data.rows.conversation import parse_row
+from swiftlite.data.template import ChatTemplate, load_tokenizer
+from swiftlite.errors import UserError
+from swiftlite.export.schemes import Scheme
+from swiftlite.families.resolved import HfModel
+from swiftlite.log import logger, write_line
+from swiftlite.runtime.llm_compressor import interpreter
+from swiftlite.runtime.parent import exit_with_parent
+
+LINES_TO_SHOW = 15
+_SEED = 42
+_REFUSED = 3  # exit code of oneshot.py
+# For other layers, llm-compressor 0.14 scales the input of a router without changing the router.
+_AWQ_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """The result of llm-compressor.
+
+    Attributes:
+        checkpoint: the quantized trunk. Its head, if any, is not used.
+        changes_norms: whether norms and biases in decoder layers have changed, as with AWQ.
+    """
+
+    checkpoint: Checkpoint
+    changes_norms: bool
+
+    def tensors(self, model: HfModel, encodings: Mapping[str, WritableEncoding]) -> dict[str, dict[str, Entry]]:
+        """Return the stored tensors that replace tensors of the model, by the key of the replaced tensor.
+
+        Args:
+            encodings: encodings of the trunk's matrices, with which the result is compared.
+
+        Raises:
+            UserError: a matrix is not quantized, or a tensor has another shape or dtype.
+        """
+        stored = self.checkpoint.stored
+        replaced = {}
+        for key, encoding in encodings.items():
+            names = encoding.entries(key)
+            if any(name not in stored for name in names):
+                raise UserError(f"llm-compressor did not quantize {key}", "use --quant_method rtn, and report this")
+            replaced[key] = {name: stored[name] for name in names}
+        if self.changes_norms:
+            for row in model.family.trunk_rows(model.config):
+                if decoder_layer_of(row.mcore) is not None:
+                    replaced |= {key: {key: stored[key]} for key in row.hf if key in stored and key not in replaced}
+        return replaced
+
+
+@contextmanager
+def calibrated(
+    args: ExportArgs, model: HfModel, matrices: Mapping[str, Entry], scheme: Scheme, directory: Path
+) -> Iterator[Calibrated]:
+    """Run llm-compressor, and yield its result.
+
+    Args:
+        matrices: the matrices of the trunk to quantize.
+        directory: temporary directory, which does not exist.
+
+    Raises:
+        UserError: llm-compressor does not support the model, or failed.
+    """
+    method = str(args.quant_method)
+    if method == "awq":
+        _check_awq(model, matrices)
+    rows = calibration_rows(args, model)
+    directory.mkdir()
+    job = {
+        "model": str(model.directory.absolute()),
+        "output_dir": str(directory / "result"),
+        "method": method,
+        "modules": [key.removesuffix(".weight") for key in matrices],
+        "scheme": {name: scheme.group[name] for name in ("weights", "input_activations")},
+        "dtype": str(_common_dtype(matrices)).removeprefix("torch."),
+        "rows": rows,
+        "batch_size": args.quant_batch_size,
+    }
+    file = directory / "job.json"
+    file.write_text(json.dumps(job), encoding="utf-8")
+    logger.info("%s of %d matrices with %d rows of %s", method, len(matrices), len(rows), ", ".join(args.dataset))
+    _run([str(interpreter()), "-I", "-W", "ignore", str(Path(__file__).with_name("oneshot.py")), str(file)], method)
+    with Checkpoint(directory / "result") as checkpoint:
+        yield Calibrated(checkpoint, changes_norms=method == "awq")
+
+
+def calibration_rows(args: ExportArgs, model: HfModel) -> list[list[int]]:
+    """Return the token ids of the rows of --dataset, encoded as in training, or of a random sample of them.
+
+    Raises:
+        UserError: a row cannot be read or has images.
+    """
+    tokenizer = load_tokenizer(model.directory)
+    template = ChatTemplate(tokenizer, vocab_size=model.config["vocab_size"])
+    no_images = f"llm-compressor calibrates --quant_method {args.quant_method} without images"
+    encoder = ConversationEncoder(template, args.max_length, "right", partial(parse_row, no_images=no_images))
+    samples = load_train_val(encoder, args.dataset, offered=vars(args)).train
+    if len(samples) > args.quant_n_samples:
+        chosen = random.Random(_SEED).sample(range(len(samples)), args.quant_n_samples)
+        samples = [samples[number] for number in sorted(chosen)]
+    return [sample.input_ids.tolist() for sample in samples]
+
+
+def _check_awq(model: HfModel, matrices: Mapping[str, Entry]) -> None:
+    """Check that llm-compressor can smooth the layers of a model without changing what they compute.
+
+    Raises:
+        UserError: the model has experts or other kinds of attention.
+    """
+    for key in matrices:
+        *_, parent, name = key.removesuffix(".weight").split(".")
+        if name not in _AWQ_PROJECTIONS or parent not in ("self_attn", "mlp"):
+            raise UserError(
+                f"--quant_method awq does not support {model.family.name}, because of {key}",
+                "use --quant_method gptq or rtn",
+            )
+
+
+def _common_dtype(matrices: Mapping[str, Entry]) -> torch.dtype:
+    """Return the most frequent dtype, in which llm-compressor computes."""
+    ((dtype, _),) = Counter(entry.dtype for entry in matrices.values()).most_common(1)
+    return dtype
+
+
+def _run(command: Sequence[str], method: str) -> None:
+    """Run llm-compressor, and print its output. If this process ends, the other process is killed.
+
+    Raises:
+        UserError: it failed.
+    """
+    settings = {
+        "HF_HUB_OFFLINE": "1",
+        "LLM_COMPRESSOR_LOG_LEVEL": "WARNING",
+        "TRANSFORMERS_VERBOSITY": "error",
+        "TQDM_MININTERVAL": "10",  # each update is a line
+    }
+    process = subprocess.Popen(
+        command,
+        env=os.environ | settings,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        encoding="utf-8",
+        errors="replace",
+        preexec_fn=partial(exit_with_parent, os.getpid()),
+    )
+    lines: deque[str] = deque(maxlen=LINES_TO_SHOW)
+    assert process.stdout is not None
+    try:
+        for line in filter(None, map(str.rstrip, process.stdout)):
+            if "| METRIC -" in line:  # the error of each matrix
+                continue
+            lines.append(line)
+            write_line(f"llm-compressor: {line}")
+        code = process.wait()
+    except BaseException:
+        process.kill()
+        process.wait()
+        raise
+    if code == 0:
+        return
+    if code == _REFUSED:
+        raise UserError(f"--quant_method {method}: {lines[-1]}", "use --quant_method rtn or fp8")
+    tail = "".join(f"\n    | {line}" for line in lines)
+    if code < 0:
+        problem = f"llm-compressor was ended by {signal.Signals(-code).name}; end of its output:{tail}"
+        raise UserError(problem, "nothing was written; was the memory exhausted?")
+    raise UserError(
+        f"llm-compressor failed with exit code {code}; end of its output:{tail}",
+        "nothing was written; the last line above is the cause",
+    )
