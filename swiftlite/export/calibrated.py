@@ -10,6 +10,7 @@ import os
 import random
 import signal
 import subprocess
+import time
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -36,6 +37,7 @@ from swiftlite.runtime.llm_compressor import interpreter
 from swiftlite.runtime.parent import exit_with_parent
 
 LINES_TO_SHOW = 15
+SECONDS_BETWEEN_PROGRESS = 10
 _SEED = 42
 _REFUSED = 3  # exit code of oneshot.py
 # For other layers, llm-compressor 0.14 scales the input of a router without changing the router.
@@ -161,7 +163,6 @@ def _run(command: Sequence[str], method: str) -> None:
         "HF_HUB_OFFLINE": "1",
         "LLM_COMPRESSOR_LOG_LEVEL": "WARNING",
         "TRANSFORMERS_VERBOSITY": "error",
-        "TQDM_MININTERVAL": "10",  # each update is a line
     }
     process = subprocess.Popen(
         command,
@@ -177,10 +178,16 @@ def _run(command: Sequence[str], method: str) -> None:
     lines: deque[str] = deque(maxlen=LINES_TO_SHOW)
     assert process.stdout is not None
     try:
+        shown_at = 0.0
         for line in filter(None, map(str.rstrip, process.stdout)):
-            if "| METRIC -" in line:  # the error of each matrix
+            is_progress = "%|" in line
+            is_metric = "| METRIC -" in line  # the error of each matrix
+            if is_metric or (is_progress and time.monotonic() < shown_at + SECONDS_BETWEEN_PROGRESS):
                 continue
-            lines.append(line)
+            if is_progress:
+                shown_at = time.monotonic()
+            else:
+                lines.append(line)
             write_line(f"llm-compressor: {line}")
         code = process.wait()
     except BaseException:

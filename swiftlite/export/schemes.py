@@ -105,7 +105,8 @@ def _group_size(given: int | None, shapes: Mapping[str, tuple[int, ...]]) -> int
     if given is None and fitting:
         if fitting[0] != _GROUP_SIZES[0]:
             key = unfit(_GROUP_SIZES[0])
-            logger.info("--group_size %d: %s has %d columns", fitting[0], key, shapes[str(key)][1])
+            columns = shapes[str(key)][1]
+            logger.info("--group_size %d: 128 does not divide the %d columns of %s", fitting[0], columns, key)
         return fitting[0]
     hint = _WITHOUT_GROUPS
     if fitting:

@@ -75,11 +75,11 @@ def logits_of(source: Path, weights: dict[str, torch.Tensor], tokens: torch.Tens
 
 
 @with_llm_compressor
-@pytest.mark.parametrize("method", ["gptq", "awq"])
-def test_a_dense_model(mesh, tmp_path, rows, method):
+@pytest.mark.parametrize(("family", "method"), [("qwen3", "gptq"), ("qwen3", "awq"), ("qwen2", "awq")])
+def test_a_dense_model(mesh, tmp_path, rows, family, method):
     """Heads keep their bits, every projection of the trunk is quantized, and the model is closer to the unquantized one
     on the calibration rows than with rounding."""
-    model = make_tiny_hf(tmp_path / "plain", "qwen3", depth=1, dtype=torch.float32, with_tokenizer=True)
+    model = make_tiny_hf(tmp_path / "plain", family, depth=1, dtype=torch.float32, with_tokenizer=True)
     with_large_channels(model)
     out = run(model, mesh, tmp_path / "out", rows, quant_method=method, group_size=GROUP)
     assert audit_hf(out, resolve(out).family) == []
@@ -91,7 +91,7 @@ def test_a_dense_model(mesh, tmp_path, rows, method):
     changed = plain.keys() - same
     if method == "gptq":
         assert changed == quantized.keys()
-    else:  # norms are scaled, but not the last one, whose output the heads read
+    else:  # norms and biases are scaled, but not the last norm, whose output the heads read
         assert quantized.keys() < changed
         assert all(key.startswith("model.layers.") for key in changed)
     quantize_model(
