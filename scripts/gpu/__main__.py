@@ -28,6 +28,7 @@ STAGES = {
     "plan": "memory estimated by `doctor --plan` against live tensors",
     "faults": "SIGTERM and --resume, deterministic runs, a killed rank, a hanging rank, too little memory",
     "engines": "a model with a head, trained, exported and served by every installed engine",
+    "quantized": "that model quantized, served by vLLM and compared with its decoded weights",
     "live": "new weights into a running vLLM",
 }
 NEEDS_ITS_TURN = ("speed",)
@@ -50,7 +51,10 @@ def main() -> int:
         "--sizes", nargs="+", default=["0.6B", "1.7B"], help="model sizes of the stage training (default: 0.6B 1.7B)"
     )
     parser.add_argument(
-        "--cases", nargs="+", metavar="NAME", help="families of logits, kinds, cases of speed to run (default: all)"
+        "--cases",
+        nargs="+",
+        metavar="NAME",
+        help="families of logits, kinds, cases of speed, formats to run (default: all)",
     )
     parser.add_argument(
         "--output_dir", type=Path, default=Path("out/gpu"), help="directory of results and logs (default: out/gpu)"

@@ -49,6 +49,26 @@ class Served:
     num_compiled: int = 0
 
 
+@dataclass(frozen=True)
+class Replay:
+    """What vLLM computed for one prompt that was served alone.
+
+    Args:
+        token_ids: generated tokens.
+        counts: vLLM's draft counts.
+        draft: class of the draft model.
+        draft_logits: the draft model's logits in each step, [num_speculative_tokens, vocabulary].
+        target_logits: the target's logits: of the prompt, [1, vocabulary], then in each step,
+            [1 + num_speculative_tokens, vocabulary].
+    """
+
+    token_ids: list[int]
+    counts: DraftCounts
+    draft: str
+    draft_logits: list[torch.Tensor]
+    target_logits: list[torch.Tensor]
+
+
 # What of vLLM an engine in one process imports; it starts no thread.
 MODULES = [
     "vllm",
@@ -117,6 +137,33 @@ def serve(
     token_ids = [completion.token_ids for completion in completions]
     num_compiled = compilation_counter.num_aot_compiles + compilation_counter.num_aot_artifacts_loaded
     return Served(token_ids, counts, draft, logits, num_compiled)
+
+
+def replay(
+    directory: Path, prompts: Sequence[Sequence[int]], new_tokens: int, num_speculative_tokens: int
+) -> list[Replay]:
+    """Start vLLM in bfloat16, generate greedily for one prompt at a time, and return all logits."""
+    config = EngineConfig(
+        resolve_served(directory), "bfloat16", num_speculative_tokens=num_speculative_tokens, max_model_len=256
+    )
+    engine: Any = start_engine("vllm", config)
+    replays = []
+    try:
+        (draft,) = engine._llm.collective_rpc(_keep_draft_logits)
+        engine._llm.collective_rpc(_keep_target_logits)
+        for prompt in prompts:
+            _kept.clear()
+            _kept_of_target.clear()
+            before = engine.draft_counts()
+            (completion,) = engine.generate([prompt], Sampling(new_tokens))
+            counts = engine.draft_counts().since(before)
+            drafted = list(torch.cat(_kept).float().split(num_speculative_tokens))
+            replays.append(
+                Replay(completion.token_ids, counts, draft, drafted, [logits.float() for logits in _kept_of_target])
+            )
+    finally:
+        engine.close()
+    return replays
 
 
 def drafted_by_load(directory: Path, schedule: DraftSchedule, loads: list[list[list[int]]]) -> list[Served]:
@@ -192,18 +239,57 @@ def load_draft(directory: Path, plugins: str | None = None) -> tuple[str, int]:
     return type(draft).__name__, sum(1 for _ in draft.parameters())
 
 
+def start_unchecked(directory: Path, is_tracked: bool) -> str:
+    """Start vLLM with heads, without swiftlite's check of quantized heads; return vLLM's error, or "" if it starts.
+
+    Args:
+        is_tracked: whether vLLM is started with swiftlite's options for quantized models.
+    """
+    from vllm import LLM
+
+    from swiftlite.engines.vllm.options import loading_options
+
+    options: dict[str, Any] = {}
+    if is_tracked:
+        options = loading_options(resolve_served(directory), {})
+        assert options
+    speculative = {"method": "mtp", "num_speculative_tokens": 1}
+    try:
+        LLM(
+            model=str(directory),
+            dtype="bfloat16",
+            max_model_len=64,
+            enforce_eager=True,
+            skip_tokenizer_init=True,
+            speculative_config=speculative,
+            **options,
+        )
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 _kept: list[torch.Tensor] = []
+_kept_of_target: list[torch.Tensor] = []
 
 
 def _keep_draft_logits(worker) -> str:
     """On vLLM's worker, store all logits of the draft model in `_kept`; return the draft model's class."""
-    draft = worker.model_runner.drafter.model
-    compute_logits = draft.compute_logits
+    return _keep_logits(worker.model_runner.drafter.model, _kept)
+
+
+def _keep_target_logits(worker) -> str:
+    """On vLLM's worker, store all logits of the target model in `_kept_of_target`; return the model's class."""
+    return _keep_logits(worker.model_runner.model, _kept_of_target)
+
+
+def _keep_logits(model: Any, kept: list[torch.Tensor]) -> str:
+    compute_logits = model.compute_logits
 
     def compute_and_keep(*args, **kwargs) -> torch.Tensor:
         logits = compute_logits(*args, **kwargs)
-        _kept.append(logits.clone())
+        kept.append(logits.clone())
         return logits
 
-    draft.compute_logits = compute_and_keep
-    return type(draft).__name__
+    model.compute_logits = compute_and_keep
+    return type(model).__name__

@@ -30,7 +30,7 @@ def gpu_sh(output_dir: Path, *options: str) -> tuple[int, list[dict], str]:
         ["machine", "plan"],
         pytest.param(["kernels", "training", "speed"], marks=pytest.mark.slow),
         # Which other tests compute as well.
-        pytest.param(["logits", "layouts", "faults", "engines", "live"], marks=pytest.mark.slow),
+        pytest.param(["logits", "layouts", "faults", "engines", "quantized", "live"], marks=pytest.mark.slow),
     ],
     ids=" ".join,
 )

@@ -1,0 +1,110 @@
+"""Test with SGLang's own loaders that it builds each module of the heads as the files have it.
+
+One process with SGLang loads all checkpoints of this file. On a CPU, SGLang 0.5.23 can only build models in FP8 with
+blocks: compressed-tensors asks for the version of a GPU, awq does not support bfloat16, and gptq on a CPU does not read
+the list of modules.
+"""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from swiftlite.engines.loading.load_report import LoadReport
+from swiftlite.engines.quantized_heads import quantized_head_problems
+from swiftlite.engines.served_model import resolve_served
+from tests.engines.quantized_lists import list_plain, list_trunk
+from tests.quantized import quantize_hf
+from tests.stand_ins import sglang_environment
+from tests.tiers import some_of
+from tests.tiny import CLASSES, HYBRID, LATENT, NOT_IN_SGLANG, VLLM_LATENT_SIZES, make_tiny_hf
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed"),
+]
+LOAD_ALL = """
+import dataclasses, json, sys
+from swiftlite.engines.engine import EngineConfig
+from swiftlite.engines.served_model import resolve_served
+from swiftlite.engines.sglang.dry_load import dry_load
+for directory in json.loads(sys.argv[1]):
+    report = dry_load(EngineConfig(resolve_served(directory), num_speculative_tokens=None))
+    print(json.dumps(dataclasses.asdict(report)))
+"""
+# Sizes with which no block of 128 x 128 belongs to two projections.
+DENSE: dict[str, Any] = {"hidden_size": 128, "head_dim": 128, "intermediate_size": 128}
+EXPERTS: dict[str, Any] = DENSE | {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 128}
+SIZES: dict[str, dict[str, Any]] = dict.fromkeys(LATENT, EXPERTS | VLLM_LATENT_SIZES | {"q_lora_rank": 128})
+SIZES |= {"qwen3_moe": EXPERTS, "glm4_moe": EXPERTS, "hy_v3": EXPERTS | {"expert_hidden_dim": 128}}
+# SGLang builds linear attention on GPUs only.
+WITHOUT_SCALES = ("llama", "mistral")
+FAMILIES = [family for family in CLASSES if family not in (*HYBRID, *NOT_IN_SGLANG, *WITHOUT_SCALES)]
+# No list can describe plain heads of these for SGLang (`unlisted_engines`).
+UNLISTED = [("qwen3_moe", False), ("mimo", False)]
+CASES = [case for case in product(FAMILIES, (False, True)) if case not in UNLISTED]
+
+
+def make(directory: Path, family: str, block: bool) -> Path:
+    sizes = SIZES.get(family, DENSE)
+    source = make_tiny_hf(directory / "source", family, 1, dtype=torch.bfloat16, **sizes)
+    model = quantize_hf(source, directory / "model", "fp8_blocks_128", block=block, ignore=[])
+    list_plain(model, keeps_block=not block)
+    return model
+
+
+@pytest.fixture(scope="module")
+def reports(request, tmp_path_factory) -> dict[Any, tuple[LoadReport, Path]]:
+    """Return the reports of the cases that run in this session."""
+    folder = tmp_path_factory.mktemp("models")
+    asked: dict[Any, Path] = {}
+    for item in request.session.items:
+        if item.originalname == test_modules_are_built_as_the_files_have_them.__name__ and item.path == Path(__file__):
+            case = tuple(item.callspec.params[name] for name in ("family", "block"))
+            asked[case] = make(folder / "-".join(map(str, case)), *case)
+    for family in WITHOUT_SCALES:
+        asked[family] = make(folder / family, family, block=True)
+    asked["without a list"] = make(folder / "without-a-list", "qwen3", block=False)
+    list_trunk(asked["without a list"])
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD_ALL, json.dumps(list(map(str, asked.values())))],
+        env=sglang_environment(),
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [LoadReport(**json.loads(line)) for line in done.stdout.splitlines() if line.startswith('{"engine"')]
+    return dict(zip(asked, zip(lines, asked.values(), strict=True), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("family", "block"), some_of(CASES, *product(("qwen3", "glm4_moe"), (False, True)), ("mimo", True))
+)
+def test_modules_are_built_as_the_files_have_them(reports, family, block):
+    report, directory = reports[family, block]
+    assert report.problems == []
+    quantized, _, plain = report.draft_modules.partition("plain: ")
+    assert ("o_proj" in quantized) is block
+    assert ("o_proj" in plain) is not block
+    assert quantized_head_problems(resolve_served(directory), ["sglang"]) == []
+
+
+def test_a_missing_list_is_reported(reports):
+    report, directory = reports["without a list"]
+    assert report.problems
+    assert quantized_head_problems(resolve_served(directory), ["sglang"])
+
+
+@pytest.mark.parametrize("family", WITHOUT_SCALES)
+def test_scales_that_sglang_does_not_read_are_reported(reports, family):
+    """SGLang's class for Llama and Mistral renames `weight_scale_inv`, and finds no parameter with the new name. It
+    reports neither this nor the uninitialized scales."""
+    report, _ = reports[family]
+    assert any("self_attn.qkv_proj.weight_scale_inv" in line for line in report.problems)
