@@ -74,7 +74,7 @@ def problems_of(
     ]
     if problem := quantization_problem(hf_config):
         problems.append(problem)
-    whole, nested = hf_config.get("partial_rotary_factor"), _rope(hf_config).get("partial_rotary_factor")
+    whole, nested = hf_config.get("partial_rotary_factor"), rope_parameters(hf_config).get("partial_rotary_factor")
     if "partial_rotary_factor" not in reads and nested not in (1, None):
         problems.append(f"rope_parameters: partial_rotary_factor {nested} is not supported; it can only be 1")
     if None not in (whole, nested) and whole != nested:
@@ -128,17 +128,17 @@ def partial_rotary_factor(hf_config: HfConfig) -> float | None:
 
     transformers 5 stores this share in `rope_parameters`.
     """
-    return hf_config.get("partial_rotary_factor") or _rope(hf_config).get("partial_rotary_factor")
+    return hf_config.get("partial_rotary_factor") or rope_parameters(hf_config).get("partial_rotary_factor")
 
 
-def _rope(hf_config: HfConfig) -> Mapping[str, Any]:
+def rope_parameters(hf_config: HfConfig) -> Mapping[str, Any]:
     """Return the config's settings of rotary embeddings (`rope_parameters` or `rope_scaling`), or an empty mapping."""
     return hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
 
 
 def rope_theta(hf_config: HfConfig) -> Any:
     """Return the base of the rotary angles. As in transformers, a value in the rotary settings has precedence."""
-    return _rope(hf_config).get("rope_theta", hf_config.get("rope_theta"))
+    return rope_parameters(hf_config).get("rope_theta", hf_config.get("rope_theta"))
 
 
 def partial_rotary_problems(hf_config: HfConfig) -> list[str]:

@@ -1,0 +1,306 @@
+"""List the tensors of a GGUF file, and the Hugging Face tensors from which they are computed.
+
+The list is derived from the family's bridge rows, because these have the same Megatron names in all families, and
+contain every Hugging Face tensor exactly once. For example, `decoder.layers.3.self_attention.linear_qkv.weight` consists
+of three Hugging Face tensors, which become `blk.3.attn_q.weight`, `blk.3.attn_k.weight` and `blk.3.attn_v.weight`.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from swiftlite.bridge.join import SwapHalves
+from swiftlite.bridge.rows import Row
+from swiftlite.errors import UserError
+from swiftlite.families.attention import LatentAttention
+from swiftlite.families.family import Family
+from swiftlite.families.layer import Layer
+from swiftlite.families.linear_attention import GatedDeltaNet
+from swiftlite.families.mlp import Mlp
+from swiftlite.gguf.transforms import (
+    AddOne,
+    Chain,
+    Copy,
+    NegativeExp,
+    Reorder,
+    SplitKeysAndValues,
+    Squeeze,
+    Stack,
+    Transform,
+    Zeros,
+)
+
+HfConfig = Mapping[str, Any]
+
+IDLE_EXPERT = 32
+"""Width of an expert of zeros, the smallest block of a quantized row."""
+
+_MODEL = {
+    "embedding.word_embeddings.weight": ("token_embd.weight",),
+    "decoder.final_layernorm.weight": ("output_norm.weight",),
+    "output_layer.weight": ("output.weight",),
+}
+_LAYER = {
+    "input_layernorm.weight": ("attn_norm.weight",),
+    "pre_mlp_layernorm.weight": ("ffn_norm.weight",),
+    # attention
+    "self_attention.linear_qkv.weight": ("attn_q.weight", "attn_k.weight", "attn_v.weight"),
+    "self_attention.linear_qkv.bias": ("attn_q.bias", "attn_k.bias", "attn_v.bias"),
+    "self_attention.linear_proj.weight": ("attn_output.weight",),
+    "self_attention.q_layernorm.weight": ("attn_q_norm.weight",),
+    "self_attention.k_layernorm.weight": ("attn_k_norm.weight",),
+    # latent attention
+    "self_attention.linear_q_proj.weight": ("attn_q.weight",),
+    "self_attention.linear_q_down_proj.weight": ("attn_q_a.weight",),
+    "self_attention.linear_q_up_proj.weight": ("attn_q_b.weight",),
+    "self_attention.linear_kv_down_proj.weight": ("attn_kv_a_mqa.weight",),
+    "self_attention.linear_kv_up_proj.weight": ("attn_k_b.weight", "attn_v_b.weight"),
+    "self_attention.kv_layernorm.weight": ("attn_kv_a_norm.weight",),
+    # gated delta net
+    "self_attention.in_proj_qkvz.weight": ("attn_qkv.weight", "attn_gate.weight"),
+    "self_attention.in_proj_ba.weight": ("ssm_beta.weight", "ssm_alpha.weight"),
+    "self_attention.conv1d.weight": ("ssm_conv1d.weight",),
+    "self_attention.A_log": ("ssm_a",),
+    "self_attention.dt_bias": ("ssm_dt.bias",),
+    "self_attention.norm.weight": ("ssm_norm.weight",),
+    "self_attention.out_proj.weight": ("ssm_out.weight",),
+    # MLP
+    "mlp.linear_fc1.weight": ("ffn_gate.weight", "ffn_up.weight"),
+    "mlp.linear_fc2.weight": ("ffn_down.weight",),
+    # mixture of experts
+    "mlp.router.weight": ("ffn_gate_inp.weight",),
+    "mlp.router.expert_bias": ("exp_probs_b.bias",),
+    "mlp.shared_experts.linear_fc1.weight": ("ffn_gate_shexp.weight", "ffn_up_shexp.weight"),
+    "mlp.shared_experts.linear_fc2.weight": ("ffn_down_shexp.weight",),
+    "mlp.shared_experts.gate_weight": ("ffn_gate_inp_shexp.weight",),
+}
+_EXPERTS = {
+    "linear_fc1.weight": ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
+    "linear_fc2.weight": ("ffn_down_exps.weight",),
+}
+_HEAD = {
+    "eh_proj.weight": ("nextn.eh_proj.weight",),
+    "enorm.weight": ("nextn.enorm.weight",),
+    "hnorm.weight": ("nextn.hnorm.weight",),
+    "final_layernorm.weight": ("nextn.shared_head_norm.weight",),
+}
+_EXPERT = re.compile(r"mlp\.experts\.local_experts\.\d+\.(.+)")
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """Some Hugging Face tensors, and the GGUF tensors that are computed from them.
+
+    Attributes:
+        hf: names of the Hugging Face tensors; empty for constants.
+        gguf: names of the GGUF tensors.
+        is_exact: whether the Hugging Face tensors are float32 even in a 16-bit model.
+    """
+
+    hf: tuple[str, ...]
+    gguf: tuple[str, ...]
+    transform: Transform = Copy()
+    is_exact: bool = False
+
+
+@dataclass(frozen=True)
+class Naming:
+    """The differences of an architecture of llama.cpp from the names of other architectures.
+
+    Attributes:
+        names: GGUF names in a layer that differ, by Megatron name.
+        idle_expert: number of shared experts as which a dense MLP is stored in a head, next to a routed expert of zeros.
+            0 if the architecture supports dense MLPs in heads.
+        idle_shared: whether a mixture without shared experts gets a shared expert of zeros.
+        tiles_values: whether the values of a gated delta net are ordered by their number in the group, then by group.
+        joins_decays: whether the projections of beta and decay are one tensor.
+    """
+
+    names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    idle_expert: bool = False
+    idle_shared: bool = False
+    tiles_values: bool = False
+    joins_decays: bool = False
+
+
+def conversions(family: Family, hf_config: HfConfig, heads: int, naming: Naming) -> list[Conversion]:
+    """Return all tensors of a model.
+
+    Args:
+        heads: number of MTP heads. llama.cpp numbers them after the trunk's layers.
+
+    Raises:
+        UserError: llama.cpp has no tensor for a part of this family.
+    """
+    architecture = family.architecture(hf_config)
+    found = []
+    for row in architecture.outside.rows():
+        found.append(_plain(row, _MODEL[row.mcore], "", family))
+    for number, layer in enumerate(architecture.layers):
+        found += _layer(architecture.layer_rows(number), f"decoder.layers.{number}.", number, layer, family, naming)
+    for head in range(heads):
+        number = architecture.outside.num_layers + head
+        prefix = f"mtp.layers.{head}."
+        frame = [row for row in family.head_rows(hf_config, head) if row.mcore.removeprefix(prefix) in _HEAD]
+        block = [row for row in family.head_rows(hf_config, head) if row not in frame]
+        for row in frame:
+            found.append(_plain(row, _HEAD[row.mcore.removeprefix(prefix)], f"blk.{number}.", family))
+        layer = architecture.mtp_block
+        inside = f"{prefix}transformer_layer."
+        if naming.idle_expert and isinstance(layer.mlp, Mlp):
+            found += _dense_as_shared(block, inside, number, layer, family, naming)
+        else:
+            found += _layer(block, inside, number, layer, family, naming)
+    return found
+
+
+def _layer(
+    rows: Sequence[Row], prefix: str, number: int, layer: Layer, family: Family, naming: Naming
+) -> Iterator[Conversion]:
+    experts: dict[str, list[Row]] = {}
+    begin = f"blk.{number}."
+    for row in rows:
+        name = row.mcore.removeprefix(prefix)
+        if match := _EXPERT.fullmatch(name):
+            experts.setdefault(match[1], []).append(row)
+        elif isinstance(layer.attention, GatedDeltaNet) and name.startswith("self_attention."):
+            yield _delta_net(row, name, begin, layer.attention, naming)
+        elif isinstance(layer.attention, LatentAttention) and name == "self_attention.linear_kv_up_proj.weight":
+            attention = layer.attention
+            split = SplitKeysAndValues(attention.heads, attention.qk_nope_head_dim, attention.v_head_dim)
+            yield Conversion(tuple(row.hf), _prefixed(begin, _LAYER[name]), split)
+        else:
+            yield _plain(row, _names(name, naming), begin, family)
+    for name, expert_rows in experts.items():
+        for index, gguf in enumerate(_EXPERTS[name]):
+            yield Conversion(tuple(list(row.hf)[index] for row in expert_rows), (begin + gguf,), Stack())
+    if layer.mlp.experts and naming.idle_shared and not any("shared" in row.mcore for row in rows):
+        yield _zero_mlp(begin, "_shexp", (), layer.attention.hidden)
+
+
+def _dense_as_shared(
+    rows: Sequence[Row], prefix: str, number: int, layer: Layer, family: Family, naming: Naming
+) -> Iterator[Conversion]:
+    """Yield the decoder layer of a head whose dense MLP is stored as shared experts next to a routed expert of zeros."""
+    begin = f"blk.{number}."
+    for row in rows:
+        name = row.mcore.removeprefix(prefix).replace("mlp.linear", "mlp.shared_experts.linear")
+        yield _plain(row, _names(name, naming), begin, family)
+    hidden = layer.attention.hidden
+    names = _prefixed(begin, (*_LAYER["mlp.router.weight"], *_LAYER["mlp.router.expert_bias"]))
+    yield Conversion((), names, Zeros(((1, hidden), (1,))))
+    yield _zero_mlp(begin, "_exps", (1,), hidden)
+
+
+def _zero_mlp(begin: str, suffix: str, stacked: tuple[int, ...], hidden: int) -> Conversion:
+    names = tuple(f"{begin}ffn_{part}{suffix}.weight" for part in ("gate", "up", "down"))
+    narrow, wide = (*stacked, IDLE_EXPERT, hidden), (*stacked, hidden, IDLE_EXPERT)
+    return Conversion((), names, Zeros((narrow, narrow, wide)))
+
+
+def _names(name: str, naming: Naming) -> tuple[str, ...]:
+    found = naming.names.get(name) or _LAYER.get(name)
+    if found is None:
+        raise UserError(f"llama.cpp has no tensor for {name}", "use another --infer_backend")
+    return found
+
+
+def _plain(row: Row, gguf: tuple[str, ...], begin: str, family: Family) -> Conversion:
+    """Return the conversion of tensors that are copied, except that norms can have another zero point."""
+    transform: Transform = Copy()
+    if isinstance(row.join, SwapHalves):  # llama.cpp's projection reads the embedding first, as megatron-core's
+        (shape,) = row.hf.values()
+        transform = _swapped(shape[row.join.axis], row.join.axis)
+    elif family.norm_start == 0 and row.mcore.endswith("norm.weight"):
+        transform = AddOne()
+    return Conversion(tuple(row.hf), _prefixed(begin, gguf), transform, row.is_exact)
+
+
+def _prefixed(begin: str, names: Sequence[str]) -> tuple[str, ...]:
+    return tuple(begin + name for name in names)
+
+
+def _swapped(length: int, axis: int) -> Reorder:
+    half = length // 2
+    return Reorder(axis, (*range(half, length), *range(half)), (length,), (length,))
+
+
+def _delta_net(row: Row, name: str, begin: str, kind: GatedDeltaNet, naming: Naming) -> Conversion:
+    """Return the conversion of a tensor of a gated delta net."""
+    names = _LAYER[name]
+    if naming.joins_decays and name == "self_attention.in_proj_ba.weight":
+        names = ("ssm_ba.weight",)
+    part = name.removeprefix("self_attention.")
+    return Conversion(tuple(row.hf), _prefixed(begin, names), _delta_transform(part, row, kind, naming), row.is_exact)
+
+
+def _delta_transform(part: str, row: Row, kind: GatedDeltaNet, naming: Naming) -> Transform:
+    per_group = kind.value_heads // kind.key_heads
+    keys, values = kind.key_heads * kind.key_head_dim, kind.value_heads * kind.value_head_dim
+    heads = _value_heads(kind, naming)
+    channels = _blocks(heads, kind.value_head_dim)
+    match part:
+        case "in_proj_qkvz.weight":
+            lengths = tuple(shape[0] for shape in row.hf.values())
+            if kind.hf_is_grouped:
+                order = _ungrouped(kind, per_group)
+            else:
+                gates = [2 * keys + values + channel for channel in channels]
+                order = (*range(2 * keys), *(2 * keys + channel for channel in channels), *gates)
+            return Reorder(0, tuple(order), lengths, (2 * keys + values, values))
+        case "in_proj_ba.weight":
+            if naming.joins_decays:
+                return Copy()
+            count = kind.value_heads
+            order = (*heads, *(count + head for head in heads))
+            return Reorder(0, order, (count, count), (count, count))
+        case "conv1d.weight":
+            order = (*range(2 * keys), *(2 * keys + channel for channel in channels))
+            return Chain((Squeeze(), Reorder(0, order, (len(order),), (len(order),))))
+        case "A_log":
+            return Chain((NegativeExp(), Reorder(0, heads, (len(heads),), (len(heads),))))
+        case "dt_bias":
+            return Reorder(0, heads, (len(heads),), (len(heads),))
+        case "out_proj.weight":
+            return Reorder(1, channels, (len(channels),), (len(channels),))
+    return Copy()
+
+
+def _value_heads(kind: GatedDeltaNet, naming: Naming) -> tuple[int, ...]:
+    """Return the value heads in llama.cpp's order.
+
+    Hugging Face orders them by group. For example, two groups of three value heads are 0 1 2 and 3 4 5; tiled, they are
+    0 3 1 4 2 5.
+    """
+    if not naming.tiles_values:
+        return tuple(range(kind.value_heads))
+    per_group = kind.value_heads // kind.key_heads
+    order = []
+    for number in range(per_group):
+        order += range(number, kind.value_heads, per_group)
+    return tuple(order)
+
+
+def _blocks(blocks: Sequence[int], size: int) -> tuple[int, ...]:
+    """Return the channels of blocks of `size` channels."""
+    order: list[int] = []
+    for block in blocks:
+        order += range(block * size, (block + 1) * size)
+    return tuple(order)
+
+
+def _ungrouped(kind: GatedDeltaNet, per_group: int) -> list[int]:
+    """Return the rows of queries, keys, values and gates from rows that are ordered by group.
+
+    A group has the rows of a query, its key, `per_group` values and as many gates. The example of `Reorder` has two
+    groups.
+    """
+    key, values = kind.key_head_dim, per_group * kind.value_head_dim
+    starts, group = (0, key, 2 * key, 2 * key + values), 2 * (key + values)
+    order: list[int] = []
+    for start, length in zip(starts, (key, key, values, values), strict=True):
+        for number in range(kind.key_heads):
+            first = number * group + start
+            order += range(first, first + length)
+    return order

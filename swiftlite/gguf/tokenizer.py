@@ -1,0 +1,159 @@
+"""Convert the tokenizer of a Hugging Face directory to the metadata of a GGUF file.
+
+llama.cpp implements byte-level BPE with a fixed list of pre-tokenizers, which split text before the merges. Each has a
+name, and a file contains only the name. It is found by comparing the regular expressions of tokenizer.json.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from swiftlite.errors import UserError
+from swiftlite.json_file import read_json
+
+Metadata = dict[str, Any]
+
+_NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5  # llama.cpp's types of tokens
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+_END = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|"
+    r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_DEEPSEEK = (
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_DIGITS, _GPT2 = "<digits>", "<gpt2>"
+PRE_TOKENIZERS: dict[tuple[str, ...], str] = {
+    (_GPT2,): "gpt-2",
+    (_DIGITS, _GPT2): "smollm",
+    (rf"{_CONTRACTIONS}|{_LETTERS}|\p{{N}}{{1,3}}|{_END}",): "llama-bpe",
+    (rf"{_CONTRACTIONS}|{_LETTERS}|\p{{N}}|{_END}",): "qwen2",
+    (
+        rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|"
+        r"\s*[\r\n]+|\s+(?!\S)|\s+",
+    ): "qwen35",
+    (rf"{_CONTRACTIONS}|{_LETTERS}|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+",): "seed-coder",
+    (_TEKKEN,): "tekken",
+    (r"\p{N}{1,3}", r"[一-龥぀-ゟ゠-ヿ]+", _DEEPSEEK): "deepseek-v3",
+}
+"""The regular expressions of tokenizer.json, in order -> llama.cpp's name."""
+
+
+def tokenizer_metadata(directory: Path, vocab_size: int) -> Metadata:
+    """Return the metadata of a tokenizer, and its chat template.
+
+    Args:
+        directory: Hugging Face directory with tokenizer.json.
+        vocab_size: number of rows of the embedding. Tokens without a text get a placeholder.
+
+    Raises:
+        UserError: llama.cpp does not support the tokenizer.
+    """
+    file = directory / "tokenizer.json"
+    if not file.is_file():
+        raise UserError(f"{directory} has no tokenizer.json, from which a GGUF file is written", "copy it from the model's source")
+    content = read_json(file)
+    pre = _pre_tokenizer(content, file)
+    texts, types = _tokens(content, vocab_size, file)
+    metadata: Metadata = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": texts,
+        "tokenizer.ggml.token_type": types,
+        "tokenizer.ggml.merges": [merge if isinstance(merge, str) else " ".join(merge) for merge in content["model"]["merges"]],
+    }
+    return metadata | _special_tokens(directory, texts)
+
+
+def _pre_tokenizer(content: Mapping[str, Any], file: Path) -> str:
+    """Return llama.cpp's name of the pre-tokenizer."""
+    model = content.get("model") or {}
+    if model.get("type") != "BPE" or model.get("byte_fallback"):
+        raise UserError(
+            f"{file}: GGUF files are supported for byte-level BPE tokenizers, not for {model.get('type')}"
+            f"{' with byte_fallback' if model.get('byte_fallback') else ''}",
+            "use another --infer_backend",
+        )
+    expressions = tuple(_expressions(content.get("pre_tokenizer") or {}))
+    found = PRE_TOKENIZERS.get(expressions)
+    if found is None:
+        raise UserError(
+            f"{file}: llama.cpp has no pre-tokenizer with these regular expressions: {list(expressions)}",
+            "use another --infer_backend",
+        )
+    return found
+
+
+def _expressions(pre_tokenizer: Mapping[str, Any]) -> list[str]:
+    """Return the regular expressions of a pre-tokenizer, in order."""
+    kind = pre_tokenizer.get("type")
+    if kind == "Sequence":
+        found: list[str] = []
+        for part in pre_tokenizer["pretokenizers"]:
+            found += _expressions(part)
+        return found
+    if kind == "ByteLevel":
+        return [_GPT2] if pre_tokenizer.get("use_regex", True) else []
+    if kind == "Digits" and pre_tokenizer.get("individual_digits"):
+        return [_DIGITS]
+    if kind == "Split" and "Regex" in (pre_tokenizer.get("pattern") or {}):
+        return [pre_tokenizer["pattern"]["Regex"]]
+    return [f"<{kind}>"]
+
+
+def _tokens(content: Mapping[str, Any], vocab_size: int, file: Path) -> tuple[list[str], list[int]]:
+    """Return the text and the type of each token of the vocabulary."""
+    texts = [f"[PAD{number}]" for number in range(vocab_size)]
+    types = [_UNUSED] * vocab_size
+    for text, number in content["model"]["vocab"].items():
+        _set(texts, types, number, text, _NORMAL, file)
+    for token in content.get("added_tokens") or ():
+        kind = _CONTROL if token.get("special") else _USER_DEFINED
+        _set(texts, types, token["id"], token["content"], kind, file)
+    return texts, types
+
+
+def _set(texts: list[str], types: list[int], number: int, text: str, kind: int, file: Path) -> None:
+    if not 0 <= number < len(texts):
+        raise UserError(f"{file}: token {text!r} has the number {number}, but the model has {len(texts)} tokens")
+    texts[number], types[number] = text, kind
+
+
+def _special_tokens(directory: Path, texts: list[str]) -> Metadata:
+    """Return the numbers of special tokens, and whether a prompt starts with one."""
+    config, generation = _optional(directory / "tokenizer_config.json"), _optional(directory / "generation_config.json")
+    numbers = {text: number for number, text in enumerate(texts)}
+    metadata: Metadata = {}
+    for name in ("bos", "eos", "pad", "unk"):
+        token = config.get(f"{name}_token")
+        text = token.get("content") if isinstance(token, dict) else token
+        key = {"unk": "unknown", "pad": "padding"}.get(name, name)
+        if text in numbers:
+            metadata[f"tokenizer.ggml.{key}_token_id"] = numbers[text]
+    stops = generation.get("eos_token_id")
+    if isinstance(stops, int):
+        stops = [stops]
+    if stops and "tokenizer.ggml.eos_token_id" in metadata:
+        others = [number for number in stops if number != metadata["tokenizer.ggml.eos_token_id"]]
+        if others:
+            metadata["tokenizer.ggml.eot_token_id"] = others[0]
+    # The rows are tokenized by the chat template, which contains the first token if there is one.
+    metadata["tokenizer.ggml.add_bos_token"] = bool(config.get("add_bos_token", False))
+    template = directory / "chat_template.jinja"
+    if template.is_file():
+        metadata["tokenizer.chat_template"] = template.read_text(encoding="utf-8")
+    elif isinstance(config.get("chat_template"), str):
+        metadata["tokenizer.chat_template"] = config["chat_template"]
+    return metadata
+
+
+def _optional(file: Path) -> Mapping[str, Any]:
+    if not file.is_file():
+        return {}
+    content = json.loads(file.read_text(encoding="utf-8"))
+    return content if isinstance(content, dict) else {}

@@ -1,0 +1,165 @@
+"""Write a GGUF file from a Hugging Face directory, one tensor in memory at a time."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from swiftlite.bridge.encoding.index import format_of
+from swiftlite.bridge.tensors import Checkpoint
+from swiftlite.errors import UserError
+from swiftlite.families.resolved import HfModel
+from swiftlite.gguf.architectures import conversions_of, metadata_of
+from swiftlite.gguf.tensors import Conversion
+from swiftlite.gguf.tokenizer import tokenizer_metadata
+
+if TYPE_CHECKING:
+    from gguf import GGMLQuantizationType, GGUFWriter
+
+GgufType = Literal["f32", "bf16", "f16", "q8_0", "q4_0"]
+"""Types of matrices that are written without another program."""
+_ALWAYS_FLOAT32 = ("ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "ssm_conv1d.weight")
+
+
+def write_gguf(model: HfModel, file: Path, gguf_type: GgufType) -> None:
+    """Write a GGUF file of a model with its MTP heads.
+
+    Matrices have the type `gguf_type`, except that a quantized type leaves the decoder layer of the heads at q8_0, and
+    matrices whose rows do not consist of whole blocks at bfloat16. Vectors, routers and convolutions are float32.
+
+    Raises:
+        UserError: llama.cpp does not support the model, or a tensor has no place in the file.
+    """
+    from gguf import GGUFWriter
+
+    heads = model.heads.layers
+    metadata = metadata_of(model.family, model.config, heads) | tokenizer_metadata(
+        model.directory, model.config["vocab_size"]
+    )
+    metadata["general.name"] = Path(model.name).name
+    metadata["swiftlite.config"] = json.dumps(model.config)
+    plan = conversions_of(model.family, model.config, heads)
+    with Checkpoint(model.directory, format_of(model.config)) as checkpoint:
+        _check_all_used(model, checkpoint, plan)
+        writer = GGUFWriter(file, metadata.pop("general.architecture"))
+        _write_metadata(writer, metadata)
+        parts = [_Part(conversion, checkpoint) for conversion in plan]
+        for part in parts:
+            part.add_infos(writer, gguf_type, model.config["num_hidden_layers"])
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for part in parts:
+            part.write(writer)
+        writer.close()
+
+
+@dataclass
+class _Part:
+    """The tensors of a conversion while a file is written."""
+
+    conversion: Conversion
+    checkpoint: Checkpoint
+    types: "Sequence[GGMLQuantizationType]" = ()
+
+    def add_infos(self, writer: "GGUFWriter", gguf_type: GgufType, num_layers: int) -> None:
+        """Announce name, shape and type of the GGUF tensors, computed from shapes alone."""
+        entries = self.checkpoint.entries
+        with torch.device("meta"):
+            sources = [torch.empty(entries[name].shape) for name in self.conversion.hf]
+            shapes = [tuple(tensor.shape) for tensor in self.conversion.transform.to_gguf(sources)]
+        types = []
+        for name, shape in zip(self.conversion.gguf, shapes, strict=True):
+            kind = type_of(name, shape, gguf_type, num_layers)
+            types.append(kind)
+            _announce(writer, name, shape, kind)
+        self.types = types
+
+    def write(self, writer: "GGUFWriter") -> None:
+        sources = [self.checkpoint.read(name) for name in self.conversion.hf]
+        for tensor, kind in zip(self.conversion.transform.to_gguf(sources), self.types, strict=True):
+            writer.write_tensor_data(encode(tensor, kind))
+
+
+def type_of(name: str, shape: Sequence[int], gguf_type: GgufType, num_layers: int) -> "GGMLQuantizationType":
+    """Return the type of a GGUF tensor."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    if len(shape) == 1 or name.endswith(_ALWAYS_FLOAT32):
+        return GGMLQuantizationType.F32
+    kind = GGMLQuantizationType[gguf_type.upper()]
+    is_head = name.startswith("blk.") and int(name.split(".")[1]) >= num_layers
+    if gguf_type == "q4_0" and is_head:
+        kind = GGMLQuantizationType.Q8_0
+    block, _ = GGML_QUANT_SIZES[kind]
+    if shape[-1] % block:
+        return GGMLQuantizationType.BF16
+    return kind
+
+
+def encode(tensor: torch.Tensor, kind: "GGMLQuantizationType") -> Any:
+    """Return the numbers of a tensor in a type, as an array of numpy."""
+    from gguf import GGMLQuantizationType, quants
+
+    if kind is GGMLQuantizationType.BF16:
+        return tensor.to(torch.bfloat16).contiguous().view(torch.uint8).numpy()
+    if kind is GGMLQuantizationType.F16:
+        return tensor.to(torch.float16).contiguous().numpy()
+    values = tensor.float().contiguous().numpy()
+    if kind is GGMLQuantizationType.F32:
+        return values
+    return quants.quantize(values, kind)
+
+
+def _announce(writer: "GGUFWriter", name: str, shape: Sequence[int], kind: "GGMLQuantizationType") -> None:
+    import numpy
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quant_shape_to_byte_shape
+
+    block, size = GGML_QUANT_SIZES[kind]
+    count = 1
+    for length in shape:
+        count *= length
+    num_bytes = count // block * size
+    if kind is GGMLQuantizationType.F32:
+        writer.add_tensor_info(name, shape, numpy.dtype(numpy.float32), num_bytes)
+    elif kind is GGMLQuantizationType.F16:
+        writer.add_tensor_info(name, shape, numpy.dtype(numpy.float16), num_bytes)
+    else:
+        stored = quant_shape_to_byte_shape(tuple(shape), kind)
+        writer.add_tensor_info(name, stored, numpy.dtype(numpy.uint8), num_bytes, raw_dtype=kind)
+
+
+def _check_all_used(model: HfModel, checkpoint: Checkpoint, plan: Sequence[Conversion]) -> None:
+    """Check that every tensor of the checkpoint has a place in the file."""
+    used = {name for conversion in plan for name in conversion.hf}
+    copies = {name for row in model.family.rows(model.config) for name in row.hf_copies}
+    left = [
+        name
+        for name in checkpoint.entries
+        if name not in used
+        and name not in copies
+        and not model.family.is_carried(name)
+        and not model.family.is_derived(name)
+    ]
+    missing = sorted(used - checkpoint.entries.keys())
+    if left or missing:
+        lines = [f"{name} has no place in the GGUF file" for name in left] + [f"{name} is missing" for name in missing]
+        raise UserError(f"{model.directory}:\n  " + "\n  ".join(lines[:10]), "copy or download the model again")
+
+
+def _write_metadata(writer: "GGUFWriter", metadata: Mapping[str, Any]) -> None:
+    for key, value in metadata.items():
+        match value:
+            case bool():
+                writer.add_bool(key, value)
+            case int():
+                writer.add_uint32(key, value)
+            case float():
+                writer.add_float32(key, value)
+            case str():
+                writer.add_string(key, value)
+            case list():
+                writer.add_array(key, value)
