@@ -121,7 +121,9 @@ def _deepseek2(family: Family, hf_config: HfConfig) -> Metadata:
         "rope.dimension_count": rotary,
     }
     if attention.q_lora_rank is None:
-        raise UserError("llama.cpp requires q_lora_rank for MTP heads with latent attention", "use another --infer_backend")
+        raise UserError(
+            "llama.cpp requires q_lora_rank for MTP heads with latent attention", "use another --infer_backend"
+        )
     metadata["attention.q_lora_rank"] = attention.q_lora_rank
     if all_dim := dense.rope_parameters(hf_config).get("mscale_all_dim"):
         metadata["rope.scaling.yarn_log_multiplier"] = 0.1 * all_dim  # llama.cpp divides it by 0.1

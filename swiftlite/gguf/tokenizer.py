@@ -56,7 +56,9 @@ def tokenizer_metadata(directory: Path, vocab_size: int) -> Metadata:
     """
     file = directory / "tokenizer.json"
     if not file.is_file():
-        raise UserError(f"{directory} has no tokenizer.json, from which a GGUF file is written", "copy it from the model's source")
+        raise UserError(
+            f"{directory} has no tokenizer.json, from which a GGUF file is written", "copy it from the model's source"
+        )
     content = read_json(file)
     pre = _pre_tokenizer(content, file)
     texts, types = _tokens(content, vocab_size, file)
@@ -65,7 +67,9 @@ def tokenizer_metadata(directory: Path, vocab_size: int) -> Metadata:
         "tokenizer.ggml.pre": pre,
         "tokenizer.ggml.tokens": texts,
         "tokenizer.ggml.token_type": types,
-        "tokenizer.ggml.merges": [merge if isinstance(merge, str) else " ".join(merge) for merge in content["model"]["merges"]],
+        "tokenizer.ggml.merges": [
+            merge if isinstance(merge, str) else " ".join(merge) for merge in content["model"]["merges"]
+        ],
     }
     return metadata | _special_tokens(directory, texts)
 

@@ -6,7 +6,7 @@ those of torch; a GGUF file lists the same dimensions in reverse order.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -14,6 +14,11 @@ from torch import Tensor
 
 class Transform(Protocol):
     """The interface of a transform."""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether `to_hf` always returns the bits of the Hugging Face tensors."""
+        ...
 
     def to_gguf(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the GGUF tensors."""
@@ -28,6 +33,8 @@ class Transform(Protocol):
 class Copy:
     """Equal tensors with other names."""
 
+    is_exact: ClassVar[bool] = True
+
     def to_gguf(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return list(tensors)
 
@@ -39,6 +46,8 @@ class Copy:
 class AddOne:
     """Weights of norms that multiply by 1 + weight; llama.cpp multiplies by the weight."""
 
+    is_exact: ClassVar[bool] = False
+
     def to_gguf(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return [tensor.float() + 1 for tensor in tensors]
 
@@ -49,6 +58,8 @@ class AddOne:
 @dataclass(frozen=True)
 class NegativeExp:
     """The decay of a gated delta net: `A_log` in Hugging Face files, -exp(A_log) in GGUF files."""
+
+    is_exact: ClassVar[bool] = False
 
     def to_gguf(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return [-tensor.float().exp() for tensor in tensors]
@@ -72,6 +83,8 @@ class Reorder:
         gguf_parts: lengths of the GGUF tensors.
     """
 
+    is_exact: ClassVar[bool] = True
+
     axis: int
     order: tuple[int, ...]
     hf_parts: tuple[int, ...]
@@ -79,7 +92,9 @@ class Reorder:
 
     def to_gguf(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         order = torch.tensor(self.order)
-        return list(torch.cat(list(tensors), self.axis).index_select(self.axis, order).split(self.gguf_parts, self.axis))
+        return list(
+            torch.cat(list(tensors), self.axis).index_select(self.axis, order).split(self.gguf_parts, self.axis)
+        )
 
     def to_hf(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         order = torch.tensor(self.order).argsort()
@@ -89,6 +104,8 @@ class Reorder:
 @dataclass(frozen=True)
 class Squeeze:
     """The kernels of a convolution, [channels, 1, kernel] in Hugging Face files, [channels, kernel] in GGUF files."""
+
+    is_exact: ClassVar[bool] = True
 
     def to_gguf(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return [tensor.squeeze(1) for tensor in tensors]
@@ -100,6 +117,8 @@ class Squeeze:
 @dataclass(frozen=True)
 class Stack:
     """The matrices of all experts in one tensor [experts, out, in]."""
+
+    is_exact: ClassVar[bool] = True
 
     def to_gguf(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return [torch.stack(list(tensors))]
@@ -121,6 +140,8 @@ class SplitKeysAndValues:
         key: size of a key without rotary channels.
         value: size of a value.
     """
+
+    is_exact: ClassVar[bool] = True
 
     heads: int
     key: int
@@ -145,6 +166,8 @@ class Zeros:
         shapes: shapes of the tensors.
     """
 
+    is_exact: ClassVar[bool] = True
+
     shapes: tuple[tuple[int, ...], ...]
 
     def to_gguf(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -159,6 +182,10 @@ class Chain:
     """Several transforms, one after the other."""
 
     transforms: tuple[Transform, ...]
+
+    @property
+    def is_exact(self) -> bool:
+        return all(transform.is_exact for transform in self.transforms)
 
     def to_gguf(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         result = list(tensors)

@@ -1,6 +1,7 @@
 """Write a GGUF file from a Hugging Face directory, one tensor in memory at a time."""
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from swiftlite.bridge.tensors import Checkpoint
 from swiftlite.errors import UserError
 from swiftlite.families.resolved import HfModel
 from swiftlite.gguf.architectures import conversions_of, metadata_of
+from swiftlite.gguf.metadata import CONFIG, COPIES, DTYPES, EXACT, FILES
 from swiftlite.gguf.tensors import Conversion
 from swiftlite.gguf.tokenizer import tokenizer_metadata
 
@@ -40,10 +42,10 @@ def write_gguf(model: HfModel, file: Path, gguf_type: GgufType) -> None:
         model.directory, model.config["vocab_size"]
     )
     metadata["general.name"] = Path(model.name).name
-    metadata["swiftlite.config"] = json.dumps(model.config)
     plan = conversions_of(model.family, model.config, heads)
     with Checkpoint(model.directory, format_of(model.config)) as checkpoint:
         _check_all_used(model, checkpoint, plan)
+        metadata |= _source(model, checkpoint, plan)
         writer = GGUFWriter(file, metadata.pop("general.architecture"))
         _write_metadata(writer, metadata)
         parts = [_Part(conversion, checkpoint) for conversion in plan]
@@ -148,6 +150,43 @@ def _check_all_used(model: HfModel, checkpoint: Checkpoint, plan: Sequence[Conve
     if left or missing:
         lines = [f"{name} has no place in the GGUF file" for name in left] + [f"{name} is missing" for name in missing]
         raise UserError(f"{model.directory}:\n  " + "\n  ".join(lines[:10]), "copy or download the model again")
+
+
+def _source(model: HfModel, checkpoint: Checkpoint, plan: Sequence[Conversion]) -> dict[str, Any]:
+    """Return the metadata with which `read.py` restores the Hugging Face directory."""
+    metadata: dict[str, Any] = {CONFIG: json.dumps(model.config)}
+    for name, key in FILES.items():
+        if (model.directory / name).is_file():
+            metadata[key] = (model.directory / name).read_text(encoding="utf-8")
+    names = [name for conversion in plan for name in conversion.hf]
+    copies: dict[str, str] = {}
+    for row in model.family.rows(model.config):
+        copies |= {copy: next(iter(row.hf)) for copy in row.hf_copies if copy in checkpoint.entries}
+    dtypes = {name: str(checkpoint.dtype_of(name, torch.bfloat16)).removeprefix("torch.") for name in (*names, *copies)}
+    default, _ = Counter(dtypes.values()).most_common(1)[0]
+    others: dict[str, Any] = {"default": default}
+    for name, dtype in dtypes.items():
+        if dtype != default:
+            others.setdefault(dtype, []).append(name)
+    metadata |= {DTYPES: json.dumps(others), COPIES: json.dumps(copies)}
+    for conversion in plan:
+        metadata |= _lost_bits(conversion, checkpoint)
+    return metadata
+
+
+def _lost_bits(conversion: Conversion, checkpoint: Checkpoint) -> dict[str, list[int]]:
+    """Return the bits of the tensors of a conversion that cannot be computed back exactly. Only norms and decays can be
+    among them."""
+    if conversion.transform.is_exact:
+        return {}
+    lost = {}
+    sources = [checkpoint.read(name) for name in conversion.hf]
+    back = conversion.transform.to_hf(conversion.transform.to_gguf(sources))
+    for name, source, computed in zip(conversion.hf, sources, back, strict=True):
+        if not torch.equal(computed.to(source.dtype), source):
+            kind = torch.int32 if source.dtype.itemsize == 4 else torch.int16
+            lost[EXACT + name] = source.contiguous().view(kind).flatten().tolist()
+    return lost
 
 
 def _write_metadata(writer: "GGUFWriter", metadata: Mapping[str, Any]) -> None:

@@ -1,0 +1,17 @@
+"""Keys of GGUF metadata with which swiftlite reads its own files back. llama.cpp ignores them."""
+
+CONFIG = "swiftlite.config"
+"""Content of config.json."""
+DTYPES = "swiftlite.dtypes"
+"""JSON: the dtype of most Hugging Face tensors ("default"), and names of tensors by other dtypes."""
+COPIES = "swiftlite.copies"
+"""JSON: the Hugging Face tensors that are copies of another one, with the name of the original."""
+EXACT = "swiftlite.exact."
+"""Prefix of the keys with the bits of Hugging Face tensors that cannot be computed from GGUF tensors exactly."""
+FILES = {
+    "tokenizer.json": "tokenizer.huggingface.json",
+    "tokenizer_config.json": "swiftlite.tokenizer_config",
+    "generation_config.json": "swiftlite.generation_config",
+    "chat_template.jinja": "tokenizer.chat_template",
+}
+"""Files of a Hugging Face directory, and the keys of their contents."""

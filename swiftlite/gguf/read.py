@@ -1,0 +1,152 @@
+"""Read a GGUF file that `write.py` wrote: convert it back to a Hugging Face directory, with MTP heads."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from swiftlite.bridge.tensors import ShardedFiles
+from swiftlite.errors import UserError, reason_of
+from swiftlite.families.family import Family
+from swiftlite.families.index import get
+from swiftlite.gguf.architectures import conversions_of
+from swiftlite.gguf.metadata import CONFIG, COPIES, DTYPES, EXACT, FILES
+from swiftlite.gguf.tensors import Conversion
+from swiftlite.heads import Heads
+
+if TYPE_CHECKING:
+    from gguf import GGUFReader, ReaderTensor
+
+_MAX_SHARD_BYTES = 5_000_000_000
+
+
+class GgufFile:
+    """A GGUF file that swiftlite wrote. Opening it reads only metadata.
+
+    Attributes:
+        config: content of config.json.
+        family: the model's family.
+
+    Raises:
+        UserError: the file is damaged, or swiftlite did not write it.
+    """
+
+    def __init__(self, file: Path):
+        self.file = file
+        self._reader = _open(file)
+        content = self._text(CONFIG)
+        if content is None:
+            raise UserError(f"{file} was not written by swiftlite", "use the model's safetensors")
+        self.config: dict[str, Any] = json.loads(content)
+        self.family: Family = get(self.config)
+
+    def write_small_files(self, directory: Path) -> None:
+        """Write config.json, tokenizer and chat template to a directory."""
+        (directory / "config.json").write_text(json.dumps(self.config, indent=2) + "\n", encoding="utf-8")
+        for name, key in FILES.items():
+            content = self._text(key)
+            if content is not None:
+                (directory / name).write_text(content, encoding="utf-8")
+
+    def write_weights(self, directory: Path) -> None:
+        """Write the tensors as safetensors, with the dtypes that the source model had.
+
+        Quantized matrices are de-quantized. Only one conversion is in memory at a time.
+
+        Raises:
+            UserError: a tensor is missing, unexpected or has another shape.
+        """
+        heads = Heads.from_config(self.config).layers
+        plan = conversions_of(self.family, self.config, heads)
+        stored = {tensor.name: tensor for tensor in self._reader.tensors}
+        self._check_names(stored, plan)
+        shapes: dict[str, tuple[int, ...]] = {}
+        for row in self.family.rows(self.config, heads):
+            shapes |= row.hf_shapes()
+        copies: dict[str, str] = json.loads(self._text(COPIES) or "{}")
+        dtypes = self._dtypes()
+        names = [name for conversion in plan for name in conversion.hf]
+        types = {name: (dtypes.get(name, dtypes["default"]), shapes[name]) for name in (*names, *copies)}
+        files = ShardedFiles(directory, types, _MAX_SHARD_BYTES)
+        files.create()
+        try:
+            for conversion in plan:
+                for name, tensor in self._tensors(conversion, stored, dtypes):
+                    for target in (name, *(copy for copy, original in copies.items() if original == name)):
+                        _write(files, target, tensor.to(types[target][0]), self.file, shapes[target])
+            files.flush()
+            files.publish()
+        except BaseException:
+            files.discard()
+            raise
+
+    def _tensors(
+        self, conversion: Conversion, stored: Mapping[str, "ReaderTensor"], dtypes: Mapping[str, torch.dtype]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the Hugging Face tensors of a conversion by name."""
+        sources = [numbers_of(stored[name]) for name in conversion.gguf]
+        for name, tensor in zip(conversion.hf, conversion.transform.to_hf(sources), strict=True):
+            bits = self._reader.fields.get(EXACT + name)
+            if bits is not None:
+                dtype = dtypes.get(name, dtypes["default"])
+                integers = torch.tensor(bits.contents(), dtype=torch.int64)
+                kind = torch.int32 if dtype.itemsize == 4 else torch.int16
+                tensor = integers.to(kind).view(dtype).view(tensor.shape)
+            yield name, tensor
+
+    def _dtypes(self) -> dict[str, torch.dtype]:
+        """Return the dtype of each tensor that has another dtype than "default"."""
+        found: dict[str, Any] = json.loads(self._text(DTYPES) or '{"default": "bfloat16"}')
+        dtypes = {"default": getattr(torch, found.pop("default"))}
+        for dtype, names in found.items():
+            dtypes |= dict.fromkeys(names, getattr(torch, dtype))
+        return dtypes
+
+    def _check_names(self, stored: Mapping[str, "ReaderTensor"], plan: Sequence[Conversion]) -> None:
+        expected = {name for conversion in plan for name in conversion.gguf}
+        lines = [f"{name} is missing" for name in sorted(expected - stored.keys())]
+        lines += [f"{name} is unexpected" for name in sorted(stored.keys() - expected)]
+        if lines:
+            raise UserError(f"{self.file} does not match its config:\n  " + "\n  ".join(lines[:10]), "write it again")
+
+    def _text(self, key: str) -> str | None:
+        field = self._reader.fields.get(key)
+        if field is None:
+            return None
+        return str(field.contents())
+
+
+def numbers_of(tensor: "ReaderTensor") -> torch.Tensor:
+    """Return the numbers of a GGUF tensor; quantized ones are de-quantized to float32."""
+    from gguf import GGMLQuantizationType, quants
+
+    shape = tuple(int(length) for length in reversed(tensor.shape))
+    if tensor.tensor_type is GGMLQuantizationType.BF16:
+        return torch.from_numpy(tensor.data.copy()).view(torch.bfloat16).view(shape)
+    if tensor.tensor_type in (GGMLQuantizationType.F32, GGMLQuantizationType.F16):
+        return torch.from_numpy(tensor.data.copy()).view(shape)
+    return torch.from_numpy(quants.dequantize(tensor.data, tensor.tensor_type)).view(shape)
+
+
+def _write(files: ShardedFiles, name: str, tensor: torch.Tensor, file: Path, shape: tuple[int, ...]) -> None:
+    if tuple(tensor.shape) != shape:
+        raise UserError(f"{file}: {name} has the shape {list(tensor.shape)}, not {list(shape)}", "write it again")
+    files.write(name, (slice(None),) * len(shape), tensor.contiguous())
+
+
+def _open(file: Path) -> "GGUFReader":
+    from gguf import GGUFReader
+
+    try:
+        return GGUFReader(file)
+    except Exception as error:  # a parser of untrusted bytes can raise any exception
+        raise UserError(
+            f"{file} is not a readable GGUF file: {reason_of(error)}", "copy or download it again"
+        ) from None
+
+
+def is_ours(file: Path) -> bool:
+    """Return whether swiftlite wrote a GGUF file."""
+    return CONFIG in _open(file).fields
