@@ -139,6 +139,7 @@ class InferArgs(
     fields.ImageArgs,
     fields.AdapterArgs,
     fields.GenerationArgs,
+    fields.LlamacppArgs,
     fields.SglangArgs,
     fields.VllmArgs,
     fields.SpeculationArgs,
@@ -151,6 +152,7 @@ class InferArgs(
 @dataclass(frozen=True)
 class RegenerateArgs(
     fields.GenerationArgs,
+    fields.LlamacppArgs,
     fields.SglangArgs,
     fields.VllmArgs,
     fields.SpeculationArgs,
@@ -168,6 +170,7 @@ GenerationCommand = InferArgs | RegenerateArgs
 
 @dataclass(frozen=True)
 class DeployArgs(
+    fields.LlamacppArgs,
     fields.SglangArgs,
     fields.VllmArgs,
     fields.SpeculationArgs,

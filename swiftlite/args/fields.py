@@ -558,6 +558,14 @@ class SglangArgs:
 
 
 @dataclass(frozen=True)
+class LlamacppArgs:
+    """Options of llama.cpp"""
+
+    llamacpp_engine_kwargs: dict[str, Any] | None = None
+    """JSON: options of llama-server, with underscores in their names, which override swiftlite's; null removes one."""
+
+
+@dataclass(frozen=True)
 class ServerArgs:
     """Server"""
 

@@ -17,7 +17,7 @@ from swiftlite.atomic import atomic_write, check_writable
 from swiftlite.bench import report
 from swiftlite.bench.measure import ServerResult, describe, measure
 from swiftlite.bench.page import bench_chart, bench_page
-from swiftlite.bench.server import free_url
+from swiftlite.engines.server_process import free_url
 from swiftlite.data.dataset import load_prompts
 from swiftlite.data.rows.conversation import Conversation
 from swiftlite.data.template import load_tokenizer, stop_token_ids

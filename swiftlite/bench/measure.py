@@ -15,7 +15,7 @@ import aiohttp
 
 from swiftlite.args.commands import BenchArgs
 from swiftlite.bench.results import ConcurrencyResult, Round
-from swiftlite.bench.server import serve
+from swiftlite.engines.server_process import serve
 from swiftlite.engines.client import Answer, Client
 from swiftlite.engines.engine import Sampling
 from swiftlite.engines.index import ENGINES

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from swiftlite.conventions import sglang, vllm
+from swiftlite.conventions import llamacpp, sglang, vllm
 from swiftlite.conventions.convention import Convention, Matching, as_trained
 from swiftlite.families import Family
 
@@ -10,6 +10,7 @@ CONVENTIONS: dict[str, Callable[[Family], Convention | None]] = {
     "transformers": as_trained,
     "vllm": vllm.convention,
     "sglang": sglang.convention,
+    "llamacpp": llamacpp.convention,
 }
 MATCHINGS: dict[str, Matching] = {"vllm": vllm.MATCHING, "sglang": sglang.MATCHING}
 """Engines that build drafts from quantization_config. The engine transformers reads the tensors of heads as numbers."""

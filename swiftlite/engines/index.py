@@ -1,6 +1,7 @@
 """A list of all engines, by their name in --infer_backend."""
 
 from swiftlite.engines.info import EngineInfo
+from swiftlite.engines.llamacpp.info import LLAMACPP
 from swiftlite.engines.sglang.info import SGLANG
 from swiftlite.engines.transformers.info import TRANSFORMERS
 from swiftlite.engines.vllm.info import VLLM
@@ -9,6 +10,7 @@ ENGINES: dict[str, EngineInfo] = {
     "transformers": TRANSFORMERS,
     "vllm": VLLM,
     "sglang": SGLANG,
+    "llamacpp": LLAMACPP,
 }
 
 

@@ -43,6 +43,8 @@ class EngineInfo:
         name: the engine's name in --infer_backend.
         label: the engine's official name.
         package: name of the Python package; the engine is installed if this package is.
+        locate: name of a function that returns the command of the engine's program, or None if it is not installed. If
+            "", the engine is the package.
         distributions: possible names of the package's pip distribution.
         install: command to install the package.
         adapter: name of the `Engine` class, which is called with an `EngineConfig`.
@@ -89,6 +91,7 @@ class EngineInfo:
     install: str
     adapter: str
     convention: str
+    locate: str = ""
     measured: str = ""
     is_required: bool = False
     takes_draft_confidence: bool = False
@@ -114,6 +117,8 @@ class EngineInfo:
 
     @property
     def is_installed(self) -> bool:
+        if self.locate:
+            return resolve_name(self.locate)() is not None
         return importlib.util.find_spec(self.package) is not None
 
     @property

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from swiftlite.args.commands import DeployArgs
-from swiftlite.bench.server import free_url, serve
+from swiftlite.engines.server_process import free_url, serve
 from swiftlite.bridge.adapters.files import AdapterBase, digest_of, read_adapter, write_adapter
 from swiftlite.bridge.adapters.merge import write_merged
 from swiftlite.engines.served_model import resolve_served

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from swiftlite.args.commands import DeployArgs
 from swiftlite.args.fields import ImageArgs
 from swiftlite.bench.measure import connect, generate_all
-from swiftlite.bench.server import free_url, serve
+from swiftlite.engines.server_process import free_url, serve
 from swiftlite.data.dataset import load_prompts
 from swiftlite.engines.engine import EngineConfig, Sampling, start_engine
 from swiftlite.engines.index import ENGINES

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.bench.measure import connect, generate_all
-from swiftlite.bench.server import serve
+from swiftlite.engines.server_process import serve
 from swiftlite.engines.client import Answer
 from swiftlite.engines.engine import Sampling
 from swiftlite.engines.server_command import ServerCommand

@@ -1,0 +1,94 @@
+"""Client of llama.cpp's server. It uses the route /completion, which accepts tokens, and reads counts from /metrics."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import aiohttp
+
+from swiftlite.acceptance.counts import DraftCounts
+from swiftlite.engines import metrics
+from swiftlite.engines.client import Answer, Event, stream
+from swiftlite.engines.engine import Sampling
+
+
+class LlamacppClient:
+    """The `Client` of a llama.cpp server."""
+
+    def __init__(self, session: aiohttp.ClientSession, sampling: Sampling, num_speculative_tokens: int):
+        self._session = session
+        self._sampling = sampling
+        self._num_tokens = num_speculative_tokens
+        self._cached_tokens = 0
+        self._salts: set[str] = set()
+
+    async def answer(self, prompt: Sequence[int], salt: str) -> Answer:
+        """Complete a prompt.
+
+        llama.cpp has no salts. A prompt reads the cache of a slot only if its salt was used before.
+        """
+        is_known = salt in self._salts
+        self._salts.add(salt)
+        request = request_of(prompt, self._sampling, self._sampling.seed) | {"cache_prompt": is_known, "stream": True}
+        answer = read_answer(await stream(self._session, "/completion", request))
+        self._cached_tokens += answer.cached_tokens
+        return answer
+
+    async def draft_counts(self) -> DraftCounts:
+        """Return the draft counts since the start of the server."""
+        async with self._session.get("/metrics", raise_for_status=True) as response:
+            return counts_of(await response.text(), self._num_tokens)
+
+    async def cached_tokens(self) -> int:
+        """Return the number of prompt tokens from the caches of slots since the start of the server."""
+        return self._cached_tokens
+
+
+def request_of(prompt: Sequence[int], sampling: Sampling, seed: int) -> dict[str, Any]:
+    """Return the content of a request to /completion.
+
+    llama.cpp stops only at the tokens that end a generation in its file (`tokenizer.ggml.eos_token_id` and others), and
+    not at all if the request ignores them.
+    """
+    return {
+        "prompt": list(prompt),
+        "n_predict": sampling.max_new_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "samplers": ["temperature", "top_p"],
+        "seed": seed,
+        "ignore_eos": not sampling.stop_token_ids,
+        "return_tokens": True,
+    }
+
+
+def counts_of(text: str, num_speculative_tokens: int) -> DraftCounts:
+    """Return the draft counts in the text of /metrics; zeros if the server does not draft."""
+    found = read_draft_counts(text)
+    if found is None:
+        return DraftCounts(0, 0, (0,) * num_speculative_tokens)
+    # Positions without an accepted draft are missing.
+    missing = num_speculative_tokens - len(found.accepted_per_position)
+    return DraftCounts(found.drafts, found.drafted, (*found.accepted_per_position, *(0,) * missing))
+
+
+def read_draft_counts(text: str) -> DraftCounts | None:
+    """Return llama.cpp's draft counts from the text of /metrics; None if the server does not draft.
+
+    Raises:
+        ValueError: the text is not in the format of /metrics.
+    """
+    return metrics.read_draft_counts(text, "llamacpp:")
+
+
+def read_answer(events: Sequence[Event]) -> Answer:
+    """Read an answer from llama.cpp's stream, whose last chunk has no token but the statistics."""
+    seconds, last = events[-1]
+    chunks = [(when, event) for when, event in events if event.get("tokens")]
+    first = chunks[0][0] if chunks else seconds
+    return Answer(
+        text="".join(event["content"] for _, event in events),
+        num_tokens=last["tokens_predicted"],
+        seconds_to_first=first,
+        seconds=chunks[-1][0] if chunks else seconds,
+        cached_tokens=last["timings"].get("cache_n", 0),
+    )

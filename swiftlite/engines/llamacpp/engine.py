@@ -1,0 +1,125 @@
+"""Adapt llama.cpp: run its server, with one request per prompt."""
+
+import json
+import tempfile
+import urllib.error
+import urllib.request
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from swiftlite.acceptance.counts import DraftCounts
+from swiftlite.engines.engine import Completion, EngineConfig, OnAnswer, Sampling, check_prompts
+from swiftlite.engines.llamacpp.client import counts_of, request_of
+from swiftlite.engines.llamacpp.gguf_file import gguf_of
+from swiftlite.engines.llamacpp.info import LLAMACPP
+from swiftlite.engines.llamacpp.program import program
+from swiftlite.engines.llamacpp.server import SLOTS, max_length, server_options
+from swiftlite.engines.server_command import ServerCommand, flags
+from swiftlite.engines.server_process import free_url, serve
+from swiftlite.errors import UserError
+
+_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # ignores http_proxy for this machine
+
+
+class LlamacppEngine:
+    """The `Engine` that runs llama.cpp's server.
+
+    Raises:
+        UserError: llama.cpp is not installed or cannot start, or does not support the model or its heads.
+    """
+
+    def __init__(self, config: EngineConfig):
+        if config.devices:
+            raise UserError("devices are not supported by llama.cpp", "remove devices")
+        words = program()
+        if words is None:
+            raise UserError(f"{LLAMACPP.label} is not installed", LLAMACPP.install)
+        model = config.model
+        num_tokens = config.num_speculative_tokens
+        if num_tokens is None:
+            num_tokens = model.heads.drafts
+        self.num_speculative_tokens = num_tokens
+        self._max_length = max_length(model, config.max_model_len)
+        self._slots = min(SLOTS, config.max_batch_size)
+        options = server_options(
+            model,
+            config.torch_dtype,
+            num_tokens,
+            config.max_model_len,
+            self._slots,
+            config.engine_kwargs,
+            draws_drafts=config.draws_drafts,
+        )
+        self._url, port = free_url()
+        file = gguf_of(model, config.torch_dtype)
+        given = {"model": str(file), "host": "127.0.0.1", "port": port, **options}
+        self._running = ExitStack()
+        directory = Path(self._running.enter_context(tempfile.TemporaryDirectory(prefix="swiftlite-llamacpp-")))
+        command = ServerCommand([*words, *flags(given)])
+        try:
+            self._server = self._running.enter_context(serve(command, self._url, directory / "server.log"))
+        except BaseException:
+            self._running.close()
+            raise
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, on_answer: OnAnswer | None = None
+    ) -> list[Completion]:
+        """Complete every prompt and return completions in order, as `Engine.generate` specifies.
+
+        Raises:
+            UserError: a prompt leaves no room for an answer, or the server failed.
+        """
+        check_prompts(prompts, self._max_length)
+
+        def answer(place: int) -> Completion:
+            completion = self._complete(prompts[place], sampling, sampling.seed_of(place))
+            if on_answer:
+                on_answer(place, completion)
+            return completion
+
+        with ThreadPoolExecutor(self._slots) as threads:
+            return list(threads.map(answer, range(len(prompts))))
+
+    def draft_counts(self) -> DraftCounts:
+        """Return the server's counts of steps, drafted and accepted tokens since its start."""
+        return counts_of(self._request("/metrics"), self.num_speculative_tokens)
+
+    def close(self) -> None:
+        """Stop the server."""
+        self._running.close()
+
+    def _complete(self, prompt: Sequence[int], sampling: Sampling, seed: int) -> Completion:
+        # A slot continues the answer of an earlier prompt with the same beginning only with `cache_prompt`.
+        request = request_of(prompt, sampling, seed) | {"cache_prompt": False}
+        request["n_predict"] = min(sampling.max_new_tokens, self._max_length - len(prompt))
+        return cut(json.loads(self._request("/completion", request)), sampling.stop_token_ids)
+
+    def _request(self, path: str, content: dict[str, Any] | None = None) -> str:
+        data = None
+        if content is not None:
+            data = json.dumps(content).encode()
+        request = urllib.request.Request(self._url + path, data, {"Content-Type": "application/json"})
+        try:
+            with _opener.open(request) as response:
+                return response.read().decode("utf-8")
+        except urllib.error.HTTPError as error:
+            raise UserError(f"llama.cpp rejected a prompt: {error.read().decode(errors='replace')[:500]}") from None
+        except OSError as error:
+            raise self._server.failure(f"llama.cpp's server does not answer ({error})") from None
+
+
+def cut(answer: dict[str, Any], stop_token_ids: Iterable[int]) -> Completion:
+    """Return a completion that ends at the first stop token.
+
+    The server stops at the tokens that end a generation in its file; other stop tokens are applied here.
+    """
+    tokens: list[int] = answer["tokens"]
+    stops = set(stop_token_ids)
+    for place, token in enumerate(tokens):
+        if token in stops:
+            return Completion(tokens[: place + 1], "stop")
+    return Completion(tokens, "stop" if answer["stop_type"] == "eos" else "length")

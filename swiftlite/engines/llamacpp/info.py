@@ -1,0 +1,25 @@
+"""`EngineInfo` of llama.cpp."""
+
+from swiftlite.args.fields import LlamacppArgs
+from swiftlite.engines.info import EngineInfo
+
+LLAMACPP = EngineInfo(
+    name="llamacpp",
+    label="llama.cpp",
+    package="xllamacpp",
+    locate="swiftlite.engines.llamacpp.program:program",
+    distributions=("xllamacpp",),
+    install=(
+        "put llama-server on PATH (brew install llama.cpp, or a release of github.com/ggml-org/llama.cpp), set "
+        "LLAMA_SERVER=FILE, or pip install -r requirements/llamacpp.txt"
+    ),
+    adapter="swiftlite.engines.llamacpp.engine:LlamacppEngine",
+    convention="swiftlite.conventions.llamacpp:convention",
+    measured="b11549",
+    options_class=LlamacppArgs,
+    server="swiftlite.engines.llamacpp.server:server_command",
+    client="swiftlite.engines.llamacpp.client:LlamacppClient",
+    metrics_prefix="llamacpp:",
+    draft_counts="swiftlite.engines.llamacpp.client:read_draft_counts",
+    command_needs_no_install=True,
+)

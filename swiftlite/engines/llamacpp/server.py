@@ -1,0 +1,97 @@
+"""Build the command of llama.cpp's OpenAI-compatible server."""
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from swiftlite.args.commands import DeployArgs
+from swiftlite.engines.draft_schedule import DraftSchedule
+from swiftlite.engines.llamacpp.info import LLAMACPP
+from swiftlite.engines.served_model import require_heads
+from swiftlite.engines.server_command import ServerCommand, flags
+from swiftlite.errors import UserError
+from swiftlite.families.resolved import HfModel
+from swiftlite.gguf.architectures import metadata_of
+from swiftlite.hub.name import served_name
+
+LENGTH = 8192
+"""Maximum length of prompt and answer without --max_model_len; the KV cache of each slot has this size."""
+SLOTS = 4
+"""Maximum number of prompts that are processed at once."""
+
+
+def server_command(args: DeployArgs, model: HfModel, drafts: bool, schedule: DraftSchedule | None) -> ServerCommand:
+    """Return the command of llama.cpp's server for a model, which converts the model to a GGUF file when it starts.
+
+    Raises:
+        UserError: llama.cpp does not support the model or its heads.
+    """
+    if schedule is not None:
+        raise UserError("--draft_schedule is not supported by llama.cpp", "use --num_speculative_tokens")
+    num_tokens = 0
+    if drafts:
+        num_tokens = args.num_speculative_tokens or model.heads.drafts
+    given = {"alias": served_name(args.model), "host": args.host, "port": args.port}
+    given |= server_options(
+        model, args.torch_dtype, num_tokens, args.max_model_len, SLOTS, LLAMACPP.engine_kwargs(args), draws_drafts=True
+    )
+    return ServerCommand(command(model, args.torch_dtype, given))
+
+
+def command(model: HfModel, torch_dtype: str, options: Mapping[str, Any]) -> list[str]:
+    """Return the words of a command that converts a model and serves it."""
+    launch = [sys.executable, "-m", "swiftlite.engines.llamacpp.launch"]
+    return [*launch, model.name, torch_dtype, *flags(options)]
+
+
+def server_options(
+    model: HfModel,
+    torch_dtype: str,
+    num_tokens: int,
+    max_model_len: int | None,
+    slots: int,
+    engine_kwargs: Mapping[str, Any],
+    *,
+    draws_drafts: bool,
+) -> dict[str, Any]:
+    """Return options of llama-server, with underscores in their names.
+
+    Args:
+        num_tokens: number of draft tokens per step; 0 disables drafts.
+        slots: maximum number of prompts processed at once.
+        engine_kwargs: the user's options, which override all others; None removes one.
+        draws_drafts: whether drafts are sampled if the temperature is above 0.
+
+    Raises:
+        UserError: llama.cpp does not support the model or its heads.
+    """
+    metadata_of(model.family, model.config, model.heads.layers)  # checks that llama.cpp supports the model
+    if num_tokens:
+        require_heads(model)
+    options: dict[str, Any] = {
+        "parallel": slots,
+        "ctx_size": slots * max_length(model, max_model_len),
+        "metrics": True,
+        "jinja": True,
+    }
+    if torch_dtype == "float32":
+        options |= {"cache_type_k": "f32", "cache_type_v": "f32", "flash_attn": "off"}
+    if num_tokens:
+        options |= {"spec_type": "draft-mtp", "spec_draft_n_max": num_tokens}
+        if torch_dtype == "float32":
+            options |= {"cache_type_k_draft": "f32", "cache_type_v_draft": "f32"}
+        if draws_drafts:
+            options["spec_draft_sampling"] = "probabilistic"
+        if not torch.accelerator.is_available():
+            # Sampling of drafts inside of the graph makes steps slower on a CPU.
+            options["no_spec_draft_backend_sampling"] = True
+    options |= engine_kwargs
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def max_length(model: HfModel, max_model_len: int | None) -> int:
+    """Return the maximum length of prompt and answer in tokens."""
+    longest = model.config["max_position_embeddings"]
+    return min(max_model_len or LENGTH, longest)

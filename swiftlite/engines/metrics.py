@@ -1,0 +1,38 @@
+"""Read draft counters from the text of /metrics. vLLM and llama.cpp have the same counters with different prefixes."""
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from swiftlite.acceptance.counts import DraftCounts
+
+
+def read_draft_counts(text: str, prefix: str) -> DraftCounts | None:
+    """Return the draft counts since the start of a server, summed over all its engines; None if it does not draft.
+
+    Args:
+        prefix: `EngineInfo.metrics_prefix`.
+
+    Raises:
+        ValueError: the text is not in the format of /metrics.
+    """
+    counted: Counter[str] = Counter()
+    accepted: Counter[int] = Counter()
+    for sample in samples(text):
+        name = sample.name.removeprefix(f"{prefix}spec_decode_").removesuffix("_total")
+        if name in ("num_drafts", "num_draft_tokens"):
+            counted[name] += int(sample.value)
+        elif name == "num_accepted_tokens_per_pos":
+            accepted[int(sample.labels["position"])] += int(sample.value)
+    if not counted:
+        return None
+    per_position = tuple(accepted[position] for position in sorted(accepted))
+    return DraftCounts(counted["num_drafts"], counted["num_draft_tokens"], per_position)
+
+
+def samples(text: str) -> Iterator[Any]:
+    """Yield the samples of the text, each with a name, labels and a value."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    for family in text_string_to_metric_families(text):
+        yield from family.samples
