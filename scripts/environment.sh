@@ -1,7 +1,6 @@
 # Sourced by the other scripts here: creates their virtual environment and adds it to PATH.
-# A layer (core, vllm, torchvision, model, sglang, te, flash, llmcompressor, dev, docs) is installed once, and again
-# after its
-# requirements change.
+# A layer (core, vllm, torchvision, model, sglang, llamacpp, te, flash, llmcompressor, dev, docs) is installed once, and
+# again after its requirements change.
 #
 #   SWIFTLITE_VENV      directory of the environment (default: .venv in the checkout)
 #   SWIFTLITE_MEGATRON  a release of megatron-core, such as 0.19.2, in a separate environment (.venv-megatron-0.19.2);
@@ -106,6 +105,10 @@ install_llmcompressor() {
     "$venv/bin/python" -m venv "$venv/llmcompressor" &&
         "$venv/llmcompressor/bin/pip" install --quiet --disable-pip-version-check \
             "$(grep -E '^torch==' "$root/requirements/vllm.txt")" -r "$root/requirements/llmcompressor.txt"
+}
+
+install_llamacpp() {
+    pip_install -r "$root/requirements/llamacpp.txt"
 }
 
 install_dev() {

@@ -35,7 +35,7 @@ case $tier in
 esac
 
 case $tier in
-    all | engine | slow) use_environment core vllm torchvision sglang model dev ;;
+    all | engine | slow) use_environment core vllm torchvision sglang llamacpp model dev ;;
     llmcompressor) use_environment core vllm llmcompressor dev ;;
     te | flash) use_environment core model "$tier" dev ;;
     *) use_environment core model dev ;;

@@ -85,7 +85,11 @@ def trained(shared) -> Trained:
         is_tied = (engine, family) == ("vllm", "llama")
         unroll = 3 if depth == 1 else 1
         own = VLLM_LATENT_SIZES if family in LATENT else VLLM_LINEAR_SIZES if family in HYBRID else {}
-        sizes = {} if engine == "transformers" else own
+        sizes = own
+        if engine == "transformers":
+            sizes = {}
+        elif engine == "llamacpp":  # any size; it norms latents with rms_norm_eps, transformers with 1e-6
+            sizes = {"rms_norm_eps": 1e-6} if family in LATENT else {}
 
         def make(directory: Path) -> None:
             def draft_as(reference):

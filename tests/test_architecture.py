@@ -22,6 +22,7 @@ LEVELS = (
     {"bridge", "data"},
     {"families"},
     {"conventions"},
+    {"gguf"},
     {"plan"},
     {"estimate"},
     {"runtime"},

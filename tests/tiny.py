@@ -168,8 +168,8 @@ WRAPPED = ("qwen3_5", "qwen3_5_moe", "qwen2_5_vl", "qwen3_vl")
 """Families whose files contain a vision tower in addition to the language model."""
 TEXT_PREFIX = dict.fromkeys(WRAPPED, "model.language_model") | {"qwen2_5_vl": "model"}
 """Prefixes of the language model's tensors in these families' files."""
-NOT_IN_SGLANG = ("qwen2_5_vl", "qwen3_vl")
-"""Families whose heads SGLang cannot use for drafting."""
+ONLY_IN_VLLM = ("qwen2_5_vl", "qwen3_vl")
+"""Families whose heads SGLang and llama.cpp cannot use for drafting."""
 HYBRID = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text")
 ALIKE = ("qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text")
 """Families that slow tests omit, because their layers are those of Qwen3-Next and their names those of Qwen3.5."""

@@ -17,7 +17,6 @@ from swiftlite.atomic import atomic_write, check_writable
 from swiftlite.bench import report
 from swiftlite.bench.measure import ServerResult, describe, measure
 from swiftlite.bench.page import bench_chart, bench_page
-from swiftlite.engines.server_process import free_url
 from swiftlite.data.dataset import load_prompts
 from swiftlite.data.rows.conversation import Conversation
 from swiftlite.data.template import load_tokenizer, stop_token_ids
@@ -26,6 +25,7 @@ from swiftlite.engines.index import ENGINES
 from swiftlite.engines.interrupt import raises_at_sigterm
 from swiftlite.engines.prompts import ChatPrompt, ImagePrompt, PromptEncoder
 from swiftlite.engines.served_model import resolve_served
+from swiftlite.engines.server.process import free_url
 from swiftlite.errors import UserError
 from swiftlite.families.resolved import HfModel
 from swiftlite.log import logger

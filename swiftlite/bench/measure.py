@@ -15,10 +15,10 @@ import aiohttp
 
 from swiftlite.args.commands import BenchArgs
 from swiftlite.bench.results import ConcurrencyResult, Round
-from swiftlite.engines.server_process import serve
 from swiftlite.engines.client import Answer, Client
 from swiftlite.engines.engine import Sampling
 from swiftlite.engines.index import ENGINES
+from swiftlite.engines.server.process import serve
 from swiftlite.engines.server_command import ServerCommand
 from swiftlite.log import logger
 from swiftlite.redact import redact_text

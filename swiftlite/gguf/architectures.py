@@ -7,9 +7,10 @@ of zeros that every token selects.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
+from swiftlite.conventions.llamacpp import ARCHITECTURES
 from swiftlite.errors import UserError
 from swiftlite.families import dense
 from swiftlite.families.attention import GroupedQueryAttention, LatentAttention
@@ -83,8 +84,7 @@ def _glm4moe(family: Family, hf_config: HfConfig) -> Metadata:
         ffn = hf_config["intermediate_size"]
         if ffn % IDLE_EXPERT:
             raise UserError(
-                f"intermediate_size {ffn} is not a multiple of {IDLE_EXPERT}, which llama.cpp requires for MTP heads of "
-                f"{family.name}",
+                f"llama.cpp requires intermediate_size {ffn} to be a multiple of {IDLE_EXPERT} for {family.name}",
                 "use another --infer_backend",
             )
         return {
@@ -142,8 +142,8 @@ def _hybrid(family: Family, hf_config: HfConfig) -> Metadata:
     kind = recurrent[0]
     if kind.key_head_dim != kind.value_head_dim:
         raise UserError(
-            f"llama.cpp requires linear_key_head_dim and linear_value_head_dim to be equal, not {kind.key_head_dim} and "
-            f"{kind.value_head_dim}",
+            f"llama.cpp requires linear_key_head_dim {kind.key_head_dim} and linear_value_head_dim "
+            f"{kind.value_head_dim} to be equal",
             "use another --infer_backend",
         )
     metadata: Metadata = {
@@ -164,20 +164,14 @@ def _hybrid(family: Family, hf_config: HfConfig) -> Metadata:
     return metadata
 
 
-_GLM4MOE = GgufArchitecture("glm4moe", Naming(_POST_NORM, idle_expert=True), _glm4moe)
-_HY_V3 = GgufArchitecture("hy_v3", Naming(_BIAS, idle_shared=True), _hy_v3)
-_DEEPSEEK2 = GgufArchitecture("deepseek2", Naming(_LATENT_NORMS), _deepseek2)
-_QWEN3NEXT = GgufArchitecture("qwen3next", Naming(_POST_NORM, joins_decays=True), _hybrid)
-_QWEN35 = GgufArchitecture("qwen35", Naming(_POST_NORM, tiles_values=True), _hybrid)
-ARCHITECTURES: dict[str, GgufArchitecture] = {
-    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "seed_oss", "mimo", "glm4_moe"), _GLM4MOE),
-    **dict.fromkeys(("qwen3_moe", "hy_v3"), _HY_V3),
-    **dict.fromkeys(("deepseek_v3", "glm4_moe_lite"), _DEEPSEEK2),
-    "qwen3_next": _QWEN3NEXT,
-    **dict.fromkeys(("qwen3_5", "qwen3_5_text"), _QWEN35),
-    **dict.fromkeys(("qwen3_5_moe", "qwen3_5_moe_text"), replace(_QWEN35, name="qwen35moe")),
-}
-"""HF model_type -> architecture of llama.cpp."""
+RECORDS = (
+    GgufArchitecture("glm4moe", Naming(_POST_NORM, idle_expert=True), _glm4moe),
+    GgufArchitecture("hy_v3", Naming(_BIAS, idle_shared=True), _hy_v3),
+    GgufArchitecture("deepseek2", Naming(_LATENT_NORMS), _deepseek2),
+    GgufArchitecture("qwen3next", Naming(_POST_NORM, joins_decays=True), _hybrid),
+    GgufArchitecture("qwen35", Naming(_POST_NORM, tiles_values=True), _hybrid),
+    GgufArchitecture("qwen35moe", Naming(_POST_NORM, tiles_values=True), _hybrid),
+)
 
 
 def architecture_of(family: Family) -> GgufArchitecture:
@@ -186,11 +180,11 @@ def architecture_of(family: Family) -> GgufArchitecture:
     Raises:
         UserError: there is none.
     """
-    found = ARCHITECTURES.get(family.name)
-    if found is None:
+    name = ARCHITECTURES.get(family.name)
+    if name is None:
         supported = ", ".join(sorted(ARCHITECTURES))
         raise UserError(f"GGUF files are not supported for {family.name}", f"supported families: {supported}")
-    return found
+    return next(record for record in RECORDS if record.name == name)
 
 
 def metadata_of(family: Family, hf_config: HfConfig, heads: int) -> Metadata:

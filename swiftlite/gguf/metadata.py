@@ -1,7 +1,7 @@
 """Keys of GGUF metadata with which swiftlite reads its own files back. llama.cpp ignores them."""
 
 CONFIG = "swiftlite.config"
-"""Content of config.json."""
+"""Text of config.json."""
 DTYPES = "swiftlite.dtypes"
 """JSON: the dtype of most Hugging Face tensors ("default"), and names of tensors by other dtypes."""
 COPIES = "swiftlite.copies"

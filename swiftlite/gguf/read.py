@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from swiftlite.bridge.hf_config import with_architecture_names
 from swiftlite.bridge.tensors import ShardedFiles
 from swiftlite.errors import UserError, reason_of
 from swiftlite.families.family import Family
@@ -14,7 +15,6 @@ from swiftlite.families.index import get
 from swiftlite.gguf.architectures import conversions_of
 from swiftlite.gguf.metadata import CONFIG, COPIES, DTYPES, EXACT, FILES
 from swiftlite.gguf.tensors import Conversion
-from swiftlite.heads import Heads
 
 if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor
@@ -28,6 +28,7 @@ class GgufFile:
     Attributes:
         config: content of config.json.
         family: the model's family.
+        heads: number of MTP heads.
 
     Raises:
         UserError: the file is damaged, or swiftlite did not write it.
@@ -39,12 +40,15 @@ class GgufFile:
         content = self._text(CONFIG)
         if content is None:
             raise UserError(f"{file} was not written by swiftlite", "use the model's safetensors")
-        self.config: dict[str, Any] = json.loads(content)
+        self._config_text = content
+        self.config = with_architecture_names(json.loads(content), file)
         self.family: Family = get(self.config)
+        architecture = self._text("general.architecture")
+        self.heads = int(self._text(f"{architecture}.nextn_predict_layers") or 0)
 
     def write_small_files(self, directory: Path) -> None:
         """Write config.json, tokenizer and chat template to a directory."""
-        (directory / "config.json").write_text(json.dumps(self.config, indent=2) + "\n", encoding="utf-8")
+        (directory / "config.json").write_text(self._config_text, encoding="utf-8")
         for name, key in FILES.items():
             content = self._text(key)
             if content is not None:
@@ -58,12 +62,11 @@ class GgufFile:
         Raises:
             UserError: a tensor is missing, unexpected or has another shape.
         """
-        heads = Heads.from_config(self.config).layers
-        plan = conversions_of(self.family, self.config, heads)
+        plan = conversions_of(self.family, self.config, self.heads)
         stored = {tensor.name: tensor for tensor in self._reader.tensors}
         self._check_names(stored, plan)
         shapes: dict[str, tuple[int, ...]] = {}
-        for row in self.family.rows(self.config, heads):
+        for row in self.family.rows(self.config, self.heads):
             shapes |= row.hf_shapes()
         copies: dict[str, str] = json.loads(self._text(COPIES) or "{}")
         dtypes = self._dtypes()

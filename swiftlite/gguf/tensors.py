@@ -1,8 +1,9 @@
 """List the tensors of a GGUF file, and the Hugging Face tensors from which they are computed.
 
 The list is derived from the family's bridge rows, because these have the same Megatron names in all families, and
-contain every Hugging Face tensor exactly once. For example, `decoder.layers.3.self_attention.linear_qkv.weight` consists
-of three Hugging Face tensors, which become `blk.3.attn_q.weight`, `blk.3.attn_k.weight` and `blk.3.attn_v.weight`.
+contain every Hugging Face tensor exactly once. For example, `decoder.layers.3.self_attention.linear_qkv.weight`
+consists of three Hugging Face tensors, which become `blk.3.attn_q.weight`, `blk.3.attn_k.weight` and
+`blk.3.attn_v.weight`.
 """
 
 import re
@@ -100,7 +101,7 @@ class Conversion:
 
     hf: tuple[str, ...]
     gguf: tuple[str, ...]
-    transform: Transform = Copy()
+    transform: Transform = field(default_factory=Copy)
     is_exact: bool = False
 
 
@@ -110,8 +111,7 @@ class Naming:
 
     Attributes:
         names: GGUF names in a layer that differ, by Megatron name.
-        idle_expert: number of shared experts as which a dense MLP is stored in a head, next to a routed expert of zeros.
-            0 if the architecture supports dense MLPs in heads.
+        idle_expert: whether a dense MLP in a head is stored as shared experts, next to a routed expert of zeros.
         idle_shared: whether a mixture without shared experts gets a shared expert of zeros.
         tiles_values: whether the values of a gated delta net are ordered by their number in the group, then by group.
         joins_decays: whether the projections of beta and decay are one tensor.
@@ -182,7 +182,8 @@ def _layer(
 def _dense_as_shared(
     rows: Sequence[Row], prefix: str, number: int, layer: Layer, family: Family, naming: Naming
 ) -> Iterator[Conversion]:
-    """Yield the decoder layer of a head whose dense MLP is stored as shared experts next to a routed expert of zeros."""
+    """Yield the decoder layer of a head whose dense MLP is stored as shared experts, next to a routed expert of
+    zeros."""
     begin = f"blk.{number}."
     for row in rows:
         name = row.mcore.removeprefix(prefix).replace("mlp.linear", "mlp.shared_experts.linear")

@@ -6,7 +6,7 @@ those of torch; a GGUF file lists the same dimensions in reverse order.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,11 +14,6 @@ from torch import Tensor
 
 class Transform(Protocol):
     """The interface of a transform."""
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether `to_hf` always returns the bits of the Hugging Face tensors."""
-        ...
 
     def to_gguf(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the GGUF tensors."""
@@ -33,8 +28,6 @@ class Transform(Protocol):
 class Copy:
     """Equal tensors with other names."""
 
-    is_exact: ClassVar[bool] = True
-
     def to_gguf(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return list(tensors)
 
@@ -45,8 +38,6 @@ class Copy:
 @dataclass(frozen=True)
 class AddOne:
     """Weights of norms that multiply by 1 + weight; llama.cpp multiplies by the weight."""
-
-    is_exact: ClassVar[bool] = False
 
     def to_gguf(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return [tensor.float() + 1 for tensor in tensors]
@@ -59,8 +50,6 @@ class AddOne:
 class NegativeExp:
     """The decay of a gated delta net: `A_log` in Hugging Face files, -exp(A_log) in GGUF files."""
 
-    is_exact: ClassVar[bool] = False
-
     def to_gguf(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return [-tensor.float().exp() for tensor in tensors]
 
@@ -72,9 +61,10 @@ class NegativeExp:
 class Reorder:
     """Concatenate the Hugging Face tensors along an axis, reorder the result, and split it.
 
-    For example, the queries, keys, values and gates of two groups are in one Hugging Face tensor, ordered by group. With
-    one row each, its rows are q0 k0 v0 z0 q1 k1 v1 z1. llama.cpp has a tensor of queries, keys and values and a tensor
-    of gates, so the order is (0, 4, 1, 5, 2, 6, 3, 7) and the parts have 6 and 2 rows: q0 q1 k0 k1 v0 v1 and z0 z1.
+    For example, the queries, keys, values and gates of two groups are in one Hugging Face tensor, ordered by group.
+    With one row each, its rows are q0 k0 v0 z0 q1 k1 v1 z1. llama.cpp has a tensor of queries, keys and values and a
+    tensor of gates, so the order is (0, 4, 1, 5, 2, 6, 3, 7) and the parts have 6 and 2 rows: q0 q1 k0 k1 v0 v1 and z0
+    z1.
 
     Attributes:
         axis: the axis.
@@ -82,8 +72,6 @@ class Reorder:
         hf_parts: lengths of the Hugging Face tensors.
         gguf_parts: lengths of the GGUF tensors.
     """
-
-    is_exact: ClassVar[bool] = True
 
     axis: int
     order: tuple[int, ...]
@@ -105,8 +93,6 @@ class Reorder:
 class Squeeze:
     """The kernels of a convolution, [channels, 1, kernel] in Hugging Face files, [channels, kernel] in GGUF files."""
 
-    is_exact: ClassVar[bool] = True
-
     def to_gguf(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return [tensor.squeeze(1) for tensor in tensors]
 
@@ -117,8 +103,6 @@ class Squeeze:
 @dataclass(frozen=True)
 class Stack:
     """The matrices of all experts in one tensor [experts, out, in]."""
-
-    is_exact: ClassVar[bool] = True
 
     def to_gguf(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return [torch.stack(list(tensors))]
@@ -140,8 +124,6 @@ class SplitKeysAndValues:
         key: size of a key without rotary channels.
         value: size of a value.
     """
-
-    is_exact: ClassVar[bool] = True
 
     heads: int
     key: int
@@ -166,8 +148,6 @@ class Zeros:
         shapes: shapes of the tensors.
     """
 
-    is_exact: ClassVar[bool] = True
-
     shapes: tuple[tuple[int, ...], ...]
 
     def to_gguf(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -183,10 +163,6 @@ class Chain:
 
     transforms: tuple[Transform, ...]
 
-    @property
-    def is_exact(self) -> bool:
-        return all(transform.is_exact for transform in self.transforms)
-
     def to_gguf(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         result = list(tensors)
         for transform in self.transforms:
@@ -198,3 +174,10 @@ class Chain:
         for transform in reversed(self.transforms):
             result = transform.to_hf(result)
         return result
+
+
+def is_exact(transform: Transform) -> bool:
+    """Return whether `to_hf` always returns the bits of the Hugging Face tensors."""
+    if isinstance(transform, Chain):
+        return all(is_exact(each) for each in transform.transforms)
+    return not isinstance(transform, AddOne | NegativeExp)

@@ -17,6 +17,7 @@ from swiftlite.gguf.architectures import conversions_of, metadata_of
 from swiftlite.gguf.metadata import CONFIG, COPIES, DTYPES, EXACT, FILES
 from swiftlite.gguf.tensors import Conversion
 from swiftlite.gguf.tokenizer import tokenizer_metadata
+from swiftlite.gguf.transforms import is_exact
 
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType, GGUFWriter
@@ -154,7 +155,7 @@ def _check_all_used(model: HfModel, checkpoint: Checkpoint, plan: Sequence[Conve
 
 def _source(model: HfModel, checkpoint: Checkpoint, plan: Sequence[Conversion]) -> dict[str, Any]:
     """Return the metadata with which `read.py` restores the Hugging Face directory."""
-    metadata: dict[str, Any] = {CONFIG: json.dumps(model.config)}
+    metadata: dict[str, Any] = {CONFIG: _config_text(model)}
     for name, key in FILES.items():
         if (model.directory / name).is_file():
             metadata[key] = (model.directory / name).read_text(encoding="utf-8")
@@ -174,10 +175,19 @@ def _source(model: HfModel, checkpoint: Checkpoint, plan: Sequence[Conversion]) 
     return metadata
 
 
+def _config_text(model: HfModel) -> str:
+    """Return the text of config.json, without a quantization, because quantized tensors are decoded."""
+    text = (model.directory / "config.json").read_text(encoding="utf-8")
+    content = json.loads(text)
+    if content.pop("quantization_config", None) is None:
+        return text
+    return json.dumps(content, indent=2) + "\n"
+
+
 def _lost_bits(conversion: Conversion, checkpoint: Checkpoint) -> dict[str, list[int]]:
     """Return the bits of the tensors of a conversion that cannot be computed back exactly. Only norms and decays can be
     among them."""
-    if conversion.transform.is_exact:
+    if is_exact(conversion.transform):
         return {}
     lost = {}
     sources = [checkpoint.read(name) for name in conversion.hf]

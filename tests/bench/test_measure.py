@@ -9,9 +9,9 @@ pytest.importorskip("aiohttp")
 
 from swiftlite.args.commands import BenchArgs
 from swiftlite.bench.measure import generate_all, measure, warm_up_prompts
-from swiftlite.engines.server_process import free_url
 from swiftlite.engines.client import Answer
 from swiftlite.engines.engine import Sampling
+from swiftlite.engines.server.process import free_url
 from swiftlite.engines.server_command import ServerCommand
 from swiftlite.errors import UserError
 

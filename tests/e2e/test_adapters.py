@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from swiftlite.args.commands import DeployArgs
-from swiftlite.engines.server_process import free_url, serve
 from swiftlite.bridge.adapters.files import AdapterBase, digest_of, read_adapter, write_adapter
 from swiftlite.bridge.adapters.merge import write_merged
 from swiftlite.engines.served_model import resolve_served
+from swiftlite.engines.server.process import free_url, serve
 from swiftlite.engines.vllm.metrics import read_metrics
 from swiftlite.lora import Lora
 from swiftlite.serve import deploy

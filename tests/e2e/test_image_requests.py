@@ -16,11 +16,11 @@ from transformers import AutoTokenizer
 from swiftlite.args.commands import DeployArgs
 from swiftlite.args.fields import ImageArgs
 from swiftlite.bench.measure import connect, generate_all
-from swiftlite.engines.server_process import free_url, serve
 from swiftlite.data.dataset import load_prompts
 from swiftlite.engines.engine import EngineConfig, Sampling, start_engine
 from swiftlite.engines.index import ENGINES
 from swiftlite.engines.prompts import ChatPrompt, ImagePrompt, PromptEncoder, most_images
+from swiftlite.engines.server.process import free_url, serve
 from swiftlite.families.resolved import resolve
 from swiftlite.serve import deploy
 from tests import torchvision_here

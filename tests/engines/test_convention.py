@@ -14,13 +14,13 @@ from swiftlite.engines.index import ENGINES
 from swiftlite.errors import UserError
 from swiftlite.families import FAMILIES
 from tests.messages import naming
-from tests.tiny import NOT_IN_SGLANG
+from tests.tiny import ONLY_IN_VLLM
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_has_a_line(engine, family):
-    if engine == "sglang" and family in NOT_IN_SGLANG:
+    if engine in ("sglang", "llamacpp") and family in ONLY_IN_VLLM:
         with pytest.raises(UserError, match=naming(f"SGLang {family}")):
             ENGINES[engine].convention_for(FAMILIES[family])
         return

@@ -26,7 +26,7 @@ from swiftlite.errors import UserError
 from tests.engines.quantized_lists import change_quantization, list_plain, list_trunk
 from tests.messages import naming
 from tests.quantized import linear_modules, quantize_hf
-from tests.tiny import CLASSES, NOT_IN_SGLANG, make_tiny_hf, mtp_names
+from tests.tiny import CLASSES, ONLY_IN_VLLM, make_tiny_hf, mtp_names
 
 FORMATS = {"compressed-tensors": "int8", "fp8": "fp8_blocks"}
 ENTIRE = {
@@ -64,7 +64,7 @@ def test_the_list_describes_the_heads(tmp_path, family):
             elif not family.startswith("qwen3_5"):  # vLLM renames the modules that it reads from the files
                 assert found
             is_listed_by_files = engine == "vllm" and method in ("gptq", "awq")
-            if keeps_block and not is_listed_by_files and not (engine == "sglang" and family in NOT_IN_SGLANG):
+            if keeps_block and not is_listed_by_files and not (engine == "sglang" and family in ONLY_IN_VLLM):
                 assert head_problems(without, model.family, model.config, files, [engine])
 
 

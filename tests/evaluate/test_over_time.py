@@ -19,7 +19,7 @@ from aiohttp import web
 
 from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.args.commands import EvaluateArgs
-from swiftlite.engines.server_process import free_url
+from swiftlite.engines.server.process import free_url
 from swiftlite.errors import UserError
 from swiftlite.evaluate.command import run
 from swiftlite.evaluate.over_time import FILE, Reading, intervals, read_server

@@ -308,10 +308,10 @@ def test_doctor(added, model, capsys):
 
 def test_help_and_refusals(added, capsys):
     swiftlite("infer", "--help")
-    assert "--infer_backend transformers|vllm|sglang|plain" in capsys.readouterr().out
+    assert "--infer_backend transformers|vllm|sglang|llamacpp|plain" in capsys.readouterr().out
     assert swiftlite("deploy", "--infer_backend", "plane") == 2
     refusal = capsys.readouterr().err
-    assert mentions(refusal, "--infer_backend vllm sglang plain 'plane'")
+    assert mentions(refusal, "--infer_backend vllm sglang llamacpp plain 'plane'")
 
 
 if __name__ == "__main__":

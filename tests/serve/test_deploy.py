@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 
 from swiftlite import log
 from swiftlite.args.commands import DeployArgs
-from swiftlite.engines.server_process import free_url
 from swiftlite.bridge.adapters.files import AdapterBase, digest_of, write_adapter, write_heads
 from swiftlite.engines.served_model import resolve_served
+from swiftlite.engines.server.process import free_url
 from swiftlite.errors import UserError
 from swiftlite.lora import Lora
 from swiftlite.serve import deploy

@@ -6,9 +6,9 @@ from typing import Any
 import aiohttp
 
 from swiftlite.acceptance.counts import DraftCounts
-from swiftlite.engines import metrics
 from swiftlite.engines.client import Answer, Event, stream
 from swiftlite.engines.engine import Sampling
+from swiftlite.engines.server import metrics
 
 
 class LlamacppClient:

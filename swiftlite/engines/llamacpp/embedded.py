@@ -5,6 +5,7 @@
 Only the options in `OPTIONS` are supported.
 """
 
+import importlib
 import signal
 import sys
 import threading
@@ -26,24 +27,23 @@ def _attribute(path: str, convert: Callable[[str], Any]) -> Setter:
     return set_it
 
 
-def _cache_type(value: str) -> Any:
-    import xllamacpp
+def _package() -> Any:
+    """Return the package, which has no type stubs."""
+    return importlib.import_module("xllamacpp")
 
-    return getattr(xllamacpp.ggml_type, f"GGML_TYPE_{value.upper()}")
+
+def _cache_type(value: str) -> Any:
+    return getattr(_package().ggml_type, f"GGML_TYPE_{value.upper()}")
 
 
 def _flash_attention(value: str) -> Any:
-    import xllamacpp
-
     names = {"on": "ENABLED", "off": "DISABLED", "auto": "AUTO"}
-    return getattr(xllamacpp.llama_flash_attn_type, f"LLAMA_FLASH_ATTN_TYPE_{names[value]}")
+    return getattr(_package().llama_flash_attn_type, f"LLAMA_FLASH_ATTN_TYPE_{names[value]}")
 
 
 def _speculation(value: str) -> Any:
-    import xllamacpp
-
     name = f"COMMON_SPECULATIVE_TYPE_{value.upper().replace('-', '_')}"
-    return [getattr(xllamacpp.common_speculative_type, name)]
+    return [getattr(_package().common_speculative_type, name)]
 
 
 def _threads(params: Any, value: str) -> None:
@@ -86,8 +86,7 @@ def main(words: list[str]) -> None:
     Raises:
         SystemExit: an option is not supported, or the server cannot start.
     """
-    import xllamacpp
-
+    xllamacpp = _package()
     params = xllamacpp.CommonParams()
     params.fit_params = False  # would change the context length to fit free memory
     remaining = list(words)

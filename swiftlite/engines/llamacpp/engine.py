@@ -17,8 +17,8 @@ from swiftlite.engines.llamacpp.gguf_file import gguf_of
 from swiftlite.engines.llamacpp.info import LLAMACPP
 from swiftlite.engines.llamacpp.program import program
 from swiftlite.engines.llamacpp.server import SLOTS, max_length, server_options
+from swiftlite.engines.server.process import free_url, serve
 from swiftlite.engines.server_command import ServerCommand, flags
-from swiftlite.engines.server_process import free_url, serve
 from swiftlite.errors import UserError
 
 _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # ignores http_proxy for this machine

@@ -1,6 +1,6 @@
 """Run llama.cpp's server for a model, which is first converted to a GGUF file if necessary.
 
-    python -m swiftlite.engines.llamacpp.launch MODEL TORCH_DTYPE OPTIONS OF llama-server
+python -m swiftlite.engines.llamacpp.launch MODEL TORCH_DTYPE OPTIONS OF llama-server
 """
 
 import os

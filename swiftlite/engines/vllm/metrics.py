@@ -1,7 +1,7 @@
 """Read the counters of vLLM's server from the text of /metrics. All counters are totals since the server started."""
 
 from swiftlite.acceptance.counts import DraftCounts
-from swiftlite.engines import metrics
+from swiftlite.engines.server import metrics
 
 
 def read_metrics(text: str, num_speculative_tokens: int) -> DraftCounts:

@@ -15,7 +15,7 @@ from tests.engines.reference import convention
 from tests.messages import mention_each, mentions
 from tests.published import library
 from tests.stand_ins import sglang_environment
-from tests.tiny import CLASSES, HYBRID, NOT_IN_SGLANG
+from tests.tiny import CLASSES, HYBRID, ONLY_IN_VLLM
 
 pytestmark = [
     pytest.mark.engine,
@@ -32,7 +32,7 @@ for directory, options in json.loads(sys.argv[1]):
 """
 # SGLang keeps states of linear attention on GPUs alone ("extra_buffer requires platform support"), and neither SGLang
 # nor the plugin has a draft for heads of the others.
-LOADABLE = [family for family in CLASSES if family not in (*HYBRID, *NOT_IN_SGLANG)]
+LOADABLE = [family for family in CLASSES if family not in (*HYBRID, *ONLY_IN_VLLM)]
 WHOLE = [(family, depth) for family in LOADABLE for depth in (0, 1)]
 
 PUBLISHED = ("Llama-3.1-8B", "Qwen3-8B-FP8", "DeepSeek-V3")

@@ -53,7 +53,7 @@ def serve(command: ServerCommand, url: str, log: Path) -> Iterator[Server]:
     with log.open("wb") as stream:
         # In a separate session, so that Ctrl-C reaches only this process, and remaining children can be found.
         process = subprocess.Popen(
-            [sys.executable, "-m", "swiftlite.engines.watchdog", str(os.getpid()), *command.words],
+            [sys.executable, "-m", "swiftlite.engines.server.watchdog", str(os.getpid()), *command.words],
             # Unbuffered, so that the log is in chronological order, with errors at the end.
             env={**os.environ, "PYTHONUNBUFFERED": "1", **command.variables},
             stdin=subprocess.DEVNULL,

@@ -1,6 +1,6 @@
 """Run a server for `bench`, and stop it when `bench` ends, even if `bench` is killed.
 
-    python -m swiftlite.engines.watchdog PROCESS_ID_OF_BENCH COMMAND ...
+    python -m swiftlite.engines.server.watchdog PROCESS_ID_OF_BENCH COMMAND ...
 
 This process is the leader of a session, so that the server and all its subprocesses can be killed as one group.
 """

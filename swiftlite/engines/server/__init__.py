@@ -1,0 +1,1 @@
+"""Processes of engines' servers and their metrics."""

@@ -1,0 +1,75 @@
+"""Test real llama.cpp in float32: tokens and draft counts of each request equal those of an independent reference.
+
+One thread per server: with more, llama.cpp waits actively for threads that do not run on a busy machine.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from swiftlite.conventions.llamacpp import ARCHITECTURES
+from swiftlite.engines.engine import EngineConfig, Sampling, start_engine
+from swiftlite.engines.index import ENGINES
+from swiftlite.engines.served_model import resolve_served
+from tests.engines.llamacpp_reference import Request, requests
+from tests.engines.reference import Reference, convention, follow
+from tests.tiers import some_of
+from tests.tiny import ALIKE
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(not ENGINES["llamacpp"].is_installed, reason="llama.cpp is not installed"),
+]
+NEW_TOKENS = 24
+FAMILIES = [family for family in ARCHITECTURES if family not in ALIKE]
+CASES = [(family, num_tokens) for family in ARCHITECTURES for num_tokens in (1, 3)]
+COMPUTES_AGAIN = ("qwen3_next",)
+"""Families whose architecture in llama.cpp cannot remove rejected tokens."""
+
+
+def write_tokenizer(directory: Path, vocab_size: int, end: int) -> None:
+    """Write a tokenizer without meaning; the token `end` ends an answer."""
+    vocab = {f"w{number}": number for number in range(vocab_size)}
+    content = {
+        "added_tokens": [],
+        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True},
+        "model": {"type": "BPE", "vocab": vocab, "merges": [["w1", "w2"]]},
+    }
+    (directory / "tokenizer.json").write_text(json.dumps(content))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"bos_token": f"w{end}", "eos_token": f"w{end}"}))
+
+
+@pytest.mark.parametrize(("family", "num_tokens"), some_of(CASES, *((f, k) for f in FAMILIES for k in (1, 3))))
+def test_requests_equal_the_reference(trained, tmp_path, monkeypatch, family, num_tokens):
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "home"))
+    source, prompts = trained(family, 1, "llamacpp")
+    reference = follow(Reference.load(source, family, depth=1), convention("llamacpp", family).drafting)
+    expected = requests(reference, prompts, NEW_TOKENS, num_tokens, computes_again=family in COMPUTES_AGAIN)
+    vocab_size = reference.trunk.config.vocab_size
+    used = {token for result in expected for token in result.tokens}
+    directory = tmp_path / "model"
+    shutil.copytree(source, directory)
+    write_tokenizer(directory, vocab_size, next(token for token in range(vocab_size) if token not in used))
+    config = EngineConfig(
+        resolve_served(directory),
+        torch_dtype="float32",
+        num_speculative_tokens=num_tokens,
+        max_batch_size=1,
+        engine_kwargs={"threads": 1},
+    )
+    engine = start_engine("llamacpp", config)
+    found = []
+    try:
+        for prompt in prompts:
+            before = engine.draft_counts()
+            (answer,) = engine.generate([prompt], Sampling(NEW_TOKENS))
+            counts = engine.draft_counts().since(before)
+            found.append(Request(answer.token_ids, counts.drafted, counts.accepted))
+    finally:
+        engine.close()
+    assert found == expected
+    share = sum(result.accepted for result in found) / sum(result.drafted for result in found)
+    assert 0.05 < share < 0.9  # some right, some wrong

@@ -1,0 +1,89 @@
+"""Compute the tokens and draft counts of llama.cpp's server for each request, without its code.
+
+llama.cpp pairs the state of the previous token with every token, also with the first token of a prompt. The reference
+also follows two faults of llama.cpp b11549 (docs/en/upstream.md), which change only drafts:
+
+- The state before the first token of a prompt is not reset: it is zeros in the first request of a slot, and the state
+  of the last token but one of the previous request in later ones.
+- Architectures with recurrent layers cannot remove rejected tokens. After a rejected draft, they restore an earlier
+  state, compute the accepted tokens again together with the next one, and do not draft in this step. The head's key at
+  the first of these tokens is computed from the state of the last rejected draft.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from tests.engines.reference import Reference
+
+
+@dataclass(frozen=True)
+class Request:
+    """The result of one request."""
+
+    tokens: list[int]
+    drafted: int
+    accepted: int
+
+
+def requests(
+    reference: Reference, prompts: list[list[int]], max_new_tokens: int, num_tokens: int, *, computes_again: bool
+) -> list[Request]:
+    """Return the results of prompts that are sent one after the other to a server with one slot.
+
+    Args:
+        computes_again: whether rejected tokens cannot be removed.
+    """
+    rows = reference.greedy_rows(prompts, max_new_tokens + num_tokens + 1)
+    first = None
+    results = []
+    for prompt, row in zip(prompts, rows, strict=True):
+        states, _ = reference.trunk_states(torch.tensor([prompt + row]))
+        if first is None:
+            first = torch.zeros_like(states[:, :1])
+        slot = _Slot(reference, torch.cat((first, states), dim=1).detach(), computes_again)
+        results.append(slot.answer(prompt, row, max_new_tokens, num_tokens))
+        last = len(prompt) + max_new_tokens - 2
+        first = states[:, last : last + 1].detach()
+    return results
+
+
+@dataclass
+class _Slot:
+    """The state of a request.
+
+    Attributes:
+        before_BSH: for each token of prompt and answer, the state that the head reads with it.
+    """
+
+    reference: Reference
+    before_BSH: torch.Tensor
+    computes_again: bool
+
+    def answer(self, prompt: list[int], row: list[int], max_new_tokens: int, num_tokens: int) -> Request:
+        done, drafted, accepted = 1, 0, 0
+        while done < max_new_tokens:
+            tokens = prompt + row[:done]
+            # The verified step also gives the token after the drafts, so the last token needs no draft.
+            drafts = self._draft(tokens, min(num_tokens, max_new_tokens - done - 1))
+            hits = 0
+            while hits < len(drafts) and drafts[hits] == row[done + hits]:
+                hits += 1
+            drafted += len(drafts)
+            accepted += hits
+            done += hits + 1
+            if hits < len(drafts) and self.computes_again:
+                rejected, _ = self.reference.trunk_states(torch.tensor([tokens + drafts]))
+                self.before_BSH[:, len(tokens) - 1] = rejected[:, -1].detach()
+                done += 1
+        return Request(row[:max_new_tokens], drafted, accepted)
+
+    @torch.no_grad()
+    def _draft(self, tokens: list[int], num_tokens: int) -> list[int]:
+        ids = list(tokens)
+        read = self.before_BSH[:, : len(ids)]
+        for _ in range(num_tokens):
+            own, after = self.reference.head_states(0, read, torch.tensor([ids]))
+            ids.append(int(self.reference.trunk.lm_head(after[0, -1]).argmax()))
+            read = torch.cat((read, own[:, -1:]), dim=1)
+        return ids[len(tokens) :]

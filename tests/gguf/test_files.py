@@ -1,0 +1,147 @@
+"""Test that GGUF files contain every tensor, and can be converted back to the same files."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from gguf import GGMLQuantizationType, GGUFReader
+from safetensors.torch import load_file, save_file
+
+from swiftlite.conventions.llamacpp import ARCHITECTURES
+from swiftlite.errors import UserError
+from swiftlite.families.resolved import resolve
+from swiftlite.gguf.metadata import EXACT
+from swiftlite.gguf.read import GgufFile, is_ours
+from swiftlite.gguf.write import write_gguf
+from tests.messages import naming
+from tests.tiers import some_of
+from tests.tiny import ALIKE, make_tiny_hf
+
+FAMILIES = some_of(ARCHITECTURES, *(family for family in ARCHITECTURES if family not in ALIKE))
+TYPES = {torch.float32: "f32", torch.bfloat16: "bf16"}
+
+
+def back(file: Path, directory: Path) -> dict[str, torch.Tensor]:
+    """Convert a GGUF file back, and return the tensors."""
+    directory.mkdir()
+    content = GgufFile(file)
+    content.write_small_files(directory)
+    content.write_weights(directory)
+    return load_file(directory / "model.safetensors")
+
+
+def write(directory: Path, file: Path, gguf_type) -> Path:
+    write_gguf(resolve(directory), file, gguf_type)
+    return file
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_round_trip_is_bitwise_identical(tmp_path, family, dtype):
+    source = make_tiny_hf(tmp_path / "source", family, depth=1, dtype=dtype, with_tokenizer=True)
+    file = write(source, tmp_path / "model.gguf", TYPES[dtype])
+    before, after = load_file(source / "model.safetensors"), back(file, tmp_path / "back")
+    towers = {name for name in before if name.startswith("model.visual.")}
+    assert after.keys() == before.keys() - towers
+    for name, tensor in after.items():
+        assert tensor.dtype == before[name].dtype, name
+        assert torch.equal(tensor, before[name]), name
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        assert json.loads((tmp_path / "back" / name).read_text()) == json.loads((source / name).read_text())
+    assert is_ours(file)
+
+
+def test_norms_with_small_weights_keep_their_bits(tmp_path):
+    """1 + weight loses bits of small weights, so the file also contains the weights."""
+    source = make_tiny_hf(tmp_path / "source", "qwen3_5_text", depth=1, dtype=torch.bfloat16, with_tokenizer=True)
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.norm.weight"] = torch.full_like(tensors["model.norm.weight"], 1e-12)
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    file = write(source, tmp_path / "model.gguf", "bf16")
+    assert f"{EXACT}model.norm.weight" in GGUFReader(file).fields
+    assert torch.equal(back(file, tmp_path / "back")["model.norm.weight"], tensors["model.norm.weight"])
+
+
+@pytest.mark.parametrize("gguf_type", ["q8_0", "q4_0", "f16"])
+def test_types_of_tensors(tmp_path, gguf_type):
+    """The decoder layer of the head is never coarser than q8_0; vectors are float32."""
+    source = make_tiny_hf(
+        tmp_path / "source", "qwen3", depth=1, with_tokenizer=True, hidden_size=64, intermediate_size=96
+    )
+    file = write(source, tmp_path / "model.gguf", gguf_type)
+    tensors = {tensor.name: tensor for tensor in GGUFReader(file).tensors}
+    trunk, head = tensors["blk.0.ffn_up.weight"], tensors["blk.2.ffn_up_shexp.weight"]
+    assert trunk.tensor_type is GGMLQuantizationType[gguf_type.upper()]
+    assert head.tensor_type is GGMLQuantizationType["Q8_0" if gguf_type == "q4_0" else gguf_type.upper()]
+    assert tensors["blk.0.attn_norm.weight"].tensor_type is GGMLQuantizationType.F32
+    weight = load_file(source / "model.safetensors")["model.layers.0.mlp.up_proj.weight"]
+    read = back(file, tmp_path / "back")["model.layers.0.mlp.up_proj.weight"]
+    half_step = {"q8_0": weight.abs().max() / 127 / 2, "q4_0": weight.abs().max() / 8, "f16": 1e-3}[gguf_type]
+    # bfloat16, in which the source is, rounds once more
+    assert (read.float() - weight.float()).abs().max() <= half_step + weight.abs().max() / 256
+
+
+def test_a_tensor_without_a_place_is_named(tmp_path):
+    source = make_tiny_hf(tmp_path / "source", "qwen3", depth=1, with_tokenizer=True)
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.0.self_attn.extra.weight"] = torch.zeros(3)
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=naming("model.layers.0.self_attn.extra.weight")):
+        write(source, tmp_path / "model.gguf", "bf16")
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "named"),
+    [
+        ("llama", {"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "rope_theta": 1e4}}, "rope_type llama3"),
+        ("qwen3", {"intermediate_size": 40}, "intermediate_size 40 32"),
+        ("qwen3", {"mtp_draft_vocab": "0 1 2"}, "--draft_vocab"),
+    ],
+)
+def test_what_llamacpp_cannot_compute_is_named(tmp_path, family, change, named):
+    source = make_tiny_hf(tmp_path / "source", family, depth=1, with_tokenizer=True)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(UserError, match=naming(named)):
+        write(source, tmp_path / "model.gguf", "bf16")
+    assert not (tmp_path / "model.gguf").exists()
+
+
+def test_several_heads_are_refused(tmp_path):
+    source = make_tiny_hf(tmp_path / "source", "qwen3", depth=2, with_tokenizer=True)
+    with pytest.raises(UserError, match=naming("--mtp_unroll")):
+        write(source, tmp_path / "model.gguf", "bf16")
+
+
+@pytest.mark.parametrize("size", [10, 3000, -100])
+def test_a_cut_file_is_named(tmp_path, size):
+    source = make_tiny_hf(tmp_path / "source", "qwen3", depth=1, with_tokenizer=True)
+    file = write(source, tmp_path / "model.gguf", "bf16")
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(file.read_bytes()[:size])
+    with pytest.raises(UserError, match=naming("cut.gguf")):
+        back(cut, tmp_path / "back")
+
+
+def test_a_file_of_others_is_named(tmp_path):
+    from gguf import GGUFWriter
+
+    file = tmp_path / "other.gguf"
+    writer = GGUFWriter(file, "llama")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+    assert not is_ours(file)
+    with pytest.raises(UserError, match=naming("other.gguf")):
+        GgufFile(file)
+
+
+def test_a_tokenizer_that_llamacpp_does_not_have_is_named(tmp_path):
+    source = make_tiny_hf(tmp_path / "source", "qwen3", depth=1, with_tokenizer=True)
+    content = json.loads((source / "tokenizer.json").read_text())
+    content["pre_tokenizer"] = {"type": "Whitespace"}
+    (source / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match=naming("tokenizer.json <Whitespace>")):
+        write(source, tmp_path / "model.gguf", "bf16")
