@@ -52,6 +52,7 @@ WITHOUT_TORCH = (
     *DECLARED,
     "families",
     "conventions",
+    "gguf/types.py",
     "plan",
     "estimate",
     "rules",

@@ -43,13 +43,18 @@ class ConversionArgs:
 
     model: str = ""
     """--to_hf: a run's output_dir (newest checkpoint) or a checkpoint-N. --to_mcore: a Hugging Face model, as for
-    megatron sft."""
+    megatron sft. --to_gguf: either."""
     output_dir: str = ""
     """Output directory; must be empty or not exist."""
     to_hf: bool = False
     """Write Hugging Face safetensors, config and tokenizer, MTP heads included."""
     to_mcore: bool = False
     """Write a megatron-core distributed checkpoint like those of a run; `export --to_hf` converts it back."""
+    to_gguf: bool = False
+    """Write a GGUF file for llama.cpp, MTP heads included, from a run or a Hugging Face model."""
+    gguf_type: Literal["f32", "bf16", "f16", "q8_0", "q4_0", "q4_k_m", "q5_k_m", "q6_k"] | None = None
+    """With --to_gguf: type of the matrices. The decoder layer of a head is never coarser than q8_0. The types with k
+    require llama-quantize. Default: bf16."""
     mtp: Literal["keep", "strip"] = "keep"
     """keep: export exactly the trained heads. strip: export no heads and declare none in config.json."""
     mtp_graft_from: str | None = None

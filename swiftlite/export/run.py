@@ -32,6 +32,7 @@ from swiftlite.export.card import model_card, read_quality
 from swiftlite.export.draft_vocab import restrict_heads
 from swiftlite.export.fp8_source import fp8_model_of
 from swiftlite.export.gate import check_quality
+from swiftlite.export.gguf import export_gguf
 from swiftlite.export.image_bounds import write_image_bounds
 from swiftlite.export.provenance import provenance_of
 from swiftlite.export.quantization import matrices_of, quantize
@@ -46,7 +47,7 @@ from swiftlite.lora import Lora
 from swiftlite.model.gpt import GPTModel
 from swiftlite.model.layers.lora import add_adapters, merge
 from swiftlite.model.open import build_hf_model, open_model
-from swiftlite.plan.facts import run_checkpoints
+from swiftlite.plan.facts import reads_run, run_checkpoints
 from swiftlite.plan.layout import layout_of
 from swiftlite.plan.quantization import CALIBRATED_METHODS
 from swiftlite.runtime.agreement import check_agreement
@@ -73,7 +74,9 @@ def run(args: ExportArgs) -> None:
     The result is either complete or absent, even if the process is killed.
     """
     with session(layout_of(args), timeout_minutes=args.distributed_timeout_minutes) as mesh:
-        if args.to_hf:
+        if args.to_gguf:
+            to_gguf(args, mesh)
+        elif args.to_hf:
             to_hf(args, mesh)
         elif args.to_mcore:
             to_mcore(args, mesh)
@@ -163,6 +166,26 @@ def to_hf(args: ExportArgs, mesh: Mesh) -> None:
     logger.info("wrote %s: %s with %d MTP layers, from %s", output_dir, family, heads.layers, checkpoint)
 
 
+def to_gguf(args: ExportArgs, mesh: Mesh) -> None:
+    """Write a GGUF file of a run or of a Hugging Face model.
+
+    Raises:
+        UserError: the model cannot be read, llama.cpp does not support it, or a check of the result failed; nothing is
+            written.
+    """
+    output_dir = Path(args.output_dir)
+    with _whole_or_absent(output_dir) as result, _unquantized(args, result) as plain:
+        model = args.model
+        if reads_run(args):
+            # The limits apply to the GGUF file.
+            unlimited = {"val_dataset": [], "min_acceptance": None, "force": False}
+            to_hf(replace(args, to_gguf=False, to_hf=True, output_dir=str(plain), gguf_type=None, **unlimited), mesh)
+            model = str(plain)
+        if dist.get_rank() == 0:
+            file = export_gguf(args, resolve(model), result)
+            logger.info("wrote %s: %.2f GB, from %s", output_dir / file.name, file.stat().st_size / 1e9, args.model)
+
+
 def quantize_model(args: ExportArgs, mesh: Mesh) -> None:
     """Write a quantized copy of a Hugging Face model.
 
@@ -229,7 +252,7 @@ def _calibrated(
 def _unquantized(args: ExportArgs, result: Path) -> Iterator[Path]:
     """Yield the directory for the model before its quantization: `result`, or a temporary directory next to it if the
     model is quantized."""
-    if not args.quant_method:
+    if not (args.quant_method or args.to_gguf):
         yield result
         return
     plain = result.with_name(f"{result.name}.unquantized")

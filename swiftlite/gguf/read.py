@@ -1,7 +1,7 @@
 """Read a GGUF file that `write.py` wrote: convert it back to a Hugging Face directory, with MTP heads."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from swiftlite.families.family import Family
 from swiftlite.families.index import get
 from swiftlite.gguf.architectures import conversions_of
 from swiftlite.gguf.metadata import CONFIG, COPIES, DTYPES, EXACT, FILES
-from swiftlite.gguf.tensors import Conversion
+from swiftlite.gguf.tensors import Conversion, is_always_float32
 
 if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor
@@ -62,28 +62,42 @@ class GgufFile:
         Raises:
             UserError: a tensor is missing, unexpected or has another shape.
         """
-        plan = conversions_of(self.family, self.config, self.heads)
-        stored = {tensor.name: tensor for tensor in self._reader.tensors}
-        self._check_names(stored, plan)
         shapes: dict[str, tuple[int, ...]] = {}
         for row in self.family.rows(self.config, self.heads):
             shapes |= row.hf_shapes()
         copies: dict[str, str] = json.loads(self._text(COPIES) or "{}")
         dtypes = self._dtypes()
-        names = [name for conversion in plan for name in conversion.hf]
+        names = [name for conversion in self._plan for name in conversion.hf]
         types = {name: (dtypes.get(name, dtypes["default"]), shapes[name]) for name in (*names, *copies)}
         files = ShardedFiles(directory, types, _MAX_SHARD_BYTES)
         files.create()
         try:
-            for conversion in plan:
-                for name, tensor in self._tensors(conversion, stored, dtypes):
-                    for target in (name, *(copy for copy, original in copies.items() if original == name)):
-                        _write(files, target, tensor.to(types[target][0]), self.file, shapes[target])
+            for name, tensor, _ in self.tensors():
+                for target in (name, *(copy for copy, original in copies.items() if original == name)):
+                    _write(files, target, tensor.to(types[target][0]), self.file, shapes[target])
             files.flush()
             files.publish()
         except BaseException:
             files.discard()
             raise
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor, bool]]:
+        """Yield the name and the numbers of each Hugging Face tensor, and whether its type is that of matrices.
+
+        Raises:
+            UserError: a tensor is missing or unexpected.
+        """
+        stored = {tensor.name: tensor for tensor in self._reader.tensors}
+        self._check_names(stored)
+        dtypes = self._dtypes()
+        for conversion in self._plan:
+            is_matrix = any(not is_always_float32(name, tuple(stored[name].shape)) for name in conversion.gguf)
+            for name, tensor in self._tensors(conversion, stored, dtypes):
+                yield name, tensor, is_matrix
+
+    @property
+    def _plan(self) -> list[Conversion]:
+        return conversions_of(self.family, self.config, self.heads)
 
     def _tensors(
         self, conversion: Conversion, stored: Mapping[str, "ReaderTensor"], dtypes: Mapping[str, torch.dtype]
@@ -107,8 +121,8 @@ class GgufFile:
             dtypes |= dict.fromkeys(names, getattr(torch, dtype))
         return dtypes
 
-    def _check_names(self, stored: Mapping[str, "ReaderTensor"], plan: Sequence[Conversion]) -> None:
-        expected = {name for conversion in plan for name in conversion.gguf}
+    def _check_names(self, stored: Mapping[str, "ReaderTensor"]) -> None:
+        expected = {name for conversion in self._plan for name in conversion.gguf}
         lines = [f"{name} is missing" for name in sorted(expected - stored.keys())]
         lines += [f"{name} is unexpected" for name in sorted(stored.keys() - expected)]
         if lines:

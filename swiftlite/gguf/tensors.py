@@ -34,6 +34,7 @@ from swiftlite.gguf.transforms import (
 
 HfConfig = Mapping[str, Any]
 
+_ALWAYS_FLOAT32 = ("ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "ssm_conv1d.weight")
 IDLE_EXPERT = 32
 """Width of an expert of zeros, the smallest block of a quantized row."""
 
@@ -153,6 +154,11 @@ def conversions(family: Family, hf_config: HfConfig, heads: int, naming: Naming)
         else:
             found += _layer(block, inside, number, layer, family, naming)
     return found
+
+
+def is_always_float32(gguf_name: str, shape: Sequence[int]) -> bool:
+    """Return whether a GGUF tensor is float32 whatever the type of matrices: vectors, routers and convolutions."""
+    return len(shape) == 1 or gguf_name.endswith(_ALWAYS_FLOAT32)
 
 
 def _layer(

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,16 +15,13 @@ from swiftlite.errors import UserError
 from swiftlite.families.resolved import HfModel
 from swiftlite.gguf.architectures import conversions_of, metadata_of
 from swiftlite.gguf.metadata import CONFIG, COPIES, DTYPES, EXACT, FILES
-from swiftlite.gguf.tensors import Conversion
+from swiftlite.gguf.tensors import Conversion, is_always_float32
 from swiftlite.gguf.tokenizer import tokenizer_metadata
 from swiftlite.gguf.transforms import is_exact
+from swiftlite.gguf.types import GgufType
 
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType, GGUFWriter
-
-GgufType = Literal["f32", "bf16", "f16", "q8_0", "q4_0"]
-"""Types of matrices that are written without another program."""
-_ALWAYS_FLOAT32 = ("ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "ssm_conv1d.weight")
 
 
 def write_gguf(model: HfModel, file: Path, gguf_type: GgufType) -> None:
@@ -91,7 +88,7 @@ def type_of(name: str, shape: Sequence[int], gguf_type: GgufType, num_layers: in
     """Return the type of a GGUF tensor."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-    if len(shape) == 1 or name.endswith(_ALWAYS_FLOAT32):
+    if is_always_float32(name, shape):
         return GGMLQuantizationType.F32
     kind = GGMLQuantizationType[gguf_type.upper()]
     is_head = name.startswith("blk.") and int(name.split(".")[1]) >= num_layers

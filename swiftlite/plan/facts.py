@@ -92,6 +92,9 @@ def read_facts(args: Any, world_size: int = 1) -> Facts:
 
 def reads_run(args: ExportArgs) -> bool:
     """Return whether --model of an export is a run, and not a Hugging Face model."""
+    if args.to_gguf:
+        path = Path(args.model)
+        return is_run(path) or (path.name.startswith("checkpoint-") and is_run(path.parent))
     return args.to_hf or not (args.to_mcore or args.quant_method)
 
 

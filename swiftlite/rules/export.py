@@ -6,6 +6,7 @@ from pathlib import Path
 
 from swiftlite.args.commands import ExportArgs
 from swiftlite.args.config import Problem
+from swiftlite.gguf.types import QUANTIZER, WRITTEN_TYPES, quantizer
 from swiftlite.hub.name import model_name
 from swiftlite.hub.push import has_token, is_offline
 from swiftlite.plan.facts import Facts, is_run, method_of_run, model_of_run, near_path, reads_run, run_checkpoints
@@ -20,12 +21,14 @@ COMPARED_LIMITS = ("max_regression", "max_trunk_loss_increase")
 
 
 def export_has_one_direction(args: ExportArgs, facts: Facts) -> Iterator[Problem]:
-    if args.to_hf and args.to_mcore:
-        yield "--to_hf and --to_mcore cannot be combined", "remove one of the two"
-    elif not (args.to_hf or args.to_mcore or args.quant_method):
+    given = [f"--{name}" for name in ("to_hf", "to_mcore", "to_gguf") if vars(args)[name]]
+    if len(given) > 1:
+        yield f"{' and '.join(given)} cannot be combined", "use one of them"
+    elif not (given or args.quant_method):
         yield (
-            "one of --to_hf, --to_mcore and --quant_method is required",
-            "--to_hf writes a Hugging Face model, --to_mcore a checkpoint, --quant_method a quantized model",
+            "one of --to_hf, --to_mcore, --to_gguf and --quant_method is required",
+            "--to_hf writes a Hugging Face model, --to_mcore a checkpoint, --to_gguf a file for llama.cpp, "
+            "--quant_method a quantized model",
         )
 
 
@@ -41,7 +44,7 @@ def export_source_fits(args: ExportArgs, facts: Facts) -> Iterator[Problem]:
         yield f"--model {path} does not exist", near_path(path) or "give the --output_dir of a training run"
     elif path.is_file():
         yield f"--model {path} is a file", f"give its directory: --model {path.parent}"
-    elif not args.to_hf or (path.name.startswith("checkpoint-") and is_run(path.parent)):
+    elif not (args.to_hf or args.to_gguf) or (path.name.startswith("checkpoint-") and is_run(path.parent)):
         return
     elif not is_run(path):
         hint = "give the --output_dir of a training run"
@@ -174,7 +177,7 @@ def draft_vocab_can_be_chosen(args: ExportArgs, facts: Facts) -> Iterator[Proble
 
 def export_settings_without_effect(args: ExportArgs, facts: Facts) -> Iterator[str]:
     has_no_limit = not _given(args, LIMITS)
-    has_rows = args.quant_method and args.val_dataset
+    has_rows = (args.quant_method or args.to_gguf) and args.val_dataset
     no_limit = (has_no_limit, f"none of {', '.join(f'--{name}' for name in LIMITS)} is given")
     unmeasured = (has_no_limit and not has_rows, no_limit[1])
     not_compared = (not _given(args, COMPARED_LIMITS) and not has_rows, "nothing is compared with it")
@@ -249,6 +252,28 @@ def calibration_is_possible(args: ExportArgs, facts: Facts) -> Iterator[Problem]
 _CALIBRATION = ("dataset", "quant_n_samples", "max_length", "quant_batch_size")
 
 
+def gguf_fits(args: ExportArgs, facts: Facts) -> Iterator[Problem]:
+    if not args.to_gguf:
+        for name in common.changed(args, ("gguf_type",)):
+            yield f"--{name} requires --to_gguf", f"add --to_gguf, or remove --{name}"
+        return
+    if args.quant_method:
+        yield (
+            f"--quant_method {args.quant_method} cannot be combined with --to_gguf",
+            "use --gguf_type, such as q8_0",
+        )
+    if not args.merge_lora:
+        yield "--merge_lora false does not apply to --to_gguf", "remove one of the two"
+    for name in (*COMPARED_LIMITS, "max_trunk_loss", "push_to_hub"):
+        if vars(args)[name] is not None:
+            yield f"--{name} does not apply to --to_gguf", f"remove --{name}"
+    if args.gguf_type and args.gguf_type not in WRITTEN_TYPES and quantizer() is None:
+        yield (
+            f"--gguf_type {args.gguf_type} requires llama-quantize, a program of llama.cpp",
+            f"put it on PATH or set {QUANTIZER}=FILE; without it: {', '.join(WRITTEN_TYPES)}",
+        )
+
+
 def graft_is_not_stripped(args: ExportArgs, facts: Facts) -> Iterator[Problem]:
     if args.mtp_graft_from is not None and args.mtp == "strip":
         yield "--mtp_graft_from cannot be combined with --mtp strip", "remove one of the two"
@@ -270,6 +295,7 @@ RULES = (
     adapter_export_is_alone,
     quantization_fits,
     calibration_is_possible,
+    gguf_fits,
     draft_vocab_can_be_chosen,
     push_can_be_tried,
     common.images_have_a_place_and_a_size,

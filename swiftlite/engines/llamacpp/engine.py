@@ -2,8 +2,6 @@
 
 import json
 import tempfile
-import urllib.error
-import urllib.request
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -16,12 +14,11 @@ from swiftlite.engines.llamacpp.client import counts_of, request_of
 from swiftlite.engines.llamacpp.gguf_file import gguf_of
 from swiftlite.engines.llamacpp.info import LLAMACPP
 from swiftlite.engines.llamacpp.program import program
+from swiftlite.engines.llamacpp.request import post
 from swiftlite.engines.llamacpp.server import SLOTS, max_length, server_options
 from swiftlite.engines.server.process import free_url, serve
 from swiftlite.engines.server_command import ServerCommand, flags
 from swiftlite.errors import UserError
-
-_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # ignores http_proxy for this machine
 
 
 class LlamacppEngine:
@@ -99,15 +96,8 @@ class LlamacppEngine:
         return cut(json.loads(self._request("/completion", request)), sampling.stop_token_ids)
 
     def _request(self, path: str, content: dict[str, Any] | None = None) -> str:
-        data = None
-        if content is not None:
-            data = json.dumps(content).encode()
-        request = urllib.request.Request(self._url + path, data, {"Content-Type": "application/json"})
         try:
-            with _opener.open(request) as response:
-                return response.read().decode("utf-8")
-        except urllib.error.HTTPError as error:
-            raise UserError(f"llama.cpp rejected a prompt: {error.read().decode(errors='replace')[:500]}") from None
+            return post(self._url, path, content)
         except OSError as error:
             raise self._server.failure(f"llama.cpp's server does not answer ({error})") from None
 

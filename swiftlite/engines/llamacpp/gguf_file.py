@@ -9,7 +9,8 @@ from huggingface_hub import constants
 
 from swiftlite.errors import UserError, reason_of
 from swiftlite.families.resolved import HfModel
-from swiftlite.gguf.write import GgufType, write_gguf
+from swiftlite.gguf.types import GgufType
+from swiftlite.gguf.write import write_gguf
 from swiftlite.hub.model import is_gguf
 from swiftlite.log import logger
 

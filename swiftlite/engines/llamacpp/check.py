@@ -1,0 +1,91 @@
+"""Check a GGUF file with a real server of llama.cpp: it loads the file, and its tokens are those of the HF tokenizer."""
+
+import json
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from swiftlite.data.rows.conversation import Conversation
+from swiftlite.data.template import ChatTemplate
+from swiftlite.engines.llamacpp.request import post
+from swiftlite.engines.server.process import free_url, serve
+from swiftlite.engines.server_command import ServerCommand, flags
+from swiftlite.errors import UserError, clip
+
+TEXTS = (
+    "It's 1234567 o'clock, isn't it?  Two spaces,\ttab\n\n\nthree lines.",
+    "def f(x):\n    return x**2  # 3.14159e-05\n",
+    "Größe, naïve, Ελληνικά, русский, 你好，世界！ ありがとう 한국어 🙂🚀",
+    "http://example.com/a?b=1&c=%20 <tag attr='x'/> {\"k\": [1, 2.5, null]}",
+)
+"""Texts on which pre-tokenizers differ."""
+
+
+@dataclass(frozen=True)
+class Checked:
+    """The result of a check.
+
+    Attributes:
+        problems: one line each.
+        num_texts: number of compared texts.
+        num_prompts: number of compared prompts with the chat template.
+    """
+
+    problems: list[str]
+    num_texts: int
+    num_prompts: int
+
+
+def check_file(words: Sequence[str], file: Path, template: ChatTemplate, prompts: Sequence[Conversation]) -> Checked:
+    """Load a file in a server, and compare its tokens and its chat template with those of the HF tokenizer.
+
+    Args:
+        words: command of a server (`program.py`).
+        prompts: conversations whose prompts are compared, in addition to `TEXTS`.
+
+    Raises:
+        UserError: the server cannot load the file.
+    """
+    problems: list[str] = []
+    with _serve(words, file) as url:
+        for text in TEXTS:
+            problems += _compare(url, template, text, text)
+        for prompt in prompts:
+            turns = prompt.prompt()
+            text = template.render(turns.messages, turns.tools, add_generation_prompt=True)
+            problems += _compare(url, template, text, text)
+            request: dict[str, Any] = {"messages": turns.messages}
+            if turns.tools:
+                request["tools"] = turns.tools
+            theirs = json.loads(post(url, "/apply-template", request))["prompt"]
+            if theirs != text:
+                problems.append(f"the chat template gives {clip(repr(theirs), 200)}, not {clip(repr(text), 200)}")
+    return Checked(problems, len(TEXTS) + len(prompts), len(prompts))
+
+
+def _compare(url: str, template: ChatTemplate, text: str, name: str) -> Iterator[str]:
+    """Yield a problem if llama.cpp divides a text into other tokens."""
+    mine = template.tokenizer.encode(text, add_special_tokens=False)
+    theirs = json.loads(post(url, "/tokenize", {"content": text, "parse_special": True}))["tokens"]
+    if mine != theirs:
+        place = next((n for n, pair in enumerate(zip(mine, theirs, strict=False)) if pair[0] != pair[1]), len(mine))
+        around = template.tokenizer.decode(mine[max(0, place - 2) : place + 3])
+        yield f"other tokens than the HF tokenizer at {around!r} in {clip(repr(name), 100)}"
+
+
+@contextmanager
+def _serve(words: Sequence[str], file: Path) -> Iterator[str]:
+    """Yield the address of a server of a file, with the smallest context."""
+    url, port = free_url()
+    options = {"model": str(file), "host": "127.0.0.1", "port": port, "ctx_size": 256, "parallel": 1}
+    options |= {"jinja": True, "no_warmup": True}
+    with tempfile.TemporaryDirectory(prefix="swiftlite-llamacpp-") as directory:
+        log = Path(directory) / "server.log"
+        try:
+            with serve(ServerCommand([*words, *flags(options)]), url, log):
+                yield url
+        except UserError as error:
+            raise UserError(f"llama.cpp cannot load {file.name}: {error.problem}") from None
