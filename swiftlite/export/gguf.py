@@ -19,7 +19,7 @@ from swiftlite.gguf.verify import differences
 from swiftlite.gguf.write import write_gguf
 from swiftlite.log import logger
 
-MAX_PROMPTS = 32
+MAX_PROMPTS = 16
 """Maximum number of rows of --val_dataset that are compared and answered."""
 MAX_NEW_TOKENS = 64
 

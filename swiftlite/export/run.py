@@ -77,7 +77,7 @@ def run(args: ExportArgs) -> None:
         if args.to_gguf:
             to_gguf(args, mesh)
         elif args.to_hf:
-            to_hf(args, mesh)
+            logger.info("%s", to_hf(args, mesh))
         elif args.to_mcore:
             to_mcore(args, mesh)
         else:
@@ -88,8 +88,11 @@ def run(args: ExportArgs) -> None:
         push(Path(args.output_dir), name.at(""), is_private=args.hub_private_repo)
 
 
-def to_hf(args: ExportArgs, mesh: Mesh) -> None:
+def to_hf(args: ExportArgs, mesh: Mesh) -> str:
     """Write the checkpoint's weights with the configuration and tokenizer of the model that the run started from.
+
+    Returns:
+        A description of the result.
 
     Raises:
         UserError: there is no checkpoint, --output_dir cannot be created, the audit of the result found a problem, or
@@ -127,8 +130,7 @@ def to_hf(args: ExportArgs, mesh: Mesh) -> None:
         chunks = _open_checkpoint(mesh, checkpoint, hf_model, heads, lora, graft_from, dtype, streams_trunk)
         if lora and not args.merge_lora:
             adapter.write(chunks, writing, lora, AdapterBase(**state["base"]), hf_model, heads)
-            logger.info("wrote %s: adapters of %s, from %s", output_dir, state["base"]["model"], checkpoint)
-            return
+            return f"wrote {output_dir}: adapters of {state['base']['model']}, from {checkpoint}"
         merge(chunks)
         copied: dict[str, Entry] | None = None
         if dist.get_rank() == 0:
@@ -163,7 +165,7 @@ def to_hf(args: ExportArgs, mesh: Mesh) -> None:
                 card = model_card(args.push_to_hub, provenance, heads, measured, quality)
                 (result / "README.md").write_text(card, encoding="utf-8")
     family = hf_model.family.name
-    logger.info("wrote %s: %s with %d MTP layers, from %s", output_dir, family, heads.layers, checkpoint)
+    return f"wrote {output_dir}: {family} with {heads.layers} MTP layers, from {checkpoint}"
 
 
 def to_gguf(args: ExportArgs, mesh: Mesh) -> None:

@@ -178,7 +178,7 @@ def architecture_of(family: Family) -> GgufArchitecture:
     """Return the architecture of llama.cpp that runs a family.
 
     Raises:
-        UserError: there is none.
+        UserError: llama.cpp does not run the family.
     """
     name = ARCHITECTURES.get(family.name)
     if name is None:

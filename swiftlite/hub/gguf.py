@@ -1,4 +1,6 @@
-"""Convert GGUF files to Hugging Face directories with transformers. Each file is converted once.
+"""Convert GGUF files to Hugging Face directories. Each file is converted once.
+
+Files of swiftlite are converted by `gguf/read.py`, with MTP heads and tokenizer, and all others by transformers.
 
 The directories are stored next to the hub's cache. A directory's name contains the SHA-256 of the file and the version
 of transformers. Directories are created atomically.
@@ -11,6 +13,7 @@ from collections.abc import Callable
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, cast
 
 from filelock import FileLock
@@ -19,6 +22,10 @@ from swiftlite.atomic import fsync_tree, sync
 from swiftlite.errors import UserError, reason_of
 from swiftlite.log import logger
 
+READER = "swiftlite.gguf.read:GgufFile"
+"""Class that reads files of swiftlite. It is imported when a file is read, because it requires torch."""
+CONFIG_KEY = "swiftlite.config"
+"""Key of metadata that only files of swiftlite have."""
 PACKAGES = ("gguf", "accelerate")
 """Packages that transformers requires to read GGUF files."""
 
@@ -41,7 +48,7 @@ def gguf_description(file: Path) -> Path:
 
 
 def gguf_model(file: Path) -> Path:
-    """Return a Hugging Face directory of the model, with float32 weights de-quantized by transformers.
+    """Return a Hugging Face directory of the model. Weights of files that swiftlite did not write are float32.
 
     Raises:
         UserError: transformers cannot read the file, or the directory cannot be written.
@@ -49,7 +56,7 @@ def gguf_model(file: Path) -> Path:
     directory = _directory(file)
     if directory.is_dir():
         return directory
-    logger.info("de-quantizing %s to float32 in %s (only once)", file, directory)
+    logger.info("converting %s to safetensors in %s (only once)", file, directory)
     return _make(file, directory, _write_model)
 
 
@@ -104,7 +111,24 @@ def _write_whole(file: Path, directory: Path, writing: Path, write: Callable[[Pa
         shutil.rmtree(writing, ignore_errors=True)
 
 
+def _is_ours(file: Path) -> bool:
+    """Return whether swiftlite wrote a file.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
+    from gguf import GGUFReader
+
+    try:
+        return CONFIG_KEY in GGUFReader(file).fields
+    except Exception as error:  # a parser of untrusted bytes can raise any exception
+        raise _unreadable(file, error) from None
+
+
 def _write_description(file: Path, directory: Path) -> None:
+    if _is_ours(file):
+        resolve_name(READER)(file).write_small_files(directory)
+        return
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
     named = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
@@ -119,10 +143,13 @@ def _write_description(file: Path, directory: Path) -> None:
 
 
 def _write_model(file: Path, directory: Path) -> None:
+    shutil.copytree(gguf_description(file), directory, dirs_exist_ok=True)
+    if _is_ours(file):
+        resolve_name(READER)(file).write_weights(directory)
+        return
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    shutil.copytree(gguf_description(file), directory, dirs_exist_ok=True)
     try:
         read = AutoModelForCausalLM.from_pretrained(
             str(file.parent), gguf_file=file.name, dtype=torch.float32, local_files_only=True, output_loading_info=True

@@ -21,7 +21,7 @@ from tests.tiny import ONLY_IN_VLLM
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_has_a_line(engine, family):
     if engine in ("sglang", "llamacpp") and family in ONLY_IN_VLLM:
-        with pytest.raises(UserError, match=naming(f"SGLang {family}")):
+        with pytest.raises(UserError, match=naming(f"{ENGINES[engine].label} {family}")):
             ENGINES[engine].convention_for(FAMILIES[family])
         return
     assert ENGINES[engine].convention_for(FAMILIES[family]).draft

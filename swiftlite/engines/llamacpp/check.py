@@ -1,4 +1,4 @@
-"""Check a GGUF file with a real server of llama.cpp: it loads the file, and its tokens are those of the HF tokenizer."""
+"""Check a GGUF file with a server of llama.cpp: it loads the file, and its tokens are those of the HF tokenizer."""
 
 import json
 import tempfile

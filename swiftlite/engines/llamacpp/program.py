@@ -10,7 +10,7 @@ VARIABLE = "LLAMA_SERVER"
 
 
 def program() -> list[str] | None:
-    """Return the command of a server that accepts the options of llama-server; None if there is none.
+    """Return the command of a server that accepts the options of llama-server; None if none is installed.
 
     The order is: the executable in LLAMA_SERVER, `llama-server` on PATH, the package xllamacpp.
     """

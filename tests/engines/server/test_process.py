@@ -9,7 +9,7 @@ import time
 import psutil
 import pytest
 
-from swiftlite.bench import server
+from swiftlite.engines.server import process as server
 from swiftlite.engines.server_command import ServerCommand
 from swiftlite.errors import UserError
 from tests.messages import mentions
@@ -51,7 +51,7 @@ def test_nothing_is_left_of_a_server(tmp_path, monkeypatch):
 def test_nothing_is_left_of_a_server_when_its_starter_is_killed(tmp_path, words):
     starter = f"""
 import pathlib, sys, time
-from swiftlite.bench import server
+from swiftlite.engines.server import process as server
 from swiftlite.engines.server_command import ServerCommand
 url, port = server.free_url()
 command = ServerCommand([sys.executable, "-c", {SCRIPT!r}, str(port), *{words!r}], {{"NAME": "x"}})
