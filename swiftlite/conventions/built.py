@@ -2,7 +2,8 @@
 
 The functions follow the rules with which vLLM 0.32 and SGLang 0.5.23 compare the names of their modules with the lists
 of quantization_config, so that a checkpoint can be checked without the engine. Tests compare the results with the
-modules that vLLM builds; the rules of SGLang were read in its code.
+modules that vLLM builds, with those that SGLang builds for FP8 blocks, and for other methods with SGLang's own
+comparison of names.
 """
 
 import re

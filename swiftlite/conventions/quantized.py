@@ -11,7 +11,8 @@ engine's modules, which differ from the names of tensors in files for some famil
     awq                 `modules_to_not_convert`  substrings of names
 
 `built.py` determines which modules an engine builds quantized. Tests compare both with the modules that vLLM 0.32
-builds. The rules of SGLang 0.5.23 were read in its code; tests do not compare them with SGLang.
+builds, and with those that SGLang 0.5.23 builds for FP8 blocks. For other methods, which SGLang builds only on GPUs,
+they are compared with its functions that compare names, except for experts.
 """
 
 import re

@@ -2,7 +2,7 @@
 
 One process with SGLang loads all checkpoints of this file. On a CPU, SGLang 0.5.23 can only build models in FP8 with
 blocks: compressed-tensors asks for the version of a GPU, awq does not support bfloat16, and gptq on a CPU does not read
-the list of modules.
+the list of modules. For these methods, SGLang's functions that compare a module's name with the list are called.
 """
 
 import importlib.util
@@ -16,6 +16,9 @@ from typing import Any
 import pytest
 import torch
 
+from swiftlite.conventions.built import builds_quantized, modules_of
+from swiftlite.conventions.index import CONVENTIONS, MATCHINGS
+from swiftlite.conventions.quantized import head_modules, unlisted_engines, with_heads_kept
 from swiftlite.engines.loading.load_report import LoadReport
 from swiftlite.engines.quantized_heads import quantized_head_problems
 from swiftlite.engines.served_model import resolve_served
@@ -38,6 +41,20 @@ for directory in json.loads(sys.argv[1]):
     report = dry_load(EngineConfig(resolve_served(directory), num_speculative_tokens=None))
     print(json.dumps(dataclasses.asdict(report)))
 """
+MATCH_ALL = """
+import json, sys
+from types import SimpleNamespace
+from sglang.srt.layers.quantization.awq.awq import is_layer_skipped_awq
+from sglang.srt.layers.quantization.compressed_tensors.utils import should_ignore_layer
+from sglang.srt.layers.quantization.utils import get_dynamic_override
+MATCH = {
+    "compressed-tensors": lambda listed, name, fused: should_ignore_layer(name, listed["ignore"], fused),
+    "gptq": lambda listed, name, fused: get_dynamic_override(SimpleNamespace(**listed), name) is False,
+    "awq": lambda listed, name, fused: is_layer_skipped_awq(name, listed["modules_to_not_convert"]),
+}
+cases, fused = json.loads(sys.argv[1])
+print(json.dumps([MATCH[listed["quant_method"]](listed, name, fused) for listed, name in cases]))
+"""
 # Sizes with which no block of 128 x 128 belongs to two projections.
 DENSE: dict[str, Any] = {"hidden_size": 128, "head_dim": 128, "intermediate_size": 128}
 EXPERTS: dict[str, Any] = DENSE | {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 128}
@@ -45,6 +62,14 @@ SIZES: dict[str, dict[str, Any]] = dict.fromkeys(LATENT, EXPERTS | VLLM_LATENT_S
 SIZES |= {"qwen3_moe": EXPERTS, "glm4_moe": EXPERTS, "hy_v3": EXPERTS | {"expert_hidden_dim": 128}}
 # SGLang builds linear attention on GPUs only.
 WITHOUT_SCALES = ("llama", "mistral")
+FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+"""`packed_modules_mapping` of SGLang's classes."""
+METHODS: dict[str, dict[str, Any]] = {
+    "compressed-tensors": {"config_groups": {"group_0": {"targets": ["Linear"]}}},
+    "gptq": {},
+    "awq": {},
+}
+"""A quantization_config of each method that lists nothing."""
 FAMILIES = [family for family in CLASSES if family not in (*HYBRID, *NOT_IN_SGLANG, *WITHOUT_SCALES)]
 # No list can describe plain heads of these for SGLang (`unlisted_engines`).
 UNLISTED = [("qwen3_moe", False), ("mimo", False)]
@@ -100,6 +125,34 @@ def test_a_missing_list_is_reported(reports):
     report, directory = reports["without a list"]
     assert report.problems
     assert quantized_head_problems(resolve_served(directory), ["sglang"])
+
+
+def test_lists_mean_to_sglang_what_the_rules_say(tmp_path):
+    """For all modules in decoder layers of heads except experts, in all families, with plain and quantized heads."""
+    cases: list[tuple[dict[str, Any], str]] = []
+    expected = []
+    for family, keeps_block, (method, without) in product(CLASSES, (False, True), METHODS.items()):
+        model = resolve_served(make_tiny_hf(tmp_path / f"{family}-{method}-{keeps_block}", family, 1))
+        known = CONVENTIONS["sglang"](model.family)
+        unlisted = unlisted_engines(method, model.family, model.config, keeps_block=keeps_block)
+        if known is None or "sglang" in unlisted:
+            continue
+        given = {"quant_method": method, **without}
+        listed = with_heads_kept(given, model.family, model.config, keeps_block=keeps_block)
+        for module in modules_of(known, head_modules(model.family, model.config, 0), model.config, 0):
+            if ".experts" not in module.name:
+                cases.append((listed, module.name))
+                expected.append(not builds_quantized(listed, MATCHINGS["sglang"], module, {}))
+    done = subprocess.run(
+        [sys.executable, "-c", MATCH_ALL, json.dumps([cases, FUSED])],
+        env=sglang_environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == expected
+    assert set(expected) == {False, True}
 
 
 @pytest.mark.parametrize("family", WITHOUT_SCALES)
