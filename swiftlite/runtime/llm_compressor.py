@@ -7,6 +7,7 @@ This module does not import torch.
 import os
 import shlex
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 RELEASE = "0.14.0.1"
@@ -31,6 +32,8 @@ def is_installed() -> bool:
 
 
 def install_command() -> str:
-    """Return the shell command that creates the environment."""
+    """Return the shell command that creates the environment, with the torch of this environment."""
     venv = shlex.quote(str(environment()))
-    return f"{shlex.quote(sys.executable)} -m venv {venv} && {venv}/bin/pip install llmcompressor=={RELEASE}"
+    torch = version("torch").partition("+")[0]  # without the suffix of a build, such as +cpu
+    packages = f"torch=={torch} llmcompressor=={RELEASE}"
+    return f"{shlex.quote(sys.executable)} -m venv {venv} && {venv}/bin/pip install {packages}"

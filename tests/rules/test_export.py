@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 from huggingface_hub import constants
 
 from swiftlite import rules
@@ -327,4 +328,5 @@ def test_the_command_that_installs_llm_compressor_is_printed(here, tmp_path, mon
     assert words[1:4] == ["-m", "venv", str(venv)]
     requirements = Path(__file__).parents[2] / "requirements" / "llmcompressor.txt"
     assert words[-1] in requirements.read_text().split()
-    assert words[-3:-1] == [str(venv / "bin" / "pip"), "install"]
+    assert words[-4:-2] == [str(venv / "bin" / "pip"), "install"]
+    assert torch.__version__.startswith(words[-2].removeprefix("torch=="))
