@@ -28,11 +28,14 @@ pytestmark = [
     pytest.mark.engine,
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
+# No kernel for CPUs computes NVFP4. A dry load does not run kernels.
 LOAD_ALL = """
 import dataclasses, json, sys
 from swiftlite.engines.engine import EngineConfig
 from swiftlite.engines.served_model import resolve_served
 from swiftlite.engines.vllm.dry_load import dry_load
+from vllm.model_executor.kernels.linear import MarlinNvFp4LinearKernel
+MarlinNvFp4LinearKernel.is_supported = lambda *arguments: (True, None)
 for directory in json.loads(sys.argv[1]):
     report = dry_load(EngineConfig(resolve_served(directory), num_speculative_tokens=1))
     print(json.dumps(dataclasses.asdict(report)))
@@ -52,7 +55,7 @@ WITHOUT_EXPERTS = ("qwen3", "llama", "qwen2", "mimo", "qwen3_5_text")
 CASES = [
     *product(CLASSES, ("int8", "int4"), (False, True)),
     *product(OF_BLOCKS, ("fp8_blocks_128",), (False, True)),
-    *product(WITHOUT_EXPERTS, ("awq",), (False, True)),
+    *product(WITHOUT_EXPERTS, ("awq", "nvfp4"), (False, True)),
     *product(WITHOUT_EXPERTS, ("gptq",), (False,)),
     *product(("qwen3", "llama"), ("gptq",), (True,)),
 ]
@@ -66,6 +69,7 @@ CHOSEN = some_of(
     *product(FIRST, ("int8",), (False, True)),
     *product(OF_BLOCKS, ("fp8_blocks_128",), (False,)),
     ("qwen3", "int4", True),
+    *product(("qwen3", "qwen3_5_text"), ("nvfp4",), (False, True)),
     *product(("qwen3", "mimo"), ("awq",), (False,)),
     *product(("qwen3",), ("gptq",), (False, True)),
 )
