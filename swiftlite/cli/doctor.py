@@ -8,7 +8,8 @@ import platform
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from packaging.requirements import Requirement
 
@@ -17,6 +18,7 @@ from swiftlite.bridge.encoding.quantization import describe_quantization
 from swiftlite.cli.layout_plan import report_layouts
 from swiftlite.cli.reference_plan import report_reference
 from swiftlite.engines.index import ENGINES
+from swiftlite.engines.info import EngineInfo
 from swiftlite.errors import UserError
 from swiftlite.estimate import memory
 from swiftlite.estimate.flops import training_flops
@@ -27,13 +29,16 @@ from swiftlite.estimate.suggestion import suggest
 from swiftlite.estimate.timing import PRODUCT_EFFICIENCY
 from swiftlite.families.index import FAMILIES, architecture_of
 from swiftlite.families.resolved import HfModel, resolve
-from swiftlite.hub.model import local_model
+from swiftlite.hub.model import is_gguf, local_model
 from swiftlite.plan.facts import Facts, read_facts
 from swiftlite.plan.kernels import automatic
 from swiftlite.plan.layout import data_parallel_size
 from swiftlite.redact import redact_text
 from swiftlite.report.table import text_table
 from swiftlite.runtime.environment import gpu_models, has_nvidia_driver, sees_gpu, torch_cuda
+
+if TYPE_CHECKING:
+    from swiftlite.engines.loading.load_report import LoadReport
 
 
 class Tested(NamedTuple):
@@ -216,6 +221,9 @@ def _cuda() -> str:
 def _report_model(args: DoctorArgs) -> bool:
     """Print the audit of --model and, with --engine, the report of loading it; return whether there is no problem."""
     assert args.model is not None
+    if args.engine is not None and ENGINES[args.engine].file_report and is_gguf(args.model):
+        print(f"\n{args.model}")
+        return _report_file(args.model, ENGINES[args.engine])
     directory = local_model(args.model)
     print(f"\n{directory}")
     try:
@@ -312,6 +320,21 @@ def _report_engine(args: DoctorArgs, model: HfModel) -> bool:
     except UserError as error:
         print(f"  {redact_text(str(error))}")  # it can contain the engine's options
         return False
+    return _print_load(report)
+
+
+def _report_file(file: str, info: EngineInfo) -> bool:
+    """Print the report of loading a file, which can be of any origin; return whether there is no problem."""
+    try:
+        report = resolve_name(info.file_report)(Path(file))
+    except UserError as error:
+        print(f"  {error}")
+        return False
+    return _print_load(report)
+
+
+def _print_load(report: "LoadReport") -> bool:
+    """Print a load report, and return whether there is no problem."""
     draft = "none"
     if report.draft:
         draft = f"{report.draft}, {report.num_drafting} of {report.num_mtp_heads} MTP heads"

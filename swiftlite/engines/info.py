@@ -76,6 +76,8 @@ class EngineInfo:
             the server does not draft. If "", `evaluate --server` does not support the engine.
         dry_load: name of the function that maps an `EngineConfig` to a `LoadReport`; it is called in a subprocess. If
             "", `doctor` does not support the engine.
+        file_report: name of the function that maps a file which the engine reads to a `LoadReport`. If "", the engine
+            reads only Hugging Face directories.
         known_report: name of the function that maps an `HfModel` to a `LoadReport` if the engine is not installed. If
             "", this is not supported.
         command_needs_no_install: whether the server's command can be printed without an installed engine.
@@ -110,6 +112,7 @@ class EngineInfo:
     metrics_prefix: str = ""
     draft_counts: str = ""
     dry_load: str = ""
+    file_report: str = ""
     known_report: str = ""
     command_needs_no_install: bool = False
     plugin: Plugin | None = None

@@ -36,7 +36,7 @@ class GgufFile:
 
     def __init__(self, file: Path):
         self.file = file
-        self._reader = _open(file)
+        self._reader = open_reader(file)
         content = self._text(CONFIG)
         if content is None:
             raise UserError(f"{file} was not written by swiftlite", "use the model's safetensors")
@@ -153,7 +153,12 @@ def _write(files: ShardedFiles, name: str, tensor: torch.Tensor, file: Path, sha
     files.write(name, (slice(None),) * len(shape), tensor.contiguous())
 
 
-def _open(file: Path) -> "GGUFReader":
+def open_reader(file: Path) -> "GGUFReader":
+    """Open a GGUF file. Only metadata are read.
+
+    Raises:
+        UserError: the file is damaged.
+    """
     from gguf import GGUFReader
 
     try:
@@ -166,4 +171,4 @@ def _open(file: Path) -> "GGUFReader":
 
 def is_ours(file: Path) -> bool:
     """Return whether swiftlite wrote a GGUF file."""
-    return CONFIG in _open(file).fields
+    return CONFIG in open_reader(file).fields

@@ -45,7 +45,7 @@ def write_gguf(model: HfModel, file: Path, gguf_type: GgufType) -> None:
         _check_all_used(model, checkpoint, plan)
         metadata |= _source(model, checkpoint, plan)
         writer = GGUFWriter(file, metadata.pop("general.architecture"))
-        _write_metadata(writer, metadata)
+        write_metadata(writer, metadata)
         parts = [_Part(conversion, checkpoint) for conversion in plan]
         for part in parts:
             part.add_infos(writer, gguf_type, model.config["num_hidden_layers"])
@@ -196,7 +196,8 @@ def _lost_bits(conversion: Conversion, checkpoint: Checkpoint) -> dict[str, list
     return lost
 
 
-def _write_metadata(writer: "GGUFWriter", metadata: Mapping[str, Any]) -> None:
+def write_metadata(writer: "GGUFWriter", metadata: Mapping[str, Any]) -> None:
+    """Add metadata to a writer. The type of a number is uint32 or float32."""
     for key, value in metadata.items():
         match value:
             case bool():

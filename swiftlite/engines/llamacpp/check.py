@@ -2,7 +2,7 @@
 
 import json
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,12 +76,27 @@ def _compare(url: str, template: ChatTemplate, text: str, name: str) -> Iterator
         yield f"other tokens than the HF tokenizer at {around!r} in {clip(repr(name), 100)}"
 
 
+def load(words: Sequence[str], file: Path, heads: int) -> None:
+    """Start a server with a file and its heads, and stop it.
+
+    Raises:
+        UserError: the server cannot load the file.
+    """
+    options = {"spec_type": "draft-mtp", "spec_draft_n_max": 1} if heads else {}
+    with _serve(words, file, options):
+        pass
+
+
 @contextmanager
-def _serve(words: Sequence[str], file: Path) -> Iterator[str]:
-    """Yield the address of a server of a file, with the smallest context."""
+def _serve(words: Sequence[str], file: Path, more: Mapping[str, Any] | None = None) -> Iterator[str]:
+    """Yield the address of a server of a file, with the smallest context.
+
+    Args:
+        more: further options of the server.
+    """
     url, port = free_url()
-    options = {"model": str(file), "host": "127.0.0.1", "port": port, "ctx_size": 256, "parallel": 1}
-    options |= {"jinja": True, "no_warmup": True}
+    options: dict[str, Any] = {"model": str(file), "host": "127.0.0.1", "port": port, "ctx_size": 256, "parallel": 1}
+    options |= {"jinja": True, "no_warmup": True, **(more or {})}
     with tempfile.TemporaryDirectory(prefix="swiftlite-llamacpp-") as directory:
         log = Path(directory) / "server.log"
         try:

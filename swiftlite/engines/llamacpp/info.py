@@ -21,5 +21,7 @@ LLAMACPP = EngineInfo(
     client="swiftlite.engines.llamacpp.client:LlamacppClient",
     metrics_prefix="llamacpp:",
     draft_counts="swiftlite.engines.llamacpp.client:read_draft_counts",
+    dry_load="swiftlite.engines.llamacpp.dry_load:dry_load",
+    file_report="swiftlite.engines.llamacpp.dry_load:report_of",
     command_needs_no_install=True,
 )

@@ -1,0 +1,86 @@
+"""Load a model in llama.cpp, to find out whether it drafts with the heads (`doctor --engine llamacpp`)."""
+
+import re
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from swiftlite.engines.engine import EngineConfig
+from swiftlite.engines.llamacpp.check import load
+from swiftlite.engines.llamacpp.gguf_file import gguf_of
+from swiftlite.engines.llamacpp.info import LLAMACPP
+from swiftlite.engines.llamacpp.program import program
+from swiftlite.engines.loading.load_report import LoadReport
+from swiftlite.engines.served_model import fed_otherwise
+from swiftlite.errors import UserError
+from swiftlite.families.resolved import HfModel
+from swiftlite.gguf.examine import Examined, examine
+
+
+def dry_load(config: EngineConfig) -> LoadReport:
+    """Return the load report for a Hugging Face model, which is first converted to a GGUF file."""
+    model = config.model
+    try:
+        file = gguf_of(model, config.torch_dtype)
+    except UserError as error:
+        return LoadReport(_version(), None, None, model.heads.layers, 0, problems=[error.problem])
+    return report_of(file, model)
+
+
+def report_of(file: Path, model: HfModel | None = None) -> LoadReport:
+    """Return the load report for a GGUF file of any origin.
+
+    Args:
+        model: the model from which the file was written, if it is known.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    found = examine(file)
+    problems, notes = list(found.problems), list(found.notes)
+    words = program()
+    verdict = "metadata and tensors agree; llama.cpp loads the file and its heads"
+    if words is None:
+        verdict = "metadata and tensors agree; not loaded, because llama.cpp is not installed"
+    elif not problems:
+        try:
+            load(words, file, found.heads)
+        except UserError as error:
+            problems.append(error.problem)
+    if model is not None and (note := fed_otherwise(model, LLAMACPP)):
+        notes.append(note)
+    return LoadReport(
+        engine=_version(),
+        target=found.architecture or None,
+        draft=found.architecture if found.heads else None,
+        num_mtp_heads=found.heads,
+        num_drafting=min(found.heads, 1),
+        draft_modules=_types(found),
+        verdict=verdict,
+        problems=problems,
+        notes=notes,
+    )
+
+
+def _types(found: Examined) -> str:
+    """Return the types of the tensors, such as "trunk: 120 Q4_0, 40 F32; heads: 9 Q8_0"."""
+    parts = []
+    for name, counted in found.types.items():
+        if counted:
+            parts.append(f"{name}: {', '.join(f'{count} {kind}' for kind, count in counted.items())}")
+    return "; ".join(parts)
+
+
+def _version() -> str:
+    """Return the name and the version of the server."""
+    words = program()
+    if words is None:
+        return "llamacpp, not installed"
+    if len(words) == 1:
+        done = subprocess.run([*words, "--version"], capture_output=True, text=True)
+        match = re.search(r"version: (\S+)", done.stdout + done.stderr)
+        return f"llamacpp {f'b{match[1]}' if match else words[0]}"
+    try:
+        return f"llamacpp, xllamacpp {version('xllamacpp')}"
+    except PackageNotFoundError:
+        return "llamacpp, xllamacpp"

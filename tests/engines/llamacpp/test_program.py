@@ -1,0 +1,88 @@
+"""Test how llama.cpp's server is found and called."""
+
+import stat
+import sys
+from pathlib import Path
+
+import pytest
+
+from swiftlite.engines.engine import Completion, Sampling
+from swiftlite.engines.index import ENGINES
+from swiftlite.engines.llamacpp import embedded
+from swiftlite.engines.llamacpp.client import counts_of, request_of
+from swiftlite.engines.llamacpp.engine import cut
+from swiftlite.engines.llamacpp.program import program
+from tests.messages import mentions
+
+METRICS = """\
+llamacpp:spec_decode_num_draft_tokens_total 4
+llamacpp:spec_decode_num_drafts_total 2
+llamacpp:spec_decode_num_accepted_tokens_per_pos_total{position="0"} 1
+"""
+
+
+def executable(path: Path) -> Path:
+    path.write_text("#!/bin/sh\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
+
+
+def test_an_executable_has_precedence(tmp_path, monkeypatch):
+    monkeypatch.delenv("LLAMA_SERVER", raising=False)
+    monkeypatch.setenv("PATH", "")
+    package = program()
+    on_path = executable(tmp_path / "llama-server")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert program() == [str(on_path)]
+    named = executable(tmp_path / "mine")
+    monkeypatch.setenv("LLAMA_SERVER", str(named))
+    assert program() == [str(named)]
+    monkeypatch.setenv("LLAMA_SERVER", str(tmp_path / "missing"))
+    assert program() is None
+    assert not ENGINES["llamacpp"].is_installed
+    assert package is None or package == [sys.executable, "-m", "swiftlite.engines.llamacpp.embedded"]
+
+
+def test_an_option_that_the_package_does_not_support_is_named():
+    pytest.importorskip("xllamacpp")
+    with pytest.raises(SystemExit) as caught:
+        embedded.main(["--model", "x.gguf", "--mlock"])
+    assert mentions(str(caught.value), "--mlock LLAMA_SERVER")
+
+
+def test_options_reach_the_package():
+    xllamacpp = pytest.importorskip("xllamacpp")
+    params = xllamacpp.CommonParams()
+    for name, value in {"model": "a.gguf", "spec-draft-n-max": "3", "threads": "2", "cache-type-k": "f32"}.items():
+        embedded.OPTIONS[name](params, value)
+    embedded.OPTIONS["spec-type"](params, "draft-mtp")
+    embedded.SWITCHES["no-spec-draft-backend-sampling"](params)
+    assert (params.model.path, params.speculative.draft.n_max, params.cpuparams.n_threads) == ("a.gguf", 3, 2)
+    assert params.cache_type_k == xllamacpp.ggml_type.GGML_TYPE_F32
+    assert params.speculative.types == [xllamacpp.common_speculative_type.COMMON_SPECULATIVE_TYPE_DRAFT_MTP]
+    assert not params.speculative.draft.backend_sampling
+
+
+@pytest.mark.parametrize(
+    ("stop_type", "stops", "expected"),
+    [
+        ("limit", (), Completion([1, 2, 3, 4], "length")),
+        ("limit", (3,), Completion([1, 2, 3], "stop")),
+        ("limit", (9,), Completion([1, 2, 3, 4], "length")),
+        ("eos", (9,), Completion([1, 2, 3, 4], "stop")),
+    ],
+)
+def test_an_answer_ends_at_the_first_stop_token(stop_type, stops, expected):
+    assert cut({"tokens": [1, 2, 3, 4], "stop_type": stop_type}, stops) == expected
+
+
+def test_counts_of_positions_without_accepted_drafts_are_zero():
+    counts = counts_of(METRICS, 3)
+    assert (counts.drafts, counts.drafted, counts.accepted_per_position) == (2, 4, (1, 0, 0))
+    assert counts_of("", 2).drafted == 0
+
+
+def test_a_request_has_the_sampling_settings():
+    request = request_of([1, 2], Sampling(8, temperature=0.5, top_p=0.9, stop_token_ids=(7,)), seed=3)
+    assert (request["temperature"], request["top_p"], request["seed"], request["ignore_eos"]) == (0.5, 0.9, 3, False)
+    assert request["samplers"] == ["temperature", "top_p"]

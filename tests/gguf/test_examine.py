@@ -1,0 +1,145 @@
+"""Test that the reasons why llama.cpp would accept no drafts are found in a file of any origin."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, quants
+
+from swiftlite.errors import UserError
+from swiftlite.families.resolved import resolve
+from swiftlite.gguf.examine import Examined, examine
+from swiftlite.gguf.read import numbers_of
+from swiftlite.gguf.write import write_gguf, write_metadata
+from tests.messages import mentions, naming
+from tests.tiny import make_tiny_hf
+
+HEAD = "blk.2."
+"""The trunk has two layers."""
+
+
+def rewrite(
+    file: Path,
+    changed: Path,
+    values: Mapping[str, Any] | None = None,
+    without: tuple[str, ...] = (),
+    types: Callable[[str], GGMLQuantizationType | None] = lambda name: None,
+) -> Path:
+    """Write a copy of a file, as another program could have written it.
+
+    Args:
+        values: metadata that are changed.
+        without: prefixes of keys and of names of tensors that are left out, in addition to those of swiftlite.
+        types: maps the name of a tensor to its new type, if any.
+    """
+    reader = GGUFReader(file)
+    contents = {key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")}
+    contents |= values or {}
+    left_out = ("swiftlite.", *without)
+    writer = GGUFWriter(changed, str(contents.pop("general.architecture")))
+    write_metadata(writer, {key: value for key, value in contents.items() if not key.startswith(left_out)})
+    for tensor in reader.tensors:
+        if tensor.name.startswith(left_out):
+            continue
+        kind = types(tensor.name)
+        if kind is None:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+        else:
+            writer.add_tensor(tensor.name, quants.quantize(numbers_of(tensor).float().numpy(), kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return changed
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> dict[str, Path]:
+    """Return files of a dense model and of a model with latent attention, each with one head."""
+    folder = tmp_path_factory.mktemp("files")
+    found = {}
+    for family in ("qwen3", "deepseek_v3"):
+        sizes = {"hidden_size": 64, "intermediate_size": 96}
+        source = make_tiny_hf(folder / family, family, depth=1, with_tokenizer=True, **sizes)
+        found[family] = folder / f"{family}.gguf"
+        write_gguf(resolve(source), found[family], "f32")
+    return found
+
+
+def problems_of(file: Path) -> str:
+    return "\n".join(examine(file).problems)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])
+def test_a_file_of_swiftlite_has_no_problems(files, family, tmp_path):
+    for file in (files[family], rewrite(files[family], tmp_path / "plain.gguf")):
+        found = examine(file)
+        assert isinstance(found, Examined)
+        assert (found.problems, found.notes, found.heads) == ([], [], 1)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "named"),
+    [
+        (
+            "qwen3",
+            {"without": ("glm4moe.nextn_predict_layers",)},
+            "blk.2.nextn.eh_proj.weight glm4moe.nextn_predict_layers",
+        ),
+        ("qwen3", {"without": (HEAD,)}, "glm4moe.block_count 3 heads"),
+        ("qwen3", {"without": (f"{HEAD}nextn.enorm",)}, "blk.2.nextn.enorm.weight"),
+        ("qwen3", {"without": (f"{HEAD}attn_k",)}, "blk.2.attn_k.weight"),
+        ("qwen3", {"values": {"glm4moe.block_count": 4}}, "glm4moe.block_count 4"),
+        ("qwen3", {"values": {"glm4moe.block_count": 2}}, "glm4moe.block_count 2"),
+        ("qwen3", {"values": {"glm4moe.embedding_length": 32}}, "blk.2.nextn.eh_proj.weight"),
+        ("deepseek_v3", {"without": ("deepseek2.expert_gating_func",)}, "deepseek2.expert_gating_func"),
+    ],
+)
+def test_a_wrong_file_is_explained(files, tmp_path, family, changes, named):
+    assert mentions(problems_of(rewrite(files[family], tmp_path / "wrong.gguf", **changes)), named)
+
+
+def test_a_file_without_heads_is_explained(files, tmp_path):
+    """What a converter that drops the heads writes."""
+    left_out = (HEAD, "glm4moe.nextn_predict_layers")
+    file = rewrite(files["qwen3"], tmp_path / "none.gguf", {"glm4moe.block_count": 2}, left_out)
+    assert mentions(problems_of(file), "glm4moe.nextn_predict_layers")
+
+
+def test_an_architecture_without_drafts_is_named(files, tmp_path):
+    values = {"general.architecture": "llama", "llama.block_count": 3, "llama.nextn_predict_layers": 1}
+    file = rewrite(files["qwen3"], tmp_path / "llama.gguf", values | {"llama.embedding_length": 64})
+    assert mentions(problems_of(file), "'llama' glm4moe")
+
+
+def test_two_heads_are_named(files, tmp_path):
+    file = rewrite(files["qwen3"], tmp_path / "two.gguf", {"glm4moe.nextn_predict_layers": 2})
+    assert mentions(problems_of(file), "2 'glm4moe'")
+
+
+def test_a_coarse_head_is_noted(files, tmp_path):
+    def types(name: str) -> GGMLQuantizationType | None:
+        is_matrix = name.startswith(HEAD) and name.endswith(("attn_q.weight", "ffn_up_shexp.weight"))
+        return GGMLQuantizationType.Q4_0 if is_matrix else None
+
+    found = examine(rewrite(files["qwen3"], tmp_path / "coarse.gguf", types=types))
+    assert found.problems == []
+    assert mentions("\n".join(found.notes), "2 Q4_0 q8_0")
+    assert found.types["heads"]["Q4_0"] == 2
+
+
+@pytest.mark.parametrize("pre", ["default", None])
+def test_an_unknown_pre_tokenizer_is_noted(files, tmp_path, pre):
+    without = () if pre else ("tokenizer.ggml.pre",)
+    values = {"tokenizer.ggml.pre": pre} if pre else {}
+    found = examine(rewrite(files["qwen3"], tmp_path / "pre.gguf", values, without))
+    assert mentions("\n".join(found.notes), "tokenizer.ggml.pre")
+
+
+@pytest.mark.parametrize("size", [0, 10, 3000, -200])
+def test_a_cut_file_is_named(files, tmp_path, size):
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(files["qwen3"].read_bytes()[:size])
+    with pytest.raises(UserError, match=naming("cut.gguf")):
+        examine(cut)
