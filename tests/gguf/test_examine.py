@@ -60,7 +60,7 @@ def files(tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("files")
     found = {}
     for family in ("qwen3", "deepseek_v3"):
-        sizes = {"hidden_size": 64, "intermediate_size": 96}
+        sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96}
         source = make_tiny_hf(folder / family, family, depth=1, with_tokenizer=True, **sizes)
         found[family] = folder / f"{family}.gguf"
         write_gguf(resolve(source), found[family], "f32")
