@@ -210,7 +210,9 @@ def _dry_run(args: SftArgs, world_size: int) -> str:
     if heads and heads.layers and args.draft_vocab:
         # The plan shows the number of draft tokens; the run selects them from its rows.
         heads = replace(heads, draft_vocab=tuple(range(args.draft_vocab)))
-    plan = make_plan(args, world_size, checkpoint, this_machine(sees_gpu()), head, heads=heads)
+    plan = make_plan(
+        args, world_size, checkpoint, this_machine(sees_gpu()), head, heads=heads, is_quantized=facts.is_quantized
+    )
     schedule = None
     if not args.packing and (num_rows := _count_rows(args.dataset)):
         schedule = make_schedule(args, num_rows)

@@ -86,4 +86,5 @@ def _rows(trunks: Mapping[str, Trunk]) -> list[list[str]]:
         for channel, found in trunk.by_channel.items():
             agreement = share(found.get("top1_agreement"))
             rows.append([name, channel, str(found["tokens"]), f"{found['loss']:.4f}", agreement, words])
+            words = ""  # once for each model
     return rows

@@ -37,6 +37,11 @@ class HfModel:
         return Heads.from_config(self.config)
 
     @property
+    def is_quantized(self) -> bool:
+        """Whether config.json declares a quantization."""
+        return self.config.get("quantization_config") is not None
+
+    @property
     def identity(self) -> str:
         """Identifier of the model that is equal on all machines: the commit, or the digest of a GGUF file; empty for a
         directory.

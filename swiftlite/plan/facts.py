@@ -48,6 +48,11 @@ class Facts:
         return Heads.from_config(self.hf_config)
 
     @property
+    def is_quantized(self) -> bool:
+        """Whether config.json declares a quantization."""
+        return self.hf_config.get("quantization_config") is not None
+
+    @property
     def max_pixels(self) -> int | None:
         """The maximum number of pixels of an image in the model's preprocessor_config.json; None without one."""
         try:

@@ -27,6 +27,13 @@ changed by LoRA, a decoding step gave 1.37 tokens before the copied head was tra
 tokens at 1e-5, 1.86 at 3e-4, and 2.00 at 1e-3. The copied head had been trained for only 120 steps; to heads that were
 trained longer, a large learning rate can do more harm.
 """
+LR_ON_QUANTIZED_TRUNK = 3e-4
+"""Peak learning rate if only the existing heads of a quantized model are trained. Such heads were often trained on the
+unquantized trunk, and must adapt to the rounded one. On SmolLM2-135M with 4 bits, 33.8 % of the drafts were accepted
+before, and 42.6 % after 60 steps at 1e-3. After 16 shorter steps, the share was 33.9 % at 1e-4, 36.3 % at 3e-4 and 38.0 %
+at 1e-3. The default is below 1e-3, because the heads had been trained for only 60 steps; larger steps can harm heads that were
+trained longer.
+"""
 
 
 def heads_of(args: SftArgs, checkpoint: Heads) -> Heads:
@@ -126,8 +133,13 @@ def lora_of(args: SftArgs, checkpoint: Heads) -> Lora | None:
     )
 
 
-def lr_of(args: SftArgs, checkpoint: Heads) -> float:
-    """Return the peak learning rate."""
+def lr_of(args: SftArgs, checkpoint: Heads, *, is_quantized: bool = False) -> float:
+    """Return the peak learning rate.
+
+    Args:
+        checkpoint: heads of the model directory.
+        is_quantized: whether the model is quantized.
+    """
     if args.lr is not None:
         return args.lr
     if new_heads_learn_alone(args, checkpoint):
@@ -136,16 +148,18 @@ def lr_of(args: SftArgs, checkpoint: Heads) -> float:
         return LR_OF_ADAPTERS
     if args.mtp_mode == "heads_only" and args.mtp_init == "graft":
         return LR_OF_GRAFTED_HEADS
+    if args.mtp_mode == "heads_only" and is_quantized:
+        return LR_ON_QUANTIZED_TRUNK
     return method_of(args).lr
 
 
-def heads_defaults(args: SftArgs, checkpoint: Heads) -> dict[str, Any]:
-    """Return the default values of options for heads, by option name."""
+def heads_defaults(args: SftArgs, checkpoint: Heads, *, is_quantized: bool = False) -> dict[str, Any]:
+    """Return the default values of options for heads, by option name. The arguments are those of `lr_of`."""
     unset = replace(args, mtp_num_layers=None, mtp_init=None, mtp_loss=None)
     return {
         "mtp_num_layers": heads_of(unset, checkpoint).layers,
         "mtp_init": mtp_init_of(unset, checkpoint),
         "mtp_loss": mtp_loss_of(unset),
         "mtp_tuner": heads_tuner_of(replace(unset, mtp_tuner=None), checkpoint),
-        "lr": lr_of(replace(args, lr=None), checkpoint),
+        "lr": lr_of(replace(args, lr=None), checkpoint, is_quantized=is_quantized),
     }

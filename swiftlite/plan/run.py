@@ -73,6 +73,7 @@ def make_plan(
     head: int = 0,
     *,
     heads: Heads | None = None,
+    is_quantized: bool = False,
 ) -> Plan:
     """Return layout and batches for `world_size` processes. The options must have passed `rules.check`.
 
@@ -81,6 +82,7 @@ def make_plan(
         machine: capabilities of the machine; default: a CPU.
         head: `plan.kernels.largest_head` of the model.
         heads: heads of the run, with a draft vocabulary and the head inputs of --draft_for; default: `heads_of`.
+        is_quantized: whether the model is quantized.
 
     Raises:
         OptionError: a kernel is not available.
@@ -89,6 +91,7 @@ def make_plan(
         heads = heads_of(args, checkpoint)
     layout = layout_of(args)
     replicas = data_parallel_size(layout, world_size)
+    lr = lr_of(args, checkpoint, is_quantized=is_quantized)
     kernels = choose(group_of(args, KernelArgs), machine, is_float32=args.torch_dtype == "float32", head=head)
     return Plan(
         world_size=world_size,
@@ -105,8 +108,8 @@ def make_plan(
         kernels=kernels,
         distributed=distributed_of(args, replicas * layout.context_parallel_size, machine.is_cuda),
         lora=lora_of(args, checkpoint),
-        lr=lr_of(args, checkpoint),
-        min_lr=_min_lr(args, lr_of(args, checkpoint)),
+        lr=lr,
+        min_lr=_min_lr(args, lr),
         save_steps=args.save_steps,
         eval_steps=args.eval_steps or args.save_steps,
     )

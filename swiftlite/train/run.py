@@ -225,7 +225,15 @@ def plan_run(args: SftArgs, mesh: Mesh, hf_model: HfModel, data: Data) -> Plan:
         heads = replace(heads, draft_vocab=chosen)
     machine = this_machine(mesh.device.is_cuda)
     largest = largest_head(hf_model.family.architecture(hf_model.config))
-    return make_plan(args, dist.get_world_size(), hf_model.heads, machine, largest, heads=heads)
+    return make_plan(
+        args,
+        dist.get_world_size(),
+        hf_model.heads,
+        machine,
+        largest,
+        heads=heads,
+        is_quantized=hf_model.is_quantized,
+    )
 
 
 def trainable_in(args: SftArgs, plan: Plan, hf_model: HfModel) -> Trainable:
@@ -293,8 +301,7 @@ def base_state(run: phases.Run, state: Mapping[str, Any]) -> dict[str, Any]:
 
 def keeps_quantized_trunk(hf_model: HfModel, trainable: Trainable) -> bool:
     """Return whether the run trains only heads of a quantized model, so that exports keep the files of its trunk."""
-    is_quantized = hf_model.config.get("quantization_config") is not None
-    return is_quantized and trainable.freezes_trunk and trainable.option != "--tuner_type lora"
+    return hf_model.is_quantized and trainable.freezes_trunk and trainable.option != "--tuner_type lora"
 
 
 def _model_to_store(run: phases.Run) -> str:

@@ -1,10 +1,13 @@
 """Test the defaults of a run for its heads."""
 
+from dataclasses import replace
+
 import pytest
 
 from swiftlite.args.commands import SftArgs
 from swiftlite.heads import Heads
-from swiftlite.plan.heads import heads_defaults, heads_of, lr_of, mtp_init_of, mtp_loss_of
+from swiftlite.plan.heads import LR_ON_QUANTIZED_TRUNK, heads_defaults, heads_of, lr_of, mtp_init_of, mtp_loss_of
+from swiftlite.plan.run import make_plan
 
 
 @pytest.mark.parametrize(
@@ -54,6 +57,27 @@ def test_what_is_given_stays():
 )
 def test_trained_heads_are_not_thrown_back(mtp_init, lr):
     assert lr_of(SftArgs(mtp_mode="heads_only", mtp_init=mtp_init), Heads(1)) == lr
+
+
+@pytest.mark.parametrize(
+    ("options", "depth", "lr"),
+    [
+        ({"mtp_mode": "heads_only"}, 1, LR_ON_QUANTIZED_TRUNK),
+        ({"mtp_mode": "heads_only"}, 0, 1e-3),  # new heads
+        ({"mtp_mode": "heads_only", "mtp_init": "graft"}, 1, 3e-4),
+        ({"mtp_mode": "heads_only", "lr": 2e-5}, 1, 2e-5),
+        ({}, 1, 1e-5),
+        ({"tuner_type": "lora"}, 1, 1e-4),
+    ],
+)
+def test_heads_adapt_to_a_quantized_trunk(options, depth, lr):
+    """Only if the heads alone are trained, and exist."""
+    args = SftArgs(**options)
+    assert lr_of(args, Heads(depth), is_quantized=True) == lr
+    plan = make_plan(args, 1, Heads(depth), is_quantized=True)
+    assert (plan.lr, plan.min_lr) == (lr, lr / 10)
+    default = heads_defaults(args, Heads(depth), is_quantized=True)["lr"]
+    assert default == lr_of(replace(args, lr=None), Heads(depth), is_quantized=True)
 
 
 def test_adapters_take_larger_steps():

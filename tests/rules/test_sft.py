@@ -1,6 +1,7 @@
 """Test the rules of batches, optimizer and layout, and that the problems of all rules are reported together."""
 
 import dataclasses
+import json
 import math
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 
 from swiftlite import rules
 from swiftlite.args.commands import SftArgs
+from swiftlite.plan.heads import LR_ON_QUANTIZED_TRUNK
 from tests.messages import mention_each, mentions
 from tests.rules.good import EXPORT, SFT, SIZES, change_config, problems_of
 
@@ -35,6 +37,18 @@ def test_min_lr_is_below_lr(here):
     ((problem, hint),) = problems_of(dataclasses.replace(SFT, min_lr=1e-3))
     assert mentions(problem, "--min_lr 0.001 --lr 1e-05")
     assert mentions(hint, "--lr --min_lr")
+
+
+def test_min_lr_is_below_the_default_of_quantized_models(here):
+    heads = dataclasses.replace(SFT, model="mtp2", mtp_mode="heads_only", min_lr=LR_ON_QUANTIZED_TRUNK)
+    ((problem, _),) = problems_of(heads)
+    assert mentions(problem, f"--min_lr {LR_ON_QUANTIZED_TRUNK} --lr 1e-05")
+    path = Path("mtp2/config.json")
+    quantization = {"quant_method": "fp8", "weight_block_size": [8, 8]}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": quantization}))
+    rules.check(heads)
+    ((problem, _),) = problems_of(dataclasses.replace(heads, min_lr=2 * LR_ON_QUANTIZED_TRUNK))
+    assert mentions(problem, f"--lr {LR_ON_QUANTIZED_TRUNK}")
 
 
 @pytest.mark.parametrize(

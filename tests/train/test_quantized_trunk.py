@@ -18,6 +18,7 @@ from swiftlite.bridge.tensors import Checkpoint
 from swiftlite.errors import UserError
 from swiftlite.export.run import to_hf
 from swiftlite.families.resolved import resolve
+from swiftlite.plan.heads import LR_ON_QUANTIZED_TRUNK
 from tests.messages import naming
 from tests.tiny import make_tiny_hf
 from tests.train.test_sft import metrics, train
@@ -118,6 +119,16 @@ def test_training_is_that_on_the_dequantized_model(options, mesh, tmp_path):
     assert_same_bits(split_by_mtp(written[0], stored(written[0]))[1], split_by_mtp(written[1], stored(written[1]))[1])
     assert_same_bits(decoded(written[0]), decoded(written[1]))
     assert_same_bits(stored(export(runs[0].rename(tmp_path / "again"), mesh, dequantize=True)), stored(written[1]))
+
+
+def test_heads_of_a_quantized_model_have_their_own_learning_rate(options, mesh, tmp_path):
+    """Without --lr, the existing heads of a quantized model are trained at the rate that was measured for them."""
+    rates = {}
+    for directory in (make(tmp_path, "int4", depth=1), tmp_path / "plain"):
+        output = str(tmp_path / f"run-{directory.name}")
+        run = train(options(model=str(directory), output_dir=output, lr=None, lr_decay_style="constant", **HEADS), mesh)
+        rates[directory.name] = max(line.get("learning_rate", 0) for line in metrics(run))
+    assert rates == {"int4": LR_ON_QUANTIZED_TRUNK, "plain": 1e-5}
 
 
 def test_sharded_files_keep_their_names(options, mesh, tmp_path):

@@ -106,7 +106,7 @@ def overlap_has_its_optimizer(args: SftArgs, facts: Facts) -> Iterator[Problem]:
 
 
 def min_lr_is_below_lr(args: SftArgs, facts: Facts) -> Iterator[Problem]:
-    lr = lr_of(args, facts.heads)
+    lr = lr_of(args, facts.heads, is_quantized=facts.is_quantized)
     if args.min_lr is not None and args.min_lr > lr:
         yield f"--min_lr {args.min_lr} must not exceed --lr {lr}", "the learning rate decays from --lr to --min_lr"
 

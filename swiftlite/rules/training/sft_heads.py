@@ -171,8 +171,11 @@ def heads_learn_slowly(args: SftArgs, facts: Facts) -> Iterator[str]:
 def a_frozen_trunk_is_rounded(args: SftArgs, facts: Facts) -> Iterator[str]:
     stored = facts.hf_config.get("dtype") or facts.hf_config.get("torch_dtype")
     if args.mtp_mode == "heads_only" and args.torch_dtype == "bfloat16" and stored == "float32":
+        also = ", also in exports"
+        if facts.is_quantized:  # exports keep its files
+            also = ""
         yield (
-            "--torch_dtype bfloat16 rounds the float32 trunk of the checkpoint, also in exports; --torch_dtype float32 "
+            f"--torch_dtype bfloat16 rounds the float32 trunk of the checkpoint{also}; --torch_dtype float32 "
             "keeps it bitwise identical"
         )
 

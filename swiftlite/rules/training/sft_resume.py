@@ -140,7 +140,7 @@ def _changed_options(args: SftArgs, facts: Facts) -> Iterator[tuple[str, Any, An
     saved = _saved_options(args)
     if saved is None or _command_before(args) != method_of(args).words:
         return
-    defaults = heads_defaults(args, facts.heads)
+    defaults = heads_defaults(args, facts.heads, is_quantized=facts.is_quantized)
     for name, now in vars(args).items():
         before = saved.get(name, now)
         if name in defaults:  # None and the default that it selects are the same setting
