@@ -47,6 +47,7 @@ export HF_HUB_OFFLINE=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 [ "$tier" = gpu ] || export CUDA_VISIBLE_DEVICES=
 if [ "$tier" = all ]; then
     bash scripts/check.sh || status=1
+    set -- --durations=40 "$@" # the slowest tests, because the time of this tier is limited
 fi
 # Three files at a time, because many tests wait for servers. The tests of a file share what they trained, so they stay
 # together. A later -n takes precedence.
