@@ -1,13 +1,15 @@
 """Test real vLLM with quantized trunks, and with plain and quantized heads.
 
-Its tokens and draft counts must equal those of an independent reference: a float32 model with the dequantized weights,
-and with the rounding of activations that the format requires. vLLM computes in bfloat16, which changes logits, so
-prompts are used for which every choice of the reference is clear.
+vLLM computes these formats in bfloat16, so its logits are those of an independent reference up to rounding. The
+reference is a model in float32 with the dequantized weights, and with the rounding of activations that the format
+requires. It is given the text that vLLM generated. The size of rounding errors is measured in the same test: the
+reference is also computed in bfloat16.
 """
 
 import importlib.util
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -18,6 +20,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from tests.e2e import vllm_here
+from tests.e2e.vllm_here import Replay
 from tests.engines.quantized_lists import list_plain
 from tests.engines.reference import Reference, convention, follow
 from tests.quantized import dequantize_hf, quantize_hf
@@ -28,17 +32,20 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
 NEW_TOKENS = 12
-CLEAR = 0.8
-"""Smallest lead of a reference's choice in the prompts that are used. Because of bfloat16, and of activations that are
-rounded to another code because of it, vLLM's logits differ from the reference's: by up to 0.7 in the int8 cases below.
-A choice with a smaller lead can therefore differ without an error.
+NOISE = 1.3
+"""Largest root mean square of vLLM's errors, relative to those of the reference in bfloat16. Both round the result of
+each operation to bfloat16, so their errors have about the same size: the ratio was 0.91 to 1.05 in 12 measured cases.
+If the reference did not round activations, the ratio would be 1.9 to 7 for formats that round them.
 """
+SHORTEST = 4
+"""Shortest prompt. vLLM 0.32 can crash in its attention on a CPU (bfloat16) if a shorter prompt is served alone."""
 
 
 def rounded(hidden: torch.Tensor, largest: float, to_code: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     """Return activations after quantization with one scale per token."""
-    scale = hidden.abs().amax(-1, keepdim=True).clamp(min=1e-10) / largest
-    return to_code(hidden / scale) * scale
+    numbers = hidden.float()
+    scale = numbers.abs().amax(-1, keepdim=True).clamp(min=1e-10) / largest
+    return (to_code(numbers / scale) * scale).to(hidden.dtype)
 
 
 _TO_INT8 = partial(rounded, largest=127, to_code=torch.round)
@@ -48,7 +55,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 """Rounding of a quantized module's inputs, by format. Other formats do not round them."""
 if torch.cpu._is_amx_tile_supported():  # VLLM_CPU_INT4_W4A8 of vLLM 0.32, on by default
-    ACTIVATIONS |= dict.fromkeys(("int4", "int4_asym"), _TO_INT8)
+    ACTIVATIONS |= dict.fromkeys(("int4", "int4_asym", "gptq", "gptq_asym", "awq"), _TO_INT8)
 
 
 def in_bfloat16(source: Path, target: Path) -> Path:
@@ -78,35 +85,129 @@ def reference_of(directory: Path, family: str, name: str, block: bool) -> Refere
 def without_block(reference: Reference) -> Reference:
     """Return the reference with a decoder layer in its head that passes its input on."""
     head: Any = reference.heads[0]
-    block = head["block"]
-    for projection in (block.self_attn.o_proj, block.mlp.down_proj):
-        nn.init.zeros_(projection.weight)
+    for name, parameter in head["block"].named_parameters():
+        if "o_proj" in name or "down_proj" in name:
+            nn.init.zeros_(parameter)
     return reference
+
+
+@dataclass(frozen=True)
+class Logits:
+    """Logits of the target [positions, vocabulary] and of the draft [steps, vocabulary]."""
+
+    target: torch.Tensor
+    draft: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Followed:
+    """What vLLM's logits for one prompt mean.
+
+    Args:
+        row: the prompt and the tokens after it.
+        begins: length of the row at the beginning of each step.
+        num_accepted: number of accepted drafts.
+        logits: the logits that decided.
+    """
+
+    row: list[int]
+    begins: list[int]
+    num_accepted: int
+    logits: Logits
+
+
+def follow_engine(prompt: Sequence[int], replay: Replay) -> Followed:
+    """Derive tokens and accepted drafts from vLLM's logits, for one draft per step."""
+    first, *steps = replay.target_logits
+    target = [first[0]]
+    row = [*prompt, int(first[0].argmax())]
+    begins, drafts, num_accepted = [], [], 0
+    for (verified, following), (draft,) in zip(steps, replay.draft_logits, strict=False):
+        begins.append(len(row))
+        drafts.append(draft)
+        target.append(verified)
+        row.append(int(verified.argmax()))
+        if int(draft.argmax()) == row[-1]:
+            num_accepted += 1
+            target.append(following)
+            row.append(int(following.argmax()))
+    return Followed(row, begins, num_accepted, Logits(torch.stack(target), torch.stack(drafts)))
+
+
+@torch.no_grad()
+def logits_of(reference: Reference, prompts: Sequence[Sequence[int]], followed: Sequence[Followed]) -> Logits:
+    """Return the reference's logits for the same positions and steps."""
+    target, draft = [], []
+    for prompt, one in zip(prompts, followed, strict=True):
+        fed, states = reference.trunk_states(torch.tensor([one.row]))
+        target.append(reference.trunk.lm_head(states[0, len(prompt) - 1 : -1]).float())
+        draft += [reference.draft_logits(one.row[:begin], 1, fed).float() for begin in one.begins]
+    return Logits(torch.cat(target), torch.cat(draft))
+
+
+def rms(difference: torch.Tensor) -> float:
+    return float(difference.square().mean().sqrt())
+
+
+def lead(logits: torch.Tensor) -> torch.Tensor:
+    first, second = logits.topk(2).values.unbind(-1)
+    return first - second
+
+
+DENSE = ("qwen3", "mimo", "llama")
+LIKE_OTHERS = ("qwen2", "mistral", "seed_oss")
+"""Families whose layers are those of others."""
+WITH_EXPERTS = ("qwen3_moe", "glm4_moe", "hy_v3")
+"""Families with experts, which stay plain: vLLM has no kernel for quantized experts on every CPU."""
+LATENT = ("deepseek_v3", "glm4_moe_lite")
+FOUR_BITS = ("int4", "int4_asym", "gptq", "gptq_asym", "awq")
 
 
 @pytest.mark.parametrize(
     ("family", "name", "block"),
     some_of(
-        product(("qwen3", "mimo"), ("int8", "int4", "int4_asym", "fp8"), (False, True)),
+        [
+            *product(DENSE, ("int8", "fp8", *FOUR_BITS), (False, True)),
+            *product((*LIKE_OTHERS, *WITH_EXPERTS), ("int8", "int4"), (False, True)),
+            *product(LATENT, ("int8",), (False, True)),
+        ],
         ("qwen3", "int8", True),
         ("mimo", "int4", False),
     ),
 )
-def test_counts_are_those_of_the_dequantized_weights(family, name, block, vllm, trained, tmp_path):
+def test_logits_and_counts_are_those_of_the_dequantized_weights(family, name, block, vllm_host, trained, tmp_path):
     trained_dir, prompts = trained(family, 1, "vllm")
+    learned = reference_of(trained_dir, family, "plain", block=False)
+    prompts = [prompt if len(prompt) >= SHORTEST else prompt + learned.greedy(prompt, SHORTEST) for prompt in prompts]
     source = in_bfloat16(trained_dir, tmp_path / "source")
-    quantized = quantize_hf(source, tmp_path / "quantized", name, block=block, ignore=[])
+    quantized = quantize_hf(source, tmp_path / "quantized", name, block=block, experts=False, ignore=[])
     list_plain(quantized, keeps_block=not block)
-    dequantized = dequantize_hf(source, tmp_path / "dequantized", name, block=block)
-    reference = reference_of(dequantized, family, name, block)
-    beginnings = prompts + [row + reference.greedy(row, length) for row in prompts for length in (2, 5, 8)]
-    clear = [prompt for prompt in beginnings if reference.closest_choice(prompt, NEW_TOKENS, 1) > CLEAR]
-    assert len(clear) >= 5
-    expected, counts = reference.simulate(clear, NEW_TOKENS, 1)
-    served = vllm(quantized, clear, NEW_TOKENS, 1, dtype="bfloat16")
-    assert served.draft == convention("vllm", family).draft
-    assert served.token_ids == expected
-    assert (served.counts.drafts, served.counts.drafted) == (counts.drafts, counts.drafted)
-    assert served.counts.accepted_per_position == counts.accepted_per_position
-    assert counts.acceptance_rate > 0.5
-    assert without_block(reference).simulate(clear, NEW_TOKENS, 1)[1].acceptance_rate < counts.acceptance_rate
+    dequantized = dequantize_hf(source, tmp_path / "dequantized", name, block=block, experts=False)
+    replays = vllm_host.call(partial(vllm_here.replay, quantized, prompts, NEW_TOKENS, 1))
+
+    assert {replay.draft for replay in replays} == {convention("vllm", family).draft}
+    followed = [follow_engine(prompt, replay) for prompt, replay in zip(prompts, replays, strict=True)]
+    for prompt, replay, one in zip(prompts, replays, followed, strict=True):
+        assert one.row[len(prompt) :][:NEW_TOKENS] == replay.token_ids
+        assert (replay.counts.drafts, replay.counts.drafted) == (len(one.begins), len(one.begins))
+        assert replay.counts.accepted_per_position == (one.num_accepted,)
+
+    served = Logits(*(torch.cat([getattr(one.logits, part) for one in followed]) for part in ("target", "draft")))
+    references = {
+        "exact": reference_of(dequantized, family, name, block),
+        "bfloat16": reference_of(dequantized, family, name, block).bfloat16(),
+        "without block": without_block(reference_of(dequantized, family, name, block)),
+    }
+    found = {role: logits_of(reference, prompts, followed) for role, reference in references.items()}
+    exact, in_16_bits, without = found["exact"], found["bfloat16"], found["without block"]
+    assert rms(served.target - exact.target) <= NOISE * rms(in_16_bits.target - exact.target)
+    noise = NOISE * rms(in_16_bits.draft - exact.draft)
+    assert rms(served.draft - exact.draft) <= noise
+    assert rms(without.draft - exact.draft) > 2 * noise  # a wrong decoder layer would exceed the bound
+
+    # Drafts differ from the reference's only where rounding can change the choice.
+    largest = NOISE * float((in_16_bits.draft - exact.draft).abs().max())
+    differs = served.draft.argmax(-1) != exact.draft.argmax(-1)
+    assert lead(exact.draft)[differs].le(2 * largest).all()
+    accepted = sum(one.num_accepted for one in followed)
+    assert 0.1 < accepted / len(differs) < 1
