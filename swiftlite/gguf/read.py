@@ -104,6 +104,8 @@ class GgufFile:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the Hugging Face tensors of a conversion by name."""
         sources = [numbers_of(stored[name]) for name in conversion.gguf]
+        if not conversion.hf and any(bool(source.any()) for source in sources):
+            raise UserError(f"{self.file}: {conversion.gguf[0]} is not zero", "write it again")
         for name, tensor in zip(conversion.hf, conversion.transform.to_hf(sources), strict=True):
             bits = self._reader.fields.get(EXACT + name)
             if bits is not None:

@@ -330,3 +330,28 @@ def test_the_command_that_installs_llm_compressor_is_printed(here, tmp_path, mon
     assert words[-1] in requirements.read_text().split()
     assert words[-4:-2] == [str(venv / "bin" / "pip"), "install"]
     assert torch.__version__.startswith(words[-2].removeprefix("torch=="))
+
+
+GGUF = ExportArgs(model="plain", output_dir="new", to_gguf=True)
+
+
+def test_a_gguf_file_of_a_model_or_a_run(here):
+    assert rules.check(GGUF) == []
+    assert rules.check(dataclasses.replace(GGUF, model="run", gguf_type="q8_0")) == []
+    assert rules.check(dataclasses.replace(GGUF, val_dataset=["val.jsonl"], min_acceptance=0.5)) == []
+
+
+@pytest.mark.parametrize(
+    ("args", "change", "problem"),
+    [
+        (EXPORT, {"gguf_type": "q8_0"}, "--gguf_type --to_gguf"),
+        (GGUF, {"to_mcore": True}, "--to_mcore --to_gguf"),
+        (GGUF, {"quant_method": "rtn"}, "--quant_method rtn --to_gguf"),
+        (GGUF, {"merge_lora": False}, "--merge_lora --to_gguf"),
+        (GGUF, {"max_regression": 0.1, "val_dataset": ["val.jsonl"]}, "--max_regression --to_gguf"),
+        (GGUF, {"gguf_type": "q4_k_m"}, "--gguf_type q4_k_m"),
+    ],
+)
+def test_what_does_not_fit_a_gguf_file(here, monkeypatch, args, change, problem):
+    monkeypatch.setenv("LLAMA_QUANTIZE", "/missing")
+    assert any(mentions(line, problem) for line, _ in problems_of(dataclasses.replace(args, **change)))
