@@ -9,6 +9,7 @@ COPIES = "swiftlite.copies"
 EXACT = "swiftlite.exact."
 """Prefix of the keys with the bits of Hugging Face tensors that cannot be computed from GGUF tensors exactly."""
 FILES = {
+    "config.json": CONFIG,
     "tokenizer.json": "tokenizer.huggingface.json",
     "tokenizer_config.json": "swiftlite.tokenizer_config",
     "generation_config.json": "swiftlite.generation_config",

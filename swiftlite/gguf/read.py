@@ -1,4 +1,8 @@
-"""Read a GGUF file that `write.py` wrote: convert it back to a Hugging Face directory, with MTP heads."""
+"""Convert a GGUF file to a Hugging Face directory, with MTP heads.
+
+A file of `write.py` contains config.json and the tokenizer. For files of other programs, `foreign.py` derives them from
+the metadata.
+"""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -13,6 +17,7 @@ from swiftlite.errors import UserError, reason_of
 from swiftlite.families.family import Family
 from swiftlite.families.index import get
 from swiftlite.gguf.architectures import conversions_of
+from swiftlite.gguf.foreign import Metadata, config_of, tokenizer_files
 from swiftlite.gguf.metadata import CONFIG, COPIES, DTYPES, EXACT, FILES
 from swiftlite.gguf.tensors import Conversion, is_always_float32
 
@@ -20,10 +25,12 @@ if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor
 
 _MAX_SHARD_BYTES = 5_000_000_000
+_COPIES = ("nextn.embed_tokens.weight", "nextn.shared_head_head.weight")
+"""Copies of embedding and output layer in heads, which other programs also write."""
 
 
 class GgufFile:
-    """A GGUF file that swiftlite wrote. Opening it reads only metadata.
+    """A GGUF file. Opening it reads only metadata.
 
     Attributes:
         config: content of config.json.
@@ -31,28 +38,35 @@ class GgufFile:
         heads: number of MTP heads.
 
     Raises:
-        UserError: the file is damaged, or swiftlite did not write it.
+        UserError: the file is damaged or its model is not supported.
     """
 
     def __init__(self, file: Path):
         self.file = file
         self._reader = open_reader(file)
-        content = self._text(CONFIG)
-        if content is None:
-            raise UserError(f"{file} was not written by swiftlite", "use the model's safetensors")
-        self._config_text = content
-        self.config = with_architecture_names(json.loads(content), file)
+        texts = {name: self._text(key) for name, key in FILES.items()}
+        if texts["config.json"] is None:
+            texts |= self._derived_files()
+        self._files = {name: text for name, text in texts.items() if text is not None}
+        self.config = with_architecture_names(json.loads(self._files["config.json"]), file)
         self.family: Family = get(self.config)
         architecture = self._text("general.architecture")
         self.heads = int(self._text(f"{architecture}.nextn_predict_layers") or 0)
 
     def write_small_files(self, directory: Path) -> None:
         """Write config.json, tokenizer and chat template to a directory."""
-        (directory / "config.json").write_text(self._config_text, encoding="utf-8")
-        for name, key in FILES.items():
-            content = self._text(key)
-            if content is not None:
-                (directory / name).write_text(content, encoding="utf-8")
+        for name, text in self._files.items():
+            (directory / name).write_text(text, encoding="utf-8")
+
+    def _derived_files(self) -> dict[str, str]:
+        """Return the small files of a file that another program wrote."""
+        values = {name: field.contents() for name, field in self._reader.fields.items()}
+        metadata = Metadata(values, {tensor.name for tensor in self._reader.tensors})
+        try:
+            config, tokenizer = config_of(metadata), tokenizer_files(metadata)
+        except UserError as error:
+            raise UserError(f"{self.file}: {error.problem}", error.hint) from None
+        return {"config.json": json.dumps(config, indent=2) + "\n", **tokenizer}
 
     def write_weights(self, directory: Path) -> None:
         """Write the tensors as safetensors, with the dtypes that the source model had.
@@ -65,7 +79,7 @@ class GgufFile:
         shapes: dict[str, tuple[int, ...]] = {}
         for row in self.family.rows(self.config, self.heads):
             shapes |= row.hf_shapes()
-        copies: dict[str, str] = json.loads(self._text(COPIES) or "{}")
+        copies = self._copies()
         dtypes = self._dtypes()
         names = [name for conversion in self._plan for name in conversion.hf]
         types = {name: (dtypes.get(name, dtypes["default"]), shapes[name]) for name in (*names, *copies)}
@@ -115,6 +129,18 @@ class GgufFile:
                 tensor = integers.to(kind).view(dtype).view(tensor.shape)
             yield name, tensor
 
+    def _copies(self) -> dict[str, str]:
+        """Return the tensors that are copies of another one, with the name of the original. Some engines require the
+        copies in heads."""
+        stored = self._text(COPIES)
+        if stored is not None:
+            return json.loads(stored)
+        copies: dict[str, str] = {}
+        for row in self.family.rows(self.config, self.heads):
+            in_heads = [copy for copy in row.hf_copies if self.family.is_mtp(self.config, copy)]
+            copies |= {copy: next(iter(row.hf)) for copy in in_heads}
+        return copies
+
     def _dtypes(self) -> dict[str, torch.dtype]:
         """Return the dtype of each tensor that has another dtype than "default"."""
         found: dict[str, Any] = json.loads(self._text(DTYPES) or '{"default": "bfloat16"}')
@@ -126,7 +152,8 @@ class GgufFile:
     def _check_names(self, stored: Mapping[str, "ReaderTensor"]) -> None:
         expected = {name for conversion in self._plan for name in conversion.gguf}
         lines = [f"{name} is missing" for name in sorted(expected - stored.keys())]
-        lines += [f"{name} is unexpected" for name in sorted(stored.keys() - expected)]
+        unexpected = {name for name in stored if name not in expected and not name.endswith(_COPIES)}
+        lines += [f"{name} is unexpected" for name in sorted(unexpected)]
         if lines:
             raise UserError(f"{self.file} does not match its config:\n  " + "\n  ".join(lines[:10]), "write it again")
 

@@ -27,10 +27,10 @@ _DEEPSEEK = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|"
     r"\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_DIGITS, _GPT2 = "<digits>", "<gpt2>"
+DIGITS, GPT2 = "<digits>", "<gpt2>"
 PRE_TOKENIZERS: dict[tuple[str, ...], str] = {
-    (_GPT2,): "gpt-2",
-    (_DIGITS, _GPT2): "smollm",
+    (GPT2,): "gpt-2",
+    (DIGITS, GPT2): "smollm",
     (rf"{_CONTRACTIONS}|{_LETTERS}|\p{{N}}{{1,3}}|{_END}",): "llama-bpe",
     (rf"{_CONTRACTIONS}|{_LETTERS}|\p{{N}}|{_END}",): "qwen2",
     (
@@ -83,7 +83,7 @@ def _pre_tokenizer(content: Mapping[str, Any], file: Path) -> str:
             f"{' with byte_fallback' if model.get('byte_fallback') else ''}",
             "use another --infer_backend",
         )
-    expressions = tuple(_expressions(content.get("pre_tokenizer") or {}))
+    expressions = tuple(expressions_of(content.get("pre_tokenizer") or {}))
     found = PRE_TOKENIZERS.get(expressions)
     if found is None:
         raise UserError(
@@ -93,18 +93,18 @@ def _pre_tokenizer(content: Mapping[str, Any], file: Path) -> str:
     return found
 
 
-def _expressions(pre_tokenizer: Mapping[str, Any]) -> list[str]:
+def expressions_of(pre_tokenizer: Mapping[str, Any]) -> list[str]:
     """Return the regular expressions of a pre-tokenizer, in order."""
     kind = pre_tokenizer.get("type")
     if kind == "Sequence":
         found: list[str] = []
         for part in pre_tokenizer["pretokenizers"]:
-            found += _expressions(part)
+            found += expressions_of(part)
         return found
     if kind == "ByteLevel":
-        return [_GPT2] if pre_tokenizer.get("use_regex", True) else []
+        return [GPT2] if pre_tokenizer.get("use_regex", True) else []
     if kind == "Digits" and pre_tokenizer.get("individual_digits"):
-        return [_DIGITS]
+        return [DIGITS]
     if kind == "Split" and "Regex" in (pre_tokenizer.get("pattern") or {}):
         return [pre_tokenizer["pattern"]["Regex"]]
     return [f"<{kind}>"]

@@ -152,10 +152,11 @@ def _check_all_used(model: HfModel, checkpoint: Checkpoint, plan: Sequence[Conve
 
 def _source(model: HfModel, checkpoint: Checkpoint, plan: Sequence[Conversion]) -> dict[str, Any]:
     """Return the metadata with which `read.py` restores the Hugging Face directory."""
-    metadata: dict[str, Any] = {CONFIG: _config_text(model)}
+    metadata: dict[str, Any] = {}
     for name, key in FILES.items():
         if (model.directory / name).is_file():
             metadata[key] = (model.directory / name).read_text(encoding="utf-8")
+    metadata[CONFIG] = _config_text(model)
     names = [name for conversion in plan for name in conversion.hf]
     copies: dict[str, str] = {}
     for row in model.family.rows(model.config):

@@ -1,6 +1,7 @@
 """Convert GGUF files to Hugging Face directories. Each file is converted once.
 
-Files of swiftlite are converted by `gguf/read.py`, with MTP heads and tokenizer, and all others by transformers.
+Files of swiftlite and files with MTP heads are converted by `gguf/read.py`, and all others by transformers, which does
+not read heads.
 
 The directories are stored next to the hub's cache. A directory's name contains the SHA-256 of the file and the version
 of transformers. Directories are created atomically.
@@ -23,9 +24,9 @@ from swiftlite.errors import UserError, reason_of
 from swiftlite.log import logger
 
 READER = "swiftlite.gguf.read:GgufFile"
-"""Class that reads files of swiftlite. It is imported when a file is read, because it requires torch."""
-CONFIG_KEY = "swiftlite.config"
-"""Key of metadata that only files of swiftlite have."""
+"""Class that reads files with heads. It is imported when a file is read, because it requires torch."""
+_KEYS = ("swiftlite.config", ".nextn_predict_layers")
+"""Ends of keys of metadata of the files that `READER` reads: those of swiftlite, and those with MTP heads."""
 PACKAGES = ("gguf", "accelerate")
 """Packages that transformers requires to read GGUF files."""
 
@@ -111,8 +112,8 @@ def _write_whole(file: Path, directory: Path, writing: Path, write: Callable[[Pa
         shutil.rmtree(writing, ignore_errors=True)
 
 
-def _is_ours(file: Path) -> bool:
-    """Return whether swiftlite wrote a file.
+def _has_heads(file: Path) -> bool:
+    """Return whether a file is read by `READER`.
 
     Raises:
         UserError: the file cannot be read.
@@ -120,13 +121,13 @@ def _is_ours(file: Path) -> bool:
     from gguf import GGUFReader
 
     try:
-        return CONFIG_KEY in GGUFReader(file).fields
+        return any(key.endswith(_KEYS) for key in GGUFReader(file).fields)
     except Exception as error:  # a parser of untrusted bytes can raise any exception
         raise _unreadable(file, error) from None
 
 
 def _write_description(file: Path, directory: Path) -> None:
-    if _is_ours(file):
+    if _has_heads(file):
         resolve_name(READER)(file).write_small_files(directory)
         return
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
@@ -144,7 +145,7 @@ def _write_description(file: Path, directory: Path) -> None:
 
 def _write_model(file: Path, directory: Path) -> None:
     shutil.copytree(gguf_description(file), directory, dirs_exist_ok=True)
-    if _is_ours(file):
+    if _has_heads(file):
         resolve_name(READER)(file).write_weights(directory)
         return
     import torch

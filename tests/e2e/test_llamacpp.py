@@ -14,10 +14,12 @@ from swiftlite.conventions.llamacpp import ARCHITECTURES
 from swiftlite.engines.engine import EngineConfig, Sampling, start_engine
 from swiftlite.engines.index import ENGINES
 from swiftlite.engines.served_model import resolve_served
+from tests.engines.chi_square import FALSE_ALARM, probability
+from tests.engines.joint import PROMPT, TEMPERATURE, joint_distribution
 from tests.engines.llamacpp_reference import Request, requests
 from tests.engines.reference import Reference, convention, follow
 from tests.tiers import some_of
-from tests.tiny import ALIKE
+from tests.tiny import ALIKE, make_tiny_hf
 
 pytestmark = [
     pytest.mark.engine,
@@ -73,3 +75,32 @@ def test_requests_equal_the_reference(trained, tmp_path, monkeypatch, family, nu
     assert found == expected
     share = sum(result.accepted for result in found) / sum(result.drafted for result in found)
     assert 0.05 < share < 0.9  # some right, some wrong
+
+
+def test_drawn_drafts_leave_the_trunks_distribution_alone(tmp_path, monkeypatch):
+    """Drafts are sampled and verified by rejection. Answers have the distribution of the trunk."""
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "home"))
+    size, end = 7, 6
+    directory = make_tiny_hf(tmp_path / "model", "qwen3", depth=1, vocab_size=size)
+    write_tokenizer(directory, size, end)
+    expected = joint_distribution(directory, top_p=1.0, num_tokens=size, end=end)
+    config = EngineConfig(
+        resolve_served(directory),
+        torch_dtype="float32",
+        num_speculative_tokens=2,
+        max_model_len=64,
+        draws_drafts=True,
+        engine_kwargs={"threads": 1},
+    )
+    engine = start_engine("llamacpp", config)
+    try:
+        sampling = Sampling(5, temperature=TEMPERATURE, stop_token_ids=(end,))
+        answers = engine.generate([PROMPT] * 2000, sampling)
+        counts = engine.draft_counts()
+    finally:
+        engine.close()
+    found = []
+    for answer in answers:
+        found.append([*answer.token_ids, end, end][:3])
+    assert probability(found, expected) > FALSE_ALARM
+    assert 0.05 < counts.accepted / counts.drafted < 0.95

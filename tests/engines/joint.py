@@ -11,8 +11,15 @@ TEMPERATURE = 0.7
 """Sampling temperature. With it, random heads are neither always correct nor always wrong."""
 
 
-def joint_distribution(directory: Path, top_p: float, temperature: float = TEMPERATURE) -> torch.Tensor:
-    """Return the distribution of the first three tokens after PROMPT, from the trunk alone and without a cache."""
+def joint_distribution(
+    directory: Path, top_p: float, temperature: float = TEMPERATURE, num_tokens: int = 6, end: int | None = None
+) -> torch.Tensor:
+    """Return the distribution of the first three tokens after PROMPT, from the trunk alone and without a cache.
+
+    Args:
+        num_tokens: size of the vocabulary.
+        end: token that ends an answer, which then counts as a repetition of this token.
+    """
     model: Any = AutoModelForCausalLM.from_pretrained(directory).eval()
 
     def following(rows: list[list[int]]) -> torch.Tensor:
@@ -23,8 +30,11 @@ def joint_distribution(directory: Path, top_p: float, temperature: float = TEMPE
         p = p.masked_fill(is_out.gather(-1, places.argsort()), 0)
         return p / p.sum(-1, keepdim=True)
 
-    tokens = range(6)
+    tokens = range(num_tokens)
     first = following([PROMPT])[0]
     second = following([[*PROMPT, a] for a in tokens])
-    third = following([[*PROMPT, a, b] for a in tokens for b in tokens]).view(6, 6, 6)
+    third = following([[*PROMPT, a, b] for a in tokens for b in tokens]).view(num_tokens, num_tokens, num_tokens)
+    if end is not None:
+        repeated = torch.nn.functional.one_hot(torch.tensor(end), num_tokens).float()
+        second[end] = third[:, end] = third[end] = repeated
     return first[:, None, None] * second[:, :, None] * third

@@ -1,57 +1,21 @@
 """Test that the reasons why llama.cpp would accept no drafts are found in a file of any origin."""
 
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, quants
+from gguf import GGMLQuantizationType
 
 from swiftlite.errors import UserError
 from swiftlite.families.resolved import resolve
 from swiftlite.gguf.examine import Examined, examine
-from swiftlite.gguf.read import numbers_of
-from swiftlite.gguf.write import write_gguf, write_metadata
+from swiftlite.gguf.write import write_gguf
+from tests.gguf.rewritten import rewrite
 from tests.messages import mentions, naming
 from tests.tiny import make_tiny_hf
 
 HEAD = "blk.2."
 """The trunk has two layers."""
-
-
-def rewrite(
-    file: Path,
-    changed: Path,
-    values: Mapping[str, Any] | None = None,
-    without: tuple[str, ...] = (),
-    types: Callable[[str], GGMLQuantizationType | None] = lambda name: None,
-) -> Path:
-    """Write a copy of a file, as another program could have written it.
-
-    Args:
-        values: metadata that are changed.
-        without: prefixes of keys and of names of tensors that are left out, in addition to those of swiftlite.
-        types: maps the name of a tensor to its new type, if any.
-    """
-    reader = GGUFReader(file)
-    contents = {key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")}
-    contents |= values or {}
-    left_out = ("swiftlite.", *without)
-    writer = GGUFWriter(changed, str(contents.pop("general.architecture")))
-    write_metadata(writer, {key: value for key, value in contents.items() if not key.startswith(left_out)})
-    for tensor in reader.tensors:
-        if tensor.name.startswith(left_out):
-            continue
-        kind = types(tensor.name)
-        if kind is None:
-            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-        else:
-            writer.add_tensor(tensor.name, quants.quantize(numbers_of(tensor).float().numpy(), kind), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return changed
 
 
 @pytest.fixture(scope="module")
