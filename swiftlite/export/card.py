@@ -26,22 +26,27 @@ def model_card(
     heads: Heads,
     measured: Path | None,
     quality: Mapping[str, Any] | None = None,
+    gguf_file: str = "",
 ) -> str:
     """Return the text of README.md.
 
     Args:
+        gguf_file: name of the GGUF file that the repository contains instead of safetensors; "" otherwise.
         heads: heads of the model.
         measured: directory of the run whose acceptance.json, if it exists, describes the exported heads. None if the
             export differs from the end of the run: an earlier checkpoint, heads grafted from another model, or another
             draft vocabulary.
         quality: from `read_quality`; None or empty for a plain model.
     """
-    sections = [_front_matter(provenance, heads), f"# {repository}\n", f"{_what_it_is(provenance, heads)}\n"]
+    sections = [_front_matter(provenance, heads, gguf_file), f"# {repository}\n", f"{_what_it_is(provenance, heads)}\n"]
     if quality:
         sections += _quantization(quality)
     if measured:
         sections += _acceptance(measured, is_before="method" in (quality or {}).get("quantization", {}))
-    sections += _serving(repository, heads)
+    if gguf_file:
+        sections += _serving_gguf(repository, gguf_file, heads)
+    else:
+        sections += _serving(repository, heads)
     return "\n".join(sections).rstrip() + "\n"
 
 
@@ -63,9 +68,10 @@ def read_quality(model: HfModel, quant_method: str | None) -> dict[str, Any]:
     return {"quantization": described}
 
 
-def _front_matter(provenance: Provenance, heads: Heads) -> str:
+def _front_matter(provenance: Provenance, heads: Heads, gguf_file: str) -> str:
     """Return the metadata of README.md that the hub uses for its pages and search."""
-    fields: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
+    library = "gguf" if gguf_file else "transformers"
+    fields: dict[str, Any] = {"library_name": library, "pipeline_tag": "text-generation"}
     if isinstance(provenance.model, HubName):
         fields["base_model"] = provenance.model.repository
     datasets = [name.repository for name in provenance.datasets if isinstance(name, HubName)]
@@ -191,4 +197,17 @@ def _serving(repository: str, heads: Heads) -> list[str]:
         f"    swiftlite deploy --model {repository} --infer_backend vllm",
         "    # transformers, with drafts by swiftlite (transformers itself loads only the trunk)",
         f"    swiftlite infer --model {repository} --infer_backend transformers --speculative mtp",
+    ]
+
+
+def _serving_gguf(repository: str, file: str, heads: Heads) -> list[str]:
+    lines = ["## Serving", "", f"    hf download {repository} {file} --local-dir ."]
+    if not heads.layers:
+        return [*lines, f"    llama-server -m {file}"]
+    return [
+        *lines,
+        f"    llama-server -m {file} --spec-type draft-mtp --spec-draft-n-max {heads.drafts}",
+        "",
+        "The file contains the Multi-Token Prediction heads. Drafts do not change answers, because the trunk verifies "
+        "them. The architecture in the file is one in which llama.cpp drafts with heads and which computes this model.",
     ]

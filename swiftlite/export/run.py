@@ -180,11 +180,17 @@ def to_gguf(args: ExportArgs, mesh: Mesh) -> None:
         model = args.model
         if reads_run(args):
             # The limits apply to the GGUF file.
-            unlimited = {"val_dataset": [], "min_acceptance": None, "force": False}
+            unlimited = {"val_dataset": [], "min_acceptance": None, "force": False, "push_to_hub": None}
             to_hf(replace(args, to_gguf=False, to_hf=True, output_dir=str(plain), gguf_type=None, **unlimited), mesh)
             model = str(plain)
         if dist.get_rank() == 0:
-            file = export_gguf(args, resolve(model), result)
+            exported = resolve(model)
+            file = export_gguf(args, exported, result)
+            if args.push_to_hub:
+                checkpoint = resolve_checkpoint(Path(args.model))
+                provenance, measured = provenance_of(checkpoint), _measured_run(args, checkpoint)
+                card = model_card(args.push_to_hub, provenance, exported.heads, measured, gguf_file=file.name)
+                (result / "README.md").write_text(card, encoding="utf-8")
             logger.info("wrote %s: %.2f GB, from %s", output_dir / file.name, file.stat().st_size / 1e9, args.model)
 
 

@@ -139,8 +139,8 @@ def push_can_be_tried(args: ExportArgs, facts: Facts) -> Iterator[Problem]:
     is_bare = "@" not in args.push_to_hub and model_name(f"{args.push_to_hub}@main") is not None
     if not is_bare:
         yield f"{flag} is not the name of a repository", "use --push_to_hub ORG/NAME"
-    elif not args.to_hf:
-        yield f"{flag} requires --to_hf", "add --to_hf"
+    elif not (args.to_hf or (args.to_gguf and reads_run(args))):
+        yield f"{flag} requires --to_hf, or --to_gguf of a run", "add --to_hf"
     elif not has_token():
         yield f"{flag} requires a token with write access", "hf auth login, or set HF_TOKEN"
     elif is_offline():
@@ -264,7 +264,7 @@ def gguf_fits(args: ExportArgs, facts: Facts) -> Iterator[Problem]:
         )
     if not args.merge_lora:
         yield "--merge_lora false does not apply to --to_gguf", "remove one of the two"
-    for name in (*COMPARED_LIMITS, "max_trunk_loss", "push_to_hub"):
+    for name in (*COMPARED_LIMITS, "max_trunk_loss"):
         if vars(args)[name] is not None:
             yield f"--{name} does not apply to --to_gguf", f"remove --{name}"
     if args.gguf_type and args.gguf_type not in WRITTEN_TYPES and quantizer() is None:

@@ -12,19 +12,16 @@ from huggingface_hub import constants
 
 from swiftlite.conventions.llamacpp import ARCHITECTURES
 from swiftlite.engines.engine import EngineConfig, Sampling, start_engine
-from swiftlite.engines.index import ENGINES
 from swiftlite.engines.served_model import resolve_served
 from tests.engines.chi_square import FALSE_ALARM, probability
 from tests.engines.joint import PROMPT, TEMPERATURE, joint_distribution
 from tests.engines.llamacpp_reference import Request, requests
 from tests.engines.reference import Reference, convention, follow
+from tests.llamacpp_here import needs_llamacpp
 from tests.tiers import some_of
 from tests.tiny import ALIKE, make_tiny_hf
 
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.skipif(not ENGINES["llamacpp"].is_installed, reason="llama.cpp is not installed"),
-]
+pytestmark = [pytest.mark.engine, needs_llamacpp]
 NEW_TOKENS = 24
 FAMILIES = [family for family in ARCHITECTURES if family not in ALIKE]
 CASES = [(family, num_tokens) for family in ARCHITECTURES for num_tokens in (1, 3)]

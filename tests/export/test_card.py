@@ -13,9 +13,10 @@ from swiftlite.args.config import write_config
 from swiftlite.errors import UserError
 from swiftlite.export.card import model_card
 from swiftlite.export.provenance import Provenance, provenance_of
-from swiftlite.export.run import to_hf, to_mcore
+from swiftlite.export.run import to_gguf, to_hf, to_mcore
 from swiftlite.heads import Heads
 from swiftlite.hub.name import HubName
+from tests.llamacpp_here import needs_llamacpp
 from tests.messages import has_line, naming
 from tests.tiny import make_tiny_hf
 
@@ -95,6 +96,17 @@ def test_other_heads_have_not(run, tmp_path, mesh, options):
         options = {"mtp_graft_from": str(run.parent / "other")}
     text = card_of(run, tmp_path / "out", mesh, **options)
     assert not has_line(text, "61 100")
+
+
+@needs_llamacpp
+def test_a_gguf_file_has_the_acceptance_of_the_run_and_its_command(run, tmp_path, mesh):
+    out = tmp_path / "out"
+    to_gguf(ExportArgs(model=str(run), output_dir=str(out), to_gguf=True, push_to_hub="me/new"), mesh)
+    text = (out / "README.md").read_text()
+    assert has_line(text, "61 100 61.0%")
+    assert has_line(text, "llama-server out-bf16.gguf --spec-type draft-mtp")
+    assert has_line(text, "library_name gguf")
+    assert sorted(path.name for path in out.iterdir()) == ["README.md", "out-bf16.gguf"]
 
 
 INT4: dict[str, Any] = {"quant_method": "rtn", "quant_bits": 4, "group_size": 32}

@@ -9,17 +9,15 @@ import torch
 from safetensors.torch import load_file
 
 from swiftlite.args.commands import ExportArgs
-from swiftlite.engines.index import ENGINES
 from swiftlite.errors import UserError
 from swiftlite.export import gguf
 from swiftlite.export.run import to_gguf, to_mcore
 from swiftlite.families.resolved import resolve
 from swiftlite.gguf.examine import examine
 from swiftlite.hub.gguf import gguf_model
+from tests.llamacpp_here import needs_llamacpp
 from tests.messages import naming
 from tests.tiny import make_tiny_hf
-
-needs_llamacpp = pytest.mark.skipif(not ENGINES["llamacpp"].is_installed, reason="llama.cpp is not installed")
 
 
 @pytest.fixture
