@@ -95,8 +95,8 @@ class ConversionArgs:
     force: bool = False
     """Keep an export that a limit refuses, with a warning."""
     push_to_hub: str | None = None
-    """With --to_hf or --to_gguf: repository on the hub (ORG/NAME) that the complete, audited export is uploaded to, with
-    a model card."""
+    """With --to_hf or --to_gguf: repository on the hub (ORG/NAME) that the complete, audited export is uploaded to,
+    with a model card."""
     hub_private_repo: bool = True
     """Whether --push_to_hub creates a private repository; existing repositories are not changed."""
 

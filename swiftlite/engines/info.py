@@ -62,6 +62,7 @@ class EngineInfo:
         supports_images: whether the adapter supports prompts with images.
         image_packages: packages that the engine requires for images, in addition to `package`.
         image_install: command to install `image_packages`.
+        supports_draft_vocab: whether the engine drafts with heads that have a draft vocabulary.
         options_class: class of the engine's own options in args/fields.py, a base class of the commands' option
             classes; None if the engine has no options. The name of each option starts with the engine's name.
         read_speculative_config: function that returns the speculative options that the user set in a command's options,
@@ -104,6 +105,7 @@ class EngineInfo:
     supports_images: bool = False
     image_packages: tuple[str, ...] = ()
     image_install: str = ""
+    supports_draft_vocab: bool = True
     options_class: type | None = None
     read_speculative_config: Callable[[Any], dict[str, Any] | None] = lambda args: None
     rules: tuple[Callable[[Any], Iterator[Problem]], ...] = ()

@@ -63,7 +63,7 @@ class Calibrated:
             encodings: encodings of the trunk's matrices, with which the result is compared.
 
         Raises:
-            UserError: a matrix is not quantized, or a tensor has another shape or dtype.
+            UserError: a matrix is not quantized.
         """
         stored = self.checkpoint.stored
         replaced = {}
@@ -196,7 +196,7 @@ def _run(command: Sequence[str], method: str) -> None:
         raise
     if code == 0:
         return
-    if code == _REFUSED:
+    if code == _REFUSED and lines:
         raise UserError(f"--quant_method {method}: {lines[-1]}", "use --quant_method rtn or fp8")
     tail = "".join(f"\n    | {line}" for line in lines)
     if code < 0:

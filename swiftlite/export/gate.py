@@ -155,14 +155,14 @@ def _log(found: _Figures, before: _Figures | None) -> None:
 
 
 def _problems(args: ExportArgs, found: _Figures, before: _Figures | None) -> list[str]:
-    """Return one line for each limit that is not met."""
+    """Return one line for each limit that is not met. A loss that is not a number meets no limit."""
     problems = []
     if args.min_acceptance is not None and found.acceptance < args.min_acceptance:
         problems.append(
             f"the heads agree with the trunk on {found.acceptance:.1%} of the tokens, below --min_acceptance "
             f"{args.min_acceptance}"
         )
-    if args.max_trunk_loss is not None and found.trunk_loss > args.max_trunk_loss:
+    if args.max_trunk_loss is not None and not found.trunk_loss <= args.max_trunk_loss:
         problems.append(
             f"the loss of the trunk is {found.trunk_loss:.4f}, above --max_trunk_loss {args.max_trunk_loss}"
         )
@@ -174,7 +174,7 @@ def _problems(args: ExportArgs, found: _Figures, before: _Figures | None) -> lis
             f"{before.acceptance:.1%}: the decrease exceeds --max_regression {args.max_regression}"
         )
     limit = args.max_trunk_loss_increase
-    if limit is not None and found.trunk_loss - before.trunk_loss > limit:
+    if limit is not None and not found.trunk_loss - before.trunk_loss <= limit:
         problems.append(
             f"the loss of the trunk is {found.trunk_loss:.4f}, that of {before.name} {before.trunk_loss:.4f}: "
             f"the increase exceeds --max_trunk_loss_increase {limit}"

@@ -139,6 +139,10 @@ def _hy_v3(family: Family, hf_config: HfConfig) -> Metadata:
 def _hybrid(family: Family, hf_config: HfConfig) -> Metadata:
     layers = family.architecture(hf_config).layers
     recurrent = [layer.attention for layer in layers if isinstance(layer.attention, GatedDeltaNet)]
+    if not recurrent:
+        raise UserError(
+            f"llama.cpp requires layers of linear attention for {family.name}", "use another --infer_backend"
+        )
     kind = recurrent[0]
     if kind.key_head_dim != kind.value_head_dim:
         raise UserError(
@@ -237,6 +241,13 @@ def _problems(family: Family, hf_config: HfConfig, heads: int) -> Iterator[str]:
         yield "MTP heads with a draft vocabulary (--draft_vocab)"
     if (kind := dense.rope_parameters(hf_config).get("rope_type", "default")) not in _ROPE_TYPES:
         yield f"rope_type {kind!r}; supported: {', '.join(_ROPE_TYPES)}"
+    rope = dense.rope_parameters(hf_config)
+    if rope.get("mscale") != rope.get("mscale_all_dim"):
+        yield f"mscale {rope.get('mscale')} and mscale_all_dim {rope.get('mscale_all_dim')}; they must be equal"
+    if rope.get("attention_factor") is not None:
+        yield f"attention_factor {rope['attention_factor']} of rotary embeddings"
+    if rope.get("truncate") is False:
+        yield "truncate false of rotary embeddings"
 
 
 def _rope_scaling(hf_config: HfConfig) -> Metadata:

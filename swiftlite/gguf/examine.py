@@ -77,9 +77,7 @@ def examine(file: Path) -> Examined:
 
 
 def _is_long(name: str) -> bool:
-    return name.startswith(
-        ("tokenizer.ggml.tokens", "tokenizer.ggml.merges", "tokenizer.ggml.token_type", "swiftlite.")
-    )
+    return name.startswith(_LONG)
 
 
 @dataclass(frozen=True)
@@ -105,6 +103,9 @@ class _Content:
 
     def problems(self) -> Iterator[str]:
         """Yield why llama.cpp does not load the file, or cannot draft with it."""
+        if self.values.get("split.count", 1) > 1:
+            yield "the file is one of several parts: merge them first (llama-gguf-split --merge)"
+            return
         yield from self._wrong_blocks()
         if not self.heads:
             yield from self._no_heads()

@@ -18,7 +18,7 @@ from swiftlite.families.family import Family
 from swiftlite.families.index import get
 from swiftlite.gguf.architectures import conversions_of
 from swiftlite.gguf.foreign import Metadata, config_of, tokenizer_files
-from swiftlite.gguf.metadata import CONFIG, COPIES, DTYPES, EXACT, FILES
+from swiftlite.gguf.metadata import COPIES, DTYPES, EXACT, FILES
 from swiftlite.gguf.tensors import Conversion, is_always_float32
 
 if TYPE_CHECKING:
@@ -196,8 +196,3 @@ def open_reader(file: Path) -> "GGUFReader":
         raise UserError(
             f"{file} is not a readable GGUF file: {reason_of(error)}", "copy or download it again"
         ) from None
-
-
-def is_ours(file: Path) -> bool:
-    """Return whether swiftlite wrote a GGUF file."""
-    return CONFIG in open_reader(file).fields

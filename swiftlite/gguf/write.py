@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy
 import torch
 
 from swiftlite.bridge.encoding.index import format_of
@@ -81,7 +82,12 @@ class _Part:
     def write(self, writer: "GGUFWriter") -> None:
         sources = [self.checkpoint.read(name) for name in self.conversion.hf]
         for tensor, kind in zip(self.conversion.transform.to_gguf(sources), self.types, strict=True):
-            writer.write_tensor_data(encode(tensor, kind))
+            numbers = encode(tensor, kind)
+            if kind.name == "F16" and not numpy.isfinite(numbers).all():
+                raise UserError(
+                    f"{self.conversion.hf[0]} has numbers that are too large for f16", "use --gguf_type bf16 or f32"
+                )
+            writer.write_tensor_data(numbers)
 
 
 def type_of(name: str, shape: Sequence[int], gguf_type: GgufType, num_layers: int) -> "GGMLQuantizationType":
@@ -115,7 +121,6 @@ def encode(tensor: torch.Tensor, kind: "GGMLQuantizationType") -> Any:
 
 
 def _announce(writer: "GGUFWriter", name: str, shape: Sequence[int], kind: "GGMLQuantizationType") -> None:
-    import numpy
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quant_shape_to_byte_shape
 
     block, size = GGML_QUANT_SIZES[kind]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from swiftlite.args.commands import ExportArgs
+from swiftlite.args.commands import DoctorArgs, ExportArgs
 from swiftlite.args.config import near
 from swiftlite.bridge.hf_config import with_architecture_names
 from swiftlite.errors import UserError
@@ -17,7 +17,7 @@ from swiftlite.families.architecture import Architecture
 from swiftlite.families.index import known_architecture
 from swiftlite.heads import Heads
 from swiftlite.hub.commits import read_commits
-from swiftlite.hub.model import description_of
+from swiftlite.hub.model import description_of, is_gguf
 from swiftlite.hub.name import model_name, models_in
 from swiftlite.json_file import read_json
 from swiftlite.methods.index import command_of_run
@@ -88,6 +88,8 @@ def read_facts(args: Any, world_size: int = 1) -> Facts:
     names = models_in(args)
     if "model" not in names:
         return Facts(world_size, {}, names=names)
+    if isinstance(args, DoctorArgs) and args.engine is not None and not args.plan and is_gguf(args.model or ""):
+        return Facts(world_size, {}, names=names)  # the engine examines the file, of whatever architecture
     is_of_run = isinstance(args, ExportArgs) and reads_run(args)
     directory = Path(args.model)
     if not is_of_run:

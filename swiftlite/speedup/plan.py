@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from swiftlite.args.commands import SpeedupArgs
+from swiftlite.engines.index import ENGINES
 from swiftlite.families.resolved import HfModel
 from swiftlite.speedup.steps import CommandStep
 
@@ -78,9 +79,12 @@ class Commands:
         words += "--acceptance_samples 8 --acceptance_max_new_tokens 32 --save_steps 100 --save_total_limit 1".split()
         if self.model.heads.layers <= 1:
             words += ["--mtp_unroll", str(DRAFTED)]
+        engine = ENGINES[self.args.infer_backend]
+        if engine.convention_for(self.model.family).drafting != self.model.family.mtp.drafting:
+            words += ["--draft_for", engine.name]
         if base:
             words += ["--lr", LR_OF_TRAINED_HEADS if base == "model" else LR_OF_ROUNDS]
-        elif self.model.config["vocab_size"] > DRAFT_VOCAB:
+        elif self.model.config["vocab_size"] > DRAFT_VOCAB and engine.supports_draft_vocab:
             words += ["--draft_vocab", str(DRAFT_VOCAB)]
         words += ["--cache_trunk_states", str(directory / "states"), "--resume", "true"]
         words += ["--output_dir", str(output)]

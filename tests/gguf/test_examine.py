@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from gguf import GGMLQuantizationType
 
+from swiftlite.cli.main import main
 from swiftlite.errors import UserError
 from swiftlite.families.resolved import resolve
 from swiftlite.gguf.examine import Examined, examine
@@ -75,6 +76,18 @@ def test_an_architecture_without_drafts_is_named(files, tmp_path):
     values = {"general.architecture": "llama", "llama.block_count": 3, "llama.nextn_predict_layers": 1}
     file = rewrite(files["qwen3"], tmp_path / "llama.gguf", values | {"llama.embedding_length": 64})
     assert mentions(problems_of(file), "'llama' glm4moe")
+
+
+def test_a_part_of_a_file_is_named(files, tmp_path):
+    file = rewrite(files["qwen3"], tmp_path / "part-00001-of-00002.gguf", {"split.count": 2})
+    assert mentions(problems_of(file), "llama-gguf-split")
+
+
+def test_doctor_examines_files_that_cannot_be_converted(files, tmp_path, capsys):
+    values = {"general.architecture": "step35", "step35.block_count": 3, "step35.nextn_predict_layers": 1}
+    file = rewrite(files["qwen3"], tmp_path / "step.gguf", values | {"step35.embedding_length": 64}, (f"{HEAD}nextn",))
+    assert main(["doctor", "--engine", "llamacpp", "--model", str(file)]) == 1
+    assert mentions(capsys.readouterr().out, "step35 blk.2.nextn.eh_proj.weight")
 
 
 def test_two_heads_are_named(files, tmp_path):

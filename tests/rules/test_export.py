@@ -338,7 +338,7 @@ GGUF = ExportArgs(model="plain", output_dir="new", to_gguf=True)
 def test_a_gguf_file_of_a_model_or_a_run(here):
     assert rules.check(GGUF) == []
     assert rules.check(dataclasses.replace(GGUF, model="run", gguf_type="q8_0")) == []
-    assert rules.check(dataclasses.replace(GGUF, val_dataset=["val.jsonl"], min_acceptance=0.5)) == []
+    assert rules.check(dataclasses.replace(GGUF, model="run", mtp="strip")) == []
 
 
 @pytest.mark.parametrize(
@@ -350,8 +350,13 @@ def test_a_gguf_file_of_a_model_or_a_run(here):
         (GGUF, {"merge_lora": False}, "--merge_lora --to_gguf"),
         (GGUF, {"max_regression": 0.1, "val_dataset": ["val.jsonl"]}, "--max_regression --to_gguf"),
         (GGUF, {"gguf_type": "q4_k_m"}, "--gguf_type q4_k_m"),
+        (GGUF, {"mtp": "strip"}, "--mtp"),
+        (GGUF, {"torch_dtype": "float32"}, "--torch_dtype"),
+        (GGUF, {"min_acceptance": 0.5, "val_dataset": ["val.jsonl"]}, "--min_acceptance llama.cpp"),
+        (GGUF, {"push_to_hub": "me/new"}, "--push_to_hub --to_gguf"),
     ],
 )
 def test_what_does_not_fit_a_gguf_file(here, monkeypatch, args, change, problem):
     monkeypatch.setenv("LLAMA_QUANTIZE", "/missing")
+    monkeypatch.setenv("LLAMA_SERVER", "/missing")
     assert any(mentions(line, problem) for line, _ in problems_of(dataclasses.replace(args, **change)))

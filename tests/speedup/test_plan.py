@@ -88,3 +88,18 @@ def test_training_fits_the_model(make_commands):
 def test_drafts_that_are_rarely_accepted_are_not_measured(make_commands, accepted, numbers):
     step = make_commands().bench("round-1", accepted, 1)
     assert f"--num_speculative_tokens {numbers} --concurrency" in str(step)
+
+
+@pytest.mark.parametrize(("engine", "draft_vocab"), [("vllm", 8192), ("llamacpp", None)])
+def test_a_draft_vocabulary_is_only_for_engines_that_support_it(make_commands, engine, draft_vocab):
+    args = options_of(make_commands(vocab_size=9000, infer_backend=engine).training(1, ""))
+    assert args.draft_vocab == draft_vocab
+
+
+@pytest.mark.parametrize(("engine", "draft_for"), [("vllm", None), ("llamacpp", "llamacpp")])
+def test_heads_are_trained_for_the_engine(tmp_path, engine, draft_for):
+    """The inputs of heads in llama.cpp differ from those in vLLM for GLM-4.5."""
+    model = make_tiny_hf(tmp_path / "glm", "glm4_moe")
+    args = SpeedupArgs(model=str(model), output_dir=str(tmp_path / "out"), infer_backend=engine)
+    step = Commands(args, resolve(str(model)), tmp_path / "out").training(1, "")
+    assert options_of(step).draft_for == draft_for

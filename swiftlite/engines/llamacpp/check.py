@@ -1,6 +1,7 @@
 """Check a GGUF file with a server of llama.cpp: it loads the file, and its tokens are those of the HF tokenizer."""
 
 import json
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -52,11 +53,11 @@ def check_file(words: Sequence[str], file: Path, template: ChatTemplate, prompts
     problems: list[str] = []
     with _serve(words, file) as url:
         for text in TEXTS:
-            problems += _compare(url, template, text, text)
+            problems += _compare(url, template, text)
         for prompt in prompts:
             turns = prompt.prompt()
             text = template.render(turns.messages, turns.tools, add_generation_prompt=True)
-            problems += _compare(url, template, text, text)
+            problems += _compare(url, template, text)
             request: dict[str, Any] = {"messages": turns.messages}
             if turns.tools:
                 request["tools"] = turns.tools
@@ -66,14 +67,14 @@ def check_file(words: Sequence[str], file: Path, template: ChatTemplate, prompts
     return Checked(problems, len(TEXTS) + len(prompts), len(prompts))
 
 
-def _compare(url: str, template: ChatTemplate, text: str, name: str) -> Iterator[str]:
+def _compare(url: str, template: ChatTemplate, text: str) -> Iterator[str]:
     """Yield a problem if llama.cpp divides a text into other tokens."""
     mine = template.tokenizer.encode(text, add_special_tokens=False)
     theirs = json.loads(post(url, "/tokenize", {"content": text, "parse_special": True}))["tokens"]
     if mine != theirs:
         place = next((n for n, pair in enumerate(zip(mine, theirs, strict=False)) if pair[0] != pair[1]), len(mine))
         around = template.tokenizer.decode(mine[max(0, place - 2) : place + 3])
-        yield f"other tokens than the HF tokenizer at {around!r} in {clip(repr(name), 100)}"
+        yield f"other tokens than the HF tokenizer at {around!r} in {clip(repr(text), 100)}"
 
 
 def load(words: Sequence[str], file: Path, heads: int) -> None:
@@ -98,9 +99,13 @@ def _serve(words: Sequence[str], file: Path, more: Mapping[str, Any] | None = No
     options: dict[str, Any] = {"model": str(file), "host": "127.0.0.1", "port": port, "ctx_size": 256, "parallel": 1}
     options |= {"jinja": True, "no_warmup": True, **(more or {})}
     with tempfile.TemporaryDirectory(prefix="swiftlite-llamacpp-") as directory:
-        log = Path(directory) / "server.log"
+        running = serve(ServerCommand([*words, *flags(options)]), url, Path(directory) / "server.log")
         try:
-            with serve(ServerCommand([*words, *flags(options)]), url, log):
-                yield url
+            running.__enter__()
         except UserError as error:
+            # The hint names the log, which is removed.
             raise UserError(f"llama.cpp cannot load {file.name}: {error.problem}") from None
+        try:
+            yield url
+        finally:
+            running.__exit__(*sys.exc_info())

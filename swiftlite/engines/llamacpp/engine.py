@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from swiftlite.acceptance.counts import DraftCounts
@@ -50,14 +51,18 @@ class LlamacppEngine:
             config.engine_kwargs,
             draws_drafts=config.draws_drafts,
         )
-        self._url, port = free_url()
         file = gguf_of(model, config.torch_dtype)
+        self._url, port = free_url()
         given = {"model": str(file), "host": "127.0.0.1", "port": port, **options}
         self._running = ExitStack()
         directory = Path(self._running.enter_context(tempfile.TemporaryDirectory(prefix="swiftlite-llamacpp-")))
         command = ServerCommand([*words, *flags(given)])
         try:
             self._server = self._running.enter_context(serve(command, self._url, directory / "server.log"))
+        except UserError as error:
+            self._running.close()
+            # The hint names the log, which is removed.
+            raise UserError(f"llama.cpp: {error.problem}", "see --llamacpp_engine_kwargs") from None
         except BaseException:
             self._running.close()
             raise
@@ -71,11 +76,13 @@ class LlamacppEngine:
             UserError: a prompt leaves no room for an answer, or the server failed.
         """
         check_prompts(prompts, self._max_length)
+        one_at_a_time = Lock()
 
         def answer(place: int) -> Completion:
             completion = self._complete(prompts[place], sampling, sampling.seed_of(place))
             if on_answer:
-                on_answer(place, completion)
+                with one_at_a_time:
+                    on_answer(place, completion)
             return completion
 
         with ThreadPoolExecutor(self._slots) as threads:

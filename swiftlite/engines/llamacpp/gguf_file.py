@@ -38,10 +38,12 @@ def gguf_of(model: HfModel, torch_dtype: str) -> Path:
         with FileLock(writing.with_suffix(".lock")):
             if not file.is_file():
                 logger.info("converting %s to %s (only once)", model.directory, file)
-                write_gguf(model, writing, gguf_type)
-                writing.rename(file)
+                try:
+                    write_gguf(model, writing, gguf_type)
+                    writing.rename(file)
+                finally:
+                    writing.unlink(missing_ok=True)
     except OSError as error:
-        writing.unlink(missing_ok=True)
         raise UserError(
             f"{model.directory} cannot be converted to {file}: {reason_of(error)}",
             "free disk space, or export HF_HOME=DIR on another disk",

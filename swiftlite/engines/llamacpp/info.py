@@ -16,6 +16,7 @@ LLAMACPP = EngineInfo(
     adapter="swiftlite.engines.llamacpp.engine:LlamacppEngine",
     convention="swiftlite.conventions.llamacpp:convention",
     measured="b11549",
+    supports_draft_vocab=False,
     options_class=LlamacppArgs,
     server="swiftlite.engines.llamacpp.server:server_command",
     client="swiftlite.engines.llamacpp.client:LlamacppClient",
