@@ -6,9 +6,12 @@ One thread per server: with more, llama.cpp waits actively for threads that do n
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from huggingface_hub import constants
+from transformers import AutoModelForCausalLM
 
 from swiftlite.conventions.llamacpp import ARCHITECTURES
 from swiftlite.engines.engine import EngineConfig, Sampling, start_engine
@@ -16,7 +19,7 @@ from swiftlite.engines.served_model import resolve_served
 from tests.engines.chi_square import FALSE_ALARM, probability
 from tests.engines.joint import PROMPT, TEMPERATURE, joint_distribution
 from tests.engines.llamacpp_reference import Request, requests
-from tests.engines.reference import Reference, convention, follow
+from tests.engines.reference import UNDECIDED, Reference, convention, follow
 from tests.llamacpp_here import needs_llamacpp
 from tests.tiers import some_of
 from tests.tiny import ALIKE, make_tiny_hf
@@ -101,3 +104,41 @@ def test_drawn_drafts_leave_the_trunks_distribution_alone(tmp_path, monkeypatch)
         found.append([*answer.token_ids, end, end][:3])
     assert probability(found, expected) > FALSE_ALARM
     assert 0.05 < counts.accepted / counts.drafted < 0.95
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 1e4},
+    ],
+    ids=lambda rope: rope["rope_type"],
+)
+def test_scaled_rotary_positions(tmp_path, monkeypatch, rope):
+    """Answers to prompts beyond the original length equal those of transformers."""
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "home"))
+    size = 128
+    directory = make_tiny_hf(tmp_path / "model", "qwen3", depth=1, vocab_size=size, rope_parameters=rope)
+    write_tokenizer(directory, size, 0)
+    trunk: Any = AutoModelForCausalLM.from_pretrained(directory).eval()
+    prompts, expected = [], []
+    generator = torch.Generator().manual_seed(0)
+    while len(prompts) < 4:
+        prompt = torch.randint(1, size, (1, 100), generator=generator)
+        row = prompt
+        lead = 1.0
+        for _ in range(8):
+            with torch.no_grad():
+                largest, tokens = trunk(row).logits[0, -1].topk(2)
+            lead = min(lead, float(largest[0] - largest[1]))
+            row = torch.cat((row, tokens[:1][None]), dim=1)
+        if lead > UNDECIDED:
+            prompts.append(prompt[0].tolist())
+            expected.append(row[0, 100:].tolist())
+    config = EngineConfig(resolve_served(directory), torch_dtype="float32", engine_kwargs={"threads": 1})
+    engine = start_engine("llamacpp", config)
+    try:
+        found = [answer.token_ids for answer in engine.generate(prompts, Sampling(8))]
+    finally:
+        engine.close()
+    assert found == expected
