@@ -80,7 +80,8 @@ class ConversionArgs:
     """With --quant_method: engine that also counts accepted drafts of the quantized and of the unquantized model on
     --val_dataset."""
     min_acceptance: Fraction | None = None
-    """Minimum agreement of heads and trunk on --val_dataset (mean over depths, 0 to 1); refuse an export below it."""
+    """Minimum agreement of heads and trunk on --val_dataset (mean over depths, 0 to 1); refuse an export below it. With
+    --to_gguf: minimum share of drafts that llama.cpp accepts."""
     max_regression: Fraction | None = None
     """Maximum decrease of the agreement of heads and trunk compared with --baseline (0 to 1); refuse an export beyond
     it."""
