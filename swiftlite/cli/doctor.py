@@ -101,7 +101,7 @@ def parts() -> list[InstalledPart]:
     found = [InstalledPart("train", (), "", is_core=True), InstalledPart("export", (), "", is_core=True)]
     for info in ENGINES.values():
         needed = (info.name,)
-        if info.is_required:
+        if info.is_required or (info.locate and info.is_installed):  # a program may come without its package
             needed = ()
         found.append(InstalledPart(f"infer, {info.name}", needed, info.install, info.is_required))
         if info.supports_images:

@@ -45,6 +45,7 @@ def test_every_part_has_a_line(capsys):
         "vllm",
         "images, vllm",
         "sglang",
+        "llamacpp",
         "tensorboard",
         "wandb",
         "swanlab",
