@@ -121,7 +121,7 @@ def _baseline(args: ExportArgs, unquantized: HfModel | None) -> tuple[HfModel, s
 
 
 def _measure(args: ExportArgs, model: HfModel, name: str, torch_dtype: str, mesh: Mesh) -> _Figures:
-    _, data = load_rows(model, args.val_dataset, offered=vars(args), images=args)
+    _, data = load_rows(model, args.val_dataset, offered=options_of_rows(args), images=args)
     measured = measure_rows(model, data.val, torch_dtype=torch_dtype, mesh=mesh)[ALL]
     return _Figures(model, name, measured, data.val)
 
@@ -137,6 +137,11 @@ def _check_limits(args: ExportArgs, found: _Figures, before: _Figures | None) ->
         raise UserError("; ".join(problems), "nothing was written; change the export or the limit, or add --force")
     for problem in problems:
         logger.warning("%s; written because of --force", problem)
+
+
+def options_of_rows(args: ExportArgs) -> set[str]:
+    """Return the names of the options that apply to --val_dataset. --max_length applies only to calibration rows."""
+    return set(vars(args)) - {"max_length"}
 
 
 def _log(found: _Figures, before: _Figures | None) -> None:

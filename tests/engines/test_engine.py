@@ -20,6 +20,7 @@ def test_an_engine_that_is_not_installed_names_the_pip_command(name, tmp_path, m
     for module in [module for module in sys.modules if module.partition(".")[0] == name]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, name, None)  # Python's own way to say that a module cannot be imported
+    monkeypatch.setenv("LLAMA_SERVER", "/missing")
     with pytest.raises(UserError) as error:
         start_engine(name, EngineConfig(resolve_served(directory)))
     assert mentions(str(error.value), name)

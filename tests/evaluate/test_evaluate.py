@@ -29,6 +29,7 @@ from swiftlite.evaluate.evaluation_rows import load_rows
 from swiftlite.evaluate.page import evaluation_chart, evaluation_page
 from swiftlite.evaluate.position_tables import position_tables
 from swiftlite.evaluate.rates import compare_with_engine, table
+from swiftlite.export.gate import options_of_rows
 from swiftlite.families.resolved import resolve
 from swiftlite.heads import Heads
 from swiftlite.model.build import build_model
@@ -215,22 +216,23 @@ def figures(*rates: float) -> dict:
 
 
 @pytest.mark.parametrize(
-    ("command", "bad", "cut"),
+    ("offered", "bad", "cut"),
     [
-        (EvaluateArgs, ["--max_bad_rows"], ["--dataset", "--max_length", "--max_length"]),
-        (ExportArgs, [], ["--val_dataset"]),
+        (set(vars(EvaluateArgs())), ["--max_bad_rows"], ["--dataset", "--max_length", "--max_length"]),
+        (options_of_rows(ExportArgs()), [], ["--val_dataset"]),
     ],
+    ids=["evaluate", "export"],
 )
-def test_an_error_names_only_options_that_the_command_has(tmp_path, command, bad, cut):
+def test_an_error_names_only_options_that_the_command_has(tmp_path, offered, bad, cut):
     hf_dir = make_tiny_hf(tmp_path / "model", "mimo", depth=1, with_tokenizer=True)
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(json.dumps({"query": "Yes?", "response": text}) for text in ("Yes.", "")))
     with pytest.raises(UserError) as raised:
-        load_rows(resolve(hf_dir), [str(path)], offered=vars(command()))
+        load_rows(resolve(hf_dir), [str(path)], offered=offered)
     assert re.findall(r"--\w+", str(raised.value)) == bad
     path.write_text(json.dumps({"query": "very " * 200, "response": "Yes."}))
     with pytest.raises(UserError) as raised:
-        load_rows(resolve(hf_dir), [str(path)], offered=vars(command()), max_length=8)
+        load_rows(resolve(hf_dir), [str(path)], offered=offered, max_length=8)
     assert re.findall(r"--\w+", str(raised.value)) == cut
     assert mentions(raised.value.problem, "8")
 

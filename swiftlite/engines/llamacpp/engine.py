@@ -34,7 +34,7 @@ class LlamacppEngine:
             raise UserError("devices are not supported by llama.cpp", "remove devices")
         words = program()
         if words is None:
-            raise UserError(f"{LLAMACPP.label} is not installed", LLAMACPP.install)
+            raise UserError(f"--infer_backend {LLAMACPP.name}: {LLAMACPP.label} is not installed", LLAMACPP.install)
         model = config.model
         num_tokens = config.num_speculative_tokens
         if num_tokens is None:
