@@ -26,7 +26,7 @@ from tests.engines.quantized_lists import list_plain, list_trunk
 from tests.quantized import quantize_hf
 from tests.stand_ins import sglang_environment
 from tests.tiers import some_of
-from tests.tiny import CLASSES, HYBRID, LATENT, NOT_IN_SGLANG, VLLM_LATENT_SIZES, make_tiny_hf
+from tests.tiny import CLASSES, HYBRID, LATENT, ONLY_IN_VLLM, VLLM_LATENT_SIZES, make_tiny_hf
 
 pytestmark = [
     pytest.mark.engine,
@@ -70,7 +70,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "awq": {},
 }
 """A quantization_config of each method that lists nothing."""
-FAMILIES = [family for family in CLASSES if family not in (*HYBRID, *NOT_IN_SGLANG, *WITHOUT_SCALES)]
+FAMILIES = [family for family in CLASSES if family not in (*HYBRID, *ONLY_IN_VLLM, *WITHOUT_SCALES)]
 # No list can describe plain heads of these for SGLang (`unlisted_engines`).
 UNLISTED = [("qwen3_moe", False), ("mimo", False)]
 CASES = [case for case in product(FAMILIES, (False, True)) if case not in UNLISTED]
