@@ -134,6 +134,8 @@ def _experts_of_glm(metadata: Metadata) -> Config:
         "routed_scaling_factor": _short(metadata.get("expert_weights_scale", 1.0)),
         "norm_topk_prob": bool(metadata.get("expert_weights_norm", False)),
         "num_nextn_predict_layers": metadata.heads,
+        "n_group": 1,
+        "topk_group": 1,
     }
     if groups := metadata.get("expert_group_count"):
         config |= {"n_group": groups, "topk_group": metadata.need("expert_group_used_count")}
@@ -169,7 +171,7 @@ def _deepseek2(metadata: Metadata) -> Config:
         "topk_method": "noaux_tc",
         "moe_layer_freq": 1,
     }
-    if "n_group" not in config and metadata.get("rope.scaling.type") is None:
+    if config["n_group"] == 1 and metadata.get("rope.scaling.type") is None:
         config["model_type"] = "glm4_moe_lite"
     return config
 

@@ -143,7 +143,11 @@ class GgufFile:
 
     def _dtypes(self) -> dict[str, torch.dtype]:
         """Return the dtype of each tensor that has another dtype than "default"."""
-        found: dict[str, Any] = json.loads(self._text(DTYPES) or '{"default": "bfloat16"}')
+        stored = self._text(DTYPES)
+        if stored is None:
+            exact = [name for conversion in self._plan if conversion.is_exact for name in conversion.hf]
+            return {"default": torch.bfloat16, **dict.fromkeys(exact, torch.float32)}
+        found: dict[str, Any] = json.loads(stored)
         dtypes = {"default": getattr(torch, found.pop("default"))}
         for dtype, names in found.items():
             dtypes |= dict.fromkeys(names, getattr(torch, dtype))
