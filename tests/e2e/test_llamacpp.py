@@ -119,7 +119,6 @@ def test_scaled_rotary_positions(tmp_path, monkeypatch, rope):
     monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "home"))
     size = 128
     directory = make_tiny_hf(tmp_path / "model", "qwen3", depth=1, vocab_size=size, rope_parameters=rope)
-    write_tokenizer(directory, size, 0)
     trunk: Any = AutoModelForCausalLM.from_pretrained(directory).eval()
     prompts, expected = [], []
     generator = torch.Generator().manual_seed(0)
@@ -135,6 +134,8 @@ def test_scaled_rotary_positions(tmp_path, monkeypatch, rope):
         if lead > UNDECIDED:
             prompts.append(prompt[0].tolist())
             expected.append(row[0, 100:].tolist())
+    used = {token for tokens in expected for token in tokens}
+    write_tokenizer(directory, size, next(token for token in range(size) if token not in used))
     config = EngineConfig(resolve_served(directory), torch_dtype="float32", engine_kwargs={"threads": 1})
     engine = start_engine("llamacpp", config)
     try:
