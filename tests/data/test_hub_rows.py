@@ -100,6 +100,7 @@ def test_images_are_not_decoded_by_datasets(hub, tmp_path):
     assert json.loads(found) == [content.hex()]
 
 
+@pytest.mark.slow
 def test_what_is_here_is_read_without_network_and_at_its_commit(hub, tmp_path):
     """`datasets` alone would use the version that it loaded last."""
     home = tmp_path / "home"

@@ -22,6 +22,7 @@ def load(directory, family: str) -> Reference:
     return follow(Reference.load(directory, family, depth=1), convention("vllm", family).drafting)
 
 
+@pytest.mark.slow
 def test_it_takes_new_weights(vllm, trained, tmp_path):
     """The compiled code of trunk and draft uses the current parameters."""
     started = make_tiny_hf(tmp_path / "started", "qwen3", depth=1)

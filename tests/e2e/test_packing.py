@@ -58,6 +58,7 @@ def test_a_streamed_run_is_the_same_at_other_layouts_and_goes_on_bit_for_bit(com
     assert read_metrics(stopped)[8:] == read_metrics(tmp_path / whole)[8:]
 
 
+@pytest.mark.slow
 def test_mock_data_under_the_scheduler(commands, sft, tmp_path, model):
     mock = {
         "mode": "distribution",

@@ -211,6 +211,7 @@ def test_infer_and_evaluate(talking, tmp_path):
     assert 0 < counted["accepted"] < counted["drafted"]  # few: it was not trained on chats
 
 
+@pytest.mark.slow
 def test_the_printed_command_starts_the_server(talking, tmp_path):
     """The command runs in a shell.
 

@@ -177,7 +177,9 @@ def test_the_process_ends_with_the_export(tmp_path):
     """After Ctrl-C, and after kill -9, no process is left."""
     child = f"import pathlib, os, time; pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid())); "
     child += "print('started', flush=True); time.sleep(60)"
-    program = f"from swiftlite.export import calibrated; calibrated._run({python(child)!r}, 'gptq')"
+    # A shell's background jobs ignore SIGINT, and their processes inherit this.
+    program = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    program += f"from swiftlite.export import calibrated; calibrated._run({python(child)!r}, 'gptq')"
     for number in (signal.SIGINT, signal.SIGKILL):
         with subprocess.Popen(python(program), stderr=subprocess.PIPE, text=True) as process:
             assert process.stderr is not None

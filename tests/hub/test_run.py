@@ -74,6 +74,7 @@ def test_a_wrong_option_is_said_before_the_weights_are_fetched(hub, tmp_path):
     assert not fetched & {"model.safetensors", "rows.jsonl"}
 
 
+@pytest.mark.slow
 def test_two_nodes_that_have_other_commits_do_not_train(hub, tiny, tmp_path):
     """Each node has a separate cache, and a new commit is pushed between their requests."""
     from concurrent.futures import ThreadPoolExecutor
