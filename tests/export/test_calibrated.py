@@ -173,6 +173,7 @@ def test_a_failed_process_is_reported_with_the_end_of_its_output(capfd, program,
     assert mentions(str(error.value), tokens)
 
 
+@pytest.mark.slow
 def test_the_process_ends_with_the_export(tmp_path):
     """After Ctrl-C, and after kill -9, no process is left."""
     child = f"import pathlib, os, time; pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid())); "
