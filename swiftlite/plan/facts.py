@@ -88,13 +88,20 @@ def read_facts(args: Any, world_size: int = 1) -> Facts:
     names = models_in(args)
     if "model" not in names:
         return Facts(world_size, {}, names=names)
-    if isinstance(args, DoctorArgs) and args.engine is not None and not args.plan and is_gguf(args.model or ""):
-        return Facts(world_size, {}, names=names)  # the engine examines the file, of whatever architecture
+    if _examines_file(args):
+        return Facts(world_size, {}, names=names)
     is_of_run = isinstance(args, ExportArgs) and reads_run(args)
     directory = Path(args.model)
     if not is_of_run:
         directory = _directory_of("model", args.model)
     return Facts(world_size, read_hf_config(config_directory(directory)), directory, names)
+
+
+def _examines_file(args: Any) -> bool:
+    """Return whether an engine examines a GGUF file, which can have any architecture."""
+    if not isinstance(args, DoctorArgs) or args.plan:
+        return False
+    return args.engine is not None and is_gguf(args.model or "")
 
 
 def reads_run(args: ExportArgs) -> bool:

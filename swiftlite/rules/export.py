@@ -6,7 +6,7 @@ from pathlib import Path
 
 from swiftlite.args.commands import ExportArgs
 from swiftlite.args.config import Problem
-from swiftlite.engines.index import ENGINES
+from swiftlite.engines.llamacpp.info import LLAMACPP
 from swiftlite.gguf.types import QUANTIZER, WRITTEN_TYPES, quantizer
 from swiftlite.hub.name import model_name
 from swiftlite.hub.push import has_token, is_offline
@@ -272,9 +272,9 @@ def gguf_fits(args: ExportArgs, facts: Facts) -> Iterator[Problem]:
         for name in common.changed(args, ("mtp", "mtp_graft_from", "draft_vocab", "torch_dtype", "dequantize")):
             yield f"--{name} applies only to runs, not to a Hugging Face model", f"remove --{name}"
     if args.min_acceptance is not None:
-        info = ENGINES["llamacpp"]
-        if not info.is_installed:
-            yield f"--min_acceptance requires {info.label} with --to_gguf, which counts accepted drafts", info.install
+        if not LLAMACPP.is_installed:
+            problem = f"--min_acceptance requires {LLAMACPP.label} with --to_gguf, which counts accepted drafts"
+            yield problem, LLAMACPP.install
         if facts.hf_config and not facts.heads.layers:
             yield f"--min_acceptance {args.min_acceptance} requires heads; {common.no_heads(facts)}", "remove it"
     if args.gguf_type and args.gguf_type not in WRITTEN_TYPES and quantizer() is None:
