@@ -62,7 +62,7 @@ class EngineInfo:
         supports_images: whether the adapter supports prompts with images.
         image_packages: packages that the engine requires for images, in addition to `package`.
         image_install: command to install `image_packages`.
-        supports_draft_vocab: whether the engine drafts with heads that have a draft vocabulary.
+        supports_draft_vocab: whether the engine uses the draft vocabulary of heads, which makes drafts cheaper.
         options_class: class of the engine's own options in args/fields.py, a base class of the commands' option
             classes; None if the engine has no options. The name of each option starts with the engine's name.
         read_speculative_config: function that returns the speculative options that the user set in a command's options,

@@ -98,7 +98,6 @@ def test_a_tensor_without_a_place_is_named(tmp_path):
         ("qwen3", {"intermediate_size": 40}, "intermediate_size 40 32"),
         ("qwen3", {"rope_parameters": YARN | {"attention_factor": 1.2}}, "attention_factor 1.2"),
         ("qwen3", {"rope_parameters": YARN | {"mscale": 1.0}}, "mscale mscale_all_dim"),
-        ("qwen3", {"mtp_draft_vocab": "0 1 2"}, "--draft_vocab"),
     ],
 )
 def test_what_llamacpp_cannot_compute_is_named(tmp_path, family, change, named):
@@ -108,6 +107,16 @@ def test_what_llamacpp_cannot_compute_is_named(tmp_path, family, change, named):
     with pytest.raises(UserError, match=naming(named)):
         write(source, tmp_path / "model.gguf", "bf16")
     assert not (tmp_path / "model.gguf").exists()
+
+
+def test_a_draft_vocabulary_stays_in_the_config(tmp_path):
+    """llama.cpp does not use it: it drafts from all tokens."""
+    source = make_tiny_hf(tmp_path / "source", "qwen3", depth=1, with_tokenizer=True)
+    config = json.loads((source / "config.json").read_text()) | {"mtp_draft_vocab": "0 1 2"}
+    (source / "config.json").write_text(json.dumps(config))
+    file = write(source, tmp_path / "model.gguf", "f32")
+    back(file, tmp_path / "back")
+    assert json.loads((tmp_path / "back" / "config.json").read_text()) == config
 
 
 def test_several_heads_are_refused(tmp_path):

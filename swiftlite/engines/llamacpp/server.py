@@ -15,6 +15,7 @@ from swiftlite.errors import UserError
 from swiftlite.families.resolved import HfModel
 from swiftlite.gguf.architectures import metadata_of
 from swiftlite.hub.name import served_name
+from swiftlite.log import logger
 
 LENGTH = 8192
 """Maximum length of prompt and answer without --max_model_len; the KV cache of each slot has this size."""
@@ -70,6 +71,8 @@ def server_options(
     metadata_of(model.family, model.config, model.heads.layers)  # checks that llama.cpp supports the model
     if num_tokens:
         require_heads(model)
+        if model.heads.draft_vocab:
+            logger.info("llama.cpp does not use the draft vocabulary of the heads: it drafts from all tokens")
     options: dict[str, Any] = {
         "parallel": slots,
         "ctx_size": slots * max_length(model, max_model_len),
