@@ -12,7 +12,7 @@ from swiftlite.engines.llamacpp.check import check_file
 from swiftlite.engines.llamacpp.info import LLAMACPP
 from swiftlite.engines.llamacpp.program import program
 from swiftlite.engines.served_model import require_heads
-from swiftlite.errors import UserError
+from swiftlite.errors import UserError, reason_of
 from swiftlite.families.resolved import HfModel
 from swiftlite.gguf.types import QUANTIZER, WRITTEN_TYPES, quantizer
 from swiftlite.gguf.verify import differences
@@ -64,8 +64,12 @@ def _quantize(model: HfModel, file: Path, gguf_type: str) -> None:
     _check_numbers(model, whole, "bf16")
     layers = range(model.config["num_hidden_layers"], model.config["num_hidden_layers"] + model.heads.layers)
     kept = [f"--tensor-type=blk\\.{layer}\\.=q8_0" for layer in layers]
-    done = subprocess.run([found, *kept, str(whole), str(file), gguf_type], capture_output=True, text=True)
-    whole.unlink()
+    try:
+        done = subprocess.run([found, *kept, str(whole), str(file), gguf_type], capture_output=True, text=True)
+    except OSError as error:
+        raise UserError(f"{found} cannot be run: {reason_of(error)}", f"set {QUANTIZER}=FILE to another one") from None
+    finally:
+        whole.unlink()
     if done.returncode:
         raise UserError(f"llama-quantize failed:\n{(done.stdout + done.stderr)[-1000:]}", "nothing was written")
 

@@ -117,3 +117,15 @@ def test_k_quants_are_left_to_llama_quantize(hf_dir, tmp_path, monkeypatch):
     assert words[0] == "--tensor-type=blk\\.2\\.=q8_0"
     assert words[-1] == "q4_k_m"
     assert list(out.iterdir()) == []
+
+
+def test_a_program_that_cannot_be_run_is_named(hf_dir, tmp_path, monkeypatch):
+    program = tmp_path / "quantize"
+    program.write_bytes(b"\x7fELF no program")
+    program.chmod(0o755)
+    monkeypatch.setenv("LLAMA_QUANTIZE", str(program))
+    out = tmp_path / "out"
+    out.mkdir()
+    with pytest.raises(UserError, match=naming(f"{program} LLAMA_QUANTIZE")):
+        gguf.export_gguf(options(hf_dir, out, gguf_type="q4_k_m"), resolve(hf_dir), out)
+    assert list(out.iterdir()) == []
