@@ -5,6 +5,7 @@ trunk. A quantized export is always measured if there are rows: a changed trunk 
 acceptance of its heads does not show, and wrong heads give the same answers, which the loss of the trunk does not show.
 """
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -162,6 +163,8 @@ def _log(found: _Figures, before: _Figures | None) -> None:
 def _problems(args: ExportArgs, found: _Figures, before: _Figures | None) -> list[str]:
     """Return one line for each limit that is not met. A loss that is not a number meets no limit."""
     problems = []
+    if math.isnan(found.trunk_loss):
+        problems.append("the loss of the trunk is not a number: its weights are too large for its dtype")
     if args.min_acceptance is not None and found.acceptance < args.min_acceptance:
         problems.append(
             f"the heads agree with the trunk on {found.acceptance:.1%} of the tokens, below --min_acceptance "

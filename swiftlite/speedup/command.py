@@ -112,6 +112,8 @@ class _Speedup:
             logger.info("bench runs again, for another --concurrency")
             self._progress.repeat(bench.name)
         run_step(bench, self._progress, self._directory)
+        if self._progress.spent > self._budget:
+            logger.info("the budget of %s is exceeded: the first round and bench always run", self._args.budget)
         return best
 
     def _prompts_of(self, number: int) -> int:

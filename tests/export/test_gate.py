@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from swiftlite.acceptance.teacher_forced import measure_rows, teacher_forced
 from swiftlite.args.commands import ExportArgs
@@ -62,6 +63,17 @@ def test_limits_of_the_trunk(tmp_path, mesh, rows):
     check(worse, baseline=str(better), max_trunk_loss_increase=increase * 1.001)
     with pytest.raises(UserError, match=naming(f"--max_trunk_loss_increase {increase * 0.999} {better}")):
         check(worse, baseline=str(better), max_trunk_loss_increase=increase * 0.999)
+
+
+def test_a_loss_that_is_not_a_number_is_refused(tmp_path, mesh, rows):
+    """NaN is neither above nor below a limit, and all predictions of such a model are equal."""
+    model = make_tiny_hf(tmp_path / "model", "qwen3", depth=1, with_tokenizer=True)
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.norm.weight"].fill_(3e38)
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    limits = {"max_trunk_loss": 1e9, "min_acceptance": 0.0}
+    with pytest.raises(UserError, match=naming("loss number --max_trunk_loss")):
+        check_quality(ExportArgs(val_dataset=[rows], **limits), model, "float32", mesh)
 
 
 def loss_of(hf_dir: Path, rows: str, mesh) -> float:

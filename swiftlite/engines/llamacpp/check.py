@@ -107,5 +107,7 @@ def _serve(words: Sequence[str], file: Path, more: Mapping[str, Any] | None = No
             raise UserError(f"llama.cpp cannot load {file.name}: {error.problem}") from None
         try:
             yield url
+        except OSError as error:
+            raise UserError(f"llama.cpp's server does not answer: {error}") from None
         finally:
             running.__exit__(*sys.exc_info())
