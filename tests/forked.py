@@ -223,4 +223,7 @@ def _answer(caller: Connection, function: Callable[..., Any], args: tuple) -> No
         answer = pickle.dumps((end.code, ""))
     except BaseException:
         answer = pickle.dumps((None, traceback.format_exc()))
+    # The caller may read the output files as soon as it has the answer, before this process exits and flushes.
+    sys.stdout.flush()
+    sys.stderr.flush()
     caller.send_bytes(answer)

@@ -54,6 +54,8 @@ GUARANTEES = {
         "tests/faults/test_model_files.py::test_any_header",
         "tests/faults/test_model_files.py::test_any_index",
         "tests/faults/test_model_files.py::test_any_value_in_a_config",
+        "tests/faults/test_gguf_files.py::test_any_bytes",
+        "tests/faults/test_gguf_files.py::test_any_metadata",
         "tests/faults/test_options.py::test_any_yaml",
         "tests/faults/test_options.py::test_any_args_json_of_a_run",
         "tests/data/test_sources.py::test_bad_rows_are_named_and_the_others_read",

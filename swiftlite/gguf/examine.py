@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swiftlite.gguf.read import open_reader
+from swiftlite.gguf.read import open_reader, readable
 from swiftlite.gguf.tokenizer import PRE_TOKENIZERS
 
 if TYPE_CHECKING:
@@ -27,13 +27,14 @@ DRAFTING = (
     "qwen35",
     "qwen35moe",
     "qwen3next",
+    "qwen4exp",
     "step35",
 )
 """Architectures in which llama.cpp b11549 drafts with MTP heads."""
 SEVERAL_HEADS = ("hy_v3", "mimo2", "step35")
 """Architectures with several heads; in the others, llama.cpp ends with an assertion."""
 FINE = ("F32", "F16", "BF16", "Q8_0")
-"""Types in which a head drafts as well as in floats."""
+"""Types of heads that are not reported as coarse."""
 _LONG = ("tokenizer.ggml.tokens", "tokenizer.ggml.merges", "tokenizer.ggml.token_type", "swiftlite.")
 _REQUIRED = ("nextn.eh_proj.weight", "nextn.enorm.weight", "nextn.hnorm.weight")
 _BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
@@ -64,6 +65,11 @@ def examine(file: Path) -> Examined:
     Raises:
         UserError: the file is damaged.
     """
+    with readable(file):
+        return _examine(file)
+
+
+def _examine(file: Path) -> Examined:
     reader = open_reader(file)
     values = {name: value.contents() for name, value in reader.fields.items() if not _is_long(name)}
     tensors = {tensor.name: tensor for tensor in reader.tensors}
@@ -106,6 +112,12 @@ class _Content:
         if self.values.get("split.count", 1) > 1:
             yield "the file is one of several parts: merge them first (llama-gguf-split --merge)"
             return
+        if self._number("block_count") > len(self.tensors):
+            yield f"{self.architecture}.block_count is more than the {len(self.tensors)} tensors in the file"
+            return
+        if self.heads > self._number("block_count"):
+            yield f"{self.architecture}.nextn_predict_layers is more than {self.architecture}.block_count"
+            return
         yield from self._wrong_blocks()
         if not self.heads:
             yield from self._no_heads()
@@ -131,8 +143,8 @@ class _Content:
                 coarse.setdefault(tensor.tensor_type.name, []).append(name)
         for kind, names in coarse.items():
             yield (
-                f"{len(names)} tensors of the heads, such as {names[0]}, are {kind}: fewer drafts are accepted than "
-                "with q8_0. llama-quantize keeps them with --tensor-type"
+                f"{len(names)} tensors of the heads, such as {names[0]}, are {kind}: fewer drafts may be accepted "
+                "than with q8_0. llama-quantize keeps them with --tensor-type"
             )
         pre = self.values.get("tokenizer.ggml.pre")
         if self.values.get("tokenizer.ggml.model") == "gpt2" and pre in (None, "default"):

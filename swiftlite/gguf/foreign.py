@@ -51,6 +51,14 @@ class Metadata:
         """Number of the trunk's layers."""
         return self.need("block_count") - self.heads
 
+    @property
+    def tokens(self) -> list[str]:
+        """The texts of all tokens."""
+        tokens = self.values.get("tokenizer.ggml.tokens")
+        if tokens is None:
+            raise UserError("tokenizer.ggml.tokens is missing in the GGUF file", "use the model's safetensors")
+        return tokens
+
     def has(self, suffix: str, layer: int = 0) -> bool:
         """Return whether a layer has a tensor."""
         return f"blk.{layer}.{suffix}" in self.tensors
@@ -70,7 +78,7 @@ def config_of(metadata: Metadata) -> Config:
             f"supported: {supported}; or use the model's safetensors",
         )
     config: Config = {
-        "vocab_size": len(metadata.values["tokenizer.ggml.tokens"]),
+        "vocab_size": len(metadata.tokens),
         "hidden_size": metadata.need("embedding_length"),
         "num_hidden_layers": metadata.layers,
         "num_attention_heads": metadata.need("attention.head_count"),
@@ -267,7 +275,7 @@ def tokenizer_files(metadata: Metadata) -> dict[str, str]:
             f"pre-tokenizer {pre!r}",
             f"supported: model gpt2 with {known}; or use the model's safetensors",
         )
-    texts, types = values["tokenizer.ggml.tokens"], values.get("tokenizer.ggml.token_type")
+    texts, types = metadata.tokens, values.get("tokenizer.ggml.token_type")
     if types is None:
         types = [_NORMAL] * len(texts)
     added = []

@@ -5,25 +5,32 @@ the metadata.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from swiftlite.bridge.hf_config import with_architecture_names
+from swiftlite.bridge.rows import shapes_of
 from swiftlite.bridge.tensors import ShardedFiles
 from swiftlite.errors import UserError, reason_of
 from swiftlite.families.family import Family
 from swiftlite.families.index import get
+from swiftlite.families.linear_attention import GatedDeltaNet
 from swiftlite.gguf.architectures import conversions_of
 from swiftlite.gguf.foreign import Metadata, config_of, tokenizer_files
+from swiftlite.gguf.header import check_header
 from swiftlite.gguf.metadata import COPIES, DTYPES, EXACT, FILES
 from swiftlite.gguf.tensors import Conversion, is_always_float32
+from swiftlite.json_file import parse_json
 
 if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor
 
+_FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _MAX_SHARD_BYTES = 5_000_000_000
 _COPIES = ("nextn.embed_tokens.weight", "nextn.shared_head_head.weight")
 """Copies of embedding and output layer in heads, which other programs also write."""
@@ -43,15 +50,19 @@ class GgufFile:
 
     def __init__(self, file: Path):
         self.file = file
-        self._reader = open_reader(file)
-        texts = {name: self._text(key) for name, key in FILES.items()}
-        if texts["config.json"] is None:
-            texts |= self._derived_files()
-        self._files = {name: text for name, text in texts.items() if text is not None}
-        self.config = with_architecture_names(json.loads(self._files["config.json"]), file)
-        self.family: Family = get(self.config)
-        architecture = self._text("general.architecture")
-        self.heads = int(self._text(f"{architecture}.nextn_predict_layers") or 0)
+        with readable(file):
+            self._reader = open_reader(file)
+            texts = {name: self._text(key) for name, key in FILES.items()}
+            if texts["config.json"] is None:
+                texts |= self._derived_files()
+            self._files = {name: text for name, text in texts.items() if text is not None}
+            self.config = with_architecture_names(parse_json(self._files["config.json"]), file)
+            self.family: Family = get(self.config)
+            self.family.check(self.config)
+            architecture = self._text("general.architecture")
+            self.heads = int(self._text(f"{architecture}.nextn_predict_layers") or 0)
+            self._check_sizes()
+            self._check_tensors()
 
     def write_small_files(self, directory: Path) -> None:
         """Write config.json, tokenizer and chat template to a directory."""
@@ -62,33 +73,27 @@ class GgufFile:
         """Return the small files of a file that another program wrote."""
         values = {name: field.contents() for name, field in self._reader.fields.items()}
         metadata = Metadata(values, {tensor.name for tensor in self._reader.tensors})
-        try:
-            config, tokenizer = config_of(metadata), tokenizer_files(metadata)
-        except UserError as error:
-            raise UserError(f"{self.file}: {error.problem}", error.hint) from None
-        return {"config.json": json.dumps(config, indent=2) + "\n", **tokenizer}
+        return {"config.json": json.dumps(config_of(metadata), indent=2) + "\n", **tokenizer_files(metadata)}
 
     def write_weights(self, directory: Path) -> None:
         """Write the tensors as safetensors, with the dtypes that the source model had.
 
-        Quantized matrices are de-quantized. Only one conversion is in memory at a time.
+        Quantized matrices are dequantized. Only one conversion is in memory at a time.
 
         Raises:
-            UserError: a tensor is missing, unexpected or has another shape.
+            UserError: the file is damaged, or the directory cannot be written.
         """
-        shapes: dict[str, tuple[int, ...]] = {}
-        for row in self.family.rows(self.config, self.heads):
-            shapes |= row.hf_shapes()
-        copies = self._copies()
-        dtypes = self._dtypes()
-        names = [name for conversion in self._plan for name in conversion.hf]
-        types = {name: (dtypes.get(name, dtypes["default"]), shapes[name]) for name in (*names, *copies)}
+        with readable(self.file):
+            copies = self._copies()
+            names = [name for conversion in self._plan for name in conversion.hf]
+            types = {name: (self._dtype_of(name), self._shapes[name]) for name in (*names, *copies)}
         files = ShardedFiles(directory, types, _MAX_SHARD_BYTES)
         files.create()
         try:
             for name, tensor, _ in self.tensors():
                 for target in (name, *(copy for copy, original in copies.items() if original == name)):
-                    _write(files, target, tensor.to(types[target][0]), self.file, shapes[target])
+                    whole = (slice(None),) * tensor.dim()
+                    files.write(target, whole, tensor.to(types[target][0]).contiguous())
             files.flush()
             files.publish()
         except BaseException:
@@ -96,70 +101,115 @@ class GgufFile:
             raise
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor, bool]]:
-        """Yield the name and the numbers of each Hugging Face tensor, and whether its type is that of matrices.
-
-        Raises:
-            UserError: a tensor is missing or unexpected.
-        """
-        stored = {tensor.name: tensor for tensor in self._reader.tensors}
-        self._check_names(stored)
-        dtypes = self._dtypes()
+        """Yield the name and the numbers of each Hugging Face tensor, and whether its type is that of matrices."""
         for conversion in self._plan:
-            is_matrix = any(not is_always_float32(name, tuple(stored[name].shape)) for name in conversion.gguf)
-            for name, tensor in self._tensors(conversion, stored, dtypes):
+            with readable(self.file):
+                shapes = [tuple(map(int, self._stored[name].shape)) for name in conversion.gguf]
+                found = self._tensors(conversion)
+            pairs = zip(conversion.gguf, shapes, strict=True)
+            is_matrix = any(not is_always_float32(name, shape) for name, shape in pairs)
+            for name, tensor in found.items():
                 yield name, tensor, is_matrix
 
-    @property
+    @cached_property
     def _plan(self) -> list[Conversion]:
         return conversions_of(self.family, self.config, self.heads)
 
-    def _tensors(
-        self, conversion: Conversion, stored: Mapping[str, "ReaderTensor"], dtypes: Mapping[str, torch.dtype]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the Hugging Face tensors of a conversion by name."""
-        sources = [numbers_of(stored[name]) for name in conversion.gguf]
+    @cached_property
+    def _stored(self) -> "dict[str, ReaderTensor]":
+        return {tensor.name: tensor for tensor in self._reader.tensors}
+
+    def _tensors(self, conversion: Conversion) -> dict[str, torch.Tensor]:
+        """Return the Hugging Face tensors of a conversion by name."""
+        sources = [numbers_of(self._stored[name]) for name in conversion.gguf]
         if not conversion.hf and any(bool(source.any()) for source in sources):
             raise UserError(f"{self.file}: {conversion.gguf[0]} is not zero", "write it again")
-        for name, tensor in zip(conversion.hf, conversion.transform.to_hf(sources), strict=True):
+        tensors = dict(zip(conversion.hf, conversion.transform.to_hf(sources), strict=True))
+        for name, tensor in tensors.items():
             bits = self._reader.fields.get(EXACT + name)
             if bits is not None:
-                dtype = dtypes.get(name, dtypes["default"])
-                integers = torch.tensor(bits.contents(), dtype=torch.int64)
+                dtype = self._dtype_of(name)
                 kind = torch.int32 if dtype.itemsize == 4 else torch.int16
-                tensor = integers.to(kind).view(dtype).view(tensor.shape)
-            yield name, tensor
+                integers = torch.tensor(bits.contents(), dtype=torch.int64).to(kind)
+                tensors[name] = integers.view(dtype).view(tensor.shape)
+        return tensors
 
     def _copies(self) -> dict[str, str]:
         """Return the tensors that are copies of another one, with the name of the original. Some engines require the
         copies in heads."""
         stored = self._text(COPIES)
         if stored is not None:
-            return json.loads(stored)
+            return parse_json(stored)
         copies: dict[str, str] = {}
         for row in self.family.rows(self.config, self.heads):
             in_heads = [copy for copy in row.hf_copies if self.family.is_mtp(self.config, copy)]
             copies |= {copy: next(iter(row.hf)) for copy in in_heads}
         return copies
 
+    def _dtype_of(self, name: str) -> torch.dtype:
+        """Return the dtype of a Hugging Face tensor."""
+        return self._dtypes.get(name, self._dtypes["default"])
+
+    @cached_property
     def _dtypes(self) -> dict[str, torch.dtype]:
-        """Return the dtype of each tensor that has another dtype than "default"."""
+        """The dtype of each tensor that has another dtype than "default"."""
         stored = self._text(DTYPES)
         if stored is None:
             exact = [name for conversion in self._plan if conversion.is_exact for name in conversion.hf]
             return {"default": torch.bfloat16, **dict.fromkeys(exact, torch.float32)}
-        found: dict[str, Any] = json.loads(stored)
-        dtypes = {"default": getattr(torch, found.pop("default"))}
+        found: dict[str, Any] = parse_json(stored)
+        dtypes = {"default": _FLOATS[found.pop("default")]}
         for dtype, names in found.items():
-            dtypes |= dict.fromkeys(names, getattr(torch, dtype))
+            dtypes |= dict.fromkeys(names, _FLOATS[dtype])
         return dtypes
 
-    def _check_names(self, stored: Mapping[str, "ReaderTensor"]) -> None:
+    def _check_sizes(self) -> None:
+        """Check that numbers of heads and channels are not larger than the file, before lists of them are made.
+
+        Raises:
+            UserError: a number is too large.
+        """
+        if self.heads > len(self._stored):
+            raise UserError(f"nextn_predict_layers {self.heads} is more than the tensors in the file", "write it again")
+        largest = max((int(length) for tensor in self._stored.values() for length in tensor.shape), default=0)
+        for layer in self.family.architecture(self.config).layers:
+            if isinstance(layer.attention, GatedDeltaNet):
+                for name, shape in shapes_of(layer.attention.rows()).items():
+                    if max(shape) > 2 * largest:  # two GGUF tensors can be one Hugging Face tensor
+                        raise UserError(f"{name} has the shape {list(shape)}, larger than the file", "write it again")
+
+    def _check_tensors(self) -> None:
+        """Check that the file contains exactly the tensors of its model, with their shapes.
+
+        Raises:
+            UserError: a tensor is missing or unexpected, or has another shape.
+        """
         expected = {name for conversion in self._plan for name in conversion.gguf}
-        lines = [f"{name} is missing" for name in sorted(expected - stored.keys())]
-        unexpected = {name for name in stored if name not in expected and not name.endswith(_COPIES)}
+        lines = [f"{name} is missing" for name in sorted(expected - self._stored.keys())]
+        unexpected = {name for name in self._stored if name not in expected and not name.endswith(_COPIES)}
         lines += [f"{name} is unexpected" for name in sorted(unexpected)]
+        if not lines:
+            lines = [line for conversion in self._plan for line in self._other_shapes(conversion)]
         if lines:
             raise UserError(f"{self.file} does not match its config:\n  " + "\n  ".join(lines[:10]), "write it again")
+
+    def _other_shapes(self, conversion: Conversion) -> Iterator[str]:
+        """Yield a line for each GGUF tensor that has another shape than those computed from the model's shapes."""
+        with torch.device("meta"):
+            sources = [torch.empty(self._shapes[name]) for name in conversion.hf]
+            tensors = conversion.transform.to_gguf(sources)
+        for name, tensor in zip(conversion.gguf, tensors, strict=True):
+            stored = [int(length) for length in reversed(self._stored[name].shape)]
+            if stored != list(tensor.shape):
+                yield f"{name} has the shape {stored}, not {list(tensor.shape)}"
+
+    @cached_property
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each Hugging Face tensor, including copies."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        for row in self.family.rows(self.config, self.heads):
+            shapes |= row.hf_shapes()
+        return shapes
 
     def _text(self, key: str) -> str | None:
         field = self._reader.fields.get(key)
@@ -169,7 +219,7 @@ class GgufFile:
 
 
 def numbers_of(tensor: "ReaderTensor") -> torch.Tensor:
-    """Return the numbers of a GGUF tensor; quantized ones are de-quantized to float32."""
+    """Return the numbers of a GGUF tensor; quantized tensors are dequantized to float32."""
     from gguf import GGMLQuantizationType, quants
 
     shape = tuple(int(length) for length in reversed(tensor.shape))
@@ -180,23 +230,39 @@ def numbers_of(tensor: "ReaderTensor") -> torch.Tensor:
     return torch.from_numpy(quants.dequantize(tensor.data, tensor.tensor_type)).view(shape)
 
 
-def _write(files: ShardedFiles, name: str, tensor: torch.Tensor, file: Path, shape: tuple[int, ...]) -> None:
-    if tuple(tensor.shape) != shape:
-        raise UserError(f"{file}: {name} has the shape {list(tensor.shape)}, not {list(shape)}", "write it again")
-    files.write(name, (slice(None),) * len(shape), tensor.contiguous())
+@contextmanager
+def readable(file: Path) -> Iterator[None]:
+    """Turn every exception into an error that names the file. Its bytes are untrusted, and can make a parser raise any
+    exception.
+
+    Raises:
+        UserError: an exception was raised.
+    """
+    try:
+        yield
+    except UserError as error:
+        if str(file) in error.problem:
+            raise
+        raise UserError(f"{file}: {error.problem}", error.hint) from None
+    except Exception as error:
+        raise UserError(
+            f"{file} is not a readable GGUF file: {reason_of(error)}", "copy or download it again"
+        ) from None
 
 
 def open_reader(file: Path) -> "GGUFReader":
-    """Open a GGUF file. Only metadata are read.
+    """Open a GGUF file. Only metadata are read."""
+    from gguf import GGUFReader
+
+    check_header(file)
+    return GGUFReader(file)
+
+
+def keys_of(file: Path) -> list[str]:
+    """Return the keys of a file's metadata.
 
     Raises:
         UserError: the file is damaged.
     """
-    from gguf import GGUFReader
-
-    try:
-        return GGUFReader(file)
-    except Exception as error:  # a parser of untrusted bytes can raise any exception
-        raise UserError(
-            f"{file} is not a readable GGUF file: {reason_of(error)}", "copy or download it again"
-        ) from None
+    with readable(file):
+        return list(open_reader(file).fields)

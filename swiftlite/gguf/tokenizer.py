@@ -4,7 +4,6 @@ llama.cpp implements byte-level BPE with a fixed list of pre-tokenizers, which s
 name, and a file contains only the name. It is found by comparing the regular expressions of tokenizer.json.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -159,5 +158,5 @@ def _special_tokens(directory: Path, texts: list[str]) -> Metadata:
 def _optional(file: Path) -> Mapping[str, Any]:
     if not file.is_file():
         return {}
-    content = json.loads(file.read_text(encoding="utf-8"))
+    content = read_json(file)
     return content if isinstance(content, dict) else {}

@@ -25,6 +25,8 @@ from swiftlite.log import logger
 
 READER = "swiftlite.gguf.read:GgufFile"
 """Class that reads files with heads. It is imported when a file is read, because it requires torch."""
+KEYS_OF = "swiftlite.gguf.read:keys_of"
+"""Function that returns the keys of a file's metadata."""
 _KEYS = ("swiftlite.config", ".nextn_predict_layers")
 """Ends of keys of metadata of the files that `READER` reads: those of swiftlite, and those with MTP heads."""
 PACKAGES = ("gguf", "accelerate")
@@ -118,12 +120,7 @@ def _has_heads(file: Path) -> bool:
     Raises:
         UserError: the file cannot be read.
     """
-    from gguf import GGUFReader
-
-    try:
-        return any(key.endswith(_KEYS) for key in GGUFReader(file).fields)
-    except Exception as error:  # a parser of untrusted bytes can raise any exception
-        raise _unreadable(file, error) from None
+    return any(key.endswith(_KEYS) for key in resolve_name(KEYS_OF)(file))
 
 
 def _write_description(file: Path, directory: Path) -> None:

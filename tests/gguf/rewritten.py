@@ -19,6 +19,7 @@ def rewrite(
     values: Mapping[str, Any] | None = None,
     without: tuple[str, ...] = (),
     types: Callable[[str], GGMLQuantizationType | None] = lambda name: None,
+    keeps_own: bool = False,
 ) -> Path:
     """Write a copy of a file, as another program could have written it.
 
@@ -26,11 +27,12 @@ def rewrite(
         values: metadata that are changed.
         without: prefixes of keys and of names of tensors that are left out, in addition to those of swiftlite.
         types: maps the name of a tensor to its new type, if any.
+        keeps_own: whether the keys of swiftlite stay.
     """
     reader = GGUFReader(file)
     contents = {key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")}
     contents |= values or {}
-    left_out = (*OF_SWIFTLITE, *without)
+    left_out = without if keeps_own else (*OF_SWIFTLITE, *without)
     writer = GGUFWriter(changed, str(contents.pop("general.architecture")))
     write_metadata(writer, {key: value for key, value in contents.items() if not key.startswith(left_out)})
     for tensor in reader.tensors:
