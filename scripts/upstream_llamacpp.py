@@ -1,4 +1,4 @@
-"""Reproduce the faults of llama.cpp that docs/en/upstream.md describes, with tiny models that are trained in seconds.
+"""Reproduce the issues of llama.cpp that docs/en/upstream.md describes, with tiny models that are trained in seconds.
 
     python scripts/upstream_llamacpp.py --directory out/upstream
 

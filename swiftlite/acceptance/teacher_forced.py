@@ -126,7 +126,7 @@ def measure_rows(
 ) -> dict[str, Measured]:
     """Measure rows, by channel and over all channels (key "all").
 
-    Weights of a quantized model are those that its codes stand for; activations are not quantized.
+    Weights of a quantized model are decoded from its codes; activations are not quantized.
 
     Args:
         mesh: a mesh on which this rank holds the whole model.

@@ -639,7 +639,7 @@ class MonitoringArgs:
     """Instead, read the draft counters of a running vLLM server at this address, such as http://127.0.0.1:8000, add
     them to acceptance_over_time.jsonl, and report the acceptance between readings."""
     since: str | None = None
-    """With --server: begin at the last reading older than this duration, such as 24h or 1h30m. Default: all
+    """With --server: start from the last reading older than this duration, such as 24h or 1h30m. Default: all
     readings."""
 
 

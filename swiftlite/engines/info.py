@@ -145,7 +145,7 @@ class EngineInfo:
 
     @property
     def keyword_option_names(self) -> tuple[str, ...]:
-        """Names of the engine's options that are keyword arguments of the engine behind the engine's name."""
+        """Options named `ENGINE_KEYWORD`, where KEYWORD is a keyword argument of the engine."""
         others = (self.kwargs_option, *self.speculative_option_names)
         return tuple(name for name in self.option_names if name not in others)
 

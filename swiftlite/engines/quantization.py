@@ -35,7 +35,7 @@ def quantization_words(described: Mapping[str, Any]) -> str:
     """Return the result of `quantization_of` as one line; empty for a plain model.
 
     Args:
-        described: may also have the `--quant_method` of an export as `method`, which the line then begins with.
+        described: may have the `--quant_method` of an export as `method`, which is then the first part of the line.
     """
     if not described:
         return ""

@@ -20,7 +20,7 @@ from swiftlite.report.table import text_table
 COLUMNS = ["trunk", "channel", "tokens", "loss", "same token as baseline", "quantization"]
 MEANING = (
     "Loss in nats per token of the answers in the rows, and the share of these tokens at which model and baseline have "
-    "the same most likely token. Weights of a quantized model are those that its codes stand for; activations are not "
+    "the same most likely token. Weights of a quantized model are decoded from its codes; activations are not "
     "rounded."
 )
 

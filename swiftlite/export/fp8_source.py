@@ -113,7 +113,7 @@ class Fp8Source:
         return listed
 
     def copy_unchanged(self, key: str, tensor: torch.Tensor, files: ShardedFiles) -> bool:
-        """Copy codes and scales of a matrix to files if they stand for these numbers.
+        """Copy codes and scales of a matrix to files if they decode to these numbers.
 
         Numbers are compared in bfloat16, the dtype in which exports write decoded tensors.
 

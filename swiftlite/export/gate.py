@@ -164,7 +164,7 @@ def _problems(args: ExportArgs, found: _Figures, before: _Figures | None) -> lis
     """Return one line for each limit that is not met. A loss that is not a number meets no limit."""
     problems = []
     if math.isnan(found.trunk_loss):
-        problems.append("the loss of the trunk is not a number: its weights are too large for its dtype")
+        problems.append("the loss of the trunk is not a number (NaN)")
     if args.min_acceptance is not None and found.acceptance < args.min_acceptance:
         problems.append(
             f"the heads agree with the trunk on {found.acceptance:.1%} of the tokens, below --min_acceptance "

@@ -71,9 +71,9 @@ def test_a_loss_that_is_not_a_number_is_refused(tmp_path, mesh, rows):
     tensors = load_file(model / "model.safetensors")
     tensors["model.norm.weight"].fill_(3e38)
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
-    limits = {"max_trunk_loss": 1e9, "min_acceptance": 0.0}
+    args = ExportArgs(val_dataset=[rows], max_trunk_loss=1e9, min_acceptance=0.0)
     with pytest.raises(UserError, match=naming("loss number --max_trunk_loss")):
-        check_quality(ExportArgs(val_dataset=[rows], **limits), model, "float32", mesh)
+        check_quality(args, model, "float32", mesh)
 
 
 def loss_of(hf_dir: Path, rows: str, mesh) -> float:

@@ -1,5 +1,6 @@
 """Test that the reasons why llama.cpp would accept no drafts are found in a file of any origin."""
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -7,11 +8,14 @@ import pytest
 from gguf import GGMLQuantizationType
 
 from swiftlite.cli.main import main
+from swiftlite.engines.llamacpp.dry_load import report_of
+from swiftlite.engines.llamacpp.program import program
 from swiftlite.errors import UserError
 from swiftlite.families.resolved import resolve
 from swiftlite.gguf.examine import Examined, examine
 from swiftlite.gguf.write import write_gguf
 from tests.gguf.rewritten import rewrite
+from tests.llamacpp_here import needs_llamacpp
 from tests.messages import mentions, naming
 from tests.tiny import make_tiny_hf
 
@@ -104,6 +108,22 @@ def test_a_coarse_head_is_noted(files, tmp_path):
     assert found.problems == []
     assert mentions("\n".join(found.notes), "2 Q4_0 q8_0")
     assert found.types["heads"]["Q4_0"] == 2
+
+
+@needs_llamacpp
+@pytest.mark.parametrize(("release", "is_noted"), [("11549", False), ("12000", True)])
+def test_another_release_than_the_measured_one_is_noted(files, tmp_path, monkeypatch, release, is_noted):
+    """The real server behind a script that reports another release."""
+    script = tmp_path / "llama-server"
+    server = shlex.join(program() or [])
+    script.write_text(
+        f'#!/bin/sh\n[ "$1" = --version ] && exec echo "version: {release} (1a2b3c4)"\nexec {server} "$@"\n'
+    )
+    script.chmod(0o755)
+    monkeypatch.setenv("LLAMA_SERVER", str(script))
+    report = report_of(files["qwen3"])
+    assert (report.engine, report.problems) == (f"llamacpp b{release}", [])
+    assert [mentions(note, f"b11549 b{release}") for note in report.notes] == [True] * is_noted
 
 
 @pytest.mark.parametrize("pre", ["default", None])

@@ -1,10 +1,9 @@
 """Check a GGUF file with a server of llama.cpp: it loads the file, and its tokens are those of the HF tokenizer."""
 
 import json
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,10 +97,10 @@ def _serve(words: Sequence[str], file: Path, more: Mapping[str, Any] | None = No
     url, port = free_url()
     options: dict[str, Any] = {"model": str(file), "host": "127.0.0.1", "port": port, "ctx_size": 256, "parallel": 1}
     options |= {"jinja": True, "no_warmup": True, **(more or {})}
-    with tempfile.TemporaryDirectory(prefix="swiftlite-llamacpp-") as directory:
-        running = serve(ServerCommand([*words, *flags(options)]), url, Path(directory) / "server.log")
+    with ExitStack() as stack:
+        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="swiftlite-llamacpp-"))
         try:
-            running.__enter__()
+            stack.enter_context(serve(ServerCommand([*words, *flags(options)]), url, Path(directory) / "server.log"))
         except UserError as error:
             # The hint names the log, which is removed.
             raise UserError(f"llama.cpp cannot load {file.name}: {error.problem}") from None
@@ -109,5 +108,3 @@ def _serve(words: Sequence[str], file: Path, more: Mapping[str, Any] | None = No
             yield url
         except OSError as error:
             raise UserError(f"llama.cpp's server does not answer: {error}") from None
-        finally:
-            running.__exit__(*sys.exc_info())

@@ -10,7 +10,7 @@ from swiftlite.engines.llamacpp.check import load
 from swiftlite.engines.llamacpp.gguf_file import gguf_of
 from swiftlite.engines.llamacpp.info import LLAMACPP
 from swiftlite.engines.llamacpp.program import program
-from swiftlite.engines.loading.load_report import LoadReport
+from swiftlite.engines.loading.load_report import LoadReport, other_version
 from swiftlite.engines.served_model import fed_otherwise
 from swiftlite.errors import UserError
 from swiftlite.families.resolved import HfModel
@@ -23,7 +23,7 @@ def dry_load(config: EngineConfig) -> LoadReport:
     try:
         file = gguf_of(model, config.torch_dtype)
     except UserError as error:
-        return LoadReport(_version(), None, None, model.heads.layers, 0, problems=[error.problem])
+        return LoadReport(_engine(), None, None, model.heads.layers, 0, problems=[error.problem])
     return report_of(file, model)
 
 
@@ -47,10 +47,12 @@ def report_of(file: Path, model: HfModel | None = None) -> LoadReport:
             load(words, file, found.heads)
         except UserError as error:
             problems.append(error.problem)
+    if words is not None and (release := _release()) and (note := other_version(LLAMACPP, release)):
+        notes.append(note)
     if model is not None and (note := fed_otherwise(model, LLAMACPP)):
         notes.append(note)
     return LoadReport(
-        engine=_version(),
+        engine=_engine(),
         target=found.architecture or None,
         draft=found.architecture if found.heads else None,
         num_mtp_heads=found.heads,
@@ -71,16 +73,23 @@ def _types(found: Examined) -> str:
     return "; ".join(parts)
 
 
-def _version() -> str:
-    """Return the name and the version of the server."""
+def _engine() -> str:
+    """Return the name and the release of the engine."""
+    if program() is None:
+        return f"{LLAMACPP.name}, not installed"
+    return f"{LLAMACPP.name} {_release()}".rstrip()
+
+
+def _release() -> str:
+    """Return the release of the server, such as b11549; "" if it is unknown or no server is installed."""
     words = program()
     if words is None:
-        return "llamacpp, not installed"
+        return ""
     if len(words) == 1:
         done = subprocess.run([*words, "--version"], capture_output=True, text=True)
-        match = re.search(r"version: (\S+)", done.stdout + done.stderr)
-        return f"llamacpp {f'b{match[1]}' if match else words[0]}"
+        match = re.search(r"version: (\d+)", done.stdout + done.stderr)
+        return f"b{match[1]}" if match else ""
     try:
-        return f"llamacpp, xllamacpp {version('xllamacpp')}"
+        return "b" + version("xllamacpp").split(".")[-1]  # its version is YEAR.MONTH.RELEASE
     except PackageNotFoundError:
-        return "llamacpp, xllamacpp"
+        return ""

@@ -4,9 +4,22 @@ import importlib.util
 import os
 import shutil
 import sys
+from functools import cache
+
+from swiftlite.log import logger
 
 VARIABLE = "LLAMA_SERVER"
 """Environment variable with the path of llama-server, which has precedence over PATH."""
+
+
+@cache  # one warning per path
+def _named(path: str) -> list[str] | None:
+    """Return the command of the executable in `VARIABLE`; None if there is no such executable."""
+    found = shutil.which(path)
+    if found is None:
+        logger.warning("%s=%s is not an executable file", VARIABLE, path)
+        return None
+    return [found]
 
 
 def program() -> list[str] | None:
@@ -16,8 +29,7 @@ def program() -> list[str] | None:
     """
     given = os.environ.get(VARIABLE)
     if given:
-        found = shutil.which(given)
-        return [found] if found else None
+        return _named(given)
     found = shutil.which("llama-server")
     if found:
         return [found]

@@ -18,6 +18,18 @@ from swiftlite.engines.served_model import fed_otherwise
 from swiftlite.families.resolved import HfModel
 
 
+def other_version(info: EngineInfo, version: str) -> str:
+    """Return a note if conventions were measured with another version of the engine, because they can differ; "" if
+    not.
+    """
+    if version.startswith(info.measured):
+        return ""
+    return (
+        f"head inputs of {info.label} were measured with version {info.measured.rstrip('.')}, installed is {version}: "
+        "compare the counts of swiftlite evaluate with those of the engine"
+    )
+
+
 @dataclass(frozen=True)
 class LoadReport:
     """The result of loading a checkpoint in an engine.
@@ -169,14 +181,11 @@ class Loading:
         return "; ".join(texts)
 
     def _other_version(self, version: str) -> list[str]:
-        """Return a note if conventions were measured with another version of the engine, because they can differ."""
-        measured = self.info.measured
-        if self.draft is None or version.startswith(measured):
+        """Return a note if conventions were measured with another version of the engine."""
+        note = other_version(self.info, version)
+        if self.draft is None or not note:
             return []
-        return [
-            f"head inputs of {self.info.label} were measured with version {measured.rstrip('.')}, installed is "
-            f"{version}: compare the counts of swiftlite evaluate with those of the engine"
-        ]
+        return [note]
 
     def _fed_otherwise(self) -> list[str]:
         """Return a note if the inputs of the heads differ between the engine and training."""

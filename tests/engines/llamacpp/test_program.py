@@ -27,7 +27,7 @@ def executable(path: Path) -> Path:
     return path
 
 
-def test_an_executable_has_precedence(tmp_path, monkeypatch):
+def test_an_executable_has_precedence(tmp_path, monkeypatch, caplog):
     monkeypatch.delenv("LLAMA_SERVER", raising=False)
     monkeypatch.setenv("PATH", "")
     package = program()
@@ -40,6 +40,7 @@ def test_an_executable_has_precedence(tmp_path, monkeypatch):
     monkeypatch.setenv("LLAMA_SERVER", str(tmp_path / "missing"))
     assert program() is None
     assert not ENGINES["llamacpp"].is_installed
+    assert mentions(caplog.text, f"LLAMA_SERVER={tmp_path}/missing")
     assert package is None or package == [sys.executable, "-m", "swiftlite.engines.llamacpp.embedded"]
 
 
