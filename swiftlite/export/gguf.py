@@ -63,7 +63,9 @@ def _quantize(model: HfModel, file: Path, gguf_type: str) -> None:
     write_gguf(model, whole, "bf16")
     _check_numbers(model, whole, "bf16")
     layers = range(model.config["num_hidden_layers"], model.config["num_hidden_layers"] + model.heads.layers)
-    kept = [f"--tensor-type=blk\\.{layer}\\.=q8_0" for layer in layers]
+    kept: list[str] = []
+    for layer in layers:
+        kept += ["--tensor-type", f"blk\\.{layer}\\.=q8_0"]
     try:
         done = subprocess.run([found, *kept, str(whole), str(file), gguf_type], capture_output=True, text=True)
     except OSError as error:

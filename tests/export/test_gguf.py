@@ -14,6 +14,7 @@ from swiftlite.export import gguf
 from swiftlite.export.run import to_gguf, to_mcore
 from swiftlite.families.resolved import resolve
 from swiftlite.gguf.examine import examine
+from swiftlite.gguf.types import quantizer
 from swiftlite.hub.gguf import gguf_model
 from tests.llamacpp_here import needs_llamacpp
 from tests.messages import naming
@@ -114,9 +115,20 @@ def test_k_quants_are_left_to_llama_quantize(hf_dir, tmp_path, monkeypatch):
     with pytest.raises(UserError, match=naming("llama-quantize")):
         gguf.export_gguf(options(hf_dir, out, gguf_type="q4_k_m"), resolve(hf_dir), out)
     words = (tmp_path / "words").read_text().split()
-    assert words[0] == "--tensor-type=blk\\.2\\.=q8_0"
+    assert words[:2] == ["--tensor-type", "blk\\.2\\.=q8_0"]
     assert words[-1] == "q4_k_m"
     assert list(out.iterdir()) == []
+
+
+@pytest.mark.skipif(quantizer() is None, reason="llama-quantize is not installed")
+def test_llama_quantize_writes_the_trunk(tmp_path):
+    model = make_tiny_hf(tmp_path / "model", "qwen3", depth=1, with_tokenizer=True, hidden_size=256)
+    out = tmp_path / "out"
+    out.mkdir()
+    found = examine(gguf.export_gguf(options(model, out, gguf_type="q4_k_m"), resolve(model), out))
+    assert found.problems == []
+    assert found.types["trunk"]["Q4_K"] > 0
+    assert set(found.types["heads"]) == {"F32", "Q8_0"}
 
 
 def test_a_program_that_cannot_be_run_is_named(hf_dir, tmp_path, monkeypatch):
