@@ -6,13 +6,9 @@ tensors come from the model's own files.
 """
 
 import json
-import os
 import random
-import signal
-import subprocess
-import time
-from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -32,14 +28,10 @@ from swiftlite.data.template import ChatTemplate, load_tokenizer
 from swiftlite.errors import UserError
 from swiftlite.export.schemes import Scheme
 from swiftlite.families.resolved import HfModel
-from swiftlite.log import logger, write_line
-from swiftlite.runtime.llm_compressor import interpreter
-from swiftlite.runtime.parent import exit_with_parent
+from swiftlite.log import logger
+from swiftlite.runtime.llm_compressor import interpreter, run
 
-LINES_TO_SHOW = 15
-SECONDS_BETWEEN_PROGRESS = 10
 _SEED = 42
-_REFUSED = 3  # exit code of oneshot.py
 # For other layers, llm-compressor 0.14 scales the input of a router without changing the router.
 _AWQ_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -110,7 +102,7 @@ def calibrated(
     file = directory / "job.json"
     file.write_text(json.dumps(job), encoding="utf-8")
     logger.info("%s of %d matrices with %d rows of %s", method, len(matrices), len(rows), ", ".join(args.dataset))
-    _run([str(interpreter()), "-I", "-W", "ignore", str(Path(__file__).with_name("oneshot.py")), str(file)], method)
+    run([str(interpreter()), "-I", "-W", "ignore", str(Path(__file__).with_name("oneshot.py")), str(file)], method)
     with Checkpoint(directory / "result") as checkpoint:
         yield Calibrated(checkpoint, changes_norms=method == "awq")
 
@@ -151,58 +143,3 @@ def _common_dtype(matrices: Mapping[str, Entry]) -> torch.dtype:
     """Return the most frequent dtype, in which llm-compressor computes."""
     ((dtype, _),) = Counter(entry.dtype for entry in matrices.values()).most_common(1)
     return dtype
-
-
-def _run(command: Sequence[str], method: str) -> None:
-    """Run llm-compressor, and print its output. If this process ends, the other process is killed.
-
-    Raises:
-        UserError: it failed.
-    """
-    settings = {
-        "HF_HUB_OFFLINE": "1",
-        "LLM_COMPRESSOR_LOG_LEVEL": "WARNING",
-        "TRANSFORMERS_VERBOSITY": "error",
-    }
-    process = subprocess.Popen(
-        command,
-        env=os.environ | settings,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        encoding="utf-8",
-        errors="replace",
-        preexec_fn=partial(exit_with_parent, os.getpid()),
-    )
-    lines: deque[str] = deque(maxlen=LINES_TO_SHOW)
-    assert process.stdout is not None
-    try:
-        shown_at = 0.0
-        for line in filter(None, map(str.rstrip, process.stdout)):
-            is_progress = "%|" in line
-            is_metric = "| METRIC -" in line  # the error of each matrix
-            if is_metric or (is_progress and time.monotonic() < shown_at + SECONDS_BETWEEN_PROGRESS):
-                continue
-            if is_progress:
-                shown_at = time.monotonic()
-            else:
-                lines.append(line)
-            write_line(f"llm-compressor: {line}")
-        code = process.wait()
-    except BaseException:
-        process.kill()
-        process.wait()
-        raise
-    if code == 0:
-        return
-    if code == _REFUSED and lines:
-        raise UserError(f"--quant_method {method}: {lines[-1]}", "use --quant_method rtn or fp8")
-    tail = "".join(f"\n    | {line}" for line in lines)
-    if code < 0:
-        problem = f"llm-compressor was ended by {signal.Signals(-code).name}; end of its output:{tail}"
-        raise UserError(problem, "nothing was written; was the memory exhausted?")
-    raise UserError(
-        f"llm-compressor failed with exit code {code}; end of its output:{tail}",
-        "nothing was written; the last line above is the cause",
-    )

@@ -1,13 +1,9 @@
 """Test `export --quant_method gptq|awq` with the real llm-compressor, which is in a separate environment.
 
-Without this environment (`bash scripts/test.sh llmcompressor` creates it), only the treatment of its process is tested.
+`bash scripts/test.sh llmcompressor` creates this environment.
 """
 
 import json
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +23,7 @@ from swiftlite.export.quantization import matrices_of
 from swiftlite.export.run import quantize_model
 from swiftlite.families.resolved import resolve
 from swiftlite.runtime.llm_compressor import RELEASE, environment, is_installed
-from tests.messages import mentions, naming
+from tests.messages import naming
 from tests.tiny import make_tiny_hf
 
 with_llm_compressor = pytest.mark.skipif(
@@ -153,42 +149,3 @@ def test_calibration_rows_are_those_of_training(tmp_path, rows):
     assert chosen == calibrated.calibration_rows(some, model)
     assert len(chosen) == 5
     assert all(row in [whole[:30] for whole in every] for row in chosen)
-
-
-def python(program: str) -> list[str]:
-    return [sys.executable, "-c", program]
-
-
-@pytest.mark.parametrize(
-    ("program", "tokens"),
-    [
-        ("import sys; print('first'); sys.exit('no more memory')", "1 first memory"),
-        ("import os, signal; print('second', flush=True); os.kill(os.getpid(), signal.SIGKILL)", "SIGKILL second"),
-        ("import sys; print('noise'); print('no class of mamba'); sys.exit(3)", "--quant_method gptq mamba"),
-    ],
-)
-def test_a_failed_process_is_reported_with_the_end_of_its_output(capfd, program, tokens):
-    with pytest.raises(UserError) as error:
-        calibrated._run(python(program), "gptq")
-    assert mentions(str(error.value), tokens)
-
-
-@pytest.mark.slow
-def test_the_process_ends_with_the_export(tmp_path):
-    """After Ctrl-C, and after kill -9, no process is left."""
-    child = f"import pathlib, os, time; pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid())); "
-    child += "print('started', flush=True); time.sleep(60)"
-    # A shell's background jobs ignore SIGINT, and their processes inherit this.
-    program = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
-    program += f"from swiftlite.export import calibrated; calibrated._run({python(child)!r}, 'gptq')"
-    for number in (signal.SIGINT, signal.SIGKILL):
-        with subprocess.Popen(python(program), stderr=subprocess.PIPE, text=True) as process:
-            assert process.stderr is not None
-            assert any("started" in line for line in process.stderr)
-            process.send_signal(number)
-            process.stderr.read()
-        pid = int((tmp_path / "pid").read_text())
-        until = time.monotonic() + 10
-        while Path(f"/proc/{pid}").exists() and time.monotonic() < until:
-            time.sleep(0.05)
-        assert not Path(f"/proc/{pid}").exists(), number.name
