@@ -14,6 +14,7 @@ from swiftlite.engines.llamacpp.program import program
 from swiftlite.engines.served_model import require_heads
 from swiftlite.errors import UserError, reason_of
 from swiftlite.families.resolved import HfModel
+from swiftlite.gguf.tokenizer import other_tokens
 from swiftlite.gguf.types import QUANTIZER, WRITTEN_TYPES, quantizer
 from swiftlite.gguf.verify import differences
 from swiftlite.gguf.write import write_gguf
@@ -40,6 +41,8 @@ def export_gguf(args: ExportArgs, model: HfModel, directory: Path) -> Path:
         _check_numbers(model, file, gguf_type)
     else:
         _quantize(model, file, gguf_type)
+    for texts in other_tokens(model.directory):
+        logger.warning("llama.cpp has other tokens than the HF tokenizer for texts with %s", texts)
     _check_with_server(args, model, file)
     return file
 

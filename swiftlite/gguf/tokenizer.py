@@ -5,6 +5,7 @@ name, and a file contains only the name. It is found by comparing the regular ex
 """
 
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ _DEEPSEEK = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|"
     r"\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_KEEP_MATCHES = (("Isolated", False), ("Isolated", True), ("Removed", True))
+"""`behavior` and `invert` of a Split whose pieces are the matches, if the expression matches everything."""
 DIGITS, GPT2 = "<digits>", "<gpt2>"
 PRE_TOKENIZERS: dict[tuple[str, ...], str] = {
     (GPT2,): "gpt-2",
@@ -41,6 +44,8 @@ PRE_TOKENIZERS: dict[tuple[str, ...], str] = {
     (r"\p{N}{1,3}", r"[一-龥぀-ゟ゠-ヿ]+", _DEEPSEEK): "deepseek-v3",
 }
 """The regular expressions of tokenizer.json, in order -> llama.cpp's name."""
+OTHER_PIECES = {"tekken": "combining marks, as in Hindi and Thai, or capital letters outside ASCII"}
+"""llama.cpp's name -> in which texts its pieces differ from those of the regular expressions, with b11549."""
 
 
 def tokenizer_metadata(directory: Path, vocab_size: int) -> Metadata:
@@ -60,6 +65,10 @@ def tokenizer_metadata(directory: Path, vocab_size: int) -> Metadata:
         )
     content = read_json(file)
     pre = _pre_tokenizer(content, file)
+    if other := [kind for kind in _normalizers(content.get("normalizer") or {}) if kind != "NFC"]:
+        raise UserError(
+            f"{file}: llama.cpp does not change texts as the normalizer {other[0]} does", "use another --infer_backend"
+        )
     texts, types = _tokens(content, vocab_size, file)
     metadata: Metadata = {
         "tokenizer.ggml.model": "gpt2",
@@ -71,6 +80,27 @@ def tokenizer_metadata(directory: Path, vocab_size: int) -> Metadata:
         ],
     }
     return metadata | _special_tokens(directory, texts)
+
+
+def other_tokens(directory: Path) -> list[str]:
+    """Return for which texts llama.cpp has other tokens than a supported tokenizer, as phrases."""
+    file = directory / "tokenizer.json"
+    content = read_json(file)
+    found = []
+    if "NFC" in _normalizers(content.get("normalizer") or {}):
+        found.append("letters that are not in Unicode's form NFC")
+    pre = _pre_tokenizer(content, file)
+    if pre in OTHER_PIECES:
+        found.append(OTHER_PIECES[pre])
+    return found
+
+
+def _normalizers(normalizer: Mapping[str, Any]) -> list[str]:
+    """Return the types of normalizers, in order."""
+    kind = normalizer.get("type")
+    if kind == "Sequence":
+        return list(chain.from_iterable(map(_normalizers, normalizer["normalizers"])))
+    return [] if kind is None else [kind]
 
 
 def _pre_tokenizer(content: Mapping[str, Any], file: Path) -> str:
@@ -100,11 +130,12 @@ def expressions_of(pre_tokenizer: Mapping[str, Any]) -> list[str]:
         for part in pre_tokenizer["pretokenizers"]:
             found += expressions_of(part)
         return found
-    if kind == "ByteLevel":
+    if kind == "ByteLevel" and not pre_tokenizer.get("add_prefix_space"):
         return [GPT2] if pre_tokenizer.get("use_regex", True) else []
     if kind == "Digits" and pre_tokenizer.get("individual_digits"):
         return [DIGITS]
-    if kind == "Split" and "Regex" in (pre_tokenizer.get("pattern") or {}):
+    pieces = pre_tokenizer.get("behavior", "Isolated"), pre_tokenizer.get("invert", False)
+    if kind == "Split" and "Regex" in (pre_tokenizer.get("pattern") or {}) and pieces in _KEEP_MATCHES:
         return [pre_tokenizer["pattern"]["Regex"]]
     return [f"<{kind}>"]
 

@@ -17,7 +17,7 @@ from swiftlite.gguf.examine import examine
 from swiftlite.gguf.types import quantizer
 from swiftlite.hub.gguf import gguf_model
 from tests.llamacpp_here import needs_llamacpp
-from tests.messages import naming
+from tests.messages import mentions, naming
 from tests.tiny import make_tiny_hf
 
 
@@ -84,6 +84,15 @@ def test_another_tokenizer_in_llamacpp_is_named(hf_dir, mesh, tmp_path, monkeypa
     with pytest.raises(UserError, match=naming("llama.cpp out-bf16.gguf")):
         to_gguf(options(hf_dir, tmp_path / "out"), mesh)
     assert not (tmp_path / "out").exists()
+
+
+def test_texts_with_other_tokens_in_llamacpp_are_named(hf_dir, tmp_path, caplog):
+    file = hf_dir / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"normalizer": {"type": "NFC"}}))
+    (tmp_path / "out").mkdir()
+    with caplog.at_level("WARNING", "swiftlite"):
+        gguf.export_gguf(options(hf_dir, tmp_path / "out"), resolve(hf_dir), tmp_path / "out")
+    assert any(mentions(record.getMessage(), "llama.cpp NFC") for record in caplog.records)
 
 
 @pytest.mark.parametrize("place", [-100, 0.5])

@@ -39,19 +39,26 @@ class Checked:
     num_prompts: int
 
 
-def check_file(words: Sequence[str], file: Path, template: ChatTemplate, prompts: Sequence[Conversation]) -> Checked:
+def check_file(
+    words: Sequence[str],
+    file: Path,
+    template: ChatTemplate,
+    prompts: Sequence[Conversation],
+    texts: Sequence[str] = TEXTS,
+) -> Checked:
     """Load a file in a server, and compare its tokens and its chat template with those of the HF tokenizer.
 
     Args:
         words: command of a server (`program.py`).
-        prompts: conversations whose prompts are compared, in addition to `TEXTS`.
+        prompts: conversations whose prompts are compared.
+        texts: further texts that are compared.
 
     Raises:
         UserError: the server cannot load the file.
     """
     problems: list[str] = []
     with _serve(words, file) as url:
-        for text in TEXTS:
+        for text in texts:
             problems += _compare(url, template, text)
         for prompt in prompts:
             turns = prompt.prompt()
@@ -63,7 +70,7 @@ def check_file(words: Sequence[str], file: Path, template: ChatTemplate, prompts
             theirs = json.loads(post(url, "/apply-template", request))["prompt"]
             if theirs != text:
                 problems.append(f"the chat template gives {clip(repr(theirs), 200)}, not {clip(repr(text), 200)}")
-    return Checked(problems, len(TEXTS) + len(prompts), len(prompts))
+    return Checked(problems, len(texts) + len(prompts), len(prompts))
 
 
 def _compare(url: str, template: ChatTemplate, text: str) -> Iterator[str]:
