@@ -10,16 +10,16 @@ import json
 from pathlib import Path
 from typing import Any
 
-from gguf import GGUFReader, GGUFWriter
-
 from swiftlite.engines.llamacpp.program import program
 from swiftlite.engines.llamacpp.request import post
 from swiftlite.engines.server.process import free_url, serve
 from swiftlite.engines.server_command import ServerCommand, flags
 from swiftlite.families.resolved import resolve
-from swiftlite.gguf.write import write_gguf, write_metadata
+from swiftlite.gguf.write import write_gguf
 from swiftlite.heads.drafting import Drafting
 from tests.engines.reference import follow, write_trained
+from tests.gguf.rewritten import rewrite
+from tests.gguf.wordless import write_tokenizer
 
 NEW_TOKENS = 24
 
@@ -29,12 +29,7 @@ def tiny(directory: Path, family: str, **sizes: Any) -> tuple[Path, list[list[in
     source = directory / family
     prompts = write_trained(source, family, 1, draft_as=lambda reference: follow(reference, Drafting()), **sizes)
     model = resolve(source)
-    vocab = {f"w{number}": number for number in range(model.config["vocab_size"])}
-    tokenizer = {
-        "pre_tokenizer": {"type": "ByteLevel", "use_regex": True},
-        "model": {"type": "BPE", "vocab": vocab, "merges": [["w1", "w2"]]},
-    }
-    (source / "tokenizer.json").write_text(json.dumps(tokenizer))
+    write_tokenizer(source, model.config["vocab_size"])
     file = directory / f"{family}.gguf"
     write_gguf(model, file, "f32")
     return file, prompts
@@ -83,18 +78,7 @@ def no_draft_after_a_rejected_one(directory: Path) -> None:
 def guessed_gating(directory: Path) -> None:
     """Remove the gating function of a file, and compare the answers."""
     file, prompts = tiny(directory, "deepseek_v3", rms_norm_eps=1e-6)
-    reader = GGUFReader(file)
-    contents = {key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")}
-    del contents["deepseek2.expert_gating_func"]
-    changed = directory / "deepseek_v3-no-gating.gguf"
-    writer = GGUFWriter(changed, str(contents.pop("general.architecture")))
-    write_metadata(writer, contents)
-    for tensor in reader.tensors:
-        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    changed = rewrite(file, directory / "deepseek_v3-no-gating.gguf", without=("deepseek2.expert_gating_func",))
     pairs = zip(ask(file, 1, prompts), ask(changed, 1, prompts), strict=True)
     differing = sum(one["tokens"] != other["tokens"] for one, other in pairs)
     print(f"3. without expert_gating_func, {differing} of {len(prompts)} answers differ; expected: an error")

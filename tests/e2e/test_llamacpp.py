@@ -3,9 +3,7 @@
 One thread per server: with more, llama.cpp waits actively for threads that do not run on a busy machine.
 """
 
-import json
 import shutil
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +18,7 @@ from tests.engines.chi_square import FALSE_ALARM, probability
 from tests.engines.joint import PROMPT, TEMPERATURE, joint_distribution
 from tests.engines.llamacpp_reference import Request, requests
 from tests.engines.reference import UNDECIDED, Reference, convention, follow
+from tests.gguf.wordless import write_tokenizer
 from tests.llamacpp_here import needs_llamacpp
 from tests.tiers import some_of
 from tests.tiny import ALIKE, make_tiny_hf
@@ -30,18 +29,6 @@ FAMILIES = [family for family in ARCHITECTURES if family not in ALIKE]
 CASES = [(family, num_tokens) for family in ARCHITECTURES for num_tokens in (1, 3)]
 COMPUTES_AGAIN = ("qwen3_next",)
 """Families whose architecture in llama.cpp cannot remove rejected tokens."""
-
-
-def write_tokenizer(directory: Path, vocab_size: int, end: int) -> None:
-    """Write a tokenizer without meaning; the token `end` ends an answer."""
-    vocab = {f"w{number}": number for number in range(vocab_size)}
-    content = {
-        "added_tokens": [],
-        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True},
-        "model": {"type": "BPE", "vocab": vocab, "merges": [["w1", "w2"]]},
-    }
-    (directory / "tokenizer.json").write_text(json.dumps(content))
-    (directory / "tokenizer_config.json").write_text(json.dumps({"bos_token": f"w{end}", "eos_token": f"w{end}"}))
 
 
 @pytest.mark.parametrize(("family", "num_tokens"), some_of(CASES, *((f, k) for f in FAMILIES for k in (1, 3))))
