@@ -1,0 +1,1 @@
+"""Reward functions of reinforcement learning, the process that runs them, and the advantages computed from rewards."""

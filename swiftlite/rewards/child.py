@@ -1,0 +1,199 @@
+"""Run reward functions in a separate process, as requested by a `RewardProcess`.
+
+    python -m swiftlite.rewards.child SOCKET TRACES PARENT
+
+The arguments are a file descriptor of a socket, one of a file for tracebacks, and the parent's process id. Messages are
+lines of JSON:
+
+    parent  {"names", "plugins", "settings"}                                    once
+    child   {"rewards": [...]}, or {"error": [problem, hint]}                   once
+    parent  {"batch": {"prompts", "completions", "completion_ids", "step", a column, ...}}
+    parent  {"call": [indices of functions]}                                    for the last batch
+    child   {"index", "scores"}, or {"index", "failure", "traceback"}           for each function, when it has returned
+
+If a function exceeds the time limit, faulthandler writes the traceback and ends this process, even if the function is
+in a C library.
+"""
+
+import asyncio
+import atexit
+import faulthandler
+import json
+import math
+import numbers
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterable, Mapping, Sequence, Set
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from swiftlite.errors import UserError, clip
+from swiftlite.rewards.load import LoadedReward, load_rewards, traceback_from
+from swiftlite.rewards.settings import RewardSettings
+from swiftlite.runtime.parent import exit_with_parent
+
+LOAD_SECONDS = 600.0
+"""Time limit for importing the user's files, which may load a reward model."""
+ASYNC_PATIENCE = 1.0
+"""Seconds that coroutines have after their time limit to handle the cancellation."""
+
+MAX_TRACEBACK = 20_000
+"""Characters of a traceback that are passed on."""
+
+
+class _InvalidScores(Exception):
+    """A function returned something other than one finite number or None per completion."""
+
+
+class _Server:
+    """The loaded functions, with the socket to the parent.
+
+    Args:
+        channel: the socket.
+        traces: file descriptor to which faulthandler writes.
+    """
+
+    def __init__(self, channel: socket.socket, traces: int):
+        self.channel = channel
+        self.traces = traces
+        self.rewards: list[LoadedReward] = []
+        self.settings = RewardSettings()
+        self.batch: dict[str, Any] = {}
+
+    def serve(self) -> None:
+        """Answer requests until the parent closes the socket."""
+        requests = self.channel.makefile("r", encoding="utf-8")
+        if not self._load(json.loads(requests.readline())):
+            return
+        with asyncio.Runner() as runner:  # one event loop for all calls, because clients are bound to a loop
+            for line in requests:
+                request = json.loads(line)
+                if "batch" in request:
+                    self.batch = request["batch"]
+                    continue
+                selected = [(index, self.rewards[index]) for index in request["call"]]
+                coroutines = [(index, reward) for index, reward in selected if reward.is_async]
+                if coroutines:
+                    self._limit_time(self.settings.timeout + ASYNC_PATIENCE)
+                    runner.run(self._gather(coroutines))
+                for index, reward in selected:
+                    if not reward.is_async:
+                        self._limit_time(self.settings.timeout)
+                        self._call(index, reward)
+                faulthandler.cancel_dump_traceback_later()
+
+    def _load(self, request: Mapping[str, Any]) -> bool:
+        self.settings = RewardSettings(**request["settings"])
+        self._limit_time(LOAD_SECONDS)
+        try:
+            plugins = [Path(path) for path in request["plugins"]]
+            self.rewards = load_rewards(request["names"], plugins, self.settings)
+        except UserError as error:
+            self._send({"error": [error.problem, error.hint]})
+            return False
+        faulthandler.cancel_dump_traceback_later()
+        fields = ("name", "source", "is_async", "accepts", "columns")
+        self._send({"rewards": [{field: getattr(reward, field) for field in fields} for reward in self.rewards]})
+        return True
+
+    def _limit_time(self, seconds: float) -> None:
+        faulthandler.dump_traceback_later(seconds, exit=True, file=self.traces)
+
+    def _call(self, index: int, reward: LoadedReward) -> None:
+        try:
+            values = reward.function(**reward.arguments(self.batch))
+            scores = _scores(values, len(self.batch["completions"]))
+        except BaseException as error:  # also sys.exit()
+            self._send(_failure(index, error, reward))
+        else:
+            self._send({"index": index, "scores": scores})
+
+    async def _gather(self, coroutines: Sequence[tuple[int, LoadedReward]]) -> None:
+        await asyncio.gather(*(self._await(index, reward) for index, reward in coroutines))
+
+    async def _await(self, index: int, reward: LoadedReward) -> None:
+        clock = asyncio.timeout(self.settings.timeout)
+        try:
+            async with clock:
+                values = await reward.function(**reward.arguments(self.batch))
+            scores = _scores(values, len(self.batch["completions"]))
+        except BaseException as error:
+            failure = _failure(index, error, reward)
+            if clock.expired():
+                failure["failure"] = late(self.settings.timeout)
+            self._send(failure)
+        else:
+            self._send({"index": index, "scores": scores})
+
+    def _send(self, message: Mapping[str, Any]) -> None:
+        self.channel.sendall(json.dumps(message).encode() + b"\n")
+
+
+def late(seconds: float) -> str:
+    """Return the description of a call that exceeded the time limit."""
+    return f"did not return within {seconds:g} seconds (--reward_timeout)"
+
+
+def _scores(values: Any, num_completions: int) -> list[float | None]:
+    """Convert the result of a function, which can be a tensor or an array, to a list of numbers and None.
+
+    Raises:
+        _InvalidScores: it is not a sequence of one finite number or None per completion.
+    """
+    if not isinstance(values, Iterable) or isinstance(values, (str, bytes, Mapping, Set)):
+        raise _InvalidScores(f"returned an object of type {type(values).__name__} instead of a list")
+    scores = [_score(value, position) for position, value in enumerate(values)]
+    if len(scores) != num_completions:
+        raise _InvalidScores(f"returned {len(scores)} values for {num_completions} completions")
+    return scores
+
+
+def _score(value: Any, position: int) -> float | None:
+    if value is None:
+        return None
+    if not isinstance(value, numbers.Real) and getattr(value, "ndim", None) == 0:
+        value = value.item()  # of torch, or a bool of numpy
+    if not isinstance(value, numbers.Real):
+        shown = clip(repr(value), 80)
+        raise _InvalidScores(f"returned {shown}, which is not a number, for completion {position}")
+    if not math.isfinite(value):
+        raise _InvalidScores(f"returned {float(value)} for completion {position}; use None for no score")
+    return float(value)
+
+
+def _failure(index: int, error: BaseException, reward: LoadedReward) -> dict[str, Any]:
+    if isinstance(error, _InvalidScores):
+        return {"index": index, "failure": str(error), "traceback": ""}
+    text = " ".join(str(error).split())
+    reason = f"raised {type(error).__name__}: {clip(text, 200)}" if text else f"raised {type(error).__name__}"
+    return {"index": index, "failure": reason, "traceback": traceback_from(error, reward.source)[-MAX_TRACEBACK:]}
+
+
+def _stop(parent: int, number: int, frame: object) -> None:
+    """End this process group if the parent has ended. Otherwise, the parent decides when this process ends."""
+    if os.getppid() != parent:
+        os.killpg(0, signal.SIGKILL)
+
+
+def main(channel: int, traces: int, parent: int) -> None:
+    """Serve until the socket is closed, then end all processes of this process group.
+
+    Args:
+        channel: file descriptor of the socket.
+        traces: file descriptor of the file for tracebacks.
+        parent: id of the parent process, which started this process as the leader of a session.
+    """
+    atexit.register(os.killpg, 0, signal.SIGKILL)  # executed after all functions registered later
+    signal.signal(signal.SIGTERM, partial(_stop, parent))
+    exit_with_parent(parent, signal.SIGTERM)
+    for number in (channel, traces):
+        os.set_inheritable(number, False)
+    faulthandler.enable(traces)  # for crashes, such as a segmentation fault in a library
+    _Server(socket.socket(fileno=channel), traces).serve()
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

@@ -1,0 +1,173 @@
+"""Find reward functions by name: in the user's files (`--external_plugins`), then in `rewards/index.py`.
+
+A function at the top level of a user's file is a reward function. It receives keyword arguments, and of these only the
+ones that its signature accepts:
+
+    prompts, completions    texts of prompts and completions
+    completion_ids          token ids of each completion
+    step                    number of the optimizer step
+    any other name          the column of the dataset with this name
+
+All except `step` are lists with one element per completion. The function returns one number or None per completion.
+"""
+
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from swiftlite.args.config import near
+from swiftlite.errors import UserError
+from swiftlite.rewards.index import REWARDS, check_reward
+from swiftlite.rewards.settings import RewardSettings
+
+ARGUMENTS = ("prompts", "completions", "completion_ids", "step")
+
+
+@dataclass(frozen=True)
+class LoadedReward:
+    """A reward function that is ready to be called.
+
+    Attributes:
+        source: file that defines the function, empty for a function of `rewards/index.py`.
+        is_async: whether the function is a coroutine function.
+        accepts: names of the arguments that the function accepts, None if it accepts every name.
+        columns: groups of columns of the dataset. The function requires at least one column of each group.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    source: str
+    is_async: bool
+    accepts: tuple[str, ...] | None
+    columns: tuple[tuple[str, ...], ...]
+
+    def arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments of a call, selected from all available ones."""
+        return {name: value for name, value in given.items() if self.accepts is None or name in self.accepts}
+
+
+def load_rewards(names: Sequence[str], plugins: Sequence[Path], settings: RewardSettings) -> list[LoadedReward]:
+    """Import the user's files and return the functions with these names, in this order.
+
+    Raises:
+        UserError: a name is unknown or given twice, a file cannot be imported, or a function cannot be used.
+    """
+    modules = [import_plugin(path) for path in plugins]
+    rewards = []
+    for position, name in enumerate(names):
+        if name in names[:position]:
+            raise UserError(f"--reward_funcs {name} is given twice", "name each function once", exit_code=2)
+        found = [(path, module) for path, module in zip(plugins, modules, strict=True) if name in _functions(module)]
+        if len(found) > 1:
+            problem = f"--reward_funcs {name}: both {found[0][0]} and {found[1][0]} define this function"
+            raise UserError(problem, "rename one of them", exit_code=2)
+        if found:
+            (path, module) = found[0]
+            rewards.append(_describe(name, getattr(module, name), str(path)))
+        elif name in REWARDS:
+            check_reward(name, settings)
+            columns = REWARDS[name].columns
+            reward = _describe(name, partial(REWARDS[name].function, settings), "", optional=columns)
+            rewards.append(reward)
+        else:
+            raise _unknown(name, plugins, modules)
+    return rewards
+
+
+def import_plugin(path: Path) -> ModuleType:
+    """Import a user's file. Modules in the same directory can be imported by the file.
+
+    Raises:
+        UserError: the file does not exist, or it raises an exception; the error contains the traceback.
+    """
+    path = path.expanduser().absolute()
+    if not path.is_file() or path.suffix != ".py":
+        problem = f"--external_plugins {path}: not a Python file"
+        raise UserError(problem, "give the path of a file that ends in .py", exit_code=2)
+    name = f"swiftlite_plugin_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses, for example, look up the module of a class
+    sys.path.insert(0, str(path.parent))
+    try:
+        spec.loader.exec_module(module)
+    except BaseException as error:  # also sys.exit()
+        lines = traceback_from(error, str(path))
+        problem = f"--external_plugins {path}: the file cannot be imported\n{lines}"
+        raise UserError(problem, "fix the cause above; `python FILE` shows it as well", exit_code=2) from None
+    return module
+
+
+def traceback_from(error: BaseException, file: str) -> str:
+    """Return a traceback as text that starts at the first frame in `file`; the whole traceback if there is none."""
+    start = error.__traceback__
+    while start is not None and start.tb_frame.f_code.co_filename != file:
+        start = start.tb_next
+    error = error.with_traceback(start or error.__traceback__)
+    return "".join(traceback.format_exception(error)).rstrip()
+
+
+def _functions(module: ModuleType) -> dict[str, Callable[..., Any]]:
+    """Return the callable objects at the top level of a module, except those with a leading underscore."""
+    return {name: value for name, value in vars(module).items() if callable(value) and not name.startswith("_")}
+
+
+def _describe(name: str, function: Callable[..., Any], source: str, optional: Collection[str] = ()) -> LoadedReward:
+    """Read the arguments of a function from its signature.
+
+    Args:
+        optional: columns of which the function requires at least one. If empty, it requires each column that is an
+            argument without a default.
+
+    Raises:
+        UserError: the function is a class, or cannot be called with keyword arguments.
+    """
+    if inspect.isclass(function):
+        problem = f"--reward_funcs {name}: {name} in {source} is a class"
+        raise UserError(problem, f"define a function: def {name}(completions, **columns)", exit_code=2)
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:
+        problem = f"--reward_funcs {name}: {name} in {source} has no signature"
+        raise UserError(problem, f"define a function: def {name}(completions, **columns)", exit_code=2) from None
+    required = [item for item in parameters if item.default is item.empty]
+    unnamed = [item.name for item in required if item.kind == item.POSITIONAL_ONLY]
+    if unnamed:
+        problem = f"--reward_funcs {name}: the argument {unnamed[0]} in {source} is positional-only"
+        raise UserError(problem, "arguments are passed by name; remove the / from the signature", exit_code=2)
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    columns = [(item.name,) for item in required if item.kind in by_name and item.name not in ARGUMENTS]
+    accepts = tuple(item.name for item in parameters if item.kind in by_name)
+    takes_all = any(item.kind == item.VAR_KEYWORD for item in parameters)
+    return LoadedReward(
+        name=name,
+        function=function,
+        source=source,
+        is_async=inspect.iscoroutinefunction(function)
+        or inspect.iscoroutinefunction(getattr(function, "__call__", None)),  # noqa: B004, an object with async __call__
+        accepts=None if takes_all else accepts,
+        columns=(tuple(optional),) if optional else tuple(columns),
+    )
+
+
+def _unknown(name: str, plugins: Sequence[Path], modules: Sequence[ModuleType]) -> UserError:
+    known = set(REWARDS)
+    for module in modules:
+        own = _functions(module).items()
+        known |= {key for key, value in own if getattr(value, "__module__", "") == module.__name__}
+    if close := near(name, known):
+        hint = f"did you mean {close}?"
+    elif plugins:
+        hint = f"define a function {name} in {plugins[0]}, or use one of {', '.join(sorted(known))}"
+    else:
+        hint = f"use one of {', '.join(sorted(known))}, or define {name} in a file and add --external_plugins FILE.py"
+    return UserError(f"--reward_funcs {name}: unknown function", hint, exit_code=2)

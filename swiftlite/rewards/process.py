@@ -1,0 +1,346 @@
+"""Run reward functions in a child process, so that a function that hangs or crashes does not stop the training.
+
+The child exchanges JSON with this process (`rewards/child.py`) and imports torch only if the user's functions do. Its
+stdout is this process's stderr. The child is not a sandbox.
+"""
+
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from swiftlite.errors import UserError
+from swiftlite.rewards.child import ASYNC_PATIENCE, LOAD_SECONDS, late
+from swiftlite.rewards.load import ARGUMENTS
+from swiftlite.rewards.settings import RewardSettings
+
+FAILURES_TO_END = 3
+"""Failed calls of one function in a row that end the run."""
+PATIENCE = 5.0
+"""Seconds after which a child that should have ended by its own time limit is killed, for example a stopped process."""
+CLOSING_SECONDS = 2.0
+"""Seconds after which a child is killed that does not end although the socket is closed."""
+
+
+@dataclass(frozen=True)
+class Scored:
+    """The result of one call of all functions.
+
+    Attributes:
+        rewards: [functions][completions]; None where a function did not score a completion or failed.
+        failures: one line for each function that failed, and for a child that ended between calls.
+    """
+
+    rewards: list[list[float | None]]
+    failures: list[str]
+
+
+@dataclass(frozen=True)
+class RewardInfo:
+    """The description of a loaded function (`rewards.load.LoadedReward`)."""
+
+    name: str
+    source: str
+    is_async: bool
+    accepts: list[str] | None
+    columns: list[list[str]]
+
+
+@dataclass(frozen=True)
+class _Failure:
+    reason: str
+    traceback: str = ""
+
+
+class RewardProcess:
+    """The functions of `--reward_funcs` in a child process, which starts when the context is entered.
+
+    The thread that enters the context or calls `score` must not end before the context does: Linux reports the end of
+    this thread to the child as the end of the parent.
+
+    Args:
+        names: names of functions, in the order of the results.
+        plugins: the user's files (`--external_plugins`).
+        settings: the time limit of a call and the settings of named functions.
+    """
+
+    def __init__(
+        self, names: Sequence[str], plugins: Sequence[str | Path] = (), settings: RewardSettings | None = None
+    ):
+        self.names = tuple(names)
+        self.settings = settings or RewardSettings()
+        self.rewards: list[RewardInfo] = []
+        self._config = {
+            "names": list(names),
+            "plugins": [str(Path(path).expanduser().absolute()) for path in plugins],
+            "settings": asdict(self.settings),
+        }
+        self._child: _Child | None = None
+        self._last_failures: list[list[_Failure]] = [[] for _ in names]
+
+    def __enter__(self) -> "RewardProcess":
+        """Start the child, which loads the functions.
+
+        Raises:
+            UserError: a function or a file cannot be loaded.
+        """
+        self._open()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._child is not None:
+            self._child.kill(CLOSING_SECONDS)  # the user's `atexit` functions are executed first
+            self._child = None
+
+    def check_columns(self, columns: Collection[str]) -> None:
+        """Check that the dataset has the columns that the functions require.
+
+        Raises:
+            UserError: a column is missing, or has the name of another argument.
+        """
+        for name in columns:
+            if name in ARGUMENTS:
+                problem = f"--dataset: the column {name} has the name of an argument of reward functions"
+                raise UserError(problem, f"rename it with --columns, or in the file; taken: {', '.join(ARGUMENTS)}")
+        for reward in self.rewards:
+            for group in reward.columns:
+                if not set(group) & set(columns):
+                    wanted = " or ".join(group)
+                    problem = (
+                        f"--reward_funcs {reward.name}: requires the column {wanted}, which --dataset does not have"
+                    )
+                    raise UserError(problem, f"the rows have {', '.join(sorted(columns)) or 'no other columns'}")
+
+    def score(
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[str],
+        completion_ids: Sequence[Sequence[int]],
+        columns: Mapping[str, Sequence[Any]],
+        step: int,
+    ) -> Scored:
+        """Call every function, first all coroutine functions together, then the others one after another.
+
+        Args:
+            prompts: [completions] text or messages of each completion's prompt.
+            completions: [completions] text.
+            completion_ids: [completions] token ids of each completion.
+            columns: other columns of the dataset, each with one value per completion.
+            step: number of the optimizer step.
+
+        Raises:
+            UserError: a required column is missing, or a function failed in this and the two previous calls.
+        """
+        self.check_columns(columns)
+        given = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids, "step": step}
+        batch = _encode_batch({**given, **columns}, self.rewards)
+        failures = []
+        if self._child is not None and self._child.has_ended():
+            failures.append(f"the process of the reward functions {self._end_child().reason} between two calls")
+
+        results: dict[int, list[float | None] | _Failure] = {}
+        together = [index for index, reward in enumerate(self.rewards) if reward.is_async]
+        alone = [[index] for index, reward in enumerate(self.rewards) if not reward.is_async]
+        child = self._child
+        if child is not None:
+            child.has_batch = False
+        for group in [together, *alone]:
+            results |= self._call(group, batch)
+
+        rewards: list[list[float | None]] = []
+        for index, name in enumerate(self.names):
+            result = results[index]
+            if isinstance(result, _Failure):
+                self._last_failures[index].append(result)
+                failures.append(f"{name} {result.reason}")
+                result = [None] * len(completions)
+            else:
+                self._last_failures[index].clear()
+            rewards.append(result)
+        self._check_failures()
+        return Scored(rewards, failures)
+
+    def _call(self, group: Sequence[int], batch: bytes) -> dict[int, list[float | None] | _Failure]:
+        """Call the functions with these indices. If the child ends, each function that has not returned is called
+        again separately, to find the one that failed."""
+        results: dict[int, list[float | None] | _Failure] = {}
+        if not group:
+            return results
+        child = self._open()
+        try:
+            if not child.has_batch:
+                child.send(batch)
+                child.has_batch = True
+            child.send(json.dumps({"call": list(group)}).encode())
+            seconds = self.settings.timeout + ASYNC_PATIENCE + PATIENCE
+            while len(results) < len(group):
+                answer = child.receive(seconds)
+                failure = _Failure(answer.get("failure", ""), answer.get("traceback", ""))
+                results[answer["index"]] = answer.get("scores", failure)
+        except (OSError, ValueError, KeyError) as error:  # a timeout, the end of the child, or a corrupted line
+            end = self._end_child(is_late=isinstance(error, TimeoutError))
+            missing = [index for index in group if index not in results]
+            if len(missing) == 1:
+                results[missing[0]] = end
+            else:
+                for index in missing:
+                    results |= self._call([index], batch)
+        return results
+
+    def _open(self) -> "_Child":
+        """Return the child; start it if necessary.
+
+        Raises:
+            UserError: a function or a file cannot be loaded.
+        """
+        if self._child is not None:
+            return self._child
+        self._child = child = _Child()
+        try:
+            child.send(json.dumps(self._config).encode())
+            answer = child.receive(LOAD_SECONDS + PATIENCE)
+        except (OSError, ValueError) as error:
+            end = self._end_child(is_late=isinstance(error, TimeoutError))
+            option, files = "--external_plugins", self._config["plugins"]
+            problem = f"{option} {' '.join(files)}: importing the functions {' '.join(self.names)} {end.reason}"
+            raise UserError(problem + _indented(end.traceback), "fix the cause above", exit_code=2) from None
+        if "error" in answer:
+            self._end_child()
+            raise UserError(*answer["error"], exit_code=2)
+        self.rewards = [RewardInfo(**reward) for reward in answer["rewards"]]
+        return child
+
+    def _end_child(self, is_late: bool = False) -> _Failure:
+        """Kill the child, and return why it ended.
+
+        Args:
+            is_late: whether the child did not answer in time. Otherwise, it has ended or closed the socket.
+        """
+        assert self._child is not None
+        child, self._child = self._child, None
+        code, traces = child.kill(0.0 if is_late else CLOSING_SECONDS)
+        if is_late or traces.startswith("Timeout"):
+            limit = self.settings.timeout if self.rewards else LOAD_SECONDS
+            return _Failure(late(limit), traces)
+        if code is None:
+            return _Failure("closed the socket of its process", traces)
+        if code < 0:
+            reason = f"was ended by {signal.Signals(-code).name}"
+            return _Failure(reason + " (out of memory?)" * (code == -signal.SIGKILL), traces)
+        return _Failure(f"ended the process with exit code {code}", traces)
+
+    def _check_failures(self) -> None:
+        for reward, failures in zip(self.rewards, self._last_failures, strict=True):
+            if len(failures) == FAILURES_TO_END:
+                last = failures[-1]
+                problem = f"--reward_funcs {reward.name}: failed in {FAILURES_TO_END} calls in a row. The last one"
+                problem += f" {last.reason}{_indented(last.traceback)}"
+                where = f"fix the function in {reward.source}" if reward.source else "check the rows of --dataset"
+                raise UserError(problem, f"{where}, and run the same command again")
+
+
+class _Child:
+    """The child process, with a socket for messages and a file in which it leaves tracebacks."""
+
+    def __init__(self) -> None:
+        self.has_batch = False
+        self._socket, theirs = socket.socketpair()
+        self._buffer = bytearray()
+        self._traces = tempfile.TemporaryFile()
+        numbers = (theirs.fileno(), self._traces.fileno())
+        words = [sys.executable, "-u", "-m", "swiftlite.rewards.child", *map(str, numbers), str(os.getpid())]
+        with theirs:
+            self._process = subprocess.Popen(
+                words,
+                stdin=subprocess.DEVNULL,
+                stdout=2,
+                pass_fds=numbers,
+                start_new_session=True,  # so that processes started by functions are killed with it
+            )
+
+    def send(self, line: bytes) -> None:
+        """Send a message.
+
+        Raises:
+            OSError: the child has ended, or does not read.
+        """
+        self._socket.settimeout(PATIENCE)
+        self._socket.sendall(line + b"\n")
+
+    def receive(self, seconds: float) -> dict[str, Any]:
+        """Wait for a message.
+
+        Raises:
+            OSError: the child has ended, or did not send a message in time.
+            ValueError: the message is not a JSON object.
+        """
+        end = time.monotonic() + seconds
+        while b"\n" not in self._buffer:
+            self._socket.settimeout(max(end - time.monotonic(), 0.001))
+            received = self._socket.recv(1 << 20)
+            if not received:
+                raise ConnectionError("the child has ended")
+            self._buffer += received
+        line, _, rest = bytes(self._buffer).partition(b"\n")
+        self._buffer = bytearray(rest)
+        message = json.loads(line)
+        if not isinstance(message, dict):
+            raise ValueError(f"not a message: {line[:80]!r}")
+        return message
+
+    def has_ended(self) -> bool:
+        """Return whether the child has closed the socket, while it is not expected to send anything."""
+        return bool(select.select([self._socket], [], [], 0)[0])
+
+    def kill(self, seconds: float) -> tuple[int | None, str]:
+        """Kill the child and the processes that it started.
+
+        Args:
+            seconds: time that the child has to end by itself, because the socket is closed.
+
+        Returns:
+            its exit code, None if it had to be killed; and the text that faulthandler wrote.
+        """
+        self._socket.close()
+        code = None
+        with suppress(subprocess.TimeoutExpired):
+            code = self._process.wait(seconds)
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        with self._traces:
+            self._traces.seek(0)
+            return code, self._traces.read().decode(errors="replace").strip()
+
+
+def _encode_batch(batch: Mapping[str, Any], rewards: Sequence[RewardInfo]) -> bytes:
+    """Return the message with a batch, without columns that no function accepts.
+
+    Raises:
+        UserError: a column has a value that JSON does not have, such as a date.
+    """
+    wanted = set(ARGUMENTS)
+    for reward in rewards:
+        wanted |= set(batch) if reward.accepts is None else set(reward.accepts)
+    texts = []
+    for name in [name for name in batch if name in wanted]:
+        try:
+            texts.append(f"{json.dumps(name)}: {json.dumps(batch[name])}")
+        except (TypeError, ValueError) as error:
+            problem = f"--dataset: the column {name} cannot be passed to reward functions as JSON: {error}"
+            raise UserError(problem, f"convert {name} to text or numbers, or remove it") from None
+    return f'{{"batch": {{{", ".join(texts)}}}}}'.encode()
+
+
+def _indented(traceback: str) -> str:
+    return "".join(f"\n    | {line}" for line in traceback.splitlines())

@@ -1,0 +1,23 @@
+"""Define the settings of the named reward functions."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class RewardSettings:
+    """Settings of the functions in `rewards/index.py`, and the time limit of all functions.
+
+    Attributes:
+        timeout: seconds after which a call of a function is stopped.
+        max_completion_length: tokens of the longest completion, for `length`; None if `length` is not used.
+        soft_cache_length: number of tokens before `max_completion_length` over which `length` decreases from 0 to -1;
+            a fifth of `max_completion_length` if None, as in DAPO.
+        allow_code: whether `code` may run Python that the model wrote.
+        code_timeout: seconds that the tests of one completion may take.
+    """
+
+    timeout: float = 60.0
+    max_completion_length: int | None = None
+    soft_cache_length: int | None = None
+    allow_code: bool = False
+    code_timeout: float = 5.0
