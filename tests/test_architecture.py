@@ -26,7 +26,7 @@ LEVELS = (
     {"plan"},
     {"estimate"},
     {"runtime"},
-    {"model"},
+    {"model", "rewards"},
     {"acceptance"},
     {"report"},
     {"engines", "train"},
@@ -55,6 +55,7 @@ WITHOUT_TORCH = (
     "gguf/types.py",
     "plan",
     "estimate",
+    "rewards",
     "rules",
     "cli",
 )

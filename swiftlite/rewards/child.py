@@ -26,6 +26,8 @@ import signal
 import socket
 import sys
 from collections.abc import Iterable, Mapping, Sequence, Set
+from contextlib import suppress
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,6 +42,8 @@ LOAD_SECONDS = 600.0
 ASYNC_PATIENCE = 1.0
 """Seconds that coroutines have after their time limit to handle the cancellation."""
 
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""Signals that batch systems and terminals send to all processes of a run, and that the trainer handles."""
 MAX_TRACEBACK = 20_000
 """Characters of a traceback that are passed on."""
 
@@ -62,28 +66,37 @@ class _Server:
         self.rewards: list[LoadedReward] = []
         self.settings = RewardSettings()
         self.batch: dict[str, Any] = {}
+        self.is_closed = False
 
     def serve(self) -> None:
         """Answer requests until the parent closes the socket."""
         requests = self.channel.makefile("r", encoding="utf-8")
         if not self._load(json.loads(requests.readline())):
             return
-        with asyncio.Runner() as runner:  # one event loop for all calls, because clients are bound to a loop
+        # One event loop for all calls, because clients are bound to a loop. ConnectionError: the parent has closed the
+        # socket without waiting for the answer.
+        with suppress(ConnectionError), asyncio.Runner() as runner:
             for line in requests:
                 request = json.loads(line)
                 if "batch" in request:
                     self.batch = request["batch"]
                     continue
                 selected = [(index, self.rewards[index]) for index in request["call"]]
-                coroutines = [(index, reward) for index, reward in selected if reward.is_async]
+                coroutines = [(index, reward) for index, reward in selected if reward.info.is_async]
                 if coroutines:
                     self._limit_time(self.settings.timeout + ASYNC_PATIENCE)
                     runner.run(self._gather(coroutines))
                 for index, reward in selected:
-                    if not reward.is_async:
+                    if not reward.info.is_async:
                         self._limit_time(self.settings.timeout)
                         self._call(index, reward)
                 faulthandler.cancel_dump_traceback_later()
+        self.is_closed = True
+
+    def end_group(self) -> None:
+        """End all processes of this process group, including this one, if the parent has closed the socket."""
+        if self.is_closed:
+            os.killpg(0, signal.SIGKILL)
 
     def _load(self, request: Mapping[str, Any]) -> bool:
         self.settings = RewardSettings(**request["settings"])
@@ -95,8 +108,7 @@ class _Server:
             self._send({"error": [error.problem, error.hint]})
             return False
         faulthandler.cancel_dump_traceback_later()
-        fields = ("name", "source", "is_async", "accepts", "columns")
-        self._send({"rewards": [{field: getattr(reward, field) for field in fields} for reward in self.rewards]})
+        self._send({"rewards": [asdict(reward.info) for reward in self.rewards]})
         return True
 
     def _limit_time(self, seconds: float) -> None:
@@ -123,7 +135,7 @@ class _Server:
         except BaseException as error:
             failure = _failure(index, error, reward)
             if clock.expired():
-                failure["failure"] = late(self.settings.timeout)
+                failure["failure"] = late(self.settings.timeout) + " (--reward_timeout)"
             self._send(failure)
         else:
             self._send({"index": index, "scores": scores})
@@ -134,7 +146,7 @@ class _Server:
 
 def late(seconds: float) -> str:
     """Return the description of a call that exceeded the time limit."""
-    return f"did not return within {seconds:g} seconds (--reward_timeout)"
+    return f"did not return within {seconds:g} seconds"
 
 
 def _scores(values: Any, num_completions: int) -> list[float | None]:
@@ -169,7 +181,13 @@ def _failure(index: int, error: BaseException, reward: LoadedReward) -> dict[str
         return {"index": index, "failure": str(error), "traceback": ""}
     text = " ".join(str(error).split())
     reason = f"raised {type(error).__name__}: {clip(text, 200)}" if text else f"raised {type(error).__name__}"
-    return {"index": index, "failure": reason, "traceback": traceback_from(error, reward.source)[-MAX_TRACEBACK:]}
+    return {"index": index, "failure": reason, "traceback": traceback_from(error, reward.info.source)[-MAX_TRACEBACK:]}
+
+
+def _restore_signals() -> None:
+    """Let a forked process, such as one of a `multiprocessing.Pool`, end by these signals."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
 
 
 def _stop(parent: int, number: int, frame: object) -> None:
@@ -186,13 +204,16 @@ def main(channel: int, traces: int, parent: int) -> None:
         traces: file descriptor of the file for tracebacks.
         parent: id of the parent process, which started this process as the leader of a session.
     """
-    atexit.register(os.killpg, 0, signal.SIGKILL)  # executed after all functions registered later
-    signal.signal(signal.SIGTERM, partial(_stop, parent))
+    for number in SIGNALS:
+        signal.signal(number, partial(_stop, parent))
+    os.register_at_fork(after_in_child=_restore_signals)
     exit_with_parent(parent, signal.SIGTERM)
     for number in (channel, traces):
         os.set_inheritable(number, False)
     faulthandler.enable(traces)  # for crashes, such as a segmentation fault in a library
-    _Server(socket.socket(fileno=channel), traces).serve()
+    server = _Server(socket.socket(fileno=channel), traces)
+    atexit.register(server.end_group)  # executed after all functions registered later
+    server.serve()
 
 
 if __name__ == "__main__":

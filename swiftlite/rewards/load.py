@@ -31,8 +31,8 @@ ARGUMENTS = ("prompts", "completions", "completion_ids", "step")
 
 
 @dataclass(frozen=True)
-class LoadedReward:
-    """A reward function that is ready to be called.
+class RewardInfo:
+    """What a function is called with, as JSON can represent it.
 
     Attributes:
         source: file that defines the function, empty for a function of `rewards/index.py`.
@@ -42,15 +42,23 @@ class LoadedReward:
     """
 
     name: str
-    function: Callable[..., Any]
     source: str
     is_async: bool
-    accepts: tuple[str, ...] | None
-    columns: tuple[tuple[str, ...], ...]
+    accepts: Sequence[str] | None
+    columns: Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True)
+class LoadedReward:
+    """A reward function that is ready to be called."""
+
+    info: RewardInfo
+    function: Callable[..., Any]
 
     def arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments of a call, selected from all available ones."""
-        return {name: value for name, value in given.items() if self.accepts is None or name in self.accepts}
+        accepts = self.info.accepts
+        return {name: value for name, value in given.items() if accepts is None or name in accepts}
 
 
 def load_rewards(names: Sequence[str], plugins: Sequence[Path], settings: RewardSettings) -> list[LoadedReward]:
@@ -148,15 +156,16 @@ def _describe(name: str, function: Callable[..., Any], source: str, optional: Co
     columns = [(item.name,) for item in required if item.kind in by_name and item.name not in ARGUMENTS]
     accepts = tuple(item.name for item in parameters if item.kind in by_name)
     takes_all = any(item.kind == item.VAR_KEYWORD for item in parameters)
-    return LoadedReward(
+    is_async = inspect.iscoroutinefunction(function)
+    is_async |= inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004, of an object
+    info = RewardInfo(
         name=name,
-        function=function,
         source=source,
-        is_async=inspect.iscoroutinefunction(function)
-        or inspect.iscoroutinefunction(getattr(function, "__call__", None)),  # noqa: B004, an object with async __call__
+        is_async=is_async,
         accepts=None if takes_all else accepts,
         columns=(tuple(optional),) if optional else tuple(columns),
     )
+    return LoadedReward(info, function)
 
 
 def _unknown(name: str, plugins: Sequence[Path], modules: Sequence[ModuleType]) -> UserError:

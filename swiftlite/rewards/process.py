@@ -6,7 +6,6 @@ stdout is this process's stderr. The child is not a sandbox.
 
 import json
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -21,7 +20,7 @@ from typing import Any
 
 from swiftlite.errors import UserError
 from swiftlite.rewards.child import ASYNC_PATIENCE, LOAD_SECONDS, late
-from swiftlite.rewards.load import ARGUMENTS
+from swiftlite.rewards.load import ARGUMENTS, RewardInfo
 from swiftlite.rewards.settings import RewardSettings
 
 FAILURES_TO_END = 3
@@ -30,6 +29,8 @@ PATIENCE = 5.0
 """Seconds after which a child that should have ended by its own time limit is killed, for example a stopped process."""
 CLOSING_SECONDS = 2.0
 """Seconds after which a child is killed that does not end although the socket is closed."""
+
+Scores = list[float | None]
 
 
 @dataclass(frozen=True)
@@ -41,19 +42,8 @@ class Scored:
         failures: one line for each function that failed, and for a child that ended between calls.
     """
 
-    rewards: list[list[float | None]]
+    rewards: list[Scores]
     failures: list[str]
-
-
-@dataclass(frozen=True)
-class RewardInfo:
-    """The description of a loaded function (`rewards.load.LoadedReward`)."""
-
-    name: str
-    source: str
-    is_async: bool
-    accepts: list[str] | None
-    columns: list[list[str]]
 
 
 @dataclass(frozen=True)
@@ -65,6 +55,9 @@ class _Failure:
 class RewardProcess:
     """The functions of `--reward_funcs` in a child process, which starts when the context is entered.
 
+    A child that hangs or ends is replaced. The new child imports the user's files again, so their global variables have
+    their initial values.
+
     The thread that enters the context or calls `score` must not end before the context does: Linux reports the end of
     this thread to the child as the end of the parent.
 
@@ -72,19 +65,21 @@ class RewardProcess:
         names: names of functions, in the order of the results.
         plugins: the user's files (`--external_plugins`).
         settings: the time limit of a call and the settings of named functions.
+
+    Attributes:
+        rewards: descriptions of the functions, known when the context is entered.
     """
 
     def __init__(
-        self, names: Sequence[str], plugins: Sequence[str | Path] = (), settings: RewardSettings | None = None
+        self,
+        names: Sequence[str],
+        plugins: Sequence[str | Path] = (),
+        settings: RewardSettings | None = None,
     ):
         self.names = tuple(names)
+        self.plugins = tuple(str(Path(path).expanduser().absolute()) for path in plugins)
         self.settings = settings or RewardSettings()
         self.rewards: list[RewardInfo] = []
-        self._config = {
-            "names": list(names),
-            "plugins": [str(Path(path).expanduser().absolute()) for path in plugins],
-            "settings": asdict(self.settings),
-        }
         self._child: _Child | None = None
         self._last_failures: list[list[_Failure]] = [[] for _ in names]
 
@@ -99,7 +94,7 @@ class RewardProcess:
 
     def __exit__(self, *exception: object) -> None:
         if self._child is not None:
-            self._child.kill(CLOSING_SECONDS)  # the user's `atexit` functions are executed first
+            self._child.end(CLOSING_SECONDS)  # the user's `atexit` functions are executed first
             self._child = None
 
     def check_columns(self, columns: Collection[str]) -> None:
@@ -111,15 +106,12 @@ class RewardProcess:
         for name in columns:
             if name in ARGUMENTS:
                 problem = f"--dataset: the column {name} has the name of an argument of reward functions"
-                raise UserError(problem, f"rename it with --columns, or in the file; taken: {', '.join(ARGUMENTS)}")
+                raise UserError(problem, f"rename the column; other names than {', '.join(ARGUMENTS)} are free")
         for reward in self.rewards:
             for group in reward.columns:
                 if not set(group) & set(columns):
-                    wanted = " or ".join(group)
-                    problem = (
-                        f"--reward_funcs {reward.name}: requires the column {wanted}, which --dataset does not have"
-                    )
-                    raise UserError(problem, f"the rows have {', '.join(sorted(columns)) or 'no other columns'}")
+                    problem = f"--reward_funcs {reward.name}: --dataset does not have the column {' or '.join(group)}"
+                    raise UserError(problem, f"its other columns: {', '.join(sorted(columns)) or 'none'}")
 
     def score(
         self,
@@ -141,23 +133,21 @@ class RewardProcess:
         Raises:
             UserError: a required column is missing, or a function failed in this and the two previous calls.
         """
-        self.check_columns(columns)
-        given = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids, "step": step}
-        batch = _encode_batch({**given, **columns}, self.rewards)
         failures = []
         if self._child is not None and self._child.has_ended():
             failures.append(f"the process of the reward functions {self._end_child().reason} between two calls")
+        self._open().has_batch = False
+        self.check_columns(columns)
+        given = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids, "step": step}
+        batch = _encode_batch({**given, **columns}, self.rewards)
 
-        results: dict[int, list[float | None] | _Failure] = {}
         together = [index for index, reward in enumerate(self.rewards) if reward.is_async]
-        alone = [[index] for index, reward in enumerate(self.rewards) if not reward.is_async]
-        child = self._child
-        if child is not None:
-            child.has_batch = False
-        for group in [together, *alone]:
-            results |= self._call(group, batch)
+        results = self._call(together, batch) if together else {}
+        for index, reward in enumerate(self.rewards):
+            if not reward.is_async:
+                results |= self._call([index], batch)
 
-        rewards: list[list[float | None]] = []
+        rewards: list[Scores] = []
         for index, name in enumerate(self.names):
             result = results[index]
             if isinstance(result, _Failure):
@@ -170,25 +160,24 @@ class RewardProcess:
         self._check_failures()
         return Scored(rewards, failures)
 
-    def _call(self, group: Sequence[int], batch: bytes) -> dict[int, list[float | None] | _Failure]:
-        """Call the functions with these indices. If the child ends, each function that has not returned is called
-        again separately, to find the one that failed."""
-        results: dict[int, list[float | None] | _Failure] = {}
-        if not group:
-            return results
+    def _call(self, group: Sequence[int], batch: bytes) -> dict[int, Scores | _Failure]:
+        """Call the functions with these indices.
+
+        If the child ends, each function that has not returned is called again separately, to find the one that failed.
+        """
+        results: dict[int, Scores | _Failure] = {}
         child = self._open()
         try:
             if not child.has_batch:
                 child.send(batch)
                 child.has_batch = True
             child.send(json.dumps({"call": list(group)}).encode())
-            seconds = self.settings.timeout + ASYNC_PATIENCE + PATIENCE
             while len(results) < len(group):
-                answer = child.receive(seconds)
+                answer = child.receive(self.settings.timeout + ASYNC_PATIENCE + PATIENCE)
                 failure = _Failure(answer.get("failure", ""), answer.get("traceback", ""))
                 results[answer["index"]] = answer.get("scores", failure)
-        except (OSError, ValueError, KeyError) as error:  # a timeout, the end of the child, or a corrupted line
-            end = self._end_child(is_late=isinstance(error, TimeoutError))
+        except (OSError, ValueError, KeyError) as error:
+            end = self._end_child(error, late(self.settings.timeout) + " (--reward_timeout)")
             missing = [index for index in group if index not in results]
             if len(missing) == 1:
                 results[missing[0]] = end
@@ -206,57 +195,63 @@ class RewardProcess:
         if self._child is not None:
             return self._child
         self._child = child = _Child()
+        request = {"names": self.names, "plugins": self.plugins, "settings": asdict(self.settings)}
         try:
-            child.send(json.dumps(self._config).encode())
+            child.send(json.dumps(request).encode())
             answer = child.receive(LOAD_SECONDS + PATIENCE)
         except (OSError, ValueError) as error:
-            end = self._end_child(is_late=isinstance(error, TimeoutError))
-            option, files = "--external_plugins", self._config["plugins"]
-            problem = f"{option} {' '.join(files)}: importing the functions {' '.join(self.names)} {end.reason}"
-            raise UserError(problem + _indented(end.traceback), "fix the cause above", exit_code=2) from None
+            end = self._end_child(error, late(LOAD_SECONDS))
+            problem = f"--external_plugins {' '.join(self.plugins)}: importing {end.reason}{_indented(end.traceback)}"
+            raise UserError(problem, "fix the cause above and run the same command again", exit_code=2) from None
         if "error" in answer:
             self._end_child()
-            raise UserError(*answer["error"], exit_code=2)
+            problem, hint = answer["error"]
+            raise UserError(problem, hint, exit_code=2)
         self.rewards = [RewardInfo(**reward) for reward in answer["rewards"]]
         return child
 
-    def _end_child(self, is_late: bool = False) -> _Failure:
+    def _end_child(self, error: Exception | None = None, if_late: str = "") -> _Failure:
         """Kill the child, and return why it ended.
 
         Args:
-            is_late: whether the child did not answer in time. Otherwise, it has ended or closed the socket.
+            error: the error of the last `send` or `receive`: a TimeoutError if the child did not answer in time.
+            if_late: reason of the failure if the child exceeded its time limit.
         """
         assert self._child is not None
         child, self._child = self._child, None
-        code, traces = child.kill(0.0 if is_late else CLOSING_SECONDS)
+        is_late = isinstance(error, TimeoutError)
+        code, traces = child.end(0.0 if is_late else CLOSING_SECONDS)
         if is_late or traces.startswith("Timeout"):
-            limit = self.settings.timeout if self.rewards else LOAD_SECONDS
-            return _Failure(late(limit), traces)
+            return _Failure(if_late, traces)
         if code is None:
             return _Failure("closed the socket of its process", traces)
         if code < 0:
             reason = f"was ended by {signal.Signals(-code).name}"
             return _Failure(reason + " (out of memory?)" * (code == -signal.SIGKILL), traces)
-        return _Failure(f"ended the process with exit code {code}", traces)
+        return _Failure(f"ended its process with exit code {code}", traces)
 
     def _check_failures(self) -> None:
         for reward, failures in zip(self.rewards, self._last_failures, strict=True):
             if len(failures) == FAILURES_TO_END:
                 last = failures[-1]
-                problem = f"--reward_funcs {reward.name}: failed in {FAILURES_TO_END} calls in a row. The last one"
+                problem = f"--reward_funcs {reward.name}: failed in {FAILURES_TO_END} calls in a row. The last call"
                 problem += f" {last.reason}{_indented(last.traceback)}"
                 where = f"fix the function in {reward.source}" if reward.source else "check the rows of --dataset"
                 raise UserError(problem, f"{where}, and run the same command again")
 
 
 class _Child:
-    """The child process, with a socket for messages and a file in which it leaves tracebacks."""
+    """The child process, with a socket for messages and a file in which faulthandler leaves tracebacks.
+
+    Attributes:
+        has_batch: whether the child has received the current batch.
+    """
 
     def __init__(self) -> None:
         self.has_batch = False
         self._socket, theirs = socket.socketpair()
-        self._buffer = bytearray()
-        self._traces = tempfile.TemporaryFile()
+        self._received = bytearray()
+        self._traces = tempfile.TemporaryFile()  # noqa: SIM115, closed by `end`
         numbers = (theirs.fileno(), self._traces.fileno())
         words = [sys.executable, "-u", "-m", "swiftlite.rewards.child", *map(str, numbers), str(os.getpid())]
         with theirs:
@@ -281,36 +276,44 @@ class _Child:
         """Wait for a message.
 
         Raises:
-            OSError: the child has ended, or did not send a message in time.
+            OSError: the child has ended; a TimeoutError if it did not send a message in time.
             ValueError: the message is not a JSON object.
         """
         end = time.monotonic() + seconds
-        while b"\n" not in self._buffer:
+        while b"\n" not in self._received:
             self._socket.settimeout(max(end - time.monotonic(), 0.001))
-            received = self._socket.recv(1 << 20)
-            if not received:
+            part = self._socket.recv(1 << 20)
+            if not part:
                 raise ConnectionError("the child has ended")
-            self._buffer += received
-        line, _, rest = bytes(self._buffer).partition(b"\n")
-        self._buffer = bytearray(rest)
+            self._received += part
+        line, _, self._received = self._received.partition(b"\n")
         message = json.loads(line)
         if not isinstance(message, dict):
-            raise ValueError(f"not a message: {line[:80]!r}")
+            raise ValueError("not a message of the child")
         return message
 
     def has_ended(self) -> bool:
         """Return whether the child has closed the socket, while it is not expected to send anything."""
-        return bool(select.select([self._socket], [], [], 0)[0])
+        self._socket.settimeout(0)
+        try:
+            self._socket.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+        return True
 
-    def kill(self, seconds: float) -> tuple[int | None, str]:
-        """Kill the child and the processes that it started.
+    def end(self, seconds: float) -> tuple[int | None, str]:
+        """Close the socket, and kill the child and the processes that it started.
 
         Args:
-            seconds: time that the child has to end by itself, because the socket is closed.
+            seconds: time that the child has to end by itself.
 
         Returns:
             its exit code, None if it had to be killed; and the text that faulthandler wrote.
         """
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # a forked process of this one may have the socket, too
         self._socket.close()
         code = None
         with suppress(subprocess.TimeoutExpired):

@@ -1,0 +1,105 @@
+"""Test the reward function `code`, which runs Python that a model wrote."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from swiftlite.rewards.code_tests import code, code_block
+from swiftlite.rewards.settings import RewardSettings
+
+SETTINGS = RewardSettings(allow_code=True)
+ADD = "def add(a, b):\n    return a + b\n"
+
+
+def score(completion: str, tests: object, settings: RewardSettings = SETTINGS) -> float | None:
+    return code(settings, completions=[completion], tests=[tests])[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "block"),
+    [
+        ("x = 1", "x = 1"),
+        ("Here:\n```python\nx = 1\n```\nDone.", "x = 1\n"),
+        ("```\nx = 1\n```\nBetter:\n```py\nx = 2\n```", "x = 2\n"),
+        ("```python\nx = 1", "```python\nx = 1"),
+    ],
+)
+def test_the_last_block_is_used(text, block):
+    assert code_block(text) == block
+
+
+@pytest.mark.parametrize(
+    ("tests", "expected"),
+    [
+        (["assert add(1, 2) == 3", "assert add(1, 1) == 3", "assert add(0, 0) == 0", "add("], 0.5),
+        ("assert add(1, 2) == 3\nassert add(1, 1) == 2", 1.0),
+        ("assert add(1, 2) == 3\nassert add(1, 1) == 3", 0.0),
+        ([], None),
+        (None, None),
+    ],
+)
+def test_the_fraction_of_tests_that_pass(tests, expected):
+    assert score(f"<think>```python\nx\n```</think>Here:\n```python\n{ADD}```", tests) == expected
+    assert score(ADD, tests) == expected
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "not Python",
+        "raise SystemExit(0)",
+        "import os; os._exit(0)",
+        "import os; os.kill(os.getpid(), 9)",
+        "print('+' * 1000)",
+        "x = bytearray(4 * 1024**3); add = lambda a, b: 3",
+    ],
+)
+def test_a_program_that_fails_passes_no_test(program):
+    assert score(program, ["assert add(1, 2) == 3"]) == 0.0
+
+
+def test_an_endless_loop_keeps_the_tests_before():
+    settings = RewardSettings(allow_code=True, code_timeout=1.0)
+    assert score(ADD, ["assert add(1, 2) == 3", "while True: pass"], settings) == 0.5
+
+
+def test_output_and_processes_do_not_disturb():
+    assert score("import os, sys\nprint('+')\nos.write(1, b'+')\nsys.stdin.read()", ["assert True"]) == 1.0
+
+
+def test_secrets_are_not_passed_on(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    assert score("import os", ["assert 'secret' not in os.environ.values()"]) == 1.0
+
+
+def test_processes_of_a_program_end_with_it(tmp_path):
+    file = tmp_path / "pid"
+    program = "import os, time\nif not (pid := os.fork()):\n    time.sleep(60)\n    os._exit(0)\n"
+    program += f"open({str(file)!r}, 'w').write(str(pid))"
+    assert score(program, ["assert True"], RewardSettings(allow_code=True, code_timeout=2.0)) == 1.0
+    assert ends(int(file.read_text()))
+
+
+def test_completions_are_not_scored_if_time_runs_out():
+    """The call returns in its time limit although each completion runs until its own limit."""
+    settings = RewardSettings(timeout=3.0, allow_code=True, code_timeout=1.0)
+    number = 4 * (os.cpu_count() or 1)
+    scores = code(settings, completions=["while True: pass"] * number, tests=["assert True"] * number)
+    assert scores[0] == 0.0
+    assert scores[-1] is None
+    assert set(scores) == {0.0, None}
+
+
+def ends(pid: int) -> bool:
+    """Wait until a process has ended; it may remain as a zombie of a process that does not wait for it."""
+    for _ in range(500):
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        if state == "Z":
+            return True
+        time.sleep(0.02)
+    return False
