@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from swiftlite.errors import UserError, clip
-from swiftlite.rewards.load import LoadedReward, load_rewards, traceback_from
+from swiftlite.rewards.load import LoadedReward, load_rewards, traceback_of
 from swiftlite.rewards.settings import RewardSettings
 from swiftlite.runtime.parent import exit_with_parent
 
@@ -119,7 +119,7 @@ class _Server:
             values = reward.function(**reward.arguments(self.batch))
             scores = _scores(values, len(self.batch["completions"]))
         except BaseException as error:  # also sys.exit()
-            self._send(_failure(index, error, reward))
+            self._send(_failure(index, error))
         else:
             self._send({"index": index, "scores": scores})
 
@@ -133,7 +133,7 @@ class _Server:
                 values = await reward.function(**reward.arguments(self.batch))
             scores = _scores(values, len(self.batch["completions"]))
         except BaseException as error:
-            failure = _failure(index, error, reward)
+            failure = _failure(index, error)
             if clock.expired():
                 failure["failure"] = late(self.settings.timeout) + " (--reward_timeout)"
             self._send(failure)
@@ -176,12 +176,12 @@ def _score(value: Any, position: int) -> float | None:
     return float(value)
 
 
-def _failure(index: int, error: BaseException, reward: LoadedReward) -> dict[str, Any]:
+def _failure(index: int, error: BaseException) -> dict[str, Any]:
     if isinstance(error, _InvalidScores):
         return {"index": index, "failure": str(error), "traceback": ""}
     text = " ".join(str(error).split())
     reason = f"raised {type(error).__name__}: {clip(text, 200)}" if text else f"raised {type(error).__name__}"
-    return {"index": index, "failure": reason, "traceback": traceback_from(error, reward.info.source)[-MAX_TRACEBACK:]}
+    return {"index": index, "failure": reason, "traceback": traceback_of(error)[-MAX_TRACEBACK:]}
 
 
 def _restore_signals() -> None:

@@ -109,19 +109,22 @@ def import_plugin(path: Path) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except BaseException as error:  # also sys.exit()
-        lines = traceback_from(error, str(path))
+        lines = traceback_of(error)
         problem = f"--external_plugins {path}: the file cannot be imported\n{lines}"
         raise UserError(problem, "fix the cause above; `python FILE` shows it as well", exit_code=2) from None
     return module
 
 
-def traceback_from(error: BaseException, file: str) -> str:
-    """Return a traceback as text that starts at the first frame in `file`; the whole traceback if there is none."""
+def traceback_of(error: BaseException) -> str:
+    """Return the traceback of an error as text, without the frames that call the user's code."""
     start = error.__traceback__
-    while start is not None and start.tb_frame.f_code.co_filename != file:
+    while start is not None and _calls_the_user(start.tb_frame.f_code.co_filename):
         start = start.tb_next
-    error = error.with_traceback(start or error.__traceback__)
-    return "".join(traceback.format_exception(error)).rstrip()
+    return "".join(traceback.format_exception(type(error), error, start)).rstrip()
+
+
+def _calls_the_user(file: str) -> bool:
+    return file in (__file__, str(Path(__file__).with_name("child.py"))) or file.startswith("<frozen importlib")
 
 
 def _functions(module: ModuleType) -> dict[str, Callable[..., Any]]:

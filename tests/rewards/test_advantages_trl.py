@@ -8,6 +8,7 @@ import pytest
 
 from swiftlite.data.template import load_tokenizer
 from swiftlite.rewards.advantages import AdvantageSettings, compute_advantages
+from tests.tiny import make_tiny_hf
 from tests.train.pairs import open_hf
 
 trl: Any = pytest.importorskip("trl")
@@ -21,6 +22,11 @@ SCORES = [
     [(None, 1.0), (1.0, None), (None, None), (0.25, 0.0)],
 ]
 LONE = [[(None, None), (2.0, 1.0), (None, None), (None, None)]]
+
+
+@pytest.fixture
+def hf_dir(tmp_path) -> Path:
+    return make_tiny_hf(tmp_path / "hf", "qwen3", with_tokenizer=True)
 
 
 def theirs(kind: str, hf_dir: Path, out_dir: Path, groups: list, **options: Any) -> tuple[np.ndarray, dict]:

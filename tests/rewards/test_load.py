@@ -1,6 +1,6 @@
 """Test which functions are found, and how functions that cannot be used are reported."""
 
-import inspect
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,7 +20,7 @@ def plugin(tmp_path: Path) -> Callable[[str], Path]:
 
     def write(source: str, name: str = "rewards.py") -> Path:
         file = tmp_path / name
-        file.write_text(inspect.cleandoc(source) + "\n")
+        file.write_text(textwrap.dedent(source))
         return file
 
     return write
