@@ -65,7 +65,7 @@ class Advantages:
     """Advantages of a batch.
 
     Attributes:
-        rewards: [completions] weighted sum over the functions that scored a completion, NaN if there is none.
+        rewards: [completions] weighted sum over the functions that scored a completion, NaN if no function did.
         advantages: [completions] float32, 0 for completions without a reward.
         is_flat: [groups] whether all advantages of a group are 0, as in `RewardStatistics.frac_reward_zero_std`.
     """

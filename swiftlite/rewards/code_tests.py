@@ -31,7 +31,7 @@ _BLOCK = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
 
 
 def code_block(text: str) -> str:
-    """Return the content of the last block of code in Markdown, or the whole text if there is none."""
+    """Return the content of the last block of code in Markdown, or the whole text if it has no block."""
     blocks = _BLOCK.findall(text)
     return blocks[-1] if blocks else text
 

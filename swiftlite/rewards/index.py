@@ -64,7 +64,7 @@ def accuracy(
     after `####` counts, if there is one, as in GSM8K. A completion is not scored if its row has no reference, or if
     math-verify finds no expression in the reference.
     """
-    from math_verify import parse, verify
+    from math_verify import parse, verify  # pyright: ignore[reportMissingImports]
 
     nothing = [None] * len(completions)
     scores: Scores = []

@@ -32,7 +32,7 @@ ARGUMENTS = ("prompts", "completions", "completion_ids", "step")
 
 @dataclass(frozen=True)
 class RewardInfo:
-    """What a function is called with, as JSON can represent it.
+    """The description of a reward function, as JSON can represent it.
 
     Attributes:
         source: file that defines the function, empty for a function of `rewards/index.py`.

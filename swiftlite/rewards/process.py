@@ -153,10 +153,10 @@ class RewardProcess:
             if isinstance(result, _Failure):
                 self._last_failures[index].append(result)
                 failures.append(f"{name} {result.reason}")
-                result = [None] * len(completions)
+                rewards.append([None] * len(completions))
             else:
                 self._last_failures[index].clear()
-            rewards.append(result)
+                rewards.append(result)
         self._check_failures()
         return Scored(rewards, failures)
 

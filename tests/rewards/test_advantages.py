@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from typing import Any
 
 import numpy as np
 import pytest
@@ -53,7 +54,7 @@ def test_the_formulas(estimator, scale):
 def test_a_group_by_hand():
     scores = [[1.0], [0.0], [0.0], [1.0]]
     std = math.sqrt(4 * 0.25 / 3)
-    expected = {
+    expected: dict[tuple[Any, Any], float] = {
         ("grpo", "group"): 0.5 / (std + 1e-4),
         ("grpo", "none"): 0.5,
         ("rloo", "none"): 1 - 1 / 3,

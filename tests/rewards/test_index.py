@@ -1,6 +1,7 @@
 """Test the named reward functions, against those of TRL where TRL has them."""
 
-import importlib
+import importlib.metadata
+import importlib.util
 import json
 from dataclasses import replace
 from typing import Any
