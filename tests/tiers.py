@@ -23,6 +23,12 @@ def some_of(values: Iterable[Any], *kept: Any) -> list[Any]:
     return [_parameter(value, value in kept) for value in values]
 
 
+def all_but(values: Iterable[Any], *slow: Any) -> list[Any]:
+    """Return the values as parameters. Values in `slow` have the marker slow."""
+    values = list(values)
+    return some_of(values, *(value for value in values if value not in slow))
+
+
 def pairwise(*factors: Sequence[Any]) -> list[Any]:
     """Return all combinations of the factors as parameters. A few of them cover every pair of values.
 
@@ -32,6 +38,20 @@ def pairwise(*factors: Sequence[Any]) -> list[Any]:
     kept = {tuple(row) for row in AllPairs(numbers)}
     rows = zip(product(*numbers), product(*factors), strict=True)
     return [_parameter(values, row in kept) for row, values in rows]
+
+
+def selected(request: pytest.FixtureRequest, *names: str) -> list[Any]:
+    """Return the values of parameters with which selected tests of the module run; tuples, if there are several names.
+
+    A fixture that computes results for all tests of a module can thus omit those that only tests of another tier need.
+    """
+    found = []
+    for item in request.session.items:
+        parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+        if item.path == request.path and parameters.keys() >= {*names}:
+            values = tuple(parameters[name] for name in names)
+            found.append(values if len(names) > 1 else values[0])
+    return list(dict.fromkeys(found))
 
 
 def _parameter(value: Any, is_kept: bool) -> Any:

@@ -241,7 +241,7 @@ def test_a_rank_that_is_killed_in_a_collective(tmp_path):
 
 def test_a_lost_connection_that_nobody_explains_is_shown(tmp_path):
     body = "from swiftlite.cli import main as cli\ndef run(argv):\n    raise RuntimeError('Connection reset by peer')\n"
-    process = start(tmp_path, body + "cli._run = run\ntime.sleep(5 * rank)\nsys.exit(cli.main([]))\n")
+    process = start(tmp_path, body + "cli._run = run\ntime.sleep(3 * rank)\nsys.exit(cli.main([]))\n")
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 1
     assert stderr.count("RuntimeError: Connection reset by peer") == 1
@@ -311,7 +311,7 @@ def test_a_node_whose_ranks_fail_before_it_listens_still_says_so(tmp_path, rank)
         "from swiftlite.cli import elastic",
         "listen = elastic._Nodes._listen",
         "def late(self):",
-        "    time.sleep(10)",
+        "    time.sleep(4)",
         "    listen(self)",
         "elastic._Nodes._listen, elastic.GRACE_SECONDS = late, 1",
         "sys.exit(elastic.main(sys.argv[1:]))",

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -16,23 +16,40 @@ import pytest
 from tests.cuda_emulated import library
 from tests.cuda_emulated.kinds import FLOAT32_BOUND, KINDS, STEPS, bound_of, loss_pairs, write_inputs
 from tests.cuda_emulated.record import Event
+from tests.tiers import all_but, selected
 
 pytestmark = [
     pytest.mark.cuda_emulated,
     pytest.mark.skipif(bool(library.missing()), reason=library.missing() or "there is a compiler"),
 ]
-every_kind = pytest.mark.parametrize("name", KINDS)
+# Combinations of what other kinds of runs have. `scripts/test.sh cuda_emulated` runs these kinds too.
+SLOW = (
+    "padding_free",
+    "latent",
+    "latent float32",
+    "gated delta float32",
+    "lora",
+    "dpo",
+    "heads_only",
+    "heads_only kl, not fused",
+    "unrolled",
+    "recomputed selectively",
+    "saved asynchronously",
+)
+every_kind = pytest.mark.parametrize("name", all_but(KINDS, *SLOW))
 Found = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory) -> Callable[[str, str], Found]:
-    """Return results(device, kind), for the emulated device and the CPU.
+def results(request, tmp_path_factory) -> Callable[[str, str], Found]:
+    """Return results(device, kind), for the emulated device and the CPU, and for the kinds that selected tests need.
 
-    Three processes take a minute and a half on two cores, because the emulated device is as slow as two processes.
+    All kinds take a minute and a half in three processes on two cores, because the emulated device is as slow as two
+    processes.
     """
     directory = tmp_path_factory.mktemp("kinds")
-    names = list(KINDS)
+    needed = {*selected(request, "name"), *LAUNCHES, *(f"{name} 4 layers" for name in LAUNCHES)}
+    names = [name for name in KINDS if name in needed]
     write_inputs(directory, names)
     parts = [("emulated", names[::2]), ("emulated", names[1::2]), ("cpu", names)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
@@ -193,16 +210,17 @@ def test_a_layer_launches_no_more_than_stated(emulated, name):
     assert 10 < launches_per_layer(emulated, name) <= LAUNCHES[name]
 
 
-def test_the_table(emulated, record_property):
+def test_the_table(request, emulated, record_property):
     """`scripts/test.sh cuda_emulated` prints this table."""
-    record_property("table", table(emulated))
-    assert "dense" in table(emulated)
+    printed = table(emulated, [name for name in KINDS if name in selected(request, "name")])
+    record_property("table", printed)
+    assert "launches of a layer and micro-batch, dense" in printed
 
 
-def table(emulated: Callable[[str], Found]) -> str:
+def table(emulated: Callable[[str], Found], names: Sequence[str]) -> str:
     """Return a table with waits per step by kind of run, and launches per micro-batch and per layer."""
     lines = [f"{'kind of run':32}{'waits per step':>16}{'of them in passes':>20}{'launches a micro-batch':>25}"]
-    for name in KINDS:
+    for name in names:
         found = emulated(name)
         steps = found["steps"]
         inside = sum(chosen(found, in_a_pass).values())

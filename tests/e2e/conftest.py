@@ -61,14 +61,11 @@ class Commands:
         assert result.returncode == 0, result.stderr
         return result
 
-    def run_for_real(self, *argv: object, **environment: str) -> subprocess.CompletedProcess:
-        """Run `python -m swiftlite ...`; torchrun is started too if `environment` requires it."""
-        process = self.start_for_real(*argv, **environment)
-        out, err = process.communicate(timeout=600)
-        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
-
     def start_for_real(self, *argv: object, **environment: str) -> subprocess.Popen:
-        """Start `python -m swiftlite ...` in a separate process group, and return the running process."""
+        """Start `python -m swiftlite ...` in a separate process group, and return the running process.
+
+        torchrun is started too if `environment` requires it.
+        """
         return subprocess.Popen(
             [sys.executable, "-W", "ignore", "-m", "swiftlite", *map(str, argv)],
             cwd=self.directory,

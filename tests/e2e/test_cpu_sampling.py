@@ -55,7 +55,12 @@ def draw(
 
 
 @pytest.mark.parametrize(
-    ("draws_drafts", "temperatures"), [(True, (1.0, 0.7)), (False, (0.7,))], ids=["drawn", "likeliest"]
+    ("draws_drafts", "temperatures"),
+    [
+        pytest.param(True, (0.7,), id="drawn"),
+        pytest.param(True, (1.0,), id="drawn, 1.0", marks=pytest.mark.slow),
+        pytest.param(False, (0.7,), id="likeliest"),
+    ],
 )
 def test_answers_with_drafts_have_the_trunks_distribution(draws_drafts, temperatures, vllm_host, tmp_path):
     """Some drafts are accepted and some rejected."""

@@ -24,6 +24,7 @@ from swiftlite.train.optim import wrap_model
 from tests.parallel.launch import launch, open_store, prepare_session
 from tests.parallel.packing import ROWS, forward_backward, make_rows, pack
 from tests.parallel.parity import CASES, Case, make_model
+from tests.tiers import some_of
 
 pytestmark = pytest.mark.gloo
 
@@ -110,7 +111,7 @@ def steps(hf_dir: Path, layout: ParallelLayout) -> list[Step]:
     return results
 
 
-@pytest.fixture(scope="module", params=["qwen3", "mimo"])
+@pytest.fixture(scope="module", params=some_of(["qwen3", "mimo"], "mimo"))
 def computed(request, tmp_path_factory) -> dict[str, list[list[Step]]]:
     """Return the steps of each rank, by layout.
 

@@ -15,6 +15,7 @@ from swiftlite.train import run as training
 from swiftlite.train.checkpoint import base_digest
 from swiftlite.train.methods import reference
 from tests.parallel.launch import launch
+from tests.tiers import some_of
 from tests.tiny import make_tiny_hf
 from tests.train.pairs import write_pairs
 
@@ -55,7 +56,7 @@ def train_with_a_slow_disk(args: Any, seconds: float, round_seconds: float) -> i
     return training.run(args)
 
 
-@pytest.mark.parametrize("command", ["sft", "dpo"])
+@pytest.mark.parametrize("command", some_of(["sft", "dpo"], "dpo"))
 def test_the_base_is_hashed_by_all_ranks(args, tmp_path, command):
     """One rank alone would take 1.5 times the timeout. All ranks together, in rounds, never wait that long."""
     lora: dict[str, Any] = {"tuner_type": "lora", "lora_rank": 4}

@@ -27,7 +27,7 @@ def gpu_sh(output_dir: Path, *options: str) -> tuple[int, list[dict], str]:
 @pytest.mark.parametrize(
     "stages",
     [
-        ["machine", "plan"],
+        pytest.param(["machine", "plan"], marks=pytest.mark.slow),
         pytest.param(["kernels", "training", "speed"], marks=pytest.mark.slow),
         # Which other tests compute as well.
         pytest.param(["logits", "layouts", "faults", "engines", "quantized", "live"], marks=pytest.mark.slow),
@@ -62,13 +62,16 @@ def test_no_stage_begins_when_the_time_is_over(tmp_path):
 
 
 def test_models_and_runs_lie_apart_from_results(tmp_path):
-    gpu_sh(tmp_path / "out", "--stages", "machine", "--work_dir", str(tmp_path / "scratch"))
+    status, results, title = gpu_sh(tmp_path / "out", "--stages", "machine", "--work_dir", str(tmp_path / "scratch"))
     assert {file.name for file in (tmp_path / "out").iterdir()} == {
         "gpu_results.jsonl",
         "gpu_report.md",
         "machine.log",
     }
     assert (tmp_path / "scratch").is_dir()
+    assert status == 0
+    assert [result for result in results if result["passed"] is False] == []
+    assert mentions(title, f"0 {len(results)}")
 
 
 def test_a_call_needs_a_number(tmp_path):

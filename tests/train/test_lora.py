@@ -23,6 +23,7 @@ from swiftlite.serve.adapters import with_adapters
 from swiftlite.train import phases
 from swiftlite.train import run as training
 from tests.messages import naming
+from tests.tiers import some_of
 from tests.tiny import make_tiny_hf
 from tests.train.prepared import prepare
 from tests.train.test_sft import metrics, train
@@ -221,7 +222,7 @@ def test_adapters_learn_the_same_beside_fused_kernels(options, mesh, tmp_path, m
     assert losses["fused"] == pytest.approx(losses["plain"], rel=2e-5)
 
 
-@pytest.mark.parametrize("use_dora", [False, True])
+@pytest.mark.parametrize("use_dora", some_of([False, True], True))
 def test_a_resumed_run_takes_the_steps_of_an_unbroken_one(options, mesh, tmp_path, use_dora):
     constant = {"lr_decay_style": "constant", "lr_warmup_fraction": 0.0, "tuner_type": "lora", "lora_dropout": 0.1}
     constant |= {"torch_dtype": "bfloat16", "mtp_tuner": "full", "use_dora": use_dora}

@@ -22,6 +22,7 @@ from swiftlite.train import run as training
 from swiftlite.train.checkpoint.base_digest import shared_digest_of
 from tests.bridge.test_fp8 import make_fp8
 from tests.messages import naming
+from tests.tiers import all_but
 from tests.tiny import make_tiny_hf
 from tests.train.test_sft import metrics, train
 
@@ -58,7 +59,7 @@ def content(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", all_but(WAYS, "qwen3_moe"))  # of deepseek_v3 there are experts too
 def test_same_bits(options, mesh, tmp_path, way):
     make_model, more = WAYS[way]
     check_same_bits(options, mesh, tmp_path, make_model(tmp_path / "model"), more)

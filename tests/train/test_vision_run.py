@@ -28,10 +28,12 @@ from tests.data.images import make_image_model, writer
 from tests.images import SampleRow, VisionReference
 from tests.messages import naming
 from tests.parallel.launch import launch
+from tests.tiers import some_of
 from tests.tiny import VISION_TOWERS
 
 pytestmark = pytest.mark.gloo
 
+FAMILIES = ["qwen3_5", "qwen2_5_vl", "qwen3_vl"]
 SIZES = {"a.png": (24, 16), "b.png": (8, 16), "c.png": (16, 16)}
 ROWS = [
     {"query": "What is <image>?", "response": "A fox.", "images": ["a.png"]},
@@ -41,7 +43,7 @@ ROWS = [
 ]
 
 
-@pytest.fixture(params=["qwen3_5", "qwen2_5_vl", "qwen3_vl"])
+@pytest.fixture(params=FAMILIES)
 def family(request) -> str:
     assert request.param in VISION_TOWERS
     return request.param
@@ -162,6 +164,7 @@ def test_frozen_parts_are_exported_unchanged(model, rows, tmp_path, stages):
     assert changed == {name for name in before if name.startswith("mtp.")}
 
 
+@pytest.mark.parametrize("family", some_of(FAMILIES, "qwen3_5", "qwen3_vl"), indirect=True)
 def test_cached_states_give_the_same_losses(model, rows, tmp_path):
     options: dict[str, Any] = {"mtp_mode": "heads_only", "micro_batch_size": 1}
     launch(1, run, args_of(model, rows, tmp_path / "plain", **options))
@@ -170,6 +173,7 @@ def test_cached_states_give_the_same_losses(model, rows, tmp_path):
     assert losses(tmp_path / "cached") == losses(tmp_path / "plain")
 
 
+@pytest.mark.parametrize("family", some_of(FAMILIES, "qwen3_vl"), indirect=True)
 def test_pipeline_stages_give_the_same_losses(model, rows, tmp_path):
     """Only the first stage decodes images."""
     options: dict[str, Any] = {"val_dataset": [str(rows)], "acceptance_max_new_tokens": 4}
@@ -184,6 +188,7 @@ def test_pipeline_stages_give_the_same_losses(model, rows, tmp_path):
     assert measured[0] == measured[1]
 
 
+@pytest.mark.parametrize("family", some_of(FAMILIES, "qwen3_5", "qwen3_vl"), indirect=True)
 def test_streamed_states_are_those_of_the_whole_trunk(model, family, rows, tmp_path):
     """Files of cached states are bitwise identical, and decoder layers that add images are refused by name."""
     options: dict[str, Any] = {"mtp_mode": "heads_only", "micro_batch_size": 1}
@@ -218,6 +223,7 @@ def test_streamed_rows_with_images_are_refused_before_anything_is_written(model,
     assert not (tmp_path / "run" / "source").exists()
 
 
+@pytest.mark.parametrize("family", some_of(FAMILIES, "qwen3_5"), indirect=True)
 def test_a_resumed_run_continues_with_the_same_losses(model, rows, tmp_path):
     options: dict[str, Any] = {"freeze_vit": False, "lr_decay_style": "constant", "lr_warmup_fraction": 0.0}
     launch(1, run, args_of(model, rows, tmp_path / "whole", train_iters=4, **options))

@@ -26,7 +26,6 @@ NOT_HERE = (*ALIKE, "qwen2_5_vl", "qwen3_vl")  # tests/acceptance/test_held_out_
     some_of(
         [*((family, 2, 2) for family in sorted(CLASSES) if family not in NOT_HERE), ("qwen3", 2, 4), ("qwen3", 1, 3)],
         ("deepseek_v3", 2, 2),
-        ("glm4_moe", 2, 2),
         ("mimo", 2, 2),
         ("qwen3_next", 2, 2),
         ("qwen3", 2, 4),
@@ -51,7 +50,7 @@ def test_counts_equal_a_reference_without_cache(trained, family, depth, num_toke
         assert 0.1 < accepted / counts.drafts < 0.9
 
 
-@pytest.mark.parametrize(("depth", "num_tokens"), some_of([(1, 3), (2, 2), (2, 4)], (1, 3), (2, 4)))
+@pytest.mark.parametrize(("depth", "num_tokens"), some_of([(1, 3), (2, 2), (2, 4)], (2, 4)))
 def test_drafts_end_behind_the_first_unsure_one(trained, depth, num_tokens):
     directory, prompts = trained("qwen3", depth)
     engine = start_engine(
@@ -92,9 +91,7 @@ def test_heads_for_another_engine_are_run_as_it_runs_them(trained, tmp_path, fam
     assert engine.draft_counts().accepted_per_position == counts.accepted_per_position
 
 
-@pytest.mark.parametrize(
-    ("family", "depth"), some_of([("qwen3", 2), ("llama", 1), ("qwen3_next", 1)], ("qwen3", 2), ("llama", 1))
-)
+@pytest.mark.parametrize(("family", "depth"), some_of([("qwen3", 2), ("llama", 1), ("qwen3_next", 1)], ("qwen3", 2)))
 def test_drafts_are_of_the_draft_vocabulary(trained, tmp_path, family, depth):
     directory, prompts = trained(family, depth)
     reference = follow(Reference.load(directory, family, depth), convention("transformers", family).drafting)

@@ -142,7 +142,7 @@ def test_an_engine_that_stops_drafting_writes_what_the_trunk_would(tmp_path):
     assert 1.1 < counts.drafted / counts.drafts < 1.9
 
 
-@pytest.mark.parametrize("how", ["replaced by a draw from p", "always kept"])
+@pytest.mark.parametrize("how", some_of(["replaced by a draw from p", "always kept"], "always kept"))
 def test_an_engine_that_verifies_wrongly_is_noticed(tmp_path, monkeypatch, how):
     monkeypatch.setattr(engine_module, "verify", wrong_verify(how))
     directory = make_small(tmp_path, "qwen3", 1)
