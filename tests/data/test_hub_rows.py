@@ -1,6 +1,8 @@
 """Test the real package `datasets` with a hub on this machine."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import datasets
@@ -8,9 +10,12 @@ import pytest
 
 from tests.data.images import encoded, noise
 from tests.hub.asking import answers
-from tests.hub.server import TOKEN, running_hub
+from tests.hub.server import TOKEN, Hub, running_hub
 from tests.messages import mentions
 
+GOOD = ("org/rows", "org/rows:small", "org/rows:/test_sft", "org/rows#5", "org/rows:default/train@main#3")
+BAD = ("org/nope", "org/rows@v9", "org/rows:large", "org/rows:/test", "org/script", "org/gated", "org/mixed")
+IMAGE = encoded(noise(9, 7))
 CARD = """---
 configs:
 - config_name: default
@@ -27,8 +32,8 @@ def lines(*rows: dict) -> bytes:
     return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
 
 
-@pytest.fixture
-def hub():
+@contextmanager
+def hub_with_rows() -> Iterator[Hub]:
     """Run a hub with two datasets: org/rows with two subsets, one of which has two splits, and org/script with a Python
     file.
     """
@@ -49,6 +54,29 @@ def hub():
         yield hub
 
 
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    with hub_with_rows() as hub:
+        yield hub
+
+
+@pytest.fixture(scope="module")
+def answered(tmp_path_factory) -> dict[str, str]:
+    """Return what is read from a hub, by name. One process reads everything, because it imports `datasets` first."""
+    directory = tmp_path_factory.mktemp("hub")
+    features = datasets.Features(
+        {"query": datasets.Value("string"), "response": datasets.Value("string"), "images": [datasets.Image()]}
+    )
+    row = {"query": ["q"], "response": ["a"], "images": [[{"bytes": IMAGE, "path": None}]]}
+    datasets.Dataset.from_dict(row, features=features).to_parquet(directory / "train.parquet")
+    with hub_with_rows() as hub:
+        hub.add("org/seen", {"train.parquet": (directory / "train.parquet").read_bytes()}, kind="datasets")
+        hub.add("org/gated", {"README.md": b"", "a.jsonl": b"{}"}, kind="datasets").gated = True
+        calls = [*map(read, (*GOOD, *BAD)), (f"{__name__}:images", "org/seen")]
+        found = answers(hub, directory / "home", *calls)
+        return dict(zip((*GOOD, *BAD, "org/seen", "url"), (*found, hub.url), strict=True))
+
+
 def read(spec: str) -> tuple[str, str]:
     return (f"{__name__}:shown", spec)
 
@@ -62,9 +90,8 @@ def shown(spec: str) -> str:
     return json.dumps({"rows": rows.num_rows, "found": found, "bad": [bad.source for bad in rows.bad_rows]})
 
 
-def test_subsets_splits_and_samples(hub, tmp_path):
-    specs = ("org/rows", "org/rows:small", "org/rows:/test_sft", "org/rows#5", "org/rows:default/train@main#3")
-    found = answers(hub, tmp_path / "home", *map(read, specs))
+def test_subsets_splits_and_samples(answered):
+    found = [answered[spec] for spec in GOOD]
     assert [answer for answer in found if answer.startswith("UserError")] == []
     train, small, test, sample, spelt_out = map(json.loads, found)
     assert train["rows"] == 20
@@ -88,16 +115,8 @@ def images(spec: str) -> str:
     return json.dumps([source.hex() if isinstance(source, bytes) else source for source in sources])
 
 
-def test_images_are_not_decoded_by_datasets(hub, tmp_path):
-    content = encoded(noise(9, 7))
-    features = datasets.Features(
-        {"query": datasets.Value("string"), "response": datasets.Value("string"), "images": [datasets.Image()]}
-    )
-    row = {"query": ["q"], "response": ["a"], "images": [[{"bytes": content, "path": None}]]}
-    datasets.Dataset.from_dict(row, features=features).to_parquet(tmp_path / "train.parquet")
-    hub.add("org/seen", {"train.parquet": (tmp_path / "train.parquet").read_bytes()}, kind="datasets")
-    (found,) = answers(hub, tmp_path / "home", (f"{__name__}:images", "org/seen"))
-    assert json.loads(found) == [content.hex()]
+def test_images_are_not_decoded_by_datasets(answered):
+    assert json.loads(answered["org/seen"]) == [IMAGE.hex()]
 
 
 @pytest.mark.slow
@@ -123,17 +142,16 @@ def test_what_is_here_is_read_without_network_and_at_its_commit(hub, tmp_path):
     assert json.loads(old)["rows"] == 20
 
 
-def test_what_cannot_be_had_says_what_to_type(hub, tmp_path):
-    hub.add("org/gated", {"README.md": b"", "a.jsonl": b"{}"}, kind="datasets").gated = True
-    specs = ("org/nope", "org/rows@v9", "org/rows:large", "org/rows:/test", "org/script", "org/gated", "org/mixed")
-    missing, revision, subset, split, script, gated, mixed = answers(hub, tmp_path / "home", *map(read, specs))
-    assert mentions(missing, f"{hub.url} org/nope")
+def test_what_cannot_be_had_says_what_to_type(answered):
+    missing, revision, subset, split, script, gated, mixed = (answered[spec] for spec in BAD)
+    url = answered["url"]
+    assert mentions(missing, f"{url} org/nope")
     assert mentions(revision, "org/rows v9")
     assert mentions(subset, "org/rows:large 'default' 'small'")
     assert mentions(split, "org/rows:/test 'train' 'test_sft' ORG/NAME:/SPLIT")
     assert mentions(script, "org/script")
     assert "it ran" not in script
-    assert mentions(gated, f"org/gated {hub.url}/datasets/org/gated")
+    assert mentions(gated, f"org/gated {url}/datasets/org/gated")
     assert mentions(mixed, "org/mixed")
 
 
@@ -144,9 +162,9 @@ def test_no_network_and_nothing_in_the_cache(tmp_path):
 
 def test_a_private_dataset_and_a_missing_package(hub, tmp_path):
     hub.repositories["datasets/org/rows"].private = True
-    (private,) = answers(hub, tmp_path / "home", read("org/rows"), HF_TOKEN=TOKEN)
+    without = (f"{__name__}:shown_without_datasets", "org/rows")
+    private, missing = answers(hub, tmp_path / "home", read("org/rows"), without, HF_TOKEN=TOKEN)
     assert json.loads(private)["rows"] == 20
-    (missing,) = answers(hub, tmp_path / "home", (f"{__name__}:shown_without_datasets", "org/rows"))
     problem, hint = missing.splitlines()
     assert mentions(problem, "UserError: org/rows datasets")
     assert mentions(hint, "pip install datasets")

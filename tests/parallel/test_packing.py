@@ -14,6 +14,7 @@ from swiftlite.model.context_parallel import describe_packed
 from tests.model.test_logits import ROPES, load_megatron
 from tests.parallel.packing import LONGEST, ROWS, Job, Result, make_rows, run
 from tests.parallel.parity import sensitivity
+from tests.tiers import all_but, selected
 from tests.tiny import make_tiny_hf
 
 pytestmark = pytest.mark.gloo
@@ -27,6 +28,9 @@ SIZES: dict[str, Any] = {
 }
 MODELS = [(family, depth) for family in ("llama", "mimo", "glm4_moe", "deepseek_v3", "qwen3_5") for depth in (1, 2)]
 FAMILIES = sorted({family for family, _ in MODELS})
+# Families without a kind of layer that the other ones do not have.
+SLOW_FAMILIES = ("llama", "glm4_moe")
+SLOW_MODELS = [(family, depth) for family, depth in MODELS if family in SLOW_FAMILIES]
 MIXTURES = ("glm4_moe", "deepseek_v3")
 DENSE = [(family, depth) for family, depth in MODELS if family in ("llama", "mimo")]
 LAYOUTS: dict[str, dict] = {
@@ -45,11 +49,12 @@ CHANGED = 4
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory) -> dict[tuple, Result]:
+def results(request, tmp_path_factory) -> dict[tuple, Result]:
     """Return results by family, depth and name."""
     root: Path = tmp_path_factory.mktemp("packing")
     jobs: dict[int, dict[tuple, Job]] = {1: {}, 2: {}}
-    for family, depth in MODELS:
+    needed = selected(request, "family")
+    for family, depth in [model for model in MODELS if model[0] in needed]:
         model = make_tiny_hf(root / f"{family}-{depth}", family, depth, **SIZES)
 
         def add(num_processes: int, name: str, model=model, key=(family, depth), **options) -> None:
@@ -93,7 +98,7 @@ def assert_same_gradients(ours: Result, expected: Result, sensitivity: float = 1
 
 
 @pytest.mark.parametrize("layout", ["packed", *LAYOUTS])
-@pytest.mark.parametrize(("family", "depth"), MODELS)
+@pytest.mark.parametrize(("family", "depth"), all_but(MODELS, *SLOW_MODELS))
 def test_packed_is_one_by_one(results, family, depth, layout):
     alone, packed = results[family, depth, "one by one"], results[family, depth, layout]
     assert len(alone.losses) == NUM_SAMPLES
@@ -103,7 +108,7 @@ def test_packed_is_one_by_one(results, family, depth, layout):
     assert packed.metrics == pytest.approx(alone.metrics, rel=1e-6 * sensitivity(family))
 
 
-@pytest.mark.parametrize(("family", "depth"), DENSE)
+@pytest.mark.parametrize(("family", "depth"), all_but(DENSE, *SLOW_MODELS))
 def test_losses_of_a_dense_model_are_the_same_bits(results, family, depth):
     """The shortest sample is excluded, because matrices with few rows use another kernel."""
     alone, packed = results[family, depth, "one by one"], results[family, depth, "packed"]
@@ -121,7 +126,7 @@ def test_frequencies_that_depend_on_the_length(results):
     assert_same_gradients(packed, alone)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", all_but(FAMILIES, *SLOW_FAMILIES))
 def test_virtual_stages_take_rows_of_any_length(results, family):
     alone, packed = results[family, 2, "one by one"], results[family, 2, "PP2xVPP2"]
     assert_same_losses(packed, alone, sensitivity(family))
@@ -129,7 +134,7 @@ def test_virtual_stages_take_rows_of_any_length(results, family):
 
 
 @pytest.mark.parametrize("kind", RECOMPUTE)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", all_but(FAMILIES, *SLOW_FAMILIES))
 def test_recomputation_changes_no_bit(results, family, kind):
     kept, recomputed = results[family, 1, "packed"], results[family, 1, kind]
     assert all(map(torch.equal, recomputed.losses, kept.losses))
@@ -138,7 +143,7 @@ def test_recomputation_changes_no_bit(results, family, kind):
 
 
 @pytest.mark.parametrize(("depth", "layout"), [(1, "packed"), (2, "CP2")])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", all_but(FAMILIES, *SLOW_FAMILIES))
 def test_other_tokens_in_a_sequence_change_nothing_in_another(results, family, depth, layout):
     before, after = results[family, depth, layout].losses, results[family, depth, f"{layout}, changed"].losses
     assert not torch.equal(before[CHANGED], after[CHANGED])
@@ -151,7 +156,7 @@ def test_other_tokens_in_a_sequence_change_nothing_in_another(results, family, d
             torch.testing.assert_close(before[number], after[number])
 
 
-@pytest.mark.parametrize(("family", "depth"), MODELS)
+@pytest.mark.parametrize(("family", "depth"), all_but(MODELS, *SLOW_MODELS))
 def test_no_gradient_passes_between_sequences(mesh, tmp_path, family, depth):
     """Gradients are exactly zero. Comparing losses would not detect a very small influence of another sequence.
 

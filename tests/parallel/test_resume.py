@@ -20,6 +20,7 @@ from swiftlite.train.train_state import make_train_state
 from tests.parallel import parity
 from tests.parallel.launch import launch
 from tests.parallel.parity import BOUNDS, CASES, SMALL, TP2_SP, Job, Result
+from tests.tiers import all_but, selected
 
 pytestmark = pytest.mark.gloo
 
@@ -111,9 +112,9 @@ def judge_of(pair: Pair) -> str:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory) -> Trained:
+def trained(request, tmp_path_factory) -> Trained:
     root = tmp_path_factory.mktemp("resume")
-    pairs = [*PAIRS, *SAME]
+    pairs = [pair for pair in selected(request, "pair") if pair in PAIRS or pair in SAME]
     models = {
         key: parity.make_model(root / "-".join(map(str, key)), *key)
         for key in sorted({(pair.family, pair.depth, pair.tied) for pair in pairs})
@@ -165,7 +166,11 @@ def differences(trained: Trained, pair: Pair) -> dict[str, float]:
     )
 
 
-@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair.name)
+SLOW = (PAIRS[1], SAME[1], SAME[4], THERE_AND_BACK[1])
+"""Pairs whose layouts are also those of other pairs."""
+
+
+@pytest.mark.parametrize("pair", all_but(PAIRS, *SLOW), ids=lambda pair: pair.name)
 def test_another_layout_goes_on(trained, pair):
     found = differences(trained, pair)
     # The norm of later steps carries what rounding has done to the weights: the bound of the last step for all.
@@ -173,13 +178,13 @@ def test_another_layout_goes_on(trained, pair):
     assert [name for name in found if not found[name] <= bounds[name]] == [], found
 
 
-@pytest.mark.parametrize("pair", SAME, ids=lambda pair: pair.name)
+@pytest.mark.parametrize("pair", all_but(SAME, *SLOW), ids=lambda pair: pair.name)
 def test_the_same_layout_goes_on_bit_for_bit(trained, pair):
     found = differences(trained, pair)
     assert set(found.values()) == {0.0}, found
 
 
-@pytest.mark.parametrize("pair", THERE_AND_BACK, ids=lambda pair: pair.name)
+@pytest.mark.parametrize("pair", all_but(THERE_AND_BACK, *SLOW), ids=lambda pair: pair.name)
 def test_another_layout_hands_on_every_bit(tmp_path, pair):
     hf_dir = parity.make_model(tmp_path / "model", pair.family, pair.depth, pair.tied)
     (num_saved, saved), (num_resumed, resumed) = LAYOUTS[pair.saved], LAYOUTS[pair.resumed]
