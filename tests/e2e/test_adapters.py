@@ -1,5 +1,9 @@
-"""Test that vLLM serves adapters with a model: answers equal those of the merged model, and heads draft for both."""
+"""Test that vLLM serves adapters with a model: answers equal those of the merged model, and heads draft for both.
 
+The client of `bench` asks the same server.
+"""
+
+import asyncio
 import importlib.util
 import json
 import shutil
@@ -10,9 +14,13 @@ from typing import Any
 import pytest
 import torch
 
+from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.args.commands import DeployArgs
+from swiftlite.bench.measure import connect, generate_all
 from swiftlite.bridge.adapters.files import AdapterBase, digest_of, read_adapter, write_adapter
 from swiftlite.bridge.adapters.merge import write_merged
+from swiftlite.engines.client import Answer
+from swiftlite.engines.engine import Sampling
 from swiftlite.engines.served_model import resolve_served
 from swiftlite.engines.server.process import free_url, serve
 from swiftlite.engines.vllm.metrics import read_metrics
@@ -72,6 +80,19 @@ def accepted(url: str) -> int:
         return read_metrics(response.read().decode(), 1).accepted
 
 
+async def measure(url: str, prompts: list[list[int]]) -> tuple[list[Answer], DraftCounts, int]:
+    """Ask as `bench` does, one prompt after another.
+
+    Returns:
+        The answers, the draft counts, and the number of prompt tokens from the prefix cache.
+    """
+    async with connect("vllm", url, Sampling(NEW_TOKENS), 1) as client:
+        before, cached_before = await client.draft_counts(), await client.cached_tokens()
+        measured = await generate_all(client, prompts, 1, "salt")
+        counts = (await client.draft_counts()).since(before)
+        return measured.answers, counts, await client.cached_tokens() - cached_before
+
+
 def test_adapters_answer_as_the_merged_model_and_heads_draft(tmp_path, monkeypatch):
     for name, value in forking_vllm_environment().items():
         monkeypatch.setenv(name, value)
@@ -82,7 +103,7 @@ def test_adapters_answer_as_the_merged_model_and_heads_draft(tmp_path, monkeypat
     write_adapters(base, adapters)
     merge(base, adapters, merged)
     url, port = free_url()
-    options: dict[str, Any] = {"num_speculative_tokens": 1, "max_model_len": 256, "torch_dtype": "float32"}
+    options: dict[str, Any] = {"num_speculative_tokens": 1, "max_model_len": 400, "torch_dtype": "float32"}
     args = DeployArgs(model=str(base), infer_backend="vllm", adapters=str(adapters), port=port, **options)
     answers = []
     with serve(deploy.server_command(args, resolve_served(base)), url, tmp_path / "log"):
@@ -92,4 +113,17 @@ def test_adapters_answer_as_the_merged_model_and_heads_draft(tmp_path, monkeypat
             assert [ask(url, name, prompt) for prompt in prompts] == expected
             assert accepted(url) - before == sum(counts.accepted_per_position) > 0
             answers.append(expected)
+        measured, found, cached = asyncio.run(measure(url, prompts))
+        long = [5 + number % 50 for number in range(2 * 128 + 10)]
+        _, _, cached_of_long = asyncio.run(measure(url, [long, long[:-1], long]))
+    # vLLM leaves out the bytes of an unfinished character at the end.
+    assert [answer.text.rstrip("\N{REPLACEMENT CHARACTER}") for answer in measured] == [
+        tokenizer.decode(tokens, skip_special_tokens=True).rstrip("\N{REPLACEMENT CHARACTER}") for tokens in expected
+    ]
+    assert [answer.num_tokens for answer in measured] == [NEW_TOKENS] * len(prompts)
+    assert all(0 < answer.seconds_to_first < answer.seconds for answer in measured)
+    assert (found.drafts, found.accepted_per_position) == (counts.drafts, counts.accepted_per_position)
+    assert cached == 0
+    # vLLM caches blocks of 128 tokens. With drafts, it computes the last whole block again.
+    assert cached_of_long >= 128
     assert all(tuned != plain for tuned, plain in zip(*answers, strict=True))

@@ -1,6 +1,7 @@
 """Test `swiftlite bench` with real vLLM servers: files, counts, output, and that no process remains.
 
-No checked number depends on speed.
+No checked number depends on speed. tests/growth/test_engine.py tests the command with a smaller server, and
+test_adapters.py its client with a vLLM server that also answers other requests.
 """
 
 import contextlib
@@ -60,6 +61,7 @@ def wait_until_nothing_is_left(directory: Path) -> None:
         time.sleep(0.2)
 
 
+@pytest.mark.slow
 def test_bench(commands: Commands, bench: list[str]):
     done = commands.ok(*bench, "--repeat_prompts", "true")
     report = json.loads((commands.directory / "out" / "bench.json").read_text())
