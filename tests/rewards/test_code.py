@@ -1,6 +1,5 @@
 """Test the reward function `code`, which runs Python that a model wrote."""
 
-import os
 import time
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import pytest
 from swiftlite.rewards.code_tests import code, code_block
 from swiftlite.rewards.settings import RewardSettings
 
-SETTINGS = RewardSettings(allow_code=True)
+SETTINGS = RewardSettings(timeout=300.0, allow_code=True, code_timeout=60.0)  # also on a busy machine
 ADD = "def add(a, b):\n    return a + b\n"
 
 
@@ -60,9 +59,9 @@ def test_a_program_that_fails_passes_no_test(program):
     assert score(program, ["assert add(1, 2) == 3"]) == 0.0
 
 
-def test_an_endless_loop_keeps_the_tests_before():
-    settings = RewardSettings(allow_code=True, code_timeout=1.0)
-    assert score(ADD, ["assert add(1, 2) == 3", "while True: pass"], settings) == 0.5
+def test_a_test_that_does_not_return_keeps_the_tests_before():
+    settings = RewardSettings(allow_code=True, code_timeout=5.0)
+    assert score(ADD, ["assert add(1, 2) == 3", "import time; time.sleep(1000)"], settings) == 0.5
 
 
 def test_output_and_processes_do_not_disturb():
@@ -76,20 +75,15 @@ def test_secrets_are_not_passed_on(monkeypatch):
 
 def test_processes_of_a_program_end_with_it(tmp_path):
     file = tmp_path / "pid"
-    program = "import os, time\nif not (pid := os.fork()):\n    time.sleep(60)\n    os._exit(0)\n"
+    program = "import os, time\nif not (pid := os.fork()):\n    os.closerange(3, 100)\n    time.sleep(1000)\n"
     program += f"open({str(file)!r}, 'w').write(str(pid))"
-    assert score(program, ["assert True"], RewardSettings(allow_code=True, code_timeout=2.0)) == 1.0
+    assert score(program, ["assert True"]) == 1.0
     assert ends(int(file.read_text()))
 
 
-def test_completions_are_not_scored_if_time_runs_out():
-    """The call returns in its time limit although each completion runs until its own limit."""
-    settings = RewardSettings(timeout=3.0, allow_code=True, code_timeout=1.0)
-    number = 4 * (os.cpu_count() or 1)
-    scores = code(settings, completions=["while True: pass"] * number, tests=["assert True"] * number)
-    assert scores[0] == 0.0
-    assert scores[-1] is None
-    assert set(scores) == {0.0, None}
+def test_completions_are_not_scored_if_the_time_does_not_suffice():
+    settings = RewardSettings(timeout=5.0, allow_code=True, code_timeout=4.5)
+    assert code(settings, completions=[ADD] * 2, tests=["assert True"] * 2) == [None, None]
 
 
 def ends(pid: int) -> bool:

@@ -19,7 +19,7 @@ from swiftlite.rewards.settings import RewardSettings
 from tests.messages import mentions, naming
 from tests.rewards.test_code import ends
 
-SHORT = 0.5
+SHORT = 1.0
 """Time limit in tests of functions that never return. The other functions of these tests return immediately."""
 PLUGIN = '''
 import asyncio, atexit, ctypes, multiprocessing, os, signal, subprocess, sys, time
@@ -275,7 +275,7 @@ def test_the_third_failure_in_a_row_ends_the_run(plugin, name):
 @pytest.mark.parametrize("name", HANGS)
 def test_a_function_that_does_not_return(plugin, name):
     with opened(plugin, "good", name, "array", "also", timeout=SHORT) as rewards:
-        failed_once(rewards, name, f"{SHORT} --reward_timeout")
+        failed_once(rewards, name, f"{SHORT:g} --reward_timeout")
         assert mentions(rewards._last_failures[1][-1].traceback, HANGS[name])
 
 
@@ -283,7 +283,7 @@ def test_a_stopped_process_is_replaced(plugin, monkeypatch):
     """Its own time limit does not end a stopped process."""
     monkeypatch.setattr(process_module, "PATIENCE", SHORT)
     with opened(plugin, "good", "stops", "array", "also", timeout=SHORT) as rewards:
-        failed_once(rewards, "stops", f"{SHORT} --reward_timeout")
+        failed_once(rewards, "stops", f"{SHORT:g} --reward_timeout")
 
 
 def test_only_failures_in_a_row_end_the_run(plugin):
