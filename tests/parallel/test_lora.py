@@ -17,7 +17,7 @@ from swiftlite.plan.layout import layout_of
 from swiftlite.runtime.distributed import session
 from swiftlite.train.trainer import seed_of_step
 from tests.parallel.launch import launch
-from tests.parallel.parity import BOUNDS, CASES, FULL, SMALL, Case, Job, compare, make_model, run
+from tests.parallel.parity import BOUNDS, CASES, FULL, Case, Job, compare, make_model, run
 
 pytestmark = pytest.mark.gloo
 
@@ -42,7 +42,7 @@ def test_a_layout_changes_no_adapter(tmp_path):
     jobs: dict[int, dict[tuple[str, str, str], Job]] = {1: {}, 2: {}}
     for (family, kind), layouts in LAYOUTS.items():
         place = tmp_path / f"{family}-{kind}"
-        options = SMALL | (DORA if kind == "dora" else LORA)
+        options = DORA if kind == "dora" else LORA
         hf_dir = make_model(place / "hf", family, tied=family == "qwen2")
         start = {"steps": (3, 4), "resume": place / "begun/checkpoint-2"}
         jobs[1][family, kind, "begun"] = Job(hf_dir, place / "begun", options, steps=(1, 2), save=True)
