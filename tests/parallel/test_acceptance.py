@@ -22,6 +22,7 @@ from swiftlite.runtime.distributed import session
 from tests.engines.reference import Reference, follow, write_trained
 from tests.parallel.launch import launch, open_store, prepare_session
 from tests.parallel.parity import CASES, SIZES, TP2_SP
+from tests.tiers import all_but, selected
 
 pytestmark = pytest.mark.gloo
 
@@ -96,11 +97,12 @@ def measure(job: Job) -> None:
 
 
 @pytest.fixture(scope="module")
-def measured(shared, tmp_path_factory) -> dict[tuple[str, str], tuple[dict[str, Any], DraftCounts]]:
+def measured(request, shared, tmp_path_factory) -> dict[tuple[str, str], tuple[dict[str, Any], DraftCounts]]:
     """Return the content of acceptance.json and the expected counts, by kind of model and layout."""
     root = tmp_path_factory.mktemp("acceptance")
     jobs: dict[tuple[str, str], Job] = {}
     expected: dict[str, DraftCounts] = {}
+    needed = selected(request, "way", "name")
     for way, (family, depth, num_drafts) in WAYS.items():
         heads = Heads(depth, num_drafts // depth)
 
@@ -115,14 +117,23 @@ def measured(shared, tmp_path_factory) -> dict[tuple[str, str], tuple[dict[str, 
         prompts = json.loads((directory / "prompts.json").read_text())
         chosen = [prompts[index] for index in (1, 11, 3, 9, 10)]  # uneven for two ranks; known by heart and new
         expected[way] = expected_counts(directory, way, chosen)
-        for name in NAMES[way]:
+        for name in [name for other, name in needed if other == way]:
             jobs[way, name] = Job(directory, root / f"{way} {name}", heads, LAYOUTS[name], chosen)
     stores = [open_store() for _ in jobs]
     launch(2, measure_all, list(jobs.values()), [store.port for store in stores])
     return {key: (read_acceptance(job.path)["before"]["generated"], expected[key[0]]) for key, job in jobs.items()}
 
 
-@pytest.mark.parametrize(("way", "name"), [(way, name) for way, names in NAMES.items() for name in names])
+@pytest.mark.parametrize(
+    ("way", "name"),
+    all_but(
+        [(way, name) for way, names in NAMES.items() for name in names],
+        ("dense", "PP2 MTP apart"),
+        ("dense", "PP2xVPP2"),
+        ("unrolled", "TP2+SP"),
+        ("unrolled", "PP2"),
+    ),
+)
 def test_counts_are_those_of_an_engine(measured, way, name):
     found, expected = measured[way, name]
     assert found == {"prompts": 5, **expected.to_json()}
