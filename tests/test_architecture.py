@@ -30,7 +30,7 @@ LEVELS = (
     {"acceptance"},
     {"report"},
     {"engines", "train"},
-    {"rules", "serve", "evaluate"},
+    {"rules", "serve", "evaluate", "rollouts"},
     {"export", "bench", "regenerate", "speedup"},
     {"cli"},
 )

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from swiftlite.args import fields
+from swiftlite.args import fields, rl_fields
 from swiftlite.args.bounds import Fraction, Length, NonNegativeFloat, PositiveFloat, PositiveInt
 
 
@@ -35,6 +35,11 @@ class PtArgs(fields.DocumentArgs, SftArgs):
 @dataclass(frozen=True)
 class DpoArgs(fields.PreferenceArgs, SftArgs):
     """Fine-tune a language model on preferences (DPO, KTO and others), with Multi-Token Prediction heads."""
+
+
+@dataclass(frozen=True)
+class GrpoArgs(rl_fields.RewardArgs, rl_fields.RolloutArgs, rl_fields.PolicyArgs, SftArgs):
+    """Fine-tune a language model on rewards of its completions (GRPO), which its Multi-Token Prediction heads draft."""
 
 
 @dataclass(frozen=True)

@@ -448,8 +448,8 @@ class OptimArgs(MicroBatchArgs):
     train_iters: bounds.PositiveInt | None = None
     """Number of optimizer steps; overrides --num_train_epochs."""
     lr: bounds.PositiveFloat | None = None
-    """Peak learning rate. Default: 1e-5; 1e-6 in megatron dpo; 1e-4 with --tuner_type lora; with --mtp_mode heads_only
-    1e-3 for new heads, and 3e-4 for grafted ones and for those of a quantized model."""
+    """Peak learning rate. Default: 1e-5; 1e-6 in megatron dpo and grpo; 1e-4 with --tuner_type lora; with --mtp_mode
+    heads_only 1e-3 for new heads, and 3e-4 for grafted ones and for those of a quantized model."""
     min_lr: bounds.NonNegativeFloat | None = None
     """Learning rate at the end of the decay. Default: a tenth of --lr."""
     lr_decay_style: Literal["cosine", "linear", "constant"] = "cosine"

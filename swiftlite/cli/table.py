@@ -12,6 +12,7 @@ from swiftlite.args.commands import (
     DoctorArgs,
     EvaluateArgs,
     ExportArgs,
+    GrpoArgs,
     InferArgs,
     RegenerateArgs,
     ReportArgs,
@@ -41,6 +42,8 @@ class Command:
 
     def choices(self) -> Choices:
         """Return the allowed values of options whose value is the name of an engine."""
+        if issubclass(self.args_class, GrpoArgs):
+            return {"draft_for": list(CONVENTIONS), "infer_backend": names_with("draws_rollouts")}
         if issubclass(self.args_class, SftArgs):
             return {"draft_for": list(CONVENTIONS)}
         if self.args_class not in ENGINE_OPTIONS:

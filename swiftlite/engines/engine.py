@@ -25,6 +25,7 @@ class Sampling:
         temperature: 0 is greedy.
         top_p: sample from the smallest set of tokens with this total probability.
         seed: seed of one `generate` call; ignored for greedy decoding.
+        log_p: whether completions have log-probabilities, in engines with `EngineInfo.draws_rollouts`.
         draft_confidence: drafting stops after a draft token with a smaller probability, in engines with
             `EngineInfo.takes_draft_confidence`. With 0, the full number of tokens is always drafted.
         stop_token_ids: tokens that end a completion; the completion includes them.
@@ -40,6 +41,7 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()
     numbers: tuple[int, ...] = ()
     draft_confidence: float = 0.0
+    log_p: bool = False
 
     def seed_of(self, place: int) -> int:
         """Return the seed of the prompt with index `place` in the call. Equal prompts have different seeds."""
@@ -57,10 +59,13 @@ class Completion:
         token_ids: token ids, including the stop token.
         finish_reason: "length" if the completion was truncated at max_new_tokens or the maximum sequence length, else
             "stop".
+        log_p: log-probability of each token under the distribution that it was sampled from (with temperature and
+            top_p), if `Sampling.log_p` requested it; else None.
     """
 
     token_ids: list[int]
     finish_reason: Literal["stop", "length"]
+    log_p: list[float] | None = None
 
 
 @dataclass(frozen=True)

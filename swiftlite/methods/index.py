@@ -6,6 +6,7 @@ from typing import Any
 from swiftlite.args.commands import SftArgs
 from swiftlite.args.docs import options
 from swiftlite.methods.dpo import DPO, KTO
+from swiftlite.methods.grpo import GRPO
 from swiftlite.methods.method import Method
 from swiftlite.methods.pt import PT
 from swiftlite.methods.sft import SFT
@@ -15,6 +16,7 @@ METHODS: dict[str, Method] = {
     "pt": PT,
     "dpo": DPO,
     "kto": KTO,
+    "grpo": GRPO,
 }
 
 

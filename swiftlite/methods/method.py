@@ -21,6 +21,16 @@ def always(args: Any) -> bool:
     return True
 
 
+def unscaled(args: Any) -> float:
+    """Return 1, for methods whose losses are those of the model's logits."""
+    return 1.0
+
+
+def once(args: Any) -> int:
+    """Return 1, for methods in which a row of the dataset is one sample of a batch."""
+    return 1
+
+
 def no_lines(args: Any) -> Lines:
     """Return an empty list, for methods without additional lines in the plan."""
     return []
@@ -42,6 +52,9 @@ class Method:
         applies: whether a run with these options of the command uses this method.
         lr: default peak learning rate if the trunk is trained.
         sequences_per_sample: number of sequences that one sample adds to a micro-batch.
+        detaches_heads: whether the losses of the heads have no gradient with respect to the trunk.
+        temperature: returns the number by which logits are divided, from the options.
+        rows_per_prompt: returns the number of samples of batches that each row of the dataset gives in an epoch.
         imitates_rows: whether the model and its heads learn to generate the rows. Otherwise, `export --draft_vocab`
             does not count the rows' tokens, and heads alone cannot be trained on the rows.
         splits_long_rows: whether a row longer than --max_length can be split into several samples.
@@ -58,6 +71,9 @@ class Method:
     applies: Callable[[Any], bool] = always
     lr: float = 1e-5
     sequences_per_sample: int = 1
+    detaches_heads: bool = False
+    temperature: Callable[[Any], float] = unscaled
+    rows_per_prompt: Callable[[Any], int] = once
     imitates_rows: bool = True
     splits_long_rows: bool = False
 

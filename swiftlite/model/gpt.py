@@ -16,7 +16,7 @@ tensor-parallel rank, D MTP depth, N positions with a label, T positions of whol
 import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -110,6 +110,9 @@ class GPTModel(McoreGPTModel):
             logits.
         mtp_loss: loss of the heads: cross-entropy with the labels (ce), or a distance from the trunk's distribution,
             which gets no gradient (kl, tv, nla, lk_hybrid; see `distillation_loss`).
+        detached_heads: whether the losses of the heads have no gradient with respect to the trunk: its states, the
+            embedding and the output layer.
+        temperature: losses are those of logits divided by this number.
         kwargs: further arguments of megatron-core's GPTModel.
     """
 
@@ -128,6 +131,8 @@ class GPTModel(McoreGPTModel):
         drafting: Drafting = Drafting(),
         mtp_loss: MtpLoss = "ce",
         loss_in_chunks: bool = False,
+        detached_heads: bool = False,
+        temperature: float = 1.0,
         vp_stage: int | None = None,
         **kwargs: Any,
     ):
@@ -158,6 +163,8 @@ class GPTModel(McoreGPTModel):
         self.drafting = drafting
         self.mtp_loss: MtpLoss = mtp_loss
         self.loss_in_chunks = loss_in_chunks
+        self.detached_heads = detached_heads
+        self.temperature = temperature
         self.register_buffer("_drafted_rows", self._find_drafted_rows(), persistent=False)
         self._low_precision = {"fp8": config.fp8, "fp4": config.fp4}
 
@@ -223,8 +230,11 @@ class GPTModel(McoreGPTModel):
                 states = trunk.states
             if self.mtp_process:
                 rotary_embs = self._head_rotary_embs(rotary_emb, position_ids, packed_seq_params, axes_3BS)
+                head_input_SBH = states.head_input_SBH
+                if self.detached_heads:
+                    head_input_SBH = head_input_SBH.detach()
                 heads_SBH = self.forward_mtp(
-                    states.head_input_SBH,
+                    head_input_SBH,
                     list(mtp_input_ids),
                     position_ids,
                     rotary_embs,
@@ -516,7 +526,7 @@ class GPTModel(McoreGPTModel):
         # From position 0, step j is at position j - 1.
         embeddings_SBH = [self._embed_for_head(mtp_input_ids[0], position_ids, placed[0])]
         for input_ids, placed_of_step in zip(mtp_input_ids[1:], placed[1:], strict=True):
-            embeddings_SBH.append(self._embed(input_ids, position_ids, placed_of_step))
+            embeddings_SBH.append(self._detached(self._embed(input_ids, position_ids, placed_of_step)))
         return layer.forward_steps(
             hidden_SBH,
             embeddings_SBH,
@@ -531,11 +541,20 @@ class GPTModel(McoreGPTModel):
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, placed: Placed | None
     ) -> torch.Tensor:
         """Look up embeddings [S, B, H] for a head; zeros at position 0 if `Drafting.zeroes_first_embedding`."""
-        embeddings_SBH = self._embed(input_ids, position_ids, placed)
+        embeddings_SBH = self._detached(self._embed(input_ids, position_ids, placed))
         if not self.drafting.zeroes_first_embedding:
             return embeddings_SBH
         is_first_SB1 = self._on_this_sequence_rank((position_ids == 0).T[..., None])
         return embeddings_SBH.masked_fill(is_first_SB1, 0)
+
+    def _detached(self, embeddings_SBH: torch.Tensor) -> torch.Tensor:
+        """Return embeddings for the heads, without gradient if the heads are detached."""
+        if not self.detached_heads:
+            return embeddings_SBH
+        if self.pre_process:
+            return embeddings_SBH.detach()
+        # Only the heads use this copy of the embedding. Megatron-core's DDP waits for a gradient of every parameter.
+        return _ZeroGradient.apply(embeddings_SBH)
 
     def _on_this_sequence_rank(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the part of a tensor [S, ...] that belongs to this sequence-parallel rank."""
@@ -568,8 +587,11 @@ class GPTModel(McoreGPTModel):
                 main = self._cross_entropy(states.trunk_SBH, labels[0])
         if self.mtp_loss != "ce":
             return Losses(main, self._distillation_losses(states, labels[1:], cu_seqlens))
+        output = self.trunk_output_matrix()
+        if self.detached_heads:
+            output = output.detached(self.pg_collection.tp)
         heads = zip(states.heads_SBH, labels[1:], strict=True)
-        return Losses(main, [self._cross_entropy(hidden_SBH, labels_BS) for hidden_SBH, labels_BS in heads])
+        return Losses(main, [self._cross_entropy(hidden_SBH, labels_BS, output) for hidden_SBH, labels_BS in heads])
 
     def logits(self, hidden_SBH: torch.Tensor) -> torch.Tensor:
         """Return logits [S, B, V] for this rank's part of the vocabulary."""
@@ -582,10 +604,17 @@ class GPTModel(McoreGPTModel):
         """Return logits [B, S, V] for all positions of the row."""
         return self.logits(self.whole_sequence(hidden_SBH)).transpose(0, 1)
 
-    def _cross_entropy(self, hidden_SBH: torch.Tensor, labels_BS: torch.Tensor) -> TokenLoss:
+    def _cross_entropy(
+        self, hidden_SBH: torch.Tensor, labels_BS: torch.Tensor, output: "OutputMatrix | None" = None
+    ) -> TokenLoss:
+        """Return the cross-entropy with the labels.
+
+        Args:
+            output: output layer; default: that of the trunk.
+        """
         selected = select(labels_BS, hidden_SBH.device)
-        states_NH = self._selected_states(hidden_SBH, selected)
-        output, tp = self.trunk_output_matrix(), self.pg_collection.tp
+        states_NH = self._at_temperature(self._selected_states(hidden_SBH, selected))
+        output, tp = output or self.trunk_output_matrix(), self.pg_collection.tp
         if self.loss_in_chunks:
             return chunked_loss(states_NH, output.weight_VH, LabelTarget(selected.label_N), selected, tp)
         return token_loss(output.logits(states_NH), selected, tp)
@@ -606,7 +635,10 @@ class GPTModel(McoreGPTModel):
         for depth, (hidden_SBH, labels_BS) in enumerate(zip(states.heads_SBH, labels, strict=True), start=1):
             selected = select(labels_BS, hidden_SBH.device)
             trunk_NH = trunk_TBH[(position_S + depth)[selected.pos_N], selected.row_N]
-            losses.append(self._distillation(self._selected_states(hidden_SBH, selected), trunk_NH, selected, output))
+            states_NH = self._selected_states(hidden_SBH, selected)
+            losses.append(
+                self._distillation(self._at_temperature(states_NH), self._at_temperature(trunk_NH), selected, output)
+            )
         return losses
 
     def _distillation(
@@ -631,6 +663,12 @@ class GPTModel(McoreGPTModel):
         # One index into S * B states: with indices into [B, S], the gradient would have the layout [B, S], and every
         # layer would copy it.
         return hidden_SBH.flatten(0, 1)[selected.pos_N * hidden_SBH.size(1) + selected.row_N]
+
+    def _at_temperature(self, states_NH: torch.Tensor) -> torch.Tensor:
+        """Scale states so that their logits are divided by the temperature. Output layers have no bias."""
+        if self.temperature == 1:
+            return states_NH
+        return states_NH / self.temperature
 
     def _whole_rows(
         self, trunk_SBH: torch.Tensor, cu_seqlens: torch.Tensor | None
@@ -666,6 +704,8 @@ class GPTModel(McoreGPTModel):
         If there is a draft vocabulary, it has only the rows of the draft vocabulary.
         """
         whole = self.trunk_output_matrix()
+        if self.detached_heads:
+            whole = whole.detached(self.pg_collection.tp)
         if not self.heads.draft_vocab:
             return whole
         group: Any = self.pg_collection.tp
@@ -750,6 +790,31 @@ class OutputMatrix:
     logits: Callable[[torch.Tensor], torch.Tensor]
     weight_VH: torch.Tensor
     tokens_V: torch.Tensor | None
+
+    def detached(self, group: Any) -> "OutputMatrix":
+        """Return the same layer with a matrix that gets no gradient.
+
+        Args:
+            group: tensor-parallel group that the vocabulary is split over.
+        """
+        weight_VH = self.weight_VH.detach()
+
+        def logits(hidden_NH: torch.Tensor) -> torch.Tensor:
+            return F.linear(copy_to_tensor_model_parallel_region(hidden_NH, group), weight_VH)
+
+        return replace(self, logits=logits, weight_VH=weight_VH)
+
+
+class _ZeroGradient(torch.autograd.Function):
+    """Returns a tensor unchanged; the gradient of its input is zeros."""
+
+    @staticmethod
+    def forward(ctx, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx, *gradients: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(gradients[0])
 
 
 class _NoGradient(torch.autograd.Function):

@@ -93,7 +93,7 @@ def mtp_loss_of(args: SftArgs) -> MtpLoss:
     """Return the loss of the heads."""
     if args.mtp_loss is not None:
         return args.mtp_loss
-    if args.mtp_mode == "heads_only":
+    if args.mtp_mode == "heads_only" or method_of(args).detaches_heads:
         return "kl"
     return "ce"
 

@@ -45,6 +45,10 @@ class Plan:
     """MTP heads of the run."""
     mtp_init: MtpInit
     mtp_loss: MtpLoss
+    detached_heads: bool
+    """Whether the losses of the heads have no gradient with respect to the trunk."""
+    temperature: float
+    """Losses are those of logits divided by this number."""
     kernels: Kernels
     distributed: DistributedArgs
     lora: Lora | None
@@ -89,6 +93,7 @@ def make_plan(
     """
     if heads is None:
         heads = heads_of(args, checkpoint)
+    method = method_of(args)
     layout = layout_of(args)
     replicas = data_parallel_size(layout, world_size)
     lr = lr_of(args, checkpoint, is_quantized=is_quantized)
@@ -104,6 +109,8 @@ def make_plan(
         heads=heads,
         mtp_init=mtp_init_of(args, checkpoint),
         mtp_loss=mtp_loss_of(args),
+        detached_heads=method.detaches_heads,
+        temperature=method.temperature(args),
         row_multiple=row_multiple_of(layout, packing_of(args), machine.is_cuda, kernels.low_precision),
         kernels=kernels,
         distributed=distributed_of(args, replicas * layout.context_parallel_size, machine.is_cuda),
@@ -186,7 +193,8 @@ def make_schedule(args: SftArgs, num_samples: int) -> Schedule:
 
     The last batch is filled up with rows of the next pass, so that every step has the same size.
     """
-    steps = args.train_iters or math.ceil(num_samples * args.num_train_epochs / args.global_batch_size)
+    num_in_epoch = num_samples * method_of(args).rows_per_prompt(args)
+    steps = args.train_iters or math.ceil(num_in_epoch * args.num_train_epochs / args.global_batch_size)
     return Schedule(
         num_samples=num_samples,
         steps=steps,

@@ -4,6 +4,7 @@ With a common norm of trunk and heads, the large gradients of new heads would re
 """
 
 import math
+from collections.abc import Mapping
 from itertools import chain
 from typing import Any, cast
 
@@ -22,14 +23,18 @@ _OF_HEADS = "is_of_heads"
 """Key of torch's `param_groups`: whether a group holds parameters of the heads."""
 
 
-def separate_head_groups() -> dict[ParamKey, ParamGroupOverride]:
-    """Return overrides for `get_megatron_optimizer` that put parameters of trunk and heads into separate groups."""
+def separate_head_groups(settings: Mapping[str, float] = {}) -> dict[ParamKey, ParamGroupOverride]:
+    """Return overrides for `get_megatron_optimizer` that put parameters of trunk and heads into separate groups.
+
+    Args:
+        settings: further settings of the heads' groups, such as their learning rate.
+    """
 
     def belongs_to_heads(parameter: torch.nn.Parameter, name: str) -> bool:
         return is_head_parameter(name.replace("module.", ""))  # the name without prefixes of wrappers
 
     key = ParamKey(with_name_predicate=ParamWithNamePredicate(name=_OF_HEADS, fn=belongs_to_heads))
-    return {key: cast(ParamGroupOverride, {_OF_HEADS: True})}
+    return {key: cast(ParamGroupOverride, {_OF_HEADS: True, **settings})}
 
 
 class SeparateClipping(ChainedOptimizer):

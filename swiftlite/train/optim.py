@@ -16,7 +16,7 @@ from megatron.core.optimizer.optimizer_config import ParamWithNamePredicate
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, ParamGroupOverride
 from megatron.core.transformer.module import Float16Module
 
-from swiftlite.args.commands import SftArgs
+from swiftlite.args.commands import GrpoArgs, SftArgs
 from swiftlite.args.fields import DistributedArgs
 from swiftlite.families.vision import is_aligner_parameter, is_vit_parameter
 from swiftlite.model.gpt import GPTModel
@@ -93,8 +93,10 @@ def _adamw(args: SftArgs, plan: Plan, model: Sequence[DistributedDataParallel], 
     )
     overrides = get_standard_config_overrides(config) | _tower_learning_rates(args, plan)
     mtp_clip_grad = args.mtp_clip_grad if plan.heads.layers else None
+    if mtp_clip_grad is None and plan.heads.layers and plan.detached_heads:
+        mtp_clip_grad = args.clip_grad
     if mtp_clip_grad is not None:
-        overrides |= separate_head_groups()
+        overrides |= separate_head_groups(_head_learning_rate(args, plan))
     optimizer = get_megatron_optimizer(
         config,
         list(model),
@@ -111,6 +113,13 @@ def _adamw(args: SftArgs, plan: Plan, model: Sequence[DistributedDataParallel], 
     if mtp_clip_grad is None:
         return optimizer
     return SeparateClipping(optimizer, mtp_clip_grad, mesh.device.torch_device)
+
+
+def _head_learning_rate(args: SftArgs, plan: Plan) -> dict[str, float]:
+    """Return the maximum and the minimum of the heads' learning rate if it differs from --lr."""
+    if not isinstance(args, GrpoArgs) or args.mtp_lr is None:
+        return {}
+    return {"max_lr": args.mtp_lr, "min_lr": args.mtp_lr * plan.min_lr / plan.lr}
 
 
 def _tower_learning_rates(args: SftArgs, plan: Plan) -> dict[ParamKey, ParamGroupOverride]:

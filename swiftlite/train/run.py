@@ -7,7 +7,7 @@ steps.
 
 import copy
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -51,10 +51,10 @@ from swiftlite.train.checkpoint.source import check_model_links
 from swiftlite.train.head_fit import samples_to_fit
 from swiftlite.train.hidden_state_cache import HiddenStateCache, check_directory, open_hidden_state_cache
 from swiftlite.train.methods.conversations import image_extras_of
-from swiftlite.train.methods.training import Training, training_of
+from swiftlite.train.methods.training import TrainBatches, Training, training_of
 from swiftlite.train.metrics.loggers import open_metric_loggers
 from swiftlite.train.train_state import TrainState, make_train_state
-from swiftlite.train.trainer import GetBatches, Trainer
+from swiftlite.train.trainer import Trainer
 
 
 def run(args: SftArgs, after_step: phases.AfterStep | None = None) -> int:
@@ -75,7 +75,10 @@ def run(args: SftArgs, after_step: phases.AfterStep | None = None) -> int:
         prepared = prepare(args, mesh, models)
         state = phases.restore(prepared)
         trainer = make_trainer(prepared, state, after_step)
-        outcome = phases.fit(prepared, trainer, state["step"], make_held_out(prepared))
+        try:
+            outcome = phases.fit(prepared, trainer, state["step"], make_held_out(prepared))
+        finally:
+            trainer.release()
         return phases.finish(prepared, outcome)
 
 
@@ -323,7 +326,7 @@ def make_trainer(
         state: result of `phases.restore`.
     """
     args, train_state = run.args, run.train_state
-    train_batches, get_data_state = open_train_batches(run, state)
+    batches = open_train_batches(run, state)
     checkpointer = Checkpointer(
         run.output_dir,
         run.mesh,
@@ -353,13 +356,14 @@ def make_trainer(
         scheduler=train_state.scheduler,
         plan=run.plan,
         schedule=run.schedule,
-        train_batches=train_batches,
+        train_batches=batches.get,
         eval_batches=run.batches.evaluation(run.data.val, args.eval_iters),
         count_flops=lambda tokens, squares, counts, *items: run.batches.flops.step(tokens, squares, counts[0], *items),
         metric_loggers=metric_loggers,
         logging_steps=args.logging_steps,
         checkpointer=checkpointer,
-        get_data_state=get_data_state,
+        get_data_state=batches.get_state,
+        release=batches.release,
         after_step=hand_out,
         seed=args.seed,
     )
@@ -378,17 +382,16 @@ def open_cache(
     return cache
 
 
-def open_train_batches(run: phases.Run, state: Mapping[str, Any]) -> tuple[GetBatches, Callable[[], dict[str, Any]]]:
-    """Return a function that returns the micro-batches of a step, and a function that returns the data state for a
-    checkpoint.
-    """
+def open_train_batches(run: phases.Run, state: Mapping[str, Any]) -> TrainBatches:
+    """Return the source of the micro-batches of all steps."""
     args = run.args
+    if open_batches := training_of(args).open_batches:
+        return open_batches(run)
     if args.streaming:
         streamed = open_streamed_batches(run, state.get("stream"))
-        return streamed.train, streamed.state
+        return TrainBatches(streamed.train, streamed.state)
     sampler = Sampler(len(run.rows), run.plan.global_batch_size, args.seed, args.dataset_shuffle)
-    get_data_state = dict  # empty, because the rows of the sampler depend only on the step
-    return partial(run.batches.train, run.rows, sampler), get_data_state
+    return TrainBatches(partial(run.batches.train, run.rows, sampler))  # the rows depend only on the step
 
 
 def make_held_out(run: phases.Run) -> HeldOut:

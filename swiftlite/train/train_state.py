@@ -88,6 +88,8 @@ def make_train_state(
         recompute=group_of(args, RecomputeArgs),
         moe=group_of(args, MoeArgs),
         mtp_loss=plan.mtp_loss,
+        detached_heads=plan.detached_heads,
+        temperature=plan.temperature,
         kernels=plan.kernels,
     )
     if args.vit_gradient_checkpointing and not args.freeze_vit:

@@ -52,6 +52,7 @@ class Trainer:
         metric_loggers: destinations of the metrics.
         checkpointer: writes the checkpoints. None: no checkpoints are written.
         get_data_state: returns the state of the data for checkpoints, on the first rank.
+        release: ends processes that `train_batches` uses; called when training has ended, also by an error.
         after_step: called on every rank with the number of each step, after it is completed and logged.
         seed: seed of random numbers in training, such as dropout of adapters.
     """
@@ -70,6 +71,7 @@ class Trainer:
     logging_steps: int
     checkpointer: Checkpointer | None
     get_data_state: Callable[[], Mapping[str, Any]] = dict
+    release: Callable[[], None] = lambda: None
     after_step: Callable[[int], None] | None = None
     seed: int = 42
 

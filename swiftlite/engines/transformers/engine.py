@@ -5,11 +5,17 @@ does not count drafts. swiftlite's drafter has the interface that transformers d
 loop (tests/engines/transformers/test_mtp_heads.py).
 """
 
-from collections.abc import Sequence
+import json
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -32,6 +38,7 @@ from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.bridge.encoding.index import format_of
 from swiftlite.bridge.tensors import Checkpoint, some
 from swiftlite.engines.engine import Completion, EngineConfig, OnAnswer, Sampling, check_prompts
+from swiftlite.engines.loading.weight_update import Bucket
 from swiftlite.engines.prompts import ImagePrompt
 from swiftlite.engines.served_model import require_heads
 from swiftlite.engines.transformers.image_inputs import ImageInputs
@@ -55,27 +62,52 @@ class TransformersEngine:
                 "devices are not supported by transformers, which uses this process's GPU", "remove devices"
             )
         model = config.model
+        self._config = config
         num_tokens = config.num_speculative_tokens
         if num_tokens is None:
             num_tokens = model.heads.drafts
         if num_tokens or config.num_speculative_tokens is None:
             require_heads(model)
         self.num_speculative_tokens = num_tokens
-        trunk: Any = load_trunk(config)
-        self._decoder, self._output_layer = trunk.get_decoder(), trunk.get_output_embeddings()
-        self._vision_model: Any = None
-        if config.max_images:
-            self._vision_model = trunk.base_model
-        longest = trunk.config.get_text_config().max_position_embeddings
+        self._load_trunk(model)
+        longest = self._decoder.config.get_text_config().max_position_embeddings
         self._max_length = min(config.max_model_len or longest, longest)
         self._drafting = model.family.mtp.drafting_of(model.heads)
         self._heads = None
         if num_tokens:
             self._heads = load_heads(model, self._decoder)
+        self._counts = DraftCounts(0, 0, (0,) * num_tokens)
+
+    def _load_trunk(self, model: HfModel) -> None:
+        trunk: Any = load_trunk(replace(self._config, model=model))
+        self._decoder, self._output_layer = trunk.get_decoder(), trunk.get_output_embeddings()
+        self._vision_model: Any = None
+        if self._config.max_images:
+            self._vision_model = trunk.base_model
         self._draft_output: Any = self._output_layer
         if model.heads.draft_vocab:
             self._draft_output = DraftOutput(self._output_layer, model.heads.draft_vocab)
-        self._counts = DraftCounts(0, 0, (0,) * num_tokens)
+
+    @property
+    def bucket_device(self) -> torch.device:
+        """Device of the tensors in a bucket of new weights."""
+        return torch.device("cpu")
+
+    def update_weights(self, target: Iterable[Bucket] | None = None, draft: Iterable[Bucket] | None = None) -> None:
+        """Load all HF tensors of trunk and heads; None keeps the current weights.
+
+        The tensors are written to a temporary directory and loaded like a model, with the same checks.
+
+        Raises:
+            UserError: a tensor is missing or unexpected.
+        """
+        if target is not None:
+            with model_files(self._config.model, target) as model:
+                self._load_trunk(model)
+        if draft is not None:
+            with model_files(self._config.model, draft) as model:
+                require_heads(model)
+                self._heads = load_heads(model, self._decoder)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, on_answer: OnAnswer | None = None
@@ -114,6 +146,7 @@ class TransformersEngine:
         if isinstance(prompt, ImagePrompt):
             images = ImageInputs(prompt, self._vision_model)
         drafter = self._make_drafter(processor, generator, sampling.draft_confidence, images)
+        log_p: list[float] = []
         fed = None  # trunk states of the last pass that heads read
         while True:
             drafted_ids, drawn_from = _draft(drafter, ids, fed)
@@ -128,12 +161,15 @@ class TransformersEngine:
             if processor is None:
                 tokens = verify_greedily(drafts, logits)
             else:
-                p = processor(ids, logits.float()).softmax(dim=-1)  # pyright: ignore[reportArgumentType]
+                logits = processor(ids, logits.float())  # pyright: ignore[reportArgumentType]
+                p = logits.softmax(dim=-1)
                 q = p[:0]
                 if drawn_from is not None:
                     q = drawn_from[0].softmax(dim=-1)
                 tokens = verify(drafts, q, p, generator)
             num_accepted = len(tokens) - 1
+            if sampling.log_p:
+                log_p += _log_probabilities(logits, tokens)
             self._count(num_drafted, num_accepted)
             if num_drafted > num_accepted:
                 assert begin is not None
@@ -143,10 +179,11 @@ class TransformersEngine:
                 fed = before
             for token in tokens.tolist():
                 ids = torch.cat((ids, ids.new_tensor([[token]])), dim=1)
-                if token in sampling.stop_token_ids:
-                    return Completion(ids[0, len(prompt) :].tolist(), "stop")
-                if ids.shape[1] >= limit:
-                    return Completion(ids[0, len(prompt) :].tolist(), "length")
+                is_stop = token in sampling.stop_token_ids
+                if is_stop or ids.shape[1] >= limit:
+                    completion = ids[0, len(prompt) :].tolist()
+                    of_tokens = log_p[: len(completion)] if sampling.log_p else None
+                    return Completion(completion, "stop" if is_stop else "length", of_tokens)
 
     def _make_drafter(
         self,
@@ -292,6 +329,30 @@ def _trunk_tensors(model: HfModel, dtype: torch.dtype) -> dict[str, torch.Tensor
             tensors[key] = torch.empty(entry.shape, dtype=checkpoint.dtype_of(key, dtype))
             checkpoint.read_into(tensors[key], key, (slice(None),) * len(entry.shape))
     return tensors
+
+
+def _log_probabilities(logits_KV: torch.Tensor, tokens: torch.Tensor) -> list[float]:
+    """Return the log-probabilities of tokens, each under the logits of its place."""
+    log_p_KV = logits_KV[: len(tokens)].float().log_softmax(dim=-1)
+    return log_p_KV.gather(1, tokens[:, None])[:, 0].tolist()
+
+
+@contextmanager
+def model_files(model: HfModel, buckets: Iterable[Bucket]) -> Iterator[HfModel]:
+    """Write tensors to a temporary directory with the config of a model, and yield a model with these tensors."""
+    with tempfile.TemporaryDirectory(prefix="swiftlite-weights-") as name:
+        directory = Path(name)
+        for path in model.directory.glob("*.json"):
+            if not path.name.endswith(".index.json"):
+                shutil.copy(path, directory)
+        weight_map: dict[str, str] = {}
+        for number, bucket in enumerate(buckets):
+            file = f"model-{number:05d}.safetensors"
+            save_file({key: tensor.contiguous() for key, tensor in bucket.items()}, directory / file, {"format": "pt"})
+            weight_map |= dict.fromkeys(bucket, file)
+        index = {"metadata": {}, "weight_map": weight_map}
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+        yield replace(model, name=name, directory=directory)
 
 
 def _draft(

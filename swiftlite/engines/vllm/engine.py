@@ -96,6 +96,7 @@ class VllmEngine:
                 seed=sampling.seed_of(place),
                 stop_token_ids=list(sampling.stop_token_ids),
                 detokenize=False,
+                logprobs=0 if sampling.log_p else None,  # of the sampled token alone
             )
             for place in range(len(prompts))
         ]
@@ -150,7 +151,10 @@ class VllmEngine:
 def _completion(output: Any) -> Completion:
     """Convert a RequestOutput of vLLM to a `Completion`."""
     answer = output.outputs[0]
-    return Completion(list(answer.token_ids), finish_reason(answer.finish_reason))
+    log_p = None
+    if answer.logprobs is not None:
+        log_p = [of_place[token].logprob for token, of_place in zip(answer.token_ids, answer.logprobs, strict=True)]
+    return Completion(list(answer.token_ids), finish_reason(answer.finish_reason), log_p)
 
 
 def engine_options(config: EngineConfig) -> dict[str, Any]:
@@ -169,6 +173,7 @@ def engine_options(config: EngineConfig) -> dict[str, Any]:
         "use_tqdm_on_load": False,
         "skip_tokenizer_init": True,  # token ids in, token ids out
         "generation_config": "vllm",  # ignore the sampling settings in the model's directory
+        "logprobs_mode": "processed_logprobs",  # after the temperature; only requests with `logprobs` are affected
         "disable_log_stats": False,  # the statistics include draft counts
         "enforce_eager": is_on_cpu(),  # compilation takes minutes and saves little on a CPU
         **attention,

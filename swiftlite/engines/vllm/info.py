@@ -35,6 +35,7 @@ VLLM = EngineInfo(
         "pip install torchvision --index-url https://download.pytorch.org/whl/cpu"
     ),
     serves_adapters=True,
+    draws_rollouts=True,
     takes_live_weights=True,
     logs_requests=True,
     options_class=VllmArgs,

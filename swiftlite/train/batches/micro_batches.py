@@ -143,7 +143,14 @@ class Batches:
 
     def train(self, rows: SampleRows, sampler: Sampler, step: int) -> MicroBatches:
         """Return this rank's micro-batches of a step (counted from 0)."""
-        indices = sampler.global_batch(step)
+        return self.global_batch(rows, sampler.global_batch(step))
+
+    def global_batch(self, rows: SampleRows, indices: np.ndarray) -> MicroBatches:
+        """Return this rank's micro-batches of a global batch.
+
+        Args:
+            indices: the rows of the global batch.
+        """
         batches = [self.collate(samples) for samples in self._cut(rows, indices)]
         return MicroBatches(batches, Collated(self.collate_companions, self._cut_companions(rows, indices)))
 

@@ -5,10 +5,11 @@
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from swiftlite.acceptance.held_out import Prompt
 from swiftlite.args.commands import SftArgs
-from swiftlite.data.batch import Extra
+from swiftlite.data.batch import Batch, Extra
 from swiftlite.methods.index import method_of
 from swiftlite.train.methods.conversations import LoadData, MakeEncoder, conversation_prompts, load_data
 from swiftlite.train.objective import Objective
@@ -18,6 +19,21 @@ from swiftlite.train.phases import Run
 def unchanged(run: Run) -> Run:
     """Return the run unchanged, for methods without preparation."""
     return run
+
+
+@dataclass(frozen=True)
+class TrainBatches:
+    """The source of the micro-batches of all steps.
+
+    Attributes:
+        get: returns this rank's micro-batches of a step.
+        get_state: returns the state of the data for a checkpoint, on the first rank.
+        release: ends processes that `get` uses.
+    """
+
+    get: Callable[[int], Sequence[Batch]]
+    get_state: Callable[[], dict[str, Any]] = dict
+    release: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -31,6 +47,8 @@ class Training:
         prepare: called once before the first step. The function returns the run with scores added to the samples, such
             as the log-probabilities of a reference model.
         held_out_prompts: returns the prompts that acceptance.json continues, and the tokens that end an answer.
+        open_batches: returns the source of the micro-batches; called before the first step. None: the rows of --dataset
+            in the order of a sampler.
         extras: additional tensors that batches contain, collated from values of samples.
     """
 
@@ -39,6 +57,7 @@ class Training:
     load: LoadData = load_data
     prepare: Callable[[Run], Run] = unchanged
     held_out_prompts: Callable[[Run], tuple[Sequence[Prompt], Collection[int | None]]] = conversation_prompts
+    open_batches: Callable[[Run], TrainBatches] | None = None
     extras: Sequence[Extra] = ()
 
 

@@ -1,0 +1,94 @@
+"""Define the options of reinforcement learning (`megatron grpo`)."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from swiftlite.args import bounds
+
+PolicyLoss = Literal["dapo", "grpo", "dr_grpo", "cispo"]
+ImportanceSamplingLevel = Literal["token", "sequence"]
+MismatchMode = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+AdvantageEstimator = Literal["grpo", "rloo"]
+RewardScale = Literal["group", "batch", "none"]
+
+
+@dataclass(frozen=True)
+class PolicyArgs:
+    """Policy loss"""
+
+    loss_type: PolicyLoss = "dapo"
+    """How token losses are averaged, by TRL's names. dapo: over the tokens of the batch. grpo: over the tokens of each
+    completion, then over completions. dr_grpo: over completions, divided by --max_completion_length. cispo: like dapo,
+    with clipped importance weights instead of clipped losses."""
+    importance_sampling_level: ImportanceSamplingLevel = "token"
+    """token: a probability ratio for each token. sequence: one ratio for each completion (GSPO)."""
+    epsilon: bounds.ProperFraction = 0.2
+    """Ratios below 1 - EPSILON or above 1 + EPSILON are clipped."""
+    epsilon_high: bounds.PositiveFloat | None = None
+    """Upper clip range instead of --epsilon; with cispo, the upper bound of the ratio itself, such as 5. Default:
+    --epsilon."""
+    delta: bounds.PositiveFloat | None = None
+    """Upper bound of ratios also where the advantage is negative (two-sided clipping); above 1 + --epsilon_high.
+    Default: no bound."""
+    beta: bounds.NonNegativeFloat = 0.0
+    """Weight of the KL divergence from --ref_model."""
+    ref_model: str | None = None
+    """With --beta: reference model, a Hugging Face model as for --model. Default: --model before the first step."""
+    mtp_lr: bounds.PositiveFloat | None = None
+    """Peak learning rate of the heads. Default: --lr."""
+    rollout_importance_sampling_mode: MismatchMode = "token_truncate"
+    """Correction for the difference between the probabilities of engine and trainer. Weights above the threshold are
+    truncated, or their tokens are masked; sequence: one weight for each completion."""
+    rollout_importance_sampling_threshold: bounds.PositiveFloat = 2.0
+    """Threshold of --rollout_importance_sampling_mode."""
+    lr_decay_style: Literal["cosine", "linear", "constant"] = "constant"
+    """Shape of the learning-rate decay."""
+
+
+@dataclass(frozen=True)
+class RewardArgs:
+    """Rewards and advantages"""
+
+    reward_funcs: list[str] = field(default_factory=list)
+    """Reward functions: names of the library (accuracy, format, length, json_schema, code) or of functions in
+    --external_plugins. The rewards of a completion are added."""
+    reward_weights: list[float] = field(default_factory=list)
+    """Weight of each reward function. Default: 1."""
+    external_plugins: list[str] = field(default_factory=list)
+    """Python files with reward functions, which run in a child process."""
+    reward_timeout: bounds.PositiveFloat = 60.0
+    """Maximum time of a call of a reward function in seconds; completions are then not scored by this function."""
+    allow_code_execution: bool = False
+    """Allow --reward_funcs code to run programs that the model wrote. They run in a subprocess with limits, which is
+    not a sandbox."""
+    num_generations: bounds.AtLeastTwo = 8
+    """Number of completions per prompt, whose rewards are compared."""
+    advantage_estimator: AdvantageEstimator = "grpo"
+    """grpo: reward minus the mean of the group. rloo: reward minus the mean of the other completions of the group."""
+    scale_rewards: RewardScale = "group"
+    """Divide advantages by the standard deviation of the group, of the batch, or not at all."""
+
+
+@dataclass(frozen=True)
+class RolloutArgs:
+    """Rollouts"""
+
+    infer_backend: str = "transformers"
+    """Engine that generates completions: transformers or vllm."""
+    max_completion_length: bounds.PositiveInt = 256
+    """Maximum length of a completion in tokens."""
+    temperature: bounds.PositiveFloat = 1.0
+    """Sampling temperature; losses use the same temperature."""
+    speculative: Literal["none", "mtp"] = "mtp"
+    """mtp: the heads draft tokens in rollouts, if the model has heads; the distribution of completions is the same."""
+    num_speculative_tokens: bounds.PositiveInt | None = None
+    """Number of draft tokens per step. Default: the number that the heads were trained for."""
+    max_batch_size: bounds.PositiveInt = 64
+    """Maximum number of completions that the engine generates at once."""
+    steps_per_generation: bounds.PositiveInt = 1
+    """Number of optimizer steps on the completions of one generation, each with --global_batch_size completions."""
+    num_iterations: bounds.PositiveInt = 1
+    """Number of passes over the completions of a generation."""
+    rollouts_from: str | None = None
+    """Directory with stored rollouts of another run (its OUTPUT_DIR/rollouts), which are trained on without an engine
+    and without rewards."""

@@ -1,0 +1,58 @@
+"""Parse rows with prompts for `megatron grpo`.
+
+A row has any format of `conversation.py`, with or without an answer, or TRL's field `prompt`, a text or a list of
+messages. Fields that are not part of the conversation are kept for reward functions.
+"""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+from swiftlite.data.rows.conversation import FIELDS, NO_IMAGES, Conversation, RowError, parse_row
+
+COLUMNS = "columns"
+"""Name of the extra with the other fields of a row, as JSON."""
+TURNS = "turns"
+"""Name of the extra with the messages of the prompt, as JSON."""
+_OF_CONVERSATION = FIELDS - {"channel", "tools"}
+FORMATS = '{"query": "..."}, {"messages": [...]} or {"prompt": "..."}'
+
+
+def parse_prompt(
+    row: object, *, system: str | None = None, source: str = "", no_images: str | None = NO_IMAGES
+) -> Conversation:
+    """Return the turns before the answer. The other fields of the row are stored in extras (`COLUMNS`).
+
+    Args:
+        row: a JSON object or table row in one of the formats in the module docstring.
+        system: system prompt for rows without one.
+        source: `file:line`, stored in the result.
+        no_images: why rows with images are refused.
+
+    Raises:
+        RowError: a field is invalid.
+    """
+    if not isinstance(row, dict):
+        return parse_row(row, system=system, source=source, no_images=no_images)  # its error names the missing turns
+    turns = {name: value for name, value in row.items() if name in FIELDS}
+    columns = {name: value for name, value in row.items() if name not in _OF_CONVERSATION}
+    if "prompt" in row:
+        turns = _from_prompt(row)
+        del columns["prompt"]
+    elif not turns.keys() - {"system", "channel", "tools"}:
+        raise RowError("row", "has no prompt", f"rows are {FORMATS}")
+    conversation = parse_row(turns, system=system, needs_answer=False, source=source, no_images=no_images).prompt()
+    try:
+        text = json.dumps(columns, sort_keys=True, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise RowError("row", f"has a field that JSON cannot represent: {error}", "remove or convert it") from None
+    return replace(conversation, extras={COLUMNS: text, TURNS: json.dumps(conversation.messages)})
+
+
+def _from_prompt(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the row of `conversation.py` for a row with TRL's field `prompt`."""
+    shared = {name: row[name] for name in ("system", "tools", "channel") if name in row}
+    prompt = row["prompt"]
+    if isinstance(prompt, str):
+        return {"query": prompt, **shared}
+    return {"messages": prompt, **shared}

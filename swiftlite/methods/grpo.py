@@ -1,0 +1,47 @@
+"""Describe `megatron grpo`, which learns from rewards of completions that the model generates."""
+
+from swiftlite.args.commands import GrpoArgs
+from swiftlite.methods.method import Lines, Method
+
+
+def describe(args: GrpoArgs) -> Lines:
+    """Return the plan's lines about completions, rewards and the loss."""
+    prompts = args.global_batch_size * args.steps_per_generation // args.num_generations
+    lines = [
+        ("learns from", f"{args.num_generations} completions of each prompt, {args.loss_type}"),
+        ("rewards", " + ".join(args.reward_funcs)),
+        ("generation", f"{prompts} prompts by {args.infer_backend}, for {_steps_of(args)} steps"),
+    ]
+    if args.rollouts_from:
+        lines[1:] = [("completions", f"stored in {args.rollouts_from}")]
+    if args.beta:
+        lines.append(("reference", args.ref_model or "the model as it is before the first step"))
+    return lines
+
+
+def describe_files(args: GrpoArgs) -> Lines:
+    """Return the plan's line about stored completions."""
+    if args.rollouts_from:
+        return []
+    return [("rollouts/", "the completions of each generation with their rewards; a resumed run reads them")]
+
+
+def _steps_of(args: GrpoArgs) -> int:
+    return args.steps_per_generation * args.num_iterations
+
+
+GRPO = Method(
+    name="grpo",
+    words="megatron grpo",
+    args_class=GrpoArgs,
+    line="train on rewards of generated completions (GRPO and others)",
+    training="swiftlite.rollouts.training:GRPO",
+    rules="swiftlite.rules.training.grpo",
+    describe=describe,
+    describe_files=describe_files,
+    lr=1e-6,  # as in TRL
+    imitates_rows=False,
+    detaches_heads=True,
+    temperature=lambda args: args.temperature,
+    rows_per_prompt=lambda args: args.num_generations * args.num_iterations,
+)

@@ -1,0 +1,52 @@
+"""Plan the policy loss of `megatron grpo`. This module does not import torch."""
+
+from dataclasses import dataclass
+
+from swiftlite.args.commands import GrpoArgs, SftArgs
+from swiftlite.args.rl_fields import ImportanceSamplingLevel, MismatchMode, PolicyLoss
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A loss over sampled completions. Settings have the names of the options, which are TRL's or ms-swift's.
+
+    Attributes:
+        clip_low, clip_high: the probability ratio of policy and old policy is clipped to [clip_low, clip_high]; with
+            cispo, only `clip_high` applies.
+        delta: additional upper bound for the ratio where the advantage is negative; None: no bound.
+        mismatch_mode: correction for the difference between the probabilities of trainer and engine.
+        mismatch_threshold: bound C of this correction.
+    """
+
+    loss_type: PolicyLoss = "dapo"
+    importance_sampling_level: ImportanceSamplingLevel = "token"
+    clip_low: float = 0.8
+    clip_high: float = 1.2
+    delta: float | None = None
+    beta: float = 0.0
+    mismatch_mode: MismatchMode = "token_truncate"
+    mismatch_threshold: float = 2.0
+    max_completion_length: int = 256
+
+    @property
+    def divides_by_tokens(self) -> bool:
+        """Whether the loss is a mean over the tokens of the global batch, not over its completions."""
+        return self.loss_type in ("dapo", "cispo")
+
+
+def policy_of(args: SftArgs) -> Policy:
+    """Return the loss that the options of `megatron grpo` select."""
+    assert isinstance(args, GrpoArgs)
+    epsilon_high = args.epsilon if args.epsilon_high is None else args.epsilon_high
+    return Policy(
+        loss_type=args.loss_type,
+        importance_sampling_level=args.importance_sampling_level,
+        clip_low=1 - args.epsilon,
+        # The cap of cispo is `epsilon_high` itself, as in TRL.
+        clip_high=epsilon_high if args.loss_type == "cispo" else 1 + epsilon_high,
+        delta=args.delta,
+        beta=args.beta,
+        mismatch_mode=args.rollout_importance_sampling_mode,
+        mismatch_threshold=args.rollout_importance_sampling_threshold,
+        max_completion_length=args.max_completion_length,
+    )

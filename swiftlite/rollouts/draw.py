@@ -1,0 +1,140 @@
+"""Generate completions with an engine, and score them. This is the work of the first rank."""
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from swiftlite.acceptance.counts import DraftCounts
+from swiftlite.data.rows.prompt import COLUMNS, TURNS
+from swiftlite.data.sample import Sample
+from swiftlite.engines.engine import Completion, Engine, Sampling
+from swiftlite.log import logger
+from swiftlite.rewards.advantages import Advantages, AdvantageSettings, compute_advantages
+from swiftlite.rewards.process import RewardProcess
+from swiftlite.rollouts.generation import Generation
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """Draws generations.
+
+    Attributes:
+        engine: engine with the current weights.
+        rewards: the reward functions.
+        advantages: how rewards become advantages.
+        sampling: sampling settings; `numbers` are those of the first generation.
+        tokenizer: decodes completions for reward functions.
+    """
+
+    engine: Engine
+    rewards: RewardProcess
+    advantages: AdvantageSettings
+    sampling: Sampling
+    tokenizer: PreTrainedTokenizerBase
+
+    def draw(self, prompts: Sequence[Sample], sampling: Sampling, step: int, settings: Mapping[str, Any]) -> Generation:
+        """Return the completions of these prompts.
+
+        Args:
+            prompts: one prompt per completion; those of a group are adjacent.
+            sampling: sampling settings with one number per prompt.
+            step: number of the optimizer step that follows, for reward functions.
+            settings: settings that are stored with the completions.
+
+        Raises:
+            UserError: the engine fails, or a reward function failed three times in a row.
+        """
+        before = self.engine.draft_counts()
+        start = time.perf_counter()
+        completions = self.engine.generate([prompt.input_ids.tolist() for prompt in prompts], sampling)
+        seconds = time.perf_counter() - start
+        counts = self.engine.draft_counts().since(before)
+        scored = self.rewards.score(
+            [json.loads(prompt.extras[TURNS]) for prompt in prompts],
+            [self.tokenizer.decode(each.token_ids, skip_special_tokens=True) for each in completions],
+            [each.token_ids for each in completions],
+            columns_of(prompts),
+            step,
+        )
+        for failure in scored.failures:
+            logger.warning("step %d: %s; its completions are not scored by this function", step, failure)
+        scores = np.array(scored.rewards, np.float32).T  # None becomes NaN
+        found = compute_advantages(scores, self.advantages)
+        lengths = np.array([len(each.token_ids) for each in completions], np.int32)
+        unknown = np.full(lengths.sum(), np.nan, np.float32)
+        return Generation(
+            prompt_ids=np.concatenate([prompt.input_ids for prompt in prompts]),
+            prompt_lengths=np.array(list(map(len, prompts)), np.int32),
+            completion_ids=np.concatenate([np.array(each.token_ids, np.int32) for each in completions]),
+            completion_lengths=lengths,
+            is_truncated=np.array([each.finish_reason == "length" for each in completions]),
+            scores=scores,
+            advantages=found.advantages,
+            engine_log_p=_engine_log_p(completions),
+            old_log_p=unknown,
+            reference_log_p=unknown,
+            figures={
+                **reward_figures(found, self.rewards.names, len(scored.failures)),
+                **completion_figures(completions, counts, seconds),
+            },
+            settings=settings,
+        )
+
+
+def columns_of(prompts: Sequence[Sample]) -> dict[str, list[Any]]:
+    """Return the other fields of the rows by name, with one value per prompt; None where a row has no such field."""
+    rows = [json.loads(prompt.extras[COLUMNS]) for prompt in prompts]
+    names = sorted({name for row in rows for name in row})
+    return {name: [row.get(name) for row in rows] for name in names}
+
+
+def reward_figures(found: Advantages, names: Sequence[str], num_failures: int) -> dict[str, float]:
+    """Return the metrics of rewards, with TRL's names."""
+    statistics = found.statistics
+    figures = {
+        "reward": statistics.mean,
+        "reward_std": statistics.std,
+        "frac_reward_zero_std": statistics.frac_reward_zero_std,
+        "rewards/failures": float(num_failures),
+        "rewards/unscored": float(statistics.num_unscored),
+    }
+    for name, mean in zip(names, statistics.function_means, strict=True):
+        figures[f"rewards/{name}/mean"] = mean
+    return figures
+
+
+def completion_figures(completions: Sequence[Completion], counts: DraftCounts, seconds: float) -> dict[str, float]:
+    """Return the metrics of completions and drafts. Acceptance is the share of drafting steps in which the token at a
+    position was accepted, as engines count it.
+    """
+    lengths = [len(each.token_ids) for each in completions]
+    truncated = [each.finish_reason == "length" for each in completions]
+    figures = {
+        "completions/mean_length": float(np.mean(lengths)),
+        "completions/clipped_ratio": float(np.mean(truncated)),
+        "rollout/tokens_per_second": sum(lengths) / seconds,
+    }
+    for position, accepted in enumerate(counts.accepted_per_position, start=1):
+        figures[f"rollout/acceptance_{position}"] = accepted / max(counts.drafts, 1)
+    return figures
+
+
+def _engine_log_p(completions: Sequence[Completion]) -> np.ndarray:
+    """Return the log-probabilities of the tokens of all completions; NaN where the engine reports none."""
+    parts = []
+    for completion in completions:
+        log_p = np.full(len(completion.token_ids), np.nan, np.float32)
+        if completion.log_p is not None:
+            log_p = np.array(completion.log_p, np.float32)
+            log_p[log_p < LEAST] = np.nan
+        parts.append(log_p)
+    return np.concatenate(parts)
+
+
+LEAST = -9000.0
+"""Engines report -9999 for a token without a log-probability."""

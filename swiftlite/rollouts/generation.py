@@ -1,0 +1,150 @@
+"""Define `Generation`: the completions of some prompts, with rewards and log-probabilities. Files are safetensors.
+
+A generation is written before it is trained on. A run that resumes reads it again, so that the run does the same steps
+whether or not the engine generates the same tokens twice.
+
+Shapes: N completions, P tokens of all prompts, C tokens of all completions, F reward functions. Completions of one
+prompt are adjacent.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from swiftlite.atomic import atomic_write
+from swiftlite.data.sample import IGNORED, Sample
+from swiftlite.errors import UserError
+from swiftlite.train.methods.policy import ADVANTAGE, ENGINE, OLD, REFERENCE
+
+VERSION = 1
+_ARRAYS = {
+    "prompt_ids": np.int32,
+    "prompt_lengths": np.int32,
+    "completion_ids": np.int32,
+    "completion_lengths": np.int32,
+    "is_truncated": np.bool_,
+    "scores": np.float32,
+    "advantages": np.float32,
+    "engine_log_p": np.float32,
+    "old_log_p": np.float32,
+    "reference_log_p": np.float32,
+}
+_PER_TOKEN = {"engine_log_p": ENGINE.name, "old_log_p": OLD.name, "reference_log_p": REFERENCE.name}
+"""Names of the extras of samples."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """The completions of one generation.
+
+    Attributes:
+        prompt_ids: int32 [P], the prompts of all completions, one after another.
+        prompt_lengths: int32 [N].
+        completion_ids: int32 [C].
+        completion_lengths: int32 [N].
+        is_truncated: bool [N]; whether the completion reached the maximum length.
+        scores: float32 [N, F]; NaN where a function did not score a completion.
+        advantages: float32 [N].
+        engine_log_p: float32 [C], log-probabilities that the engine reported; NaN if unknown.
+        old_log_p: float32 [C], log-probabilities under the policy that generated the completions, computed by the
+            trainer; NaN if the generation is used for one step.
+        reference_log_p: float32 [C], log-probabilities under the reference model; NaN without one.
+        figures: metrics of the generation by name.
+        settings: settings that the completions depend on, by name.
+    """
+
+    prompt_ids: np.ndarray
+    prompt_lengths: np.ndarray
+    completion_ids: np.ndarray
+    completion_lengths: np.ndarray
+    is_truncated: np.ndarray
+    scores: np.ndarray
+    advantages: np.ndarray
+    engine_log_p: np.ndarray
+    old_log_p: np.ndarray
+    reference_log_p: np.ndarray
+    figures: Mapping[str, float] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.completion_lengths)
+
+    def samples(self) -> list[Sample]:
+        """Return one sample per completion: its prompt without labels, then its tokens with labels."""
+        prompts = _slices(self.prompt_lengths)
+        completions = _slices(self.completion_lengths)
+        samples = []
+        for number, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+            samples.append(self._sample(number, self.prompt_ids[prompt], completion))
+        return samples
+
+    def _sample(self, number: int, prompt_ids: np.ndarray, completion: slice) -> Sample:
+        ids = np.concatenate([prompt_ids, self.completion_ids[completion]])
+        is_completion = np.arange(len(ids)) >= len(prompt_ids)
+        extras = {ADVANTAGE.name: np.where(is_completion, self.advantages[number], np.float32(0))}
+        for name, extra in _PER_TOKEN.items():
+            of_prompt = np.full(len(prompt_ids), np.nan, np.float32)
+            extras[extra] = np.concatenate([of_prompt, getattr(self, name)[completion]])
+        return Sample(
+            ids,
+            np.where(is_completion, ids, np.int32(IGNORED)),
+            is_completion.astype(np.float32),
+            source=f"completion {number}",
+            extras=extras,
+        )
+
+    def save(self, path: Path) -> None:
+        """Write a file that is complete or absent."""
+        arrays = {name: np.ascontiguousarray(getattr(self, name), dtype) for name, dtype in _ARRAYS.items()}
+        header = {"version": VERSION, "figures": dict(self.figures), "settings": dict(self.settings)}
+        atomic_write(path, save(arrays, {"rollouts": json.dumps(header)}))
+
+    @classmethod
+    def load(cls, path: Path) -> "Generation":
+        """Read a file.
+
+        Raises:
+            UserError: the file cannot be read, or its arrays do not fit together.
+        """
+        try:
+            with safe_open(path, "numpy") as file:
+                header = json.loads(file.metadata()["rollouts"])
+                arrays = {name: file.get_tensor(name) for name in _ARRAYS}
+            generation = cls(**arrays, figures=header["figures"], settings=header["settings"])
+            problem = generation._problem()
+        except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+            problem = f"{type(error).__name__}: {error}"
+        if problem:
+            raise UserError(f"{path} is damaged: {problem}", "delete it and the files after it; --resume draws again")
+        return generation
+
+    def _problem(self) -> str:
+        """Return why the arrays do not fit together; "" if they do."""
+        for name, dtype in _ARRAYS.items():
+            if getattr(self, name).dtype != dtype:
+                return f"{name} is {getattr(self, name).dtype}, not {np.dtype(dtype)}"
+        number, num_tokens = len(self), len(self.completion_ids)
+        sizes = dict.fromkeys(_PER_TOKEN, num_tokens)
+        sizes |= {"prompt_lengths": number, "is_truncated": number, "advantages": number, "scores": number}
+        for name, size in sizes.items():
+            if len(getattr(self, name)) != size:
+                return f"{name} has {len(getattr(self, name))} entries, not {size}"
+        for name, lengths in (("prompt_ids", self.prompt_lengths), ("completion_ids", self.completion_lengths)):
+            if number and (lengths.min() < 1 or lengths.sum() != len(getattr(self, name))):
+                return f"{name} does not have the stored lengths"
+        if not np.isfinite(self.advantages).all():
+            return "advantages are not finite"
+        return ""
+
+
+def _slices(lengths: np.ndarray) -> list[slice]:
+    """Return the place of each part of concatenated parts."""
+    ends = np.concatenate([[0], np.cumsum(lengths)]).tolist()
+    return [slice(start, end) for start, end in pairwise(ends)]

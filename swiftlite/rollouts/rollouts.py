@@ -1,0 +1,220 @@
+"""Return the micro-batches of `megatron grpo`: generations of completions, drawn or read, cut into optimizer steps.
+
+Before a generation, all ranks send their weights to the engine of the first rank. The first rank draws completions and
+scores them, all ranks compute their log-probabilities, and the first rank writes the generation to
+`OUTPUT_DIR/rollouts`. A generation that is already there, because the run was stopped after it was drawn, is read.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+from swiftlite.args.commands import GrpoArgs
+from swiftlite.atomic import atomic_write
+from swiftlite.data.packing.sampler import Sampler
+from swiftlite.data.sample import Sample
+from swiftlite.errors import UserError
+from swiftlite.log import logger
+from swiftlite.train.batches.micro_batches import MicroBatches
+from swiftlite.train.live_weights import LiveWeights
+from swiftlite.train.phases import Run
+from swiftlite.train.trainer import whole_parameters
+from swiftlite.rollouts.draw import Drawing
+from swiftlite.rollouts.generation import Generation
+from swiftlite.rollouts.log_probabilities import token_log_probabilities
+from swiftlite.rollouts.reference import ReferencePolicy
+
+FOLDER = "rollouts"
+
+
+@dataclass(frozen=True)
+class RolloutBatches(MicroBatches):
+    """The micro-batches of a step, with the metrics of the generation that they belong to."""
+
+    figures: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class Rollouts:
+    """The completions of a run.
+
+    Attributes:
+        weights: the current weights of the run.
+        drawing: draws completions on the first rank; None on other ranks, and if all generations are read.
+        reference: the reference model; None if the loss has none.
+        directory: where generations are stored.
+        reads_only: whether `directory` belongs to another run (`--rollouts_from`).
+    """
+
+    run: Run
+    weights: LiveWeights
+    drawing: Drawing | None
+    reference: ReferencePolicy | None
+    directory: Path
+    reads_only: bool
+    resources: ExitStack = field(default_factory=ExitStack)
+
+    def __post_init__(self) -> None:
+        self._number = -1
+        self._generation: Generation | None = None
+        self._samples: list[Sample] = []
+
+    @property
+    def args(self) -> GrpoArgs:
+        assert isinstance(self.run.args, GrpoArgs)
+        return self.run.args
+
+    @cached_property
+    def sampler(self) -> Sampler:
+        """Selects the prompts of each generation."""
+        args = self.args
+        number = args.global_batch_size * args.steps_per_generation // args.num_generations
+        return Sampler(len(self.run.data.train), number, args.seed, args.dataset_shuffle)
+
+    def train(self, step: int) -> RolloutBatches:
+        """Return this rank's micro-batches of a step (counted from 0). Collective.
+
+        Raises:
+            UserError: the engine or a reward function fails, or a stored generation cannot be used; raised on every
+                rank.
+        """
+        args = self.args
+        number, within = divmod(step, args.steps_per_generation * args.num_iterations)
+        if number != self._number:
+            self._generation = self._open(number, step)
+            self._samples = self._generation.samples()
+            self._number = number
+        assert self._generation is not None
+        first = within % args.steps_per_generation * args.global_batch_size
+        rows = self.run.batches.rows(self._samples[first : first + args.global_batch_size])
+        batches = self.run.batches.global_batch(rows, np.arange(len(rows)))
+        return RolloutBatches(batches.batches, batches.companions, self._generation.figures)
+
+    def close(self) -> None:
+        """End the engine and the process of the reward functions."""
+        self.resources.close()
+
+    def _open(self, number: int, step: int) -> Generation:
+        """Return a generation; the weights are those before `step`. Collective."""
+        args = self.args
+        path = self.directory / f"{number:06d}.safetensors"
+        if on_first_rank(path.exists):
+            return on_first_rank(lambda: self._read(path, number))
+        if self.reads_only:
+            raise UserError(f"--rollouts_from: {path} does not exist", f"use --train_iters {step}")
+        engine: Any = self.drawing.engine if self.drawing else None
+        drafts = args.speculative == "mtp" and bool(self.run.plan.heads.layers)
+        self.weights.send(engine, draft=drafts)
+        generation = on_first_rank(lambda: self._draw(number, step))
+        generation = self._with_log_probabilities(generation)
+        on_first_rank(lambda: self._write(path, generation))
+        return generation
+
+    def _prompts(self, number: int) -> list[Sample]:
+        """Return the prompt of each completion of a generation."""
+        prompts: list[Sample] = []
+        for index in self.sampler.global_batch(number):
+            prompts += [self.run.data.train[index]] * self.args.num_generations
+        return prompts
+
+    def _settings(self) -> dict[str, Any]:
+        """Return the options that completions depend on, in addition to prompts and weights."""
+        args = self.args
+        names = ("temperature", "max_completion_length", "num_generations", "beta", "reward_funcs")
+        return {name: getattr(args, name) for name in names}
+
+    def _draw(self, number: int, step: int) -> Generation:
+        assert self.drawing is not None
+        prompts = self._prompts(number)
+        first = number * len(prompts)
+        sampling = replace(self.drawing.sampling, numbers=tuple(range(first, first + len(prompts))))
+        return self.drawing.draw(prompts, sampling, step + 1, self._settings())
+
+    def _with_log_probabilities(self, generation: Generation) -> Generation:
+        """Add the log-probabilities that the loss needs and that are not those of the current weights. Collective."""
+        args, run = self.args, self.run
+        found: dict[str, np.ndarray] = {}
+        if args.steps_per_generation * args.num_iterations > 1:
+            model = run.train_state.wrapped
+            with whole_parameters(model):
+                log_p = token_log_probabilities(model, run.mesh, run.batches, generation.samples())
+            found["old_log_p"] = np.concatenate(log_p)
+        if self.reference is not None:
+            found["reference_log_p"] = self.reference.log_probabilities(generation.samples())
+        return replace(generation, **found)
+
+    def _read(self, path: Path, number: int) -> Generation:
+        """Return a stored generation.
+
+        Raises:
+            UserError: the file is damaged, or belongs to other prompts or options.
+        """
+        generation = Generation.load(path)
+        prompts = self._prompts(number)
+        expected = np.concatenate([prompt.input_ids for prompt in prompts])
+        if not np.array_equal(generation.prompt_ids, expected):
+            raise UserError(f"{path} has completions of other prompts", "use the --dataset and --seed of its run")
+        for name, value in self._settings().items():
+            if generation.settings.get(name) != value:
+                problem = f"{path} was drawn with --{name} {generation.settings.get(name)}, not {value}"
+                raise UserError(problem, "use the options of its run")
+        vocab_size = self.run.hf_model.config["vocab_size"]
+        if generation.completion_ids.min() < 0 or generation.completion_ids.max() >= vocab_size:
+            raise UserError(f"{path} has tokens outside of the vocabulary", "use the --model of its run")
+        logger.info("read %s: %d completions", path, len(generation))
+        return generation
+
+    def _write(self, path: Path, generation: Generation) -> None:
+        """Write the generation: first a file for readers, then the file that marks it as complete."""
+        path.parent.mkdir(exist_ok=True)
+        atomic_write(path.with_suffix(".jsonl"), self._readable(generation).encode())
+        generation.save(path)
+
+    def _readable(self, generation: Generation) -> str:
+        """Return one JSON line per completion."""
+        lines = []
+        tokenizer = self.run.tokenizer
+        for number, sample in enumerate(generation.samples()):
+            is_completion = sample.loss_scale > 0
+            scores = generation.scores[number].tolist()
+            line = {
+                "prompt": tokenizer.decode(sample.input_ids[~is_completion]),
+                "completion": tokenizer.decode(sample.input_ids[is_completion]),
+                "scores": [None if np.isnan(score) else score for score in scores],
+                "advantage": float(generation.advantages[number]),
+                "is_truncated": bool(generation.is_truncated[number]),
+            }
+            lines.append(json.dumps(line, ensure_ascii=False) + "\n")
+        return "".join(lines)
+
+
+def on_first_rank(function: Callable[[], Any]) -> Any:
+    """Call a function on the first rank, and return its result on every rank. Collective.
+
+    Raises:
+        UserError: the function raised a UserError, or another error on the first rank; raised on every rank.
+    """
+    outcome: list[Any] = [None, None]
+    failure: Exception | None = None
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = function()
+        except UserError as error:
+            outcome[1] = (error.problem, error.hint)
+        except Exception as error:  # the other ranks must not wait for this one
+            failure = error
+            outcome[1] = (f"{type(error).__name__} on the first rank: {error}", "")
+    dist.broadcast_object_list(outcome)
+    if failure is not None:
+        raise failure
+    result, problem = outcome
+    if problem is not None:
+        raise UserError(*problem)
+    return result

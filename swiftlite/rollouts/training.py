@@ -1,0 +1,162 @@
+"""Implement `megatron grpo`: a loss over completions that the model generates, weighted by their rewards."""
+
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from swiftlite.args.commands import GrpoArgs, SftArgs
+from swiftlite.args.fields import TruncationStrategy
+from swiftlite.data.dataset import Data
+from swiftlite.data.encoder import Encoded, Encoder, encode_prompt
+from swiftlite.data.rows.conversation import BadRow, Conversation, RowError
+from swiftlite.data.rows.prompt import parse_prompt
+from swiftlite.data.rows.sources import RowParser
+from swiftlite.data.template import ChatTemplate, stop_token_ids
+from swiftlite.engines.engine import EngineConfig, Sampling, start_engine
+from swiftlite.families.resolved import HfModel
+from swiftlite.plan.policy import policy_of
+from swiftlite.rewards.advantages import AdvantageSettings
+from swiftlite.rewards.process import RewardProcess
+from swiftlite.rewards.settings import RewardSettings
+from swiftlite.train.checkpoint.source import describe_tensors, dtypes_of
+from swiftlite.train.live_weights import LiveWeights
+from swiftlite.train.methods.conversations import load_data
+from swiftlite.train.methods.policy import ADVANTAGE, ENGINE, OLD, REFERENCE, PolicyObjective
+from swiftlite.train.methods.training import TrainBatches, Training
+from swiftlite.train.phases import Run
+from swiftlite.rollouts.draw import Drawing
+from swiftlite.rollouts.reference import ReferencePolicy
+from swiftlite.rollouts.rollouts import FOLDER, Rollouts, on_first_rank
+
+
+@dataclass(frozen=True)
+class PromptEncoder:
+    """An `Encoder` that encodes the prompt of a row, without labels.
+
+    Attributes:
+        max_length: maximum length of a prompt in tokens.
+    """
+
+    template: ChatTemplate
+    max_length: int
+    truncation_strategy: TruncationStrategy
+    parse: RowParser = parse_prompt
+
+    def __call__(self, row: Conversation) -> Encoded:
+        try:
+            sample = encode_prompt(self.template, row).with_extras(**row.extras)
+        except RowError as error:
+            return Encoded(bad=BadRow(row.source, error.problem, error.hint), source=row.source)
+        special_token = self.template.special_token_in(row)
+        samples = (sample,) if len(sample) <= self.max_length else ()
+        return Encoded(len(sample), samples, source=row.source, special_token=special_token)
+
+
+def make_prompt_encoder(args: SftArgs, tokenizer: PreTrainedTokenizerBase, hf_model: HfModel) -> Encoder:
+    """Return the encoder of rows, whose prompts leave room for a completion."""
+    assert isinstance(args, GrpoArgs)
+    template = ChatTemplate(tokenizer, vocab_size=hf_model.config["vocab_size"])
+    return PromptEncoder(template, args.max_length - args.max_completion_length, args.truncation_strategy)
+
+
+def load_prompts(args: SftArgs, encoder: Encoder, vocab_size: int) -> Data:
+    """Load the prompts. Held-out prompts are only continued for acceptance.json, because they have no labels."""
+    return replace(load_data(args, encoder, vocab_size), val=[])
+
+
+def open_rollouts(run: Run) -> TrainBatches:
+    """Start the engine and the process of the reward functions on the first rank. Collective.
+
+    Raises:
+        UserError: the engine, the reward functions or the reference model cannot be used.
+    """
+    args: Any = run.args
+    assert isinstance(args, GrpoArgs)
+    dtypes = dtypes_of(describe_tensors(run.hf_model, run.graft_from))
+    directory = Path(args.rollouts_from) if args.rollouts_from else run.output_dir / FOLDER
+    with ExitStack() as stack:
+        opened = _Opened(run, args, stack)
+        on_first_rank(lambda: opened.open())
+        reference = ReferencePolicy.open(run) if args.beta and not args.rollouts_from else None
+        rollouts = Rollouts(
+            run=run,
+            weights=LiveWeights(run.train_state.wrapped, run.hf_model, dtypes),
+            drawing=opened.drawing,
+            reference=reference,
+            directory=directory,
+            reads_only=args.rollouts_from is not None,
+            resources=stack.pop_all(),
+        )
+    return TrainBatches(rollouts.train, release=rollouts.close)
+
+
+@dataclass
+class _Opened:
+    """Opens what the first rank needs to draw completions."""
+
+    run: Run
+    args: GrpoArgs
+    stack: ExitStack
+    drawing: Drawing | None = None
+
+    def open(self) -> None:
+        """Start the reward functions first: their errors are found within a second."""
+        if self.args.rollouts_from:
+            return
+        rewards = self.stack.enter_context(
+            RewardProcess(self.args.reward_funcs, self.args.external_plugins, self._reward_settings)
+        )
+        engine = start_engine(self.args.infer_backend, self._engine_config)
+        self.stack.callback(engine.close)
+        template = ChatTemplate(self.run.tokenizer)
+        sampling = Sampling(
+            self.args.max_completion_length,
+            temperature=self.args.temperature,
+            seed=self.args.seed,
+            stop_token_ids=stop_token_ids(template, self.run.hf_model.directory),
+            log_p=True,
+        )
+        advantages = AdvantageSettings(
+            self.args.num_generations,
+            self.args.advantage_estimator,
+            self.args.scale_rewards,
+            tuple(self.args.reward_weights),
+        )
+        self.drawing = Drawing(engine, rewards, advantages, sampling, self.run.tokenizer)
+
+    @cached_property
+    def _reward_settings(self) -> RewardSettings:
+        return RewardSettings(timeout=self.args.reward_timeout, allow_code=self.args.allow_code_execution)
+
+    @cached_property
+    def _engine_config(self) -> EngineConfig:
+        num_drafts = 0
+        if self.args.speculative == "mtp":
+            num_drafts = self.args.num_speculative_tokens or self.run.plan.heads.drafts
+        return EngineConfig(
+            self.run.hf_model,
+            torch_dtype=self.args.torch_dtype,
+            trust_remote_code=self.args.trust_remote_code,
+            num_speculative_tokens=num_drafts,
+            max_model_len=self.args.max_length,
+            max_batch_size=self.args.max_batch_size,
+            draws_drafts=True,
+        )
+
+
+def policy_objective(run: Run) -> PolicyObjective:
+    """Return the objective of a run."""
+    return PolicyObjective(policy_of(run.args), run.plan.heads, run.args.mtp_loss_scaling_factor)
+
+
+GRPO = Training(
+    make_encoder=make_prompt_encoder,
+    load=load_prompts,
+    make_objective=policy_objective,
+    open_batches=open_rollouts,
+    extras=(ADVANTAGE, OLD, ENGINE, REFERENCE),
+)

@@ -1,0 +1,148 @@
+"""Rules of `megatron grpo`: the rules of `megatron sft`, and rules for rewards, completions and the policy loss."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from swiftlite.args.bounds import out_of_bounds
+from swiftlite.args.commands import GrpoArgs
+from swiftlite.args.config import Problem
+from swiftlite.engines.index import ENGINES
+from swiftlite.plan.facts import Facts
+from swiftlite.plan.heads import heads_of, mtp_init_of
+from swiftlite.plan.run import packing_of
+from swiftlite.rules import common, engine_options
+from swiftlite.rules.training import dpo, sft
+
+UNSUPPORTED = {
+    "loss_scale": "all tokens of completions are trained",
+    "streaming": "all prompts are read before the first step",
+    "sft_mock_dataset_config_json": "random tokens are not prompts",
+    "cache_trunk_states": "it requires a frozen trunk",
+    "stream_trunk": "it requires a frozen trunk",
+    "eval_iters": "held-out prompts have no loss",
+    "mtp_graft_from": "train the grafted heads by megatron sft first",
+}
+
+
+def options_of_sft_are_left_out(args: GrpoArgs, facts: Facts) -> Iterator[Problem]:
+    yield from common.left_out(args, "megatron grpo", UNSUPPORTED)
+    if args.mtp_mode == "heads_only":
+        yield (
+            "--mtp_mode heads_only is not supported by megatron grpo, which trains the trunk",
+            "to train only the heads: swiftlite megatron sft --mtp_mode heads_only",
+        )
+    if args.truncation_strategy not in ("delete", "error"):
+        yield f"--truncation_strategy {args.truncation_strategy} would cut prompts", "use delete or error"
+
+
+def rewards_are_given(args: GrpoArgs, facts: Facts) -> Iterator[Problem]:
+    if not args.reward_funcs and not args.rollouts_from:
+        yield (
+            "--reward_funcs is missing",
+            "for example --reward_funcs accuracy, or a function of --external_plugins FILE.py",
+        )
+    if args.reward_weights and len(args.reward_weights) != len(args.reward_funcs):
+        yield (
+            f"--reward_weights has {len(args.reward_weights)} numbers for {len(args.reward_funcs)} --reward_funcs",
+            "give one weight for each function",
+        )
+    for name in args.external_plugins:
+        if not Path(name).is_file():
+            yield f"--external_plugins {name} is not a file", "give a Python file with reward functions"
+
+
+def groups_fit_the_batch(args: GrpoArgs, facts: Facts) -> Iterator[Problem]:
+    """Require that all completions of a prompt are in the same step."""
+    if out_of_bounds(args):
+        return
+    number, size = args.num_generations, args.global_batch_size
+    if size % number:
+        yield (
+            f"--global_batch_size {size} counts completions and must be a multiple of --num_generations {number}",
+            f"use --global_batch_size {-(-size // number) * number}",
+        )
+
+
+def completions_fit_the_rows(args: GrpoArgs, facts: Facts) -> Iterator[Problem]:
+    if args.max_completion_length >= args.max_length:
+        yield (
+            f"--max_completion_length {args.max_completion_length} leaves no room for a prompt within --max_length "
+            f"{args.max_length}",
+            f"use --max_length {2 * args.max_completion_length}",
+        )
+    if packing_of(args) == "rows":
+        yield (
+            "--packing true is not supported by megatron grpo without a scheduler: batch sizes count completions",
+            "use --padding_free true, or add --sequence_packing_scheduler dp_balanced",
+        )
+
+
+def clipping_has_a_range(args: GrpoArgs, facts: Facts) -> Iterator[Problem]:
+    if args.loss_type == "cispo" and args.epsilon_high is None:
+        yield "--loss_type cispo requires --epsilon_high, the upper bound of the ratio", "use --epsilon_high 5"
+    high = args.epsilon if args.epsilon_high is None else args.epsilon_high
+    if args.delta is not None and args.delta <= 1 + high:
+        yield f"--delta {args.delta} must be above 1 + --epsilon_high = {1 + high:g}", f"use --delta {1 + 2 * high:g}"
+    if args.delta is not None and args.loss_type == "cispo":
+        yield "--delta does not apply to --loss_type cispo", "remove --delta"
+
+
+def heads_can_follow(args: GrpoArgs, facts: Facts) -> Iterator[Problem]:
+    heads = heads_of(args, facts.heads)
+    if not heads.layers:
+        return
+    if mtp_init_of(args, facts.heads) != "checkpoint":
+        yield (
+            "megatron grpo trains heads that --model already has, because they draft the completions",
+            "train them first: swiftlite megatron sft --mtp_mode heads_only; or --mtp_num_layers 0",
+        )
+    if args.mtp_loss == "ce":
+        yield (
+            "--mtp_loss ce is not supported by megatron grpo: labels are sampled tokens",
+            "use --mtp_loss kl",
+        )
+    if args.draft_vocab or heads.draft_vocab:
+        yield (
+            "heads with a draft vocabulary are not supported by megatron grpo: engines keep rows of the old trunk",
+            "export the heads without --draft_vocab",
+        )
+
+
+def engine_can_generate(args: GrpoArgs, facts: Facts) -> Iterator[Problem]:
+    if args.rollouts_from:
+        if not Path(args.rollouts_from).is_dir():
+            yield f"--rollouts_from {args.rollouts_from} is not a directory", "give OUTPUT_DIR/rollouts of a run"
+        return
+    info = ENGINES.get(args.infer_backend)
+    if info is not None:
+        yield from engine_options.missing_engine(info, "infer_backend")
+
+
+def settings_have_an_effect(args: GrpoArgs, facts: Facts) -> Iterator[str]:
+    """Yield a note for each changed option that has no effect."""
+    no_heads = (not heads_of(args, facts.heads).layers, "the model has no MTP layers")
+    stored = (args.rollouts_from is not None, "--rollouts_from is given")
+    idle = {
+        "ref_model": (not args.beta, "--beta is 0"),
+        "speculative": no_heads,
+        "num_speculative_tokens": no_heads,
+        "mtp_lr": no_heads,
+        "scale_rewards": stored,
+        "infer_backend": stored,
+        "reward_funcs": stored,
+    }
+    yield from common.without_effect(args, idle)
+
+
+RULES = (
+    *common.without_options(sft.RULES, UNSUPPORTED),
+    options_of_sft_are_left_out,
+    rewards_are_given,
+    groups_fit_the_batch,
+    completions_fit_the_rows,
+    clipping_has_a_range,
+    heads_can_follow,
+    engine_can_generate,
+    dpo.reference_is_a_model,
+)
+NOTES = (*sft.NOTES, settings_have_an_effect)

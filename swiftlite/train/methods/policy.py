@@ -1,0 +1,277 @@
+"""Compute the losses of `megatron grpo` over sampled completions, and the losses of MTP heads on their tokens.
+
+Shapes: B rows, S tokens of a row on this context-parallel rank, N sequences of the micro-batch.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
+
+from swiftlite.data.batch import Batch, Extra
+from swiftlite.heads import Heads
+from swiftlite.model.forward import forward_step_of
+from swiftlite.model.forward_step import ForwardStep
+from swiftlite.model.gpt import Losses
+from swiftlite.model.loss.balance import Balance
+from swiftlite.model.loss.losses import IGNORE_INDEX
+from swiftlite.plan.policy import Policy
+from swiftlite.runtime.device import on_device
+from swiftlite.runtime.mesh import Mesh
+from swiftlite.train.methods.mtp_loss import add_heads, count_labels, head_coefficients, head_means, head_sums, mean_of
+
+ADVANTAGE = Extra("advantage", per="label")
+"""The advantage of each token of a completion."""
+OLD = Extra("old_log_p", per="label", default=float("nan"))
+"""The log-probability of each token under the policy that generated it, computed by the trainer. NaN: the policy has
+not changed since, so that it is the current one."""
+ENGINE = Extra("engine_log_p", per="label", default=float("nan"))
+"""The log-probability of each token as the engine reported it; NaN if it is unknown."""
+REFERENCE = Extra("reference_log_p", per="label")
+"""The log-probability of each token under the reference model."""
+NUM_SUMS = 10
+"""Number of statistics of a micro-batch, without those of the heads (`_statistics`)."""
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The tokens with a label of a micro-batch, and which sequence each belongs to.
+
+    Attributes:
+        is_target_BS: float32; 1 at positions with a label.
+        is_of_NT: float32 [N, B * S]; 1 if a position belongs to a sequence.
+        mesh: the ranks that hold the model.
+    """
+
+    is_target_BS: torch.Tensor
+    is_of_NT: torch.Tensor
+    mesh: Mesh
+
+    @classmethod
+    def of(cls, batch: Batch, mesh: Mesh) -> "Answers":
+        """Describe this rank's part of a micro-batch."""
+        sequence_BS = batch.sequence_KBS[0]
+        numbers_N1 = torch.arange(batch.num_sequences, device=sequence_BS.device)[:, None]
+        is_target_BS = on_device(batch.labels_KBS[0] != IGNORE_INDEX, sequence_BS.device).float()
+        return cls(is_target_BS, (sequence_BS.flatten() == numbers_N1).float(), mesh)
+
+    def sums(self, values_BS: torch.Tensor) -> torch.Tensor:
+        """Sum values over the labels of each sequence, [N], over all context-parallel ranks.
+
+        Each rank uses the sums for its own tokens, so the backward pass sums the gradients of the ranks.
+        """
+        # A matrix product instead of index_add, whose order of summation varies on a GPU.
+        sums_N = self.is_of_NT @ (values_BS * self.is_target_BS).flatten()
+        sums_N = reduce_from_tensor_model_parallel_region(sums_N, group=self.mesh.cp)
+        return copy_to_tensor_model_parallel_region(sums_N, group=self.mesh.cp)
+
+    def per_token(self, values_N: torch.Tensor) -> torch.Tensor:
+        """Return the value of its sequence for each position, [B, S]; 0 for padding."""
+        return (values_N @ self.is_of_NT).view_as(self.is_target_BS)
+
+    @property
+    def lengths_N(self) -> torch.Tensor:
+        """Number of labels of each sequence, at least 1."""
+        return self.sums(self.is_target_BS).clamp(min=1)
+
+
+def ratio_of(log_p_BS: torch.Tensor, old_BS: torch.Tensor, answers: Answers, policy: Policy) -> torch.Tensor:
+    """Return the probability ratio of policy and old policy for each token, [B, S].
+
+    With the level `sequence`, all tokens of a completion have the geometric mean of their ratios (GSPO).
+    """
+    log_ratio_BS = log_p_BS - old_BS
+    if policy.importance_sampling_level == "sequence":
+        log_ratio_BS = answers.per_token(answers.sums(log_ratio_BS) / answers.lengths_N)
+    return log_ratio_BS.exp()
+
+
+@torch.no_grad()
+def mismatch_of(old_BS: torch.Tensor, engine_BS: torch.Tensor, answers: Answers, policy: Policy) -> torch.Tensor:
+    """Return the weight [B, S] that corrects for tokens drawn with the engine's probabilities instead of the trainer's.
+
+    The weight is 1 where the engine's log-probability is unknown.
+    """
+    if policy.mismatch_mode == "none":
+        return torch.ones_like(old_BS)
+    difference_BS = (old_BS - engine_BS).nan_to_num(0.0)
+    level, treatment = policy.mismatch_mode.split("_")
+    if level == "sequence":
+        difference_BS = answers.per_token(answers.sums(difference_BS))
+    weight_BS = difference_BS.exp()
+    if treatment == "truncate":
+        return weight_BS.clamp(max=policy.mismatch_threshold)
+    return torch.where(weight_BS <= policy.mismatch_threshold, weight_BS, 0.0)
+
+
+def token_losses(
+    log_p_BS: torch.Tensor, ratio_BS: torch.Tensor, advantage_BS: torch.Tensor, policy: Policy
+) -> torch.Tensor:
+    """Compute the policy loss of each token without corrections, [B, S], as TRL's GRPOTrainer does."""
+    if policy.loss_type == "cispo":
+        return -ratio_BS.clamp(max=policy.clip_high).detach() * advantage_BS * log_p_BS
+    clipped_BS = ratio_BS.clamp(policy.clip_low, policy.clip_high)
+    if policy.delta is not None:
+        ratio_BS = ratio_BS.clamp(max=policy.delta)
+    return -torch.min(ratio_BS * advantage_BS, clipped_BS * advantage_BS)
+
+
+def kl_of(log_p_BS: torch.Tensor, reference_BS: torch.Tensor) -> torch.Tensor:
+    """Estimate the KL divergence of policy and reference from each token (the estimator k3), [B, S]."""
+    difference_BS = reference_BS - log_p_BS
+    return difference_BS.exp() - difference_BS - 1
+
+
+@dataclass(frozen=True)
+class PolicyObjective:
+    """The loss of all completions of a global batch, plus losses of the MTP heads on their tokens.
+
+    Let l_it be the loss of token t of completion i, T_i the number of its tokens, N the number of completions and L the
+    maximum length. The loss is
+
+        dapo, cispo    sum_it l_it / sum_i T_i
+        grpo           sum_i ( sum_t l_it / T_i ) / N
+        dr_grpo        sum_it l_it / (N * L)
+
+    plus, for each MTP depth, the mean over all tokens of completions, as in `NextTokenObjective`. The heads learn from
+    all completions, whatever their advantage.
+
+    Attributes:
+        figures: further metrics of the global batch, such as its rewards.
+    """
+
+    policy: Policy
+    heads: Heads
+    mtp_loss_scaling_factor: float
+    figures: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def nonfinite_hint(self) -> str:
+        return "lower --lr, --beta or --mtp_loss_scaling_factor"
+
+    @property
+    def sums_shape(self) -> tuple[int]:
+        return (NUM_SUMS + 3 * self.heads.drafts,)
+
+    def prepare(self, model: Sequence[torch.nn.Module], mesh: Mesh, batches: Sequence[Batch]) -> "PolicyObjective":
+        """Return the objective with the metrics of these completions."""
+        return replace(self, figures=getattr(batches, "figures", {}))
+
+    def count_targets(self, batches: Sequence[Batch]) -> torch.Tensor:
+        """Count targets, tokens and completions, for the trunk and each MTP depth.
+
+        Returns int64 [3, K]; the number of completions is the same in every column.
+        """
+        counts = torch.zeros(3, 1 + self.heads.drafts, dtype=torch.int64)
+        counts[:2] = count_labels(batches, self.heads)
+        counts[2] = sum(batch.num_sequences for batch in batches)
+        return counts
+
+    def make_forward_step(self, counts: torch.Tensor, mesh: Mesh) -> ForwardStep:
+        """Return a forward step that gives the loss, the number of targets and the statistics of each micro-batch."""
+        targets, tokens, (num_completions, *_) = counts.tolist()
+        divisor = targets[0] if self.policy.divides_by_tokens else num_completions
+        coefficients = head_coefficients(self.heads, self.mtp_loss_scaling_factor, targets[1:], divisor)
+        balance = Balance(tokens, divisor=divisor)
+        is_first = mesh.cp.rank() == 0  # context-parallel ranks have the same completions
+
+        def loss_of(losses: Losses, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            answers = Answers.of(batch, mesh)
+            loss, statistics = self._policy_loss(-losses.main.loss_BS, batch, answers, is_first)
+            total = add_heads(loss, losses, batch.loss_scale_KBS, coefficients)
+            number = batch.num_sequences * is_first
+            if self.policy.divides_by_tokens:
+                number = int((batch.labels_KBS[0] != IGNORE_INDEX).sum())
+            num_targets = torch.full((), number, dtype=torch.int32, device=total.device)
+            parts = [num_targets.double()[None], statistics, head_sums(losses, batch, mesh)]
+            return total, num_targets, torch.cat(parts)
+
+        return forward_step_of(loss_of, balance)
+
+    def _policy_loss(
+        self, log_p_BS: torch.Tensor, batch: Batch, answers: Answers, is_first: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the sum to minimize for this rank's tokens, and the statistics."""
+        policy, extras = self.policy, batch.extras
+        old_BS = extras[OLD.name]
+        old_BS = torch.where(old_BS.isnan(), log_p_BS.detach(), old_BS)
+        ratio_BS = ratio_of(log_p_BS, old_BS, answers, policy)
+        weight_BS = mismatch_of(old_BS, extras[ENGINE.name], answers, policy)
+        loss_BS = token_losses(log_p_BS, ratio_BS, extras[ADVANTAGE.name], policy) * weight_BS
+        kl_BS = torch.zeros_like(loss_BS)
+        if policy.beta:
+            kl_BS = kl_of(log_p_BS, extras[REFERENCE.name])
+            loss_BS = loss_BS + policy.beta * kl_BS
+        if policy.loss_type == "grpo":
+            loss_BS = loss_BS / answers.per_token(answers.lengths_N).clamp(min=1)
+        elif policy.loss_type == "dr_grpo":
+            loss_BS = loss_BS / policy.max_completion_length
+        loss = (loss_BS * answers.is_target_BS).sum()
+        values = {"loss": loss_BS, "kl": kl_BS, "entropy": -log_p_BS, "weight": weight_BS}
+        clipped = self._clipped(ratio_BS, extras[ADVANTAGE.name])
+        return loss, _statistics(values, clipped, answers, policy, is_first)
+
+    def _clipped(self, ratio_BS: torch.Tensor, advantage_BS: torch.Tensor) -> list[torch.Tensor]:
+        """Return where the ratio is clipped at its lower and at its upper bound, [B, S] each."""
+        is_low_BS = (ratio_BS < self.policy.clip_low) & (advantage_BS < 0)
+        if self.policy.loss_type == "cispo":
+            is_low_BS = torch.zeros_like(is_low_BS)
+        return [is_low_BS, (ratio_BS > self.policy.clip_high) & (advantage_BS > 0)]
+
+    def means(self, sums: torch.Tensor) -> dict[str, float]:
+        """Return the loss and the statistics of the policy, those of the heads, and `figures`.
+
+        Clip ratios are shares of tokens; with the level `sequence`, of completions.
+        """
+        num_targets, loss, kl, entropy, weight, tokens, low, high, num_clipped, squares = sums[:NUM_SUMS].tolist()
+        metrics = {"loss": mean_of(loss, num_targets), "entropy": mean_of(entropy, tokens)}
+        if self.policy.beta:
+            metrics["kl"] = mean_of(kl, tokens)
+        if self.policy.loss_type == "cispo":
+            metrics["cispo_clip_ratio"] = mean_of(high, num_clipped)
+        else:
+            metrics["clip_ratio/low_mean"] = mean_of(low, num_clipped)
+            metrics["clip_ratio/high_mean"] = mean_of(high, num_clipped)
+            metrics["clip_ratio/region_mean"] = mean_of(low + high, num_clipped)
+        if self.policy.mismatch_mode != "none":
+            metrics["rollout/importance_weight"] = mean_of(weight, tokens)
+            # 1 if all tokens have the same weight: the share of tokens that a uniform weighting would need.
+            metrics["rollout/effective_tokens"] = mean_of(weight**2, squares * tokens)
+        return {**metrics, **head_means(sums[NUM_SUMS:]), **self.figures}
+
+
+@torch.no_grad()
+def _statistics(
+    values: Mapping[str, torch.Tensor],
+    clipped: Sequence[torch.Tensor],
+    answers: Answers,
+    policy: Policy,
+    is_first: bool,
+) -> torch.Tensor:
+    """Return sums over this rank's tokens, float64 [9]: loss, KL, entropy, weight, number of tokens, values clipped at
+    both bounds, number of values that can be clipped, and squared weight.
+
+    Args:
+        values: loss, KL, entropy and weight of each token, [B, S].
+        clipped: where the ratio is clipped, [B, S] each.
+        is_first: whether this is the first context-parallel rank, which counts completions.
+    """
+    is_target_BS = answers.is_target_BS.double()
+
+    def total(values_BS: torch.Tensor) -> torch.Tensor:
+        return (values_BS.double() * is_target_BS).sum()
+
+    sums = [total(values_BS) for values_BS in values.values()]
+    num_tokens = is_target_BS.sum()
+    if policy.importance_sampling_level == "token":
+        counted = [*map(total, clipped), num_tokens]
+    else:
+        lengths_N = answers.lengths_N
+        of_sequences = [(answers.sums(is_clipped_BS.float()) / lengths_N).sum() for is_clipped_BS in clipped]
+        counted = [each.double() * is_first for each in of_sequences]
+        counted.append(torch.full_like(num_tokens, len(lengths_N) * is_first))
+    return torch.stack([*sums, num_tokens, *counted, total(values["weight"] ** 2)])

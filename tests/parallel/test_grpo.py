@@ -1,0 +1,124 @@
+"""Test `megatron grpo` with several layouts on stored completions against one process."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from swiftlite import rules
+from swiftlite.args.commands import GrpoArgs
+from swiftlite.families.resolved import resolve
+from swiftlite.train import phases
+from swiftlite.train import run as training
+from tests.parallel.launch import launch, open_store, prepare_session
+from tests.parallel.parity import SIZES, save_gradients
+from tests.tiny import make_tiny_hf
+from tests.train.completions import policy_options, store
+from tests.train.prepared import prepare
+
+pytestmark = pytest.mark.gloo
+
+STEPS = 2
+# By what is trained (a family and options): the layouts that must have the numbers of one process.
+TRAINED: dict[str, tuple[str, dict[str, Any]]] = {
+    "dapo": ("qwen3", {"beta": 0.1}),
+    "sequence": ("qwen3", {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.02}),
+    "experts": ("qwen3_moe", {"loss_type": "dr_grpo", "temperature": 0.7}),
+    "lora": ("qwen3", {"tuner_type": "lora", "lora_rank": 4, "lr": 1e-2}),
+}
+TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
+CP2 = {"context_parallel_size": 2}
+LAYOUTS: dict[tuple[str, str], dict[str, Any]] = {
+    ("dapo", "TP2+SP"): TP2 | {"sequence_parallel": True},
+    ("dapo", "PP2"): PP2,
+    ("dapo", "PP2xVPP2"): PP2 | {"num_virtual_stages_per_pipeline_rank": 2},
+    ("dapo", "DP2, distributed optimizer"): {"use_distributed_optimizer": True},
+    ("dapo", "dp_balanced"): {"packing": True, "sequence_packing_scheduler": "dp_balanced"},
+    ("sequence", "CP2"): CP2,
+    ("sequence", "CP2, packed"): CP2 | {"padding_free": True},
+    ("sequence", "TP2"): TP2,
+    ("experts", "EP2"): {"expert_model_parallel_size": 2},
+    ("lora", "TP2"): TP2,
+}
+# Float32 sums in another order; the log-probabilities of completions are sums of about 10 numbers near 5.
+TOLERANCE: dict[str, Any] = {"rel": 1e-3, "abs": 2e-4}
+
+
+def make_options(place: Path, family: str, name: str, **changed: Any) -> GrpoArgs:
+    model = place / family
+    if not model.exists():
+        make_tiny_hf(model, family, depth=1, with_tokenizer=True, **SIZES)
+    usual = {"rollouts_from": str(place / f"rollouts-{name}"), "output_dir": str(place / name), "train_iters": STEPS}
+    return policy_options(model, place)(**usual | changed)
+
+
+def store_all(jobs: list[GrpoArgs], ports: list[int]) -> None:
+    for args, port in zip(jobs, ports, strict=True):
+        prepare_session(port)
+        with phases.open_session(args, resolve(args.model)) as mesh:
+            for number in range(STEPS):
+                store(args, mesh, Path(args.rollouts_from or ""), number)
+
+
+def run_all(jobs: list[GrpoArgs], ports: list[int], world_size: int) -> None:
+    for args, port in zip(jobs, ports, strict=True):
+        prepare_session(port)
+        rules.check(args, world_size)
+        training.run(args)
+
+
+def metrics_of(args: GrpoArgs) -> list[dict[str, float]]:
+    lines = [json.loads(line) for line in (Path(args.output_dir) / "metrics.jsonl").read_text().splitlines()]
+    return [{name: line[name] for name in line if not name.endswith(("second", "_gb"))} for line in lines]
+
+
+def test_a_layout_changes_no_number(tmp_path):
+    alone = {name: make_options(tmp_path, family, name, **options) for name, (family, options) in TRAINED.items()}
+    jobs = list(alone.values())
+    launch(1, store_all, jobs, [open_store().port for _ in jobs])
+    launch(1, run_all, jobs, [open_store().port for _ in jobs], 1)
+    divided = {}
+    for (what, name), layout in LAYOUTS.items():
+        divided[what, name] = replace(alone[what], output_dir=str(tmp_path / f"{what}_{name}"), **layout)
+    many = list(divided.values())
+    launch(2, run_all, many, [open_store().port for _ in many], 2)
+    for (what, name), args in divided.items():
+        found, expected = metrics_of(args), metrics_of(alone[what])
+        assert len(expected) == STEPS
+        assert all(line["mtp_1_loss"] > 0 and line["grad_norm"] > 0 for line in expected)
+        for step, (one, other) in enumerate(zip(expected, found, strict=True)):
+            assert other == pytest.approx(one, **TOLERANCE), f"{what} {name}, step {step + 1}"
+
+
+def gradients_of(jobs: list[GrpoArgs], ports: list[int]) -> None:
+    """Write the gradients of the first step of each job."""
+    for args, port in zip(jobs, ports, strict=True):
+        prepare_session(port)
+        hf_model = resolve(args.model)
+        with phases.open_session(args, hf_model) as mesh:
+            run = prepare(args, mesh)
+            trainer = training.make_trainer(run, {"step": 0})
+            trainer.step(1)
+            state = run.train_state
+            directory = Path(args.output_dir) / "gradients"
+            save_gradients(state.wrapped, state.chunks, directory, hf_model.family, hf_model.config)
+
+
+@pytest.mark.parametrize("layout", [{}, PP2, TP2 | {"sequence_parallel": True}], ids=["one", "PP2", "TP2+SP"])
+def test_heads_change_no_bit_of_the_trunk(tmp_path, layout):
+    """The gradients of the trunk are those of a run that drops the heads."""
+    with_heads = make_options(tmp_path, "qwen3", "heads", overlap_grad_reduce=True, **layout)
+    launch(1, store_all, [make_options(tmp_path, "qwen3", "heads")], [open_store().port])
+    without = replace(with_heads, mtp_num_layers=0, output_dir=str(tmp_path / "none"))
+    for args in (with_heads, without):
+        Path(args.output_dir).mkdir()
+    launch(2 if layout else 1, gradients_of, [with_heads, without], [open_store().port for _ in range(2)])
+    of_heads, of_none = (load_file(tmp_path / name / "gradients" / "model.safetensors") for name in ("heads", "none"))
+    trunk = {name for name in of_heads if not name.startswith("mtp.")}
+    assert trunk == set(of_none) and trunk < set(of_heads)
+    assert all(torch.equal(of_heads[name], of_none[name]) for name in trunk)
+    assert all(of_heads[name].any() for name in set(of_heads) - trunk)

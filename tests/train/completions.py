@@ -1,0 +1,111 @@
+"""Make stored completions, and run steps of `megatron grpo` on them in this process."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+
+from swiftlite.args.commands import GrpoArgs
+from swiftlite.data.packing.sampler import Sampler
+from swiftlite.runtime.mesh import Mesh
+from swiftlite.train import phases
+from swiftlite.train import run as training
+from swiftlite.rollouts.generation import Generation
+from tests.parallel.parity import save_gradients
+from tests.train.prepared import prepare
+
+NUM_PROMPTS, NUM_GENERATIONS = 6, 4
+
+
+def write_prompts(path: Path) -> Path:
+    rows = [{"query": f"What is {n} plus {n}?{' Please.' * (n % 3)}", "answer": str(2 * n)} for n in range(NUM_PROMPTS)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def policy_options(model: Path, directory: Path) -> Callable[..., GrpoArgs]:
+    """Return a function that returns the options of a run of 2 steps, some of them replaced."""
+    usual: dict[str, Any] = {
+        "model": str(model),
+        "dataset": [str(write_prompts(directory / "prompts.jsonl"))],
+        "split_dataset_ratio": 0.0,
+        "output_dir": str(directory / "run"),
+        "torch_dtype": "float32",
+        "micro_batch_size": 3,
+        "global_batch_size": 12,
+        "num_generations": NUM_GENERATIONS,
+        "max_completion_length": 12,
+        "max_length": 128,
+        "train_iters": 2,
+        "lr": 1e-3,
+        "acceptance_samples": 0,
+        "report_to": [],
+        "clip_grad": 0.0,
+    }
+    return lambda **changed: GrpoArgs(**usual | changed)
+
+
+def store(args: GrpoArgs, mesh: Mesh, directory: Path, number: int = 0) -> Generation:
+    """Write a generation of random completions, with log-probabilities near those of a random model."""
+    run = prepare(args, mesh)
+    vocab_size = run.hf_model.config["vocab_size"]
+    random = np.random.RandomState(number)
+    per_generation = args.global_batch_size * args.steps_per_generation // args.num_generations
+    sampler = Sampler(len(run.data.train), per_generation, args.seed, args.dataset_shuffle)
+    prompts = []
+    for index in sampler.global_batch(number):
+        prompts += [run.data.train[index]] * args.num_generations
+    lengths = random.randint(1, args.max_completion_length + 1, len(prompts)).astype(np.int32)
+    num_tokens = int(lengths.sum())
+    near = -np.log(vocab_size)
+
+    def log_p() -> np.ndarray:
+        return (near + 0.3 * random.randn(num_tokens)).astype(np.float32)
+
+    names = ("temperature", "max_completion_length", "num_generations", "beta", "reward_funcs")
+    generation = Generation(
+        prompt_ids=np.concatenate([prompt.input_ids for prompt in prompts]),
+        prompt_lengths=np.array([len(prompt) for prompt in prompts], np.int32),
+        completion_ids=random.randint(0, vocab_size, num_tokens).astype(np.int32),
+        completion_lengths=lengths,
+        is_truncated=lengths == args.max_completion_length,
+        scores=random.rand(len(prompts), 1).astype(np.float32),
+        advantages=random.randn(len(prompts)).astype(np.float32),
+        engine_log_p=log_p(),
+        old_log_p=log_p(),
+        reference_log_p=log_p(),
+        figures={"reward": 0.5},
+        settings={name: getattr(args, name) for name in names},
+    )
+    directory.mkdir(exist_ok=True)
+    generation.save(directory / f"{number:06d}.safetensors")
+    return generation
+
+
+def first_step(args: GrpoArgs, mesh: Mesh) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+    """Return metrics and gradients (by HF name) of one step."""
+    run = prepare(args, mesh)
+    run.output_dir.mkdir(exist_ok=True)
+    trainer = training.make_trainer(run, {"step": 0})
+    metrics = trainer.step(1)
+    trainer.release()
+    out_dir, hf_model = Path(args.output_dir) / "gradients", run.hf_model
+    save_gradients(run.train_state.wrapped, run.train_state.chunks, out_dir, hf_model.family, hf_model.config)
+    return metrics, load_file(out_dir / "model.safetensors")
+
+
+def train(args: GrpoArgs, mesh: Mesh) -> Path:
+    """Run all phases in order; return the run's directory."""
+    run = prepare(args, mesh)
+    state = phases.restore(run)
+    trainer = training.make_trainer(run, state)
+    try:
+        trainer.fit(state["step"])
+    finally:
+        trainer.release()
+    trainer.close()
+    return run.output_dir

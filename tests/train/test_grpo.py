@@ -1,0 +1,228 @@
+"""Test `megatron grpo` in one process with the transformers engine: rollouts, resuming, log-probabilities, errors."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from swiftlite import rules
+from swiftlite.args.commands import ExportArgs, GrpoArgs
+from swiftlite.errors import OptionError, UserError
+from swiftlite.export.run import to_hf
+from swiftlite.runtime.mesh import Mesh
+from swiftlite.train import phases
+from swiftlite.train import run as training
+from swiftlite.rollouts.generation import Generation
+from tests.messages import naming
+from tests.tiny import make_tiny_hf
+from tests.train.completions import first_step, policy_options, store, train
+from tests.train.pairs import open_hf
+from tests.train.prepared import prepare
+
+REWARDS = """
+def even(completion_ids, answer, **columns):
+    assert all(isinstance(each, str) for each in answer)
+    return [sum(token % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]
+
+
+def short(completions):
+    return [None if index % 5 == 4 else -len(text) / 100 for index, text in enumerate(completions)]
+
+
+def broken(completions):
+    raise ValueError("no reward today")
+"""
+
+
+@pytest.fixture(scope="module")
+def hf_dir(tmp_path_factory) -> Path:
+    return make_tiny_hf(tmp_path_factory.mktemp("model") / "hf", "qwen3", depth=1, with_tokenizer=True)
+
+
+@pytest.fixture
+def options(hf_dir, tmp_path):
+    """Return the options of a run of 3 steps, some of them replaced."""
+    plugin = tmp_path / "rewards.py"
+    plugin.write_text(REWARDS)
+    usual: dict[str, Any] = {
+        "reward_funcs": ["even", "short"],
+        "reward_weights": [1.0, 0.1],
+        "external_plugins": [str(plugin)],
+        "train_iters": 3,
+        "micro_batch_size": 4,
+        "max_completion_length": 8,
+        "save_steps": 2,
+    }
+    make = policy_options(hf_dir, tmp_path)
+    return lambda **changed: make(**usual | changed)
+
+
+def metrics(run: Path) -> list[dict[str, float]]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{name: line[name] for name in line if not name.endswith(("per_second", "_gb"))} for line in lines]
+
+
+def weights(run: Path, mesh: Mesh) -> dict[str, torch.Tensor]:
+    out = run.with_name(f"{run.name}-hf")
+    to_hf(ExportArgs(model=str(run), output_dir=str(out), to_hf=True), mesh)
+    return load_file(out / "model.safetensors")
+
+
+def test_completions_are_scored_stored_and_drafted(options, mesh, hf_dir):
+    args = options(speculative="mtp", mtp_lr=1e-2)
+    run = train(args, mesh)
+    lines = metrics(run)
+    assert len(lines) == 3
+    for line in lines:
+        assert line["rewards/even/mean"] > 0 > line["rewards/short/mean"]
+        assert line["reward"] == pytest.approx(line["rewards/even/mean"] + 0.1 * line["rewards/short/mean"], abs=0.1)
+        assert 0 <= line["rollout/acceptance_1"] <= 1
+        assert line["rewards/failures"] == 0
+        # The engine computes with the weights of the trainer, after each update.
+        assert line["rollout/importance_weight"] == pytest.approx(1, abs=1e-4)
+        assert 0 < line["entropy"] <= 1.5 * math.log(line_vocabulary(hf_dir))
+    for number in range(3):
+        stored = Generation.load(run / "rollouts" / f"{number:06d}.safetensors")
+        readable = (run / "rollouts" / f"{number:06d}.jsonl").read_text().splitlines()
+        assert len(stored) == len(readable) == args.global_batch_size
+        assert np.isfinite(stored.engine_log_p).all() and (stored.engine_log_p <= 0).all()
+        assert set(json.loads(readable[0])) >= {"prompt", "completion", "scores", "advantage"}
+        groups = stored.advantages.reshape(-1, args.num_generations)
+        assert np.allclose(groups.sum(axis=1), 0, atol=1e-4)
+
+
+def line_vocabulary(hf_dir: Path) -> int:
+    return json.loads((hf_dir / "config.json").read_text())["vocab_size"]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("speculative", ["mtp", "none"])
+def test_log_probabilities_are_those_of_transformers(options, mesh, hf_dir, temperature, speculative):
+    args = options(temperature=temperature, speculative=speculative, train_iters=1, steps_per_generation=2)
+    run = train(args, mesh)
+    stored = Generation.load(run / "rollouts" / "000000.safetensors")
+    model = open_hf(hf_dir)
+    expected = []
+    for sample in stored.samples():
+        ids = torch.from_numpy(sample.input_ids).long()
+        with torch.no_grad():
+            logits = model(ids[None], use_cache=False).logits[0] / temperature
+        log_p = logits[:-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0].numpy()
+        expected.append(log_p[sample.loss_scale[1:] > 0])
+    # Float32 products in another order.
+    np.testing.assert_allclose(stored.old_log_p, np.concatenate(expected), rtol=0, atol=2e-5)
+    np.testing.assert_allclose(stored.engine_log_p, np.concatenate(expected), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize(("changed", "stop"), [({}, 2), ({"steps_per_generation": 2, "num_iterations": 2}, 2)])
+def test_a_resumed_run_equals_the_unbroken_one(options, mesh, tmp_path, changed, stop):
+    """It is stopped after the generation that follows the checkpoint was drawn."""
+    changed = changed | {"train_iters": 5}
+    whole = train(options(**changed), mesh)
+    args = options(output_dir=str(tmp_path / "stopped"), **changed)
+    run = prepare(args, mesh)
+    trainer = training.make_trainer(run, phases.restore(run))
+
+    class Killed(Exception):
+        pass
+
+    step_of = trainer.step
+
+    def step(number: int) -> dict[str, float]:
+        if number == stop + 2:
+            trainer.train_batches(number - 1)  # the generation is written, but not trained on
+            raise Killed
+        return step_of(number)
+
+    trainer.step = step  # type: ignore[method-assign]
+    with pytest.raises(Killed):
+        trainer.fit(0)
+    trainer.release()
+    trainer.close()
+    drawn = {path.name: path.read_bytes() for path in (run.output_dir / "rollouts").glob("*.safetensors")}
+    resumed = train(options(output_dir=str(tmp_path / "stopped"), resume=True, **changed), mesh)
+    for name, content in drawn.items():
+        assert (resumed / "rollouts" / name).read_bytes() == content
+    assert metrics(resumed) == metrics(whole)
+    expected, found = weights(whole, mesh), weights(resumed, mesh)
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_stored_rollouts_give_the_same_run(options, mesh, tmp_path):
+    whole = train(options(), mesh)
+    again = options(output_dir=str(tmp_path / "again"), rollouts_from=str(whole / "rollouts"))
+    assert metrics(train(again, mesh)) == metrics(whole)
+
+
+def test_a_model_without_heads_is_trained(options, mesh):
+    run = train(options(mtp_num_layers=0, train_iters=1), mesh)
+    (line,) = metrics(run)
+    assert not [name for name in line if name.startswith(("mtp", "rollout/acceptance"))]
+
+
+def test_failing_rewards_end_the_run_with_their_traceback(options, mesh):
+    args = options(reward_funcs=["even", "broken"], reward_weights=[], train_iters=5)
+    with pytest.raises(UserError, match=naming("broken ValueError rewards.py")):
+        train(args, mesh)
+    lines = metrics(Path(args.output_dir))
+    assert [line["rewards/failures"] for line in lines] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("damage", "named"),
+    [
+        (lambda path: path.write_bytes(path.read_bytes()[:-40]), "000000.safetensors"),
+        (lambda path: path.unlink(), "--rollouts_from 000000.safetensors --train_iters"),
+    ],
+)
+def test_damaged_rollouts_are_named(options, mesh, tmp_path, damage, named):
+    args = options(rollouts_from=str(tmp_path / "rollouts"))
+    store(args, mesh, tmp_path / "rollouts")
+    damage(tmp_path / "rollouts" / "000000.safetensors")
+    with pytest.raises(UserError, match=naming(named)):
+        first_step(args, mesh)
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"temperature": 0.5}, "--temperature"),
+        ({"seed": 7}, "--dataset --seed"),
+    ],
+)
+def test_rollouts_of_another_run_are_refused(options, mesh, tmp_path, changed, named):
+    directory = str(tmp_path / "rollouts")
+    store(options(rollouts_from=directory), mesh, tmp_path / "rollouts")
+    with pytest.raises(UserError, match=naming(named)):
+        first_step(options(rollouts_from=directory, **changed), mesh)
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"reward_funcs": []}, "--reward_funcs"),
+        ({"reward_weights": [1.0]}, "--reward_weights"),
+        ({"external_plugins": ["none.py"]}, "--external_plugins none.py"),
+        ({"global_batch_size": 14}, "--global_batch_size 16"),
+        ({"max_completion_length": 128}, "--max_completion_length --max_length"),
+        ({"packing": True}, "--packing --padding_free"),
+        ({"loss_type": "cispo"}, "--epsilon_high"),
+        ({"delta": 1.1}, "--delta"),
+        ({"mtp_mode": "heads_only"}, "--mtp_mode heads_only"),
+        ({"mtp_loss": "ce"}, "--mtp_loss kl"),
+        ({"mtp_num_layers": 2}, "--mtp_num_layers"),
+        ({"streaming": True}, "--streaming"),
+        ({"truncation_strategy": "left"}, "--truncation_strategy"),
+        ({"rollouts_from": "nowhere"}, "--rollouts_from nowhere"),
+        ({"num_generations": 1}, "--num_generations"),
+    ],
+)
+def test_invalid_options_are_named(options, changed, named):
+    args: GrpoArgs = options(**changed)
+    with pytest.raises(OptionError, match=naming(named)):
+        rules.check(args, 1)

@@ -1,0 +1,133 @@
+"""Test losses, metrics and gradients of `megatron grpo` against TRL's GRPOTrainer (requirements/dev.txt)."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from swiftlite.args.commands import GrpoArgs
+from swiftlite.rollouts.generation import Generation
+from tests.tiny import make_tiny_hf
+from tests.train.completions import NUM_GENERATIONS, first_step, policy_options, store
+from tests.train.pairs import open_hf
+
+trl: Any = pytest.importorskip("trl")
+datasets: Any = pytest.importorskip("datasets")
+
+LOSSES: dict[str, dict[str, Any]] = {
+    "dapo": {},
+    "dapo, GSPO": {"importance_sampling_level": "sequence", "epsilon": 0.01, "epsilon_high": 0.02},
+    "dapo, KL": {"beta": 0.1},
+    "dapo, delta": {"epsilon": 0.1, "epsilon_high": 0.3, "delta": 1.4},
+    "dapo, token_truncate": {"rollout_importance_sampling_mode": "token_truncate"},
+    "dapo, token_mask": {"rollout_importance_sampling_mode": "token_mask"},
+    "dapo, sequence_truncate": {"rollout_importance_sampling_mode": "sequence_truncate"},
+    "grpo": {},
+    "grpo, GSPO": {"importance_sampling_level": "sequence", "epsilon": 0.01},
+    "grpo, sequence_mask, KL": {"rollout_importance_sampling_mode": "sequence_mask", "beta": 0.05},
+    "dr_grpo": {"epsilon_high": 0.28},
+    "cispo": {"epsilon_high": 1.2},
+    "cispo, GSPO": {"epsilon_high": 1.02, "importance_sampling_level": "sequence"},
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return make_tiny_hf(tmp_path_factory.mktemp("model") / "hf", "qwen3", depth=0, with_tokenizer=True)
+
+
+def padded(parts: list[np.ndarray], side: str = "right", dtype: Any = torch.int64) -> torch.Tensor:
+    tensors = [torch.from_numpy(part.copy()).to(dtype) for part in parts]
+    return pad_sequence(tensors, batch_first=True, padding_side=side)
+
+
+def of_completions(values: np.ndarray, lengths: np.ndarray, dtype: Any = torch.float32) -> torch.Tensor:
+    return padded(np.split(values, np.cumsum(lengths)[:-1]), dtype=dtype)
+
+
+def mismatch(generation: Generation, args: GrpoArgs) -> torch.Tensor:
+    """Compute the weights by TRL's formula (`_generate_and_score_completions`, vllm_importance_sampling_mode)."""
+    difference = generation.old_log_p - generation.engine_log_p
+    padded_difference = of_completions(difference, generation.completion_lengths)
+    mode, most = args.rollout_importance_sampling_mode, args.rollout_importance_sampling_threshold
+    if mode.startswith("sequence"):
+        padded_difference = padded_difference.sum(-1, keepdim=True)
+    weight = padded_difference.exp()
+    if mode.endswith("truncate"):
+        return weight.clamp(max=most)
+    return weight.masked_fill(weight > most, 0.0)
+
+
+def their_step(
+    model: Path, out_dir: Path, args: GrpoArgs, generation: Generation
+) -> tuple[float, dict[str, float], Any]:
+    """Return TRL's loss, metrics and model with gradients for these completions."""
+    config = trl.GRPOConfig(
+        output_dir=str(out_dir),
+        loss_type=args.loss_type,
+        importance_sampling_level=args.importance_sampling_level,
+        epsilon=args.epsilon,
+        epsilon_high=args.epsilon_high,
+        delta=args.delta,
+        beta=args.beta,
+        use_bias_correction_kl=False,
+        max_completion_length=args.max_completion_length,
+        num_generations=NUM_GENERATIONS,
+        per_device_train_batch_size=len(generation),
+        gradient_checkpointing=False,
+        bf16=False,
+        use_cpu=True,
+        report_to=[],
+    )
+    trainer = trl.GRPOTrainer(
+        model=open_hf(model),
+        reward_funcs=lambda completions, **columns: [0.0] * len(completions),
+        args=config,
+        train_dataset=datasets.Dataset.from_list([{"prompt": "a"}] * 6),
+        processing_class=trl.trainer.grpo_trainer.AutoTokenizer.from_pretrained(model),
+    )
+    trainer.current_gradient_accumulation_steps = 1
+    trainer.use_vllm = args.rollout_importance_sampling_mode != "none"
+    prompts = np.split(generation.prompt_ids, np.cumsum(generation.prompt_lengths)[:-1])
+    lengths = generation.completion_lengths
+    inputs = {
+        "prompt_ids": padded(prompts, "left"),
+        "prompt_mask": padded([np.ones_like(prompt) for prompt in prompts], "left"),
+        "completion_ids": of_completions(generation.completion_ids, lengths, torch.int64),
+        "completion_mask": padded([np.ones(length) for length in lengths]),
+        "advantages": torch.from_numpy(generation.advantages),
+        "old_per_token_logps": of_completions(generation.old_log_p, lengths),
+        "ref_per_token_logps": of_completions(generation.reference_log_p, lengths),
+        "num_items_in_batch": torch.tensor(float(lengths.sum())),
+    }
+    if trainer.use_vllm:
+        inputs["importance_sampling_ratio"] = mismatch(generation, args)
+    hf_model = trainer.model.train()
+    loss = trainer._compute_loss(hf_model, inputs)
+    loss.backward()
+    return float(loss.detach()), {name: values[-1] for name, values in trainer._metrics["train"].items()}, hf_model
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("padding_free", [False, True])
+def test_a_step_is_trls(model, mesh, tmp_path, name, padding_free):
+    if padding_free and name not in ("dapo, GSPO", "grpo"):
+        pytest.skip("packed once for each level")
+    changed: dict[str, Any] = {"rollout_importance_sampling_mode": "none", "padding_free": padding_free}
+    changed |= {"loss_type": name.split(",")[0], "rollouts_from": str(tmp_path / "rollouts")} | LOSSES[name]
+    args = policy_options(model, tmp_path)(**changed)
+    generation = store(args, mesh, tmp_path / "rollouts")
+    ours, gradients = first_step(args, mesh)
+    loss, metrics, hf_model = their_step(model, tmp_path / "trl", args, generation)
+    # Sums of float32 in another order.
+    assert ours["loss"] == pytest.approx(loss, rel=2e-5, abs=2e-6)
+    for each in ("kl", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "cispo_clip_ratio"):
+        if each in metrics:
+            assert ours[each] == pytest.approx(metrics[each], rel=2e-5, abs=1e-6), each
+    assert any(ours.get(each) for each in ("clip_ratio/region_mean", "cispo_clip_ratio"))
+    for each, parameter in hf_model.named_parameters():
+        largest = float(parameter.grad.abs().max())
+        torch.testing.assert_close(gradients[each], parameter.grad, rtol=0, atol=2e-5 * largest, msg=each)
