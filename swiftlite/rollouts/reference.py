@@ -10,10 +10,10 @@ from swiftlite.data.sample import Sample
 from swiftlite.heads import Heads
 from swiftlite.model.gpt import GPTModel
 from swiftlite.model.open import open_model
+from swiftlite.rollouts.log_probabilities import token_log_probabilities
 from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.batches.micro_batches import Batches
 from swiftlite.train.phases import Run
-from swiftlite.rollouts.log_probabilities import token_log_probabilities
 
 
 @dataclass(frozen=True)

@@ -22,14 +22,14 @@ from swiftlite.data.packing.sampler import Sampler
 from swiftlite.data.sample import Sample
 from swiftlite.errors import UserError
 from swiftlite.log import logger
-from swiftlite.train.batches.micro_batches import MicroBatches
-from swiftlite.train.live_weights import LiveWeights
-from swiftlite.train.phases import Run
-from swiftlite.train.trainer import whole_parameters
 from swiftlite.rollouts.draw import Drawing
 from swiftlite.rollouts.generation import Generation
 from swiftlite.rollouts.log_probabilities import token_log_probabilities
 from swiftlite.rollouts.reference import ReferencePolicy
+from swiftlite.train.batches.micro_batches import MicroBatches
+from swiftlite.train.live_weights import LiveWeights
+from swiftlite.train.phases import Run
+from swiftlite.train.trainer import whole_parameters
 
 FOLDER = "rollouts"
 

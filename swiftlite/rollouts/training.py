@@ -22,15 +22,15 @@ from swiftlite.plan.policy import policy_of
 from swiftlite.rewards.advantages import AdvantageSettings
 from swiftlite.rewards.process import RewardProcess
 from swiftlite.rewards.settings import RewardSettings
+from swiftlite.rollouts.draw import Drawing
+from swiftlite.rollouts.reference import ReferencePolicy
+from swiftlite.rollouts.rollouts import FOLDER, Rollouts, on_first_rank
 from swiftlite.train.checkpoint.source import describe_tensors, dtypes_of
 from swiftlite.train.live_weights import LiveWeights
 from swiftlite.train.methods.conversations import load_data
 from swiftlite.train.methods.policy import ADVANTAGE, ENGINE, OLD, REFERENCE, PolicyObjective
 from swiftlite.train.methods.training import TrainBatches, Training
 from swiftlite.train.phases import Run
-from swiftlite.rollouts.draw import Drawing
-from swiftlite.rollouts.reference import ReferencePolicy
-from swiftlite.rollouts.rollouts import FOLDER, Rollouts, on_first_rank
 
 
 @dataclass(frozen=True)

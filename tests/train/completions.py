@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 
 from swiftlite.args.commands import GrpoArgs
 from swiftlite.data.packing.sampler import Sampler
+from swiftlite.rollouts.generation import Generation
 from swiftlite.runtime.mesh import Mesh
 from swiftlite.train import phases
 from swiftlite.train import run as training
-from swiftlite.rollouts.generation import Generation
 from tests.parallel.parity import save_gradients
 from tests.train.prepared import prepare
 

@@ -14,10 +14,10 @@ from swiftlite import rules
 from swiftlite.args.commands import ExportArgs, GrpoArgs
 from swiftlite.errors import OptionError, UserError
 from swiftlite.export.run import to_hf
+from swiftlite.rollouts.generation import Generation
 from swiftlite.runtime.mesh import Mesh
 from swiftlite.train import phases
 from swiftlite.train import run as training
-from swiftlite.rollouts.generation import Generation
 from tests.messages import naming
 from tests.tiny import make_tiny_hf
 from tests.train.completions import first_step, policy_options, store, train
@@ -90,7 +90,8 @@ def test_completions_are_scored_stored_and_drafted(options, mesh, hf_dir):
         stored = Generation.load(run / "rollouts" / f"{number:06d}.safetensors")
         readable = (run / "rollouts" / f"{number:06d}.jsonl").read_text().splitlines()
         assert len(stored) == len(readable) == args.global_batch_size
-        assert np.isfinite(stored.engine_log_p).all() and (stored.engine_log_p <= 0).all()
+        assert np.isfinite(stored.engine_log_p).all()
+        assert (stored.engine_log_p <= 0).all()
         assert set(json.loads(readable[0])) >= {"prompt", "completion", "scores", "advantage"}
         groups = stored.advantages.reshape(-1, args.num_generations)
         assert np.allclose(groups.sum(axis=1), 0, atol=1e-4)
