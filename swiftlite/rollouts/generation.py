@@ -36,8 +36,8 @@ _ARRAYS = {
     "old_log_p": np.float32,
     "reference_log_p": np.float32,
 }
-_PER_TOKEN = {"engine_log_p": ENGINE.name, "old_log_p": OLD.name, "reference_log_p": REFERENCE.name}
-"""Names of the extras of samples."""
+_PER_TOKEN = {"engine_log_p": ENGINE, "old_log_p": OLD, "reference_log_p": REFERENCE}
+"""Extras of samples."""
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,8 @@ class Generation:
         is_completion = np.arange(len(ids)) >= len(prompt_ids)
         extras = {ADVANTAGE.name: np.where(is_completion, self.advantages[number], np.float32(0))}
         for name, extra in _PER_TOKEN.items():
-            of_prompt = np.full(len(prompt_ids), np.nan, np.float32)
-            extras[extra] = np.concatenate([of_prompt, getattr(self, name)[completion]])
+            of_prompt = np.full(len(prompt_ids), extra.default, np.float32)
+            extras[extra.name] = np.concatenate([of_prompt, getattr(self, name)[completion]])
         return Sample(
             ids,
             np.where(is_completion, ids, np.int32(IGNORED)),
