@@ -58,15 +58,19 @@ class RewardArgs:
     """Python files with reward functions, which run in a child process."""
     reward_timeout: bounds.PositiveFloat = 60.0
     """Maximum time of a call of a reward function in seconds; completions are then not scored by this function."""
-    allow_code_execution: bool = False
+    allow_code_rewards: bool = False
     """Allow --reward_funcs code to run programs that the model wrote. They run in a subprocess with limits, which is
     not a sandbox."""
+    soft_cache_length: bounds.PositiveInt | None = None
+    """With the reward length: number of tokens before --max_completion_length over which the reward falls from 0 to -1.
+    Default: a fifth of --max_completion_length."""
     num_generations: bounds.AtLeastTwo = 8
     """Number of completions per prompt, whose rewards are compared."""
     advantage_estimator: AdvantageEstimator = "grpo"
     """grpo: reward minus the mean of the group. rloo: reward minus the mean of the other completions of the group."""
-    scale_rewards: RewardScale = "group"
-    """Divide advantages by the standard deviation of the group, of the batch, or not at all."""
+    scale_rewards: RewardScale | None = None
+    """Divide advantages by the standard deviation of the group, of the batch, or not at all. Default: group; with rloo
+    none."""
 
 
 @dataclass(frozen=True)

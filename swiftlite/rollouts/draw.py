@@ -56,7 +56,7 @@ class Drawing:
         counts = self.engine.draft_counts().since(before)
         scored = self.rewards.score(
             [json.loads(prompt.extras[TURNS]) for prompt in prompts],
-            [self.tokenizer.decode(each.token_ids, skip_special_tokens=True) for each in completions],
+            [str(self.tokenizer.decode(each.token_ids, skip_special_tokens=True)) for each in completions],
             [each.token_ids for each in completions],
             columns_of(prompts),
             step,

@@ -2,7 +2,6 @@
 
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from swiftlite.plan.policy import policy_of
 from swiftlite.rewards.advantages import AdvantageSettings
 from swiftlite.rewards.process import RewardProcess
 from swiftlite.rewards.settings import RewardSettings
-from swiftlite.rollouts.draw import Drawing
+from swiftlite.rollouts.draw import Drawing, columns_of
 from swiftlite.rollouts.reference import ReferencePolicy
 from swiftlite.rollouts.rollouts import FOLDER, Rollouts, on_first_rank
 from swiftlite.train.checkpoint.source import describe_tensors, dtypes_of
@@ -105,45 +104,47 @@ class _Opened:
 
     def open(self) -> None:
         """Start the reward functions first: their errors are found within a second."""
-        if self.args.rollouts_from:
+        args = self.args
+        if args.rollouts_from:
             return
-        rewards = self.stack.enter_context(
-            RewardProcess(self.args.reward_funcs, self.args.external_plugins, self._reward_settings)
+        settings = RewardSettings(
+            timeout=args.reward_timeout,
+            max_completion_length=args.max_completion_length,
+            soft_cache_length=args.soft_cache_length,
+            allow_code=args.allow_code_rewards,
         )
-        engine = start_engine(self.args.infer_backend, self._engine_config)
+        rewards = self.stack.enter_context(RewardProcess(args.reward_funcs, args.external_plugins, settings))
+        rewards.check_columns(columns_of(self.run.data.train))
+        engine = start_engine(args.infer_backend, self._engine_config())
         self.stack.callback(engine.close)
         template = ChatTemplate(self.run.tokenizer)
         sampling = Sampling(
-            self.args.max_completion_length,
-            temperature=self.args.temperature,
-            seed=self.args.seed,
+            args.max_completion_length,
+            temperature=args.temperature,
+            seed=args.seed,
             stop_token_ids=stop_token_ids(template, self.run.hf_model.directory),
             log_p=True,
         )
         advantages = AdvantageSettings(
-            self.args.num_generations,
-            self.args.advantage_estimator,
-            self.args.scale_rewards,
-            tuple(self.args.reward_weights),
+            args.num_generations,
+            args.advantage_estimator,
+            args.scale_rewards or ("none" if args.advantage_estimator == "rloo" else "group"),
+            tuple(args.reward_weights),
         )
         self.drawing = Drawing(engine, rewards, advantages, sampling, self.run.tokenizer)
 
-    @cached_property
-    def _reward_settings(self) -> RewardSettings:
-        return RewardSettings(timeout=self.args.reward_timeout, allow_code=self.args.allow_code_execution)
-
-    @cached_property
     def _engine_config(self) -> EngineConfig:
+        args = self.args
         num_drafts = 0
-        if self.args.speculative == "mtp":
-            num_drafts = self.args.num_speculative_tokens or self.run.plan.heads.drafts
+        if args.speculative == "mtp" and self.run.plan.heads.layers:
+            num_drafts = args.num_speculative_tokens or self.run.plan.heads.drafts
         return EngineConfig(
             self.run.hf_model,
-            torch_dtype=self.args.torch_dtype,
-            trust_remote_code=self.args.trust_remote_code,
+            torch_dtype=args.torch_dtype,
+            trust_remote_code=args.trust_remote_code,
             num_speculative_tokens=num_drafts,
-            max_model_len=self.args.max_length,
-            max_batch_size=self.args.max_batch_size,
+            max_model_len=args.max_length,
+            max_batch_size=args.max_batch_size,
             draws_drafts=True,
         )
 
