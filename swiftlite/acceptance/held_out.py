@@ -87,7 +87,7 @@ class HeldOut:
 
         Args:
             model: the model in evaluation mode.
-            evaluation: metrics of the model over the held-out rows.
+            evaluation: metrics of the model over the held-out rows; empty if these have no labels.
         """
         if not (self.num_drafts and self.prompts):
             return
@@ -95,7 +95,8 @@ class HeldOut:
         if dist.get_rank():
             return
         counts = reduce(add, by_channel.values())
-        per_depth = [evaluation[f"eval_mtp_{depth}_acceptance"] for depth in range(1, self.num_drafts + 1)]
+        names = [f"eval_mtp_{depth}_acceptance" for depth in range(1, self.num_drafts + 1)]
+        per_depth = [evaluation[name] for name in names if name in evaluation]
         named = {name: self._measured(name, by_channel[name]) for name in by_channel if name}
         add_run_answers(self.path, when, self._describe(answers))
         add_run_acceptance(self.path, when, per_depth, MeasuredPrompts(len(self.prompts), counts), named)

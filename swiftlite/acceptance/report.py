@@ -46,11 +46,11 @@ def add_run_acceptance(
     """Write a run's measurement to its acceptance.json. For "before", the file is replaced.
 
     Args:
-        acceptance_per_depth: teacher-forced acceptance over the held-out rows.
+        acceptance_per_depth: teacher-forced acceptance over the held-out rows; empty if these have no labels.
         generated: counts of speculative decoding over greedy answers to the held-out prompts.
         by_channel: `generated` for the prompts of each named channel.
     """
-    content: dict[str, Any] = {"depths": len(acceptance_per_depth)}
+    content: dict[str, Any] = {"depths": len(generated.counts.accepted_per_position)}
     if when == "after" and path.exists():
         content = json.loads(path.read_text())
     content[when] = {

@@ -1,6 +1,7 @@
 """Test `megatron grpo` with several layouts on stored completions against one process."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,12 @@ def run_all(jobs: list[GrpoArgs], ports: list[int], world_size: int) -> None:
         training.run(args)
 
 
+def start(num_processes: int, function: Callable[..., None], jobs: list[GrpoArgs], *more: Any) -> None:
+    """Call a function with jobs and the port of a store for each."""
+    stores = [open_store() for _ in jobs]
+    launch(num_processes, function, jobs, [store.port for store in stores], *more)
+
+
 def metrics_of(args: GrpoArgs) -> list[dict[str, float]]:
     lines = [json.loads(line) for line in (Path(args.output_dir) / "metrics.jsonl").read_text().splitlines()]
     return [{name: line[name] for name in line if not name.endswith(("second", "_gb"))} for line in lines]
@@ -79,13 +86,12 @@ def metrics_of(args: GrpoArgs) -> list[dict[str, float]]:
 def test_a_layout_changes_no_number(tmp_path):
     alone = {name: make_options(tmp_path, family, name, **options) for name, (family, options) in TRAINED.items()}
     jobs = list(alone.values())
-    launch(1, store_all, jobs, [open_store().port for _ in jobs])
-    launch(1, run_all, jobs, [open_store().port for _ in jobs], 1)
+    start(1, store_all, jobs)
+    start(1, run_all, jobs, 1)
     divided = {}
     for (what, name), layout in LAYOUTS.items():
         divided[what, name] = replace(alone[what], output_dir=str(tmp_path / f"{what}_{name}"), **layout)
-    many = list(divided.values())
-    launch(2, run_all, many, [open_store().port for _ in many], 2)
+    start(2, run_all, list(divided.values()), 2)
     for (what, name), args in divided.items():
         found, expected = metrics_of(args), metrics_of(alone[what])
         assert len(expected) == STEPS
@@ -112,11 +118,11 @@ def gradients_of(jobs: list[GrpoArgs], ports: list[int]) -> None:
 def test_heads_change_no_bit_of_the_trunk(tmp_path, layout):
     """The gradients of the trunk are those of a run that drops the heads."""
     with_heads = make_options(tmp_path, "qwen3", "heads", overlap_grad_reduce=True, **layout)
-    launch(1, store_all, [make_options(tmp_path, "qwen3", "heads")], [open_store().port])
+    start(1, store_all, [make_options(tmp_path, "qwen3", "heads")])
     without = replace(with_heads, mtp_num_layers=0, output_dir=str(tmp_path / "none"))
     for args in (with_heads, without):
         Path(args.output_dir).mkdir()
-    launch(2 if layout else 1, gradients_of, [with_heads, without], [open_store().port for _ in range(2)])
+    start(2 if layout else 1, gradients_of, [with_heads, without])
     of_heads, of_none = (load_file(tmp_path / name / "gradients" / "model.safetensors") for name in ("heads", "none"))
     trunk = {name for name in of_heads if not name.startswith("mtp.")}
     assert trunk == set(of_none)

@@ -274,12 +274,15 @@ def load_trunk(config: EngineConfig) -> PreTrainedModel:
         model_class, options["config"] = _unquantized_class(model_class, model, options)
         options["state_dict"] = _trunk_tensors(model, options["dtype"])
         source = None
-    verbosity = logging.get_verbosity()
+    verbosity, shows_progress = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()  # transformers lists every MTP tensor as unexpected
+    logging.disable_progress_bar()
     try:
         trunk, loaded = model_class.from_pretrained(source, **options)
     finally:
         logging.set_verbosity(verbosity)
+        if shows_progress:
+            logging.enable_progress_bar()
     if loaded["missing_keys"]:
         raise UserError(
             f"{model.directory}: missing tensors:\n  " + "\n  ".join(some(sorted(loaded["missing_keys"]))),
