@@ -48,6 +48,11 @@ next steps
     swiftlite deploy --model $faster/$best/hf
   chat with transformers
     swiftlite infer --model $faster/$best/hf --speculative mtp
+  write a GGUF file for llama.cpp, and count the drafts that it accepts on the held-out prompts
+    pip install -r $root/requirements/llamacpp.txt
+    swiftlite export --to_gguf --model $faster/$best/hf --output_dir $faster/gguf --gguf_type q8_0 \\
+        --val_dataset $faster/held_out.jsonl
+    llama-server -m $faster/gguf/gguf-q8_0.gguf --spec-type draft-mtp --spec-draft-n-max 3
   specialize the heads in questions about Python's standard library
     python $root/scripts/make_question_dataset.py --output $out/questions.jsonl
     swiftlite speedup --model $MODEL --dataset $out/questions.jsonl --output_dir $out/python --budget 1h

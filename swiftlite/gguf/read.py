@@ -4,6 +4,7 @@ A file of `write.py` contains config.json and the tokenizer. For files of other 
 the metadata.
 """
 
+import itertools
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -104,10 +105,8 @@ class GgufFile:
         """Yield the name and the numbers of each Hugging Face tensor, and whether its type is that of matrices."""
         for conversion in self._plan:
             with readable(self.file):
-                shapes = [tuple(map(int, self._stored[name].shape)) for name in conversion.gguf]
                 found = self._tensors(conversion)
-            pairs = zip(conversion.gguf, shapes, strict=True)
-            is_matrix = any(not is_always_float32(name, shape) for name, shape in pairs)
+            is_matrix = any(not is_always_float32(name, self._gguf_shapes[name]) for name in conversion.gguf)
             for name, tensor in found.items():
                 yield name, tensor, is_matrix
 
@@ -121,7 +120,7 @@ class GgufFile:
 
     def _tensors(self, conversion: Conversion) -> dict[str, torch.Tensor]:
         """Return the Hugging Face tensors of a conversion by name."""
-        sources = [numbers_of(self._stored[name]) for name in conversion.gguf]
+        sources = [numbers_of(self._stored[name]).view(self._gguf_shapes[name]) for name in conversion.gguf]
         if not conversion.hf and any(bool(source.any()) for source in sources):
             raise UserError(f"{self.file}: {conversion.gguf[0]} is not zero", "write it again")
         tensors = dict(zip(conversion.hf, conversion.transform.to_hf(sources), strict=True))
@@ -189,19 +188,28 @@ class GgufFile:
         unexpected = {name for name in self._stored if name not in expected and not name.endswith(_COPIES)}
         lines += [f"{name} is unexpected" for name in sorted(unexpected)]
         if not lines:
-            lines = [line for conversion in self._plan for line in self._other_shapes(conversion)]
+            lines = list(self._other_shapes())
         if lines:
             raise UserError(f"{self.file} does not match its config:\n  " + "\n  ".join(lines[:10]), "write it again")
 
-    def _other_shapes(self, conversion: Conversion) -> Iterator[str]:
-        """Yield a line for each GGUF tensor that has another shape than those computed from the model's shapes."""
-        with torch.device("meta"):
-            sources = [torch.empty(self._shapes[name]) for name in conversion.hf]
-            tensors = conversion.transform.to_gguf(sources)
-        for name, tensor in zip(conversion.gguf, tensors, strict=True):
-            stored = [int(length) for length in reversed(self._stored[name].shape)]
-            if stored != list(tensor.shape):
-                yield f"{name} has the shape {stored}, not {list(tensor.shape)}"
+    def _other_shapes(self) -> Iterator[str]:
+        """Yield a line for each GGUF tensor that has another shape than the one computed from the model's shapes."""
+        for name, shape in self._gguf_shapes.items():
+            stored = tuple(int(length) for length in reversed(self._stored[name].shape))
+            if _without_leading_ones(stored) != _without_leading_ones(shape):
+                yield f"{name} has the shape {list(stored)}, not {list(shape)}"
+
+    @cached_property
+    def _gguf_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each GGUF tensor, computed from those of the Hugging Face tensors."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        for conversion in self._plan:
+            with torch.device("meta"):
+                sources = [torch.empty(self._shapes[name]) for name in conversion.hf]
+                tensors = conversion.transform.to_gguf(sources)
+            for name, tensor in zip(conversion.gguf, tensors, strict=True):
+                shapes[name] = tuple(tensor.shape)
+        return shapes
 
     @cached_property
     def _shapes(self) -> dict[str, tuple[int, ...]]:
@@ -216,6 +224,11 @@ class GgufFile:
         if field is None:
             return None
         return str(field.contents())
+
+
+def _without_leading_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return a shape as llama-quantize writes it, for example [32, 576] for the [1, 32, 576] of one expert."""
+    return tuple(itertools.dropwhile(lambda length: length == 1, shape))
 
 
 def numbers_of(tensor: "ReaderTensor") -> torch.Tensor:
