@@ -117,8 +117,9 @@ def test_adapters_answer_as_the_merged_model_and_heads_draft(tmp_path, monkeypat
         long = [5 + number % 50 for number in range(2 * 128 + 10)]
         _, _, cached_of_long = asyncio.run(measure(url, [long, long[:-1], long]))
     # vLLM leaves out the bytes of an unfinished character at the end.
-    assert [answer.text.rstrip("\N{REPLACEMENT CHARACTER}") for answer in measured] == [
-        tokenizer.decode(tokens, skip_special_tokens=True).rstrip("\N{REPLACEMENT CHARACTER}") for tokens in expected
+    assert [str(answer.text).rstrip("\N{REPLACEMENT CHARACTER}") for answer in measured] == [
+        str(tokenizer.decode(tokens, skip_special_tokens=True)).rstrip("\N{REPLACEMENT CHARACTER}")
+        for tokens in expected
     ]
     assert [answer.num_tokens for answer in measured] == [NEW_TOKENS] * len(prompts)
     assert all(0 < answer.seconds_to_first < answer.seconds for answer in measured)
