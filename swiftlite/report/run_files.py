@@ -3,16 +3,20 @@
 Missing files count as empty. Damaged files also count as empty, and cause a warning.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from swiftlite.acceptance.report import ACCEPTANCE_FILE, read_acceptance, read_answers
 from swiftlite.errors import UserError
-from swiftlite.json_file import read_json
+from swiftlite.json_file import parse_json, read_json
 from swiftlite.log import logger
 from swiftlite.redact import redact
 from swiftlite.report.metrics import curve, read_metrics
+
+NUM_ROLLOUTS = 12
+"""Number of completions that a page shows."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,7 @@ class RunFiles:
         acceptance: acceptance.json.
         answers: drafts.json.
         metrics: lines of metrics.jsonl.
+        rollouts: the first completions of the last generation in `rollouts/`; empty for runs without rollouts.
     """
 
     name: str
@@ -34,6 +39,7 @@ class RunFiles:
     acceptance: dict[str, Any]
     answers: dict[str, Any]
     metrics: list[dict[str, Any]]
+    rollouts: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def last_step(self) -> int:
@@ -67,7 +73,23 @@ def read_run(directory: Path) -> RunFiles:
         acceptance=acceptance,
         answers=read_answers(directory),
         metrics=read_metrics(directory),
+        rollouts=_read_rollouts(directory / "rollouts"),
     )
+
+
+def _read_rollouts(directory: Path) -> list[dict[str, Any]]:
+    """Return the first completions of the last generation."""
+    files = sorted(directory.glob("*.jsonl"))
+    if not files:
+        return []
+    try:
+        with files[-1].open(encoding="utf-8") as file:
+            lines = [parse_json(line) for line in islice(file, NUM_ROLLOUTS)]
+        keys = {"prompt", "completion", "scores", "advantage"}
+        return [line for line in lines if keys <= set(line)]
+    except (OSError, ValueError, TypeError) as error:
+        logger.warning("%s cannot be read: %s; omitted from the page", files[-1], error)
+        return []
 
 
 def _read_object(path: Path) -> dict[str, Any]:

@@ -21,6 +21,8 @@ PAGE_FILE = "run_report.html"
 WHENS = ("after", "before")
 """Names of the two measurements (after and before training), in order of importance."""
 MAX_BAD_ROWS = 50
+MAX_TEXT = 200
+"""Maximum number of characters of a prompt or completion in the table of rollouts."""
 
 
 def write_run_page(directory: Path, path: Path | None = None) -> Path:
@@ -42,6 +44,7 @@ def run_page(run: RunFiles) -> Page:
     sections = [
         _acceptance_section(run),
         _answers_section(run),
+        _rollouts_section(run),
         _training_section(run),
         _rows_section(run),
         _run_section(run),
@@ -198,6 +201,40 @@ def _drafted(tokens: Sequence[dict[str, Any]]) -> str:
     drafted = sum(token["depth"] > 0 for token in tokens)
     refused = sum("refused" in token for token in tokens)
     return f"{drafted} of {len(tokens)} tokens are accepted drafts; rejected drafts: {refused}"
+
+
+def _rollouts_section(run: RunFiles) -> Section | None:
+    """Return the rewards and completions of a run with rollouts; None for other runs."""
+    rewards = [*lines_of(run, "reward", "all functions"), *lines_of(run, r"rewards/(.+)/mean", "{}")]
+    accepted = lines_of(run, r"rollout/acceptance_(\d+)", "position {}")
+    drawn = [
+        ("reward", "Mean reward", rewards, "reward"),
+        ("rollout_acceptance", "Drafting steps in which the token was accepted", accepted, "share"),
+        ("entropy", "Entropy of the policy", lines_of(run, "entropy", "entropy"), "nats per token"),
+        ("length", "Length of completions", lines_of(run, "completions/mean_length", "mean"), "tokens"),
+        ("rollout_speed", "Speed of rollouts", lines_of(run, "rollout/tokens_per_second", "tokens/s"), "tokens/s"),
+    ]
+    if not rewards:
+        return None
+    figures = [draw_lines(name, title, lines, x="step", y=y) for name, title, lines, y in drawn if lines]
+    tables = []
+    if run.rollouts:
+        rows = [[shorten(line["prompt"]), shorten(line["completion"]), *_scores(line)] for line in run.rollouts]
+        columns = ["prompt", "completion", "rewards", "advantage"]
+        tables.append(Table("Completions of the last generation", columns, rows))
+    return Section("Rollouts", figures=figures, tables=tables)
+
+
+def shorten(text: str) -> str:
+    """Return the end of a prompt, or a completion, in a length that fits into a table."""
+    if len(text) <= MAX_TEXT:
+        return text
+    return "…" + text[-MAX_TEXT:]
+
+
+def _scores(line: dict[str, Any]) -> list[str]:
+    scores = ["not scored" if score is None else number(score) for score in line["scores"]]
+    return [", ".join(scores), number(line["advantage"])]
 
 
 def _training_section(run: RunFiles) -> Section | None:

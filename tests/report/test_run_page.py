@@ -11,7 +11,7 @@ from swiftlite.report.run_files import read_run
 from swiftlite.report.run_page import run_page, write_run_page
 from tests.data.images import data_uri, noise
 from tests.messages import mention_each, mentions
-from tests.report.files import COUNTS, write_run
+from tests.report.files import COUNTS, HOSTILE, write_run
 
 
 def parts(section) -> list[str]:
@@ -146,3 +146,23 @@ def test_images_are_encoded_again(tmp_path):
     assert "example.org" not in html
     assert "svg+xml" not in html
     assert html.count('<p class="note">Image') == 12
+
+
+def test_rollouts_are_shown(run):
+    metrics = run / "metrics.jsonl"
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    more = {"reward": 0.5, "rewards/right/mean": 0.5, "rollout/acceptance_1": 0.25, "entropy": 1.5}
+    metrics.write_text("".join(json.dumps(line | more) + "\n" for line in lines))
+    (run / "rollouts").mkdir()
+    line = {"prompt": "p" * 300, "completion": HOSTILE, "scores": [None, 1.0], "advantage": -0.5}
+    (run / "rollouts" / "000000.jsonl").write_text("not json\n")
+    (run / "rollouts" / "000001.jsonl").write_text((json.dumps(line) + "\n") * 20)
+    page = run_page(read_run(run))
+    assert {"reward", "rollout_acceptance", "entropy"} <= set(figures(page))
+    shown = [row for row in rows(page) if HOSTILE in row]
+    assert len(shown) == 12
+    assert len(shown[0][0]) < 210
+    assert mentions(shown[0][2], "scored 1")
+    assert HOSTILE.encode() not in render(page)
+    (run / "rollouts" / "000001.jsonl").write_text("not json\n")
+    assert not [row for row in rows(run_page(read_run(run))) if HOSTILE in row]
