@@ -1,9 +1,6 @@
 """Test `doctor --engine sglang`. One process with SGLang loads all checkpoints of this file."""
 
 import importlib.util
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,25 +8,16 @@ import pytest
 
 from swiftlite.engines.loading.load_report import LoadReport
 from tests.engines.broken import BROKEN, BROKEN_FAMILIES, damage, make, projection
+from tests.engines.dry_loads import dry_loads
 from tests.engines.reference import convention
 from tests.messages import mention_each, mentions
 from tests.published import library
-from tests.stand_ins import sglang_environment
 from tests.tiny import CLASSES, HYBRID, ONLY_IN_VLLM
 
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed"),
 ]
-LOAD_ALL = """
-import dataclasses, json, sys
-from swiftlite.engines.engine import EngineConfig
-from swiftlite.engines.served_model import resolve_served
-from swiftlite.engines.sglang.dry_load import dry_load
-for directory, options in json.loads(sys.argv[1]):
-    report = dry_load(EngineConfig(resolve_served(directory), **{"num_speculative_tokens": None, **options}))
-    print(json.dumps(dataclasses.asdict(report)))
-"""
 # SGLang keeps states of linear attention on GPUs alone ("extra_buffer requires platform support"), and neither SGLang
 # nor the plugin has a draft for heads of the others.
 LOADABLE = [family for family in CLASSES if family not in (*HYBRID, *ONLY_IN_VLLM)]
@@ -54,13 +42,7 @@ def reports(tmp_path_factory) -> dict[Any, LoadReport]:
     # SGLang's InternLM3 is a Llama by another name, for which neither SGLang nor the plugin has a draft.
     asked["itself"] = make(folder / "itself", "llama", 0)
     damage(asked["itself"], "llama", 1, None, architectures=["InternLM3ForCausalLM"])
-
-    questions = json.dumps([(str(directory), {}) for directory in asked.values()])
-    command = [sys.executable, "-c", LOAD_ALL, questions]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1200, env=sglang_environment())
-    assert done.returncode == 0, done.stderr[-3000:]
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"engine"')]
-    return {name: LoadReport(**line) for name, line in zip(asked, lines, strict=True)}
+    return dry_loads("sglang", asked, timeout=1200)
 
 
 # SGLang's lines of these families are not vLLM's, for which heads are trained where nobody says otherwise.

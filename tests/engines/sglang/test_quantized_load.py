@@ -22,6 +22,7 @@ from swiftlite.conventions.quantized import head_modules, unlisted_engines, with
 from swiftlite.engines.loading.load_report import LoadReport
 from swiftlite.engines.quantized_heads import quantized_head_problems
 from swiftlite.engines.served_model import resolve_served
+from tests.engines.dry_loads import dry_loads
 from tests.engines.quantized_lists import list_plain, list_trunk
 from tests.quantized import quantize_hf
 from tests.stand_ins import sglang_environment
@@ -32,15 +33,6 @@ pytestmark = [
     pytest.mark.engine,
     pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed"),
 ]
-LOAD_ALL = """
-import dataclasses, json, sys
-from swiftlite.engines.engine import EngineConfig
-from swiftlite.engines.served_model import resolve_served
-from swiftlite.engines.sglang.dry_load import dry_load
-for directory in json.loads(sys.argv[1]):
-    report = dry_load(EngineConfig(resolve_served(directory), num_speculative_tokens=None))
-    print(json.dumps(dataclasses.asdict(report)))
-"""
 MATCH_ALL = """
 import json, sys
 from types import SimpleNamespace
@@ -97,16 +89,7 @@ def reports(request, tmp_path_factory) -> dict[Any, tuple[LoadReport, Path]]:
         asked[family] = make(folder / family, family, block=True)
     asked["without a list"] = make(folder / "without-a-list", "qwen3", block=False)
     list_trunk(asked["without a list"])
-    done = subprocess.run(
-        [sys.executable, "-c", LOAD_ALL, json.dumps(list(map(str, asked.values())))],
-        env=sglang_environment(),
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    lines = [LoadReport(**json.loads(line)) for line in done.stdout.splitlines() if line.startswith('{"engine"')]
-    return dict(zip(asked, zip(lines, asked.values(), strict=True), strict=True))
+    return {name: (report, asked[name]) for name, report in dry_loads("sglang", asked).items()}
 
 
 @pytest.mark.parametrize(

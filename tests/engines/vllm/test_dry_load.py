@@ -5,7 +5,6 @@ One process with vLLM loads all checkpoints of this file.
 
 import importlib.util
 import json
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -23,24 +22,15 @@ from swiftlite.engines.loading.load_report import LoadReport
 from swiftlite.engines.served_model import resolve_served
 from swiftlite.errors import UserError
 from tests.engines.broken import BROKEN, BROKEN_FAMILIES, damage, make, projection, without_projection
+from tests.engines.dry_loads import dry_loads
 from tests.engines.reference import convention
 from tests.messages import has_line, mention_each, mentions, naming
-from tests.stand_ins import torchvision_environment
 from tests.tiny import CLASSES, make_tiny_vision_hf
 
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
-LOAD_ALL = """
-import dataclasses, json, sys
-from swiftlite.engines.engine import EngineConfig
-from swiftlite.engines.served_model import resolve_served
-from swiftlite.engines.vllm.dry_load import dry_load
-for directory, options in json.loads(sys.argv[1]):
-    report = dry_load(EngineConfig(resolve_served(directory), **{"num_speculative_tokens": None, **options}))
-    print(json.dumps(dataclasses.asdict(report)))
-"""
 # Models with a vision tower are loaded below.
 LOADABLE = [family for family in CLASSES if not family.startswith(("qwen3_5", "qwen2_5_vl", "qwen3_vl"))]
 WHOLE = [(family, depth) for family in LOADABLE for depth in (0, 1)] + [("mimo", 2), ("qwen2", 2)]
@@ -60,35 +50,27 @@ def without_text_config(directory: Path) -> Path:
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory) -> dict[Any, LoadReport]:
     folder = tmp_path_factory.mktemp("models")
-    asked: dict[Any, tuple[Path, dict[str, Any]]] = {}
+    asked: dict[Any, Path] = {}
     for family, depth in WHOLE:
-        asked[family, depth] = make(folder / f"{family}-{depth}", family, depth), {}
+        asked[family, depth] = make(folder / f"{family}-{depth}", family, depth)
     for family in WITH_IMAGES:
-        asked[family, 1] = make_tiny_vision_hf(folder / family, family, 1), {}
-    asked["flat"] = without_text_config(make_tiny_vision_hf(folder / "flat", "qwen2_5_vl", 1, tied=True)), {}
-    asked["dense head"] = make(folder / "dense-head", "qwen3_moe", 1, mlp_only_layers=[1]), {}
-    asked["tied"] = make(folder / "tied", "llama", 1, tied=True), {}
+        asked[family, 1] = make_tiny_vision_hf(folder / family, family, 1)
+    asked["flat"] = without_text_config(make_tiny_vision_hf(folder / "flat", "qwen2_5_vl", 1, tied=True))
+    asked["dense head"] = make(folder / "dense-head", "qwen3_moe", 1, mlp_only_layers=[1])
+    asked["tied"] = make(folder / "tied", "llama", 1, tied=True)
     for family in BROKEN_FAMILIES:
         for number, (name, (depth, promised, change)) in enumerate(BROKEN.items()):
             directory = make(folder / f"{family}-broken-{number}", family, depth)
             damage(directory, family, promised, change)
-            asked[family, name] = directory, {}
-    itself = {"method": "draft_model", "model": str(asked["qwen3", 0][0]), "num_speculative_tokens": 1}
-    asked["self"] = asked["qwen3", 0][0], {"speculative_config": itself}
-    asked["two steps"] = asked["qwen2", 2][0], {"num_speculative_tokens": 2}
-    asked["unknown option"] = asked["mimo", 1][0], {"engine_kwargs": {"max_modle_len": 3}}
-
-    questions = json.dumps([(str(directory), options) for directory, options in asked.values()])
-    done = subprocess.run(
-        [sys.executable, "-c", LOAD_ALL, questions],
-        env=torchvision_environment(),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"engine"')]
-    return {name: LoadReport(**line) for name, line in zip(asked, lines, strict=True)}
+            asked[family, name] = directory
+    asked |= {"self": asked["qwen3", 0], "two steps": asked["qwen2", 2], "unknown option": asked["mimo", 1]}
+    itself = {"method": "draft_model", "model": str(asked["self"]), "num_speculative_tokens": 1}
+    options: dict[Any, dict[str, Any]] = {
+        "self": {"speculative_config": itself},
+        "two steps": {"num_speculative_tokens": 2},
+        "unknown option": {"engine_kwargs": {"max_modle_len": 3}},
+    }
+    return dry_loads("vllm", asked, options)
 
 
 @pytest.mark.parametrize(("family", "depth"), WHOLE)

@@ -5,9 +5,6 @@ One process with vLLM loads all checkpoints of this file.
 """
 
 import importlib.util
-import json
-import subprocess
-import sys
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -18,9 +15,9 @@ import torch
 from swiftlite.engines.loading.load_report import LoadReport
 from swiftlite.engines.quantized_heads import quantized_head_problems
 from swiftlite.engines.served_model import resolve_served
+from tests.engines.dry_loads import dry_loads
 from tests.engines.quantized_lists import change_quantization, list_plain, list_trunk
 from tests.quantized import quantize_hf
-from tests.stand_ins import torchvision_environment
 from tests.tiers import some_of
 from tests.tiny import CLASSES, HYBRID, LATENT, VLLM_LATENT_SIZES, WRAPPED, make_tiny_hf, make_tiny_vision_hf
 
@@ -29,16 +26,9 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
 # No kernel for CPUs computes NVFP4. A dry load does not run kernels.
-LOAD_ALL = """
-import dataclasses, json, sys
-from swiftlite.engines.engine import EngineConfig
-from swiftlite.engines.served_model import resolve_served
-from swiftlite.engines.vllm.dry_load import dry_load
+WITH_NVFP4 = """
 from vllm.model_executor.kernels.linear import MarlinNvFp4LinearKernel
 MarlinNvFp4LinearKernel.is_supported = lambda *arguments: (True, None)
-for directory in json.loads(sys.argv[1]):
-    report = dry_load(EngineConfig(resolve_served(directory), num_speculative_tokens=1))
-    print(json.dumps(dataclasses.asdict(report)))
 """
 SMALL: dict[str, Any] = {"q_lora_rank": 32} | VLLM_LATENT_SIZES
 WHOLE_BLOCKS: dict[str, Any] = {"hidden_size": 128, "head_dim": 128, "intermediate_size": 128}
@@ -124,16 +114,7 @@ def reports(request, tmp_path_factory) -> dict[Any, tuple[LoadReport, Path]]:
     for family, change in {**WRONG, "qwen3": list_trunk}.items():
         asked[family] = make(folder / f"{family}-wrong", family, "int8", block=False)
         change(asked[family])
-    done = subprocess.run(
-        [sys.executable, "-c", LOAD_ALL, json.dumps(list(map(str, asked.values())))],
-        env=torchvision_environment(),
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    lines = [LoadReport(**json.loads(line)) for line in done.stdout.splitlines() if line.startswith('{"engine"')]
-    return dict(zip(asked, zip(lines, asked.values(), strict=True), strict=True))
+    return {name: (report, asked[name]) for name, report in dry_loads("vllm", asked, prepare=WITH_NVFP4).items()}
 
 
 @pytest.mark.parametrize(("family", "name", "block"), CHOSEN)
