@@ -106,7 +106,8 @@ class Rollouts:
         args = self.args
         path = self.directory / f"{number:06d}.safetensors"
         if on_first_rank(path.exists):
-            return on_first_rank(lambda: self._read(path, number))
+            generation = on_first_rank(lambda: self._read(path, number))
+            return self._with_reference(generation)
         if self.reads_only:
             raise UserError(f"--rollouts_from: {path} does not exist", f"use --train_iters {step}")
         engine: Any = self.drawing.engine if self.drawing else None
@@ -127,8 +128,7 @@ class Rollouts:
     def _settings(self) -> dict[str, Any]:
         """Return the options that completions depend on, in addition to prompts and weights."""
         args = self.args
-        names = ("temperature", "max_completion_length", "num_generations", "beta", "reward_funcs")
-        return {name: getattr(args, name) for name in names}
+        return {name: getattr(args, name) for name in ("temperature", "max_completion_length", "num_generations")}
 
     def _draw(self, number: int, step: int) -> Generation:
         assert self.drawing is not None
@@ -139,16 +139,28 @@ class Rollouts:
 
     def _with_log_probabilities(self, generation: Generation) -> Generation:
         """Add the log-probabilities that the loss needs and that are not those of the current weights. Collective."""
-        args, run = self.args, self.run
-        found: dict[str, np.ndarray] = {}
-        if args.steps_per_generation * args.num_iterations > 1:
+        run = self.run
+        if self._is_used_again:
             model = run.train_state.wrapped
             with whole_parameters(model):
                 log_p = token_log_probabilities(model, run.mesh, run.batches, generation.samples())
-            found["old_log_p"] = np.concatenate(log_p)
-        if self.reference is not None:
-            found["reference_log_p"] = self.reference.log_probabilities(generation.samples())
-        return replace(generation, **found)
+            generation = replace(generation, old_log_p=np.concatenate(log_p))
+        return self._with_reference(generation)
+
+    def _with_reference(self, generation: Generation) -> Generation:
+        """Add the log-probabilities under the reference model, unless the loss needs none or the generation has them.
+        Collective.
+        """
+        name = self.args.ref_model or self.args.model
+        if self.reference is None or generation.settings.get("reference") == name:
+            return generation
+        log_p = self.reference.log_probabilities(generation.samples())
+        return replace(generation, reference_log_p=log_p, settings={**generation.settings, "reference": name})
+
+    @property
+    def _is_used_again(self) -> bool:
+        """Whether a generation is used for several steps, so that the policy changes in between."""
+        return self.args.steps_per_generation * self.args.num_iterations > 1
 
     def _read(self, path: Path, number: int) -> Generation:
         """Return a stored generation.
@@ -165,6 +177,9 @@ class Rollouts:
             if generation.settings.get(name) != value:
                 problem = f"{path} was drawn with --{name} {generation.settings.get(name)}, not {value}"
                 raise UserError(problem, "use the options of its run")
+        if self._is_used_again and np.isnan(generation.old_log_p).any():
+            problem = f"{path} was drawn for one step, and has no log-probabilities of its policy for several"
+            raise UserError(problem, "use --steps_per_generation 1 --num_iterations 1")
         vocab_size = self.run.hf_model.config["vocab_size"]
         if generation.completion_ids.min() < 0 or generation.completion_ids.max() >= vocab_size:
             raise UserError(f"{path} has tokens outside of the vocabulary", "use the --model of its run")

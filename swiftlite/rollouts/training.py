@@ -80,7 +80,7 @@ def open_rollouts(run: Run) -> TrainBatches:
     with ExitStack() as stack:
         opened = _Opened(run, args, stack)
         on_first_rank(lambda: opened.open())
-        reference = ReferencePolicy.open(run) if args.beta and not args.rollouts_from else None
+        reference = ReferencePolicy.open(run) if args.beta else None
         rollouts = Rollouts(
             run=run,
             weights=LiveWeights(run.train_state.wrapped, run.hf_model, dtypes),

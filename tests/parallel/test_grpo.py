@@ -27,7 +27,10 @@ STEPS = 2
 # By what is trained (a family and options): the layouts that must have the numbers of one process.
 TRAINED: dict[str, tuple[str, dict[str, Any]]] = {
     "dapo": ("qwen3", {"beta": 0.1}),
-    "sequence": ("qwen3", {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.02}),
+    "sequence": (
+        "qwen3",
+        {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.02, "beta": 0.05},
+    ),
     "experts": ("qwen3_moe", {"loss_type": "dr_grpo", "temperature": 0.7}),
     "lora": ("qwen3", {"tuner_type": "lora", "lora_rank": 4, "lr": 1e-2}),
 }
@@ -50,9 +53,12 @@ TOLERANCE: dict[str, Any] = {"rel": 1e-3, "abs": 2e-4}
 
 
 def make_options(place: Path, family: str, name: str, **changed: Any) -> GrpoArgs:
-    model = place / family
-    if not model.exists():
-        make_tiny_hf(model, family, depth=1, with_tokenizer=True, **SIZES)
+    model, reference = place / family, place / f"{family}-reference"
+    for seed, directory in enumerate((model, reference)):
+        if not directory.exists():
+            make_tiny_hf(directory, family, depth=1, seed=seed, with_tokenizer=True, **SIZES)
+    if changed.get("beta"):
+        changed["ref_model"] = str(reference)  # its log-probabilities are not stored, but computed in the layout
     usual = {"rollouts_from": str(place / f"rollouts-{name}"), "output_dir": str(place / name), "train_iters": STEPS}
     return policy_options(model, place)(**usual | changed)
 

@@ -66,7 +66,7 @@ def store(args: GrpoArgs, mesh: Mesh, directory: Path, number: int = 0) -> Gener
     def log_p() -> np.ndarray:
         return (near + 0.3 * random.randn(num_tokens)).astype(np.float32)
 
-    names = ("temperature", "max_completion_length", "num_generations", "beta", "reward_funcs")
+    names = ("temperature", "max_completion_length", "num_generations")
     generation = Generation(
         prompt_ids=np.concatenate([prompt.input_ids for prompt in prompts]),
         prompt_lengths=np.array([len(prompt) for prompt in prompts], np.int32),
@@ -79,7 +79,7 @@ def store(args: GrpoArgs, mesh: Mesh, directory: Path, number: int = 0) -> Gener
         old_log_p=log_p(),
         reference_log_p=log_p(),
         figures={"reward": 0.5},
-        settings={name: getattr(args, name) for name in names},
+        settings={name: getattr(args, name) for name in names} | {"reference": args.model},
     )
     directory.mkdir(exist_ok=True)
     generation.save(directory / f"{number:06d}.safetensors")

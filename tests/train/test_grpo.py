@@ -156,8 +156,22 @@ def test_a_resumed_run_equals_the_unbroken_one(options, mesh, tmp_path, changed,
 
 def test_stored_rollouts_give_the_same_run(options, mesh, tmp_path):
     whole = train(options(), mesh)
-    again = options(output_dir=str(tmp_path / "again"), rollouts_from=str(whole / "rollouts"))
+    stored = {"rollouts_from": str(whole / "rollouts"), "reward_funcs": [], "reward_weights": []}
+    again = options(output_dir=str(tmp_path / "again"), **stored)
+    rules.check(again, 1)
     assert metrics(train(again, mesh)) == metrics(whole)
+
+
+def test_the_reference_is_computed_for_stored_rollouts(options, mesh, tmp_path, hf_dir):
+    """The first step has the weights of the reference model, so its KL divergence is 0."""
+    whole = train(options(), mesh)
+    stored = {"rollouts_from": str(whole / "rollouts"), "beta": 0.1}
+    lines = metrics(train(options(output_dir=str(tmp_path / "kl"), **stored), mesh))
+    assert lines[0]["kl"] == pytest.approx(0, abs=1e-6)
+    assert lines[2]["kl"] > 1e-6
+    other = make_tiny_hf(tmp_path / "other", "qwen3", depth=1, seed=1, with_tokenizer=True)
+    stored["ref_model"] = str(other)
+    assert metrics(train(options(output_dir=str(tmp_path / "other-kl"), **stored), mesh))[0]["kl"] > 0.01
 
 
 def test_a_model_without_heads_is_trained(options, mesh):
