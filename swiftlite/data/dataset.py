@@ -342,10 +342,11 @@ def _kept(
     max_length = encoder.max_length
     if encoder.truncation_strategy == "delete":
         shortest = min(lengths)
-        raise UserError(
-            f"{flag}: all {len(lengths)} rows are over --max_length {max_length}; the shortest has {shortest} tokens",
-            f"use --max_length {shortest} or more, or --truncation_strategy right",
-        )
+        hint = f"use --max_length {shortest} or more"
+        if _is_offered("truncation_strategy", offered):
+            hint += ", or --truncation_strategy right"
+        problem = f"all {len(lengths)} rows are over --max_length {max_length}; the shortest has {shortest} tokens"
+        raise UserError(f"{flag}: {problem}", hint)
     cut, hint = f"--max_length {max_length}", "use a larger --max_length"
     if _is_offered("truncation_strategy", offered):
         hint += ", or another --truncation_strategy"

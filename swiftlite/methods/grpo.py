@@ -40,6 +40,7 @@ GRPO = Method(
     describe=describe,
     describe_files=describe_files,
     lr=1e-6,  # as in TRL
+    evaluates_rows=False,
     imitates_rows=False,
     detaches_heads=True,
     temperature=lambda args: args.temperature,

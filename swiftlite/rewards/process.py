@@ -4,6 +4,7 @@ The child exchanges JSON with this process (`rewards/child.py`) and imports torc
 stdout is this process's stderr. The child is not a sandbox.
 """
 
+import hashlib
 import json
 import os
 import signal
@@ -82,6 +83,14 @@ class RewardProcess:
         self.rewards: list[RewardInfo] = []
         self._child: _Child | None = None
         self._last_failures: list[list[_Failure]] = [[] for _ in names]
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What the scores depend on: names, settings, and the content of the user's files. Values are JSON."""
+        files = [hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in self.plugins]
+        settings = asdict(self.settings)
+        del settings["timeout"]
+        return {"names": list(self.names), "files": files, **settings}
 
     def __enter__(self) -> "RewardProcess":
         """Start the child, which loads the functions.
@@ -237,7 +246,7 @@ class RewardProcess:
                 problem = f"--reward_funcs {reward.name}: failed in {FAILURES_TO_END} calls in a row. The last call"
                 problem += f" {last.reason}{_indented(last.traceback)}"
                 where = f"fix the function in {reward.source}" if reward.source else "check the rows of --dataset"
-                raise UserError(problem, f"{where}, and run the same command again")
+                raise UserError(problem, f"{where}, and run the same command with --resume")
 
 
 class _Child:

@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,13 +21,13 @@ from swiftlite.rollouts.generation import Generation
 
 @dataclass(frozen=True)
 class Drawing:
-    """Draws generations.
+    """Draws and scores generations.
 
     Attributes:
         engine: engine with the current weights.
         rewards: the reward functions.
         advantages: how rewards become advantages.
-        sampling: sampling settings; `numbers` are those of the first generation.
+        sampling: sampling settings without `numbers`.
         tokenizer: decodes completions for reward functions.
     """
 
@@ -37,34 +37,25 @@ class Drawing:
     sampling: Sampling
     tokenizer: PreTrainedTokenizerBase
 
-    def draw(self, prompts: Sequence[Sample], sampling: Sampling, step: int, settings: Mapping[str, Any]) -> Generation:
-        """Return the completions of these prompts.
+    def draw(self, prompts: Sequence[Sample], first_number: int, settings: Mapping[str, Any]) -> Generation:
+        """Return completions of these prompts without scores.
 
         Args:
             prompts: one prompt per completion; those of a group are adjacent.
-            sampling: sampling settings with one number per prompt.
-            step: number of the optimizer step that follows, for reward functions.
+            first_number: number of the first completion in the run, from which its random numbers are derived.
             settings: settings that are stored with the completions.
 
         Raises:
-            UserError: the engine fails, or a reward function failed three times in a row.
+            UserError: the engine fails.
         """
+        numbers = tuple(range(first_number, first_number + len(prompts)))
         before = self.engine.draft_counts()
         start = time.perf_counter()
-        completions = self.engine.generate([prompt.input_ids.tolist() for prompt in prompts], sampling)
+        completions = self.engine.generate(
+            [prompt.input_ids.tolist() for prompt in prompts], replace(self.sampling, numbers=numbers)
+        )
         seconds = time.perf_counter() - start
         counts = self.engine.draft_counts().since(before)
-        scored = self.rewards.score(
-            [json.loads(prompt.extras[TURNS]) for prompt in prompts],
-            [str(self.tokenizer.decode(each.token_ids, skip_special_tokens=True)) for each in completions],
-            [each.token_ids for each in completions],
-            columns_of(prompts),
-            step,
-        )
-        for failure in scored.failures:
-            logger.warning("step %d: %s; its completions are not scored by this function", step, failure)
-        scores = np.array(scored.rewards, np.float32).T  # None becomes NaN
-        found = compute_advantages(scores, self.advantages)
         lengths = np.array([len(each.token_ids) for each in completions], np.int32)
         unknown = np.full(lengths.sum(), np.nan, np.float32)
         return Generation(
@@ -73,17 +64,55 @@ class Drawing:
             completion_ids=np.concatenate([np.array(each.token_ids, np.int32) for each in completions]),
             completion_lengths=lengths,
             is_truncated=np.array([each.finish_reason == "length" for each in completions]),
-            scores=scores,
-            advantages=found.advantages,
+            scores=np.full((len(prompts), len(self.rewards.names)), np.nan, np.float32),
+            advantages=np.zeros(len(prompts), np.float32),
             engine_log_p=_engine_log_p(completions),
             old_log_p=unknown,
             reference_log_p=unknown,
-            figures={
-                **reward_figures(found, self.rewards.names, len(scored.failures)),
-                **completion_figures(completions, counts, seconds),
-            },
+            figures=completion_figures(completions, counts, seconds),
             settings=settings,
         )
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Everything that scores depend on, except the code that reward functions import."""
+        settings = {"rewards": self.rewards.identity, "advantages": asdict(self.advantages)}
+        return json.loads(json.dumps(settings))  # as stored: with lists instead of tuples
+
+    def score(self, generation: Generation, prompts: Sequence[Sample], step: int) -> Generation:
+        """Return the generation with scores, advantages and their metrics.
+
+        Args:
+            step: number of the optimizer step that follows, for reward functions.
+
+        Raises:
+            UserError: a reward function failed three times in a row.
+        """
+        completions = generation.completions()
+        scored = self.rewards.score(
+            [json.loads(prompt.extras[TURNS]) for prompt in prompts],
+            [str(self.tokenizer.decode(ids, skip_special_tokens=True)) for ids in completions],
+            completions,
+            columns_of(prompts),
+            step,
+        )
+        for failure in scored.failures:
+            logger.warning("step %d: %s; its completions are not scored by this function", step, failure)
+        scores = np.array(scored.rewards, np.float32).T  # None becomes NaN
+        found = compute_advantages(scores, self.advantages)
+        figures = reward_figures(found, self.rewards.names, len(scored.failures))
+        settings = {**generation.settings, "has_failures": bool(scored.failures), "scoring": self.settings}
+        return replace(
+            generation,
+            scores=scores,
+            advantages=found.advantages,
+            figures={**generation.figures, **figures},
+            settings=settings,
+        )
+
+    def needs_scores(self, generation: Generation) -> bool:
+        """Return whether a stored generation must be scored again: a function failed, or the functions changed."""
+        return generation.settings.get("has_failures", False) or generation.settings.get("scoring") != self.settings
 
 
 def columns_of(prompts: Sequence[Sample]) -> dict[str, list[Any]]:
@@ -94,17 +123,19 @@ def columns_of(prompts: Sequence[Sample]) -> dict[str, list[Any]]:
 
 
 def reward_figures(found: Advantages, names: Sequence[str], num_failures: int) -> dict[str, float]:
-    """Return the metrics of rewards, with TRL's names."""
+    """Return the metrics of rewards, with TRL's names. A mean over nothing is omitted."""
     statistics = found.statistics
     figures = {
-        "reward": statistics.mean,
-        "reward_std": statistics.std,
         "frac_reward_zero_std": statistics.frac_reward_zero_std,
         "rewards/failures": float(num_failures),
         "rewards/unscored": float(statistics.num_unscored),
     }
-    for name, mean in zip(names, statistics.function_means, strict=True):
-        figures[f"rewards/{name}/mean"] = mean
+    num_completions = len(found.rewards)
+    if statistics.num_unscored < num_completions:
+        figures |= {"reward": statistics.mean, "reward_std": statistics.std}
+    for name, mean, unscored in zip(names, statistics.function_means, statistics.function_unscored, strict=True):
+        if unscored < num_completions:
+            figures[f"rewards/{name}/mean"] = mean
     return figures
 
 

@@ -76,6 +76,10 @@ class Generation:
     def __len__(self) -> int:
         return len(self.completion_lengths)
 
+    def completions(self) -> list[list[int]]:
+        """Return the token ids of each completion."""
+        return [self.completion_ids[completion].tolist() for completion in _slices(self.completion_lengths)]
+
     def samples(self) -> list[Sample]:
         """Return one sample per completion: its prompt without labels, then its tokens with labels."""
         prompts = _slices(self.prompt_lengths)
@@ -107,8 +111,11 @@ class Generation:
         atomic_write(path, save(arrays, {"rollouts": json.dumps(header)}))
 
     @classmethod
-    def load(cls, path: Path) -> "Generation":
+    def load(cls, path: Path, hint: str = "") -> "Generation":
         """Read a file.
+
+        Args:
+            hint: what to do about a damaged file.
 
         Raises:
             UserError: the file cannot be read, or its arrays do not fit together.
@@ -116,13 +123,15 @@ class Generation:
         try:
             with safe_open(path, "numpy") as file:
                 header = json.loads(file.metadata()["rollouts"])
+                if header["version"] != VERSION:
+                    raise ValueError(f"version {header['version']} is not supported")
                 arrays = {name: file.get_tensor(name) for name in _ARRAYS}
             generation = cls(**arrays, figures=header["figures"], settings=header["settings"])
             problem = generation._problem()
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
             problem = f"{type(error).__name__}: {error}"
         if problem:
-            raise UserError(f"{path} is damaged: {problem}", "delete it and the files after it; --resume draws again")
+            raise UserError(f"{path} is damaged: {problem}", hint)
         return generation
 
     def _problem(self) -> str:

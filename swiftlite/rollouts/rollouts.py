@@ -92,7 +92,8 @@ class Rollouts:
             self._samples = self._generation.samples()
             self._number = number
         assert self._generation is not None
-        first = within % args.steps_per_generation * args.global_batch_size
+        part = within % args.steps_per_generation  # the parts are used again in each iteration
+        first = part * args.global_batch_size
         rows = self.run.batches.rows(self._samples[first : first + args.global_batch_size])
         batches = self.run.batches.global_batch(rows, np.arange(len(rows)))
         return RolloutBatches(batches.batches, batches.companions, self._generation.figures)
@@ -104,12 +105,10 @@ class Rollouts:
     def _open(self, number: int, step: int) -> Generation:
         """Return a generation; the weights are those before `step`. Collective."""
         args = self.args
-        path = self.directory / f"{number:06d}.safetensors"
-        if on_first_rank(path.exists):
-            generation = on_first_rank(lambda: self._read(path, number))
+        path = file_of(self.directory, number)
+        if self.reads_only or on_first_rank(path.exists):
+            generation = on_first_rank(lambda: self._read(path, number, step))
             return self._with_reference(generation)
-        if self.reads_only:
-            raise UserError(f"--rollouts_from: {path} does not exist", f"use --train_iters {step}")
         engine: Any = self.drawing.engine if self.drawing else None
         drafts = args.speculative == "mtp" and bool(self.run.plan.heads.layers)
         self.weights.send(engine, draft=drafts)
@@ -126,16 +125,15 @@ class Rollouts:
         return prompts
 
     def _settings(self) -> dict[str, Any]:
-        """Return the options that completions depend on, in addition to prompts and weights."""
+        """Return the options that must be those of the run that drew the completions."""
         args = self.args
         return {name: getattr(args, name) for name in ("temperature", "max_completion_length", "num_generations")}
 
     def _draw(self, number: int, step: int) -> Generation:
         assert self.drawing is not None
         prompts = self._prompts(number)
-        first = number * len(prompts)
-        sampling = replace(self.drawing.sampling, numbers=tuple(range(first, first + len(prompts))))
-        return self.drawing.draw(prompts, sampling, step + 1, self._settings())
+        generation = self.drawing.draw(prompts, number * len(prompts), self._settings())
+        return self.drawing.score(generation, prompts, step + 1)
 
     def _with_log_probabilities(self, generation: Generation) -> Generation:
         """Add the log-probabilities that the loss needs and that are not those of the current weights. Collective."""
@@ -162,14 +160,20 @@ class Rollouts:
         """Whether a generation is used for several steps, so that the policy changes in between."""
         return self.args.steps_per_generation * self.args.num_iterations > 1
 
-    def _read(self, path: Path, number: int) -> Generation:
-        """Return a stored generation.
+    def _read(self, path: Path, number: int, step: int) -> Generation:
+        """Return a stored generation, with scores by the reward functions of this run.
 
         Raises:
             UserError: the file is damaged, or belongs to other prompts or options.
         """
-        generation = Generation.load(path)
+        hint = "copy the directory again" if self.reads_only else "delete it and the files after it, and use --resume"
+        generation = Generation.load(path, hint)
         prompts = self._prompts(number)
+        if len(generation) != len(prompts):
+            raise UserError(
+                f"{path} has {len(generation)} completions, not {len(prompts)}",
+                "use the --global_batch_size and --steps_per_generation of its run",
+            )
         expected = np.concatenate([prompt.input_ids for prompt in prompts])
         if not np.array_equal(generation.prompt_ids, expected):
             raise UserError(f"{path} has completions of other prompts", "use the --dataset and --seed of its run")
@@ -177,13 +181,17 @@ class Rollouts:
             if generation.settings.get(name) != value:
                 problem = f"{path} was drawn with --{name} {generation.settings.get(name)}, not {value}"
                 raise UserError(problem, "use the options of its run")
-        if self._is_used_again and np.isnan(generation.old_log_p).any():
-            problem = f"{path} was drawn for one step, and has no log-probabilities of its policy for several"
-            raise UserError(problem, "use --steps_per_generation 1 --num_iterations 1")
         vocab_size = self.run.hf_model.config["vocab_size"]
         if generation.completion_ids.min() < 0 or generation.completion_ids.max() >= vocab_size:
             raise UserError(f"{path} has tokens outside of the vocabulary", "use the --model of its run")
         logger.info("read %s: %d completions", path, len(generation))
+        if self.reads_only:
+            return with_policy_of_engine(generation, path)
+        assert self.drawing is not None
+        if self.drawing.needs_scores(generation):
+            logger.info("%s is scored again: a reward function failed or was changed", path)
+            generation = self.drawing.score(generation, prompts, step + 1)
+            self._write(path, generation)
         return generation
 
     def _write(self, path: Path, generation: Generation) -> None:
@@ -208,6 +216,46 @@ class Rollouts:
             }
             lines.append(json.dumps(line, ensure_ascii=False) + "\n")
         return "".join(lines)
+
+
+def with_policy_of_engine(generation: Generation, path: Path) -> Generation:
+    """Return the completions of another run with the log-probabilities of the policy that generated them.
+
+    Those of the engine are used if the run did not compute its own. The policy of this run is another one, as soon as
+    an option differs.
+
+    Raises:
+        UserError: the completions have neither.
+    """
+    old_log_p = np.where(np.isnan(generation.old_log_p), generation.engine_log_p, generation.old_log_p)
+    if np.isnan(old_log_p).any():
+        raise UserError(f"{path} has no log-probabilities of its policy", "use the completions of another run")
+    return replace(generation, old_log_p=old_log_p)
+
+
+def check_stored(directory: Path, number: int, steps: int) -> None:
+    """Check that the generations of --rollouts_from suffice.
+
+    Args:
+        number: number of required generations.
+        steps: number of steps for which each generation is used.
+
+    Raises:
+        UserError: a generation is missing.
+    """
+    missing = [index for index in range(number) if not file_of(directory, index).exists()]
+    if not missing:
+        return
+    problem = f"--rollouts_from {directory} has {missing[0]} of {number} generations"
+    inner = directory / FOLDER
+    if not missing[0] and inner.is_dir():
+        raise UserError(problem, f"use --rollouts_from {inner}")
+    raise UserError(problem, f"use --train_iters {missing[0] * steps}" if missing[0] else "use those of another run")
+
+
+def file_of(directory: Path, number: int) -> Path:
+    """Return the file of a generation."""
+    return directory / f"{number:06d}.safetensors"
 
 
 def on_first_rank(function: Callable[[], Any]) -> Any:

@@ -23,7 +23,7 @@ from swiftlite.rewards.process import RewardProcess
 from swiftlite.rewards.settings import RewardSettings
 from swiftlite.rollouts.draw import Drawing, columns_of
 from swiftlite.rollouts.reference import ReferencePolicy
-from swiftlite.rollouts.rollouts import FOLDER, Rollouts, on_first_rank
+from swiftlite.rollouts.rollouts import FOLDER, Rollouts, check_stored, on_first_rank
 from swiftlite.train.checkpoint.source import describe_tensors, dtypes_of
 from swiftlite.train.live_weights import LiveWeights
 from swiftlite.train.methods.conversations import load_data
@@ -37,12 +37,14 @@ class PromptEncoder:
     """An `Encoder` that encodes the prompt of a row, without labels.
 
     Attributes:
-        max_length: maximum length of a prompt in tokens.
+        max_length: maximum length of prompt and completion in tokens.
+        max_completion_length: length that is reserved for the completion.
     """
 
     template: ChatTemplate
     max_length: int
     truncation_strategy: TruncationStrategy
+    max_completion_length: int
     parse: RowParser = parse_prompt
 
     def __call__(self, row: Conversation) -> Encoded:
@@ -51,20 +53,22 @@ class PromptEncoder:
         except RowError as error:
             return Encoded(bad=BadRow(row.source, error.problem, error.hint), source=row.source)
         special_token = self.template.special_token_in(row)
-        samples = (sample,) if len(sample) <= self.max_length else ()
-        return Encoded(len(sample), samples, source=row.source, special_token=special_token)
+        length = len(sample) + self.max_completion_length
+        samples = (sample,) if length <= self.max_length else ()
+        return Encoded(length, samples, source=row.source, special_token=special_token)
 
 
 def make_prompt_encoder(args: SftArgs, tokenizer: PreTrainedTokenizerBase, hf_model: HfModel) -> Encoder:
     """Return the encoder of rows, whose prompts leave room for a completion."""
     assert isinstance(args, GrpoArgs)
     template = ChatTemplate(tokenizer, vocab_size=hf_model.config["vocab_size"])
-    return PromptEncoder(template, args.max_length - args.max_completion_length, args.truncation_strategy)
+    return PromptEncoder(template, args.max_length, args.truncation_strategy, args.max_completion_length)
 
 
 def load_prompts(args: SftArgs, encoder: Encoder, vocab_size: int) -> Data:
     """Load the prompts. Held-out prompts are only continued for acceptance.json, because they have no labels."""
-    return replace(load_data(args, encoder, vocab_size), val=[])
+    offered = vars(args).keys() - {"truncation_strategy"}
+    return replace(load_data(args, encoder, vocab_size, offered), val=[])
 
 
 def open_rollouts(run: Run) -> TrainBatches:
@@ -79,6 +83,9 @@ def open_rollouts(run: Run) -> TrainBatches:
     directory = Path(args.rollouts_from) if args.rollouts_from else run.output_dir / FOLDER
     with ExitStack() as stack:
         opened = _Opened(run, args, stack)
+        if args.rollouts_from:
+            steps = args.steps_per_generation * args.num_iterations
+            on_first_rank(lambda: check_stored(directory, -(-run.schedule.steps // steps), steps))
         on_first_rank(lambda: opened.open())
         reference = ReferencePolicy.open(run) if args.beta else None
         rollouts = Rollouts(

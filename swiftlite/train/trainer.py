@@ -19,6 +19,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from swiftlite.data.batch import Batch
 from swiftlite.errors import UserError
+from swiftlite.log import logger
 from swiftlite.model.layers.router import take_load_balancing_loss
 from swiftlite.model.ranks import all_reduce_max, all_reduce_sum, broadcast_from_last_stage
 from swiftlite.plan.run import Plan, Schedule
@@ -305,6 +306,7 @@ class _StopSignals:
         self.received = number
         if number == signal.SIGINT:
             signal.signal(number, self._previous[number])
+            logger.warning("stopping and saving after this step; press Ctrl-C again to stop without saving")
 
     def __exit__(self, *exception: object) -> None:
         for number, handler in self._previous.items():

@@ -28,7 +28,7 @@ def write_prompts(path: Path) -> Path:
 
 
 def policy_options(model: Path, directory: Path) -> Callable[..., GrpoArgs]:
-    """Return a function that returns the options of a run of 2 steps, some of them replaced."""
+    """Return a function that returns the options of a run of one step, some of them replaced."""
     usual: dict[str, Any] = {
         "model": str(model),
         "dataset": [str(write_prompts(directory / "prompts.jsonl"))],
@@ -40,7 +40,7 @@ def policy_options(model: Path, directory: Path) -> Callable[..., GrpoArgs]:
         "num_generations": NUM_GENERATIONS,
         "max_completion_length": 12,
         "max_length": 128,
-        "train_iters": 2,
+        "train_iters": 1,
         "lr": 1e-3,
         "acceptance_samples": 0,
         "report_to": [],

@@ -1,15 +1,21 @@
 """Rules of `megatron grpo`: the rules of `megatron sft`, and rules for rewards, completions and the policy loss."""
 
+import difflib
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
 from swiftlite.args.bounds import out_of_bounds
 from swiftlite.args.commands import GrpoArgs
+from swiftlite.args.command_line import shell_line
 from swiftlite.args.config import Problem
 from swiftlite.engines.index import ENGINES
+from swiftlite.errors import UserError
 from swiftlite.plan.facts import Facts
 from swiftlite.plan.heads import heads_of, mtp_init_of
 from swiftlite.plan.run import packing_of
+from swiftlite.rewards.index import REWARDS, check_reward
+from swiftlite.rewards.settings import RewardSettings
 from swiftlite.rules import common, engine_options
 from swiftlite.rules.training import dpo, sft
 
@@ -46,9 +52,31 @@ def rewards_are_given(args: GrpoArgs, facts: Facts) -> Iterator[Problem]:
             f"--reward_weights has {len(args.reward_weights)} numbers for {len(args.reward_funcs)} --reward_funcs",
             "give one weight for each function",
         )
+    if args.reward_weights and not (all(map(math.isfinite, args.reward_weights)) and any(args.reward_weights)):
+        yield f"--reward_weights {shell_line(args.reward_weights)} give no reward", "use finite numbers, not all 0"
     for name in args.external_plugins:
         if not Path(name).is_file():
             yield f"--external_plugins {name} is not a file", "give a Python file with reward functions"
+
+
+def named_rewards_are_known(args: GrpoArgs, facts: Facts) -> Iterator[Problem]:
+    """Check named reward functions before the model is read. Those of the user are only known in their process."""
+    if args.external_plugins or args.rollouts_from:
+        return
+    settings = RewardSettings(allow_code=args.allow_code_rewards)
+    for name in args.reward_funcs:
+        if name not in REWARDS:
+            close = difflib.get_close_matches(name, REWARDS, n=1)
+            meant = f" (did you mean {close[0]}?)" if close else ""
+            yield (
+                f"--reward_funcs {name} is not a function of the library{meant}",
+                f"use {', '.join(REWARDS)}, or give the file of your function with --external_plugins",
+            )
+            continue
+        try:
+            check_reward(name, settings)
+        except UserError as error:
+            yield error.problem, error.hint
 
 
 def groups_fit_the_batch(args: GrpoArgs, facts: Facts) -> Iterator[Problem]:
@@ -120,24 +148,29 @@ def engine_can_generate(args: GrpoArgs, facts: Facts) -> Iterator[Problem]:
 
 def settings_have_an_effect(args: GrpoArgs, facts: Facts) -> Iterator[str]:
     """Yield a note for each changed option that has no effect."""
+    no_length = ("length" not in args.reward_funcs, "--reward_funcs does not contain length")
+    not_drafted = (args.speculative == "none", "--speculative is none")
     no_heads = (not heads_of(args, facts.heads).layers, "the model has no MTP layers")
     stored = (args.rollouts_from is not None, "--rollouts_from is given")
     idle = {
         "ref_model": (not args.beta, "--beta is 0"),
         "speculative": no_heads,
-        "num_speculative_tokens": no_heads,
+        "num_speculative_tokens": no_heads if no_heads[0] else not_drafted,
         "mtp_lr": no_heads,
-        "scale_rewards": stored,
-        "infer_backend": stored,
-        "reward_funcs": stored,
+        "soft_cache_length": no_length,
+        **dict.fromkeys(_OF_DRAWING, stored),
     }
     yield from common.without_effect(args, idle)
 
+
+_OF_DRAWING = ("reward_funcs", "reward_weights", "external_plugins", "advantage_estimator", "scale_rewards")
+_OF_DRAWING += ("infer_backend", "max_batch_size")
 
 RULES = (
     *common.without_options(sft.RULES, UNSUPPORTED),
     options_of_sft_are_left_out,
     rewards_are_given,
+    named_rewards_are_known,
     groups_fit_the_batch,
     completions_fit_the_rows,
     clipping_has_a_range,

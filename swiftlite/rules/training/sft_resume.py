@@ -35,6 +35,11 @@ _FREE = {
     "num_train_epochs",
     "train_iters",
     "trust_remote_code",
+    # of megatron grpo: completions that were scored with other reward functions are scored again
+    "external_plugins",
+    "infer_backend",
+    "max_batch_size",
+    "reward_timeout",
 }
 
 

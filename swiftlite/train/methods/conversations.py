@@ -81,8 +81,11 @@ def image_extras_of(hf_model: HfModel, mesh: Mesh) -> Sequence[Extra]:
     return image_extras(sizes, has_tower=mesh.is_here and mesh.pp.rank() == 0)
 
 
-def load_data(args: SftArgs, encoder: Encoder, vocab_size: int) -> Data:
+def load_data(args: SftArgs, encoder: Encoder, vocab_size: int, offered: Collection[str] | None = None) -> Data:
     """Load the held-out samples and, unless --streaming reads them during training, the training samples.
+
+    Args:
+        offered: names of options that errors may suggest; default: all.
 
     Raises:
         UserError: a file or a row is invalid.
@@ -101,6 +104,7 @@ def load_data(args: SftArgs, encoder: Encoder, vocab_size: int) -> Data:
         num_proc=args.dataset_num_proc,
         seed=args.seed,
         interleave_prob=shares,
+        offered=offered,
     )
     if mock is None:
         return data
