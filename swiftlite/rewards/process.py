@@ -86,7 +86,7 @@ class RewardProcess:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What the scores depend on: names, settings, and the content of the user's files. Values are JSON."""
+        """Names, settings and digests of files that scores depend on, as JSON values."""
         files = [hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in self.plugins]
         settings = asdict(self.settings)
         del settings["timeout"]

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from swiftlite.args.bounds import out_of_bounds
-from swiftlite.args.commands import GrpoArgs
 from swiftlite.args.command_line import shell_line
+from swiftlite.args.commands import GrpoArgs
 from swiftlite.args.config import Problem
 from swiftlite.engines.index import ENGINES
 from swiftlite.errors import UserError
