@@ -28,12 +28,16 @@ import re
 
 def right(completions, answer):
     return [float(re.findall(r"\d+", text)[-1:] == [str(n)]) for text, n in zip(completions, answer)]
+
+
+def ended(completion_ids):
+    return [float(len(ids) < 24) for ids in completion_ids]
 PYTHON
 
 swiftlite megatron grpo --model "$model" --dataset "$out/sums.jsonl" --output_dir "$out/run" \
-    --reward_funcs right --external_plugins "$out/rewards.py" \
+    --reward_funcs right ended --reward_weights 1 0.5 --external_plugins "$out/rewards.py" \
     --num_generations 8 --global_batch_size 64 --micro_batch_size 8 --padding_free true \
-    --max_completion_length 16 --max_length 128 --lr 1e-5 --mtp_lr 1e-4 --train_iters 20 \
+    --max_completion_length 24 --max_length 128 --lr 1e-5 --mtp_lr 1e-4 --train_iters 20 \
     --infer_backend vllm
 
 swiftlite export --to_hf --model "$out/run" --output_dir "$out/hf"

@@ -27,18 +27,19 @@ from swiftlite.train.methods.mtp_loss import add_heads, count_labels, head_coeff
 ADVANTAGE = Extra("advantage", per="label")
 """The advantage of each token of a completion."""
 OLD = Extra("old_log_p", per="label", default=float("nan"))
-"""The log-probability of each token under the policy that generated it, computed by the trainer. NaN: the policy has
-not changed since, so that it is the current one."""
+"""The log-probability of each token under the policy that generated it, computed by the trainer. NaN: that policy is
+the current one; `Rollouts` stores numbers if it uses a generation for several steps."""
 ENGINE = Extra("engine_log_p", per="label", default=float("nan"))
 """The log-probability of each token as the engine reported it; NaN if it is unknown."""
 REFERENCE = Extra("reference_log_p", per="label")
 """The log-probability of each token under the reference model."""
-NUM_SUMS = 10
-"""Number of statistics of a micro-batch, without those of the heads (`_statistics`)."""
+SUMS = ("targets", "loss", "kl", "entropy", "weight", "tokens", "low", "high", "clippable", "squared_weight")
+"""Statistics of a micro-batch, without those of the heads. `targets` is what the loss is divided by; `low` and `high`
+count ratios beyond the bounds, among `clippable` ones."""
 
 
 @dataclass(frozen=True)
-class Answers:
+class LabeledTokens:
     """The tokens with a label of a micro-batch, and which sequence each belongs to.
 
     Attributes:
@@ -52,7 +53,7 @@ class Answers:
     mesh: Mesh
 
     @classmethod
-    def of(cls, batch: Batch, mesh: Mesh) -> "Answers":
+    def of(cls, batch: Batch, mesh: Mesh) -> "LabeledTokens":
         """Describe this rank's part of a micro-batch."""
         sequence_BS = batch.sequence_KBS[0]
         numbers_N1 = torch.arange(batch.num_sequences, device=sequence_BS.device)[:, None]
@@ -62,7 +63,8 @@ class Answers:
     def sums(self, values_BS: torch.Tensor) -> torch.Tensor:
         """Sum values over the labels of each sequence, [N], over all context-parallel ranks.
 
-        Each rank uses the sums for its own tokens, so the backward pass sums the gradients of the ranks.
+        Each rank uses the sums for its own tokens only, and has a part of their gradient. Of the two functions below,
+        the first sums values in the forward pass, the second sums gradients in the backward pass.
         """
         # A matrix product instead of index_add, whose order of summation varies on a GPU.
         sums_N = self.is_of_NT @ (values_BS * self.is_target_BS).flatten()
@@ -79,19 +81,19 @@ class Answers:
         return self.sums(self.is_target_BS).clamp(min=1)
 
 
-def ratio_of(log_p_BS: torch.Tensor, old_BS: torch.Tensor, answers: Answers, policy: Policy) -> torch.Tensor:
+def ratio_of(log_p_BS: torch.Tensor, old_BS: torch.Tensor, tokens: LabeledTokens, policy: Policy) -> torch.Tensor:
     """Return the probability ratio of policy and old policy for each token, [B, S].
 
     With the level `sequence`, all tokens of a completion have the geometric mean of their ratios (GSPO).
     """
     log_ratio_BS = log_p_BS - old_BS
     if policy.importance_sampling_level == "sequence":
-        log_ratio_BS = answers.per_token(answers.sums(log_ratio_BS) / answers.lengths_N)
+        log_ratio_BS = tokens.per_token(tokens.sums(log_ratio_BS) / tokens.lengths_N)
     return log_ratio_BS.exp()
 
 
 @torch.no_grad()
-def mismatch_of(old_BS: torch.Tensor, engine_BS: torch.Tensor, answers: Answers, policy: Policy) -> torch.Tensor:
+def mismatch_of(old_BS: torch.Tensor, engine_BS: torch.Tensor, tokens: LabeledTokens, policy: Policy) -> torch.Tensor:
     """Return the weight [B, S] that corrects for tokens drawn with the engine's probabilities instead of the trainer's.
 
     The weight is 1 where the engine's log-probability is unknown.
@@ -101,7 +103,7 @@ def mismatch_of(old_BS: torch.Tensor, engine_BS: torch.Tensor, answers: Answers,
     difference_BS = (old_BS - engine_BS).nan_to_num(0.0)
     level, treatment = policy.mismatch_mode.split("_")
     if level == "sequence":
-        difference_BS = answers.per_token(answers.sums(difference_BS))
+        difference_BS = tokens.per_token(tokens.sums(difference_BS))
     weight_BS = difference_BS.exp()
     if treatment == "truncate":
         return weight_BS.clamp(max=policy.mismatch_threshold)
@@ -155,7 +157,7 @@ class PolicyObjective:
 
     @property
     def sums_shape(self) -> tuple[int]:
-        return (NUM_SUMS + 3 * self.heads.drafts,)
+        return (len(SUMS) + 3 * self.heads.drafts,)
 
     def prepare(self, model: Sequence[torch.nn.Module], mesh: Mesh, batches: Sequence[Batch]) -> "PolicyObjective":
         """Return the objective with the metrics of these completions."""
@@ -180,8 +182,8 @@ class PolicyObjective:
         is_first = mesh.cp.rank() == 0  # context-parallel ranks have the same completions
 
         def loss_of(losses: Losses, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-            answers = Answers.of(batch, mesh)
-            loss, statistics = self._policy_loss(-losses.main.loss_BS, batch, answers, is_first)
+            labeled = LabeledTokens.of(batch, mesh)
+            loss, statistics = self._policy_loss(-losses.main.loss_BS, batch, labeled, is_first)
             total = add_heads(loss, losses, batch.loss_scale_KBS, coefficients)
             number = batch.num_sequences * is_first
             if self.policy.divides_by_tokens:
@@ -193,27 +195,27 @@ class PolicyObjective:
         return forward_step_of(loss_of, balance)
 
     def _policy_loss(
-        self, log_p_BS: torch.Tensor, batch: Batch, answers: Answers, is_first: bool
+        self, log_p_BS: torch.Tensor, batch: Batch, tokens: LabeledTokens, is_first: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the sum to minimize for this rank's tokens, and the statistics."""
         policy, extras = self.policy, batch.extras
         old_BS = extras[OLD.name]
         old_BS = torch.where(old_BS.isnan(), log_p_BS.detach(), old_BS)
-        ratio_BS = ratio_of(log_p_BS, old_BS, answers, policy)
-        weight_BS = mismatch_of(old_BS, extras[ENGINE.name], answers, policy)
+        ratio_BS = ratio_of(log_p_BS, old_BS, tokens, policy)
+        weight_BS = mismatch_of(old_BS, extras[ENGINE.name], tokens, policy)
         loss_BS = token_losses(log_p_BS, ratio_BS, extras[ADVANTAGE.name], policy) * weight_BS
         kl_BS = torch.zeros_like(loss_BS)
         if policy.beta:
             kl_BS = kl_of(log_p_BS, extras[REFERENCE.name])
             loss_BS = loss_BS + policy.beta * kl_BS
         if policy.loss_type == "grpo":
-            loss_BS = loss_BS / answers.per_token(answers.lengths_N).clamp(min=1)
+            loss_BS = loss_BS / tokens.per_token(tokens.lengths_N).clamp(min=1)
         elif policy.loss_type == "dr_grpo":
             loss_BS = loss_BS / policy.max_completion_length
-        loss = (loss_BS * answers.is_target_BS).sum()
+        loss = (loss_BS * tokens.is_target_BS).sum()
         values = {"loss": loss_BS, "kl": kl_BS, "entropy": -log_p_BS, "weight": weight_BS}
         clipped = self._clipped(ratio_BS, extras[ADVANTAGE.name])
-        return loss, _statistics(values, clipped, answers, policy, is_first)
+        return loss, _statistics(values, clipped, tokens, policy, is_first)
 
     def _clipped(self, ratio_BS: torch.Tensor, advantage_BS: torch.Tensor) -> list[torch.Tensor]:
         """Return where the ratio is clipped at its lower and at its upper bound, [B, S] each."""
@@ -227,40 +229,47 @@ class PolicyObjective:
 
         Clip ratios are shares of tokens; with the level `sequence`, of completions.
         """
-        num_targets, loss, kl, entropy, weight, tokens, low, high, num_clipped, squares = sums[:NUM_SUMS].tolist()
-        metrics = {"loss": mean_of(loss, num_targets), "entropy": mean_of(entropy, tokens)}
+        found = dict(zip(SUMS, sums[: len(SUMS)].tolist(), strict=True))
+        metrics = {
+            "loss": mean_of(found["loss"], found["targets"]),
+            "entropy": mean_of(found["entropy"], found["tokens"]),
+        }
         if self.policy.beta:
-            metrics["kl"] = mean_of(kl, tokens)
+            metrics["kl"] = mean_of(found["kl"], found["tokens"])
+        low, high = (mean_of(found[name], found["clippable"]) for name in ("low", "high"))
         if self.policy.loss_type == "cispo":
-            metrics["cispo_clip_ratio"] = mean_of(high, num_clipped)
+            metrics["cispo_clip_ratio"] = high
         else:
-            metrics["clip_ratio/low_mean"] = mean_of(low, num_clipped)
-            metrics["clip_ratio/high_mean"] = mean_of(high, num_clipped)
-            metrics["clip_ratio/region_mean"] = mean_of(low + high, num_clipped)
+            metrics |= {
+                "clip_ratio/low_mean": low,
+                "clip_ratio/high_mean": high,
+                "clip_ratio/region_mean": low + high,
+            }
         if self.policy.mismatch_mode != "none":
-            metrics["rollout/importance_weight"] = mean_of(weight, tokens)
-            # 1 if all tokens have the same weight: the share of tokens that a uniform weighting would need.
-            metrics["rollout/effective_tokens"] = mean_of(weight**2, squares * tokens)
-        return {**metrics, **head_means(sums[NUM_SUMS:]), **self.figures}
+            metrics["rollout/importance_weight"] = mean_of(found["weight"], found["tokens"])
+            # Kish's effective sample size as a share of the tokens: (sum w)^2 / (n sum w^2), 1 for equal weights.
+            metrics["rollout/effective_tokens"] = mean_of(
+                found["weight"] ** 2, found["tokens"] * found["squared_weight"]
+            )
+        return {**metrics, **head_means(sums[len(SUMS) :]), **self.figures}
 
 
 @torch.no_grad()
 def _statistics(
     values: Mapping[str, torch.Tensor],
     clipped: Sequence[torch.Tensor],
-    answers: Answers,
+    tokens: LabeledTokens,
     policy: Policy,
     is_first: bool,
 ) -> torch.Tensor:
-    """Return sums over this rank's tokens, float64 [9]: loss, KL, entropy, weight, number of tokens, values clipped at
-    both bounds, number of values that can be clipped, and squared weight.
+    """Return sums over this rank's tokens, float64, in the order of `SUMS` without `targets`.
 
     Args:
         values: loss, KL, entropy and weight of each token, [B, S].
         clipped: where the ratio is clipped, [B, S] each.
         is_first: whether this is the first context-parallel rank, which counts completions.
     """
-    is_target_BS = answers.is_target_BS.double()
+    is_target_BS = tokens.is_target_BS.double()
 
     def total(values_BS: torch.Tensor) -> torch.Tensor:
         return (values_BS.double() * is_target_BS).sum()
@@ -270,8 +279,8 @@ def _statistics(
     if policy.importance_sampling_level == "token":
         counted = [*map(total, clipped), num_tokens]
     else:
-        lengths_N = answers.lengths_N
-        of_sequences = [(answers.sums(is_clipped_BS.float()) / lengths_N).sum() for is_clipped_BS in clipped]
+        lengths_N = tokens.lengths_N
+        of_sequences = [(tokens.sums(is_clipped_BS.float()) / lengths_N).sum() for is_clipped_BS in clipped]
         counted = [each.double() * is_first for each in of_sequences]
         counted.append(torch.full_like(num_tokens, len(lengths_N) * is_first))
     return torch.stack([*sums, num_tokens, *counted, total(values["weight"] ** 2)])
