@@ -15,7 +15,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -401,13 +401,18 @@ def read_words(process: subprocess.Popen, name: str) -> list[str]:
 def running(command: list[str], log: Path) -> Iterator[subprocess.Popen]:
     """Start a server, and stop it at the end of the context."""
     with log.open("w") as stream:
-        server = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, env=environment())
+        server = subprocess.Popen(
+            command, stdout=stream, stderr=subprocess.STDOUT, env=environment(), start_new_session=True
+        )
         try:
             yield server
         finally:
             if server.poll() is None:
                 server.terminate()
                 server.wait(timeout=60)
+            # Of a server that a test has killed during an update, vLLM's processes wait for the rest of the update.
+            with suppress(ProcessLookupError):
+                os.killpg(server.pid, signal.SIGKILL)
 
 
 def drafted(metrics: str) -> float:
