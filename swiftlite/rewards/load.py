@@ -102,12 +102,12 @@ def import_plugin(path: Path) -> ModuleType:
     name = f"swiftlite_plugin_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses, for example, look up the module of a class
     sys.path.insert(0, str(path.parent))
     try:
-        spec.loader.exec_module(module)
+        # Not by the loader: its cached bytecode would hide a change within a second that keeps the file's size.
+        exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)
     except BaseException as error:  # also sys.exit()
         lines = traceback_of(error)
         problem = f"--external_plugins {path}: the file cannot be imported\n{lines}"

@@ -242,12 +242,13 @@ def test_missing_generations_are_named_before_the_first_step(options, mesh, tmp_
 
 def test_unscored_completions_are_scored_by_the_resumed_run(options, mesh, tmp_path):
     """A function failed in both generations; it was corrected before the run was resumed."""
-    args = options(reward_funcs=["broken"], reward_weights=[])
+    changed: dict[str, Any] = {"reward_funcs": ["broken"], "reward_weights": [], "save_steps": 100}
+    args = options(**changed)
     with pytest.raises(UserError, match=naming("broken --resume")):
         train(args, mesh)
     plugin = tmp_path / "rewards.py"
     plugin.write_text(REWARDS.replace('raise ValueError("no reward today")', "return list(range(len(completions)))"))
-    resumed = train(options(reward_funcs=["broken"], reward_weights=[], resume=True), mesh)
+    resumed = train(options(**changed, resume=True), mesh)
     lines = metrics(resumed)
     assert len(lines) == 3
     assert all(line["reward"] == pytest.approx(5.5) and line["rewards/failures"] == 0 for line in lines)
