@@ -1,8 +1,13 @@
 #!/usr/bin/env bash
 # Train a model to answer sums by rewards (GRPO). Its MTP heads draft the completions and learn from them.
 #
-#   bash examples/grpo.sh MODEL OUTPUT_DIR     MODEL: a Hugging Face model with MTP heads, such as an export of
-#                                              examples/heads_only.sh; without heads nothing is drafted
+#   bash examples/grpo.sh MODEL OUTPUT_DIR     MODEL: a Hugging Face model with MTP heads; without heads nothing is
+#                                              drafted
+#
+# Hardware: 2 CPU cores, 8 GB of memory; no GPU
+# Time:     28 s per step with SmolLM2-135M-Instruct and one head, in bfloat16
+# Expect:   within 12 steps the mean reward rises from 0.1 to 0.4 or 0.5; the share of completions that end rises from 0.14
+#           to 0.47, that of right ones from 0.02 to between 0.1 and 0.3; rollout/acceptance_1 stays at 0.30
 set -euo pipefail
 model=${1:?MODEL OUTPUT_DIR} out=${2:?MODEL OUTPUT_DIR}
 mkdir -p "$out"
