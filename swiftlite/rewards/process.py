@@ -39,7 +39,7 @@ class Scored:
     """The result of one call of all functions.
 
     Attributes:
-        rewards: [functions][completions]; None where a function did not score a completion or failed.
+        rewards: for each function, the score of each completion; None where it did not score one or failed.
         failures: one line for each function that failed, and for a child that ended between calls.
     """
 
