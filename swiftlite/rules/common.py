@@ -58,6 +58,15 @@ def left_out(args: Any, command: str, why: Mapping[str, str]) -> Iterator[Proble
             yield f"--{name} is not supported by {command}: {reason}", f"remove --{name}"
 
 
+def trunk_is_trained(args: Any, command: str) -> Iterator[Problem]:
+    """Reject heads_only for a command that trains the trunk."""
+    if args.mtp_mode == "heads_only":
+        yield (
+            f"--mtp_mode heads_only is not supported by {command}, which trains the trunk",
+            "to train only the heads: swiftlite megatron sft --mtp_mode heads_only",
+        )
+
+
 def without_options(rules: Iterable[Rule], names: Iterable[str]) -> tuple[Rule, ...]:
     """Return rules that call `rules` with the options `names` set to their defaults.
 

@@ -25,11 +25,7 @@ UNSUPPORTED = {
 
 def options_of_sft_are_left_out(args: DpoArgs, facts: Facts) -> Iterator[Problem]:
     yield from common.left_out(args, "megatron dpo", UNSUPPORTED)
-    if args.mtp_mode == "heads_only":
-        yield (
-            "--mtp_mode heads_only is not supported by megatron dpo, which trains the trunk",
-            "to train only the heads: swiftlite megatron sft --mtp_mode heads_only",
-        )
+    yield from common.trunk_is_trained(args, "megatron dpo")
 
 
 def pairs_have_room(args: DpoArgs, facts: Facts) -> Iterator[Problem]:

@@ -32,11 +32,7 @@ UNSUPPORTED = {
 
 def options_of_sft_are_left_out(args: GrpoArgs, facts: Facts) -> Iterator[Problem]:
     yield from common.left_out(args, "megatron grpo", UNSUPPORTED)
-    if args.mtp_mode == "heads_only":
-        yield (
-            "--mtp_mode heads_only is not supported by megatron grpo, which trains the trunk",
-            "to train only the heads: swiftlite megatron sft --mtp_mode heads_only",
-        )
+    yield from common.trunk_is_trained(args, "megatron grpo")
     if args.truncation_strategy not in ("delete", "error"):
         yield f"--truncation_strategy {args.truncation_strategy} would cut prompts", "use delete or error"
 
