@@ -47,7 +47,7 @@ def commands(text: str) -> list[list[str]]:
     text = re.sub(r"\\\n\s*", " ", text)
     before = r"^(?:\s*|show_and_run |[A-Z_]+=\S+ )"
     lines = re.findall(
-        before + r"swiftlite ((?:megatron sft|export|infer|regenerate|deploy|bench|doctor|evaluate|speedup)\b.*)$",
+        before + r"swiftlite ((?:megatron \w+|export|infer|regenerate|deploy|bench|doctor|evaluate|speedup)\b.*)$",
         text,
         re.MULTILINE,
     )
