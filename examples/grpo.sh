@@ -4,7 +4,7 @@
 #   bash examples/grpo.sh MODEL OUTPUT_DIR     MODEL: a Hugging Face model with MTP heads; without heads nothing is
 #                                              drafted
 #
-# Hardware: 2 CPU cores, 8 GB of memory; no GPU
+# Hardware: 2 CPU cores; 6 GB of memory for the trainer, in addition to that of vLLM; no GPU
 # Time:     28 s per step with SmolLM2-135M-Instruct and one head, in bfloat16
 # Expect:   within 12 steps the mean reward rises from 0.1 to 0.4 or 0.5; the share of completions that end rises from 0.14
 #           to 0.47, that of right ones from 0.02 to between 0.1 and 0.3; rollout/acceptance_1 stays at 0.30

@@ -16,11 +16,11 @@ _MAX_DEPTH = 4  # of arrays in arrays
 
 
 class _Header:
-    """The bytes of a file, with the position behind the part that was read."""
+    """The bytes of a file, with the position after the part that was read."""
 
     def __init__(self, content: mmap.mmap):
         self._content = content
-        self._position = 4  # behind the magic number
+        self._position = 4  # after the magic number
 
     def number(self, form: str) -> int:
         """Read a number in one of struct's formats."""
@@ -66,7 +66,7 @@ def check_header(file: Path) -> None:
     """
     with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content:
         if content[:4] != b"GGUF":
-            raise UserError("it does not begin with GGUF", "copy or download it again")
+            raise UserError("it does not start with GGUF", "copy or download it again")
         header = _Header(content)
         version = header.number("<I")
         if version not in (2, 3):

@@ -181,6 +181,8 @@ class Rollouts:
             if generation.settings.get(name) != value:
                 problem = f"{path} was drawn with --{name} {generation.settings.get(name)}, not {value}"
                 raise UserError(problem, "use the options of its run")
+        if generation.completion_lengths.max() > self.args.max_completion_length:
+            raise UserError(f"{path} has completions longer than --max_completion_length", hint)
         vocab_size = self.run.hf_model.config["vocab_size"]
         if generation.completion_ids.min() < 0 or generation.completion_ids.max() >= vocab_size:
             raise UserError(f"{path} has tokens outside of the vocabulary", "use the --model of its run")
