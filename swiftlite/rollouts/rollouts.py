@@ -108,6 +108,9 @@ class Rollouts:
         path = file_of(self.directory, number)
         if self.reads_only or on_first_rank(path.exists):
             generation = on_first_rank(lambda: self._read(path, number, step))
+            if self._is_used_again and np.isnan(generation.old_log_p).any():
+                # It was drawn for a single step, of which the weights are still the current ones.
+                return self._with_log_probabilities(generation)
             return self._with_reference(generation)
         engine: Any = self.drawing.engine if self.drawing else None
         drafts = args.speculative == "mtp" and bool(self.run.plan.heads.layers)

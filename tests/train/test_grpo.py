@@ -254,6 +254,19 @@ def test_unscored_completions_are_scored_by_the_resumed_run(options, mesh, tmp_p
     assert all(line["reward"] == pytest.approx(5.5) and line["rewards/failures"] == 0 for line in lines)
 
 
+def test_a_generation_drawn_for_one_step_is_used_for_two(options, mesh):
+    """The run was stopped before its first step. The second iteration is relative to the policy before the first."""
+    changed: dict[str, Any] = {"lr": 0.05, "lr_warmup_fraction": 0.0, "save_steps": 100, "train_iters": 2}
+    run = prepare(options(**changed), mesh)
+    trainer = training.make_trainer(run, phases.restore(run))
+    trainer.train_batches(0)
+    trainer.release()
+    trainer.close()
+    lines = metrics(train(options(**changed, resume=True, num_iterations=2), mesh))
+    assert [line["rollout/importance_weight"] for line in lines] == pytest.approx([1, 1], abs=1e-4)
+    assert lines[1]["clip_ratio/region_mean"] > 0
+
+
 def test_prompts_without_room_are_named(options, mesh):
     """The hint is the length that prompt and completion need."""
     with pytest.raises(UserError) as caught:
