@@ -8,6 +8,7 @@ lines of JSON:
     parent  {"names", "plugins", "settings"}                                    once
     child   {"rewards": [...]}, or {"error": [problem, hint]}                   once
     parent  {"batch": {"prompts", "completions", "completion_ids", "step", a column, ...}}
+    child   {"received": true}
     parent  {"call": [indices of functions]}                                    for the last batch
     child   {"index", "scores"}, or {"index", "failure", "traceback"}           for each function, when it has returned
 
@@ -80,6 +81,7 @@ class _Server:
                 request = json.loads(line)
                 if "batch" in request:
                     self.batch = request["batch"]
+                    self._send({"received": True})
                     continue
                 selected = [(index, self.rewards[index]) for index in request["call"]]
                 coroutines = [(index, reward) for index, reward in selected if reward.info.is_async]

@@ -143,12 +143,15 @@ class RewardProcess:
             UserError: a required column is missing, or a function failed in this and the two previous calls.
         """
         failures = []
-        if self._child is not None and self._child.has_ended():
-            failures.append(f"the process of the reward functions {self._end_child().reason} between two calls")
         self._open().has_batch = False
         self.check_columns(columns)
         given = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids, "step": step}
         batch = _encode_batch({**given, **columns}, self.rewards)
+        try:
+            self._open_with(batch)
+        except (OSError, ValueError) as error:
+            end = self._end_child(error, late(self.settings.timeout))
+            failures.append(f"the process of the reward functions {end.reason} between two calls")
 
         together = [index for index, reward in enumerate(self.rewards) if reward.is_async]
         results = self._call(together, batch) if together else {}
@@ -175,11 +178,8 @@ class RewardProcess:
         If the child ends, each function that has not returned is called again separately, to find the one that failed.
         """
         results: dict[int, Scores | _Failure] = {}
-        child = self._open()
         try:
-            if not child.has_batch:
-                child.send(batch)
-                child.has_batch = True
+            child = self._open_with(batch)
             child.send(json.dumps({"call": list(group)}).encode())
             while len(results) < len(group):
                 answer = child.receive(self.settings.timeout + ASYNC_PATIENCE + PATIENCE)
@@ -194,6 +194,23 @@ class RewardProcess:
                 for index in missing:
                     results |= self._call([index], batch)
         return results
+
+    def _open_with(self, batch: bytes) -> "_Child":
+        """Return the child, after it has confirmed that it received the batch.
+
+        The confirmation proves that the child is alive. The socket alone does not: the kernel closes the sockets of a
+        killed process only after all its threads have ended.
+
+        Raises:
+            OSError, ValueError: the child has ended or does not answer.
+            UserError: the child had to be started, and a function or a file cannot be loaded.
+        """
+        child = self._open()
+        if not child.has_batch:
+            child.send(batch)
+            child.receive(self.settings.timeout + PATIENCE)
+            child.has_batch = True
+        return child
 
     def _open(self) -> "_Child":
         """Return the child; start it if necessary.
@@ -300,17 +317,6 @@ class _Child:
         if not isinstance(message, dict):
             raise ValueError("not a message of the child")
         return message
-
-    def has_ended(self) -> bool:
-        """Return whether the child has closed the socket, while it is not expected to send anything."""
-        self._socket.settimeout(0)
-        try:
-            self._socket.recv(1, socket.MSG_PEEK)
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
-        return True
 
     def end(self, seconds: float) -> tuple[int | None, str]:
         """Close the socket, and kill the child and the processes that it started.

@@ -161,6 +161,15 @@ def prints(completions):
     subprocess.run(["echo", "of a program"], check=True)
     return [len(sys.stdin.read()), 1]
 
+def leaves_socket_open(completions):
+    pid = os.getpid()
+    if os.fork() == 0:  # this process has the socket, until a second after its parent has ended
+        while os.getppid() == pid:
+            time.sleep(0.02)
+        time.sleep(1)
+        os._exit(0)
+    return [pid, pid]
+
 def starts(completions, directory):
     atexit.register(lambda: open(directory[0] + "/atexit", "w").close())
     other = subprocess.Popen(["sleep", "1000"])
@@ -311,8 +320,9 @@ def test_output_goes_to_stderr(plugin, capfd):
     assert "of a program\n" in captured.err
 
 
-def test_a_process_killed_between_calls(plugin):
-    with opened(plugin, "imported") as rewards:
+@pytest.mark.parametrize("name", ["imported", "leaves_socket_open"])
+def test_a_process_killed_between_calls(plugin, name):
+    with opened(plugin, name) as rewards:
         pid = score(rewards).rewards[0][1]
         assert pid is not None
         os.kill(int(pid), signal.SIGKILL)
