@@ -34,8 +34,6 @@ class PolicyArgs:
     """Weight of the KL divergence from --ref_model."""
     ref_model: str | None = None
     """With --beta: reference model, a Hugging Face model as for --model. Default: --model before the first step."""
-    mtp_lr: bounds.PositiveFloat | None = None
-    """Peak learning rate of the heads. Default: --lr."""
     rollout_importance_sampling_mode: MismatchMode = "token_truncate"
     """Correction for the difference between the probabilities of engine and trainer. Weights above the threshold are
     truncated, or their tokens are masked; sequence: one weight for each completion."""
@@ -74,7 +72,7 @@ class RewardArgs:
 
 
 @dataclass(frozen=True)
-class RolloutArgs:
+class CompletionArgs:
     """Rollouts"""
 
     infer_backend: str = "transformers"
@@ -87,12 +85,20 @@ class RolloutArgs:
     """mtp: the heads draft tokens in rollouts, if the model has heads; the distribution of completions is the same."""
     num_speculative_tokens: bounds.PositiveInt | None = None
     """Number of draft tokens per step. Default: the number that the heads were trained for."""
+    mtp_lr: bounds.PositiveFloat | None = None
+    """Peak learning rate of the heads. Default: --lr."""
     max_batch_size: bounds.PositiveInt = 64
     """Maximum number of completions that the engine generates at once."""
+    rollouts_from: str | None = None
+    """Directory with stored rollouts of another run (its OUTPUT_DIR/rollouts), which are trained on without an engine
+    and without rewards."""
+
+
+@dataclass(frozen=True)
+class RolloutArgs(CompletionArgs):
+    """Rollouts"""
+
     steps_per_generation: bounds.PositiveInt = 1
     """Number of optimizer steps on the completions of one generation, each with --global_batch_size completions."""
     num_iterations: bounds.PositiveInt = 1
     """Number of passes over the completions of a generation."""
-    rollouts_from: str | None = None
-    """Directory with stored rollouts of another run (its OUTPUT_DIR/rollouts), which are trained on without an engine
-    and without rewards."""

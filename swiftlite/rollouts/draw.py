@@ -48,30 +48,8 @@ class Drawing:
         Raises:
             UserError: the engine fails.
         """
-        numbers = tuple(range(first_number, first_number + len(prompts)))
-        before = self.engine.draft_counts()
-        start = time.perf_counter()
-        completions = self.engine.generate(
-            [prompt.input_ids.tolist() for prompt in prompts], replace(self.sampling, numbers=numbers)
-        )
-        seconds = time.perf_counter() - start
-        counts = self.engine.draft_counts().since(before)
-        lengths = np.array([len(each.token_ids) for each in completions], np.int32)
-        unknown = np.full(lengths.sum(), np.nan, np.float32)
-        return Generation(
-            prompt_ids=np.concatenate([prompt.input_ids for prompt in prompts]),
-            prompt_lengths=np.array(list(map(len, prompts)), np.int32),
-            completion_ids=np.concatenate([np.array(each.token_ids, np.int32) for each in completions]),
-            completion_lengths=lengths,
-            is_truncated=np.array([each.finish_reason == "length" for each in completions]),
-            scores=np.full((len(prompts), len(self.rewards.names)), np.nan, np.float32),
-            advantages=np.zeros(len(prompts), np.float32),
-            engine_log_p=_engine_log_p(completions),
-            old_log_p=unknown,
-            reference_log_p=unknown,
-            figures=completion_figures(completions, counts, seconds),
-            settings=settings,
-        )
+        generation = draw(self.engine, self.sampling, prompts, first_number, settings)
+        return replace(generation, scores=np.full((len(prompts), len(self.rewards.names)), np.nan, np.float32))
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -113,6 +91,38 @@ class Drawing:
     def needs_scores(self, generation: Generation) -> bool:
         """Return whether a stored generation must be scored again: a function failed, or the functions changed."""
         return generation.settings.get("has_failures", False) or generation.settings.get("scoring") != self.settings
+
+
+def draw(
+    engine: Engine, sampling: Sampling, prompts: Sequence[Sample], first_number: int, settings: Mapping[str, Any]
+) -> Generation:
+    """Return completions of these prompts, of no reward function. The arguments are those of `Drawing.draw`.
+
+    Raises:
+        UserError: the engine fails.
+    """
+    numbers = tuple(range(first_number, first_number + len(prompts)))
+    before = engine.draft_counts()
+    start = time.perf_counter()
+    completions = engine.generate([prompt.input_ids.tolist() for prompt in prompts], replace(sampling, numbers=numbers))
+    seconds = time.perf_counter() - start
+    counts = engine.draft_counts().since(before)
+    lengths = np.array([len(each.token_ids) for each in completions], np.int32)
+    unknown = np.full(lengths.sum(), np.nan, np.float32)
+    return Generation(
+        prompt_ids=np.concatenate([prompt.input_ids for prompt in prompts]),
+        prompt_lengths=np.array(list(map(len, prompts)), np.int32),
+        completion_ids=np.concatenate([np.array(each.token_ids, np.int32) for each in completions]),
+        completion_lengths=lengths,
+        is_truncated=np.array([each.finish_reason == "length" for each in completions]),
+        scores=np.zeros((len(prompts), 0), np.float32),
+        advantages=np.zeros(len(prompts), np.float32),
+        engine_log_p=_engine_log_p(completions),
+        old_log_p=unknown,
+        reference_log_p=unknown,
+        figures=completion_figures(completions, counts, seconds),
+        settings=settings,
+    )
 
 
 def columns_of(prompts: Sequence[Sample]) -> dict[str, list[Any]]:

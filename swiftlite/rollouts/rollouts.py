@@ -5,8 +5,7 @@ scores them, all ranks compute their log-probabilities, and the first rank write
 `OUTPUT_DIR/rollouts`. A generation that is already there, because the run was stopped after it was drawn, is read.
 """
 
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -14,24 +13,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch.distributed as dist
 
 from swiftlite.args.commands import GrpoArgs
-from swiftlite.atomic import atomic_write
 from swiftlite.data.packing.sampler import Sampler
 from swiftlite.data.sample import Sample
 from swiftlite.errors import UserError
 from swiftlite.log import logger
 from swiftlite.rollouts.draw import Drawing
+from swiftlite.rollouts.engine import drafts
 from swiftlite.rollouts.generation import Generation
 from swiftlite.rollouts.log_probabilities import token_log_probabilities
 from swiftlite.rollouts.reference import ReferencePolicy
+from swiftlite.rollouts.stored import file_of, on_first_rank, read_generation, write_generation
 from swiftlite.train.batches.micro_batches import MicroBatches
 from swiftlite.train.live_weights import LiveWeights
 from swiftlite.train.phases import Run
 from swiftlite.train.trainer import whole_parameters
-
-FOLDER = "rollouts"
 
 
 @dataclass(frozen=True)
@@ -113,11 +110,10 @@ class Rollouts:
                 return self._with_log_probabilities(generation)
             return self._with_reference(generation)
         engine: Any = self.drawing.engine if self.drawing else None
-        drafts = args.speculative == "mtp" and bool(self.run.plan.heads.layers)
-        self.weights.send(engine, draft=drafts)
+        self.weights.send(engine, draft=drafts(self.run, args))
         generation = on_first_rank(lambda: self._draw(number, step))
         generation = self._with_log_probabilities(generation)
-        on_first_rank(lambda: self._write(path, generation))
+        on_first_rank(lambda: write_generation(path, generation, self.run.tokenizer))
         return generation
 
     def _prompts(self, number: int) -> list[Sample]:
@@ -169,58 +165,17 @@ class Rollouts:
         Raises:
             UserError: the file is damaged, or belongs to other prompts or options.
         """
-        hint = "copy the directory again" if self.reads_only else "delete it and the files after it, and use --resume"
-        generation = Generation.load(path, hint)
         prompts = self._prompts(number)
-        if len(generation) != len(prompts):
-            raise UserError(
-                f"{path} has {len(generation)} completions, not {len(prompts)}",
-                "use the --global_batch_size and --steps_per_generation of its run",
-            )
-        expected = np.concatenate([prompt.input_ids for prompt in prompts])
-        if not np.array_equal(generation.prompt_ids, expected):
-            raise UserError(f"{path} has completions of other prompts", "use the --dataset and --seed of its run")
-        for name, value in self._settings().items():
-            if generation.settings.get(name) != value:
-                problem = f"{path} was drawn with --{name} {generation.settings.get(name)}, not {value}"
-                raise UserError(problem, "use the options of its run")
-        if generation.completion_lengths.max() > self.args.max_completion_length:
-            raise UserError(f"{path} has completions longer than --max_completion_length", hint)
         vocab_size = self.run.hf_model.config["vocab_size"]
-        if generation.completion_ids.min() < 0 or generation.completion_ids.max() >= vocab_size:
-            raise UserError(f"{path} has tokens outside of the vocabulary", "use the --model of its run")
-        logger.info("read %s: %d completions", path, len(generation))
+        generation = read_generation(path, prompts, self._settings(), vocab_size, reads_only=self.reads_only)
         if self.reads_only:
             return with_policy_of_engine(generation, path)
         assert self.drawing is not None
         if self.drawing.needs_scores(generation):
             logger.info("%s is scored again: a reward function failed or was changed", path)
             generation = self.drawing.score(generation, prompts, step + 1)
-            self._write(path, generation)
+            write_generation(path, generation, self.run.tokenizer)
         return generation
-
-    def _write(self, path: Path, generation: Generation) -> None:
-        """Write the generation: first a file for readers, then the file that marks it as complete."""
-        path.parent.mkdir(exist_ok=True)
-        atomic_write(path.with_suffix(".jsonl"), self._readable(generation).encode())
-        generation.save(path)
-
-    def _readable(self, generation: Generation) -> str:
-        """Return one JSON line per completion."""
-        lines = []
-        tokenizer = self.run.tokenizer
-        for number, sample in enumerate(generation.samples()):
-            is_completion = sample.loss_scale > 0
-            scores = generation.scores[number].tolist()
-            line = {
-                "prompt": tokenizer.decode(sample.input_ids[~is_completion]),
-                "completion": tokenizer.decode(sample.input_ids[is_completion]),
-                "scores": [None if np.isnan(score) else score for score in scores],
-                "advantage": float(generation.advantages[number]),
-                "is_truncated": bool(generation.is_truncated[number]),
-            }
-            lines.append(json.dumps(line, ensure_ascii=False) + "\n")
-        return "".join(lines)
 
 
 def with_policy_of_engine(generation: Generation, path: Path) -> Generation:
@@ -236,53 +191,3 @@ def with_policy_of_engine(generation: Generation, path: Path) -> Generation:
     if np.isnan(old_log_p).any():
         raise UserError(f"{path} has no log-probabilities of its policy", "use the completions of another run")
     return replace(generation, old_log_p=old_log_p)
-
-
-def check_stored(directory: Path, number: int, steps: int) -> None:
-    """Check that the generations of --rollouts_from suffice.
-
-    Args:
-        number: number of required generations.
-        steps: number of steps for which each generation is used.
-
-    Raises:
-        UserError: a generation is missing.
-    """
-    missing = [index for index in range(number) if not file_of(directory, index).exists()]
-    if not missing:
-        return
-    problem = f"--rollouts_from {directory} has {missing[0]} of {number} generations"
-    inner = directory / FOLDER
-    if not missing[0] and inner.is_dir():
-        raise UserError(problem, f"use --rollouts_from {inner}")
-    raise UserError(problem, f"use --train_iters {missing[0] * steps}" if missing[0] else "use those of another run")
-
-
-def file_of(directory: Path, number: int) -> Path:
-    """Return the file of a generation."""
-    return directory / f"{number:06d}.safetensors"
-
-
-def on_first_rank(function: Callable[[], Any]) -> Any:
-    """Call a function on the first rank, and return its result on every rank. Collective.
-
-    Raises:
-        UserError: the function raised a UserError, or another error on the first rank; raised on every rank.
-    """
-    outcome: list[Any] = [None, None]
-    failure: Exception | None = None
-    if dist.get_rank() == 0:
-        try:
-            outcome[0] = function()
-        except UserError as error:
-            outcome[1] = (error.problem, error.hint)
-        except Exception as error:  # the other ranks must not wait for this one
-            failure = error
-            outcome[1] = (f"{type(error).__name__} on the first rank: {error}", "")
-    dist.broadcast_object_list(outcome)
-    if failure is not None:
-        raise failure
-    result, problem = outcome
-    if problem is not None:
-        raise UserError(*problem)
-    return result

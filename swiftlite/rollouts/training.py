@@ -14,16 +14,17 @@ from swiftlite.data.encoder import Encoded, Encoder, encode_prompt
 from swiftlite.data.rows.conversation import BadRow, Conversation, RowError
 from swiftlite.data.rows.prompt import parse_prompt
 from swiftlite.data.rows.sources import RowParser
-from swiftlite.data.template import ChatTemplate, stop_token_ids
-from swiftlite.engines.engine import EngineConfig, Sampling, start_engine
+from swiftlite.data.template import ChatTemplate
 from swiftlite.families.resolved import HfModel
 from swiftlite.plan.policy import policy_of
 from swiftlite.rewards.advantages import AdvantageSettings
 from swiftlite.rewards.process import RewardProcess
 from swiftlite.rewards.settings import RewardSettings
 from swiftlite.rollouts.draw import Drawing, columns_of
+from swiftlite.rollouts.engine import sampling_of, start_rollout_engine
 from swiftlite.rollouts.reference import ReferencePolicy
-from swiftlite.rollouts.rollouts import FOLDER, Rollouts, check_stored, on_first_rank
+from swiftlite.rollouts.rollouts import Rollouts
+from swiftlite.rollouts.stored import FOLDER, check_stored, on_first_rank
 from swiftlite.train.checkpoint.source import describe_tensors, dtypes_of
 from swiftlite.train.live_weights import LiveWeights
 from swiftlite.train.methods.conversations import load_data
@@ -122,38 +123,15 @@ class _Opened:
         )
         rewards = self.stack.enter_context(RewardProcess(args.reward_funcs, args.external_plugins, settings))
         rewards.check_columns(columns_of(self.run.data.train))
-        engine = start_engine(args.infer_backend, self._engine_config())
+        engine = start_rollout_engine(self.run, args)
         self.stack.callback(engine.close)
-        template = ChatTemplate(self.run.tokenizer)
-        sampling = Sampling(
-            args.max_completion_length,
-            temperature=args.temperature,
-            seed=args.seed,
-            stop_token_ids=stop_token_ids(template, self.run.hf_model.directory),
-            log_p=True,
-        )
         advantages = AdvantageSettings(
             args.num_generations,
             args.advantage_estimator,
             args.scale_rewards or ("none" if args.advantage_estimator == "rloo" else "group"),
             tuple(args.reward_weights),
         )
-        self.drawing = Drawing(engine, rewards, advantages, sampling, self.run.tokenizer)
-
-    def _engine_config(self) -> EngineConfig:
-        args = self.args
-        num_drafts = 0
-        if args.speculative == "mtp" and self.run.plan.heads.layers:
-            num_drafts = args.num_speculative_tokens or self.run.plan.heads.drafts
-        return EngineConfig(
-            self.run.hf_model,
-            torch_dtype=args.torch_dtype,
-            trust_remote_code=args.trust_remote_code,
-            num_speculative_tokens=num_drafts,
-            max_model_len=args.max_length,
-            max_batch_size=args.max_batch_size,
-            draws_drafts=True,
-        )
+        self.drawing = Drawing(engine, rewards, advantages, sampling_of(self.run, args), self.run.tokenizer)
 
 
 def policy_objective(run: Run) -> PolicyObjective:

@@ -16,8 +16,9 @@ from megatron.core.optimizer.optimizer_config import ParamWithNamePredicate
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, ParamGroupOverride
 from megatron.core.transformer.module import Float16Module
 
-from swiftlite.args.commands import GrpoArgs, SftArgs
+from swiftlite.args.commands import SftArgs
 from swiftlite.args.fields import DistributedArgs
+from swiftlite.args.rl_fields import CompletionArgs
 from swiftlite.families.vision import is_aligner_parameter, is_vit_parameter
 from swiftlite.model.gpt import GPTModel
 from swiftlite.model.layers.tensor_parallel import add_gradients_in_place
@@ -117,7 +118,7 @@ def _adamw(args: SftArgs, plan: Plan, model: Sequence[DistributedDataParallel], 
 
 def _head_learning_rate(args: SftArgs, plan: Plan) -> dict[str, float]:
     """Return the maximum and the minimum of the heads' learning rate if it differs from --lr."""
-    if not isinstance(args, GrpoArgs) or args.mtp_lr is None:
+    if not isinstance(args, CompletionArgs) or args.mtp_lr is None:
         return {}
     return {"max_lr": args.mtp_lr, "min_lr": args.mtp_lr * plan.min_lr / plan.lr}
 

@@ -1,0 +1,43 @@
+"""Start the engine that generates completions during training. This is the work of the first rank."""
+
+from swiftlite.args.rl_fields import CompletionArgs
+from swiftlite.data.template import ChatTemplate, stop_token_ids
+from swiftlite.engines.engine import Engine, EngineConfig, Sampling, start_engine
+from swiftlite.train.phases import Run
+
+
+def start_rollout_engine(run: Run, args: CompletionArgs) -> Engine:
+    """Start the engine of a run.
+
+    Raises:
+        UserError: the engine cannot be started.
+    """
+    num_drafts = 0
+    if drafts(run, args):
+        num_drafts = args.num_speculative_tokens or run.plan.heads.drafts
+    config = EngineConfig(
+        run.hf_model,
+        torch_dtype=run.args.torch_dtype,
+        trust_remote_code=run.args.trust_remote_code,
+        num_speculative_tokens=num_drafts,
+        max_model_len=run.args.max_length,
+        max_batch_size=args.max_batch_size,
+        draws_drafts=True,
+    )
+    return start_engine(args.infer_backend, config)
+
+
+def drafts(run: Run, args: CompletionArgs) -> bool:
+    """Return whether the heads of the run draft its completions."""
+    return args.speculative == "mtp" and bool(run.plan.heads.layers)
+
+
+def sampling_of(run: Run, args: CompletionArgs) -> Sampling:
+    """Return how completions are sampled."""
+    return Sampling(
+        args.max_completion_length,
+        temperature=args.temperature,
+        seed=run.args.seed,
+        stop_token_ids=stop_token_ids(ChatTemplate(run.tokenizer), run.hf_model.directory),
+        log_p=True,
+    )

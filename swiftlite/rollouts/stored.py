@@ -1,0 +1,128 @@
+"""Read and write the generations of a run: files that are numbered in the order in which they are drawn."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+from transformers import PreTrainedTokenizerBase
+
+from swiftlite.atomic import atomic_write
+from swiftlite.data.sample import Sample
+from swiftlite.errors import UserError
+from swiftlite.log import logger
+from swiftlite.rollouts.generation import Generation
+
+FOLDER = "rollouts"
+
+
+def read_generation(
+    path: Path, prompts: Sequence[Sample], settings: Mapping[str, Any], vocab_size: int, *, reads_only: bool
+) -> Generation:
+    """Return a stored generation.
+
+    Args:
+        prompts: the prompt of each completion.
+        settings: the options that must be those of the run that drew the completions, by name.
+        vocab_size: number of tokens of the model.
+        reads_only: whether the file belongs to another run.
+
+    Raises:
+        UserError: the file is damaged, or belongs to other prompts or options.
+    """
+    hint = "copy the directory again" if reads_only else "delete it and the files after it, and use --resume"
+    generation = Generation.load(path, hint)
+    if len(generation) != len(prompts):
+        raise UserError(
+            f"{path} has {len(generation)} completions, not {len(prompts)}",
+            "use the --global_batch_size and --steps_per_generation of its run",
+        )
+    expected = np.concatenate([prompt.input_ids for prompt in prompts])
+    if not np.array_equal(generation.prompt_ids, expected):
+        raise UserError(f"{path} has completions of other prompts", "use the --dataset and --seed of its run")
+    for name, value in settings.items():
+        if generation.settings.get(name) != value:
+            problem = f"{path} was drawn with --{name} {generation.settings.get(name)}, not {value}"
+            raise UserError(problem, "use the options of its run")
+    if generation.completion_lengths.max() > settings["max_completion_length"]:
+        raise UserError(f"{path} has completions longer than --max_completion_length", hint)
+    if generation.completion_ids.min() < 0 or generation.completion_ids.max() >= vocab_size:
+        raise UserError(f"{path} has tokens outside of the vocabulary", "use the --model of its run")
+    logger.info("read %s: %d completions", path, len(generation))
+    return generation
+
+
+def write_generation(path: Path, generation: Generation, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Write the generation: first a file for readers, then the file that marks it as complete."""
+    path.parent.mkdir(exist_ok=True)
+    atomic_write(path.with_suffix(".jsonl"), _readable(generation, tokenizer).encode())
+    generation.save(path)
+
+
+def _readable(generation: Generation, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return one JSON line per completion."""
+    lines = []
+    for number, sample in enumerate(generation.samples()):
+        is_completion = sample.loss_scale > 0
+        scores = generation.scores[number].tolist()
+        line = {
+            "prompt": tokenizer.decode(sample.input_ids[~is_completion]),
+            "completion": tokenizer.decode(sample.input_ids[is_completion]),
+            "scores": [None if np.isnan(score) else score for score in scores],
+            "advantage": float(generation.advantages[number]),
+            "is_truncated": bool(generation.is_truncated[number]),
+        }
+        lines.append(json.dumps(line, ensure_ascii=False) + "\n")
+    return "".join(lines)
+
+
+def check_stored(directory: Path, number: int, steps: int) -> None:
+    """Check that the generations of --rollouts_from suffice.
+
+    Args:
+        number: number of required generations.
+        steps: number of steps for which each generation is used.
+
+    Raises:
+        UserError: a generation is missing.
+    """
+    missing = [index for index in range(number) if not file_of(directory, index).exists()]
+    if not missing:
+        return
+    problem = f"--rollouts_from {directory} has {missing[0]} of {number} generations"
+    inner = directory / FOLDER
+    if not missing[0] and inner.is_dir():
+        raise UserError(problem, f"use --rollouts_from {inner}")
+    raise UserError(problem, f"use --train_iters {missing[0] * steps}" if missing[0] else "use those of another run")
+
+
+def file_of(directory: Path, number: int) -> Path:
+    """Return the file of a generation."""
+    return directory / f"{number:06d}.safetensors"
+
+
+def on_first_rank(function: Callable[[], Any]) -> Any:
+    """Call a function on the first rank, and return its result on every rank. Collective.
+
+    Raises:
+        UserError: the function raised a UserError, or another error on the first rank; raised on every rank.
+    """
+    outcome: list[Any] = [None, None]
+    failure: Exception | None = None
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = function()
+        except UserError as error:
+            outcome[1] = (error.problem, error.hint)
+        except Exception as error:  # the other ranks must not wait for this one
+            failure = error
+            outcome[1] = (f"{type(error).__name__} on the first rank: {error}", "")
+    dist.broadcast_object_list(outcome)
+    if failure is not None:
+        raise failure
+    result, problem = outcome
+    if problem is not None:
+        raise UserError(*problem)
+    return result
