@@ -24,17 +24,27 @@ pytestmark = [
 ]
 # Combinations of what other kinds of runs have. `scripts/test.sh cuda_emulated` runs these kinds too.
 SLOW = (
+    "dense float32",
+    "packed",
     "padding_free",
+    "dp_balanced",
+    "plain text",
+    "experts float32",
     "latent",
+    "latent packed",
     "latent float32",
+    "gated delta",
     "gated delta float32",
     "lora",
+    "lora dropout",
     "dpo",
+    "dpo float32",
     "heads_only",
     "heads_only kl, not fused",
     "unrolled",
     "recomputed selectively",
     "saved asynchronously",
+    "resumed",
 )
 every_kind = pytest.mark.parametrize("name", all_but(KINDS, *SLOW))
 Found = dict[str, Any]

@@ -38,9 +38,7 @@ def wait_for_lines(path: Path, number: int, is_alive=lambda: True) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize(
-    "number", some_of([signal.SIGINT, signal.SIGTERM, signal.SIGKILL], signal.SIGTERM, signal.SIGKILL)
-)
+@pytest.mark.parametrize("number", some_of([signal.SIGINT, signal.SIGTERM, signal.SIGKILL], signal.SIGKILL))
 def test_stopped_and_gone_on_with(commands: Commands, infer: list[str], number: int):
     """Results are equal even with sampling, because the random numbers of an answer depend only on the number of its
     prompt.

@@ -11,6 +11,7 @@ import pytest
 from tests.e2e.conftest import Commands
 from tests.e2e.test_infer import num_lines, run_until
 from tests.messages import has_line
+from tests.tiers import some_of
 
 NUM_ROWS = 10
 
@@ -34,7 +35,8 @@ def files(directory: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.gloo
-def test_killed_at_ten_random_moments(commands: Commands, regenerate: list[str], tmp_path):
+@pytest.mark.parametrize("number", some_of([3, 10], 3))
+def test_killed_at_random_moments(commands: Commands, regenerate: list[str], tmp_path, number):
     regenerate += "--temperature 0.9 --top_p 0.95 --num_answers 3".split()
     commands.ok(*regenerate, "--output_dir", "unbroken")
     unbroken = files(tmp_path / "unbroken")
@@ -43,7 +45,7 @@ def test_killed_at_ten_random_moments(commands: Commands, regenerate: list[str],
     print(f"random.Random({seed})")  # pytest shows it when the test fails
     moments = random.Random(seed)
     kills = 0
-    while kills < 10:
+    while kills < number:
         before = num_lines(out / "answers.jsonl")
         wanted = before + moments.randint(0, 4)
         process = commands.start(*regenerate, "--output_dir", "out")
