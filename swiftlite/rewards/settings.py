@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from swiftlite.args.commands import GrpoArgs
+
 
 @dataclass(frozen=True)
 class RewardSettings:
@@ -21,3 +23,13 @@ class RewardSettings:
     soft_cache_length: int | None = None
     allow_code: bool = False
     code_timeout: float = 5.0
+
+
+def reward_settings_of(args: GrpoArgs) -> RewardSettings:
+    """Return the settings that the options of `megatron grpo` select."""
+    return RewardSettings(
+        timeout=args.reward_timeout,
+        max_completion_length=args.max_completion_length,
+        soft_cache_length=args.soft_cache_length,
+        allow_code=args.allow_code_rewards,
+    )

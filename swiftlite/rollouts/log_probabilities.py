@@ -70,9 +70,12 @@ def _by_position(log_p_BS: torch.Tensor, batch: Batch, mesh: Mesh) -> torch.Tens
     log-probability of token 2, so its result has this value at index 2.
     """
     is_target_BS = on_device(batch.labels_KBS[0] != IGNORE_INDEX, log_p_BS.device)
-    places = batch.position_ids_BS[is_target_BS] + 1
     length = batch.position_ids_BS.numel() * mesh.cp.size()
-    values = torch.zeros(length + 1, device=log_p_BS.device)
-    values[places] = log_p_BS[is_target_BS].float()
+    # Values without a label go to a last place, which is dropped. Selecting the others would require their number, for
+    # which the host would wait.
+    places_BS = torch.where(is_target_BS, batch.position_ids_BS + 1, length + 1)
+    values = torch.zeros(length + 2, device=log_p_BS.device)
+    values[places_BS.flatten()] = log_p_BS.float().flatten()
+    values = values[:-1]
     dist.all_reduce(values, group=mesh.cp)
     return values

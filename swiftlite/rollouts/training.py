@@ -19,7 +19,7 @@ from swiftlite.families.resolved import HfModel
 from swiftlite.plan.policy import policy_of
 from swiftlite.rewards.advantages import AdvantageSettings
 from swiftlite.rewards.process import RewardProcess
-from swiftlite.rewards.settings import RewardSettings
+from swiftlite.rewards.settings import reward_settings_of
 from swiftlite.rollouts.draw import Drawing, columns_of
 from swiftlite.rollouts.engine import sampling_of, start_rollout_engine
 from swiftlite.rollouts.reference import ReferencePolicy
@@ -115,13 +115,8 @@ class _Opened:
         args = self.args
         if args.rollouts_from:
             return
-        settings = RewardSettings(
-            timeout=args.reward_timeout,
-            max_completion_length=args.max_completion_length,
-            soft_cache_length=args.soft_cache_length,
-            allow_code=args.allow_code_rewards,
-        )
-        rewards = self.stack.enter_context(RewardProcess(args.reward_funcs, args.external_plugins, settings))
+        process = RewardProcess(args.reward_funcs, args.external_plugins, reward_settings_of(args))
+        rewards = self.stack.enter_context(process)
         rewards.check_columns(columns_of(self.run.data.train))
         engine = start_rollout_engine(self.run, args)
         self.stack.callback(engine.close)

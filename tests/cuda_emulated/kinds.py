@@ -1,6 +1,8 @@
 """Define the kinds of runs: a command, a tiny model, and options. This module does not import torch."""
 
 import json
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,8 @@ RATED = [
     for n, row in enumerate(PAIRS)
 ]
 TEXTS = [{"text": f"{row['query']} {row['response']}"} for row in ROWS]
-FILES = {"rows": ROWS, "pairs": PAIRS, "rated": RATED, "texts": TEXTS}
+PROMPTS = [{"query": row["query"]} for row in ROWS]
+FILES = {"rows": ROWS, "pairs": PAIRS, "rated": RATED, "texts": TEXTS, "prompts": PROMPTS}
 
 STEPS = 3
 # Held-out rows, evaluation, a checkpoint and drafts measured are part of every run.
@@ -26,6 +29,8 @@ HEADS = "--mtp_mode heads_only --mtp_init checkpoint"
 
 
 ADAPTERS = "--tuner_type lora --lora_rank 4"
+SAMPLED = f"--num_generations 2 --max_completion_length 8 --beta 0.04 --steps_per_generation {STEPS}"
+"""Options of `megatron grpo` for one generation. Its completions are drawn before, by `write_inputs`."""
 
 
 @dataclass(frozen=True)
@@ -65,11 +70,11 @@ class Kind:
     def is_float32(self) -> bool:
         return FLOAT32 in self.options
 
-    def words(self, directory: Path, name: str) -> list[str]:
-        """Return the command line."""
+    def words(self, directory: Path, output_dir: Path) -> list[str]:
+        """Return the command line, for inputs in `directory`."""
         return [
             *("megatron", self.command, "--model", str(directory / self.model.directory)),
-            *("--dataset", str(directory / f"{self.rows}.jsonl"), "--output_dir", str(directory / "runs" / name)),
+            *("--dataset", str(directory / f"{self.rows}.jsonl"), "--output_dir", str(output_dir)),
             *f"{COMMON} {self.options}".split(),
         ]
 
@@ -107,6 +112,9 @@ KINDS: dict[str, Kind] = {
     "dpo packed, lora": Kind(f"{PACKED} --packing_length 192 {ADAPTERS}", command="dpo", rows="pairs"),
     "dpo float32": Kind(FLOAT32, command="dpo", rows="pairs"),
     "kto": Kind("--loss_type kto", command="dpo", rows="rated"),
+    "grpo": Kind(
+        f"{SAMPLED} --padding_free true --rollouts_from {{directory}}/drawn/rollouts", command="grpo", rows="prompts"
+    ),
     "heads_only": Kind(f"{HEADS} --mtp_loss ce"),
     "heads_only kl": Kind(f"{HEADS} --mtp_loss kl"),
     "heads_only kl, not fused": Kind(f"{HEADS} --mtp_loss kl --fused_kernels none"),
@@ -190,3 +198,7 @@ def write_inputs(directory: Path, names: list[str]) -> None:
             make_image_model(hf_dir, model.family)
         else:
             make_tiny_hf(hf_dir, model.family, depth=1, with_tokenizer=True, **dict(model.sizes))
+    if "grpo" in names:
+        drawing = Kind(f"{SAMPLED} --reward_funcs length", command="grpo", rows="prompts")
+        words = drawing.words(directory, directory / "drawn")
+        subprocess.run([sys.executable, "-m", "swiftlite", *words], check=True)

@@ -57,7 +57,7 @@ def run(kind: Any, directory: Path, name: str) -> dict[str, Any]:
     from tests.cuda_emulated.record import RECORDER
 
     RECORDER.clear()
-    words = [word.replace("{directory}", str(directory)) for word in kind.words(directory, name)]
+    words = [word.replace("{directory}", str(directory)) for word in kind.words(directory, directory / "runs" / name)]
     commands = [words]
     if kind.goes_on:
         commands.append([*words, "--resume", "--train_iters", str(2 * STEPS)])

@@ -278,6 +278,13 @@ def test_prompts_without_room_are_named(options, mesh):
         train(options(max_length=int(needed) - 1, train_iters=1), mesh)
 
 
+def test_named_rewards_are_checked_with_the_options_of_the_run(options):
+    named: dict[str, Any] = {"reward_funcs": ["length"], "reward_weights": [], "external_plugins": []}
+    rules.check(options(**named), 1)
+    with pytest.raises(OptionError, match=naming("--soft_cache_length 13 --max_completion_length 12")):
+        rules.check(options(**named, max_completion_length=12, soft_cache_length=13), 1)
+
+
 @pytest.mark.parametrize(
     ("changed", "named"),
     [

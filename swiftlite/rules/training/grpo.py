@@ -15,7 +15,7 @@ from swiftlite.plan.facts import Facts
 from swiftlite.plan.heads import heads_of, mtp_init_of
 from swiftlite.plan.run import packing_of
 from swiftlite.rewards.index import REWARDS, check_reward
-from swiftlite.rewards.settings import RewardSettings
+from swiftlite.rewards.settings import reward_settings_of
 from swiftlite.rules import common, engine_options
 from swiftlite.rules.training import dpo, sft
 
@@ -59,7 +59,7 @@ def named_rewards_are_known(args: GrpoArgs, facts: Facts) -> Iterator[Problem]:
     """Check named reward functions before the model is read. Those of the user are only known in their process."""
     if args.external_plugins or args.rollouts_from:
         return
-    settings = RewardSettings(allow_code=args.allow_code_rewards)
+    settings = reward_settings_of(args)
     for name in args.reward_funcs:
         if name not in REWARDS:
             close = difflib.get_close_matches(name, REWARDS, n=1)

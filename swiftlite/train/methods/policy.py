@@ -269,13 +269,12 @@ def _statistics(
         clipped: where the ratio is clipped, [B, S] each.
         is_first: whether this is the first context-parallel rank, which counts completions.
     """
-    is_target_BS = tokens.is_target_BS.double()
 
     def total(values_BS: torch.Tensor) -> torch.Tensor:
-        return (values_BS.double() * is_target_BS).sum()
+        return (values_BS * tokens.is_target_BS).sum().double()
 
     sums = [total(values_BS) for values_BS in values.values()]
-    num_tokens = is_target_BS.sum()
+    num_tokens = tokens.is_target_BS.sum().double()
     if policy.importance_sampling_level == "token":
         counted = [*map(total, clipped), num_tokens]
     else:
