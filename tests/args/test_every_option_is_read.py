@@ -23,7 +23,7 @@ READERS = {
     "megatron sft": OF_TRAINING,
     "megatron pt": OF_TRAINING,
     "megatron dpo": [*OF_TRAINING, "plan/preference.py"],
-    "megatron grpo": [*OF_TRAINING, "plan/policy.py", "methods/grpo.py", "rollouts"],
+    "megatron grpo": [*OF_TRAINING, "plan/policy.py", "methods/grpo.py", "rollouts", "rewards/settings.py"],
     "export": ["export", "model", "plan/layout.py", "plan/quantization.py", "engines/prompts.py"],
     "infer": ["serve/infer.py", "engines"],
     "regenerate": ["regenerate", "serve/infer.py", "engines"],
