@@ -63,11 +63,12 @@ def draw(
     ],
 )
 def test_answers_with_drafts_have_the_trunks_distribution(draws_drafts, temperatures, vllm_host, tmp_path):
-    """Some drafts are accepted and some rejected."""
+    """Some drafts are accepted and some rejected. The answers suffice to find a wrong temperature."""
     directory = make_tiny_hf(tmp_path, "qwen3", depth=1, vocab_size=6)
     drawn = vllm_host.call(partial(draw, directory, temperatures, draws_drafts))
     for temperature, (answers, counts) in zip(temperatures, drawn, strict=True):
         assert probability(answers, joint_distribution(directory, 1.0, temperature)) > FALSE_ALARM
+        assert probability(answers, joint_distribution(directory, 1.0, 1.2 * temperature)) < FALSE_ALARM
         assert 0.1 < counts.accepted / counts.drafted < 0.95
 
 
