@@ -15,10 +15,12 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 # None of them starts a thread. What a process needs beyond these it imports itself.
@@ -108,23 +110,66 @@ class Running:
         return out, err
 
 
+@dataclass(frozen=True)
+class SignalAtCall:
+    """Sends a signal to this process when a Python function is called, in the thread that installs it.
+
+    Attributes:
+        function: qualified name without the module, such as `Trainer.step`.
+        number: which call of this function, from 1.
+    """
+
+    function: str
+    number: int
+    signal: int = signal.SIGKILL
+
+    def install(self) -> None:
+        """Watch all calls from now on."""
+        left = self.number
+
+        def watch(frame: FrameType, event: str, _: object) -> None:
+            nonlocal left
+            if event == "call" and frame.f_code.co_qualname == self.function:
+                left -= 1
+                if left == 0:
+                    sys.setprofile(None)
+                    os.kill(os.getpid(), self.signal)
+
+        sys.setprofile(watch)
+
+
 def start_swiftlite(
-    argv: Sequence[str], directory: Path, environments: Sequence[Mapping[str, str]], out: Path, err: Path
+    argv: Sequence[str],
+    directory: Path,
+    environments: Sequence[Mapping[str, str]],
+    out: Path,
+    err: Path,
+    signal_at: SignalAtCall | None = None,
 ) -> Running:
     """Start `swiftlite argv` in `directory`, one process per environment. Output is appended to `out` and `err`."""
     processes = []
     for environment in environments:
-        process = forkserver().Process(target=_become_swiftlite, args=(argv, directory, out, err, environment))
+        words = (argv, directory, out, err, environment, signal_at)
+        process = forkserver().Process(target=_become_swiftlite, args=words)
         process.start()
         processes.append(process)
     return Running(argv, processes, out, err)
 
 
-def _become_swiftlite(argv: Sequence[str], directory: Path, out: Path, err: Path, environment: Mapping[str, str]):
+def _become_swiftlite(
+    argv: Sequence[str],
+    directory: Path,
+    out: Path,
+    err: Path,
+    environment: Mapping[str, str],
+    signal_at: SignalAtCall | None,
+):
     gc.freeze()  # otherwise every collection visits all modules, which takes half a second
     os.setsid()  # so that a signal to its group reaches what it starts, and nothing else
     os.environ.clear()
     os.environ.update(environment)
+    if signal_at:
+        signal_at.install()
     run_swiftlite(argv, directory, out, err)
 
 

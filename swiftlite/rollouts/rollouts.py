@@ -24,10 +24,11 @@ from swiftlite.rollouts.engine import drafts
 from swiftlite.rollouts.generation import Generation
 from swiftlite.rollouts.log_probabilities import token_log_probabilities
 from swiftlite.rollouts.reference import ReferencePolicy
-from swiftlite.rollouts.stored import file_of, on_first_rank, read_generation, write_generation
+from swiftlite.rollouts.stored import file_of, on_first_rank, raise_if, read_generation, write_generation
 from swiftlite.train.batches.micro_batches import MicroBatches
 from swiftlite.train.live_weights import LiveWeights
 from swiftlite.train.phases import Run
+from swiftlite.train.stopping import EarlyStop, Stopped
 from swiftlite.train.trainer import whole_parameters
 
 
@@ -101,7 +102,6 @@ class Rollouts:
 
     def _open(self, number: int, step: int) -> Generation:
         """Return a generation; the weights are those before `step`. Collective."""
-        args = self.args
         path = file_of(self.directory, number)
         if self.reads_only or on_first_rank(path.exists):
             generation = on_first_rank(lambda: self._read(path, number, step))
@@ -109,12 +109,22 @@ class Rollouts:
                 # It was drawn for a single step, of which the weights are still the current ones.
                 return self._with_log_probabilities(generation)
             return self._with_reference(generation)
-        engine: Any = self.drawing.engine if self.drawing else None
-        self.weights.send(engine, draft=drafts(self.run, args))
-        generation = on_first_rank(lambda: self._draw(number, step))
+        with EarlyStop() as stop:
+            self._send(stop)
+            generation = on_first_rank(lambda: self._draw(number, step, stop))
         generation = self._with_log_probabilities(generation)
         on_first_rank(lambda: write_generation(path, generation, self.run.tokenizer))
         return generation
+
+    def _send(self, stop: EarlyStop) -> None:
+        """Send the weights to the engine. Collective."""
+        engine: Any = self.drawing.engine if self.drawing else None
+        failure = None
+        try:
+            self.weights.send(engine, draft=drafts(self.run, self.args))
+        except Exception as error:  # of the engine, on the first rank
+            failure = Stopped() if stop.received else error  # Ctrl-C also ends the processes of an engine
+        on_first_rank(lambda: raise_if(failure))
 
     def _prompts(self, number: int) -> list[Sample]:
         """Return the prompt of each completion of a generation."""
@@ -128,11 +138,12 @@ class Rollouts:
         args = self.args
         return {name: getattr(args, name) for name in ("temperature", "max_completion_length", "num_generations")}
 
-    def _draw(self, number: int, step: int) -> Generation:
+    def _draw(self, number: int, step: int, stop: EarlyStop) -> Generation:
         assert self.drawing is not None
         prompts = self._prompts(number)
-        generation = self.drawing.draw(prompts, number * len(prompts), self._settings())
-        return self.drawing.score(generation, prompts, step + 1)
+        with stop.raising():
+            generation = self.drawing.draw(prompts, number * len(prompts), self._settings())
+            return self.drawing.score(generation, prompts, step + 1)
 
     def _with_log_probabilities(self, generation: Generation) -> Generation:
         """Add the log-probabilities that the loss needs and that are not those of the current weights. Collective."""

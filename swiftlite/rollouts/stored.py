@@ -14,6 +14,7 @@ from swiftlite.data.sample import Sample
 from swiftlite.errors import UserError
 from swiftlite.log import logger
 from swiftlite.rollouts.generation import Generation
+from swiftlite.train.stopping import Stopped
 
 FOLDER = "rollouts"
 
@@ -108,21 +109,25 @@ def on_first_rank(function: Callable[[], Any]) -> Any:
 
     Raises:
         UserError: the function raised a UserError, or another error on the first rank; raised on every rank.
+        Stopped: the function was stopped; raised on every rank.
     """
-    outcome: list[Any] = [None, None]
-    failure: Exception | None = None
+    result, told, failure = None, None, None
     if dist.get_rank() == 0:
         try:
-            outcome[0] = function()
-        except UserError as error:
-            outcome[1] = (error.problem, error.hint)
+            result = function()
+        except (UserError, Stopped) as error:
+            told = error
         except Exception as error:  # the other ranks must not wait for this one
             failure = error
-            outcome[1] = (f"{type(error).__name__} on the first rank: {error}", "")
+            told = UserError(f"{type(error).__name__} on the first rank: {error}")
+    outcome = [result, told]
     dist.broadcast_object_list(outcome)
-    if failure is not None:
-        raise failure
-    result, problem = outcome
-    if problem is not None:
-        raise UserError(*problem)
+    result, told = outcome
+    raise_if(failure or told)
     return result
+
+
+def raise_if(error: BaseException | None) -> None:
+    """Raise an error if there is one."""
+    if error is not None:
+        raise error

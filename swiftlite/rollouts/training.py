@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from swiftlite.args.commands import GrpoArgs, SftArgs
 from swiftlite.args.fields import TruncationStrategy
+from swiftlite.atomic import check_writable
 from swiftlite.data.dataset import Data
 from swiftlite.data.encoder import Encoded, Encoder, encode_prompt
 from swiftlite.data.rows.conversation import BadRow, Conversation, RowError
@@ -67,9 +68,33 @@ def make_prompt_encoder(args: SftArgs, tokenizer: PreTrainedTokenizerBase, hf_mo
 
 
 def load_prompts(args: SftArgs, encoder: Encoder, vocab_size: int) -> Data:
-    """Load the prompts. Held-out prompts are only continued for acceptance.json, because they have no labels."""
+    """Load the prompts, after the reward functions, whose errors are thus found before anything is read. Collective.
+
+    Held-out prompts are only continued for acceptance.json, because they have no labels.
+
+    Raises:
+        UserError: the prompts or the reward functions cannot be used.
+    """
+    assert isinstance(args, GrpoArgs)
     offered = vars(args).keys() - {"truncation_strategy"}
-    return replace(load_data(args, encoder, vocab_size, offered), val=[])
+    with ExitStack() as stack:
+        rewards = reward_process(args)
+        if not args.rollouts_from:
+            on_first_rank(lambda: _enter(stack, rewards))
+        data = replace(load_data(args, encoder, vocab_size, offered), val=[])
+        if not args.rollouts_from:
+            on_first_rank(lambda: rewards.check_columns(columns_of(data.train)))
+    return data
+
+
+def reward_process(args: GrpoArgs) -> RewardProcess:
+    """Return the process of the reward functions, which is not started."""
+    return RewardProcess(args.reward_funcs, args.external_plugins, reward_settings_of(args))
+
+
+def _enter(stack: ExitStack, rewards: RewardProcess) -> None:
+    """Start the process, without returning it, because results of the first rank are sent to all ranks."""
+    stack.enter_context(rewards)
 
 
 def open_rollouts(run: Run) -> TrainBatches:
@@ -111,13 +136,12 @@ class _Opened:
     drawing: Drawing | None = None
 
     def open(self) -> None:
-        """Start the reward functions first: their errors are found within a second."""
+        """Start the reward functions and the engine."""
         args = self.args
         if args.rollouts_from:
             return
-        process = RewardProcess(args.reward_funcs, args.external_plugins, reward_settings_of(args))
-        rewards = self.stack.enter_context(process)
-        rewards.check_columns(columns_of(self.run.data.train))
+        check_writable("--output_dir", self.run.output_dir / FOLDER)
+        rewards = self.stack.enter_context(reward_process(args))
         engine = start_rollout_engine(self.run, args)
         self.stack.callback(engine.close)
         advantages = AdvantageSettings(

@@ -85,9 +85,10 @@ class LiveWeights:
         trunk = self.stream("trunk", device) if target else None
         heads = self.stream("heads", device) if draft else None
         streams = [trunk, heads]
-        if is_first_rank():
-            assert engine is not None, "the first rank has the engine"
-            engine.update_weights(*streams)
-        else:
+        try:
+            if is_first_rank():
+                assert engine is not None, "the first rank has the engine"
+                engine.update_weights(*streams)
+        finally:  # also if the engine failed, because the other ranks iterate to the end
             for stream in streams:
                 deque(stream or (), maxlen=0)

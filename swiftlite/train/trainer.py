@@ -1,14 +1,12 @@
 """Implement the training loop: `fit` calls `step`, and `step` updates the weights with the optimizer."""
 
 import math
-import signal
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
-from types import FrameType
 from typing import Any
 
 import torch
@@ -19,7 +17,6 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from swiftlite.data.batch import Batch
 from swiftlite.errors import UserError
-from swiftlite.log import logger
 from swiftlite.model.layers.router import take_load_balancing_loss
 from swiftlite.model.ranks import all_reduce_max, all_reduce_sum, broadcast_from_last_stage
 from swiftlite.plan.run import Plan, Schedule
@@ -30,6 +27,7 @@ from swiftlite.train.checkpoint.checkpointer import Checkpointer
 from swiftlite.train.clipping import SeparateClipping
 from swiftlite.train.metrics.loggers import MetricLogger
 from swiftlite.train.objective import Objective, PreparedObjective
+from swiftlite.train.stopping import Stopped, StopSignals
 
 GetBatches = Callable[[int], Sequence[Batch]]
 """A function that returns this rank's micro-batches of a step (counted from 0). All data-parallel ranks have the same
@@ -45,7 +43,8 @@ class Trainer:
         model: the chunks of this rank, one per virtual pipeline stage.
         objective: the loss to minimize.
         train_batches: returns this rank's micro-batches of a step (counted from 0). The micro-batches depend only on
-            the step or the state of the data, so that a resumed run continues with the same data.
+            the step or the state of the data, so that a resumed run continues with the same data. The function may
+            raise `Stopped` on every rank.
         eval_batches: this rank's share of the held-out rows.
         count_flops: returns the FLOPs of a step over all ranks of a replica, for the metrics. The function's arguments
             are the number of tokens, the sum of squared sequence lengths, the counts of the objective, the number of
@@ -83,9 +82,12 @@ class Trainer:
         Returns:
             The number of the signal that stopped training, in which case a checkpoint was saved; otherwise 0.
         """
-        with self.mesh.active(), _StopSignals() as stop:
+        with self.mesh.active(), StopSignals() as stop:
             for step in range(first + 1, self.schedule.steps + 1):
-                metrics = self.step(step)
+                try:
+                    metrics = self.step(step)
+                except Stopped:
+                    return self._stop_before(step, first, stop)
                 if step % self.logging_steps == 0 or step == self.schedule.steps:
                     self.log(step, metrics)
                 if self.after_step:
@@ -103,6 +105,14 @@ class Trainer:
                     self.checkpointer.poll()
             self._finish_checkpoint()
         return 0
+
+    def _stop_before(self, step: int, first: int, stop: StopSignals) -> int:
+        """Save the last step unless it is saved already; return the number of the signal."""
+        last = step - 1
+        if last > first and last % self.plan.save_steps:
+            self._save(last)
+        self._finish_checkpoint()
+        return all_reduce_max(stop.received, self.mesh)
 
     def _save(self, step: int) -> None:
         if self.checkpointer:
@@ -136,7 +146,11 @@ class Trainer:
             metric_logger.close()
 
     def step(self, step: int) -> dict[str, float]:
-        """Run optimizer step `step` (counted from 1) on one global batch and return its metrics."""
+        """Run optimizer step `step` (counted from 1) on one global batch and return its metrics.
+
+        Raises:
+            Stopped: `train_batches` was stopped by a signal; raised on every rank.
+        """
         start = time.perf_counter()
         batches = self.train_batches(step - 1)
         objective = self._objective_for(batches)
@@ -280,37 +294,6 @@ def whole_parameters(model: Sequence[DistributedDataParallel]) -> Iterator[None]
     finally:
         for chunk in overlapping:
             chunk.enable_forward_pre_hook()
-
-
-class _StopSignals:
-    """Defers SIGTERM, SIGHUP and Ctrl-C until the end of the training step.
-
-    A second Ctrl-C ends the process immediately.
-
-    A second SIGTERM is deferred as well, because a rank can receive one signal twice: SLURM sends it to every process,
-    and the launcher forwards the signal that it received.
-    """
-
-    def __init__(self):
-        self.received = 0
-        self._previous = {}
-
-    def __enter__(self) -> "_StopSignals":
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
-                continue  # nohup: the run continues without its terminal
-            self._previous[number] = signal.signal(number, self._remember)
-        return self
-
-    def _remember(self, number: int, frame: FrameType | None) -> None:
-        self.received = number
-        if number == signal.SIGINT:
-            signal.signal(number, self._previous[number])
-            logger.warning("stopping and saving after this step; press Ctrl-C again to stop without saving")
-
-    def __exit__(self, *exception: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
 
 
 def _render(metrics: Mapping[str, float]) -> str:

@@ -2,6 +2,7 @@
 
     python -m tests.faults.hunt                            # every command, killed at every operation: an hour or two
     python -m tests.faults.hunt sft export --every 10      # two of them, at every tenth place
+    python -m tests.faults.hunt grpo --only rollouts       # at the operations on these files
     python -m tests.faults.hunt infer --fault ENOSPC       # or the operation fails: a full disk, EIO, EINTR
 
 An operation opens a file for writing, writes, flushes, renames, creates or deletes in the directory of results.
@@ -28,8 +29,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from swiftlite.rollouts.generation import Generation
 from tests.e2e.conftest import read_metrics
-from tests.forked import start_swiftlite
+from tests.forked import SignalAtCall, start_swiftlite
 from tests.parallel.launch import open_store, rank_environments
 from tests.tiny import make_tiny_hf
 
@@ -70,7 +72,7 @@ class Command:
     """A command to interrupt.
 
     Attributes:
-        argv: its words. Words that equal or start with MODEL, ROWS, PROMPTS, RUN or OUT/ are replaced by paths of
+        argv: its words. Words that equal or start with MODEL, ROWS, PROMPTS, REWARDS, RUN or OUT/ are replaced by paths of
             `make_inputs` and of the results.
         again: words that are added when the command is run again.
         processes: number of ranks.
@@ -95,6 +97,18 @@ def content_of_run(out: Path) -> dict[str, object]:
     left_out = (".lock", "run_report.html")
     names = sorted(str(path.relative_to(out)) for path in out.rglob("*") if path.name not in left_out)
     return {"checkpoints": checkpoints, "metrics": metrics, "measured": measured, "names": names}
+
+
+def content_of_rollouts(out: Path) -> dict[str, object]:
+    """Return the content of a run with rollouts; of their files everything except the speed."""
+    rollouts = {}
+    for path in sorted(out.glob("run/rollouts/*.safetensors")):
+        generation = Generation.load(path)
+        figures = {name: value for name, value in generation.figures.items() if not name.endswith("per_second")}
+        arrays = {name: repr(value.tolist()) for name, value in vars(generation).items() if hasattr(value, "tolist")}
+        rollouts[path.name] = {**arrays, "figures": figures, "settings": dict(generation.settings)}
+    readable = {path.name: path.read_text() for path in sorted(out.glob("run/rollouts/*.jsonl"))}
+    return {**content_of_run(out), "rollouts": rollouts, "readable": readable}
 
 
 OF_ONE_SAVE = (".metadata", "SHA256SUMS")
@@ -125,12 +139,24 @@ SFT = (
     "--global_batch_size 2 --train_iters 4 --save_steps 2 --logging_steps 1 --lr 1e-3 --acceptance_samples 1 "
     "--acceptance_max_new_tokens 2 --report_to none --output_dir OUT/run"
 )
+GRPO = (
+    "megatron grpo --model MODEL --dataset PROMPTS --split_dataset_ratio 0.1 --torch_dtype float32 "
+    "--reward_funcs varied --external_plugins REWARDS --num_generations 2 --global_batch_size 4 --micro_batch_size 2 "
+    "--steps_per_generation 2 --max_length 64 --max_completion_length 6 --train_iters 4 --save_steps 3 "
+    "--logging_steps 1 --lr 1e-2 --acceptance_samples 1 --acceptance_max_new_tokens 2 --report_to none "
+    "--output_dir OUT/run"
+)
+REWARDS = """
+def varied(completion_ids):
+    return [sum(token % 5 for token in ids) / len(ids) for ids in completion_ids]
+"""
 COMMANDS = {
     "sft": Command(SFT, content_of_run, "--resume"),
     "sft_async": Command(f"{SFT} --async_save true", content_of_run, "--resume"),
     "sft_limit_1": Command(f"{SFT} --save_total_limit 1", content_of_run, "--resume"),
     "sft_2": Command(SFT, content_of_run, "--resume", processes=2),
     "sft_2_async": Command(f"{SFT} --async_save true", content_of_run, "--resume", processes=2),
+    "grpo": Command(GRPO, content_of_rollouts, "--resume"),
     "export": Command("export --to_hf --model RUN --output_dir OUT/hf", content_of_files, keeps=True),
     "export_2": Command(
         "export --to_hf --model RUN --output_dir OUT/hf --pipeline_model_parallel_size 2",
@@ -174,20 +200,23 @@ def write_model_and_rows(directory: Path) -> tuple[str, str]:
 
 
 def make_inputs(directory: Path) -> dict[str, str]:
-    """Write a model, rows, prompts and a trained run; return their paths by the placeholders that commands use."""
-    model, rows = write_model_and_rows(directory)
-    prompts = directory / "prompts.jsonl"
-    prompts.write_text("".join(Path(rows).read_text().splitlines(keepends=True)[:4]))
-    words = {
-        "MODEL": model,
-        "ROWS": rows,
-        "PROMPTS": str(prompts),
-        "RUN": str(directory / "trained/run"),
-    }
+    """Write a model, rows, prompts, reward functions and a trained run; return their paths by the placeholders that
+    commands use.
+    """
+    words = write_files(directory) | {"RUN": str(directory / "trained/run")}
     (directory / "trained").mkdir()
     code, errors, _ = run(COMMANDS["sft"], words, directory / "trained")
     assert code == 0, errors
     return words
+
+
+def write_files(directory: Path) -> dict[str, str]:
+    """Write what `make_inputs` does, without the run."""
+    model, rows = write_model_and_rows(directory)
+    prompts, rewards = directory / "prompts.jsonl", directory / "rewards.py"
+    prompts.write_text("".join(Path(rows).read_text().splitlines(keepends=True)[:4]))
+    rewards.write_text(REWARDS)
+    return {"MODEL": model, "ROWS": rows, "PROMPTS": str(prompts), "REWARDS": str(rewards)}
 
 
 def fill(argv: str, words: dict[str, str]) -> list[str]:
@@ -200,7 +229,13 @@ def fill(argv: str, words: dict[str, str]) -> list[str]:
 
 
 def run(
-    command: Command, words: dict[str, str], out: Path, fault: Fault = Fault(), *, is_again: bool = False
+    command: Command,
+    words: dict[str, str],
+    out: Path,
+    fault: Fault = Fault(),
+    *,
+    is_again: bool = False,
+    signal_at: SignalAtCall | None = None,
 ) -> tuple[int, str, list[str]]:
     """Run a command with its results in `out`.
 
@@ -224,7 +259,8 @@ def run(
         store = open_store()
         if command.processes > 1:
             environments = [environment | rank for rank in rank_environments(command.processes, store.port)]
-        process = start_swiftlite(argv, out, environments, Path(scratch, "out"), Path(scratch, "err"))
+        outputs = Path(scratch, "out"), Path(scratch, "err")
+        process = start_swiftlite(argv, out, environments, *outputs, signal_at)
         try:
             _, errors = process.communicate(SECONDS)
         except subprocess.TimeoutExpired:
@@ -301,7 +337,14 @@ def places(operations: Sequence[str]) -> list[int]:
 
 
 def hunt(
-    names: Sequence[str], directory: Path, *, errors: Sequence[int], every: int, every_write: bool, at_once: int
+    names: Sequence[str],
+    directory: Path,
+    *,
+    errors: Sequence[int],
+    every: int,
+    every_write: bool,
+    at_once: int,
+    only: str = "",
 ) -> list[str]:
     """Interrupt each command at one operation after another, and print the results.
 
@@ -309,6 +352,7 @@ def hunt(
         errors: numbers from `errno`, with one round of trials for each; 0: the command is killed.
         every: test every Nth operation.
         every_write: whether to test also the writes that `places` omits.
+        only: part of the paths of the operations to test.
         at_once: number of trials at the same time.
 
     Returns:
@@ -326,6 +370,7 @@ def hunt(
         assert operations, f"{name}: no operation was recorded"
         expected = command.content(unbroken)
         numbers = list(range(1, len(operations) + 1)) if every_write else places(operations)
+        numbers = [number for number in numbers if only in operations[number - 1]]
         numbers = numbers[min(every, len(numbers)) // 2 :: every]  # from the middle of the first lot
         for error in errors:
             how = errno.errorcode[error] if error else "killed"
@@ -352,8 +397,9 @@ def main() -> int:
     listed = f"of {', '.join(COMMANDS)}; all by default"
     parser.add_argument("commands", nargs="*", choices=names, default="all", metavar="COMMAND", help=listed)
     parser.add_argument("--every", type=int, default=1, metavar="N", help="try every Nth place (default: each)")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only operations on paths that contain a text")
     parser.add_argument("--every_write", action="store_true", help="try all writes to a file: hours")
-    faults = ("KILL", "ENOSPC", "EIO", "EINTR")
+    faults = ("KILL", "ENOSPC", "EIO", "EINTR", "EROFS", "EACCES")
     parser.add_argument("--fault", action="append", choices=faults, help="may be repeated (default: KILL)")
     parser.add_argument("--at_once", type=int, default=2, help="so many trials at a time (default: 2)")
     args = parser.parse_args()
@@ -368,6 +414,7 @@ def main() -> int:
             every=args.every,
             every_write=args.every_write,
             at_once=args.at_once,
+            only=args.only,
         )
     return 1 if findings else 0
 

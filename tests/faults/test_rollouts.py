@@ -1,0 +1,64 @@
+"""Test runs of `megatron grpo` that are killed or stopped at a function, and continued with --resume.
+
+`hunt.py grpo` does the same at each operation on files.
+"""
+
+import signal
+
+import pytest
+
+from tests.faults.hunt import COMMANDS, run, write_files
+from tests.forked import SignalAtCall
+from tests.tiers import some_of
+
+GRPO = COMMANDS["grpo"]
+PLACES = [
+    ("load_prompts", 1),
+    ("LiveWeights.send", 1),
+    ("LiveWeights.send", 2),
+    ("load_heads", 3),  # the engine has the new trunk, and the heads of before
+    ("Drawing.draw", 1),
+    ("TransformersEngine._complete", 3),
+    ("TransformersEngine._complete", 12),  # of the second generation
+    ("Drawing.score", 2),
+    ("RewardProcess._call", 1),
+    ("compute_advantages", 2),
+    ("token_log_probabilities", 1),
+    ("token_log_probabilities", 2),
+    ("Rollouts._write", 1),
+    ("Rollouts._write", 2),
+    ("Generation.save", 1),  # the file for readers is written, the other is not
+    ("Generation.save", 2),
+    ("PolicyObjective._policy_loss", 2),  # between two micro-batches
+    ("Trainer.log", 2),
+    ("Checkpointer.save", 1),
+    ("Checkpointer.finish", 1),
+    ("Checkpointer.save", 2),
+    ("write_report", 1),
+]
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory) -> dict[str, str]:
+    return write_files(tmp_path_factory.mktemp("inputs"))
+
+
+@pytest.fixture(scope="module")
+def unbroken(words, tmp_path_factory) -> object:
+    """Return the content of a run that is not stopped."""
+    out = tmp_path_factory.mktemp("unbroken")
+    code, errors, _ = run(GRPO, words, out)
+    assert code == 0, errors
+    return GRPO.content(out)
+
+
+@pytest.mark.parametrize(
+    ("function", "number"),
+    some_of(PLACES, ("TransformersEngine._complete", 12), ("Generation.save", 2), ("token_log_probabilities", 1)),
+)
+def test_a_killed_run_continues_as_if_it_was_not(words, unbroken, function, number, tmp_path):
+    code, errors, _ = run(GRPO, words, tmp_path, signal_at=SignalAtCall(function, number))
+    assert code == -signal.SIGKILL, errors
+    code, errors, _ = run(GRPO, words, tmp_path, is_again=True)
+    assert code == 0, errors
+    assert GRPO.content(tmp_path) == unbroken
