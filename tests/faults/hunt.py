@@ -72,8 +72,8 @@ class Command:
     """A command to interrupt.
 
     Attributes:
-        argv: its words. Words that equal or start with MODEL, ROWS, PROMPTS, REWARDS, RUN or OUT/ are replaced by paths of
-            `make_inputs` and of the results.
+        argv: its words. Words that equal or start with MODEL, ROWS, PROMPTS, REWARDS, RUN or OUT/ are replaced by
+            paths of `make_inputs` and of the results.
         again: words that are added when the command is run again.
         processes: number of ranks.
         content: returns what two runs must have in common, from the directory of results.

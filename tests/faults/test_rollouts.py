@@ -4,11 +4,13 @@
 """
 
 import signal
+from typing import Any
 
 import pytest
 
 from tests.faults.hunt import COMMANDS, run, write_files
 from tests.forked import SignalAtCall
+from tests.messages import mentions
 from tests.tiers import some_of
 
 GRPO = COMMANDS["grpo"]
@@ -44,12 +46,13 @@ def words(tmp_path_factory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def unbroken(words, tmp_path_factory) -> object:
+def unbroken(words, tmp_path_factory) -> dict[str, Any]:
     """Return the content of a run that is not stopped."""
     out = tmp_path_factory.mktemp("unbroken")
     code, errors, _ = run(GRPO, words, out)
     assert code == 0, errors
-    return GRPO.content(out)
+    content: Any = GRPO.content(out)
+    return content
 
 
 @pytest.mark.parametrize(
@@ -62,3 +65,30 @@ def test_a_killed_run_continues_as_if_it_was_not(words, unbroken, function, numb
     code, errors, _ = run(GRPO, words, tmp_path, is_again=True)
     assert code == 0, errors
     assert GRPO.content(tmp_path) == unbroken
+
+
+@pytest.mark.parametrize(
+    ("function", "number", "checkpoints"),
+    [
+        ("TransformersEngine._complete", 4, []),  # before the first step
+        ("TransformersEngine._complete", 12, ["checkpoint-2"]),
+        ("RewardProcess._call", 2, ["checkpoint-2"]),
+    ],
+)
+def test_a_signal_ends_a_generation(words, unbroken, function, number, checkpoints, tmp_path):
+    """The last step is saved. The generation is not stored, because it is not complete."""
+    at = SignalAtCall(function, number, signal.SIGTERM)
+    code, errors, _ = run(GRPO, words, tmp_path, signal_at=at)
+    assert code == 128 + signal.SIGTERM, errors
+    assert mentions(errors.splitlines()[-2], "15 --resume")
+    assert sorted(path.name for path in tmp_path.glob("run/checkpoint-*")) == checkpoints
+    assert len(list(tmp_path.glob("run/rollouts/*.safetensors"))) == len(checkpoints)
+    code, errors, _ = run(GRPO, words, tmp_path, is_again=True)
+    assert code == 0, errors
+    found = GRPO.content(tmp_path)
+    for name, content in unbroken.items():
+        if name not in ("checkpoints", "names"):
+            assert found[name] == content
+    for name, digest in unbroken["checkpoints"].items():
+        if name in found["checkpoints"]:
+            assert found["checkpoints"][name] == digest

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,8 @@ def short(completions):
 def broken(completions):
     raise ValueError("no reward today")
 """
+
+NOTHING = "return [None] * len(completions)"
 
 
 @pytest.fixture(scope="module")
@@ -199,6 +202,42 @@ def test_failing_rewards_end_the_run_with_their_traceback(options, mesh):
     lines = metrics(Path(args.output_dir))
     assert [line["rewards/failures"] for line in lines] == [1, 1]
     assert all("rewards/broken/mean" not in line for line in lines)
+
+
+def test_reward_functions_are_loaded_before_the_model(options, mesh, hf_dir, tmp_path):
+    """The model is not read, so its damage is not found."""
+    model = tmp_path / "damaged"
+    shutil.copytree(hf_dir, model)
+    (model / "model.safetensors").write_bytes(b"")
+    with pytest.raises(UserError, match=naming("--reward_funcs nothing")):
+        prepare(options(model=str(model), reward_funcs=["nothing"], reward_weights=[]), mesh)
+    args = options(model=str(model), reward_funcs=["accuracy"], reward_weights=[])
+    Path(args.dataset[0]).write_text('{"query": "What is 1 plus 1?"}\n' * 4)
+    with pytest.raises(UserError, match=naming("accuracy solution answer")):
+        prepare(args, mesh)
+
+
+@pytest.mark.parametrize(("reward", "unscored"), [("return [0.5] * len(completions)", 0), (NOTHING, 12)])
+def test_rewards_without_a_difference_are_counted(options, mesh, reward, unscored, hf_dir):
+    """All rewards are equal, or there is no reward. The policy loss has no gradient, and the run goes on."""
+    args = options(reward_funcs=["flat"], reward_weights=[], mtp_num_layers=0, train_iters=2, weight_decay=0.0)
+    Path(args.external_plugins[0]).write_text(f"def flat(completions):\n    {reward}\n")
+    run = train(args, mesh)
+    for line in metrics(run):
+        assert line["frac_reward_zero_std"] == 1
+        assert line["rewards/unscored"] == unscored
+        assert line["grad_norm"] == 0
+        assert ("reward" in line) == (not unscored)
+    before, after = load_file(hf_dir / "model.safetensors"), weights(run, mesh)
+    assert all(torch.equal(before[name], tensor) for name, tensor in after.items())
+
+
+def test_rollouts_that_cannot_be_written_are_found_before_the_first_step(options, mesh):
+    args = options()
+    Path(args.output_dir).mkdir()
+    (Path(args.output_dir) / "rollouts").write_text("a file")
+    with pytest.raises(UserError, match=naming("--output_dir rollouts")):
+        train(args, mesh)
 
 
 @pytest.mark.parametrize(
