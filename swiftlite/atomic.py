@@ -34,8 +34,8 @@ def check_writable(flag: str, directory: Path) -> None:
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        # Several processes can check the same directory, so each uses a different name.
-        with tempfile.NamedTemporaryFile(dir=directory, prefix=".trial-") as trial:
+        # A file without a name, so that a killed process leaves no file.
+        with tempfile.TemporaryFile(dir=directory) as trial:
             trial.write(b"\0" * 4096)
             trial.flush()
             os.fsync(trial.fileno())

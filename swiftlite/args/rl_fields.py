@@ -102,3 +102,7 @@ class RolloutArgs(CompletionArgs):
     """Number of optimizer steps on the completions of one generation, each with --global_batch_size completions."""
     num_iterations: bounds.PositiveInt = 1
     """Number of passes over the completions of a generation."""
+    dynamic_sample: bool = False
+    """Replace the completions of a prompt whose rewards do not differ by those of a further prompt (DAPO)."""
+    max_resample_times: bounds.PositiveInt = 3
+    """With --dynamic_sample: maximum number of rounds in which completions are replaced."""

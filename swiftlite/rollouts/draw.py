@@ -77,16 +77,27 @@ class Drawing:
         for failure in scored.failures:
             logger.warning("step %d: %s; its completions are not scored by this function", step, failure)
         scores = np.array(scored.rewards, np.float32).T  # None becomes NaN
-        found = compute_advantages(scores, self.advantages)
-        figures = reward_figures(found, self.rewards.names, len(scored.failures))
-        settings = {**generation.settings, "has_failures": bool(scored.failures), "scoring": self.settings}
+        return self.rated(replace(generation, scores=scores), len(scored.failures))
+
+    def rated(self, generation: Generation, num_failures: int) -> Generation:
+        """Return the generation with the advantages and the metrics of its scores.
+
+        Args:
+            num_failures: number of failed calls of reward functions.
+        """
+        found = compute_advantages(generation.scores, self.advantages)
+        figures = reward_figures(found, self.rewards.names, num_failures)
+        settings = {**generation.settings, "has_failures": bool(num_failures), "scoring": self.settings}
         return replace(
             generation,
-            scores=scores,
             advantages=found.advantages,
             figures={**generation.figures, **figures},
             settings=settings,
         )
+
+    def flat_groups(self, generation: Generation) -> np.ndarray:
+        """Return the numbers of the groups in which all advantages are 0."""
+        return np.flatnonzero(compute_advantages(generation.scores, self.advantages).is_flat)
 
     def needs_scores(self, generation: Generation) -> bool:
         """Return whether a stored generation must be scored again: a function failed, or the functions changed."""
@@ -108,19 +119,23 @@ def draw(
     seconds = time.perf_counter() - start
     counts = engine.draft_counts().since(before)
     lengths = np.array([len(each.token_ids) for each in completions], np.int32)
+    is_truncated = np.array([each.finish_reason == "length" for each in completions])
     unknown = np.full(lengths.sum(), np.nan, np.float32)
     return Generation(
         prompt_ids=np.concatenate([prompt.input_ids for prompt in prompts]),
         prompt_lengths=np.array(list(map(len, prompts)), np.int32),
         completion_ids=np.concatenate([np.array(each.token_ids, np.int32) for each in completions]),
         completion_lengths=lengths,
-        is_truncated=np.array([each.finish_reason == "length" for each in completions]),
+        is_truncated=is_truncated,
         scores=np.zeros((len(prompts), 0), np.float32),
         advantages=np.zeros(len(prompts), np.float32),
         engine_log_p=_engine_log_p(completions),
         old_log_p=unknown,
         reference_log_p=unknown,
-        figures=completion_figures(completions, counts, seconds),
+        figures={
+            **completion_figures(lengths, is_truncated, counts),
+            "rollout/tokens_per_second": float(lengths.sum() / seconds),
+        },
         settings=settings,
     )
 
@@ -149,16 +164,13 @@ def reward_figures(found: Advantages, names: Sequence[str], num_failures: int) -
     return figures
 
 
-def completion_figures(completions: Sequence[Completion], counts: DraftCounts, seconds: float) -> dict[str, float]:
+def completion_figures(lengths: np.ndarray, is_truncated: np.ndarray, counts: DraftCounts) -> dict[str, float]:
     """Return the metrics of completions and drafts. Acceptance is the share of drafting steps in which the token at a
     position was accepted, as engines count it.
     """
-    lengths = [len(each.token_ids) for each in completions]
-    truncated = [each.finish_reason == "length" for each in completions]
     figures = {
         "completions/mean_length": float(np.mean(lengths)),
-        "completions/clipped_ratio": float(np.mean(truncated)),
-        "rollout/tokens_per_second": sum(lengths) / seconds,
+        "completions/clipped_ratio": float(np.mean(is_truncated)),
     }
     for position, accepted in enumerate(counts.accepted_per_position, start=1):
         figures[f"rollout/acceptance_{position}"] = accepted / max(counts.drafts, 1)

@@ -8,8 +8,8 @@ prompt are adjacent.
 """
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -151,6 +151,33 @@ class Generation:
         if not np.isfinite(self.advantages).all():
             return "advantages are not finite"
         return ""
+
+
+def selected(parts: Sequence[Generation], numbers: Sequence[int] | np.ndarray) -> Generation:
+    """Return some completions of several generations, with the figures and settings of the first.
+
+    Args:
+        numbers: numbers of completions, which are counted through all parts.
+    """
+    arrays = {}
+    for name in _ARRAYS:
+        values = np.concatenate([getattr(part, name) for part in parts])
+        lengths = _lengths_of(name)
+        if lengths is None:
+            arrays[name] = values[numbers]
+        else:
+            places = _slices(np.concatenate([getattr(part, lengths) for part in parts]))
+            arrays[name] = np.concatenate([values[places[number]] for number in numbers])
+    return replace(parts[0], **arrays)
+
+
+def _lengths_of(name: str) -> str | None:
+    """Return the name of the array with the number of entries of each completion; None if it has one entry."""
+    if name == "prompt_ids":
+        return "prompt_lengths"
+    if name == "completion_ids" or name in _PER_TOKEN:
+        return "completion_lengths"
+    return None
 
 
 def _slices(lengths: np.ndarray) -> list[slice]:

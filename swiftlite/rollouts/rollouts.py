@@ -23,8 +23,17 @@ from swiftlite.rollouts.draw import Drawing
 from swiftlite.rollouts.engine import drafts
 from swiftlite.rollouts.generation import Generation
 from swiftlite.rollouts.log_probabilities import token_log_probabilities
+from swiftlite.rollouts.prompts import Prompts
 from swiftlite.rollouts.reference import ReferencePolicy
-from swiftlite.rollouts.stored import file_of, on_first_rank, raise_if, read_generation, write_generation
+from swiftlite.rollouts.resample import Resampling
+from swiftlite.rollouts.stored import (
+    check_generation,
+    file_of,
+    hint_for,
+    on_first_rank,
+    raise_if,
+    write_generation,
+)
 from swiftlite.train.batches.micro_batches import MicroBatches
 from swiftlite.train.live_weights import LiveWeights
 from swiftlite.train.phases import Run
@@ -70,11 +79,11 @@ class Rollouts:
         return self.run.args
 
     @cached_property
-    def sampler(self) -> Sampler:
-        """Selects the prompts of each generation."""
-        args = self.args
+    def prompts(self) -> Prompts:
+        """The prompts of all generations."""
+        args, samples = self.args, self.run.data.train
         number = args.global_batch_size * args.steps_per_generation // args.num_generations
-        return Sampler(len(self.run.data.train), number, args.seed, args.dataset_shuffle)
+        return Prompts(samples, args.num_generations, Sampler(len(samples), number, args.seed, args.dataset_shuffle))
 
     def train(self, step: int) -> RolloutBatches:
         """Return this rank's micro-batches of a step (counted from 0). Collective.
@@ -126,13 +135,6 @@ class Rollouts:
             failure = Stopped() if stop.received else error  # Ctrl-C also ends the processes of an engine
         on_first_rank(lambda: raise_if(failure))
 
-    def _prompts(self, number: int) -> list[Sample]:
-        """Return the prompt of each completion of a generation."""
-        prompts: list[Sample] = []
-        for index in self.sampler.global_batch(number):
-            prompts += [self.run.data.train[index]] * self.args.num_generations
-        return prompts
-
     def _settings(self) -> dict[str, Any]:
         """Return the options that must be those of the run that drew the completions."""
         args = self.args
@@ -140,8 +142,12 @@ class Rollouts:
 
     def _draw(self, number: int, step: int, stop: EarlyStop) -> Generation:
         assert self.drawing is not None
-        prompts = self._prompts(number)
+        args = self.args
         with stop.raising():
+            if args.dynamic_sample:
+                resampling = Resampling(self.drawing, self.prompts, args.max_resample_times)
+                return resampling.draw(number, step + 1, self._settings())
+            prompts = self.prompts.of(self.prompts.rows(number))
             generation = self.drawing.draw(prompts, number * len(prompts), self._settings())
             return self.drawing.score(generation, prompts, step + 1)
 
@@ -176,9 +182,12 @@ class Rollouts:
         Raises:
             UserError: the file is damaged, or belongs to other prompts or options.
         """
-        prompts = self._prompts(number)
+        generation = Generation.load(path, hint_for(self.reads_only))
+        rows = self.prompts.rows(number)
+        stored_rows = generation.settings.get("rows", ())  # of --dynamic_sample, some of them are further ones
+        prompts = self.prompts.of(stored_rows if len(stored_rows) == len(rows) else rows)
         vocab_size = self.run.hf_model.config["vocab_size"]
-        generation = read_generation(path, prompts, self._settings(), vocab_size, reads_only=self.reads_only)
+        check_generation(path, generation, prompts, self._settings(), vocab_size, reads_only=self.reads_only)
         if self.reads_only:
             return with_policy_of_engine(generation, path)
         assert self.drawing is not None

@@ -22,7 +22,31 @@ FOLDER = "rollouts"
 def read_generation(
     path: Path, prompts: Sequence[Sample], settings: Mapping[str, Any], vocab_size: int, *, reads_only: bool
 ) -> Generation:
-    """Return a stored generation.
+    """Return a stored generation, after the checks of `check_generation`.
+
+    Raises:
+        UserError: the file is damaged, or belongs to other prompts or options.
+    """
+    generation = Generation.load(path, hint_for(reads_only))
+    check_generation(path, generation, prompts, settings, vocab_size, reads_only=reads_only)
+    return generation
+
+
+def hint_for(reads_only: bool) -> str:
+    """Return what to do about a damaged file, of this run or of another one."""
+    return "copy the directory again" if reads_only else "delete it and the files after it, and use --resume"
+
+
+def check_generation(
+    path: Path,
+    generation: Generation,
+    prompts: Sequence[Sample],
+    settings: Mapping[str, Any],
+    vocab_size: int,
+    *,
+    reads_only: bool,
+) -> None:
+    """Check that a stored generation belongs to this run.
 
     Args:
         prompts: the prompt of each completion.
@@ -31,10 +55,8 @@ def read_generation(
         reads_only: whether the file belongs to another run.
 
     Raises:
-        UserError: the file is damaged, or belongs to other prompts or options.
+        UserError: it belongs to other prompts or options.
     """
-    hint = "copy the directory again" if reads_only else "delete it and the files after it, and use --resume"
-    generation = Generation.load(path, hint)
     if len(generation) != len(prompts):
         raise UserError(
             f"{path} has {len(generation)} completions, not {len(prompts)}",
@@ -48,11 +70,10 @@ def read_generation(
             problem = f"{path} was drawn with --{name} {generation.settings.get(name)}, not {value}"
             raise UserError(problem, "use the options of its run")
     if generation.completion_lengths.max() > settings["max_completion_length"]:
-        raise UserError(f"{path} has completions longer than --max_completion_length", hint)
+        raise UserError(f"{path} has completions longer than --max_completion_length", hint_for(reads_only))
     if generation.completion_ids.min() < 0 or generation.completion_ids.max() >= vocab_size:
         raise UserError(f"{path} has tokens outside of the vocabulary", "use the --model of its run")
     logger.info("read %s: %d completions", path, len(generation))
-    return generation
 
 
 def write_generation(path: Path, generation: Generation, tokenizer: PreTrainedTokenizerBase) -> None:

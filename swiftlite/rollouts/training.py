@@ -68,20 +68,23 @@ def make_prompt_encoder(args: SftArgs, tokenizer: PreTrainedTokenizerBase, hf_mo
 
 
 def load_prompts(args: SftArgs, encoder: Encoder, vocab_size: int) -> Data:
-    """Load the prompts, after the reward functions, whose errors are thus found before anything is read. Collective.
+    """Load the prompts. Held-out prompts are only continued for acceptance.json, because they have no labels."""
+    offered = vars(args).keys() - {"truncation_strategy"}
+    return replace(load_data(args, encoder, vocab_size, offered), val=[])
 
-    Held-out prompts are only continued for acceptance.json, because they have no labels.
+
+def load_scored_prompts(args: SftArgs, encoder: Encoder, vocab_size: int) -> Data:
+    """Load the reward functions and then the prompts, so that an error is found before the model is read. Collective.
 
     Raises:
         UserError: the prompts or the reward functions cannot be used.
     """
     assert isinstance(args, GrpoArgs)
-    offered = vars(args).keys() - {"truncation_strategy"}
     with ExitStack() as stack:
         rewards = reward_process(args)
         if not args.rollouts_from:
             on_first_rank(lambda: _enter(stack, rewards))
-        data = replace(load_data(args, encoder, vocab_size, offered), val=[])
+        data = load_prompts(args, encoder, vocab_size)
         if not args.rollouts_from:
             on_first_rank(lambda: rewards.check_columns(columns_of(data.train)))
     return data
@@ -160,7 +163,7 @@ def policy_objective(run: Run) -> PolicyObjective:
 
 GRPO = Training(
     make_encoder=make_prompt_encoder,
-    load=load_prompts,
+    load=load_scored_prompts,
     make_objective=policy_objective,
     open_batches=open_rollouts,
     extras=(ADVANTAGE, OLD, ENGINE, REFERENCE),

@@ -85,7 +85,7 @@ def test_a_signal_ends_a_generation(words, unbroken, function, number, checkpoin
     assert len(list(tmp_path.glob("run/rollouts/*.safetensors"))) == len(checkpoints)
     code, errors, _ = run(GRPO, words, tmp_path, is_again=True)
     assert code == 0, errors
-    found = GRPO.content(tmp_path)
+    found: Any = GRPO.content(tmp_path)
     for name, content in unbroken.items():
         if name not in ("checkpoints", "names"):
             assert found[name] == content

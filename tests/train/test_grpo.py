@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from swiftlite import rules
 from swiftlite.args.commands import ExportArgs, GrpoArgs
+from swiftlite.data.rows.prompt import COLUMNS
 from swiftlite.errors import OptionError, UserError
 from swiftlite.export.run import to_hf
 from swiftlite.rollouts.generation import Generation
@@ -36,10 +37,15 @@ def short(completions):
     return [None if index % 5 == 4 else -len(text) / 100 for index, text in enumerate(completions)]
 
 
+def mixed(completion_ids, answer):
+    return [int(a) % 4 and sum(i % 5 for i in ids) for ids, a in zip(completion_ids, answer)]
+
+
 def broken(completions):
     raise ValueError("no reward today")
 """
 
+DYNAMIC: dict[str, Any] = {"dynamic_sample": True, "reward_funcs": ["mixed"], "reward_weights": []}
 NOTHING = "return [None] * len(completions)"
 
 
@@ -124,7 +130,10 @@ def test_log_probabilities_are_those_of_transformers(options, mesh, hf_dir, temp
     np.testing.assert_allclose(stored.engine_log_p, np.concatenate(expected), rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize(("changed", "stop"), [({}, 2), ({"steps_per_generation": 2, "num_iterations": 2}, 2)])
+@pytest.mark.parametrize(
+    ("changed", "stop"),
+    [({}, 2), ({"steps_per_generation": 2, "num_iterations": 2}, 2), (DYNAMIC, 1)],
+)
 def test_a_resumed_run_equals_the_unbroken_one(options, mesh, tmp_path, changed, stop):
     """It is stopped after the generation that follows the checkpoint was drawn."""
     changed = changed | {"train_iters": 5}
@@ -230,6 +239,51 @@ def test_rewards_without_a_difference_are_counted(options, mesh, reward, unscore
         assert ("reward" in line) == (not unscored)
     before, after = load_file(hf_dir / "model.safetensors"), weights(run, mesh)
     assert all(torch.equal(before[name], tensor) for name, tensor in after.items())
+
+
+def test_groups_without_a_difference_are_replaced(options, mesh, tmp_path):
+    """The rewards of every second prompt are equal. Each generation has 3 of the 6 prompts."""
+    args = options(**DYNAMIC)
+    run = train(args, mesh)
+    plain = metrics(train(options(**DYNAMIC | {"dynamic_sample": False}, output_dir=str(tmp_path / "plain")), mesh))
+    samples = prepare(args, mesh).data.train
+    flat = [line["frac_reward_zero_std"] for line in plain]
+    assert max(flat) > 0
+    for number, line in enumerate(metrics(run)):
+        assert line["frac_reward_zero_std"] == 0
+        stored = Generation.load(run / "rollouts" / f"{number:06d}.safetensors")
+        rows = stored.settings["rows"]
+        assert len(set(rows)) == 3
+        expected = [samples[row].input_ids for row in rows for _ in range(args.num_generations)]
+        assert np.array_equal(stored.prompt_ids, np.concatenate(expected))
+        answers = [json.loads(samples[row].extras[COLUMNS])["answer"] for row in rows]
+        assert all(int(answer) % 4 for answer in answers)
+        groups = stored.advantages.reshape(3, -1)
+        assert np.allclose(groups.sum(axis=1), 0, atol=1e-4)
+        assert (groups.std(axis=1) > 0).all()
+        assert len({tuple(ids) for ids in stored.completions()}) > 6
+        assert line["rollout/replaced_groups"] <= line["rollout/further_prompts"] <= 3
+    first = metrics(run)[0]  # later generations are drawn with other weights
+    assert first["rollout/replaced_groups"] == round(3 * flat[0])
+    stored = {"rollouts_from": str(run / "rollouts"), "reward_funcs": []}
+    again = metrics(train(options(**DYNAMIC | stored, output_dir=str(tmp_path / "again")), mesh))
+    assert [line["reward"] for line in again] == [line["reward"] for line in metrics(run)]
+    with pytest.raises(UserError, match=naming("24 --steps_per_generation")):
+        first_step(options(**DYNAMIC | stored, steps_per_generation=2), mesh)
+
+
+@pytest.mark.parametrize(
+    ("reward", "further"),
+    [("return [1] * len(completions)", 3), ("return [None] * len(completions)", 3), ("raise ValueError", 0)],
+)
+def test_groups_stay_if_there_is_no_replacement(options, mesh, reward, further):
+    """All prompts have been tried, or a failed function scores none."""
+    args = options(**DYNAMIC | {"reward_funcs": ["flat"], "train_iters": 1})
+    Path(args.external_plugins[0]).write_text(f"def flat(completions):\n    {reward}\n")
+    (line,) = metrics(train(args, mesh))
+    assert line["frac_reward_zero_std"] == 1
+    assert line["rollout/replaced_groups"] == 0
+    assert line["rollout/further_prompts"] == further
 
 
 def test_rollouts_that_cannot_be_written_are_found_before_the_first_step(options, mesh):

@@ -154,13 +154,14 @@ def settings_have_an_effect(args: GrpoArgs, facts: Facts) -> Iterator[str]:
         "num_speculative_tokens": no_heads if no_heads[0] else not_drafted,
         "mtp_lr": no_heads,
         "soft_cache_length": no_length,
+        "max_resample_times": (not args.dynamic_sample, "--dynamic_sample is false"),
         **dict.fromkeys(_OF_DRAWING, stored),
     }
     yield from common.without_effect(args, idle)
 
 
 _OF_DRAWING = ("reward_funcs", "reward_weights", "external_plugins", "advantage_estimator", "scale_rewards")
-_OF_DRAWING += ("infer_backend", "max_batch_size")
+_OF_DRAWING += ("infer_backend", "max_batch_size", "dynamic_sample", "max_resample_times")
 
 RULES = (
     *common.without_options(sft.RULES, UNSUPPORTED),

@@ -1,0 +1,82 @@
+"""Draw a generation for `--dynamic_sample`: groups whose rewards do not differ are replaced, because their advantages
+are 0 (DAPO).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from swiftlite.rollouts.draw import Drawing, completion_figures
+from swiftlite.rollouts.generation import Generation, selected
+from swiftlite.rollouts.prompts import Prompts
+
+
+@dataclass(frozen=True)
+class Resampling:
+    """Draws generations in several rounds.
+
+    Attributes:
+        max_times: maximum number of rounds after the first, each with as many further prompts as there are groups
+            without a difference.
+    """
+
+    drawing: Drawing
+    prompts: Prompts
+    max_times: int
+
+    def draw(self, number: int, step: int, settings: Mapping[str, Any]) -> Generation:
+        """Return a generation with scores. Its settings have the row of each group.
+
+        Groups without a difference that are left after the last round stay in the generation.
+
+        Args:
+            number: number of the generation in the run.
+            step: number of the optimizer step that follows.
+
+        Raises:
+            UserError: the engine fails, or a reward function failed three times in a row.
+        """
+        engine, size = self.drawing.engine, self.prompts.num_generations
+        before = engine.draft_counts()
+        rows = self.prompts.rows(number)
+        others = self.prompts.further_rows(number)
+        # Completions of all rounds have different random numbers.
+        first = number * len(rows) * size * (1 + self.max_times)
+        rounds = [self._round(rows, first, step, settings)]
+        generation, num_replaced = rounds[0], 0
+        for time in range(1, 1 + self.max_times):
+            flat = self.drawing.flat_groups(generation)[: len(others)]
+            if not len(flat) or generation.settings["has_failures"]:  # a failed function gives no differences
+                break
+            tried, others = others[: len(flat)], others[len(flat) :]
+            further = self._round(tried, first + time * len(rows) * size, step, settings)
+            rounds.append(further)
+            is_useful = ~np.isin(np.arange(len(tried)), self.drawing.flat_groups(further))
+            flat = flat[: is_useful.sum()]
+            num_replaced += len(flat)
+            groups = np.arange(len(rows))
+            groups[flat] = len(rows) + np.flatnonzero(is_useful)
+            rows = np.concatenate([rows, tried])[groups]
+            completions = groups[:, None] * size + np.arange(size)
+            generation = selected([generation, further], completions.flatten())
+            generation = replace(generation, settings=further.settings)
+        num_failures = sum(each.figures["rewards/failures"] for each in rounds)
+        generation = self.drawing.rated(generation, int(num_failures))
+        seconds = sum(len(each.completion_ids) / each.figures["rollout/tokens_per_second"] for each in rounds)
+        num_tokens = sum(len(each.completion_ids) for each in rounds)
+        figures = {
+            **generation.figures,
+            **completion_figures(
+                generation.completion_lengths, generation.is_truncated, engine.draft_counts().since(before)
+            ),
+            "rollout/tokens_per_second": num_tokens / seconds,
+            "rollout/replaced_groups": float(num_replaced),
+            "rollout/further_prompts": float(sum(len(each) for each in rounds[1:]) // size),
+        }
+        return replace(generation, figures=figures, settings={**generation.settings, "rows": rows.tolist()})
+
+    def _round(self, rows: np.ndarray, first: int, step: int, settings: Mapping[str, Any]) -> Generation:
+        prompts = self.prompts.of(rows)
+        return self.drawing.score(self.drawing.draw(prompts, first, settings), prompts, step)
