@@ -278,6 +278,7 @@ class DoctorArgs(
     fields.HeadShapeArgs,
     fields.VisionPartsArgs,
     fields.PlannedImagesArgs,
+    rl_fields.PlannedRolloutsArgs,
     fields.VllmArgs,
     fields.SpeculationArgs,
     ExaminationArgs,

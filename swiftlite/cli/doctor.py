@@ -17,6 +17,7 @@ from swiftlite.args.commands import DoctorArgs
 from swiftlite.bridge.encoding.quantization import describe_quantization
 from swiftlite.cli.layout_plan import report_layouts
 from swiftlite.cli.reference_plan import report_reference
+from swiftlite.cli.rollout_plan import report_rollouts
 from swiftlite.engines.index import ENGINES
 from swiftlite.engines.info import EngineInfo
 from swiftlite.errors import UserError
@@ -397,7 +398,8 @@ def _report_plan(args: DoctorArgs, facts: Facts) -> bool:
         print(f"\n{_cached_trunk(hf_config, setup)}")
         if setup.layout.pipeline_model_parallel_size == 1 and setup.low_precision is None:
             print(_streamed_trunk(hf_config, setup))
-    return report_reference(args, facts, setup, stages) and fits
+    with_others = report_reference(args, facts, setup, stages) and report_rollouts(args, facts, setup, stages)
+    return with_others and fits
 
 
 def _cached_trunk(hf_config: dict[str, Any], setup: Setup) -> str:

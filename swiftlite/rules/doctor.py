@@ -154,6 +154,8 @@ def heads_are_planned(args: DoctorArgs, facts: Facts) -> Iterator[Problem]:
 def reference_fits_the_plan(args: DoctorArgs, facts: Facts) -> Iterator[Problem]:
     if not args.plan:
         return
+    if args.max_completion_length:
+        return
     if args.loss_type is None or args.loss_type in WITHOUT_REFERENCE:
         for name in common.changed(args, _OF_REFERENCE):
             yield f"--{name} requires a --loss_type with a reference model", "use --loss_type sigmoid"
@@ -214,6 +216,26 @@ def images_are_planned(args: DoctorArgs, facts: Facts) -> Iterator[Problem]:
     yield from sft_vision.something_is_trained(args, facts)
 
 
+def rollouts_are_planned(args: DoctorArgs, facts: Facts) -> Iterator[Problem]:
+    if not args.plan:
+        return
+    if args.max_completion_length is None:
+        for name in common.changed(args, ("max_batch_size", "beta")):
+            yield f"--{name} requires --max_completion_length", "add --max_completion_length 256"
+        return
+    given = f"--max_completion_length {args.max_completion_length} plans megatron grpo"
+    for name in common.changed(args, ("gpu_type", "loss_type", "images_per_row", *_OF_REFERENCE[1:])):
+        yield f"{given}, which does not support --{name} in a plan", "remove one of the two"
+    if args.mtp_mode == "heads_only":
+        yield f"{given}, which does not support --mtp_mode heads_only", "remove one of the two"
+    if args.max_completion_length >= args.max_length:
+        problem = f"{given} without room for a prompt within --max_length {args.max_length}"
+        yield problem, f"use --max_length {2 * args.max_completion_length}"
+    if args.ref_model and not args.beta:
+        yield f"--ref_model {args.ref_model} requires --beta", "add --beta 0.1"
+    yield from dpo.reference_is_a_model(args, facts)
+
+
 _OF_IMAGES = ("max_pixels", "freeze_vit", "freeze_aligner", "freeze_llm", "vit_gradient_checkpointing")
 
 
@@ -236,6 +258,7 @@ RULES = (
     a_plan_of_pairs_trains_the_trunk,
     adapters_are_planned,
     images_are_planned,
+    rollouts_are_planned,
     kernels_are_planned,
     common.recompute_options_fit,
 )

@@ -38,6 +38,8 @@ READERS = {
         "plan/preference.py",
         "plan/trainable.py",
         "estimate/search.py",
+        "estimate/rollout_memory.py",
+        "cli/rollout_plan.py",
         "engines",
     ],
     "report": ["report"],

@@ -27,8 +27,8 @@ PLACES = [
     ("compute_advantages", 2),
     ("token_log_probabilities", 1),
     ("token_log_probabilities", 2),
-    ("Rollouts._write", 1),
-    ("Rollouts._write", 2),
+    ("write_generation", 1),
+    ("write_generation", 2),
     ("Generation.save", 1),  # the file for readers is written, the other is not
     ("Generation.save", 2),
     ("PolicyObjective._policy_loss", 2),  # between two micro-batches

@@ -1,0 +1,92 @@
+"""Test the output of `swiftlite doctor --plan --max_completion_length`, the plan of `megatron grpo`."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.numpy import load_file
+
+from swiftlite import rules
+from swiftlite.args.commands import DoctorArgs
+from swiftlite.errors import OptionError
+from swiftlite.estimate.memory import estimate
+from swiftlite.estimate.rollout_memory import estimate_rollouts, rollout_flops
+from swiftlite.estimate.setup import Setup, planned_setup
+from swiftlite.families.index import architecture_of
+from swiftlite.heads import Heads
+from tests.cli.test_doctor_plan import model  # noqa: F401, a fixture
+from tests.cli.test_reference_plan import lines_of
+from tests.messages import mentions, naming
+from tests.tiny import make_tiny_hf
+
+ROLLOUTS: dict[str, Any] = {"plan": True, "max_completion_length": 256, "max_length": 1024}
+
+
+def test_the_engine_is_added_to_the_trainer(capsys, model):  # noqa: F811
+    code, lines = lines_of(capsys, model=model, gpu_memory_gb=400.0, **ROLLOUTS)
+    assert code == 0
+    (start,) = (number for number, line in enumerate(lines) if line.split()[:1] == ["trainer"])
+    trainer, reference, engine, cache, total = map(float, lines[start + 1].split())
+    assert reference == 0 < engine < trainer
+    assert total == pytest.approx(trainer + engine + cache, abs=0.03)
+    _, with_reference = lines_of(capsys, model=model, gpu_memory_gb=400.0, beta=0.1, **ROLLOUTS)
+    assert float(with_reference[start + 1].split()[1]) > 0
+    code, lines = lines_of(capsys, model=model, gpu_memory_gb=400.0, max_batch_size=5000, **ROLLOUTS)
+    assert code == 1
+    assert mentions(lines[-1], "--max_batch_size --max_length")
+
+
+@pytest.mark.parametrize("family", ["qwen3", "deepseek_v3", "qwen3_next"])
+def test_sizes_are_those_of_the_files(tmp_path, family):
+    """The engine holds all tensors of the model, and the cache all keys and values, or latents."""
+    directory = make_tiny_hf(tmp_path / "hf", family, depth=1)
+    config = json.loads((directory / "config.json").read_text())
+    args = DoctorArgs(model=str(directory), max_batch_size=3, torch_dtype="float32", beta=0.1, **ROLLOUTS)
+    setup = planned_setup(args, config)
+    memory = estimate_rollouts(args, setup, estimate(config, setup), config, config)
+    # Heads share embedding and output layer with the trunk; some files have copies.
+    tensors = {tensor.tobytes() for tensor in load_file(directory / "model.safetensors").values()}
+    assert memory.engine == pytest.approx(sum(map(len, tensors)), rel=1e-3)  # without the biases of routers
+    assert memory.reference < memory.engine
+    assert memory.cache == 4 * 3 * 1024 * numbers_per_token(config)
+
+
+def numbers_per_token(config: dict[str, Any]) -> int:
+    """Return how many numbers a token has in the cache of trunk and head."""
+    layers = config.get("layer_types", ["full_attention"] * config["num_hidden_layers"])
+    number = layers.count("full_attention") + 1
+    if "kv_lora_rank" in config:
+        return number * (config["kv_lora_rank"] + config["qk_rope_head_dim"])
+    return number * 2 * config["num_key_value_heads"] * config["head_dim"]
+
+
+def test_flops_of_drawing_are_those_of_a_forward_pass(tmp_path):
+    directory = make_tiny_hf(tmp_path / "hf", "qwen3", depth=0)
+    config = json.loads((directory / "config.json").read_text())
+    drawn, trained = rollout_flops(config, Setup(max_length=100, heads=Heads()), 20)
+    architecture = architecture_of(config)
+    per_token = sum(layer.macs_per_token() for layer in architecture.layers)
+    pairs = 100 * 101 / 2 * sum(layer.attention.macs_per_pair() for layer in architecture.layers)
+    output = 20 * architecture.outside.vocab * architecture.outside.hidden
+    assert drawn == pytest.approx(2 * (100 * per_token + pairs + output))
+    assert trained == pytest.approx(3 * drawn)
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"loss_type": "sigmoid"}, "--max_completion_length --loss_type"),
+        ({"gpu_type": "H100", "num_gpus": 8}, "--max_completion_length --gpu_type"),
+        ({"ref_tensor_model_parallel_size": 2}, "--ref_tensor_model_parallel_size"),
+        ({"mtp_mode": "heads_only"}, "--mtp_mode heads_only"),
+        ({"max_length": 256}, "--max_length 512"),
+        ({"ref_model": "REF"}, "--beta"),
+        ({"max_completion_length": None, "beta": 0.1}, "--beta --max_completion_length"),
+    ],
+)
+def test_options_that_do_not_fit_are_named(model, options, problem, tmp_path):  # noqa: F811
+    if "ref_model" in options:
+        options = {"ref_model": str(Path(model))}
+    with pytest.raises(OptionError, match=naming(problem)):
+        rules.check(DoctorArgs(**{"model": model, **ROLLOUTS, **options}))
