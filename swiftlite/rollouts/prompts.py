@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -32,10 +33,22 @@ class Prompts:
         order = np.random.RandomState([self.sampler.seed, number, 1]).permutation(len(self.samples))
         return order[~np.isin(order, self.rows(number))]
 
+    def stored_rows(self, number: int, stored: Any) -> Sequence[int] | np.ndarray:
+        """Return the rows of a stored generation.
+
+        Args:
+            stored: the rows that `--dynamic_sample` stored with the completions, some of them further rows; None
+                without it. A value that does not name rows of this dataset is ignored.
+        """
+        rows = self.rows(number)
+        is_valid = isinstance(stored, list) and len(stored) == len(rows)
+        if is_valid and all(type(row) is int and 0 <= row < len(self.samples) for row in stored):
+            return stored
+        return rows
+
     def of(self, rows: Sequence[int] | np.ndarray) -> list[Sample]:
-        """Return the prompt of each completion; those of a group are adjacent. Rows that do not exist are omitted."""
+        """Return the prompt of each completion; those of a group are adjacent."""
         prompts: list[Sample] = []
         for row in rows:
-            if row < len(self.samples):
-                prompts += [self.samples[row]] * self.num_generations
+            prompts += [self.samples[row]] * self.num_generations
         return prompts

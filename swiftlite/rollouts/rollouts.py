@@ -183,9 +183,7 @@ class Rollouts:
             UserError: the file is damaged, or belongs to other prompts or options.
         """
         generation = Generation.load(path, hint_for(self.reads_only))
-        rows = self.prompts.rows(number)
-        stored_rows = generation.settings.get("rows", ())  # of --dynamic_sample, some of them are further ones
-        prompts = self.prompts.of(stored_rows if len(stored_rows) == len(rows) else rows)
+        prompts = self.prompts.of(self.prompts.stored_rows(number, generation.settings.get("rows")))
         vocab_size = self.run.hf_model.config["vocab_size"]
         check_generation(path, generation, prompts, self._settings(), vocab_size, reads_only=self.reads_only)
         if self.reads_only:

@@ -4,6 +4,7 @@ import json
 import math
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -270,6 +271,12 @@ def test_groups_without_a_difference_are_replaced(options, mesh, tmp_path):
     assert [line["reward"] for line in again] == [line["reward"] for line in metrics(run)]
     with pytest.raises(UserError, match=naming("24 --steps_per_generation")):
         first_step(options(**DYNAMIC | stored, steps_per_generation=2), mesh)
+    path = run / "rollouts" / "000000.safetensors"
+    whole = Generation.load(path)
+    for rows in (["a"] * 3, [-1] * 3, [1000] * 3, {"0": 1, "1": 1, "2": 1}):
+        replace(whole, settings={**whole.settings, "rows": rows}).save(path)
+        with pytest.raises(UserError, match=naming("000000.safetensors --dataset --seed")):
+            first_step(options(**DYNAMIC | stored), mesh)
 
 
 @pytest.mark.parametrize(
