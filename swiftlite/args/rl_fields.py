@@ -77,6 +77,9 @@ class CompletionArgs:
 
     infer_backend: str = "transformers"
     """Engine that generates completions: transformers or vllm."""
+    rollout_server: list[str] = field(default_factory=list)
+    """Addresses of vLLM servers that generate completions instead of --infer_backend, such as http://a:8000
+    http://b:8000. They are started by swiftlite deploy --live_weights; their api_key is read from VLLM_API_KEY."""
     max_completion_length: bounds.PositiveInt = 256
     """Maximum length of a completion in tokens."""
     temperature: bounds.PositiveFloat = 1.0
@@ -88,7 +91,7 @@ class CompletionArgs:
     mtp_lr: bounds.PositiveFloat | None = None
     """Peak learning rate of the heads. Default: --lr."""
     max_batch_size: bounds.PositiveInt = 64
-    """Maximum number of completions that the engine generates at once."""
+    """Maximum number of completions that the engine, or each --rollout_server, generates at once."""
     rollouts_from: str | None = None
     """Directory with stored rollouts of another run (its OUTPUT_DIR/rollouts), which are trained on without an engine
     and without rewards."""

@@ -15,6 +15,8 @@ from swiftlite.engines.index import ENGINES
 from swiftlite.errors import UserError
 from swiftlite.families.resolved import HfModel
 
+FinishReason = Literal["stop", "length"]
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -64,7 +66,7 @@ class Completion:
     """
 
     token_ids: list[int]
-    finish_reason: Literal["stop", "length"]
+    finish_reason: FinishReason
     log_p: list[float] | None = None
 
 
@@ -143,7 +145,7 @@ class Engine(Protocol):
     def close(self) -> None: ...
 
 
-def finish_reason(reason: str | None) -> Literal["stop", "length"]:
+def finish_reason(reason: str | None) -> FinishReason:
     """Convert an engine's finish reason to the `finish_reason` of a `Completion`."""
     if reason == "stop":
         return "stop"

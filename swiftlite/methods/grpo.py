@@ -1,6 +1,7 @@
 """Describe `megatron grpo`, which learns from rewards of completions that the model generates."""
 
 from swiftlite.args.commands import GrpoArgs
+from swiftlite.args.rl_fields import CompletionArgs
 from swiftlite.methods.method import Lines, Method
 
 
@@ -10,7 +11,7 @@ def describe(args: GrpoArgs) -> Lines:
     lines = [
         ("learns from", f"{args.num_generations} completions of each prompt, {args.loss_type}"),
         ("rewards", " + ".join(args.reward_funcs)),
-        ("generation", f"{prompts} prompts by {args.infer_backend}, for {_steps_of(args)} steps"),
+        ("generation", f"{prompts} prompts by {generator_of(args)}, for {_steps_of(args)} steps"),
     ]
     if args.rollouts_from:
         lines[1:] = [("completions", f"stored in {args.rollouts_from}")]
@@ -24,6 +25,11 @@ def describe_files(args: GrpoArgs) -> Lines:
     if args.rollouts_from:
         return []
     return [("rollouts/", "the completions of each generation with their rewards; a resumed run reads them")]
+
+
+def generator_of(args: CompletionArgs) -> str:
+    """Return what generates completions, for the plan."""
+    return " ".join(args.rollout_server) or args.infer_backend
 
 
 def _steps_of(args: GrpoArgs) -> int:

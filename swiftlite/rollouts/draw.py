@@ -17,6 +17,7 @@ from swiftlite.log import logger
 from swiftlite.rewards.advantages import Advantages, AdvantageSettings, compute_advantages
 from swiftlite.rewards.process import RewardProcess
 from swiftlite.rollouts.generation import Generation
+from swiftlite.rollouts.servers import RolloutServers
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,7 @@ def draw(
         figures={
             **completion_figures(lengths, is_truncated, counts),
             "rollout/tokens_per_second": float(lengths.sum() / seconds),
+            **server_figures(engine),
         },
         settings=settings,
     )
@@ -175,6 +177,11 @@ def completion_figures(lengths: np.ndarray, is_truncated: np.ndarray, counts: Dr
     for position, accepted in enumerate(counts.accepted_per_position, start=1):
         figures[f"rollout/acceptance_{position}"] = accepted / max(counts.drafts, 1)
     return figures
+
+
+def server_figures(engine: Engine) -> dict[str, float]:
+    """Return the metrics of rollout servers; empty for an engine of this process."""
+    return engine.figures() if isinstance(engine, RolloutServers) else {}
 
 
 def _engine_log_p(completions: Sequence[Completion]) -> np.ndarray:

@@ -1,17 +1,26 @@
-"""Start the engine that generates completions during training. This is the work of the first rank."""
+"""Start the engine that generates completions during training, or connect to servers. This is the work of the first
+rank."""
 
 from swiftlite.args.rl_fields import CompletionArgs
 from swiftlite.data.template import ChatTemplate, stop_token_ids
 from swiftlite.engines.engine import Engine, EngineConfig, Sampling, start_engine
+from swiftlite.rollouts.servers import Requirements, RolloutServers
 from swiftlite.train.phases import Run
 
 
 def start_rollout_engine(run: Run, args: CompletionArgs) -> Engine:
-    """Start the engine of a run.
+    """Start the engine of a run, or connect to the servers of --rollout_server.
 
     Raises:
-        UserError: the engine cannot be started.
+        UserError: the engine cannot be started, or a server cannot be used.
     """
+    if args.rollout_server:
+        requirements = Requirements(
+            run.hf_model, run.args.max_length, drafts(run, args), num_speculative_tokens=args.num_speculative_tokens
+        )
+        # The other ranks wait while a request to a server is repeated, or another server takes its place.
+        timeout = 60 * run.args.distributed_timeout_minutes / 2
+        return RolloutServers(args.rollout_server, requirements, args.max_batch_size, timeout)
     num_drafts = 0
     if drafts(run, args):
         num_drafts = args.num_speculative_tokens or run.plan.heads.drafts

@@ -2,11 +2,13 @@
 
 import dataclasses
 import functools
+import importlib.util
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from swiftlite.args.bounds import describe, out_of_bounds
 from swiftlite.args.command_line import shell_line
@@ -189,6 +191,23 @@ def file_problems(flag: str, name: str) -> Iterator[Problem]:
         yield problem, "rename it, or convert it to JSON lines"
     elif path.stat().st_size == 0:
         yield f"{flag} {file} is empty", "write one JSON object per line"
+
+
+def is_address(text: str) -> bool:
+    """Return whether a text is the address of a server, http://HOST:PORT."""
+    try:
+        parts = urlsplit(text)
+        parts.port  # noqa: B018 - raises ValueError
+    except ValueError:
+        return False
+    has_host = parts.scheme in ("http", "https") and parts.hostname is not None
+    return has_host and not (parts.username or parts.query or parts.fragment)
+
+
+def metrics_can_be_parsed(option: str) -> Iterator[Problem]:
+    """Require the package that parses the metrics of a server."""
+    if importlib.util.find_spec("prometheus_client") is None:
+        yield f"{option} requires the package prometheus_client", "pip install prometheus_client"
 
 
 def output_dir_is_given(args: Any, facts: Facts) -> Iterator[Problem]:

@@ -1,10 +1,8 @@
 """Rules of `evaluate`."""
 
 import functools
-import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from swiftlite.args.commands import EvaluateArgs
 from swiftlite.args.config import Problem
@@ -55,18 +53,8 @@ def evaluate_settings_without_effect(args: EvaluateArgs, facts: Facts) -> Iterat
 
 
 def server_is_an_address(args: EvaluateArgs, facts: Facts) -> Iterator[Problem]:
-    if args.server is not None and not _is_address(args.server):
+    if args.server is not None and not common.is_address(args.server):
         yield f"--server {args.server} is not an address", "give http://HOST:PORT, such as http://127.0.0.1:8000"
-
-
-def _is_address(text: str) -> bool:
-    try:
-        parts = urlsplit(text)
-        parts.port  # noqa: B018 - raises ValueError
-    except ValueError:
-        return False
-    has_host = parts.scheme in ("http", "https") and parts.hostname is not None
-    return has_host and not (parts.username or parts.query or parts.fragment)
 
 
 def server_has_no_model_options(args: EvaluateArgs, facts: Facts) -> Iterator[Problem]:
@@ -76,8 +64,8 @@ def server_has_no_model_options(args: EvaluateArgs, facts: Facts) -> Iterator[Pr
 
 
 def server_metrics_can_be_parsed(args: EvaluateArgs, facts: Facts) -> Iterator[Problem]:
-    if args.server is not None and importlib.util.find_spec("prometheus_client") is None:
-        yield "--server requires the package prometheus_client", "pip install prometheus_client"
+    if args.server is not None:
+        yield from common.metrics_can_be_parsed("--server")
 
 
 def since_is_a_duration_of_a_server(args: EvaluateArgs, facts: Facts) -> Iterator[Problem]:

@@ -6,7 +6,7 @@ A process other than the server, such as a trainer, uses `ServedVllm`, which has
 import asyncio
 import os
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -14,17 +14,26 @@ import torch
 
 from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.args.fields import WeightTransport
-from swiftlite.engines.engine import Completion, OnAnswer, Sampling, check_prompts, finish_reason
+from swiftlite.engines.engine import Completion, FinishReason, OnAnswer, Sampling, check_prompts
 from swiftlite.engines.loading.weight_update import Bucket, Part, WeightUpdate, unsupported_layout
 from swiftlite.engines.served_model import resolve_served
 from swiftlite.engines.vllm.live.weight_channel import VllmChannel
 from swiftlite.engines.vllm.live.weight_transport import BACKENDS, check_gpus, make_transport
 from swiftlite.engines.vllm.metrics import read_metrics
 from swiftlite.errors import UserError
+from swiftlite.families.resolved import HfModel
 
 _Result = TypeVar("_Result")
 _SHORT = 60
 """Timeout in seconds of a request without computation."""
+COMPLETIONS = "/v1/completions"
+INFO = "/server_info?config_format=json"
+_NO_DEFAULTS = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+"""Sampling settings that a server otherwise takes from generation_config.json of its model."""
+
+
+class LostServer(UserError):
+    """A server does not respond, or its engine has failed."""
 
 
 class ServedVllm:
@@ -36,15 +45,29 @@ class ServedVllm:
         timeout: maximum seconds of a request, such as loading a bucket of weights or draining in-flight requests. With
             a batch of prompts, maximum seconds until the next one is finished. The default equals that of
             --distributed_timeout_minutes, the time that other ranks of a trainer wait in a collective.
+        model: the model whose weights are sent. Default: the server's model, whose directory must exist on this
+            machine.
+
+    Attributes:
+        url: address of the server.
+        config: vLLM's configuration, as its route /server_info returns it.
+        instance_id: a value that changes when the server is restarted.
+        weight_transport: value of deploy's --weight_transport.
+        max_length: maximum length of prompt and answer in tokens.
 
     Raises:
-        UserError: no server responds in time; the key is wrong, the server was started without --live_weights, or
-            an update of its weights has failed or is running.
+        LostServer: no server responds in time.
+        UserError: the key is wrong, the server was started without --live_weights, or an update of its weights has
+            failed or is running.
     """
 
-    def __init__(self, url: str, api_key: str | None = None, timeout: float = 600):
+    def __init__(self, url: str, api_key: str | None = None, timeout: float = 600, model: HfModel | None = None):
         self._server = _Server(url, api_key or os.environ.get("VLLM_API_KEY"), timeout)
-        config = self._server.call("GET", "/server_info?config_format=json")["vllm_config"]
+        self.url = self._server.url
+        info = self._server.call("GET", INFO, timeout=_SHORT)
+        if not isinstance(info, dict) or "vllm_config" not in info:
+            raise _without_option(url)  # another program, or another engine
+        self.config = config = info["vllm_config"]
         backend = (config["weight_transfer_config"] or {}).get("backend")
         transports: dict[str, WeightTransport] = {name: transport for transport, name in BACKENDS.items()}
         if backend not in transports:
@@ -54,16 +77,19 @@ class ServedVllm:
                 f"the server at {url} is paused: a weight update is in progress or has failed",
                 "restart the server unless another process is updating it",
             )
-        model = resolve_served(config["model_config"]["model"])
+        self.instance_id: str = config["instance_id"]
+        self.weight_transport: WeightTransport = transports[backend]
+        if model is None:
+            model = resolve_served(config["model_config"]["model"])
         drafting = config["speculative_config"] or {}
         self.num_speculative_tokens: int = drafting.get("num_speculative_tokens", 0)
-        self._max_length: int = config["model_config"]["max_model_len"]
-        check_gpus(transports[backend], ())
+        self.max_length: int = config["model_config"]["max_model_len"]
+        check_gpus(self.weight_transport, ())
         client = _ServerClient(self._server)
         host = urlsplit(self._server.url).hostname or "127.0.0.1"
         parallel = config["parallel_config"]
         num_workers = parallel["world_size"] * parallel["data_parallel_size"]
-        self._transport = make_transport(transports[backend], client, num_workers, host)
+        self._transport = make_transport(self.weight_transport, client, num_workers, host)
         channel = VllmChannel(client, self._transport)
         layout = unsupported_layout(parallel["pipeline_parallel_size"], parallel["enable_expert_parallel"])
         self._weights = WeightUpdate("vLLM", channel, model, drafting.get("method") == "mtp", layout)
@@ -73,22 +99,10 @@ class ServedVllm:
     ) -> list[Completion]:
         """Complete every prompt and return completions in order, as `Engine.generate` specifies."""
         self._weights.check_whole()
-        check_prompts(prompts, self._max_length)
+        check_prompts(prompts, self.max_length)
 
         async def answer(session: aiohttp.ClientSession, place: int) -> Completion:
-            request = {
-                "prompt": list(prompts[place]),
-                # vLLM rejects requests that could exceed its maximum length.
-                "max_tokens": min(sampling.max_new_tokens, self._max_length - len(prompts[place])),
-                "temperature": sampling.temperature,
-                "top_p": sampling.top_p,
-                "seed": sampling.seed_of(place),
-                "stop_token_ids": list(sampling.stop_token_ids),
-                "ignore_eos": True,  # only stop_token_ids end an answer
-                "return_token_ids": True,
-            }
-            (choice,) = (await self._server.ask(session, "POST", "/v1/completions", request))["choices"]
-            completion = Completion(choice["token_ids"], finish_reason(choice["finish_reason"]))
+            completion = await self.complete(session, prompts[place], sampling, sampling.seed_of(place))
             if on_answer:
                 on_answer(place, completion)
             return completion
@@ -96,10 +110,73 @@ class ServedVllm:
         async def answer_all(session: aiohttp.ClientSession) -> list[Completion]:
             answers = [asyncio.create_task(answer(session, place)) for place in range(len(prompts))]
             for next_one in asyncio.as_completed(answers):
-                await self._server.in_time(next_one, "/v1/completions")
+                await self._server.in_time(next_one, COMPLETIONS)
             return [each.result() for each in answers]
 
         return self._server.run(answer_all)
+
+    async def complete(
+        self, session: aiohttp.ClientSession, prompt: Sequence[int], sampling: Sampling, seed: int
+    ) -> Completion:
+        """Complete one prompt.
+
+        Args:
+            session: a session of `new_session`.
+            seed: seed of this prompt.
+
+        Raises:
+            LostServer: the server does not respond, or ends the request before its completion is finished.
+            UserError: the server rejects the request.
+        """
+        request = {
+            "prompt": list(prompt),
+            # vLLM rejects requests that could exceed its maximum length.
+            "max_tokens": min(sampling.max_new_tokens, self.max_length - len(prompt)),
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            **_NO_DEFAULTS,
+            "seed": seed,
+            "stop_token_ids": list(sampling.stop_token_ids),
+            "ignore_eos": True,  # only stop_token_ids end an answer
+            "return_token_ids": True,
+            "logprobs": 0 if sampling.log_p else None,  # of the sampled token alone
+        }
+        try:
+            (choice,) = (await self._server.ask(session, "POST", COMPLETIONS, request))["choices"]
+        except (aiohttp.ClientError, ValueError) as error:
+            raise _no_response(self.url, error) from error
+        reason = choice["finish_reason"]
+        if reason not in get_args(FinishReason):  # "abort": the server is stopping
+            raise LostServer(f"the server at {self.url} ended a request early: {reason}", "restart it")
+        log_p = choice["logprobs"]["token_logprobs"] if sampling.log_p else None
+        return Completion(choice["token_ids"], reason, log_p)
+
+    def new_session(self) -> aiohttp.ClientSession:
+        """Return a session for `complete` and `check`."""
+        return self._server.new_session()
+
+    async def check(self, session: aiohttp.ClientSession) -> None:
+        """Check that the server responds, that its engine is running, and that it was not restarted since this object
+        was made.
+
+        Raises:
+            LostServer: one of these is not the case.
+        """
+        await self._server.get(session, "/health")
+        if (await self._server.get(session, INFO))["vllm_config"]["instance_id"] != self.instance_id:
+            raise LostServer(f"the server at {self.url} was restarted")
+
+    def is_running(self) -> bool:
+        """Return whether `check` raises no error."""
+        try:
+            self._server.run(self.check)
+        except LostServer:
+            return False
+        return True
+
+    def connect(self) -> None:
+        """Connect to the workers of the server, if the transport of weights has connections."""
+        self._transport.connect()
 
     @property
     def bucket_device(self) -> torch.device:
@@ -114,7 +191,7 @@ class ServedVllm:
         """
         self._weights.check_whole()
         self._weights.check_layout()
-        self._transport.connect()
+        self.connect()
         self._pause()
         try:
             self._weights.run(target, draft)
@@ -208,6 +285,20 @@ class _Server:
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
 
+    async def get(self, session: aiohttp.ClientSession, path: str) -> Any:
+        """Return the response of a route that responds immediately. Errors are those of `ask` and `in_time`."""
+        try:
+            return await self.in_time(self.ask(session, "GET", path), path, _SHORT)
+        except (aiohttp.ClientError, ValueError) as error:
+            raise _no_response(self.url, error) from error
+
+    def new_session(self) -> aiohttp.ClientSession:
+        """Return a session without a time limit; `in_time` limits the time of an answer."""
+        limit = aiohttp.ClientTimeout(total=None, sock_connect=30)
+        # A connection is not used again, because vLLM closes it after some seconds, possibly during the next request.
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        return aiohttp.ClientSession(headers=self._headers, timeout=limit, connector=connector)
+
     def call(self, method: str, path: str, body: dict[str, Any] | None = None, timeout: float | None = None) -> Any:
         """Send a request and return its response. Errors are those of `ask` and `in_time`.
 
@@ -220,29 +311,23 @@ class _Server:
         """Run a function with a session.
 
         Raises:
-            UserError: the server does not respond, or an answer is truncated.
+            LostServer: the server does not respond, or an answer is truncated.
         """
 
         async def connected() -> _Result:
-            # `in_time` limits the time of an answer.
-            limit = aiohttp.ClientTimeout(total=None, sock_connect=30)
-            connector = aiohttp.TCPConnector(limit=0)
-            async with aiohttp.ClientSession(headers=self._headers, timeout=limit, connector=connector) as session:
+            async with self.new_session() as session:
                 return await use(session)
 
         try:
             return asyncio.run(connected())
         except (aiohttp.ClientError, ValueError) as error:
-            raise UserError(
-                f"the server at {self.url} does not respond: {str(error) or type(error).__name__}",
-                "start it with swiftlite deploy --live_weights; its address is http://HOST:PORT",
-            ) from error
+            raise _no_response(self.url, error) from error
 
     async def in_time(self, answer: Awaitable[_Result], path: str, timeout: float | None = None) -> _Result:
         """Await an answer.
 
         Raises:
-            UserError: the timeout expires.
+            LostServer: the timeout expires.
         """
         seconds = min(timeout or self._timeout, self._timeout)
         try:
@@ -250,15 +335,18 @@ class _Server:
         except aiohttp.ClientError:  # connection timeouts are also TimeoutErrors
             raise
         except TimeoutError as error:
-            raise UserError(
+            raise LostServer(
                 f"the server at {self.url} did not answer {path} within {seconds:g} s",
                 "see its log; restart it if it hangs, or increase ServedVllm(timeout=...) if it is slow",
             ) from error
 
-    async def ask(self, session: aiohttp.ClientSession, method: str, path: str, body: dict[str, Any] | None) -> Any:
+    async def ask(
+        self, session: aiohttp.ClientSession, method: str, path: str, body: dict[str, Any] | None = None
+    ) -> Any:
         """Return the server's response, parsed if it is JSON.
 
         Raises:
+            LostServer: the server reports an error of its own, such as a dead engine.
             UserError: the server rejects the request.
         """
         async with session.request(method, self.url + path, json=body) as response:
@@ -271,10 +359,19 @@ class _Server:
                 raise _without_option(self.url)
             if response.status != 200:
                 text = (await response.text()).strip()[:2000]
-                raise UserError(f"the server at {self.url} rejected {path}: {text}", "see its log for the cause")
+                refusal = LostServer if response.status >= 500 else UserError
+                raise refusal(f"the server at {self.url} rejected {path}: {text}", "see its log for the cause")
             if response.content_type == "application/json":
                 return await response.json()
             return await response.text()
+
+
+def _no_response(url: str, error: Exception) -> LostServer:
+    """Return the error of a server that cannot be reached, or that closed a connection."""
+    return LostServer(
+        f"the server at {url} does not respond: {str(error) or type(error).__name__}",
+        "start it with swiftlite deploy --live_weights; its address is http://HOST:PORT",
+    )
 
 
 def _without_option(url: str) -> UserError:

@@ -69,6 +69,7 @@ def server_command(args: DeployArgs, model: HfModel, drafts: bool, schedule: Dra
     variables = options.memory_on_cpu()
     if args.live_weights:
         given |= {"weight_transfer_config": {"backend": BACKENDS[args.weight_transport]}, "middleware": GUARD}
+        given["logprobs_mode"] = "processed_logprobs"  # of the distribution that tokens are drawn from, for a trainer
         variables["VLLM_SERVER_DEV_MODE"] = "1"  # enables routes for weights
     given |= VLLM.engine_kwargs(args)
     if isinstance(given.get("api_key"), str):  # hidden from other users; several keys must be flags

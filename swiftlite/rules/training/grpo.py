@@ -9,6 +9,7 @@ from swiftlite.args.bounds import out_of_bounds
 from swiftlite.args.command_line import shell_line
 from swiftlite.args.commands import GrpoArgs
 from swiftlite.args.config import Problem
+from swiftlite.args.rl_fields import CompletionArgs
 from swiftlite.engines.index import ENGINES
 from swiftlite.errors import UserError
 from swiftlite.plan.facts import Facts
@@ -137,9 +138,22 @@ def engine_can_generate(args: GrpoArgs, facts: Facts) -> Iterator[Problem]:
         if not Path(args.rollouts_from).is_dir():
             yield f"--rollouts_from {args.rollouts_from} is not a directory", "give OUTPUT_DIR/rollouts of a run"
         return
+    if args.rollout_server:
+        yield from servers_have_addresses(args)
+        return
     info = ENGINES.get(args.infer_backend)
     if info is not None:
         yield from engine_options.missing_engine(info, "infer_backend")
+
+
+def servers_have_addresses(args: CompletionArgs) -> Iterator[Problem]:
+    urls = [url.rstrip("/") for url in args.rollout_server]
+    for url in urls:
+        if not common.is_address(url):
+            yield f"--rollout_server {url} is not an address", "give http://HOST:PORT, such as http://127.0.0.1:8000"
+    for url in sorted({url for url in urls if urls.count(url) > 1}):
+        yield f"--rollout_server has {url} more than once", "give each server once"
+    yield from common.metrics_can_be_parsed("--rollout_server")
 
 
 def settings_have_an_effect(args: GrpoArgs, facts: Facts) -> Iterator[str]:
@@ -148,6 +162,7 @@ def settings_have_an_effect(args: GrpoArgs, facts: Facts) -> Iterator[str]:
     not_drafted = (args.speculative == "none", "--speculative is none")
     no_heads = (not heads_of(args, facts.heads).layers, "the model has no MTP layers")
     stored = (args.rollouts_from is not None, "--rollouts_from is given")
+    served = (bool(args.rollout_server), "--rollout_server is given")
     idle = {
         "ref_model": (not args.beta, "--beta is 0"),
         "speculative": no_heads,
@@ -156,12 +171,13 @@ def settings_have_an_effect(args: GrpoArgs, facts: Facts) -> Iterator[str]:
         "soft_cache_length": no_length,
         "max_resample_times": (not args.dynamic_sample, "--dynamic_sample is false"),
         **dict.fromkeys(_OF_DRAWING, stored),
+        "infer_backend": stored if stored[0] else served,
     }
     yield from common.without_effect(args, idle)
 
 
 _OF_DRAWING = ("reward_funcs", "reward_weights", "external_plugins", "advantage_estimator", "scale_rewards")
-_OF_DRAWING += ("infer_backend", "max_batch_size", "dynamic_sample", "max_resample_times")
+_OF_DRAWING += ("rollout_server", "max_batch_size", "dynamic_sample", "max_resample_times")
 
 RULES = (
     *common.without_options(sft.RULES, UNSUPPORTED),

@@ -54,6 +54,7 @@ class Hanging:
                     },
                     "model_config": {"model": str(self.model), "max_model_len": 64},
                     "speculative_config": None,
+                    "instance_id": "1",
                 }
             },
             "/is_paused": {"is_paused": False},
