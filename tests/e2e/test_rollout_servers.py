@@ -1,0 +1,138 @@
+"""Test `megatron grpo --rollout_server` with two real vLLM servers, which are killed and restarted during the run.
+
+There is only one test, so that each server starts as rarely as possible. tests/rollouts/test_servers.py tests more
+failures, with small servers.
+"""
+
+import importlib.util
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from swiftlite.rollouts.generation import Generation
+from tests.e2e.conftest import Commands
+from tests.e2e.test_engines import get, running, wait_for_health
+from tests.stand_ins import forking_vllm_environment
+from tests.tiny import make_tiny_hf
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+]
+PORTS = (8143, 8144)
+REWARDS = """
+import time
+from pathlib import Path
+
+
+def even(completion_ids, step):
+    Path("scored-" + str(step)).touch()
+    while not Path("go-" + str(step)).exists():
+        time.sleep(0.05)
+    return [sum(token % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]
+"""
+
+
+class Server:
+    """A server of `swiftlite deploy --live_weights`."""
+
+    def __init__(self, model: Path, port: int, log: Path):
+        self.url, self._log = f"http://127.0.0.1:{port}", log
+        words = f"deploy --model {model} --torch_dtype float32 --port {port} --max_model_len 128 --live_weights"
+        self._command = [sys.executable, "-m", "swiftlite", *words.split()]
+        self._stack = ExitStack()
+
+    def start(self) -> None:
+        self.process: subprocess.Popen = self._stack.enter_context(running(self._command, self._log))
+
+    def wait(self) -> None:
+        wait_for_health(self.process, self.url, self._log)
+
+    def kill(self) -> None:
+        """Kill all its processes with kill -9."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    @property
+    def num_running(self) -> float:
+        """Number of requests that it generates, from its metrics."""
+        found = re.search(r"^vllm:num_requests_running\{.*\} (\S+)$", get(f"{self.url}/metrics"), re.MULTILINE)
+        return float(found[1]) if found else 0
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+def until(condition: Callable[[], object], process) -> None:
+    deadline = time.monotonic() + 200
+    while not condition():
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_servers_are_killed_and_restarted(tmp_path, monkeypatch):
+    for name, value in forking_vllm_environment().items():
+        monkeypatch.setenv(name, value)
+    model = make_tiny_hf(tmp_path / "model", "qwen3", depth=1, with_tokenizer=True)
+    rows = [{"query": f"What is {n} plus {n}?"} for n in range(8)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    stays, dies = (Server(model, port, tmp_path / f"{port}.log") for port in PORTS)
+    with ExitStack() as stack:
+        for server in (stays, dies):
+            stack.callback(server.close)
+            server.start()
+        for server in (stays, dies):
+            server.wait()
+        words = (
+            f"megatron grpo --model {model} --dataset rows.jsonl --split_dataset_ratio 0 --torch_dtype float32 "
+            "--reward_funcs even --external_plugins rewards.py --reward_timeout 300 --num_generations 4 "
+            "--global_batch_size 24 --num_iterations 2 --train_iters 8 --micro_batch_size 8 --max_length 128 "
+            "--max_completion_length 64 --max_batch_size 2 --lr 1e-2 --acceptance_samples 0 --report_to none "
+            f"--output_dir run --rollout_server {stays.url} {dies.url}"
+        )
+        run = Commands(tmp_path).start_for_real(*words.split())
+        stack.callback(run.kill)
+
+        def scored(step: int) -> None:
+            until((tmp_path / f"scored-{step}").exists, run)
+
+        def go(step: int) -> None:
+            (tmp_path / f"go-{step}").touch()
+
+        scored(1)
+        dies.kill()  # before the weights of the second generation are sent
+        go(1)
+        scored(3)
+        dies.start()
+        dies.wait()
+        go(3)
+        scored(5)
+        go(5)
+        until(lambda: dies.num_running, run)
+        dies.kill()  # in the fourth generation
+        scored(7)
+        go(7)
+        _, errors = run.communicate(timeout=200)
+        assert run.returncode == 0, errors
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["rollout/servers"] for line in lines[::2]] == [2, 1, 2, 1]
+    assert [line["rollout/repeated_requests"] > 0 for line in lines[::2]] == [False, False, False, True]
+    assert all(0 < line["rollout/acceptance_1"] < 1 for line in lines)
+    assert dies.url in errors
+    for number in range(4):
+        generation = Generation.load(tmp_path / "run" / "rollouts" / f"{number:06d}.safetensors")
+        # Every server has the current weights. Kernels of vLLM and torch add in another order.
+        np.testing.assert_allclose(generation.engine_log_p, generation.old_log_p, rtol=0, atol=1e-3)
+        assert len(set(map(tuple, generation.completions()))) > 6  # not one per prompt: seeds differ
