@@ -1,4 +1,4 @@
-"""Select the GPUs of an engine while a trainer uses others."""
+"""Define the environment of engines that a trainer starts: their GPUs, and no variables of torchrun."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -37,3 +37,19 @@ def on_devices(devices: Sequence[int]) -> Iterator[None]:
             del os.environ["CUDA_VISIBLE_DEVICES"]
         else:
             os.environ["CUDA_VISIBLE_DEVICES"] = before
+
+
+@contextmanager
+def outside_torchrun() -> Iterator[None]:
+    """Hide torchrun's environment variables. The processes of an engine would use them, and would wait for a store that
+    does not exist.
+    """
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    parts = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_")
+    hidden = {name: value for name, value in os.environ.items() if name in names or name.startswith(parts)}
+    for name in hidden:
+        del os.environ[name]
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)

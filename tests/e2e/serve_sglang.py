@@ -51,7 +51,8 @@ def serve(job: dict[str, Any]) -> dict[str, Any]:
             single = [{name: tensor} for bucket in trunk for name, tensor in bucket.items()]
             engine.update_weights(single, heads)
         before = engine.draft_counts()
-        completions = engine.generate(job["prompts"], Sampling(job["max_new_tokens"]))
+        sampling = Sampling(job["max_new_tokens"], temperature=job.get("temperature", 0.0), log_p=True)
+        completions = engine.generate(job["prompts"], sampling)
         counts = engine.draft_counts().since(before)
         stop = completions[0].token_ids[5]
         (stopped,) = engine.generate(job["prompts"][:1], Sampling(job["max_new_tokens"], stop_token_ids=(stop,)))
@@ -63,6 +64,7 @@ def serve(job: dict[str, Any]) -> dict[str, Any]:
                 refused.append(str(error))
         return {
             "tokens": [completion.token_ids for completion in completions],
+            "log_p": [completion.log_p for completion in completions],
             "reasons": sorted({completion.finish_reason for completion in completions}),
             "counts": [counts.drafts, counts.drafted, list(counts.accepted_per_position)],
             "stopped": [stopped.token_ids, stopped.finish_reason],

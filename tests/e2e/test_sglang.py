@@ -30,6 +30,7 @@ from tests.messages import answers_equal, mentions
 from tests.stand_ins import sglang_environment
 from tests.tiers import selected, some_of
 from tests.tiny import LATENT, VLLM_LATENT_SIZES, make_tiny_hf, make_tiny_tokenizer
+from tests.train.pairs import open_hf
 
 pytestmark = [
     pytest.mark.engine,
@@ -120,9 +121,11 @@ def served(request, trained, tmp_path_factory) -> dict[Any, Any]:
         of_trained = jobs[cases.index((family, dict(CASES)[family]))]
         live.append(of_trained | {"model": str(started), "weights_of": of_trained["model"]})
     unknown = jobs[0] | {"engine_kwargs": {"max_modle_len": 3}}
-    lines = do_all([*jobs, *live, unknown, jobs[0] | {"model": str(damaged)}])
+    drawn = jobs[cases.index(("qwen3", 3))] | {"num_tokens": 0, "temperature": 0.7}
+    lines = do_all([*jobs, *live, drawn, unknown, jobs[0] | {"model": str(damaged)}])
     results: dict[Any, Any] = {case: (*models[case[0]], line) for case, line in zip(cases, lines, strict=False)}
     results |= {f"{family}, live": line for family, line in zip(LIVE, lines[len(jobs) :], strict=False)}
+    results["qwen3", 0] = (*models["qwen3"], lines[-3])
     return results | {"unknown option": lines[-2], "damaged": lines[-1]}
 
 
@@ -139,6 +142,20 @@ def test_tokens_and_counts_equal_the_reference(served, family, num_tokens):
     too_long, random = result["refused"]
     assert mentions(too_long, "256 --max_model_len")
     assert mentions(random, "--temperature 0.5 SGLang CPU")
+
+
+@pytest.mark.parametrize(("num_tokens", "temperature"), [(3, 1.0), (0, 0.7)])
+def test_log_probabilities_are_those_of_transformers(served, num_tokens, temperature):
+    """With drafts SGLang is greedy on a CPU, and its log-probabilities are those at temperature 1."""
+    directory, prompts, result = served["qwen3", num_tokens]
+    model = open_hf(directory)
+    for prompt, tokens, log_p in zip(prompts, result["tokens"], result["log_p"], strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt, *tokens]]), use_cache=False).logits[0] / temperature
+        ids = torch.tensor(tokens)
+        wanted = logits[len(prompt) - 1 : -1].log_softmax(-1).gather(1, ids[:, None])[:, 0]
+        # Float32 products in another order.
+        torch.testing.assert_close(torch.tensor(log_p), wanted, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", WITH_VOCAB)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from swiftlite.acceptance.counts import DraftCounts
-from swiftlite.engines.devices import on_devices
+from swiftlite.engines.devices import on_devices, outside_torchrun
 from swiftlite.engines.engine import Completion, EngineConfig, OnAnswer, Sampling, check_prompts, finish_reason
 from swiftlite.engines.loading.weight_update import Bucket, WeightUpdate, unsupported_layout
 from swiftlite.engines.plugin import require_plugin
@@ -49,7 +49,7 @@ class SglangEngine:
         # SGLang logs an error because a custom handler, `report_lost_process`, is used.
         logging.getLogger("sglang.srt.entrypoints.engine").setLevel(logging.CRITICAL)
         server_args = checked_options(engine_options(config))
-        with on_devices(config.devices):
+        with outside_torchrun(), on_devices(config.devices):
             self._engine = sglang.Engine(server_args=server_args)
         self.num_speculative_tokens: int = server_args.speculative_num_steps or 0
         manager = self._engine.tokenizer_manager
@@ -108,9 +108,12 @@ class SglangEngine:
                     "ignore_eos": not sampling.stop_token_ids,  # also disables stop_token_ids
                     "sampling_seed": sampling.seed_of(place),
                 },
+                return_logprob=sampling.log_p,
             )
             self._counts += draft_counts(output["meta_info"], self.num_speculative_tokens)
-            completion = Completion(output["output_ids"], finish_reason(output["meta_info"]["finish_reason"]["type"]))
+            reason = finish_reason(output["meta_info"]["finish_reason"]["type"])
+            log_p = log_probabilities(output) if sampling.log_p else None
+            completion = Completion(output["output_ids"], reason, log_p)
             if on_answer:
                 on_answer(place, completion)
             return completion
@@ -185,6 +188,18 @@ def report_lost_process(signum: int, frame: object) -> None:
     This handler replaces SGLang's handler, which would kill this process.
     """
     raise UserError("a process of SGLang failed", "see its log above for the cause")
+
+
+def log_probabilities(output: Mapping[str, Any]) -> list[float]:
+    """Return the log-probability of each token of an answer, after the temperature.
+
+    SGLang computes those of drafted tokens from the logits with which it verifies them (`compute_spec_logprobs` in
+    layers/logprob_processor.py of 0.5.23). Its list also has tokens behind a stop token that were accepted in the same
+    step.
+    """
+    entries = output["meta_info"]["output_token_logprobs"][: len(output["output_ids"])]
+    assert [token for _, token, *_ in entries] == output["output_ids"]
+    return [log_p for log_p, *_ in entries]
 
 
 def draft_counts(meta_info: Mapping[str, Any], num_tokens: int) -> DraftCounts:

@@ -62,6 +62,7 @@ SGLANG = EngineInfo(
     adapter="swiftlite.engines.sglang.engine:SglangEngine",
     convention="swiftlite.conventions.sglang:convention",
     measured="0.5.23",
+    draws_rollouts=True,
     options_class=SglangArgs,
     read_speculative_config=read_speculative_config,
     rules=(numbers_go_together, numbers_agree),

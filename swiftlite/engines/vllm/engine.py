@@ -6,14 +6,13 @@ swiftlite's checkpoints. Tested with vLLM 0.32.
 
 import logging
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 from swiftlite.acceptance.counts import DraftCounts
-from swiftlite.engines.devices import on_devices
+from swiftlite.engines.devices import on_devices, outside_torchrun
 from swiftlite.engines.engine import Completion, EngineConfig, OnAnswer, Sampling, check_prompts, finish_reason
 from swiftlite.engines.loading.weight_update import Bucket, WeightUpdate, unsupported_layout
 from swiftlite.engines.plugin import require_plugin
@@ -183,19 +182,3 @@ def engine_options(config: EngineConfig) -> dict[str, Any]:
     }
     options |= config.engine_kwargs | image_options(config)
     return {name: value for name, value in options.items() if value is not None}
-
-
-@contextmanager
-def outside_torchrun() -> Iterator[None]:
-    """Hide torchrun's environment variables. vLLM's processes would use them, and would wait for a store that does not
-    exist.
-    """
-    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    parts = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_")
-    hidden = {name: value for name, value in os.environ.items() if name in names or name.startswith(parts)}
-    for name in hidden:
-        del os.environ[name]
-    try:
-        yield
-    finally:
-        os.environ.update(hidden)

@@ -132,7 +132,7 @@ def test_cached_keys_of_old_weights_are_an_error(tmp_path):
 @pytest.mark.engine
 @needs_vllm
 def test_vllm_does_not_see_the_launcher_of_the_trainer(monkeypatch):
-    from swiftlite.engines.vllm.engine import outside_torchrun
+    from swiftlite.engines.devices import outside_torchrun
 
     torchrun = {"RANK": "0", "LOCAL_RANK": "0", "MASTER_PORT": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     for name, value in torchrun.items():
