@@ -76,7 +76,7 @@ class CompletionArgs:
     """Rollouts"""
 
     infer_backend: str = "transformers"
-    """Engine that generates completions: transformers or vllm."""
+    """Engine that generates completions: transformers, vllm or sglang."""
     rollout_server: list[str] = field(default_factory=list)
     """Addresses of vLLM servers that generate completions instead of --infer_backend, such as http://a:8000
     http://b:8000. They are started by swiftlite deploy --live_weights; their api_key is read from VLLM_API_KEY."""
