@@ -37,7 +37,7 @@ after it, a server has other weights. Completions have no time limit."""
 
 @dataclass(frozen=True)
 class Requirements:
-    """What a server must have.
+    """The options that a server must have.
 
     Attributes:
         model: the model whose weights are sent.
@@ -348,10 +348,10 @@ class _Load:
 
 @dataclass
 class _Dispatch:
-    """Distributes the prompts of one generation.
+    """The distribution of the prompts of one generation to servers.
 
     Attributes:
-        loads: the servers; those that fail are removed.
+        loads: the servers; a server that fails is removed.
         max_in_flight: maximum number of unfinished prompts of a server.
         lose: called with a server that fails, the error, and the number of its unfinished prompts.
     """

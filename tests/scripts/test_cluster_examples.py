@@ -149,14 +149,14 @@ def cluster(tmp_path, monkeypatch):
         (tmp_path / name).chmod(0o755)
 
     fake("scontrol", 'printf "gpu%s\\n" 1 2 3 4')
-    fake("curl", 'echo "${@: -1}" >> waited')
+    fake("curl", 'until [ -s step2/words ]; do sleep 0.05; done; echo "${@: -1}" >> waited')  # the servers have started
     fake("swiftlite", 'env -0 > environment; printf "%s\\0" "$@" > words; exit ${FAKE_CODE:-0}')
     fake(
         "srun",
         """first=0
 while [[ $1 == --* ]]; do case $1 in --relative=*) first=${1#*=};; esac; shift; done
 mkdir -p step$first; cd step$first
-if [ $first != 0 ]; then set -- timeout 2 "$@"; fi  # servers run until they are stopped
+if [ $first != 0 ]; then set -- timeout 20 "$@"; fi  # servers run until they are stopped
 SLURM_NODEID=0 exec "$@\"""",
     )
     return {

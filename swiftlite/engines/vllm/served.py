@@ -346,7 +346,7 @@ class _Server:
         """Return the server's response, parsed if it is JSON.
 
         Raises:
-            LostServer: the server reports an error of its own, such as a dead engine.
+            LostServer: the server reports an internal error, such as a dead engine.
             UserError: the server rejects the request.
         """
         async with session.request(method, self.url + path, json=body) as response:
