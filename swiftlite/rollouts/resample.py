@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from swiftlite.rollouts.draw import Drawing, completion_figures
+from swiftlite.rollouts.draw import Drawing, completion_figures, server_figures
 from swiftlite.rollouts.generation import Generation, selected
 from swiftlite.rollouts.prompts import Prompts
 
@@ -72,6 +72,7 @@ class Resampling:
                 generation.completion_lengths, generation.is_truncated, engine.draft_counts().since(before)
             ),
             "rollout/tokens_per_second": num_tokens / seconds,
+            **server_figures(engine),
             "rollout/replaced_groups": float(num_replaced),
             "rollout/further_prompts": float(sum(len(each) for each in rounds[1:]) // size),
         }

@@ -171,7 +171,6 @@ class RolloutServers:
             UserError: no server is left, a prompt leaves no room for an answer, or a server rejects a request.
         """
         check_prompts(prompts, self._requirements.max_length)
-        self._num_repeated = 0
 
         def lose(server: _Server, error: LostServer, number: int) -> None:
             self._num_repeated += number
@@ -197,6 +196,7 @@ class RolloutServers:
         A server that fails is not used until it is restarted. If no server is left, `generate` raises the error: the
         other ranks of a trainer take part in reading the buckets to the end.
         """
+        self._num_repeated = 0
         self._refresh()
         parts = (target, draft)
         feeds = [_Feed(server) for server in self._servers if server.served is not None]
@@ -242,8 +242,8 @@ class RolloutServers:
         return self._counts
 
     def figures(self) -> dict[str, float]:
-        """Return metrics of the last `generate` call: the number of servers, and of prompts that were given to another
-        server."""
+        """Return metrics: the number of servers, and of prompts that were given to another server since weights were
+        sent."""
         number = sum(server.served is not None for server in self._servers)
         return {"rollout/servers": float(number), "rollout/repeated_requests": float(self._num_repeated)}
 
