@@ -25,7 +25,7 @@ from swiftlite.engines.engine import Completion, OnAnswer, Sampling, check_promp
 from swiftlite.engines.loading.weight_update import Bucket
 from swiftlite.engines.served_model import resolve_served
 from swiftlite.engines.vllm.live.weight_transport import own_gpu
-from swiftlite.engines.vllm.served import LostServer, ServedVllm
+from swiftlite.engines.vllm.served import LostServer, ServedVllm, cancel_all
 from swiftlite.errors import UserError
 from swiftlite.families.resolved import HfModel
 from swiftlite.log import logger
@@ -266,7 +266,7 @@ class RolloutServers:
             except UserError as error:
                 self._lose(server, error)
 
-    def _open(self, server: _Server) -> ServedVllm | UserError | None:
+    def _open(self, server: _Server) -> ServedVllm | UserError:
         """Return the client of a server, a new one if it is not used or was restarted, or why it cannot be used."""
         try:
             if server.served is not None and server.served.is_running():
@@ -345,6 +345,10 @@ class _Load:
             await asyncio.sleep(SECONDS_BETWEEN_CHECKS)
             await self.served.check(self.session)
 
+    def cancel(self) -> None:
+        """End all tasks."""
+        cancel_all(filter(None, (self.check, *self.places)))
+
 
 @dataclass
 class _Dispatch:
@@ -387,7 +391,7 @@ class _Dispatch:
                 await self._next()
         finally:
             for load in self.loads:
-                _cancel(load)
+                load.cancel()
         return [self._completions[place] for place in range(len(self.prompts))]
 
     def _give(self) -> None:
@@ -426,13 +430,7 @@ class _Dispatch:
         self.loads.remove(load)
         self._waiting.extendleft(sorted(load.places.values(), reverse=True))
         self.lose(load.server, error, len(load.places))
-        _cancel(load)
-
-
-def _cancel(load: _Load) -> None:
-    """End all tasks of a server."""
-    for task in filter(None, (load.check, *load.places)):
-        task.cancel()
+        load.cancel()
 
 
 class _Feed:

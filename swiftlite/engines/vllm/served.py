@@ -109,9 +109,12 @@ class ServedVllm:
 
         async def answer_all(session: aiohttp.ClientSession) -> list[Completion]:
             answers = [asyncio.create_task(answer(session, place)) for place in range(len(prompts))]
-            for next_one in asyncio.as_completed(answers):
-                await self._server.in_time(next_one, COMPLETIONS)
-            return [each.result() for each in answers]
+            try:
+                for next_one in asyncio.as_completed(answers):
+                    await self._server.in_time(next_one, COMPLETIONS)
+                return [each.result() for each in answers]
+            finally:
+                cancel_all(answers)
 
         return self._server.run(answer_all)
 
@@ -364,6 +367,13 @@ class _Server:
             if response.content_type == "application/json":
                 return await response.json()
             return await response.text()
+
+
+def cancel_all(tasks: Iterable[asyncio.Task]) -> None:
+    """Cancel tasks. The errors of those that have failed are read; otherwise asyncio logs them."""
+    for task in tasks:
+        if not task.cancel() and not task.cancelled():
+            task.exception()
 
 
 def _no_response(url: str, error: Exception) -> LostServer:
