@@ -43,6 +43,11 @@ class GrpoArgs(rl_fields.RewardArgs, rl_fields.RolloutArgs, rl_fields.PolicyArgs
 
 
 @dataclass(frozen=True)
+class GkdArgs(rl_fields.DistillationArgs, SftArgs):
+    """Distil a teacher model into a smaller model (GKD), on answers and on completions that the model generates."""
+
+
+@dataclass(frozen=True)
 class ConversionArgs:
     """Conversion"""
 

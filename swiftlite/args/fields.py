@@ -70,7 +70,7 @@ class MtpArgs(HeadShapeArgs):
     """Loss of the heads. ce: cross-entropy with the data. The others compare with the trunk's distribution. kl:
     KL(trunk || head). tv: rejection rate of drafts sampled at temperature 1. nla: -log of the acceptance rate of these
     drafts. lk_hybrid: kl at a low acceptance rate, moving to tv as it grows. Default: kl with heads_only and in
-    megatron grpo, else ce."""
+    megatron grpo and gkd, else ce."""
     mtp_clip_grad: bounds.NonNegativeFloat | None = None
     """Maximum gradient norm of the MTP layers, which are then clipped separately; --clip_grad applies to the trunk
     only. 0 disables clipping of the heads. Default: one norm over trunk and heads."""

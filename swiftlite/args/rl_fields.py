@@ -121,3 +121,29 @@ class RolloutArgs(CompletionArgs):
     """Replace the completions of a prompt whose rewards do not differ by those of a further prompt (DAPO)."""
     max_resample_times: bounds.PositiveInt = 3
     """With --dynamic_sample: maximum number of rounds in which completions are replaced."""
+
+
+@dataclass(frozen=True)
+class DistillationArgs(CompletionArgs):
+    """Distillation"""
+
+    teacher_model: str | None = None
+    """Teacher, a Hugging Face model as for --model, with the same tokenizer. It has the layout of --model."""
+    lmbda: bounds.Fraction = 0.5
+    """Probability that a step trains on completions of the model itself; the other steps train on the answers of the
+    rows. Default of TRL and ms-swift."""
+    beta: bounds.Fraction = 0.5
+    """Weight of the teacher in the mixture of the generalized Jensen-Shannon divergence. 0: KL(teacher || model). 1:
+    KL(model || teacher)."""
+    loss_temperature: bounds.PositiveFloat = 1.0
+    """Temperature of both distributions in the loss. TRL's GKDTrainer uses 1, ms-swift uses --temperature."""
+    temperature: bounds.PositiveFloat = 0.9
+    """Sampling temperature of completions."""
+    max_completion_length: bounds.PositiveInt = 128
+    """Maximum length of a completion in tokens; TRL's max_new_tokens."""
+    loss_scale: Literal["default", "last_round", "all"] = "last_round"
+    """Trained tokens of rows: assistant turns after the last user turn (last_round), every assistant turn (default), or
+    all tokens. Completions are trained whole."""
+    rollouts_from: str | None = None
+    """Directory with stored rollouts of another run (its OUTPUT_DIR/rollouts), which are trained on without an
+    engine."""

@@ -12,7 +12,6 @@ from swiftlite.args.commands import (
     DoctorArgs,
     EvaluateArgs,
     ExportArgs,
-    GrpoArgs,
     InferArgs,
     RegenerateArgs,
     ReportArgs,
@@ -20,6 +19,7 @@ from swiftlite.args.commands import (
     SpeedupArgs,
 )
 from swiftlite.args.docs import Choices
+from swiftlite.args.rl_fields import CompletionArgs
 from swiftlite.conventions.index import CONVENTIONS
 from swiftlite.engines.index import names_with
 from swiftlite.errors import UserError
@@ -42,7 +42,7 @@ class Command:
 
     def choices(self) -> Choices:
         """Return the allowed values of options whose value is the name of an engine."""
-        if issubclass(self.args_class, GrpoArgs):
+        if issubclass(self.args_class, CompletionArgs):
             return {"draft_for": list(CONVENTIONS), "infer_backend": names_with("draws_rollouts")}
         if issubclass(self.args_class, SftArgs):
             return {"draft_for": list(CONVENTIONS)}

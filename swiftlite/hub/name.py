@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 
 from swiftlite.args.data_file import DATA_SUFFIXES, split_sample
 
-MODEL_OPTIONS = ("model", "mtp_graft_from", "baseline", "ref_model")
+MODEL_OPTIONS = ("model", "mtp_graft_from", "baseline", "ref_model", "teacher_model")
 _DATASET_OPTIONS = ("dataset", "val_dataset")
 
 _REPOSITORY = r"(?P<repository>\w[\w.-]*/\w[\w.-]*)"

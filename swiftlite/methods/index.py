@@ -6,6 +6,7 @@ from typing import Any
 from swiftlite.args.commands import SftArgs
 from swiftlite.args.docs import options
 from swiftlite.methods.dpo import DPO, KTO
+from swiftlite.methods.gkd import GKD
 from swiftlite.methods.grpo import GRPO
 from swiftlite.methods.method import Method
 from swiftlite.methods.pt import PT
@@ -17,6 +18,7 @@ METHODS: dict[str, Method] = {
     "dpo": DPO,
     "kto": KTO,
     "grpo": GRPO,
+    "gkd": GKD,
 }
 
 

@@ -158,6 +158,7 @@ def build_model(
     mtp_loss: MtpLoss = "ce",
     detached_heads: bool = False,
     temperature: float = 1.0,
+    is_teacher: bool = False,
     kernels: Kernels | None = None,
 ) -> list[GPTModel]:
     """Build this rank's part of the model with uninitialized weights on the device.
@@ -170,7 +171,7 @@ def build_model(
         freeze_trunk: whether the trunk is computed without gradients; `Trainable` selects the trained parameters.
         streams_trunk: whether the model has no decoder layers (argument of `GPTModel`).
         drafting: which states and embeddings the MTP layers read; irrelevant if the model is not run.
-        mtp_loss, detached_heads, temperature: arguments of `GPTModel`.
+        mtp_loss, detached_heads, temperature, is_teacher: arguments of `GPTModel`.
         kernels: kernels of the layers; default: the automatic choice for the device.
 
     Returns:
@@ -211,6 +212,7 @@ def build_model(
                 mtp_loss=mtp_loss,
                 detached_heads=detached_heads,
                 temperature=temperature,
+                is_teacher=is_teacher,
                 loss_in_chunks=kernels.is_fused,
                 max_sequence_length=hf_config["max_position_embeddings"],
                 pg_collection=mesh.groups,

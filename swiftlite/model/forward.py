@@ -9,16 +9,24 @@ from swiftlite.model.context_parallel import describe_packed
 from swiftlite.model.forward_step import ForwardStep
 from swiftlite.model.gpt import Losses, TrunkOutput
 from swiftlite.model.loss.balance import Balance
+from swiftlite.model.loss.chunked_loss import TeacherTarget
 from swiftlite.model.tower import TowerInputs
 
 
-def forward(model: torch.nn.Module, batch: Batch, balance: Balance | None = None, trunk: TrunkOutput | None = None):
+def forward(
+    model: torch.nn.Module,
+    batch: Batch,
+    balance: Balance | None = None,
+    trunk: TrunkOutput | None = None,
+    teacher: TeacherTarget | None = None,
+):
     """Run a micro-batch through the model, and return its `Losses`. Before the last pipeline stage, return the states
     to send.
 
     Args:
         balance: load balance of the global batch; without it routers have no load-balancing loss.
         trunk: output of the trunk for the micro-batch, if it was already computed (for example in a previous epoch).
+        teacher: predictions of a teacher, from which the trunk learns instead of the labels; for the last stage.
     """
     return model(
         batch.tokens_KBS[0],
@@ -32,6 +40,7 @@ def forward(model: torch.nn.Module, batch: Batch, balance: Balance | None = None
         trunk=trunk,
         tower_inputs=TowerInputs.of(batch),
         axes_3BS=batch.axes_3BS,
+        teacher=teacher,
     )
 
 

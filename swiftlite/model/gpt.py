@@ -50,7 +50,7 @@ from swiftlite.model.layers.recompute import TransformerBlock
 from swiftlite.model.layers.streamed import StreamedBlock
 from swiftlite.model.layers.tensor_parallel import ColumnParallelLinear, VocabParallelEmbedding
 from swiftlite.model.loss.balance import Balance, RoutedTokens, routed_tokens
-from swiftlite.model.loss.chunked_loss import LabelTarget, TrunkTarget, chunked_loss
+from swiftlite.model.loss.chunked_loss import LabelTarget, TeacherTarget, TrunkTarget, chunked_loss
 from swiftlite.model.loss.losses import IGNORE_INDEX, Selected, TokenLoss, distillation_loss, select, token_loss
 from swiftlite.model.mtp import UnrolledLayer
 from swiftlite.model.stage_states import StageStates
@@ -113,6 +113,7 @@ class GPTModel(McoreGPTModel):
         detached_heads: whether the losses of the heads have no gradient with respect to the trunk: its states, the
             embedding and the output layer.
         temperature: losses are those of logits divided by this number.
+        is_teacher: whether the last stage returns the states at positions with a label, instead of losses.
         kwargs: further arguments of megatron-core's GPTModel.
     """
 
@@ -133,6 +134,7 @@ class GPTModel(McoreGPTModel):
         loss_in_chunks: bool = False,
         detached_heads: bool = False,
         temperature: float = 1.0,
+        is_teacher: bool = False,
         vp_stage: int | None = None,
         **kwargs: Any,
     ):
@@ -165,6 +167,7 @@ class GPTModel(McoreGPTModel):
         self.loss_in_chunks = loss_in_chunks
         self.detached_heads = detached_heads
         self.temperature = temperature
+        self.is_teacher = is_teacher
         self.register_buffer("_drafted_rows", self._find_drafted_rows(), persistent=False)
         self._low_precision = {"fp8": config.fp8, "fp4": config.fp4}
 
@@ -181,6 +184,7 @@ class GPTModel(McoreGPTModel):
         trunk: TrunkOutput | None = None,
         tower_inputs: TowerInputs | None = None,
         axes_3BS: torch.Tensor | None = None,
+        teacher: TeacherTarget | None = None,
     ) -> Logits | Losses | torch.Tensor:
         """Run the stages of this rank. Without pipeline parallelism, these are all four stages.
 
@@ -202,10 +206,13 @@ class GPTModel(McoreGPTModel):
             tower_inputs: inputs of the micro-batch for a model with a tower.
             axes_3BS: int64, positions of the tokens along three axes, for rotary embeddings with sections. Default:
                 the positions in the sequence.
+            teacher: predictions of a teacher at the positions with a label, from which the trunk learns instead of the
+                labels.
 
         Returns:
-            Losses if there are labels, otherwise Logits. Before the last pipeline stage: the states for the next stage,
-            as one tensor (`StageStates.to_wire`), and outputs of the tower (`SentOutputs`).
+            Losses if there are labels, otherwise Logits; with `is_teacher`, the states at positions with a label.
+            Before the last pipeline stage: the states for the next stage, as one tensor (`StageStates.to_wire`), and
+            outputs of the tower (`SentOutputs`).
 
         Raises:
             UserError: the model has a tower, but `tower_inputs` is None.
@@ -249,7 +256,12 @@ class GPTModel(McoreGPTModel):
         all_labels = None
         if labels is not None and mtp_labels is not None:
             all_labels = [labels, *mtp_labels]
-        return self.forward_postprocess(states, all_labels, cu_seqlens, trunk and trunk.loss)
+        if self.is_teacher and labels is not None:
+            return self.label_states(states.trunk_SBH, labels)
+        main = trunk and trunk.loss
+        if teacher is not None and labels is not None:
+            main = self._divergence(states.trunk_SBH, labels, teacher)
+        return self.forward_postprocess(states, all_labels, cu_seqlens, main)
 
     @torch.no_grad()
     def trunk_output(
@@ -618,6 +630,21 @@ class GPTModel(McoreGPTModel):
         if self.loss_in_chunks:
             return chunked_loss(states_NH, output.weight_VH, LabelTarget(selected.label_N), selected, tp)
         return token_loss(output.logits(states_NH), selected, tp)
+
+    def label_states(self, hidden_SBH: torch.Tensor, labels_BS: torch.Tensor) -> torch.Tensor:
+        """Return the states [N, H] at positions with a label, scaled for the temperature."""
+        selected = select(labels_BS, hidden_SBH.device)
+        return self._at_temperature(self._selected_states(hidden_SBH, selected))
+
+    def _divergence(self, hidden_SBH: torch.Tensor, labels_BS: torch.Tensor, teacher: TeacherTarget) -> TokenLoss:
+        """Return the divergence between the predictions of the trunk and a teacher at each position with a label."""
+        selected = select(labels_BS, hidden_SBH.device)
+        states_NH = self._at_temperature(self._selected_states(hidden_SBH, selected))
+        output, tp = self.trunk_output_matrix(), self.pg_collection.tp
+        if self.loss_in_chunks:
+            return chunked_loss(states_NH, output.weight_VH, teacher, selected, tp)
+        logits_NV = output.logits(states_NH)
+        return distillation_loss(logits_NV, teacher.logits, teacher.distance, selected, tp, beta=teacher.weight)
 
     def _distillation_losses(
         self, states: StageStates, labels: Sequence[torch.Tensor], cu_seqlens: torch.Tensor | None

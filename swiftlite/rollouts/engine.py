@@ -1,11 +1,15 @@
-"""Start the engine that generates completions during training, or connect to servers. This is the work of the first
-rank."""
+"""Start the engine that generates completions during training, or connect to servers, and send weights."""
+
+from typing import Any
 
 from swiftlite.args.rl_fields import CompletionArgs
 from swiftlite.data.template import ChatTemplate, stop_token_ids
 from swiftlite.engines.engine import Engine, EngineConfig, Sampling, start_engine
 from swiftlite.rollouts.servers import Requirements, RolloutServers
+from swiftlite.rollouts.stored import on_first_rank, raise_if
+from swiftlite.train.live_weights import LiveWeights
 from swiftlite.train.phases import Run
+from swiftlite.train.stopping import EarlyStop, Stopped
 
 
 def start_rollout_engine(run: Run, args: CompletionArgs) -> Engine:
@@ -39,6 +43,26 @@ def start_rollout_engine(run: Run, args: CompletionArgs) -> Engine:
 def drafts(run: Run, args: CompletionArgs) -> bool:
     """Return whether the heads of the run draft its completions."""
     return args.speculative == "mtp" and bool(run.plan.heads.layers)
+
+
+def send_weights(weights: LiveWeights, engine: Engine | None, stop: EarlyStop, *, draft: bool) -> None:
+    """Send the weights of a run to the engine of the first rank. Collective.
+
+    Args:
+        engine: the engine; None on other ranks.
+        draft: whether to send the heads as well.
+
+    Raises:
+        UserError: the engine fails; raised on every rank.
+        Stopped: the run received a signal, which also ended the processes of the engine; raised on every rank.
+    """
+    receiver: Any = engine
+    failure = None
+    try:
+        weights.send(receiver, draft=draft)
+    except Exception as error:  # of the engine, on the first rank
+        failure = Stopped() if stop.received else error  # Ctrl-C also ends the processes of an engine
+    on_first_rank(lambda: raise_if(failure))
 
 
 def sampling_of(run: Run, args: CompletionArgs) -> Sampling:

@@ -20,7 +20,7 @@ from swiftlite.data.sample import Sample
 from swiftlite.errors import UserError
 from swiftlite.log import logger
 from swiftlite.rollouts.draw import Drawing
-from swiftlite.rollouts.engine import drafts
+from swiftlite.rollouts.engine import drafts, send_weights
 from swiftlite.rollouts.generation import Generation
 from swiftlite.rollouts.log_probabilities import token_log_probabilities
 from swiftlite.rollouts.prompts import Prompts
@@ -31,13 +31,12 @@ from swiftlite.rollouts.stored import (
     file_of,
     hint_for,
     on_first_rank,
-    raise_if,
     write_generation,
 )
 from swiftlite.train.batches.micro_batches import MicroBatches
 from swiftlite.train.live_weights import LiveWeights
 from swiftlite.train.phases import Run
-from swiftlite.train.stopping import EarlyStop, Stopped
+from swiftlite.train.stopping import EarlyStop
 from swiftlite.train.trainer import whole_parameters
 
 
@@ -119,21 +118,12 @@ class Rollouts:
                 return self._with_log_probabilities(generation)
             return self._with_reference(generation)
         with EarlyStop() as stop:
-            self._send(stop)
+            engine = self.drawing.engine if self.drawing else None
+            send_weights(self.weights, engine, stop, draft=drafts(self.run, self.args))
             generation = on_first_rank(lambda: self._draw(number, step, stop))
         generation = self._with_log_probabilities(generation)
         on_first_rank(lambda: write_generation(path, generation, self.run.tokenizer))
         return generation
-
-    def _send(self, stop: EarlyStop) -> None:
-        """Send the weights to the engine. Collective."""
-        engine: Any = self.drawing.engine if self.drawing else None
-        failure = None
-        try:
-            self.weights.send(engine, draft=drafts(self.run, self.args))
-        except Exception as error:  # of the engine, on the first rank
-            failure = Stopped() if stop.received else error  # Ctrl-C also ends the processes of an engine
-        on_first_rank(lambda: raise_if(failure))
 
     def _settings(self) -> dict[str, Any]:
         """Return the options that must be those of the run that drew the completions."""

@@ -58,10 +58,11 @@ def check_generation(
         UserError: it belongs to other prompts or options.
     """
     if len(generation) != len(prompts):
-        raise UserError(
-            f"{path} has {len(generation)} completions, not {len(prompts)}",
-            "use the --global_batch_size and --steps_per_generation of its run",
-        )
+        flags = "--global_batch_size"
+        if "num_generations" in settings:
+            flags += " and --steps_per_generation"
+        problem = f"{path} has {len(generation)} completions, not {len(prompts)}"
+        raise UserError(problem, f"use the {flags} of its run")
     expected = np.concatenate([prompt.input_ids for prompt in prompts])
     if not np.array_equal(generation.prompt_ids, expected):
         raise UserError(f"{path} has completions of other prompts", "use the --dataset and --seed of its run")

@@ -56,7 +56,8 @@ class Run:
     """The components of a run before its first step.
 
     Attributes:
-        hf_model, graft_from, ref_model: the models that --model, --mtp_graft_from and --ref_model name.
+        hf_model, graft_from, ref_model, teacher_model: the models that --model, --mtp_graft_from, --ref_model and
+            --teacher_model name.
         rows: the training rows; batch sizes are numbers of these rows. Empty if rows are streamed.
         encoder: converts rows of data files to samples.
         checkpoint: the checkpoint to resume from; None for a new run.
@@ -80,6 +81,7 @@ class Run:
     train_state: TrainState
     data_state: Mapping[str, str]
     hidden_state_cache: HiddenStateCache | None
+    teacher_model: HfModel | None = None
 
     @property
     def output_dir(self) -> Path:
@@ -147,7 +149,7 @@ def check_ranks_agree(args: SftArgs, hf_model: HfModel, plan: Plan, data: Data, 
     """
     # These may differ between nodes.
     where = ("model", "mtp_graft_from", "cache_trunk_states", "output_dir", "dataset", "val_dataset")
-    where += ("media_root", "ref_model", "ref_logprobs_cache")
+    where += ("media_root", "ref_model", "ref_logprobs_cache", "teacher_model")
     where += ("external_plugins", "rollouts_from")  # only the first rank reads them
     options = {f"--{name}": str(value) for name, value in asdict(args).items() if name not in where}
     versions = {name: version(name) for name in VERSIONS}

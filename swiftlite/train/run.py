@@ -153,6 +153,7 @@ def prepare(args: SftArgs, mesh: Mesh, models: Mapping[str, HfModel]) -> phases.
         train_state=train_state,
         data_state=data_state,
         hidden_state_cache=open_cache(args, mesh, hf_model, batches, train_state, data),
+        teacher_model=models.get("teacher_model"),
     )
     return training.prepare(prepared)
 

@@ -24,6 +24,7 @@ READERS = {
     "megatron pt": OF_TRAINING,
     "megatron dpo": [*OF_TRAINING, "plan/preference.py"],
     "megatron grpo": [*OF_TRAINING, "plan/policy.py", "methods/grpo.py", "rollouts", "rewards/settings.py"],
+    "megatron gkd": [*OF_TRAINING, "plan/distillation.py", "methods/gkd.py", "rollouts"],
     "export": ["export", "model", "plan/layout.py", "plan/quantization.py", "engines/prompts.py"],
     "infer": ["serve/infer.py", "engines"],
     "regenerate": ["regenerate", "serve/infer.py", "engines"],

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from swiftlite import rules
-from swiftlite.args.commands import GrpoArgs
+from swiftlite.args.commands import GrpoArgs, SftArgs
 from swiftlite.families.resolved import resolve
 from swiftlite.train import phases
 from swiftlite.train import run as training
@@ -84,7 +84,7 @@ def start(num_processes: int, function: Callable[..., None], jobs: list[GrpoArgs
     launch(num_processes, function, jobs, [store.port for store in stores], *more)
 
 
-def metrics_of(args: GrpoArgs) -> list[dict[str, float]]:
+def metrics_of(args: SftArgs) -> list[dict[str, float]]:
     lines = [json.loads(line) for line in (Path(args.output_dir) / "metrics.jsonl").read_text().splitlines()]
     return [{name: line[name] for name in line if not name.endswith(("second", "_gb"))} for line in lines]
 

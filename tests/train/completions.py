@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from swiftlite.args.commands import GrpoArgs
+from swiftlite.args.commands import GrpoArgs, SftArgs
 from swiftlite.data.packing.sampler import Sampler
 from swiftlite.rollouts.generation import Generation
 from swiftlite.runtime.mesh import Mesh
@@ -86,7 +86,7 @@ def store(args: GrpoArgs, mesh: Mesh, directory: Path, number: int = 0) -> Gener
     return generation
 
 
-def first_step(args: GrpoArgs, mesh: Mesh) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+def first_step(args: SftArgs, mesh: Mesh) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
     """Return metrics and gradients (by HF name) of one step."""
     run = prepare(args, mesh)
     run.output_dir.mkdir(exist_ok=True)
@@ -98,7 +98,7 @@ def first_step(args: GrpoArgs, mesh: Mesh) -> tuple[dict[str, float], dict[str, 
     return metrics, load_file(out_dir / "model.safetensors")
 
 
-def train(args: GrpoArgs, mesh: Mesh) -> Path:
+def train(args: SftArgs, mesh: Mesh) -> Path:
     """Run all phases in order; return the run's directory."""
     run = prepare(args, mesh)
     state = phases.restore(run)

@@ -20,12 +20,13 @@ from torch.autograd.function import once_differentiable
 
 from swiftlite.model.layers.compiled import compiled
 from swiftlite.model.loss.losses import (
-    DISTANCES,
     Distance,
     Group,
     Selected,
     TokenLoss,
+    compare_,
     cross_entropy_,
+    distance_of,
     laid_out,
     sharing,
     vocab_parallel_argmax,
@@ -87,6 +88,52 @@ class TrunkTarget:
         return function(logits_CV, trunk_CV, self.distance, share_C1, group)
 
 
+@dataclass(frozen=True)
+class TeacherTarget:
+    """The generalized Jensen-Shannon divergence from a teacher's distribution.
+
+    Attributes:
+        teacher_NH: final states of the teacher, whose hidden size H can differ from that of the trained model.
+        output_VH: this rank's part of the teacher's output matrix.
+        beta: weight of the teacher in the mixture, see `distillation_loss`.
+    """
+
+    teacher_NH: torch.Tensor
+    output_VH: torch.Tensor
+    beta: float
+
+    @property
+    def distance(self) -> Distance:
+        """The kind of `distillation_loss`."""
+        return distance_of(self.beta)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """`beta` as a tensor."""
+        return torch.full((), self.beta, device=self.teacher_NH.device)
+
+    def logits(self, rows: slice) -> torch.Tensor:
+        """Return the teacher's logits at some positions."""
+        return self.teacher_NH[rows] @ self.output_VH.t()
+
+    def loss_(
+        self,
+        logits_CV: torch.Tensor,
+        rows: slice,
+        weight_VH: torch.Tensor,
+        group: Group,
+        share_C1: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the divergences [C] of a chunk in float32, and overwrite its logits with the gradient.
+
+        The arguments are those of `LabelTarget.loss_`.
+        """
+        function = _fused_distance_
+        if group is not None:
+            function = _distance_
+        return function(logits_CV, self.logits(rows), self.distance, share_C1, group, self.weight)
+
+
 def _cross_entropy_(
     logits_CV: torch.Tensor, label_C: torch.Tensor, share_C1: torch.Tensor | None, group: Group
 ) -> torch.Tensor:
@@ -121,10 +168,15 @@ def _whole_cross_entropy_(
 
 
 def _distance_(
-    logits_CV: torch.Tensor, trunk_CV: torch.Tensor, distance: Distance, share_C1: torch.Tensor | None, group: Group
+    logits_CV: torch.Tensor,
+    trunk_CV: torch.Tensor,
+    distance: Distance,
+    share_C1: torch.Tensor | None,
+    group: Group,
+    beta: torch.Tensor | None = None,
 ) -> torch.Tensor:
     wide_CV = logits_CV.float()
-    loss_C = DISTANCES[distance](wide_CV, trunk_CV.float(), group)
+    loss_C = compare_(wide_CV, trunk_CV.float(), distance, group, beta)
     _put_(wide_CV, share_C1, logits_CV)
     return loss_C
 
@@ -141,7 +193,7 @@ def _put_(gradient_CV: torch.Tensor, share_C1: torch.Tensor | None, logits_CV: t
 _fused_cross_entropy_ = compiled(_whole_cross_entropy_)
 _fused_distance_ = compiled(_distance_)
 
-Target = LabelTarget | TrunkTarget
+Target = LabelTarget | TrunkTarget | TeacherTarget
 
 
 def chunked_loss(

@@ -14,7 +14,7 @@ from megatron.core import tensor_parallel
 from swiftlite.runtime.device import on_device
 
 IGNORE_INDEX = -100
-Distance = Literal["kl", "tv", "nla", "lk_hybrid"]
+Distance = Literal["kl", "tv", "nla", "lk_hybrid", "reverse_kl", "jsd"]
 Group = dist.ProcessGroup | None
 """The tensor-parallel ranks that share the vocabulary; None if this rank has the whole vocabulary."""
 MAX_POSITIONS = 256
@@ -118,6 +118,7 @@ def distillation_loss(
     selected: Selected,
     tp_group: dist.ProcessGroup,
     tokens_V: torch.Tensor | None = None,
+    beta: torch.Tensor | None = None,
 ) -> TokenLoss:
     """Compute the distance between the distributions of a head and the trunk for the same token. Only the head gets a
     gradient.
@@ -128,16 +129,21 @@ def distillation_loss(
     with 0.5 for each, the overlap is 0.75, "kl" is 0.75 ln 1.5 + 0.25 ln 0.5 = 0.13, "tv" 0.25, "nla" 0.29 and
     "lk_hybrid" 0.24.
 
+    A student is compared with its teacher in the same way, by "kl", by "reverse_kl", which is KL(head || trunk), or by
+    "jsd", the generalized Jensen-Shannon divergence `beta` KL(trunk || M) + (1 - `beta`) KL(head || M) with the mixture
+    M = `beta` trunk + (1 - `beta`) head (`distance_of`).
+
     Args:
         logits_NV: logits of the head. Logits in float32 are overwritten with the gradient, so they must not be read
             later.
         trunk_logits: returns the trunk's logits [n, V] at some of the N positions, at most MAX_POSITIONS per call.
         selected: the positions in the micro-batch that the logits belong to.
         tokens_V: the token of each logit, for a draft vocabulary; None for the whole vocabulary.
+        beta: for "jsd", a scalar between 0 and 1.
     """
     with torch.no_grad():
         prediction_N = vocab_parallel_argmax(logits_NV, sharing(tp_group), tokens_V)
-    loss_N = _Distillation.apply(logits_NV, trunk_logits, kind, sharing(tp_group))
+    loss_N = _Distillation.apply(logits_NV, trunk_logits, kind, sharing(tp_group), beta)
     assert loss_N is not None
     return laid_out(loss_N, prediction_N, selected)
 
@@ -153,15 +159,15 @@ class _Distillation(torch.autograd.Function):
         ctx,
         logits_NV: torch.Tensor,
         trunk_logits: Callable[[slice], torch.Tensor],
-        kind: str,
+        kind: Distance,
         group: Group,
+        beta: torch.Tensor | None,
     ) -> torch.Tensor:
-        distance = DISTANCES[kind]
         gradient_NV = logits_NV.float()
         loss_N = gradient_NV.new_zeros(len(gradient_NV))
         for start in range(0, len(gradient_NV), MAX_POSITIONS):
             rows = slice(start, start + MAX_POSITIONS)
-            loss_N[rows] = distance(gradient_NV[rows], trunk_logits(rows).float(), group)
+            loss_N[rows] = compare_(gradient_NV[rows], trunk_logits(rows).float(), kind, group, beta)
         ctx.dtype = logits_NV.dtype
         ctx.save_for_backward(gradient_NV)
         return loss_N
@@ -169,7 +175,7 @@ class _Distillation(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grad_outputs: torch.Tensor):
         (gradient_NV,) = ctx.saved_tensors
-        return gradient_NV.mul_(grad_outputs[0][:, None]).to(ctx.dtype), None, None, None
+        return gradient_NV.mul_(grad_outputs[0][:, None]).to(ctx.dtype), None, None, None, None
 
 
 def cross_entropy_(logits_NV: torch.Tensor, label_N: torch.Tensor, group: Group) -> torch.Tensor:
@@ -242,7 +248,62 @@ def _lk_hybrid_(head_NV: torch.Tensor, trunk_NV: torch.Tensor, group: Group) -> 
     return w_N * kl_N + (1 - w_N) * tv_N
 
 
-DISTANCES = {"kl": _kl_, "tv": _tv_, "nla": _nla_, "lk_hybrid": _lk_hybrid_}
+def _reverse_kl_(head_NV: torch.Tensor, trunk_NV: torch.Tensor, group: Group) -> torch.Tensor:
+    """Return [N], the sum over the vocabulary of h * (log h - log t)."""
+    log_h = _log_softmax_(head_NV, group)
+    log_t = _log_softmax_(trunk_NV, group)
+    return _kl_from_head_(log_h, log_t.neg_().add_(log_h), group)
+
+
+def _jsd_(head_NV: torch.Tensor, trunk_NV: torch.Tensor, group: Group, beta: torch.Tensor) -> torch.Tensor:
+    """Return [N], beta * KL(t || m) + (1 - beta) * KL(h || m), where m = beta * t + (1 - beta) * h.
+
+    The gradient with respect to h is (1 - beta) * (log h - log m), because the derivatives of m cancel out.
+    """
+    log_h = _log_softmax_(head_NV, group)
+    log_t = _log_softmax_(trunk_NV, group)
+    log_m = torch.logaddexp(log_h + torch.log1p(-beta), log_t + beta.log())
+    difference = log_t - log_m
+    kl_of_trunk_N = _sum_of_products(log_t.exp_(), difference, group)
+    kl_of_head_N = _kl_from_head_(log_h, log_m.neg_().add_(log_h), group)
+    log_h.mul_(1 - beta)
+    return beta * kl_of_trunk_N + (1 - beta) * kl_of_head_N
+
+
+DISTANCES = {"kl": _kl_, "tv": _tv_, "nla": _nla_, "lk_hybrid": _lk_hybrid_, "reverse_kl": _reverse_kl_}
+
+
+def compare_(
+    head_NV: torch.Tensor, trunk_NV: torch.Tensor, kind: Distance, group: Group, beta: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the distances [N] of the logits, and overwrite the head's logits with the gradient.
+
+    Args:
+        beta: for "jsd", a scalar between 0 and 1.
+    """
+    if kind == "jsd":
+        assert beta is not None
+        return _jsd_(head_NV, trunk_NV, group, beta)
+    return DISTANCES[kind](head_NV, trunk_NV, group)
+
+
+def distance_of(beta: float) -> Distance:
+    """Return the distance of the generalized Jensen-Shannon divergence, whose limits 0 and 1 are separate distances, as
+    in TRL: the divergence itself is 0 for both.
+    """
+    return {0.0: "kl", 1.0: "reverse_kl"}.get(beta, "jsd")
+
+
+def _kl_from_head_(log_h: torch.Tensor, difference: torch.Tensor, group: Group) -> torch.Tensor:
+    """Return [N], the sum over the vocabulary of h * difference, where difference is the logarithm of h divided by
+    another distribution.
+
+    Overwrite `log_h` with the gradient with respect to the head's logits; `difference` is overwritten as well.
+    """
+    h = log_h.exp_()
+    kl_N = _sum_of_products(h, difference, group)
+    h.mul_(difference.sub_(kl_N[:, None]))
+    return kl_N
 
 
 def _kl_and_probabilities_(

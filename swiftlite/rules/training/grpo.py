@@ -7,11 +7,12 @@ from pathlib import Path
 
 from swiftlite.args.bounds import out_of_bounds
 from swiftlite.args.command_line import shell_line
-from swiftlite.args.commands import GrpoArgs
+from swiftlite.args.commands import GkdArgs, GrpoArgs
 from swiftlite.args.config import Problem
 from swiftlite.args.rl_fields import CompletionArgs
 from swiftlite.engines.index import ENGINES
 from swiftlite.errors import UserError
+from swiftlite.methods.index import method_of
 from swiftlite.plan.facts import Facts
 from swiftlite.plan.heads import heads_of, mtp_init_of
 from swiftlite.plan.run import packing_of
@@ -88,16 +89,20 @@ def groups_fit_the_batch(args: GrpoArgs, facts: Facts) -> Iterator[Problem]:
         )
 
 
-def completions_fit_the_rows(args: GrpoArgs, facts: Facts) -> Iterator[Problem]:
+def completions_leave_room(args: GrpoArgs | GkdArgs, facts: Facts) -> Iterator[Problem]:
     if args.max_completion_length >= args.max_length:
         yield (
             f"--max_completion_length {args.max_completion_length} leaves no room for a prompt within --max_length "
             f"{args.max_length}",
             f"use --max_length {2 * args.max_completion_length}",
         )
+
+
+def batches_count_completions(args: GrpoArgs | GkdArgs, facts: Facts) -> Iterator[Problem]:
     if packing_of(args) == "rows":
         yield (
-            "--packing true is not supported by megatron grpo without a scheduler: batch sizes count completions",
+            f"--packing true is not supported by {method_of(args).words} without a scheduler: batch sizes count "
+            "completions",
             "use --padding_free true, or add --sequence_packing_scheduler dp_balanced",
         )
 
@@ -112,28 +117,29 @@ def clipping_has_a_range(args: GrpoArgs, facts: Facts) -> Iterator[Problem]:
         yield "--delta does not apply to --loss_type cispo", "remove --delta"
 
 
-def heads_can_follow(args: GrpoArgs, facts: Facts) -> Iterator[Problem]:
+def heads_can_follow(args: GrpoArgs | GkdArgs, facts: Facts) -> Iterator[Problem]:
+    words = method_of(args).words
     heads = heads_of(args, facts.heads)
     if not heads.layers:
         return
     if mtp_init_of(args, facts.heads) != "checkpoint":
         yield (
-            "megatron grpo trains heads that --model already has, because they draft the completions",
+            f"{words} trains heads that --model already has, because they draft the completions",
             "train them first: swiftlite megatron sft --mtp_mode heads_only; or --mtp_num_layers 0",
         )
     if args.mtp_loss == "ce":
         yield (
-            "--mtp_loss ce is not supported by megatron grpo: labels are sampled tokens",
+            f"--mtp_loss ce is not supported by {words}: labels are sampled tokens",
             "use --mtp_loss kl",
         )
     if args.draft_vocab or heads.draft_vocab:
         yield (
-            "heads with a draft vocabulary are not supported by megatron grpo: engines keep rows of the old trunk",
+            f"heads with a draft vocabulary are not supported by {words}: engines keep rows of the old trunk",
             "export the heads without --draft_vocab",
         )
 
 
-def engine_can_generate(args: GrpoArgs, facts: Facts) -> Iterator[Problem]:
+def engine_can_generate(args: GrpoArgs | GkdArgs, facts: Facts) -> Iterator[Problem]:
     if args.rollouts_from:
         if not Path(args.rollouts_from).is_dir():
             yield f"--rollouts_from {args.rollouts_from} is not a directory", "give OUTPUT_DIR/rollouts of a run"
@@ -185,7 +191,8 @@ RULES = (
     rewards_are_given,
     named_rewards_are_known,
     groups_fit_the_batch,
-    completions_fit_the_rows,
+    completions_leave_room,
+    batches_count_completions,
     clipping_has_a_range,
     heads_can_follow,
     engine_can_generate,

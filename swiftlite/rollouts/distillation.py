@@ -1,0 +1,244 @@
+"""Implement `megatron gkd`: the divergence from a teacher, on answers of the rows and on completions of the model.
+
+Each step trains either on the answers of its rows, or on completions that the model generates for their prompts. These
+completions are stored like those of `megatron grpo`, in a file with the number of the step.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from swiftlite.args.commands import GkdArgs, SftArgs
+from swiftlite.args.fields import TruncationStrategy
+from swiftlite.data.dataset import Data
+from swiftlite.data.encoder import ConversationEncoder, Encoded, Encoder, encode_prompt
+from swiftlite.data.packing.sampler import Sampler
+from swiftlite.data.rows.conversation import Conversation
+from swiftlite.data.rows.sources import RowParser
+from swiftlite.data.sample import Sample, make_sample
+from swiftlite.data.template import ChatTemplate
+from swiftlite.engines.engine import Engine, Sampling
+from swiftlite.errors import UserError
+from swiftlite.families.resolved import HfModel
+from swiftlite.plan.distillation import is_on_policy, on_policy_steps, teacher_layout
+from swiftlite.rollouts.draw import draw
+from swiftlite.rollouts.engine import drafts, sampling_of, send_weights, start_rollout_engine
+from swiftlite.rollouts.generation import Generation
+from swiftlite.rollouts.rollouts import RolloutBatches
+from swiftlite.rollouts.stored import FOLDER, file_of, on_first_rank, read_generation, write_generation
+from swiftlite.rollouts.training import PromptEncoder, load_prompts
+from swiftlite.train.checkpoint.source import describe_tensors, dtypes_of
+from swiftlite.train.live_weights import LiveWeights
+from swiftlite.train.methods.conversations import load_data
+from swiftlite.train.methods.distillation import DistillationObjective
+from swiftlite.train.methods.teacher import Teacher, check_tokenizer
+from swiftlite.train.methods.training import TrainBatches, Training
+from swiftlite.train.phases import Run
+from swiftlite.train.stopping import EarlyStop
+
+PROMPT = "prompt"
+"""Name of the extra with the tokens of a row's prompt, a tuple."""
+
+
+@dataclass(frozen=True)
+class AnsweredPromptEncoder:
+    """An `Encoder` of rows with answers, whose prompts leave room for a completion.
+
+    Attributes:
+        answers: encodes a row with its answer.
+        max_completion_length: length that is reserved for a completion; 0 if no completions are generated.
+    """
+
+    answers: ConversationEncoder
+    max_completion_length: int
+
+    @property
+    def parse(self) -> RowParser:
+        return self.answers.parse
+
+    @property
+    def max_length(self) -> int:
+        return self.answers.max_length
+
+    @property
+    def truncation_strategy(self) -> TruncationStrategy:
+        return self.answers.truncation_strategy
+
+    def __call__(self, row: Conversation) -> Encoded:
+        encoded = self.answers(row)
+        if not encoded.samples:
+            return encoded
+        prompt = encode_prompt(self.answers.template, row.prompt()).input_ids
+        length = max(encoded.length, len(prompt) + self.max_completion_length)
+        if length > self.max_length:
+            return replace(encoded, length=length, samples=())
+        (sample,) = encoded.samples
+        return replace(encoded, length=length, samples=(sample.with_extras(**{PROMPT: tuple(prompt.tolist())}),))
+
+
+def make_encoder(args: SftArgs, tokenizer: PreTrainedTokenizerBase, hf_model: HfModel) -> Encoder:
+    """Return the encoder of rows. If every step trains on completions, rows need no answers."""
+    assert isinstance(args, GkdArgs)
+    template = ChatTemplate(tokenizer, args.loss_scale, hf_model.config["vocab_size"])
+    if args.lmbda == 1:
+        return PromptEncoder(template, args.max_length, args.truncation_strategy, args.max_completion_length)
+    answers = ConversationEncoder(template, args.max_length, args.truncation_strategy)
+    return AnsweredPromptEncoder(answers, args.max_completion_length if args.lmbda else 0)
+
+
+def load_rows(args: SftArgs, encoder: Encoder, vocab_size: int) -> Data:
+    """Load the rows. Held-out rows have a loss if they have answers."""
+    if isinstance(encoder, PromptEncoder):
+        return load_prompts(args, encoder, vocab_size)
+    return load_data(args, encoder, vocab_size, vars(args).keys() - {"truncation_strategy"})
+
+
+@dataclass
+class Distillation:
+    """The micro-batches of a run.
+
+    Attributes:
+        weights: the current weights of the run.
+        engine: generates completions on the first rank; None on other ranks, and if all completions are read.
+        sampling: sampling settings without `numbers`.
+        directory: where completions are stored.
+        reads_only: whether `directory` belongs to another run (`--rollouts_from`).
+    """
+
+    run: Run
+    args: GkdArgs
+    weights: LiveWeights
+    engine: Engine | None
+    sampling: Sampling
+    directory: Path
+    reads_only: bool
+    resources: ExitStack = field(default_factory=ExitStack)
+
+    @cached_property
+    def sampler(self) -> Sampler:
+        """Selects the rows of each step."""
+        return Sampler(len(self.run.rows), self.args.global_batch_size, self.args.seed, self.args.dataset_shuffle)
+
+    def train(self, step: int) -> RolloutBatches:
+        """Return this rank's micro-batches of a step (counted from 0). Collective.
+
+        Raises:
+            UserError: the engine fails, or stored completions cannot be used; raised on every rank.
+        """
+        rows, indices = self.run.rows, self.sampler.global_batch(step)
+        figures: Mapping[str, float] = {"on_policy": 0.0}
+        if is_on_policy(self.args, step):
+            generation = self._open(step, [prompt_of(self.run.data.train[index]) for index in indices])
+            rows, figures = self.run.batches.rows(generation.samples()), {"on_policy": 1.0, **generation.figures}
+            indices = np.arange(len(rows))
+        batches = self.run.batches.global_batch(rows, indices)
+        return RolloutBatches(batches.batches, batches.companions, figures)
+
+    def _open(self, step: int, prompts: Sequence[Sample]) -> Generation:
+        """Return the completions of a step; the weights are those before it. Collective."""
+        path = file_of(self.directory, step)
+        names = ("temperature", "max_completion_length")
+        settings = {name: getattr(self.args, name) for name in names}
+        if self.reads_only or on_first_rank(path.exists):
+            vocab_size = self.run.hf_model.config["vocab_size"]
+            return on_first_rank(
+                lambda: read_generation(path, prompts, settings, vocab_size, reads_only=self.reads_only)
+            )
+
+        def draw_and_write() -> Generation:
+            assert self.engine is not None
+            with stop.raising():
+                generation = draw(self.engine, self.sampling, prompts, step * len(prompts), settings)
+            write_generation(path, generation, self.run.tokenizer)
+            return generation
+
+        with EarlyStop() as stop:
+            send_weights(self.weights, self.engine, stop, draft=drafts(self.run, self.args))
+            return on_first_rank(draw_and_write)
+
+
+def prompt_of(sample: Sample) -> Sample:
+    """Return the prompt of a row as a sample without labels."""
+    ids = np.array(sample.extras.get(PROMPT, sample.input_ids), np.int32)
+    return make_sample(ids, np.zeros(len(ids)), sample.source)
+
+
+def check_stored(args: GkdArgs, directory: Path, num_steps: int) -> None:
+    """Check that the completions of --rollouts_from suffice.
+
+    Raises:
+        UserError: the completions of a step are missing.
+    """
+    for step in on_policy_steps(args, num_steps):
+        if file_of(directory, step).exists():
+            continue
+        problem = f"--rollouts_from {directory} has no completions of step {step + 1} of {num_steps}"
+        inner = directory / FOLDER
+        if inner.is_dir():
+            raise UserError(problem, f"use --rollouts_from {inner}")
+        raise UserError(problem, "use the --lmbda and --seed of its run, and at most as many --train_iters")
+
+
+def open_distillation(run: Run) -> TrainBatches:
+    """Start the engine on the first rank, if completions are generated. Collective.
+
+    Raises:
+        UserError: the engine or the stored completions cannot be used.
+    """
+    args: Any = run.args
+    assert isinstance(args, GkdArgs)
+    directory = Path(args.rollouts_from) if args.rollouts_from else run.output_dir / FOLDER
+    with ExitStack() as stack:
+        engines: list[Engine] = []
+
+        def start() -> None:
+            if args.rollouts_from:
+                check_stored(args, directory, run.schedule.steps)
+            elif on_policy_steps(args, run.schedule.steps):
+                engines.append(start_rollout_engine(run, args))
+                stack.callback(engines[0].close)
+
+        on_first_rank(start)
+        steps = Distillation(
+            run=run,
+            args=args,
+            weights=LiveWeights(
+                run.train_state.wrapped, run.hf_model, dtypes_of(describe_tensors(run.hf_model, run.graft_from))
+            ),
+            engine=engines[0] if engines else None,
+            sampling=sampling_of(run, args),
+            directory=directory,
+            reads_only=args.rollouts_from is not None,
+            resources=stack.pop_all(),
+        )
+    return TrainBatches(steps.train, release=steps.resources.close)
+
+
+def distillation_objective(run: Run) -> DistillationObjective:
+    """Return the objective of a run, with its teacher. Collective.
+
+    Raises:
+        UserError: the teacher cannot be opened.
+    """
+    args: Any = run.args
+    assert isinstance(args, GkdArgs)
+    model = run.teacher_model
+    assert model is not None
+    layout = teacher_layout(args, model.family.architecture(model.config))
+    teacher = Teacher.open(run, model, layout)
+    return DistillationObjective(teacher, args.beta, run.plan.heads, args.mtp_loss_scaling_factor)
+
+
+GKD = Training(
+    make_encoder=make_encoder,
+    load=load_rows,
+    prepare=check_tokenizer,
+    make_objective=distillation_objective,
+    open_batches=open_distillation,
+)

@@ -1,0 +1,128 @@
+"""Test `megatron gkd` with several layouts against one process, on stored completions and on answers."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swiftlite import rules
+from swiftlite.args.commands import GkdArgs
+from swiftlite.families.resolved import resolve
+from swiftlite.plan.distillation import on_policy_steps
+from swiftlite.train import phases
+from swiftlite.train import run as training
+from tests.parallel.launch import launch, open_store, prepare_session
+from tests.parallel.parity import SIZES
+from tests.parallel.test_grpo import metrics_of
+from tests.tiers import some_of
+from tests.tiny import make_tiny_hf
+from tests.train.distilled import gkd_options, make_models, store
+
+pytestmark = pytest.mark.gloo
+
+STEPS = 2
+SEED = 1
+"""With this seed, the first step is on answers, the second on completions."""
+TRAINED: dict[str, dict[str, Any]] = {
+    "mixture": {"beta": 0.3, "loss_temperature": 0.8},
+    "reverse": {"beta": 1.0, "padding_free": True},
+    "forward": {"beta": 0.0, "tuner_type": "lora", "lora_rank": 4, "lr": 1e-2},
+}
+TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
+CP2 = {"context_parallel_size": 2}
+LAYOUTS: dict[tuple[str, str], dict[str, Any]] = {
+    ("mixture", "TP2+SP"): TP2 | {"sequence_parallel": True},
+    ("mixture", "PP2"): PP2,
+    ("mixture", "PP2xVPP2"): PP2 | {"num_virtual_stages_per_pipeline_rank": 2},
+    ("mixture", "PP2, layout"): PP2 | {"pipeline_model_parallel_layout": "Ettt|tmL"},
+    ("mixture", "CP2"): CP2,
+    ("mixture", "DP2, distributed optimizer"): {"use_distributed_optimizer": True},
+    ("reverse", "TP2"): TP2,
+    ("reverse", "CP2, packed"): CP2,
+    ("reverse", "PP2"): PP2,
+    ("forward", "TP2"): TP2,
+}
+IN_CI = ("TP2+SP", "PP2", "CP2, packed", "DP2, distributed optimizer")
+# Float32 sums in another order.
+TOLERANCE: dict[str, Any] = {"rel": 1e-3, "abs": 2e-4}
+
+
+def make_options(place: Path, name: str, **changed: Any) -> GkdArgs:
+    models = place / "student", place / "teacher"
+    if not models[0].exists():
+        make_models(place, **SIZES)
+    usual = {"rollouts_from": str(place / f"rollouts-{name}"), "output_dir": str(place / name), "train_iters": STEPS}
+    return gkd_options(models, place)(**{"seed": SEED} | usual | changed)
+
+
+def store_all(jobs: list[GkdArgs], ports: list[int]) -> None:
+    for args, port in zip(jobs, ports, strict=True):
+        prepare_session(port)
+        with phases.open_session(args, resolve(args.model)) as mesh:
+            for step in on_policy_steps(args, STEPS):
+                store(args, mesh, Path(args.rollouts_from or ""), step)
+
+
+def run_all(jobs: list[GkdArgs], ports: list[int], world_size: int) -> None:
+    for args, port in zip(jobs, ports, strict=True):
+        prepare_session(port)
+        rules.check(args, world_size)
+        training.run(args)
+
+
+def start(num_processes: int, function: Callable[..., None], jobs: list[GkdArgs], *more: Any) -> None:
+    """Call a function with jobs and the port of a store for each."""
+    stores = [open_store() for _ in jobs]
+    launch(num_processes, function, jobs, [store.port for store in stores], *more)
+
+
+def compare(place: Path, alone: dict[str, GkdArgs], divided: dict[tuple[str, str], GkdArgs]) -> None:
+    """Train each job in one process and in its layout, and compare their metrics."""
+    used = {what: args for what, args in alone.items() if any(what == of for of, _ in divided)}
+    start(1, store_all, list(used.values()))
+    start(1, run_all, list(used.values()), 1)
+    start(2, run_all, list(divided.values()), 2)
+    for (what, name), args in divided.items():
+        expected, found = metrics_of(used[what]), metrics_of(args)
+        assert [line["on_policy"] for line in expected] == [0, 1]
+        assert all(line["loss"] > 0.05 and line["mtp_1_loss"] > 0 and line["grad_norm"] > 0 for line in expected)
+        for step, (one, other) in enumerate(zip(expected, found, strict=True)):
+            assert other == pytest.approx(one, **TOLERANCE), f"{what} {name}, step {step + 1}"
+
+
+@pytest.mark.parametrize("is_in_ci", some_of([True, False], True), ids=["ci", "others"])
+def test_a_layout_changes_no_number(tmp_path, is_in_ci):
+    alone = {name: make_options(tmp_path, name, **options) for name, options in TRAINED.items()}
+    divided = {}
+    for (what, name), layout in LAYOUTS.items():
+        if (name in IN_CI) == is_in_ci:
+            divided[what, name] = replace(alone[what], output_dir=str(tmp_path / f"{what}_{name}"), **layout)
+    compare(tmp_path, alone, divided)
+
+
+@pytest.mark.slow
+def test_models_of_other_kinds(tmp_path):
+    """Either model has experts or a tied output layer, which the other does not have."""
+    kinds = {"dense": ("qwen3", False), "tied": ("qwen3", True), "experts": ("qwen3_moe", False)}
+    made = {}
+    for seed, (kind, (family, tied)) in enumerate(kinds.items()):
+        sizes: dict[str, Any] = SIZES | {"num_hidden_layers": 4 if kind == "dense" else 6}
+        made[kind] = make_tiny_hf(tmp_path / kind, family, depth=1, tied=tied, seed=seed, with_tokenizer=True, **sizes)
+    ep2 = {"expert_model_parallel_size": 2}
+    cases = {
+        ("dense", "tied"): PP2,
+        ("tied", "dense"): PP2,
+        ("experts", "dense"): ep2,
+        ("dense", "experts"): TP2 | {"sequence_parallel": True},
+        ("experts", "tied"): PP2,
+    }
+    alone, divided = {}, {}
+    for (student, teacher), layout in cases.items():
+        name = f"{student} of {teacher}"
+        alone[name] = make_options(
+            tmp_path, name, model=str(made[student]), teacher_model=str(made[teacher]), micro_batch_size=2
+        )
+        divided[name, str(layout)] = replace(alone[name], output_dir=str(tmp_path / f"{name} divided"), **layout)
+    compare(tmp_path, alone, divided)
