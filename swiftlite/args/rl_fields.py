@@ -88,6 +88,9 @@ class CompletionArgs:
     """mtp: the heads draft tokens in rollouts, if the model has heads; the distribution of completions is the same."""
     num_speculative_tokens: bounds.PositiveInt | None = None
     """Number of draft tokens per step. Default: the number that the heads were trained for."""
+    draft_schedule: str | None = None
+    """With vllm: a bench.json of `swiftlite bench`: adapt the number of draft tokens to the number of completions in
+    progress, which decreases within a generation."""
     mtp_lr: bounds.PositiveFloat | None = None
     """Peak learning rate of the heads. Default: --lr."""
     max_batch_size: bounds.PositiveInt = 64

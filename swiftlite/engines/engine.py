@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol
 
 from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.args.fields import WeightTransport
+from swiftlite.engines.draft_schedule import DraftSchedule
 from swiftlite.engines.index import ENGINES
 from swiftlite.errors import UserError
 from swiftlite.families.resolved import HfModel
@@ -92,6 +93,8 @@ class EngineConfig:
             the image tower is not loaded.
         draws_drafts: whether drafts are sampled if the temperature is above 0; otherwise the most likely token is
             drafted. Only for engines that need this setting at start. Greedy requests are not affected.
+        draft_schedule: the number of draft tokens by the number of prompts in progress, at most
+            `num_speculative_tokens`, in engines with `EngineInfo.takes_draft_schedule`.
     """
 
     model: HfModel
@@ -107,6 +110,7 @@ class EngineConfig:
     weight_transport: WeightTransport = "file"
     max_images: int = 0
     draws_drafts: bool = False
+    draft_schedule: DraftSchedule | None = None
 
 
 OnAnswer = Callable[[int, Completion], None]

@@ -56,6 +56,7 @@ class EngineInfo:
         takes_draft_confidence: whether the engine supports `Sampling.draft_confidence`.
         draws_rollouts: whether the adapter accepts new weights (`train.live_weights.Receiver`) and reports the
             log-probabilities of sampled tokens, for `megatron grpo`.
+        takes_draft_schedule: whether the adapter supports `EngineConfig.draft_schedule`.
         takes_live_weights: whether the engine's server accepts new weights while serving.
         logs_requests: whether the engine's server supports the middleware of `request_log`.
         serves_adapters: whether the engine's server supports adapters. Tests check that it gives the answers of the
@@ -102,6 +103,7 @@ class EngineInfo:
     takes_draft_confidence: bool = False
     serves_adapters: bool = False
     draws_rollouts: bool = False
+    takes_draft_schedule: bool = False
     takes_live_weights: bool = False
     logs_requests: bool = False
     is_batched: bool = True

@@ -2,9 +2,13 @@
 
 from typing import Any
 
+from pathlib import Path
+
 from swiftlite.args.rl_fields import CompletionArgs
 from swiftlite.data.template import ChatTemplate, stop_token_ids
+from swiftlite.engines.draft_schedule import read_schedule
 from swiftlite.engines.engine import Engine, EngineConfig, Sampling, start_engine
+from swiftlite.log import logger
 from swiftlite.rollouts.servers import Requirements, RolloutServers
 from swiftlite.rollouts.stored import on_first_rank, raise_if
 from swiftlite.train.live_weights import LiveWeights
@@ -28,6 +32,13 @@ def start_rollout_engine(run: Run, args: CompletionArgs) -> Engine:
     num_drafts = 0
     if drafts(run, args):
         num_drafts = args.num_speculative_tokens or run.plan.heads.drafts
+    schedule = None
+    if num_drafts and args.draft_schedule:
+        schedule = read_schedule(Path(args.draft_schedule), args.infer_backend)
+        num_drafts = schedule.largest
+        if num_drafts == 0:
+            logger.info("--draft_schedule %s: drafts are disabled, because they were slower", args.draft_schedule)
+            schedule = None
     config = EngineConfig(
         run.hf_model,
         torch_dtype=run.args.torch_dtype,
@@ -36,6 +47,7 @@ def start_rollout_engine(run: Run, args: CompletionArgs) -> Engine:
         max_model_len=run.args.max_length,
         max_batch_size=args.max_batch_size,
         draws_drafts=True,
+        draft_schedule=schedule,
     )
     return start_engine(args.infer_backend, config)
 

@@ -10,6 +10,7 @@ import pytest
 
 from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.data.sample import IGNORED, Sample
+from swiftlite.engines.draft_schedule import DraftSchedule
 from swiftlite.engines.engine import Completion, EngineConfig, Sampling, start_engine
 from swiftlite.engines.served_model import resolve_served
 from swiftlite.rollouts.log_probabilities import token_log_probabilities
@@ -28,10 +29,21 @@ PROMPTS = [[1 + place % 7, 4, 2, *range(5, 5 + place % 11)] for place in range(4
 NEW_TOKENS = 24
 
 
-def draw(directory: Path, num_drafts: int) -> list[tuple[list[Completion], DraftCounts]]:
+SCHEDULE = DraftSchedule({1: 2, 20: 0})
+"""With 32 of 48 prompts in progress, nothing is drafted; with the other 16, two tokens."""
+
+
+def draw(
+    directory: Path, num_drafts: int, schedule: DraftSchedule | None
+) -> list[tuple[list[Completion], DraftCounts]]:
     """Return the completions of PROMPTS and the draft counts, for each temperature."""
     config = EngineConfig(
-        resolve_served(directory), "float32", num_speculative_tokens=num_drafts, max_model_len=128, draws_drafts=True
+        resolve_served(directory),
+        "float32",
+        num_speculative_tokens=num_drafts,
+        max_model_len=128,
+        draws_drafts=True,
+        draft_schedule=schedule,
     )
     engine: Any = start_engine("vllm", config)
     found = []
@@ -52,10 +64,10 @@ def sample_of(prompt: list[int], completion: Completion) -> Sample:
     return Sample(ids, np.where(is_completion, ids, np.int32(IGNORED)), is_completion.astype(np.float32))
 
 
-@pytest.mark.parametrize("num_drafts", [0, 2])
-def test_log_probabilities_are_those_of_the_trainer(num_drafts, vllm_host, mesh, tmp_path):
+@pytest.mark.parametrize(("num_drafts", "schedule"), [(0, None), (2, None), (2, SCHEDULE)])
+def test_log_probabilities_are_those_of_the_trainer(num_drafts, schedule, vllm_host, mesh, tmp_path):
     directory = make_tiny_hf(tmp_path / "hf", "qwen3", depth=1, with_tokenizer=True)
-    drawn = vllm_host.call(partial(draw, directory, num_drafts))
+    drawn = vllm_host.call(partial(draw, directory, num_drafts, schedule))
     for temperature, (completions, counts) in zip(TEMPERATURES, drawn, strict=True):
         run = prepare(policy_options(directory, tmp_path)(temperature=temperature), mesh)
         samples = list(map(sample_of, PROMPTS, completions))
@@ -64,4 +76,6 @@ def test_log_probabilities_are_those_of_the_trainer(num_drafts, vllm_host, mesh,
             assert completion.log_p is not None
             np.testing.assert_allclose(completion.log_p, expected, rtol=0, atol=TOLERANCE)
         if num_drafts:  # so that there are tokens after accepted and after rejected drafts
+            drafted = counts.drafted / sum(len(completion.token_ids) for completion in completions)
+            assert drafted < 0.6 if schedule else drafted > 1
             assert 0.05 < counts.accepted / counts.drafted < 0.95

@@ -403,6 +403,9 @@ def test_named_rewards_are_checked_with_the_options_of_the_run(options):
         ({"truncation_strategy": "left"}, "--truncation_strategy"),
         ({"rollouts_from": "nowhere"}, "--rollouts_from nowhere"),
         ({"num_generations": 1}, "--num_generations"),
+        ({"draft_schedule": "bench.json"}, "--draft_schedule --infer_backend vllm"),
+        ({"draft_schedule": "none.json", "infer_backend": "vllm"}, "--draft_schedule none.json"),
+        ({"draft_schedule": "bench.json", "rollout_server": ["http://a:8000"]}, "--draft_schedule --rollout_server"),
     ],
 )
 def test_invalid_options_are_named(options, changed, named):

@@ -54,6 +54,8 @@ def speculative_config(config: EngineConfig) -> dict[str, Any] | None:
         )
     if given is None and config.draws_drafts:
         given = {"draft_sample_method": "probabilistic"}
+    if config.draft_schedule is not None:
+        given = {**(given or {}), **schedule_options(config.draft_schedule)}
     return {"method": "mtp", **(given or {}), "num_speculative_tokens": num_tokens_to_draft(model, num_tokens)}
 
 

@@ -10,11 +10,13 @@ from swiftlite.args.command_line import shell_line
 from swiftlite.args.commands import GkdArgs, GrpoArgs
 from swiftlite.args.config import Problem
 from swiftlite.args.rl_fields import CompletionArgs
-from swiftlite.engines.index import ENGINES
+from swiftlite.engines.draft_schedule import read_schedule
+from swiftlite.engines.index import ENGINES, names_with
 from swiftlite.errors import UserError
 from swiftlite.methods.index import method_of
 from swiftlite.plan.facts import Facts
 from swiftlite.plan.heads import heads_of, mtp_init_of
+from swiftlite.plan.layout import choices
 from swiftlite.plan.run import packing_of
 from swiftlite.rewards.index import REWARDS, check_reward
 from swiftlite.rewards.settings import reward_settings_of
@@ -162,6 +164,28 @@ def servers_have_addresses(args: CompletionArgs) -> Iterator[Problem]:
     yield from common.metrics_can_be_parsed("--rollout_server")
 
 
+def draft_schedule_fits_the_engine(args: GrpoArgs, facts: Facts) -> Iterator[Problem]:
+    if args.draft_schedule is None or args.rollouts_from:
+        return
+    given = f"--draft_schedule {args.draft_schedule}"
+    if args.rollout_server:
+        yield f"{given} is not supported with --rollout_server", "give it to swiftlite deploy, which starts the server"
+        return
+    info = ENGINES.get(args.infer_backend)
+    if info is None:
+        return
+    if not info.takes_draft_schedule:
+        able = choices([f"--infer_backend {name}" for name in names_with("takes_draft_schedule")])
+        yield f"{given} is not supported with --infer_backend {args.infer_backend}", f"use {able}"
+        return
+    if args.num_speculative_tokens:
+        yield f"{given} and --num_speculative_tokens both set the number of draft tokens", "remove one of the two"
+    try:
+        read_schedule(Path(args.draft_schedule), args.infer_backend)
+    except UserError as error:
+        yield error.problem, error.hint
+
+
 def settings_have_an_effect(args: GrpoArgs, facts: Facts) -> Iterator[str]:
     """Yield a note for each changed option that has no effect."""
     no_length = ("length" not in args.reward_funcs, "--reward_funcs does not contain length")
@@ -173,6 +197,7 @@ def settings_have_an_effect(args: GrpoArgs, facts: Facts) -> Iterator[str]:
         "ref_model": (not args.beta, "--beta is 0"),
         "speculative": no_heads,
         "num_speculative_tokens": no_heads if no_heads[0] else not_drafted,
+        "draft_schedule": no_heads if no_heads[0] else not_drafted,
         "mtp_lr": no_heads,
         "soft_cache_length": no_length,
         "max_resample_times": (not args.dynamic_sample, "--dynamic_sample is false"),
@@ -183,7 +208,7 @@ def settings_have_an_effect(args: GrpoArgs, facts: Facts) -> Iterator[str]:
 
 
 _OF_DRAWING = ("reward_funcs", "reward_weights", "external_plugins", "advantage_estimator", "scale_rewards")
-_OF_DRAWING += ("rollout_server", "max_batch_size", "dynamic_sample", "max_resample_times")
+_OF_DRAWING += ("rollout_server", "max_batch_size", "dynamic_sample", "max_resample_times", "draft_schedule")
 
 RULES = (
     *common.without_options(sft.RULES, UNSUPPORTED),
@@ -196,6 +221,7 @@ RULES = (
     clipping_has_a_range,
     heads_can_follow,
     engine_can_generate,
+    draft_schedule_fits_the_engine,
     dpo.reference_is_a_model,
 )
 NOTES = (*sft.NOTES, settings_have_an_effect)
