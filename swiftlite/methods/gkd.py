@@ -1,6 +1,7 @@
 """Describe `megatron gkd`, which distils a teacher model into the trained model."""
 
 from swiftlite.args.commands import GkdArgs
+from swiftlite.methods.grpo import generator_of
 from swiftlite.methods.method import Lines, Method
 
 
@@ -10,7 +11,7 @@ def describe(args: GkdArgs) -> Lines:
         ("teacher", args.teacher_model or ""),
         ("learns from", f"the teacher's distribution, beta {args.beta:g}, at temperature {args.loss_temperature:g}"),
     ]
-    drawn = f"{args.lmbda:.0%} of the steps, by {args.infer_backend}"
+    drawn = f"{args.lmbda:.0%} of the steps, by {generator_of(args)}"
     if args.rollouts_from:
         drawn = f"{args.lmbda:.0%} of the steps, stored in {args.rollouts_from}"
     if args.lmbda:

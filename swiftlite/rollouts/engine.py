@@ -1,8 +1,7 @@
 """Start the engine that generates completions during training, or connect to servers, and send weights."""
 
-from typing import Any
-
 from pathlib import Path
+from typing import Any
 
 from swiftlite.args.rl_fields import CompletionArgs
 from swiftlite.data.template import ChatTemplate, stop_token_ids
