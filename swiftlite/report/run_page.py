@@ -204,7 +204,7 @@ def _drafted(tokens: Sequence[dict[str, Any]]) -> str:
 
 
 def _rollouts_section(run: RunFiles) -> Section | None:
-    """Return the rewards and completions of a run with rollouts; None for other runs."""
+    """Return the completions of a run with rollouts, with their rewards if it has any; None for other runs."""
     rewards = [*lines_of(run, "reward", "all functions"), *lines_of(run, r"rewards/(.+)/mean", "{}")]
     accepted = lines_of(run, r"rollout/acceptance_(\d+)", "position {}")
     drawn = [
@@ -214,13 +214,18 @@ def _rollouts_section(run: RunFiles) -> Section | None:
         ("length", "Length of completions", lines_of(run, "completions/mean_length", "mean"), "tokens"),
         ("rollout_speed", "Speed of rollouts", lines_of(run, "rollout/tokens_per_second", "tokens/s"), "tokens/s"),
     ]
-    if not rewards:
-        return None
     figures = [draw_lines(name, title, lines, x="step", y=y) for name, title, lines, y in drawn if lines]
+    if not figures:
+        return None
     tables = []
     if run.rollouts:
-        rows = [[shorten(line["prompt"]), shorten(line["completion"]), *_scores(line)] for line in run.rollouts]
-        columns = ["prompt", "completion", "rewards", "advantage"]
+        columns = ["prompt", "completion"]
+        if rewards:
+            columns += ["rewards", "advantage"]
+        rows = []
+        for line in run.rollouts:
+            cells = [shorten(line["prompt"]), shorten(line["completion"]), *_scores(line)]
+            rows.append(cells[: len(columns)])
         tables.append(Table("Completions of the last generation", columns, rows))
     return Section("Rollouts", figures=figures, tables=tables)
 

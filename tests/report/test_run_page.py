@@ -166,3 +166,17 @@ def test_rollouts_are_shown(run):
     assert HOSTILE.encode() not in render(page)
     (run / "rollouts" / "000001.jsonl").write_text("not json\n")
     assert not [row for row in rows(run_page(read_run(run))) if HOSTILE in row]
+
+
+def test_rollouts_without_rewards_are_shown(run):
+    """Only some steps of `megatron gkd` have completions."""
+    metrics = run / "metrics.jsonl"
+    first, *others = [json.loads(line) for line in metrics.read_text().splitlines()]
+    lines = [first | {"completions/mean_length": 7.5}, *others]
+    metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (run / "rollouts").mkdir()
+    line = {"prompt": "asked", "completion": "answered", "scores": [], "advantage": 0.0}
+    (run / "rollouts" / "000000.jsonl").write_text(json.dumps(line) + "\n")
+    page = run_page(read_run(run))
+    assert "length" in figures(page)
+    assert ["asked", "answered"] in rows(page)
