@@ -184,6 +184,7 @@ def test_a_run_without_completions_starts_no_engine(options, mesh):
         ({"streaming": True}, "--streaming"),
         ({"truncation_strategy": "left"}, "--truncation_strategy"),
         ({"rollouts_from": "nowhere"}, "--rollouts_from nowhere"),
+        ({"draft_schedule": "bench.json"}, "--draft_schedule --infer_backend"),
     ],
 )
 def test_invalid_options_are_named(options, changed, named):

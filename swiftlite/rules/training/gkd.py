@@ -74,6 +74,7 @@ def completions_fit_the_batches(args: GkdArgs, facts: Facts) -> Iterator[Problem
 def completions_can_be_drawn(args: GkdArgs, facts: Facts) -> Iterator[Problem]:
     if args.lmbda:
         yield from grpo.engine_can_generate(args, facts)
+        yield from grpo.draft_schedule_fits_the_engine(args, facts)
 
 
 def settings_have_an_effect(args: GkdArgs, facts: Facts) -> Iterator[str]:
@@ -87,6 +88,7 @@ def settings_have_an_effect(args: GkdArgs, facts: Facts) -> Iterator[str]:
         "mtp_lr": no_heads,
         "speculative": no_heads if no_heads[0] else of_engine,
         "num_speculative_tokens": no_heads if no_heads[0] else of_engine,
+        "draft_schedule": no_heads if no_heads[0] else of_engine,
         "infer_backend": of_engine if of_engine[0] else served,
         "rollout_server": of_engine,
         "max_batch_size": of_engine,

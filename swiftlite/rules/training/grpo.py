@@ -164,7 +164,7 @@ def servers_have_addresses(args: CompletionArgs) -> Iterator[Problem]:
     yield from common.metrics_can_be_parsed("--rollout_server")
 
 
-def draft_schedule_fits_the_engine(args: GrpoArgs, facts: Facts) -> Iterator[Problem]:
+def draft_schedule_fits_the_engine(args: GrpoArgs | GkdArgs, facts: Facts) -> Iterator[Problem]:
     if args.draft_schedule is None or args.rollouts_from:
         return
     given = f"--draft_schedule {args.draft_schedule}"
