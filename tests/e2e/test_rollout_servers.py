@@ -99,8 +99,8 @@ def test_servers_are_killed_and_restarted(tmp_path, monkeypatch):
             f"megatron grpo --model {model} --dataset rows.jsonl --split_dataset_ratio 0 --torch_dtype float32 "
             "--reward_funcs even --external_plugins rewards.py --reward_timeout 300 --num_generations 4 "
             "--global_batch_size 24 --num_iterations 2 --train_iters 8 --micro_batch_size 8 --max_length 128 "
-            "--max_completion_length 64 --max_batch_size 2 --temperature 0.7 --lr 1e-2 --acceptance_samples 0 --report_to none "
-            f"--output_dir run --rollout_server {stays.url} {dies.url}"
+            "--max_completion_length 64 --max_batch_size 2 --temperature 0.7 --lr 1e-2 "
+            f"--acceptance_samples 0 --report_to none --output_dir run --rollout_server {stays.url} {dies.url}"
         )
         run = Commands(tmp_path).start_for_real(*words.split())
         stack.callback(run.kill)
