@@ -80,6 +80,7 @@ class Kind:
 
 
 DEEP = (("num_hidden_layers", 4),)
+TEACHER = Model(sizes=DEEP)
 DEEPSTACK, WINDOWS = (Model(family, has_images=True) for family in ("qwen3_vl", "qwen2_5_vl"))
 MOE, LATENT, LITE, HYBRID = (Model(family) for family in ("qwen3_moe", "deepseek_v3", "glm4_moe_lite", "qwen3_next"))
 FLOAT32 = "--torch_dtype float32"
@@ -114,6 +115,10 @@ KINDS: dict[str, Kind] = {
     "kto": Kind("--loss_type kto", command="dpo", rows="rated"),
     "grpo": Kind(
         f"{SAMPLED} --padding_free true --rollouts_from {{directory}}/drawn/rollouts", command="grpo", rows="prompts"
+    ),
+    "gkd": Kind(
+        f"--teacher_model {{directory}}/{Model(sizes=DEEP).directory} --lmbda 0 --max_completion_length 8",
+        command="gkd",
     ),
     "heads_only": Kind(f"{HEADS} --mtp_loss ce"),
     "heads_only kl": Kind(f"{HEADS} --mtp_loss kl"),
@@ -192,7 +197,10 @@ def write_inputs(directory: Path, names: list[str]) -> None:
     (directory / "seen.jsonl").write_text("".join(json.dumps(row) + "\n" for row in seen))
     for name, rows in FILES.items():
         (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for model in {KINDS[name].model for name in names}:
+    models = {KINDS[name].model for name in names}
+    if "gkd" in names:
+        models.add(TEACHER)
+    for model in models:
         hf_dir = directory / model.directory
         if model.has_images:
             make_image_model(hf_dir, model.family)

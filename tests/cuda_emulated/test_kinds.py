@@ -175,6 +175,7 @@ divisor of gradients, the gradient norm, the statistics, the numbers of tokens, 
 time."""
 MORE_WAITS = {
     "experts packed, balanced": 1,  # the load-balancing loss
+    "gkd": 2,  # the teacher's states of each of 2 micro-batches, which are kept by the host
     "streamed": 7,  # rows that ranks exchange
     "cached trunk states": 8,  # of each of 4 micro-batches: whether all ranks have its states; these, to be written
     "streamed trunk": 4,  # of each of 4 micro-batches: whether all ranks have its states
