@@ -117,8 +117,7 @@ KINDS: dict[str, Kind] = {
         f"{SAMPLED} --padding_free true --rollouts_from {{directory}}/drawn/rollouts", command="grpo", rows="prompts"
     ),
     "gkd": Kind(
-        f"--teacher_model {{directory}}/{Model(sizes=DEEP).directory} --lmbda 0 --max_completion_length 8",
-        command="gkd",
+        f"--teacher_model {{directory}}/{TEACHER.directory} --lmbda 0 --max_completion_length 8", command="gkd"
     ),
     "heads_only": Kind(f"{HEADS} --mtp_loss ce"),
     "heads_only kl": Kind(f"{HEADS} --mtp_loss kl"),

@@ -291,7 +291,9 @@ def distance_of(beta: float) -> Distance:
     """Return the distance of the generalized Jensen-Shannon divergence, whose limits 0 and 1 are separate distances, as
     in TRL: the divergence itself is 0 for both.
     """
-    return {0.0: "kl", 1.0: "reverse_kl"}.get(beta, "jsd")
+    if beta == 0:
+        return "kl"
+    return "reverse_kl" if beta == 1 else "jsd"
 
 
 def _kl_from_head_(log_h: torch.Tensor, difference: torch.Tensor, group: Group) -> torch.Tensor:
