@@ -110,6 +110,8 @@ class PlannedRolloutsArgs:
     """Number of completions that the engine generates at once (with --max_completion_length)."""
     beta: bounds.NonNegativeFloat = 0.0
     """Weight of the KL divergence; above 0, the reference model stays in memory (with --max_completion_length)."""
+    teacher_model: str | None = None
+    """Plan megatron gkd with this teacher, a Hugging Face model as for --model (with --plan)."""
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from swiftlite.bridge.encoding.quantization import describe_quantization
 from swiftlite.cli.layout_plan import report_layouts
 from swiftlite.cli.reference_plan import report_reference
 from swiftlite.cli.rollout_plan import report_rollouts
+from swiftlite.cli.teacher_plan import report_teacher
 from swiftlite.engines.index import ENGINES
 from swiftlite.engines.info import EngineInfo
 from swiftlite.errors import UserError
@@ -398,8 +399,8 @@ def _report_plan(args: DoctorArgs, facts: Facts) -> bool:
         print(f"\n{_cached_trunk(hf_config, setup)}")
         if setup.layout.pipeline_model_parallel_size == 1 and setup.low_precision is None:
             print(_streamed_trunk(hf_config, setup))
-    with_others = report_reference(args, facts, setup, stages) and report_rollouts(args, facts, setup, stages)
-    return with_others and fits
+    reports = [report(args, facts, setup, stages) for report in (report_reference, report_teacher, report_rollouts)]
+    return all(reports) and fits
 
 
 def _cached_trunk(hf_config: dict[str, Any], setup: Setup) -> str:

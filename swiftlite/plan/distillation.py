@@ -8,12 +8,13 @@ from swiftlite.args.fields import ParallelLayout
 from swiftlite.families.architecture import Architecture
 
 
-def teacher_layout(args: GkdArgs, architecture: Architecture | None) -> ParallelLayout:
+def teacher_layout(args: ParallelLayout, architecture: Architecture | None) -> ParallelLayout:
     """Return the layout of the teacher: that of the trained model, with equal stages.
 
     Its last stage is on the ranks of the last stage of the trained model, where both predictions meet.
 
     Args:
+        args: layout of the trained model.
         architecture: that of the teacher. A teacher without experts has no expert parallelism.
     """
     has_experts = architecture is None or architecture.has_experts

@@ -35,6 +35,7 @@ READERS = {
         "cli/doctor.py",
         "cli/layout_plan.py",
         "cli/reference_plan.py",
+        "cli/teacher_plan.py",
         "estimate/setup.py",
         "plan/preference.py",
         "plan/trainable.py",

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from swiftlite.args.bounds import out_of_bounds
-from swiftlite.args.commands import GkdArgs
+from swiftlite.args.commands import DoctorArgs, GkdArgs
 from swiftlite.args.config import Problem
 from swiftlite.families.index import FAMILIES, known_architecture
 from swiftlite.plan.distillation import teacher_layout
@@ -29,7 +29,7 @@ def options_of_sft_are_left_out(args: GkdArgs, facts: Facts) -> Iterator[Problem
         yield f"--truncation_strategy {args.truncation_strategy} would cut prompts", "use delete or error"
 
 
-def teacher_is_a_model(args: GkdArgs, facts: Facts) -> Iterator[Problem]:
+def teacher_is_a_model(args: GkdArgs | DoctorArgs, facts: Facts) -> Iterator[Problem]:
     if args.teacher_model is None:
         yield "--teacher_model is missing", "give a Hugging Face model, as for --model"
         return
@@ -52,8 +52,8 @@ def teacher_is_a_model(args: GkdArgs, facts: Facts) -> Iterator[Problem]:
         )
 
 
-def teacher_fits_the_layout(args: GkdArgs, facts: Facts) -> Iterator[Problem]:
-    """Reject layouts that suit the trained model but not the teacher."""
+def teacher_fits_the_layout(args: GkdArgs | DoctorArgs, facts: Facts) -> Iterator[Problem]:
+    """Reject layouts that suit the trained model but not the teacher. `doctor --plan` has the same rule."""
     if args.teacher_model is None or out_of_bounds(args):
         return
     architecture = known_architecture(facts.described("teacher_model")[1])
