@@ -275,7 +275,7 @@ def _count(row: Encoded, counts: Counts) -> None:
     else:
         counts.kept += 1
         answers = list(chain.from_iterable(sample.sequences for sample in row.samples))
-        counts.truncated += len(row.samples) == 1 and max(map(len, answers)) < row.length
+        counts.truncated += len(row.samples) == 1 and max(map(len, answers)) + row.reserved < row.length
         counts.tokens += sum(map(len, answers))
         counts.trained_tokens += sum(answer.num_trained_tokens for answer in answers)
 

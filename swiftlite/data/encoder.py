@@ -31,6 +31,8 @@ class Encoded:
     source: str = ""
     special_token: str = ""
     """The first special token in the text of a turn, or an empty string."""
+    reserved: int = 0
+    """Number of tokens of `length` that are reserved for a completion."""
 
 
 class Encoder(Protocol):

@@ -76,10 +76,11 @@ class AnsweredPromptEncoder:
             return encoded
         prompt = encode_prompt(self.answers.template, row.prompt()).input_ids
         length = max(encoded.length, len(prompt) + self.max_completion_length)
+        encoded = replace(encoded, length=length, reserved=length - encoded.length)
         if length > self.max_length:
-            return replace(encoded, length=length, samples=())
+            return replace(encoded, samples=())
         (sample,) = encoded.samples
-        return replace(encoded, length=length, samples=(sample.with_extras(**{PROMPT: tuple(prompt.tolist())}),))
+        return replace(encoded, samples=(sample.with_extras(**{PROMPT: tuple(prompt.tolist())}),))
 
 
 def make_encoder(args: SftArgs, tokenizer: PreTrainedTokenizerBase, hf_model: HfModel) -> Encoder:
@@ -93,7 +94,7 @@ def make_encoder(args: SftArgs, tokenizer: PreTrainedTokenizerBase, hf_model: Hf
 
 
 def load_rows(args: SftArgs, encoder: Encoder, vocab_size: int) -> Data:
-    """Load the rows. Held-out rows have a loss if they have answers."""
+    """Load the rows. Held-out rows have a loss, unless every step trains on completions."""
     if isinstance(encoder, PromptEncoder):
         return load_prompts(args, encoder, vocab_size)
     return load_data(args, encoder, vocab_size, vars(args).keys() - {"truncation_strategy"})

@@ -57,7 +57,8 @@ class PromptEncoder:
         special_token = self.template.special_token_in(row)
         length = len(sample) + self.max_completion_length
         samples = (sample,) if length <= self.max_length else ()
-        return Encoded(length, samples, source=row.source, special_token=special_token)
+        reserved = self.max_completion_length
+        return Encoded(length, samples, source=row.source, special_token=special_token, reserved=reserved)
 
 
 def make_prompt_encoder(args: SftArgs, tokenizer: PreTrainedTokenizerBase, hf_model: HfModel) -> Encoder:

@@ -115,6 +115,7 @@ def test_rows_need_no_answers_if_every_step_samples(options, mesh, tmp_path):
 
 def test_held_out_rows_have_a_divergence(options, mesh):
     run = prepare(options(split_dataset_ratio=0.2, lmbda=0.0), mesh)
+    assert run.data.report.total.truncated == 0
     run.output_dir.mkdir()
     trainer = training.make_trainer(run, {"step": 0})
     before = trainer.evaluate()

@@ -367,6 +367,11 @@ def test_a_generation_drawn_for_one_step_is_used_for_two(options, mesh):
     assert lines[1]["clip_ratio/region_mean"] > 0
 
 
+def test_rows_that_leave_room_for_a_completion_are_not_truncated(options, mesh):
+    data = prepare(options(), mesh).data
+    assert (data.report.total.kept, data.report.total.truncated) == (6, 0)
+
+
 def test_prompts_without_room_are_named(options, mesh):
     """The hint is the length that prompt and completion need."""
     with pytest.raises(UserError) as caught:
