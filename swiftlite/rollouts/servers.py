@@ -154,7 +154,7 @@ class RolloutServers:
             if server.problem is not None and not isinstance(server.problem, LostServer):
                 raise UserError(f"--rollout_server {server.url}: {server.problem.problem}", server.problem.hint)
         if self._first is None:
-            raise self._none_left()
+            raise self._none_left("start them (swiftlite deploy --live_weights), or correct the addresses")
         self.num_speculative_tokens: int = self._first.num_speculative_tokens
         self.bucket_device: torch.device = self._first.bucket_device
         self._counts = DraftCounts(0, 0, (0,) * self.num_speculative_tokens)
@@ -187,7 +187,7 @@ class RolloutServers:
 
         completions = asyncio.run(generate())
         if completions is None:
-            raise self._none_left()
+            raise self._none_left("restart them, and run the same command with --resume")
         return completions
 
     def update_weights(self, target: Iterable[Bucket] | None = None, draft: Iterable[Bucket] | None = None) -> None:
@@ -307,12 +307,9 @@ class RolloutServers:
             server.served.close()
         server.served, server.problem = None, error
 
-    def _none_left(self) -> UserError:
+    def _none_left(self, hint: str) -> UserError:
         reasons = [f"  {server.url}: {server.problem.problem}" for server in self._servers if server.problem]
-        return UserError(
-            "none of the servers of --rollout_server can be used:\n" + "\n".join(reasons),
-            "restart them (swiftlite deploy --live_weights); to continue this run, add --resume",
-        )
+        return UserError("none of the servers of --rollout_server can be used:\n" + "\n".join(reasons), hint)
 
 
 def _use_gpu(gpu: torch.device | None) -> None:
