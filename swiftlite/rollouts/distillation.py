@@ -19,7 +19,8 @@ from swiftlite.args.fields import TruncationStrategy
 from swiftlite.data.dataset import Data
 from swiftlite.data.encoder import ConversationEncoder, Encoded, Encoder, encode_prompt
 from swiftlite.data.packing.sampler import Sampler
-from swiftlite.data.rows.conversation import Conversation
+from swiftlite.data.rows.conversation import Conversation, RowError, parse_row
+from swiftlite.data.rows.prompt import parse_prompt
 from swiftlite.data.rows.sources import RowParser
 from swiftlite.data.sample import Sample, make_sample
 from swiftlite.data.template import ChatTemplate
@@ -28,7 +29,7 @@ from swiftlite.errors import UserError
 from swiftlite.families.resolved import HfModel
 from swiftlite.plan.distillation import is_on_policy, on_policy_steps, teacher_layout
 from swiftlite.rollouts.draw import draw
-from swiftlite.rollouts.engine import drafts, sampling_of, send_weights, start_rollout_engine
+from swiftlite.rollouts.engine import check_servers, drafts, sampling_of, send_weights, start_rollout_engine
 from swiftlite.rollouts.generation import Generation
 from swiftlite.rollouts.rollouts import RolloutBatches
 from swiftlite.rollouts.stored import FOLDER, file_of, on_first_rank, read_generation, write_generation
@@ -46,6 +47,23 @@ PROMPT = "prompt"
 """Name of the extra with the tokens of a row's prompt, a tuple."""
 
 
+def parse_answered(row: object, *, system: str | None = None, source: str = "") -> Conversation:
+    """Return the conversation of a row with an answer.
+
+    Raises:
+        RowError: a field is invalid. If only the answer is missing, the hint names `--lmbda 1`.
+    """
+    try:
+        return parse_row(row, system=system, source=source)
+    except RowError as error:
+        try:
+            parse_prompt(row, system=system, source=source)
+        except RowError:
+            raise error from None
+        field, _, problem = error.problem.partition(": ")
+        raise RowError(field, problem, "add the answer, or use --lmbda 1, which does not require answers") from None
+
+
 @dataclass(frozen=True)
 class AnsweredPromptEncoder:
     """An `Encoder` of rows with answers, whose prompts leave room for a completion.
@@ -60,7 +78,7 @@ class AnsweredPromptEncoder:
 
     @property
     def parse(self) -> RowParser:
-        return self.answers.parse
+        return parse_answered
 
     @property
     def max_length(self) -> int:
@@ -95,6 +113,9 @@ def make_encoder(args: SftArgs, tokenizer: PreTrainedTokenizerBase, hf_model: Hf
 
 def load_rows(args: SftArgs, encoder: Encoder, vocab_size: int) -> Data:
     """Load the rows. Held-out rows have a loss, unless every step trains on completions."""
+    assert isinstance(args, GkdArgs)
+    if args.lmbda:
+        check_servers(args)
     if isinstance(encoder, PromptEncoder):
         return load_prompts(args, encoder, vocab_size)
     return load_data(args, encoder, vocab_size, vars(args).keys() - {"truncation_strategy"})
@@ -152,20 +173,24 @@ class Distillation:
                 lambda: read_generation(path, prompts, settings, vocab_size, reads_only=self.reads_only)
             )
 
-        def draw_and_write() -> Generation:
-            assert self.engine is not None
-            with stop.raising():
-                generation = draw(self.engine, self.sampling, prompts, step * len(prompts), settings)
-            write_generation(path, generation, self.run.tokenizer)
-            return generation
-
         with EarlyStop() as stop:
             send_weights(self.weights, self.engine, stop, draft=drafts(self.run, self.args))
+
+            def draw_and_write() -> Generation:
+                assert self.engine is not None
+                with stop.raising():
+                    generation = draw(self.engine, self.sampling, prompts, step * len(prompts), settings)
+                write_generation(path, generation, self.run.tokenizer)
+                return generation
+
             return on_first_rank(draw_and_write)
 
 
 def prompt_of(sample: Sample) -> Sample:
-    """Return the prompt of a row as a sample without labels."""
+    """Return the prompt of a row as a sample without labels.
+
+    With `--lmbda 1`, samples are prompts; otherwise, they have answers, and their prompts are extras.
+    """
     ids = np.array(sample.extras.get(PROMPT, sample.input_ids), np.int32)
     return make_sample(ids, np.zeros(len(ids)), sample.source)
 

@@ -8,7 +8,7 @@ from swiftlite.data.template import ChatTemplate, stop_token_ids
 from swiftlite.engines.draft_schedule import read_schedule
 from swiftlite.engines.engine import Engine, EngineConfig, Sampling, start_engine
 from swiftlite.log import logger
-from swiftlite.rollouts.servers import Requirements, RolloutServers
+from swiftlite.rollouts.servers import Requirements, RolloutServers, check_responding
 from swiftlite.rollouts.stored import on_first_rank, raise_if
 from swiftlite.train.live_weights import LiveWeights
 from swiftlite.train.phases import Run
@@ -49,6 +49,16 @@ def start_rollout_engine(run: Run, args: CompletionArgs) -> Engine:
         draft_schedule=schedule,
     )
     return start_engine(args.infer_backend, config)
+
+
+def check_servers(args: CompletionArgs) -> None:
+    """Check that a server of --rollout_server responds, before data and model are read. Collective.
+
+    Raises:
+        UserError: no server responds.
+    """
+    if args.rollout_server and not args.rollouts_from:
+        on_first_rank(lambda: check_responding(args.rollout_server))
 
 
 def drafts(run: Run, args: CompletionArgs) -> bool:

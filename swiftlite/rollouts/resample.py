@@ -42,25 +42,24 @@ class Resampling:
         before = engine.draft_counts()
         rows = self.prompts.rows(number)
         others = self.prompts.further_rows(number)
-        # Completions of all rounds have different random numbers.
+        # Completions of all rounds and generations have different numbers, from which their random numbers follow.
         first = number * len(rows) * size * (1 + self.max_times)
         rounds = [self._round(rows, first, step, settings)]
         generation, num_replaced = rounds[0], 0
         for time in range(1, 1 + self.max_times):
             flat = self.drawing.flat_groups(generation)[: len(others)]
-            if not len(flat) or generation.settings["has_failures"]:  # a failed function gives no differences
+            # If a function failed, the rewards of a group may be equal for this reason alone.
+            if not len(flat) or generation.settings["has_failures"]:
                 break
             tried, others = others[: len(flat)], others[len(flat) :]
             further = self._round(tried, first + time * len(rows) * size, step, settings)
             rounds.append(further)
-            is_useful = ~np.isin(np.arange(len(tried)), self.drawing.flat_groups(further))
-            flat = flat[: is_useful.sum()]
-            num_replaced += len(flat)
-            groups = np.arange(len(rows))
-            groups[flat] = len(rows) + np.flatnonzero(is_useful)
+            groups = replaced(len(rows), flat, len(tried), self.drawing.flat_groups(further))
+            num_replaced += int((groups >= len(rows)).sum())
             rows = np.concatenate([rows, tried])[groups]
             completions = groups[:, None] * size + np.arange(size)
             generation = selected([generation, further], completions.flatten())
+            # They say whether a function failed in the last round.
             generation = replace(generation, settings=further.settings)
         num_failures = sum(each.figures["rewards/failures"] for each in rounds)
         generation = self.drawing.rated(generation, int(num_failures))
@@ -81,3 +80,21 @@ class Resampling:
     def _round(self, rows: np.ndarray, first: int, step: int, settings: Mapping[str, Any]) -> Generation:
         prompts = self.prompts.of(rows)
         return self.drawing.score(self.drawing.draw(prompts, first, settings), prompts, step)
+
+
+def replaced(number: int, flat: np.ndarray, number_of_further: int, flat_of_further: np.ndarray) -> np.ndarray:
+    """Return the groups of a generation after some of them were replaced.
+
+    Groups are numbered through the generation and then through the further groups. Example: of 3 groups, 0 and 2 are
+    flat, and of 2 further groups (3 and 4), the first is flat as well. The result is 4, 1, 2.
+
+    Args:
+        number: number of groups of the generation.
+        flat: those without a difference.
+        number_of_further: number of groups that can replace them.
+        flat_of_further: those of the further groups without a difference, counted from 0.
+    """
+    useful = np.setdiff1d(np.arange(number_of_further), flat_of_further)
+    groups = np.arange(number)
+    groups[flat[: len(useful)]] = number + useful
+    return groups

@@ -121,6 +121,8 @@ class Rollouts:
             engine = self.drawing.engine if self.drawing else None
             send_weights(self.weights, engine, stop, draft=drafts(self.run, self.args))
             generation = on_first_rank(lambda: self._draw(number, step, stop))
+        if generation.figures["frac_reward_zero_std"] == 1:
+            logger.warning("step %d: rewards do not differ within any group, so the policy learns nothing", step + 1)
         generation = self._with_log_probabilities(generation)
         on_first_rank(lambda: write_generation(path, generation, self.run.tokenizer))
         return generation

@@ -25,7 +25,7 @@ from swiftlite.engines.engine import Completion, OnAnswer, Sampling, check_promp
 from swiftlite.engines.loading.weight_update import Bucket
 from swiftlite.engines.served_model import resolve_served
 from swiftlite.engines.vllm.live.weight_transport import own_gpu
-from swiftlite.engines.vllm.served import LostServer, ServedVllm, cancel_all
+from swiftlite.engines.vllm.served import LostServer, ServedVllm, cancel_all, is_responding
 from swiftlite.errors import UserError
 from swiftlite.families.resolved import HfModel
 from swiftlite.log import logger
@@ -33,6 +33,7 @@ from swiftlite.log import logger
 SECONDS_BETWEEN_CHECKS = 15
 """Seconds between two checks of a server during a generation. vLLM takes longer to restart, so every restart is found:
 after it, a server has other weights. Completions have no time limit."""
+START_HINT = "start the servers (swiftlite deploy --live_weights), or correct the addresses"
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,7 @@ class RolloutServers:
             if server.problem is not None and not isinstance(server.problem, LostServer):
                 raise UserError(f"--rollout_server {server.url}: {server.problem.problem}", server.problem.hint)
         if self._first is None:
-            raise self._none_left("start them (swiftlite deploy --live_weights), or correct the addresses")
+            raise self._none_left(START_HINT)
         self.num_speculative_tokens: int = self._first.num_speculative_tokens
         self.bucket_device: torch.device = self._first.bucket_device
         self._counts = DraftCounts(0, 0, (0,) * self.num_speculative_tokens)
@@ -223,7 +224,7 @@ class RolloutServers:
     def draft_counts(self) -> DraftCounts:
         """Return the draft counts of all servers since this object was made, including requests of other clients.
 
-        Drafts of a server that was lost are missing from the last call before on.
+        For a server that was lost, drafts after the last call are not counted.
         """
         for server in self._servers:
             if server.served is None:
@@ -310,6 +311,16 @@ class RolloutServers:
     def _none_left(self, hint: str) -> UserError:
         reasons = [f"  {server.url}: {server.problem.problem}" for server in self._servers if server.problem]
         return UserError("none of the servers of --rollout_server can be used:\n" + "\n".join(reasons), hint)
+
+
+def check_responding(urls: Sequence[str]) -> None:
+    """Check that one of the servers responds. This takes a second, so that it can precede reading a model.
+
+    Raises:
+        UserError: no server responds.
+    """
+    if not any(map(is_responding, urls)):
+        raise UserError(f"--rollout_server: no server responds at {' or '.join(urls)}", START_HINT)
 
 
 def _use_gpu(gpu: torch.device | None) -> None:

@@ -22,7 +22,7 @@ from swiftlite.rewards.advantages import AdvantageSettings
 from swiftlite.rewards.process import RewardProcess
 from swiftlite.rewards.settings import reward_settings_of
 from swiftlite.rollouts.draw import Drawing, columns_of
-from swiftlite.rollouts.engine import sampling_of, start_rollout_engine
+from swiftlite.rollouts.engine import check_servers, sampling_of, start_rollout_engine
 from swiftlite.rollouts.reference import ReferencePolicy
 from swiftlite.rollouts.rollouts import Rollouts
 from swiftlite.rollouts.stored import FOLDER, check_stored, on_first_rank
@@ -81,6 +81,7 @@ def load_scored_prompts(args: SftArgs, encoder: Encoder, vocab_size: int) -> Dat
         UserError: the prompts or the reward functions cannot be used.
     """
     assert isinstance(args, GrpoArgs)
+    check_servers(args)
     with ExitStack() as stack:
         rewards = reward_process(args)
         if not args.rollouts_from:

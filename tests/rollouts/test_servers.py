@@ -19,7 +19,7 @@ from swiftlite.engines.served_model import resolve_served
 from swiftlite.errors import OptionError, UserError
 from swiftlite.rollouts import servers as module
 from swiftlite.rollouts.generation import Generation
-from swiftlite.rollouts.servers import Requirements, RolloutServers
+from swiftlite.rollouts.servers import Requirements, RolloutServers, check_responding
 from tests.messages import naming
 from tests.rollouts.small_vllm import SmallVllm, started
 from tests.tiny import make_tiny_hf
@@ -193,9 +193,11 @@ def test_no_server_responds(hf_dir, pair):
     servers, urls = pair
     for server in servers:
         server.is_dead = True
-    with pytest.raises(UserError, match=naming(f"--rollout_server {urls[0]} {urls[1]}")):
-        connect(hf_dir, urls)
+    for check in (connect, lambda _, urls: check_responding(urls)):
+        with pytest.raises(UserError, match=naming(f"--rollout_server {urls[0]} {urls[1]}")):
+            check(hf_dir, urls)
     servers[1].is_dead = False
+    check_responding(urls)
     assert connect(hf_dir, urls).figures()["rollout/servers"] == 1
 
 

@@ -109,7 +109,7 @@ def test_rows_need_no_answers_if_every_step_samples(options, mesh, tmp_path):
     (line,) = metrics(train(args, mesh))
     assert line["on_policy"] == 1
     assert line["rollout/acceptance_1"] >= 0
-    with pytest.raises(UserError, match=naming("prompts.jsonl:1")):
+    with pytest.raises(UserError, match=naming("prompts.jsonl:1 --lmbda 1")):
         train(options(dataset=[str(rows)], lmbda=0.5), mesh)
 
 

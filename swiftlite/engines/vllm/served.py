@@ -369,6 +369,17 @@ class _Server:
             return await response.text()
 
 
+def is_responding(url: str) -> bool:
+    """Return whether a program responds at the address of a server."""
+    try:
+        _Server(url, None, timeout=10).call("GET", "/health")
+    except LostServer:
+        return False
+    except UserError:
+        return True  # it rejects the request
+    return True
+
+
 def cancel_all(tasks: Iterable[asyncio.Task]) -> None:
     """Cancel tasks. The errors of those that have failed are read; otherwise asyncio logs them."""
     for task in tasks:

@@ -143,8 +143,13 @@ def heads_can_follow(args: GrpoArgs | GkdArgs, facts: Facts) -> Iterator[Problem
 
 def engine_can_generate(args: GrpoArgs | GkdArgs, facts: Facts) -> Iterator[Problem]:
     if args.rollouts_from:
-        if not Path(args.rollouts_from).is_dir():
-            yield f"--rollouts_from {args.rollouts_from} is not a directory", "give OUTPUT_DIR/rollouts of a run"
+        directory = Path(args.rollouts_from)
+        if not directory.is_dir():
+            yield f"--rollouts_from {directory} is not a directory", "give OUTPUT_DIR/rollouts of a run"
+        elif not any(directory.glob("*.safetensors")):
+            inner = directory / "rollouts"
+            hint = f"use --rollouts_from {inner}" if inner.is_dir() else "give OUTPUT_DIR/rollouts of a run"
+            yield f"--rollouts_from {directory} contains no stored completions", hint
         return
     if args.rollout_server:
         yield from servers_have_addresses(args)
