@@ -174,7 +174,13 @@ def test_drafts_are_of_the_draft_vocabulary(served, family):
 @pytest.mark.parametrize("family", LIVE)
 def test_one_that_runs_takes_weights_as_if_started_with_them(served, family):
     _, _, started_with_them = served[family, dict(CASES)[family]]
-    assert served[f"{family}, live"] == started_with_them
+    live = served[f"{family}, live"]
+    for name in live.keys() | started_with_them.keys():
+        if name != "log_p":
+            assert live[name] == started_with_them[name]
+    # The number of prompts that are computed together, and with it the order of sums, differs from run to run.
+    for log_p, expected in zip(live["log_p"], started_with_them["log_p"], strict=True):
+        assert log_p == pytest.approx(expected, abs=1e-4)
 
 
 def swap_halves(reference: Reference) -> None:
