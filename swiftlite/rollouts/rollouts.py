@@ -114,15 +114,13 @@ class Rollouts:
         if self.reads_only or on_first_rank(path.exists):
             generation = on_first_rank(lambda: self._read(path, number, step))
             if self._is_used_again and np.isnan(generation.old_log_p).any():
-                # It was drawn for a single step, of which the weights are still the current ones.
+                # It was drawn for a single step, so the weights that drew it are still the current ones.
                 return self._with_log_probabilities(generation)
             return self._with_reference(generation)
         with EarlyStop() as stop:
             engine = self.drawing.engine if self.drawing else None
             send_weights(self.weights, engine, stop, draft=drafts(self.run, self.args))
             generation = on_first_rank(lambda: self._draw(number, step, stop))
-        if generation.figures["frac_reward_zero_std"] == 1:
-            logger.warning("step %d: rewards do not differ within any group, so the policy learns nothing", step + 1)
         generation = self._with_log_probabilities(generation)
         on_first_rank(lambda: write_generation(path, generation, self.run.tokenizer))
         return generation
@@ -133,15 +131,20 @@ class Rollouts:
         return {name: getattr(args, name) for name in ("temperature", "max_completion_length", "num_generations")}
 
     def _draw(self, number: int, step: int, stop: EarlyStop) -> Generation:
+        """Return a generation with scores. This is the work of the first rank."""
         assert self.drawing is not None
         args = self.args
         with stop.raising():
             if args.dynamic_sample:
                 resampling = Resampling(self.drawing, self.prompts, args.max_resample_times)
-                return resampling.draw(number, step + 1, self._settings())
-            prompts = self.prompts.of(self.prompts.rows(number))
-            generation = self.drawing.draw(prompts, number * len(prompts), self._settings())
-            return self.drawing.score(generation, prompts, step + 1)
+                generation = resampling.draw(number, step + 1, self._settings())
+            else:
+                prompts = self.prompts.of(self.prompts.rows(number))
+                generation = self.drawing.draw(prompts, number * len(prompts), self._settings())
+                generation = self.drawing.score(generation, prompts, step + 1)
+        if generation.figures["frac_reward_zero_std"] == 1:
+            logger.warning("step %d: rewards do not differ within any group, so all advantages are 0", step + 1)
+        return generation
 
     def _with_log_probabilities(self, generation: Generation) -> Generation:
         """Add the log-probabilities that the loss needs and that are not those of the current weights. Collective."""

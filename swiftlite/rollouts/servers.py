@@ -314,7 +314,7 @@ class RolloutServers:
 
 
 def check_responding(urls: Sequence[str]) -> None:
-    """Check that one of the servers responds. This takes a second, so that it can precede reading a model.
+    """Check that one of the servers responds, before a model is read.
 
     Raises:
         UserError: no server responds.
