@@ -27,8 +27,6 @@ SLOW = (
     "dense float32",
     "packed",
     "padding_free",
-    "dp_balanced",
-    "plain text",
     "experts float32",
     "latent",
     "latent packed",
