@@ -82,10 +82,7 @@ class TrunkTarget:
         The arguments are those of `LabelTarget.loss_`.
         """
         trunk_CV = self.trunk_NH[rows] @ weight_VH.t()
-        function = _fused_distance_
-        if group is not None:
-            function = _distance_
-        return function(logits_CV, trunk_CV, self.distance, share_C1, group)
+        return _distance_of_chunk_(logits_CV, trunk_CV, self.distance, share_C1, group)
 
 
 @dataclass(frozen=True)
@@ -128,10 +125,7 @@ class TeacherTarget:
 
         The arguments are those of `LabelTarget.loss_`.
         """
-        function = _fused_distance_
-        if group is not None:
-            function = _distance_
-        return function(logits_CV, self.logits(rows), self.distance, share_C1, group, self.weight)
+        return _distance_of_chunk_(logits_CV, self.logits(rows), self.distance, share_C1, group, self.weight)
 
 
 def _cross_entropy_(
@@ -165,6 +159,19 @@ def _whole_cross_entropy_(
     gradient_CV = (wide_CV - log_sum_C1).exp() - is_label_CV.float()
     _put_(gradient_CV, share_C1, logits_CV)
     return (log_sum_C1 - logit_C1.float())[:, 0]
+
+
+def _distance_of_chunk_(
+    logits_CV: torch.Tensor,
+    trunk_CV: torch.Tensor,
+    distance: Distance,
+    share_C1: torch.Tensor | None,
+    group: Group,
+    beta: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Call `_distance_`, compiled if this rank has the whole vocabulary."""
+    function = _fused_distance_ if group is None else _distance_
+    return function(logits_CV, trunk_CV, distance, share_C1, group, beta)
 
 
 def _distance_(

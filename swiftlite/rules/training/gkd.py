@@ -13,20 +13,11 @@ from swiftlite.plan.layout import layout_of, layout_problems, process_problems
 from swiftlite.rules import common
 from swiftlite.rules.training import grpo, sft
 
-UNSUPPORTED = {
-    "streaming": "all rows are read before the first step",
-    "sft_mock_dataset_config_json": "random tokens are not prompts",
-    "cache_trunk_states": "it requires a frozen trunk",
-    "stream_trunk": "it requires a frozen trunk",
-    "mtp_graft_from": "train the grafted heads by megatron sft first",
-}
+UNSUPPORTED = grpo.UNSUPPORTED_WITH_COMPLETIONS
 
 
 def options_of_sft_are_left_out(args: GkdArgs, facts: Facts) -> Iterator[Problem]:
-    yield from common.left_out(args, "megatron gkd", UNSUPPORTED)
-    yield from common.trunk_is_trained(args, "megatron gkd")
-    if args.truncation_strategy not in ("delete", "error"):
-        yield f"--truncation_strategy {args.truncation_strategy} would cut prompts", "use delete or error"
+    yield from grpo.left_out_with_completions(args, "megatron gkd", UNSUPPORTED)
 
 
 def teacher_is_a_model(args: GkdArgs | DoctorArgs, facts: Facts) -> Iterator[Problem]:
@@ -95,7 +86,7 @@ def settings_have_an_effect(args: GkdArgs, facts: Facts) -> Iterator[str]:
         "temperature": never,
         "max_completion_length": never,
         "rollouts_from": never,
-        "loss_scale": (args.lmbda == 1, "--lmbda is 1"),
+        **dict.fromkeys(("loss_scale", "eval_steps", "eval_iters"), (args.lmbda == 1, "--lmbda is 1")),
     }
     yield from common.without_effect(args, idle)
 

@@ -2,7 +2,7 @@
 
 import difflib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from swiftlite.args.bounds import out_of_bounds
@@ -23,20 +23,30 @@ from swiftlite.rewards.settings import reward_settings_of
 from swiftlite.rules import common, engine_options
 from swiftlite.rules.training import dpo, sft
 
-UNSUPPORTED = {
-    "loss_scale": "all tokens of completions are trained",
-    "streaming": "all prompts are read before the first step",
+UNSUPPORTED_WITH_COMPLETIONS = {
+    "streaming": "all rows are read before the first step",
     "sft_mock_dataset_config_json": "random tokens are not prompts",
     "cache_trunk_states": "it requires a frozen trunk",
     "stream_trunk": "it requires a frozen trunk",
-    "eval_iters": "held-out prompts have no loss",
     "mtp_graft_from": "train the grafted heads by megatron sft first",
+}
+"""Options of `megatron sft` that methods with sampled completions do not support (grpo and gkd)."""
+UNSUPPORTED = UNSUPPORTED_WITH_COMPLETIONS | {
+    "loss_scale": "all tokens of completions are trained",
+    "eval_iters": "held-out prompts have no loss",
 }
 
 
 def options_of_sft_are_left_out(args: GrpoArgs, facts: Facts) -> Iterator[Problem]:
-    yield from common.left_out(args, "megatron grpo", UNSUPPORTED)
-    yield from common.trunk_is_trained(args, "megatron grpo")
+    yield from left_out_with_completions(args, "megatron grpo", UNSUPPORTED)
+
+
+def left_out_with_completions(
+    args: GrpoArgs | GkdArgs, command: str, unsupported: Mapping[str, str]
+) -> Iterator[Problem]:
+    """Reject options of `megatron sft` that a method with sampled completions does not support."""
+    yield from common.left_out(args, command, unsupported)
+    yield from common.trunk_is_trained(args, command)
     if args.truncation_strategy not in ("delete", "error"):
         yield f"--truncation_strategy {args.truncation_strategy} would cut prompts", "use delete or error"
 
