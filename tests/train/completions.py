@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from swiftlite.args.commands import GrpoArgs, SftArgs
+from swiftlite.args.commands import ExportArgs, GrpoArgs, SftArgs
 from swiftlite.data.packing.sampler import Sampler
+from swiftlite.export.run import to_hf
 from swiftlite.rollouts.generation import Generation
 from swiftlite.runtime.mesh import Mesh
 from swiftlite.train import phases
@@ -27,24 +28,29 @@ def write_prompts(path: Path) -> Path:
     return path
 
 
+USUAL: dict[str, Any] = {
+    "split_dataset_ratio": 0.0,
+    "torch_dtype": "float32",
+    "micro_batch_size": 3,
+    "global_batch_size": 12,
+    "max_completion_length": 12,
+    "max_length": 128,
+    "train_iters": 1,
+    "lr": 1e-3,
+    "acceptance_samples": 0,
+    "report_to": [],
+    "clip_grad": 0.0,
+}
+"""Options of a run of one step on completions."""
+
+
 def policy_options(model: Path, directory: Path) -> Callable[..., GrpoArgs]:
     """Return a function that returns the options of a run of one step, some of them replaced."""
-    usual: dict[str, Any] = {
+    usual: dict[str, Any] = USUAL | {
         "model": str(model),
         "dataset": [str(write_prompts(directory / "prompts.jsonl"))],
-        "split_dataset_ratio": 0.0,
         "output_dir": str(directory / "run"),
-        "torch_dtype": "float32",
-        "micro_batch_size": 3,
-        "global_batch_size": 12,
         "num_generations": NUM_GENERATIONS,
-        "max_completion_length": 12,
-        "max_length": 128,
-        "train_iters": 1,
-        "lr": 1e-3,
-        "acceptance_samples": 0,
-        "report_to": [],
-        "clip_grad": 0.0,
     }
     return lambda **changed: GrpoArgs(**usual | changed)
 
@@ -109,3 +115,16 @@ def train(args: SftArgs, mesh: Mesh) -> Path:
         trainer.release()
     trainer.close()
     return run.output_dir
+
+
+def metrics(run: Path) -> list[dict[str, float]]:
+    """Return the metrics of each step, without speeds and sizes."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{name: line[name] for name in line if not name.endswith(("per_second", "_gb"))} for line in lines]
+
+
+def weights(run: Path, mesh: Mesh) -> dict[str, torch.Tensor]:
+    """Return the exported tensors of a run."""
+    out = run.with_name(f"{run.name}-hf")
+    to_hf(ExportArgs(model=str(run), output_dir=str(out), to_hf=True), mesh)
+    return load_file(out / "model.safetensors")

@@ -15,6 +15,7 @@ from swiftlite.rollouts.distillation import prompt_of
 from swiftlite.rollouts.generation import Generation
 from swiftlite.runtime.mesh import Mesh
 from tests.tiny import make_tiny_hf
+from tests.train.completions import USUAL
 from tests.train.prepared import prepare
 
 NUM_ROWS = 24
@@ -40,22 +41,11 @@ def write_rows(path: Path) -> Path:
 def gkd_options(models: tuple[Path, Path], directory: Path) -> Callable[..., GkdArgs]:
     """Return a function that returns the options of a run of one step, some of them replaced."""
     student, teacher = map(str, models)
-    usual: dict[str, Any] = {
+    usual: dict[str, Any] = USUAL | {
         "model": student,
         "teacher_model": teacher,
         "dataset": [str(write_rows(directory / "rows.jsonl"))],
-        "split_dataset_ratio": 0.0,
         "output_dir": str(directory / "run"),
-        "torch_dtype": "float32",
-        "micro_batch_size": 3,
-        "global_batch_size": 12,
-        "max_completion_length": 12,
-        "max_length": 128,
-        "train_iters": 1,
-        "lr": 1e-3,
-        "acceptance_samples": 0,
-        "report_to": [],
-        "clip_grad": 0.0,
     }
     return lambda **changed: GkdArgs(**usual | changed)
 

@@ -6,19 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from swiftlite import rules
-from swiftlite.args.commands import ExportArgs, GkdArgs
+from swiftlite.args.commands import GkdArgs
 from swiftlite.errors import OptionError, UserError
-from swiftlite.export.run import to_hf
 from swiftlite.plan.distillation import on_policy_steps
-from swiftlite.runtime.mesh import Mesh
 from swiftlite.train import phases
 from swiftlite.train import run as training
 from tests.messages import naming
 from tests.tiny import make_tiny_hf
-from tests.train.completions import first_step, train
+from tests.train.completions import first_step, metrics, train, weights
 from tests.train.distilled import gkd_options, make_models, store
 from tests.train.prepared import prepare
 
@@ -34,17 +31,6 @@ def options(models, tmp_path):
     usual: dict[str, Any] = {"train_iters": 4, "micro_batch_size": 4, "max_completion_length": 6, "save_steps": 2}
     make = gkd_options(models, tmp_path)
     return lambda **changed: make(**usual | changed)
-
-
-def metrics(run: Path) -> list[dict[str, float]]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{name: line[name] for name in line if not name.endswith(("per_second", "_gb"))} for line in lines]
-
-
-def weights(run: Path, mesh: Mesh) -> dict[str, torch.Tensor]:
-    out = run.with_name(f"{run.name}-hf")
-    to_hf(ExportArgs(model=str(run), output_dir=str(out), to_hf=True), mesh)
-    return load_file(out / "model.safetensors")
 
 
 def test_a_resumed_run_equals_the_unbroken_one(options, mesh, tmp_path):

@@ -14,17 +14,15 @@ import torch
 from safetensors.torch import load_file
 
 from swiftlite import rules
-from swiftlite.args.commands import ExportArgs, GrpoArgs
+from swiftlite.args.commands import GrpoArgs
 from swiftlite.data.rows.prompt import COLUMNS
 from swiftlite.errors import OptionError, UserError
-from swiftlite.export.run import to_hf
 from swiftlite.rollouts.generation import Generation
-from swiftlite.runtime.mesh import Mesh
 from swiftlite.train import phases
 from swiftlite.train import run as training
 from tests.messages import naming
 from tests.tiny import make_tiny_hf
-from tests.train.completions import first_step, policy_options, store, train
+from tests.train.completions import first_step, metrics, policy_options, store, train, weights
 from tests.train.pairs import open_hf
 from tests.train.prepared import prepare
 
@@ -71,17 +69,6 @@ def options(hf_dir, tmp_path):
     }
     make = policy_options(hf_dir, tmp_path)
     return lambda **changed: make(**usual | changed)
-
-
-def metrics(run: Path) -> list[dict[str, float]]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{name: line[name] for name in line if not name.endswith(("per_second", "_gb"))} for line in lines]
-
-
-def weights(run: Path, mesh: Mesh) -> dict[str, torch.Tensor]:
-    out = run.with_name(f"{run.name}-hf")
-    to_hf(ExportArgs(model=str(run), output_dir=str(out), to_hf=True), mesh)
-    return load_file(out / "model.safetensors")
 
 
 def test_completions_are_scored_stored_and_drafted(options, mesh, hf_dir):
