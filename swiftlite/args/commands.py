@@ -9,6 +9,7 @@ from swiftlite.args.bounds import Fraction, Length, NonNegativeFloat, PositiveFl
 
 @dataclass(frozen=True)
 class SftArgs(
+    fields.ProfilingArgs,
     fields.RunArgs,
     fields.OptimArgs,
     fields.KernelArgs,

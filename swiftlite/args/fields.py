@@ -20,6 +20,7 @@ TunerType = Literal["full", "lora"]
 PreferenceLoss = Literal["sigmoid", "hinge", "ipo", "robust", "apo_zero", "apo_down", "simpo", "orpo", "kto"]
 TruncationStrategy = Literal["delete", "left", "right", "split", "error"]
 WeightTransport = Literal["file", "nccl", "ipc"]
+ProfileKind = Literal["torch", "nsys", "memory"]
 
 
 @dataclass(frozen=True)
@@ -502,6 +503,19 @@ class RunArgs:
     """Number of tokens generated per prompt for --acceptance_samples."""
     dry_run: bool = False
     """Print the plan of the run and exit before any weight is read."""
+
+
+@dataclass(frozen=True)
+class ProfilingArgs:
+    """Profiling"""
+
+    profile_steps: list[int] = field(default_factory=list)
+    """First and last step to profile, such as 10 12; the files are in OUTPUT_DIR/profile. Default: no profile."""
+    profile_kind: ProfileKind = "torch"
+    """torch: a trace of torch's profiler for Perfetto, and a table of the slowest operators. nsys: a range for Nsight
+    Systems, which must start the command. memory: a snapshot of the memory of a GPU for pytorch.org/memory_viz."""
+    profile_ranks: list[int] = field(default_factory=lambda: [0])
+    """Ranks to profile."""
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,11 @@
 
 import itertools
 import math
+import shlex
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from swiftlite.args.command_line import command_line
 from swiftlite.args.commands import SftArgs
 from swiftlite.args.fields import DistributedArgs, KernelArgs, MtpInit, MtpLoss, ParallelLayout
 from swiftlite.heads import Heads
@@ -364,7 +366,27 @@ def _step_lines(args: SftArgs, plan: Plan, schedule: Schedule | None) -> list[tu
         ("evaluates", evaluates),
         ("saves", f"every {plan.save_steps} steps and at the end, keeps {args.save_total_limit or 'all'}"),
         ("seed", str(args.seed)),
+        *_profile_lines(args),
     ]
+
+
+def _profile_lines(args: SftArgs) -> list[tuple[str, str]]:
+    if not args.profile_steps:
+        return []
+    first, last = args.profile_steps
+    ranks = ", ".join(map(str, args.profile_ranks))
+    lines = [("profiles", f"steps {first} to {last} on rank {ranks} ({args.profile_kind})")]
+    if args.profile_kind == "nsys":
+        lines.append(("start with", nsys_line(args)))
+    return lines
+
+
+def nsys_line(args: SftArgs) -> str:
+    """Return the command that starts this run under Nsight Systems, for --profile_kind nsys."""
+    first, last = args.profile_steps
+    report = shlex.quote(f"{args.output_dir}/profile/steps-{first}-{last}")
+    how = "nsys profile --trace cuda,nvtx --capture-range cudaProfilerApi --capture-range-end stop"
+    return f"{how} --output {report} {command_line(method_of(args).words, type(args), vars(args))}"
 
 
 def _written_lines(args: SftArgs, plan: Plan) -> list[tuple[str, str]]:
@@ -383,6 +405,8 @@ def _written_lines(args: SftArgs, plan: Plan) -> list[tuple[str, str]]:
     if commits.known():
         lines.append((commits.COMMITS_FILE, "commits of models and datasets on the Hugging Face hub"))
     lines += method_of(args).describe_files(args)
+    if args.profile_steps:
+        lines.append(("profile/", f"profile of {' to '.join(map(str, args.profile_steps))}"))
     if "tensorboard" in args.report_to:
         lines.append(("tensorboard/", "the same metrics, if tensorboard is installed"))
     return [(f"{args.output_dir}/{name}", value) for name, value in lines]

@@ -14,6 +14,7 @@ from swiftlite.json_file import parse_json, read_json
 from swiftlite.log import logger
 from swiftlite.redact import redact
 from swiftlite.report.metrics import curve, read_metrics
+from swiftlite.report.profiles import read_profiles
 
 NUM_ROLLOUTS = 12
 """Number of completions that a page shows."""
@@ -31,6 +32,7 @@ class RunFiles:
         answers: drafts.json.
         metrics: lines of metrics.jsonl.
         rollouts: the first completions of the last generation in `rollouts/`; empty for runs without rollouts.
+        profiles: the tables of slowest operators in `profile/`; empty for runs that were not profiled.
     """
 
     name: str
@@ -40,6 +42,7 @@ class RunFiles:
     answers: dict[str, Any]
     metrics: list[dict[str, Any]]
     rollouts: list[dict[str, Any]] = field(default_factory=list)
+    profiles: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def last_step(self) -> int:
@@ -74,6 +77,7 @@ def read_run(directory: Path) -> RunFiles:
         answers=read_answers(directory),
         metrics=read_metrics(directory),
         rollouts=_read_rollouts(directory / "rollouts"),
+        profiles=read_profiles(directory),
     )
 
 

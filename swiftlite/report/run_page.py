@@ -11,6 +11,7 @@ from swiftlite.acceptance.thumbnails import read_thumbnail
 from swiftlite.args.command_line import command_line, shell_line
 from swiftlite.args.docs import options
 from swiftlite.atomic import atomic_write
+from swiftlite.errors import clip
 from swiftlite.methods.index import command_of_run
 from swiftlite.report.figure import Bars, Line, draw_bars, draw_lines, number, share
 from swiftlite.report.metrics import curve
@@ -21,6 +22,8 @@ PAGE_FILE = "run_report.html"
 WHENS = ("after", "before")
 """Names of the two measurements (after and before training), in order of importance."""
 MAX_BAD_ROWS = 50
+MAX_OPERATOR = 120
+"""Maximum number of characters of the name of a kernel."""
 MAX_TEXT = 200
 """Maximum number of characters of a prompt or completion in the table of rollouts."""
 
@@ -46,6 +49,7 @@ def run_page(run: RunFiles) -> Page:
         _answers_section(run),
         _rollouts_section(run),
         _training_section(run),
+        _profile_section(run),
         _rows_section(run),
         _run_section(run),
     ]
@@ -267,6 +271,26 @@ def _training_section(run: RunFiles) -> Section | None:
     if not figures:
         return None
     return Section("Training", figures=figures)
+
+
+def _profile_section(run: RunFiles) -> Section | None:
+    if not run.profiles:
+        return None
+    tables = []
+    for profile in run.profiles:
+        what = "Slowest kernels" if profile["device"] == "cuda" else "Slowest operators"
+        first, last = profile["steps"]
+        rows = []
+        for each in profile["operators"]:
+            name = clip(each["name"], MAX_OPERATOR)
+            rows.append([name, number(each["calls"]), number(each["milliseconds"]), share(each["share"])])
+        title = f"{what} of rank {profile['rank']} in steps {first} to {last}"
+        tables.append(Table(title, ["name", "calls", "ms", "share"], rows))
+    text = (
+        "The time of an operator is its own, without that of other operators that it calls. The traces in the folder "
+        "profile/ can be opened at https://ui.perfetto.dev."
+    )
+    return Section("Profile", text, tables=tables)
 
 
 def lines_of(run: RunFiles, pattern: str, name: str) -> list[Line]:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from swiftlite.acceptance.held_out import HeldOut
 from swiftlite.acceptance.report import ACCEPTANCE_FILE
 from swiftlite.args.commands import SftArgs
+from swiftlite.args.fields import ProfilingArgs
 from swiftlite.bridge.adapters.files import AdapterBase
 from swiftlite.bridge.adapters.rows import saved_names
 from swiftlite.data import draft_vocab
@@ -36,7 +37,8 @@ from swiftlite.methods.index import method_of
 from swiftlite.model.build import check_computable
 from swiftlite.plan.heads import heads_for_engine
 from swiftlite.plan.kernels import largest_head, this_machine
-from swiftlite.plan.run import Plan, make_plan, make_schedule
+from swiftlite.plan.layout import group_of
+from swiftlite.plan.run import Plan, Schedule, make_plan, make_schedule, nsys_line
 from swiftlite.plan.trainable import Trainable, trainable_of, trained_parts_of
 from swiftlite.redact import redact
 from swiftlite.runtime.malloc import return_large_blocks
@@ -53,6 +55,7 @@ from swiftlite.train.hidden_state_cache import HiddenStateCache, check_directory
 from swiftlite.train.methods.conversations import image_extras_of
 from swiftlite.train.methods.training import TrainBatches, Training, training_of
 from swiftlite.train.metrics.loggers import open_metric_loggers
+from swiftlite.train.profiling import make_profiler
 from swiftlite.train.train_state import TrainState, make_train_state
 from swiftlite.train.trainer import Trainer
 
@@ -122,6 +125,7 @@ def prepare(args: SftArgs, mesh: Mesh, models: Mapping[str, HfModel]) -> phases.
     batches = Batches(plan, mesh.dp.rank(), cast(int, tokenizer.pad_token_id or 0), flops, extras)
     rows = batches.rows(data.train)
     schedule = make_schedule(args, len(rows))
+    check_profile_steps(args, schedule)
 
     checkpoint = phases.checkpoint_to_resume(args)
     phases.check_ranks_agree(args, hf_model, plan, data, checkpoint)
@@ -191,6 +195,20 @@ def check_first_rows(args: SftArgs, encoder: Encoder) -> None:
 
 NUM_FIRST_ROWS = 32
 """Number of rows of each streamed file that are checked before the run starts."""
+
+
+def check_profile_steps(args: SftArgs, schedule: Schedule) -> None:
+    """Check that the run has the steps to profile, before the model is read. For nsys, log how to start the run.
+
+    Raises:
+        UserError: the run ends before the last step to profile.
+    """
+    if args.profile_steps and args.profile_steps[-1] > schedule.steps:
+        steps = " ".join(map(str, args.profile_steps))
+        problem = f"--profile_steps {steps}: the run has {schedule.steps} steps"
+        raise UserError(problem, f"use steps up to {schedule.steps}, or more --num_train_epochs")
+    if args.profile_steps and args.profile_kind == "nsys":
+        logger.info("--profile_kind nsys records only if this command was started with: %s", nsys_line(args))
 
 
 def check_tower(args: SftArgs, hf_model: HfModel) -> None:
@@ -367,6 +385,9 @@ def make_trainer(
         release=batches.release,
         after_step=hand_out,
         seed=args.seed,
+        profiler=make_profiler(
+            group_of(args, ProfilingArgs), run.output_dir, dist.get_rank(), is_cuda=run.mesh.device.is_cuda
+        ),
     )
 
 

@@ -4,8 +4,8 @@ import math
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -27,6 +27,7 @@ from swiftlite.train.checkpoint.checkpointer import Checkpointer
 from swiftlite.train.clipping import SeparateClipping
 from swiftlite.train.metrics.loggers import MetricLogger
 from swiftlite.train.objective import Objective, PreparedObjective
+from swiftlite.train.profiling import Profiler
 from swiftlite.train.stopping import Stopped, StopSignals
 
 GetBatches = Callable[[int], Sequence[Batch]]
@@ -55,6 +56,7 @@ class Trainer:
         release: ends processes that `train_batches` uses; called when training has ended, also by an error.
         after_step: called on every rank with the number of each step, after it is completed and logged.
         seed: seed of random numbers in training, such as dropout of adapters.
+        profiler: records the steps of --profile_steps.
     """
 
     mesh: Mesh
@@ -74,6 +76,7 @@ class Trainer:
     release: Callable[[], None] = lambda: None
     after_step: Callable[[int], None] | None = None
     seed: int = 42
+    profiler: Profiler = field(default_factory=Profiler)
 
     def fit(self, first: int) -> int:
         """Run all steps after step `first`, with periodic checkpoints and evaluations. There is no evaluation after the
@@ -82,8 +85,10 @@ class Trainer:
         Returns:
             The number of the signal that stopped training, in which case a checkpoint was saved; otherwise 0.
         """
-        with self.mesh.active(), StopSignals() as stop:
+        # The profile of a run that stops is written after the checkpoint, while signals are deferred.
+        with self.mesh.active(), StopSignals() as stop, closing(self.profiler):
             for step in range(first + 1, self.schedule.steps + 1):
+                self.profiler.before(step)
                 try:
                     metrics = self.step(step)
                 except Stopped:
@@ -103,6 +108,7 @@ class Trainer:
                     return stopping
                 if self.checkpointer:
                     self.checkpointer.poll()
+                self.profiler.after(step)
             self._finish_checkpoint()
         return 0
 

@@ -1,12 +1,13 @@
 """Test the plan of a run against computed examples."""
 
 import math
+import shlex
 
 import pytest
 
 from swiftlite.args.commands import DpoArgs, SftArgs
 from swiftlite.heads import Heads
-from swiftlite.plan.run import make_plan, make_schedule, render
+from swiftlite.plan.run import make_plan, make_schedule, nsys_line, render
 from tests.messages import has_line
 
 
@@ -95,3 +96,13 @@ def test_render_names_reference_log_probabilities(options, is_written):
     args = DpoArgs(model="m", dataset=["a.jsonl"], output_dir="out", **options)
     text = render(args, make_plan(args, 1, Heads()), Heads(), None)
     assert ("out/reference/" in text) is is_written
+
+
+def test_the_plan_says_how_to_start_nsys():
+    args = SftArgs(model="a model", output_dir="a run", profile_steps=[3, 5], profile_kind="nsys")
+    words = shlex.split(nsys_line(args))
+    assert words[:2] == ["nsys", "profile"]
+    assert words[words.index("--output") + 1] == "a run/profile/steps-3-5"
+    started = words[words.index("swiftlite") :]
+    assert started[:5] == ["swiftlite", "megatron", "sft", "--model", "a model"]
+    assert started[started.index("--profile_steps") :][:3] == ["--profile_steps", "3", "5"]

@@ -1,7 +1,8 @@
 """Rules of `megatron sft` for batches, optimizer, kernels and layout, and the list of all its rules.
 
 The other rules are in `sft_data.py` (files, packing, streaming), `sft_heads.py` (MTP), `sft_lora.py` (adapters),
-`sft_report.py` (--report_to), `sft_resume.py` (--resume) and `sft_vision.py` (vision tower).
+`sft_profile.py` (--profile_steps), `sft_report.py` (--report_to), `sft_resume.py` (--resume) and `sft_vision.py`
+(vision tower).
 """
 
 import math
@@ -27,7 +28,7 @@ from swiftlite.plan.layout import (
 from swiftlite.plan.low_precision import low_precision_of, model_problems
 from swiftlite.plan.run import holds_out, packing_of
 from swiftlite.rules import common
-from swiftlite.rules.training import sft_data, sft_heads, sft_lora, sft_report, sft_resume, sft_vision
+from swiftlite.rules.training import sft_data, sft_heads, sft_lora, sft_profile, sft_report, sft_resume, sft_vision
 from swiftlite.runtime.environment import sees_gpu
 
 
@@ -169,6 +170,8 @@ def sft_settings_without_effect(args: SftArgs, facts: Facts) -> Iterator[str]:
         "stream_trunk_gb": (not args.stream_trunk, "--stream_trunk is not given"),
         "acceptance_max_new_tokens": (args.acceptance_samples == 0, "--acceptance_samples is 0"),
     }
+    not_profiled = (not args.profile_steps, "--profile_steps is not given")
+    idle |= {"profile_kind": not_profiled, "profile_ranks": not_profiled}
     yield from common.without_effect(args, idle)
 
 
@@ -221,6 +224,7 @@ RULES = (
     common.graft_has_heads,
     sft_heads.graft_is_given_once,
     sft_report.report_to_can_be,
+    sft_profile.profile_can_be_recorded,
 )
 NOTES = (
     sft_settings_without_effect,

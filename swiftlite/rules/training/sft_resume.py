@@ -11,16 +11,18 @@ from typing import Any
 from swiftlite.args.command_line import shell_line
 from swiftlite.args.commands import SftArgs
 from swiftlite.args.config import Problem
-from swiftlite.args.fields import DistributedArgs, ParallelLayout, RecomputeArgs, RunArgs
+from swiftlite.args.fields import DistributedArgs, ParallelLayout, ProfilingArgs, RecomputeArgs, RunArgs
 from swiftlite.json_file import read_json
 from swiftlite.methods.index import command_of_run, method_of
 from swiftlite.plan.facts import Facts, run_checkpoints
 from swiftlite.plan.heads import heads_defaults
 from swiftlite.runtime.lock import holder_of, in_use
 
-# Options that a resumed run may change: length, reports, evaluations, checkpoints, and the distribution of work.
+# Options that a resumed run may change: length, reports, profiles, evaluations, checkpoints, and the distribution of
+# work.
 _FREE = {
     *(field.name for field in dataclasses.fields(RunArgs)),
+    *(field.name for field in dataclasses.fields(ProfilingArgs)),
     *(field.name for field in dataclasses.fields(ParallelLayout)),
     *(field.name for field in dataclasses.fields(DistributedArgs)),
     *(field.name for field in dataclasses.fields(RecomputeArgs)),
