@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from markupsafe import Markup, escape
@@ -58,6 +59,8 @@ WIDTH, HEIGHT = 4.6, 2.5
 pixels."""
 MAX_POINTS = 600
 """Maximum number of points of a line, about one per pixel."""
+MAX_STACKS = 60
+"""Maximum number of stacks of a chart."""
 MAX_ROWS = 40
 """Maximum number of rows in the table of a line chart's values."""
 MAX_LABEL = 24
@@ -170,6 +173,37 @@ def draw_bars(name: str, title: str, groups: Sequence[str], bars: Sequence[Bars]
     return Figure(name, title, "; ".join(summaries) + ".", svg, [each.name for each in bars], table, is_bars=True)
 
 
+def draw_stacks(name: str, title: str, layers: Sequence[Line], *, x: str, y: str) -> Figure:
+    """Draw stacked vertical bars; each is the mean over consecutive points if there are many.
+
+    Args:
+        layers: the layers from bottom to top, with the same places.
+    """
+    layers = [Line(layer.name, averaged(layer.points, MAX_STACKS)) for layer in layers]
+    places = [place for place, _ in layers[0].points]
+    width = 0.85 * min((after - before for before, after in pairwise(places)), default=1.0)
+    bottoms = [0.0] * len(places)
+    with _axes() as (figure, axis):
+        for number, layer in enumerate(layers):
+            heights = [value for _, value in layer.points]
+            color = SERIES[number % len(SERIES)]
+            fill = "none"
+            if number % len(SERIES) == 0:
+                fill = color
+            hatch = HATCHES[number % len(HATCHES)]
+            drawn = axis.bar(places, heights, width, bottoms, color=fill, edgecolor=color, hatch=hatch, linewidth=0.8)
+            for place, bar in zip(places, drawn, strict=True):
+                bar.set_gid(f"mark-{number + 1}-{place:.2f}")
+            bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
+        axis.set(xlabel=x, ylabel=y)
+        axis.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+        svg = _inline(figure, name, title)
+    summaries = [f"{layer.name}: {_from_to(layer.points, is_share=False)}" for layer in layers]
+    names = [layer.name for layer in layers]
+    table = _table_of(layers, x, y, is_share=False)
+    return Figure(name, title, "; ".join(summaries) + ".", svg, names, table, is_bars=True)
+
+
 def share(value: float | None) -> str:
     """Format a share as a percentage; a dash for None."""
     if value is None:
@@ -191,6 +225,16 @@ def thin(points: Points, most: int) -> Points:
     if (len(points) - 1) % stride:
         chosen.append(points[-1])
     return chosen
+
+
+def averaged(points: Points, most: int) -> Points:
+    """Reduce points to at most `most`, each the mean over equally many consecutive points (the last over fewer)."""
+    size = max(1, -(-len(points) // most))
+    means = []
+    for first in range(0, len(points), size):
+        group = points[first : first + size]
+        means.append((sum(place for place, _ in group) / len(group), sum(value for _, value in group) / len(group)))
+    return means
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from swiftlite.args.docs import options
 from swiftlite.atomic import atomic_write
 from swiftlite.errors import clip
 from swiftlite.methods.index import command_of_run
-from swiftlite.report.figure import Bars, Line, draw_bars, draw_lines, number, share
+from swiftlite.report.figure import Bars, Line, draw_bars, draw_lines, draw_stacks, number, share
 from swiftlite.report.metrics import curve
 from swiftlite.report.page import Figure, MarkedAnswer, Page, Section, Table, Tile, render
 from swiftlite.report.run_files import RunFiles, read_run
@@ -21,6 +21,8 @@ from swiftlite.report.run_files import RunFiles, read_run
 PAGE_FILE = "run_report.html"
 WHENS = ("after", "before")
 """Names of the two measurements (after and before training), in order of importance."""
+PARTS_OF_TIME = ("data", "forward", "backward", "optimizer", "checkpoint")
+"""Names of the measured times in metrics.jsonl, after `time/`."""
 MAX_BAD_ROWS = 50
 MAX_OPERATOR = 120
 """Maximum number of characters of the name of a kernel."""
@@ -214,12 +216,6 @@ def _rollouts_section(run: RunFiles) -> Section | None:
     drawn = [
         ("reward", "Mean reward", rewards, "reward"),
         ("rollout_acceptance", "Drafting steps in which the token was accepted", accepted, "share"),
-        (
-            "teacher_kl",
-            "KL divergence from the teacher",
-            lines_of(run, "teacher_kl", "policy || teacher"),
-            "nats per token",
-        ),
         ("entropy", "Entropy of the policy", lines_of(run, "entropy", "entropy"), "nats per token"),
         ("length", "Length of completions", lines_of(run, "completions/mean_length", "mean"), "tokens"),
         ("rollout_speed", "Speed of rollouts", lines_of(run, "rollout/tokens_per_second", "tokens/s"), "tokens/s"),
@@ -263,6 +259,7 @@ def _training_section(run: RunFiles) -> Section | None:
         *lines_of(run, "rewards/accuracies", "training"),
         *lines_of(run, "eval_rewards/accuracies", "held out"),
     ]
+    ranks = lines_of(run, "time/(fastest|slowest)", "{}")
     drawn = [
         ("loss", "Loss of the trunk", trunk, "loss"),
         ("rewards", "Rewards of both answers", rewards, "reward"),
@@ -271,12 +268,33 @@ def _training_section(run: RunFiles) -> Section | None:
         ("norm", "Gradient norm", norms, "norm"),
         ("rate", "Learning rate", lines_of(run, "learning_rate", "learning rate"), "learning rate"),
         ("speed", "Speed", lines_of(run, "tokens_per_second", "tokens/s"), "tokens/s"),
+        ("ranks", "Work of the fastest and of the slowest rank", ranks, "seconds"),
         ("memory", "Peak memory of the first rank", lines_of(run, "peak_memory_gb", "GB"), "GB"),
     ]
     figures = [draw_lines(name, title, lines, x="step", y=y) for name, title, lines, y in drawn if lines]
+    if times := _layers_of_time(run):
+        figures.append(draw_stacks("time", "Time of a step on the first rank", times, x="step", y="seconds"))
     if not figures:
         return None
-    return Section("Training", figures=figures)
+    tables = []
+    if totals := run.report.get("times"):
+        rows = [[name, number(seconds)] for name, seconds in totals.items()]
+        tables.append(Table("Time of all steps on the first rank", ["part", "seconds"], rows))
+    return Section("Training", figures=figures, tables=tables)
+
+
+def _layers_of_time(run: RunFiles) -> list[Line]:
+    """Return the parts of the time of each step; `other` is the rest. Checkpoints are added to the step after them."""
+    steps = curve(run.metrics, "time/step")
+    if not steps:
+        return []
+    layers, rest = [], dict(steps)
+    for part in PARTS_OF_TIME:
+        seconds = dict(curve(run.metrics, f"time/{part}"))
+        layers.append(Line(part, [(step, seconds.get(step, 0.0)) for step in rest]))
+        if part != "checkpoint":
+            rest = {step: left - seconds.get(step, 0.0) for step, left in rest.items()}
+    return [*layers, Line("other", list(rest.items()))]
 
 
 def _profile_section(run: RunFiles) -> Section | None:

@@ -93,13 +93,12 @@ class RewardProcess:
         return {"names": list(self.names), "files": files, **settings}
 
     def __enter__(self) -> "RewardProcess":
-        """Start the child, which loads the functions. Without functions there is no child.
+        """Start the child, which loads the functions.
 
         Raises:
             UserError: a function or a file cannot be loaded.
         """
-        if self.names:
-            self._open()
+        self._open()
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -113,7 +112,7 @@ class RewardProcess:
         Raises:
             UserError: a column is missing, or has the name of another argument.
         """
-        for name in columns if self.names else ():
+        for name in columns:
             if name in ARGUMENTS:
                 problem = f"--dataset: the column {name} has the name of an argument of reward functions"
                 raise UserError(problem, f"rename the column; other names than {', '.join(ARGUMENTS)} are free")

@@ -4,7 +4,7 @@ import shlex
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
@@ -102,11 +102,13 @@ class Outcome:
         stopped_by: number of the signal that stopped training before the last step; 0 if training was not stopped.
         seconds: time of all steps.
         evaluation: the last metrics over held-out rows, by name; empty without held-out rows.
+        times: seconds of the first rank by part of the work, see `StepClock.totals`.
     """
 
     stopped_by: int
     seconds: float
     evaluation: Mapping[str, float]
+    times: Mapping[str, float] = field(default_factory=dict)
 
 
 def open_session(args: SftArgs, hf_model: HfModel) -> AbstractContextManager[Mesh]:
@@ -290,7 +292,7 @@ def fit(run: Run, trainer: Trainer, first: int, held_out: HeldOut) -> Outcome:
     if run.is_first_rank:
         trainer.summarize(held_out.summary())
     trainer.close()
-    return Outcome(stopped_by, seconds, evaluation)
+    return Outcome(stopped_by, seconds, evaluation, trainer.clock.totals)
 
 
 def finish(run: Run, outcome: Outcome) -> int:
@@ -319,6 +321,7 @@ def report(run: Run, outcome: Outcome) -> None:
         measured = {
             "steps": run.schedule.steps,
             "seconds": round(outcome.seconds, 1),
+            "times": {name: round(seconds, 3) for name, seconds in outcome.times.items()},
             "evaluation": outcome.evaluation,
             "layout": dict(layout_lines(run.plan)),
             "kernels": run.plan.kernels.described,

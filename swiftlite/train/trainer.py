@@ -26,6 +26,8 @@ from swiftlite.train.batches.micro_batches import run_batches
 from swiftlite.train.checkpoint.checkpointer import Checkpointer
 from swiftlite.train.clipping import SeparateClipping
 from swiftlite.train.metrics.loggers import MetricLogger
+from swiftlite.train.metrics.step_clock import StepClock
+from swiftlite.train.metrics.stragglers import Stragglers
 from swiftlite.train.objective import Objective, PreparedObjective
 from swiftlite.train.profiling import Profiler
 from swiftlite.train.stopping import Stopped, StopSignals
@@ -57,6 +59,8 @@ class Trainer:
         after_step: called on every rank with the number of each step, after it is completed and logged.
         seed: seed of random numbers in training, such as dropout of adapters.
         profiler: records the steps of --profile_steps.
+        clock: the times of this rank.
+        stragglers: compares the times of all ranks.
     """
 
     mesh: Mesh
@@ -77,6 +81,12 @@ class Trainer:
     after_step: Callable[[int], None] | None = None
     seed: int = 42
     profiler: Profiler = field(default_factory=Profiler)
+    clock: StepClock = field(init=False)
+    stragglers: Stragglers = field(init=False)
+
+    def __post_init__(self):
+        self.clock = StepClock(self.mesh.device.is_cuda)
+        self.stragglers = Stragglers(self.mesh)
 
     def fit(self, first: int) -> int:
         """Run all steps after step `first`, with periodic checkpoints and evaluations. There is no evaluation after the
@@ -94,7 +104,8 @@ class Trainer:
                 except Stopped:
                     return self._stop_before(step, first, stop)
                 if step % self.logging_steps == 0 or step == self.schedule.steps:
-                    self.log(step, metrics)
+                    ranks = self.stragglers.compare(step, self.clock.own_work)
+                    self.log(step, metrics | self.clock.metrics() | ranks)
                 if self.after_step:
                     self.after_step(step)
                 stopping = all_reduce_max(stop.received, self.mesh)  # all ranks stop at the same step
@@ -107,7 +118,8 @@ class Trainer:
                     self._finish_checkpoint()
                     return stopping
                 if self.checkpointer:
-                    self.checkpointer.poll()
+                    with self.clock.between_steps("checkpoint"):
+                        self.checkpointer.poll()
                 self.profiler.after(step)
             self._finish_checkpoint()
         return 0
@@ -122,7 +134,7 @@ class Trainer:
 
     def _save(self, step: int) -> None:
         if self.checkpointer:
-            with whole_parameters(self.model):
+            with self.clock.between_steps("checkpoint"), whole_parameters(self.model):
                 self._refuse_broken_weights(step)
                 self.checkpointer.save(step, self.get_data_state())
 
@@ -143,7 +155,8 @@ class Trainer:
     def _finish_checkpoint(self) -> None:
         """Wait until the last checkpoint is written. `fit` calls this method while signals are deferred."""
         if self.checkpointer:
-            self.checkpointer.finish()
+            with self.clock.between_steps("checkpoint"):
+                self.checkpointer.finish()
 
     def close(self) -> None:
         """Wait until the last checkpoint is written, and close all metric loggers."""
@@ -158,7 +171,8 @@ class Trainer:
             Stopped: `train_batches` was stopped by a signal; raised on every rank.
         """
         start = time.perf_counter()
-        batches = self.train_batches(step - 1)
+        with self.clock.part("data"):
+            batches = self.train_batches(step - 1)
         objective = self._objective_for(batches)
         for chunk in self.model:
             chunk.train()
@@ -166,9 +180,11 @@ class Trainer:
         self.optimizer.zero_grad()
         torch.manual_seed(seed_of_step(self.seed, step))
         counts = self._count_targets(batches)
-        sums = self._run(batches, objective, counts, forward_only=False)
+        with self.clock.passes(self.model[0].config):
+            sums = self._run(batches, objective, counts, forward_only=False)
         self.scheduler.step(increment=1)  # before the update, so that the first update has a learning rate above 0
-        _, grad_norm, _ = self.optimizer.step()  # pyright: ignore[reportGeneralTypeIssues]: annotated as None upstream
+        with self.clock.part("optimizer"):
+            _, grad_norm, _ = self.optimizer.step()  # pyright: ignore[reportGeneralTypeIssues]: annotated as None
         num_tokens = sum(batch.num_tokens for batch in batches)
         squares = sum(batch.squares for batch in batches)
         num_items = sum(batch.num_items for batch in batches)
@@ -176,6 +192,7 @@ class Trainer:
         num_tokens, squares, *items = self._sum_over_data_parallel(num_tokens, squares, num_items, item_squares)
         self.mesh.device.synchronize()
         seconds = time.perf_counter() - start
+        self.clock.finish_step(seconds)
         flops_per_second = (
             self.count_flops(num_tokens, squares, counts.tolist(), *items) / seconds / self.plan.world_size
         )
@@ -206,7 +223,7 @@ class Trainer:
         if not sum(self._sum_over_data_parallel(len(self.eval_batches))):
             return {}
         objective = self._objective_for(self.eval_batches)
-        with self.evaluating():
+        with self.clock.between_steps("evaluation"), self.evaluating():
             counts = self._count_targets(self.eval_batches)
             sums = self._run(self.eval_batches, objective, counts, forward_only=True)
         return {f"eval_{name}": value for name, value in objective.means(sums).items()}

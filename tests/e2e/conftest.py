@@ -16,6 +16,7 @@ from tests.e2e import vllm_here
 from tests.forked import Host, Running, run_swiftlite, start_swiftlite
 from tests.parallel.launch import open_store, rank_environments
 from tests.tiny import make_tiny_hf
+from tests.untimed import untimed
 
 
 class Commands:
@@ -135,4 +136,4 @@ def sft(model, dataset) -> list[str]:
 def read_metrics(run: Path) -> list[dict]:
     """Return metrics.jsonl without values that depend on the clock."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in line.items() if not name.endswith(("per_second", "_gb"))} for line in lines]
+    return [untimed(line) for line in lines]

@@ -43,6 +43,7 @@ from swiftlite.train.optim import make_optimizer, wrap_model
 from swiftlite.train.trainer import Trainer, whole_parameters
 from tests.parallel.launch import launch, open_store, prepare_session
 from tests.tiny import HYBRID, make_tiny_hf
+from tests.untimed import untimed
 
 STEPS = 5
 FEW_STEPS = (1, 3)
@@ -214,10 +215,7 @@ _PARTS = ("gradients", "weights")
 
 
 def _without_speed(metrics: list[dict[str, float]]) -> list[dict[str, float]]:
-    return [
-        {name: value for name, value in step.items() if not name.endswith(("per_second", "_gb", "mfu"))}
-        for step in metrics
-    ]
+    return [untimed(step) for step in metrics]
 
 
 def compute_all(jobs: Sequence[Job], ports: Sequence[int]) -> list[list[dict[str, float]]]:

@@ -29,6 +29,7 @@ from tests.tiers import some_of
 from tests.tiny import make_tiny_hf
 from tests.train.pairs import write_pairs, write_rated
 from tests.train.prepared import prepare
+from tests.untimed import untimed
 
 pytestmark = pytest.mark.gloo
 
@@ -81,7 +82,7 @@ def start(num_processes: int, jobs: list[DpoArgs]) -> list[list[dict[str, float]
     found = []
     for args in jobs:
         lines = [json.loads(line) for line in (Path(args.output_dir) / "metrics.jsonl").read_text().splitlines()]
-        found.append([{name: line[name] for name in line if not name.endswith(("second", "_gb"))} for line in lines])
+        found.append([untimed(line) for line in lines])
     return found
 
 

@@ -27,6 +27,15 @@ def write_metrics(run: Path, steps: int) -> None:
         heads = {f"mtp_{depth}_loss": 5.0 / step for depth in (1, 2, 3)}
         heads |= {f"mtp_{depth}_acceptance": 1 - 1 / (step + depth) for depth in (1, 2, 3)}
         line = {"step": step, "loss": 4.0 / step, **heads, "grad_norm": 1.0, "learning_rate": 1e-3 / step}
+        line |= {
+            "time/step": 2.0,
+            "time/data": 0.25,
+            "time/forward": 0.5,
+            "time/backward": 1.0,
+            "time/optimizer": 0.125,
+        }
+        if step == 3:
+            line["time/checkpoint"] = 4.0
         lines.append(line | {"tokens_per_second": 1000.0 + step, "peak_memory_gb": 1.5})
         if step % 2 == 0:
             evaluation = {f"eval_{name}": value for name, value in heads.items()}
@@ -63,6 +72,7 @@ def write_run(
     report = {
         "steps": steps,
         "seconds": 75.3,
+        "times": {"data": 1.5, "forward": 3.0, "backward": 6.0, "optimizer": 0.75, "other": 0.75, "checkpoint": 8.0},
         "evaluation": {},
         "layout": {"processes": "1"},
         "versions": {"torch": "2"},

@@ -19,7 +19,7 @@ from tests.report.look import PALE_TEXTS, VIEWS, listen, look
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=HOW_TO_GET_IT)
 
-NUM_FIGURES = {"run": 10, "images": 10, "hostile": 10, "runs": 13, "evaluation": 3}
+NUM_FIGURES = {"run": 11, "images": 11, "hostile": 11, "runs": 13, "evaluation": 3}
 
 
 def figures(*rates: float) -> dict:

@@ -53,7 +53,7 @@ def test_what_matters_comes_first(run):
     assert list(map(parts, page.sections)) == [
         ["figures"],
         ["answers"],
-        ["figures"],
+        ["figures", "tables"],
         ["tables"],
         ["tables", "commands"],
     ]
@@ -71,6 +71,24 @@ def test_figures_have_the_numbers_of_the_files(run):
     expected = [count / COUNTS.drafts for count in COUNTS.accepted_per_position]
     assert [row[1] for row in positions.rows] == [f"{100 * rate:.1f}\u00a0%" for rate in expected]
     assert [row[0] for row in found["channels"].table.rows] == ["What is it?", "tale"]
+
+
+def test_the_time_of_a_step_is_divided_into_its_parts(run):
+    page = run_page(read_run(run))
+    chart = figures(page)["time"]
+    assert chart.series == ["data", "forward", "backward", "optimizer", "checkpoint", "other"]
+    without_checkpoint = ["0.25", "0.5", "1", "0.125", "0", "0.125"]
+    assert [row[1:] for row in chart.table.rows[:2]] == [without_checkpoint, without_checkpoint]
+    assert chart.table.rows[2] == ["3", "0.25", "0.5", "1", "0.125", "4", "0.125"]
+    assert ["checkpoint", "8"] in rows(page)
+
+
+def test_ranks_are_compared_if_there_are_several(run):
+    assert "ranks" not in figures(run_page(read_run(run)))
+    with (run / "metrics.jsonl").open("a") as file:
+        ranks = {"time/fastest": 1.0, "time/fastest_rank": 2, "time/slowest": 1.5, "time/slowest_rank": 0}
+        file.write(json.dumps({"step": 7, **ranks}) + "\n")
+    assert figures(run_page(read_run(run)))["ranks"].table.rows == [["7", "1", "1.5"]]
 
 
 def test_each_answer_says_how_much_of_it_was_drafted(run):
@@ -151,14 +169,14 @@ def test_images_are_encoded_again(tmp_path):
 def test_rollouts_are_shown(run):
     metrics = run / "metrics.jsonl"
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
-    more = {"reward": 0.5, "rewards/right/mean": 0.5, "rollout/acceptance_1": 0.25, "entropy": 1.5, "teacher_kl": 2.0}
+    more = {"reward": 0.5, "rewards/right/mean": 0.5, "rollout/acceptance_1": 0.25, "entropy": 1.5}
     metrics.write_text("".join(json.dumps(line | more) + "\n" for line in lines))
     (run / "rollouts").mkdir()
     line = {"prompt": "p" * 300, "completion": HOSTILE, "scores": [None, 1.0], "advantage": -0.5}
     (run / "rollouts" / "000000.jsonl").write_text("not json\n")
     (run / "rollouts" / "000001.jsonl").write_text((json.dumps(line) + "\n") * 20)
     page = run_page(read_run(run))
-    assert {"reward", "rollout_acceptance", "entropy", "teacher_kl"} <= set(figures(page))
+    assert {"reward", "rollout_acceptance", "entropy"} <= set(figures(page))
     shown = [row for row in rows(page) if HOSTILE in row]
     assert len(shown) == 12
     assert len(shown[0][0]) < 210

@@ -19,6 +19,7 @@ from swiftlite.train import run as training
 from tests.messages import has_line, mentions, naming
 from tests.tiny import make_tiny_hf
 from tests.train.prepared import prepare
+from tests.untimed import untimed
 
 
 def train(args, mesh) -> Path:
@@ -34,7 +35,7 @@ def train(args, mesh) -> Path:
 
 def metrics(run: Path) -> list[dict]:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in line.items() if not name.endswith(("per_second", "_gb"))} for line in lines]
+    return [untimed(line) for line in lines]
 
 
 def names(directory: Path) -> set[str]:

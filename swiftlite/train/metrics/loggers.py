@@ -56,7 +56,8 @@ class ProgressBar:
         self.bar.update(step - self.bar.n)
 
     def _render(self, metrics: Mapping[str, float]) -> str:
-        return " ".join(f"{self.SHORT.get(name, name)}={value:.4g}" for name, value in metrics.items())
+        shown = {name: value for name, value in metrics.items() if not name.startswith("time/")}
+        return " ".join(f"{self.SHORT.get(name, name)}={value:.4g}" for name, value in shown.items())
 
     def summarize(self, figures: Mapping[str, float]) -> None:
         """Do nothing, because the summary is in the log."""
