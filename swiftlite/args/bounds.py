@@ -22,7 +22,6 @@ DraftDepth = Annotated[int, Interval(ge=1, le=64)]
 """Number of draft tokens per step in training."""
 Length = Annotated[int, Interval(ge=2)]
 """Number of tokens in a row: at least one input and one label."""
-AtLeastTwo = Annotated[int, Interval(ge=2)]
 Seed = Annotated[int, Interval(ge=0, lt=2**32)]
 Port = Annotated[int, Interval(ge=1, le=65535)]
 

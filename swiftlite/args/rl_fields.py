@@ -34,6 +34,12 @@ class PolicyArgs:
     """Weight of the KL divergence from --ref_model."""
     ref_model: str | None = None
     """With --beta: reference model, a Hugging Face model as for --model. Default: --model before the first step."""
+    teacher_model: str | None = None
+    """Teacher, a Hugging Face model as for --model, with the same tokenizer: its probability of each sampled token is
+    part of the advantage (on-policy distillation). It has the layout of --model. --reward_funcs is then optional."""
+    teacher_kl_coef: bounds.PositiveFloat = 1.0
+    """With --teacher_model: COEF * (log p_teacher - log p) is added to the advantage of each token. Default of
+    ms-swift."""
     rollout_importance_sampling_mode: MismatchMode = "token_truncate"
     """Correction for the difference between the probabilities of engine and trainer. Weights above the threshold are
     truncated, or their tokens are masked; sequence: one weight for each completion."""
@@ -62,8 +68,8 @@ class RewardArgs:
     soft_cache_length: bounds.PositiveInt | None = None
     """With the reward length: number of tokens before --max_completion_length over which the reward falls from 0 to -1.
     Default: a fifth of --max_completion_length."""
-    num_generations: bounds.AtLeastTwo = 8
-    """Number of completions per prompt, whose rewards are compared."""
+    num_generations: bounds.PositiveInt = 8
+    """Number of completions per prompt, whose rewards are compared; 1 is possible without --reward_funcs."""
     advantage_estimator: AdvantageEstimator = "grpo"
     """grpo: reward minus the mean of the group. rloo: reward minus the mean of the other completions of the group."""
     scale_rewards: RewardScale | None = None
@@ -111,7 +117,8 @@ class PlannedRolloutsArgs:
     beta: bounds.NonNegativeFloat = 0.0
     """Weight of the KL divergence; above 0, the reference model stays in memory (with --max_completion_length)."""
     teacher_model: str | None = None
-    """Plan megatron gkd with this teacher, a Hugging Face model as for --model (with --plan)."""
+    """Plan megatron gkd, or with --max_completion_length megatron grpo, with this teacher, a Hugging Face model as for
+    --model (with --plan)."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from swiftlite.plan.facts import Facts
 from swiftlite.report.table import text_table
 
 GB = 1e9
-_COLUMNS = ("trainer", "reference", "engine", "KV cache", "total")
+_COLUMNS = ("trainer", "reference", "teacher", "engine", "KV cache", "total")
 
 
 def report_rollouts(args: DoctorArgs, facts: Facts, setup: Setup, stages: list[memory.StageMemory]) -> bool:
@@ -21,9 +21,10 @@ def report_rollouts(args: DoctorArgs, facts: Facts, setup: Setup, stages: list[m
     if args.max_completion_length is None:
         return True
     config = facts.hf_config
-    reference_config = facts.described("ref_model")[1] if args.ref_model else config
-    shared = estimate_rollouts(args, setup, stages, config, reference_config)
-    sizes = (shared.trainer, shared.reference, shared.engine, shared.cache, shared.total)
+    reference = facts.described("ref_model")[1] if args.ref_model else config
+    teacher = facts.described("teacher_model")[1] if args.teacher_model else None
+    shared = estimate_rollouts(args, setup, stages, config, reference, teacher)
+    sizes = (shared.trainer, shared.reference, shared.teacher, shared.engine, shared.cache, shared.total)
     print("\nGB on the GPU of the first rank, which the engine shares (megatron grpo)")
     print(text_table([_COLUMNS, tuple(f"{size / GB:.2f}" for size in sizes)], indent="  ", numbers=True))
     print(f"  (KV cache: {args.max_batch_size} sequences of {setup.max_length} tokens)")

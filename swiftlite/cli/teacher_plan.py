@@ -1,4 +1,4 @@
-"""Print `swiftlite doctor --plan --teacher_model`: the memory of `megatron gkd`."""
+"""Print `swiftlite doctor --plan --teacher_model`: the memory of the trainer in `megatron gkd` or `megatron grpo`."""
 
 from swiftlite.args.commands import DoctorArgs
 from swiftlite.estimate import memory
@@ -25,7 +25,8 @@ def report_teacher(args: DoctorArgs, facts: Facts, setup: Setup, stages: list[me
         totals.append(stage.total + teacher)
         sizes = (stage.total, teacher, totals[-1])
         rows.append((str(number), *(f"{size / GB:.2f}" for size in sizes)))
-    print("\nGB on one rank with the teacher, whose weights stay in memory (megatron gkd)")
+    command = "grpo" if args.max_completion_length else "gkd"
+    print(f"\nGB on one rank with the teacher, whose weights stay in memory (megatron {command})")
     print(text_table([_COLUMNS, *rows], indent="  ", numbers=True))
     usable = memory.usable_bytes(args.gpu_memory_gb or memory.USUAL_GPU_MEMORY_GB)
     fits = max(totals) <= usable

@@ -13,6 +13,7 @@ from swiftlite.args.fields import ParallelLayout
 from swiftlite.estimate.flops import training_flops
 from swiftlite.estimate.memory import StageMemory, estimate
 from swiftlite.estimate.setup import Setup
+from swiftlite.estimate.teacher_memory import teacher_weights
 from swiftlite.families.family import HfConfig
 from swiftlite.families.index import architecture_of
 from swiftlite.families.rank import Rank
@@ -25,35 +26,43 @@ class RolloutMemory:
 
     Attributes:
         trainer: peak of the trainer in a step, on the first pipeline stage.
-        reference: weights of the reference model; 0 without one.
+        reference, teacher: weights of these models; 0 without them.
         engine: weights of trunk and heads in the engine.
         cache: keys and values of `--max_batch_size` sequences of `--max_length` tokens.
     """
 
     trainer: int
     reference: int
+    teacher: int
     engine: int
     cache: int
 
     @property
     def total(self) -> int:
-        return self.trainer + self.reference + self.engine + self.cache
+        return self.trainer + self.reference + self.teacher + self.engine + self.cache
 
 
 def estimate_rollouts(
-    args: DoctorArgs, setup: Setup, stages: list[StageMemory], hf_config: HfConfig, reference_config: HfConfig
+    args: DoctorArgs,
+    setup: Setup,
+    stages: list[StageMemory],
+    hf_config: HfConfig,
+    reference_config: HfConfig,
+    teacher_config: HfConfig | None = None,
 ) -> RolloutMemory:
     """Return the memory of the GPU that trainer and engine share.
 
     Args:
         setup, stages: setup and stages of the trained model.
         reference_config: config.json of the reference model, which has the layout of the trained model.
+        teacher_config: config.json of the teacher; None without one.
     """
     frozen = dataclasses.replace(setup, heads=Heads(), lora=None, low_precision=None)
     reference = estimate(reference_config, frozen)[0].weights if args.beta else 0
+    teacher = teacher_weights(setup, teacher_config)[0] if teacher_config else 0
     whole = dataclasses.replace(setup, layout=ParallelLayout(), num_gpus=1, lora=None, low_precision=None)
     engine = estimate(hf_config, whole)[0].weights
-    return RolloutMemory(stages[0].total, reference, engine, _cache_bytes(args, setup, hf_config))
+    return RolloutMemory(stages[0].total, reference, teacher, engine, _cache_bytes(args, setup, hf_config))
 
 
 def _cache_bytes(args: DoctorArgs, setup: Setup, hf_config: HfConfig) -> int:

@@ -1,8 +1,9 @@
-"""Estimate the memory of the teacher of `megatron gkd` (`doctor --plan --teacher_model`). This module does not import
-torch.
+"""Estimate the memory of the teacher of `megatron gkd` or `megatron grpo` (`doctor --plan --teacher_model`).
 
-The teacher's activations are freed before the step of the trained model, and its final hidden states are in the memory
-of the host, so only its weights are added to the memory of a rank.
+This module does not import torch.
+
+The teacher's activations are freed before the step of the trained model, and its final hidden states (gkd) are in the
+memory of the host, so only its weights are added to the memory of a rank.
 """
 
 import dataclasses

@@ -10,11 +10,14 @@ def describe(args: GrpoArgs) -> Lines:
     prompts = args.global_batch_size * args.steps_per_generation // args.num_generations
     lines = [
         ("learns from", f"{args.num_generations} completions of each prompt, {args.loss_type}"),
-        ("rewards", " + ".join(args.reward_funcs)),
         ("generation", f"{prompts} prompts by {generator_of(args)}, for {_steps_of(args)} steps"),
     ]
     if args.rollouts_from:
         lines[1:] = [("completions", f"stored in {args.rollouts_from}")]
+    elif args.reward_funcs:
+        lines.insert(1, ("rewards", " + ".join(args.reward_funcs)))
+    if args.teacher_model:
+        lines.append(("teacher", f"{args.teacher_model}, with the coefficient {args.teacher_kl_coef:g}"))
     if args.beta:
         lines.append(("reference", args.ref_model or "the model as it is before the first step"))
     return lines

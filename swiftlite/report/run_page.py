@@ -216,6 +216,12 @@ def _rollouts_section(run: RunFiles) -> Section | None:
     drawn = [
         ("reward", "Mean reward", rewards, "reward"),
         ("rollout_acceptance", "Drafting steps in which the token was accepted", accepted, "share"),
+        (
+            "teacher_kl",
+            "KL divergence from the teacher",
+            lines_of(run, "teacher_kl", "policy || teacher"),
+            "nats per token",
+        ),
         ("entropy", "Entropy of the policy", lines_of(run, "entropy", "entropy"), "nats per token"),
         ("length", "Length of completions", lines_of(run, "completions/mean_length", "mean"), "tokens"),
         ("rollout_speed", "Speed of rollouts", lines_of(run, "rollout/tokens_per_second", "tokens/s"), "tokens/s"),

@@ -93,12 +93,13 @@ class RewardProcess:
         return {"names": list(self.names), "files": files, **settings}
 
     def __enter__(self) -> "RewardProcess":
-        """Start the child, which loads the functions.
+        """Start the child, which loads the functions. Without functions there is no child.
 
         Raises:
             UserError: a function or a file cannot be loaded.
         """
-        self._open()
+        if self.names:
+            self._open()
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -112,7 +113,7 @@ class RewardProcess:
         Raises:
             UserError: a column is missing, or has the name of another argument.
         """
-        for name in columns:
+        for name in columns if self.names else ():
             if name in ARGUMENTS:
                 problem = f"--dataset: the column {name} has the name of an argument of reward functions"
                 raise UserError(problem, f"rename the column; other names than {', '.join(ARGUMENTS)} are free")

@@ -67,6 +67,8 @@ class Drawing:
         Raises:
             UserError: a reward function failed three times in a row.
         """
+        if not self.rewards.names:
+            return self.rated(generation, 0)
         completions = generation.completions()
         scored = self.rewards.score(
             [json.loads(prompt.extras[TURNS]) for prompt in prompts],
@@ -133,6 +135,7 @@ def draw(
         engine_log_p=_engine_log_p(completions),
         old_log_p=unknown,
         reference_log_p=unknown,
+        teacher_log_p=unknown,
         figures={
             **completion_figures(lengths, is_truncated, counts),
             "rollout/tokens_per_second": float(lengths.sum() / seconds),
@@ -151,6 +154,8 @@ def columns_of(prompts: Sequence[Sample]) -> dict[str, list[Any]]:
 
 def reward_figures(found: Advantages, names: Sequence[str], num_failures: int) -> dict[str, float]:
     """Return the metrics of rewards, with TRL's names. A mean over nothing is omitted."""
+    if not names:
+        return {}
     statistics = found.statistics
     figures = {
         "frac_reward_zero_std": statistics.frac_reward_zero_std,

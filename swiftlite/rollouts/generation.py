@@ -21,7 +21,7 @@ from safetensors.numpy import save
 from swiftlite.atomic import atomic_write
 from swiftlite.data.sample import IGNORED, Sample
 from swiftlite.errors import UserError
-from swiftlite.train.methods.policy import ADVANTAGE, ENGINE, OLD, REFERENCE
+from swiftlite.train.methods.policy import ADVANTAGE, ENGINE, OLD, REFERENCE, TEACHER
 
 VERSION = 1
 _ARRAYS = {
@@ -35,8 +35,9 @@ _ARRAYS = {
     "engine_log_p": np.float32,
     "old_log_p": np.float32,
     "reference_log_p": np.float32,
+    "teacher_log_p": np.float32,
 }
-_PER_TOKEN = {"engine_log_p": ENGINE, "old_log_p": OLD, "reference_log_p": REFERENCE}
+_PER_TOKEN = {"engine_log_p": ENGINE, "old_log_p": OLD, "reference_log_p": REFERENCE, "teacher_log_p": TEACHER}
 """Extras of samples."""
 
 
@@ -56,6 +57,7 @@ class Generation:
         old_log_p: float32 [C], log-probabilities under the policy that generated the completions, computed by the
             trainer; NaN if the generation is used for one step.
         reference_log_p: float32 [C], log-probabilities under the reference model; NaN without one.
+        teacher_log_p: float32 [C], log-probabilities under the teacher; NaN without one.
         figures: metrics of the generation by name.
         settings: settings that the completions depend on, by name.
     """
@@ -70,6 +72,7 @@ class Generation:
     engine_log_p: np.ndarray
     old_log_p: np.ndarray
     reference_log_p: np.ndarray
+    teacher_log_p: np.ndarray
     figures: Mapping[str, float] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
 
@@ -125,7 +128,10 @@ class Generation:
                 header = json.loads(file.metadata()["rollouts"])
                 if header["version"] != VERSION:
                     raise ValueError(f"version {header['version']} is not supported")
-                arrays = {name: file.get_tensor(name) for name in _ARRAYS}
+                arrays = {name: file.get_tensor(name) for name in _ARRAYS if name != "teacher_log_p"}
+                arrays["teacher_log_p"] = np.full_like(arrays["old_log_p"], np.nan)
+                if "teacher_log_p" in file.keys():  # noqa: SIM118, absent in files of earlier releases
+                    arrays["teacher_log_p"] = file.get_tensor("teacher_log_p")
             generation = cls(**arrays, figures=header["figures"], settings=header["settings"])
             problem = generation._problem()
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:

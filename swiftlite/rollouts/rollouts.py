@@ -21,10 +21,10 @@ from swiftlite.errors import UserError
 from swiftlite.log import logger
 from swiftlite.rollouts.draw import Drawing
 from swiftlite.rollouts.engine import drafts, send_weights
+from swiftlite.rollouts.frozen import FrozenPolicy
 from swiftlite.rollouts.generation import Generation
 from swiftlite.rollouts.log_probabilities import token_log_probabilities
 from swiftlite.rollouts.prompts import Prompts
-from swiftlite.rollouts.reference import ReferencePolicy
 from swiftlite.rollouts.resample import Resampling
 from swiftlite.rollouts.stored import (
     check_generation,
@@ -54,7 +54,7 @@ class Rollouts:
     Attributes:
         weights: the current weights of the run.
         drawing: draws completions on the first rank; None on other ranks, and if all generations are read.
-        reference: the reference model; None if the loss has none.
+        frozen: the frozen models of the loss by name, see `open_frozen_policies`.
         directory: where generations are stored.
         reads_only: whether `directory` belongs to another run (`--rollouts_from`).
     """
@@ -62,7 +62,7 @@ class Rollouts:
     run: Run
     weights: LiveWeights
     drawing: Drawing | None
-    reference: ReferencePolicy | None
+    frozen: Mapping[str, FrozenPolicy]
     directory: Path
     reads_only: bool
     resources: ExitStack = field(default_factory=ExitStack)
@@ -116,7 +116,7 @@ class Rollouts:
             if self._is_used_again and np.isnan(generation.old_log_p).any():
                 # It was drawn for a single step, so the weights that drew it are still the current ones.
                 return self._with_log_probabilities(generation)
-            return self._with_reference(generation)
+            return self._with_frozen(generation)
         with EarlyStop() as stop:
             engine = self.drawing.engine if self.drawing else None
             send_weights(self.weights, engine, stop, draft=drafts(self.run, self.args))
@@ -142,7 +142,7 @@ class Rollouts:
                 prompts = self.prompts.of(self.prompts.rows(number))
                 generation = self.drawing.draw(prompts, number * len(prompts), self._settings())
                 generation = self.drawing.score(generation, prompts, step + 1)
-        if generation.figures["frac_reward_zero_std"] == 1:
+        if generation.figures.get("frac_reward_zero_std") == 1:
             logger.warning("step %d: rewards do not differ within any group, so all advantages are 0", step + 1)
         return generation
 
@@ -154,17 +154,15 @@ class Rollouts:
             with whole_parameters(model):
                 log_p = token_log_probabilities(model, run.mesh, run.batches, generation.samples())
             generation = replace(generation, old_log_p=np.concatenate(log_p))
-        return self._with_reference(generation)
+        return self._with_frozen(generation)
 
-    def _with_reference(self, generation: Generation) -> Generation:
-        """Add the log-probabilities under the reference model, unless the loss needs none or the generation has them.
-        Collective.
-        """
-        name = self.args.ref_model or self.args.model
-        if self.reference is None or generation.settings.get("reference") == name:
-            return generation
-        log_p = self.reference.log_probabilities(generation.samples())
-        return replace(generation, reference_log_p=log_p, settings={**generation.settings, "reference": name})
+    def _with_frozen(self, generation: Generation) -> Generation:
+        """Add the log-probabilities under the frozen models, unless the generation has them. Collective."""
+        for name, policy in self.frozen.items():
+            if generation.settings.get(name) != policy.name:
+                log_p: dict[str, Any] = {f"{name}_log_p": policy.log_probabilities(generation.samples())}
+                generation = replace(generation, **log_p, settings={**generation.settings, name: policy.name})
+        return generation
 
     @property
     def _is_used_again(self) -> bool:

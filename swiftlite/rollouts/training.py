@@ -23,13 +23,14 @@ from swiftlite.rewards.process import RewardProcess
 from swiftlite.rewards.settings import reward_settings_of
 from swiftlite.rollouts.draw import Drawing, columns_of
 from swiftlite.rollouts.engine import check_servers, sampling_of, start_rollout_engine
-from swiftlite.rollouts.reference import ReferencePolicy
+from swiftlite.rollouts.frozen import open_frozen_policies
 from swiftlite.rollouts.rollouts import Rollouts
 from swiftlite.rollouts.stored import FOLDER, check_stored, on_first_rank
 from swiftlite.train.checkpoint.source import describe_tensors, dtypes_of
 from swiftlite.train.live_weights import LiveWeights
 from swiftlite.train.methods.conversations import load_data
-from swiftlite.train.methods.policy import ADVANTAGE, ENGINE, OLD, REFERENCE, PolicyObjective
+from swiftlite.train.methods.policy import ADVANTAGE, ENGINE, OLD, REFERENCE, TEACHER, PolicyObjective
+from swiftlite.train.methods.teacher import check_tokenizer
 from swiftlite.train.methods.training import TrainBatches, Training
 from swiftlite.train.phases import Run
 
@@ -106,7 +107,7 @@ def open_rollouts(run: Run) -> TrainBatches:
     """Start the engine and the process of the reward functions on the first rank. Collective.
 
     Raises:
-        UserError: the engine, the reward functions or the reference model cannot be used.
+        UserError: the engine, the reward functions, the reference model or the teacher cannot be used.
     """
     args: Any = run.args
     assert isinstance(args, GrpoArgs)
@@ -118,12 +119,11 @@ def open_rollouts(run: Run) -> TrainBatches:
             steps = args.steps_per_generation * args.num_iterations
             on_first_rank(lambda: check_stored(directory, -(-run.schedule.steps // steps), steps))
         on_first_rank(lambda: opened.open())
-        reference = ReferencePolicy.open(run) if args.beta else None
         rollouts = Rollouts(
             run=run,
             weights=LiveWeights(run.train_state.wrapped, run.hf_model, dtypes),
             drawing=opened.drawing,
-            reference=reference,
+            frozen=open_frozen_policies(run, args),
             directory=directory,
             reads_only=args.rollouts_from is not None,
             resources=stack.pop_all(),
@@ -166,7 +166,8 @@ def policy_objective(run: Run) -> PolicyObjective:
 GRPO = Training(
     make_encoder=make_prompt_encoder,
     load=load_scored_prompts,
+    prepare=check_tokenizer,
     make_objective=policy_objective,
     open_batches=open_rollouts,
-    extras=(ADVANTAGE, OLD, ENGINE, REFERENCE),
+    extras=(ADVANTAGE, OLD, ENGINE, REFERENCE, TEACHER),
 )

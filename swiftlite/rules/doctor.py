@@ -19,7 +19,7 @@ from swiftlite.plan.kernels import Machine, kernel_problems
 from swiftlite.plan.layout import layout_of, layout_problems, process_problems
 from swiftlite.plan.low_precision import low_precision_of, model_problems
 from swiftlite.rules import common, engine_options
-from swiftlite.rules.training import dpo, gkd, sft_lora, sft_vision
+from swiftlite.rules.training import dpo, sft_lora, sft_vision, teacher
 
 
 def model_to_audit_is_a_directory(args: DoctorArgs, facts: Facts) -> Iterator[Problem]:
@@ -239,13 +239,14 @@ def rollouts_are_planned(args: DoctorArgs, facts: Facts) -> Iterator[Problem]:
 def teacher_is_planned(args: DoctorArgs, facts: Facts) -> Iterator[Problem]:
     if not args.plan or args.teacher_model is None:
         return
-    given = f"--teacher_model {args.teacher_model} plans megatron gkd"
-    for name in common.changed(args, ("gpu_type", "loss_type", "images_per_row", "max_completion_length")):
+    command = "grpo" if args.max_completion_length else "gkd"
+    given = f"--teacher_model {args.teacher_model} plans megatron {command}"
+    for name in common.changed(args, ("gpu_type", "loss_type", "images_per_row")):
         yield f"{given}, which does not support --{name} in a plan", "remove one of the two"
     if args.mtp_mode == "heads_only":
         yield f"{given}, which does not support --mtp_mode heads_only", "remove one of the two"
-    yield from gkd.teacher_is_a_model(args, facts)
-    yield from gkd.teacher_fits_the_layout(args, facts)
+    yield from teacher.teacher_is_a_model(args, facts)
+    yield from teacher.teacher_fits_the_layout(args, facts)
 
 
 _OF_IMAGES = ("max_pixels", "freeze_vit", "freeze_aligner", "freeze_llm", "vit_gradient_checkpointing")

@@ -27,11 +27,18 @@ def test_the_engine_is_added_to_the_trainer(capsys, model):  # noqa: F811
     code, lines = lines_of(capsys, model=model, gpu_memory_gb=400.0, **ROLLOUTS)
     assert code == 0
     (start,) = (number for number, line in enumerate(lines) if line.split()[:1] == ["trainer"])
-    trainer, reference, engine, cache, total = map(float, lines[start + 1].split())
-    assert reference == 0 < engine < trainer
+    trainer, reference, teacher, engine, cache, total = map(float, lines[start + 1].split())
+    assert reference == teacher == 0 < engine < trainer
     assert total == pytest.approx(trainer + engine + cache, abs=0.03)
     _, with_reference = lines_of(capsys, model=model, gpu_memory_gb=400.0, beta=0.1, **ROLLOUTS)
     assert float(with_reference[start + 1].split()[1]) > 0
+    _, lines = lines_of(capsys, model=model, gpu_memory_gb=400.0, teacher_model=model, **ROLLOUTS)
+    (start,) = (number for number, line in enumerate(lines) if line.split()[:1] == ["trainer"])
+    sizes = [float(size) for size in lines[start + 1].split()]
+    assert 0 < sizes[2] <= engine
+    assert sizes[-1] == pytest.approx(total + sizes[2], abs=0.02)
+    (stage,) = (number for number, line in enumerate(lines) if line.split()[:2] == ["stage", "model"])
+    assert float(lines[stage + 1].split()[2]) == sizes[2]
     code, lines = lines_of(capsys, model=model, gpu_memory_gb=400.0, max_batch_size=5000, **ROLLOUTS)
     assert code == 1
     assert mentions(lines[-1], "--max_batch_size --max_length")

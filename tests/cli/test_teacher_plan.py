@@ -53,7 +53,6 @@ def test_sizes_are_those_of_the_files(tmp_path, stages):
     [
         ({"plan": False}, "--teacher_model --plan"),
         ({"loss_type": "sigmoid"}, "--teacher_model --loss_type"),
-        ({"max_completion_length": 256}, "--teacher_model --max_completion_length"),
         ({"mtp_mode": "heads_only"}, "--teacher_model --mtp_mode heads_only"),
         ({"teacher_model": "."}, "--teacher_model config.json"),
     ],

@@ -114,7 +114,10 @@ KINDS: dict[str, Kind] = {
     "dpo float32": Kind(FLOAT32, command="dpo", rows="pairs"),
     "kto": Kind("--loss_type kto", command="dpo", rows="rated"),
     "grpo": Kind(
-        f"{SAMPLED} --padding_free true --rollouts_from {{directory}}/drawn/rollouts", command="grpo", rows="prompts"
+        f"{SAMPLED} --padding_free true --rollouts_from {{directory}}/drawn/rollouts "
+        f"--teacher_model {{directory}}/{TEACHER.directory} --teacher_kl_coef 0.1",
+        command="grpo",
+        rows="prompts",
     ),
     "gkd": Kind(
         f"--teacher_model {{directory}}/{TEACHER.directory} --lmbda 0 --max_completion_length 8", command="gkd"
@@ -197,7 +200,7 @@ def write_inputs(directory: Path, names: list[str]) -> None:
     for name, rows in FILES.items():
         (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     models = {KINDS[name].model for name in names}
-    if "gkd" in names:
+    if {"gkd", "grpo"} & set(names):
         models.add(TEACHER)
     for model in models:
         hf_dir = directory / model.directory

@@ -18,7 +18,7 @@ from swiftlite.train import run as training
 from tests.parallel.launch import launch, open_store, prepare_session
 from tests.parallel.parity import SIZES, save_gradients
 from tests.tiny import make_tiny_hf
-from tests.train.completions import policy_options, store
+from tests.train.completions import make_teacher, policy_options, store
 from tests.train.prepared import prepare
 from tests.untimed import untimed
 
@@ -27,12 +27,13 @@ pytestmark = pytest.mark.gloo
 STEPS = 2
 # By what is trained (a family and options): the layouts that must have the numbers of one process.
 TRAINED: dict[str, tuple[str, dict[str, Any]]] = {
-    "dapo": ("qwen3", {"beta": 0.1}),
+    "dapo": ("qwen3", {"beta": 0.1, "teacher_kl_coef": 0.5}),
     "sequence": (
         "qwen3",
-        {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.02, "beta": 0.05},
+        {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.02, "beta": 0.05}
+        | {"teacher_kl_coef": 1.0},
     ),
-    "experts": ("qwen3_moe", {"loss_type": "dr_grpo", "temperature": 0.7}),
+    "experts": ("qwen3_moe", {"loss_type": "dr_grpo", "temperature": 0.7, "teacher_kl_coef": 0.5}),
     "lora": ("qwen3", {"tuner_type": "lora", "lora_rank": 4, "lr": 1e-2}),
 }
 TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
@@ -58,6 +59,10 @@ def make_options(place: Path, family: str, name: str, **changed: Any) -> GrpoArg
     for seed, directory in enumerate((model, reference)):
         if not directory.exists():
             make_tiny_hf(directory, family, depth=1, seed=seed, with_tokenizer=True, **SIZES)
+    if not (place / "teacher").exists():
+        make_teacher(place / "teacher", **SIZES)
+    if changed.get("teacher_kl_coef"):
+        changed["teacher_model"] = str(place / "teacher")  # its layers divide into equal stages
     if changed.get("beta"):
         changed["ref_model"] = str(reference)  # its log-probabilities are not stored, but computed in the layout
     usual = {"rollouts_from": str(place / f"rollouts-{name}"), "output_dir": str(place / name), "train_iters": STEPS}
@@ -103,6 +108,7 @@ def test_a_layout_changes_no_number(tmp_path):
         found, expected = metrics_of(args), metrics_of(alone[what])
         assert len(expected) == STEPS
         assert all(line["mtp_1_loss"] > 0 and line["grad_norm"] > 0 for line in expected)
+        assert all(("teacher_kl" in line) == bool(args.teacher_model) for line in expected)
         for step, (one, other) in enumerate(zip(expected, found, strict=True)):
             assert other == pytest.approx(one, **TOLERANCE), f"{what} {name}, step {step + 1}"
 

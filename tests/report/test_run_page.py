@@ -169,14 +169,14 @@ def test_images_are_encoded_again(tmp_path):
 def test_rollouts_are_shown(run):
     metrics = run / "metrics.jsonl"
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
-    more = {"reward": 0.5, "rewards/right/mean": 0.5, "rollout/acceptance_1": 0.25, "entropy": 1.5}
+    more = {"reward": 0.5, "rewards/right/mean": 0.5, "rollout/acceptance_1": 0.25, "entropy": 1.5, "teacher_kl": 2.0}
     metrics.write_text("".join(json.dumps(line | more) + "\n" for line in lines))
     (run / "rollouts").mkdir()
     line = {"prompt": "p" * 300, "completion": HOSTILE, "scores": [None, 1.0], "advantage": -0.5}
     (run / "rollouts" / "000000.jsonl").write_text("not json\n")
     (run / "rollouts" / "000001.jsonl").write_text((json.dumps(line) + "\n") * 20)
     page = run_page(read_run(run))
-    assert {"reward", "rollout_acceptance", "entropy"} <= set(figures(page))
+    assert {"reward", "rollout_acceptance", "entropy", "teacher_kl"} <= set(figures(page))
     shown = [row for row in rows(page) if HOSTILE in row]
     assert len(shown) == 12
     assert len(shown[0][0]) < 210

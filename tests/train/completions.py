@@ -17,6 +17,8 @@ from swiftlite.runtime.mesh import Mesh
 from swiftlite.train import phases
 from swiftlite.train import run as training
 from tests.parallel.parity import save_gradients
+from tests.tiny import make_tiny_hf
+from tests.train.pairs import open_hf
 from tests.train.prepared import prepare
 from tests.untimed import untimed
 
@@ -85,12 +87,36 @@ def store(args: GrpoArgs, mesh: Mesh, directory: Path, number: int = 0) -> Gener
         engine_log_p=log_p(),
         old_log_p=log_p(),
         reference_log_p=log_p(),
+        teacher_log_p=log_p(),
         figures={"reward": 0.5},
         settings={name: getattr(args, name) for name in names} | {"reference": args.model},
     )
     directory.mkdir(exist_ok=True)
     generation.save(directory / f"{number:06d}.safetensors")
     return generation
+
+
+def log_p_of(hf_model: Any, generation: Generation, temperature: float = 1.0) -> torch.Tensor:
+    """Return the log-probabilities of all tokens of completions under a transformers model, [C]."""
+    found = []
+    for sample in generation.samples():
+        ids = torch.from_numpy(sample.input_ids).long()
+        log_p = (hf_model(ids[None], use_cache=False).logits[0] / temperature).log_softmax(-1)
+        is_completion = torch.from_numpy(sample.loss_scale[1:] > 0)
+        found.append(log_p[:-1].gather(1, ids[1:, None])[:, 0][is_completion])
+    return torch.cat(found)
+
+
+def hf_log_p(directory: Path, generation: Generation, temperature: float = 1.0) -> np.ndarray:
+    """Return `log_p_of` for the model in a directory."""
+    with torch.no_grad():
+        return log_p_of(open_hf(directory), generation, temperature).numpy()
+
+
+def make_teacher(directory: Path, **sizes: Any) -> Path:
+    """Write a model without heads that is wider and deeper than those of the tests."""
+    larger: dict[str, Any] = sizes | {"hidden_size": 96, "num_hidden_layers": 6}
+    return make_tiny_hf(directory, "qwen3", depth=0, seed=1, with_tokenizer=True, **larger)
 
 
 def first_step(args: SftArgs, mesh: Mesh) -> tuple[dict[str, float], dict[str, torch.Tensor]]:

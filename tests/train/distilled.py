@@ -15,7 +15,7 @@ from swiftlite.rollouts.distillation import prompt_of
 from swiftlite.rollouts.generation import Generation
 from swiftlite.runtime.mesh import Mesh
 from tests.tiny import make_tiny_hf
-from tests.train.completions import USUAL
+from tests.train.completions import USUAL, make_teacher
 from tests.train.prepared import prepare
 
 NUM_ROWS = 24
@@ -24,9 +24,7 @@ NUM_ROWS = 24
 def make_models(directory: Path, depth: int = 1, family: str = "qwen3", **sizes: Any) -> tuple[Path, Path]:
     """Write a student with `depth` heads, and a teacher that is wider and deeper."""
     student = make_tiny_hf(directory / "student", family, depth=depth, with_tokenizer=True, **sizes)
-    larger: dict[str, Any] = sizes | {"hidden_size": 96, "num_hidden_layers": 6}
-    teacher = make_tiny_hf(directory / "teacher", "qwen3", depth=0, seed=1, with_tokenizer=True, **larger)
-    return student, teacher
+    return student, make_teacher(directory / "teacher", **sizes)
 
 
 def write_rows(path: Path) -> Path:
@@ -83,6 +81,7 @@ def store(args: GkdArgs, mesh: Mesh, directory: Path, step: int) -> None:
         engine_log_p=unknown,
         old_log_p=unknown,
         reference_log_p=unknown,
+        teacher_log_p=unknown,
         settings={name: getattr(args, name) for name in ("temperature", "max_completion_length")},
     )
     directory.mkdir(exist_ok=True)

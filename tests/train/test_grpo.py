@@ -22,8 +22,7 @@ from swiftlite.train import phases
 from swiftlite.train import run as training
 from tests.messages import naming
 from tests.tiny import make_tiny_hf
-from tests.train.completions import first_step, metrics, policy_options, store, train, weights
-from tests.train.pairs import open_hf
+from tests.train.completions import first_step, hf_log_p, make_teacher, metrics, policy_options, store, train, weights
 from tests.train.prepared import prepare
 
 REWARDS = """
@@ -51,6 +50,11 @@ NOTHING = "return [None] * len(completions)"
 @pytest.fixture(scope="module")
 def hf_dir(tmp_path_factory) -> Path:
     return make_tiny_hf(tmp_path_factory.mktemp("model") / "hf", "qwen3", depth=1, with_tokenizer=True)
+
+
+@pytest.fixture(scope="module")
+def teacher_dir(tmp_path_factory) -> Path:
+    return make_teacher(tmp_path_factory.mktemp("teacher") / "hf")
 
 
 @pytest.fixture
@@ -105,26 +109,27 @@ def test_log_probabilities_are_those_of_transformers(options, mesh, hf_dir, temp
     args = options(temperature=temperature, speculative=speculative, train_iters=1, steps_per_generation=2)
     run = train(args, mesh)
     stored = Generation.load(run / "rollouts" / "000000.safetensors")
-    model = open_hf(hf_dir)
-    expected = []
-    for sample in stored.samples():
-        ids = torch.from_numpy(sample.input_ids).long()
-        with torch.no_grad():
-            logits = model(ids[None], use_cache=False).logits[0] / temperature
-        log_p = logits[:-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0].numpy()
-        expected.append(log_p[sample.loss_scale[1:] > 0])
+    expected = hf_log_p(hf_dir, stored, temperature)
     # Float32 products in another order.
-    np.testing.assert_allclose(stored.old_log_p, np.concatenate(expected), rtol=0, atol=2e-5)
-    np.testing.assert_allclose(stored.engine_log_p, np.concatenate(expected), rtol=0, atol=2e-5)
+    np.testing.assert_allclose(stored.old_log_p, expected, rtol=0, atol=2e-5)
+    np.testing.assert_allclose(stored.engine_log_p, expected, rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize(
     ("changed", "stop"),
-    [({}, 2), ({"steps_per_generation": 2, "num_iterations": 2}, 2), (DYNAMIC, 1)],
+    [
+        ({}, 2),
+        ({"steps_per_generation": 2, "num_iterations": 2}, 2),
+        (DYNAMIC, 1),
+        ({"teacher_kl_coef": 0.5}, 2),
+        ({"teacher_kl_coef": 2.0, "num_iterations": 2, "reward_funcs": [], "reward_weights": []}, 1),
+    ],
 )
-def test_a_resumed_run_equals_the_unbroken_one(options, mesh, tmp_path, changed, stop):
+def test_a_resumed_run_equals_the_unbroken_one(options, teacher_dir, mesh, tmp_path, changed, stop):
     """It is stopped after the generation that follows the checkpoint was drawn."""
     changed = changed | {"train_iters": 5}
+    if "teacher_kl_coef" in changed:
+        changed["teacher_model"] = str(teacher_dir)
     whole = train(options(**changed), mesh)
     args = options(output_dir=str(tmp_path / "stopped"), **changed)
     run = prepare(args, mesh)
@@ -380,7 +385,7 @@ def test_named_rewards_are_checked_with_the_options_of_the_run(options):
 @pytest.mark.parametrize(
     ("changed", "named"),
     [
-        ({"reward_funcs": []}, "--reward_funcs"),
+        ({"reward_funcs": []}, "--reward_funcs --teacher_model"),
         ({"reward_weights": [1.0]}, "--reward_weights"),
         ({"external_plugins": ["none.py"]}, "--external_plugins none.py"),
         ({"global_batch_size": 14}, "--global_batch_size 16"),

@@ -12,7 +12,7 @@ from swiftlite.args.commands import GrpoArgs
 from swiftlite.rollouts.generation import Generation
 from tests.tiers import some_of
 from tests.tiny import make_tiny_hf
-from tests.train.completions import NUM_GENERATIONS, first_step, policy_options, store
+from tests.train.completions import NUM_GENERATIONS, first_step, hf_log_p, make_teacher, policy_options, store
 from tests.train.pairs import open_hf
 
 trl: Any = pytest.importorskip("trl")
@@ -31,6 +31,8 @@ LOSSES: dict[str, dict[str, Any]] = {
     "grpo, sequence_mask, KL": {"rollout_importance_sampling_mode": "sequence_mask", "beta": 0.05},
     "dr_grpo": {"epsilon_high": 0.28},
     "cispo": {"epsilon_high": 1.2},
+    "dapo, teacher": {"teacher_kl_coef": 0.5, "temperature": 0.7},
+    "cispo, GSPO, teacher": {"epsilon_high": 0.9, "importance_sampling_level": "sequence", "teacher_kl_coef": 0.1},
     "cispo, GSPO": {"epsilon_high": 0.9, "importance_sampling_level": "sequence"},
 }
 
@@ -38,6 +40,11 @@ LOSSES: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
     return make_tiny_hf(tmp_path_factory.mktemp("model") / "hf", "qwen3", depth=0, with_tokenizer=True)
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory) -> Path:
+    return make_teacher(tmp_path_factory.mktemp("teacher") / "hf")
 
 
 def padded(parts: list[np.ndarray], side: str = "right", dtype: Any = torch.int64) -> torch.Tensor:
@@ -62,10 +69,23 @@ def mismatch(generation: Generation, args: GrpoArgs) -> torch.Tensor:
     return weight.masked_fill(weight > most, 0.0)
 
 
+def advantages_of(generation: Generation, args: GrpoArgs) -> tuple[torch.Tensor, float | None]:
+    """Return the advantages, with a teacher those of each token, and the mean KL divergence from the teacher."""
+    advantages = torch.from_numpy(generation.advantages)
+    if args.teacher_model is None:
+        return advantages, None
+    difference = hf_log_p(Path(args.teacher_model), generation, args.temperature) - generation.old_log_p
+    per_token = args.teacher_kl_coef * of_completions(difference, generation.completion_lengths)
+    return advantages[:, None] + per_token, -float(difference.mean())
+
+
 def their_step(
     model: Path, out_dir: Path, args: GrpoArgs, generation: Generation
 ) -> tuple[float, dict[str, float], Any]:
-    """Return TRL's loss, metrics and model with gradients for these completions."""
+    """Return TRL's loss, metrics and model with gradients for these completions.
+
+    TRL has no teacher; subclasses of its trainer may have advantages of each token.
+    """
     config = trl.GRPOConfig(
         output_dir=str(out_dir),
         loss_type=args.loss_type,
@@ -74,6 +94,7 @@ def their_step(
         epsilon_high=args.epsilon_high,
         delta=args.delta,
         beta=args.beta,
+        temperature=args.temperature,
         use_bias_correction_kl=False,
         max_completion_length=args.max_completion_length,
         num_generations=NUM_GENERATIONS,
@@ -94,12 +115,13 @@ def their_step(
     trainer.use_vllm = args.rollout_importance_sampling_mode != "none"
     prompts = np.split(generation.prompt_ids, np.cumsum(generation.prompt_lengths)[:-1])
     lengths = generation.completion_lengths
+    advantages, teacher_kl = advantages_of(generation, args)
     inputs = {
         "prompt_ids": padded(prompts, "left"),
         "prompt_mask": padded([np.ones_like(prompt) for prompt in prompts], "left"),
         "completion_ids": of_completions(generation.completion_ids, lengths, torch.int64),
         "completion_mask": padded([np.ones(length) for length in lengths]),
-        "advantages": torch.from_numpy(generation.advantages),
+        "advantages": advantages,
         "old_per_token_logps": of_completions(generation.old_log_p, lengths),
         "ref_per_token_logps": of_completions(generation.reference_log_p, lengths),
         "num_items_in_batch": torch.tensor(float(lengths.sum())),
@@ -109,24 +131,33 @@ def their_step(
     hf_model = trainer.model.train()
     loss = trainer._compute_loss(hf_model, inputs)
     loss.backward()
-    return float(loss.detach()), {name: values[-1] for name, values in trainer._metrics["train"].items()}, hf_model
+    metrics = {name: values[-1] for name, values in trainer._metrics["train"].items()}
+    if teacher_kl is not None:
+        metrics["teacher_kl"] = teacher_kl
+        if args.importance_sampling_level == "sequence":  # TRL counts tokens if advantages are those of tokens
+            metrics = {name: value for name, value in metrics.items() if "clip_ratio" not in name}
+    return float(loss.detach()), metrics, hf_model
 
 
 CASES = [(name, False) for name in LOSSES] + [("dapo, GSPO", True), ("grpo", True)]
 KEPT = (("dapo, GSPO", True), ("dapo, delta", False), ("grpo, sequence_mask, KL", False), ("cispo", False))
+KEPT += (("dapo, teacher", False),)
 
 
 @pytest.mark.parametrize(("name", "padding_free"), some_of(CASES, *KEPT))
-def test_a_step_is_trls(model, mesh, tmp_path, name, padding_free):
+def test_a_step_is_trls(model, teacher, mesh, tmp_path, name, padding_free):
     changed: dict[str, Any] = {"rollout_importance_sampling_mode": "none", "padding_free": padding_free}
     changed |= {"loss_type": name.split(",")[0], "rollouts_from": str(tmp_path / "rollouts")} | LOSSES[name]
+    if "teacher" in name:
+        changed["teacher_model"] = str(teacher)
     args = policy_options(model, tmp_path)(**changed)
     generation = store(args, mesh, tmp_path / "rollouts")
     ours, gradients = first_step(args, mesh)
     loss, metrics, hf_model = their_step(model, tmp_path / "trl", args, generation)
     # Sums of float32 in another order.
     assert ours["loss"] == pytest.approx(loss, rel=2e-5, abs=2e-6)
-    for each in ("kl", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "cispo_clip_ratio"):
+    clipped = ("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "cispo_clip_ratio")
+    for each in ("kl", "teacher_kl", *clipped):
         if each in metrics:
             assert ours[each] == pytest.approx(metrics[each], rel=2e-5, abs=1e-6), each
     assert any(ours.get(each) for each in ("clip_ratio/region_mean", "cispo_clip_ratio"))

@@ -40,8 +40,11 @@ def train_beside(transport: str, devices: str, hf: Path, settings: Settings, res
     told = {"MODEL": str(hf), "DATASET": str(data), "OUT": str(out), "EVERY": str(every)}
     told |= {"WEIGHT_TRANSPORT": transport, "ENGINE_DEVICES": devices}
     command = [sys.executable, EXAMPLE, "--train_iters", str(steps), "--report_to", "none"]
-    done = subprocess.run(command, env=os.environ | told, stdout=subprocess.PIPE, text=True)
-    shares = [float(share) for share in re.findall(r"step +\d+: +([\d.]+) % of drafts accepted", done.stdout)]
+    log = settings.output_dir / f"live_{transport}.log"
+    with log.open("w") as file:  # readable if the stage is stopped
+        done = subprocess.run(command, env=os.environ | told, stdout=file)
+    said = log.read_text(encoding="utf-8")
+    shares = [float(share) for share in re.findall(r"step +\d+: +([\d.]+) % of drafts accepted", said)]
     shown = ", ".join(f"{share:g} %" for share in shares)
     passed = done.returncode == 0 and len(shares) == 1 + steps // every and shares[-1] > shares[0]
     results.add(f"drafts accepted during training, weights by {transport}", shown, passed, "higher at the end")

@@ -7,6 +7,7 @@ no draft would be accepted.
 
 import json
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
@@ -26,6 +27,11 @@ FORMATS = {
 """Options of `export` by format."""
 ON_CPU = ("int8",)
 """Formats for a machine without a GPU, to check that the stage runs."""
+AT_ONCE = {"cuda": 5, "cpu": 1}
+"""Number of cases that run at the same time, by device. Most of their time, processes start and compile kernels."""
+SHARED_GPU = {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 2**30}
+"""Options of vLLM with which several engines fit on one GPU. With the second option vLLM does not measure free memory,
+which the other engines change."""
 
 
 def run(settings: Settings, results: Results) -> None:
@@ -36,8 +42,9 @@ def run(settings: Settings, results: Results) -> None:
     names = settings.selected(FORMATS)
     if settings.device == "cpu":
         names = [name for name in names if name in ON_CPU]
-    for name, heads in product(names, ("keep", "block")):
-        compare(settings, results, model, name, heads)
+    with ThreadPoolExecutor(AT_ONCE[settings.device]) as threads:
+        cases = product(names, ("keep", "block"))
+        list(threads.map(lambda case: compare(settings, results, model, *case), cases))  # raises their errors
 
 
 def compare(settings: Settings, results: Results, model: Path, name: str, heads: str) -> None:
@@ -68,6 +75,8 @@ def accepted(settings: Settings, model: Path, engine: str) -> dict:
     shutil.copy(settings.work_dir / "served_run" / "acceptance.json", acceptance)
     words = ["infer", "--model", model, "--infer_backend", engine, "--torch_dtype", "bfloat16", "--speculative", "mtp"]
     words += ["--val_dataset", settings.work_dir / "data" / "val.jsonl", "--max_new_tokens", 48]
+    if settings.device == "cuda" and engine == "vllm":
+        words += ["--vllm_engine_kwargs", json.dumps(SHARED_GPU)]
     log = settings.output_dir / f"infer_{model.name}_{engine}.log"
     swiftlite(*words, "--acceptance_json", acceptance, log=log)
     return json.loads(acceptance.read_text())["engines"][engine]

@@ -21,7 +21,7 @@ from swiftlite.plan.run import packing_of
 from swiftlite.rewards.index import REWARDS, check_reward
 from swiftlite.rewards.settings import reward_settings_of
 from swiftlite.rules import common, engine_options
-from swiftlite.rules.training import dpo, sft
+from swiftlite.rules.training import dpo, sft, teacher
 
 UNSUPPORTED_WITH_COMPLETIONS = {
     "streaming": "all rows are read before the first step",
@@ -52,10 +52,10 @@ def left_out_with_completions(
 
 
 def rewards_are_given(args: GrpoArgs, facts: Facts) -> Iterator[Problem]:
-    if not args.reward_funcs and not args.rollouts_from:
+    if not args.reward_funcs and not args.rollouts_from and not args.teacher_model:
         yield (
             "--reward_funcs is missing",
-            "for example --reward_funcs accuracy, or a function of --external_plugins FILE.py",
+            "for example --reward_funcs accuracy, or a function of --external_plugins FILE.py; or give --teacher_model",
         )
     if args.reward_weights and len(args.reward_weights) != len(args.reward_funcs):
         yield (
@@ -99,6 +99,13 @@ def groups_fit_the_batch(args: GrpoArgs, facts: Facts) -> Iterator[Problem]:
             f"--global_batch_size {size} counts completions and must be a multiple of --num_generations {number}",
             f"use --global_batch_size {-(-size // number) * number}",
         )
+
+
+def rewards_can_be_compared(args: GrpoArgs, facts: Facts) -> Iterator[Problem]:
+    if args.num_generations == 1 and args.reward_funcs:
+        yield "--num_generations 1 leaves no completions to compare rewards with", "use --num_generations 2 or more"
+    if args.dynamic_sample and not args.reward_funcs and not args.rollouts_from:
+        yield "--dynamic_sample compares rewards, but --reward_funcs is not given", "remove --dynamic_sample"
 
 
 def completions_leave_room(args: GrpoArgs | GkdArgs, facts: Facts) -> Iterator[Problem]:
@@ -203,6 +210,7 @@ def draft_schedule_fits_the_engine(args: GrpoArgs | GkdArgs, facts: Facts) -> It
 
 def settings_have_an_effect(args: GrpoArgs, facts: Facts) -> Iterator[str]:
     """Yield a note for each changed option that has no effect."""
+    no_rewards = (not args.reward_funcs, "--reward_funcs is not given")
     no_length = ("length" not in args.reward_funcs, "--reward_funcs does not contain length")
     not_drafted = (args.speculative == "none", "--speculative is none")
     no_heads = (not heads_of(args, facts.heads).layers, "the model has no MTP layers")
@@ -210,20 +218,23 @@ def settings_have_an_effect(args: GrpoArgs, facts: Facts) -> Iterator[str]:
     served = (bool(args.rollout_server), "--rollout_server is given")
     idle = {
         "ref_model": (not args.beta, "--beta is 0"),
+        "teacher_kl_coef": (args.teacher_model is None, "--teacher_model is not given"),
         "speculative": no_heads,
         "num_speculative_tokens": no_heads if no_heads[0] else not_drafted,
         "draft_schedule": no_heads if no_heads[0] else not_drafted,
         "mtp_lr": no_heads,
         "soft_cache_length": no_length,
         "max_resample_times": (not args.dynamic_sample, "--dynamic_sample is false"),
+        **dict.fromkeys(_OF_REWARDS, stored if stored[0] else no_rewards),
         **dict.fromkeys(_OF_DRAWING, stored),
         "infer_backend": stored if stored[0] else served,
     }
     yield from common.without_effect(args, idle)
 
 
-_OF_DRAWING = ("reward_funcs", "reward_weights", "external_plugins", "advantage_estimator", "scale_rewards")
-_OF_DRAWING += ("rollout_server", "max_batch_size", "dynamic_sample", "max_resample_times", "draft_schedule")
+_OF_REWARDS = ("external_plugins", "advantage_estimator", "scale_rewards")
+_OF_DRAWING = ("reward_funcs", "reward_weights", "rollout_server", "max_batch_size", "dynamic_sample")
+_OF_DRAWING += ("max_resample_times", "draft_schedule")
 
 RULES = (
     *common.without_options(sft.RULES, UNSUPPORTED),
@@ -231,6 +242,7 @@ RULES = (
     rewards_are_given,
     named_rewards_are_known,
     groups_fit_the_batch,
+    rewards_can_be_compared,
     completions_leave_room,
     batches_count_completions,
     clipping_has_a_range,
@@ -238,5 +250,7 @@ RULES = (
     engine_can_generate,
     draft_schedule_fits_the_engine,
     dpo.reference_is_a_model,
+    teacher.teacher_is_a_model,
+    teacher.teacher_fits_the_layout,
 )
 NOTES = (*sft.NOTES, settings_have_an_effect)

@@ -33,7 +33,10 @@ ENGINE = Extra("engine_log_p", per="label", default=float("nan"))
 """The log-probability of each token as the engine reported it; NaN if it is unknown."""
 REFERENCE = Extra("reference_log_p", per="label")
 """The log-probability of each token under the reference model."""
-SUMS = ("targets", "loss", "kl", "entropy", "weight", "tokens", "low", "high", "clippable", "squared_weight")
+TEACHER = Extra("teacher_log_p", per="label")
+"""The log-probability of each token under the teacher."""
+SUMS = ("targets", "loss", "kl", "teacher_kl", "entropy", "weight")
+SUMS += ("tokens", "low", "high", "clippable", "squared_weight")
 """Statistics of a micro-batch, without those of the heads. `targets` is what the loss is divided by; `low` and `high`
 count ratios beyond the bounds, among `clippable` ones."""
 
@@ -128,9 +131,20 @@ def kl_of(log_p_BS: torch.Tensor, reference_BS: torch.Tensor) -> torch.Tensor:
     return difference_BS.exp() - difference_BS - 1
 
 
+def teacher_kl_of(old_BS: torch.Tensor, teacher_BS: torch.Tensor) -> torch.Tensor:
+    """Estimate the KL divergence of old policy and teacher from each token (the estimator k1), [B, S].
+
+    Its mean over sampled tokens is the reverse KL divergence. Tokens that the teacher prefers have negative values.
+    """
+    return old_BS - teacher_BS
+
+
 @dataclass(frozen=True)
 class PolicyObjective:
     """The loss of all completions of a global batch, plus losses of the MTP heads on their tokens.
+
+    With a teacher, the advantage of a token is its reward's minus `teacher_kl_coef` times `teacher_kl_of`. Its gradient
+    is that of the reverse KL divergence at this token (on-policy distillation).
 
     Let l_it be the loss of token t of completion i, T_i the number of its tokens, N the number of completions and L the
     maximum length. The loss is
@@ -153,7 +167,7 @@ class PolicyObjective:
 
     @property
     def nonfinite_hint(self) -> str:
-        return "lower --lr, --beta or --mtp_loss_scaling_factor"
+        return "lower --lr, --beta, --teacher_kl_coef or --mtp_loss_scaling_factor"
 
     @property
     def sums_shape(self) -> tuple[int]:
@@ -203,7 +217,12 @@ class PolicyObjective:
         old_BS = torch.where(old_BS.isnan(), log_p_BS.detach(), old_BS)
         ratio_BS = ratio_of(log_p_BS, old_BS, tokens, policy)
         weight_BS = mismatch_of(old_BS, extras[ENGINE.name], tokens, policy)
-        loss_BS = token_losses(log_p_BS, ratio_BS, extras[ADVANTAGE.name], policy) * weight_BS
+        advantage_BS = extras[ADVANTAGE.name]
+        teacher_kl_BS = torch.zeros_like(advantage_BS)
+        if policy.teacher_kl_coef:
+            teacher_kl_BS = teacher_kl_of(old_BS, extras[TEACHER.name])
+            advantage_BS = advantage_BS - policy.teacher_kl_coef * teacher_kl_BS
+        loss_BS = token_losses(log_p_BS, ratio_BS, advantage_BS, policy) * weight_BS
         kl_BS = torch.zeros_like(loss_BS)
         if policy.beta:
             kl_BS = kl_of(log_p_BS, extras[REFERENCE.name])
@@ -213,8 +232,9 @@ class PolicyObjective:
         elif policy.loss_type == "dr_grpo":
             loss_BS = loss_BS / policy.max_completion_length
         loss = (loss_BS * tokens.is_target_BS).sum()
-        values = {"loss": loss_BS, "kl": kl_BS, "entropy": -log_p_BS, "weight": weight_BS}
-        clipped = self._clipped(ratio_BS, extras[ADVANTAGE.name])
+        values = {"loss": loss_BS, "kl": kl_BS, "teacher_kl": teacher_kl_BS}
+        values |= {"entropy": -log_p_BS, "weight": weight_BS}
+        clipped = self._clipped(ratio_BS, advantage_BS)
         return loss, _statistics(values, clipped, tokens, policy, is_first)
 
     def _clipped(self, ratio_BS: torch.Tensor, advantage_BS: torch.Tensor) -> list[torch.Tensor]:
@@ -236,6 +256,8 @@ class PolicyObjective:
         }
         if self.policy.beta:
             metrics["kl"] = mean_of(found["kl"], found["tokens"])
+        if self.policy.teacher_kl_coef:
+            metrics["teacher_kl"] = mean_of(found["teacher_kl"], found["tokens"])
         low, high = (mean_of(found[name], found["clippable"]) for name in ("low", "high"))
         if self.policy.loss_type == "cispo":
             metrics["cispo_clip_ratio"] = high
@@ -265,7 +287,7 @@ def _statistics(
     """Return sums over this rank's tokens, float64, in the order of `SUMS` without `targets`.
 
     Args:
-        values: loss, KL, entropy and weight of each token, [B, S].
+        values: loss, both divergences, entropy and weight of each token, [B, S].
         clipped: where the ratio is clipped, [B, S] each.
         is_first: whether this is the first context-parallel rank, which counts completions.
     """

@@ -10,21 +10,18 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from swiftlite.bridge.tensors import describe
 from swiftlite.data.batch import Batch
 from swiftlite.data.template import load_tokenizer
 from swiftlite.errors import UserError
 from swiftlite.families.resolved import HfModel
-from swiftlite.heads import Heads
 from swiftlite.model.forward import forward
 from swiftlite.model.gpt import GPTModel
 from swiftlite.model.loss.chunked_loss import TeacherTarget
-from swiftlite.model.open import open_model
 from swiftlite.plan.layout import ParallelLayout
-from swiftlite.runtime import agreement
 from swiftlite.runtime.device import on_device
 from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.batches.micro_batches import run_batches
+from swiftlite.train.methods.frozen import open_frozen
 from swiftlite.train.phases import Run
 
 
@@ -47,23 +44,7 @@ class Teacher:
         Raises:
             UserError: the model cannot be opened, or is not the same on all ranks.
         """
-        tensors = agreement.digest(describe(model.directory))
-        agreement.check_agreement({"tensors of --teacher_model": tensors, "commit of --teacher_model": model.identity})
-        mesh = _mesh_of(run, model, layout)
-        dtype = torch.bfloat16 if run.args.torch_dtype == "bfloat16" else torch.float32
-        with mesh.active():
-            chunks, _ = open_model(
-                model,
-                mesh,
-                dtype=dtype,
-                heads=Heads(),
-                temperature=run.plan.temperature,
-                is_teacher=True,
-                kernels=run.plan.kernels,
-            )
-        for chunk in chunks:
-            chunk.eval()
-        return cls(chunks, mesh)
+        return cls(*open_frozen(run, model, layout, "--teacher_model", is_teacher=True))
 
     @torch.no_grad()
     def states(self, batches: Sequence[Batch]) -> list[torch.Tensor]:
@@ -88,13 +69,14 @@ class Teacher:
 
 
 def check_tokenizer(run: Run) -> Run:
-    """Return the run, if the teacher has its tokenizer.
+    """Return the run, if its teacher, if any, has its tokenizer.
 
     Raises:
         UserError: the teacher has another tokenizer, so that its distribution is over other tokens.
     """
     model = run.teacher_model
-    assert model is not None
+    if model is None:
+        return run
     theirs = load_tokenizer(model.directory, run.args.trust_remote_code).get_vocab()
     ours = run.tokenizer.get_vocab()
     hint = "give a teacher of the same family; both models must number all tokens alike"
@@ -107,15 +89,6 @@ def check_tokenizer(run: Run) -> Run:
 
 def _number(token_id: int | None) -> str:
     return "absent" if token_id is None else f"number {token_id}"
-
-
-def _mesh_of(run: Run, model: HfModel, layout: ParallelLayout) -> Mesh:
-    """Return the mesh of the teacher. The last stage of a tied model uses its embedding, so ties are part of a mesh."""
-    is_tied, tied = (bool(each.config.get("tie_word_embeddings")) for each in (model, run.hf_model))
-    if layout == run.mesh.layout and is_tied == tied:
-        return run.mesh
-    minutes = run.args.distributed_timeout_minutes
-    return Mesh.create(run.mesh.device, layout, tied_embeddings=is_tied, timeout_minutes=minutes)
 
 
 def _without_heads(batch: Batch) -> Batch:

@@ -1,0 +1,46 @@
+"""Rules of the teacher of `megatron gkd` and `megatron grpo`, and of their plans."""
+
+from collections.abc import Iterator
+
+from swiftlite.args.bounds import out_of_bounds
+from swiftlite.args.commands import DoctorArgs, GkdArgs, GrpoArgs
+from swiftlite.args.config import Problem
+from swiftlite.families.index import FAMILIES, known_architecture
+from swiftlite.plan.distillation import teacher_layout
+from swiftlite.plan.facts import Facts, near_path
+from swiftlite.plan.layout import layout_of, layout_problems, process_problems
+
+
+def teacher_is_a_model(args: DoctorArgs | GkdArgs | GrpoArgs, facts: Facts) -> Iterator[Problem]:
+    if args.teacher_model is None:
+        return
+    directory, config = facts.described("teacher_model")
+    vocab_size, expected = (each.get("vocab_size") for each in (config, facts.hf_config))
+    if not config:
+        yield (
+            f"--teacher_model {args.teacher_model} has no config.json",
+            near_path(directory) or "give the directory of a Hugging Face model",
+        )
+    elif known_architecture(config) is None:
+        yield (
+            f"--teacher_model {args.teacher_model}: unknown model_type {config.get('model_type')}",
+            f"known: {', '.join(FAMILIES)}",
+        )
+    elif facts.hf_config and vocab_size != expected:
+        yield (
+            f"--teacher_model {args.teacher_model} has vocab_size {vocab_size}, --model has {expected}",
+            "give a model with the same tokenizer and vocab_size",
+        )
+
+
+def teacher_fits_the_layout(args: DoctorArgs | GkdArgs | GrpoArgs, facts: Facts) -> Iterator[Problem]:
+    """Reject layouts that suit the trained model but not the teacher. `doctor --plan` has the same rule."""
+    if args.teacher_model is None or out_of_bounds(args):
+        return
+    architecture = known_architecture(facts.described("teacher_model")[1])
+    layout, own = teacher_layout(args, architecture), layout_of(args)
+    problems = [*layout_problems(layout, architecture, 0), *process_problems(layout, facts.world_size)]
+    of_model = [*layout_problems(own, facts.architecture, 0), *process_problems(own, facts.world_size)]
+    for problem, hint in problems:
+        if (problem, hint) not in of_model:  # another rule reports those
+            yield f"--teacher_model {args.teacher_model}: {problem}", hint or "the teacher has the layout of --model"

@@ -1,0 +1,55 @@
+"""Open a further model that is not trained, on the ranks of the trained model: a teacher or a reference model."""
+
+from typing import Any
+
+import torch
+
+from swiftlite.bridge.tensors import describe
+from swiftlite.families.resolved import HfModel
+from swiftlite.heads import Heads
+from swiftlite.model.gpt import GPTModel
+from swiftlite.model.open import open_model
+from swiftlite.plan.layout import ParallelLayout
+from swiftlite.runtime import agreement
+from swiftlite.runtime.mesh import Mesh
+from swiftlite.train.phases import Run
+
+
+def open_frozen(
+    run: Run, model: HfModel, layout: ParallelLayout, flag: str, **options: Any
+) -> tuple[list[GPTModel], Mesh]:
+    """Load a model without its heads; return its stages on this rank, in evaluation mode, and its mesh. Collective.
+
+    Args:
+        layout: layout of the model, with the parallel sizes of the trained model.
+        flag: the option that names the model, for errors.
+        options: further arguments of `build_model`.
+
+    Raises:
+        UserError: the model cannot be opened, or is not the same on all ranks.
+    """
+    tensors = agreement.digest(describe(model.directory))
+    agreement.check_agreement({f"tensors of {flag}": tensors, f"commit of {flag}": model.identity})
+    mesh = _mesh_of(run, model, layout)
+    with mesh.active():
+        chunks, _ = open_model(
+            model,
+            mesh,
+            dtype=torch.bfloat16 if run.args.torch_dtype == "bfloat16" else torch.float32,
+            heads=Heads(),
+            temperature=run.plan.temperature,
+            kernels=run.plan.kernels,
+            **options,
+        )
+    for chunk in chunks:
+        chunk.eval()
+    return chunks, mesh
+
+
+def _mesh_of(run: Run, model: HfModel, layout: ParallelLayout) -> Mesh:
+    """Return the mesh of a model. The last stage of a tied model uses its embedding, so ties are part of a mesh."""
+    is_tied, tied = (bool(each.config.get("tie_word_embeddings")) for each in (model, run.hf_model))
+    if layout == run.mesh.layout and is_tied == tied:
+        return run.mesh
+    minutes = run.args.distributed_timeout_minutes
+    return Mesh.create(run.mesh.device, layout, tied_embeddings=is_tied, timeout_minutes=minutes)
