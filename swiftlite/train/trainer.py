@@ -117,7 +117,7 @@ class Trainer:
                 if stopping:
                     self._finish_checkpoint()
                     return stopping
-                if self.checkpointer:
+                if self.checkpointer and self.checkpointer.is_async:
                     with self.clock.between_steps("checkpoint"):
                         self.checkpointer.poll()
                 self.profiler.after(step)

@@ -30,6 +30,7 @@ def test_parts_add_up_to_less_than_the_step(options, mesh):
         assert all(each[part] > 0 for part in PARTS)
         assert sum(each[part] for part in PARTS) < each["step"]
     assert ["evaluation" in each for each in times] == [True, False, True, False]  # before step 1 and after step 2
+    assert ["checkpoint" in each for each in times] == [False, False, True, False]
     totals = json.loads((run / "run_report.json").read_text())["times"]
     assert set(totals) == {*PARTS, "other", "checkpoint", "evaluation"}
     for part in PARTS:
