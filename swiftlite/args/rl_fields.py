@@ -1,7 +1,7 @@
 """Define the options of reinforcement learning (`megatron grpo`)."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from swiftlite.args import bounds
 
@@ -101,6 +101,12 @@ class CompletionArgs:
     """Peak learning rate of the heads. Default: --lr."""
     max_batch_size: bounds.PositiveInt = 64
     """Maximum number of completions that the engine, or each --rollout_server, generates at once."""
+    vllm_engine_kwargs: dict[str, Any] | None = None
+    """JSON: keyword arguments of vLLM's engine, which override swiftlite's; null removes one. Default on GPUs:
+    {"gpu_memory_utilization": 0.3}, the share of the memory of TRL."""
+    sglang_engine_kwargs: dict[str, Any] | None = None
+    """JSON: options of SGLang's engine, with underscores in their names, which override swiftlite's; null removes
+    one. Default on GPUs: {"mem_fraction_static": 0.3}."""
     rollouts_from: str | None = None
     """Directory with stored rollouts of another run (its OUTPUT_DIR/rollouts), which are trained on without an engine
     and without rewards."""

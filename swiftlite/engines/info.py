@@ -65,6 +65,7 @@ class EngineInfo:
         supports_images: whether the adapter supports prompts with images.
         image_packages: packages that the engine requires for images, in addition to `package`.
         image_install: command to install `image_packages`.
+        memory_option: keyword argument of the engine for its share of a GPU's memory; "" if it takes what it needs.
         supports_draft_vocab: whether the engine uses the draft vocabulary of heads, which makes drafts cheaper.
         options_class: class of the engine's own options in args/fields.py, a base class of the commands' option
             classes; None if the engine has no options. The name of each option starts with the engine's name.
@@ -110,6 +111,7 @@ class EngineInfo:
     supports_images: bool = False
     image_packages: tuple[str, ...] = ()
     image_install: str = ""
+    memory_option: str = ""
     supports_draft_vocab: bool = True
     options_class: type | None = None
     read_speculative_config: Callable[[Any], dict[str, Any] | None] = lambda args: None

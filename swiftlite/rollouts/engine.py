@@ -7,12 +7,17 @@ from swiftlite.args.rl_fields import CompletionArgs
 from swiftlite.data.template import ChatTemplate, stop_token_ids
 from swiftlite.engines.draft_schedule import read_schedule
 from swiftlite.engines.engine import Engine, EngineConfig, Sampling, start_engine
+from swiftlite.engines.index import ENGINES
 from swiftlite.log import logger
 from swiftlite.rollouts.servers import Requirements, RolloutServers, check_responding
 from swiftlite.rollouts.stored import on_first_rank, raise_if
 from swiftlite.train.live_weights import LiveWeights
 from swiftlite.train.phases import Run
 from swiftlite.train.stopping import EarlyStop, Stopped
+
+MEMORY_SHARE = 0.3
+"""Share of the GPU's memory for an engine that shares it with the trainer. Engines would otherwise require that nearly
+the whole memory is free."""
 
 
 def start_rollout_engine(run: Run, args: CompletionArgs) -> Engine:
@@ -47,8 +52,18 @@ def start_rollout_engine(run: Run, args: CompletionArgs) -> Engine:
         max_batch_size=args.max_batch_size,
         draws_drafts=True,
         draft_schedule=schedule,
+        engine_kwargs=engine_kwargs(args, run.mesh.device.is_cuda),
     )
     return start_engine(args.infer_backend, config)
+
+
+def engine_kwargs(args: CompletionArgs, is_cuda: bool) -> dict[str, Any]:
+    """Return the keyword arguments of the engine: those of the user, and a share of the GPU's memory."""
+    info = ENGINES[args.infer_backend]
+    kwargs = {}
+    if is_cuda and info.memory_option:
+        kwargs[info.memory_option] = MEMORY_SHARE
+    return kwargs | (vars(args).get(info.kwargs_option) or {})
 
 
 def check_servers(args: CompletionArgs) -> None:

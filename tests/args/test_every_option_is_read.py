@@ -85,4 +85,6 @@ def test_every_option_has_a_reader(command):
     if PACKAGE / "engines" in readers:
         for info in ENGINES.values():  # by `EngineInfo.engine_kwargs`
             read |= {info.kwargs_option, *info.keyword_option_names}
+    if PACKAGE / "rollouts" in readers:
+        read |= {info.kwargs_option for info in ENGINES.values()}  # by `rollouts.engine.engine_kwargs`
     assert sorted(set(options(command.args_class)) - read - COMPLEMENTS) == []

@@ -17,6 +17,7 @@ from swiftlite import rules
 from swiftlite.args.commands import GrpoArgs
 from swiftlite.data.rows.prompt import COLUMNS
 from swiftlite.errors import OptionError, UserError
+from swiftlite.rollouts.engine import engine_kwargs
 from swiftlite.rollouts.generation import Generation
 from swiftlite.train import phases
 from swiftlite.train import run as training
@@ -400,6 +401,8 @@ def test_named_rewards_are_checked_with_the_options_of_the_run(options):
         ({"truncation_strategy": "left"}, "--truncation_strategy"),
         ({"rollouts_from": "nowhere"}, "--rollouts_from nowhere"),
         ({"num_generations": 1}, "--num_generations"),
+        ({"vllm_engine_kwargs": {"seed": 1}}, "--vllm_engine_kwargs --infer_backend transformers"),
+        ({"sglang_engine_kwargs": {}, "infer_backend": "vllm"}, "--sglang_engine_kwargs --infer_backend vllm"),
         ({"draft_schedule": "bench.json"}, "--draft_schedule --infer_backend vllm"),
         ({"draft_schedule": "none.json", "infer_backend": "vllm"}, "--draft_schedule none.json"),
         ({"draft_schedule": "bench.json", "rollout_server": ["http://a:8000"]}, "--draft_schedule --rollout_server"),
@@ -409,3 +412,11 @@ def test_invalid_options_are_named(options, changed, named):
     args: GrpoArgs = options(**changed)
     with pytest.raises(OptionError, match=naming(named)):
         rules.check(args, 1)
+
+
+def test_an_engine_on_the_gpu_of_the_trainer_leaves_it_memory(options):
+    assert engine_kwargs(options(infer_backend="vllm"), is_cuda=True) == {"gpu_memory_utilization": 0.3}
+    assert engine_kwargs(options(infer_backend="vllm"), is_cuda=False) == {}
+    assert engine_kwargs(options(), is_cuda=True) == {}
+    given = {"gpu_memory_utilization": 0.5, "seed": 1}
+    assert engine_kwargs(options(infer_backend="vllm", vllm_engine_kwargs=given), is_cuda=True) == given

@@ -62,6 +62,7 @@ SGLANG = EngineInfo(
     adapter="swiftlite.engines.sglang.engine:SglangEngine",
     convention="swiftlite.conventions.sglang:convention",
     measured="0.5.23",
+    memory_option="mem_fraction_static",
     draws_rollouts=True,
     options_class=SglangArgs,
     read_speculative_config=read_speculative_config,

@@ -34,6 +34,7 @@ VLLM = EngineInfo(
         "with a GPU: pip install torchvision. Without: "
         "pip install torchvision --index-url https://download.pytorch.org/whl/cpu"
     ),
+    memory_option="gpu_memory_utilization",
     serves_adapters=True,
     draws_rollouts=True,
     takes_draft_schedule=True,

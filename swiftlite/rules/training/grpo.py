@@ -31,6 +31,9 @@ UNSUPPORTED_WITH_COMPLETIONS = {
     "mtp_graft_from": "train the grafted heads by megatron sft first",
 }
 """Options of `megatron sft` that methods with sampled completions do not support (grpo and gkd)."""
+KWARGS_OF_ENGINES = tuple(
+    ENGINES[name].kwargs_option for name in names_with("draws_rollouts") if ENGINES[name].options_class
+)
 UNSUPPORTED = UNSUPPORTED_WITH_COMPLETIONS | {
     "loss_scale": "all tokens of completions are trained",
     "eval_iters": "held-out prompts have no loss",
@@ -174,6 +177,9 @@ def engine_can_generate(args: GrpoArgs | GkdArgs, facts: Facts) -> Iterator[Prob
     info = ENGINES.get(args.infer_backend)
     if info is not None:
         yield from engine_options.missing_engine(info, "infer_backend")
+    for name in KWARGS_OF_ENGINES:
+        if vars(args)[name] is not None and (info is None or name != info.kwargs_option):
+            yield f"--{name} has no effect with --infer_backend {args.infer_backend}", f"remove --{name}"
 
 
 def servers_have_addresses(args: CompletionArgs) -> Iterator[Problem]:
@@ -227,7 +233,7 @@ def settings_have_an_effect(args: GrpoArgs, facts: Facts) -> Iterator[str]:
         "max_resample_times": (not args.dynamic_sample, "--dynamic_sample is false"),
         **dict.fromkeys(_OF_REWARDS, stored if stored[0] else no_rewards),
         **dict.fromkeys(_OF_DRAWING, stored),
-        "infer_backend": stored if stored[0] else served,
+        **dict.fromkeys(("infer_backend", *KWARGS_OF_ENGINES), stored if stored[0] else served),
     }
     yield from common.without_effect(args, idle)
 
