@@ -337,6 +337,12 @@ class DistributedArgs(OptimizerShareArgs, TimeoutArgs):
     overlap_param_gather: bool | None = None
     """Gather updated parameters during the forward pass; requires --use_distributed_optimizer and
     --overlap_grad_reduce."""
+    ddp_bucket_size: bounds.PositiveInt | None = None
+    """With --overlap_grad_reduce: number of parameters of a bucket, whose gradients are reduced together. Default: 40
+    million, or more for more than 40 data-parallel ranks, a million per rank."""
+    ddp_pad_buckets_for_high_nccl_busbw: bool = False
+    """With --use_distributed_optimizer: pad buckets to a multiple of 65,536 parameters, which NCCL sends faster between
+    many ranks."""
 
 
 @dataclass(frozen=True)

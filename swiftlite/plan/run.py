@@ -305,6 +305,8 @@ def layout_lines(plan: Plan) -> list[tuple[str, str]]:
         "sharded optimizer state": plan.distributed.use_distributed_optimizer,
         "overlapped reduction of gradients": plan.distributed.overlap_grad_reduce,
         "overlapped gather of parameters": plan.distributed.overlap_param_gather,
+        f"buckets of {plan.distributed.ddp_bucket_size} parameters": plan.distributed.ddp_bucket_size,
+        "padded buckets": plan.distributed.ddp_pad_buckets_for_high_nccl_busbw,
     }
     if any(distributed.values()):
         lines.append(("data parallel", ", ".join(name for name, is_used in distributed.items() if is_used)))

@@ -43,6 +43,8 @@ def wrap_model(
             overlap_grad_reduce=bool(distributed.overlap_grad_reduce),
             use_distributed_optimizer=bool(distributed.use_distributed_optimizer),
             overlap_param_gather=bool(distributed.overlap_param_gather),
+            bucket_size=distributed.ddp_bucket_size,
+            pad_buckets_for_high_nccl_busbw=distributed.ddp_pad_buckets_for_high_nccl_busbw,
         )
         module = chunk
         if dtype is torch.bfloat16:

@@ -97,6 +97,16 @@ CASES: dict[str, Case] = {
     "DP2+overlap": Case(
         2, {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
     ),
+    "DP2+buckets": Case(
+        2,
+        {
+            "use_distributed_optimizer": True,
+            "overlap_grad_reduce": True,
+            "overlap_param_gather": True,
+            "ddp_bucket_size": 2000,
+            "ddp_pad_buckets_for_high_nccl_busbw": True,
+        },
+    ),
     "EP2": Case(2, {"expert_model_parallel_size": 2}),
     "EP2xTP2": Case(2, TP2_SP | {"expert_model_parallel_size": 2}),
     "ETP2xTP2": Case(2, TP2_SP | {"expert_tensor_parallel_size": 2}),

@@ -64,6 +64,7 @@ ASYNC = (("async_save", True),)
 PAIRS = [
     Pair("llama", "PP2", "DP2+distopt"),
     Pair("llama", "DP2+distopt", "TP2"),
+    Pair("llama", "DP2+buckets", "TP2"),
     Pair("qwen3", "PP2xVPP2", "CP2", depth=2, tied=True),
     Pair("qwen3", "PP3 MTP middle", "TP2+SP", depth=2, tied=True),
     Pair("mimo", "DP2+overlap", "PP4"),
@@ -78,6 +79,7 @@ SAME = [
     Pair("qwen3", "PP2 MTP apart", "PP2 MTP apart"),
     Pair("llama", "DP2+overlap", "DP2+overlap", options=ASYNC),
     Pair("llama", "DP2+distopt", "DP2+distopt", options=BFLOAT16),
+    Pair("llama", "DP2+buckets", "DP2+buckets", options=BFLOAT16),
     Pair("glm4_moe", "EP2xTP2", "EP2xTP2"),
     Pair("deepseek_v3", "PP2+EP2+distopt", "PP2+EP2+distopt"),
 ]
@@ -86,6 +88,7 @@ SAME = [
 THERE_AND_BACK = [
     Pair("llama", "PP2", "DP2+distopt", options=BFLOAT16),
     Pair("llama", "DP2+distopt", "PP2", options=BFLOAT16),
+    Pair("llama", "DP2+distopt", "DP2+buckets", options=BFLOAT16),
     Pair("glm4_moe", "EP2xTP2", "TP1+EP2+distopt"),
 ]
 

@@ -217,6 +217,14 @@ def test_all_problems_come_together(here):
             dataclasses.replace(SFT, val_dataset=["./train.jsonl#1"]),
             "./train.jsonl#1 --dataset --val_dataset",
         ),
+        (
+            dataclasses.replace(SFT, ddp_bucket_size=1000, overlap_grad_reduce=False),
+            "--ddp_bucket_size 1000 --overlap_grad_reduce",
+        ),
+        (
+            dataclasses.replace(SFT, ddp_pad_buckets_for_high_nccl_busbw=True, use_distributed_optimizer=False),
+            "--ddp_pad_buckets_for_high_nccl_busbw true --use_distributed_optimizer",
+        ),
     ],
 )
 def test_a_setting_without_effect_is_noted(here, args, note):

@@ -1,12 +1,14 @@
 """Test learning rates against the formula, and updates against torch's AdamW."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from swiftlite.args.commands import SftArgs
+from swiftlite.args.fields import DistributedArgs
 from swiftlite.families.resolved import resolve
 from swiftlite.heads import Heads
 from swiftlite.model.open import open_model
@@ -134,3 +136,24 @@ def test_learning_rates_of_the_vision_tower(mesh, tmp_path):
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 assert group["lr"] == pytest.approx(rate * scale_of_parameter[id(parameter)])
+
+
+def test_buckets_reach_megatron_and_divide_the_gradients(chunks, mesh):
+    distributed = DistributedArgs(use_distributed_optimizer=True, overlap_grad_reduce=True, ddp_bucket_size=5000)
+    numbers = []
+    for chosen in (
+        replace(distributed, ddp_bucket_size=None),
+        distributed,
+        replace(distributed, ddp_pad_buckets_for_high_nccl_busbw=True),
+    ):
+        (wrapped,) = wrap_model(chunks, mesh, torch.float32, chosen)
+        config = wrapped.ddp_config
+        assert config.bucket_size == (chosen.ddp_bucket_size or 40_000_000)
+        assert config.pad_buckets_for_high_nccl_busbw == chosen.ddp_pad_buckets_for_high_nccl_busbw
+        buffers: Any = wrapped.buffers  # a list, unlike that of other modules
+        sizes = [bucket.grad_data.numel() for buffer in buffers for bucket in buffer.buckets]
+        multiple = 2**16 if chosen.ddp_pad_buckets_for_high_nccl_busbw else 128
+        assert all(size % multiple == 0 for size in sizes)
+        numbers.append(len(sizes))
+    assert numbers[0] == 1
+    assert numbers[1] == numbers[2] > 1

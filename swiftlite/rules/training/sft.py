@@ -26,7 +26,7 @@ from swiftlite.plan.layout import (
     process_problems,
 )
 from swiftlite.plan.low_precision import low_precision_of, model_problems
-from swiftlite.plan.run import holds_out, packing_of
+from swiftlite.plan.run import distributed_of, holds_out, packing_of
 from swiftlite.rules import common
 from swiftlite.rules.training import sft_data, sft_heads, sft_lora, sft_profile, sft_report, sft_resume, sft_vision
 from swiftlite.runtime.environment import sees_gpu
@@ -169,6 +169,15 @@ def sft_settings_without_effect(args: SftArgs, facts: Facts) -> Iterator[str]:
         "aligner_lr": (args.freeze_aligner, "--freeze_aligner is true"),
         "stream_trunk_gb": (not args.stream_trunk, "--stream_trunk is not given"),
         "acceptance_max_new_tokens": (args.acceptance_samples == 0, "--acceptance_samples is 0"),
+    }
+    replicas = data_parallel_size(layout_of(args), facts.world_size) * args.context_parallel_size
+    distributed = distributed_of(args, replicas, sees_gpu())
+    idle |= {
+        "ddp_bucket_size": (not distributed.overlap_grad_reduce, "--overlap_grad_reduce is not true"),
+        "ddp_pad_buckets_for_high_nccl_busbw": (
+            not distributed.use_distributed_optimizer,
+            "--use_distributed_optimizer is not true",
+        ),
     }
     not_profiled = (not args.profile_steps, "--profile_steps is not given")
     idle |= {"profile_kind": not_profiled, "profile_ranks": not_profiled}
