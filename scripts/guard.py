@@ -329,7 +329,9 @@ def run_case(case: Case, directory: Path) -> dict[str, Any]:
 def read_metrics(file: Path) -> list[dict[str, Any]]:
     lines = []
     for line in file.read_text().splitlines():
-        lines.append({name: value for name, value in json.loads(line).items() if not name.endswith(CLOCK)})
+        metrics = json.loads(line)
+        kept = [name for name in metrics if not name.startswith("time/") and not name.endswith(CLOCK)]
+        lines.append({name: metrics[name] for name in kept})
     return lines
 
 
