@@ -28,6 +28,7 @@ from tests.weights_of import trunk_and_heads
 
 def serve(job: dict[str, Any]) -> dict[str, Any]:
     """Complete the prompts, then the first prompt again up to its sixth token, and send requests that must be rejected.
+    With "temperature" and drafts, drafts are verified as on a GPU.
 
     With "weights_of", a checkpoint of the same shapes, its weights are sent to the engine first, in buckets of one
     tensor, so that tensors which a loader fuses are in different buckets.
@@ -40,6 +41,8 @@ def serve(job: dict[str, Any]) -> dict[str, Any]:
         max_batch_size=4,
         engine_kwargs={"max_total_tokens": 4096, **job.get("engine_kwargs", {})},
     )
+    if job.get("temperature") and job["num_tokens"]:
+        sglang_forks.sample_verified_tokens()
     try:
         engine: Any = start_engine("sglang", config)
     except UserError as error:

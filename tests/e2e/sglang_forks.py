@@ -16,3 +16,18 @@ def install() -> None:
 
     multiprocessing.set_start_method("fork")
     multiprocessing.set_start_method = lambda *_, **__: None  # SGLang's choice is "spawn"
+
+
+def sample_verified_tokens() -> None:
+    """Let SGLang verify drafts by sampling, as on a GPU, where a kernel accepts and draws tokens. On a CPU SGLang is
+    greedy, and swiftlite rejects temperatures above 0.
+    """
+    import sgl_kernel
+    from sglang.srt.speculative import eagle_utils
+
+    from swiftlite.engines.sglang import options
+
+    eagle_utils._verify_uses_greedy = lambda *, is_all_greedy, **_: is_all_greedy
+    eagle_utils.sampling_softmax = lambda logits, temperatures: (logits / temperatures).softmax(dim=-1)
+    eagle_utils.tree_speculative_sampling_target_only = sgl_kernel.tree_speculative_sampling_target_only
+    options.drawing_problem = lambda: None

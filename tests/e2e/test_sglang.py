@@ -46,6 +46,8 @@ CHOSEN = [("llama", 1), ("qwen3", 3), ("mimo", 3), ("glm4_moe", 3), ("deepseek_v
 WITH_VOCAB = ("qwen3", "mimo")
 # Each with a draft class, or a kind of layer, that takes new weights in a way of its own.
 LIVE = ("mimo", "glm4_moe", "qwen3_moe", "deepseek_v3")
+DRAWN = [(0, 0.7), (3, 0.7), (3, 1.0)]
+"""Numbers of draft tokens and temperatures of sampled answers. Drafts are then verified as on a GPU."""
 # Otherwise SGLang takes most of the memory for its cache, and 20 s to fill it with zeros.
 SMALL = ["--sglang_engine_kwargs", '{"max_total_tokens": 4096, "max_running_requests": 4}']
 PORT = 8139
@@ -121,11 +123,14 @@ def served(request, trained, tmp_path_factory) -> dict[Any, Any]:
         of_trained = jobs[cases.index((family, dict(CASES)[family]))]
         live.append(of_trained | {"model": str(started), "weights_of": of_trained["model"]})
     unknown = jobs[0] | {"engine_kwargs": {"max_modle_len": 3}}
-    drawn = jobs[cases.index(("qwen3", 3))] | {"num_tokens": 0, "temperature": 0.7}
-    lines = do_all([*jobs, *live, drawn, unknown, jobs[0] | {"model": str(damaged)}])
+    drafting = jobs[cases.index(("qwen3", 3))]
+    drawn = [drafting | {"num_tokens": k, "temperature": temperature} for k, temperature in DRAWN]
+    lines = do_all([*jobs, *live, *drawn, unknown, jobs[0] | {"model": str(damaged)}])
     results: dict[Any, Any] = {case: (*models[case[0]], line) for case, line in zip(cases, lines, strict=False)}
     results |= {f"{family}, live": line for family, line in zip(LIVE, lines[len(jobs) :], strict=False)}
-    results["qwen3", 0] = (*models["qwen3"], lines[-3])
+    for (k, temperature), line in zip(DRAWN, lines[len(jobs) + len(live) :], strict=False):
+        results["qwen3", k, temperature] = (*models["qwen3"], line)
+    results["qwen3", 3, 0.0] = results["qwen3", 3]
     return results | {"unknown option": lines[-2], "damaged": lines[-1]}
 
 
@@ -144,11 +149,16 @@ def test_tokens_and_counts_equal_the_reference(served, family, num_tokens):
     assert mentions(random, "--temperature 0.5 SGLang CPU")
 
 
-@pytest.mark.parametrize(("num_tokens", "temperature"), [(3, 1.0), (0, 0.7)])
+@pytest.mark.parametrize(("num_tokens", "temperature"), [(3, 0.0), *DRAWN])
 def test_log_probabilities_are_those_of_transformers(served, num_tokens, temperature):
-    """With drafts SGLang is greedy on a CPU, and its log-probabilities are those at temperature 1."""
-    directory, prompts, result = served["qwen3", num_tokens]
+    """Without a temperature, the log-probabilities are those at temperature 1."""
+    directory, prompts, result = served["qwen3", num_tokens, temperature]
+    if num_tokens and temperature:
+        drafts, _, accepted = result["counts"]
+        assert 0 < accepted[0] < drafts
+        assert result["tokens"] != served["qwen3", 3][2]["tokens"]
     model = open_hf(directory)
+    temperature = temperature or 1.0
     for prompt, tokens, log_p in zip(prompts, result["tokens"], result["log_p"], strict=True):
         with torch.no_grad():
             logits = model(torch.tensor([[*prompt, *tokens]]), use_cache=False).logits[0] / temperature

@@ -91,6 +91,53 @@ def verify_tree_greedy_cpu(
         accept_token_num[number] = hits
 
 
+def tree_speculative_sampling_target_only(
+    predicts,
+    accept_index,
+    accept_token_num,
+    candidates,
+    retrive_index,
+    retrive_next_token,
+    retrive_next_sibling,
+    uniform_samples,
+    uniform_samples_for_final_sampling,
+    target_probs,
+    draft_probs,
+    threshold_single=1.0,
+    threshold_acc=1.0,
+    deterministic=True,
+):
+    """Accept each draft with the probability that the target gives it, and draw the token after the last accepted one.
+
+    Drafts are the most likely tokens of the head, so a rejected token has no probability in the final draw. The
+    arguments are those of `verify_tree_greedy_cpu`, and:
+
+    Args:
+        uniform_samples: [B, N], for the decision about each draft.
+        uniform_samples_for_final_sampling: [B], for the token after the last accepted one.
+        target_probs: [B, N, V], of the token after each candidate.
+        draft_probs: [B, N, V], zeros.
+    """
+    assert threshold_single == threshold_acc == 1.0
+    num_tokens = candidates.shape[1]
+    for number, drafts in enumerate(candidates.tolist()):
+        place, hits = number * num_tokens, 0
+        while hits + 1 < num_tokens:
+            draft = drafts[hits + 1]
+            if uniform_samples[number, hits] > target_probs[number, hits, draft]:
+                break
+            predicts[place + hits] = draft
+            hits += 1
+        left = target_probs[number, hits].clone()
+        if hits + 1 < num_tokens:
+            left[drafts[hits + 1]] = 0.0
+        sums = left.double().cumsum(0)
+        drawn = torch.searchsorted(sums, sums[-1] * uniform_samples_for_final_sampling[number].double(), right=True)
+        predicts[place + hits] = drawn
+        accept_index[number, : hits + 1] = torch.arange(place, place + hits + 1)
+        accept_token_num[number] = hits
+
+
 def fill_bonus_tokens_cpu(accept_tokens, accept_lens, bonus_tokens, stride):
     """Write the last accepted token of each request."""
     first = torch.arange(len(accept_lens)) * stride
