@@ -35,6 +35,7 @@ GKD = Method(
     rules="swiftlite.rules.training.gkd",
     describe=describe,
     describe_files=describe_files,
+    evaluates=lambda args: args.lmbda < 1,
     imitates_rows=False,
     detaches_heads=True,
     temperature=lambda args: args.loss_temperature,

@@ -49,6 +49,7 @@ GRPO = Method(
     describe=describe,
     describe_files=describe_files,
     lr=1e-6,  # as in TRL
+    evaluates=lambda args: not args.rollouts_from,
     evaluates_rows=False,
     imitates_rows=False,
     detaches_heads=True,

@@ -17,7 +17,7 @@ Lines = list[tuple[str, str]]
 
 
 def always(args: Any) -> bool:
-    """Return True, for a method that is the only method of its command."""
+    """Return True, for example for a method that is the only method of its command."""
     return True
 
 
@@ -55,7 +55,9 @@ class Method:
         detaches_heads: whether the losses of the heads have no gradient with respect to the trunk.
         temperature: returns the number by which logits are divided, from the options.
         rows_per_prompt: returns the number of samples of batches that each row of the dataset gives in an epoch.
-        evaluates_rows: whether held-out rows have a loss. Otherwise, they are only prompts for acceptance.json.
+        evaluates: whether held-out rows are evaluated during training, from the options. Otherwise, they are only
+            prompts for acceptance.json.
+        evaluates_rows: whether held-out rows have a loss. Otherwise, they are prompts, whose completions are evaluated.
         imitates_rows: whether the model and its heads learn to generate the rows. Otherwise, `export --draft_vocab`
             does not count the rows' tokens, and heads alone cannot be trained on the rows.
         splits_long_rows: whether a row longer than --max_length can be split into several samples.
@@ -75,6 +77,7 @@ class Method:
     detaches_heads: bool = False
     temperature: Callable[[Any], float] = unscaled
     rows_per_prompt: Callable[[Any], int] = once
+    evaluates: Callable[[Any], bool] = always
     evaluates_rows: bool = True
     imitates_rows: bool = True
     splits_long_rows: bool = False

@@ -359,7 +359,7 @@ def _step_lines(args: SftArgs, plan: Plan, schedule: Schedule | None) -> list[tu
     if holds_out(args):
         held_out = " ".join(args.val_dataset) or f"{args.split_dataset_ratio:g} of the rows"
         evaluates = f"every {plan.eval_steps} steps on {held_out}"
-        if not method_of(args).evaluates_rows:
+        if not method_of(args).evaluates(args):
             evaluates = f"acceptance of drafts before and after training, on {held_out}"
     return [
         ("dataset", dataset),

@@ -16,6 +16,8 @@ from swiftlite.report.run_page import held_out_agreement, lines_of, position_bar
 CURVES = (
     ("loss", "Training loss of the trunk", "loss"),
     ("eval_loss", "Held-out loss of the trunk", "loss"),
+    ("reward", "Mean reward", "reward"),
+    ("eval_reward", "Mean reward of held-out prompts", "reward"),
     ("grad_norm", "Gradient norm", "norm"),
     ("learning_rate", "Learning rate", "learning rate"),
     ("tokens_per_second", "Speed", "tokens/s"),

@@ -86,7 +86,7 @@ def tiles(run: RunFiles) -> Iterator[Tile]:
         yield Tile("tokens per step", _change(before, after, "mean_accepted_length", lambda value: f"{value:.2f}"))
     for name, counts in run.acceptance.get("engines", {}).items():
         yield Tile(f"accepted in {describe(name)}", share(counts["acceptance_rate"]), _accepted(counts))
-    for name, title in (("eval_loss", "held-out loss"), ("loss", "training loss")):
+    for name, title in (("eval_reward", "held-out reward"), ("eval_loss", "held-out loss"), ("loss", "training loss")):
         value = run.last(name)
         if value is not None:
             yield Tile(title, number(value))
@@ -212,18 +212,19 @@ def _drafted(tokens: Sequence[dict[str, Any]]) -> str:
 def _rollouts_section(run: RunFiles) -> Section | None:
     """Return the completions of a run with rollouts, with their rewards if it has any; None for other runs."""
     rewards = [*lines_of(run, "reward", "all functions"), *lines_of(run, r"rewards/(.+)/mean", "{}")]
+    rewards += lines_of(run, "eval_reward", "all functions, held out")
+    rewards += lines_of(run, r"eval_rewards/(.+)/mean", "{}, held out")
     accepted = lines_of(run, r"rollout/acceptance_(\d+)", "position {}")
+    accepted += lines_of(run, r"eval_rollout/acceptance_(\d+)", "position {}, held out")
+    lengths = lines_of(run, "completions/mean_length", "mean")
+    lengths += lines_of(run, "eval_completions/mean_length", "mean, held out")
+    divergences = [*lines_of(run, "teacher_kl", "training"), *lines_of(run, "eval_teacher_kl", "held out")]
     drawn = [
         ("reward", "Mean reward", rewards, "reward"),
         ("rollout_acceptance", "Drafting steps in which the token was accepted", accepted, "share"),
-        (
-            "teacher_kl",
-            "KL divergence from the teacher",
-            lines_of(run, "teacher_kl", "policy || teacher"),
-            "nats per token",
-        ),
+        ("teacher_kl", "KL divergence from the teacher", divergences, "nats per token"),
         ("entropy", "Entropy of the policy", lines_of(run, "entropy", "entropy"), "nats per token"),
-        ("length", "Length of completions", lines_of(run, "completions/mean_length", "mean"), "tokens"),
+        ("length", "Length of completions", lengths, "tokens"),
         ("rollout_speed", "Speed of rollouts", lines_of(run, "rollout/tokens_per_second", "tokens/s"), "tokens/s"),
     ]
     figures = [draw_lines(name, title, lines, x="step", y=y) for name, title, lines, y in drawn if lines]

@@ -107,20 +107,23 @@ class RewardProcess:
             self._child.end(CLOSING_SECONDS)  # the user's `atexit` functions are executed first
             self._child = None
 
-    def check_columns(self, columns: Collection[str]) -> None:
-        """Check that the dataset has the columns that the functions require.
+    def check_columns(self, columns: Collection[str], flag: str = "--dataset") -> None:
+        """Check that a dataset has the columns that the functions require.
+
+        Args:
+            flag: the option that names the dataset, for errors.
 
         Raises:
             UserError: a column is missing, or has the name of another argument.
         """
         for name in columns if self.names else ():
             if name in ARGUMENTS:
-                problem = f"--dataset: the column {name} has the name of an argument of reward functions"
+                problem = f"{flag}: the column {name} has the name of an argument of reward functions"
                 raise UserError(problem, f"rename the column; other names than {', '.join(ARGUMENTS)} are free")
         for reward in self.rewards:
             for group in reward.columns:
                 if not set(group) & set(columns):
-                    problem = f"--reward_funcs {reward.name}: --dataset does not have the column {' or '.join(group)}"
+                    problem = f"--reward_funcs {reward.name}: {flag} does not have the column {' or '.join(group)}"
                     raise UserError(problem, f"its other columns: {', '.join(sorted(columns)) or 'none'}")
 
     def score(

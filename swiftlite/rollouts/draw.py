@@ -30,6 +30,7 @@ class Drawing:
         advantages: how rewards become advantages.
         sampling: sampling settings without `numbers`.
         tokenizer: decodes completions for reward functions.
+        columns: names of the columns that reward functions receive.
     """
 
     engine: Engine
@@ -37,6 +38,7 @@ class Drawing:
     advantages: AdvantageSettings
     sampling: Sampling
     tokenizer: PreTrainedTokenizerBase
+    columns: Sequence[str]
 
     def draw(self, prompts: Sequence[Sample], first_number: int, settings: Mapping[str, Any]) -> Generation:
         """Return completions of these prompts without scores.
@@ -74,7 +76,7 @@ class Drawing:
             [json.loads(prompt.extras[TURNS]) for prompt in prompts],
             [str(self.tokenizer.decode(ids, skip_special_tokens=True)) for ids in completions],
             completions,
-            columns_of(prompts),
+            columns_of(prompts, self.columns),
             step,
         )
         for failure in scored.failures:
@@ -145,11 +147,15 @@ def draw(
     )
 
 
-def columns_of(prompts: Sequence[Sample]) -> dict[str, list[Any]]:
-    """Return the other fields of the rows by name, with one value per prompt; None where a row has no such field."""
+def columns_of(prompts: Sequence[Sample], names: Sequence[str]) -> dict[str, list[Any]]:
+    """Return fields of the rows by name, with one value per prompt; None where a row has no such field."""
     rows = [json.loads(prompt.extras[COLUMNS]) for prompt in prompts]
-    names = sorted({name for row in rows for name in row})
     return {name: [row.get(name) for row in rows] for name in names}
+
+
+def columns_in(prompts: Sequence[Sample]) -> list[str]:
+    """Return the names of the other fields that at least one of the rows has."""
+    return sorted({name for prompt in prompts for name in json.loads(prompt.extras[COLUMNS])})
 
 
 def reward_figures(found: Advantages, names: Sequence[str], num_failures: int) -> dict[str, float]:

@@ -3,6 +3,7 @@
 Before a generation, all ranks send their weights to the engine of the first rank. The first rank draws completions and
 scores them, all ranks compute their log-probabilities, and the first rank writes the generation to
 `OUTPUT_DIR/rollouts`. A generation that is already there, because the run was stopped after it was drawn, is read.
+Completions of held-out prompts are drawn in the same way, and only their metrics are kept.
 """
 
 from collections.abc import Mapping
@@ -23,6 +24,7 @@ from swiftlite.rollouts.draw import Drawing
 from swiftlite.rollouts.engine import drafts, send_weights
 from swiftlite.rollouts.frozen import FrozenPolicy
 from swiftlite.rollouts.generation import Generation
+from swiftlite.rollouts.held_out import HeldOutPrompts, evaluation_figures
 from swiftlite.rollouts.log_probabilities import token_log_probabilities
 from swiftlite.rollouts.prompts import Prompts
 from swiftlite.rollouts.resample import Resampling
@@ -55,6 +57,7 @@ class Rollouts:
         weights: the current weights of the run.
         drawing: draws completions on the first rank; None on other ranks, and if all generations are read.
         frozen: the frozen models of the loss by name, see `open_frozen_policies`.
+        held_out: prompts of evaluations; None without evaluations.
         directory: where generations are stored.
         reads_only: whether `directory` belongs to another run (`--rollouts_from`).
     """
@@ -63,6 +66,7 @@ class Rollouts:
     weights: LiveWeights
     drawing: Drawing | None
     frozen: Mapping[str, FrozenPolicy]
+    held_out: HeldOutPrompts | None
     directory: Path
     reads_only: bool
     resources: ExitStack = field(default_factory=ExitStack)
@@ -103,6 +107,36 @@ class Rollouts:
         rows = self.run.batches.rows(self._samples[first : first + args.global_batch_size])
         batches = self.run.batches.global_batch(rows, np.arange(len(rows)))
         return RolloutBatches(batches.batches, batches.companions, self._generation.figures)
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Return metrics of completions of the held-out prompts, named `eval_...`, under the current weights; empty
+        without evaluations. Collective.
+
+        Args:
+            step: number of completed steps.
+
+        Raises:
+            UserError: the engine or a reward function fails; raised on every rank.
+            Stopped: the run received a signal; raised on every rank.
+        """
+        held_out = self.held_out
+        if held_out is None:
+            return {}
+        with EarlyStop() as stop:
+            engine = self.drawing.engine if self.drawing else None
+            send_weights(self.weights, engine, stop, draft=drafts(self.run, self.args))
+
+            def draw() -> Generation:
+                assert self.drawing is not None
+                with stop.raising():
+                    return held_out.draw(self.drawing, step)
+
+            generation = on_first_rank(draw)
+        figures = evaluation_figures(generation)
+        if teacher := self.frozen.get("teacher"):
+            differences = generation.engine_log_p - teacher.log_probabilities(generation.samples())
+            figures["teacher_kl"] = float(np.mean(differences[~np.isnan(differences)]))
+        return {f"eval_{name}": value for name, value in figures.items()}
 
     def close(self) -> None:
         """End the engine and the process of the reward functions."""

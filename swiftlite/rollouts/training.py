@@ -1,5 +1,6 @@
 """Implement `megatron grpo`: a loss over completions that the model generates, weighted by their rewards."""
 
+from collections.abc import Collection
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,9 +22,10 @@ from swiftlite.plan.policy import policy_of
 from swiftlite.rewards.advantages import AdvantageSettings
 from swiftlite.rewards.process import RewardProcess
 from swiftlite.rewards.settings import reward_settings_of
-from swiftlite.rollouts.draw import Drawing, columns_of
+from swiftlite.rollouts.draw import Drawing, columns_in
 from swiftlite.rollouts.engine import check_servers, sampling_of, start_rollout_engine
 from swiftlite.rollouts.frozen import open_frozen_policies
+from swiftlite.rollouts.held_out import HeldOutPrompts
 from swiftlite.rollouts.rollouts import Rollouts
 from swiftlite.rollouts.stored import FOLDER, check_stored, on_first_rank
 from swiftlite.train.checkpoint.source import describe_tensors, dtypes_of
@@ -70,13 +72,18 @@ def make_prompt_encoder(args: SftArgs, tokenizer: PreTrainedTokenizerBase, hf_mo
 
 
 def load_prompts(args: SftArgs, encoder: Encoder, vocab_size: int) -> Data:
-    """Load the prompts. Held-out prompts are only continued for acceptance.json, because they have no labels."""
-    offered = vars(args).keys() - {"truncation_strategy"}
-    return replace(load_data(args, encoder, vocab_size, offered), val=[])
+    """Load the prompts. Held-out prompts are only continued for acceptance.json."""
+    return replace(load_data(args, encoder, vocab_size, _offered(args)), val=[])
+
+
+def _offered(args: SftArgs) -> Collection[str]:
+    """Return the options that errors about rows may suggest."""
+    return vars(args).keys() - {"truncation_strategy"}
 
 
 def load_scored_prompts(args: SftArgs, encoder: Encoder, vocab_size: int) -> Data:
-    """Load the reward functions and then the prompts, so that an error is found before the model is read. Collective.
+    """Load the reward functions and then the prompts, so that an error is found before the model is read. Held-out
+    prompts are scored as well. Collective.
 
     Raises:
         UserError: the prompts or the reward functions cannot be used.
@@ -87,9 +94,11 @@ def load_scored_prompts(args: SftArgs, encoder: Encoder, vocab_size: int) -> Dat
         rewards = reward_process(args)
         if not args.rollouts_from:
             on_first_rank(lambda: _enter(stack, rewards))
-        data = load_prompts(args, encoder, vocab_size)
+        data = load_data(args, encoder, vocab_size, _offered(args))
         if not args.rollouts_from:
-            on_first_rank(lambda: rewards.check_columns(columns_of(data.train)))
+            on_first_rank(lambda: rewards.check_columns(columns_in(data.train)))
+        if args.val_dataset and not args.rollouts_from:
+            on_first_rank(lambda: rewards.check_columns(columns_in(data.val), "--val_dataset"))
     return data
 
 
@@ -124,11 +133,22 @@ def open_rollouts(run: Run) -> TrainBatches:
             weights=LiveWeights(run.train_state.wrapped, run.hf_model, dtypes),
             drawing=opened.drawing,
             frozen=open_frozen_policies(run, args),
+            held_out=held_out_prompts(run, args),
             directory=directory,
             reads_only=args.rollouts_from is not None,
             resources=stack.pop_all(),
         )
-    return TrainBatches(rollouts.train, release=rollouts.close)
+    return TrainBatches(rollouts.train, evaluate=rollouts.evaluate, release=rollouts.close)
+
+
+def held_out_prompts(run: Run, args: GrpoArgs) -> HeldOutPrompts | None:
+    """Return the prompts of evaluations; None if there are none, or no engine."""
+    samples = run.data.val
+    if args.eval_iters is not None:
+        samples = samples[: args.eval_iters * args.global_batch_size]
+    if args.rollouts_from or not samples:
+        return None
+    return HeldOutPrompts(samples, args.seed)
 
 
 @dataclass
@@ -155,7 +175,8 @@ class _Opened:
             args.scale_rewards or ("none" if args.advantage_estimator == "rloo" else "group"),
             tuple(args.reward_weights),
         )
-        self.drawing = Drawing(engine, rewards, advantages, sampling_of(self.run, args), self.run.tokenizer)
+        columns = columns_in([*self.run.data.train, *self.run.data.val])
+        self.drawing = Drawing(engine, rewards, advantages, sampling_of(self.run, args), self.run.tokenizer, columns)
 
 
 def policy_objective(run: Run) -> PolicyObjective:

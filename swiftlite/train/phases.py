@@ -278,7 +278,10 @@ def fit(run: Run, trainer: Trainer, first: int, held_out: HeldOut) -> Outcome:
             held_out.measure(when, trainer.model, evaluation)
 
     if run.checkpoint is None:
-        measure("before", trainer.evaluate())
+        evaluation = trainer.evaluate(0)
+        if not method_of(run.args).evaluates_rows:  # acceptance.json has no place for metrics of completions
+            trainer.log(0, evaluation)
+        measure("before", evaluation)
     start = time.perf_counter()
     stopped_by = trainer.fit(first)
     seconds = time.perf_counter() - start
@@ -286,7 +289,7 @@ def fit(run: Run, trainer: Trainer, first: int, held_out: HeldOut) -> Outcome:
         trainer.close()
         logger.warning("stopped by signal %d after saving; the same command with --resume continues", stopped_by)
         return Outcome(stopped_by, seconds, {})
-    evaluation = trainer.evaluate()
+    evaluation = trainer.evaluate(run.schedule.steps)
     trainer.log(run.schedule.steps, evaluation)
     measure("after", evaluation)
     if run.is_first_rank:

@@ -346,6 +346,7 @@ def make_trainer(
     """
     args, train_state = run.args, run.train_state
     batches = open_train_batches(run, state)
+    evaluates_rows = method_of(args).evaluates_rows
     checkpointer = Checkpointer(
         run.output_dir,
         run.mesh,
@@ -376,12 +377,13 @@ def make_trainer(
         plan=run.plan,
         schedule=run.schedule,
         train_batches=batches.get,
-        eval_batches=run.batches.evaluation(run.data.val, args.eval_iters),
+        eval_batches=run.batches.evaluation(run.data.val if evaluates_rows else [], args.eval_iters),
         count_flops=lambda tokens, squares, counts, *items: run.batches.flops.step(tokens, squares, counts[0], *items),
         metric_loggers=metric_loggers,
         logging_steps=args.logging_steps,
         checkpointer=checkpointer,
         get_data_state=batches.get_state,
+        evaluate_more=batches.evaluate,
         release=batches.release,
         after_step=hand_out,
         seed=args.seed,

@@ -49,13 +49,15 @@ class Trainer:
             the step or the state of the data, so that a resumed run continues with the same data. The function may
             raise `Stopped` on every rank.
         eval_batches: this rank's share of the held-out rows.
+        evaluate_more: returns further metrics of held-out rows, see `TrainBatches.evaluate`.
         count_flops: returns the FLOPs of a step over all ranks of a replica, for the metrics. The function's arguments
             are the number of tokens, the sum of squared sequence lengths, the counts of the objective, the number of
             items of images, and the sum of the squared numbers of items.
         metric_loggers: destinations of the metrics.
         checkpointer: writes the checkpoints. None: no checkpoints are written.
         get_data_state: returns the state of the data for checkpoints, on the first rank.
-        release: ends processes that `train_batches` uses; called when training has ended, also by an error.
+        release: ends processes that `train_batches` and `evaluate_more` use; called when training has ended, also by an
+            error.
         after_step: called on every rank with the number of each step, after it is completed and logged.
         seed: seed of random numbers in training, such as dropout of adapters.
         profiler: records the steps of --profile_steps.
@@ -77,6 +79,7 @@ class Trainer:
     logging_steps: int
     checkpointer: Checkpointer | None
     get_data_state: Callable[[], Mapping[str, Any]] = dict
+    evaluate_more: Callable[[int], Mapping[str, float]] = lambda step: {}
     release: Callable[[], None] = lambda: None
     after_step: Callable[[int], None] | None = None
     seed: int = 42
@@ -111,7 +114,10 @@ class Trainer:
                 stopping = all_reduce_max(stop.received, self.mesh)  # all ranks stop at the same step
                 # Before the save: a run that resumes from this checkpoint assumes that the step is complete.
                 if step % self.plan.eval_steps == 0 and step < self.schedule.steps and not stopping:
-                    self.log(step, self.evaluate())
+                    try:
+                        self.log(step, self.evaluate(step))
+                    except Stopped:
+                        stopping = all_reduce_max(stop.received, self.mesh)
                 if step % self.plan.save_steps == 0 or step == self.schedule.steps or stopping:
                     self._save(step)
                 if stopping:
@@ -218,8 +224,21 @@ class Trainer:
             )
         return metrics
 
-    def evaluate(self) -> dict[str, float]:
-        """Return the objective's metrics over the held-out rows, named `eval_...`; empty without held-out rows."""
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Return all metrics over the held-out rows, named `eval_...`; empty without held-out rows.
+
+        Args:
+            step: number of completed steps.
+
+        Raises:
+            Stopped: `evaluate_more` was stopped by a signal; raised on every rank.
+        """
+        metrics = self._evaluate_batches()
+        with self.mesh.active():
+            return {**metrics, **self.evaluate_more(step)}
+
+    def _evaluate_batches(self) -> dict[str, float]:
+        """Return the objective's metrics over the held-out rows."""
         if not sum(self._sum_over_data_parallel(len(self.eval_batches))):
             return {}
         objective = self._objective_for(self.eval_batches)

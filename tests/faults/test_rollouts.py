@@ -16,16 +16,20 @@ from tests.tiers import some_of
 
 GRPO = COMMANDS["grpo"]
 PLACES = [
-    ("load_prompts", 1),
-    ("LiveWeights.send", 1),
+    ("load_scored_prompts", 1),
+    ("LiveWeights.send", 1),  # for the evaluation before the first step
     ("LiveWeights.send", 2),
-    ("load_heads", 3),  # the engine has the new trunk, and the heads of before
-    ("Drawing.draw", 1),
+    ("LiveWeights.send", 3),
+    ("load_heads", 4),  # the engine has the new trunk, and the heads of before
+    ("Drawing.draw", 2),
     ("TransformersEngine._complete", 3),
     ("TransformersEngine._complete", 12),  # of the second generation
-    ("Drawing.score", 2),
-    ("RewardProcess._call", 1),
-    ("compute_advantages", 2),
+    ("Drawing.score", 3),
+    ("RewardProcess._call", 2),
+    ("compute_advantages", 3),
+    ("HeldOutPrompts.draw", 1),
+    ("HeldOutPrompts.draw", 2),  # before the first checkpoint
+    ("HeldOutPrompts.draw", 3),  # after the last one
     ("token_log_probabilities", 1),
     ("token_log_probabilities", 2),
     ("write_generation", 1),
@@ -58,7 +62,13 @@ def unbroken(words, tmp_path_factory) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("function", "number"),
-    some_of(PLACES, ("TransformersEngine._complete", 12), ("Generation.save", 2), ("token_log_probabilities", 1)),
+    some_of(
+        PLACES,
+        ("TransformersEngine._complete", 12),
+        ("Generation.save", 2),
+        ("token_log_probabilities", 1),
+        ("HeldOutPrompts.draw", 3),
+    ),
 )
 def test_a_killed_run_continues_as_if_it_was_not(words, unbroken, function, number, tmp_path):
     code, errors, _ = run(GRPO, words, tmp_path, signal_at=SignalAtCall(function, number))
@@ -74,7 +84,7 @@ def test_a_killed_run_continues_as_if_it_was_not(words, unbroken, function, numb
         [
             ("TransformersEngine._complete", 4, ()),  # before the first step
             ("TransformersEngine._complete", 12, ("checkpoint-2",)),
-            ("RewardProcess._call", 2, ("checkpoint-2",)),
+            ("RewardProcess._call", 3, ("checkpoint-2",)),
         ],
         ("TransformersEngine._complete", 12, ("checkpoint-2",)),
     ),
@@ -96,6 +106,21 @@ def test_a_signal_ends_a_generation(words, unbroken, function, number, checkpoin
     for name, digest in unbroken["checkpoints"].items():
         if name in found["checkpoints"]:
             assert found["checkpoints"][name] == digest
+
+
+def test_a_signal_ends_an_evaluation(words, unbroken, tmp_path):
+    """Its step is saved. As in other evaluations at a step at which a run is stopped, its metrics are lost."""
+    at = SignalAtCall("HeldOutPrompts.draw", 2, signal.SIGTERM)
+    code, errors, _ = run(GRPO, words, tmp_path, signal_at=at)
+    assert code == 128 + signal.SIGTERM, errors
+    assert [path.name for path in tmp_path.glob("run/checkpoint-*")] == ["checkpoint-3"]
+    code, errors, _ = run(GRPO, words, tmp_path, is_again=True)
+    assert code == 0, errors
+    found: Any = GRPO.content(tmp_path)
+    lost = [line for line in unbroken["metrics"] if line not in found["metrics"]]
+    assert [(line["step"], "eval_reward" in line) for line in lost] == [(3, True)]
+    for name in unbroken.keys() - {"metrics"}:
+        assert found[name] == unbroken[name]
 
 
 @pytest.mark.gloo

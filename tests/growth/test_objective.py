@@ -136,10 +136,10 @@ def train(hf_dir: Path, metrics_file: Path, mesh: Mesh) -> list[dict[str, float]
         logging_steps=1,
         checkpointer=None,
     )
-    before = trainer.evaluate()
+    before = trainer.evaluate(0)
     trainer.fit(0)
     trainer.close()
-    return [before, trainer.evaluate()]
+    return [before, trainer.evaluate(0)]
 
 
 def train_in_own_session(hf_dir: Path, metrics_file: Path) -> list[dict[str, float]]:

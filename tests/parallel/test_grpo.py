@@ -142,3 +142,18 @@ def test_heads_change_no_bit_of_the_trunk(tmp_path, layout):
     assert trunk < set(of_heads)
     assert all(torch.equal(of_heads[name], of_none[name]) for name in trunk)
     assert all(of_heads[name].any() for name in set(of_heads) - trunk)
+
+
+def test_a_layout_changes_no_evaluation(tmp_path):
+    """The first rank draws the completions with the weights of all stages; the teacher has the layout of the run."""
+    (tmp_path / "held_out.jsonl").write_text('{"query": "What is 8 plus 8?"}\n{"query": "What is 9 plus 9?"}\n')
+    changed: dict[str, Any] = {"teacher_kl_coef": 0.5, "val_dataset": [str(tmp_path / "held_out.jsonl")]}
+    alone = make_options(tmp_path, "qwen3", "alone", rollouts_from=None, num_generations=1, train_iters=1, **changed)
+    divided = replace(alone, output_dir=str(tmp_path / "PP2"), **PP2)
+    start(1, run_all, [alone], 1)
+    start(2, run_all, [divided], 2)
+    (first, *_), (other, *_) = metrics_of(alone), metrics_of(divided)
+    assert first["step"] == 0
+    assert first["eval_teacher_kl"] > 0
+    assert other == pytest.approx(first, **TOLERANCE)
+    assert [line["step"] for line in metrics_of(alone) if "eval_teacher_kl" in line] == [0, 1]

@@ -170,13 +170,21 @@ def test_rollouts_are_shown(run):
     metrics = run / "metrics.jsonl"
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     more = {"reward": 0.5, "rewards/right/mean": 0.5, "rollout/acceptance_1": 0.25, "entropy": 1.5, "teacher_kl": 2.0}
-    metrics.write_text("".join(json.dumps(line | more) + "\n" for line in lines))
+    evaluated = {"step": 2, "eval_reward": 0.7, "eval_rewards/right/mean": 0.7, "eval_completions/mean_length": 3.0}
+    more_lines = [*(line | more for line in lines), evaluated]
+    metrics.write_text("".join(json.dumps(line) + "\n" for line in more_lines))
     (run / "rollouts").mkdir()
     line = {"prompt": "p" * 300, "completion": HOSTILE, "scores": [None, 1.0], "advantage": -0.5}
     (run / "rollouts" / "000000.jsonl").write_text("not json\n")
     (run / "rollouts" / "000001.jsonl").write_text((json.dumps(line) + "\n") * 20)
     page = run_page(read_run(run))
     assert {"reward", "rollout_acceptance", "entropy", "teacher_kl"} <= set(figures(page))
+    held_out = {
+        name for name, figure in figures(page).items() if any(mentions(each, "held out") for each in figure.series)
+    }
+    assert {"reward", "length"} <= held_out
+    assert not {"rollout_acceptance", "teacher_kl"} & held_out
+    assert any(mentions(tile.name, "held-out reward") for tile in page.tiles)
     shown = [row for row in rows(page) if HOSTILE in row]
     assert len(shown) == 12
     assert len(shown[0][0]) < 210

@@ -275,7 +275,7 @@ def test_few_micro_batches_are_in_memory(options, mesh, monkeypatch):
     monkeypatch.setattr(Batches, "collate", counted)
     trainer = training.make_trainer(run, phases.restore(run))
     most.clear()
-    trainer.evaluate()
+    trainer.evaluate(0)
     assert max(most) <= 3 < len(run.data.val)
     most.clear()
     log_probabilities(run.train_state.chunks, mesh, run.batches, run.data.train)

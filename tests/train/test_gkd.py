@@ -104,7 +104,7 @@ def test_held_out_rows_have_a_divergence(options, mesh):
     assert run.data.report.total.truncated == 0
     run.output_dir.mkdir()
     trainer = training.make_trainer(run, {"step": 0})
-    before = trainer.evaluate()
+    before = trainer.evaluate(0)
     assert before["eval_loss"] > 0
     assert "eval_on_policy" not in before
 

@@ -123,6 +123,7 @@ def test_log_probabilities_are_those_of_transformers(options, mesh, hf_dir, temp
         ({"steps_per_generation": 2, "num_iterations": 2}, 2),
         (DYNAMIC, 1),
         ({"teacher_kl_coef": 0.5}, 2),
+        ({"eval_steps": 1}, 2),
         ({"teacher_kl_coef": 2.0, "num_iterations": 2, "reward_funcs": [], "reward_weights": []}, 1),
     ],
 )
@@ -131,6 +132,9 @@ def test_a_resumed_run_equals_the_unbroken_one(options, teacher_dir, mesh, tmp_p
     changed = changed | {"train_iters": 5}
     if "teacher_kl_coef" in changed:
         changed["teacher_model"] = str(teacher_dir)
+    if "eval_steps" in changed:
+        changed["val_dataset"] = [str(tmp_path / "held_out.jsonl")]
+        (tmp_path / "held_out.jsonl").write_text('{"query": "What is 8 plus 8?", "answer": "16"}\n')
     whole = train(options(**changed), mesh)
     args = options(output_dir=str(tmp_path / "stopped"), **changed)
     run = prepare(args, mesh)

@@ -145,7 +145,7 @@ def test_each_image_is_decoded_once_per_step_and_evaluation(seeing, mesh, decode
     trainer.step(1)
     assert sorted(decoded) == images_of(run.data.train)
     decoded.clear()
-    trainer.evaluate()
+    trainer.evaluate(0)
     assert sorted(decoded) == images_of(run.data.val)
 
 

@@ -50,7 +50,7 @@ def train(args: PtArgs, mesh) -> tuple[phases.Run, float]:
     run = prepare(args, mesh)
     state = phases.restore(run)
     trainer = training.make_trainer(run, state)
-    before = trainer.evaluate()["eval_loss"]
+    before = trainer.evaluate(0)["eval_loss"]
     phases.finish(run, phases.fit(run, trainer, state["step"], training.make_held_out(run)))
     return run, before
 

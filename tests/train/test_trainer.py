@@ -128,7 +128,7 @@ def test_the_second_ctrl_c_ends_the_process_at_once(make_trainer):
 def test_evaluating_leaves_the_model_as_it_was(make_trainer):
     trainer = make_trainer()
     before = [parameter.clone() for chunk in trainer.model for parameter in chunk.parameters()]
-    first, second = trainer.evaluate(), trainer.evaluate()
+    first, second = trainer.evaluate(0), trainer.evaluate(0)
     assert first == second
     assert all(chunk.training for chunk in trainer.model)
     after = [parameter for chunk in trainer.model for parameter in chunk.parameters()]
@@ -153,7 +153,7 @@ def test_what_fails_while_evaluating_leaves_the_model_training(make_trainer):
 
 def test_nothing_held_out_is_no_evaluation(make_trainer):
     trainer = make_trainer(split_dataset_ratio=0.0)
-    assert trainer.evaluate() == {}
+    assert trainer.evaluate(0) == {}
     trainer.log(1, {})
     assert trainer.metric_loggers[0].lines == []
 

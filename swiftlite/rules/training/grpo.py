@@ -36,7 +36,6 @@ KWARGS_OF_ENGINES = tuple(
 )
 UNSUPPORTED = UNSUPPORTED_WITH_COMPLETIONS | {
     "loss_scale": "all tokens of completions are trained",
-    "eval_iters": "held-out prompts have no loss",
 }
 
 
@@ -233,6 +232,7 @@ def settings_have_an_effect(args: GrpoArgs, facts: Facts) -> Iterator[str]:
         "max_resample_times": (not args.dynamic_sample, "--dynamic_sample is false"),
         **dict.fromkeys(_OF_REWARDS, stored if stored[0] else no_rewards),
         **dict.fromkeys(_OF_DRAWING, stored),
+        **dict.fromkeys(("eval_steps", "eval_iters"), stored),
         **dict.fromkeys(("infer_backend", *KWARGS_OF_ENGINES), stored if stored[0] else served),
     }
     yield from common.without_effect(args, idle)

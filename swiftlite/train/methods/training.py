@@ -3,7 +3,7 @@
 `Method` in `swiftlite/methods` is the other part.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,11 +28,14 @@ class TrainBatches:
     Attributes:
         get: returns this rank's micro-batches of a step.
         get_state: returns the state of the data for a checkpoint, on the first rank.
-        release: ends processes that `get` uses.
+        evaluate: returns further metrics of held-out rows, named `eval_...`, given the number of completed steps. It is
+            called on all ranks, and may raise `Stopped` on all of them.
+        release: ends processes that the other functions use.
     """
 
     get: Callable[[int], Sequence[Batch]]
     get_state: Callable[[], dict[str, Any]] = dict
+    evaluate: Callable[[int], Mapping[str, float]] = lambda step: {}
     release: Callable[[], None] = lambda: None
 
 
