@@ -22,7 +22,7 @@ def sample_verified_tokens() -> None:
     """Let SGLang verify drafts by sampling, as on a GPU, where a kernel accepts and draws tokens. On a CPU SGLang is
     greedy, and swiftlite rejects temperatures above 0.
     """
-    import sgl_kernel
+    import sgl_kernel  # pyright: ignore[reportMissingImports]  # the stand-ins
     from sglang.srt.speculative import eagle_utils
 
     from swiftlite.engines.sglang import options
