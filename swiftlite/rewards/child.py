@@ -186,10 +186,23 @@ def _failure(index: int, error: BaseException) -> dict[str, Any]:
     return {"index": index, "failure": reason, "traceback": traceback_of(error)[-MAX_TRACEBACK:]}
 
 
+def _block_signals() -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+
+
+def _unblock_signals() -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
+
 def _restore_signals() -> None:
-    """Let a forked process, such as one of a `multiprocessing.Pool`, end by these signals."""
+    """Let a forked process, such as one of a `multiprocessing.Pool`, end by these signals.
+
+    They are blocked during the fork: a signal that reached the new process before this call would be handled by `_stop`
+    or be lost, and `Pool.terminate` would wait for the process forever.
+    """
     for number in SIGNALS:
         signal.signal(number, signal.SIG_DFL)
+    _unblock_signals()
 
 
 def _stop(parent: int, number: int, frame: object) -> None:
@@ -208,7 +221,7 @@ def main(channel: int, traces: int, parent: int) -> None:
     """
     for number in SIGNALS:
         signal.signal(number, partial(_stop, parent))
-    os.register_at_fork(after_in_child=_restore_signals)
+    os.register_at_fork(before=_block_signals, after_in_parent=_unblock_signals, after_in_child=_restore_signals)
     exit_with_parent(parent, signal.SIGTERM)
     for number in (channel, traces):
         os.set_inheritable(number, False)

@@ -179,6 +179,15 @@ def pool(completions):
     with multiprocessing.get_context("fork").Pool(2) as pool:
         return pool.map(len, completions)
 
+def terminates(completions):
+    context = multiprocessing.get_context("fork")
+    for _ in range(50):
+        process = context.Process(target=time.sleep, args=(60,))
+        process.start()
+        process.terminate()
+        process.join()
+    return [process.exitcode for _ in completions]
+
 def surrogates(completions):
     return [completions[0] == "\\ud83d", completions[1] == "\\x00\\n\\u2028"]
 '''
@@ -207,6 +216,14 @@ def test_results(plugin):
         scored = score(rewards, step=7, columns={"answer": [1, None], "other": ["x", "y"]})
     assert scored.failures == []
     assert scored.rewards == [[3, 5], [1, 7], [0.5, 1.5], [0.5, 1], [1, None], [3, 5], [0, 0]]
+
+
+def test_a_forked_process_ends_by_a_signal_at_any_time(plugin):
+    """The signal arrives before the new process runs Python code, where it would be lost or end all processes."""
+    with opened(plugin, "terminates") as rewards:
+        scored = score(rewards)
+    assert scored.failures == []
+    assert scored.rewards == [[-signal.SIGTERM] * 2]
 
 
 def test_nothing_is_lost_in_json(plugin):

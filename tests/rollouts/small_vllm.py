@@ -27,6 +27,7 @@ class SmallVllm:
         config: what /server_info returns.
         before: called with the path of each request before it is answered.
         delay: seconds before each completion.
+        holds: whether completions in progress have to wait.
         is_dead: whether it closes every connection without an answer.
         finish_reason: of all completions; None: the real one.
         num_completed: number of completions since its start.
@@ -38,6 +39,7 @@ class SmallVllm:
         self.model, self.num_drafts = model, num_drafts
         self.before: Callable[[str], None] = lambda path: None
         self.delay = 0.0
+        self.holds: Callable[[], bool] = lambda: False
         self.most_in_flight = self.num_in_flight = 0
         self.finish_reason: str | None = None
         self.start()
@@ -114,6 +116,8 @@ class SmallVllm:
         self.num_in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.num_in_flight)
         await asyncio.sleep(self.delay)
+        while self.holds():
+            await asyncio.sleep(0.01)
         sampling = Sampling(
             body["max_tokens"],
             temperature=body["temperature"],

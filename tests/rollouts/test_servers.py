@@ -68,7 +68,8 @@ def expected(directory: Path) -> list:
 
 def test_prompts_are_given_to_the_server_with_the_fewest(hf_dir, pair):
     (fast, slow), urls = pair
-    slow.delay = 0.5
+    fast.holds = lambda: fast.most_in_flight < 2
+    slow.holds = lambda: fast.num_completed < 8
     engine = connect(hf_dir, urls)
     before = engine.draft_counts()
     places = []
