@@ -408,7 +408,7 @@ def _written_lines(args: SftArgs, plan: Plan) -> list[tuple[str, str]]:
         lines.append((commits.COMMITS_FILE, "commits of models and datasets on the Hugging Face hub"))
     lines += method_of(args).describe_files(args)
     if args.profile_steps:
-        lines.append(("profile/", f"profile of {' to '.join(map(str, args.profile_steps))}"))
+        lines.append(("profile/", f"profile of steps {' to '.join(map(str, args.profile_steps))}"))
     if "tensorboard" in args.report_to:
         lines.append(("tensorboard/", "the same metrics, if tensorboard is installed"))
     return [(f"{args.output_dir}/{name}", value) for name, value in lines]

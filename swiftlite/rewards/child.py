@@ -45,6 +45,8 @@ ASYNC_PATIENCE = 1.0
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Signals that batch systems and terminals send to all processes of a run, and that the trainer handles."""
+MAX_SCORE = 1e18
+"""Largest absolute value of a score. Advantages of such scores are finite in float32, also without scaling."""
 MAX_TRACEBACK = 20_000
 """Characters of a traceback that are passed on."""
 
@@ -175,6 +177,8 @@ def _score(value: Any, position: int) -> float | None:
         raise _InvalidScores(f"returned {shown}, which is not a number, for completion {position}")
     if not math.isfinite(value):
         raise _InvalidScores(f"returned {float(value)} for completion {position}; use None for no score")
+    if abs(float(value)) > MAX_SCORE:
+        raise _InvalidScores(f"returned {float(value):g} for completion {position}; the limit is {MAX_SCORE:g}")
     return float(value)
 
 

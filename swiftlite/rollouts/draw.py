@@ -13,6 +13,7 @@ from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.data.rows.prompt import COLUMNS, TURNS
 from swiftlite.data.sample import Sample
 from swiftlite.engines.engine import Completion, Engine, Sampling
+from swiftlite.errors import UserError
 from swiftlite.log import logger
 from swiftlite.rewards.advantages import Advantages, AdvantageSettings, compute_advantages
 from swiftlite.rewards.process import RewardProcess
@@ -91,6 +92,9 @@ class Drawing:
             num_failures: number of failed calls of reward functions.
         """
         found = compute_advantages(generation.scores, self.advantages)
+        if not np.isfinite(found.advantages).all():
+            weights = " ".join(map(str, self.advantages.weights))
+            raise UserError(f"--reward_weights {weights}: advantages are not finite", "use smaller weights")
         figures = reward_figures(found, self.rewards.names, num_failures)
         settings = {**generation.settings, "has_failures": bool(num_failures), "scoring": self.settings}
         return replace(

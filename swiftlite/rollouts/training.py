@@ -138,7 +138,8 @@ def open_rollouts(run: Run) -> TrainBatches:
             reads_only=args.rollouts_from is not None,
             resources=stack.pop_all(),
         )
-    return TrainBatches(rollouts.train, evaluate=rollouts.evaluate, release=rollouts.close)
+    evaluate = rollouts.evaluate if rollouts.held_out else None
+    return TrainBatches(rollouts.train, evaluate=evaluate, release=rollouts.close)
 
 
 def held_out_prompts(run: Run, args: GrpoArgs) -> HeldOutPrompts | None:

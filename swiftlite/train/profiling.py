@@ -24,7 +24,7 @@ MAX_MEMORY_EVENTS = 1_000_000
 
 
 class Recorder(Protocol):
-    """One kind of profile. `start` and `stop` are called once."""
+    """One kind of profile. `start` is called at most once, and `stop` at most once after it."""
 
     def start(self) -> None: ...
 
@@ -161,6 +161,9 @@ class Profiler:
             return
         recorder, self.recorder = self.recorder, None
         recorded = range(self._recorded[0], self._recorded[-1] + 1)
+        logger.info(
+            "writing the profile of steps %d to %d, which can take longer than the steps", recorded[0], recorded[-1]
+        )
         try:
             path = recorder.stop(self.directory, recorded, self.rank)
         except Exception as error:  # of the profiler or the disk

@@ -49,7 +49,7 @@ class Trainer:
             the step or the state of the data, so that a resumed run continues with the same data. The function may
             raise `Stopped` on every rank.
         eval_batches: this rank's share of the held-out rows.
-        evaluate_more: returns further metrics of held-out rows, see `TrainBatches.evaluate`.
+        evaluate_more: returns further metrics of held-out rows, see `TrainBatches.evaluate`. None: there are none.
         count_flops: returns the FLOPs of a step over all ranks of a replica, for the metrics. The function's arguments
             are the number of tokens, the sum of squared sequence lengths, the counts of the objective, the number of
             items of images, and the sum of the squared numbers of items.
@@ -79,7 +79,7 @@ class Trainer:
     logging_steps: int
     checkpointer: Checkpointer | None
     get_data_state: Callable[[], Mapping[str, Any]] = dict
-    evaluate_more: Callable[[int], Mapping[str, float]] = lambda step: {}
+    evaluate_more: Callable[[int], Mapping[str, float]] | None = None
     release: Callable[[], None] = lambda: None
     after_step: Callable[[int], None] | None = None
     seed: int = 42
@@ -179,7 +179,8 @@ class Trainer:
         start = time.perf_counter()
         with self.clock.part("data"):
             batches = self.train_batches(step - 1)
-        objective = self._objective_for(batches)
+        with self.clock.part("forward"):  # of a teacher or a reference model
+            objective = self._objective_for(batches)
         for chunk in self.model:
             chunk.train()
             chunk.zero_grad_buffer()
@@ -234,7 +235,9 @@ class Trainer:
             Stopped: `evaluate_more` was stopped by a signal; raised on every rank.
         """
         metrics = self._evaluate_batches()
-        with self.mesh.active():
+        if self.evaluate_more is None:
+            return metrics
+        with self.clock.between_steps("evaluation"), self.mesh.active():
             return {**metrics, **self.evaluate_more(step)}
 
     def _evaluate_batches(self) -> dict[str, float]:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e import vllm_here
-from tests.forked import Host, Running, run_swiftlite, start_swiftlite
+from tests.forked import Host, Running, SignalAtCall, run_swiftlite, start_swiftlite
 from tests.parallel.launch import open_store, rank_environments
 from tests.tiny import make_tiny_hf
 from tests.untimed import untimed
@@ -32,14 +32,18 @@ class Commands:
         self._stores = []  # where ranks meet, as long as this lives
         self._numbers = itertools.count()
 
-    def start(self, *argv: object, processes: int = 1) -> Running:
-        """Start one process, or several ranks with the environment that torchrun would set."""
+    def start(self, *argv: object, processes: int = 1, signal_at: SignalAtCall | None = None) -> Running:
+        """Start one process, or several ranks with the environment that torchrun would set.
+
+        Args:
+            signal_at: where each process sends itself a signal.
+        """
         environments = [self._environment()]
         if processes > 1:
             self._stores.append(open_store())
             ranks = rank_environments(processes, self._stores[-1].port)
             environments = [self._environment() | rank for rank in ranks]
-        return start_swiftlite(list(map(str, argv)), self.directory, environments, *self._outputs())
+        return start_swiftlite(list(map(str, argv)), self.directory, environments, *self._outputs(), signal_at)
 
     @staticmethod
     def kill(process: Running) -> None:

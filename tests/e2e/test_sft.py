@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from swiftlite.report.run_files import read_run
 from swiftlite.report.run_page import run_page
 from tests.e2e.conftest import read_metrics
+from tests.forked import SignalAtCall
 from tests.messages import has_line, mentions
 from tests.tiers import some_of
 from tests.tiny import make_tiny_hf
@@ -53,9 +54,9 @@ def test_kill_9_and_resume_equals_the_unbroken_run(commands, sft, tmp_path, dtyp
 
 def test_killed_while_saving_leaves_the_checkpoint_before(commands, sft, tmp_path):
     run = tmp_path / "run"
-    process = commands.start(*sft, "--output_dir", run)
-    wait_for((run / ".checkpoint-8.writing").exists, process)
-    commands.kill(process)
+    process = commands.start(*sft, "--output_dir", run, signal_at=SignalAtCall("Checkpointer._publish", 2))
+    process.communicate()
+    assert (run / ".checkpoint-8.writing").exists()
     assert [path.name for path in run.glob("checkpoint-*")] == ["checkpoint-4"]
     result = commands.ok(*sft, "--output_dir", run, "--resume")
     assert has_line(result.stderr, "checkpoint-4")

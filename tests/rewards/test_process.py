@@ -63,6 +63,9 @@ def many(completions):
 def nan(completions):
     return [1.0, float("nan")]
 
+def large(completions):
+    return [1, -10**19]
+
 def infinite(completions):
     return [-float("inf"), 1.0]
 
@@ -248,6 +251,7 @@ FAILURES = {  # tokens of the message, by function
     "many": "3 2",
     "nan": "nan 1",
     "infinite": "-inf 0",
+    "large": "-1e+19 1 1e+18",
     "text": "1.0 0",
     "one_number": "float",
     "nothing": "NoneType",

@@ -18,6 +18,9 @@ from swiftlite.engines.vllm.live.weight_transport import BACKENDS
 from tests.engines.small_server import serving
 
 _numbers = itertools.count()
+_loads = threading.Lock()
+"""Held while a model is loaded. `from_pretrained` replaces a method of `PreTrainedModel` and restores it afterwards; if
+two servers load at the same time, the method stays replaced, and later models are not tied."""
 
 
 class SmallVllm:
@@ -53,7 +56,8 @@ class SmallVllm:
             max_model_len=128,
             draws_drafts=True,
         )
-        self.engine: Any = start_engine("transformers", config)
+        with _loads:
+            self.engine: Any = start_engine("transformers", config)
         self.is_dead = self.is_paused = False
         self.num_completed = self.num_updates = 0
         self._received: list[dict[str, torch.Tensor]] = []
@@ -100,7 +104,8 @@ class SmallVllm:
         if path in ("/start_weight_update", "/start_draft_weight_update"):
             self._part = "draft" if "draft" in path else "target"
         if path == "/finish_weight_update":
-            self.engine.update_weights(**{self._part: self._received})
+            with _loads:
+                self.engine.update_weights(**{self._part: self._received})
             self._received = []
             self.num_updates += 1
         answers = {

@@ -38,6 +38,7 @@ def test_what_only_a_gpu_has_is_not_recorded_on_a_cpu(here, kind, monkeypatch):
     ((problem, hint),) = problems_of(profiled(1, 2, profile_kind=kind))
     assert mentions(problem, f"--profile_kind {kind} GPU")
     assert mentions(hint, "--profile_kind torch")
+    assert rules.check(profiled(1, 2, profile_kind=kind, dry_run=True)) == []
     monkeypatch.setattr(sft_profile, "sees_gpu", lambda: True)
     assert rules.check(profiled(1, 2, profile_kind=kind)) == []
 

@@ -101,8 +101,12 @@ def drawn(args: GrpoArgs, mesh: Mesh, model: Path, step: int) -> Generation:
 def test_held_out_prompts_are_scored_with_the_current_weights(options, mesh, hf_dir, tmp_path):
     """The rewards before and after training are those of completions of the model's files and of the exported ones."""
     args = options(temperature=0.8)
-    found = evaluations(fit(args, mesh))
+    run = fit(args, mesh)
+    found = evaluations(run)
     assert sorted(found) == [0, 1, 2, 3]
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    # The evaluations before step 1, and after steps 1 and 2. An entry has the times since the previous one.
+    assert [line["step"] for line in lines if "time/evaluation" in line] == [1, 2, 3]
     after = tmp_path / "exported"
     to_hf(ExportArgs(model=args.output_dir, output_dir=str(after), to_hf=True), mesh)
     for step, model in ((0, hf_dir), (3, after)):

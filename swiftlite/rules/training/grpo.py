@@ -34,6 +34,13 @@ UNSUPPORTED_WITH_COMPLETIONS = {
 KWARGS_OF_ENGINES = tuple(
     ENGINES[name].kwargs_option for name in names_with("draws_rollouts") if ENGINES[name].options_class
 )
+KEYWORDS_WITH_OPTIONS = {
+    **dict.fromkeys(("max_model_len", "context_length"), "max_length"),
+    **dict.fromkeys(("max_num_seqs", "max_running_requests"), "max_batch_size"),
+    **dict.fromkeys(("model", "model_path"), "model"),
+    "dtype": "torch_dtype",
+}
+"""Keyword arguments of engines, and the options that determine them."""
 UNSUPPORTED = UNSUPPORTED_WITH_COMPLETIONS | {
     "loss_scale": "all tokens of completions are trained",
 }
@@ -179,6 +186,9 @@ def engine_can_generate(args: GrpoArgs | GkdArgs, facts: Facts) -> Iterator[Prob
     for name in KWARGS_OF_ENGINES:
         if vars(args)[name] is not None and (info is None or name != info.kwargs_option):
             yield f"--{name} has no effect with --infer_backend {args.infer_backend}", f"remove --{name}"
+        for key, own in KEYWORDS_WITH_OPTIONS.items():
+            if key in (vars(args)[name] or {}):
+                yield f"--{name} contains {key!r}, which has its own option", f"use --{own}"
 
 
 def servers_have_addresses(args: CompletionArgs) -> Iterator[Problem]:

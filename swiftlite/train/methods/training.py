@@ -29,13 +29,13 @@ class TrainBatches:
         get: returns this rank's micro-batches of a step.
         get_state: returns the state of the data for a checkpoint, on the first rank.
         evaluate: returns further metrics of held-out rows, named `eval_...`, given the number of completed steps. It is
-            called on all ranks, and may raise `Stopped` on all of them.
+            called on all ranks, and may raise `Stopped` on all of them. None: there are none.
         release: ends processes that the other functions use.
     """
 
     get: Callable[[int], Sequence[Batch]]
     get_state: Callable[[], dict[str, Any]] = dict
-    evaluate: Callable[[int], Mapping[str, float]] = lambda step: {}
+    evaluate: Callable[[int], Mapping[str, float]] | None = None
     release: Callable[[], None] = lambda: None
 
 

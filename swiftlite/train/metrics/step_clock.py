@@ -19,8 +19,8 @@ _TIMERS = {"forward-compute": "forward", "backward-compute": "backward"}
 class StepClock:
     """The times of the parts of the current step, and the sums over all steps.
 
-    Parts are named in profiles. On a CPU, the times are those of the host. On a GPU, they are the times between CUDA
-    events in the current stream, which are read after the step.
+    Each part is a named range in profiles. On a CPU, the times are those of the host. On a GPU, they are the times
+    between CUDA events in the current stream, which are read after the step.
 
     Attributes:
         times: seconds of the last step, and of each part in `PARTS`, by name.
@@ -37,7 +37,7 @@ class StepClock:
 
     @property
     def own_work(self) -> float:
-        """Seconds of the last step in which this rank did not wait for the end of other ranks' work."""
+        """Seconds of the last step before communication at its end. A KeyError before the first `finish_step`."""
         return sum(self.times[part] for part in ("data", "forward", "backward"))
 
     def start(self, part: str) -> None:
@@ -54,8 +54,10 @@ class StepClock:
     def part(self, name: str) -> Iterator[None]:
         """Measure the work in this context as a part of the step."""
         self.start(name)
-        yield  # an error ends the run
-        self.stop(name)
+        try:
+            yield
+        finally:
+            self.stop(name)
 
     @contextmanager
     def passes(self, config: ModelParallelConfig) -> Iterator[None]:
