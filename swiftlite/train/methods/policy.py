@@ -35,8 +35,9 @@ REFERENCE = Extra("reference_log_p", per="label")
 """The log-probability of each token under the reference model."""
 TEACHER = Extra("teacher_log_p", per="label")
 """The log-probability of each token under the teacher."""
-SUMS = ("targets", "loss", "kl", "teacher_kl", "entropy", "weight")
-SUMS += ("tokens", "low", "high", "clippable", "squared_weight")
+PER_TOKEN = ("loss", "kl", "teacher_kl", "entropy", "weight")
+"""Statistics that are sums of one value per token."""
+SUMS = ("targets", *PER_TOKEN, "tokens", "low", "high", "clippable", "squared_weight")
 """Statistics of a micro-batch, without those of the heads. `targets` is what the loss is divided by; `low` and `high`
 count ratios beyond the bounds, among `clippable` ones."""
 
@@ -287,7 +288,7 @@ def _statistics(
     """Return sums over this rank's tokens, float64, in the order of `SUMS` without `targets`.
 
     Args:
-        values: loss, both divergences, entropy and weight of each token, [B, S].
+        values: the values in `PER_TOKEN` by name, [B, S] each.
         clipped: where the ratio is clipped, [B, S] each.
         is_first: whether this is the first context-parallel rank, which counts completions.
     """
@@ -295,7 +296,7 @@ def _statistics(
     def total(values_BS: torch.Tensor) -> torch.Tensor:
         return (values_BS * tokens.is_target_BS).sum().double()
 
-    sums = [total(values_BS) for values_BS in values.values()]
+    sums = [total(values[name]) for name in PER_TOKEN]
     num_tokens = tokens.is_target_BS.sum().double()
     if policy.importance_sampling_level == "token":
         counted = [*map(total, clipped), num_tokens]
