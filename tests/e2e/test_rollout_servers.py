@@ -7,7 +7,6 @@ failures, with small servers.
 import importlib.util
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -16,12 +15,16 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
+import aiohttp
 import numpy as np
 import pytest
+from aiohttp import web
 
+from swiftlite.engines.vllm.served import COMPLETIONS
 from swiftlite.rollouts.generation import Generation
 from tests.e2e.conftest import Commands
-from tests.e2e.test_engines import get, running, wait_for_health
+from tests.e2e.test_engines import running, wait_for_health
+from tests.engines.small_server import serving
 from tests.stand_ins import forking_vllm_environment
 from tests.tiny import make_tiny_hf
 
@@ -44,11 +47,17 @@ def even(completion_ids, step):
 
 
 class Server:
-    """A server of `swiftlite deploy --live_weights`."""
+    """A server of `swiftlite deploy --live_weights`.
+
+    Attributes:
+        url: its own address.
+        before: called with the path of each request that `forward` receives.
+    """
 
     def __init__(self, model: Path, port: int, log: Path):
         self.url, self._log = f"http://127.0.0.1:{port}", log
         words = f"deploy --model {model} --torch_dtype float32 --port {port} --max_model_len 128 --live_weights"
+        self.before: Callable[[str], None] = lambda path: None
         self._command = [sys.executable, "-m", "swiftlite", *words.split()]
         self._stack = ExitStack()
 
@@ -63,11 +72,21 @@ class Server:
         os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
-    @property
-    def num_running(self) -> float:
-        """Number of requests that it generates, from its metrics."""
-        found = re.search(r"^vllm:num_requests_running\{.*\} (\S+)$", get(f"{self.url}/metrics"), re.MULTILINE)
-        return float(found[1]) if found else 0
+    async def forward(self, request: web.Request) -> web.Response:
+        """Answer a request to another address as the server does. If the server is dead, close the connection."""
+        self.before(request.path)
+        headers = {"Content-Type": "application/json"}
+        try:
+            async with (
+                aiohttp.ClientSession(headers=headers) as session,
+                session.request(request.method, self.url + request.path_qs, data=await request.read()) as response,
+            ):
+                body = await response.read()
+                return web.Response(status=response.status, body=body, content_type=response.content_type)
+        except aiohttp.ClientError:
+            assert request.transport is not None
+            request.transport.close()
+            raise
 
     def close(self) -> None:
         self._stack.close()
@@ -95,12 +114,13 @@ def test_servers_are_killed_and_restarted(tmp_path, monkeypatch):
             server.start()
         for server in (stays, dies):
             server.wait()
+        address = stack.enter_context(serving(dies.forward))
         words = (
             f"megatron grpo --model {model} --dataset rows.jsonl --split_dataset_ratio 0 --torch_dtype float32 "
             "--reward_funcs even --external_plugins rewards.py --reward_timeout 300 --num_generations 4 "
             "--global_batch_size 24 --num_iterations 2 --train_iters 8 --micro_batch_size 8 --max_length 128 "
             "--max_completion_length 64 --max_batch_size 2 --temperature 0.7 --lr 1e-2 "
-            f"--acceptance_samples 0 --report_to none --output_dir run --rollout_server {stays.url} {dies.url}"
+            f"--acceptance_samples 0 --report_to none --output_dir run --rollout_server {stays.url} {address}"
         )
         run = Commands(tmp_path).start_for_real(*words.split())
         stack.callback(run.kill)
@@ -119,9 +139,16 @@ def test_servers_are_killed_and_restarted(tmp_path, monkeypatch):
         dies.wait()
         go(3)
         scored(5)
-        go(5)
-        until(lambda: dies.num_running, run)
-        dies.kill()  # in the fourth generation
+        num_asked = 0
+
+        def kill_in_generation(path: str) -> None:
+            nonlocal num_asked
+            num_asked += path == COMPLETIONS
+            if num_asked == 2 and dies.process.poll() is None:
+                dies.kill()
+
+        dies.before = kill_in_generation
+        go(5)  # the fourth generation: its first request is in progress or finished, and its second one arrives
         scored(7)
         go(7)
         _, errors = run.communicate(timeout=200)
@@ -130,7 +157,7 @@ def test_servers_are_killed_and_restarted(tmp_path, monkeypatch):
     assert [line["rollout/servers"] for line in lines[::2]] == [2, 1, 2, 1]
     assert [line["rollout/repeated_requests"] > 0 for line in lines[::2]] == [False, False, False, True]
     assert all(0 < line["rollout/acceptance_1"] < 1 for line in lines)
-    assert dies.url in errors
+    assert address in errors
     for number in range(4):
         generation = Generation.load(tmp_path / "run" / "rollouts" / f"{number:06d}.safetensors")
         # Every server has the current weights. Kernels of vLLM and torch add in another order.
