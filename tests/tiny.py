@@ -41,6 +41,8 @@ from transformers import (
     Qwen3NextForCausalLM,
     SeedOssConfig,
     SeedOssForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
@@ -70,6 +72,7 @@ CLASSES: dict[str, tuple[type, type]] = {
     "hy_v3": (HYV3Config, HYV3ForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
     "seed_oss": (SeedOssConfig, SeedOssForCausalLM),
+    "smollm3": (SmolLM3Config, SmolLM3ForCausalLM),
 }
 # What a mixture has beside the sizes of all families. GLM-4.5's first layer is dense, its second is not.
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
@@ -157,6 +160,7 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
     # Published with 0.1 of both: what tests train with transformers' layers would be noise.
     "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
+    "smollm3": {"no_rope_layer_interval": 2},
     "qwen3_next": WITH_SHARED | LINEAR,
     "qwen3_5": OF_QWEN3_5,
     "qwen3_5_text": OF_QWEN3_5,
@@ -170,6 +174,8 @@ TEXT_PREFIX = dict.fromkeys(WRAPPED, "model.language_model") | {"qwen2_5_vl": "m
 """Prefixes of the language model's tensors in these families' files."""
 ONLY_IN_VLLM = ("qwen2_5_vl", "qwen3_vl")
 """Families whose heads SGLang and llama.cpp cannot use for drafting."""
+CANNOT_DRAFT = {"sglang": ONLY_IN_VLLM, "llamacpp": (*ONLY_IN_VLLM, "smollm3")}
+"""Families whose heads an engine cannot use for drafting."""
 HYBRID = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text")
 ALIKE = ("qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text")
 """Families that slow tests omit, because their layers are those of Qwen3-Next and their names those of Qwen3.5."""

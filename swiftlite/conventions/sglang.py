@@ -8,7 +8,7 @@ MATCHING = Matching("SGLang", reads_files=False, compares_parts=True)
 _DECODER = "model.decoder."
 # These classes give their layer the names of the trunk's first layer.
 _FIRST_LAYER = "model.layers.0."
-# HF model_type -> convention. The classes of Llama, Mistral, Qwen2, Qwen3 and Seed-OSS are those of swiftlite's plugin
+# HF model_type -> convention. The classes of dense families except MiMo are those of swiftlite's plugin
 # (models/dense.py).
 _LINES = {
     "llama": Convention("LlamaForCausalLMMTP", "one"),
@@ -17,6 +17,7 @@ _LINES = {
     "qwen3": Convention("Qwen3ForCausalLMMTP", "one"),
     "mimo": Convention("MiMoMTP", "last", Drafting(zeroes_first_embedding=True), block=""),
     "seed_oss": Convention("SeedOssForCausalLMMTP", "one"),
+    "smollm3": Convention("SmolLM3ForCausalLMMTP", "one"),
     "qwen3_moe": Convention("Qwen3MoeForCausalLMMTP", "first", block=_FIRST_LAYER),
     "glm4_moe": Convention("Glm4MoeForCausalLMNextN", "one", block=_DECODER),
     "glm4_moe_lite": Convention("Glm4MoeLiteForCausalLMNextN", "one", block=_DECODER),

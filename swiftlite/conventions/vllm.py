@@ -11,8 +11,8 @@ from swiftlite.families import Family
 MATCHING = Matching("vLLM", reads_files=True, compares_parts=False)
 _NEXT_LAYER = "model.layers.{layer}."
 _FUSION = ("mtp.fc",)
-# HF model_type -> convention without inputs. The classes of Llama, Mistral, Seed-OSS and Qwen are those of swiftlite's
-# plugin (models.py, image_models.py), which run each head at its step only on a GPU.
+# HF model_type -> convention without inputs. Classes with names that end in MTPModel are those of swiftlite's plugin
+# (models.py, image_models.py), which run each head at its step only on a GPU.
 _LINES = {
     "llama": Convention("LlamaMTPModel"),
     "mistral": Convention("MistralMTPModel"),
@@ -23,6 +23,7 @@ _LINES = {
     "qwen3_moe": Convention("Qwen3MoeMTPModel", quantizes=("mtp.layers.{head}.mlp.gate",)),
     "qwen3_vl": Convention("Qwen3VLMTPModel"),
     "seed_oss": Convention("SeedOssMTPModel"),
+    "smollm3": Convention("SmolLM3MTPModel"),
     # These classes support several heads, but this was not measured; published models have one.
     "glm4_moe": Convention("Glm4MoeMTP", "first", block=_NEXT_LAYER),
     "glm4_moe_lite": Convention("Glm4MoeLiteMTP", "first", block=_NEXT_LAYER),

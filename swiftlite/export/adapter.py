@@ -38,7 +38,7 @@ def check_can_be_written(checkpoint: Path, lora: Lora | None, hf_model: HfModel,
         why = "adapters on experts are not supported, which transformers stores as one tensor per layer"
     elif hf_model.family.memory_names or hf_model.family.language_model:
         why = f"transformers renames the layers of {hf_model.family.name} when it loads the model"
-    elif "embedding.word_embeddings.weight" in saved_names(lora, trunk) and hf_model.config.get("tie_word_embeddings"):
+    elif "embedding.word_embeddings.weight" in saved_names(lora, trunk) and hf_model.is_tied:
         why = "the embedding was trained, and PEFT would untie it from the output layer"
     elif heads.draft_vocab:
         why = "heads with a draft vocabulary require the complete model"

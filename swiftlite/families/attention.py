@@ -22,7 +22,7 @@ class GroupedQueryAttention:
         heads: number of attention heads.
         groups: number of key-value heads.
         head_dim: size of a head.
-        rotary: number of rotary channels of a head.
+        rotary: number of rotary channels of a head; 0 without rotary embeddings.
         qkv_bias: whether queries, keys and values have biases.
         qk_norm: whether each head's query and key are normalized.
         output_gate: whether each channel of a head's output is multiplied by the sigmoid of a gate. The projection of
@@ -106,6 +106,8 @@ class GroupedQueryAttention:
         else:
             # Queries, keys and the result; values are a view of the projection's output, so the whole output is stored.
             core = 2 * queries + keys + (queries * (1 + self.output_gate) + 2 * keys)
+            if not (self.rotary or self.qk_norm):
+                core -= self._viewed(rank)
         num_bytes = rank.itemsize * rank.tokens * core
         if self.output_gate:
             num_bytes += rank.tokens * 2 * queries * rank.itemsize  # sigmoid of the gate, and the product
@@ -117,6 +119,13 @@ class GroupedQueryAttention:
     def _widths(self, rank: Rank) -> tuple[int, int]:
         """Return the number of channels of queries and of keys on a rank. Values have as many channels as keys."""
         return self.heads // rank.tp * self.head_dim, self.groups // rank.tp * self.head_dim
+
+    def _viewed(self, rank: Rank) -> int:
+        """Return how many channels of queries and keys are views of the projection's output, unless they are rotated
+        or normalized. Queries of several groups with several heads each are copied."""
+        queries, keys = self._widths(rank)
+        is_copied = self.groups > rank.tp and self.heads > self.groups
+        return keys if is_copied else queries + keys
 
     def _matrices(self, rank: Rank) -> int:
         queries, keys = self._widths(rank)

@@ -22,6 +22,7 @@ from swiftlite.families.models.qwen3_moe import QWEN3_MOE
 from swiftlite.families.models.qwen3_next import QWEN3_NEXT
 from swiftlite.families.models.qwen3_vl import QWEN3_VL
 from swiftlite.families.models.seed_oss import SEED_OSS
+from swiftlite.families.models.smollm3 import SMOLLM3
 from swiftlite.families.rank import Rank
 from swiftlite.families.values import value_problems
 from swiftlite.families.vision import channels_of
@@ -45,6 +46,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3_next": QWEN3_NEXT,
     "qwen3_vl": QWEN3_VL,
     "seed_oss": SEED_OSS,
+    "smollm3": SMOLLM3,
 }
 
 

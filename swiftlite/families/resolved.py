@@ -37,6 +37,11 @@ class HfModel:
         return Heads.from_config(self.config)
 
     @property
+    def is_tied(self) -> bool:
+        """Whether the output layer shares the embedding."""
+        return self.family.outside(self.config).is_tied
+
+    @property
     def is_quantized(self) -> bool:
         """Whether config.json declares a quantization."""
         return self.config.get("quantization_config") is not None

@@ -40,6 +40,7 @@ _SIZES = {
     "v_head_dim": (1, 10_000),
     "shared_expert_intermediate_size": (1, 1_000_000),
     "full_attention_interval": (1, 1_000),
+    "no_rope_layer_interval": (1, 1_000),
     "linear_num_key_heads": (1, 2_000),
     "linear_num_value_heads": (1, 2_000),
     "linear_key_head_dim": (1, 10_000),
@@ -70,7 +71,7 @@ _FLAGS = (
     "rope_interleave",
     "use_sliding_window",
 )
-_LISTS = {"mlp_only_layers": int, "layer_types": str, "mlp_layer_types": str}
+_LISTS = {"mlp_only_layers": int, "no_rope_layers": int, "layer_types": str, "mlp_layer_types": str}
 _OBJECTS = ("rope_parameters", "rope_scaling")
 
 

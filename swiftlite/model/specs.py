@@ -52,7 +52,7 @@ def _grouped_query(attention: GroupedQueryAttention, modules: Modules) -> Module
     qk_norm = modules.norm if attention.qk_norm else IdentityOp
     return ModuleSpec(
         module=SelfAttention,
-        params={"attn_mask_type": AttnMaskType.causal},
+        params={"attn_mask_type": AttnMaskType.causal, "is_rotary": attention.rotary > 0},
         submodules=SelfAttentionSubmodules(
             linear_qkv=modules.column,
             core_attention=modules.core_attention,

@@ -115,7 +115,7 @@ def open_session(args: SftArgs, hf_model: HfModel) -> AbstractContextManager[Mes
     """Initialize torch.distributed and the mesh of the run."""
     return session(
         layout_of(args),
-        tied_embeddings=bool(hf_model.config.get("tie_word_embeddings")),
+        tied_embeddings=hf_model.is_tied,
         seed=args.seed,
         timeout_minutes=args.distributed_timeout_minutes,
         deterministic=args.deterministic_mode,

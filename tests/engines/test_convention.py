@@ -14,13 +14,13 @@ from swiftlite.engines.index import ENGINES
 from swiftlite.errors import UserError
 from swiftlite.families import FAMILIES
 from tests.messages import naming
-from tests.tiny import ONLY_IN_VLLM
+from tests.tiny import CANNOT_DRAFT
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_has_a_line(engine, family):
-    if engine in ("sglang", "llamacpp") and family in ONLY_IN_VLLM:
+    if family in CANNOT_DRAFT.get(engine, ()):
         with pytest.raises(UserError, match=naming(f"{ENGINES[engine].label} {family}")):
             ENGINES[engine].convention_for(FAMILIES[family])
         return

@@ -80,6 +80,7 @@ OWN_NEUTRAL = {
     "hy_v3": {"attention_bias", "enable_moe_fp32_combine", "mlp_bias", "qk_norm", "route_norm"},
     "mistral": set(),
     "seed_oss": {"attention_out_bias", "mlp_bias", "residual_dropout"},
+    "smollm3": {"attention_bias", "mlp_bias"},
     "qwen3_next": {"attention_bias"},
     "qwen3_vl": {"attention_bias"},
     "qwen3_5": {"attention_bias"},
@@ -143,6 +144,7 @@ OWN_READ = {
     },
     "mistral": {"sliding_window"},
     "seed_oss": {"attention_bias"},
+    "smollm3": {"no_rope_layer_interval", "no_rope_layers"},
 }
 OWN_READ["qwen3_5_text"], OWN_READ["qwen3_5_moe_text"] = OWN_READ["qwen3_5"], OWN_READ["qwen3_5_moe"]
 MOE = sorted(family for family, keys in OWN_READ.items() if "num_experts_per_tok" in keys)
@@ -181,6 +183,7 @@ LATENT_ATTENTION["glm4_moe_lite"] = LATENT_ATTENTION["deepseek_v3"] | {
 OWN_CONFIG = LATENT_ATTENTION | {
     family: {"attention_output_gate": True, "layernorm_zero_centered_gamma": True} for family in HYBRID
 }
+OWN_CONFIG["smollm3"] = {"hetereogenous_dist_checkpoint": True}
 OWN_CONFIG["hy_v3"] = {"init_method_std": 0.006}
 for _dense in ("qwen3_5", "qwen3_5_text"):  # the others' layers differ by name already, for their experts
     OWN_CONFIG[_dense]["hetereogenous_dist_checkpoint"] = True
@@ -238,7 +241,9 @@ def test_no_field_of_the_config_is_overlooked(family):
 @pytest.mark.parametrize("family", families.FAMILIES)
 def test_a_field_left_out_has_the_default_of_transformers(family):
     """Only the default of tie_word_embeddings matters; other keys must be present."""
-    assert CLASSES[family][0]().tie_word_embeddings is dense.is_tied({})
+    config = hf_config(family)
+    del config["tie_word_embeddings"]
+    assert families.FAMILIES[family].outside(config).is_tied is CLASSES[family][0]().tie_word_embeddings
 
 
 @pytest.mark.parametrize("family", families.FAMILIES)
@@ -392,6 +397,15 @@ REFUSED = [
     ("seed_oss", "mlp_bias", True),
     ("seed_oss", "attention_dropout", 0.5),
     ("seed_oss", "residual_dropout", 0.5),
+    ("smollm3", "attention_bias", True),
+    ("smollm3", "mlp_bias", True),
+    ("smollm3", "use_sliding_window", True),
+    ("smollm3", "layer_types", ["full_attention", "sliding_attention"]),
+    ("smollm3", "no_rope_layers", [1]),
+    ("smollm3", "no_rope_layers", "1,0"),
+    ("smollm3", "no_rope_layer_interval", 0),
+    ("smollm3", "num_key_value_heads", None),
+    ("smollm3", "rope_parameters", {"rope_type": "default"}),
     *[(family, "num_nextn_predict_layers", -1) for family in families.FAMILIES],
     *[(family, "num_nextn_predict_layers", "1") for family in families.FAMILIES],
     ("llama", "num_key_value_heads", 3),
@@ -472,6 +486,16 @@ def test_the_dropout_that_seed_oss_was_published_with_is_left_out():
 @pytest.mark.parametrize("has_biases", [True, False])
 def test_seed_oss_says_whether_queries_have_biases(has_biases):
     assert mcore_config(hf_config("seed_oss", attention_bias=has_biases))["add_qkv_bias"] is has_biases
+
+
+def test_which_layers_of_smollm3_have_rotary_embeddings():
+    def numbers(**changes: Any) -> list[int]:
+        config = hf_config("smollm3", num_hidden_layers=5, **changes)
+        layers = families.get(config).architecture(config).layers
+        return [number for number, layer in enumerate(layers) if layer.attention.rotary == 16]
+
+    assert numbers(no_rope_layers=[0, 1, 1, 0, 1, 0]) == [1, 2, 4]
+    assert numbers(no_rope_layers=None, no_rope_layer_interval=3) == [0, 1, 3, 4]
 
 
 def test_groups_of_experts():

@@ -56,7 +56,7 @@ def check(measured, estimated) -> None:
 
 
 @pytest.mark.parametrize("parameter_bytes", [2, 4])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "smollm3"])
 @pytest.mark.parametrize("depth", [0, 2])
 def test_one_process(family, depth, parameter_bytes):
     setup = Setup(micro_batch_size=2, max_length=64, parameter_bytes=parameter_bytes, heads=Heads(depth))

@@ -121,13 +121,12 @@ def _is_other(name: str, config: Any) -> bool:
 def _shapes(model: str) -> dict[str, tuple[int, ...]]:
     """Return the shapes of all tensors by their published names, without the copies in heads."""
     kind, raw = family(model), content(model)
-    text = raw.get("text_config", raw)
     config = _config_of(kind, raw)
     model_class: Any = CLASSES[kind][1]
     with torch.device("meta"):
         trunk = model_class(config)
     held = trunk.state_dict()
-    if text["tie_word_embeddings"]:
+    if trunk.config.tie_word_embeddings:
         del held["lm_head.weight"]
     shapes = _named(kind, held, stacked=model in STACKED)
     if kind in HEADS:

@@ -15,7 +15,7 @@ from swiftlite.cli.doctor import TESTED
 from swiftlite.cli.table import find
 from swiftlite.engines.index import ENGINES
 from swiftlite.families import FAMILIES, Family
-from tests.tiny import ONLY_IN_VLLM
+from tests.tiny import CANNOT_DRAFT
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(path.name for path in (ROOT / "docs" / "en").glob("*.md"))
@@ -83,7 +83,7 @@ def convention_rows(language: str) -> list[str]:
     rows = []
     for engine, info in ENGINES.items():
         for name, family in FAMILIES.items():
-            if engine in ("sglang", "llamacpp") and name in ONLY_IN_VLLM:
+            if name in CANNOT_DRAFT.get(engine, ()):
                 continue
             line = info.convention_for(family)
             fed = line.drafting

@@ -1,7 +1,6 @@
 """Plugin of SGLang to serve swiftlite's checkpoints.
 
-The plugin adds a config class for MiMo, draft models for Llama, Mistral, Qwen2, Qwen3 and Seed-OSS, and live weights
-from files.
+The plugin adds a config class for MiMo, draft models for the architectures in `DRAFTS`, and live weights from files.
 
 SGLang calls `register` in each of its processes, through the entry point group `sglang.srt.plugins`. If swiftlite is
 installed, a checkpoint with heads can therefore be served with
@@ -29,6 +28,7 @@ DRAFTS = {
     "Qwen2ForCausalLM": "Qwen2ForCausalLMMTP",
     "Qwen3ForCausalLM": "Qwen3ForCausalLMMTP",
     "SeedOssForCausalLM": "SeedOssForCausalLMMTP",
+    "SmolLM3ForCausalLM": "SmolLM3ForCausalLMMTP",
 }
 
 

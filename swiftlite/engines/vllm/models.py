@@ -1,13 +1,13 @@
 """Model classes of vLLM for checkpoints with MTP heads, and draft models that run the heads.
 
-Supported are Llama, Mistral, Qwen2, Qwen3, Qwen3 MoE and Seed-OSS. `plugin.py` registers the classes; no other module
-imports this file.
+`plugin.py` lists and registers the classes; no other module imports this file.
 
 Shapes: T tokens of all requests of a batch, H hidden size.
 """
 
+import inspect
 from copy import copy, deepcopy
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -51,6 +51,10 @@ class Qwen3MoeForCausalLM(Trunk, qwen3_moe.Qwen3MoeForCausalLM):
 
 
 class SeedOssForCausalLM(Trunk, transformers.TransformersForCausalLM):
+    """The trunk of a checkpoint with MTP heads. vLLM has no own class and runs the modules of transformers."""
+
+
+class SmolLM3ForCausalLM(Trunk, transformers.TransformersForCausalLM):
     """The trunk of a checkpoint with MTP heads. vLLM has no own class and runs the modules of transformers."""
 
 
@@ -127,6 +131,7 @@ class MtpDraft(nn.Module):
         ValueError: there are more steps than heads, or the tensors do not match config.json.
     """
 
+    layer_class: ClassVar[Any]
     packed_modules_mapping = PACKED_MODULES
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
@@ -149,8 +154,16 @@ class MtpDraft(nn.Module):
         self._drafted_rows: torch.Tensor | None = None  # rows of lm_head, which is set to the trunk's after loading
 
     def make_layer(self, vllm_config: VllmConfig, prefix: str) -> nn.Module:
-        """Create a decoder layer of the trunk's kind."""
-        raise NotImplementedError
+        """Create a decoder layer of the trunk's kind. The classes of vLLM's layers have some of these arguments."""
+        arguments = {
+            "vllm_config": vllm_config,
+            "config": self.config,
+            "cache_config": vllm_config.cache_config,
+            "quant_config": vllm_config.quant_config,
+            "prefix": prefix,
+        }
+        accepted = inspect.signature(self.layer_class).parameters
+        return self.layer_class(**{name: value for name, value in arguments.items() if name in accepted})
 
     def expert_mapping(self) -> ExpertMapping:
         """Return how vLLM's fused parameters of experts are filled; empty without experts."""
@@ -224,29 +237,25 @@ def _name_on_disk(name: str) -> str:
 class LlamaMTPModel(MtpDraft):
     """MTP draft model for Llama."""
 
-    def make_layer(self, vllm_config: VllmConfig, prefix: str) -> nn.Module:
-        return llama.LlamaDecoderLayer(vllm_config, prefix, self.config)
+    layer_class = llama.LlamaDecoderLayer
 
 
 class MistralMTPModel(MtpDraft):
     """MTP draft model for Mistral."""
 
-    def make_layer(self, vllm_config: VllmConfig, prefix: str) -> nn.Module:
-        return mistral.MistralDecoderLayer(vllm_config, prefix, self.config)
+    layer_class = mistral.MistralDecoderLayer
 
 
 class Qwen2MTPModel(MtpDraft):
     """MTP draft model for Qwen2."""
 
-    def make_layer(self, vllm_config: VllmConfig, prefix: str) -> nn.Module:
-        return qwen2.Qwen2DecoderLayer(self.config, vllm_config.cache_config, vllm_config.quant_config, prefix)
+    layer_class = qwen2.Qwen2DecoderLayer
 
 
 class Qwen3MTPModel(MtpDraft):
     """MTP draft model for Qwen3."""
 
-    def make_layer(self, vllm_config: VllmConfig, prefix: str) -> nn.Module:
-        return qwen3.Qwen3DecoderLayer(self.config, vllm_config.cache_config, vllm_config.quant_config, prefix)
+    layer_class = qwen3.Qwen3DecoderLayer
 
 
 class SeedOssMTPModel(MtpDraft):
@@ -257,6 +266,26 @@ class SeedOssMTPModel(MtpDraft):
         config = deepcopy(self.config)
         config.update({"qkv_bias": config.attention_bias, "attention_bias": config.attention_out_bias})
         return llama.LlamaDecoderLayer(vllm_config, prefix, config)
+
+
+class NoRotaryEmbedding(nn.Module):
+    """Takes the place of rotary embeddings in a layer that has none."""
+
+    def forward(
+        self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return queries and keys unchanged."""
+        return query, key
+
+
+class SmolLM3MTPModel(LlamaMTPModel):
+    """MTP draft model for SmolLM3. It uses the decoder layer of Llama, because vLLM has no layer for SmolLM3."""
+
+    def make_layer(self, vllm_config: VllmConfig, prefix: str) -> nn.Module:
+        layer: Any = super().make_layer(vllm_config, prefix)
+        if not self.config.no_rope_layers[self.config.num_hidden_layers - 1]:
+            layer.self_attn.rotary_emb = NoRotaryEmbedding()
+        return layer
 
 
 class Qwen3MoeMTPModel(MtpDraft):

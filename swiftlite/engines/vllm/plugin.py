@@ -1,7 +1,7 @@
 """Plugin of vLLM to serve swiftlite's checkpoints.
 
-The plugin adds a config class for MiMo, draft models for Llama, Mistral, Qwen2, Qwen2.5-VL, Qwen3, Qwen3 MoE, Qwen3-VL
-and Seed-OSS, backends for live weights, and fixes of drafts behind images and of the verification of drafts on a CPU.
+The plugin adds a config class for MiMo, draft models for the architectures in `DRAFTS`, backends for live weights, and
+fixes of drafts behind images and of the verification of drafts on a CPU.
 
 vLLM calls `register` in each of its processes, through the entry point group `vllm.general_plugins`. If swiftlite is
 installed, a checkpoint with heads can therefore be served with
@@ -39,6 +39,7 @@ DRAFTS = {
     "Qwen3MoeForCausalLM": "Qwen3MoeMTPModel",
     "Qwen3VLForConditionalGeneration": "Qwen3VLMTPModel",
     "SeedOssForCausalLM": "SeedOssMTPModel",
+    "SmolLM3ForCausalLM": "SmolLM3MTPModel",
 }
 _TRANSFER = "swiftlite.engines.vllm.live.weight_transfer"
 # transport of live weights -> class of _TRANSFER that receives them in the workers

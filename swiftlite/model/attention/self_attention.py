@@ -12,7 +12,15 @@ class SelfAttention(McoreSelfAttention):
     """megatron-core's attention with precomputed cosines and sines.
 
     megatron-core's class computes cosines and sines twice in every layer.
+
+    Args:
+        is_rotary: whether queries and keys have rotary embeddings.
+        args, kwargs: arguments of megatron-core's class.
     """
+
+    def __init__(self, *args: Any, is_rotary: bool = True, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.is_rotary = is_rotary
 
     def forward(
         self,
@@ -43,6 +51,8 @@ class SelfAttention(McoreSelfAttention):
         """Return query [S, B, N, D], and key and value [S, B, G, D] of the whole sequence."""
         made: Any = super().get_query_key_value_tensors(hidden_states, None, **kwargs)  # always split by default
         query, key, *others = made  # the value, and the output gate if there is one
+        if not self.is_rotary:
+            return query, key, *others
         rotate = rotation(self.config)
         return rotate(query, rotary_pos_emb), rotate(key, rotary_pos_emb), *others
 

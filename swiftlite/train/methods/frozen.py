@@ -48,8 +48,7 @@ def open_frozen(
 
 def _mesh_of(run: Run, model: HfModel, layout: ParallelLayout) -> Mesh:
     """Return the mesh of a model. The last stage of a tied model uses its embedding, so ties are part of a mesh."""
-    is_tied, tied = (bool(each.config.get("tie_word_embeddings")) for each in (model, run.hf_model))
-    if layout == run.mesh.layout and is_tied == tied:
+    if layout == run.mesh.layout and model.is_tied == run.hf_model.is_tied:
         return run.mesh
     minutes = run.args.distributed_timeout_minutes
-    return Mesh.create(run.mesh.device, layout, tied_embeddings=is_tied, timeout_minutes=minutes)
+    return Mesh.create(run.mesh.device, layout, tied_embeddings=model.is_tied, timeout_minutes=minutes)

@@ -336,9 +336,8 @@ def open_reference(run: Run) -> Reference:
     mesh = run.mesh
     ranks = ranks_of(layout, run.plan.world_size)
     if layout != mesh.layout:
-        tied = bool(model.config.get("tie_word_embeddings"))
         minutes = args.distributed_timeout_minutes
-        mesh = Mesh.create(mesh.device, layout, ranks=ranks, tied_embeddings=tied, timeout_minutes=minutes)
+        mesh = Mesh.create(mesh.device, layout, ranks=ranks, tied_embeddings=model.is_tied, timeout_minutes=minutes)
     packing = "micro_batch"
     if run.plan.packing == "none":
         packing = "none"

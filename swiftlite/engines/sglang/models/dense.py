@@ -1,6 +1,6 @@
 """Model classes of SGLang for checkpoints with an MTP head, and draft models that run the head.
 
-Supported are Llama, Mistral, Qwen2, Qwen3 and Seed-OSS. Only SGLang imports this module.
+Only SGLang imports this module.
 
 Shapes: T tokens of all requests of a batch, H hidden size.
 """
@@ -51,6 +51,27 @@ class SeedOssForCausalLM(Trunk, qwen2.Qwen2ForCausalLM):
         if not config.attention_bias:
             raise ValueError("Seed-OSS with attention_bias false is not supported")
         super().__init__(config, *args, **kwargs)
+
+
+class NoRotaryEmbedding(nn.Module):
+    """Takes the place of rotary embeddings in a layer that has none."""
+
+    def forward(
+        self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return queries and keys unchanged."""
+        return query, key
+
+
+class SmolLM3ForCausalLM(Trunk, llama.LlamaForCausalLM):
+    """The trunk of a SmolLM3 checkpoint, with SGLang's class for Llama. SGLang 0.5.23 has no class for SmolLM3."""
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any):
+        super().__init__(config, *args, **kwargs)
+        layers: Any = self.model.layers
+        for layer, is_rotary in zip(layers, config.no_rope_layers, strict=False):
+            if not is_rotary:
+                layer.self_attn.rotary_emb = NoRotaryEmbedding()
 
 
 class MtpHead(nn.Module):
@@ -174,15 +195,27 @@ class SeedOssForCausalLMMTP(Qwen2ForCausalLMMTP):
     """MTP draft model for Seed-OSS, with the decoder layer of Qwen2 like the trunk."""
 
 
+class SmolLM3ForCausalLMMTP(LlamaForCausalLMMTP):
+    """MTP draft model for SmolLM3, with the decoder layer of Llama like the trunk."""
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any):
+        super().__init__(config, *args, **kwargs)
+        if not config.no_rope_layers[config.num_hidden_layers - 1]:
+            layer: Any = self.mtp.layers[0]
+            layer.self_attn.rotary_emb = NoRotaryEmbedding()
+
+
 EntryClass = [
     LlamaForCausalLM,
     MistralForCausalLM,
     Qwen2ForCausalLM,
     Qwen3ForCausalLM,
     SeedOssForCausalLM,
+    SmolLM3ForCausalLM,
     LlamaForCausalLMMTP,
     MistralForCausalLMMTP,
     Qwen2ForCausalLMMTP,
     Qwen3ForCausalLMMTP,
     SeedOssForCausalLMMTP,
+    SmolLM3ForCausalLMMTP,
 ]
