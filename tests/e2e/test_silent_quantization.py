@@ -155,6 +155,18 @@ def test_invalid_scales_are_named(hosted, damage):
         assert mentions(done.stdout + done.stderr, key)
 
 
+@pytest.mark.parametrize(
+    "command", [["doctor", "--model", "model", "--engine", "vllm"], SERVE], ids=["doctor", "infer"]
+)
+def test_a_format_that_vllm_does_not_support_is_refused_before_the_start(hosted, command):
+    """vLLM supports gptq only without zero points."""
+    model = make(hosted.directory, "qwen3", "gptq_asym", block=True)
+    list_plain(model, keeps_block=False)
+    done = hosted.run(*command)
+    assert done.returncode != 0
+    assert mentions(done.stdout + done.stderr, "quantization_config sym=False --infer_backend")
+
+
 def test_vllm_stops_at_uninitialized_scales(tmp_path, vllm_host):
     """vLLM itself refuses such a model with the options that swiftlite passes to it, and starts with its defaults."""
     model = make(tmp_path, "mimo", "int8")

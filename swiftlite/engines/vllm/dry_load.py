@@ -20,10 +20,11 @@ from vllm.model_executor.models.interfaces import supports_multimodal, supports_
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from swiftlite.engines.engine import EngineConfig
-from swiftlite.engines.loading.load_report import Loading, LoadReport, one_rank, stage
+from swiftlite.engines.loading.load_report import LoadError, Loading, LoadReport, one_rank, stage
 from swiftlite.engines.vllm.info import VLLM
-from swiftlite.engines.vllm.options import asked_tokens, num_drafting_heads, num_tokens_to_draft
+from swiftlite.engines.vllm.options import asked_tokens, check_quantization, num_drafting_heads, num_tokens_to_draft
 from swiftlite.errors import UserError
+from swiftlite.families.resolved import HfModel
 
 # vLLM shares these parameters of the target with every MTP draft (v1/spec_decode/llm_base_proposer.py).
 SHARED = ("embed_tokens.weight", "lm_head.weight", "shared_head.head.weight")
@@ -43,6 +44,7 @@ def dry_load(config: EngineConfig) -> LoadReport:
     loading = Loading(VLLM, model)
     with loading.until_it_objects():
         speculative = _speculative_config(config, loading.problems)
+        _check_quantization(model)
         with stage("vLLM rejected its options"):
             vllm_config = _vllm_config(config, speculative)
         with set_current_vllm_config(vllm_config), one_rank(distributed):
@@ -83,6 +85,13 @@ def _speculative_config(config: EngineConfig, problems: list[str]) -> dict[str, 
         problems.append(error.problem)
         num_tokens = 1  # continue, to report other problems as well
     return {"method": "mtp", **(given or {}), "num_speculative_tokens": num_tokens}
+
+
+def _check_quantization(model: HfModel) -> None:
+    try:
+        check_quantization(model)
+    except UserError as error:
+        raise LoadError(f"{error.problem}; {error.hint}") from error
 
 
 def _vllm_config(config: EngineConfig, speculative: dict[str, Any] | None) -> VllmConfig:

@@ -11,6 +11,7 @@ from typing import Any
 
 from swiftlite.engines.draft_schedule import DraftSchedule
 from swiftlite.engines.engine import EngineConfig
+from swiftlite.engines.quantization import activation_bits
 from swiftlite.engines.quantized_heads import check_quantized_heads
 from swiftlite.engines.served_model import log_fed_otherwise, require_heads
 from swiftlite.engines.vllm.info import VLLM
@@ -121,6 +122,13 @@ def is_on_cpu() -> bool:
     return current_platform.is_cpu()
 
 
+def has_amx() -> bool:
+    """Return whether the installed vLLM computes on a CPU with AMX."""
+    import torch
+
+    return is_on_cpu() and torch.cpu._is_amx_tile_supported()
+
+
 def attention_options(model: HfModel, torch_dtype: str) -> dict[str, Any]:
     """Return options that vLLM requires to compute the model's kind of attention correctly.
 
@@ -154,6 +162,32 @@ def attention_options(model: HfModel, torch_dtype: str) -> dict[str, Any]:
     return options
 
 
+def check_quantization(model: HfModel) -> None:
+    """Check that vLLM supports the format of a quantized model on this machine.
+
+    Raises:
+        UserError: vLLM does not support it, such as gptq with `sym` false.
+    """
+    quantization = model.config.get("quantization_config")
+    if not quantization:
+        return
+    from vllm.model_executor.layers.quantization import get_quantization_config
+
+    problem = ""
+    try:
+        get_quantization_config(quantization["quant_method"]).from_config(dict(quantization))
+    except ValueError as error:
+        problem = f"vLLM does not support its quantization_config: {error}"
+    if model.family.name == "seed_oss" and activation_bits(quantization) == 8 and has_amx():
+        # vLLM 0.32 runs this family with transformers' classes, whose inputs have three dimensions.
+        problem = "vLLM's kernel for 8-bit activations on CPUs with AMX does not support seed_oss"
+    if problem:
+        raise UserError(
+            f"--model {model.directory}: {problem}",
+            "use --infer_backend transformers, or quantize the original model with swiftlite export --quant_method",
+        )
+
+
 def loading_options(model: HfModel, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return options with which vLLM reports parameters of a quantized model that stay uninitialized.
 
@@ -161,7 +195,11 @@ def loading_options(model: HfModel, given: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         given: options of vLLM that the user set.
+
+    Raises:
+        UserError: vLLM does not support the format of the model.
     """
+    check_quantization(model)
     if not model.config.get("quantization_config") or "load_format" in given:
         return {}
     return {"model_loader_extra_config": {"enable_weights_track": True}}
