@@ -126,6 +126,7 @@ def test_kill_leaves_no_process(commands: Commands, bench: list[str]):
     wait_until_nothing_is_left(commands.directory)
 
 
+@pytest.mark.slow
 def test_a_server_that_cannot_start(commands: Commands, bench: list[str]):
     """vLLM's error is shown. vLLM rejects the option before it loads anything."""
     done = commands.run(*bench, "--vllm_engine_kwargs", '{"bogus": 1}')

@@ -169,7 +169,7 @@ def differences(trained: Trained, pair: Pair) -> dict[str, float]:
     )
 
 
-SLOW = (PAIRS[1], SAME[1], SAME[4], THERE_AND_BACK[1])
+SLOW = (PAIRS[1], PAIRS[4], PAIRS[5], PAIRS[9], SAME[1], SAME[4], THERE_AND_BACK[1])
 """Pairs whose layouts are also those of other pairs."""
 
 
