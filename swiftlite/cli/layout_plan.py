@@ -107,7 +107,8 @@ def _mfu(candidate: Candidate, hf_config: HfConfig, gpu: Gpu) -> float:
     step, setup = candidate.step, candidate.step.setup
     flops = training_flops(hf_config, setup.heads, heads_only=setup.mtp_mode == "heads_only", lora=setup.lora)
     tokens = step.tokens_per_step
-    useful = flops.step(tokens, tokens * setup.max_length, [tokens] * len(flops.targets))
+    outside = tokens // setup.max_length * flops.outside_windows(setup.max_length)
+    useful = flops.step(tokens, tokens * setup.max_length, [tokens] * len(flops.targets), outside_windows=outside)
     return useful / (step.seconds.total * setup.num_gpus * gpu.peak_flops)
 
 

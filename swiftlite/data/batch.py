@@ -96,7 +96,7 @@ class Batch:
         sequence_KBS: int64; index in the micro-batch of the sequence that `tokens[k, b, s]` belongs to; -1 for padding
             and at the last k positions of each sequence, where there is no token.
         num_tokens: number of tokens without padding.
-        squares: sum of the squared lengths of the samples; with `num_tokens` it determines the cost of a step.
+        lengths: number of tokens of each sequence without padding; they determine the cost of a step.
         cu_seqlens: int32 [N + 1], or [N + 2] if padding fills the row: the start of each sequence of a packed row
             including its padding, and S. It is on the host, because shapes depend on it, and describes the whole
             row even after the row was split over ranks. None: the rows are padded.
@@ -116,7 +116,7 @@ class Batch:
     position_ids_BS: torch.Tensor
     sequence_KBS: torch.Tensor
     num_tokens: int
-    squares: int
+    lengths: tuple[int, ...]
     cu_seqlens: torch.Tensor | None = None
     num_sequences: int = 0
     extras: Mapping[str, torch.Tensor] = field(default_factory=dict)
@@ -317,7 +317,7 @@ def _lay_out(
         position_ids_BS=position_ids_BS,
         sequence_KBS=rows(numbers, num_drafts, fill=-1),
         num_tokens=sum(map(len, sequences)),
-        squares=sum(len(sequence) ** 2 for sequence in sequences),
+        lengths=tuple(map(len, sequences)),
         cu_seqlens=cu_seqlens,
         num_sequences=len(sequences),
         extras=tensors,

@@ -1,7 +1,8 @@
 """Count the FLOPs of training from config.json and actual lengths. Does not import torch.
 
 Each kind of layer counts its operations (`families/layer.py`). A multiply-add counts as two operations. Attention is
-counted for causal pairs of tokens, n * (n + 1) / 2 for a sequence of n tokens. Only selected experts are counted, and
+counted for causal pairs of tokens, n * (n + 1) / 2 for a sequence of n tokens, without those outside of a sliding
+window. Only selected experts are counted, and
 the output layer is counted only for positions with a label (`model.loss` computes no other logits). Padding,
 recomputation, and operations other than matrix products (norms, rotary embeddings, softmax, optimizer) are not counted.
 A tower counts its operations from the numbers of items of images; all pairs of patches of an image attend.
@@ -16,6 +17,7 @@ from swiftlite.estimate.adapters import adapter_macs
 from swiftlite.families.architecture import Architecture
 from swiftlite.families.family import HfConfig
 from swiftlite.families.index import architecture_of
+from swiftlite.families.layer import num_pairs
 from swiftlite.families.tower import FROZEN, Tower, TrainedParts
 from swiftlite.heads import Heads
 from swiftlite.lora import Lora
@@ -34,6 +36,8 @@ class Flops:
         targets: operations per label, for the trunk and for each MTP depth.
         item: operations of a tower per item, such as a group of patches of an image.
         item_square: operations of a tower per squared number of items of an image.
+        windows: sizes of sliding windows in tokens, each with the operations per pair of tokens in the layers with this
+            window. `linear` and `square` include the pairs outside of the windows.
     """
 
     linear: float
@@ -41,12 +45,22 @@ class Flops:
     targets: tuple[float, ...]
     item: float = 0.0
     item_square: float = 0.0
+    windows: tuple[tuple[int, int], ...] = ()
 
     @property
     def per_token(self) -> float:
         """Operations per token if every token has a label. `data.packing.schedule` balances ranks by `per_token` and
         `square`."""
         return self.linear + sum(self.targets)
+
+    def outside_windows(self, length: int) -> int:
+        """Return the operations for pairs outside of the windows of a sequence of `length` tokens, which are not
+        computed.
+        """
+        missing = 0
+        for window, per_pair in self.windows:
+            missing += per_pair * (num_pairs(length, None) - num_pairs(length, window))
+        return missing
 
     def step(
         self,
@@ -55,6 +69,7 @@ class Flops:
         num_targets: Sequence[int],
         num_items: int = 0,
         item_squares: int = 0,
+        outside_windows: float = 0.0,
     ) -> float:
         """Return the operations of a step.
 
@@ -63,10 +78,11 @@ class Flops:
             squares: sum of the squared lengths of these sequences.
             num_targets: number of labels that are not ignored, of the trunk and of each MTP depth.
             num_items, item_squares: sums of the numbers of items of the step's images, and of their squares.
+            outside_windows: sum of `outside_windows` of the step's sequences.
         """
         vocabulary = sum(each * number for each, number in zip(self.targets, num_targets, strict=True))
         tower = self.item * num_items + self.item_square * item_squares
-        return self.linear * num_tokens + self.square * squares + vocabulary + tower
+        return self.linear * num_tokens + self.square * squares + vocabulary + tower - outside_windows
 
 
 def training_flops(
@@ -120,8 +136,12 @@ def training_flops(
             adapters += 3 * _PER_MAC * adapter_macs(layer, architecture.layer_rows(number), lora)
         head_adapters = 3 * _PER_MAC * adapter_macs(block, lift(block.rows(), "mtp.", ""), lora)
     # n * (n + 1) / 2 pairs with two operations each are n ** 2 + n operations.
-    trunk_pairs = sum(layer.attention.macs_per_pair() for layer in architecture.layers)
-    square = trunk_passes * trunk_pairs + 3 * block.attention.macs_per_pair() * num_drafts
+    pairs: dict[int | None, int] = {}  # by window
+    passes = [(trunk_passes, layer) for layer in architecture.layers] + [(3, block)] * num_drafts
+    for number, layer in passes:
+        window = layer.attention.window
+        pairs[window] = pairs.get(window, 0) + number * layer.attention.macs_per_pair()
+    square = sum(pairs.values())
     vocabulary = _PER_MAC * architecture.outside.vocab * hidden
     drafted = _PER_MAC * len(heads.draft_vocab) * hidden or vocabulary
     trunk_target = output_passes * vocabulary
@@ -136,6 +156,7 @@ def training_flops(
         targets=(trunk_target, *[output_passes * drafted] * num_drafts),
         item=_PER_MAC * item,
         item_square=_PER_MAC * item_square,
+        windows=tuple((window, _PER_MAC * per_pair) for window, per_pair in pairs.items() if window is not None),
     )
 
 

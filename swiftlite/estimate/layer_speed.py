@@ -13,7 +13,7 @@ from swiftlite.estimate.setup import Setup, held_by_stages, rank_of
 from swiftlite.estimate.software import Software
 from swiftlite.estimate.timing import collective_seconds, exchange_seconds, memory_seconds
 from swiftlite.families.architecture import Architecture
-from swiftlite.families.layer import Layer
+from swiftlite.families.layer import Layer, num_pairs
 from swiftlite.plan.low_precision import LowPrecision
 
 _BYTES_MOVED = 4.5
@@ -121,9 +121,8 @@ class LayerSpeed:
         return list(products_of(layer, self.rank, self.has_grouped_experts, self.software.stack_bytes, low))
 
     def _attention(self, layer: Layer) -> float:
-        """Return the seconds of core attention in the forward pass, in which each token sees all previous tokens."""
-        length = self.setup.max_length
-        pairs = self.setup.micro_batch_size * length * (length + 1) / 2
+        """Return the seconds of core attention in the forward pass."""
+        pairs = self.setup.micro_batch_size * num_pairs(self.setup.max_length, layer.attention.window)
         flops = 2 * layer.attention.macs_per_pair() * pairs / (self.rank.tp * self.rank.cp)
         return flops / (self.gpu.peak_flops * self.software.attention)
 

@@ -78,6 +78,10 @@ def rollout_flops(hf_config: HfConfig, setup: Setup, num_completion_tokens: int)
     maximum length.
     """
     length, labels = setup.max_length, num_completion_tokens
-    drawn = training_flops(hf_config).step(length, length**2, [labels]) / 3  # a forward pass
+    drawing = training_flops(hf_config)
     training = training_flops(hf_config, setup.heads, lora=setup.lora)
-    return drawn, training.step(length, length**2, [labels] * len(training.targets))
+    drawn, trained = (
+        flops.step(length, length**2, [labels] * len(flops.targets), outside_windows=flops.outside_windows(length))
+        for flops in (drawing, training)
+    )
+    return drawn / 3, trained  # drawing is a forward pass

@@ -144,7 +144,7 @@ class ModelOnRank:
 
         Each step of an unrolled layer has its own cosines and sines, for positions that are later by one.
         """
-        rotary = max(layer.attention.rotary for layer in self.layers)
+        rotary = max(layer.attention.rotary for layer in self.layers) * max(1, len(self.outside.ropes))
         return 2 * self.rank.length * rotary * self.rank.itemsize * self.setup.heads.unroll
 
 

@@ -25,6 +25,9 @@ class Outside:
         vocab: size of the vocabulary.
         is_tied: whether the output layer shares the embedding.
         mcore_config: arguments of megatron-core's TransformerConfig that all layers share, for norms and activation.
+        ropes: settings of the rotary embeddings, each with the names of config.json (`families/rope.py`), if layers
+            have different ones, which must have the same number of channels; empty: all layers have that of
+            config.json.
         hf_layers: prefix of the Hugging Face names of decoder layers, followed by a number and a dot.
     """
 
@@ -33,6 +36,7 @@ class Outside:
     vocab: int
     is_tied: bool
     mcore_config: Mapping[str, Any] = field(default_factory=dict)
+    ropes: tuple[Mapping[str, Any], ...] = ()
     hf_layers: str = "model.layers."
     hf_embedding: str = "model.embed_tokens.weight"
     hf_final_norm: str = "model.norm.weight"
@@ -73,10 +77,11 @@ class Architecture:
     def mtp_block_number(self) -> int:
         """Number (from 0) of the decoder layer with the same kinds of attention and MLP as the heads.
 
-        It is the last layer with a KV cache.
+        It is the last layer that sees all previous tokens; without such a layer, the last layer with a KV cache.
         """
         numbers = [number for number, layer in enumerate(self.layers) if not layer.attention.is_recurrent]
-        return numbers[-1]
+        full = [number for number in numbers if self.layers[number].attention.window is None]
+        return (full or numbers)[-1]
 
     @property
     def mtp_block(self) -> Layer:

@@ -27,6 +27,9 @@ class GroupedQueryAttention:
         qk_norm: whether each head's query and key are normalized.
         output_gate: whether each channel of a head's output is multiplied by the sigmoid of a gate. The projection of
             queries also computes the gates.
+        window: number of tokens that a token sees: itself and the tokens directly before it; None: all tokens before
+            it.
+        rope: index in `Outside.ropes` of the rotary embedding; None: all layers have the same.
     """
 
     recompute_modules: ClassVar[tuple[str, ...]] = ("core_attn",)
@@ -43,6 +46,8 @@ class GroupedQueryAttention:
     qkv_bias: bool = False
     qk_norm: bool = False
     output_gate: bool = False
+    window: int | None = None
+    rope: int | None = None
 
     @property
     def tensor_split(self) -> dict[str, int]:
@@ -175,6 +180,10 @@ class LatentAttention:
     v_head_dim: int
     hf_rope: Mapping[str, Any]
     rope_interleave: bool = True
+
+    @property
+    def window(self) -> None:
+        return None
 
     @property
     def rotary(self) -> int:

@@ -160,7 +160,13 @@ def layer(hf_config: HfConfig, number: int, *, qkv_bias: bool = False, qk_norm: 
 
 
 def attention(
-    hf_config: HfConfig, *, qkv_bias: bool = False, qk_norm: bool = False, output_gate: bool = False
+    hf_config: HfConfig,
+    *,
+    qkv_bias: bool = False,
+    qk_norm: bool = False,
+    output_gate: bool = False,
+    window: int | None = None,
+    rope: int | None = None,
 ) -> GroupedQueryAttention:
     """Return grouped-query attention with the sizes of a config.json."""
     size = head_dim(hf_config)
@@ -173,6 +179,8 @@ def attention(
         qkv_bias=qkv_bias,
         qk_norm=qk_norm,
         output_gate=output_gate,
+        window=window,
+        rope=rope,
     )
 
 

@@ -76,6 +76,11 @@ class Attention(Sublayer, Protocol):
         ...
 
     @property
+    def window(self) -> int | None:
+        """Number of tokens that a token sees, including itself; None: itself and all tokens before it."""
+        ...
+
+    @property
     def rotary(self) -> int:
         """Number of rotary channels of a head; 0 without rotary embeddings."""
         ...
@@ -111,6 +116,14 @@ class FeedForward(Sublayer, Protocol):
     def expert_split(self) -> dict[str, int]:
         """The sizes that expert-tensor-parallel ranks split evenly, by their names in config.json."""
         ...
+
+
+def num_pairs(length: int, window: int | None) -> int:
+    """Count the pairs of tokens of a sequence that see each other, including each token with itself."""
+    pairs = length * (length + 1) // 2
+    if window is not None and length > window:
+        pairs -= (length - window) * (length - window + 1) // 2
+    return pairs
 
 
 @dataclass(frozen=True)

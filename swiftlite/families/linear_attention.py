@@ -52,6 +52,10 @@ class GatedDeltaNet:
     hf_is_grouped: bool = True
 
     @property
+    def window(self) -> None:
+        return None
+
+    @property
     def rotary(self) -> int:
         return 0
 

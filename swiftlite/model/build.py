@@ -12,7 +12,7 @@ from swiftlite.families.architecture import Architecture
 from swiftlite.heads import Heads
 from swiftlite.heads.drafting import Drafting
 from swiftlite.model.attention.mla import MLATransformerConfig
-from swiftlite.model.attention.rope import RotaryEmbedding
+from swiftlite.model.attention.rope import RotaryEmbedding, RotaryEmbeddings
 from swiftlite.model.gpt import GPTModel
 from swiftlite.model.layers.kernels import Modules, modules_of
 from swiftlite.model.specs import TOWERS, decoder_spec, mtp_spec
@@ -188,8 +188,11 @@ def build_model(
     mcore_config = architecture.mcore_config()
     chunks = []
     for vp_stage in range(num_virtual_stages(mesh.layout) or 1):
-        # Latent attention rotates only a part of each head, and its config holds the rotary settings separately.
-        rotary_pos_emb = RotaryEmbedding(mcore_config.get("hf_rope", hf_config), mesh.device.torch_device, dtype)
+        if architecture.outside.ropes:
+            rotary_pos_emb = RotaryEmbeddings(architecture.outside.ropes, mesh.device.torch_device, dtype)
+        else:
+            # Latent attention rotates only a part of each head, and its config holds the rotary settings separately.
+            rotary_pos_emb = RotaryEmbedding(mcore_config.get("hf_rope", hf_config), mesh.device.torch_device, dtype)
         # A separate config for each stage, because megatron-core's schedules write to it.
         config = build_config(
             mcore_config,

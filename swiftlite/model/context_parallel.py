@@ -26,7 +26,11 @@ from swiftlite.runtime.device import on_device
 
 
 class Segment(NamedTuple):
-    """Consecutive queries of a rank, and the keys that the last of these queries sees: a prefix of their sequence."""
+    """Consecutive queries of a rank, and the keys that any of these queries sees.
+
+    The keys are a prefix of their sequence, or the end of this prefix if queries see a window. The last query sees the
+    last key.
+    """
 
     num_queries: int
     key_start: int
@@ -129,13 +133,30 @@ def _gathered_order(lengths: tuple[int, ...], size: int, device: torch.device) -
 
 
 @lru_cache(maxsize=16)
-def causal_segments(lengths: tuple[int, ...], rank: int, size: int) -> tuple[Segment, ...]:
+def causal_segments(lengths: tuple[int, ...], rank: int, size: int, window: int | None = None) -> tuple[Segment, ...]:
     """Return the non-empty runs of queries of rank `rank`, in order, with their keys in the whole row.
 
-    In the example of the module docstring, the second segment of rank 0 has queries 6 and 7: Segment(2, 0, 8).
+    In the example of the module docstring, the second segment of rank 0 has queries 6 and 7: Segment(2, 0, 8). With a
+    window of 4 tokens it is Segment(2, 3, 8).
+
+    Args:
+        window: number of keys that a query sees; None: all keys of its sequence up to its position.
     """
     runs = [run for run in _runs(lengths, rank, size) if run[1] < run[2]]
-    return tuple(Segment(end - start, first, end) for first, start, end in runs)
+    return tuple(Segment(end - start, first_in_window(first, start, window), end) for first, start, end in runs)
+
+
+def first_in_window(first: int, query: int, window: int | None) -> int:
+    """Return the position of the first key that a query sees.
+
+    Args:
+        first: first position of the query's sequence.
+        query: position of the query.
+        window: number of keys that the query sees at most; None: no limit.
+    """
+    if window is None:
+        return first
+    return max(first, query - window + 1)
 
 
 def seen_by(segments: Sequence[Segment], row: torch.Tensor) -> list[torch.Tensor]:

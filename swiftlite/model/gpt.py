@@ -38,7 +38,7 @@ from swiftlite.errors import UserError
 from swiftlite.heads import Heads
 from swiftlite.heads.drafting import Drafting
 from swiftlite.model.attention.cache import Cache
-from swiftlite.model.attention.rope import RotaryEmbedding
+from swiftlite.model.attention.rope import RotaryEmbedding, RotaryEmbeddings
 from swiftlite.model.context_parallel import (
     gather_sequence,
     padded_cu_seqlens,
@@ -121,7 +121,7 @@ class GPTModel(McoreGPTModel):
         self,
         *,
         config: TransformerConfig,
-        rotary_pos_emb: RotaryEmbedding,
+        rotary_pos_emb: RotaryEmbedding | RotaryEmbeddings,
         transformer_layer_spec: TransformerBlockSubmodules,
         pg_collection: ProcessGroupCollection,
         heads: Heads = Heads(),

@@ -50,12 +50,18 @@ LOCAL = modules_of(Kernels())
 
 def _grouped_query(attention: GroupedQueryAttention, modules: Modules) -> ModuleSpec:
     qk_norm = modules.norm if attention.qk_norm else IdentityOp
+    core_attention = modules.core_attention
+    if attention.window is not None:
+        core_attention = replace(core_attention, params=core_attention.params | {"window": attention.window})
+    params: dict[str, Any] = {"attn_mask_type": AttnMaskType.causal, "is_rotary": attention.rotary > 0}
+    if attention.rope is not None:
+        params["rope"] = slice(attention.rope * attention.rotary, (attention.rope + 1) * attention.rotary)
     return ModuleSpec(
         module=SelfAttention,
-        params={"attn_mask_type": AttnMaskType.causal, "is_rotary": attention.rotary > 0},
+        params=params,
         submodules=SelfAttentionSubmodules(
             linear_qkv=modules.column,
-            core_attention=modules.core_attention,
+            core_attention=core_attention,
             linear_proj=modules.row,
             q_layernorm=qk_norm,
             k_layernorm=qk_norm,

@@ -378,7 +378,10 @@ def make_trainer(
         schedule=run.schedule,
         train_batches=batches.get,
         eval_batches=run.batches.evaluation(run.data.val if evaluates_rows else [], args.eval_iters),
-        count_flops=lambda tokens, squares, counts, *items: run.batches.flops.step(tokens, squares, counts[0], *items),
+        count_flops=lambda tokens, squares, counts, *others: run.batches.flops.step(
+            tokens, squares, counts[0], *others
+        ),
+        outside_windows=run.batches.flops.outside_windows,
         metric_loggers=metric_loggers,
         logging_steps=args.logging_steps,
         checkpointer=checkpointer,

@@ -52,7 +52,9 @@ class Trainer:
         evaluate_more: returns further metrics of held-out rows, see `TrainBatches.evaluate`. None: there are none.
         count_flops: returns the FLOPs of a step over all ranks of a replica, for the metrics. The function's arguments
             are the number of tokens, the sum of squared sequence lengths, the counts of the objective, the number of
-            items of images, and the sum of the squared numbers of items.
+            items of images, the sum of the squared numbers of items, and the sum of `outside_windows`.
+        outside_windows: returns the FLOPs for pairs of tokens outside of sliding windows, for the length of a sequence
+            (`Flops.outside_windows`).
         metric_loggers: destinations of the metrics.
         checkpointer: writes the checkpoints. None: no checkpoints are written.
         get_data_state: returns the state of the data for checkpoints, on the first rank.
@@ -78,6 +80,7 @@ class Trainer:
     metric_loggers: Sequence[MetricLogger]
     logging_steps: int
     checkpointer: Checkpointer | None
+    outside_windows: Callable[[int], int] = lambda length: 0
     get_data_state: Callable[[], Mapping[str, Any]] = dict
     evaluate_more: Callable[[int], Mapping[str, float]] | None = None
     release: Callable[[], None] = lambda: None
@@ -193,15 +196,18 @@ class Trainer:
         with self.clock.part("optimizer"):
             _, grad_norm, _ = self.optimizer.step()  # pyright: ignore[reportGeneralTypeIssues]: annotated as None
         num_tokens = sum(batch.num_tokens for batch in batches)
-        squares = sum(batch.squares for batch in batches)
+        lengths = [length for batch in batches for length in batch.lengths]
+        squares, outside = sum(length**2 for length in lengths), sum(map(self.outside_windows, lengths))
         num_items = sum(batch.num_items for batch in batches)
         item_squares = sum(batch.item_squares for batch in batches)
-        num_tokens, squares, *items = self._sum_over_data_parallel(num_tokens, squares, num_items, item_squares)
+        num_tokens, squares, *others = self._sum_over_data_parallel(
+            num_tokens, squares, num_items, item_squares, outside
+        )
         self.mesh.device.synchronize()
         seconds = time.perf_counter() - start
         self.clock.finish_step(seconds)
         flops_per_second = (
-            self.count_flops(num_tokens, squares, counts.tolist(), *items) / seconds / self.plan.world_size
+            self.count_flops(num_tokens, squares, counts.tolist(), *others) / seconds / self.plan.world_size
         )
         metrics = objective.means(sums)
         if self.model[0].config.moe_aux_loss_coeff:

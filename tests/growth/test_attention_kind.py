@@ -64,6 +64,10 @@ class RunningMean:
     hidden: int
 
     @property
+    def window(self) -> None:
+        return None
+
+    @property
     def rotary(self) -> int:
         return 0
 

@@ -123,7 +123,7 @@ def test_a_padded_batch_holds_its_rows_as_they_are():
     assert batch.tokens_KBS[0].tolist() == [[1, 1, -1], [2, 2, 2]]
     assert batch.labels_KBS[0].tolist() == [[1, -100, -100], [2, 2, -100]]  # the token one later
     assert batch.labels_KBS[1].tolist() == [[-100, -100, -100], [2, -100, -100]]  # two later
-    assert (batch.num_tokens, batch.squares) == (5, 13)
+    assert (batch.num_tokens, batch.lengths) == (5, (2, 3))
     assert batch.cu_seqlens is None
 
 

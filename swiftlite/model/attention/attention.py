@@ -10,7 +10,7 @@ different one); N and G are per tensor-parallel rank, S and T per context-parall
 
 import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -28,6 +28,7 @@ from swiftlite.model.attention.cache import Cache
 from swiftlite.model.context_parallel import (
     Segment,
     causal_segments,
+    first_in_window,
     gather_sequence,
     seen_by,
     shared_row,
@@ -40,6 +41,9 @@ queries, keys and values of all segments are copied for a single call. On an H10
 the backward pass is estimated to take about 20 microseconds. Copying the keys and values of 2,048 tokens for 8 heads of
 size 128 takes as long; with latent attention, copies take ten times as long.
 """
+
+MAX_QUERIES = 1024
+"""Maximum number of queries in one call with a mask, because the mask has an entry for each pair of query and key."""
 
 
 class Offsets(NamedTuple):
@@ -66,7 +70,7 @@ def offsets(segments: tuple[Segment, ...], num_rows: int, num_keys: int, device:
     keys = torch.cat([torch.arange(segment.key_start, segment.key_end) for segment in segments])
     # Without context parallelism, the segments are the whole row.
     keys_T = None
-    if len(keys) != num_keys:
+    if not torch.equal(keys, torch.arange(num_keys)):
         keys_T = on_device(keys, device)
     queries_of = [segment.num_queries for segment in segments] * num_rows
     keys_of = [segment.key_end - segment.key_start for segment in segments] * num_rows
@@ -90,6 +94,8 @@ class CoreAttention(MegatronModule):
             for each sequence.
         prefix: attention kernel with separate forward and backward functions (`kernels.prefix_kernel`); None if the
             selected kernels have no such functions.
+        window: number of keys that a query sees: the last ones up to its position; None: all keys up to its position.
+            With context parallelism, keys outside of the windows are gathered too, but neither copied nor computed.
     """
 
     def __init__(
@@ -104,9 +110,14 @@ class CoreAttention(MegatronModule):
         k_channels: int | None = None,
         varlen: Callable[..., Any] | None = None,
         prefix: merged_attention.PrefixKernel | None = None,
+        window: int | None = None,
         **unused: Any,
     ):
         super().__init__(config=config)
+        self.window = window
+        if window is not None:
+            prefix = None  # it requires that each segment sees a longer prefix than the segment before
+            varlen = varlen and partial(varlen, window=window)
         self.varlen, self.prefix = varlen, prefix
         self.dropout = config.attention_dropout
         k_channels = k_channels or config.kv_channels
@@ -151,6 +162,9 @@ class CoreAttention(MegatronModule):
             assert packed_seq_params.qkv_format == "thd"
             query_SBND, key_SBGD, value_SBGD = (t.unsqueeze(1) for t in (query_SBND, key_SBGD, value_SBGD))
         elif self.cp_group.size() == 1:
+            if attention_mask is not None and self.window is not None:
+                outside = outside_window(query_SBND.size(0), key_SBGD.size(0), self.window, query_SBND)
+                attention_mask = attention_mask | (outside < 0)
             return self._attend(query_SBND, key_SBGD, value_SBGD, attention_mask).flatten(2)
 
         if attention_mask is not None:
@@ -166,7 +180,7 @@ class CoreAttention(MegatronModule):
                 f"tokens; it counts the padded tokens of the whole row"
             )
         key_SBGD, value_SBGD = (whole_row(local, lengths, group) for local in (key_SBGD, value_SBGD))
-        segments = causal_segments(lengths, group.rank(), group.size())
+        segments = causal_segments(lengths, group.rank(), group.size(), self.window)
         out = self._attend_row(query_SBND, key_SBGD, value_SBGD, segments).flatten(2)
         if packed_seq_params is not None:
             out = out.squeeze(1)
@@ -192,12 +206,17 @@ class CoreAttention(MegatronModule):
         value_SBGD: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return attention [S, B, N, D]. Without a mask, the attention is causal and the last query sees the last
-        key."""
+        """Return attention [S, B, N, D]. Without a mask, the attention is causal and the last query sees the last key.
+
+        Args:
+            attention_mask: True at masked entries, or added to the scores.
+        """
         num_queries, num_keys = query_SBND.size(0), key_SBGD.size(0)
         is_allowed = None
         if attention_mask is not None:
-            is_allowed = ~attention_mask
+            is_allowed = ~attention_mask if attention_mask.dtype == torch.bool else attention_mask
+        elif self.window is not None and num_keys > self.window:
+            return self._attend_windows(query_SBND, key_SBGD, value_SBGD, self.window)
         elif num_queries != num_keys:
             # torch's is_causal aligns the first query with the first key.
             is_allowed = query_SBND.new_ones(num_queries, num_keys, dtype=torch.bool).tril(num_keys - num_queries)
@@ -217,6 +236,24 @@ class CoreAttention(MegatronModule):
         )
         return out_BNSD.permute(2, 0, 1, 3)
 
+    def _attend_windows(
+        self, query_SBND: torch.Tensor, key_SBGD: torch.Tensor, value_SBGD: torch.Tensor, window: int
+    ) -> torch.Tensor:
+        """Return attention [S, B, N, D] with windows, in blocks of queries with the keys that they see.
+
+        Work and memory are therefore proportional to the window. With one block, the result is bitwise identical to
+        transformers.
+        """
+        num_queries = query_SBND.size(0)
+        num_before = key_SBGD.size(0) - num_queries  # keys before the first query
+        parts = []
+        for start in range(0, num_queries, MAX_QUERIES):
+            end = min(start + MAX_QUERIES, num_queries)
+            seen = slice(first_in_window(0, num_before + start, window), num_before + end)
+            mask = outside_window(end - start, seen.stop - seen.start, window, query_SBND)
+            parts.append(self._attend(query_SBND[start:end], key_SBGD[seen], value_SBGD[seen], mask))
+        return torch.cat(parts)
+
     def _attend_cached(
         self, query_T1ND: torch.Tensor, key_T1GD: torch.Tensor, value_T1GD: torch.Tensor, cache: Cache
     ) -> torch.Tensor:
@@ -228,8 +265,9 @@ class CoreAttention(MegatronModule):
         *queries, padding = query_T1ND.split(cache.lengths(len(query_T1ND)))
         parts = []
         for span, query in zip(cache.spans, queries, strict=True):
-            key_S1GD = key_BCGD[span.row, : span.end].unsqueeze(1)
-            value_S1GD = value_BCGD[span.row, : span.end].unsqueeze(1)
+            seen = slice(first_in_window(0, span.start, self.window), span.end)
+            key_S1GD = key_BCGD[span.row, seen].unsqueeze(1)
+            value_S1GD = value_BCGD[span.row, seen].unsqueeze(1)
             parts.append(self._attend(query, key_S1GD, value_S1GD))
         parts.append(padding.new_zeros(*padding.shape[:3], value_T1GD.size(-1)))
         return torch.cat(parts)
@@ -242,7 +280,7 @@ class CoreAttention(MegatronModule):
         Query heads that share a key head are computed as several queries of one head. Otherwise torch would repeat the
         keys.
         """
-        visible_BS = cache.visible()
+        visible_BS = cache.visible(self.window)
         key, value = (kept[:, : visible_BS.size(1)].transpose(1, 2) for kept in (key_BCGD, value_BCGD))
         query_BND = cache.by_row(query_T1ND.squeeze(1))
         out = F.scaled_dot_product_attention(
@@ -307,6 +345,25 @@ class CoreAttention(MegatronModule):
         keys, values = ([tensor.squeeze(1) for tensor in own] for own in (own_keys, own_values))
         out = merged_attention.attend(kernel, query, key, value, (), keys, values, self.softmax_scale)
         return out.unsqueeze(1)
+
+
+def outside_window(num_queries: int, num_keys: int, window: int, like: torch.Tensor) -> torch.Tensor:
+    """Return a mask [queries, keys] that is added to scores: 0 for the keys that a query sees, otherwise -inf.
+
+    The last query sees the last `window` keys. The mask has the device and dtype of `like`. Layers share it, also in
+    the backward pass.
+    """
+    return _outside_window(num_queries, num_keys, window, like.device, like.dtype)
+
+
+@lru_cache(maxsize=16)
+def _outside_window(
+    num_queries: int, num_keys: int, window: int, device: torch.device, dtype: torch.dtype
+) -> torch.Tensor:
+    own = num_keys - num_queries  # index of the first query's own key
+    mask = torch.zeros(num_queries, num_keys, dtype=dtype, device=device)
+    is_seen = torch.ones_like(mask, dtype=torch.bool).tril(own).triu(own - window + 1)
+    return mask.masked_fill(~is_seen, -torch.inf)
 
 
 def for_each_query_head(keys_BGSD: torch.Tensor, num_heads: int) -> torch.Tensor:

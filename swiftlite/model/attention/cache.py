@@ -131,14 +131,18 @@ class Cache:
         """Invert `by_row`: [T, ...]."""
         return self._padded(rows_B[self._row_T], num_tokens)
 
-    def visible(self) -> torch.Tensor:
+    def visible(self, window: int | None = None) -> torch.Tensor:
         """Return which keys the token of each row sees in this pass, bool [B, longest row]: all keys up to the token's
-        position.
+        position, or the last `window` of these.
         """
         longest = max((span.end for span in self.spans), default=1)
         last_B = self._position_T.new_zeros(self.num_rows)
         last_B[self._row_T] = self._position_T
-        return torch.arange(longest, device=self.device) <= last_B[:, None]
+        position_S = torch.arange(longest, device=self.device)
+        visible_BS = position_S <= last_B[:, None]
+        if window is not None:
+            visible_BS &= position_S > last_B[:, None] - window
+        return visible_BS
 
     def _padded(self, new_T: torch.Tensor, num_tokens: int) -> torch.Tensor:
         padding = new_T.new_zeros(num_tokens - len(new_T), *new_T.shape[1:])

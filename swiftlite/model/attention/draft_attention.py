@@ -27,6 +27,7 @@ from megatron.core.transformer.enums import AttnMaskType
 
 from swiftlite.model.attention import merged_attention
 from swiftlite.model.attention.attention import (
+    MAX_QUERIES,
     CoreAttention,
     for_kernel,
     is_for_slices,
@@ -35,10 +36,7 @@ from swiftlite.model.attention.attention import (
     whole_row,
 )
 from swiftlite.model.attention.cache import Cache
-from swiftlite.model.context_parallel import Segment, causal_segments, seen_by, shared_row
-
-MAX_QUERIES = 1024
-"""Maximum number of queries in one call with a mask, because the mask has an entry for each pair of query and key."""
+from swiftlite.model.context_parallel import Segment, causal_segments, first_in_window, seen_by, shared_row
 
 
 @dataclass
@@ -107,10 +105,10 @@ class DraftAttention(CoreAttention):
         draft.add(key_SBGD, value_SBGD)
         if draft.cache is None:
             lengths, group = shared_row(query_SBND.size(0), packed_seq_params, self.cp_group)
-            segments = causal_segments(lengths, group.rank(), group.size())
+            segments = causal_segments(lengths, group.rank(), group.size(), self.window)
             attend = self._attend_merged if self.prefix else self._attend_steps
         else:
-            segments = causal_segments(draft.cache.lengths(query_SBND.size(0)), rank=0, size=1)
+            segments = causal_segments(draft.cache.lengths(query_SBND.size(0)), rank=0, size=1, window=self.window)
             attend = self._attend_steps
         out = attend(query_SBND, draft, segments).flatten(2)
         if packed_seq_params is not None:
@@ -133,12 +131,12 @@ class DraftAttention(CoreAttention):
         """Return attention [S, B, N, D]. Each query sees the keys of step 1 up to its position, and of each later step
         the key at its position.
         """
-        segments = list(_short_segments(segments))
+        segments = list(_short_segments(segments, self.window))
         queries = query_SBND.split([segment.num_queries for segment in segments])
         keys, values = _visible(draft.keys, segments), _visible(draft.values, segments)
         parts = []
         for segment, query, key, value in zip(segments, queries, keys, values, strict=True):
-            is_allowed = _allowed(segment, len(draft.keys), key.device)
+            is_allowed = _allowed(segment, len(draft.keys), key.device, self.window)
             parts.append(self._attend(query, key, value, ~is_allowed))
         return torch.cat(parts)
 
@@ -154,19 +152,27 @@ def _visible(steps: Sequence[torch.Tensor], segments: Sequence[Segment]) -> list
     return [torch.cat(segment_parts) for segment_parts in parts]
 
 
-def _allowed(segment: Segment, num_steps: int, device: torch.device) -> torch.Tensor:
-    """Return the mask over `_visible` for each query, True for visible keys (marked x in the module docstring)."""
+def _allowed(segment: Segment, num_steps: int, device: torch.device, window: int | None) -> torch.Tensor:
+    """Return the mask over `_visible` for each query, True for visible keys (marked x in the module docstring).
+
+    The query of the last step is at a position that is larger by `num_steps - 1`, and so is the end of its window.
+    """
     num_keys = segment.key_end - segment.key_start
     prefix = torch.ones(segment.num_queries, num_keys, dtype=torch.bool, device=device)
     prefix = prefix.tril(num_keys - segment.num_queries)
     own = torch.eye(segment.num_queries, dtype=torch.bool, device=device)
-    return torch.cat([prefix, *[own] * (num_steps - 1)], dim=1)
+    later = [own] * (num_steps - 1)
+    if window is not None:
+        prefix = prefix.triu(num_keys - segment.num_queries + num_steps - window)
+        later = [own if num_steps - step < window else own.new_zeros(own.shape) for step in range(2, num_steps + 1)]
+    return torch.cat([prefix, *later], dim=1)
 
 
-def _short_segments(segments: Sequence[Segment]) -> Iterator[Segment]:
+def _short_segments(segments: Sequence[Segment], window: int | None) -> Iterator[Segment]:
     """Split segments into segments of at most MAX_QUERIES queries, in order."""
     for segment in segments:
         num_before = segment.key_end - segment.num_queries  # end of the keys before the first query
         for start in range(0, segment.num_queries, MAX_QUERIES):
             end = min(start + MAX_QUERIES, segment.num_queries)
-            yield Segment(end - start, segment.key_start, num_before + end)
+            key_start = first_in_window(segment.key_start, num_before + start, window)
+            yield Segment(end - start, key_start, num_before + end)

@@ -22,10 +22,10 @@ def fill_values(kernel: Callable[..., Any], others: Collection[Sizes] = ()) -> C
         others: pairs (key size, value size) with unequal sizes that `kernel` supports without padding.
     """
 
-    def filled(query_TND: torch.Tensor, key_KGD: torch.Tensor, value_KGD: torch.Tensor, *places: Any, scale: float):
+    def filled(query_TND: torch.Tensor, key_KGD: torch.Tensor, value_KGD: torch.Tensor, *places: Any, **options: Any):
         value_size = value_KGD.size(-1)
         value_KGD = _as_wide(value_KGD, key_KGD, others)
-        return kernel(query_TND, key_KGD, value_KGD, *places, scale=scale)[..., :value_size]
+        return kernel(query_TND, key_KGD, value_KGD, *places, **options)[..., :value_size]
 
     return filled
 

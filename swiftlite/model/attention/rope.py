@@ -146,6 +146,29 @@ class RotaryEmbedding:
         return ROPE_INIT_FUNCTIONS[self.rope_type](self.hf, device=torch.device("cpu"), seq_len=length)
 
 
+class RotaryEmbeddings:
+    """The rotary embeddings of a model whose layers have different ones, concatenated along the rotary channels.
+
+    Args:
+        hf_configs: for each rotary embedding its settings, with the keys of config.json.
+        device, dtype: as for `RotaryEmbedding`.
+
+    Raises:
+        UserError: transformers does not support a `rope_type`.
+    """
+
+    def __init__(self, hf_configs: Sequence[Mapping[str, Any]], device: torch.device, dtype: torch.dtype):
+        self._parts = [RotaryEmbedding(dict(hf_config), device, dtype) for hf_config in hf_configs]
+
+    def __call__(self, lengths: Sequence[int], offset: int = 0) -> torch.Tensor:
+        """Return [2, S, 1, 1, K * R], as `RotaryEmbedding` does, for K rotary embeddings."""
+        return torch.cat([part(lengths, offset) for part in self._parts], dim=-1)
+
+    def at(self, axes_3BS: torch.Tensor) -> torch.Tensor:
+        """Return [2, S, B, 1, K * R], as `RotaryEmbedding.at` does, for K rotary embeddings."""
+        return torch.cat([part.at(axes_3BS) for part in self._parts], dim=-1)
+
+
 def _axis_of_angle(stated: Mapping[str, Any], num_angles: int) -> torch.Tensor:
     """Return the axis (0, 1 or 2) that each angle belongs to, int64. The axes form consecutive sections or are
     interleaved.

@@ -15,12 +15,13 @@ class SelfAttention(McoreSelfAttention):
 
     Args:
         is_rotary: whether queries and keys have rotary embeddings.
+        rope: the channels of this layer in `rotary_pos_emb`, if layers have different rotary embeddings.
         args, kwargs: arguments of megatron-core's class.
     """
 
-    def __init__(self, *args: Any, is_rotary: bool = True, **kwargs: Any):
+    def __init__(self, *args: Any, is_rotary: bool = True, rope: slice = slice(None), **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.is_rotary = is_rotary
+        self.is_rotary, self.rope = is_rotary, rope
 
     def forward(
         self,
@@ -53,6 +54,7 @@ class SelfAttention(McoreSelfAttention):
         query, key, *others = made  # the value, and the output gate if there is one
         if not self.is_rotary:
             return query, key, *others
+        rotary_pos_emb = rotary_pos_emb[..., self.rope]
         rotate = rotation(self.config)
         return rotate(query, rotary_pos_emb), rotate(key, rotary_pos_emb), *others
 

@@ -93,25 +93,38 @@ def _activate(impl: FlashImpl) -> None:
 def varlen_kernel(kernels: Kernels) -> VarlenKernel | None:
     """Return the kernel for all sequences of a packed row; None if each sequence is a separate call.
 
-    The kernel is called as `kernel(q_TND, k_TGD, v_TGD, cu_q, cu_k, max_q, max_k, scale=)`. Its causal mask is aligned
-    to the lower right: the last query of a sequence sees the sequence's last key.
+    The kernel is called as `kernel(q_TND, k_TGD, v_TGD, cu_q, cu_k, max_q, max_k, scale=, window=)`. Its causal mask is
+    aligned to the lower right: the last query of a sequence sees the sequence's last key. With a `window`, a query sees
+    this number of keys; default: all.
     """
     if kernels.attention == "flash_attn":
         from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
 
         options = {"causal": True, "deterministic": kernels.is_deterministic}
-        return fill_values(lambda *args, scale: flash_attn_varlen_func(*args, softmax_scale=scale, **options))
+        return fill_values(
+            lambda *args, scale, window=None: flash_attn_varlen_func(
+                *args, softmax_scale=scale, window_size=_window_size(window), **options
+            )
+        )
     if kernels.attention == "torch_varlen":
         from torch.nn.attention.varlen import varlen_attn
 
-        options: dict[str, Any] = {"window_size": (-1, 0)}
+        options: dict[str, Any] = {}
         # torch 2.11 does not have this argument: its kernel always supports fewer key heads than query heads.
         if "enable_gqa" in inspect.signature(varlen_attn).parameters:
             options["enable_gqa"] = True
         return fill_values(
-            lambda *args, scale: varlen_attn(*args, scale=scale, **options), others=_other_sizes(kernels)
+            lambda *args, scale, window=None: varlen_attn(
+                *args, scale=scale, window_size=_window_size(window), **options
+            ),
+            others=_other_sizes(kernels),
         )
     return None
+
+
+def _window_size(window: int | None) -> tuple[int, int]:
+    """Return the numbers of keys before and after a query's own key that the query sees; -1 for all."""
+    return (-1 if window is None else window - 1, 0)
 
 
 def _other_sizes(kernels: Kernels) -> tuple[Sizes, ...]:

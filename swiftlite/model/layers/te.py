@@ -143,7 +143,7 @@ def check_available(precision: LowPrecision) -> None:
 
 
 class CoreAttention(attention.CoreAttention):
-    """Transformer Engine's attention; with a KV cache or a mask, swiftlite's own attention is used instead."""
+    """Transformer Engine's attention; with a KV cache, a mask or a window, swiftlite's own is used instead."""
 
     def __init__(
         self,
@@ -188,8 +188,10 @@ class CoreAttention(attention.CoreAttention):
         packed_seq_params: PackedSeqParams | None = None,
     ) -> torch.Tensor:
         """Compute attention, with the arguments of `attention.CoreAttention.forward`, without context parallelism."""
-        if attention_mask is not None:
-            return super().forward(query_SBND, key_SBGD, value_SBGD, attention_mask)
+        if attention_mask is not None or self.window is not None:
+            return super().forward(
+                query_SBND, key_SBGD, value_SBGD, attention_mask, packed_seq_params=packed_seq_params
+            )
         mask_type = AttnMaskType.causal
         if packed_seq_params is not None:
             mask_type = AttnMaskType.padding_causal
