@@ -221,6 +221,16 @@ def test_flops_count_only_pairs_within_the_window(mixed, monkeypatch):
     assert steps[1] - steps[0] == saved
 
 
+def test_the_output_of_one_block_is_not_copied(mesh):
+    """The backward pass keeps the output of the kernel, which is also the input of the next layer."""
+    attention = make_attention(mesh, window=WINDOW)
+    inputs = [torch.randn(LENGTH, 1, heads, 16, requires_grad=True) for heads in (4, 2, 2)]
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.data_ptr()), lambda _: None):
+        out = attention(*inputs, None)
+    assert out.data_ptr() in kept
+
+
 def test_packed_rows_are_computed_as_sequence_by_sequence(mesh):
     attention = make_attention(mesh, window=WINDOW)
     torch.manual_seed(0)

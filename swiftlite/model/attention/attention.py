@@ -252,6 +252,8 @@ class CoreAttention(MegatronModule):
             seen = slice(first_in_window(0, num_before + start, window), num_before + end)
             mask = outside_window(end - start, seen.stop - seen.start, window, query_SBND)
             parts.append(self._attend(query_SBND[start:end], key_SBGD[seen], value_SBGD[seen], mask))
+        if len(parts) == 1:
+            return parts[0]  # without a copy
         return torch.cat(parts)
 
     def _attend_cached(
