@@ -226,7 +226,12 @@ def test_the_output_of_one_block_is_not_copied(mesh):
     attention = make_attention(mesh, window=WINDOW)
     inputs = [torch.randn(LENGTH, 1, heads, 16, requires_grad=True) for heads in (4, 2, 2)]
     kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.data_ptr()), lambda _: None):
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor.data_ptr())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         out = attention(*inputs, None)
     assert out.data_ptr() in kept
 
