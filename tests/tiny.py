@@ -19,6 +19,8 @@ from transformers import (
     Glm4MoeForCausalLM,
     Glm4MoeLiteConfig,
     Glm4MoeLiteForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
     HYV3Config,
     HYV3ForCausalLM,
     LlamaConfig,
@@ -69,6 +71,7 @@ CLASSES: dict[str, tuple[type, type]] = {
     "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
     "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
     "glm4_moe_lite": (Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM),
+    "granite": (GraniteConfig, GraniteForCausalLM),
     "hy_v3": (HYV3Config, HYV3ForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
     "seed_oss": (SeedOssConfig, SeedOssForCausalLM),
@@ -160,6 +163,12 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
     # Published with 0.1 of both: what tests train with transformers' layers would be noise.
     "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
+    "granite": {
+        "attention_multiplier": 0.25,
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 2.0,
+        "residual_multiplier": 0.5,
+    },
     "smollm3": {"no_rope_layer_interval": 2},
     "qwen3_next": WITH_SHARED | LINEAR,
     "qwen3_5": OF_QWEN3_5,
@@ -174,7 +183,7 @@ TEXT_PREFIX = dict.fromkeys(WRAPPED, "model.language_model") | {"qwen2_5_vl": "m
 """Prefixes of the language model's tensors in these families' files."""
 ONLY_IN_VLLM = ("qwen2_5_vl", "qwen3_vl")
 """Families whose heads SGLang and llama.cpp cannot use for drafting."""
-CANNOT_DRAFT = {"sglang": ONLY_IN_VLLM, "llamacpp": (*ONLY_IN_VLLM, "smollm3")}
+CANNOT_DRAFT = {"sglang": ONLY_IN_VLLM, "llamacpp": (*ONLY_IN_VLLM, "granite", "smollm3")}
 """Families whose heads an engine cannot use for drafting."""
 HYBRID = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text")
 ALIKE = ("qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text")
@@ -265,6 +274,16 @@ def mtp_names(family: str, depth_index: int, num_layers: int = 2) -> tuple[dict[
         parts, block = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"), f"mtp.layers.{k}."
     roles = ("embedding_norm", "hidden_norm", "projection", "output_norm")
     return {role: f"{head}{part}.weight" for role, part in zip(roles, parts, strict=True)}, block
+
+
+def embedded(trunk: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Return embeddings of ids as the first decoder layer of a transformers model reads them."""
+    return trunk.model.embed_tokens(ids) * getattr(trunk.config, "embedding_multiplier", 1.0)
+
+
+def logits_of(trunk: Any, states: torch.Tensor) -> torch.Tensor:
+    """Return the logits of a transformers model for states after its final norm."""
+    return trunk.lm_head(states) / getattr(trunk.config, "logits_scaling", 1.0)
 
 
 def random_mtp_tensors(model: Any, family: str, depth: int, std: float = 0.2) -> dict[str, torch.Tensor]:

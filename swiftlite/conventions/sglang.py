@@ -11,6 +11,7 @@ _FIRST_LAYER = "model.layers.0."
 # HF model_type -> convention. The classes of dense families except MiMo are those of swiftlite's plugin
 # (models/dense.py).
 _LINES = {
+    "granite": Convention("GraniteForCausalLMMTP", "one"),
     "llama": Convention("LlamaForCausalLMMTP", "one"),
     "mistral": Convention("MistralForCausalLMMTP", "one"),
     "qwen2": Convention("Qwen2ForCausalLMMTP", "one"),

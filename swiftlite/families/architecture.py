@@ -24,6 +24,8 @@ class Outside:
         hidden: hidden size.
         vocab: size of the vocabulary.
         is_tied: whether the output layer shares the embedding.
+        embedding_multiplier: factor of embeddings, for the trunk and for MTP heads.
+        logits_divisor: number by which logits are divided.
         mcore_config: arguments of megatron-core's TransformerConfig that all layers share, for norms and activation.
         ropes: settings of the rotary embeddings, each with the names of config.json (`families/rope.py`), if layers
             have different ones, which must have the same number of channels; empty: all layers have that of
@@ -41,6 +43,8 @@ class Outside:
     hf_embedding: str = "model.embed_tokens.weight"
     hf_final_norm: str = "model.norm.weight"
     hf_output_layer: str = "lm_head.weight"
+    embedding_multiplier: float = 1.0
+    logits_divisor: float = 1.0
 
     def local_vocab(self, rank: Rank) -> int:
         """Return the number of rows of the embedding on a rank, including padding."""

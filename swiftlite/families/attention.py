@@ -30,6 +30,7 @@ class GroupedQueryAttention:
         window: number of tokens that a token sees: itself and the tokens directly before it; None: all tokens before
             it.
         rope: index in `Outside.ropes` of the rotary embedding; None: all layers have the same.
+        scale: factor of attention scores; None: 1 / sqrt(head_dim).
     """
 
     recompute_modules: ClassVar[tuple[str, ...]] = ("core_attn",)
@@ -48,6 +49,7 @@ class GroupedQueryAttention:
     output_gate: bool = False
     window: int | None = None
     rope: int | None = None
+    scale: float | None = None
 
     @property
     def tensor_split(self) -> dict[str, int]:
@@ -63,6 +65,8 @@ class GroupedQueryAttention:
         }
         if self.output_gate:
             config["attention_output_gate"] = True
+        if self.scale is not None:
+            config["softmax_scale"] = self.scale
         return config
 
     def rows(self) -> list[Row]:

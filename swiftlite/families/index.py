@@ -10,6 +10,7 @@ from swiftlite.families.family import Family, HfConfig
 from swiftlite.families.models.deepseek_v3 import DEEPSEEK_V3
 from swiftlite.families.models.glm4_moe import GLM4_MOE
 from swiftlite.families.models.glm4_moe_lite import GLM4_MOE_LITE
+from swiftlite.families.models.granite import GRANITE
 from swiftlite.families.models.hy_v3 import HY_V3
 from swiftlite.families.models.llama import LLAMA
 from swiftlite.families.models.mimo import MIMO
@@ -31,6 +32,7 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v3": DEEPSEEK_V3,
     "glm4_moe": GLM4_MOE,
     "glm4_moe_lite": GLM4_MOE_LITE,
+    "granite": GRANITE,
     "hy_v3": HY_V3,
     "llama": LLAMA,
     "mimo": MIMO,

@@ -133,11 +133,13 @@ class Layer:
     Attributes:
         hf_names: maps prefixes of Hugging Face names (within a layer) in the bridge rows of attention and MLP to the
             prefixes of this family. For example {"mlp.gate_proj.": "feed_forward.w1."}.
+        residual_multiplier: factor of the outputs of attention and MLP before they are added to the state.
     """
 
     attention: Attention
     mlp: FeedForward
     hf_names: Mapping[str, str] = field(default_factory=dict)
+    residual_multiplier: float = 1.0
 
     def rows(self) -> list[Row]:
         """Return the bridge rows, with names relative to the layer."""

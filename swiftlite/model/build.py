@@ -256,6 +256,8 @@ def _stage(
     return {
         "vocab_size": architecture.outside.vocab,
         "share_embeddings_and_output_weights": architecture.outside.is_tied,
+        "embedding_multiplier": architecture.outside.embedding_multiplier,
+        "logits_divisor": architecture.outside.logits_divisor,
         "position_embedding_type": "none",
         "transformer_layer_spec": decoder_spec(config, layers, drafting, modules, num_deepstack > 0),
         "mtp_block_spec": mtp_block_spec,

@@ -112,7 +112,9 @@ class GPTModel(McoreGPTModel):
             which gets no gradient (kl, tv, nla, lk_hybrid; see `distillation_loss`).
         detached_heads: whether the losses of the heads have no gradient with respect to the trunk: its states, the
             embedding and the output layer.
-        temperature: losses are those of logits divided by this number.
+        embedding_multiplier: factor of embeddings, for the trunk and for the heads.
+        logits_divisor: number by which logits are divided.
+        temperature: losses are those of logits divided by this number as well.
         is_teacher: whether the last stage returns the states at positions with a label, instead of losses.
         kwargs: further arguments of megatron-core's GPTModel.
     """
@@ -133,6 +135,8 @@ class GPTModel(McoreGPTModel):
         mtp_loss: MtpLoss = "ce",
         loss_in_chunks: bool = False,
         detached_heads: bool = False,
+        embedding_multiplier: float = 1.0,
+        logits_divisor: float = 1.0,
         temperature: float = 1.0,
         is_teacher: bool = False,
         vp_stage: int | None = None,
@@ -166,6 +170,8 @@ class GPTModel(McoreGPTModel):
         self.mtp_loss: MtpLoss = mtp_loss
         self.loss_in_chunks = loss_in_chunks
         self.detached_heads = detached_heads
+        self.embedding_multiplier = embedding_multiplier
+        self.logits_divisor = logits_divisor
         self.temperature = temperature
         self.is_teacher = is_teacher
         self.register_buffer("_drafted_rows", self._find_drafted_rows(), persistent=False)
@@ -411,6 +417,8 @@ class GPTModel(McoreGPTModel):
     def _embed(self, input_ids: torch.Tensor, position_ids: torch.Tensor, placed: Placed | None) -> torch.Tensor:
         """Look up embeddings [S, B, H], with the tower's outputs instead of placeholder tokens."""
         embeddings_SBH = self.embedding(input_ids=input_ids, position_ids=position_ids)
+        if self.embedding_multiplier != 1:
+            embeddings_SBH = embeddings_SBH * self.embedding_multiplier
         if placed is None:
             return embeddings_SBH
         return placed.put_into(embeddings_SBH, self._on_this_sequence_rank(placed.item_BS.T))
@@ -606,7 +614,7 @@ class GPTModel(McoreGPTModel):
         return Losses(main, [self._cross_entropy(hidden_SBH, labels_BS, output) for hidden_SBH, labels_BS in heads])
 
     def logits(self, hidden_SBH: torch.Tensor) -> torch.Tensor:
-        """Return logits [S, B, V] for this rank's part of the vocabulary."""
+        """Return logits [S, B, V] for this rank's part of the vocabulary, not divided by `logits_divisor`."""
         weight = None
         if self.share_embeddings_and_output_weights:
             weight = self.shared_embedding_or_output_weight()
@@ -614,7 +622,10 @@ class GPTModel(McoreGPTModel):
 
     def _whole_logits(self, hidden_SBH: torch.Tensor) -> torch.Tensor:
         """Return logits [B, S, V] for all positions of the row."""
-        return self.logits(self.whole_sequence(hidden_SBH)).transpose(0, 1)
+        logits_BSV = self.logits(self.whole_sequence(hidden_SBH)).transpose(0, 1)
+        if self.logits_divisor == 1:
+            return logits_BSV
+        return logits_BSV / self.logits_divisor
 
     def _cross_entropy(
         self, hidden_SBH: torch.Tensor, labels_BS: torch.Tensor, output: "OutputMatrix | None" = None
@@ -632,7 +643,7 @@ class GPTModel(McoreGPTModel):
         return token_loss(output.logits(states_NH), selected, tp)
 
     def label_states(self, hidden_SBH: torch.Tensor, labels_BS: torch.Tensor) -> torch.Tensor:
-        """Return the states [N, H] at positions with a label, scaled for the temperature."""
+        """Return the states [N, H] at positions with a label, scaled for divisor and temperature of logits."""
         selected = select(labels_BS, hidden_SBH.device)
         return self._at_temperature(self._selected_states(hidden_SBH, selected))
 
@@ -692,10 +703,13 @@ class GPTModel(McoreGPTModel):
         return hidden_SBH.flatten(0, 1)[selected.pos_N * hidden_SBH.size(1) + selected.row_N]
 
     def _at_temperature(self, states_NH: torch.Tensor) -> torch.Tensor:
-        """Scale states so that their logits are divided by the temperature. Output layers have no bias."""
-        if self.temperature == 1:
+        """Scale states so that their logits are divided by `logits_divisor` and the temperature. Output layers have no
+        bias.
+        """
+        divisor = self.logits_divisor * self.temperature
+        if divisor == 1:
             return states_NH
-        return states_NH / self.temperature
+        return states_NH / divisor
 
     def _whole_rows(
         self, trunk_SBH: torch.Tensor, cu_seqlens: torch.Tensor | None

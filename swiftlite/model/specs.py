@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
@@ -155,19 +156,36 @@ def decoder_layer_spec(
     }
     if not isinstance(layer.attention, GroupedQueryAttention):
         names = {}
+    add_residual = get_bias_dropout_add
+    if layer.residual_multiplier != 1:
+        add_residual = scaled_residual(layer.residual_multiplier)
     return ModuleSpec(
         module=layer_class,
         submodules=TransformerLayerSubmodules(
             input_layernorm=modules.norm,
             self_attention=attention_spec(layer.attention, modules),
             # Functions as in megatron-core's specs, although the annotation requires a class.
-            self_attn_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType]
+            self_attn_bda=add_residual,  # pyright: ignore[reportArgumentType]
             pre_mlp_layernorm=modules.norm,
             mlp=MLP_SPECS[type(layer.mlp)](layer.mlp, modules),
-            mlp_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType]
+            mlp_bda=add_residual,  # pyright: ignore[reportArgumentType]
             sharded_state_dict_keys_map=names,
         ),
     )
+
+
+def scaled_residual(multiplier: float) -> Callable[..., Callable[..., torch.Tensor]]:
+    """Return a function like megatron-core's `get_bias_dropout_add`, without bias and dropout, that multiplies the
+    output of attention or MLP before it is added to the residual.
+    """
+
+    def add(output_with_bias: tuple[torch.Tensor, None], residual: torch.Tensor, dropout: float) -> torch.Tensor:
+        return residual + output_with_bias[0] * multiplier
+
+    def get_add(training: bool, fused: bool) -> Callable[..., torch.Tensor]:
+        return add
+
+    return get_add
 
 
 def decoder_spec(

@@ -23,7 +23,9 @@ from swiftlite.families import FAMILIES
 from swiftlite.heads.drafting import Drafting
 from tests.tiny import (
     HEADS_WITH_COPIES,
+    embedded,
     hub_name,
+    logits_of,
     make_tiny_model,
     memory_name,
     mtp_names,
@@ -134,7 +136,7 @@ class Reference(nn.Module):
     def head_states(self, k: int, hidden_BSH: torch.Tensor, ids_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the states that the next step reads, and the states after the output norm, each [B, S, H]."""
         head: Any = self.heads[k]
-        embedding = self.trunk.model.embed_tokens(ids_BS)
+        embedding = embedded(self.trunk, ids_BS)
         if self.zeroes_first_embedding:
             embedding = torch.cat((torch.zeros_like(embedding[:, :1]), embedding[:, 1:]), dim=1)
         parts = [head["embedding_norm"](embedding), head["hidden_norm"](hidden_BSH)]
@@ -176,7 +178,7 @@ class Reference(nn.Module):
                 fed = torch.cat((fed, hidden[:, -1:]), dim=1)
             k = min(j, self.depth - 1)
             hidden, after = self.head_states(k, fed, torch.tensor([ids[shift:]]))
-            logits.append(self.trunk.lm_head(after[0, -1]))
+            logits.append(logits_of(self.trunk, after[0, -1]))
             if self.draft_vocab:
                 drafted = torch.tensor(self.draft_vocab)
                 logits[-1] = torch.full_like(logits[-1], -torch.inf).index_copy(0, drafted, logits[-1][drafted])
@@ -194,7 +196,7 @@ class Reference(nn.Module):
         """
         row = prompt + self.greedy(prompt, max_new_tokens + max_drafts)
         fed, states = self.trunk_states(torch.tensor([row]))
-        logits = [self.trunk.lm_head(states[0, len(prompt) - 1 :])]
+        logits = [logits_of(self.trunk, states[0, len(prompt) - 1 :])]
         for end in range(len(prompt) + 1, len(prompt) + max_new_tokens):
             logits.append(self.draft_logits(row[:end], max_drafts, fed))
         first, second = torch.cat(logits).topk(2).values.unbind(-1)
@@ -213,7 +215,7 @@ class Reference(nn.Module):
             ids_BS = torch.tensor([prompts[number] for number in numbers])
             for _ in range(num_tokens):
                 _, states = self.trunk_states(ids_BS)
-                following = self.trunk.lm_head(states[:, -1]).argmax(-1, keepdim=True)
+                following = logits_of(self.trunk, states[:, -1]).argmax(-1, keepdim=True)
                 ids_BS = torch.cat((ids_BS, following), dim=1)
             for number, ids in zip(numbers, ids_BS[:, length:].tolist(), strict=True):
                 rows[number] = ids
@@ -370,12 +372,12 @@ def learn_by_heart(model: Reference, rows_BS: torch.Tensor, unroll: int) -> None
     slower = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step / 25))
     for _ in range(MOST_STEPS):
         hidden, after = model.trunk_states(rows_BS)
-        said = [(model.trunk.lm_head(after[:, :-1]), rows_BS[:, 1:])]
+        said = [(logits_of(model.trunk, after[:, :-1]), rows_BS[:, 1:])]
         for k in range(max(model.depth, unroll)):
             length = rows_BS.shape[1] - k - 2
             ids_BS = rows_BS[:, k + 1 : k + 1 + length]
             hidden, after = model.head_states(min(k, model.depth - 1), hidden[:, :length], ids_BS)
-            said.append((model.trunk.lm_head(after), rows_BS[:, k + 2 :]))
+            said.append((logits_of(model.trunk, after), rows_BS[:, k + 2 :]))
         if all(smallest_lead(logits.detach(), targets) > LEARNED for logits, targets in said):
             return
         loss = torch.stack([cross_entropy(logits.flatten(0, 1), targets.flatten()) for logits, targets in said]).sum()

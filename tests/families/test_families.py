@@ -81,6 +81,7 @@ OWN_NEUTRAL = {
     "mistral": set(),
     "seed_oss": {"attention_out_bias", "mlp_bias", "residual_dropout"},
     "smollm3": {"attention_bias", "mlp_bias"},
+    "granite": {"attention_bias", "mlp_bias"},
     "qwen3_next": {"attention_bias"},
     "qwen3_vl": {"attention_bias"},
     "qwen3_5": {"attention_bias"},
@@ -144,6 +145,7 @@ OWN_READ = {
     },
     "mistral": {"sliding_window"},
     "seed_oss": {"attention_bias"},
+    "granite": {"attention_multiplier", "embedding_multiplier", "logits_scaling", "residual_multiplier"},
     "smollm3": {"no_rope_layer_interval", "no_rope_layers"},
 }
 OWN_READ["qwen3_5_text"], OWN_READ["qwen3_5_moe_text"] = OWN_READ["qwen3_5"], OWN_READ["qwen3_5_moe"]
@@ -183,6 +185,7 @@ LATENT_ATTENTION["glm4_moe_lite"] = LATENT_ATTENTION["deepseek_v3"] | {
 OWN_CONFIG = LATENT_ATTENTION | {
     family: {"attention_output_gate": True, "layernorm_zero_centered_gamma": True} for family in HYBRID
 }
+OWN_CONFIG["granite"] = {"softmax_scale": 0.25}
 OWN_CONFIG["smollm3"] = {"hetereogenous_dist_checkpoint": True}
 OWN_CONFIG["hy_v3"] = {"init_method_std": 0.006}
 for _dense in ("qwen3_5", "qwen3_5_text"):  # the others' layers differ by name already, for their experts
@@ -318,7 +321,7 @@ REFUSED = [
     *[(family, "hidden_act", "gelu") for family in families.FAMILIES],
     *[(family, "quantization_config", {"quant_method": "mxfp4"}) for family in families.FAMILIES],
     *[("qwen3", "quantization_config", value) for value in NOT_READABLE],
-    *[(family, "attention_dropout", 0.1) for family in families.FAMILIES if family != "seed_oss"],
+    *[(family, "attention_dropout", 0.1) for family in families.FAMILIES if family not in ("granite", "seed_oss")],
     *[(family, "partial_rotary_factor", 0.5) for family in families.FAMILIES if family not in PARTIAL_ROTARY],
     *[
         (family, "rope_parameters", {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5})
@@ -397,6 +400,11 @@ REFUSED = [
     ("seed_oss", "mlp_bias", True),
     ("seed_oss", "attention_dropout", 0.5),
     ("seed_oss", "residual_dropout", 0.5),
+    *[("granite", key, None) for key in sorted(OWN_READ["granite"])],
+    *[("granite", key, 0) for key in sorted(OWN_READ["granite"])],
+    ("granite", "attention_bias", True),
+    ("granite", "mlp_bias", True),
+    ("granite", "attention_dropout", 0.5),
     ("smollm3", "attention_bias", True),
     ("smollm3", "mlp_bias", True),
     ("smollm3", "use_sliding_window", True),

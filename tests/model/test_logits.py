@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from transformers.modeling_layers import MtpModel
 
 from swiftlite.families import index
 from tests.model.logits import ids_and_positions, load_megatron, load_transformers
 from tests.tiers import pairwise
-from tests.tiny import CLASSES, HYBRID, LATENT, make_tiny_hf, memory_name, mtp_names
+from tests.tiny import CLASSES, HYBRID, LATENT, embedded, logits_of, make_tiny_hf, memory_name, mtp_names
 
 ROPES = {
     "none": None,
@@ -104,7 +105,7 @@ def test_mtp_logits_equal_a_short_reference(tmp_path, mesh, family, depth, dtype
         hidden = before[0] if drafting.takes_before_norm else after
         for k in range(depth):
             hidden = reference_mtp(hf, tensors, family, k, hidden, input_ids, position_ids, drafting)
-            theirs = hf.lm_head(hidden)
+            theirs = logits_of(hf, hidden)
             # What a depth has no input token for (the end of the row) is never a target.
             ends = 20 - k - 1
             if family == "mimo":
@@ -114,6 +115,20 @@ def test_mtp_logits_equal_a_short_reference(tmp_path, mesh, family, depth, dtype
                 torch.testing.assert_close(ours[k][:, :ends], theirs[:, :ends], **tolerance)
             else:
                 assert_equal(ours[k][:, :ends], theirs[:, :ends], family)
+
+
+@pytest.mark.parametrize("in_chunks", [False, True])
+def test_losses_of_logits_that_are_divided(tmp_path, mesh, in_chunks):
+    directory = make_tiny_hf(tmp_path, "granite", depth=1)
+    model = load_megatron(directory, mesh, torch.float32)
+    model.loss_in_chunks = in_chunks
+    input_ids, position_ids = ids_and_positions(20)
+    with torch.no_grad():
+        logits = model(input_ids, position_ids)
+        losses = model(input_ids, position_ids, input_ids, mtp_labels=[input_ids])
+    for found, expected in ((losses.main, logits.main), (losses.mtp[0], logits.mtp[0])):
+        own = F.cross_entropy(expected.flatten(0, 1), input_ids.flatten(), reduction="none").view(2, 20)
+        torch.testing.assert_close(found.loss_BS, own, rtol=1e-5, atol=1e-5)  # rounding of losses up to 20
 
 
 def stacked(tensors: dict[str, torch.Tensor], layer: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -145,7 +160,7 @@ def reference_mtp(hf, tensors, family, k, hidden, input_ids, position_ids, draft
     prefix = len(block)
     inner = {memory_name(family, key[prefix:]): t for key, t in tensors.items() if key.startswith(block)}
     layer.load_state_dict(stacked(inner, layer))
-    token = hf.model.embed_tokens(torch.roll(input_ids, -(k + 1), dims=1))
+    token = embedded(hf, torch.roll(input_ids, -(k + 1), dims=1))
     if drafting.zeroes_first_embedding:
         token[:, 0] = 0
     halves = [norm("embedding_norm", token), norm("hidden_norm", hidden)]

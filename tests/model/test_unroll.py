@@ -29,7 +29,7 @@ from swiftlite.train.methods.next_token import NextTokenObjective, total_loss
 from tests.engines.reference import Reference, convention, follow
 from tests.model.test_logits import load_megatron
 from tests.tiers import some_of
-from tests.tiny import make_tiny_hf
+from tests.tiny import logits_of, make_tiny_hf
 
 STEPS, BETA, SCALE = 3, 0.6, 0.3
 MOST_STEPS = 400
@@ -64,7 +64,7 @@ def drafted_logits(reference: Reference, ids: list[int]) -> list[list[torch.Tens
         for step in range(min(STEPS, len(ids) - start - 1)):
             read = torch.tensor([ids[1 : start + step + 2]])
             states, after = reference.head_states(0, fed, read)
-            logits[step].append(reference.trunk.lm_head(after[0, -1]))
+            logits[step].append(logits_of(reference.trunk, after[0, -1]))
             fed = torch.cat((fed, states[:, -1:]), dim=1)
     return logits
 
@@ -92,7 +92,7 @@ def naive_loss(reference: Reference, samples: list[Sample]) -> torch.Tensor:
     for sample in samples:
         ids = sample.input_ids.tolist()
         _, after = reference.trunk_states(torch.tensor([ids]))
-        rows = [list(reference.trunk.lm_head(after[0])), *drafted_logits(reference, ids)]
+        rows = [list(logits_of(reference.trunk, after[0])), *drafted_logits(reference, ids)]
         for head, row in enumerate(rows):
             for position, logits in enumerate(row[: max(len(ids) - head - 1, 0)]):
                 target = position + head + 1

@@ -44,6 +44,8 @@ LATENT: dict[str, Any] = SHARED | {
 }
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": DENSE,
+    "granite": DENSE
+    | {"attention_multiplier": 0.1, "embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.5},
     "qwen2": DENSE,
     "mimo": DENSE,
     "qwen3": DENSE,

@@ -15,7 +15,7 @@ from swiftlite.heads import Heads
 from tests.messages import has_line
 from tests.model.test_logits import load_megatron, reference_mtp
 from tests.published import library
-from tests.tiny import HYBRID
+from tests.tiny import HYBRID, logits_of
 
 LENGTH = 20
 
@@ -50,13 +50,13 @@ def test_logits_of_trunk_and_heads_are_those_of_transformers(published, mesh, mo
         decoder: Any = getattr(hf.model, "language_model", hf.model)
         decoder.norm.register_forward_pre_hook(lambda _, args: before.append(args[0]))
         states = hf.model(ids).last_hidden_state
-        assert_close(ours.main, hf.lm_head(states), family)
+        assert_close(ours.main, logits_of(hf, states), family)
         assert len(ours.mtp) == (family in library.HEADS)
         if ours.mtp:
             tensors = {name: tensor.float() for name, tensor in library.numbers(directory).items()}
             fed = before[0] if drafting.takes_before_norm else states
             head = reference_mtp(hf, tensors, family, 0, fed, ids, positions, drafting)
-            assert_close(ours.mtp[0][:, :-1], hf.lm_head(head)[:, :-1], family)  # the last has no token to see
+            assert_close(ours.mtp[0][:, :-1], logits_of(hf, head)[:, :-1], family)  # the last has no token to see
 
 
 @pytest.mark.parametrize("model", library.MODELS)

@@ -42,7 +42,7 @@ from swiftlite.engines.loading.weight_update import Bucket
 from swiftlite.engines.prompts import ImagePrompt
 from swiftlite.engines.served_model import require_heads
 from swiftlite.engines.transformers.image_inputs import ImageInputs
-from swiftlite.engines.transformers.mtp_heads import DraftOutput, MtpCandidateGenerator, load_heads
+from swiftlite.engines.transformers.mtp_heads import DividedOutput, DraftOutput, MtpCandidateGenerator, load_heads
 from swiftlite.engines.transformers.recurrent import RecurrentStates, crop_keys
 from swiftlite.engines.transformers.verification import verify, verify_greedily, warpers
 from swiftlite.errors import UserError
@@ -80,13 +80,17 @@ class TransformersEngine:
 
     def _load_trunk(self, model: HfModel) -> None:
         trunk: Any = load_trunk(replace(self._config, model=model))
+        outside = model.family.outside(model.config)
+        self._embedding_multiplier = outside.embedding_multiplier
         self._decoder, self._output_layer = trunk.get_decoder(), trunk.get_output_embeddings()
+        if outside.logits_divisor != 1:
+            self._output_layer = DividedOutput(self._output_layer, outside.logits_divisor)
         self._vision_model: Any = None
         if self._config.max_images:
             self._vision_model = trunk.base_model
         self._draft_output: Any = self._output_layer
         if model.heads.draft_vocab:
-            self._draft_output = DraftOutput(self._output_layer, model.heads.draft_vocab)
+            self._draft_output = DraftOutput(self._output_layer, model.heads.draft_vocab, outside.logits_divisor)
 
     @property
     def bucket_device(self) -> torch.device:
@@ -205,6 +209,7 @@ class TransformersEngine:
             generator,
             confidence,
             images,
+            self._embedding_multiplier,
         )
 
     def _states(

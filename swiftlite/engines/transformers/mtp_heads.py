@@ -60,23 +60,38 @@ class MtpHead(nn.Module):
         return self.transformer_layer(fused_BSH, **layer_kwargs)
 
 
+class DividedOutput(nn.Module):
+    """An output layer whose logits are divided by a number (`Outside.logits_divisor`)."""
+
+    def __init__(self, output_layer: Any, divisor: float):
+        super().__init__()
+        self.weight = output_layer.weight
+        self._output_layer, self._divisor = output_layer, divisor
+
+    def forward(self, hidden_BSH: torch.Tensor) -> torch.Tensor:
+        """Return logits [B, S, V]."""
+        return self._output_layer(hidden_BSH) / self._divisor
+
+
 class DraftOutput(nn.Module):
     """The trunk's output layer for the tokens that heads can draft. All other tokens have the logit -inf.
 
     Args:
         output_layer: output layer of the trunk.
         draft_vocab: ids of the tokens that heads can draft.
+        divisor: number by which logits are divided.
     """
 
-    def __init__(self, output_layer: Any, draft_vocab: Sequence[int]):
+    def __init__(self, output_layer: Any, draft_vocab: Sequence[int], divisor: float = 1.0):
         super().__init__()
+        self._divisor = divisor
         self._drafted = torch.tensor(draft_vocab, device=output_layer.weight.device)
         self._rows = output_layer.weight.detach()[self._drafted]
         self._vocab_size = len(output_layer.weight)
 
     def forward(self, hidden_BSH: torch.Tensor) -> torch.Tensor:
         """Return logits [B, S, V]."""
-        logits = F.linear(hidden_BSH, self._rows)
+        logits = F.linear(hidden_BSH, self._rows) / self._divisor
         whole = logits.new_full((*logits.shape[:-1], self._vocab_size), -torch.inf)
         return whole.index_copy_(-1, self._drafted, logits)
 
@@ -153,6 +168,7 @@ class MtpCandidateGenerator(CandidateGenerator):
         confidence: drafting stops after a draft token with a smaller probability; this token is still proposed. With 0,
             `num_tokens` tokens are always drafted.
         images: images of the prompt, whose features the heads read in place of placeholder tokens; None without images.
+        embedding_multiplier: factor of the embeddings that heads read, if it is not in the embedding's module.
     """
 
     requires_model_outputs = True
@@ -169,8 +185,10 @@ class MtpCandidateGenerator(CandidateGenerator):
         generator: torch.Generator | None = None,
         confidence: float = 0.0,
         images: ImageInputs | None = None,
+        embedding_multiplier: float = 1.0,
     ):
         self._images = images
+        self._embedding_multiplier = embedding_multiplier
         self._decoder = decoder
         self._drafting = drafting
         self._output_layer = output_layer
@@ -256,7 +274,7 @@ class MtpCandidateGenerator(CandidateGenerator):
             ids: the row with the drafts so far, [1, S].
             start: position in the row of the first token that the head reads; it reads all later tokens, too.
         """
-        embedding = self._decoder.get_input_embeddings()(ids[:, start:])
+        embedding = self._decoder.get_input_embeddings()(ids[:, start:]) * self._embedding_multiplier
         begin = cache.get_seq_length()
         position_ids = torch.arange(begin, begin + embedding.shape[1], device=ids.device)[None]
         rotary_positions = position_ids

@@ -22,7 +22,7 @@ from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.mtp_validation import is_mtp_completeness_check_enabled
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
-from vllm.model_executor.models import llama, mistral, qwen2, qwen3, qwen3_moe, transformers
+from vllm.model_executor.models import granite, llama, mistral, qwen2, qwen3, qwen3_moe, transformers
 from vllm.model_executor.models.utils import maybe_prefix
 from vllm.sequence import IntermediateTensors
 
@@ -31,6 +31,10 @@ from swiftlite.engines.vllm.plugin import check_draft_steps
 
 
 class LlamaForCausalLM(Trunk, llama.LlamaForCausalLM):
+    """The trunk of a checkpoint with MTP heads."""
+
+
+class GraniteForCausalLM(Trunk, granite.GraniteForCausalLM):
     """The trunk of a checkpoint with MTP heads."""
 
 
@@ -99,8 +103,11 @@ class MtpHeads(nn.Module):
     def __init__(self, *, vllm_config: VllmConfig, config: Any, layers: list[nn.Module]):
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
+        self.embedding_multiplier = getattr(config, "embedding_multiplier", 1.0)
         self.heads = nn.ModuleList(MtpFrame(config.hidden_size, config.rms_norm_eps) for _ in layers)
         self.layers = nn.ModuleList(layers)
+        # Other layers of vLLM add their output to the residual themselves.
+        self.layer_returns_residual = all("residual" in inspect.signature(layer.forward).parameters for layer in layers)
 
     def forward(
         self,
@@ -111,12 +118,14 @@ class MtpHeads(nn.Module):
         depth: int,
     ) -> torch.Tensor:
         """Return the state [T, H] after the head's output norm. Exactly one of `ids_T` and `embedding_TH` is given."""
-        if embedding_TH is None:
-            embedding_TH = self.embed_tokens(ids_T)
+        read_TH: torch.Tensor = self.embed_tokens(ids_T) if embedding_TH is None else embedding_TH
         frame: Any = self.heads[depth]
-        parts = (frame.pre_fc_norm_embedding(embedding_TH), frame.pre_fc_norm_hidden(hidden_TH))
+        parts = (frame.pre_fc_norm_embedding(read_TH * self.embedding_multiplier), frame.pre_fc_norm_hidden(hidden_TH))
         hidden_TH = frame.fc(torch.cat(parts, dim=-1))
-        hidden_TH, residual_TH = self.layers[depth](positions=positions_T, hidden_states=hidden_TH, residual=None)
+        layer = self.layers[depth]
+        if not self.layer_returns_residual:
+            return frame.norm(layer(positions=positions_T, hidden_states=hidden_TH))
+        hidden_TH, residual_TH = layer(positions=positions_T, hidden_states=hidden_TH, residual=None)
         return frame.norm(hidden_TH, residual_TH)[0]
 
 
@@ -149,7 +158,8 @@ class MtpDraft(nn.Module):
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, prefix=maybe_prefix(prefix, "lm_head"))
         if config.tie_word_embeddings:
             self.lm_head = self.lm_head.tie_weights(self.model.embed_tokens)
-        self.logits_processor = LogitsProcessor(config.vocab_size)
+        self.logits_scale = 1.0 / getattr(config, "logits_scaling", 1.0)
+        self.logits_processor = LogitsProcessor(config.vocab_size, scale=self.logits_scale)
         self._drafted = torch.tensor(heads_of(config).draft_vocab, dtype=torch.int64)
         self._drafted_rows: torch.Tensor | None = None  # rows of lm_head, which is set to the trunk's after loading
 
@@ -201,7 +211,7 @@ class MtpDraft(nn.Module):
         if self._drafted_rows is None:
             self._drafted = self._drafted.to(hidden_states.device)
             self._drafted_rows = _rows(self.lm_head, self._drafted)
-        logits = F.linear(hidden_states, self._drafted_rows)
+        logits = F.linear(hidden_states, self._drafted_rows) * self.logits_scale
         whole = logits.new_full((len(logits), self.config.vocab_size), -torch.inf)
         return whole.index_copy_(1, self._drafted, logits)
 
@@ -238,6 +248,12 @@ class LlamaMTPModel(MtpDraft):
     """MTP draft model for Llama."""
 
     layer_class = llama.LlamaDecoderLayer
+
+
+class GraniteMTPModel(MtpDraft):
+    """MTP draft model for Granite."""
+
+    layer_class = granite.GraniteDecoderLayer
 
 
 class MistralMTPModel(MtpDraft):

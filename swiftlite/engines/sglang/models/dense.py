@@ -5,6 +5,7 @@ Only SGLang imports this module.
 Shapes: T tokens of all requests of a batch, H hidden size.
 """
 
+import inspect
 from typing import Any, ClassVar
 
 import torch
@@ -16,10 +17,19 @@ from sglang.srt.layers.quantization.base_config import QuantizationConfig
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_loader.weight_utils import default_weight_loader
-from sglang.srt.models import llama, mistral, qwen2, qwen3
+from sglang.srt.models import granite, llama, mistral, qwen2, qwen3
 from torch import nn
 
 from swiftlite.engines.loading.head_weights import PACKED_MODULES, Trunk, Weights, fill, heads_of
+
+
+class GraniteForCausalLM(Trunk, granite.GraniteForCausalLM):
+    """The trunk of a checkpoint with an MTP head."""
+
+    def get_embed_and_head(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the matrices of embedding and output layer, which a draft shares. SGLang 0.5.23 has no such method."""
+        embedding: Any = self.model.embed_tokens
+        return embedding.weight, self.lm_head.weight
 
 
 class LlamaForCausalLM(Trunk, llama.LlamaForCausalLM):
@@ -88,6 +98,9 @@ class MtpHead(nn.Module):
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
         self.layers = nn.ModuleList([layer])
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.embedding_multiplier = getattr(config, "embedding_multiplier", 1.0)
+        # Other layers of SGLang keep the residual in the batch.
+        self.layer_returns_residual = "residual" in inspect.signature(layer.forward).parameters
 
     def forward(
         self,
@@ -97,8 +110,14 @@ class MtpHead(nn.Module):
         forward_batch: ForwardBatch,
     ) -> torch.Tensor:
         """Return the state [T, H] after the head's output norm."""
+        embedding_TH = embedding_TH * self.embedding_multiplier
         parts = (self.pre_fc_norm_embedding(embedding_TH), self.pre_fc_norm_hidden(hidden_TH))
         fused_TH = self.fc(torch.cat(parts, dim=-1))
+        if self.layer_returns_residual:
+            state_TH, residual_TH = self.layers[0](
+                positions=positions_T, hidden_states=fused_TH, forward_batch=forward_batch, residual=None
+            )
+            return self.norm(state_TH, residual_TH)[0]
         residual_batch.start(forward_batch)
         state_TH = self.layers[0](positions=positions_T, hidden_states=fused_TH, forward_batch=forward_batch)
         return residual_batch.final_norm(state_TH, forward_batch, self.norm)
@@ -130,7 +149,7 @@ class MtpDraft(nn.Module):
         # `set_embed_and_head` replaces both by those of the trunk.
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, quant_config=quant_config)
-        self.logits_processor = LogitsProcessor(config)
+        self.logits_processor = LogitsProcessor(config, logit_scale=1.0 / getattr(config, "logits_scaling", 1.0))
 
     @torch.no_grad()
     def forward(
@@ -167,6 +186,12 @@ class MtpDraft(nn.Module):
             )
         del self.lm_head.weight  # `head` can be a slice, which is not a parameter
         self.embed_tokens.weight, self.lm_head.weight = embed, head
+
+
+class GraniteForCausalLMMTP(MtpDraft):
+    """MTP draft model for Granite."""
+
+    layer_class = granite.GraniteDecoderLayer
 
 
 class LlamaForCausalLMMTP(MtpDraft):
@@ -206,12 +231,14 @@ class SmolLM3ForCausalLMMTP(LlamaForCausalLMMTP):
 
 
 EntryClass = [
+    GraniteForCausalLM,
     LlamaForCausalLM,
     MistralForCausalLM,
     Qwen2ForCausalLM,
     Qwen3ForCausalLM,
     SeedOssForCausalLM,
     SmolLM3ForCausalLM,
+    GraniteForCausalLMMTP,
     LlamaForCausalLMMTP,
     MistralForCausalLMMTP,
     Qwen2ForCausalLMMTP,

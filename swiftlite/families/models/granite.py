@@ -1,0 +1,42 @@
+"""Granite 3: a Llama with multipliers of embeddings, residual branches, attention scores and logits."""
+
+from dataclasses import replace
+
+from swiftlite.families import dense
+from swiftlite.families.architecture import Outside
+from swiftlite.families.family import Family, HfConfig
+from swiftlite.families.layer import Layer
+
+# Their default is 1 in transformers, but no published model has a multiplier of 1, so a missing one is an error.
+_MULTIPLIERS = ("attention_multiplier", "embedding_multiplier", "logits_scaling", "residual_multiplier")
+
+
+def _check(hf_config: HfConfig) -> None:
+    # Published files state an attention dropout of 0.1. It does not change logits, and is not applied in training.
+    problems = dense.problems_of(
+        hf_config, attention_bias=(False, None), mlp_bias=(False, None), attention_dropout=(0, 0.1, None)
+    )
+    problems += dense.missing_numbers(hf_config, _MULTIPLIERS)
+    dense.refuse(hf_config, problems)
+
+
+def _layer(hf_config: HfConfig, number: int) -> Layer:
+    attention = replace(dense.attention(hf_config), scale=hf_config["attention_multiplier"])
+    return Layer(attention, dense.mlp(hf_config), residual_multiplier=hf_config["residual_multiplier"])
+
+
+def _outside(hf_config: HfConfig) -> Outside:
+    return replace(
+        dense.outside(hf_config),
+        embedding_multiplier=hf_config["embedding_multiplier"],
+        logits_divisor=hf_config["logits_scaling"],
+    )
+
+
+GRANITE = Family(
+    name="granite",
+    check=_check,
+    layer=_layer,
+    outside=_outside,
+    mtp=dense.QWEN3_NEXT_HEADS,
+)
