@@ -90,7 +90,9 @@ def measure(hf_config: dict[str, Any], setup: Setup) -> Measured:
         if setup.layout.pipeline_model_parallel_size == 1:
             activations, logits = _kept_by_autograd(chunks[0], hf_config, setup, device.torch_device)
             quantized = _bytes(_copies_of_weights(chunks[0]))
-        distributed = DistributedArgs(use_distributed_optimizer=setup.use_distributed_optimizer)
+        distributed = DistributedArgs(
+            use_distributed_optimizer=setup.use_distributed_optimizer, grad_reduce_in_bf16=setup.grad_reduce_in_bf16
+        )
         wrapped = wrap_model(chunks, mesh, dtype, distributed)
         parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
         gradients: Any = wrapped  # otherwise `buffers` has the type of torch's method

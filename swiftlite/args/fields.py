@@ -318,6 +318,9 @@ class OptimizerShareArgs:
     use_distributed_optimizer: bool | None = None
     """Shard the optimizer state over data-parallel ranks. Default, also for --overlap_grad_reduce and
     --overlap_param_gather: true on GPUs with several data-parallel ranks."""
+    grad_reduce_in_bf16: bool = False
+    """Accumulate and reduce gradients in bfloat16 instead of float32: half the memory and communication, larger
+    rounding errors. Requires --torch_dtype bfloat16."""
 
 
 @dataclass(frozen=True)

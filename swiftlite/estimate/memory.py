@@ -15,7 +15,7 @@ a frozen norm saves less. Activations of DoRA are counted (`estimate/adapters.py
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from swiftlite.estimate.setup import Setup, held_by_stages, planned_architecture
+from swiftlite.estimate.setup import Setup, gradient_bytes, held_by_stages, planned_architecture
 from swiftlite.estimate.stage_memory import ModelOnRank, VirtualStage, share
 from swiftlite.families.architecture import Architecture
 from swiftlite.families.family import HfConfig
@@ -41,6 +41,9 @@ class StageMemory:
     weights: int
     gradients: int
     optimizer: int
+    float32_gradients: int
+    """Bytes of the float32 copies of bfloat16 gradients, which exist while the optimizer updates the weights. There are
+    no activations at that time."""
     activations: int
     """Bytes of the activations of all micro-batches in flight at the peak, without logits."""
     in_flight: int
@@ -55,7 +58,7 @@ class StageMemory:
     @property
     def total(self) -> int:
         state = self.weights + self.quantized + self.gradients + self.optimizer
-        return state + self.activations + self.recomputed + self.logits
+        return state + max(self.activations + self.recomputed + self.logits, self.float32_gradients)
 
 
 def estimate(hf_config: HfConfig, setup: Setup) -> list[StageMemory]:
@@ -94,8 +97,9 @@ def _stage_memory(model: "ModelOnRank", virtual_stages: Sequence["VirtualStage"]
         parameters=parameters.total,
         trained=trained,
         weights=parameters.total * setup.parameter_bytes,
-        gradients=trained.total * FLOAT32,
-        optimizer=_optimizer_bytes(trained, setup),
+        gradients=trained.total * gradient_bytes(setup),
+        optimizer=_sharded_bytes(trained, setup, _optimizer_bytes(setup)),
+        float32_gradients=_sharded_bytes(trained, setup, FLOAT32 if setup.grad_reduce_in_bf16 else 0),
         activations=_bytes_in_flight(waiting, [each.activation_bytes for each in passes]),
         in_flight=sum(waiting),
         recomputed=max(each.recomputed for each in passes),
@@ -104,14 +108,15 @@ def _stage_memory(model: "ModelOnRank", virtual_stages: Sequence["VirtualStage"]
     )
 
 
-def _optimizer_bytes(trained: ParameterCount, setup: Setup) -> int:
-    """Count the bytes of a rank's AdamW moments and, unless the model is float32, of its float32 weights.
-
-    With a distributed optimizer, these bytes are divided among the data-parallel and context-parallel ranks.
-    """
-    per_parameter = 2 * FLOAT32
+def _optimizer_bytes(setup: Setup) -> int:
+    """Return the bytes per parameter of AdamW's moments and, unless the model is float32, of its float32 weights."""
     if setup.parameter_bytes < FLOAT32:
-        per_parameter += FLOAT32
+        return 3 * FLOAT32
+    return 2 * FLOAT32
+
+
+def _sharded_bytes(trained: ParameterCount, setup: Setup, per_parameter: int) -> int:
+    """Return what a distributed optimizer shards over data-parallel and context-parallel ranks: bytes of a rank."""
     if not setup.use_distributed_optimizer:
         return trained.total * per_parameter
     layout = setup.layout

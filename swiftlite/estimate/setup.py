@@ -42,6 +42,7 @@ class Setup:
     recompute: RecomputeArgs = field(default_factory=RecomputeArgs)
     num_gpus: int = 1
     use_distributed_optimizer: bool = False
+    grad_reduce_in_bf16: bool = False
     micro_batch_size: int = 1
     max_length: int = 2048
     parameter_bytes: int = 2
@@ -58,6 +59,13 @@ class Setup:
     """Images of the rows; None for rows without images, with which no vision tower is computed."""
     freeze_llm: bool = False
     """Whether the trunk has no gradients of weights, but passes gradients to the tower."""
+
+
+def gradient_bytes(setup: Setup) -> int:
+    """Return the bytes of the accumulated gradient of a parameter."""
+    if setup.grad_reduce_in_bf16:
+        return setup.parameter_bytes
+    return FLOAT32
 
 
 def planned_setup(args: DoctorArgs, hf_config: HfConfig, max_pixels: int | None = None) -> Setup:
@@ -78,6 +86,7 @@ def planned_setup(args: DoctorArgs, hf_config: HfConfig, max_pixels: int | None 
         recompute=group_of(args, RecomputeArgs),
         num_gpus=num_gpus,
         use_distributed_optimizer=shares,
+        grad_reduce_in_bf16=args.grad_reduce_in_bf16,
         micro_batch_size=args.micro_batch_size * _sequences_per_sample(args),
         max_length=args.max_length,
         parameter_bytes={"bfloat16": 2, "float32": FLOAT32}[args.torch_dtype],

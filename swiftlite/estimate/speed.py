@@ -15,12 +15,11 @@ from swiftlite.estimate.gpus import Gpu
 from swiftlite.estimate.layer_speed import LayerSpeed, Seconds
 from swiftlite.estimate.memory import estimate_of, largest
 from swiftlite.estimate.products import Product
-from swiftlite.estimate.setup import Setup, held_by_stages
+from swiftlite.estimate.setup import Setup, gradient_bytes, held_by_stages
 from swiftlite.estimate.software import Software, software_of
 from swiftlite.estimate.timing import STARTS, bandwidth, collective_seconds, memory_seconds
 from swiftlite.families.architecture import Architecture
 from swiftlite.families.layer import Layer
-from swiftlite.families.rank import FLOAT32
 from swiftlite.plan.layout import data_parallel_size, num_virtual_stages
 
 _LAUNCH = 6e-6
@@ -187,7 +186,7 @@ class Step:
             micro_batch: seconds of one micro-batch, with which the communication can overlap.
         """
         learns = largest(self.memory).trained
-        layout, num_bytes = self.layout, FLOAT32 + self.setup.parameter_bytes
+        layout, num_bytes = self.layout, gradient_bytes(self.setup) + self.setup.parameter_bytes
         size = self.replicas * layout.context_parallel_size
         stride = layout.tensor_model_parallel_size
         seconds = collective_seconds(self.gpu, size, stride, num_bytes * learns.dense)

@@ -302,6 +302,7 @@ def layout_lines(plan: Plan) -> list[tuple[str, str]]:
         "step": "packed in each step",
     }
     distributed = {
+        "gradients in bfloat16": plan.distributed.grad_reduce_in_bf16,
         "sharded optimizer state": plan.distributed.use_distributed_optimizer,
         "overlapped reduction of gradients": plan.distributed.overlap_grad_reduce,
         "overlapped gather of parameters": plan.distributed.overlap_param_gather,

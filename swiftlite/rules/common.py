@@ -328,6 +328,14 @@ def recompute_options_fit(args: SftArgs | DoctorArgs, facts: Facts) -> Iterator[
             )
 
 
+def gradients_have_the_dtype_of_weights(args: SftArgs | DoctorArgs, facts: Facts) -> Iterator[Problem]:
+    if args.grad_reduce_in_bf16 and args.torch_dtype != "bfloat16":
+        yield (
+            f"--grad_reduce_in_bf16 true does not support --torch_dtype {args.torch_dtype}",
+            "use --torch_dtype bfloat16, or --grad_reduce_in_bf16 false",
+        )
+
+
 def changed(args: Any, names: Iterable[str]) -> list[str]:
     """Return the names of the options among `names` whose values differ from their defaults."""
     known = options(type(args))

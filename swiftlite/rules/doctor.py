@@ -275,5 +275,6 @@ RULES = (
     rollouts_are_planned,
     kernels_are_planned,
     common.recompute_options_fit,
+    common.gradients_have_the_dtype_of_weights,
 )
 NOTES = ()

@@ -30,7 +30,7 @@ from swiftlite.train.clipping import SeparateClipping, separate_head_groups
 def wrap_model(
     chunks: Sequence[GPTModel], mesh: Mesh, dtype: torch.dtype, distributed: DistributedArgs | None = None
 ) -> list[DistributedDataParallel]:
-    """Wrap the chunks in megatron-core's modules for mixed precision and DDP; gradients are accumulated in float32.
+    """Wrap the chunks in megatron-core's modules for mixed precision and DDP.
 
     Args:
         distributed: `Plan.distributed`; an option with the value None is disabled.
@@ -39,7 +39,7 @@ def wrap_model(
     wrapped = []
     for number, chunk in enumerate(chunks):
         ddp_config = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,
+            grad_reduce_in_fp32=not distributed.grad_reduce_in_bf16,
             overlap_grad_reduce=bool(distributed.overlap_grad_reduce),
             use_distributed_optimizer=bool(distributed.use_distributed_optimizer),
             overlap_param_gather=bool(distributed.overlap_param_gather),

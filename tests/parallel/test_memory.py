@@ -125,6 +125,23 @@ def test_experts():
     check(measured, estimated)
 
 
+def test_gradients_in_bfloat16():
+    setup = Setup(
+        micro_batch_size=2,
+        max_length=64,
+        heads=Heads(1),
+        num_gpus=2,
+        use_distributed_optimizer=True,
+        grad_reduce_in_bf16=True,
+    )
+    (estimated,) = estimate(config("qwen3", tie_word_embeddings=True), setup)
+    (measured, _) = launch(2, measure, config("qwen3", tie_word_embeddings=True), setup)
+    for name in ("weights", "gradients", "optimizer"):  # the distributed optimizer pads its buffers
+        assert getattr(measured, name) == pytest.approx(getattr(estimated, name), rel=1e-3)
+    assert estimated.gradients == 2 * estimated.parameters
+    assert estimated.float32_gradients == estimated.optimizer / 3  # as large as the float32 weights
+
+
 def test_heads_only():
     setup = Setup(micro_batch_size=2, max_length=64, heads=Heads(1), mtp_mode="heads_only")
     hf_config = config("qwen3")

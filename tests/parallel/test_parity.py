@@ -89,6 +89,10 @@ def computed(request, tmp_path_factory) -> Computed:
     for model in (QWEN3, MIXTURE):
         jobs[1][model, "bfloat16"] = BFLOAT16
         jobs[2][model, "bfloat16 PP2"] = BFLOAT16 | PP2
+    rounded = BFLOAT16 | {"grad_reduce_in_bf16": True}
+    jobs[1][MIXTURE, "bfloat16 gradients"] = rounded
+    jobs[2][MIXTURE, "bfloat16 gradients DP2"] = rounded
+    jobs[2][MIXTURE, "bfloat16 gradients DP2+distopt"] = rounded | CASES["DP2+distopt"].options
     results = {}
     for num_processes, chosen in jobs.items():
         queue = [
@@ -189,6 +193,17 @@ def test_bfloat16_on_a_pipeline(computed, model):
     assert_within(differences, {"grad_norm_1": 1e-5, "gradients": 2**-7})
     # Not float32 in disguise: precision shows against the float32 run.
     assert computed.differences(model, "bfloat16")["loss"] > 1e-5
+
+
+def test_gradients_in_bfloat16(computed):
+    """Only the sums of gradients are rounded: each of 8 additions by at most 2^-9 of the sum so far."""
+    names = ("bfloat16", *(f"bfloat16 gradients{layout}" for layout in ("", " DP2", " DP2+distopt")))
+    exact, *rounded = (computed.results[MIXTURE, name].metrics[0] for name in names)
+    for metrics in rounded:
+        assert metrics["loss"] == pytest.approx(exact["loss"], rel=1e-6)  # ranks sum the loss in another order
+        assert metrics["grad_norm"] != exact["grad_norm"]
+        assert metrics["grad_norm"] == pytest.approx(exact["grad_norm"], rel=8 * 2**-9)
+    assert rounded[1] == pytest.approx(rounded[2], rel=1e-6)  # ranks sum the norm in another order
 
 
 def test_refusals_are_the_rules(computed):

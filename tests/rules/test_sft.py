@@ -70,6 +70,14 @@ def test_global_batch_size_names_near_sizes(here, batch, micro, world_size, hint
         rules.check(dataclasses.replace(args, global_batch_size=size), world_size)
 
 
+def test_gradients_in_bfloat16_require_weights_in_bfloat16(here):
+    args = dataclasses.replace(SFT, grad_reduce_in_bf16=True, torch_dtype="float32")
+    ((problem, hint),) = problems_of(args)
+    assert mentions(problem, "--grad_reduce_in_bf16 --torch_dtype float32")
+    assert mentions(hint, "--torch_dtype bfloat16")
+    assert rules.check(dataclasses.replace(args, torch_dtype="bfloat16"), world_size=1) == []
+
+
 def test_data_parallel_is_what_tensor_parallel_leaves(here):
     args = dataclasses.replace(SFT, tensor_model_parallel_size=2, global_batch_size=3)
     assert rules.check(args, world_size=6) == []  # 6 / 2 = 3 data-parallel ranks

@@ -211,6 +211,7 @@ RULES = (
     global_batch_divides,
     virtual_stages_have_micro_batches,
     overlap_has_its_optimizer,
+    common.gradients_have_the_dtype_of_weights,
     kernels_are_here,
     low_precision_fits_the_model,
     te_attention_has_whole_rows,
