@@ -28,8 +28,8 @@ class GraniteForCausalLM(Trunk, granite.GraniteForCausalLM):
 
     def get_embed_and_head(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the matrices of embedding and output layer, which a draft shares. SGLang 0.5.23 has no such method."""
-        embedding: Any = self.model.embed_tokens
-        return embedding.weight, self.lm_head.weight
+        trunk: Any = self
+        return trunk.model.embed_tokens.weight, trunk.lm_head.weight
 
 
 class LlamaForCausalLM(Trunk, llama.LlamaForCausalLM):
