@@ -2,6 +2,8 @@
 
 import os
 import tempfile
+import time
+from contextlib import suppress
 from pathlib import Path
 
 from swiftlite.errors import UserError
@@ -24,6 +26,20 @@ def atomic_write(path: Path, content: bytes, writer: str = "") -> None:
         temporary.unlink(missing_ok=True)  # a full disk needs the space
         error.filename = str(path)  # the error of a failed write has no file name
         raise
+
+
+ABANDONED_SECONDS = 3600
+"""Age in seconds at which an incomplete file counts as abandoned. Writing one file takes seconds."""
+
+
+def delete_incomplete(directory: Path) -> None:
+    """Delete incomplete files of killed processes. Recent files are kept, because another process could be writing
+    them.
+    """
+    for path in directory.glob(".*.incomplete"):
+        with suppress(FileNotFoundError):  # renamed by its process in the meantime
+            if time.time() - path.stat().st_mtime > ABANDONED_SECONDS:
+                path.unlink()
 
 
 def check_writable(flag: str, directory: Path) -> None:

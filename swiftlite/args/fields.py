@@ -168,7 +168,10 @@ class DataArgs(RowLengthArgs):
     dataset_shuffle: bool = True
     """Reshuffle the training rows in every epoch."""
     dataset_num_proc: bounds.PositiveInt = 1
-    """Number of processes that tokenize the dataset."""
+    """Number of processes that tokenize the dataset, on each machine."""
+    dataset_cache: str | None = None
+    """Directory for tokenized rows, which later runs with the same rows, tokenizer and options read. All ranks of a
+    machine share its files. Can be deleted between runs. Default: a temporary directory, deleted before training."""
 
 
 @dataclass(frozen=True)

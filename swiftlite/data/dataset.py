@@ -8,16 +8,18 @@ import operator
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, astuple, dataclass, field
 from functools import partial
-from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, overload
 
 import numpy as np
 
-from swiftlite.data.encoder import Encoded, Encoder, encode_all, special_token_note
+from swiftlite.data.encoded_rows import EncodedRows, Part, Samples, digest_of, encode_file
+from swiftlite.data.encoder import Encoder, EncoderPool, special_token_note
 from swiftlite.data.packing.mixture import Mixture, interleave
+from swiftlite.data.row_cache import RowCache
 from swiftlite.data.rows.conversation import NO_IMAGES, BadRow, Conversation, parse_row
-from swiftlite.data.rows.sources import RowParser, find_rows, read_rows
-from swiftlite.data.sample import Sample, digest
+from swiftlite.data.rows.hub_rows import HubRows
+from swiftlite.data.rows.sources import DataFile, RowParser, conversations_at, find_rows, read_rows, sample_note
+from swiftlite.data.sample import Sample
 from swiftlite.errors import UserError
 from swiftlite.log import logger
 
@@ -87,6 +89,47 @@ class DataReport:
             logger.warning("%s", note)
 
 
+class HeldOutConversations(Sequence[Conversation]):
+    """The conversations of held-out rows, read from their files again; a slice reads only its own rows.
+
+    Args:
+        rows: all rows.
+        chosen: numbers of the held-out rows.
+        system, parse: the arguments with which the rows were read.
+    """
+
+    def __init__(self, rows: EncodedRows, chosen: np.ndarray, system: str | None, parse: RowParser):
+        self._rows = rows
+        self._chosen = chosen
+        self._system = system
+        self._parse = parse
+        self._read: list[Conversation] | None = None
+
+    def __len__(self) -> int:
+        return len(self._chosen)
+
+    @overload
+    def __getitem__(self, index: int) -> Conversation: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Conversation]: ...
+    def __getitem__(self, index: int | slice) -> Conversation | list[Conversation]:
+        if isinstance(index, slice) and self._read is None:
+            return self._at(self._chosen[index])
+        if self._read is None:
+            self._read = self._at(self._chosen)
+        return self._read[index]
+
+    def _at(self, chosen: np.ndarray) -> list[Conversation]:
+        rows = self._rows
+        found: dict[tuple[int, int], Conversation] = {}
+        for number in np.unique(rows.file_R[chosen]).tolist():
+            wanted = rows.number_R[chosen][rows.file_R[chosen] == number].tolist()
+            read = conversations_at(rows.files[number], wanted, system=self._system, parse=self._parse)
+            found |= {(number, place): conversation for place, conversation in read.items()}
+        places = zip(rows.file_R[chosen].tolist(), rows.number_R[chosen].tolist(), strict=True)
+        return [found[place] for place in places]
+
+
 @dataclass(frozen=True)
 class Data:
     """Encoded samples, and counts of all rows.
@@ -94,16 +137,16 @@ class Data:
     Attributes:
         train: training samples, in the order of the files.
         val: held-out samples.
-        val_conversations: the turns of each held-out row; `.prompt()` is the prompt and `.answer()` the reference
-            answer.
+        val_conversations: the turns of each held-out row, which are read from the files when they are needed;
+            `.prompt()` is the prompt and `.answer()` the reference answer.
         report: counts of rows and remarks about the data.
         digest: sha256 over the training and held-out samples.
         has_images: whether any kept row has images.
     """
 
     train: Sequence[Sample]
-    val: list[Sample]
-    val_conversations: list[Conversation]
+    val: Sequence[Sample]
+    val_conversations: Sequence[Conversation]
     report: DataReport
     digest: str
     has_images: bool = False
@@ -121,6 +164,7 @@ def load_train_val(
     seed: int = 42,
     interleave_prob: Sequence[float] = (),
     offered: Collection[str] | None = None,
+    cache: RowCache | None = None,
 ) -> Data:
     """Read, encode and split the data of a run.
 
@@ -135,41 +179,70 @@ def load_train_val(
         seed: seed for the sample of `#N`, for the held-out rows, and for `interleave_prob`.
         interleave_prob: weight of each file of `dataset`; empty: all rows of all files. Held-out rows are not affected.
         offered: names of the command's options; errors only name these options. Default: the options of `megatron sft`.
+        cache: stores encoded rows in files, which all processes of a machine share. Default: the rows are in the memory
+            of this process.
 
     Raises:
         UserError: a file cannot be read, there are more bad rows than allowed, or no row is left.
     """
     report = DataReport()
-    train_rows = _read(dataset, report, system, seed, parse=encoder.parse)
-    val_rows = _read(val_dataset, report, system, seed, parse=encoder.parse)
-    conversations = train_rows.conversations + val_rows.conversations
-    encoded = list(encode_all(encoder, conversations, num_proc))
-    bad_rows = train_rows.bad_rows + val_rows.bad_rows + [row.bad for row in encoded if row.bad]
-    some_are_good = any(row.bad is None for row in encoded)  # otherwise the error is that no row is left
-    _check_bad_rows(bad_rows, max_bad_rows, some_are_good and _is_offered("max_bad_rows", offered))
+    files = [(spec, find_rows(spec)) for spec in (*dataset, *val_dataset)]  # reports a missing file before reading one
+    with EncoderPool(encoder, num_proc) as pool:
+        parts = [_encode(file, pool, system, seed, cache) for _, file in files]
+    bad_rows = _report_files(files, parts, report)
+    rows = EncodedRows([(file, own) for (_, file), own in zip(files, parts, strict=True)])
+    _check_bad_rows(bad_rows, max_bad_rows, len(rows) > 0 and _is_offered("max_bad_rows", offered))
     report.bad_rows = [str(bad) for bad in bad_rows]
     if encoder.truncation_strategy == "error":
-        _check_lengths(encoded, encoder.max_length)
+        _check_lengths(rows, encoder.max_length)
 
-    report.notes += _special_token_notes(encoded)
-    train_encoded = encoded[: len(train_rows.conversations)]
-    val_encoded = encoded[len(train_rows.conversations) :]
-    train = []
+    report.notes += _special_token_notes(files, parts)
+    is_train = rows.file_R < len(dataset)
+    train = np.empty(0, np.int64)
     if dataset:
-        train = _kept(train_rows, train_encoded, "--dataset", encoder, offered)
+        train = _kept(rows, is_train, "--dataset", encoder, offered)
     if val_dataset:
         val_flag = "--val_dataset" if _is_offered("val_dataset", offered) else "--dataset"
-        val = _kept(val_rows, val_encoded, val_flag, encoder, offered)
+        val = _kept(rows, ~is_train, val_flag, encoder, offered)
     else:
-        train, val = _hold_out(train, split_dataset_ratio, seed, report)
+        held_out = split(len(train), split_dataset_ratio, seed)
+        if split_dataset_ratio > 0 and not len(held_out):
+            report.notes.append("--split_dataset_ratio: there is only one row; none is held out for evaluation")
+        train, val = np.delete(train, held_out), train[held_out]
 
-    left_out: set[int] = set()
+    is_left_out = np.zeros(len(rows), bool)
     if interleave_prob:
-        drawn = _draw(train, dataset, Mixture(interleave_prob, seed))
-        left_out = {row.number for row in train} - {row.number for row in drawn}
+        drawn = _draw(rows, train, dataset, Mixture(interleave_prob, seed))
+        is_left_out[train] = True
+        is_left_out[drawn] = False
         train = drawn
-    _count_rows(train_rows.specs + val_rows.specs, conversations, encoded, left_out, report)
-    return _build_data(train, val, report)
+    _count_rows([spec for spec, _ in files], rows, is_left_out, report)
+    train_samples, val_samples = rows.samples_of(train), rows.samples_of(val)
+    report.train_samples = len(train_samples)
+    report.val_samples = len(val_samples)
+    report.log()
+    return Data(
+        train=train_samples,
+        val=val_samples,
+        val_conversations=HeldOutConversations(rows, val, system, encoder.parse),
+        report=report,
+        digest=digest_of(train_samples, val_samples),
+        has_images=bool(rows.num_images_R[train].any() or rows.num_images_R[val].any()),
+    )
+
+
+def _encode(
+    file: DataFile | HubRows, pool: EncoderPool, system: str | None, seed: int, cache: RowCache | None
+) -> Sequence[Part]:
+    """Return the encoded rows of a file, from the cache if it can store them."""
+    parts = None
+    if cache is not None:
+        parts = cache.open(file, pool, system=system, seed=seed)
+    if parts is None:
+        parts = list(encode_file(file, pool, system=system, seed=seed))
+    if not parts:
+        raise UserError(f"{file.name} has no rows")
+    return parts
 
 
 def _is_offered(option: str, offered: Collection[str] | None) -> bool:
@@ -196,12 +269,18 @@ def load_prompts(
     Raises:
         UserError: a file cannot be read, or there are more bad rows than allowed.
     """
-    rows = _read(files, DataReport(), system, seed, parse=partial(parse_row, needs_answer=False, no_images=no_images))
-    can_be_left_out = max_bad_rows is not None and len(rows.conversations) > 0
-    _check_bad_rows(rows.bad_rows, max_bad_rows or 0, can_be_left_out)
-    for bad in rows.bad_rows:
+    found = [find_rows(spec) for spec in files]  # reports a missing last file before the first one is read
+    parse = partial(parse_row, needs_answer=False, no_images=no_images)
+    conversations: list[Conversation] = []
+    bad_rows: list[BadRow] = []
+    for file in found:
+        read = read_rows(file, system=system, parse=parse, seed=seed)
+        conversations += read.conversations
+        bad_rows += read.bad_rows
+    _check_bad_rows(bad_rows, max_bad_rows or 0, max_bad_rows is not None and len(conversations) > 0)
+    for bad in bad_rows:
         logger.warning("left out: %s", bad)
-    return rows.conversations
+    return conversations
 
 
 def split(num_samples: int, ratio: float, seed: int) -> np.ndarray:
@@ -219,72 +298,62 @@ def split(num_samples: int, ratio: float, seed: int) -> np.ndarray:
     return np.sort(np.random.RandomState(seed).permutation(num_samples)[:number])
 
 
-@dataclass
-class _Rows:
-    specs: list[str] = field(default_factory=list)  # the file of each conversation
-    conversations: list[Conversation] = field(default_factory=list)
-    bad_rows: list[BadRow] = field(default_factory=list)
+_Files = Sequence[tuple[str, DataFile | HubRows]]  # with the file as the user specified it
 
 
-def _read(
-    specs: Sequence[str],
-    report: DataReport,
-    system: str | None,
-    seed: int,
-    parse: RowParser,
-) -> _Rows:
-    rows = _Rows()
-    files = [(spec, find_rows(spec)) for spec in specs]  # reports a missing last file before the first one is read
-    for spec, file in files:
-        read = read_rows(file, system=system, parse=parse, seed=seed)
-        rows.specs += [spec] * len(read.conversations)
-        rows.conversations += read.conversations
-        rows.bad_rows += read.bad_rows
+def _report_files(files: _Files, parts: Sequence[Sequence[Part]], report: DataReport) -> list[BadRow]:
+    """Add what is known of each file without its samples to the report, and return all bad rows.
+
+    Rows that are not valid come before rows that cannot be encoded.
+    """
+    unparsed: list[BadRow] = []
+    unencoded: list[BadRow] = []
+    for (spec, file), own in zip(files, parts, strict=True):
         counts = report.files.setdefault(spec, Counts())  # one entry for a file that is given twice
-        counts.rows += read.num_rows
-        counts.dropped_bad += len(read.bad_rows)
-        counts.not_sampled += read.num_not_sampled
-        if read.note:
-            report.notes.append(read.note)
-    return rows
+        num_drawn = 0
+        for part in own:
+            facts = part.facts
+            counts.rows += facts.num_rows
+            counts.not_sampled += facts.num_not_sampled
+            counts.dropped_bad += len(facts.unparsed) + len(facts.unencoded)
+            num_drawn += facts.num_parsed
+            unparsed += (BadRow(f"{file.name}:{line}", problem, hint) for line, problem, hint in facts.unparsed)
+            unencoded += (BadRow(f"{file.name}:{line}", problem, hint) for line, problem, hint in facts.unencoded)
+        if note := sample_note(file, num_drawn):
+            report.notes.append(note)
+    return unparsed + unencoded
 
 
-def _count_rows(
-    specs: Sequence[str],
-    conversations: Sequence[Conversation],
-    encoded: Sequence[Encoded],
-    left_out: set[int],
-    report: DataReport,
-) -> None:
-    for number, (spec, conversation, row) in enumerate(zip(specs, conversations, encoded, strict=True)):
+def _count_rows(specs: Sequence[str], rows: EncodedRows, is_left_out: np.ndarray, report: DataReport) -> None:
+    """Add the rows that can be encoded to the counts of their files."""
+    is_kept = (rows.num_samples_R > 0) & ~is_left_out
+    longest = np.zeros(len(rows), np.int64)
+    np.maximum.at(longest, rows.row_of_S, rows.length_S)
+    num_tokens = np.bincount(rows.row_of_S, rows.length_S, minlength=len(rows)).astype(np.int64)
+    num_trained = np.bincount(rows.row_of_S, rows.num_trained_S, minlength=len(rows)).astype(np.int64)
+    is_truncated = (rows.num_samples_R == 1) & (longest + rows.reserved_R < rows.length_R)
+    for number, spec in enumerate(specs):
+        here = rows.file_R == number
+        kept = here & is_kept
         counts = report.files[spec]
-        if number in left_out:
-            counts.not_sampled += 1
-            continue
-        _count(row, counts)
-        if row.samples:
-            counts.images += len(conversation.images)
+        counts.not_sampled += int((here & is_left_out).sum())
+        counts.dropped_too_long += int((here & ~is_kept & ~is_left_out).sum())
+        counts.kept += int(kept.sum())
+        counts.truncated += int((kept & is_truncated).sum())
+        counts.tokens += int(num_tokens[kept].sum())
+        counts.trained_tokens += int(num_trained[kept].sum())
+        counts.images += int(rows.num_images_R[kept].sum())
 
 
-def _count(row: Encoded, counts: Counts) -> None:
-    """Add an encoded row to its file's counts; `rows` already includes it."""
-    if row.bad is not None:
-        counts.dropped_bad += 1
-    elif not row.samples:
-        counts.dropped_too_long += 1
-    else:
-        counts.kept += 1
-        answers = list(chain.from_iterable(sample.sequences for sample in row.samples))
-        counts.truncated += len(row.samples) == 1 and max(map(len, answers)) + row.reserved < row.length
-        counts.tokens += sum(map(len, answers))
-        counts.trained_tokens += sum(answer.num_trained_tokens for answer in answers)
-
-
-def _special_token_notes(encoded: Sequence[Encoded]) -> list[str]:
-    named = [row for row in encoded if row.special_token]
+def _special_token_notes(files: _Files, parts: Sequence[Sequence[Part]]) -> list[str]:
+    named = [(file, part.facts) for (_, file), own in zip(files, parts, strict=True) for part in own]
+    named = [(file, facts) for file, facts in named if facts.num_special]
     if not named:
         return []
-    return [f"rows with special tokens in their text: {len(named)}; {special_token_note(named[0])}"]
+    file, facts = named[0]
+    line, token = facts.special
+    number = sum(facts.num_special for _, facts in named)
+    return [f"rows with special tokens in their text: {number}; {special_token_note(f'{file.name}:{line}', token)}"]
 
 
 def _check_bad_rows(bad_rows: list[BadRow], max_bad_rows: int, can_be_left_out: bool = True) -> None:
@@ -307,41 +376,31 @@ def _check_bad_rows(bad_rows: list[BadRow], max_bad_rows: int, can_be_left_out: 
     raise UserError("\n".join(lines), hint)
 
 
-def _check_lengths(encoded: list[Encoded], max_length: int) -> None:
-    long = [row for row in encoded if row.length > max_length]
-    if not long:
+def _check_lengths(rows: EncodedRows, max_length: int) -> None:
+    long = np.flatnonzero(rows.length_R > max_length)
+    if not long.size:
         return
+    first = int(long[0])
     raise UserError(
-        f"{long[0].source} has {long[0].length} tokens, over --max_length {max_length}; rows over it: {len(long)}",
-        f"use --max_length {max(row.length for row in long)}, or --truncation_strategy delete, left or right",
+        f"{rows.source(first)} has {rows.length_R[first]} tokens, over --max_length {max_length}; "
+        f"rows over it: {len(long)}",
+        f"use --max_length {rows.length_R[long].max()}, or --truncation_strategy delete, left or right",
     )
 
 
-class _Kept(NamedTuple):
-    """A kept row and its samples."""
-
-    number: int  # index among training rows, or among held-out rows
-    spec: str
-    conversation: Conversation
-    samples: tuple[Sample, ...]
-
-
 def _kept(
-    rows: _Rows, encoded: list[Encoded], flag: str, encoder: Encoder, offered: Collection[str] | None
-) -> list[_Kept]:
-    """Return the kept rows; raise UserError if no row is kept."""
-    kept = []
-    for number, (spec, conversation, row) in enumerate(zip(rows.specs, rows.conversations, encoded, strict=True)):
-        if row.samples:
-            kept.append(_Kept(number, spec, conversation, row.samples))
-    if kept:
+    rows: EncodedRows, among: np.ndarray, flag: str, encoder: Encoder, offered: Collection[str] | None
+) -> np.ndarray:
+    """Return the numbers of the kept rows among those marked in `among`; raise UserError if no row is kept."""
+    kept = np.flatnonzero(among & (rows.num_samples_R > 0))
+    if kept.size:
         return kept
-    lengths = [row.length for row in encoded if row.bad is None]
-    if not lengths:
+    lengths = rows.length_R[among]
+    if not lengths.size:
         raise UserError(f"{flag}: all rows are bad", "use --max_bad_rows 0 to see why")
     max_length = encoder.max_length
     if encoder.truncation_strategy == "delete":
-        shortest = min(lengths)
+        shortest = lengths.min()
         hint = f"use --max_length {shortest} or more"
         if _is_offered("truncation_strategy", offered):
             hint += ", or --truncation_strategy right"
@@ -355,34 +414,14 @@ def _kept(
     raise UserError(f"{flag}: truncated to {cut}, none of {len(lengths)} rows has a token to train on", hint)
 
 
-def _hold_out(rows: list[_Kept], ratio: float, seed: int, report: DataReport) -> tuple[list[_Kept], list[_Kept]]:
-    """Split the rows into training rows and held-out rows."""
-    held_out = split(len(rows), ratio, seed)
-    if ratio > 0 and not len(held_out):
-        report.notes.append("--split_dataset_ratio: there is only one row; none is held out for evaluation")
-    train = [rows[index] for index in np.delete(np.arange(len(rows)), held_out)]
-    return train, [rows[index] for index in held_out]
-
-
-def _build_data(train: Sequence[_Kept], val: Sequence[_Kept], report: DataReport) -> Data:
-    """Create `Data` from training rows and held-out rows, and log the report."""
-    samples = list(chain.from_iterable(row.samples for row in train))
-    val_samples = list(chain.from_iterable(row.samples for row in val))
-    report.train_samples = len(samples)
-    report.val_samples = len(val_samples)
-    report.log()
-    val_conversations = [row.conversation for row in val]
-    has_images = any(row.conversation.images for row in chain(train, val))
-    return Data(samples, val_samples, val_conversations, report, digest([*samples, *val_samples]), has_images)
-
-
-def _draw(rows: Sequence[_Kept], files: Sequence[str], mixture: Mixture) -> list[_Kept]:
-    """Return the rows that the mixture draws from the files, in the order of drawing."""
-    by_file: dict[str, list[_Kept]] = {file: [] for file in files}
-    for row in rows:
-        by_file[row.spec].append(row)
-    taken = interleave([len(by_file[file]) for file in files], mixture)
+def _draw(rows: EncodedRows, train: np.ndarray, specs: Sequence[str], mixture: Mixture) -> np.ndarray:
+    """Return the rows among `train` that the mixture draws from the files, in the order of drawing."""
+    by_spec: dict[str, np.ndarray] = {}
+    for spec in specs:
+        numbers = [number for number, other in enumerate(specs) if other == spec]  # a file can be given twice
+        by_spec[spec] = train[np.isin(rows.file_R[train], numbers)]
+    taken = interleave([len(by_spec[spec]) for spec in specs], mixture)
     if not taken:
-        empty = files[mixture.part(0)]
+        empty = specs[mixture.part(0)]
         raise UserError(f"--interleave_prob: {empty} has no row to train on", "add rows to it, or remove it")
-    return [by_file[files[part]][place] for part, place in taken]
+    return np.array([by_spec[specs[part]][place] for part, place in taken])

@@ -1,8 +1,11 @@
 """Encode rows as samples, in several processes."""
 
+import itertools
 import multiprocessing
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
@@ -224,13 +227,17 @@ def split(document: Sample, max_length: int) -> tuple[Sample, ...]:
     return tuple(pieces)
 
 
-def special_token_note(row: Encoded) -> str:
+def special_token_note(source: str, special_token: str) -> str:
     """Return a note that says where a special token occurs in a row, and how the token is encoded."""
     becomes = "it becomes that token, as in transformers, and may end a turn or a text early"
-    return f"{row.source} has {row.special_token}: {becomes}"
+    return f"{source} has {special_token}: {becomes}"
 
 
 _encoder: Encoder | None = None  # set by `_start_worker` in a worker process
+CHUNK_ROWS = 64
+"""Number of rows that are sent to a worker process at once."""
+CHUNKS_AHEAD = 4
+"""Number of chunks per worker process that are read ahead of their results."""
 
 
 def _start_worker(encoder: Encoder) -> None:
@@ -238,17 +245,41 @@ def _start_worker(encoder: Encoder) -> None:
     _encoder = encoder
 
 
-def _encode_in_worker(row: Conversation) -> Encoded:
+def _encode_in_worker(rows: list[Conversation | None]) -> list[Encoded | None]:
     assert _encoder is not None
-    return _encoder(row)
+    return [row and _encoder(row) for row in rows]
 
 
-def encode_all(encoder: Encoder, rows: list[Conversation], num_proc: int) -> Iterator[Encoded]:
-    """Encode rows with `num_proc` processes, and yield the results in the order of the rows."""
-    if num_proc <= 1:
-        yield from map(encoder, rows)
-        return
-    # spawn: a fork of a process in which torch or tokenizers has started threads can hang.
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(num_proc, context, initializer=_start_worker, initargs=(encoder,)) as pool:
-        yield from pool.map(_encode_in_worker, rows, chunksize=64)
+class EncoderPool(AbstractContextManager["EncoderPool"]):
+    """Encodes rows with several processes, which are started for the first rows and end with the context.
+
+    Args:
+        num_proc: number of processes; 1 encodes in this process.
+    """
+
+    def __init__(self, encoder: Encoder, num_proc: int):
+        self.encoder = encoder
+        self._num_proc = num_proc
+        self._executor: ProcessPoolExecutor | None = None
+
+    def __exit__(self, *_: object) -> None:
+        if self._executor is not None:
+            self._executor.shutdown(cancel_futures=True)
+
+    def encode(self, rows: Iterable[Conversation | None]) -> Iterator[Encoded | None]:
+        """Yield the results in the order of the rows, and None for None. Only a few chunks of rows are read ahead."""
+        if self._num_proc <= 1:
+            yield from (row and self.encoder(row) for row in rows)
+            return
+        if self._executor is None:
+            # spawn: a fork of a process in which torch or tokenizers has started threads can hang.
+            context = multiprocessing.get_context("spawn")
+            self._executor = ProcessPoolExecutor(self._num_proc, context, _start_worker, (self.encoder,))
+        given = iter(rows)
+        pending: deque[Future[list[Encoded | None]]] = deque()
+        while chunk := list(itertools.islice(given, CHUNK_ROWS)):
+            pending.append(self._executor.submit(_encode_in_worker, chunk))
+            if len(pending) > CHUNKS_AHEAD * self._num_proc:
+                yield from pending.popleft().result()
+        while pending:
+            yield from pending.popleft().result()

@@ -123,7 +123,7 @@ class ChatTemplate:
         images: ImageSizes | None = None,
     ):
         self.tokenizer = tokenizer
-        self.loss_scale = loss_scale
+        self.loss_scale: LossScale = loss_scale
         self._vocab_size = vocab_size
         self._images = images
         self._special_tokens = special_tokens_of(tokenizer)
@@ -173,6 +173,11 @@ class ChatTemplate:
                 if found := self._special_tokens.search(text):
                     return found[0]
         return ""
+
+    @property
+    def settings(self) -> tuple[Any, ...]:
+        """The arguments that this object was created with."""
+        return self.tokenizer, self.loss_scale, self._vocab_size, self._images
 
     @property
     def end_token_id(self) -> int | None:

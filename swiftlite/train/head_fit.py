@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 from swiftlite.data.batch import Batch
+from swiftlite.data.encoded_rows import lengths_of
 from swiftlite.data.sample import Sample
 from swiftlite.log import logger
 from swiftlite.model.context_parallel import gather_sequence, sequence_lengths
@@ -46,7 +47,8 @@ about 1."""
 
 def samples_to_fit(samples: Sequence[Sample], hidden_size: int) -> list[Sample]:
     """Return enough samples for the fit, spread evenly over all files; all samples if there are not enough."""
-    num_tokens = sum(len(sample) for sample in samples)
+    lengths, starts = lengths_of(samples)
+    num_tokens = int(lengths[starts].sum())
     stride = max(num_tokens // (2 * hidden_size * TOKENS_PER_INPUT), 1)
     return [samples[index] for index in range(0, len(samples), stride)]
 

@@ -16,7 +16,6 @@ import json
 import os
 import shutil
 import socket
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -29,7 +28,7 @@ from megatron.core.utils import unwrap_model
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
-from swiftlite.atomic import atomic_write, check_writable
+from swiftlite.atomic import atomic_write, check_writable, delete_incomplete
 from swiftlite.bridge.hf_config import digest_of_trunk
 from swiftlite.data.batch import AXES, ITEM, Batch, count_items
 from swiftlite.data.dataset import Data
@@ -63,8 +62,6 @@ HEADER_BYTES = 344
 """Maximum header size of a file: names, dtypes and shapes of its tensors, and their sha256."""
 TOWER_HEADER_BYTES = 112
 """Maximum additional header size of a file with outputs of a tower."""
-ABANDONED_SECONDS = 3600
-"""Age in seconds at which an incomplete file counts as abandoned. Writing one file takes seconds."""
 
 
 @dataclass(frozen=True)
@@ -176,7 +173,7 @@ def open_hidden_state_cache(
     if dist.get_rank() == 0:
         check_directory(directory)
         _check_is_same(directory, manifest)
-        _delete_abandoned(directory)
+        delete_incomplete(directory)
         _check_disk(directory, batches, train_state, data)
         atomic_write(directory / MANIFEST, (json.dumps(manifest, indent=2) + "\n").encode())
     dist.barrier()
@@ -263,13 +260,6 @@ def _read_manifest(directory: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         raise UserError(f"{directory / MANIFEST} is damaged", _ANOTHER_DIRECTORY) from None
     return found if isinstance(found, dict) else {}
-
-
-def _delete_abandoned(directory: Path) -> None:
-    """Delete incomplete files of killed runs. Recent files are kept, because another run could be writing them."""
-    for path in directory.glob(".*.incomplete"):
-        if time.time() - path.stat().st_mtime > ABANDONED_SECONDS:
-            path.unlink(missing_ok=True)
 
 
 def _check_disk(directory: Path, batches: Batches, train_state: TrainState, data: Data) -> None:

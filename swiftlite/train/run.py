@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch.distributed as dist
 
 from swiftlite.acceptance.held_out import HeldOut
@@ -23,6 +24,7 @@ from swiftlite.bridge.adapters.files import AdapterBase
 from swiftlite.bridge.adapters.rows import saved_names
 from swiftlite.data import draft_vocab
 from swiftlite.data.dataset import Data
+from swiftlite.data.encoded_rows import lengths_of
 from swiftlite.data.encoder import Encoder
 from swiftlite.data.packing.sampler import Sampler
 from swiftlite.data.packing.stream import Readers, Stream
@@ -228,7 +230,8 @@ def warn_of_long_samples(data: Data, hf_model: HfModel) -> None:
     positions = hf_model.config.get("max_position_embeddings")
     if positions is None:
         return
-    num_long = sum(max(map(len, sample.sequences)) > positions for sample in data.train)
+    lengths, starts = lengths_of(data.train)
+    num_long = int((np.maximum.reduceat(lengths, starts) > positions).sum())
     if num_long:
         logger.warning(
             "%d of %d samples are longer than max_position_embeddings in config.json: limit them with --max_length %d",

@@ -41,7 +41,7 @@ def test_rows_become_samples_and_are_counted(make_tokenizer, write_jsonl):
     data = load(make_tokenizer, [path])
     assert [sample.source for sample in data.train] == [f"{path}:{i}" for i in range(1, 11)]
     assert [sample.channel for sample in data.train[:2]] == ["c0", "c1"]
-    assert data.val == data.val_conversations == []
+    assert list(data.val) == list(data.val_conversations) == []
     counts = data.report.files[path]
     assert (counts.rows, counts.kept, counts.dropped_bad, counts.dropped_too_long, counts.truncated) == (
         10,

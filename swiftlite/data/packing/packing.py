@@ -100,7 +100,7 @@ def pack(lengths: Sequence[int] | np.ndarray, packing_length: int, *, multiple: 
     by_size = np.argsort(-sizes, kind="stable")  # equal sizes remain in order
     dealt, num_rows = _deal(sizes, packing_length)
     first_rows, num_rows_dealt, num_sequences = np.array(dealt).T
-    row_numbers = _join_ranges(first_rows, num_rows_dealt)
+    row_numbers = join_ranges(first_rows, num_rows_dealt)
     row_of = np.empty(len(sizes), np.int64)
     row_of[by_size] = np.repeat(row_numbers, np.repeat(num_sequences, num_rows_dealt))
     return _in_order(row_of, num_rows)
@@ -177,7 +177,7 @@ class _OpenRows:
         return room, rows
 
 
-def _join_ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+def join_ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """Concatenate ranges: starts `[5, 0]` and lengths `[3, 2]` give `[5, 6, 7, 0, 1]`."""
     places = np.cumsum(lengths) - lengths  # start of each range in the result: [0, 3]
     return np.repeat(starts - places, lengths) + np.arange(lengths.sum())
@@ -198,7 +198,7 @@ def _in_order(row_of: np.ndarray, num_rows: int) -> PackedRows:
     by_first = np.argsort(order[starts])  # previous row numbers in the new order: [1, 0]
     counts = counts[by_first]
     offsets = np.concatenate([[0], np.cumsum(counts)])
-    return PackedRows(order[_join_ranges(starts[by_first], counts)], offsets)
+    return PackedRows(order[join_ranges(starts[by_first], counts)], offsets)
 
 
 class StreamSample(NamedTuple):

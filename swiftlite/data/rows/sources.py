@@ -8,7 +8,7 @@ import io
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -59,6 +59,19 @@ class DataFile:
         """
         return UNPARSED_READERS[self.path.suffix.lower()](self.path)
 
+    def count_rows(self) -> int | None:
+        """Return the number of rows if it is known without parsing them, or nearly: blank lines count as rows."""
+        suffix = self.path.suffix.lower()
+        if suffix == ".jsonl":
+            with self.path.open("rb") as file:
+                return sum(block.count(b"\n") for block in iter(partial(file.read, 1 << 20), b""))
+        if suffix == ".parquet":
+            import pyarrow.parquet
+
+            with _naming_parquet(self.path, 0):
+                return pyarrow.parquet.read_metadata(self.path).num_rows
+        return None
+
 
 @dataclass
 class FileRows:
@@ -100,10 +113,7 @@ def read_rows(
     parse: RowParser = parse_row,
     seed: int = 42,
 ) -> FileRows:
-    """Read, check and, for `FILE#N`, sample the rows of one file or dataset.
-
-    The sample is drawn from the good rows and keeps their order. The sample depends only on the seed and the file, not
-    on other files of the run.
+    """Read, check and, for `FILE#N`, sample the rows of one file or dataset, see `checked_rows`.
 
     Args:
         file: result of `find_rows`.
@@ -115,25 +125,91 @@ def read_rows(
         UserError: the file does not have the format of its suffix, or has no rows.
     """
     rows = FileRows()
-    for line, row in file.rows():
+    for _, row in checked_rows(file, system=system, parse=parse, seed=seed):
         rows.num_rows += 1
-        where = f"{file.name}:{line}"
-        parsed = check_row(row, where, system=system, parse=parse)
-        if isinstance(parsed, BadRow):
-            rows.bad_rows.append(parsed)
+        if row is None:
+            rows.num_not_sampled += 1
+        elif isinstance(row, BadRow):
+            rows.bad_rows.append(row)
         else:
-            rows.conversations.append(parsed)
+            rows.conversations.append(row)
     if not rows.num_rows:
         raise UserError(f"{file.name} has no rows")
-    if file.sample is not None:
-        num_good = len(rows.conversations)
-        if file.sample > num_good:
-            rows.note = f"{file.name}#{file.sample}: the file has only {num_good} good rows; all are used"
-        # RandomState, because numpy guarantees its stream across versions, unlike that of Generator.
-        order = np.random.RandomState(seed).permutation(num_good)[: file.sample]
-        rows.conversations = [rows.conversations[i] for i in np.sort(order)]
-        rows.num_not_sampled = num_good - len(rows.conversations)
+    rows.note = sample_note(file, len(rows.conversations))
     return rows
+
+
+def sample_note(file: DataFile | HubRows, num_drawn: int) -> str:
+    """Return a note if a file has fewer good rows than `FILE#N` asks for; otherwise an empty string."""
+    if file.sample is None or num_drawn >= file.sample:
+        return ""
+    return f"{file.name}#{file.sample}: the file has only {num_drawn} good rows; all are used"
+
+
+def checked_rows(
+    file: DataFile | HubRows, *, system: str | None, parse: RowParser, seed: int = 42, first: int = 0
+) -> Iterator[tuple[int, Conversation | BadRow | None]]:
+    """Yield (line, row) for the rows of a file from number `first` (counted from 0); None for rows not in the sample.
+
+    The sample of `FILE#N` is drawn from the good rows and keeps their order. It depends only on the seed and the file,
+    not on other files of the run. The file is read twice for it, so that no row has to stay in memory.
+
+    Raises:
+        UserError: the file does not have the format of its suffix.
+    """
+
+    def check(line: int, parse_line: Callable[[], Any]) -> Conversation | BadRow:
+        return check_row(parse_line(), f"{file.name}:{line}", system=system, parse=parse)
+
+    left_out = np.zeros(0, bool)
+    if file.sample is not None:
+        is_bad = np.array([isinstance(check(*row), BadRow) for row in _unparsed(file)], bool)
+        good = np.flatnonzero(~is_bad)
+        # RandomState, because numpy guarantees its stream across versions, unlike that of Generator.
+        left_out = ~is_bad
+        left_out[good[np.random.RandomState(seed).permutation(len(good))[: file.sample]]] = False
+    for number, (line, parse_line) in enumerate(_unparsed(file)):
+        if number < first:
+            continue
+        if number < len(left_out) and left_out[number]:
+            yield line, None
+        else:
+            yield line, check(line, parse_line)
+
+
+def conversations_at(
+    file: DataFile | HubRows, numbers: Collection[int], *, system: str | None, parse: RowParser
+) -> dict[int, Conversation]:
+    """Read some rows of a file again, by their number in the file, counted from 0.
+
+    Raises:
+        UserError: the file has changed since it was read first.
+    """
+    found: dict[int, Conversation] = {}
+    wanted = set(numbers)
+    for number, (line, parse_line) in enumerate(_unparsed(file)):
+        if len(found) == len(wanted):
+            break
+        if number in wanted:
+            row = check_row(parse_line(), f"{file.name}:{line}", system=system, parse=parse)
+            if isinstance(row, Conversation):
+                found[number] = row
+    if len(found) < len(wanted):
+        raise UserError(f"{file.name} has changed since it was tokenized", "start the command again")
+    return found
+
+
+def _unparsed(file: DataFile | HubRows) -> Iterator[tuple[int, Callable[[], Any]]]:
+    """Yield (line, function that returns the row) for each row of a file of any format."""
+    if isinstance(file, DataFile) and file.path.suffix.lower() in UNPARSED_READERS:
+        yield from file.unparsed_rows()
+        return
+    for line, row in file.rows():
+        yield line, partial(_itself, row)
+
+
+def _itself(row: Any) -> Any:
+    return row
 
 
 def check_row(

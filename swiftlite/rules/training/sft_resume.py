@@ -27,6 +27,7 @@ _FREE = {
     *(field.name for field in dataclasses.fields(DistributedArgs)),
     *(field.name for field in dataclasses.fields(RecomputeArgs)),
     "cache_trunk_states",
+    "dataset_cache",
     "dataset_num_proc",
     "media_root",
     "ref_logprobs_cache",

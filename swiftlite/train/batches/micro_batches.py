@@ -10,6 +10,7 @@ import numpy as np
 from torch import nn
 
 from swiftlite.data.batch import Batch, Extra, collate, collate_packed, count_items
+from swiftlite.data.encoded_rows import lengths_of
 from swiftlite.data.packing.packing import PackedRows, pack, padded
 from swiftlite.data.packing.sampler import NO_INDEX, Sampler, evaluation_batches, micro_batches
 from swiftlite.data.packing.schedule import MicroBatchSchedule, schedule
@@ -131,8 +132,11 @@ class Batches:
         if self.plan.packing != "rows":
             return SampleRows(samples, PackedRows(np.arange(len(samples)), np.arange(len(samples) + 1)))
         multiple = sequence_multiple(self.plan.layout)
-        lengths = [_length_of(sample, multiple) for sample in samples]
-        return SampleRows(samples, pack(lengths, self.plan.packing_length, multiple=multiple))
+        lengths, starts = lengths_of(samples)
+        sizes = np.add.reduceat(padded(lengths, multiple), starts)
+        is_alone = np.diff(starts, append=len(lengths)) == 1
+        sizes[is_alone] = lengths[starts[is_alone]]  # `pack` pads them, and names their length in errors
+        return SampleRows(samples, pack(sizes, self.plan.packing_length, multiple=multiple))
 
     def length_of(self, row: Sequence[Sample]) -> int:
         """Return the number of tokens, including padding, of a micro-batch that consists of this row. An empty row is

@@ -24,6 +24,7 @@ from swiftlite.families.resolved import HfModel
 from swiftlite.runtime.agreement import digest
 from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.phases import Run
+from swiftlite.train.shared_rows import open_row_cache
 
 MakeEncoder = Callable[[Any, PreTrainedTokenizerBase, HfModel], Encoder]
 """A function that makes an encoder of rows from the options, the tokenizer and the model."""
@@ -82,7 +83,7 @@ def image_extras_of(hf_model: HfModel, mesh: Mesh) -> Sequence[Extra]:
 
 
 def load_data(args: SftArgs, encoder: Encoder, vocab_size: int, offered: Collection[str] | None = None) -> Data:
-    """Load the held-out samples and, unless --streaming reads them during training, the training samples.
+    """Load the held-out samples and, unless --streaming reads them during training, the training samples. Collective.
 
     Args:
         offered: names of options that errors may suggest; default: all.
@@ -94,18 +95,20 @@ def load_data(args: SftArgs, encoder: Encoder, vocab_size: int, offered: Collect
     files, ratio, shares = args.dataset, args.split_dataset_ratio, args.interleave_prob
     if args.streaming or mock is not None:  # only held-out files are read now
         files, ratio, shares = [], 0.0, []
-    data = load_train_val(
-        encoder,
-        files,
-        args.val_dataset,
-        split_dataset_ratio=ratio,
-        max_bad_rows=args.max_bad_rows,
-        system=args.system,
-        num_proc=args.dataset_num_proc,
-        seed=args.seed,
-        interleave_prob=shares,
-        offered=offered,
-    )
+    with open_row_cache(args.dataset_cache) as cache:
+        data = load_train_val(
+            encoder,
+            files,
+            args.val_dataset,
+            split_dataset_ratio=ratio,
+            max_bad_rows=args.max_bad_rows,
+            system=args.system,
+            num_proc=args.dataset_num_proc,
+            seed=args.seed,
+            interleave_prob=shares,
+            offered=offered,
+            cache=cache,
+        )
     if mock is None:
         return data
     samples = MockSamples(mock_lengths(mock, seed=args.seed), vocab_size, args.seed)
