@@ -50,13 +50,11 @@ def read(model: str, file: str, num_proc: int, cache: str) -> None:
     import torch.distributed as dist
 
     from swiftlite.args.commands import SftArgs
+    from swiftlite.data.template import load_tokenizer
     from swiftlite.families.resolved import resolve
     from swiftlite.runtime.distributed import session
-    from swiftlite.train.batches.micro_batches import run_batches  # imported before memory is measured
     from swiftlite.train.methods.sft import SFT
-    from swiftlite.data.template import load_tokenizer
 
-    assert run_batches
     torch.set_num_threads(1)
     options = {"dataset_cache": cache} if cache else {}
     args = SftArgs(model=model, dataset=[file], dataset_num_proc=num_proc, **options)

@@ -12,7 +12,7 @@ from typing import Any, overload
 
 import numpy as np
 
-from swiftlite.data.encoded_rows import EncodedRows, Part, Samples, digest_of, encode_file
+from swiftlite.data.encoded_rows import EncodedRows, Part, digest_of, encode_file
 from swiftlite.data.encoder import Encoder, EncoderPool, special_token_note
 from swiftlite.data.packing.mixture import Mixture, interleave
 from swiftlite.data.row_cache import RowCache

@@ -80,11 +80,13 @@ class Part:
     Attributes:
         columns: the arrays by name, see `COLUMNS`.
         extras: the extras of each sequence; empty if no sequence has any.
+        can_be_stored: False if rows have extras, or images, whose files can change.
     """
 
     columns: Mapping[str, np.ndarray]
     facts: PartFacts
     extras: Sequence[Mapping[str, Any]] = ()
+    can_be_stored: bool = True
 
     def is_consistent(self) -> bool:
         """Return whether the arrays fit together, so that reading a sample stays inside of them."""
@@ -114,6 +116,7 @@ class _PartBuilder:
         self._extras: list[Mapping[str, Any]] = []
         self._channels: dict[str, int] = {}
         self._num_tokens = 0
+        self._has_images = False
         self.facts = PartFacts()
 
     @property
@@ -136,6 +139,7 @@ class _PartBuilder:
         else:
             assert encoded is not None
             facts.num_parsed += 1
+            self._has_images |= len(row.images) > 0
             if encoded.bad is not None:
                 facts.unencoded.append((line, encoded.bad.problem, encoded.bad.hint))
             else:
@@ -174,7 +178,8 @@ class _PartBuilder:
         columns = {name: np.concatenate(arrays) for name, arrays in self._tokens.items()}
         columns |= {name: np.array(values, COLUMNS[name]) for name, values in self._columns.items()}
         self.facts.channels = list(self._channels)
-        return Part(columns, self.facts, self._extras if any(self._extras) else ())
+        extras = self._extras if any(self._extras) else ()
+        return Part(columns, self.facts, extras, can_be_stored=not (extras or self._has_images))
 
 
 def encode_file(
@@ -352,7 +357,7 @@ def lengths_of(samples: Sequence[Sample]) -> tuple[np.ndarray, np.ndarray]:
     return np.array(lengths, np.int64), np.array(starts, np.int64)
 
 
-CHUNK_TOKENS = 1 << 20
+CHUNK_TOKENS = 1 << 17
 
 
 def digest_of(*groups: Samples) -> str:

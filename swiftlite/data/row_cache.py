@@ -115,7 +115,7 @@ class RowCache:
         delete_incomplete(directory)
         try:
             for part in encode_file(file, pool, system=system, seed=seed, first=num_rows):
-                if part.extras:
+                if not part.can_be_stored:
                     return None
                 _write(directory, f"{num_parts:05}.safetensors", _pack(key, num_parts, part))
                 num_parts += 1

@@ -31,7 +31,7 @@ def open_row_cache(directory: str | None) -> Iterator[RowCache | None]:
         return
     path = machine.once(_make_temporary)
     try:
-        yield RowCache(path, machine.once, "the temporary directory")
+        yield RowCache(path, machine.once, f"the temporary directory (see {FLAG})")
         machine.once(lambda: None)  # the other ranks have opened the files before the first one deletes them
     finally:
         if machine.is_first:

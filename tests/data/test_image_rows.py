@@ -23,6 +23,7 @@ from swiftlite.data.batch import AXES, ITEM, collate, collate_packed
 from swiftlite.data.dataset import load_train_val
 from swiftlite.data.encoder import ConversationEncoder
 from swiftlite.data.image_inputs import GRID, PATCHES, ImageProcessing, axes_of, image_extras
+from swiftlite.data.row_cache import RowCache
 from swiftlite.data.rows.conversation import RowError, parse_row
 from swiftlite.data.rows.pair import parse_pair
 from swiftlite.data.rows.rated import mismatch, parse_rated
@@ -550,6 +551,21 @@ def test_files_with_images(make_encoder, write, write_jsonl, tmp_path, num_proc)
     assert data.report.total.dropped_bad == 3
     assert len(data.train) == len(ROWS)
     assert not load_train_val(make_encoder(), [write_jsonl(ROWS[:1], "text.jsonl")]).has_images
+
+
+def test_rows_with_images_are_not_stored(make_encoder, write, write_jsonl, tmp_path):
+    """Otherwise a run would not notice that an image has changed, or that a bad image was replaced."""
+    for i, (name, size) in enumerate(SIZES.items()):
+        write(name, *size, seed=i)
+    path, gone = write_jsonl(ROWS), write_jsonl([*ROWS[:1], ROWS[1] | {"images": ["new.png"]}], "gone.jsonl")
+    for _ in range(2):
+        data = load_train_val(make_encoder(), [path], cache=RowCache(tmp_path / "cache"))
+        assert data.digest == load_train_val(make_encoder(), [path]).digest
+        with pytest.raises(UserError):
+            load_train_val(make_encoder(), [gone], cache=RowCache(tmp_path / "cache"))
+    write("new.png", 50, 50, seed=1)
+    assert len(load_train_val(make_encoder(), [gone], cache=RowCache(tmp_path / "cache")).train) == 2
+    assert not list((tmp_path / "cache").rglob("*.safetensors"))
 
 
 def test_tables_hold_images(make_encoder, write, tmp_path):

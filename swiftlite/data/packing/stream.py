@@ -362,7 +362,9 @@ class Stream(Iterator[StreamSample]):
         encoded = self._encoder(parsed)
         if encoded.special_token and not self._has_warned:
             self._has_warned = True
-            logger.warning("%s; further rows are not reported", special_token_note(encoded.source, encoded.special_token))
+            logger.warning(
+                "%s; further rows are not reported", special_token_note(encoded.source, encoded.special_token)
+            )
         return encoded
 
 
