@@ -47,7 +47,7 @@ COLUMNS: dict[str, Any] = {**TOKEN_COLUMNS, **SEQUENCE_COLUMNS, **ROW_COLUMNS}
 
 @dataclass
 class PartFacts:
-    """What a part contains besides arrays.
+    """The values of a part that are not arrays.
 
     Attributes:
         num_rows: number of rows in the file, including bad rows and rows that are not in the sample.
