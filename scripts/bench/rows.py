@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -56,7 +57,7 @@ def read(model: str, file: str, num_proc: int, cache: str) -> None:
     from swiftlite.train.methods.sft import SFT
 
     torch.set_num_threads(1)
-    options = {"dataset_cache": cache} if cache else {}
+    options: Any = {"dataset_cache": cache} if cache else {}
     args = SftArgs(model=model, dataset=[file], dataset_num_proc=num_proc, **options)
     hf_model = resolve(model)
     with session():

@@ -367,7 +367,7 @@ def digest_of(*groups: Samples) -> str:
     sha = hashlib.sha256()
     for group in groups:
         for words in _words(group):
-            sha.update(words)
+            sha.update(words.data)
     return sha.hexdigest()
 
 

@@ -198,7 +198,7 @@ def _sha256_of(key: str, number: int, arrays: Mapping[str, np.ndarray]) -> str:
     sha = hashlib.sha256(f"{key} {number}".encode())  # so that files cannot be exchanged
     for name in sorted(arrays):
         sha.update(f" {name} {len(arrays[name])} ".encode())
-        sha.update(np.ascontiguousarray(arrays[name]))
+        sha.update(np.ascontiguousarray(arrays[name]).data)
     return sha.hexdigest()
 
 

@@ -57,6 +57,11 @@ class Machine:
             raise failure or told
         return result
 
+    def wait(self) -> None:
+        """Wait until all ranks of the machine have called this method. Collective."""
+        if self.group is not None:
+            dist.barrier(self.group)
+
 
 def this_machine() -> Machine:
     """Return the ranks of the machine of this rank. Collective over all ranks."""
@@ -70,6 +75,6 @@ def this_machine() -> Machine:
     for name in dict.fromkeys(everyone):
         ranks = tuple(rank for rank, other in enumerate(everyone) if other == name)
         group = dist.new_group(list(ranks), timeout=LONGEST, backend="gloo")
-        if name == mine and len(ranks) > 1:
+        if name == mine and len(ranks) > 1 and isinstance(group, dist.ProcessGroup):
             found = Machine(ranks, group)
     return found

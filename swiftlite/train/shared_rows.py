@@ -32,7 +32,11 @@ def open_row_cache(directory: str | None) -> Iterator[RowCache | None]:
     path = machine.once(_make_temporary)
     try:
         yield RowCache(path, machine.once, f"the temporary directory (see {FLAG})")
-        machine.once(lambda: None)  # the other ranks have opened the files before the first one deletes them
+    except UserError:  # about the rows, and raised on every rank
+        machine.wait()
+        raise
+    else:
+        machine.wait()  # until the other ranks have opened the files
     finally:
         if machine.is_first:
             shutil.rmtree(path, ignore_errors=True)

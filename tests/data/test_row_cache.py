@@ -11,7 +11,7 @@ import pytest
 
 from swiftlite.data import encoded_rows, row_cache
 from swiftlite.data.dataset import load_train_val
-from swiftlite.data.encoded_rows import COLUMNS, lengths_of
+from swiftlite.data.encoded_rows import COLUMNS, Samples, lengths_of
 from swiftlite.data.encoder import ConversationEncoder, DocumentEncoder, EncoderPool
 from swiftlite.data.row_cache import COMPLETE, RowCache
 from swiftlite.data.rows.conversation import parse_row
@@ -151,10 +151,12 @@ def test_memory_of_a_token_and_of_a_row(make_encoder, write_jsonl, tmp_path, mon
     monkeypatch.setattr(encoded_rows, "PART_ROWS", 1000)
     path = write_jsonl([row(i) for i in range(200)])
     data = load_train_val(make_encoder(), [path], cache=RowCache(tmp_path / "cache"))
-    (part,) = data.train.rows.parts
+    samples = data.train
+    assert isinstance(samples, Samples)
+    (part,) = samples.rows.parts
     assert isinstance(part.columns["input_ids"].base, np.memmap)
-    per_row = [value for name, value in vars(data.train.rows).items() if name.endswith(("_R", "_S"))]
-    num_bytes = sum(array.nbytes for array in (*part.columns.values(), *per_row, data.train.sequences()))
+    per_row = [value for name, value in vars(samples.rows).items() if name.endswith(("_R", "_S"))]
+    num_bytes = sum(array.nbytes for array in (*part.columns.values(), *per_row, samples.sequences()))
     counts = data.report.total
     assert num_bytes <= 8 * counts.tokens + 150 * counts.rows
     (file,) = (tmp_path / "cache").rglob("*.safetensors")
@@ -271,8 +273,9 @@ def test_a_damaged_file_is_written_again(make_encoder, write_jsonl, tmp_path, co
 
 @pytest.mark.parametrize("name", ["num_sequences", "num_samples", "lengths", "channels"])
 def test_numbers_outside_of_the_arrays_are_found(make_encoder, write_jsonl, name):
-    data = load_train_val(make_encoder(), [write_jsonl(ROWS)], max_bad_rows=2)
-    for part in data.train.rows.parts:
+    samples = load_train_val(make_encoder(), [write_jsonl(ROWS)], max_bad_rows=2).train
+    assert isinstance(samples, Samples)
+    for part in samples.rows.parts:
         assert part.is_consistent()
         for value in (-2, 1000):
             wrong = part.columns[name].copy()

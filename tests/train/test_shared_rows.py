@@ -11,6 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from swiftlite.args.commands import SftArgs
+from swiftlite.data.encoded_rows import Samples
 from swiftlite.data.encoder import ConversationEncoder
 from swiftlite.data.sample import digest
 from swiftlite.data.template import ChatTemplate, load_tokenizer
@@ -47,6 +48,7 @@ def load(args: SftArgs, temporary: str, machines: list[str]) -> dict[str, Any]:
             data = load_data(args, encoder, 0)
         except UserError as error:
             return {"error": str(error), "encoded": len(encoded)}
+        assert isinstance(data.train, Samples)
         part = data.train.rows.parts[0]
         return {
             "digest": data.digest,
