@@ -6,6 +6,7 @@ acceptance of its heads does not show, and wrong heads give the same answers, wh
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ class _Figures:
     model: HfModel
     name: str
     measured: Measured
-    samples: list[Sample]
+    samples: Sequence[Sample]
 
     @property
     def acceptance(self) -> float:

@@ -34,7 +34,7 @@ def samples(source) -> list[Sample]:
     lines = [json.dumps(row | {"channel": channels[number % 3]}) for number, row in enumerate(rows)]
     path.write_text("\n".join(lines))
     _, data = load_rows(resolve(source), [str(path)])
-    return data.val
+    return list(data.val)
 
 
 def reference(hf_dir: Path, samples: list[Sample]) -> tuple[float, torch.Tensor]:
