@@ -85,30 +85,32 @@ class InterleaveBlocks:
     v2 v3 becomes q0 k0 v0 v1 q1 k1 v2 v3.
 
     Args:
+        units: number of parts; None means one per tensor-parallel rank, as for `Interleave`.
         blocks: lengths of the blocks of each HF tensor.
     """
 
-    units: int
+    units: int | None
     blocks: tuple[tuple[int, ...], ...]
     axis: int = 0
 
     def source_ranges(self, lengths: Sequence[int], total: int, tp_size: int) -> list[SourceRange]:
         if list(lengths) != [sum(blocks) for blocks in self.blocks]:
             raise ValueError(f"lengths {list(lengths)} are not those of the blocks {self.blocks}")
-        if any(length % self.units for length in chain(*self.blocks)):
-            raise ValueError(f"blocks {self.blocks} do not divide into {self.units} parts")
+        units = tp_size if self.units is None else self.units
+        if any(length % units for length in chain(*self.blocks)):
+            raise ValueError(f"blocks {self.blocks} do not divide into {units} parts")
         ranges = []
-        for unit in range(self.units):
+        for unit in range(units):
             for source, blocks in enumerate(self.blocks):
-                ranges += self._parts(source, blocks, unit)
+                ranges += self._parts(source, blocks, unit, units)
         return ranges
 
-    def _parts(self, source: int, blocks: Sequence[int], unit: int) -> list[SourceRange]:
+    def _parts(self, source: int, blocks: Sequence[int], unit: int, units: int) -> list[SourceRange]:
         """Return part number `unit` of each block of one HF tensor."""
         parts = []
         block_start = 0
         for length in blocks:
-            part = length // self.units
+            part = length // units
             parts.append(SourceRange(source, block_start + unit * part, part))
             block_start += length
         return parts

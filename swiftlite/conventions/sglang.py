@@ -14,6 +14,7 @@ _LINES = {
     "granite": Convention("GraniteForCausalLMMTP", "one"),
     "llama": Convention("LlamaForCausalLMMTP", "one"),
     "mistral": Convention("MistralForCausalLMMTP", "one"),
+    "phi3": Convention("Phi3ForCausalLMMTP", "one"),
     "qwen2": Convention("Qwen2ForCausalLMMTP", "one"),
     "qwen3": Convention("Qwen3ForCausalLMMTP", "one"),
     "mimo": Convention("MiMoMTP", "last", Drafting(zeroes_first_embedding=True), block=""),

@@ -17,6 +17,7 @@ _LINES = {
     "granite": Convention("GraniteMTPModel"),
     "llama": Convention("LlamaMTPModel"),
     "mistral": Convention("MistralMTPModel"),
+    "phi3": Convention("Phi3MTPModel"),
     "qwen2": Convention("Qwen2MTPModel"),
     "qwen2_5_vl": Convention("Qwen2_5_VLMTPModel"),
     "qwen3": Convention("Qwen3MTPModel"),

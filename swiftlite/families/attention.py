@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from swiftlite.bridge.join import GatedQkv, Interleave, Join
+from swiftlite.bridge.join import GatedQkv, Interleave, InterleaveBlocks, Join
 from swiftlite.bridge.rows import Row, lift
 from swiftlite.families.rank import FLOAT32, ParameterCount, Rank
 
@@ -31,6 +31,7 @@ class GroupedQueryAttention:
             it.
         rope: index in `Outside.ropes` of the rotary embedding; None: all layers have the same.
         scale: factor of attention scores; None: 1 / sqrt(head_dim).
+        hf_is_fused: whether files have queries, keys and values in one tensor.
     """
 
     recompute_modules: ClassVar[tuple[str, ...]] = ("core_attn",)
@@ -50,6 +51,7 @@ class GroupedQueryAttention:
     window: int | None = None
     rope: int | None = None
     scale: float | None = None
+    hf_is_fused: bool = False
 
     @property
     def tensor_split(self) -> dict[str, int]:
@@ -76,6 +78,9 @@ class GroupedQueryAttention:
             qkv = GatedQkv(self.groups, self.head_dim)
         channels = {"q_proj": queries * (1 + self.output_gate), "k_proj": keys, "v_proj": keys}
         weights = {f"{name}.weight": (number, self.hidden) for name, number in channels.items()}
+        if self.hf_is_fused:
+            weights = {"qkv_proj.weight": (queries + 2 * keys, self.hidden)}
+            qkv = InterleaveBlocks(self.groups, ((queries, keys, keys),))
         rows = [
             Row("linear_qkv.weight", weights, qkv),
             Row("linear_proj.weight", {"o_proj.weight": (self.hidden, queries)}),

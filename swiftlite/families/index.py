@@ -15,6 +15,7 @@ from swiftlite.families.models.hy_v3 import HY_V3
 from swiftlite.families.models.llama import LLAMA
 from swiftlite.families.models.mimo import MIMO
 from swiftlite.families.models.mistral import MISTRAL
+from swiftlite.families.models.phi3 import PHI3
 from swiftlite.families.models.qwen2 import QWEN2
 from swiftlite.families.models.qwen2_5_vl import QWEN2_5_VL
 from swiftlite.families.models.qwen3 import QWEN3
@@ -37,6 +38,7 @@ FAMILIES: dict[str, Family] = {
     "llama": LLAMA,
     "mimo": MIMO,
     "mistral": MISTRAL,
+    "phi3": PHI3,
     "qwen2": QWEN2,
     "qwen2_5_vl": QWEN2_5_VL,
     "qwen3": QWEN3,

@@ -4,10 +4,10 @@
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-from swiftlite.bridge.join import GATE_UP
+from swiftlite.bridge.join import GATE_UP, InterleaveBlocks
 from swiftlite.bridge.rows import Row
 from swiftlite.families.rank import FLOAT32, ParameterCount, Rank
 
@@ -19,6 +19,7 @@ class Mlp:
     Attributes:
         hidden: size of the model's states.
         ffn: number of channels between the matrices (outputs of gate and up, inputs of down).
+        hf_is_fused: whether files have gate and up in one tensor.
     """
 
     recompute_modules: ClassVar[tuple[str, ...]] = ("mlp",)
@@ -26,6 +27,7 @@ class Mlp:
 
     hidden: int
     ffn: int
+    hf_is_fused: bool = False
 
     @property
     def experts(self) -> int:
@@ -47,7 +49,11 @@ class Mlp:
         return {"ffn_hidden_size": self.ffn}
 
     def rows(self) -> list[Row]:
-        return gated_rows("mlp.", self.hidden, self.ffn)
+        gate_up, down = gated_rows("mlp.", self.hidden, self.ffn)
+        if self.hf_is_fused:
+            fused = {"mlp.gate_up_proj.weight": (2 * self.ffn, self.hidden)}
+            gate_up = replace(gate_up, hf=fused, join=InterleaveBlocks(None, ((self.ffn, self.ffn),)))
+        return [gate_up, down]
 
     def parameters(self, rank: Rank) -> ParameterCount:
         return ParameterCount(_matrices(self.hidden, self.ffn // rank.tp))

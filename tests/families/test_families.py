@@ -81,6 +81,7 @@ OWN_NEUTRAL = {
     "mistral": set(),
     "seed_oss": {"attention_out_bias", "mlp_bias", "residual_dropout"},
     "smollm3": {"attention_bias", "mlp_bias"},
+    "phi3": {"embd_pdrop", "resid_pdrop"},
     "granite": {"attention_bias", "mlp_bias"},
     "qwen3_next": {"attention_bias"},
     "qwen3_vl": {"attention_bias"},
@@ -146,6 +147,7 @@ OWN_READ = {
     "mistral": {"sliding_window"},
     "seed_oss": {"attention_bias"},
     "granite": {"attention_multiplier", "embedding_multiplier", "logits_scaling", "residual_multiplier"},
+    "phi3": {"original_max_position_embeddings", "sliding_window"},  # the first by the rotary embedding
     "smollm3": {"no_rope_layer_interval", "no_rope_layers"},
 }
 OWN_READ["qwen3_5_text"], OWN_READ["qwen3_5_moe_text"] = OWN_READ["qwen3_5"], OWN_READ["qwen3_5_moe"]
@@ -316,7 +318,7 @@ def test_blockwise_fp8_can_be_read(family, block):
 
 # Of GLM-4.7-Flash: derived, null where there is no latent, and what transformers and engines take for granted alike.
 NEED_NOT_BE = {"qk_head_dim", "q_lora_rank", "rope_interleave", "first_k_dense_replace"}
-PARTIAL_ROTARY = ("glm4_moe", *HYBRID)
+PARTIAL_ROTARY = ("glm4_moe", "phi3", *HYBRID)
 REFUSED = [
     *[(family, "hidden_act", "gelu") for family in families.FAMILIES],
     *[(family, "quantization_config", {"quant_method": "mxfp4"}) for family in families.FAMILIES],
@@ -405,6 +407,13 @@ REFUSED = [
     ("granite", "attention_bias", True),
     ("granite", "mlp_bias", True),
     ("granite", "attention_dropout", 0.5),
+    ("phi3", "attention_bias", True),
+    ("phi3", "resid_pdrop", 0.1),
+    ("phi3", "embd_pdrop", 0.1),
+    ("phi3", "sliding_window", 2047),
+    ("phi3", "partial_rotary_factor", 1.5),
+    ("phi3", "rope_parameters", {"rope_type": "su"}),
+    ("phi3", "rope_parameters", {"rope_type": "yarn"}),
     ("smollm3", "attention_bias", True),
     ("smollm3", "mlp_bias", True),
     ("smollm3", "use_sliding_window", True),

@@ -62,6 +62,8 @@ def assert_equal(ours: torch.Tensor, theirs: torch.Tensor, family: str) -> None:
     ("family", "tied", "rope", "dtype"), pairwise([*CLASSES], [False, True], [*ROPES], [torch.float32, torch.bfloat16])
 )
 def test_trunk_logits_equal_transformers(tmp_path, mesh, family, tied, rope, dtype):
+    if family == "phi3" and rope != "none":  # transformers' class has no other
+        rope = "longrope"
     parameters: dict[str, Any] = dict(ROPES[rope] or {"rope_type": "default", "rope_theta": 10000.0})
     if family == "glm4_moe":
         parameters["partial_rotary_factor"] = 0.5
@@ -69,7 +71,7 @@ def test_trunk_logits_equal_transformers(tmp_path, mesh, family, tied, rope, dty
         parameters["partial_rotary_factor"] = 0.25
     if family in LATENT and rope == "longrope":
         parameters["factor"] = 4.0  # which transformers reads for the scale of the scores, whatever the kind of rope
-    rotary_dim = {"glm4_moe": 16, **dict.fromkeys((*LATENT, *HYBRID), 8)}.get(family, 32)
+    rotary_dim = {"glm4_moe": 16, "phi3": 16, **dict.fromkeys((*LATENT, *HYBRID), 8)}.get(family, 32)
     for factors in parameters.keys() & {"short_factor", "long_factor"}:
         parameters[factors] = parameters[factors][: rotary_dim // 2]
     directory = make_tiny_hf(
@@ -81,6 +83,7 @@ def test_trunk_logits_equal_transformers(tmp_path, mesh, family, tied, rope, dty
         max_position_embeddings=32 if rope == "dynamic" else 128,
         num_attention_heads=4,
         num_key_value_heads=2,
+        head_dim=16 if family == "phi3" else 32,  # of phi3: hidden_size / num_attention_heads
     )
     # 48 is beyond the original 32 positions, where dynamic and longrope change their frequencies.
     input_ids, position_ids = ids_and_positions(48)

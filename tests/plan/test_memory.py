@@ -49,6 +49,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2": DENSE,
     "mimo": DENSE,
     "qwen3": DENSE,
+    "phi3": DENSE | {"pad_token_id": None},
     "smollm3": DENSE | {"pad_token_id": None},  # of the whole vocabulary
     "qwen3_moe": MOE | {"num_experts": 8, "mlp_only_layers": [2], "decoder_sparse_step": 1},
     "glm4_moe": SHARED | {"attention_bias": True, "use_qk_norm": True, "partial_rotary_factor": 0.5},

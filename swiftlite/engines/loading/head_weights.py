@@ -27,6 +27,8 @@ OF_ORDER = ".g_idx"
 _OPTIONAL = (".attn.",)
 PACKED_MODULES = {joined: list(parts) for joined, parts in _JOINED.items()}
 """`packed_modules_mapping` of a draft class: how engines find fused modules in the lists of quantization_config."""
+FUSED_MODULES = {joined: [joined] for joined in _JOINED}
+"""The same for checkpoints with fused tensors."""
 
 
 def heads_of(hf_config: PreTrainedConfig) -> Heads:
@@ -62,6 +64,7 @@ def fill(
     experts: ExpertMapping | None = None,
     *,
     is_part: bool = False,
+    is_fused: bool = False,
 ) -> set[str]:
     """Fill every parameter from the checkpoint's tensors.
 
@@ -71,6 +74,7 @@ def fill(
         default_loader: loader of parameters without a `weight_loader`.
         experts: how fused parameters of experts are filled; None for heads without experts.
         is_part: whether the weights are only a part of the checkpoint, so that missing tensors are not an error.
+        is_fused: whether tensors of the checkpoint are fused like the engine's parameters.
 
     Returns:
         Names of the filled parameters.
@@ -83,7 +87,8 @@ def fill(
     for name in parameters:
         if any(part in name for part in _OPTIONAL):
             continue
-        for source, place in _sources(name, experts or []).items():
+        sources = {name: ()} if is_fused else _sources(name, experts or [])
+        for source, place in sources.items():
             targets[source] = (name, place)
     filled = set()
     unknown = []

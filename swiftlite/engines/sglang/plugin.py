@@ -26,6 +26,7 @@ DRAFTS = {
     "GraniteForCausalLM": "GraniteForCausalLMMTP",
     "LlamaForCausalLM": "LlamaForCausalLMMTP",
     "MistralForCausalLM": "MistralForCausalLMMTP",
+    "Phi3ForCausalLM": "Phi3ForCausalLMMTP",
     "Qwen2ForCausalLM": "Qwen2ForCausalLMMTP",
     "Qwen3ForCausalLM": "Qwen3ForCausalLMMTP",
     "SeedOssForCausalLM": "SeedOssForCausalLMMTP",

@@ -22,11 +22,19 @@ from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.mtp_validation import is_mtp_completeness_check_enabled
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
-from vllm.model_executor.models import granite, llama, mistral, qwen2, qwen3, qwen3_moe, transformers
+from vllm.model_executor.models import granite, llama, mistral, phi3, qwen2, qwen3, qwen3_moe, transformers
 from vllm.model_executor.models.utils import maybe_prefix
 from vllm.sequence import IntermediateTensors
 
-from swiftlite.engines.loading.head_weights import PACKED_MODULES, ExpertMapping, Trunk, Weights, fill, heads_of
+from swiftlite.engines.loading.head_weights import (
+    FUSED_MODULES,
+    PACKED_MODULES,
+    ExpertMapping,
+    Trunk,
+    Weights,
+    fill,
+    heads_of,
+)
 from swiftlite.engines.vllm.plugin import check_draft_steps
 
 
@@ -39,6 +47,10 @@ class GraniteForCausalLM(Trunk, granite.GraniteForCausalLM):
 
 
 class MistralForCausalLM(Trunk, mistral.MistralForCausalLM):
+    """The trunk of a checkpoint with MTP heads."""
+
+
+class Phi3ForCausalLM(Trunk, phi3.Phi3ForCausalLM):
     """The trunk of a checkpoint with MTP heads."""
 
 
@@ -226,6 +238,7 @@ class MtpDraft(nn.Module):
             default_weight_loader,
             self.expert_mapping(),
             is_part=not is_mtp_completeness_check_enabled(),
+            is_fused=self.packed_modules_mapping is FUSED_MODULES,
         )
         return {names[stored] for stored in filled}
 
@@ -260,6 +273,12 @@ class MistralMTPModel(MtpDraft):
     """MTP draft model for Mistral."""
 
     layer_class = mistral.MistralDecoderLayer
+
+
+class Phi3MTPModel(LlamaMTPModel):
+    """MTP draft model for Phi-3, whose layers are Llama's with fused tensors in files."""
+
+    packed_modules_mapping = FUSED_MODULES
 
 
 class Qwen2MTPModel(MtpDraft):

@@ -34,6 +34,7 @@ DRAFTS = {
     "GraniteForCausalLM": "GraniteMTPModel",
     "LlamaForCausalLM": "LlamaMTPModel",
     "MistralForCausalLM": "MistralMTPModel",
+    "Phi3ForCausalLM": "Phi3MTPModel",
     "Qwen2_5_VLForConditionalGeneration": "Qwen2_5_VLMTPModel",
     "Qwen2ForCausalLM": "Qwen2MTPModel",
     "Qwen3ForCausalLM": "Qwen3MTPModel",

@@ -20,7 +20,7 @@ from sglang.srt.model_loader.weight_utils import default_weight_loader
 from sglang.srt.models import granite, llama, mistral, qwen2, qwen3
 from torch import nn
 
-from swiftlite.engines.loading.head_weights import PACKED_MODULES, Trunk, Weights, fill, heads_of
+from swiftlite.engines.loading.head_weights import FUSED_MODULES, PACKED_MODULES, Trunk, Weights, fill, heads_of
 
 
 class GraniteForCausalLM(Trunk, granite.GraniteForCausalLM):
@@ -37,6 +37,10 @@ class LlamaForCausalLM(Trunk, llama.LlamaForCausalLM):
 
 
 class MistralForCausalLM(Trunk, mistral.MistralForCausalLM):
+    """The trunk of a checkpoint with an MTP head."""
+
+
+class Phi3ForCausalLM(Trunk, llama.Phi3ForCausalLM):
     """The trunk of a checkpoint with an MTP head."""
 
 
@@ -170,7 +174,8 @@ class MtpDraft(nn.Module):
     def load_weights(self, weights: Weights) -> set[str]:
         """Load the head from HF tensors, and return the names of the filled parameters, as `fill` does."""
         parameters = {name: tensor for name, tensor in self.named_parameters() if name.startswith("mtp.")}
-        return fill(parameters, weights, 1, default_weight_loader)
+        is_fused = self.packed_modules_mapping is FUSED_MODULES
+        return fill(parameters, weights, 1, default_weight_loader, is_fused=is_fused)
 
     def set_embed_and_head(self, embed: nn.Parameter, head: torch.Tensor) -> None:
         """Use the trunk's embedding and output layer, which SGLang's EAGLE worker passes.
@@ -204,6 +209,12 @@ class MistralForCausalLMMTP(LlamaForCausalLMMTP):
     """MTP draft model for Mistral, whose layers are Llama's."""
 
 
+class Phi3ForCausalLMMTP(LlamaForCausalLMMTP):
+    """MTP draft model for Phi-3, whose layers are Llama's with fused tensors in files."""
+
+    packed_modules_mapping = FUSED_MODULES
+
+
 class Qwen2ForCausalLMMTP(MtpDraft):
     """MTP draft model for Qwen2."""
 
@@ -234,6 +245,7 @@ EntryClass = [
     GraniteForCausalLM,
     LlamaForCausalLM,
     MistralForCausalLM,
+    Phi3ForCausalLM,
     Qwen2ForCausalLM,
     Qwen3ForCausalLM,
     SeedOssForCausalLM,
@@ -241,6 +253,7 @@ EntryClass = [
     GraniteForCausalLMMTP,
     LlamaForCausalLMMTP,
     MistralForCausalLMMTP,
+    Phi3ForCausalLMMTP,
     Qwen2ForCausalLMMTP,
     Qwen3ForCausalLMMTP,
     SeedOssForCausalLMMTP,

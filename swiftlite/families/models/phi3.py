@@ -1,0 +1,50 @@
+"""Phi-3.5, Phi-4 and Phi-4-mini: a Llama with fused tensors in files: queries, keys and values, and gate and up.
+
+A sliding window that is shorter than `max_position_embeddings`, as in Phi-3-mini-4k, is not supported.
+"""
+
+from dataclasses import replace
+
+from swiftlite.families import dense
+from swiftlite.families.family import Family, HfConfig
+from swiftlite.families.layer import Layer
+
+_NO_DROPOUT = (0, None)
+_ROPE_TYPES = (None, "default", "longrope")
+
+
+def _check(hf_config: HfConfig) -> None:
+    problems = dense.problems_of(
+        hf_config,
+        reads=("partial_rotary_factor",),
+        attention_bias=(False, None),
+        resid_pdrop=_NO_DROPOUT,
+        embd_pdrop=_NO_DROPOUT,
+    )
+    # The default factor is 1, as in other programs.
+    if dense.partial_rotary_factor(hf_config) is not None:
+        problems += dense.partial_rotary_problems(hf_config)
+    rope = dense.rope_parameters(hf_config)
+    rope_type = rope.get("rope_type", rope.get("type"))
+    if rope_type not in _ROPE_TYPES:
+        problems.append(f"rope_parameters: rope_type {rope_type!r} is not supported; it can only be 'longrope'")
+    window = hf_config.get("sliding_window")
+    if not problems and window is not None and window < hf_config["max_position_embeddings"]:
+        problems.append(f"sliding_window {window} is below max_position_embeddings")
+    dense.refuse(hf_config, problems)
+
+
+def _layer(hf_config: HfConfig, number: int) -> Layer:
+    return Layer(
+        replace(dense.attention(hf_config), hf_is_fused=True),
+        replace(dense.mlp(hf_config), hf_is_fused=True),
+    )
+
+
+PHI3 = Family(
+    name="phi3",
+    check=_check,
+    layer=_layer,
+    outside=dense.outside,
+    mtp=dense.QWEN3_NEXT_HEADS,
+)
