@@ -408,6 +408,8 @@ REFUSED = [
     ("granite", "mlp_bias", True),
     ("granite", "attention_dropout", 0.5),
     ("phi3", "attention_bias", True),
+    ("phi3", "mlp_bias", True),
+    ("phi3", "lm_head_bias", True),
     ("phi3", "resid_pdrop", 0.1),
     ("phi3", "embd_pdrop", 0.1),
     ("phi3", "sliding_window", 2047),

@@ -10,7 +10,7 @@ from swiftlite.bridge.audit import audit_hf
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.families import FAMILIES, index
 from swiftlite.heads import Heads
-from tests.tiny import HYBRID, LATENT, NEXT_LAYER_HEADS, WRAPPED
+from tests.tiny import LATENT, NEXT_LAYER_HEADS, WRAPPED
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +73,5 @@ def test_vllm_s_cpu_kernels_take_its_heads(tiny):
         assert (hf_config["kv_lora_rank"], hf_config["qk_rope_head_dim"]) == (512, 64)
         return
     with safe_open(tiny / "model.safetensors", "pt") as weights:
-        rows = weights.get_slice("model.layers.1.self_attn.q_proj.weight").get_shape()[0]
-    has_gate = hf_config["model_type"] in HYBRID  # beside each query
-    assert rows // hf_config["num_attention_heads"] == 64 * (1 + has_gate)
+        columns = weights.get_slice("model.layers.1.self_attn.o_proj.weight").get_shape()[1]
+    assert columns // hf_config["num_attention_heads"] == 64

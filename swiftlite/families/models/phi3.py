@@ -18,6 +18,8 @@ def _check(hf_config: HfConfig) -> None:
         hf_config,
         reads=("partial_rotary_factor",),
         attention_bias=(False, None),
+        mlp_bias=(False, None),
+        lm_head_bias=(False, None),
         resid_pdrop=_NO_DROPOUT,
         embd_pdrop=_NO_DROPOUT,
     )
