@@ -43,6 +43,7 @@ def lay_out(join: Join, sources: list[str], total: int, tp_size: int = 1) -> str
         # Two groups with one query, one key and two values each: [q k v v] per group.
         (InterleaveBlocks(2, ((2, 2, 4),)), ["abKLvwxy"], 1, "aKvwbLxy"),
         (InterleaveBlocks(2, ((2, 2), (4,))), ["abKL", "vwxy"], 1, "aKvwbLxy"),
+        (InterleaveBlocks(None, ((4, 4),)), ["abKLvwxy"], 2, "abvwKLxy"),
         # Two query groups with two query heads each: each query comes before its gate, and goes before all gates.
         (GatedQkv(2, 1), ["aAbBcCdD", "KL", "VW"], 1, "abABKVcdCDLW"),
         (SwapHalves(axis=0), ["hiddenembedd"], 1, "embeddhidden"),
