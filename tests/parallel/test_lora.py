@@ -31,10 +31,13 @@ LAYOUTS: dict[tuple[str, str], list[str]] = {
     # Experts that are shared out or not, shared experts, latent attention.
     ("deepseek_v3", "lora"): ["EP2xTP2"],
     ("deepseek_v3", "dora"): ["TP2+SP", "ETP2xTP2"],
+    ("phi3", "lora"): ["TP2+SP"],  # one adapter for gate and up
+    ("phi3", "dora"): ["TP2+SP"],
 }
 CHOSEN = {
     ("qwen2", "lora"): LAYOUTS["qwen2", "lora"],
     ("deepseek_v3", "dora"): ["ETP2xTP2"],
+    ("phi3", "lora"): LAYOUTS["phi3", "lora"],
 }
 PLACES = CASES | {
     "PP2 recomputed": Case(2, CASES["PP2"].options | FULL["uniform 2"]),

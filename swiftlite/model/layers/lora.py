@@ -41,6 +41,7 @@ from swiftlite.bridge.adapters.rows import (
     saved_names,
 )
 from swiftlite.bridge.binding import Binding, bind
+from swiftlite.bridge.join import InterleaveBlocks
 from swiftlite.bridge.rows import Row
 from swiftlite.bridge.transfer import gather_hf
 from swiftlite.lora import Lora, is_adapter
@@ -83,6 +84,9 @@ class Adapter(nn.Module):
     columns, they split A and each rank has the whole B. Ranks exchange only the values between A and B: as many per
     token as the LoRA rank. For experts, and for layers whose caller reduces over ranks, the gradient of the matrix that
     is not split is reduced instead.
+
+    Attributes:
+        has_halves: whether a rank's rows of B are a part of each half of one HF tensor, such as a fused gate and up.
     """
 
     def __init__(self, linear: Linear, layer: Binding, lora: Lora):
@@ -96,6 +100,8 @@ class Adapter(nn.Module):
         self.scaling, self.dropout = lora.scaling, lora.dropout
         self.group, self.is_expert = linear.tp_group, linear.is_expert
         self.is_column = weight.partition_dim == 0
+        join = layer.row.join
+        self.has_halves = isinstance(join, InterleaveBlocks) and join.units is None
         # A row-parallel layer of experts sets this even if the expert is not split.
         self.sequence_parallel = linear.sequence_parallel and self.group.size() > 1
         self.caller_sums = linear.explicit_expert_comm or getattr(linear, "disable_grad_reduce", False)

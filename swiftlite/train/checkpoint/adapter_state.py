@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from torch import nn
 
 from swiftlite.bridge.adapters.rows import A
@@ -24,10 +25,10 @@ def with_adapters(state: dict[str, Any], chunk: nn.Module, mesh: Mesh) -> dict[s
     return placed
 
 
-def _tensors(name: str, adapter: Adapter, chunk: nn.Module, mesh: Mesh) -> dict[str, ShardedTensor]:
+def _tensors(name: str, adapter: Adapter, chunk: nn.Module, mesh: Mesh) -> dict[str, ShardedTensor | ShardedTensorFactory]:
     replicas = mesh.groups.expt_dp if adapter.is_expert else mesh.dp_cp
     rank, size = adapter.group.rank(), adapter.group.size()
-    tensors = {}
+    tensors: dict[str, ShardedTensor | ShardedTensorFactory] = {}
     for local_name, parameter in adapter.named_parameters(name):
         is_split = adapter.is_column != (f".{A}" in local_name)  # magnitudes are split in the same way as B
         offsets = []
@@ -36,7 +37,11 @@ def _tensors(name: str, adapter: Adapter, chunk: nn.Module, mesh: Mesh) -> dict[
             axis = 0 if adapter.is_column else 1
             offsets = [(axis, rank, size)]
             replica = 0
-        tensors[local_name] = ShardedTensor.from_rank_offsets(
+        whole = ShardedTensor.from_rank_offsets(
             global_name(local_name, chunk), parameter, *offsets, replica_id=(0, replica, replicas.rank())
         )
+        tensors[local_name] = whole
+        if is_split and adapter.has_halves:
+            # Rows of the rank's part of the gate, then of its part of up; saved as all rows of the gate, then of up.
+            tensors[local_name] = apply_swiglu_sharded_factory(whole, ())
     return tensors
