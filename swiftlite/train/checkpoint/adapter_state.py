@@ -12,6 +12,8 @@ from swiftlite.lora import is_adapter
 from swiftlite.model.layers.lora import Adapter
 from swiftlite.runtime.mesh import Mesh
 
+Sharded = ShardedTensor | ShardedTensorFactory
+
 
 def with_adapters(state: dict[str, Any], chunk: nn.Module, mesh: Mesh) -> dict[str, Any]:
     """Return the sharded state of a chunk with the place of each adapter tensor in the whole model.
@@ -25,10 +27,10 @@ def with_adapters(state: dict[str, Any], chunk: nn.Module, mesh: Mesh) -> dict[s
     return placed
 
 
-def _tensors(name: str, adapter: Adapter, chunk: nn.Module, mesh: Mesh) -> dict[str, ShardedTensor | ShardedTensorFactory]:
+def _tensors(name: str, adapter: Adapter, chunk: nn.Module, mesh: Mesh) -> dict[str, Sharded]:
     replicas = mesh.groups.expt_dp if adapter.is_expert else mesh.dp_cp
     rank, size = adapter.group.rank(), adapter.group.size()
-    tensors: dict[str, ShardedTensor | ShardedTensorFactory] = {}
+    tensors: dict[str, Sharded] = {}
     for local_name, parameter in adapter.named_parameters(name):
         is_split = adapter.is_column != (f".{A}" in local_name)  # magnitudes are split in the same way as B
         offsets = []
