@@ -88,7 +88,14 @@ class Published:
             if virtual and number % self.pp:
                 continue
             layout = ParallelLayout(self.tp, self.tp > 1, self.pp, virtual)
-            setup = Setup(layout, RecomputeArgs(), self.gpus, True, micro_batch, 4096, is_fused=True)
+            setup = Setup(
+                layout,
+                num_gpus=self.gpus,
+                use_distributed_optimizer=True,
+                micro_batch_size=micro_batch,
+                max_length=4096,
+                is_fused=True,
+            )
             step = Step(architecture, setup, H100, self.batch, MEGATRON)
             if largest(step.memory).total <= usable_bytes(80):
                 found.append(step.seconds.total)
@@ -164,7 +171,14 @@ class Benchmark:
             Outside(layers, hidden, vocab, is_tied=False), (Layer(attention, mlp(hidden, ffn)),) * layers
         )
         layout = (self.fp8_layout or self.layout) if low else self.layout
-        setup = Setup(layout, RecomputeArgs(), self.num_gpus, True, self.micro_batch, self.length, is_fused=True)
+        setup = Setup(
+            layout,
+            num_gpus=self.num_gpus,
+            use_distributed_optimizer=True,
+            micro_batch_size=self.micro_batch,
+            max_length=self.length,
+            is_fused=True,
+        )
         software = replace(MEGATRON, gradient_bytes=4)
         return Step(architecture, replace(setup, low_precision=low), GPUS[self.gpu], self.batch, software).seconds.total
 
