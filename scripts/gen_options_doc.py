@@ -6,6 +6,7 @@ Chinese texts come from docs/zh/options.yaml. --check writes nothing and exits w
 """
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import yaml
@@ -124,12 +125,18 @@ def _escape(text: str) -> str:
     return text.replace("|", "\\|")
 
 
-def main(argv: list[str]) -> int:
-    """Write both pages, or compare them with the files; return the exit code."""
+def write_pages(name: str, page: Callable[[str], str], argv: list[str]) -> int:
+    """Write a page in both languages, or compare it with the files; return the exit code.
+
+    Args:
+        name: name of the file in docs/en and docs/zh.
+        page: returns the page in "en" or "zh".
+        argv: the script's arguments.
+    """
     only_checks = "--check" in argv
     exit_code = 0
     for language in ("en", "zh"):
-        path, wanted = DOCS / language / "options.md", page(language)
+        path, wanted = DOCS / language / name, page(language)
         if path.exists() and path.read_text(encoding="utf-8") == wanted:
             continue
         if only_checks:
@@ -142,4 +149,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(write_pages("options.md", page, sys.argv[1:]))

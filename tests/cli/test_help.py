@@ -74,3 +74,11 @@ def test_every_text_is_translated(generator):
 def test_pages_are_up_to_date(generator, language):
     page = (ROOT / "docs" / language / "options.md").read_text(encoding="utf-8")
     assert page == generator["page"](language), "run python scripts/gen_options_doc.py"
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_pages_of_families_are_up_to_date(monkeypatch, language):
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    script = runpy.run_path(str(ROOT / "scripts" / "gen_families_doc.py"))
+    page = (ROOT / "docs" / language / "families.md").read_text(encoding="utf-8")
+    assert page == script["page"](language), "run python scripts/gen_families_doc.py"
