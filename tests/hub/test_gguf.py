@@ -124,9 +124,9 @@ def test_families_that_are_not_known_are_refused_by_name(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=naming("bert.gguf GGUF bert")) as refused:
         description_of(str(bert))
     assert mentions(refused.value.hint, "--model")
-    phi3 = write_gguf(tmp_path / "phi3.gguf", "phi3")
-    with pytest.raises(OptionError, match=naming("model_type 'phi3'")):
-        check(SFT.__class__(model=str(phi3), output_dir=str(tmp_path / "run"), dataset=[str(rows(tmp_path))]))
+    stablelm = write_gguf(tmp_path / "stablelm.gguf", "stablelm")
+    with pytest.raises(OptionError, match=naming("model_type 'stablelm'")):
+        check(SFT.__class__(model=str(stablelm), output_dir=str(tmp_path / "run"), dataset=[str(rows(tmp_path))]))
 
 
 def rows(directory: Path) -> Path:

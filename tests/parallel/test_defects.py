@@ -42,6 +42,12 @@ POSITIONS = torch.arange(12)[None]
 # labels=None, and a batch without targets: gpt_model.py:612 and :658-661
 
 
+def use_stock_attention(spec: Any) -> None:
+    """Use megatron-core's module, which does not have the options of swiftlite's."""
+    spec.module = StockSelfAttention
+    spec.params = {"attn_mask_type": spec.params["attn_mask_type"]}
+
+
 def stock_model(hf_dir: Path, mesh: Mesh, per_token: bool = True) -> Any:
     """Return megatron-core's GPTModel and MTP layer with swiftlite's layers and weights, on one process."""
     hf_config = read_config(hf_dir)
@@ -53,11 +59,11 @@ def stock_model(hf_dir: Path, mesh: Mesh, per_token: bool = True) -> Any:
     assert heads is not None
     decoder: Any = decoder_spec(config, architecture.layers, Drafting())
     for layer in decoder.layer_specs:
-        layer.submodules.self_attention.module = StockSelfAttention
+        use_stock_attention(layer.submodules.self_attention)
     for head in heads.layer_specs:  # pyright: ignore[reportOptionalIterable]
         head.module = StockMtpLayer
         block: Any = getattr(head.submodules, MTP_INNER_LAYER)
-        block.submodules.self_attention.module = StockSelfAttention
+        use_stock_attention(block.submodules.self_attention)
     model = StockGPTModel(
         config=config,
         transformer_layer_spec=decoder,
