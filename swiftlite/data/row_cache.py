@@ -111,6 +111,8 @@ class RowCache:
             return key, num_parts
         if num_parts:
             logger.info("%s: %d rows are already tokenized in %s", file.name, num_rows, directory)
+        if self.directory.exists() and not self.directory.is_dir():
+            raise UserError(f"{self.name} {self.directory} is a file", "use a directory, or a name that does not exist")
         check_writable(self.name, directory)
         delete_incomplete(directory)
         try:

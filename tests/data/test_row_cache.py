@@ -289,6 +289,10 @@ def test_a_full_or_read_only_disk_names_the_option(make_encoder, write_jsonl, tm
     with pytest.raises(UserError) as caught:
         load_train_val(make_encoder(), [path], max_bad_rows=2, cache=RowCache(tmp_path / "file" / "cache"))
     assert mentions(str(caught.value), f"--dataset_cache {tmp_path}/file/cache")
+    with pytest.raises(UserError) as caught:
+        load_train_val(make_encoder(), [path], max_bad_rows=2, cache=RowCache(tmp_path / "file"))
+    assert mentions(str(caught.value), f"--dataset_cache {tmp_path}/file")
+    assert mentions(caught.value.hint, "directory")
 
     def full(path, content, writer=""):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
