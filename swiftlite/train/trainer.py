@@ -292,9 +292,10 @@ class Trainer:
         return all_reduce_sum(parts, objective.sums_shape, self.mesh)
 
     def _sum_over_data_parallel(self, *values: int) -> list[int]:
-        total = on_device(torch.tensor(values), self.mesh.device.torch_device)
+        # The FLOPs of a step can exceed int64. Integers up to 2^53 are exact in float64.
+        total = on_device(torch.tensor(values, dtype=torch.float64), self.mesh.device.torch_device)
         dist.all_reduce(total, group=self.mesh.dp)
-        return total.tolist()
+        return list(map(int, total.tolist()))
 
     def summarize(self, figures: Mapping[str, float]) -> None:
         """Send the summary of the run to all metric loggers."""

@@ -185,6 +185,10 @@ def test_metrics_of_a_step(make_trainer):
     json.dumps(metrics)  # what a sink needs
 
 
+def test_flops_of_a_large_step_are_summed(make_trainer):
+    assert make_trainer(train_iters=1)._sum_over_data_parallel(2**65, 7) == [2**65, 7]
+
+
 def test_neighbors_draw_different_numbers():
     """Neighboring seeds and steps draw different numbers."""
     drawn = set()
