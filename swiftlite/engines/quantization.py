@@ -22,7 +22,7 @@ def quantization_of(model: HfModel) -> dict[str, Any]:
     if not quantization:
         return {}
     found: dict[str, Any] = {"format": describe_quantization(model.config), "weights": _weights(quantization)}
-    if bits := activation_bits(quantization):
+    if bits := _activation_bits(quantization):
         found["activation_bits"] = bits
     if model.heads.layers:
         modules = quantized_modules(Checkpoint(model.directory).stored)
@@ -73,12 +73,8 @@ def _declared_weights(quantization: Mapping[str, Any]) -> list[Mapping[str, Any]
     return [quantization]
 
 
-def activation_bits(quantization: Mapping[str, Any]) -> int | None:
-    """Return the number of bits to which engines round activations; None if they do not round them.
-
-    Args:
-        quantization: quantization_config of config.json.
-    """
+def _activation_bits(quantization: Mapping[str, Any]) -> int | None:
+    """Return the number of bits to which engines round activations; None if they do not round them."""
     if quantization["quant_method"] == "fp8":
         return 8
     groups = quantization.get("config_groups", {}).values()

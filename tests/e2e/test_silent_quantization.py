@@ -167,6 +167,17 @@ def test_a_format_that_vllm_does_not_support_is_refused_before_the_start(hosted,
     assert mentions(done.stdout + done.stderr, "quantization_config sym=False --infer_backend")
 
 
+@pytest.mark.parametrize(
+    ("name", "has_amx", "word"), [("int8", True, "seed_oss"), ("int8", False, ""), ("fp8", True, "")]
+)
+def test_integers_of_one_family_are_refused_on_cpus_with_amx(tmp_path, vllm_host, name, has_amx, word):
+    """vLLM's kernel for 8-bit integers on these CPUs requires inputs of two dimensions."""
+    model = make(tmp_path, "seed_oss", name)
+    problem = vllm_host.call(partial(vllm_here.refused_format, model, has_amx))
+    assert bool(problem) == bool(word)
+    assert mentions(problem, word)
+
+
 def test_vllm_stops_at_uninitialized_scales(tmp_path, vllm_host):
     """vLLM itself refuses such a model with the options that swiftlite passes to it, and starts with its defaults."""
     model = make(tmp_path, "mimo", "int8")

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+from unittest.mock import patch
 
 import torch
 
@@ -18,6 +19,7 @@ from swiftlite.engines.draft_schedule import DraftSchedule
 from swiftlite.engines.engine import EngineConfig, Sampling, start_engine
 from swiftlite.engines.prompts import most_images
 from swiftlite.engines.served_model import resolve_served
+from swiftlite.errors import UserError
 from tests.forked import Host
 from tests.vllm_forks import vllm_forks
 from tests.weights_of import trunk_and_heads
@@ -237,6 +239,18 @@ def load_draft(directory: Path, plugins: str | None = None) -> tuple[str, int]:
         draft = initialize_model(vllm_config=config, model_config=draft_config)
         get_model_loader(config.load_config).load_weights(draft, draft_config)
     return type(draft).__name__, sum(1 for _ in draft.parameters())
+
+
+def refused_format(directory: Path, has_amx: bool) -> str:
+    """Return why swiftlite refuses the format of a model for vLLM on such a CPU; "" if it does not."""
+    from swiftlite.engines.vllm import options
+
+    with patch.object(options, "has_amx", lambda: has_amx):
+        try:
+            options.check_quantization(resolve_served(directory))
+        except UserError as error:
+            return error.problem
+    return ""
 
 
 def start_unchecked(directory: Path, is_tracked: bool) -> str:

@@ -11,7 +11,6 @@ from typing import Any
 
 from swiftlite.engines.draft_schedule import DraftSchedule
 from swiftlite.engines.engine import EngineConfig
-from swiftlite.engines.quantization import activation_bits
 from swiftlite.engines.quantized_heads import check_quantized_heads
 from swiftlite.engines.served_model import log_fed_otherwise, require_heads
 from swiftlite.engines.vllm.info import VLLM
@@ -178,9 +177,9 @@ def check_quantization(model: HfModel) -> None:
         get_quantization_config(quantization["quant_method"]).from_config(dict(quantization))
     except ValueError as error:
         problem = f"vLLM does not support its quantization_config: {error}"
-    if model.family.name == "seed_oss" and activation_bits(quantization) == 8 and has_amx():
+    if model.family.name == "seed_oss" and quantization.get("format") == "int-quantized" and has_amx():
         # vLLM 0.32 runs this family with transformers' classes, whose inputs have three dimensions.
-        problem = "vLLM's kernel for 8-bit activations on CPUs with AMX does not support seed_oss"
+        problem = "vLLM's kernel for 8-bit integers on CPUs with AMX does not support seed_oss"
     if problem:
         raise UserError(
             f"--model {model.directory}: {problem}",
