@@ -116,7 +116,7 @@ class _PartBuilder:
         self._extras: list[Mapping[str, Any]] = []
         self._channels: dict[str, int] = {}
         self._num_tokens = 0
-        self._has_images = False
+        self.can_be_stored = True  # of `Part`
         self.facts = PartFacts()
 
     @property
@@ -139,7 +139,7 @@ class _PartBuilder:
         else:
             assert encoded is not None
             facts.num_parsed += 1
-            self._has_images |= len(row.images) > 0
+            self.can_be_stored &= not row.images
             if encoded.bad is not None:
                 facts.unencoded.append((line, encoded.bad.problem, encoded.bad.hint))
             else:
@@ -173,19 +173,29 @@ class _PartBuilder:
         for name, value in zip(SEQUENCE_COLUMNS, values, strict=True):
             self._columns[name].append(value)
         self._extras.append(sequence.extras)
+        self.can_be_stored &= not sequence.extras
 
     def build(self) -> Part:
         columns = {name: np.concatenate(arrays) for name, arrays in self._tokens.items()}
         columns |= {name: np.array(values, COLUMNS[name]) for name, values in self._columns.items()}
         self.facts.channels = list(self._channels)
         extras = self._extras if any(self._extras) else ()
-        return Part(columns, self.facts, extras, can_be_stored=not (extras or self._has_images))
+        return Part(columns, self.facts, extras, self.can_be_stored)
 
 
 def encode_file(
-    file: DataFile | HubRows, pool: EncoderPool, *, system: str | None, seed: int, first: int = 0
+    file: DataFile | HubRows,
+    pool: EncoderPool,
+    *,
+    system: str | None,
+    seed: int,
+    first: int = 0,
+    to_store: bool = False,
 ) -> Iterator[Part]:
     """Encode the rows of a file from number `first`, and yield parts. Conversations are freed once they are encoded.
+
+    Args:
+        to_store: whether to end after the first row that cannot be stored, with a part that says so.
 
     Raises:
         UserError: the file does not have the format of its suffix.
@@ -197,6 +207,8 @@ def encode_file(
     # `again` is read ahead of `rows`, which therefore ends second.
     for number, (result, (line, row)) in enumerate(zip(encoded, rows, strict=True), start=first):
         builder.add(number, line, row, result)
+        if to_store and not builder.can_be_stored:
+            break
         if builder.is_full:
             yield builder.build()
             builder = _PartBuilder()

@@ -116,7 +116,7 @@ class RowCache:
         check_writable(self.name, directory)
         delete_incomplete(directory)
         try:
-            for part in encode_file(file, pool, system=system, seed=seed, first=num_rows):
+            for part in encode_file(file, pool, system=system, seed=seed, first=num_rows, to_store=True):
                 if not part.can_be_stored:
                     return None
                 _write(directory, f"{num_parts:05}.safetensors", _pack(key, num_parts, part))

@@ -125,6 +125,14 @@ def test_samples_equal_those_of_rows_encoded_one_by_one(make_encoder, make_token
     assert list((tmp_path / "cache").rglob("*.safetensors") if kind == "rated" else []) == []  # it has labels
 
 
+def test_rows_that_cannot_be_stored_are_recognized_by_the_first_one(make_encoder, write_jsonl, tmp_path, counted):
+    """Otherwise all ranks would wait while one of them encodes rows that it discards."""
+    path = write_jsonl([{**row(i), "label": i % 2 == 0} for i in range(8)])
+    data = load_train_val(make_encoder(parse=parse_rated), [path], cache=RowCache(tmp_path / "cache"))
+    assert len(data.train) == 8
+    assert len(counted) == 1 + 8
+
+
 @pytest.mark.parametrize("spec", ["", "#7"])
 def test_the_cache_changes_no_result(make_encoder, write_jsonl, tmp_path, counted, spec):
     train, other = write_jsonl(ROWS), write_jsonl([row(i) for i in range(20, 26)], "other.jsonl")
