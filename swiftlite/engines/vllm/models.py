@@ -35,6 +35,7 @@ from swiftlite.engines.loading.head_weights import (
     fill,
     heads_of,
 )
+from swiftlite.engines.loading.no_rotary import NoRotaryEmbedding
 from swiftlite.engines.vllm.plugin import check_draft_steps
 
 
@@ -301,16 +302,6 @@ class SeedOssMTPModel(MtpDraft):
         config = deepcopy(self.config)
         config.update({"qkv_bias": config.attention_bias, "attention_bias": config.attention_out_bias})
         return llama.LlamaDecoderLayer(vllm_config, prefix, config)
-
-
-class NoRotaryEmbedding(nn.Module):
-    """Takes the place of rotary embeddings in a layer that has none."""
-
-    def forward(
-        self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return queries and keys unchanged."""
-        return query, key
 
 
 class SmolLM3MTPModel(LlamaMTPModel):

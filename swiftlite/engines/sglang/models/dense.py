@@ -21,6 +21,7 @@ from sglang.srt.models import granite, llama, mistral, qwen2, qwen3
 from torch import nn
 
 from swiftlite.engines.loading.head_weights import FUSED_MODULES, PACKED_MODULES, Trunk, Weights, fill, heads_of
+from swiftlite.engines.loading.no_rotary import NoRotaryEmbedding
 
 
 class GraniteForCausalLM(Trunk, granite.GraniteForCausalLM):
@@ -65,16 +66,6 @@ class SeedOssForCausalLM(Trunk, qwen2.Qwen2ForCausalLM):
         if not config.attention_bias:
             raise ValueError("Seed-OSS with attention_bias false is not supported")
         super().__init__(config, *args, **kwargs)
-
-
-class NoRotaryEmbedding(nn.Module):
-    """Takes the place of rotary embeddings in a layer that has none."""
-
-    def forward(
-        self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return queries and keys unchanged."""
-        return query, key
 
 
 class SmolLM3ForCausalLM(Trunk, llama.LlamaForCausalLM):
