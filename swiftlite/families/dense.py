@@ -59,7 +59,9 @@ def problems_of(
     layer_types: Collection[str] = ("full_attention",),
     **neutral: tuple[Any, ...],
 ) -> list[str]:
-    """Return a problem (one line) for every setting that is invalid or would be ignored.
+    """Return a problem (one line) for every setting that is invalid, or changes the computation and is not supported.
+
+    Keys that are not known to change the computation are ignored, as in transformers.
 
     Args:
         reads: keys of NEUTRAL for which the family supports every value.
@@ -108,8 +110,7 @@ def refuse(hf_config: HfConfig, problems: Sequence[str]) -> None:
     if problems:
         raise UserError(
             f"config.json (model_type {hf_config.get('model_type')!r}):\n  " + "\n  ".join(problems),
-            "swiftlite does not ignore settings, because it would compute another model; if config.json was changed, "
-            "copy it from the model's source again",
+            "swiftlite would compute another model; if config.json was changed, copy it from the model's source again",
         )
 
 

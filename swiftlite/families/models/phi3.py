@@ -1,6 +1,7 @@
 """Phi-3.5, Phi-4 and Phi-4-mini: a Llama with fused tensors in files: queries, keys and values, and gate and up.
 
-A sliding window that is shorter than `max_position_embeddings`, as in Phi-3-mini-4k, is not supported.
+A sliding window that is shorter than `max_position_embeddings`, as in Phi-3-mini-4k, is not supported. Longer windows
+contain all tokens of valid rows. In rows beyond `max_position_embeddings`, of which runs warn, they are not applied.
 """
 
 from dataclasses import replace
