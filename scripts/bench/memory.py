@@ -91,7 +91,9 @@ def measure(hf_config: dict[str, Any], setup: Setup) -> Measured:
             activations, logits = _kept_by_autograd(chunks[0], hf_config, setup, device.torch_device)
             quantized = _bytes(_copies_of_weights(chunks[0]))
         distributed = DistributedArgs(
-            use_distributed_optimizer=setup.use_distributed_optimizer, grad_reduce_in_bf16=setup.grad_reduce_in_bf16
+            optimizer=setup.optimizer,
+            use_distributed_optimizer=setup.use_distributed_optimizer,
+            grad_reduce_in_bf16=setup.grad_reduce_in_bf16,
         )
         wrapped = wrap_model(chunks, mesh, dtype, distributed)
         parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
@@ -135,6 +137,7 @@ def _optimizer_bytes(setup: Setup, wrapped, mesh: Mesh) -> int:
     """Return the bytes of AdamW's two moments, and of its float32 weights if the model is not float32."""
     args = SftArgs(
         torch_dtype="bfloat16" if setup.parameter_bytes == 2 else "float32",
+        optimizer=setup.optimizer,
         use_distributed_optimizer=setup.use_distributed_optimizer,
         train_iters=2,
         global_batch_size=setup.num_gpus,
@@ -149,10 +152,16 @@ def _optimizer_bytes(setup: Setup, wrapped, mesh: Mesh) -> int:
         for group in part.optimizer.param_groups:
             for parameter in group["params"]:
                 state = part.optimizer.state[parameter]
-                held += [state["exp_avg"], state["exp_avg_sq"]]
+                for moment in (state["exp_avg"], state["exp_avg_sq"]):
+                    held += _parts(moment)
                 if setup.parameter_bytes == 2:
                     held.append(parameter)
     return sum(tensor.numel() * tensor.element_size() for tensor in held)
+
+
+def _parts(moment: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tensors that hold a moment: codes, scales and table of an 8-bit moment, otherwise the moment."""
+    return [getattr(moment, name) for name in getattr(moment, "tensor_attrs", ())] or [moment]
 
 
 def _kept_by_autograd(model, hf_config: dict[str, Any], setup: Setup, device) -> tuple[int, int]:

@@ -20,6 +20,7 @@ TunerType = Literal["full", "lora"]
 PreferenceLoss = Literal["sigmoid", "hinge", "ipo", "robust", "apo_zero", "apo_down", "simpo", "orpo", "kto"]
 TruncationStrategy = Literal["delete", "left", "right", "split", "error"]
 WeightTransport = Literal["file", "nccl", "ipc"]
+OptimizerName = Literal["adamw", "adamw_8bit"]
 ProfileKind = Literal["torch", "nsys", "memory"]
 
 
@@ -31,7 +32,8 @@ class ModelArgs:
     """A Hugging Face model: a directory (config.json, safetensors, tokenizer), a name on the hub (ORG/NAME or
     ORG/NAME@REVISION), or a GGUF file."""
     torch_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Dtype of the parameters in the forward pass. With bfloat16, the optimizer state and main weights are float32."""
+    """Dtype of the parameters in the forward pass. With bfloat16, the main weights in the optimizer are
+    float32."""
     trust_remote_code: bool = False
     """Allow running Python files from the directory of the model or tokenizer."""
 
@@ -318,6 +320,9 @@ class ParallelLayout:
 class OptimizerShareArgs:
     """Distributed optimizer and communication"""
 
+    optimizer: OptimizerName = "adamw"
+    """adamw: AdamW, whose two moments have 8 bytes per parameter. adamw_8bit: torchao's AdamW, whose moments are
+    rounded to 8 bits and have 2 bytes per parameter; main weights stay float32."""
     use_distributed_optimizer: bool | None = None
     """Shard the optimizer state over data-parallel ranks. Default, also for --overlap_grad_reduce and
     --overlap_param_gather: true on GPUs with several data-parallel ranks."""

@@ -78,6 +78,7 @@ def packages() -> dict[str, tuple[str, ...]]:
     return names | {
         "transformer-engine": ("transformer-engine", "transformer-engine-torch"),
         "flash-attn": ("flash-attn",),
+        "torchao": ("torchao",),
         "tensorboard": ("tensorboard",),
         "wandb": ("wandb",),
         "swanlab": ("swanlab",),
@@ -111,6 +112,7 @@ def parts() -> list[InstalledPart]:
             if installed_version(info.distributions):
                 fix = info.image_install
             found.append(InstalledPart(f"infer with images, {info.name}", (*needed, *info.image_packages), fix))
+    found.append(InstalledPart("train with --optimizer adamw_8bit", ("torchao",), "pip install torchao"))
     for name in ("tensorboard", "wandb", "swanlab", "mlflow"):
         found.append(InstalledPart(f"report to {name}", (name,), f"pip install {name}"))
     return found

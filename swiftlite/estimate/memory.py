@@ -1,7 +1,8 @@
 """Estimate the memory of a rank in training for `doctor --plan`, from config.json and options.
 
 This module does not import torch. Parameters, gradients and optimizer state are exact, except for the padding of the
-distributed optimizer's buffers (a few kilobytes). Activations are the tensors that autograd saves in swiftlite's model
+distributed optimizer's buffers (a few kilobytes); small tensors, whose moments stay float32 with `--optimizer
+adamw_8bit`, are counted as if they had 8 bits. Activations are the tensors that autograd saves in swiftlite's model
 (`swiftlite/model`), listed by module as `saved_tensors_hooks` reports them. `scripts/bench/memory.py` measures all of
 these. Activations of fused kernels were read from the sources of torch and megatron-core, because torch has no fused
 norm on a CPU.
@@ -15,7 +16,14 @@ a frozen norm saves less. Activations of DoRA are counted (`estimate/adapters.py
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from swiftlite.estimate.setup import Setup, gradient_bytes, held_by_stages, planned_architecture
+from swiftlite.estimate.setup import (
+    Setup,
+    gradient_bytes,
+    held_by_stages,
+    main_weight_bytes,
+    moment_bytes,
+    planned_architecture,
+)
 from swiftlite.estimate.stage_memory import ModelOnRank, VirtualStage, share
 from swiftlite.families.architecture import Architecture
 from swiftlite.families.family import HfConfig
@@ -41,6 +49,8 @@ class StageMemory:
     weights: int
     gradients: int
     optimizer: int
+    main_weights: int
+    """Bytes of the float32 main weights, a part of `optimizer`."""
     float32_gradients: int
     """Bytes of the float32 copies of bfloat16 gradients, which exist while the optimizer updates the weights. There are
     no activations at that time."""
@@ -89,6 +99,8 @@ def _stage_memory(model: "ModelOnRank", virtual_stages: Sequence["VirtualStage"]
     setup, pp = model.setup, model.setup.layout.pipeline_model_parallel_size
     parameters = sum((stage.parameters() for stage in virtual_stages), ParameterCount())
     trained = sum((stage.trained_parameters() for stage in virtual_stages), ParameterCount())
+    on_rank = _sharded(trained, setup)
+    main_weights = on_rank * main_weight_bytes(setup)
     passes = [stage.forward_pass() for stage in virtual_stages]
     waiting = _most_waiting([each.activation_bytes + each.logits for each in passes], rank, pp)
     logits = _bytes_in_flight(waiting, [each.logits for each in passes])
@@ -98,8 +110,9 @@ def _stage_memory(model: "ModelOnRank", virtual_stages: Sequence["VirtualStage"]
         trained=trained,
         weights=parameters.total * setup.parameter_bytes,
         gradients=trained.total * gradient_bytes(setup),
-        optimizer=_sharded_bytes(trained, setup, _optimizer_bytes(setup)),
-        float32_gradients=_sharded_bytes(trained, setup, FLOAT32 if setup.grad_reduce_in_bf16 else 0),
+        optimizer=main_weights + int(on_rank * moment_bytes(setup)),
+        main_weights=main_weights,
+        float32_gradients=on_rank * FLOAT32 * setup.grad_reduce_in_bf16,
         activations=_bytes_in_flight(waiting, [each.activation_bytes for each in passes]),
         in_flight=sum(waiting),
         recomputed=max(each.recomputed for each in passes),
@@ -108,23 +121,19 @@ def _stage_memory(model: "ModelOnRank", virtual_stages: Sequence["VirtualStage"]
     )
 
 
-def _optimizer_bytes(setup: Setup) -> int:
-    """Return the bytes per parameter of AdamW's moments and, unless the model is float32, of its float32 weights."""
-    if setup.parameter_bytes < FLOAT32:
-        return 3 * FLOAT32
-    return 2 * FLOAT32
+def _sharded(trained: ParameterCount, setup: Setup) -> int:
+    """Return the number of parameters that the optimizer of a rank updates.
 
-
-def _sharded_bytes(trained: ParameterCount, setup: Setup, per_parameter: int) -> int:
-    """Return what a distributed optimizer shards over data-parallel and context-parallel ranks: bytes of a rank."""
+    A distributed optimizer shards them over data-parallel and context-parallel ranks.
+    """
     if not setup.use_distributed_optimizer:
-        return trained.total * per_parameter
+        return trained.total
     layout = setup.layout
     # Ranks with the same parameters; experts have different groups than other parameters.
     dense_ranks = data_parallel_size(layout, setup.num_gpus) * layout.context_parallel_size
     per_replica = layout.expert_tensor_parallel_size * layout.expert_model_parallel_size
     expert_ranks = setup.num_gpus // (per_replica * layout.pipeline_model_parallel_size)
-    return (share(trained.dense, dense_ranks) + share(trained.expert, expert_ranks)) * per_parameter
+    return share(trained.dense, dense_ranks) + share(trained.expert, expert_ranks)
 
 
 def _most_waiting(sizes: Sequence[int], rank: int, pp: int) -> list[int]:

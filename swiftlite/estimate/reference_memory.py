@@ -14,7 +14,6 @@ from swiftlite.args.fields import RecomputeArgs
 from swiftlite.estimate.memory import StageMemory, estimate
 from swiftlite.estimate.setup import Setup
 from swiftlite.families.family import HfConfig
-from swiftlite.families.rank import FLOAT32
 from swiftlite.heads import Heads
 from swiftlite.plan.layout import ranks_of
 from swiftlite.plan.preference import reference_layout
@@ -97,7 +96,7 @@ def estimate_reference(
             first=ranks[0],
             last=ranks[-1],
             stage=place,
-            model=here.weights + here.gradients + _float32_weights(here, setup),
+            model=here.weights + here.gradients + here.main_weights,
         )
         if reference_place is not None:
             there = reference[reference_place]
@@ -110,10 +109,3 @@ def estimate_reference(
             )
         found.append(memory)
     return found
-
-
-def _float32_weights(stage: StageMemory, setup: Setup) -> int:
-    """Return the bytes of float32 master weights, the only optimizer state before the first step."""
-    if setup.parameter_bytes == FLOAT32:
-        return 0
-    return stage.optimizer // 3  # master weight and two moments per parameter

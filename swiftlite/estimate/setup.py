@@ -3,9 +3,18 @@
 import dataclasses
 import math
 from dataclasses import dataclass, field
+from fractions import Fraction
 
 from swiftlite.args.commands import DoctorArgs, DpoArgs, SftArgs
-from swiftlite.args.fields import KernelArgs, MtpMode, ParallelLayout, PrecisionArgs, RecomputeArgs, TransformerImpl
+from swiftlite.args.fields import (
+    KernelArgs,
+    MtpMode,
+    OptimizerName,
+    ParallelLayout,
+    PrecisionArgs,
+    RecomputeArgs,
+    TransformerImpl,
+)
 from swiftlite.families.architecture import Architecture
 from swiftlite.families.family import HfConfig
 from swiftlite.families.index import FAMILIES, architecture_of, image_sizes
@@ -34,6 +43,10 @@ class ImageSetup:
     recomputes: bool = True
 
 
+BLOCK_OF_MOMENTS = 256
+"""Number of values with a common scale in the moments of `--optimizer adamw_8bit`."""
+
+
 @dataclass(frozen=True)
 class Setup:
     """The properties of a run except its model that determine its memory."""
@@ -41,6 +54,7 @@ class Setup:
     layout: ParallelLayout = field(default_factory=ParallelLayout)
     recompute: RecomputeArgs = field(default_factory=RecomputeArgs)
     num_gpus: int = 1
+    optimizer: OptimizerName = "adamw"
     use_distributed_optimizer: bool = False
     grad_reduce_in_bf16: bool = False
     micro_batch_size: int = 1
@@ -68,6 +82,20 @@ def gradient_bytes(setup: Setup) -> int:
     return FLOAT32
 
 
+def moment_bytes(setup: Setup) -> Fraction:
+    """Return the bytes of the two moments of a parameter."""
+    if setup.optimizer == "adamw_8bit":
+        return 2 * (1 + Fraction(FLOAT32, BLOCK_OF_MOMENTS))
+    return Fraction(2 * FLOAT32)
+
+
+def main_weight_bytes(setup: Setup) -> int:
+    """Return the bytes of the optimizer's float32 copy of a parameter, which a float32 parameter does not need."""
+    if setup.parameter_bytes == FLOAT32:
+        return 0
+    return FLOAT32
+
+
 def planned_setup(args: DoctorArgs, hf_config: HfConfig, max_pixels: int | None = None) -> Setup:
     """Return the setup of `doctor --plan`. Without --num_gpus, it has the minimum number of GPUs of the layout.
 
@@ -85,6 +113,7 @@ def planned_setup(args: DoctorArgs, hf_config: HfConfig, max_pixels: int | None 
         layout=layout,
         recompute=group_of(args, RecomputeArgs),
         num_gpus=num_gpus,
+        optimizer=args.optimizer,
         use_distributed_optimizer=shares,
         grad_reduce_in_bf16=args.grad_reduce_in_bf16,
         micro_batch_size=args.micro_batch_size * _sequences_per_sample(args),

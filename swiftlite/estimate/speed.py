@@ -15,7 +15,7 @@ from swiftlite.estimate.gpus import Gpu
 from swiftlite.estimate.layer_speed import LayerSpeed, Seconds
 from swiftlite.estimate.memory import estimate_of, largest
 from swiftlite.estimate.products import Product
-from swiftlite.estimate.setup import Setup, gradient_bytes, held_by_stages
+from swiftlite.estimate.setup import Setup, gradient_bytes, held_by_stages, moment_bytes
 from swiftlite.estimate.software import Software, software_of
 from swiftlite.estimate.timing import STARTS, bandwidth, collective_seconds, memory_seconds
 from swiftlite.families.architecture import Architecture
@@ -35,9 +35,9 @@ _EXPERT_KERNELS = 20
 _UNFUSED_LOGIT_BYTES = 54
 """Bytes moved per logit, like `Software.logit_bytes`, for a loss that is not fused and reads all logits at once.
 Counted from the kernels."""
-_OPTIMIZER_BYTES = 30
-"""Bytes that AdamW moves per parameter (gradient, two moments, float32 main weight, weight). Counted from the
-kernels."""
+_WEIGHT_BYTES = 14
+"""Bytes that AdamW moves per parameter in addition to its moments: it reads the gradient, reads and writes the float32
+main weight, and writes the weight. Counted from the kernels."""
 _GRADIENT_BYTES = 8
 """Bytes moved per element of a gradient to compute the norm and to set the gradient to zero. Counted from the
 kernels."""
@@ -209,5 +209,6 @@ class Step:
         ranks = 1
         if self.setup.use_distributed_optimizer:
             ranks = self.replicas * self.layout.context_parallel_size
-        num_bytes = largest(self.memory).trained.total * (_GRADIENT_BYTES + _OPTIMIZER_BYTES / ranks)
+        moved = _WEIGHT_BYTES + 2 * float(moment_bytes(self.setup))
+        num_bytes = largest(self.memory).trained.total * (_GRADIENT_BYTES + moved / ranks)
         return Seconds(optimizer=memory_seconds(self.gpu, num_bytes))

@@ -302,6 +302,7 @@ def layout_lines(plan: Plan) -> list[tuple[str, str]]:
         "step": "packed in each step",
     }
     distributed = {
+        "8-bit moments of AdamW": plan.distributed.optimizer == "adamw_8bit",
         "gradients in bfloat16": plan.distributed.grad_reduce_in_bf16,
         "sharded optimizer state": plan.distributed.use_distributed_optimizer,
         "overlapped reduction of gradients": plan.distributed.overlap_grad_reduce,

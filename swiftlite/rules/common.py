@@ -336,6 +336,11 @@ def gradients_have_the_dtype_of_weights(args: SftArgs | DoctorArgs, facts: Facts
         )
 
 
+def optimizer_is_installed(args: SftArgs, facts: Facts) -> Iterator[Problem]:
+    if args.optimizer == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
+        yield "--optimizer adamw_8bit requires torchao, which is not installed", "pip install torchao"
+
+
 def changed(args: Any, names: Iterable[str]) -> list[str]:
     """Return the names of the options among `names` whose values differ from their defaults."""
     known = options(type(args))

@@ -1,4 +1,4 @@
-"""Create megatron-core's DDP wrappers, AdamW and learning-rate schedule."""
+"""Create megatron-core's DDP wrappers, optimizer and learning-rate schedule."""
 
 from collections.abc import Callable, Sequence
 from typing import cast
@@ -64,7 +64,7 @@ def wrap_model(
 def make_optimizer(
     args: SftArgs, plan: Plan, schedule: Schedule, model: Sequence[DistributedDataParallel], mesh: Mesh
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
-    """Create AdamW and its learning-rate schedule, and connect both to the model's config."""
+    """Create the optimizer and its learning-rate schedule, and connect both to the model's config."""
     optimizer = _adamw(args, plan, model, mesh)
     no_sync = [chunk.no_sync for chunk in model]
     for chunk in model:
@@ -78,7 +78,7 @@ def make_optimizer(
 
 
 def _adamw(args: SftArgs, plan: Plan, model: Sequence[DistributedDataParallel], mesh: Mesh) -> MegatronOptimizer:
-    """Create AdamW. Biases and norms have no weight decay."""
+    """Create the optimizer. Biases and norms have no weight decay."""
     is_bfloat16 = args.torch_dtype == "bfloat16"
     config = OptimizerConfig(
         optimizer="adam",
@@ -109,6 +109,13 @@ def _adamw(args: SftArgs, plan: Plan, model: Sequence[DistributedDataParallel], 
         pg_collection=mesh.groups,
     )
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if part.is_stub_optimizer:  # no parameter on this rank
+            continue
+        if plan.distributed.optimizer == "adamw_8bit":
+            from swiftlite.train.adamw_8bit import AdamW8bit  # requires torchao
+
+            # megatron-core only creates AdamW and SGD, but updates with any optimizer of torch.
+            part.optimizer = AdamW8bit(part.optimizer.param_groups)
         # One kernel per tensor instead of ten; without Apex, megatron-core creates torch's AdamW with default options.
         if isinstance(part.optimizer, torch.optim.AdamW):
             for group in part.optimizer.param_groups:

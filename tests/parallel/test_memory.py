@@ -142,6 +142,21 @@ def test_gradients_in_bfloat16():
     assert estimated.float32_gradients == estimated.optimizer / 3  # as large as the float32 weights
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_8bit_moments(ranks):
+    pytest.importorskip("torchao")
+    hf_config = config("qwen3", vocab_size=4096)
+    setup = Setup(num_gpus=ranks, use_distributed_optimizer=ranks > 1, optimizer="adamw_8bit", heads=Heads(1))
+    (estimated,) = estimate(hf_config, setup)
+    all_measured = launch(ranks, measure, hf_config, setup)
+    for measured in all_measured:
+        for name in ("weights", "gradients"):  # the distributed optimizer pads its buffers
+            assert getattr(measured, name) == pytest.approx(getattr(estimated, name), rel=1e-3)
+        # Each matrix has two tables of 256 numbers, and small tensors have float32 moments: not counted.
+        assert estimated.optimizer < measured.optimizer < 1.03 * estimated.optimizer
+    assert estimated.optimizer - estimated.main_weights == int(estimated.parameters * 2 * (1 + 4 / 256) / ranks)
+
+
 def test_heads_only():
     setup = Setup(micro_batch_size=2, max_length=64, heads=Heads(1), mtp_mode="heads_only")
     hf_config = config("qwen3")

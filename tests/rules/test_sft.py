@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import sys
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,14 @@ def test_gradients_in_bfloat16_require_weights_in_bfloat16(here):
     assert mentions(problem, "--grad_reduce_in_bf16 --torch_dtype float32")
     assert mentions(hint, "--torch_dtype bfloat16")
     assert rules.check(dataclasses.replace(args, torch_dtype="bfloat16"), world_size=1) == []
+
+
+def test_8bit_moments_require_torchao(here, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    ((problem, hint),) = problems_of(dataclasses.replace(SFT, optimizer="adamw_8bit"))
+    assert mentions(problem, "--optimizer adamw_8bit torchao")
+    assert mentions(hint, "pip install torchao")
+    assert rules.check(SFT) == []
 
 
 def test_data_parallel_is_what_tensor_parallel_leaves(here):

@@ -14,6 +14,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 
 from swiftlite.args.commands import SftArgs
+from swiftlite.args.fields import OptimizerName
 from swiftlite.families.resolved import HfModel, resolve
 from swiftlite.heads import Heads
 from swiftlite.model.gpt import GPTModel
@@ -58,8 +59,16 @@ class Learning:
         load_checkpoint(checkpoint, mesh, [self.chunk], self.optimizer)
 
 
-def learn(hf_model: HfModel, mesh: Mesh, dtype: Dtype, is_distributed: bool, seed: int = 1) -> Learning:
+def learn(
+    hf_model: HfModel,
+    mesh: Mesh,
+    dtype: Dtype,
+    is_distributed: bool,
+    seed: int = 1,
+    optimizer: OptimizerName = "adamw",
+) -> Learning:
     options: dict[str, Any] = {"lr_decay_style": "constant", "lr_warmup_fraction": 0.0, "clip_grad": 0.0}
+    options["optimizer"] = optimizer
     args = SftArgs(torch_dtype=dtype, train_iters=UPDATES, use_distributed_optimizer=is_distributed, lr=1e-2, **options)
     chunks, _ = open_model(hf_model, mesh, dtype=getattr(torch, dtype), heads=Heads(1), mtp_init="random", seed=seed)
     (wrapped,) = wrap_model(chunks, mesh, getattr(torch, dtype), args)
@@ -106,13 +115,20 @@ def test_an_owner_reads_and_writes_the_main_replica(hf_model, mesh):
     [(False, False), (False, True), (True, False), (True, True)],
     ids=["plain", "plain to distributed", "distributed to plain", "distributed"],
 )
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_updates_go_on(hf_model, mesh, tmp_path, dtype, is_distributed):
+@pytest.mark.parametrize(
+    ("optimizer", "dtype"), [("adamw", "float32"), ("adamw", "bfloat16"), ("adamw_8bit", "bfloat16")]
+)
+def test_updates_go_on(hf_model, mesh, tmp_path, optimizer, dtype, is_distributed):
     """A checkpoint in either of megatron-core's two formats is resumed in both formats.
 
-    With bfloat16, the checkpoint also contains float32 main weights.
+    With bfloat16, the checkpoint also contains float32 main weights. 8-bit moments are restored exactly, although the
+    checkpoint contains them as float32.
     """
-    unbroken, resumed = (learn(hf_model, mesh, dtype, form, seed) for seed, form in enumerate(is_distributed))
+    if optimizer == "adamw_8bit":
+        pytest.importorskip("torchao")
+    unbroken, resumed = (
+        learn(hf_model, mesh, dtype, form, seed, optimizer) for seed, form in enumerate(is_distributed)
+    )
     for number in range(UPDATES):
         if number == SAVED_AFTER:
             Checkpointer(tmp_path, mesh, [unbroken.chunk], unbroken.optimizer, STATE).save(number)

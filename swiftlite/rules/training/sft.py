@@ -212,6 +212,7 @@ RULES = (
     virtual_stages_have_micro_batches,
     overlap_has_its_optimizer,
     common.gradients_have_the_dtype_of_weights,
+    common.optimizer_is_installed,
     kernels_are_here,
     low_precision_fits_the_model,
     te_attention_has_whole_rows,

@@ -2,10 +2,11 @@
 
 The moments and the float32 main weights of a parameter are saved under the parameter's name and in its shape. In
 megatron-core 0.16.1 each optimizer (plain or distributed, with or without expert parallelism) has a separate format
-that other optimizers cannot read. The format written here is the same for all optimizers.
+that other optimizers cannot read. The format written here is the same for all optimizers; moments are float32.
 """
 
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,6 +25,24 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 MAIN_WEIGHT = "main_weight"
 
 Sharded = ShardedTensor | ShardedTensorFactory
+
+
+class HoldsMoments(ABC):
+    """A torch optimizer that does not store its moments as float32 tensors in `state`."""
+
+    @abstractmethod
+    def moment(self, main: torch.Tensor, kind: str) -> torch.Tensor:
+        """Return a moment of a tensor that the optimizer updates, as float32 on any device; zeros before the first
+        update.
+        """
+
+    @abstractmethod
+    def set_moment(self, main: torch.Tensor, kind: str, values: torch.Tensor) -> None:
+        """Write a moment; values that `moment` returned restore its state exactly."""
+
+    @abstractmethod
+    def set_step(self, main: torch.Tensor, step: int) -> None:
+        """Set the number of updates so far."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +72,7 @@ class Slot:
         return (*MOMENTS, MAIN_WEIGHT)
 
     def part(self, kind: str) -> torch.Tensor:
-        """Return this rank's part of one kind of state (an element of `kinds`).
+        """Return this rank's part of one kind of state (an element of `kinds`). Change it only with `set_part`.
 
         Before the first step, moments are zeros.
         """
@@ -61,14 +80,33 @@ class Slot:
             return torch.empty(0, device=self.parameter.device)
         if kind == MAIN_WEIGHT:
             return self.main
+        if isinstance(self.inner, HoldsMoments):
+            return self.inner.moment(self.main, kind)
         state = self.inner.state[self.main]
         if kind not in state:
             state[kind] = torch.zeros_like(self.main)
         return state[kind]
 
+    def set_part(self, kind: str, whole: torch.Tensor) -> None:
+        """Set this rank's part of one kind of state.
+
+        Args:
+            whole: the state of the whole parameter.
+        """
+        if self.main is None:
+            return
+        part = whole.view(-1)[self.start : self.start + self.main.numel()].view(self.main.shape)
+        if kind in MOMENTS and isinstance(self.inner, HoldsMoments):
+            self.inner.set_moment(self.main, kind, part)
+        else:
+            self.part(kind).copy_(part)
+
     def set_step(self, step: int) -> None:
         """Set the optimizer's number of updates so far."""
-        if isinstance(self.inner, torch.optim.AdamW) and self.main is not None:
+        if isinstance(self.inner, HoldsMoments):
+            if self.main is not None:
+                self.inner.set_step(self.main, step)
+        elif isinstance(self.inner, torch.optim.AdamW) and self.main is not None:
             is_fused = self.inner.param_groups[0].get("fused")
             device = self.main.device if is_fused else torch.device("cpu")
             self.inner.state[self.main]["step"] = torch.tensor(float(step), device=device)
@@ -145,12 +183,11 @@ def set_state(slots: Sequence[Slot], loaded: dict[str, torch.Tensor], step: int)
     """
     for number, (slot, owner) in enumerate(zip(slots, _owners(slots), strict=True)):
         for kind in slot.kinds:
-            part = slot.part(kind)
             whole = loaded.pop(f"{number}.{kind}", None)
             if slot.group is not None:
                 whole = _distribute(slot, whole, owner)
             assert whole is not None
-            part.copy_(whole.view(-1)[slot.start : slot.start + part.numel()].view(part.shape))
+            slot.set_part(kind, whole)
         slot.set_step(step)
 
 
