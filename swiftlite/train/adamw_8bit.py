@@ -79,8 +79,8 @@ class AdamW8bit(optim.AdamW8bit, HoldsMoments):
     def _new_buffer(self, p: torch.Tensor, signed: bool) -> torch.Tensor:
         """Return zeros in 8 bits, or in float32 for small tensors.
 
-        torchao would store the moments of a tensor whose size is no multiple of 256 in float32. The parts of parameters
-        in a distributed optimizer have such sizes, so blocks are smaller there.
+        In torchao, moments stay float32 if 256 does not divide the size of the tensor. The parts of parameters in a
+        distributed optimizer have such sizes, so blocks are smaller there.
         """
         block = math.gcd(p.numel(), self.block_size)
         if p.numel() < SMALLEST_TENSOR or block < _SMALLEST_BLOCK:

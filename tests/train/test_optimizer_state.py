@@ -65,10 +65,10 @@ def learn(
     dtype: Dtype,
     is_distributed: bool,
     seed: int = 1,
-    optimizer: OptimizerName = "adamw",
+    name: OptimizerName = "adamw",
 ) -> Learning:
     options: dict[str, Any] = {"lr_decay_style": "constant", "lr_warmup_fraction": 0.0, "clip_grad": 0.0}
-    options["optimizer"] = optimizer
+    options["optimizer"] = name
     args = SftArgs(torch_dtype=dtype, train_iters=UPDATES, use_distributed_optimizer=is_distributed, lr=1e-2, **options)
     chunks, _ = open_model(hf_model, mesh, dtype=getattr(torch, dtype), heads=Heads(1), mtp_init="random", seed=seed)
     (wrapped,) = wrap_model(chunks, mesh, getattr(torch, dtype), args)
