@@ -1,7 +1,7 @@
 """Plugin of vLLM to serve swiftlite's checkpoints.
 
-The plugin adds a config class for MiMo, draft models for the architectures in `DRAFTS`, backends for live weights, and
-fixes of drafts behind images and of the verification of drafts on a CPU.
+The plugin adds a config class for MiMo, draft models for the architectures in `DRAFTS`, backends for live weights,
+fixes of drafts behind images and of the verification of drafts on a CPU, and a kernel for FP8 on a CPU.
 
 vLLM calls `register` in each of its processes, through the entry point group `vllm.general_plugins`. If swiftlite is
 installed, a checkpoint with heads can therefore be served with
@@ -19,6 +19,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from vllm import ModelRegistry, envs
 from vllm.config.speculative import SpeculativeConfig
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+from vllm.platforms import current_platform
 from vllm.triton_utils import HAS_TRITON
 
 from swiftlite.args.fields import WeightTransport
@@ -143,3 +144,7 @@ def register() -> None:
     draft_slots.install()
     if not HAS_TRITON:
         cpu_sampling.install()
+    if current_platform.is_cpu():
+        from swiftlite.engines.vllm import cpu_fp8
+
+        cpu_fp8.install()
