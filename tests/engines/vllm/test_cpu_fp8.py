@@ -11,8 +11,12 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
 TOKENS, INPUTS, OUTPUTS = 5, 96, 48
-# Another order of summation: each of two sums of INPUTS products is off by at most INPUTS roundings of float32.
-ROUNDING = 2 * INPUTS * torch.finfo(torch.float32).eps
+ROUNDING = {
+    # another order of summation: each of two sums of INPUTS products is off by at most INPUTS roundings
+    torch.float32: 2 * INPUTS * torch.finfo(torch.float32).eps,
+    # sums are rounded twice, those of vLLM's kernel once; each time by at most half of eps
+    torch.bfloat16: 1.5 * torch.finfo(torch.bfloat16).eps,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -32,15 +36,15 @@ def keys(scheme: str):
     return utils.kFp8Dynamic128Sym, utils.kFp8Static128BlockSym
 
 
-def make_config(scheme: str):
+def make_config(scheme: str, dtype: torch.dtype = torch.float32):
     from vllm.model_executor.kernels.linear import FP8ScaledMMLinearLayerConfig
 
     activations, weights = keys(scheme)
     return FP8ScaledMMLinearLayerConfig(
         weight_quant_key=weights,
         activation_quant_key=activations,
-        input_dtype=torch.float32,
-        out_dtype=torch.float32,
+        input_dtype=dtype,
+        out_dtype=dtype,
         weight_shape=(OUTPUTS, INPUTS),
     )
 
@@ -58,28 +62,32 @@ def make_layer(scheme: str) -> torch.nn.Module:
     return layer
 
 
+@pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("scheme", ["channels", "tensor"])
-def test_results_are_those_of_scaled_mm(scheme, has_bias):
+def test_results_are_those_of_scaled_mm(scheme, has_bias, dtype):
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.kernels.linear.scaled_mm import pytorch as kernels
 
-    from swiftlite.engines.vllm.cpu_fp8 import SLOW_KERNELS, Float32FP8LinearKernel
+    from swiftlite.engines.vllm.cpu_fp8 import SLOW_KERNELS, ConvertedFP8LinearKernel
 
     slow = getattr(kernels, SLOW_KERNELS[1 if scheme == "channels" else 0])
     names = ["weight", "weight_scale", "input_scale", "input_scale_ub"]
-    inputs = torch.randn(2, TOKENS, INPUTS)
-    bias = torch.randn(OUTPUTS) if has_bias else None
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(2, TOKENS, INPUTS, generator=generator).to(dtype)
+    bias = torch.randn(OUTPUTS, generator=generator).to(dtype) if has_bias else None
     results = []
     with set_current_vllm_config(VllmConfig()):
-        for kernel_class in (slow, Float32FP8LinearKernel):
+        for kernel_class in (slow, ConvertedFP8LinearKernel):
             layer = make_layer(scheme)
-            kernel = kernel_class(make_config(scheme), names)
+            kernel = kernel_class(make_config(scheme, dtype), names)
             kernel.process_weights_after_loading(layer)
             results.append(kernel.apply_weights(layer, inputs, bias))
     expected, found = results
     assert found.shape == expected.shape == (2, TOKENS, OUTPUTS)
-    assert (found - expected).abs().max() <= ROUNDING * expected.abs().max()
+    assert found.dtype == expected.dtype == dtype
+    difference = (found.float() - expected.float()).abs().max()
+    assert difference <= ROUNDING[dtype] * expected.abs().max()
 
 
 def test_vllm_selects_the_kernel_except_for_blocks():
@@ -95,5 +103,5 @@ def test_vllm_selects_the_kernel_except_for_blocks():
     chosen = linear.choose_scaled_mm_linear_kernel(
         make_config("channels"), linear._POSSIBLE_FP8_KERNELS, quantization="fp8_w8a8"
     )
-    assert chosen is cpu_fp8.Float32FP8LinearKernel
-    assert not cpu_fp8.Float32FP8LinearKernel.can_implement(make_config("blocks"))[0]
+    assert chosen is cpu_fp8.ConvertedFP8LinearKernel
+    assert not cpu_fp8.ConvertedFP8LinearKernel.can_implement(make_config("blocks"))[0]
