@@ -255,7 +255,7 @@ class ExaminationArgs:
     """With --engine: allow running Python files from the directory of the model."""
     plan: bool = False
     """Instead of validating --model, estimate the memory of training it on each rank with the options below, and
-    whether it fits."""
+    whether it fits. Without --model: which sizes of Qwen3 fit on one GPU, for several kinds of runs."""
     num_gpus: PositiveInt | None = None
     """Number of GPUs. Default: the minimum of the layout."""
     gpu_type: str | None = None

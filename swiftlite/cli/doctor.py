@@ -18,6 +18,7 @@ from swiftlite.bridge.encoding.quantization import describe_quantization
 from swiftlite.cli.layout_plan import report_layouts
 from swiftlite.cli.reference_plan import report_reference
 from swiftlite.cli.rollout_plan import report_rollouts
+from swiftlite.cli.size_plan import report_sizes
 from swiftlite.cli.teacher_plan import report_teacher
 from swiftlite.engines.index import ENGINES
 from swiftlite.engines.info import EngineInfo
@@ -131,6 +132,9 @@ def _report(args: DoctorArgs) -> bool:
     """Print the report, and return whether there is no problem."""
     if args.plan and args.gpu_type:
         return report_layouts(args, read_facts(args))
+    if args.plan and args.model is None:
+        report_sizes(args)
+        return True
     if args.plan:
         return _report_plan(args, read_facts(args))
     is_well = _report_machine()

@@ -1,13 +1,14 @@
 """Rules of `doctor`."""
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 from swiftlite.args.command_line import shell_line
 from swiftlite.args.commands import DoctorArgs
 from swiftlite.args.config import Problem
 from swiftlite.args.docs import options
+from swiftlite.args.fields import OptimizerShareArgs, RecomputeArgs
 from swiftlite.engines.index import ENGINES, names_with
 from swiftlite.engines.info import EngineInfo
 from swiftlite.estimate.gpus import GPUS
@@ -75,11 +76,24 @@ def engine_options_have_engine(args: DoctorArgs, facts: Facts) -> Iterator[Probl
             yield problem, f"use --engine {owner}, or remove --{name}"
 
 
+_OF_ALL_SIZES = (
+    *(field.name for field in fields(RecomputeArgs)),
+    *(field.name for field in fields(OptimizerShareArgs)),
+    "fused_kernels",
+    "max_length",
+    "micro_batch_size",
+    "torch_dtype",
+)
+"""Options of a plan without --model, which compares full training, adapters and heads."""
+
+
 def plan_fits_the_model(args: DoctorArgs, facts: Facts) -> Iterator[Problem]:
     if not args.plan:
         return
     if args.model is None:
-        yield "--plan requires --model", "add --model DIRECTORY; only its config.json is read"
+        for name in common.changed(args, set(options(DoctorArgs)) - {"plan", *_OF_ALL_SIZES}):
+            problem = f"--{name} {shell_line(getattr(args, name))} with --plan requires --model"
+            yield problem, "add --model DIRECTORY, or remove it to plan all sizes of Qwen3"
     elif facts.directory.is_dir() and not facts.hf_config:
         yield (
             f"--model {args.model} has no config.json, or it is not a JSON object with a model's settings",

@@ -46,6 +46,7 @@ def test_every_part_has_a_line(capsys):
         "images, vllm",
         "sglang",
         "llamacpp",
+        "--optimizer adamw_8bit",
         "tensorboard",
         "wandb",
         "swanlab",

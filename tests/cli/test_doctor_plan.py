@@ -207,7 +207,6 @@ def test_heads_alone(model, capsys):
 
 
 def test_what_cannot_be_planned(model, tmp_path):
-    assert mentions(problems(plan=True), "--plan --model")
     (tmp_path / "empty").mkdir()
     assert mentions(problems(plan=True, model=str(tmp_path / "empty")), f"--model {tmp_path / 'empty'} config.json")
     assert mentions(
