@@ -30,6 +30,7 @@ from tests.tiny import make_tiny_hf
 
 pytestmark = [
     pytest.mark.engine,
+    pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
 PORTS = (8143, 8144)
