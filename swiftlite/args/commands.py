@@ -281,6 +281,7 @@ class DoctorArgs(
     fields.ReferenceModelArgs,
     fields.RowLengthArgs,
     fields.AdapterShapeArgs,
+    fields.WaitingStatesArgs,
     fields.HeadShapeArgs,
     fields.VisionPartsArgs,
     fields.PlannedImagesArgs,

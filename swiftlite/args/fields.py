@@ -57,7 +57,16 @@ class HeadShapeArgs:
 
 
 @dataclass(frozen=True)
-class MtpArgs(HeadShapeArgs):
+class WaitingStatesArgs:
+    """Multi-Token Prediction"""
+
+    stream_trunk_gb: bounds.PositiveFloat = 4.0
+    """With --stream_trunk: memory of each rank for hidden states that wait between layers, in GB. The trunk is read
+    once for each group of rows whose states fit."""
+
+
+@dataclass(frozen=True)
+class MtpArgs(WaitingStatesArgs, HeadShapeArgs):
     """Multi-Token Prediction"""
 
     mtp_init: MtpInit | None = None
@@ -84,9 +93,6 @@ class MtpArgs(HeadShapeArgs):
     """With --cache_trunk_states: train heads for a trunk that is larger than the memory. Before the first step, its
     decoder layers are read one at a time, and all hidden states are computed. Requires memory for two layers, the
     embedding, the output layer and the heads."""
-    stream_trunk_gb: bounds.PositiveFloat = 4.0
-    """With --stream_trunk: memory of each rank for hidden states that wait between layers, in GB. The trunk is read
-    once for each group of rows whose states fit."""
     draft_for: str | None = None
     """Engine whose head inputs are used in training; engines differ for MiMo, DeepSeek-V3, GLM and HY-V3. Default: the
     one in the checkpoint's config.json, else vllm."""

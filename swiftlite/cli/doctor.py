@@ -404,7 +404,7 @@ def _report_plan(args: DoctorArgs, facts: Facts) -> bool:
     if setup.mtp_mode == "heads_only" and setup.heads.layers:
         print(f"\n{_cached_trunk(hf_config, setup)}")
         if setup.layout.pipeline_model_parallel_size == 1 and setup.low_precision is None:
-            print(_streamed_trunk(hf_config, setup))
+            print(_streamed_trunk(hf_config, setup, args.stream_trunk_gb))
     reports = [report(args, facts, setup, stages) for report in (report_reference, report_teacher, report_rollouts)]
     return all(reports) and fits
 
@@ -429,14 +429,19 @@ def _cached_trunk(hf_config: dict[str, Any], setup: Setup) -> str:
     )
 
 
-def _streamed_trunk(hf_config: dict[str, Any], setup: Setup) -> str:
-    """Return a description of the estimated memory and time of --stream_trunk."""
+def _streamed_trunk(hf_config: dict[str, Any], setup: Setup, states_gb: float) -> str:
+    """Return a description of the estimated memory and time of --stream_trunk.
+
+    Args:
+        states_gb: memory of the host for waiting states (--stream_trunk_gb).
+    """
     streamed = estimate_streamed(hf_config, setup)
     flops = 1e6 * streamed.flops_per_token
     seconds = flops / (GPUS["H100"].peak_flops * PRODUCT_EFFICIENCY * setup.num_gpus)
+    passes = streamed.passes(1e6, states_gb)
     return (
         f"--stream_trunk: {streamed.peak / GB:.2f} GB on one rank; for one million tokens, layers of "
-        f"{streamed.trunk / GB:.1f} GB are read {streamed.passes(1e6)} times, and {flops:.2g} FLOPs take about "
+        f"{streamed.trunk / GB:.1f} GB are read {passes} times, and {flops:.2g} FLOPs take about "
         f"{seconds:.0f} s on {setup.num_gpus} H100"
     )
 

@@ -156,6 +156,9 @@ def heads_are_planned(args: DoctorArgs, facts: Facts) -> Iterator[Problem]:
     if not args.plan or not facts.hf_config or any(True for _ in common.numbers_are_in_range(args, facts)):
         return
     layers = planned_setup(args, facts.hf_config).heads.layers
+    if args.mtp_mode != "heads_only":
+        for name in common.changed(args, ("stream_trunk_gb",)):
+            yield f"--{name} {shell_line(getattr(args, name))} requires --mtp_mode heads_only", "add it"
     if args.mtp_mode == "heads_only" and layers == 0:
         yield "--mtp_mode heads_only with --mtp_num_layers 0 trains nothing", "remove --mtp_num_layers"
     if args.mtp_unroll > 1 and layers != 1:

@@ -200,6 +200,10 @@ def test_heads_alone(model, capsys):
     assert mentions(lines[-2], "--cache_trunk_states 8.19 GB 11%")
     # 36 layers of 1.93e8 parameters of 2 bytes; 3 groups of 4 GB and 2 checks; 1.51e10 FLOPs per token at 62 %.
     assert mentions(lines[-1], "--stream_trunk 13.9 5 1.5e+16 25 1")
+    _, lines = plan(capsys, model=model, mtp_num_layers=1, mtp_mode="heads_only", stream_trunk_gb=8.2)
+    assert mentions(lines[-1], "--stream_trunk 13.9 3")  # one group
+    with pytest.raises(OptionError, match=naming("--stream_trunk_gb 8.2 --mtp_mode heads_only")):
+        plan(capsys, model=model, mtp_num_layers=1, stream_trunk_gb=8.2)
     with pytest.raises(OptionError, match=naming("--draft_vocab 32768 --mtp_mode heads_only")):
         plan(capsys, model=model, mtp_num_layers=1, draft_vocab=32768)
     with pytest.raises(OptionError, match=naming("--draft_vocab 151936")):
