@@ -36,7 +36,7 @@ CHATML = """\
 {%- endif %}
 """
 FAMILIES = (
-    *("llama", "mistral", "granite", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "mimo"),
+    *("llama", "mistral", "gemma3_text", "granite", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "mimo"),
     *("qwen3_moe", "glm4_moe", "hy_v3"),  # with experts
     *("deepseek_v3", "glm4_moe_lite"),  # with latent attention
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),  # with linear attention
@@ -85,6 +85,12 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         "route_norm": True,
     },
     "mistral": {"sliding_window": None},
+    "gemma3_text": {
+        "sliding_window_pattern": 2,
+        "sliding_window": 16,
+        "query_pre_attn_scalar": 64,
+        "hidden_activation": "gelu_pytorch_tanh",
+    },
     "granite": {
         "attention_multiplier": 1 / 64,
         "embedding_multiplier": 12.0,

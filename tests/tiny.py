@@ -15,6 +15,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
     Glm4MoeLiteConfig,
@@ -70,6 +72,7 @@ CLASSES: dict[str, tuple[type, type]] = {
     "qwen3_5_text": (Qwen3_5TextConfig, Qwen3_5ForCausalLM),
     "qwen3_5_moe": (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM),
     "qwen3_5_moe_text": (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM),
+    "gemma3_text": (Gemma3TextConfig, Gemma3ForCausalLM),
     "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
     "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
     "glm4_moe_lite": (Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM),
@@ -95,6 +98,11 @@ LINEAR: dict[str, Any] = {
 OF_QWEN3_5 = LINEAR | {"mtp_num_hidden_layers": 0}
 WITH_SHARED = EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 32}
 OWN_SIZES: dict[str, dict[str, Any]] = {
+    "gemma3_text": {
+        "sliding_window_pattern": 2,
+        "sliding_window": 8,
+        "query_pre_attn_scalar": 48,
+    },
     "qwen3_moe": EXPERTS | {"num_experts": 4},
     "glm4_moe": EXPERTS
     | {
@@ -186,7 +194,7 @@ TEXT_PREFIX = dict.fromkeys(WRAPPED, "model.language_model") | {"qwen2_5_vl": "m
 """Prefixes of the language model's tensors in these families' files."""
 ONLY_IN_VLLM = ("qwen2_5_vl", "qwen3_vl")
 """Families whose heads SGLang and llama.cpp cannot use for drafting."""
-CANNOT_DRAFT = {"sglang": ONLY_IN_VLLM, "llamacpp": (*ONLY_IN_VLLM, "granite", "phi3", "smollm3")}
+CANNOT_DRAFT = {"sglang": ONLY_IN_VLLM, "llamacpp": (*ONLY_IN_VLLM, "gemma3_text", "granite", "phi3", "smollm3")}
 """Families whose heads an engine cannot use for drafting."""
 HYBRID = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text")
 ALIKE = ("qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text")

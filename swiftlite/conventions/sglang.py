@@ -11,6 +11,7 @@ _FIRST_LAYER = "model.layers.0."
 # HF model_type -> convention. The classes of dense families except MiMo are those of swiftlite's plugin
 # (models/dense.py).
 _LINES = {
+    "gemma3_text": Convention("Gemma3ForCausalLMMTP", "one"),
     "granite": Convention("GraniteForCausalLMMTP", "one"),
     "llama": Convention("LlamaForCausalLMMTP", "one"),
     "mistral": Convention("MistralForCausalLMMTP", "one"),

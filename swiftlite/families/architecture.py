@@ -25,6 +25,8 @@ class Outside:
         vocab: size of the vocabulary.
         is_tied: whether the output layer shares the embedding.
         embedding_multiplier: factor of embeddings, for the trunk and for MTP heads.
+        multiplies_in_embedding: whether this factor belongs to transformers' embedding module, which rounds it to the
+            precision of the model.
         logits_divisor: number by which logits are divided.
         mcore_config: arguments of megatron-core's TransformerConfig that all layers share, for norms and activation.
         ropes: settings of the rotary embeddings, each with the names of config.json (`families/rope.py`), if layers
@@ -44,6 +46,7 @@ class Outside:
     hf_final_norm: str = "model.norm.weight"
     hf_output_layer: str = "lm_head.weight"
     embedding_multiplier: float = 1.0
+    multiplies_in_embedding: bool = False
     logits_divisor: float = 1.0
 
     def local_vocab(self, rank: Rank) -> int:

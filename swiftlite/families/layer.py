@@ -134,20 +134,26 @@ class Layer:
         hf_names: maps prefixes of Hugging Face names (within a layer) in the bridge rows of attention and MLP to the
             prefixes of this family. For example {"mlp.gate_proj.": "feed_forward.w1."}.
         residual_multiplier: factor of the outputs of attention and MLP before they are added to the state.
+        has_output_norms: whether the outputs of attention and MLP are normalized before they are added to the state.
     """
 
     attention: Attention
     mlp: FeedForward
     hf_names: Mapping[str, str] = field(default_factory=dict)
     residual_multiplier: float = 1.0
+    has_output_norms: bool = False
 
     def rows(self) -> list[Row]:
         """Return the bridge rows, with names relative to the layer."""
         hidden = self.attention.hidden
-        norms = [
-            Row("input_layernorm.weight", {"input_layernorm.weight": (hidden,)}),
-            Row("pre_mlp_layernorm.weight", {"post_attention_layernorm.weight": (hidden,)}),
-        ]
+        names = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}
+        if self.has_output_norms:
+            names |= {
+                "pre_mlp_layernorm": "pre_feedforward_layernorm",
+                "post_attention_layernorm": "post_attention_layernorm",
+                "post_mlp_layernorm": "post_feedforward_layernorm",
+            }
+        norms = [Row(f"{mcore}.weight", {f"{hf}.weight": (hidden,)}) for mcore, hf in names.items()]
         return [self._renamed(row) for row in (*self.attention.rows(), *norms, *self.mlp.rows())]
 
     def _renamed(self, row: Row) -> Row:
@@ -169,16 +175,20 @@ class Layer:
 
     def parameters(self, rank: Rank) -> ParameterCount:
         """Count the parameters on a rank."""
-        norms = ParameterCount(2 * self.attention.hidden)
+        norms = ParameterCount(self._num_norms * self.attention.hidden)
         return norms + self.attention.parameters(rank) + self.mlp.parameters(rank)
+
+    @property
+    def _num_norms(self) -> int:
+        return 4 if self.has_output_norms else 2
 
     def macs_per_token(self) -> int:
         """Count the multiply-adds per token of a forward pass, without attention scores and values."""
         return self.attention.macs_per_token() + self.mlp.macs_per_token()
 
     def activation_bytes(self, rank: Rank) -> int:
-        """Return the bytes that autograd saves on a rank for both norms, and for attention and MLP with their
+        """Return the bytes that autograd saves on a rank for norms, and for attention and MLP with their
         inputs."""
-        norms = 2 * rank.norm_activation_bytes(rank.sequence_tokens, self.attention.hidden)
+        norms = self._num_norms * rank.norm_activation_bytes(rank.sequence_tokens, self.attention.hidden)
         inputs = self.attention.input_activation_bytes(rank) + self.mlp.input_activation_bytes(rank)
         return norms + inputs + self.attention.activation_bytes(rank) + self.mlp.activation_bytes(rank)

@@ -14,12 +14,13 @@ from swiftlite.families.rank import FLOAT32, ParameterCount, Rank
 
 @dataclass(frozen=True)
 class Mlp:
-    """A gated MLP: down(silu(gate(x)) * up(x)).
+    """A gated MLP: down(activation(gate(x)) * up(x)).
 
     Attributes:
         hidden: size of the model's states.
         ffn: number of channels between the matrices (outputs of gate and up, inputs of down).
         hf_is_fused: whether files have gate and up in one tensor.
+        activation: the activation, by transformers' name.
     """
 
     recompute_modules: ClassVar[tuple[str, ...]] = ("mlp",)
@@ -28,6 +29,7 @@ class Mlp:
     hidden: int
     ffn: int
     hf_is_fused: bool = False
+    activation: str = "silu"
 
     @property
     def experts(self) -> int:

@@ -8,7 +8,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from swiftlite.args.fields import MoeArgs, MtpLoss, ParallelLayout, RecomputeArgs
 from swiftlite.errors import OptionError
-from swiftlite.families.architecture import Architecture
+from swiftlite.families.architecture import Architecture, Outside
 from swiftlite.heads import Heads
 from swiftlite.heads.drafting import Drafting
 from swiftlite.model.attention.mla import MLATransformerConfig
@@ -29,8 +29,9 @@ from swiftlite.plan.layout import (
 from swiftlite.runtime.device import Device
 from swiftlite.runtime.mesh import Mesh
 
-# Names of transformers.
-_ACTIVATIONS = {"silu": F.silu}
+# Names of transformers. megatron-core's fused function for F.gelu in a gated MLP has the tanh approximation; without
+# fusion the class of the spec is used (`model/layers/swiglu.py`).
+_ACTIVATIONS = {"silu": F.silu, "gelu_pytorch_tanh": F.gelu}
 
 
 def _leave_unset(weight: torch.Tensor) -> torch.Tensor:
@@ -225,6 +226,12 @@ def build_model(
     return chunks
 
 
+def _embedding_multiplier(outside: Outside, dtype: torch.dtype) -> float:
+    if outside.multiplies_in_embedding:
+        return torch.tensor(outside.embedding_multiplier, dtype=dtype).item()
+    return outside.embedding_multiplier
+
+
 def _stage(
     config: TransformerConfig,
     architecture: Architecture,
@@ -256,7 +263,7 @@ def _stage(
     return {
         "vocab_size": architecture.outside.vocab,
         "share_embeddings_and_output_weights": architecture.outside.is_tied,
-        "embedding_multiplier": architecture.outside.embedding_multiplier,
+        "embedding_multiplier": _embedding_multiplier(architecture.outside, config.params_dtype),
         "logits_divisor": architecture.outside.logits_divisor,
         "position_embedding_type": "none",
         "transformer_layer_spec": decoder_spec(config, layers, drafting, modules, num_deepstack > 0),

@@ -38,8 +38,9 @@ from swiftlite.model.attention.mla import MLASelfAttention, latent_norm
 from swiftlite.model.attention.self_attention import SelfAttention
 from swiftlite.model.layers.deepstack import DeepstackLayer
 from swiftlite.model.layers.kernels import Modules, modules_of
+from swiftlite.model.layers.output_norms import OutputNormsLayer
 from swiftlite.model.layers.router import MoELayer, TopKRouter
-from swiftlite.model.layers.swiglu import SwiGLU
+from swiftlite.model.layers.swiglu import GeGLU, SwiGLU
 from swiftlite.model.mtp import MultiTokenPredictionLayer, UnrolledLayer
 from swiftlite.model.vision import VisionTransformer
 from swiftlite.plan.kernels import Kernels
@@ -93,15 +94,20 @@ def _gated_delta_net(sizes: GatedDeltaNetSizes, modules: Modules) -> ModuleSpec:
     return ModuleSpec(module=GatedDeltaNet, params={"sizes": sizes})
 
 
-def _gated(modules: Modules) -> MLPSubmodules:
+# Names of transformers.
+_GATED_ACTIVATIONS: dict[str, Any] = {"silu": SwiGLU, "gelu_pytorch_tanh": GeGLU}
+
+
+def _gated(modules: Modules, activation: str = "silu") -> MLPSubmodules:
     # megatron-core builds the activation from this class and calls the object. With fused activations it is not used
     # (`build_config`).
-    activation: Any = SwiGLU
-    return MLPSubmodules(linear_fc1=modules.column, activation_func=activation, linear_fc2=modules.row)
+    return MLPSubmodules(
+        linear_fc1=modules.column, activation_func=_GATED_ACTIVATIONS[activation], linear_fc2=modules.row
+    )
 
 
 def _mlp(mlp: Mlp, modules: Modules) -> ModuleSpec:
-    return ModuleSpec(module=MLP, submodules=_gated(modules))
+    return ModuleSpec(module=MLP, submodules=_gated(modules, mlp.activation))
 
 
 def _mixture(mixture: MixtureOfExperts, modules: Modules) -> ModuleSpec:
@@ -159,8 +165,12 @@ def decoder_layer_spec(
     add_residual = get_bias_dropout_add
     if layer.residual_multiplier != 1:
         add_residual = scaled_residual(layer.residual_multiplier)
+    params: dict[str, Any] = {}
+    if layer.has_output_norms:
+        layer_class, params = OutputNormsLayer, {"norm": modules.norm}
     return ModuleSpec(
         module=layer_class,
+        params=params,
         submodules=TransformerLayerSubmodules(
             input_layernorm=modules.norm,
             self_attention=attention_spec(layer.attention, modules),

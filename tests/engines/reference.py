@@ -143,7 +143,8 @@ class Reference(nn.Module):
         if self.takes_hidden_first:
             parts.reverse()
         positions = torch.arange(ids_BS.shape[1])[None]
-        rotary = self.trunk.model.rotary_emb(hidden_BSH, positions)
+        kinds = ["full_attention"] if self.family == "gemma3_text" else []
+        rotary = self.trunk.model.rotary_emb(hidden_BSH, positions, *kinds)
         fused = head["projection"](torch.cat(parts, dim=-1))
         before = head["block"](fused, position_embeddings=rotary)
         after = head["output_norm"](before)

@@ -73,6 +73,14 @@ OWN_NEUTRAL = {
     "qwen3": {"attention_bias"},
     "mimo": set(),
     "qwen3_moe": {"attention_bias"},
+    "gemma3_text": {
+        "attention_bias",
+        "attn_logit_softcapping",
+        "final_logit_softcapping",
+        "_sliding_window_pattern",  # of layer_types, which files of transformers 5 have too
+        "hidden_activation",
+        "use_bidirectional_attention",
+    },
     "glm4_moe": set(),
     "deepseek_v3": {"attention_bias", "moe_layer_freq", "scoring_func", "topk_method"},
     "glm4_moe_lite": {"attention_bias", "topk_method"},
@@ -125,6 +133,7 @@ OF_LINEAR = {
     "linear_value_head_dim",
 }
 OWN_READ = {
+    "gemma3_text": {"query_pre_attn_scalar", "sliding_window"},
     "qwen3_moe": OF_QWEN_MIXTURE | {"num_local_experts"},
     "qwen3_next": OF_QWEN_MIXTURE | OF_LINEAR | {"num_experts", "shared_expert_intermediate_size"},
     "qwen3_5": OF_LINEAR | {"mtp_num_hidden_layers"},
@@ -188,6 +197,13 @@ OWN_CONFIG = LATENT_ATTENTION | {
     family: {"attention_output_gate": True, "layernorm_zero_centered_gamma": True} for family in HYBRID
 }
 OWN_CONFIG["granite"] = {"softmax_scale": 0.25}
+OWN_CONFIG["gemma3_text"] = {
+    "activation_func": "gelu_pytorch_tanh",
+    "hetereogenous_dist_checkpoint": True,
+    "layernorm_zero_centered_gamma": True,
+    "qk_layernorm": True,
+    "softmax_scale": 48**-0.5,
+}
 OWN_CONFIG["smollm3"] = {"hetereogenous_dist_checkpoint": True}
 OWN_CONFIG["hy_v3"] = {"init_method_std": 0.006}
 for _dense in ("qwen3_5", "qwen3_5_text"):  # the others' layers differ by name already, for their experts
@@ -391,6 +407,18 @@ REFUSED = [
     ("hy_v3", "attention_bias", True),
     ("hy_v3", "mlp_bias", True),
     ("mistral", "sliding_window", "x"),
+    ("gemma3_text", "layer_types", ["sliding_attention", "sliding_attention"]),
+    ("gemma3_text", "layer_types", ["full_attention"]),
+    ("gemma3_text", "layer_types", ["full_attention", "linear_attention"]),
+    ("gemma3_text", "sliding_window", None),
+    ("gemma3_text", "sliding_window", 0),
+    ("gemma3_text", "query_pre_attn_scalar", None),
+    ("gemma3_text", "attention_bias", True),
+    ("gemma3_text", "attn_logit_softcapping", 50.0),
+    ("gemma3_text", "final_logit_softcapping", 30.0),
+    ("gemma3_text", "hidden_activation", "gelu"),
+    ("gemma3_text", "use_bidirectional_attention", True),
+    ("gemma3_text", "rope_parameters", {"rope_type": "default", "rope_theta": 1e4}),
     ("glm4_moe_lite", "first_k_dense_replace", 0),
     ("glm4_moe_lite", "topk_method", "greedy"),
     ("mistral", "sliding_window", 4096),

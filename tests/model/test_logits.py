@@ -69,6 +69,8 @@ def test_trunk_logits_equal_transformers(tmp_path, mesh, family, tied, rope, dty
         parameters["partial_rotary_factor"] = 0.5
     if family in HYBRID:
         parameters["partial_rotary_factor"] = 0.25
+    if family == "gemma3_text":
+        parameters = {"full_attention": parameters, "sliding_attention": {"rope_type": "default", "rope_theta": 1e3}}
     if family in LATENT and rope == "longrope":
         parameters["factor"] = 4.0  # which transformers reads for the scale of the scores, whatever the kind of rope
     rotary_dim = {"glm4_moe": 16, "phi3": 16, **dict.fromkeys((*LATENT, *HYBRID), 8)}.get(family, 32)
@@ -170,7 +172,8 @@ def reference_mtp(hf, tensors, family, k, hidden, input_ids, position_ids, draft
     if family == "mimo":
         halves.reverse()
     projected = torch.cat(halves, dim=-1) @ tensors[names["projection"]].T
-    rotary = hf.model.rotary_emb(projected, position_ids)
+    rotary_of = ("full_attention",) if family == "gemma3_text" else ()
+    rotary = hf.model.rotary_emb(projected, position_ids, *rotary_of)
     return norm("output_norm", layer(projected, position_embeddings=rotary, position_ids=position_ids))
 
 

@@ -66,6 +66,17 @@ def test_one_process(family, depth, parameter_bytes):
     check(measured, estimated)
 
 
+@pytest.mark.parametrize("parameter_bytes", [2, 4])
+def test_windows_and_norms_of_outputs(parameter_bytes):
+    """The layers of Gemma 3 share cosines and sines of two rotary embeddings, and masks, which are not estimated."""
+    sizes = {"sliding_window": 16, "sliding_window_pattern": 2, "query_pre_attn_scalar": 32}
+    hf_config = config("gemma3_text", **sizes, tie_word_embeddings=True)
+    setup = Setup(micro_batch_size=2, max_length=64, parameter_bytes=parameter_bytes, heads=Heads(1))
+    (estimated,) = estimate(hf_config, setup)
+    (measured,) = launch(1, measure, hf_config, setup)
+    check(measured, estimated)
+
+
 def test_a_draft_vocabulary():
     heads = Heads(2, draft_vocab=tuple(range(0, 512, 8)))
     setup = Setup(micro_batch_size=2, max_length=512, parameter_bytes=4, heads=heads, mtp_mode="heads_only")

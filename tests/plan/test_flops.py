@@ -43,7 +43,8 @@ def test_operations_are_those_that_torch_counts(name):
         tokens = torch.arange(length)[None]
         forward, result = counted(partial(model, tokens, use_cache=False))
         # Some releases of transformers (5.17) make rotary angles by a matrix product.
-        angles, _ = counted(partial(model.model.rotary_emb, torch.zeros(1), tokens))
+        kinds = ["full_attention"] if name == "gemma3_text" else []
+        angles, _ = counted(partial(model.model.rotary_emb, torch.zeros(1), tokens, *kinds))
         backward, _ = counted(result.logits.sum().backward)
         assert (forward - angles, backward) == (expected / 3, 2 * expected / 3)
 

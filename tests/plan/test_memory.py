@@ -46,6 +46,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "llama": DENSE,
     "granite": DENSE
     | {"attention_multiplier": 0.1, "embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.5},
+    "gemma3_text": DENSE
+    | {
+        "sliding_window_pattern": 3,
+        "sliding_window": 64,
+        "query_pre_attn_scalar": 32,
+        "pad_token_id": None,
+    },
     "qwen2": DENSE,
     "mimo": DENSE,
     "qwen3": DENSE,

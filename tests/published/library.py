@@ -32,7 +32,7 @@ HEADS = {"mimo", "glm4_moe", "glm4_moe_lite", "deepseek_v3", "hy_v3", "qwen3_nex
 """Families that are published with one MTP head."""
 VISION_LANGUAGE = {"qwen2_5_vl", "qwen3_vl"}
 """Families whose language model transformers has only together with the vision tower."""
-ZERO_CENTERED = {"qwen3_next", "qwen3_5", "qwen3_5_moe"}
+ZERO_CENTERED = {"gemma3_text", "qwen3_next", "qwen3_5", "qwen3_5_moe"}
 """Families whose norms multiply by 1 + weight, except for the norm after linear attention."""
 STACKED = {"Qwen3.5-35B-A3B": "all", "Qwen3.6-35B-A3B": "trunk"}
 """Models with stacked experts, and the part in which experts are stacked."""

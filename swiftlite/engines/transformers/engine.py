@@ -43,7 +43,7 @@ from swiftlite.engines.prompts import ImagePrompt
 from swiftlite.engines.served_model import require_heads
 from swiftlite.engines.transformers.image_inputs import ImageInputs
 from swiftlite.engines.transformers.mtp_heads import DividedOutput, DraftOutput, MtpCandidateGenerator, load_heads
-from swiftlite.engines.transformers.recurrent import RecurrentStates, crop_keys
+from swiftlite.engines.transformers.recurrent import RecurrentStates, crop_keys, whole_cache
 from swiftlite.engines.transformers.verification import verify, verify_greedily, warpers
 from swiftlite.errors import UserError
 from swiftlite.families.resolved import HfModel
@@ -81,7 +81,7 @@ class TransformersEngine:
     def _load_trunk(self, model: HfModel) -> None:
         trunk: Any = load_trunk(replace(self._config, model=model))
         outside = model.family.outside(model.config)
-        self._embedding_multiplier = outside.embedding_multiplier
+        self._embedding_multiplier = 1.0 if outside.multiplies_in_embedding else outside.embedding_multiplier
         self._decoder, self._output_layer = trunk.get_decoder(), trunk.get_output_embeddings()
         if outside.logits_divisor != 1:
             self._output_layer = DividedOutput(self._output_layer, outside.logits_divisor)
@@ -144,7 +144,7 @@ class TransformersEngine:
     def _complete(self, prompt: Sequence[int], sampling: Sampling, generator: torch.Generator) -> Completion:
         ids = torch.tensor([list(prompt)], device=self._decoder.device)
         limit = min(len(prompt) + sampling.max_new_tokens, self._max_length)
-        cache = DynamicCache(config=self._decoder.config)
+        cache = whole_cache(self._decoder.config)
         processor = warpers(sampling)
         images = None
         if isinstance(prompt, ImagePrompt):

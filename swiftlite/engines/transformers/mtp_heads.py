@@ -297,9 +297,16 @@ class MtpCandidateGenerator(CandidateGenerator):
             position_ids=position_ids,
             past_key_values=cache,
             use_cache=True,
-            position_embeddings=self._decoder.rotary_emb(hidden, rotary_positions),
+            position_embeddings=self._rotary_emb(head, hidden, rotary_positions),
         )
         return before, head.final_layernorm(before)
+
+    def _rotary_emb(self, head: Any, hidden: torch.Tensor, positions: torch.Tensor) -> Any:
+        """Return cosines and sines. In some models, layers have different rotary embeddings, by their type."""
+        kind = getattr(head.transformer_layer.self_attn, "layer_type", None)
+        if hasattr(self._decoder.rotary_emb, "layer_types"):
+            return self._decoder.rotary_emb(hidden, positions, kind)
+        return self._decoder.rotary_emb(hidden, positions)
 
     def _append_draft(
         self, ids: torch.Tensor, hidden: torch.Tensor, drawn_from: list[torch.Tensor]

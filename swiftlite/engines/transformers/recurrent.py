@@ -1,5 +1,6 @@
 """Copy and restore states of linear attention in the cache of transformers. Such states cannot be truncated."""
 
+from copy import copy
 from typing import Any
 
 from transformers import DynamicCache
@@ -23,6 +24,15 @@ class RecurrentStates:
             for number in conv_states:
                 layer.conv_states[number].copy_(conv_states[number])
                 layer.recurrent_states[number].copy_(recurrent_states[number])
+
+
+def whole_cache(config: Any) -> DynamicCache:
+    """Return a cache that keeps all keys, also of layers with a sliding window, so that drafts can be removed."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None:
+        config = copy(config)
+        config.layer_types = ["full_attention" if kind == "sliding_attention" else kind for kind in kinds]
+    return DynamicCache(config=config)
 
 
 def crop_keys(cache: DynamicCache, number: int) -> None:

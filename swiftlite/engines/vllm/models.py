@@ -16,13 +16,13 @@ from vllm.compilation.decorators import support_torch_compile
 from vllm.config import VllmConfig
 from vllm.distributed import tensor_model_parallel_all_reduce
 from vllm.model_executor.layers.fused_moe import fused_moe_make_expert_params_mapping
-from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.mtp_validation import is_mtp_completeness_check_enabled
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
-from vllm.model_executor.models import granite, llama, mistral, phi3, qwen2, qwen3, qwen3_moe, transformers
+from vllm.model_executor.models import gemma3, granite, llama, mistral, phi3, qwen2, qwen3, qwen3_moe, transformers
 from vllm.model_executor.models.utils import maybe_prefix
 from vllm.sequence import IntermediateTensors
 
@@ -37,6 +37,10 @@ from swiftlite.engines.loading.head_weights import (
 )
 from swiftlite.engines.loading.no_rotary import NoRotaryEmbedding
 from swiftlite.engines.vllm.plugin import check_draft_steps
+
+
+class Gemma3ForCausalLM(Trunk, gemma3.Gemma3ForCausalLM):
+    """The trunk of a checkpoint with MTP heads."""
 
 
 class LlamaForCausalLM(Trunk, llama.LlamaForCausalLM):
@@ -76,14 +80,18 @@ class SmolLM3ForCausalLM(Trunk, transformers.TransformersForCausalLM):
 
 
 class MtpFrame(nn.Module):
-    """The modules of a head except its decoder layer, with the names of Qwen3-Next."""
+    """The modules of a head except its decoder layer, with the names of Qwen3-Next.
 
-    def __init__(self, hidden_size: int, eps: float):
+    Args:
+        norm: class of the norms.
+    """
+
+    def __init__(self, hidden_size: int, eps: float, norm: Any = RMSNorm):
         super().__init__()
-        self.pre_fc_norm_embedding = RMSNorm(hidden_size, eps=eps)
-        self.pre_fc_norm_hidden = RMSNorm(hidden_size, eps=eps)
+        self.pre_fc_norm_embedding = norm(hidden_size, eps=eps)
+        self.pre_fc_norm_hidden = norm(hidden_size, eps=eps)
         self.fc = ReplicatedLinear(2 * hidden_size, hidden_size, bias=False, return_bias=False)
-        self.norm = RMSNorm(hidden_size, eps=eps)
+        self.norm = norm(hidden_size, eps=eps)
 
 
 def _runs_one_head(vllm_config: VllmConfig) -> bool:
@@ -111,13 +119,23 @@ class MtpHeads(nn.Module):
         vllm_config: vLLM's config, which `support_torch_compile` reads.
         config: config of the draft model.
         layers: one decoder layer per depth.
+        embedding_multiplier: factor of embeddings.
+        norm: class of the norms.
     """
 
-    def __init__(self, *, vllm_config: VllmConfig, config: Any, layers: list[nn.Module]):
+    def __init__(
+        self,
+        *,
+        vllm_config: VllmConfig,
+        config: Any,
+        layers: list[nn.Module],
+        embedding_multiplier: float,
+        norm: Any,
+    ):
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
-        self.embedding_multiplier = getattr(config, "embedding_multiplier", 1.0)
-        self.heads = nn.ModuleList(MtpFrame(config.hidden_size, config.rms_norm_eps) for _ in layers)
+        self.embedding_multiplier = embedding_multiplier
+        self.heads = nn.ModuleList(MtpFrame(config.hidden_size, config.rms_norm_eps, norm) for _ in layers)
         self.layers = nn.ModuleList(layers)
         # Other layers of vLLM add their output to the residual themselves.
         self.layer_returns_residual = all("residual" in inspect.signature(layer.forward).parameters for layer in layers)
@@ -154,6 +172,7 @@ class MtpDraft(nn.Module):
     """
 
     layer_class: ClassVar[Any]
+    norm_class: ClassVar[Any] = RMSNorm
     packed_modules_mapping = PACKED_MODULES
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
@@ -167,7 +186,13 @@ class MtpDraft(nn.Module):
         check_draft_steps(speculative.num_speculative_tokens, depth, runs_all_heads=vllm_config.use_v2_model_runner)
         # KV caches have the names of layers, which must differ from the trunk's model.layers.*.
         layers = [self.make_layer(vllm_config, maybe_prefix(prefix, f"mtp.layers.{k}")) for k in range(depth)]
-        self.model = MtpHeads(vllm_config=vllm_config, config=config, layers=layers)
+        self.model = MtpHeads(
+            vllm_config=vllm_config,
+            config=config,
+            layers=layers,
+            embedding_multiplier=self.embedding_multiplier,
+            norm=self.norm_class,
+        )
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, prefix=maybe_prefix(prefix, "lm_head"))
         if config.tie_word_embeddings:
             self.lm_head = self.lm_head.tie_weights(self.model.embed_tokens)
@@ -175,6 +200,11 @@ class MtpDraft(nn.Module):
         self.logits_processor = LogitsProcessor(config.vocab_size, scale=self.logits_scale)
         self._drafted = torch.tensor(heads_of(config).draft_vocab, dtype=torch.int64)
         self._drafted_rows: torch.Tensor | None = None  # rows of lm_head, which is set to the trunk's after loading
+
+    @property
+    def embedding_multiplier(self) -> float:
+        """Factor of embeddings."""
+        return getattr(self.config, "embedding_multiplier", 1.0)
 
     def make_layer(self, vllm_config: VllmConfig, prefix: str) -> nn.Module:
         """Create a decoder layer of the trunk's kind. The classes of vLLM's layers have some of these arguments."""
@@ -262,6 +292,23 @@ class LlamaMTPModel(MtpDraft):
     """MTP draft model for Llama."""
 
     layer_class = llama.LlamaDecoderLayer
+
+
+class Gemma3MTPModel(MtpDraft):
+    """MTP draft model for Gemma 3. Its layers see all tokens, like the trunk's layers without a window."""
+
+    norm_class = GemmaRMSNorm
+
+    @property
+    def embedding_multiplier(self) -> float:
+        return torch.tensor(
+            self.config.hidden_size**0.5, device="cpu"
+        ).item()  # rounded to the model's precision, like vLLM's
+
+    def make_layer(self, vllm_config: VllmConfig, prefix: str) -> nn.Module:
+        config = deepcopy(self.config)
+        config.layer_types = ["full_attention"] * heads_of(config).layers
+        return gemma3.Gemma3DecoderLayer(config, vllm_config.cache_config, vllm_config.quant_config, prefix)
 
 
 class GraniteMTPModel(MtpDraft):

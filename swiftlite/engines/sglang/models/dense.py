@@ -6,6 +6,8 @@ Shapes: T tokens of all requests of a batch, H hidden size.
 """
 
 import inspect
+from collections.abc import Iterator
+from copy import deepcopy
 from typing import Any, ClassVar
 
 import torch
@@ -17,11 +19,36 @@ from sglang.srt.layers.quantization.base_config import QuantizationConfig
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_loader.weight_utils import default_weight_loader
-from sglang.srt.models import granite, llama, mistral, qwen2, qwen3
+from sglang.srt.models import gemma3_causal, granite, llama, mistral, qwen2, qwen3
 from torch import nn
 
 from swiftlite.engines.loading.head_weights import FUSED_MODULES, PACKED_MODULES, Trunk, Weights, fill, heads_of
 from swiftlite.engines.loading.no_rotary import NoRotaryEmbedding
+
+
+class Gemma3ForCausalLM(Trunk, gemma3_causal.Gemma3ForCausalLM):
+    """The trunk of a checkpoint with an MTP head. SGLang 0.5.23 ignores an output layer that is not tied."""
+
+    @torch.no_grad()
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: ForwardBatch, **kwargs: Any):
+        """Return the logits, from the output layer instead of the embedding."""
+        states = self.model(input_ids, positions, forward_batch, **kwargs)
+        return self.logits_processor(input_ids, states, self.lm_head, forward_batch)
+
+    def load_weights(self, weights: Weights) -> Any:
+        """Load also an output layer that is not tied, which SGLang's method skips."""
+        return super().load_weights(self._without_output_layer(weights))
+
+    def _without_output_layer(self, weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in weights:
+            if name == "lm_head.weight" and not self.config.tie_word_embeddings:
+                self.lm_head.weight.weight_loader(self.lm_head.weight, tensor)
+            else:
+                yield name, tensor
+
+    def get_embed_and_head(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the matrices that the draft model shares."""
+        return self.model.embed_tokens.weight, self.lm_head.weight
 
 
 class GraniteForCausalLM(Trunk, granite.GraniteForCausalLM):
@@ -84,16 +111,18 @@ class MtpHead(nn.Module):
 
     Args:
         layer: a decoder layer of the same class as the trunk's layers.
+        embedding_multiplier: factor of embeddings.
+        norm: class of the norms.
     """
 
-    def __init__(self, config: Any, layer: nn.Module):
+    def __init__(self, config: Any, layer: nn.Module, embedding_multiplier: float, norm: Any):
         super().__init__()
-        self.pre_fc_norm_embedding = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.pre_fc_norm_hidden = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.pre_fc_norm_embedding = norm(config.hidden_size, eps=config.rms_norm_eps)
+        self.pre_fc_norm_hidden = norm(config.hidden_size, eps=config.rms_norm_eps)
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
         self.layers = nn.ModuleList([layer])
-        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.embedding_multiplier = getattr(config, "embedding_multiplier", 1.0)
+        self.norm = norm(config.hidden_size, eps=config.rms_norm_eps)
+        self.embedding_multiplier = embedding_multiplier
         # Other layers of SGLang keep the residual in the batch.
         self.layer_returns_residual = "residual" in inspect.signature(layer.forward).parameters
 
@@ -129,6 +158,7 @@ class MtpDraft(nn.Module):
     """
 
     layer_class: ClassVar[Any]
+    norm_class: ClassVar[Any] = RMSNorm
     packed_modules_mapping = PACKED_MODULES
 
     def __init__(self, config: Any, quant_config: QuantizationConfig | None = None, prefix: str = ""):
@@ -140,11 +170,16 @@ class MtpDraft(nn.Module):
         self.config = config
         with layer_stack():
             layer = self.layer_class(config=config, quant_config=quant_config, prefix="mtp.layers.0")
-        self.mtp = MtpHead(config, layer)
+        self.mtp = MtpHead(config, layer, self.embedding_multiplier, self.norm_class)
         # `set_embed_and_head` replaces both by those of the trunk.
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, quant_config=quant_config)
         self.logits_processor = LogitsProcessor(config, logit_scale=1.0 / getattr(config, "logits_scaling", 1.0))
+
+    @property
+    def embedding_multiplier(self) -> float:
+        """Factor of embeddings."""
+        return getattr(self.config, "embedding_multiplier", 1.0)
 
     @torch.no_grad()
     def forward(
@@ -182,6 +217,39 @@ class MtpDraft(nn.Module):
             )
         del self.lm_head.weight  # `head` can be a slice, which is not a parameter
         self.embed_tokens.weight, self.lm_head.weight = embed, head
+
+
+class Gemma3Layer(gemma3_causal.Gemma3DecoderLayer):
+    """A layer of Gemma 3 that sees all tokens, with its own rotary embeddings."""
+
+    def __init__(self, config: Any, quant_config: QuantizationConfig | None = None, prefix: str = ""):
+        config = deepcopy(config)
+        config.layer_types = ["full_attention"]
+        super().__init__(0, config, quant_config, prefix)
+        config.rope_parameters = config.rope_parameters["full_attention"]  # as SGLang's model does
+        self.rotary_emb = gemma3_causal.Gemma3RotaryEmbedding(config=config)
+
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        positions: torch.Tensor,
+        hidden_states: torch.Tensor,
+        forward_batch: ForwardBatch,
+        residual: torch.Tensor | None,
+    ) -> Any:
+        """Return the output [T, H] of the MLP, and the state [T, H] that it is to be added to."""
+        rotary_emb = self.rotary_emb(hidden_states, positions[None])
+        return super().forward(positions, hidden_states, rotary_emb, rotary_emb, forward_batch, residual)
+
+
+class Gemma3ForCausalLMMTP(MtpDraft):
+    """MTP draft model for Gemma 3."""
+
+    layer_class = Gemma3Layer
+    norm_class = gemma3_causal.Gemma3RMSNorm
+
+    @property
+    def embedding_multiplier(self) -> float:
+        return torch.tensor(self.config.hidden_size**0.5, device="cpu").item()  # rounded to the model's precision
 
 
 class GraniteForCausalLMMTP(MtpDraft):
@@ -233,6 +301,7 @@ class SmolLM3ForCausalLMMTP(LlamaForCausalLMMTP):
 
 
 EntryClass = [
+    Gemma3ForCausalLM,
     GraniteForCausalLM,
     LlamaForCausalLM,
     MistralForCausalLM,
@@ -241,6 +310,7 @@ EntryClass = [
     Qwen3ForCausalLM,
     SeedOssForCausalLM,
     SmolLM3ForCausalLM,
+    Gemma3ForCausalLMMTP,
     GraniteForCausalLMMTP,
     LlamaForCausalLMMTP,
     MistralForCausalLMMTP,

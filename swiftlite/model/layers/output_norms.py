@@ -1,0 +1,39 @@
+"""A decoder layer with norms also behind attention and MLP."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import nn
+
+_Add = Callable[[tuple[torch.Tensor, None], torch.Tensor, float], torch.Tensor]
+
+
+class OutputNormsLayer(TransformerLayer):
+    """megatron-core's decoder layer, which normalizes the outputs of attention and MLP before it adds them.
+
+    Args:
+        norm: class of the norms.
+        args, kwargs: arguments of megatron-core's class.
+    """
+
+    def __init__(self, config: TransformerConfig, *args: Any, norm: type[nn.Module], **kwargs: Any):
+        super().__init__(config, *args, **kwargs)
+        sizes: dict[str, Any] = {
+            "config": config,
+            "hidden_size": config.hidden_size,
+            "eps": config.layernorm_epsilon,
+        }
+        self.post_attention_layernorm = norm(**sizes)
+        self.post_mlp_layernorm = norm(**sizes)
+        # megatron-core calls these functions to add an output to the state.
+        self.self_attn_bda = self._add_attention
+        self.mlp_bda = self._add_mlp
+
+    def _add_attention(self, training: bool, fused: bool) -> _Add:
+        return lambda output, residual, dropout: residual + self.post_attention_layernorm(output[0])
+
+    def _add_mlp(self, training: bool, fused: bool) -> _Add:
+        return lambda output, residual, dropout: residual + self.post_mlp_layernorm(output[0])
