@@ -133,7 +133,7 @@ OF_LINEAR = {
     "linear_value_head_dim",
 }
 OWN_READ = {
-    "gemma3_text": {"query_pre_attn_scalar", "sliding_window"},
+    "gemma3_text": {"query_pre_attn_scalar", "sliding_window", "sliding_window_pattern"},
     "qwen3_moe": OF_QWEN_MIXTURE | {"num_local_experts"},
     "qwen3_next": OF_QWEN_MIXTURE | OF_LINEAR | {"num_experts", "shared_expert_intermediate_size"},
     "qwen3_5": OF_LINEAR | {"mtp_num_hidden_layers"},
