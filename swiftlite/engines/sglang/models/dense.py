@@ -42,13 +42,15 @@ class Gemma3ForCausalLM(Trunk, gemma3_causal.Gemma3ForCausalLM):
     def _without_output_layer(self, weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in weights:
             if name == "lm_head.weight" and not self.config.tie_word_embeddings:
-                self.lm_head.weight.weight_loader(self.lm_head.weight, tensor)
+                weight: Any = self.lm_head.weight
+                weight.weight_loader(weight, tensor)
             else:
                 yield name, tensor
 
     def get_embed_and_head(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the matrices that the draft model shares."""
-        return self.model.embed_tokens.weight, self.lm_head.weight
+        matrices: Any = (self.model.embed_tokens.weight, self.lm_head.weight)
+        return matrices
 
 
 class GraniteForCausalLM(Trunk, granite.GraniteForCausalLM):
