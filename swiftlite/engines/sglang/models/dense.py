@@ -47,11 +47,6 @@ class Gemma3ForCausalLM(Trunk, gemma3_causal.Gemma3ForCausalLM):
             else:
                 yield name, tensor
 
-    def get_embed_and_head(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the matrices that the draft model shares."""
-        matrices: Any = (self.model.embed_tokens.weight, self.lm_head.weight)
-        return matrices
-
 
 class GraniteForCausalLM(Trunk, granite.GraniteForCausalLM):
     """The trunk of a checkpoint with an MTP head."""
