@@ -170,6 +170,9 @@ def decode_attention_cpu(
     rows,
     seq_lens,
     scaling,
+    logit_cap,
+    is_cross_attention,
+    window,
     *_,
 ):
     """Compute attention for one new token per request. If its key and value are given, they are stored."""
@@ -178,7 +181,8 @@ def decode_attention_cpu(
         value_buffer[slots] = values.view(-1, *value_buffer.shape[1:])
     for number, (row, length) in enumerate(zip(rows.tolist(), seq_lens.tolist(), strict=True)):
         kept = req_to_token[row, :length].long()
-        output_BNH[number] = _attend(queries_BNH[number : number + 1], key_buffer[kept], value_buffer[kept], scaling)
+        query = queries_BNH[number : number + 1]
+        output_BNH[number] = _attend(query, key_buffer[kept], value_buffer[kept], scaling, window)
 
 
 def extend_attention_cpu(
@@ -197,6 +201,9 @@ def extend_attention_cpu(
     extend_start_loc,
     max_extend_len,
     scaling,
+    logit_cap,
+    is_cross_attention,
+    window,
     *_,
 ):
     """Compute attention for several new tokens per request, concatenated in T.
@@ -210,19 +217,22 @@ def extend_attention_cpu(
         values = values_TNH[new].reshape(num_new, -1, output_TNH.shape[-1])
         if len(kept) > 0:  # a prompt of DeepSeek's has other keys than those that are kept
             keys, values = torch.cat((key_buffer[kept], keys)), torch.cat((value_buffer[kept], values))
-        output_TNH[new] = _attend(queries_TNH[new], keys, values, scaling)
+        output_TNH[new] = _attend(queries_TNH[new], keys, values, scaling, window)
 
 
-def _attend(queries_TNH, keys_SGH, values_SGH, scaling):
-    """Compute attention of the last T of S positions to all positions before them.
+def _attend(queries_TNH, keys_SGH, values_SGH, scaling, window):
+    """Compute attention of the last T of S positions to themselves and the `window - 1` positions before them.
 
-    N query heads share G key-value heads.
+    N query heads share G key-value heads. Window 0 stands for all positions.
     """
     queries, keys, values = (t.transpose(0, 1).float() for t in (queries_TNH, keys_SGH, values_SGH))
     share = len(queries) // len(keys)
     scores = queries @ keys.repeat_interleave(share, 0).mT * scaling
-    future = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1 + scores.shape[2] - scores.shape[1])
-    weights = scores.masked_fill(future, float("-inf")).softmax(-1)
+    place = scores.shape[2] - scores.shape[1]  # of the first query
+    hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1 + place)
+    if window:
+        hidden |= torch.ones_like(hidden).tril(place - window)
+    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
     return (weights @ values.repeat_interleave(share, 0)).transpose(0, 1)
 
 
