@@ -33,6 +33,7 @@ LAYOUTS: dict[tuple[str, str], list[str]] = {
     ("deepseek_v3", "dora"): ["TP2+SP", "ETP2xTP2"],
     ("phi3", "lora"): ["TP2+SP"],  # one adapter for gate and up
     ("phi3", "dora"): ["TP2+SP"],
+    ("gemma3_text", "lora"): ["TP2+SP"],  # norms of outputs
 }
 CHOSEN = {
     ("qwen2", "lora"): LAYOUTS["qwen2", "lora"],

@@ -301,9 +301,8 @@ class Gemma3MTPModel(MtpDraft):
 
     @property
     def embedding_multiplier(self) -> float:
-        return torch.tensor(
-            self.config.hidden_size**0.5, device="cpu"
-        ).item()  # rounded to the model's precision, like vLLM's
+        # Like vLLM's, rounded to the model's precision, which is torch's default while the model is built.
+        return torch.tensor(self.config.hidden_size**0.5, device="cpu").item()
 
     def make_layer(self, vllm_config: VllmConfig, prefix: str) -> nn.Module:
         config = deepcopy(self.config)

@@ -246,7 +246,8 @@ class Gemma3ForCausalLMMTP(MtpDraft):
 
     @property
     def embedding_multiplier(self) -> float:
-        return torch.tensor(self.config.hidden_size**0.5, device="cpu").item()  # rounded to the model's precision
+        # Like SGLang's, rounded to the model's precision, which is torch's default while the model is built.
+        return torch.tensor(self.config.hidden_size**0.5, device="cpu").item()
 
 
 class GraniteForCausalLMMTP(MtpDraft):
