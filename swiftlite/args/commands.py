@@ -14,6 +14,7 @@ class SftArgs(
     fields.OptimArgs,
     fields.KernelArgs,
     fields.RecomputeArgs,
+    fields.MegatronArgs,
     fields.DistributedArgs,
     fields.ParallelLayout,
     fields.MoeArgs,

@@ -34,6 +34,8 @@ _ELSEWHERE = {
     "max_steps": "train_iters",
     "model_name_or_path": "model",
     "num_epochs": "num_train_epochs",
+    "bucket_size": "ddp_bucket_size",
+    "pad_buckets_for_high_nccl_busbw": "ddp_pad_buckets_for_high_nccl_busbw",
     "per_device_train_batch_size": "micro_batch_size",
     "profile": "profile_steps",
     "profile_step_end": "profile_steps",
@@ -174,9 +176,11 @@ def _numbers(value: Any) -> Iterator[Any]:
 
 
 def _from_json(value: Any, example: str) -> Any:
-    """Return the content of JSON text; return other values unchanged."""
+    """Return the content of JSON text, or of the JSON file that the text names; return other values unchanged."""
     if not isinstance(value, str):
         return value
+    if value.endswith(".json"):
+        return {name: entry for name, (entry, _) in read_file(value).items()}
     try:
         return parse_json(value)
     except json.JSONDecodeError as error:

@@ -363,6 +363,15 @@ class DistributedArgs(OptimizerShareArgs, TimeoutArgs):
 
 
 @dataclass(frozen=True)
+class MegatronArgs:
+    """Settings of megatron-core"""
+
+    megatron_config: dict[str, Any] | None = None
+    """JSON, or the path of a JSON file: settings of megatron-core without an option, by their names in its config
+    classes, such as {"moe_z_loss_coeff": 0.001}; see docs/en/parallel.md."""
+
+
+@dataclass(frozen=True)
 class PrecisionArgs:
     """Kernels"""
 

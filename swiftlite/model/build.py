@@ -1,5 +1,6 @@
 """Build this rank's part of a model from a family and a config.json."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -48,11 +49,13 @@ def build_config(
     recompute: RecomputeArgs | None = None,
     moe: MoeArgs | None = None,
     kernels: Kernels = Kernels(),
+    settings: Mapping[str, Any] = {},
 ) -> TransformerConfig:
     """Build megatron-core's config from the settings of the architecture and of the run.
 
     Args:
         mcore_config: arguments of TransformerConfig from `Architecture.mcore_config`.
+        settings: further arguments of TransformerConfig, from --megatron_config.
     """
     moe = moe or MoeArgs()
     config_class = TransformerConfig
@@ -97,6 +100,7 @@ def build_config(
         apply_rope_fusion=False,
         persist_layer_norm=False,
         deterministic_mode=kernels.is_deterministic,
+        **settings,
     )
 
 
@@ -161,6 +165,7 @@ def build_model(
     temperature: float = 1.0,
     is_teacher: bool = False,
     kernels: Kernels | None = None,
+    settings: Mapping[str, Any] = {},
 ) -> list[GPTModel]:
     """Build this rank's part of the model with uninitialized weights on the device.
 
@@ -174,6 +179,7 @@ def build_model(
         drafting: which states and embeddings the MTP layers read; irrelevant if the model is not run.
         mtp_loss, detached_heads, temperature, is_teacher: arguments of `GPTModel`.
         kernels: kernels of the layers; default: the automatic choice for the device.
+        settings: further arguments of TransformerConfig, from --megatron_config.
 
     Returns:
         One chunk per virtual pipeline stage.
@@ -204,6 +210,7 @@ def build_model(
             recompute=recompute,
             moe=moe,
             kernels=kernels,
+            settings=settings,
         )
         with mesh.active():
             stage = GPTModel(

@@ -4,6 +4,7 @@
 """
 
 import itertools
+import json
 import math
 import shlex
 from dataclasses import dataclass, replace
@@ -118,7 +119,7 @@ def make_plan(
         distributed=distributed_of(args, replicas * layout.context_parallel_size, machine.is_cuda),
         lora=lora_of(args, checkpoint),
         lr=lr,
-        min_lr=_min_lr(args, lr),
+        min_lr=min_lr_of(args, lr),
         save_steps=args.save_steps,
         eval_steps=args.eval_steps or args.save_steps,
     )
@@ -182,7 +183,8 @@ def packing_of(args: SftArgs) -> Packing:
     return "none"
 
 
-def _min_lr(args: SftArgs, lr: float) -> float:
+def min_lr_of(args: SftArgs, lr: float) -> float:
+    """Return the learning rate at the end of the decay from `lr`."""
     if args.lr_decay_style == "constant":
         return lr
     if args.min_lr is None:
@@ -266,7 +268,11 @@ def _model_lines(args: SftArgs, plan: Plan, checkpoint: Heads) -> list[tuple[str
         lines.append(("draft vocabulary", f"{len(heads.draft_vocab)} tokens"))
     if heads.layers and args.mtp_mode == "joint":
         lines.append(("MTP loss weight", f"{args.mtp_loss_scaling_factor:g}"))
-    return lines + kernel_lines(plan.kernels)
+    lines += kernel_lines(plan.kernels)
+    if args.megatron_config:
+        settings = ", ".join(f"{name} {json.dumps(value)}" for name, value in args.megatron_config.items())
+        lines.append(("megatron-core", settings))
+    return lines
 
 
 def kernel_lines(kernels: Kernels) -> list[tuple[str, str]]:

@@ -1,7 +1,7 @@
 """Create megatron-core's DDP wrappers, optimizer and learning-rate schedule."""
 
-from collections.abc import Callable, Sequence
-from typing import cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -22,18 +22,24 @@ from swiftlite.args.rl_fields import CompletionArgs
 from swiftlite.families.vision import is_aligner_parameter, is_vit_parameter
 from swiftlite.model.gpt import GPTModel
 from swiftlite.model.layers.tensor_parallel import add_gradients_in_place
+from swiftlite.plan.megatron_config import settings_of
 from swiftlite.plan.run import Plan, Schedule
 from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.clipping import SeparateClipping, separate_head_groups
 
 
 def wrap_model(
-    chunks: Sequence[GPTModel], mesh: Mesh, dtype: torch.dtype, distributed: DistributedArgs | None = None
+    chunks: Sequence[GPTModel],
+    mesh: Mesh,
+    dtype: torch.dtype,
+    distributed: DistributedArgs | None = None,
+    settings: Mapping[str, Any] = {},
 ) -> list[DistributedDataParallel]:
     """Wrap the chunks in megatron-core's modules for mixed precision and DDP.
 
     Args:
         distributed: `Plan.distributed`; an option with the value None is disabled.
+        settings: further arguments of DistributedDataParallelConfig, from --megatron_config.
     """
     distributed = distributed or DistributedArgs()
     wrapped = []
@@ -45,6 +51,7 @@ def wrap_model(
             overlap_param_gather=bool(distributed.overlap_param_gather),
             bucket_size=distributed.ddp_bucket_size,
             pad_buckets_for_high_nccl_busbw=distributed.ddp_pad_buckets_for_high_nccl_busbw,
+            **settings,
         )
         module = chunk
         if dtype is torch.bfloat16:
@@ -93,6 +100,7 @@ def _adamw(args: SftArgs, plan: Plan, model: Sequence[DistributedDataParallel], 
         params_dtype=torch.bfloat16 if is_bfloat16 else torch.float32,
         use_distributed_optimizer=bool(plan.distributed.use_distributed_optimizer),
         overlap_param_gather=bool(plan.distributed.overlap_param_gather),
+        **settings_of(args.megatron_config, "OptimizerConfig"),
     )
     overrides = get_standard_config_overrides(config) | _tower_learning_rates(args, plan)
     mtp_clip_grad = args.mtp_clip_grad if plan.heads.layers else None
@@ -117,7 +125,7 @@ def _adamw(args: SftArgs, plan: Plan, model: Sequence[DistributedDataParallel], 
             # megatron-core only creates AdamW and SGD, but updates with any optimizer of torch.
             part.optimizer = AdamW8bit(part.optimizer.param_groups)
         # One kernel per tensor instead of ten; without Apex, megatron-core creates torch's AdamW with default options.
-        if isinstance(part.optimizer, torch.optim.AdamW):
+        if isinstance(part.optimizer, torch.optim.Adam):  # or its subclass AdamW
             for group in part.optimizer.param_groups:
                 group["fused"] = True
     if mtp_clip_grad is None:

@@ -22,6 +22,7 @@ from swiftlite.model.open import open_model
 from swiftlite.model.streamed_trunk import StreamedTrunk
 from swiftlite.model.vision import VisionTransformer
 from swiftlite.plan.layout import group_of
+from swiftlite.plan.megatron_config import settings_of
 from swiftlite.plan.run import Plan, Schedule
 from swiftlite.plan.trainable import Trainable
 from swiftlite.runtime.mesh import Mesh
@@ -91,6 +92,7 @@ def make_train_state(
         detached_heads=plan.detached_heads,
         temperature=plan.temperature,
         kernels=plan.kernels,
+        settings=settings_of(args.megatron_config, "TransformerConfig"),
     )
     if args.vit_gradient_checkpointing and not args.freeze_vit:
         for chunk in chunks:
@@ -108,7 +110,8 @@ def make_train_state(
         logger.info("adapters: %d on this rank", add_adapters(chunks, plan.lora, rows, args.seed))
     trainable.apply(chunks)
     hashes = hash_tensors(chunks)
-    wrapped = wrap_model(chunks, mesh, dtype, plan.distributed)
+    ddp_settings = settings_of(args.megatron_config, "DistributedDataParallelConfig")
+    wrapped = wrap_model(chunks, mesh, dtype, plan.distributed, ddp_settings)
     optimizer, scheduler = make_optimizer(args, plan, schedule, wrapped, mesh)
     return TrainState(chunks, wrapped, optimizer, scheduler, report, trainable, hashes, streamed_trunk)
 

@@ -44,6 +44,14 @@ def test_json_option():
     assert args.vllm_engine_kwargs == value
 
 
+def test_json_option_from_a_file(tmp_path):
+    (tmp_path / "settings.json").write_text('{"moe_z_loss_coeff": 0.001}')
+    args, _ = parse(SftArgs, ["--megatron_config", str(tmp_path / "settings.json")])
+    assert args.megatron_config == {"moe_z_loss_coeff": 0.001}
+    with pytest.raises(OptionError, match=naming("--megatron_config absent.json")):
+        parse(SftArgs, ["--megatron_config", "absent.json"])
+
+
 def test_none_unsets_what_a_file_set(tmp_path):
     (tmp_path / "run.yaml").write_text("mtp_num_layers: 1\nval_dataset: [a.jsonl]\nsystem: hello\n")
     argv = [str(tmp_path / "run.yaml"), *"--mtp_num_layers none --val_dataset none --system null".split()]

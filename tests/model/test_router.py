@@ -9,6 +9,7 @@ from swiftlite.data.batch import collate
 from swiftlite.data.sample import make_sample
 from swiftlite.model.forward import forward
 from swiftlite.model.layers.router import TopKRouter
+from swiftlite.model.loss.balance import RoutedTokens
 from tests.model.test_logits import load_megatron
 from tests.tiny import make_tiny_hf
 
@@ -49,6 +50,31 @@ def test_the_stock_router_rounds_both(router):
 
 def test_buffers_follow_to_another_device(router):
     assert router.to("meta").get_buffer("expert_bias").is_meta
+
+
+def test_z_loss_is_the_mean_over_tokens_without_padding(router):
+    """The sums of all gradients are divided by `divisor` at the end of a step."""
+    router.config.moe_z_loss_coeff, divisor = 0.3, 7
+    is_real = torch.tensor([[True, True], [True, False], [False, True]])
+    number = int(is_real.sum())
+    router.tokens = RoutedTokens(is_real.long() - 1, 1, mean_weight=1 / number, divisor=divisor)
+    logits = torch.randn(6, 4, requires_grad=True)
+    router.train().apply_z_loss(logits).sum().backward()
+    squares = torch.log(torch.exp(logits).sum(dim=1)) ** 2
+    (expected,) = torch.autograd.grad(0.3 * squares[is_real.flatten()].mean(), logits)
+    assert logits.grad is not None
+    torch.testing.assert_close((logits.grad - 1) / divisor, expected)
+    assert router.eval().apply_z_loss(logits) is logits
+
+
+def test_forced_load_is_random(router):
+    tokens = torch.randn(64, 1, 64)
+    with torch.no_grad():
+        assert torch.equal(router(tokens)[1], router(tokens)[1])
+        router.config.moe_router_force_load_balancing = True
+        first, second = router(tokens)[1], router(tokens)[1]
+    assert not torch.equal(first, second)
+    assert first.sum() == second.sum() == 64 * 2
 
 
 def test_a_step_counts_tokens_and_reaches_every_weight(tmp_path, mesh):

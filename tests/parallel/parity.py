@@ -32,6 +32,7 @@ from swiftlite.model.gpt import GPTModel
 from swiftlite.model.layers.lora import add_adapters, gather_adapters
 from swiftlite.plan.kernels import Kernels
 from swiftlite.plan.layout import group_of, layout_of, layout_problems, process_problems
+from swiftlite.plan.megatron_config import settings_of
 from swiftlite.plan.run import make_plan, make_schedule, row_multiple_of
 from swiftlite.plan.trainable import HEADS_ONLY, trainable_of
 from swiftlite.runtime.distributed import session
@@ -265,6 +266,7 @@ def compute(job: Job) -> list[dict[str, float]]:
             drafting=family.mtp.drafting,
             mtp_loss=plan.mtp_loss,
             kernels=job.kernels,
+            settings=settings_of(args.megatron_config, "TransformerConfig"),
         )
         if args.mtp_mode == "heads_only":
             HEADS_ONLY.apply(model)
@@ -274,7 +276,8 @@ def compute(job: Job) -> list[dict[str, float]]:
         if plan.lora:
             add_adapters(model, plan.lora, family.rows(hf_config, depth))
             trainable_of(args, plan.heads, plan.lora).apply(model)
-        wrapped = wrap_model(model, mesh, dtype, args)
+        ddp_settings = settings_of(args.megatron_config, "DistributedDataParallelConfig")
+        wrapped = wrap_model(model, mesh, dtype, args, ddp_settings)
         schedule = make_schedule(args, len(samples))
         optimizer, scheduler = make_optimizer(args, plan, schedule, wrapped, mesh)
         flops = training_flops(hf_config, plan.heads)

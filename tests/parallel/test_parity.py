@@ -49,6 +49,9 @@ BFLOAT16 = {"torch_dtype": "bfloat16"}
 Model = tuple[str, int, bool]
 
 
+Z_LOSS = {"megatron_config": {"moe_z_loss_coeff": 0.1}}
+
+
 @dataclass
 class Computed:
     """Results of all jobs by model and name; one process is "alone"."""
@@ -66,6 +69,16 @@ LINEAR = ("qwen3_next", 1, False)
 EXPERTS = ("qwen3_moe", 1, False)
 RECOMPUTED = [(QWEN3, name) for name in RECOMPUTE]
 RECOMPUTED += [(MIXTURE, "full uniform 1"), (MIXTURE, "selective"), (LINEAR, "full block 1")]
+# Settings of --megatron_config that change when, or in which precision, numbers are sent. The sum of two numbers of
+# bfloat16 is rounded in the same way in both precisions.
+SETTINGS: dict[str, tuple[Model, dict, dict[str, bool]]] = {
+    "overlapped flush": (QWEN3, CASES["PP2xVPP2"].options, {"overlap_p2p_comm_warmup_flush": True}),
+    "sums in float32": (
+        MIXTURE,
+        BFLOAT16 | {"grad_reduce_in_bf16": True} | CASES["DP2+distopt"].options,
+        {"reduce_scatter_with_fp32_accumulation": True},
+    ),
+}
 # Both far below the norms that there are.
 APART = {"clip_grad": 0.2, "mtp_clip_grad": 0.05}
 
@@ -94,6 +107,10 @@ def computed(request, tmp_path_factory) -> Computed:
     jobs[1][MIXTURE, "bfloat16 gradients"] = rounded
     jobs[2][MIXTURE, "bfloat16 gradients DP2"] = rounded
     jobs[2][MIXTURE, "bfloat16 gradients DP2+distopt"] = rounded | CASES["DP2+distopt"].options
+    for name, (model, options, settings) in SETTINGS.items():
+        jobs[2] |= {(model, f"without {name}"): options, (model, name): options | {"megatron_config": settings}}
+    jobs[1][MIXTURE, "z-loss"] = Z_LOSS
+    jobs[2] |= {(MIXTURE, f"z-loss {name}"): Z_LOSS | CASES[name].options for name in ("DP2", "EP2")}
     results = {}
     for num_processes, chosen in jobs.items():
         queue = [
@@ -205,6 +222,17 @@ def test_gradients_in_bfloat16(computed):
         assert metrics["grad_norm"] != exact["grad_norm"]
         assert metrics["grad_norm"] == pytest.approx(exact["grad_norm"], rel=8 * 2**-9)
     assert rounded[1] == pytest.approx(rounded[2], rel=1e-6)  # ranks sum the norm in another order
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_of_megatron_core(computed, name):
+    assert_within(computed.differences(SETTINGS[name][0], name, base=f"without {name}"), EXACT)
+
+
+@pytest.mark.parametrize("layout", ["DP2", "EP2"])
+def test_z_loss(computed, layout):
+    assert_within(computed.differences(MIXTURE, f"z-loss {layout}", base="z-loss"), parity.bounds_of("glm4_moe"))
+    assert computed.differences(MIXTURE, "z-loss")["gradients"] > 0.1
 
 
 def test_refusals_are_the_rules(computed):

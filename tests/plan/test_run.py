@@ -70,6 +70,14 @@ def test_render_tells_layout_depth_and_files():
     assert "out/acceptance.json" in text
 
 
+def test_render_shows_settings_of_megatron_core():
+    args = SftArgs(
+        model="m", dataset=["a.jsonl"], megatron_config={"moe_z_loss_coeff": 0.1, "check_for_nan_in_grad": True}
+    )
+    text = render(args, make_plan(args, 1, Heads()), Heads(), None)
+    assert has_line(text, "moe_z_loss_coeff 0.1 check_for_nan_in_grad true")
+
+
 def test_render_of_a_quantized_model():
     args = SftArgs(model="m", dataset=["a.jsonl"], output_dir="out", mtp_num_layers=0)
     text = render(args, make_plan(args, 1, Heads()), Heads(), None, "compressed-tensors (pack-quantized)")

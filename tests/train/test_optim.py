@@ -62,16 +62,18 @@ def test_warming_up_to_the_end_is_possible(chunks, mesh):
     assert optimizer.param_groups[0]["lr"] == pytest.approx(LR)
 
 
-def test_an_update_is_adamw_without_decay_of_biases_and_norms(chunks, mesh):
+@pytest.mark.parametrize("theirs_class", [torch.optim.AdamW, torch.optim.Adam])
+def test_an_update_is_adamw_without_decay_of_biases_and_norms(chunks, mesh, theirs_class):
     (chunk,) = chunks
-    wrapped, optimizer, scheduler = make(
-        chunks, mesh, lr_decay_style="constant", lr_warmup_fraction=0.0, weight_decay=0.3, clip_grad=0.0
-    )
+    options: dict[str, Any] = {"lr_decay_style": "constant", "weight_decay": 0.3, "clip_grad": 0.0}
+    if theirs_class is torch.optim.Adam:
+        options["megatron_config"] = {"decoupled_weight_decay": False}
+    wrapped, optimizer, scheduler = make(chunks, mesh, lr_warmup_fraction=0.0, **options)
     torch.manual_seed(0)
     copies = {name: parameter.detach().clone() for name, parameter in chunk.named_parameters()}
     decayed = [name for name in copies if not (name.endswith("bias") or "norm" in name)]
     assert 0 < len(decayed) < len(copies)
-    theirs = torch.optim.AdamW(
+    theirs = theirs_class(
         [
             {"params": [copies[name] for name in copies if name in decayed], "weight_decay": 0.3},
             {"params": [copies[name] for name in copies if name not in decayed], "weight_decay": 0.0},
@@ -93,6 +95,39 @@ def test_an_update_is_adamw_without_decay_of_biases_and_norms(chunks, mesh):
         theirs.step()
     for name, parameter in chunk.named_parameters():
         assert torch.equal(parameter, copies[name]), name
+
+
+def test_decoupled_learning_rates(chunks, mesh):
+    settings = {"decoupled_lr": LR / 2, "decoupled_min_lr": MIN_LR / 2}
+    _, optimizer, scheduler = make(chunks, mesh, lr_warmup_fraction=0.0, megatron_config=settings)
+    decoupled = {
+        id(parameter) for name, parameter in chunks[0].named_parameters() if "embed" in name or "output" in name
+    }
+    assert decoupled
+    for _ in range(STEPS):
+        scheduler.step(increment=1)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                scale = 0.5 if id(parameter) in decoupled else 1.0
+                assert group["lr"] == pytest.approx(optimizer.param_groups[0]["lr"] * scale)
+
+
+def test_decay_of_norms_of_queries_and_keys(tmp_path, mesh):
+    chunks, _ = open_model(resolve(make_tiny_hf(tmp_path, "qwen3")), mesh, dtype=torch.float32)
+    _, optimizer, _ = make(chunks, mesh, megatron_config={"apply_wd_to_qk_layernorm": True})
+    names = {id(parameter): name for name, parameter in chunks[0].named_parameters()}
+    decayed = {names[id(each)] for group in optimizer.param_groups if group["wd_mult"] for each in group["params"]}
+    norms = {name for name in names.values() if "norm" in name}
+    assert decayed & norms == {name for name in norms if "q_layernorm" in name or "k_layernorm" in name} != set()
+
+
+def test_nan_in_a_gradient(chunks, mesh):
+    (wrapped,) = wrap_model(chunks, mesh, torch.float32, settings={"check_for_nan_in_grad": True})
+    wrapped.finish_grad_sync()
+    parameter: Any = next(chunks[0].parameters())  # megatron-core adds `main_grad`
+    parameter.main_grad[0] = math.nan
+    with pytest.raises(RuntimeError, match="NaN"):
+        wrapped.finish_grad_sync()
 
 
 @pytest.mark.parametrize(("clip_grad", "mtp_clip_grad"), [(0.5, 0.2), (0.0, 0.2), (0.5, 0.0)])

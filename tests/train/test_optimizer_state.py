@@ -77,11 +77,12 @@ def learn(
     return Learning(chunks[0], wrapped, optimizer)
 
 
+@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, torch.optim.Adam])
 @pytest.mark.parametrize(("is_fused", "device"), [(True, "meta"), (False, "cpu"), (None, "cpu")])
-def test_a_fused_optimizer_counts_updates_on_the_device_of_its_parameters(is_fused, device):
+def test_a_fused_optimizer_counts_updates_on_the_device_of_its_parameters(is_fused, device, optimizer_class):
     """torch's fused optimizer refuses a step count on another device than its parameters."""
     parameter = torch.nn.Parameter(torch.empty(2, device="meta"))
-    inner = torch.optim.AdamW([parameter])
+    inner = optimizer_class([parameter])
     inner.param_groups[0]["fused"] = is_fused
     Slot(parameter, inner, parameter).set_step(3)
     assert inner.state[parameter]["step"].device.type == device

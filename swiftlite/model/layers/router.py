@@ -44,7 +44,7 @@ class TopKRouter(McoreTopKRouter):
             self._buffers[name] = buffer.to(fn(buffer).device)
         return self
 
-    # megatron-core's `routing` calls these three methods. They have an effect only in training and with gradients
+    # megatron-core's `routing` calls these four methods. They have an effect only in training and with gradients
     # enabled, so recomputation does not count tokens twice.
 
     def _apply_aux_loss(
@@ -64,6 +64,16 @@ class TopKRouter(McoreTopKRouter):
             return probs
         group_T = self.tokens.sequence_T
         return self._with_loss(probs, scores_for_aux_loss, routing_map, group_T, self.tokens.num_sequences)
+
+    def apply_z_loss(self, logits: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        """Attach the z-loss to `logits` [T, E]: the mean over tokens of the squared logarithm of the sum of
+        exponentials (ST-MoE, arXiv 2202.08906, equation 5)."""
+        coefficient, tokens = self.config.moe_z_loss_coeff, self.tokens
+        if coefficient is None or tokens is None or not (self.training and torch.is_grad_enabled()):
+            return logits
+        squares_T = logits.float().logsumexp(dim=-1).square().masked_fill(tokens.sequence_T < 0, 0)
+        loss = coefficient * tokens.divisor * tokens.mean_weight * squares_T.sum()
+        return MoEAuxLossAutoScaler.apply(logits, loss)
 
     def _apply_expert_bias(self, routing_map: torch.Tensor, *_: Any, **__: Any) -> None:
         """Count the tokens of each expert, from which the expert bias is updated at the end of the step."""

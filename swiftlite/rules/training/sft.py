@@ -1,8 +1,8 @@
 """Rules of `megatron sft` for batches, optimizer, kernels and layout, and the list of all its rules.
 
 The other rules are in `sft_data.py` (files, packing, streaming), `sft_heads.py` (MTP), `sft_lora.py` (adapters),
-`sft_profile.py` (--profile_steps), `sft_report.py` (--report_to), `sft_resume.py` (--resume) and `sft_vision.py`
-(vision tower).
+`sft_megatron.py` (--megatron_config), `sft_profile.py` (--profile_steps), `sft_report.py` (--report_to),
+`sft_resume.py` (--resume) and `sft_vision.py` (vision tower).
 """
 
 import math
@@ -28,7 +28,16 @@ from swiftlite.plan.layout import (
 from swiftlite.plan.low_precision import low_precision_of, model_problems
 from swiftlite.plan.run import distributed_of, holds_out, packing_of
 from swiftlite.rules import common
-from swiftlite.rules.training import sft_data, sft_heads, sft_lora, sft_profile, sft_report, sft_resume, sft_vision
+from swiftlite.rules.training import (
+    sft_data,
+    sft_heads,
+    sft_lora,
+    sft_megatron,
+    sft_profile,
+    sft_report,
+    sft_resume,
+    sft_vision,
+)
 from swiftlite.runtime.environment import sees_gpu
 
 
@@ -213,6 +222,9 @@ RULES = (
     overlap_has_its_optimizer,
     common.gradients_have_the_dtype_of_weights,
     common.optimizer_is_installed,
+    sft_megatron.megatron_config_is_known,
+    sft_megatron.megatron_config_has_an_effect,
+    sft_megatron.decoupled_lr_is_above_its_minimum,
     kernels_are_here,
     low_precision_fits_the_model,
     te_attention_has_whole_rows,

@@ -106,7 +106,7 @@ class Slot:
         if isinstance(self.inner, HoldsMoments):
             if self.main is not None:
                 self.inner.set_step(self.main, step)
-        elif isinstance(self.inner, torch.optim.AdamW) and self.main is not None:
+        elif isinstance(self.inner, torch.optim.Adam) and self.main is not None:  # or its subclass AdamW
             is_fused = self.inner.param_groups[0].get("fused")
             device = self.main.device if is_fused else torch.device("cpu")
             self.inner.state[self.main]["step"] = torch.tensor(float(step), device=device)

@@ -1,0 +1,122 @@
+"""Rules of `megatron sft` for --megatron_config: every setting must be known, and must have an effect in this run."""
+
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+
+from swiftlite.args.commands import SftArgs
+from swiftlite.args.config import Problem
+from swiftlite.args.fields import DistributedArgs
+from swiftlite.plan.facts import Facts
+from swiftlite.plan.heads import lr_of
+from swiftlite.plan.layout import data_parallel_size, layout_of, num_virtual_stages, process_problems
+from swiftlite.plan.megatron_config import FLAG, SETTINGS, setting_problems
+from swiftlite.plan.run import distributed_of, min_lr_of
+from swiftlite.runtime.environment import sees_gpu
+
+
+def megatron_config_is_known(args: SftArgs, facts: Facts) -> Iterator[Problem]:
+    yield from setting_problems(args.megatron_config)
+
+
+def megatron_config_has_an_effect(args: SftArgs, facts: Facts) -> Iterator[Problem]:
+    if process_problems(layout_of(args), facts.world_size):
+        return  # another rule reports it
+    for name, value in (args.megatron_config or {}).items():
+        if name not in _MISSING or value is SETTINGS[name].default:
+            continue
+        if missing := _MISSING[name](args, facts):
+            yield f"{FLAG}: {name} has no effect: {missing}", f'remove "{name}"'
+
+
+def decoupled_lr_is_above_its_minimum(args: SftArgs, facts: Facts) -> Iterator[Problem]:
+    settings = args.megatron_config or {}
+    if args.lr_decay_style == "constant" or any(setting_problems(settings)) or "decoupled_lr" not in settings:
+        return
+    lowest = settings.get(
+        "decoupled_min_lr", min_lr_of(args, lr_of(args, facts.heads, is_quantized=facts.is_quantized))
+    )
+    if settings["decoupled_lr"] < lowest:
+        problem = f"{FLAG}: decoupled_lr {settings['decoupled_lr']:g} is less than its minimum, {lowest:g}"
+        yield problem, 'set "decoupled_min_lr"'
+
+
+def _experts(args: SftArgs, facts: Facts) -> str:
+    if facts.architecture is not None and not facts.architecture.has_experts:
+        return "the model has no experts"
+    return ""
+
+
+def _sorted_by_kernels(args: SftArgs, facts: Facts) -> str:
+    if args.expert_model_parallel_size * args.expert_tensor_parallel_size == 1:
+        return "each rank has all experts"
+    if find_spec("transformer_engine") is None:
+        return "Transformer Engine is not installed"
+    return _experts(args, facts)
+
+
+def _interleaved(args: SftArgs, facts: Facts) -> str:
+    if num_virtual_stages(layout_of(args)) is None:
+        return "the pipeline has no virtual stages"
+    return ""
+
+
+def _reduced_in_bfloat16(args: SftArgs, facts: Facts) -> str:
+    replicas = data_parallel_size(layout_of(args), facts.world_size) * args.context_parallel_size
+    distributed: DistributedArgs = distributed_of(args, replicas, sees_gpu())
+    if not distributed.use_distributed_optimizer:
+        return "--use_distributed_optimizer is not true"
+    if not distributed.grad_reduce_in_bf16:
+        return "--grad_reduce_in_bf16 is not true"
+    return ""
+
+
+def _bfloat16(args: SftArgs, facts: Facts) -> str:
+    return "" if args.torch_dtype == "bfloat16" else f"--torch_dtype is {args.torch_dtype}"
+
+
+def _trained_embedding(args: SftArgs, facts: Facts) -> str:
+    if args.mtp_mode == "heads_only":
+        return "--mtp_mode heads_only trains no embedding"
+    if args.tuner_type == "lora" and not {"embed_tokens", "lm_head"} & set(args.lora_modules_to_save):
+        return "--tuner_type lora trains no embedding"
+    if args.freeze_llm:
+        return "--freeze_llm is true"
+    return ""
+
+
+def _minimum_of_a_decay(args: SftArgs, facts: Facts) -> str:
+    if "decoupled_lr" not in (args.megatron_config or {}):
+        return "decoupled_lr is not set"
+    if args.lr_decay_style == "constant":
+        return "--lr_decay_style is constant"
+    return ""
+
+
+def _query_norms(args: SftArgs, facts: Facts) -> str:
+    architecture = facts.architecture
+    if architecture is not None and not architecture.mcore_config().get("qk_layernorm"):
+        return "queries and keys of the model have no norms"
+    if args.tuner_type == "lora":
+        return "--tuner_type lora trains no norms of queries and keys"
+    if args.weight_decay == 0:
+        return "--weight_decay is 0"
+    return ""
+
+
+def _weight_decay(args: SftArgs, facts: Facts) -> str:
+    return "--weight_decay is 0" if args.weight_decay == 0 else ""
+
+
+# Functions that return why a setting has no effect in a run, or "".
+_MISSING: dict[str, Callable[[SftArgs, Facts], str]] = {
+    "apply_wd_to_qk_layernorm": _query_norms,
+    "decoupled_lr": _trained_embedding,
+    "decoupled_min_lr": _minimum_of_a_decay,
+    "decoupled_weight_decay": _weight_decay,
+    "disable_bf16_reduced_precision_matmul": _bfloat16,
+    "moe_permute_fusion": _sorted_by_kernels,
+    "moe_router_force_load_balancing": _experts,
+    "moe_z_loss_coeff": _experts,
+    "overlap_p2p_comm_warmup_flush": _interleaved,
+    "reduce_scatter_with_fp32_accumulation": _reduced_in_bfloat16,
+}
