@@ -15,6 +15,8 @@ def shell_line(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, list):
         return " ".join(map(str, value)) or "none"
+    if isinstance(value, dict):
+        return shlex.quote(json.dumps(value))
     if value is None:
         return "(unset)"
     return str(value)

@@ -1,6 +1,5 @@
 """Rules for options that select an engine, or that are passed to the engine unchanged."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -72,10 +71,8 @@ def engine_kwargs_leave_what_has_an_option(args: EngineCommand, facts: Facts) ->
     for name in info.option_names:
         own = name.removeprefix(f"{info.name}_")
         if own in kwargs:
-            text = shell_line(kwargs[own])
-            if isinstance(kwargs[own], dict):
-                text = f"'{json.dumps(kwargs[own])}'"
-            yield f"--{info.kwargs_option} contains {own!r}, which has its own option", f"use --{name} {text}"
+            problem = f"--{info.kwargs_option} contains {own!r}, which has its own option"
+            yield problem, f"use --{name} {shell_line(kwargs[own])}"
 
 
 def adapters_are_a_directory(args: InferArgs | DeployArgs, facts: Facts) -> Iterator[Problem]:

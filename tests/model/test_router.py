@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter as McoreTopKRouter
 
 from swiftlite.data.batch import collate
@@ -52,8 +53,9 @@ def test_buffers_follow_to_another_device(router):
     assert router.to("meta").get_buffer("expert_bias").is_meta
 
 
-def test_z_loss_is_the_mean_over_tokens_without_padding(router):
+def test_z_loss_is_the_mean_over_tokens_without_padding(router, monkeypatch):
     """The sums of all gradients are divided by `divisor` at the end of a step."""
+    monkeypatch.setattr(MoEAuxLossAutoScaler, "main_loss_backward_scale", torch.ones(1))  # as schedules set it
     router.config.moe_z_loss_coeff, divisor = 0.3, 7
     is_real = torch.tensor([[True, True], [True, False], [False, True]])
     number = int(is_real.sum())

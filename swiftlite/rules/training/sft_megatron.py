@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 
+from swiftlite.args.bounds import out_of_bounds
 from swiftlite.args.commands import SftArgs
 from swiftlite.args.config import Problem
 from swiftlite.args.fields import DistributedArgs
@@ -19,8 +20,8 @@ def megatron_config_is_known(args: SftArgs, facts: Facts) -> Iterator[Problem]:
 
 
 def megatron_config_has_an_effect(args: SftArgs, facts: Facts) -> Iterator[Problem]:
-    if process_problems(layout_of(args), facts.world_size):
-        return  # another rule reports it
+    if out_of_bounds(layout_of(args)) or process_problems(layout_of(args), facts.world_size):
+        return  # other rules report it
     for name, value in (args.megatron_config or {}).items():
         if name not in _MISSING or value is SETTINGS[name].default:
             continue
