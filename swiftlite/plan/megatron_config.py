@@ -112,7 +112,7 @@ _SET = frozenset(
     apply_rope_fusion attention_dropout average_in_collective batch_p2p_comm batch_p2p_sync bias_activation_fusion
     bias_dropout_fusion calculate_per_token_loss deallocate_pipeline_outputs embedding_init_method
     finalize_model_grads_func first_last_layers_bf16 fp16 fp4_recipe grad_scale_func gradient_accumulation_fusion
-    hidden_dropout init_method loss_scale masked_softmax_fusion moe_token_dispatcher_type no_sync_func optimizer
+    hidden_dropout init_method loss_scale masked_softmax_fusion moe_token_dispatcher_type no_sync_func
     output_layer_init_method overlap_p2p_comm perform_initialization persist_layer_norm use_cpu_initialization
     use_te_activation_func variable_seq_lengths
     """.split()
@@ -124,7 +124,7 @@ _SCHEDULE = "megatron-core's schedule for it does not call the forward pass of s
 _GRAPHS = "a CUDA graph has one shape, but micro-batches, evaluations and decoding have rows of different lengths"
 _OFFLOADING = "megatron-core's forward pass starts it, which swiftlite replaces"
 _FSDP = "models are wrapped in DistributedDataParallel"
-_OPTIMIZER = "the optimizer is AdamW, with states in float32 on the device"
+_OPTIMIZER = "the state of the optimizer is on the device; see --optimizer"
 _DROPPING = "no token is dropped"
 _USER_BUFFERS = "its buffers are not created"
 

@@ -43,6 +43,11 @@ def test_a_setting_without_effect(here, settings, changes, reason):
     assert mentions(hint, name)
 
 
+def test_torchao_has_only_decoupled_weight_decay(here):
+    *_, (problem, _) = problems_of(having({"decoupled_weight_decay": False}, optimizer="adamw_8bit"))
+    assert mentions(problem, "--megatron_config decoupled_weight_decay --optimizer adamw_8bit")
+
+
 def test_norms_of_queries_are_required(here):
     change_config(model_type="llama")
     ((problem, _),) = problems_of(having({"apply_wd_to_qk_layernorm": True}))

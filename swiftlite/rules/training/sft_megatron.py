@@ -105,6 +105,8 @@ def _query_norms(args: SftArgs, facts: Facts) -> str:
 
 
 def _weight_decay(args: SftArgs, facts: Facts) -> str:
+    if args.optimizer != "adamw":
+        return f"--optimizer {args.optimizer} has only decoupled weight decay"
     return "--weight_decay is 0" if args.weight_decay == 0 else ""
 
 
