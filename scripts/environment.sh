@@ -1,6 +1,6 @@
 # Sourced by the other scripts here: creates their virtual environment and adds it to PATH.
-# A layer (core, vllm, torchvision, model, sglang, llamacpp, te, flash, llmcompressor, dev, docs) is installed once, and
-# again after its requirements change.
+# A layer (core, vllm, torchvision, torchao, model, sglang, llamacpp, te, flash, llmcompressor, dev, docs) is installed
+# once, and again after its requirements change.
 #
 #   SWIFTLITE_VENV      directory of the environment (default: .venv in the checkout)
 #   SWIFTLITE_MEGATRON  a release of megatron-core, such as 0.19.2, in a separate environment (.venv-megatron-0.19.2);
@@ -98,6 +98,11 @@ install_flash() {
 # In a separate directory too: PyPI's build for CUDA breaks `import transformers` with a CPU torch.
 install_torchvision() {
     pip_install --no-deps --upgrade --target "$venv/torchvision" -r "$root/requirements/torchvision.txt"
+}
+
+# In a separate directory too: peft would import it in every process.
+install_torchao() {
+    pip_install --no-deps --upgrade --target "$venv/torchao" -r "$root/requirements/torchao.txt"
 }
 
 # In an environment of its own, with the same torch: it pins other releases of transformers and compressed-tensors.

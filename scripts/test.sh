@@ -35,10 +35,10 @@ case $tier in
 esac
 
 case $tier in
-    all | engine | slow) use_environment core vllm torchvision sglang llamacpp model dev ;;
+    all | engine | slow) use_environment core vllm torchvision torchao sglang llamacpp model dev ;;
     llmcompressor) use_environment core vllm llmcompressor dev ;;
     te | flash) use_environment core model "$tier" dev ;;
-    *) use_environment core model dev ;;
+    *) use_environment core torchao model dev ;;
 esac
 # Nothing here may go to the network: a test that tries to should fail at once. One thread per process: the models are
 # tiny, and many tests start several processes.

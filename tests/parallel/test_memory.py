@@ -16,6 +16,7 @@ from swiftlite.estimate.setup import Setup
 from swiftlite.heads import Heads
 from tests.parallel.launch import launch
 from tests.tiny import LINEAR
+from tests.torchao_here import torchao as torchao
 
 pytestmark = pytest.mark.gloo  # in processes of its own: a test session has one process group
 SCRIPT = Path(__file__).parents[2] / "scripts" / "bench" / "memory.py"
@@ -154,8 +155,7 @@ def test_gradients_in_bfloat16():
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_8bit_moments(ranks):
-    pytest.importorskip("torchao")
+def test_8bit_moments(ranks, torchao):
     hf_config = config("qwen3", vocab_size=4096)
     setup = Setup(num_gpus=ranks, use_distributed_optimizer=ranks > 1, optimizer="adamw_8bit", heads=Heads(1))
     (estimated,) = estimate(hf_config, setup)

@@ -10,11 +10,7 @@ from swiftlite.model.open import open_model
 from swiftlite.plan.run import make_plan, make_schedule
 from swiftlite.train.optim import make_optimizer, wrap_model
 from tests.tiny import make_tiny_hf
-
-
-@pytest.fixture(scope="module")
-def torchao():
-    return pytest.importorskip("torchao.optim")
+from tests.torchao_here import torchao as torchao
 
 
 def test_updates_are_those_of_torchao(torchao, tmp_path, mesh):

@@ -26,6 +26,7 @@ from swiftlite.train.checkpoint.optimizer_state import MOMENTS, Slot, slots_of, 
 from swiftlite.train.optim import make_optimizer, wrap_model
 from tests.groups import SecondOfTwo, as_second_rank
 from tests.tiny import make_tiny_hf
+from tests.torchao_here import torchao as torchao
 
 Dtype = Literal["float32", "bfloat16"]
 STATE = {"mtp_num_layers": 1, "torch_dtype": "float32"}
@@ -119,14 +120,14 @@ def test_an_owner_reads_and_writes_the_main_replica(hf_model, mesh):
 @pytest.mark.parametrize(
     ("optimizer", "dtype"), [("adamw", "float32"), ("adamw", "bfloat16"), ("adamw_8bit", "bfloat16")]
 )
-def test_updates_go_on(hf_model, mesh, tmp_path, optimizer, dtype, is_distributed):
+def test_updates_go_on(hf_model, mesh, tmp_path, request, optimizer, dtype, is_distributed):
     """A checkpoint in either of megatron-core's two formats is resumed in both formats.
 
     With bfloat16, the checkpoint also contains float32 main weights. 8-bit moments are restored exactly, although the
     checkpoint contains them as float32.
     """
     if optimizer == "adamw_8bit":
-        pytest.importorskip("torchao")
+        request.getfixturevalue("torchao")
     unbroken, resumed = (
         learn(hf_model, mesh, dtype, form, seed, optimizer) for seed, form in enumerate(is_distributed)
     )
