@@ -57,8 +57,8 @@ def make_layer(scheme: str) -> torch.nn.Module:
     scale = torch.rand(OUTPUTS, 1, generator=generator) if scheme == "channels" else torch.tensor(0.7)
     layer.register_parameter("weight", torch.nn.Parameter(weight, requires_grad=False))
     layer.register_parameter("weight_scale", torch.nn.Parameter(scale, requires_grad=False))
-    layer.input_scale = None if scheme == "channels" else torch.tensor(0.01)
-    layer.input_scale_ub = None
+    layer.register_buffer("input_scale", None if scheme == "channels" else torch.tensor(0.01))
+    layer.register_buffer("input_scale_ub", None)
     return layer
 
 
