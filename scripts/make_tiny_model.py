@@ -36,7 +36,7 @@ CHATML = """\
 {%- endif %}
 """
 FAMILIES = (
-    *("llama", "mistral", "gemma3_text", "granite", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "mimo"),
+    *("llama", "mistral", "gemma3_text", "granite", "olmo2", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "mimo"),
     *("qwen3_moe", "glm4_moe", "hy_v3"),  # with experts
     *("deepseek_v3", "glm4_moe_lite"),  # with latent attention
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),  # with linear attention

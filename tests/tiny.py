@@ -29,6 +29,8 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     PreTrainedModel,
@@ -77,6 +79,7 @@ CLASSES: dict[str, tuple[type, type]] = {
     "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
     "glm4_moe_lite": (Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM),
     "granite": (GraniteConfig, GraniteForCausalLM),
+    "olmo2": (Olmo2Config, Olmo2ForCausalLM),
     "phi3": (Phi3Config, Phi3ForCausalLM),
     "hy_v3": (HYV3Config, HYV3ForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
@@ -194,7 +197,10 @@ TEXT_PREFIX = dict.fromkeys(WRAPPED, "model.language_model") | {"qwen2_5_vl": "m
 """Prefixes of the language model's tensors in these families' files."""
 ONLY_IN_VLLM = ("qwen2_5_vl", "qwen3_vl")
 """Families whose heads SGLang and llama.cpp cannot use for drafting."""
-CANNOT_DRAFT = {"sglang": ONLY_IN_VLLM, "llamacpp": (*ONLY_IN_VLLM, "gemma3_text", "granite", "phi3", "smollm3")}
+CANNOT_DRAFT = {
+    "sglang": ONLY_IN_VLLM,
+    "llamacpp": (*ONLY_IN_VLLM, "gemma3_text", "granite", "olmo2", "phi3", "smollm3"),
+}
 """Families whose heads an engine cannot use for drafting."""
 HYBRID = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text")
 ALIKE = ("qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text")

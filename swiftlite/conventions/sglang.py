@@ -15,6 +15,7 @@ _LINES = {
     "granite": Convention("GraniteForCausalLMMTP", "one"),
     "llama": Convention("LlamaForCausalLMMTP", "one"),
     "mistral": Convention("MistralForCausalLMMTP", "one"),
+    "olmo2": Convention("Olmo2ForCausalLMMTP", "one"),
     "phi3": Convention("Phi3ForCausalLMMTP", "one"),
     "qwen2": Convention("Qwen2ForCausalLMMTP", "one"),
     "qwen3": Convention("Qwen3ForCausalLMMTP", "one"),

@@ -18,6 +18,7 @@ _LINES = {
     "granite": Convention("GraniteMTPModel"),
     "llama": Convention("LlamaMTPModel"),
     "mistral": Convention("MistralMTPModel"),
+    "olmo2": Convention("Olmo2MTPModel"),
     "phi3": Convention("Phi3MTPModel"),
     "qwen2": Convention("Qwen2MTPModel"),
     "qwen2_5_vl": Convention("Qwen2_5_VLMTPModel"),

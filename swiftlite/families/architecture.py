@@ -28,6 +28,8 @@ class Outside:
         multiplies_in_embedding: whether this factor belongs to transformers' embedding module, which rounds it to the
             precision of the model.
         logits_divisor: number by which logits are divided.
+        rounds_last: whether norms and rotary embeddings round only their results to the precision of the model. By
+            default, normalized states, cosines and sines are rounded before they are multiplied.
         mcore_config: arguments of megatron-core's TransformerConfig that all layers share, for norms and activation.
         ropes: settings of the rotary embeddings, each with the names of config.json (`families/rope.py`), if layers
             have different ones, which must have the same number of channels; empty: all layers have that of
@@ -48,6 +50,7 @@ class Outside:
     embedding_multiplier: float = 1.0
     multiplies_in_embedding: bool = False
     logits_divisor: float = 1.0
+    rounds_last: bool = False
 
     def local_vocab(self, rank: Rank) -> int:
         """Return the number of rows of the embedding on a rank, including padding."""

@@ -5,7 +5,7 @@ layer; `layer.py` defines the interface of a kind.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from swiftlite.bridge.join import GatedQkv, Interleave, InterleaveBlocks, Join
@@ -25,6 +25,7 @@ class GroupedQueryAttention:
         rotary: number of rotary channels of a head; 0 without rotary embeddings.
         qkv_bias: whether queries, keys and values have biases.
         qk_norm: whether each head's query and key are normalized.
+        qk_norm_is_joint: whether this norm is over the channels of all heads together, with a weight per channel.
         output_gate: whether each channel of a head's output is multiplied by the sigmoid of a gate. The projection of
             queries also computes the gates.
         window: number of tokens that a token sees: itself and the tokens directly before it; None: all tokens before
@@ -47,6 +48,7 @@ class GroupedQueryAttention:
     rotary: int
     qkv_bias: bool = False
     qk_norm: bool = False
+    qk_norm_is_joint: bool = False
     output_gate: bool = False
     window: int | None = None
     rope: int | None = None
@@ -63,7 +65,8 @@ class GroupedQueryAttention:
             "num_query_groups": self.groups,
             "kv_channels": self.head_dim,
             "add_qkv_bias": self.qkv_bias,
-            "qk_layernorm": self.qk_norm,
+            # megatron-core sums gradients of these norms over tensor-parallel ranks, which split joint norms instead.
+            "qk_layernorm": self.qk_norm and not self.qk_norm_is_joint,
         }
         if self.output_gate:
             config["attention_output_gate"] = True
@@ -89,14 +92,17 @@ class GroupedQueryAttention:
             biases = {f"{name}.bias": (number,) for name, number in channels.items()}
             rows.append(Row("linear_qkv.bias", biases, qkv))
         if self.qk_norm:
-            rows.append(Row("q_layernorm.weight", {"q_norm.weight": (self.head_dim,)}))
-            rows.append(Row("k_layernorm.weight", {"k_norm.weight": (self.head_dim,)}))
+            query, key = (queries, keys) if self.qk_norm_is_joint else (self.head_dim, self.head_dim)
+            rows.append(Row("q_layernorm.weight", {"q_norm.weight": (query,)}))
+            rows.append(Row("k_layernorm.weight", {"k_norm.weight": (key,)}))
         return lift(rows, "self_attention.", "self_attn.")
 
     def parameters(self, rank: Rank) -> ParameterCount:
         queries, keys = self._widths(rank)
         biases = queries + 2 * keys if self.qkv_bias else 0
-        norms = 2 * self.head_dim if self.qk_norm else 0
+        norms = 0
+        if self.qk_norm:
+            norms = queries + keys if self.qk_norm_is_joint else 2 * self.head_dim
         return ParameterCount(self._matrices(rank) + biases + norms)
 
     def macs_per_token(self) -> int:
@@ -146,7 +152,10 @@ class GroupedQueryAttention:
         return (2 * (queries + keys) + self.output_gate * queries) * self.hidden
 
     def _qk_norm_bytes(self, rank: Rank) -> int:
-        _, keys = self._widths(rank)
+        queries, keys = self._widths(rank)
+        if self.qk_norm_is_joint:
+            unfused = replace(rank, is_fused=False)  # no kernel sums over ranks
+            return sum(unfused.norm_activation_bytes(rank.tokens, width) for width in (queries, keys))
         heads, groups = self.heads // rank.tp, self.groups // rank.tp
         num_bytes = rank.norm_activation_bytes(rank.tokens * heads, self.head_dim) + rank.norm_activation_bytes(
             rank.tokens * groups, self.head_dim

@@ -134,6 +134,7 @@ class Layer:
         hf_names: maps prefixes of Hugging Face names (within a layer) in the bridge rows of attention and MLP to the
             prefixes of this family. For example {"mlp.gate_proj.": "feed_forward.w1."}.
         residual_multiplier: factor of the outputs of attention and MLP before they are added to the state.
+        has_input_norms: whether the inputs of attention and MLP are normalized.
         has_output_norms: whether the outputs of attention and MLP are normalized before they are added to the state.
     """
 
@@ -141,15 +142,18 @@ class Layer:
     mlp: FeedForward
     hf_names: Mapping[str, str] = field(default_factory=dict)
     residual_multiplier: float = 1.0
+    has_input_norms: bool = True
     has_output_norms: bool = False
 
     def rows(self) -> list[Row]:
         """Return the bridge rows, with names relative to the layer."""
         hidden = self.attention.hidden
-        names = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}
+        names = {}
+        if self.has_input_norms:
+            before_mlp = "pre_feedforward_layernorm" if self.has_output_norms else "post_attention_layernorm"
+            names |= {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": before_mlp}
         if self.has_output_norms:
             names |= {
-                "pre_mlp_layernorm": "pre_feedforward_layernorm",
                 "post_attention_layernorm": "post_attention_layernorm",
                 "post_mlp_layernorm": "post_feedforward_layernorm",
             }
@@ -180,7 +184,7 @@ class Layer:
 
     @property
     def _num_norms(self) -> int:
-        return 4 if self.has_output_norms else 2
+        return 2 * self.has_input_norms + 2 * self.has_output_norms
 
     def macs_per_token(self) -> int:
         """Count the multiply-adds per token of a forward pass, without attention scores and values."""

@@ -31,7 +31,7 @@ class Rank:
         itemsize: bytes of a parameter and of an activation: 2 for bfloat16, 4 for float32.
         rows: number of rows of a micro-batch.
         length: number of tokens of a row on this rank.
-        zero_centered_norms: whether norms multiply by 1 + weight and round only after this multiplication.
+        norms_round_last: whether norms round only after the multiplication by the weight.
         is_fused: whether kernels are fused. Norms and activations then save only their inputs, and losses save no
             logits.
         copies_views: whether norms save a copy of an input that is a view, as the norms of Transformer Engine do.
@@ -47,7 +47,7 @@ class Rank:
     itemsize: int = 2
     rows: int = 0
     length: int = 0
-    zero_centered_norms: bool = False
+    norms_round_last: bool = False
     is_fused: bool = False
     copies_views: bool = False
     recomputed: frozenset[str] = frozenset()
@@ -87,7 +87,7 @@ class Rank:
         """
         if self.is_fused:
             return tokens * (self.itemsize * width + FLOAT32)
-        result = FLOAT32 if self.zero_centered_norms else self.itemsize
+        result = FLOAT32 if self.norms_round_last else self.itemsize
         return tokens * ((FLOAT32 + result) * width + FLOAT32)
 
 

@@ -193,13 +193,16 @@ def build_model(
     if problems := layout_problems(mesh.layout, architecture, heads.layers):
         raise OptionError(problems)
     mcore_config = architecture.mcore_config()
+    modules = modules_of(kernels, norms_round_last=architecture.outside.rounds_last)
     chunks = []
     for vp_stage in range(num_virtual_stages(mesh.layout) or 1):
+        rotary_dtype = torch.float32 if architecture.outside.rounds_last else dtype
         if architecture.outside.ropes:
-            rotary_pos_emb = RotaryEmbeddings(architecture.outside.ropes, mesh.device.torch_device, dtype)
+            rotary_pos_emb = RotaryEmbeddings(architecture.outside.ropes, mesh.device.torch_device, rotary_dtype)
         else:
             # Latent attention rotates only a part of each head, and its config holds the rotary settings separately.
-            rotary_pos_emb = RotaryEmbedding(mcore_config.get("hf_rope", hf_config), mesh.device.torch_device, dtype)
+            hf_rope = mcore_config.get("hf_rope", hf_config)
+            rotary_pos_emb = RotaryEmbedding(hf_rope, mesh.device.torch_device, rotary_dtype)
         # A separate config for each stage, because megatron-core's schedules write to it.
         config = build_config(
             mcore_config,
@@ -227,7 +230,7 @@ def build_model(
                 loss_in_chunks=kernels.is_fused,
                 max_sequence_length=hf_config["max_position_embeddings"],
                 pg_collection=mesh.groups,
-                **_stage(config, architecture, mesh, vp_stage, heads, drafting, modules_of(kernels)),
+                **_stage(config, architecture, mesh, vp_stage, heads, drafting, modules),
             )
         chunks.append(stage.to(mesh.device.torch_device))
     return chunks

@@ -34,6 +34,7 @@ from swiftlite.families.mlp import MixtureOfExperts, Mlp
 from swiftlite.families.vision import Qwen2_5Vision, Qwen3Vision
 from swiftlite.heads.drafting import Drafting
 from swiftlite.model.attention.gated_delta_net import GatedDeltaNet
+from swiftlite.model.attention.joint_norm import JointRMSNorm
 from swiftlite.model.attention.mla import MLASelfAttention, latent_norm
 from swiftlite.model.attention.self_attention import SelfAttention
 from swiftlite.model.layers.deepstack import DeepstackLayer
@@ -51,7 +52,10 @@ LOCAL = modules_of(Kernels())
 
 
 def _grouped_query(attention: GroupedQueryAttention, modules: Modules) -> ModuleSpec:
-    qk_norm = modules.norm if attention.qk_norm else IdentityOp
+    q_norm = k_norm = modules.norm if attention.qk_norm else IdentityOp
+    if attention.qk_norm_is_joint:
+        q_norm = ModuleSpec(module=JointRMSNorm, params={"heads": attention.heads})
+        k_norm = ModuleSpec(module=JointRMSNorm, params={"heads": attention.groups})
     core_attention = modules.core_attention
     if attention.window is not None:
         core_attention = replace(core_attention, params=core_attention.params | {"window": attention.window})
@@ -65,8 +69,8 @@ def _grouped_query(attention: GroupedQueryAttention, modules: Modules) -> Module
             linear_qkv=modules.column,
             core_attention=core_attention,
             linear_proj=modules.row,
-            q_layernorm=qk_norm,
-            k_layernorm=qk_norm,
+            q_layernorm=q_norm,
+            k_layernorm=k_norm,
         ),
     )
 
@@ -168,15 +172,16 @@ def decoder_layer_spec(
     params: dict[str, Any] = {}
     if layer.has_output_norms:
         layer_class, params = OutputNormsLayer, {"norm": modules.norm}
+    norm = modules.norm if layer.has_input_norms else IdentityOp
     return ModuleSpec(
         module=layer_class,
         params=params,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=modules.norm,
+            input_layernorm=norm,
             self_attention=attention_spec(layer.attention, modules),
             # Functions as in megatron-core's specs, although the annotation requires a class.
             self_attn_bda=add_residual,  # pyright: ignore[reportArgumentType]
-            pre_mlp_layernorm=modules.norm,
+            pre_mlp_layernorm=norm,
             mlp=MLP_SPECS[type(layer.mlp)](layer.mlp, modules),
             mlp_bda=add_residual,  # pyright: ignore[reportArgumentType]
             sharded_state_dict_keys_map=names,

@@ -78,6 +78,16 @@ def test_windows_and_norms_of_outputs(parameter_bytes):
     check(measured, estimated)
 
 
+@pytest.mark.parametrize("parameter_bytes", [2, 4])
+def test_norms_of_outputs_and_joint_norms(parameter_bytes):
+    """The layers of OLMo 2 have no norms of inputs, and one norm each for all queries and all keys."""
+    hf_config = config("olmo2")
+    setup = Setup(micro_batch_size=2, max_length=64, parameter_bytes=parameter_bytes, heads=Heads(1))
+    (estimated,) = estimate(hf_config, setup)
+    (measured,) = launch(1, measure, hf_config, setup)
+    check(measured, estimated)
+
+
 def test_a_draft_vocabulary():
     heads = Heads(2, draft_vocab=tuple(range(0, 512, 8)))
     setup = Setup(micro_batch_size=2, max_length=512, parameter_bytes=4, heads=heads, mtp_mode="heads_only")

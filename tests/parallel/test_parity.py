@@ -30,6 +30,7 @@ CHOSEN: dict[tuple[str, int, bool], tuple[str, ...]] = {
     ("qwen3_next", 1, False): ("EP2xTP2", "CP2"),
     ("hy_v3", 1, False): ("PP2",),
     ("gemma3_text", 1, True): ("TP2+SP",),
+    ("olmo2", 1, False): ("TP2+SP",),
 }
 LAYOUTS = [(model, name) for model, names in CHOSEN.items() for name in names]
 # What these layouts exchange is also exchanged by other ones of LAYOUTS, of test_heads.py and of test_vision.py.

@@ -56,6 +56,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2": DENSE,
     "mimo": DENSE,
     "qwen3": DENSE,
+    "olmo2": DENSE | {"pad_token_id": None},
     "phi3": DENSE | {"pad_token_id": None},
     "smollm3": DENSE | {"pad_token_id": None},  # of the whole vocabulary
     "qwen3_moe": MOE | {"num_experts": 8, "mlp_only_layers": [2], "decoder_sparse_step": 1},

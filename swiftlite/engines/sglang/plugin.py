@@ -27,6 +27,7 @@ DRAFTS = {
     "GraniteForCausalLM": "GraniteForCausalLMMTP",
     "LlamaForCausalLM": "LlamaForCausalLMMTP",
     "MistralForCausalLM": "MistralForCausalLMMTP",
+    "Olmo2ForCausalLM": "Olmo2ForCausalLMMTP",
     "Phi3ForCausalLM": "Phi3ForCausalLMMTP",
     "Qwen2ForCausalLM": "Qwen2ForCausalLMMTP",
     "Qwen3ForCausalLM": "Qwen3ForCausalLMMTP",

@@ -22,7 +22,18 @@ from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.mtp_validation import is_mtp_completeness_check_enabled
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
-from vllm.model_executor.models import gemma3, granite, llama, mistral, phi3, qwen2, qwen3, qwen3_moe, transformers
+from vllm.model_executor.models import (
+    gemma3,
+    granite,
+    llama,
+    mistral,
+    olmo_hybrid,
+    phi3,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+    transformers,
+)
 from vllm.model_executor.models.utils import maybe_prefix
 from vllm.sequence import IntermediateTensors
 
@@ -53,6 +64,10 @@ class GraniteForCausalLM(Trunk, granite.GraniteForCausalLM):
 
 class MistralForCausalLM(Trunk, mistral.MistralForCausalLM):
     """The trunk of a checkpoint with MTP heads."""
+
+
+class Olmo2ForCausalLM(Trunk, transformers.TransformersForCausalLM):
+    """The trunk of a checkpoint with MTP heads. vLLM has no own class and runs the modules of transformers."""
 
 
 class Phi3ForCausalLM(Trunk, phi3.Phi3ForCausalLM):
@@ -274,6 +289,16 @@ class MtpDraft(nn.Module):
         return {names[stored] for stored in filled}
 
 
+def _with_config(vllm_config: VllmConfig, config: Any) -> VllmConfig:
+    """Return a copy for layers that read the model's config from `model_config`, which is the target's."""
+    speculative = vllm_config.speculative_config
+    assert speculative is not None
+    changed = copy(vllm_config)
+    changed.model_config = copy(speculative.draft_model_config)
+    changed.model_config.hf_config = config
+    return changed
+
+
 def _rows(lm_head: Any, tokens: torch.Tensor) -> torch.Tensor:
     """Return the rows [N, H] of an output layer for N tokens, on every tensor-parallel rank."""
     row = tokens - lm_head.shard_indices.org_vocab_start_index
@@ -322,6 +347,15 @@ class MistralMTPModel(MtpDraft):
     layer_class = mistral.MistralDecoderLayer
 
 
+class Olmo2MTPModel(MtpDraft):
+    """MTP draft model for OLMo 2. It uses a layer of vLLM's hybrid OLMo, because vLLM has no layer for OLMo 2."""
+
+    def make_layer(self, vllm_config: VllmConfig, prefix: str) -> nn.Module:
+        config = deepcopy(self.config)
+        config.layer_types = ["full_attention"] * heads_of(config).layers
+        return olmo_hybrid.OlmoHybridDecoderLayer(vllm_config=_with_config(vllm_config, config), prefix=prefix)
+
+
 class Phi3MTPModel(LlamaMTPModel):
     """MTP draft model for Phi-3, whose layers are Llama's with fused tensors in files."""
 
@@ -364,11 +398,8 @@ class Qwen3MoeMTPModel(MtpDraft):
     """MTP draft model for Qwen3 MoE."""
 
     def make_layer(self, vllm_config: VllmConfig, prefix: str) -> nn.Module:
-        speculative = vllm_config.speculative_config
-        assert speculative is not None
-        config_of_draft = copy(vllm_config)  # vLLM's layer reads the kind of its MLP from model_config
-        config_of_draft.model_config = speculative.draft_model_config
-        return qwen3_moe.Qwen3MoeDecoderLayer(config_of_draft, prefix)
+        # vLLM's layer reads the kind of its MLP from model_config.
+        return qwen3_moe.Qwen3MoeDecoderLayer(_with_config(vllm_config, self.config), prefix)
 
     def expert_mapping(self) -> ExpertMapping:
         return fused_moe_make_expert_params_mapping(

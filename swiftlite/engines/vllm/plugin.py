@@ -36,6 +36,7 @@ DRAFTS = {
     "GraniteForCausalLM": "GraniteMTPModel",
     "LlamaForCausalLM": "LlamaMTPModel",
     "MistralForCausalLM": "MistralMTPModel",
+    "Olmo2ForCausalLM": "Olmo2MTPModel",
     "Phi3ForCausalLM": "Phi3MTPModel",
     "Qwen2_5_VLForConditionalGeneration": "Qwen2_5_VLMTPModel",
     "Qwen2ForCausalLM": "Qwen2MTPModel",

@@ -211,7 +211,7 @@ def rotate(channels: torch.Tensor, rotary_emb: torch.Tensor) -> torch.Tensor:
     if rest.size(-1):
         channels = channels[..., :num_rotary]
     swapped = channels.roll(num_rotary // 2, dims=-1)
-    rotated = channels * cosine + swapped * sine
+    rotated = (channels * cosine + swapped * sine).to(channels.dtype)
     if not rest.size(-1):
         return rotated
     return torch.cat([rotated, rest], dim=-1)

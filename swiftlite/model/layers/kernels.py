@@ -15,7 +15,7 @@ from swiftlite.model.attention.head_size import Sizes, fill_values, fill_values_
 from swiftlite.model.attention.merged_attention import PrefixKernel
 from swiftlite.model.layers.compiled import raise_version_limit
 from swiftlite.model.layers.experts import GroupedMLP, SequentialMLP
-from swiftlite.model.layers.norm import FusedRMSNorm, RMSNorm, returning_input
+from swiftlite.model.layers.norm import FusedRMSNorm, LastRoundedRMSNorm, RMSNorm, returning_input
 from swiftlite.model.layers.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from swiftlite.plan.kernels import FlashImpl, Kernels
 
@@ -44,8 +44,11 @@ class Modules:
     draft_attention: ModuleSpec
 
 
-def modules_of(kernels: Kernels) -> Modules:
+def modules_of(kernels: Kernels, *, norms_round_last: bool = False) -> Modules:
     """Return the classes of layers that use these kernels.
+
+    Args:
+        norms_round_last: whether norms round only after the multiplication by the weight. Fused norms always do.
 
     Raises:
         OptionError: the GPU does not support the precision.
@@ -55,7 +58,7 @@ def modules_of(kernels: Kernels) -> Modules:
         _activate(kernels.flash_impl)
     if kernels.is_fused:
         raise_version_limit()
-    norm = FusedRMSNorm if kernels.is_fused else RMSNorm
+    norm = FusedRMSNorm if kernels.is_fused else LastRoundedRMSNorm if norms_round_last else RMSNorm
     column, row, attention = ColumnParallelLinear, RowParallelLinear, CoreAttention
     experts = GroupedMLP if kernels.has_grouped_experts else SequentialMLP
     if kernels.transformer_impl == "transformer_engine":

@@ -40,6 +40,16 @@ class RMSNorm(nn.Module):
         return self.weight * normed.to(hidden.dtype)
 
 
+class LastRoundedRMSNorm(RMSNorm):
+    """Root-mean-square norm that multiplies by the weight before it rounds."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Normalize [..., hidden_size]; the result has the input's dtype."""
+        hidden_fp32 = hidden.float()
+        variance = hidden_fp32.pow(2).mean(-1, keepdim=True)
+        return (self.weight * (hidden_fp32 * torch.rsqrt(variance + self.eps))).to(hidden.dtype)
+
+
 class FusedRMSNorm(RMSNorm):
     """RMSNorm with one kernel for the forward and one for the backward pass. It stores only its input.
 

@@ -19,7 +19,7 @@ from sglang.srt.layers.quantization.base_config import QuantizationConfig
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_loader.weight_utils import default_weight_loader
-from sglang.srt.models import gemma3_causal, granite, llama, mistral, qwen2, qwen3
+from sglang.srt.models import gemma3_causal, granite, llama, mistral, olmo2, qwen2, qwen3
 from torch import nn
 
 from swiftlite.engines.loading.head_weights import FUSED_MODULES, PACKED_MODULES, Trunk, Weights, fill, heads_of
@@ -48,13 +48,17 @@ class Gemma3ForCausalLM(Trunk, gemma3_causal.Gemma3ForCausalLM):
                 yield name, tensor
 
 
-class GraniteForCausalLM(Trunk, granite.GraniteForCausalLM):
-    """The trunk of a checkpoint with an MTP head."""
+class SharingTrunk(Trunk):
+    """A trunk whose class in SGLang 0.5.23 has no method with which a draft shares its matrices."""
 
     def get_embed_and_head(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the matrices of embedding and output layer, which a draft shares. SGLang 0.5.23 has no such method."""
+        """Return the matrices of embedding and output layer."""
         trunk: Any = self
         return trunk.model.embed_tokens.weight, trunk.lm_head.weight
+
+
+class GraniteForCausalLM(SharingTrunk, granite.GraniteForCausalLM):
+    """The trunk of a checkpoint with an MTP head."""
 
 
 class LlamaForCausalLM(Trunk, llama.LlamaForCausalLM):
@@ -62,6 +66,10 @@ class LlamaForCausalLM(Trunk, llama.LlamaForCausalLM):
 
 
 class MistralForCausalLM(Trunk, mistral.MistralForCausalLM):
+    """The trunk of a checkpoint with an MTP head."""
+
+
+class Olmo2ForCausalLM(SharingTrunk, olmo2.Olmo2ForCausalLM):
     """The trunk of a checkpoint with an MTP head."""
 
 
@@ -266,6 +274,12 @@ class MistralForCausalLMMTP(LlamaForCausalLMMTP):
     """MTP draft model for Mistral, whose layers are Llama's."""
 
 
+class Olmo2ForCausalLMMTP(MtpDraft):
+    """MTP draft model for OLMo 2."""
+
+    layer_class = olmo2.Olmo2DecoderLayer
+
+
 class Phi3ForCausalLMMTP(LlamaForCausalLMMTP):
     """MTP draft model for Phi-3, whose layers are Llama's with fused tensors in files."""
 
@@ -303,6 +317,7 @@ EntryClass = [
     GraniteForCausalLM,
     LlamaForCausalLM,
     MistralForCausalLM,
+    Olmo2ForCausalLM,
     Phi3ForCausalLM,
     Qwen2ForCausalLM,
     Qwen3ForCausalLM,
@@ -312,6 +327,7 @@ EntryClass = [
     GraniteForCausalLMMTP,
     LlamaForCausalLMMTP,
     MistralForCausalLMMTP,
+    Olmo2ForCausalLMMTP,
     Phi3ForCausalLMMTP,
     Qwen2ForCausalLMMTP,
     Qwen3ForCausalLMMTP,

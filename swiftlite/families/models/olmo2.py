@@ -1,0 +1,33 @@
+"""OLMo 2: norms only behind attention and MLP, and one norm each for the queries and the keys of all heads together."""
+
+from dataclasses import replace
+
+from swiftlite.families import dense
+from swiftlite.families.architecture import Outside
+from swiftlite.families.family import Family, HfConfig
+from swiftlite.families.layer import Layer
+
+
+def _check(hf_config: HfConfig) -> None:
+    problems = dense.problems_of(hf_config, attention_bias=(False, None))
+    if not isinstance(dense.rope_theta(hf_config), int | float):
+        problems.append("rope_parameters: rope_theta is missing, and its default differs between readers")
+    dense.refuse(hf_config, problems)
+
+
+def _layer(hf_config: HfConfig, number: int) -> Layer:
+    attention = replace(dense.attention(hf_config, qk_norm=True), qk_norm_is_joint=True)
+    return Layer(attention, dense.mlp(hf_config), has_input_norms=False, has_output_norms=True)
+
+
+def _outside(hf_config: HfConfig) -> Outside:
+    return replace(dense.outside(hf_config), rounds_last=True)
+
+
+OLMO2 = Family(
+    name="olmo2",
+    check=_check,
+    layer=_layer,
+    outside=_outside,
+    mtp=dense.QWEN3_NEXT_HEADS,
+)
