@@ -42,7 +42,6 @@ from tests.engines.chi_square import FALSE_ALARM, probability
 from tests.engines.joint import PROMPT, TEMPERATURE, joint_distribution
 from tests.engines.reference import UNDECIDED, Reference, convention, follow, with_vocab
 from tests.messages import answers_equal, naming
-from tests.stand_ins import forking_vllm_environment
 from tests.tiers import some_of
 from tests.tiny import HYBRID, WRAPPED, make_tiny_hf, mtp_names
 
@@ -324,7 +323,7 @@ def test_infer_compares_with_and_without_speculation(vllm_host, tmp_path):
     assert counted["acceptance_rate"] < 0.2
 
 
-def test_deploy_becomes_the_server(commands, tmp_path, monkeypatch):
+def test_deploy_becomes_the_server(commands, tmp_path):
     """The process of `deploy` becomes the server of the printed command.
 
     The server listens only on 127.0.0.1, drafts with a class of the plugin, ends at a signal, and its exit code is
@@ -337,8 +336,8 @@ def test_deploy_becomes_the_server(commands, tmp_path, monkeypatch):
     deploy = f"deploy --model {model} --torch_dtype float32 --port {PORT} --max_model_len 256".split()
     deploy += ["--log_requests", str(tmp_path / "requests.jsonl")]
     (printed,) = commands.ok(*deploy, "--dry_run").stdout.splitlines()
-    for name, value in forking_vllm_environment().items():
-        monkeypatch.setenv(name, value)
+    # The engine's process is not forked: it would inherit the listening socket, and vLLM's shutdown, which looks for
+    # other processes with this port, raises an error if one of them is just ending.
     with running([sys.executable, "-m", "swiftlite", *deploy], tmp_path / "log") as server:
         answer = wait_for(server, f"http://127.0.0.1:{PORT}", tmp_path / "log")
         check_logged_requests(f"http://127.0.0.1:{PORT}", tmp_path / "requests.jsonl")
