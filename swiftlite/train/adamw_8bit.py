@@ -45,13 +45,13 @@ class AdamW8bit(optim.AdamW8bit, HoldsMoments):
         """Run an update. The learning rates of groups are numbers, as megatron-core sets them."""
         lrs = [group["lr"] for group in self.param_groups]
         for group in self.param_groups:
-            group["lr"] = torch.tensor(float(group["lr"]))  # torchao would compile for each number, and refuses it
+            group["lr"] = torch.tensor(float(group["lr"]))  # torchao refuses numbers, which it would compile in
         super().step(closure)
         for group, lr in zip(self.param_groups, lrs, strict=True):
             group["lr"] = lr
 
     def moment(self, main: torch.Tensor, kind: str) -> torch.Tensor:
-        """Return a decoded moment in the memory of the host, or the moment itself if it has no 8 bits."""
+        """Return a decoded moment in the memory of the host, or the moment itself if it is not stored in 8 bits."""
         moment = self._state_of(main)[kind]
         if not isinstance(moment, OptimState8bit):
             return moment

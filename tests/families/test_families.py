@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 from swiftlite import families
 from swiftlite.bridge.join import SwapHalves
 from swiftlite.errors import UserError
-from swiftlite.families import dense
+from swiftlite.families import dense, index
 from tests.messages import mentions, naming
 from tests.tiny import (
     CLASSES,
@@ -411,6 +411,8 @@ REFUSED = [
     ("gemma3_text", "layer_types", ["sliding_attention", "sliding_attention"]),
     ("gemma3_text", "layer_types", ["full_attention"]),
     ("gemma3_text", "layer_types", ["full_attention", "linear_attention"]),
+    ("gemma3_text", "layer_types", ["unknown", "full_attention"]),
+    ("gemma3_text", "rope_parameters", {"full_attention": "x", "sliding_attention": 5}),
     ("gemma3_text", "sliding_window", None),
     ("gemma3_text", "sliding_window", 0),
     ("gemma3_text", "query_pre_attn_scalar", None),
@@ -470,6 +472,7 @@ def test_what_would_change_the_mathematics_is_refused(family, key, value):
     with pytest.raises(UserError) as raised:
         families.get(hf_config(family, **{key: value}))
     assert key in str(raised.value)
+    index.known_architecture(hf_config(family, **{key: value}))  # no error: rules call it before the check
 
 
 @pytest.mark.parametrize("family", ["qwen3", "seed_oss", "hy_v3"])

@@ -25,8 +25,8 @@ class ConvertedFP8LinearKernel(FP8ScaledMMLinearKernel):
 
     The weights are converted once, after they are loaded, so they occupy as much memory as those of an unquantized
     model. In bfloat16, sums are rounded before the scales are applied, and again afterwards. float32 would avoid
-    the first rounding, but then a result depends on the number of tokens in the batch (24 answers with drafts and 24
-    without drafts: 7 were equal).
+    the first rounding, but float32 products add in another order for other numbers of tokens, so drafts changed most
+    answers (17 of 24).
     """
 
     @classmethod

@@ -40,6 +40,12 @@ def _check(hf_config: HfConfig) -> None:
     )
     if not is_nested:
         problems.append(f"rope_parameters has settings for neither {' nor '.join(map(repr, _KINDS))}")
+    elif rope is not None:
+        problems += [
+            f"rope_parameters: {kind} {rope[kind]!r} is not an object"
+            for kind in _KINDS
+            if not isinstance(rope.get(kind) or {}, dict)
+        ]
     for kind in _KINDS if not problems else ():
         factor = _rope(hf_config, kind)["rope_parameters"].get("partial_rotary_factor")
         if factor not in (1, None):
@@ -83,7 +89,7 @@ def _layer(hf_config: HfConfig, number: int) -> Layer:
         hf_config,
         qk_norm=True,
         window=hf_config["sliding_window"] if kind == _WINDOW else None,
-        rope=_KINDS.index(kind),
+        rope=int(kind == _FULL),  # index in _KINDS
     )
     attention = replace(attention, scale=hf_config["query_pre_attn_scalar"] ** -0.5)
     return Layer(attention, replace(dense.mlp(hf_config), activation="gelu_pytorch_tanh"), has_output_norms=True)

@@ -37,8 +37,9 @@ def decoupled_lr_is_above_its_minimum(args: SftArgs, facts: Facts) -> Iterator[P
         "decoupled_min_lr", min_lr_of(args, lr_of(args, facts.heads, is_quantized=facts.is_quantized))
     )
     if settings["decoupled_lr"] < lowest:
-        problem = f"{FLAG}: decoupled_lr {settings['decoupled_lr']:g} is less than its minimum, {lowest:g}"
-        yield problem, 'set "decoupled_min_lr"'
+        problem = f"{FLAG}: decoupled_lr {settings['decoupled_lr']:g} is less than decoupled_min_lr {lowest:g}"
+        verb = "lower" if "decoupled_min_lr" in settings else "set"
+        yield problem, f'{verb} "decoupled_min_lr"'
 
 
 def _experts(args: SftArgs, facts: Facts) -> str:
