@@ -1,9 +1,40 @@
 """The activations of gated MLPs."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+
+
+@dataclass(frozen=True)
+class _Activation:
+    """An activation and its derivative.
+
+    Attributes:
+        forward: maps the gate to the activated gate.
+        backward: given the gradient of the activated gate, the gate, and a tensor; writes the gate's gradient into it.
+    """
+
+    forward: Callable[[torch.Tensor], torch.Tensor]
+    backward: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]
+
+
+def _silu_backward(grad_activated: torch.Tensor, gate: torch.Tensor, grad_gate: torch.Tensor) -> None:
+    torch.ops.aten.silu_backward.grad_input(grad_activated, gate, grad_input=grad_gate)
+
+
+def _gelu(gate: torch.Tensor) -> torch.Tensor:
+    return F.gelu(gate, approximate="tanh")
+
+
+def _gelu_backward(grad_activated: torch.Tensor, gate: torch.Tensor, grad_gate: torch.Tensor) -> None:
+    grad_gate.copy_(torch.ops.aten.gelu_backward(grad_activated, gate, approximate="tanh"))
+
+
+_SILU = _Activation(F.silu, _silu_backward)
+_GELU = _Activation(_gelu, _gelu_backward)
 
 
 class SwiGLU:
@@ -13,72 +44,46 @@ class SwiGLU:
     and stores one more tensor for the backward pass (transformer/mlp.py:225 of 0.16.1).
     """
 
+    activation = _SILU
+
     def __init__(self, config: Any):
         """Accept the argument with which megatron-core builds the module; it is not used."""
 
     def __call__(self, gate_up: torch.Tensor) -> torch.Tensor:
         """Map [..., 2 * ffn] to [..., ffn]."""
-        product = _SwiGLU.apply(gate_up)
+        product = _GatedProduct.apply(gate_up, self.activation)
         assert product is not None
         return product
 
 
-class GeGLU:
+class GeGLU(SwiGLU):
     """gelu(gate) * up with the tanh approximation, where gate and up are concatenated in the last dimension."""
 
-    def __init__(self, config: Any):
-        """Accept the argument with which megatron-core builds the module; it is not used."""
-
-    def __call__(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """Map [..., 2 * ffn] to [..., ffn]."""
-        product = _GeGLU.apply(gate_up)
-        assert product is not None
-        return product
+    activation = _GELU
 
 
-class _SwiGLU(torch.autograd.Function):
-    """SwiGLU with a backward pass that writes the gradients of gate and up into one tensor.
+class _GatedProduct(torch.autograd.Function):
+    """activation(gate) * up with a backward pass that writes the gradients of gate and up into one tensor.
 
     Autograd would concatenate the two gradients afterwards, which takes one more pass over the widest tensor of a
     layer.
     """
 
     @staticmethod
-    def forward(ctx, gate_up: torch.Tensor) -> torch.Tensor:
+    def forward(ctx, gate_up: torch.Tensor, activation: _Activation) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
-        activated = F.silu(gate)
+        activated = activation.forward(gate)
         ctx.save_for_backward(gate_up, activated)
+        ctx.activation = activation
         return activated * up
 
     @staticmethod
-    def backward(ctx, *grad_outputs: torch.Tensor) -> torch.Tensor:
+    def backward(ctx, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, None]:
         gate_up, activated = ctx.saved_tensors
         (grad_output,) = grad_outputs
         gate, up = gate_up.chunk(2, dim=-1)
         grad_gate_up = torch.empty_like(gate_up)
         grad_gate, grad_up = grad_gate_up.chunk(2, dim=-1)
         torch.mul(grad_output, activated, out=grad_up)
-        torch.ops.aten.silu_backward.grad_input(grad_output * up, gate, grad_input=grad_gate)
-        return grad_gate_up
-
-
-class _GeGLU(torch.autograd.Function):
-    """GeGLU with a backward pass like that of `_SwiGLU`."""
-
-    @staticmethod
-    def forward(ctx, gate_up: torch.Tensor) -> torch.Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        activated = F.gelu(gate, approximate="tanh")
-        ctx.save_for_backward(gate_up, activated)
-        return activated * up
-
-    @staticmethod
-    def backward(ctx, *grad_outputs: torch.Tensor) -> torch.Tensor:
-        gate_up, activated = ctx.saved_tensors
-        (grad_output,) = grad_outputs
-        gate, up = gate_up.chunk(2, dim=-1)
-        grad_gate_up = torch.empty_like(gate_up)
-        grad_gate, grad_up = grad_gate_up.chunk(2, dim=-1)
-        torch.mul(grad_output, activated, out=grad_up)
-        grad_gate.copy_(torch.ops.aten.gelu_backward(grad_output * up, gate, approximate="tanh"))
-        return grad_gate_up
+        ctx.activation.backward(grad_output * up, gate, grad_gate)
+        return grad_gate_up, None
