@@ -64,11 +64,14 @@ class Completion:
             "stop".
         log_p: log-probability of each token under the distribution that it was sampled from (with temperature and
             top_p), if `Sampling.log_p` requested it; else None.
+        draft_depths: for each token, its position in the drafts of its step, counted from 1, if it is an accepted
+            draft, and 0 if the trunk generated it. None if the engine does not report this.
     """
 
     token_ids: list[int]
     finish_reason: FinishReason
     log_p: list[float] | None = None
+    draft_depths: list[int] | None = None
 
 
 @dataclass(frozen=True)

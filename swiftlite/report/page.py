@@ -55,7 +55,8 @@ class Tile:
 
 @dataclass(frozen=True)
 class MarkedAnswer:
-    """A held-out prompt and its answers before and after training, as tokens (`swiftlite.acceptance.answers.describe`).
+    """A prompt and its answer, and for held-out prompts the answer before training, as tokens
+    (`swiftlite.acceptance.answers.describe`).
 
     Attributes:
         note: text with the number of drafted tokens.
@@ -81,6 +82,16 @@ class Section:
     answers: Sequence[MarkedAnswer] = ()
     tables: Sequence[Table] = ()
     commands: Sequence[str] = ()
+
+    @property
+    def marks_drafts(self) -> bool:
+        """Whether a token of the answers is an accepted draft, or replaces a rejected one."""
+        return self.marks_rejected or any(token["depth"] for answer in self.answers for token in answer.tokens)
+
+    @property
+    def marks_rejected(self) -> bool:
+        """Whether a rejected draft is shown in the answers."""
+        return any("refused" in token for answer in self.answers for token in answer.tokens)
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,13 @@ PARTS_OF_TIME = ("data", "forward", "backward", "optimizer", "checkpoint")
 MAX_BAD_ROWS = 50
 MAX_OPERATOR = 120
 """Maximum number of characters of the name of a kernel."""
-MAX_TEXT = 200
-"""Maximum number of characters of a prompt or completion in the table of rollouts."""
+MAX_PROMPT = 200
+"""Maximum number of characters of the prompt of a rollout."""
+MAX_COMPLETION = 1500
+"""Maximum number of characters of a rollout without marked tokens."""
+MAX_TOKENS = 400
+"""Maximum number of tokens of a rollout."""
+ELLIPSIS = "…"
 
 
 def write_run_page(directory: Path, path: Path | None = None) -> Path:
@@ -230,29 +235,40 @@ def _rollouts_section(run: RunFiles) -> Section | None:
     figures = [draw_lines(name, title, lines, x="step", y=y) for name, title, lines, y in drawn if lines]
     if not figures:
         return None
-    tables = []
-    if run.rollouts:
-        columns = ["prompt", "completion"]
-        if rewards:
-            columns += ["rewards", "advantage"]
-        rows = []
-        for line in run.rollouts:
-            cells = [shorten(line["prompt"]), shorten(line["completion"]), *_scores(line)]
-            rows.append(cells[: len(columns)])
-        tables.append(Table("Completions of the last generation", columns, rows))
-    return Section("Rollouts", figures=figures, tables=tables)
+    completions = [_completion(line, has_rewards=bool(rewards)) for line in run.rollouts]
+    text = ""
+    if completions:
+        text = "Below the figures: completions of the last generation"
+        text += ", with accepted draft tokens marked." if any(map(_is_marked, run.rollouts)) else "."
+    return Section("Rollouts", text, figures=figures, answers=completions)
 
 
-def shorten(text: str) -> str:
-    """Return the end of a prompt, or a completion, in a length that fits into a table."""
-    if len(text) <= MAX_TEXT:
+def _completion(line: dict[str, Any], *, has_rewards: bool) -> MarkedAnswer:
+    """Return a completion with its rewards, given its line in `rollouts/`."""
+    notes = []
+    if has_rewards:
+        scores = ["not scored" if score is None else number(score) for score in line["scores"]]
+        notes = [f"rewards: {', '.join(scores)}", f"advantage: {number(line['advantage'])}"]
+    tokens = [{"text": shorten(line["completion"], MAX_COMPLETION), "depth": 0}]
+    if _is_marked(line):
+        tokens = line["tokens"]
+        accepted = sum(token["depth"] > 0 for token in tokens)
+        notes.append(f"{accepted} of {len(tokens)} tokens are accepted drafts")
+        if len(tokens) > MAX_TOKENS:
+            tokens = [{"text": ELLIPSIS, "depth": 0}, *tokens[-MAX_TOKENS:]]
+    return MarkedAnswer(shorten(line["prompt"], MAX_PROMPT), "", " · ".join(notes), tokens)
+
+
+def _is_marked(line: dict[str, Any]) -> bool:
+    """Return whether a completion has accepted drafts. Without `tokens`, the engine did not report them."""
+    return any(token["depth"] > 0 for token in line.get("tokens", ()))
+
+
+def shorten(text: str, maximum: int) -> str:
+    """Return the end of a text."""
+    if len(text) <= maximum:
         return text
-    return "…" + text[-MAX_TEXT:]
-
-
-def _scores(line: dict[str, Any]) -> list[str]:
-    scores = ["not scored" if score is None else number(score) for score in line["scores"]]
-    return [", ".join(scores), number(line["advantage"])]
+    return ELLIPSIS + text[-maximum:]
 
 
 def _training_section(run: RunFiles) -> Section | None:

@@ -142,6 +142,7 @@ def draw(
         old_log_p=unknown,
         reference_log_p=unknown,
         teacher_log_p=unknown,
+        draft_depths=_draft_depths(completions, engine.num_speculative_tokens),
         figures={
             **completion_figures(lengths, is_truncated, counts),
             "rollout/tokens_per_second": float(lengths.sum() / seconds),
@@ -197,6 +198,17 @@ def completion_figures(lengths: np.ndarray, is_truncated: np.ndarray, counts: Dr
 def server_figures(engine: Engine) -> dict[str, float]:
     """Return the metrics of rollout servers; empty for an engine of this process."""
     return engine.figures() if isinstance(engine, RolloutServers) else {}
+
+
+def _draft_depths(completions: Sequence[Completion], num_speculative_tokens: int) -> np.ndarray:
+    """Return the `Generation.draft_depths` of all completions."""
+    parts = []
+    for completion in completions:
+        depths = completion.draft_depths
+        if depths is None:
+            depths = [-1 if num_speculative_tokens else 0] * len(completion.token_ids)
+        parts.append(np.array(depths, np.int8))
+    return np.concatenate(parts)
 
 
 def _engine_log_p(completions: Sequence[Completion]) -> np.ndarray:

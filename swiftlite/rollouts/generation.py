@@ -36,7 +36,10 @@ _ARRAYS = {
     "old_log_p": np.float32,
     "reference_log_p": np.float32,
     "teacher_log_p": np.float32,
+    "draft_depths": np.int8,
 }
+_ADDED = {"teacher_log_p": np.nan, "draft_depths": -1}
+"""Arrays that files of earlier releases do not have, with the values that they stand for."""
 _PER_TOKEN = {"engine_log_p": ENGINE, "old_log_p": OLD, "reference_log_p": REFERENCE, "teacher_log_p": TEACHER}
 """Extras of samples."""
 
@@ -58,6 +61,8 @@ class Generation:
             trainer; NaN if the generation is used for one step.
         reference_log_p: float32 [C], log-probabilities under the reference model; NaN without one.
         teacher_log_p: float32 [C], log-probabilities under the teacher; NaN without one.
+        draft_depths: int8 [C], position of an accepted draft token in the drafts of its step, counted from 1; 0 for a
+            token of the trunk, and -1 if the engine did not report which one it is.
         figures: metrics of the generation by name.
         settings: settings that the completions depend on, by name.
     """
@@ -73,6 +78,7 @@ class Generation:
     old_log_p: np.ndarray
     reference_log_p: np.ndarray
     teacher_log_p: np.ndarray
+    draft_depths: np.ndarray
     figures: Mapping[str, float] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
 
@@ -82,6 +88,10 @@ class Generation:
     def completions(self) -> list[list[int]]:
         """Return the token ids of each completion."""
         return [self.completion_ids[completion].tolist() for completion in _slices(self.completion_lengths)]
+
+    def depths(self) -> list[list[int]]:
+        """Return `draft_depths` of each completion."""
+        return [self.draft_depths[completion].tolist() for completion in _slices(self.completion_lengths)]
 
     def samples(self) -> list[Sample]:
         """Return one sample per completion: its prompt without labels, then its tokens with labels."""
@@ -128,10 +138,10 @@ class Generation:
                 header = json.loads(file.metadata()["rollouts"])
                 if header["version"] != VERSION:
                     raise ValueError(f"version {header['version']} is not supported")
-                arrays = {name: file.get_tensor(name) for name in _ARRAYS if name != "teacher_log_p"}
-                arrays["teacher_log_p"] = np.full_like(arrays["old_log_p"], np.nan)
-                if "teacher_log_p" in file.keys():  # noqa: SIM118, absent in files of earlier releases
-                    arrays["teacher_log_p"] = file.get_tensor("teacher_log_p")
+                names = set(file.keys())
+                arrays = {name: file.get_tensor(name) for name in _ARRAYS if name in names or name not in _ADDED}
+            for name in _ADDED.keys() - names:
+                arrays[name] = np.full(len(arrays["completion_ids"]), _ADDED[name], _ARRAYS[name])
             generation = cls(**arrays, figures=header["figures"], settings=header["settings"])
             problem = generation._problem()
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
@@ -146,7 +156,7 @@ class Generation:
             if getattr(self, name).dtype != dtype:
                 return f"{name} is {getattr(self, name).dtype}, not {np.dtype(dtype)}"
         number, num_tokens = len(self), len(self.completion_ids)
-        sizes = dict.fromkeys(_PER_TOKEN, num_tokens)
+        sizes = dict.fromkeys([*_PER_TOKEN, "draft_depths"], num_tokens)
         sizes |= {"prompt_lengths": number, "is_truncated": number, "advantages": number, "scores": number}
         for name, size in sizes.items():
             if len(getattr(self, name)) != size:
@@ -181,7 +191,7 @@ def _lengths_of(name: str) -> str | None:
     """Return the name of the array with the number of entries of each completion; None if it has one entry."""
     if name == "prompt_ids":
         return "prompt_lengths"
-    if name == "completion_ids" or name in _PER_TOKEN:
+    if name in ("completion_ids", "draft_depths") or name in _PER_TOKEN:
         return "completion_lengths"
     return None
 

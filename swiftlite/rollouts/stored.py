@@ -9,10 +9,12 @@ import numpy as np
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
+from swiftlite.acceptance.answers import token_texts
 from swiftlite.atomic import atomic_write
 from swiftlite.data.sample import Sample
 from swiftlite.errors import UserError
 from swiftlite.log import logger
+from swiftlite.report.run_files import NUM_ROLLOUTS
 from swiftlite.rollouts.generation import Generation
 from swiftlite.train.stopping import Stopped
 
@@ -85,8 +87,11 @@ def write_generation(path: Path, generation: Generation, tokenizer: PreTrainedTo
 
 
 def _readable(generation: Generation, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return one JSON line per completion."""
+    """Return one JSON line per completion. Those that are shown on the page of a run also have their tokens, and which
+    of them are accepted drafts, if the engine reported it."""
     lines = []
+    completions = generation.completions()
+    depths = generation.depths()
     for number, sample in enumerate(generation.samples()):
         is_completion = sample.loss_scale > 0
         scores = generation.scores[number].tolist()
@@ -97,6 +102,10 @@ def _readable(generation: Generation, tokenizer: PreTrainedTokenizerBase) -> str
             "advantage": float(generation.advantages[number]),
             "is_truncated": bool(generation.is_truncated[number]),
         }
+        if number < NUM_ROLLOUTS and min(depths[number]) >= 0:
+            texts = token_texts(tokenizer, completions[number])
+            pairs = zip(texts, depths[number], strict=True)
+            line["tokens"] = [{"text": text, "depth": depth} for text, depth in pairs]
         lines.append(json.dumps(line, ensure_ascii=False) + "\n")
     return "".join(lines)
 

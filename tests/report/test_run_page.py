@@ -6,12 +6,12 @@ import json
 import pytest
 
 from swiftlite.data.images import decode, read_bytes
-from swiftlite.report.page import render
+from swiftlite.report.page import MarkedAnswer, render
 from swiftlite.report.run_files import read_run
 from swiftlite.report.run_page import run_page, write_run_page
 from tests.data.images import data_uri, noise
 from tests.messages import mention_each, mentions
-from tests.report.files import COUNTS, HOSTILE, write_run
+from tests.report.files import COUNTS, HOSTILE, tokens, write_run
 
 
 def parts(section) -> list[str]:
@@ -21,6 +21,11 @@ def parts(section) -> list[str]:
 
 def figures(page) -> dict:
     return {figure.name: figure for section in page.sections for figure in section.figures}
+
+
+def rollouts(page) -> list[MarkedAnswer]:
+    """Return the completions of the last generation."""
+    return [answer for section in page.sections if section.figures for answer in section.answers]
 
 
 def rows(page) -> list[list[str]]:
@@ -185,13 +190,34 @@ def test_rollouts_are_shown(run):
     assert {"reward", "length"} <= held_out
     assert not {"rollout_acceptance", "teacher_kl"} & held_out
     assert any(mentions(tile.name, "held-out reward") for tile in page.tiles)
-    shown = [row for row in rows(page) if HOSTILE in row]
+    shown = rollouts(page)
     assert len(shown) == 12
-    assert len(shown[0][0]) < 210
-    assert mentions(shown[0][2], "scored 1")
+    assert len(shown[0].prompt) < 210
+    assert [token["text"] for token in shown[0].tokens] == [HOSTILE]
+    assert mentions(shown[0].note, "scored 1 -0.5")
     assert HOSTILE.encode() not in render(page)
     (run / "rollouts" / "000001.jsonl").write_text("not json\n")
-    assert not [row for row in rows(run_page(read_run(run))) if HOSTILE in row]
+    assert not rollouts(run_page(read_run(run)))
+
+
+def test_accepted_drafts_of_rollouts_are_marked(run):
+    """A long completion is shown from its end."""
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 7, "reward": 0.5}) + "\n")
+    (run / "rollouts").mkdir()
+    line = {"prompt": "asked", "completion": "It is so", "scores": [1.0], "advantage": 0.5}
+    marked = tokens(("It", 0), (" is", 1), (HOSTILE, 2))
+    lines = [line | {"tokens": marked}, line | {"tokens": marked * 1000}, line | {"tokens": marked[:1]}, line]
+    (run / "rollouts" / "000000.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
+    page = run_page(read_run(run))
+    short, long, *plain = rollouts(page)
+    assert short.tokens == marked
+    assert mentions(short.note, "1 0.5 2 3")
+    assert mentions(long.note, "2000 3000")
+    assert len(long.tokens) < 500
+    assert long.tokens[-3:] == marked
+    assert [token["text"] for each in plain for token in each.tokens] == ["It is so"] * 2
+    assert HOSTILE.encode() not in render(page)
 
 
 def test_rollouts_without_rewards_are_shown(run):
@@ -205,4 +231,4 @@ def test_rollouts_without_rewards_are_shown(run):
     (run / "rollouts" / "000000.jsonl").write_text(json.dumps(line) + "\n")
     page = run_page(read_run(run))
     assert "length" in figures(page)
-    assert ["asked", "answered"] in rows(page)
+    assert [(each.prompt, each.note) for each in rollouts(page)] == [("asked", "")]

@@ -151,6 +151,7 @@ class TransformersEngine:
             images = ImageInputs(prompt, self._vision_model)
         drafter = self._make_drafter(processor, generator, sampling.draft_confidence, images)
         log_p: list[float] = []
+        draft_depths: list[int] = []
         fed = None  # trunk states of the last pass that heads read
         while True:
             drafted_ids, drawn_from = _draft(drafter, ids, fed)
@@ -172,6 +173,7 @@ class TransformersEngine:
                     q = drawn_from[0].softmax(dim=-1)
                 tokens = verify(drafts, q, p, generator)
             num_accepted = len(tokens) - 1
+            draft_depths += [*range(1, num_accepted + 1), 0]
             if sampling.log_p:
                 log_p += _log_probabilities(logits, tokens)
             self._count(num_drafted, num_accepted)
@@ -187,7 +189,8 @@ class TransformersEngine:
                 if is_stop or ids.shape[1] >= limit:
                     completion = ids[0, len(prompt) :].tolist()
                     of_tokens = log_p[: len(completion)] if sampling.log_p else None
-                    return Completion(completion, "stop" if is_stop else "length", of_tokens)
+                    reason = "stop" if is_stop else "length"
+                    return Completion(completion, reason, of_tokens, draft_depths[: len(completion)])
 
     def _make_drafter(
         self,

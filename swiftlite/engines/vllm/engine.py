@@ -7,6 +7,7 @@ swiftlite's checkpoints. Tested with vLLM 0.32.
 import logging
 import os
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -102,17 +103,31 @@ class VllmEngine:
         # Like `LLM.generate`, but with a callback for each finished answer.
         asked: list[Any] = [vllm_prompt(prompt) for prompt in prompts]
         request_ids = self._llm.enqueue(asked, parameters, use_tqdm=False)
+        if self.num_speculative_tokens:
+            self._report_each_step(request_ids)
+        lengths: list[list[int]] = [[] for _ in prompts]  # of each answer, after each of its steps
         completions: dict[int, Completion] = {}
         while self._llm.llm_engine.has_unfinished_requests():
             for output in self._llm.llm_engine.step():
+                # vLLM numbers requests: the request "7-f3a92b1c" is returned as "7".
+                place = int(output.request_id) - int(request_ids[0].partition("-")[0])
+                lengths[place].append(len(output.outputs[0].token_ids))
                 if output.finished:
-                    # vLLM numbers requests: the request "7-f3a92b1c" is returned as "7".
-                    place = int(output.request_id) - int(request_ids[0].partition("-")[0])
                     check_same_length(prompts[place], len(output.prompt_token_ids or ()))
-                    completions[place] = _completion(output)
+                    completions[place] = _completion(output, lengths[place])
                     if on_answer:
                         on_answer(place, completions[place])
         return [completions[place] for place in range(len(prompts))]
+
+    def _report_each_step(self, request_ids: Sequence[str]) -> None:
+        """Let `step` return the tokens of a request after each of its steps. `enqueue` requests only finished
+        answers."""
+        from vllm.sampling_params import RequestOutputKind
+
+        requests = self._llm.llm_engine.output_processor.request_states
+        for request_id in request_ids:
+            requests[request_id].output_kind = RequestOutputKind.CUMULATIVE
+            requests[request_id].stream_interval = 1
 
     @property
     def bucket_device(self) -> torch.device:
@@ -147,13 +162,43 @@ class VllmEngine:
         self._llm.llm_engine.engine_core.shutdown(timeout=30)
 
 
-def _completion(output: Any) -> Completion:
-    """Convert a RequestOutput of vLLM to a `Completion`."""
+def _completion(output: Any, lengths: Sequence[int]) -> Completion:
+    """Convert a RequestOutput of vLLM to a `Completion`.
+
+    Args:
+        lengths: number of tokens of the answer after each of its steps, if vLLM drafts.
+    """
     answer = output.outputs[0]
     log_p = None
     if answer.logprobs is not None:
         log_p = [of_place[token].logprob for token, of_place in zip(answer.token_ids, answer.logprobs, strict=True)]
-    return Completion(list(answer.token_ids), finish_reason(answer.finish_reason), log_p)
+    depths = None
+    if answer.spec_decode_metrics is not None:
+        depths = draft_depths(lengths, answer.spec_decode_metrics.histogram)
+    return Completion(list(answer.token_ids), finish_reason(answer.finish_reason), log_p, depths)
+
+
+def draft_depths(lengths: Sequence[int], steps_by_accepted: Sequence[int]) -> list[int]:
+    """Return for each token of an answer its position in the drafts of its step, counted from 1; 0 for a token of the
+    trunk.
+
+    A step appends its accepted drafts and one token of the trunk. The last step can be truncated after any of them, so
+    its number of accepted drafts follows from those of all steps. Example: lengths 1, 4, 5, 7 and numbers [1, 0, 2]
+    mean 4 accepted drafts, of which the second and third step have 2. The last step therefore has 2 as well, and its
+    third token, that of the trunk, was truncated. The result is 0, 1, 2, 0, 0, 1, 2.
+
+    Args:
+        lengths: number of tokens after each step.
+        steps_by_accepted: number of drafting steps with 0, 1, 2, ... accepted drafts.
+    """
+    begins = [0, *lengths[:-1]]
+    accepted = [end - begin - 1 for begin, end in pairwise(begins)]
+    accepted.append(sum(number * steps for number, steps in enumerate(steps_by_accepted)) - sum(accepted))
+    depths = []
+    for begin, end, number in zip(begins, lengths, accepted, strict=True):
+        of_step = [*range(1, number + 1), 0]
+        depths += of_step[: end - begin]
+    return depths
 
 
 def engine_options(config: EngineConfig) -> dict[str, Any]:
@@ -163,6 +208,7 @@ def engine_options(config: EngineConfig) -> dict[str, Any]:
         UserError: the heads are incomplete, or vLLM would run another head than the one trained for a draft step.
     """
     attention = attention_options(config.model, config.torch_dtype)
+    drafting = with_backend_of_trunk(speculative_config(config), attention)
     options = {
         "model": str(config.model.directory),
         "dtype": config.torch_dtype,
@@ -177,7 +223,9 @@ def engine_options(config: EngineConfig) -> dict[str, Any]:
         "enforce_eager": is_on_cpu(),  # compilation takes minutes and saves little on a CPU
         **attention,
         **loading_options(config.model, config.engine_kwargs),
-        "speculative_config": with_backend_of_trunk(speculative_config(config), attention),
+        "speculative_config": drafting,
+        # The number of accepted drafts of each request. vLLM rejects the option if it does not draft.
+        "per_request_spec_decode_metrics": "summary" if drafting else None,
         "weight_transfer_config": {"backend": BACKENDS[config.weight_transport]},
     }
     options |= config.engine_kwargs | image_options(config)
