@@ -182,8 +182,10 @@ def test_a_schedule_drafts_by_the_load(vllm_host, trained):
     expected, counts = reference.simulate(prompts[:1], 12, 3)
     assert alone.token_ids == expected
     assert expected_counts(alone.counts) == expected_counts(counts)
+    assert alone.draft_depths == reference.draft_depths(prompts[:1], 12, 3)
     assert together.token_ids == reference.simulate(prompts, 12, 3)[0]
     assert together.counts.drafted == 0
+    assert together.draft_depths == [[0] * 12] * 3
 
 
 def test_drafts_leave_the_prefix_cache_on(vllm_host, trained):
@@ -225,7 +227,8 @@ def test_an_answer_ends_where_it_should(trained):
     directory, prompts = trained("qwen3", 1, "vllm")
     # One token that joins others on their way is padded to a draft (v1/core/sched/scheduler.py), which is counted.
     prompts = [prompt for prompt in prompts if len(prompt) > 1]
-    expected, counts = Reference.load(directory, "qwen3", depth=1).simulate(prompts, NEW_TOKENS, 1)
+    reference = Reference.load(directory, "qwen3", depth=1)
+    expected, counts = reference.simulate(prompts, NEW_TOKENS, 1)
     engine = start_engine(
         "vllm", EngineConfig(resolve_served(directory), "float32", num_speculative_tokens=1, max_model_len=256)
     )
@@ -234,11 +237,15 @@ def test_an_answer_ends_where_it_should(trained):
         assert [completion.token_ids for completion in completions] == expected
         assert {completion.finish_reason for completion in completions} == {"length"}
         assert expected_counts(engine.draft_counts()) == expected_counts(counts)
+        depths = reference.draft_depths(prompts, NEW_TOKENS, 1)
+        assert [completion.draft_depths for completion in completions] == depths
+        assert 1 in [each[-1] for each in depths]  # the trunk's token of the last step is truncated
 
         stop = expected[0][5]
         (stopped,) = engine.generate(prompts[:1], Sampling(NEW_TOKENS, stop_token_ids=(stop,)))
         assert stopped.token_ids == expected[0][: expected[0].index(stop) + 1]
         assert stopped.finish_reason == "stop"
+        assert stopped.draft_depths == depths[0][: len(stopped.token_ids)]
         drawn = engine.generate(prompts, Sampling(NEW_TOKENS, temperature=0.5))  # also where drafts are verified
         assert {completion.finish_reason for completion in drawn} == {"length"}
         with pytest.raises(UserError, match=naming("256 --max_model_len")):

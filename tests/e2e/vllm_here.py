@@ -42,6 +42,7 @@ class Served:
         draft: class of the draft model; "" without drafts.
         logits: the draft model's logits, [steps, num_speculative_tokens, vocabulary], of each prompt served alone.
         num_compiled: number of models that vLLM has compiled, from its own count.
+        draft_depths: `Completion.draft_depths` of each prompt.
     """
 
     token_ids: list[list[int]]
@@ -49,6 +50,7 @@ class Served:
     draft: str
     logits: list[torch.Tensor]
     num_compiled: int = 0
+    draft_depths: Sequence[list[int] | None] = ()
 
 
 @dataclass(frozen=True)
@@ -182,7 +184,9 @@ def drafted_by_load(directory: Path, schedule: DraftSchedule, loads: list[list[l
             before = engine.draft_counts()
             completions = engine.generate(prompts, Sampling(12))
             counts = engine.draft_counts().since(before)
-            served.append(Served([completion.token_ids for completion in completions], counts, "", []))
+            token_ids = [completion.token_ids for completion in completions]
+            depths = [completion.draft_depths for completion in completions]
+            served.append(Served(token_ids, counts, "", [], draft_depths=depths))
     finally:
         engine.close()
     return served

@@ -7,7 +7,7 @@ learned its rows, however many steps this takes.
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -235,20 +235,39 @@ class Reference(nn.Module):
         completions, drafts, drafted, accepted = [], 0, 0, [0] * num_tokens
         rows = self.greedy_rows(prompts, max_new_tokens + num_tokens)
         for prompt, row in zip(prompts, rows, strict=True):
-            fed, _ = self.trunk_states(torch.tensor([prompt + row]))
-            done = 1
-            while done < max_new_tokens:
-                logits = self.draft_logits(prompt + row[:done], num_tokens, fed)
-                proposal = self._sure_drafts(logits, confidence)
-                drafted += len(proposal)
-                hits = 0
-                while hits < len(proposal) and proposal[hits] == row[done + hits]:
-                    accepted[hits] += 1
-                    hits += 1
+            for num_drafted, hits in self._steps(prompt, row, max_new_tokens, num_tokens, confidence):
                 drafts += 1
-                done += hits + 1
+                drafted += num_drafted
+                for position in range(hits):
+                    accepted[position] += 1
             completions.append(row[:max_new_tokens])
         return completions, Counts(drafts, drafted, tuple(accepted))
+
+    def draft_depths(self, prompts: list[list[int]], max_new_tokens: int, num_tokens: int) -> list[list[int]]:
+        """Return for each token of the completions of `simulate` its place in the drafts of its step; 0 for a token of
+        the trunk."""
+        depths = []
+        rows = self.greedy_rows(prompts, max_new_tokens + num_tokens)
+        for prompt, row in zip(prompts, rows, strict=True):
+            of_row = [0]
+            for _, hits in self._steps(prompt, row, max_new_tokens, num_tokens, confidence=0.0):
+                of_row += [*range(1, hits + 1), 0]
+            depths.append(of_row[:max_new_tokens])
+        return depths
+
+    def _steps(
+        self, prompt: list[int], row: list[int], max_new_tokens: int, num_tokens: int, confidence: float
+    ) -> Iterator[tuple[int, int]]:
+        """Yield the number of drafted and of accepted tokens of each step."""
+        fed, _ = self.trunk_states(torch.tensor([prompt + row]))
+        done = 1
+        while done < max_new_tokens:
+            proposal = self._sure_drafts(self.draft_logits(prompt + row[:done], num_tokens, fed), confidence)
+            hits = 0
+            while hits < len(proposal) and proposal[hits] == row[done + hits]:
+                hits += 1
+            yield len(proposal), hits
+            done += hits + 1
 
     @staticmethod
     def _sure_drafts(logits: torch.Tensor, confidence: float) -> list[int]:

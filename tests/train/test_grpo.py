@@ -96,6 +96,10 @@ def test_completions_are_scored_stored_and_drafted(options, mesh, hf_dir):
         assert np.isfinite(stored.engine_log_p).all()
         assert (stored.engine_log_p <= 0).all()
         assert set(json.loads(readable[0])) >= {"prompt", "completion", "scores", "advantage"}
+        tokens = json.loads(readable[0])["tokens"]
+        assert "".join(token["text"] for token in tokens) == json.loads(readable[0])["completion"]
+        assert [token["depth"] for token in tokens] == stored.depths()[0]
+        assert set(stored.draft_depths.tolist()) == {0, 1}
         groups = stored.advantages.reshape(-1, args.num_generations)
         assert np.allclose(groups.sum(axis=1), 0, atol=1e-4)
 

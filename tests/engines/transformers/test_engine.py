@@ -14,6 +14,7 @@ from swiftlite.engines.served_model import resolve_served
 from swiftlite.engines.transformers.engine import load_trunk
 from swiftlite.errors import UserError
 from tests.bridge.test_fp8 import expected, make_fp8
+from tests.engines.reference import Reference
 from tests.messages import mentions
 from tests.tiny import make_tiny_hf, memory_name, per_expert
 
@@ -43,6 +44,21 @@ def test_speculative_greedy_is_plain_greedy(trained, torch_dtype):
     # Learned prompts: their next token is certain, so that bfloat16's rounding of another batch shape turns none over.
     assert answers(engine, prompts[:4], Sampling(16)) == plain[:4]
     assert engine.draft_counts().accepted > 0.5 * engine.draft_counts().drafted
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_accepted_drafts_are_reported(trained, temperature):
+    """The last step of an answer can be truncated, and its drafts count nevertheless."""
+    directory, prompts = trained("qwen3", 2)
+    engine = start(directory, 2)
+    completions = engine.generate(prompts, Sampling(16, temperature=temperature))
+    depths = [each.draft_depths or [] for each in completions]
+    assert {len(of_answer) for of_answer in depths} == {16}
+    if not temperature:
+        assert depths == Reference.load(directory, "qwen3", 2).draft_depths(prompts, 16, 2)
+    for depth, number in enumerate(engine.draft_counts().accepted_per_position, start=1):
+        reported = sum(of_answer.count(depth) for of_answer in depths)
+        assert number - len(prompts) <= reported <= number
 
 
 def test_depth_of_the_checkpoint_is_the_default(trained):
