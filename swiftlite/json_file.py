@@ -6,6 +6,7 @@ a RecursionError.
 
 import errno
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,22 @@ def decode_json(text: str, position: int) -> tuple[Any, int]:
     if brackets > MAX_DEPTH and is_deeper(value, MAX_DEPTH):
         raise _too_deep(text, position)
     return value, end
+
+
+def repeated_keys(text: str) -> list[str]:
+    """Return the keys that an object in a text has more than once.
+
+    Args:
+        text: a text that `parse_json` accepts.
+    """
+    found: list[str] = []
+
+    def look(pairs: list[tuple[str, Any]]) -> None:
+        counts = Counter(key for key, _ in pairs)
+        found.extend(key for key, count in counts.items() if count > 1)
+
+    json.loads(text, object_pairs_hook=look)
+    return found
 
 
 def read_json(path: Path) -> Any:

@@ -64,7 +64,8 @@ def measure(hf_config: dict[str, Any], setup: Setup) -> Measured:
     """
     dtype = torch.bfloat16 if setup.parameter_bytes == 2 else torch.float32
     tied = bool(hf_config.get("tie_word_embeddings"))
-    with session(setup.layout, tied_embeddings=tied) as mesh:
+    instances = setup.num_distributed_optimizer_instances
+    with session(setup.layout, tied_embeddings=tied, num_distributed_optimizer_instances=instances) as mesh:
         device = mesh.device
         family = index.get(hf_config)
         chunks = build_model(
@@ -94,6 +95,7 @@ def measure(hf_config: dict[str, Any], setup: Setup) -> Measured:
             optimizer=setup.optimizer,
             use_distributed_optimizer=setup.use_distributed_optimizer,
             grad_reduce_in_bf16=setup.grad_reduce_in_bf16,
+            num_distributed_optimizer_instances=setup.num_distributed_optimizer_instances,
         )
         wrapped = wrap_model(chunks, mesh, dtype, distributed)
         parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]

@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar, Union
 from swiftlite.args.docs import Choices, Option, options
 from swiftlite.atomic import atomic_write
 from swiftlite.errors import OptionError, UserError, clip
-from swiftlite.json_file import MAX_DEPTH, parse_json
+from swiftlite.json_file import MAX_DEPTH, parse_json, repeated_keys
 
 COMMAND_KEY = "command"
 """Key of a run's args.json that contains the words of the run's command. No option has this name."""
@@ -180,12 +180,61 @@ def _from_json(value: Any, example: str) -> Any:
     if not isinstance(value, str):
         return value
     if value.endswith(".json"):
-        return {name: entry for name, (entry, _) in read_file(value).items()}
+        return _from_json_file(value, example)
     try:
-        return parse_json(value)
+        content = parse_json(value)
     except json.JSONDecodeError as error:
         problem = f"expected JSON; at character {error.pos + 1} of {_show(value)}: {error.msg}"
         raise UserError(problem, example) from None
+    _check_keys(value, _show(value))
+    return content
+
+
+def _from_json_file(path: str, example: str) -> Any:
+    """Return the content of a JSON file with the value of one option.
+
+    Raises:
+        UserError: the file is missing or invalid.
+    """
+    file = Path(path)
+    if not file.is_file():
+        state = "is a directory" if file.is_dir() else "does not exist"
+        raise UserError(f"the file {path} {state}", f"give a JSON file, or the JSON itself: {example}")
+    content = _parsed(path, _text_of(file))
+    if not isinstance(content, dict):
+        raise UserError(f"{path} is not a JSON object", 'write {"name": value, ...}')
+    return content
+
+
+def _text_of(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file} is not valid UTF-8: byte {error.start}", "save it as UTF-8", 2) from None
+
+
+def _parsed(path: str, text: str, other_hint: str = "") -> Any:
+    """Return the content of a JSON file.
+
+    Args:
+        other_hint: what to do instead of fixing invalid JSON.
+
+    Raises:
+        UserError: the text is not JSON, or an object has a key twice.
+    """
+    try:
+        content = parse_json(text)
+    except json.JSONDecodeError as error:
+        problem = f"{path}:{error.lineno}: invalid JSON: {error.msg}"
+        raise UserError(problem, f"fix it at column {error.colno}{other_hint}", 2) from None
+    _check_keys(text, path)
+    return content
+
+
+def _check_keys(text: str, where: str) -> None:
+    """Raise UserError if an object in a JSON text has a key twice, of which Python would ignore the first."""
+    if keys := repeated_keys(text):
+        raise UserError(f"{where}: {json.dumps(keys[0])} is set twice", "remove one of the two", 2)
 
 
 def _as_json(value: Any, example: str) -> Any:
@@ -211,10 +260,7 @@ def read_file(path: str) -> dict[str, tuple[Any, str]]:
         raise UserError(f"the configuration file {path} is a directory", "give a YAML or JSON file", 2)
     if not file.is_file():
         raise UserError(f"the configuration file {path} does not exist", "give a YAML or JSON file, or a --option", 2)
-    try:
-        text = file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not valid UTF-8: byte {error.start}", "save it as UTF-8", 2) from None
+    text = _text_of(file)
     if file.suffix == ".json":
         return _read_json(path, text)
     if file.suffix in (".yaml", ".yml"):
@@ -223,11 +269,7 @@ def read_file(path: str) -> dict[str, tuple[Any, str]]:
 
 
 def _read_json(path: str, text: str) -> dict[str, tuple[Any, str]]:
-    try:
-        content = parse_json(text)
-    except json.JSONDecodeError as error:
-        problem = f"{path}:{error.lineno}: invalid JSON: {error.msg}"
-        raise UserError(problem, f"fix it at column {error.colno}, or use a .yaml file", 2) from None
+    content = _parsed(path, text, ", or use a .yaml file")
     if not isinstance(content, dict):
         raise UserError(f"{path} is not a JSON object", 'write {"option": value, ...}', 2)
     return {key: (value, path) for key, value in content.items()}

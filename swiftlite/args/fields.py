@@ -335,6 +335,9 @@ class OptimizerShareArgs:
     grad_reduce_in_bf16: bool = False
     """Accumulate and reduce gradients in bfloat16 instead of float32: half the memory and communication, larger
     rounding errors. Requires --torch_dtype bfloat16."""
+    num_distributed_optimizer_instances: bounds.PositiveInt = 1
+    """With --use_distributed_optimizer: number of groups of data-parallel ranks, each of which shards a whole optimizer
+    state. More groups use more memory, and send less between machines."""
 
 
 @dataclass(frozen=True)
@@ -360,6 +363,9 @@ class DistributedArgs(OptimizerShareArgs, TimeoutArgs):
     ddp_pad_buckets_for_high_nccl_busbw: bool = False
     """With --use_distributed_optimizer: pad buckets to a multiple of 65,536 parameters, which NCCL sends faster between
     many ranks."""
+    nccl_ub: bool = False
+    """Allocate parameters and gradients in buffers that are registered with NCCL, which then uses fewer multiprocessors
+    of the GPU. Requires GPUs."""
 
 
 @dataclass(frozen=True)
@@ -435,6 +441,14 @@ class MoeArgs:
     moe_router_bias_update_rate: bounds.NonNegativeFloat = 0.0
     """Amount by which a router's expert bias changes after each optimizer step, to balance the load; 0 keeps the
     bias."""
+    moe_token_dispatcher_type: Literal["allgather", "alltoall", "flex"] = "alltoall"
+    """How tokens reach the ranks of their experts. alltoall: each token is sent to the ranks of its experts. allgather:
+    every rank receives all tokens. flex: like alltoall, with fused GPU kernels of --moe_flex_dispatcher_backend."""
+    moe_flex_dispatcher_backend: Literal["deepep", "hybridep"] = "deepep"
+    """With --moe_token_dispatcher_type flex: the library with the kernels, which must be installed."""
+    moe_shared_expert_overlap: bool = False
+    """Compute shared experts while tokens are sent to other experts; requires --moe_token_dispatcher_type alltoall and
+    experts that are distributed over ranks."""
 
 
 @dataclass(frozen=True)

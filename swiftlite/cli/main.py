@@ -164,8 +164,8 @@ def _settle_environment(args: object) -> None:
         os.environ["OMP_WAIT_POLICY"] = "passive"
         os.environ.setdefault("GOMP_SPINCOUNT", "30000")  # for GNU OpenMP, which torch includes
     if isinstance(args, SftArgs):
-        # Rows of varying lengths fragment the allocator's memory.
-        if "PYTORCH_ALLOC_CONF" not in os.environ:
+        # Rows of varying lengths fragment the allocator's memory. Buffers of NCCL do not support these segments.
+        if "PYTORCH_ALLOC_CONF" not in os.environ and not args.nccl_ub:
             os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
         # GPUs before Blackwell start the kernels of a single queue in order, so that a matrix product does not start
         # before the communication that overlaps with it.

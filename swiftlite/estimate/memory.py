@@ -28,7 +28,7 @@ from swiftlite.estimate.stage_memory import ModelOnRank, VirtualStage, share
 from swiftlite.families.architecture import Architecture
 from swiftlite.families.family import HfConfig
 from swiftlite.families.rank import FLOAT32, ParameterCount
-from swiftlite.plan.layout import data_parallel_size
+from swiftlite.plan.layout import ranks_with_same_parameters
 
 # Share of a GPU's memory reserved for the CUDA context, NCCL's buffers and fragmentation.
 RESERVE = 0.08
@@ -124,16 +124,14 @@ def _stage_memory(model: "ModelOnRank", virtual_stages: Sequence["VirtualStage"]
 def _sharded(trained: ParameterCount, setup: Setup) -> int:
     """Return the number of parameters that the optimizer of a rank updates.
 
-    A distributed optimizer shards them over data-parallel and context-parallel ranks.
+    A distributed optimizer shards them over data-parallel and context-parallel ranks. If it has several instances, each
+    shards them over a part of these ranks.
     """
     if not setup.use_distributed_optimizer:
         return trained.total
-    layout = setup.layout
-    # Ranks with the same parameters; experts have different groups than other parameters.
-    dense_ranks = data_parallel_size(layout, setup.num_gpus) * layout.context_parallel_size
-    per_replica = layout.expert_tensor_parallel_size * layout.expert_model_parallel_size
-    expert_ranks = setup.num_gpus // (per_replica * layout.pipeline_model_parallel_size)
-    return share(trained.dense, dense_ranks) + share(trained.expert, expert_ranks)
+    dense_ranks, expert_ranks = ranks_with_same_parameters(setup.layout, setup.num_gpus)
+    instances = setup.num_distributed_optimizer_instances
+    return share(trained.dense, dense_ranks // instances) + share(trained.expert, expert_ranks // instances)
 
 
 def _most_waiting(sizes: Sequence[int], rank: int, pp: int) -> list[int]:

@@ -21,6 +21,7 @@ from swiftlite.families.family import HfConfig
 from swiftlite.families.index import architecture_of
 from swiftlite.plan.layout import (
     data_parallel_size,
+    instances_problems,
     layout_of,
     num_virtual_stages,
     process_problems,
@@ -141,6 +142,8 @@ def _divides(args: DoctorArgs) -> bool:
     if (last is not None and last < 1) or (is_whole and layout.num_virtual_stages_per_pipeline_rank):
         return False
     if process_problems(layout, args.num_gpus):
+        return False
+    if instances_problems(layout, args.num_gpus, args.num_distributed_optimizer_instances):
         return False
     per_micro_batch = args.micro_batch_size * data_parallel_size(layout, args.num_gpus)
     number, rest = divmod(global_batch_size(args), per_micro_batch)

@@ -57,6 +57,7 @@ class Setup:
     optimizer: OptimizerName = "adamw"
     use_distributed_optimizer: bool = False
     grad_reduce_in_bf16: bool = False
+    num_distributed_optimizer_instances: int = 1
     micro_batch_size: int = 1
     max_length: int = 2048
     parameter_bytes: int = 2
@@ -116,6 +117,7 @@ def planned_setup(args: DoctorArgs, hf_config: HfConfig, max_pixels: int | None 
         optimizer=args.optimizer,
         use_distributed_optimizer=shares,
         grad_reduce_in_bf16=args.grad_reduce_in_bf16,
+        num_distributed_optimizer_instances=args.num_distributed_optimizer_instances,
         micro_batch_size=args.micro_batch_size * _sequences_per_sample(args),
         max_length=args.max_length,
         parameter_bytes={"bfloat16": 2, "float32": FLOAT32}[args.torch_dtype],

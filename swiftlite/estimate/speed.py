@@ -20,7 +20,7 @@ from swiftlite.estimate.software import Software, software_of
 from swiftlite.estimate.timing import STARTS, bandwidth, collective_seconds, memory_seconds
 from swiftlite.families.architecture import Architecture
 from swiftlite.families.layer import Layer
-from swiftlite.plan.layout import data_parallel_size, num_virtual_stages
+from swiftlite.plan.layout import data_parallel_size, num_virtual_stages, ranks_with_same_parameters
 
 _LAUNCH = 6e-6
 """Seconds per kernel launch from Python, which is the minimum time of a kernel. The value is assumed."""
@@ -185,16 +185,30 @@ class Step:
         Args:
             micro_batch: seconds of one micro-batch, with which the communication can overlap.
         """
-        learns = largest(self.memory).trained
-        layout, num_bytes = self.layout, gradient_bytes(self.setup) + self.setup.parameter_bytes
-        size = self.replicas * layout.context_parallel_size
-        stride = layout.tensor_model_parallel_size
-        seconds = collective_seconds(self.gpu, size, stride, num_bytes * learns.dense)
+        learns, layout = largest(self.memory).trained, self.layout
+        dense_ranks, expert_ranks = ranks_with_same_parameters(layout, self.setup.num_gpus)
+        seconds = self._reduction(learns.dense, dense_ranks, layout.tensor_model_parallel_size)
         stride = layout.expert_tensor_parallel_size * layout.expert_model_parallel_size
-        size = self.setup.num_gpus // (stride * layout.pipeline_model_parallel_size)
-        seconds += collective_seconds(self.gpu, size, stride, num_bytes * learns.expert)
+        seconds += self._reduction(learns.expert, expert_ranks, stride)
         hidden = min(_HIDDEN_REDUCTION * seconds, micro_batch)
         return Seconds(data_parallel=seconds - hidden)
+
+    def _reduction(self, parameters: int, size: int, stride: int) -> float:
+        """Return the seconds of reducing the gradients of parameters that `size` ranks hold, and gathering the weights.
+
+        Several instances of a distributed optimizer each reduce and gather among their ranks; then each rank sums its
+        part of the gradients with the ranks of the other instances.
+
+        Args:
+            stride: distance between the numbers of two of these ranks.
+        """
+        instances = self.setup.num_distributed_optimizer_instances
+        sharing, gradients = size // instances, gradient_bytes(self.setup) * parameters
+        weights = self.setup.parameter_bytes * parameters
+        seconds = collective_seconds(self.gpu, sharing, stride, gradients + weights)
+        if instances > 1:
+            seconds += collective_seconds(self.gpu, instances, stride * sharing, 2 * gradients / sharing)
+        return seconds
 
     def _quantized_weights(self) -> Seconds:
         """Return the time to quantize weights, once per step."""
@@ -208,7 +222,8 @@ class Step:
         """Return the time in which AdamW reads and writes memory. A distributed optimizer shards this work."""
         ranks = 1
         if self.setup.use_distributed_optimizer:
-            ranks = self.replicas * self.layout.context_parallel_size
+            ranks, _ = ranks_with_same_parameters(self.layout, self.setup.num_gpus)
+            ranks //= self.setup.num_distributed_optimizer_instances
         moved = _WEIGHT_BYTES + 2 * float(moment_bytes(self.setup))
         num_bytes = largest(self.memory).trained.total * (_GRADIENT_BYTES + moved / ranks)
         return Seconds(optimizer=memory_seconds(self.gpu, num_bytes))

@@ -10,7 +10,7 @@ from swiftlite.estimate.memory import estimate_of, largest, usable_bytes
 from swiftlite.estimate.setup import Setup, is_possible, planned_architecture
 from swiftlite.families.architecture import Architecture
 from swiftlite.families.family import HfConfig
-from swiftlite.plan.layout import process_problems
+from swiftlite.plan.layout import instances_problems, process_problems
 
 
 def suggest(hf_config: HfConfig, setup: Setup, gpu_memory_gb: float) -> Setup | None:
@@ -36,6 +36,8 @@ def _candidates(architecture: Architecture, setup: Setup) -> Iterator[Setup]:
     for tp, ep, pp in _candidate_sizes(architecture, setup):
         layout = _resized(setup.layout, tp, ep, pp)
         if not is_possible(layout, architecture, setup) or process_problems(layout, setup.num_gpus):
+            continue
+        if instances_problems(layout, setup.num_gpus, setup.num_distributed_optimizer_instances):
             continue
         shares = setup.use_distributed_optimizer or setup.num_gpus > tp * pp  # needs several replicas
         for recompute in recomputes:

@@ -72,8 +72,9 @@ def build_config(
         **low_precision,
         mtp_num_layers=mtp_num_layers or None,
         deallocate_pipeline_outputs=device.is_cuda,
-        # The only dispatcher that supports rows of different lengths on data-parallel ranks.
-        moe_token_dispatcher_type="alltoall",
+        moe_token_dispatcher_type=moe.moe_token_dispatcher_type,
+        moe_flex_dispatcher_backend=moe.moe_flex_dispatcher_backend,
+        moe_shared_expert_overlap=moe.moe_shared_expert_overlap,
         moe_aux_loss_coeff=moe.moe_aux_loss_coeff,
         moe_router_bias_update_rate=moe.moe_router_bias_update_rate,
         bf16=dtype is torch.bfloat16,

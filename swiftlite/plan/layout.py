@@ -82,6 +82,32 @@ def data_parallel_size(layout: ParallelLayout, world_size: int) -> int:
     return world_size // _product(_MODEL_SIZES, layout)
 
 
+def ranks_with_same_parameters(layout: ParallelLayout, world_size: int) -> tuple[int, int]:
+    """Return the number of ranks that hold the same parameters, and the number that hold the same experts.
+
+    `process_problems` must have returned no problem.
+    """
+    dense = data_parallel_size(layout, world_size) * layout.context_parallel_size
+    return dense, world_size // _product(_EXPERT_SIZES, layout)
+
+
+def instances_problems(layout: ParallelLayout, world_size: int, num_instances: int) -> list[Problem]:
+    """Return a problem if the distributed optimizer cannot have this number of instances.
+
+    Each instance shards the optimizer state over an equal part of the ranks that hold the same parameters.
+    `process_problems` must have returned no problem.
+    """
+    dense, experts = ranks_with_same_parameters(layout, world_size)
+    both = math.gcd(dense, experts)
+    if both % num_instances == 0:
+        return []
+    divided = f"the number of ranks with the same parameters, {dense}"
+    if dense % num_instances == 0:
+        divided = f"the number of ranks with the same experts, {experts}"
+    problem = f"--num_distributed_optimizer_instances {num_instances} does not divide {divided}"
+    return [(problem, _divisors_to_use(both, both + 1))]
+
+
 def ranks_of(layout: ParallelLayout, world_size: int) -> range:
     """Return the ranks of a job that a layout can use: for a tensor-parallel size of 2, ranks 0 and 1 of 3.
 

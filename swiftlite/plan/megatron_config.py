@@ -7,6 +7,7 @@ ignored, so only the fields in `SETTINGS` are accepted. This module does not imp
 
 import ast
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -83,6 +84,7 @@ _RENAMED = {
     "fp4": "fp4_format",
     "fp8": "fp8_format",
     "grad_reduce_in_fp32": "grad_reduce_in_bf16",
+    "moe_enable_deepep": "moe_flex_dispatcher_backend",
     "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
     "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
     "pad_buckets_for_high_nccl_busbw": "ddp_pad_buckets_for_high_nccl_busbw",
@@ -112,9 +114,8 @@ _SET = frozenset(
     apply_rope_fusion attention_dropout average_in_collective batch_p2p_comm batch_p2p_sync bias_activation_fusion
     bias_dropout_fusion calculate_per_token_loss deallocate_pipeline_outputs embedding_init_method
     finalize_model_grads_func first_last_layers_bf16 fp16 fp4_recipe grad_scale_func gradient_accumulation_fusion
-    hidden_dropout init_method loss_scale masked_softmax_fusion moe_token_dispatcher_type no_sync_func
-    output_layer_init_method overlap_p2p_comm perform_initialization persist_layer_norm use_cpu_initialization
-    use_te_activation_func variable_seq_lengths
+    hidden_dropout init_method loss_scale masked_softmax_fusion no_sync_func output_layer_init_method overlap_p2p_comm
+    perform_initialization persist_layer_norm use_cpu_initialization use_te_activation_func variable_seq_lengths
     """.split()
 )
 """Fields that swiftlite sets, without an option."""
@@ -169,14 +170,16 @@ def setting_problems(given: Mapping[str, Any] | None) -> Iterator[Problem]:
         try:
             TypeAdapter(kind).validate_python(value, strict=True)
         except ValidationError:
-            yield f"{FLAG}: {name} {json.dumps(value)} must be {_expected(kind)}", ""
+            yield f"{FLAG}: {name} {json.dumps(value)} must be {_expected(kind, value)}", ""
 
 
-def _expected(kind: Any) -> str:
-    """Return a description of the values of a type."""
+def _expected(kind: Any, value: Any) -> str:
+    """Return a description of the values of a type, for the message on an invalid value."""
     if kind is bool:
         return "true or false"
     _, limits = get_args(kind)
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"a finite number, {bounds.describe(limits)}"
     return f"a number {bounds.describe(limits)}"
 
 

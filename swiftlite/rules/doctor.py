@@ -8,7 +8,7 @@ from swiftlite.args.command_line import shell_line
 from swiftlite.args.commands import DoctorArgs
 from swiftlite.args.config import Problem
 from swiftlite.args.docs import options
-from swiftlite.args.fields import OptimizerShareArgs, RecomputeArgs
+from swiftlite.args.fields import RecomputeArgs
 from swiftlite.engines.index import ENGINES, names_with
 from swiftlite.engines.info import EngineInfo
 from swiftlite.estimate.gpus import GPUS
@@ -17,7 +17,7 @@ from swiftlite.families.index import image_sizes
 from swiftlite.methods.dpo import WITHOUT_REFERENCE
 from swiftlite.plan.facts import Facts, near_path
 from swiftlite.plan.kernels import Machine, kernel_problems
-from swiftlite.plan.layout import layout_of, layout_problems, process_problems
+from swiftlite.plan.layout import instances_problems, layout_of, layout_problems, process_problems
 from swiftlite.plan.low_precision import low_precision_of, model_problems
 from swiftlite.rules import common, engine_options
 from swiftlite.rules.training import dpo, sft_lora, sft_vision, teacher
@@ -78,11 +78,13 @@ def engine_options_have_engine(args: DoctorArgs, facts: Facts) -> Iterator[Probl
 
 _OF_ALL_SIZES = (
     *(field.name for field in fields(RecomputeArgs)),
-    *(field.name for field in fields(OptimizerShareArgs)),
     "fused_kernels",
+    "grad_reduce_in_bf16",
     "max_length",
     "micro_batch_size",
+    "optimizer",
     "torch_dtype",
+    "use_distributed_optimizer",
 )
 """Options of a plan without --model, which compares full training, adapters and heads."""
 
@@ -104,8 +106,17 @@ def plan_fits_the_model(args: DoctorArgs, facts: Facts) -> Iterator[Problem]:
     layout = layout_of(args)
     setup = planned_setup(args, facts.hf_config)
     yield from layout_problems(layout, facts.architecture, setup.heads.layers)
-    for problem, _ in process_problems(layout, setup.num_gpus):
+    of_processes = process_problems(layout, setup.num_gpus)
+    for problem, _ in of_processes:
         yield f"--num_gpus {args.num_gpus}: {problem}", "remove --num_gpus for the minimum of this layout"
+    instances = args.num_distributed_optimizer_instances
+    if of_processes or instances == 1:
+        return
+    if not setup.use_distributed_optimizer:
+        problem = f"--num_distributed_optimizer_instances {instances} requires --use_distributed_optimizer true"
+        yield problem, "add --use_distributed_optimizer true, or --num_gpus of several replicas"
+    elif args.gpu_type is None:  # otherwise layouts are searched
+        yield from instances_problems(layout, setup.num_gpus, instances)
 
 
 def speed_has_a_gpu(args: DoctorArgs, facts: Facts) -> Iterator[Problem]:

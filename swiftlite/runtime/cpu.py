@@ -70,12 +70,27 @@ def patch_synchronize() -> None:
     torch.cuda.synchronize = lambda device=None: None
 
 
-def patch_current_stream() -> None:
-    """Make `torch.cuda.current_stream` return None.
+class Stream:
+    """A CUDA stream whose work is done when it was started."""
 
-    distributed/param_and_grad_buffer.py:632 of 0.19 requests the stream before it sums gradients. Only CUDA graphs use
-    it."""
-    torch.cuda.current_stream = lambda device=None: None  # type: ignore[assignment, misc]
+    def __init__(self, device: Any = None):
+        pass
+
+    def wait_stream(self, stream: "Stream") -> None:
+        """Do nothing, because the other stream has no pending work."""
+
+
+def patch_streams() -> None:
+    """Replace CUDA streams by `Stream`. `torch.cuda.stream` does nothing without CUDA.
+
+    transformer/moe/shared_experts.py:123, 162 and 277 computes shared experts in a separate stream
+    (`moe_shared_expert_overlap`). distributed/distributed_data_parallel.py:230 creates a stream if the distributed
+    optimizer has several instances, for which param_and_grad_buffer.py:422 and 529 waits. Line 632 of 0.19 requests the
+    current stream before it sums gradients.
+    """
+    torch.cuda.Stream = Stream  # type: ignore[assignment, misc]
+    torch.cuda.current_stream = lambda device=None: Stream()  # type: ignore[assignment, misc]
+    torch.cuda.default_stream = lambda device=None: Stream()  # type: ignore[assignment, misc]
 
 
 def patch_rng_state() -> None:
@@ -127,7 +142,7 @@ def install() -> None:
         return
     patch_current_device()
     patch_synchronize()
-    patch_current_stream()
+    patch_streams()
     patch_rng_state()
     patch_alltoall_dispatcher()
     run_eagerly()

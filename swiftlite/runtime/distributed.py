@@ -21,6 +21,7 @@ def session(
     *,
     tied_embeddings: bool = False,
     seed: int = 42,
+    num_distributed_optimizer_instances: int = 1,
     timeout_minutes: int = 10,
     deterministic: bool = False,
 ) -> Iterator[Mesh]:
@@ -29,6 +30,7 @@ def session(
     Args:
         layout: default: all processes are data-parallel.
         tied_embeddings: whether the last pipeline stage uses the embedding as its output layer.
+        num_distributed_optimizer_instances: see `Mesh.create`.
         timeout_minutes: maximum time for which a rank waits for another rank.
         deterministic: whether torch uses deterministic algorithms, and raises an error for operations that have none.
 
@@ -64,7 +66,13 @@ def session(
         device_id=device_id,
     )
     try:
-        mesh = Mesh.create(device, layout, tied_embeddings=tied_embeddings, timeout_minutes=timeout_minutes)
+        mesh = Mesh.create(
+            device,
+            layout,
+            tied_embeddings=tied_embeddings,
+            num_distributed_optimizer_instances=num_distributed_optimizer_instances,
+            timeout_minutes=timeout_minutes,
+        )
         with mesh.active(), _deterministic(deterministic):
             torch.manual_seed(seed)
             tensor_parallel.model_parallel_cuda_manual_seed(seed)

@@ -59,6 +59,7 @@ class Mesh:
         *,
         ranks: range | None = None,
         tied_embeddings: bool = False,
+        num_distributed_optimizer_instances: int = 1,
         timeout_minutes: int = 10,
     ) -> "Mesh":
         """Create the groups of a layout without changing the active mesh.
@@ -69,6 +70,8 @@ class Mesh:
         Args:
             ranks: contiguous ranks of the job that hold the model; default: all.
             tied_embeddings: whether the last pipeline stage uses the embedding as its output layer.
+            num_distributed_optimizer_instances: number of groups into which ranks with the same parameters are divided;
+                each group shards a whole optimizer state.
             timeout_minutes: maximum time for which a rank waits for another rank.
 
         Raises:
@@ -89,6 +92,7 @@ class Mesh:
                 context_parallel_size=layout.context_parallel_size,
                 expert_model_parallel_size=layout.expert_model_parallel_size,
                 expert_tensor_parallel_size=layout.expert_tensor_parallel_size,
+                num_distributed_optimizer_instances=num_distributed_optimizer_instances,
                 get_embedding_ranks=partial(_embedding_ranks, layout=layout, tied=tied_embeddings),
                 create_gloo_process_groups=device.is_cuda,  # on a CPU, the groups already use gloo
                 distributed_timeout_minutes=timeout_minutes,
@@ -150,6 +154,8 @@ class Mesh:
             computing   multi_token_prediction.py:743 and 746, after the projection of an MTP layer
                         tensor_parallel/layers.py:482 and 519, the buffer that sequence parallelism gathers into
                         tensor_parallel/layers.py:1281, where nothing depends on it
+                        transformer/moe/shared_experts.py:168, 172, 251 and 255, shared experts with
+                        moe_shared_expert_overlap
                         tensor_parallel/cross_entropy.py:131 to 157
                         tensor_parallel/random.py:524 and 547, distribute_saved_activations
             a step      transformer/moe/moe_utils.py:1070, the update of expert biases

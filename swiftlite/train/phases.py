@@ -117,6 +117,7 @@ def open_session(args: SftArgs, hf_model: HfModel) -> AbstractContextManager[Mes
         layout_of(args),
         tied_embeddings=hf_model.is_tied,
         seed=args.seed,
+        num_distributed_optimizer_instances=args.num_distributed_optimizer_instances,
         timeout_minutes=args.distributed_timeout_minutes,
         deterministic=args.deterministic_mode,
     )

@@ -162,6 +162,7 @@ ALIAS_BOMB += f"dataset: [{', '.join(['*o8'] * 10)}]\n"
         ("run.json", "[" * 100_000, "run.json:1 JSON 100"),
         ("run.json", '{"seed": ' + "9" * 5000 + "}", "run.json:1 JSON 4300"),
         ("run.json", "[1]", "run.json JSON"),
+        ("run.json", '{"lr": 1, "lr": 2}', 'run.json "lr"'),
         ("run.txt", "lr: 1", "run.txt .yaml .yml .json"),
     ],
 )
@@ -256,6 +257,32 @@ def test_json_that_cannot_be_parsed_has_a_next_step(tmp_path):
         read_file(str(path))
     assert mentions(raised.value.problem, f"{path}:2")
     assert mentions(raised.value.hint, "9 .yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "problem", "hint"),
+    [
+        (None, "settings.json", "JSON --megatron_config"),
+        ("[1]", "settings.json JSON", ""),
+        ('{"decoupled_lr": 1,\n}', "settings.json:2 JSON", "1"),
+        ('{"decoupled_lr": 1, "decoupled_lr": 2}', "settings.json decoupled_lr", ""),
+    ],
+)
+def test_the_file_of_one_option_is_json(tmp_path, text, problem, hint):
+    path = tmp_path / "settings.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(UserError) as raised:
+        convert(options(SftArgs)["megatron_config"], str(path))
+    assert mentions(raised.value.problem.replace(str(tmp_path) + "/", ""), problem)
+    assert mentions(raised.value.hint, hint)
+    assert "yaml" not in str(raised.value).lower()
+
+
+@pytest.mark.parametrize("text", ['{"a": 1, "a": 1}', '{"b": [{"a": 1, "a": 2}]}'])
+def test_a_key_that_is_set_twice(text):
+    with pytest.raises(UserError, match=naming('"a"')):
+        convert(options(InferArgs)["vllm_engine_kwargs"], text)
 
 
 def test_a_command_that_is_no_text_is_named(tmp_path):

@@ -108,8 +108,29 @@ CASES: dict[str, Case] = {
             "ddp_pad_buckets_for_high_nccl_busbw": True,
         },
     ),
+    "DP4+instances": Case(4, {"use_distributed_optimizer": True, "num_distributed_optimizer_instances": 2}),
+    "DP2+instances+overlap": Case(
+        2,
+        {
+            "use_distributed_optimizer": True,
+            "overlap_grad_reduce": True,
+            "overlap_param_gather": True,
+            "num_distributed_optimizer_instances": 2,
+        },
+    ),
     "EP2": Case(2, {"expert_model_parallel_size": 2}),
     "EP2xTP2": Case(2, TP2_SP | {"expert_model_parallel_size": 2}),
+    "EP2+shared overlap": Case(2, {"expert_model_parallel_size": 2, "moe_shared_expert_overlap": True}),
+    "EP2xTP2+shared overlap": Case(2, TP2_SP | {"expert_model_parallel_size": 2, "moe_shared_expert_overlap": True}),
+    "EP2xTP2+allgather": Case(2, TP2_SP | {"expert_model_parallel_size": 2, "moe_token_dispatcher_type": "allgather"}),
+    "EP2+instances": Case(
+        4,
+        {
+            "expert_model_parallel_size": 2,
+            "use_distributed_optimizer": True,
+            "num_distributed_optimizer_instances": 2,
+        },
+    ),
     "ETP2xTP2": Case(2, TP2_SP | {"expert_tensor_parallel_size": 2}),
     "PP2xTP2": Case(4, TP2_SP | {"pipeline_model_parallel_size": 2}),
     "PP2 MTP apart": Case(2, {"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": "E t*4, | MTP L"}),
@@ -247,7 +268,10 @@ def compute(job: Job) -> list[dict[str, float]]:
     depth = Heads.from_config(hf_config).layers
     args = job.args(depth)
     with session(
-        layout_of(args), tied_embeddings=bool(hf_config.get("tie_word_embeddings")), timeout_minutes=2
+        layout_of(args),
+        tied_embeddings=bool(hf_config.get("tie_word_embeddings")),
+        num_distributed_optimizer_instances=args.num_distributed_optimizer_instances,
+        timeout_minutes=2,
     ) as mesh:
         dtype = getattr(torch, args.torch_dtype)
         plan = make_plan(args, torch.distributed.get_world_size(), Heads.from_config(hf_config))

@@ -164,6 +164,16 @@ def test_gradients_in_bfloat16():
     assert estimated.float32_gradients == estimated.optimizer / 3  # as large as the float32 weights
 
 
+def test_instances_of_the_optimizer():
+    """Each of two instances has one rank, which holds the whole state."""
+    setup = Setup(num_gpus=2, max_length=64, use_distributed_optimizer=True, num_distributed_optimizer_instances=2)
+    (estimated,) = estimate(config("qwen3"), setup)
+    for measured in launch(2, measure, config("qwen3"), setup):
+        for name in ("weights", "gradients", "optimizer"):  # the distributed optimizer pads its buffers
+            assert getattr(measured, name) == pytest.approx(getattr(estimated, name), rel=1e-3)
+    assert estimated.optimizer == 12 * estimated.parameters
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_8bit_moments(ranks, torchao):
     hf_config = config("qwen3", vocab_size=4096)

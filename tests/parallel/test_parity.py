@@ -21,13 +21,13 @@ pytestmark = pytest.mark.gloo
 # (family, depth, tied) and its cases: each layout with a family or more, and families with the layouts that their kinds
 # of layers treat differently. `scripts/parity.py` computes every family at every layout.
 CHOSEN: dict[tuple[str, int, bool], tuple[str, ...]] = {
-    ("llama", 1, False): ("TP2", "PP2xVPP2", "DP2+distopt"),
+    ("llama", 1, False): ("TP2", "PP2xVPP2", "DP2+distopt", "DP4+instances"),
     ("qwen3", 2, True): ("TP2+SP", "PP2", "CP2", "PP2 MTP apart", "PP3 MTP middle"),
-    ("mimo", 1, False): ("DP2+overlap", "PP2 MTP apart"),
+    ("mimo", 1, False): ("DP2+overlap", "DP2+instances+overlap", "PP2 MTP apart"),
     ("qwen3_moe", 1, False): ("EP2", "ETP2xTP2"),
-    ("glm4_moe", 1, False): ("EP2xTP2", "DP2"),
+    ("glm4_moe", 1, False): ("EP2xTP2", "DP2", "EP2+shared overlap", "EP2xTP2+allgather", "EP2+instances"),
     ("deepseek_v3", 1, False): ("TP2+SP", "PP2xTP2", "CP2xTP2"),
-    ("qwen3_next", 1, False): ("EP2xTP2", "CP2"),
+    ("qwen3_next", 1, False): ("EP2xTP2", "EP2xTP2+shared overlap", "CP2"),
     ("hy_v3", 1, False): ("PP2",),
     ("gemma3_text", 1, True): ("TP2+SP",),
     ("olmo2", 1, False): ("TP2+SP",),
@@ -40,6 +40,9 @@ SLOW_LAYOUTS = (
     (("qwen3_moe", 1, False), "EP2"),
     (("glm4_moe", 1, False), "DP2"),
     (("deepseek_v3", 1, False), "PP2xTP2"),
+    (("llama", 1, False), "DP4+instances"),
+    (("glm4_moe", 1, False), "EP2+shared overlap"),
+    (("glm4_moe", 1, False), "EP2xTP2+allgather"),
 )
 CLIPPED = ("EP2xTP2", "PP2", "DP2+overlap")
 RECOMPUTE = ("full uniform 2", "full block 1", "selective")

@@ -81,6 +81,7 @@ SAME = [
     Pair("llama", "DP2+distopt", "DP2+distopt", options=BFLOAT16),
     Pair("llama", "DP2+buckets", "DP2+buckets", options=BFLOAT16),
     Pair("glm4_moe", "EP2xTP2", "EP2xTP2"),
+    Pair("glm4_moe", "EP2+instances", "EP2+instances"),
     Pair("deepseek_v3", "PP2+EP2+distopt", "PP2+EP2+distopt"),
 ]
 # Opened at another layout, saved there, and gone on with at the first one: every bit again. bfloat16: there the weights
@@ -89,6 +90,7 @@ THERE_AND_BACK = [
     Pair("llama", "PP2", "DP2+distopt", options=BFLOAT16),
     Pair("llama", "DP2+distopt", "PP2", options=BFLOAT16),
     Pair("llama", "DP2+distopt", "DP2+buckets", options=BFLOAT16),
+    Pair("llama", "DP2+distopt", "DP4+instances", options=BFLOAT16),
     Pair("glm4_moe", "EP2xTP2", "TP1+EP2+distopt"),
 ]
 
@@ -169,7 +171,7 @@ def differences(trained: Trained, pair: Pair) -> dict[str, float]:
     )
 
 
-SLOW = (PAIRS[1], PAIRS[4], PAIRS[5], PAIRS[9], SAME[1], SAME[4], THERE_AND_BACK[1])
+SLOW = (PAIRS[1], PAIRS[4], PAIRS[5], PAIRS[9], SAME[1], SAME[4], SAME[6], THERE_AND_BACK[1])
 """Pairs whose layouts are also those of other pairs."""
 
 

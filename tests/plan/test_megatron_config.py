@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import math
 import re
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -177,6 +178,10 @@ def test_settings_of_every_family_are_refused(tmp_path):
         ({"q!": 1}, "q!", "check_for_nan_in_grad"),
         ({"moe_z_loss_coeff": -1.0}, "moe_z_loss_coeff -1.0 0", ""),
         ({"moe_z_loss_coeff": True}, "moe_z_loss_coeff true 0", ""),
+        ({"moe_z_loss_coeff": math.inf}, "moe_z_loss_coeff Infinity finite 0", ""),
+        ({"nccl_ub": True}, "nccl_ub", "--nccl_ub"),
+        ({"moe_enable_deepep": True}, "moe_enable_deepep", "--moe_flex_dispatcher_backend"),
+        ({"moe_token_dispatcher_type": "flex"}, "moe_token_dispatcher_type", "--moe_token_dispatcher_type"),
         ({"decoupled_lr": "0.1"}, 'decoupled_lr "0.1"', ""),
         ({"decoupled_lr": None}, "decoupled_lr null", ""),
         ({"check_for_nan_in_grad": 1}, "check_for_nan_in_grad 1", ""),

@@ -179,6 +179,8 @@ def test_the_optimizer_state_of_experts_is_shared_by_fewer():
     (stage,) = estimate(config, Setup(layout=layout, num_gpus=4, use_distributed_optimizer=True))
     experts = 7 * 4 * 3 * 128 * 96
     assert stage.optimizer == 12 * ((stage.parameters - experts) // 4 + experts // 2)
+    twice = Setup(layout=layout, num_gpus=4, use_distributed_optimizer=True, num_distributed_optimizer_instances=2)
+    assert estimate(config, twice)[0].optimizer == 12 * ((stage.parameters - experts) // 2 + experts)
 
 
 def test_heads_only_keeps_nothing_of_the_trunk():

@@ -54,6 +54,20 @@ def test_norms_of_queries_are_required(here):
     assert mentions(problem, "--megatron_config apply_wd_to_qk_layernorm norms")
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"moe_z_loss_coeff": -1.0},  # and the model has no experts
+        {"decoupled_min_lr": -1.0},  # and decoupled_lr is not set
+        {"decoupled_lr": 1e-9, "mtp_mode": "heads_only"},  # and below its minimum
+    ],
+)
+def test_a_setting_has_one_problem(here, settings):
+    changes = {name: settings.pop(name) for name in list(settings) if name == "mtp_mode"}
+    changes |= {"model": "mtp2"} if changes else {}
+    assert len(problems_of(having(settings, **changes))) == 1
+
+
 def test_a_disabled_setting_needs_nothing(here):
     assert rules.check(having({"overlap_p2p_comm_warmup_flush": False, "moe_permute_fusion": False})) == []
     assert rules.check(having({"decoupled_weight_decay": True}, weight_decay=0.0)) == []

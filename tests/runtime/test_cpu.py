@@ -3,20 +3,25 @@
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from packaging.version import Version
 from torch.multiprocessing.spawn import ProcessRaisedException
 
 from swiftlite.args.commands import SftArgs
+from swiftlite.args.fields import MoeArgs
 from swiftlite.data.batch import collate
 from swiftlite.data.sample import make_sample
 from swiftlite.estimate.flops import training_flops
 from swiftlite.families import index
 from swiftlite.heads import Heads
 from swiftlite.model.build import build_model
+from swiftlite.plan.layout import group_of, layout_of
 from swiftlite.plan.run import make_plan, make_schedule
 from swiftlite.runtime import cpu
 from swiftlite.runtime.compat import MCORE_VERSION
@@ -30,9 +35,11 @@ from tests.parallel.launch import launch
 pytestmark = pytest.mark.gloo  # a process for each
 ROOT = Path(__file__).parents[2]
 SHIMS = ["device_literal", "tensor_type", "patch_current_device", "patch_synchronize", "patch_rng_state"]
-SHIMS += ["patch_alltoall_dispatcher", "tensor_cuda"]
+SHIMS += ["tensor_cuda"]
 if Version("0.19") <= MCORE_VERSION:
-    SHIMS += ["patch_current_stream"]
+    SHIMS += ["patch_streams"]
+SHIMS_OF_EXPERTS = ["patch_alltoall_dispatcher", "patch_streams"]
+"""Shims that are needed if experts are distributed over ranks."""
 # What stands there without: a function that hands its argument on, as most shims are, or the stock method.
 STOCK = {"tensor_cuda": torch.Tensor.cuda}
 HF_CONFIG = {
@@ -61,22 +68,24 @@ HF_CONFIG = {
 }
 
 
-def step_and_save(shim: str, out_dir: Path) -> None:
+def step_and_save(shim: str, out_dir: Path, **options: Any) -> None:
     """Run one training step and save one checkpoint in a separate process.
 
     Args:
         shim: the shim that is removed; "" for none.
+        options: further options of `swiftlite megatron sft`.
     """
     if shim:
         setattr(cpu, shim, STOCK.get(shim, lambda value=None: value))
-    args = SftArgs(torch_dtype="float32", micro_batch_size=1, global_batch_size=1, train_iters=1)
+    args = SftArgs(torch_dtype="float32", micro_batch_size=1, train_iters=1, **options)
     architecture = index.get(HF_CONFIG).architecture(HF_CONFIG)
-    with session() as mesh:
-        (model,) = build_model(architecture, HF_CONFIG, mesh=mesh, dtype=torch.float32, heads=Heads(1))
+    with session(layout_of(args)) as mesh:
+        moe = group_of(args, MoeArgs)
+        (model,) = build_model(architecture, HF_CONFIG, mesh=mesh, dtype=torch.float32, heads=Heads(1), moe=moe)
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter, std=0.1)
         wrapped = wrap_model([model], mesh, torch.float32)
-        plan = make_plan(args, 1, Heads(1))
+        plan = make_plan(args, dist.get_world_size(), Heads(1))
         schedule = make_schedule(args, 1)
         optimizer, scheduler = make_optimizer(args, plan, schedule, wrapped, mesh)
         batch = collate([make_sample([1, 2, 3, 4], [0, 1, 1, 1])], 0, num_drafts=1)
@@ -111,8 +120,24 @@ def test_a_step_and_a_save_run_with_all_shims(tmp_path):
 def test_each_shim_is_needed(tmp_path, shim):
     with pytest.raises(ProcessRaisedException) as raised:
         launch(1, step_and_save, shim, tmp_path)
+    assert_of_cuda(raised.value)
+
+
+@pytest.mark.parametrize("shim", ["", *SHIMS_OF_EXPERTS])
+def test_each_shim_of_experts_is_needed(tmp_path, shim):
+    step = partial(step_and_save, expert_model_parallel_size=2, moe_shared_expert_overlap=True)
+    if not shim:
+        launch(2, step, shim, tmp_path)
+        return
+    with pytest.raises(ProcessRaisedException) as raised:
+        launch(2, step, shim, tmp_path)
+    assert_of_cuda(raised.value)
+
+
+def assert_of_cuda(error: ProcessRaisedException) -> None:
+    """Assert that an error of a process is about CUDA."""
     # A torch built for CUDA says so as it loads; what is asked for is the error.
-    said = [line for line in str(raised.value).splitlines() if "No CUDA runtime is found" not in line]
+    said = [line for line in str(error).splitlines() if "No CUDA runtime is found" not in line]
     assert any(word in line for line in said for word in ("CUDA", "cuda", "NVIDIA")), said
 
 

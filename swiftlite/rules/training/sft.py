@@ -1,8 +1,9 @@
 """Rules of `megatron sft` for batches, optimizer, kernels and layout, and the list of all its rules.
 
-The other rules are in `sft_data.py` (files, packing, streaming), `sft_heads.py` (MTP), `sft_lora.py` (adapters),
-`sft_megatron.py` (--megatron_config), `sft_profile.py` (--profile_steps), `sft_report.py` (--report_to),
-`sft_resume.py` (--resume) and `sft_vision.py` (vision tower).
+The other rules are in `sft_communication.py` (distributed optimizer, NCCL, dispatch to experts), `sft_data.py` (files,
+packing, streaming), `sft_heads.py` (MTP), `sft_lora.py` (adapters), `sft_megatron.py` (--megatron_config),
+`sft_profile.py` (--profile_steps), `sft_report.py` (--report_to), `sft_resume.py` (--resume) and `sft_vision.py`
+(vision tower).
 """
 
 import math
@@ -26,9 +27,10 @@ from swiftlite.plan.layout import (
     process_problems,
 )
 from swiftlite.plan.low_precision import low_precision_of, model_problems
-from swiftlite.plan.run import distributed_of, holds_out, packing_of
+from swiftlite.plan.run import holds_out, packing_of
 from swiftlite.rules import common
 from swiftlite.rules.training import (
+    sft_communication,
     sft_data,
     sft_heads,
     sft_lora,
@@ -108,13 +110,6 @@ def te_attention_has_whole_rows(args: SftArgs, facts: Facts) -> Iterator[Problem
         yield f"--attention_backend te does not support {flag}", hint
 
 
-def overlap_has_its_optimizer(args: SftArgs, facts: Facts) -> Iterator[Problem]:
-    needed = ("use_distributed_optimizer", "overlap_grad_reduce")
-    missing = [f"--{name} true" for name in needed if not vars(args)[name]]
-    if args.overlap_param_gather and missing:
-        yield f"--overlap_param_gather requires {' and '.join(missing)}", f"add {' '.join(missing)}"
-
-
 def min_lr_is_below_lr(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     lr = lr_of(args, facts.heads, is_quantized=facts.is_quantized)
     if args.min_lr is not None and args.min_lr > lr:
@@ -179,14 +174,18 @@ def sft_settings_without_effect(args: SftArgs, facts: Facts) -> Iterator[str]:
         "stream_trunk_gb": (not args.stream_trunk, "--stream_trunk is not given"),
         "acceptance_max_new_tokens": (args.acceptance_samples == 0, "--acceptance_samples is 0"),
     }
-    replicas = data_parallel_size(layout_of(args), facts.world_size) * args.context_parallel_size
-    distributed = distributed_of(args, replicas, sees_gpu())
+    distributed = sft_communication.distributed_in(args, facts)
     idle |= {
         "ddp_bucket_size": (not distributed.overlap_grad_reduce, "--overlap_grad_reduce is not true"),
         "ddp_pad_buckets_for_high_nccl_busbw": (
             not distributed.use_distributed_optimizer,
             "--use_distributed_optimizer is not true",
         ),
+        "moe_flex_dispatcher_backend": (
+            args.moe_token_dispatcher_type != "flex",
+            "--moe_token_dispatcher_type is not flex",
+        ),
+        "nccl_ub": (facts.world_size == 1, "there is one process"),
     }
     not_profiled = (not args.profile_steps, "--profile_steps is not given")
     idle |= {"profile_kind": not_profiled, "profile_ranks": not_profiled}
@@ -219,7 +218,11 @@ RULES = (
     common.layout_fits,
     global_batch_divides,
     virtual_stages_have_micro_batches,
-    overlap_has_its_optimizer,
+    sft_communication.overlap_has_its_optimizer,
+    sft_communication.optimizer_has_its_instances,
+    sft_communication.nccl_can_register_buffers,
+    sft_communication.tokens_reach_their_experts,
+    sft_communication.shared_experts_can_overlap,
     common.gradients_have_the_dtype_of_weights,
     common.optimizer_is_installed,
     sft_megatron.megatron_config_is_known,

@@ -6,13 +6,12 @@ from importlib.util import find_spec
 from swiftlite.args.bounds import out_of_bounds
 from swiftlite.args.commands import SftArgs
 from swiftlite.args.config import Problem
-from swiftlite.args.fields import DistributedArgs
 from swiftlite.plan.facts import Facts
 from swiftlite.plan.heads import lr_of
-from swiftlite.plan.layout import data_parallel_size, layout_of, num_virtual_stages, process_problems
+from swiftlite.plan.layout import layout_of, num_virtual_stages, process_problems
 from swiftlite.plan.megatron_config import FLAG, SETTINGS, setting_problems
-from swiftlite.plan.run import distributed_of, min_lr_of
-from swiftlite.runtime.environment import sees_gpu
+from swiftlite.plan.run import min_lr_of
+from swiftlite.rules.training.sft_communication import distributed_in
 
 
 def megatron_config_is_known(args: SftArgs, facts: Facts) -> Iterator[Problem]:
@@ -23,9 +22,9 @@ def megatron_config_has_an_effect(args: SftArgs, facts: Facts) -> Iterator[Probl
     if out_of_bounds(layout_of(args)) or process_problems(layout_of(args), facts.world_size):
         return  # other rules report it
     for name, value in (args.megatron_config or {}).items():
-        if name not in _MISSING or value is SETTINGS[name].default:
+        if any(setting_problems({name: value})) or value is SETTINGS[name].default:
             continue
-        if missing := _MISSING[name](args, facts):
+        if missing := _missing(name, args, facts):
             yield f"{FLAG}: {name} has no effect: {missing}", f'remove "{name}"'
 
 
@@ -33,6 +32,8 @@ def decoupled_lr_is_above_its_minimum(args: SftArgs, facts: Facts) -> Iterator[P
     settings = args.megatron_config or {}
     if args.lr_decay_style == "constant" or any(setting_problems(settings)) or "decoupled_lr" not in settings:
         return
+    if _missing("decoupled_lr", args, facts):
+        return  # another rule reports it
     lowest = settings.get(
         "decoupled_min_lr", min_lr_of(args, lr_of(args, facts.heads, is_quantized=facts.is_quantized))
     )
@@ -40,6 +41,13 @@ def decoupled_lr_is_above_its_minimum(args: SftArgs, facts: Facts) -> Iterator[P
         problem = f"{FLAG}: decoupled_lr {settings['decoupled_lr']:g} is less than decoupled_min_lr {lowest:g}"
         verb = "lower" if "decoupled_min_lr" in settings else "set"
         yield problem, f'{verb} "decoupled_min_lr"'
+
+
+def _missing(name: str, args: SftArgs, facts: Facts) -> str:
+    """Return why a setting has no effect in the run; empty if it has one."""
+    if name not in _MISSING:
+        return ""
+    return _MISSING[name](args, facts)
 
 
 def _experts(args: SftArgs, facts: Facts) -> str:
@@ -63,8 +71,7 @@ def _interleaved(args: SftArgs, facts: Facts) -> str:
 
 
 def _reduced_in_bfloat16(args: SftArgs, facts: Facts) -> str:
-    replicas = data_parallel_size(layout_of(args), facts.world_size) * args.context_parallel_size
-    distributed: DistributedArgs = distributed_of(args, replicas, sees_gpu())
+    distributed = distributed_in(args, facts)
     if not distributed.use_distributed_optimizer:
         return "--use_distributed_optimizer is not true"
     if not distributed.grad_reduce_in_bf16:

@@ -56,6 +56,7 @@ class Slot:
             None if the whole state is on other ranks.
         start: start of `main` in the flat parameter.
         group: data-parallel ranks that the state is split over; None if each rank holds the whole state.
+        instance: number of the group, if several groups hold equal states (`--num_distributed_optimizer_instances`).
     """
 
     parameter: torch.nn.Parameter
@@ -63,6 +64,7 @@ class Slot:
     main: torch.Tensor | None
     start: int = 0
     group: dist.ProcessGroup | None = None
+    instance: int = 0
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -135,8 +137,8 @@ def state_to_save(slots: Sequence[Slot], model_state: dict[str, Any]) -> dict[st
     """Return the tensors for `dist_checkpointing.save`. Collective over data-parallel ranks.
 
     With the distributed optimizer, the ranks that share a parameter hold parts of its state. One of them, its owner,
-    gathers the parts. The parameters are distributed evenly over owners, so that all ranks write and none holds more
-    than its share.
+    gathers the parts. The parameters are distributed evenly over owners, so that all ranks of the group write and none
+    holds more than its share. Of groups with equal states, only the first writes.
 
     Args:
         model_state: the sharded tensors of the model.
@@ -147,10 +149,10 @@ def state_to_save(slots: Sequence[Slot], model_state: dict[str, Any]) -> dict[st
         for kind in slot.kinds:
             if slot.group is None:
                 tensors[f"{number}.{kind}"] = _like(sharded, slot.part(kind), kind)
-            else:
+            elif slot.instance == 0:
                 whole = _gather(slot, kind, owners[number])
                 if whole is not None:
-                    tensors[f"{number}.{kind}"] = _by_its_owner(_like(sharded, whole, kind))
+                    tensors[f"{number}.{kind}"] = _by_its_owner(_like(sharded, whole, kind), slot)
     return tensors
 
 
@@ -158,8 +160,8 @@ def state_to_load(slots: Sequence[Slot], model_state: dict[str, Any]) -> dict[st
     """Return the tensors that `dist_checkpointing.load` fills on this rank.
 
     With the distributed optimizer, these are the whole states of the parameters that this rank owns, as in
-    `state_to_save`. Each byte is therefore read by only one rank. If this rank holds the whole state of a parameter,
-    the state is read in place.
+    `state_to_save`. Each byte is therefore read by only one rank of a group. If this rank holds the whole state of a
+    parameter, the state is read in place.
     """
     tensors = {}
     owners = _owners(slots)
@@ -169,7 +171,7 @@ def state_to_load(slots: Sequence[Slot], model_state: dict[str, Any]) -> dict[st
                 tensors[f"{number}.{kind}"] = _like(sharded, slot.part(kind).detach(), kind)
             elif slot.group.rank() == owners[number]:
                 whole = torch.empty(slot.parameter.shape)
-                tensors[f"{number}.{kind}"] = _by_its_owner(_like(sharded, whole, kind))
+                tensors[f"{number}.{kind}"] = _by_its_owner(_like(sharded, whole, kind), slot)
     return tensors
 
 
@@ -198,15 +200,16 @@ def _shared_slots(part: DistributedOptimizer) -> Iterator[Slot]:
     parameters of 6 and 4 elements, two ranks. Rank 0 holds the state of elements 0 to 4 of the first parameter. Rank 1
     holds the state of element 5 of the first parameter (`start` is 5) and of the whole second parameter.
     """
+    ranks: dict[str, Any] = {"group": part.data_parallel_group, "instance": part.distributed_optimizer_instance_id}
     for buffer in part.buffers:
         for parameter in buffer.params:
             if parameter in part.model_param_group_index_map:
                 group, place = part.model_param_group_index_map[parameter]
                 main = part.optimizer.param_groups[group]["params"][place]
                 start = part._get_model_param_range_map(parameter)["param"].start
-                yield Slot(parameter, part.optimizer, main, start, part.data_parallel_group)
+                yield Slot(parameter, part.optimizer, main, start, **ranks)
             else:
-                yield Slot(parameter, part.optimizer, main=None, group=part.data_parallel_group)
+                yield Slot(parameter, part.optimizer, main=None, **ranks)
 
 
 def _whole_slots(part: Any) -> Iterator[Slot]:
@@ -278,7 +281,9 @@ def _like(sharded: Sharded, tensor: torch.Tensor, kind: str) -> Sharded:
     return make_sharded_optimizer_tensor(sharded, tensor, prefix=f"optimizer.{kind}")
 
 
-def _by_its_owner(sharded: Sharded) -> Sharded:
-    """Return the tensor marked as the main replica among data-parallel ranks, because only its owner holds it."""
+def _by_its_owner(sharded: Sharded, slot: Slot) -> Sharded:
+    """Return the tensor with the number of its group as replica among data-parallel ranks, because only its owner in
+    the group holds it.
+    """
     assert isinstance(sharded.replica_id, tuple)
-    return replace(sharded, replica_id=(*sharded.replica_id[:-1], 0))
+    return replace(sharded, replica_id=(*sharded.replica_id[:-1], slot.instance))
