@@ -123,6 +123,24 @@ def model(tmp_path) -> str:
     return str(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"num_gpus": 8}, "3 8"),
+        ({"num_gpus": 8, "use_distributed_optimizer": False}, "3 --use_distributed_optimizer"),
+        ({}, "3 --use_distributed_optimizer"),
+    ],
+)
+def test_instances_that_cannot_be_planned(model, options, problem):
+    with pytest.raises(OptionError, match=naming(f"--num_distributed_optimizer_instances {problem}")):
+        rules.check(DoctorArgs(plan=True, model=model, num_distributed_optimizer_instances=3, **options))
+
+
+def test_instances_need_a_model_to_plan():
+    with pytest.raises(OptionError, match=naming("--num_distributed_optimizer_instances 2 --model")):
+        rules.check(DoctorArgs(plan=True, num_distributed_optimizer_instances=2))
+
+
 def plan(capsys, **options) -> tuple[int, list[str]]:
     args = DoctorArgs(plan=True, **options)
     rules.check(args)

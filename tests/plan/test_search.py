@@ -6,6 +6,7 @@ from swiftlite.args.commands import DoctorArgs
 from swiftlite.estimate.gpus import GPUS
 from swiftlite.estimate.memory import usable_bytes
 from swiftlite.estimate.search import has_layout, larger, ranked
+from swiftlite.plan.layout import data_parallel_size, layout_of
 from tests.cli.test_doctor_plan import QWEN3_8B
 
 H100 = GPUS["H100"]
@@ -39,6 +40,16 @@ def test_the_fastest_comes_first_and_all_fit():
 def test_more_memory_is_never_slower():
     speeds = [ranked(args(), QWEN3_8B, H100, memory)[0].step.tokens_per_second for memory in (40, 80, 160)]
     assert speeds == sorted(speeds)
+
+
+def test_instances_divide_the_replicas_and_need_memory():
+    found = ranked(args(num_distributed_optimizer_instances=2), QWEN3_8B, H100, 80)
+    assert found
+    for candidate in found:
+        assert data_parallel_size(layout_of(candidate.args), 8) * candidate.args.context_parallel_size % 2 == 0
+    layouts = {layout_of(candidate.args): candidate.bytes for candidate in found}
+    single = {layout_of(each.args): each.bytes for each in ranked(args(micro_batch_size=1), QWEN3_8B, H100, 80)}
+    assert any(layouts[layout] > single[layout] for layout in layouts.keys() & single.keys())
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def groups_of_instances(directory: Path, number: int) -> tuple[int, int, int]:
     args = SftArgs(use_distributed_optimizer=True, num_distributed_optimizer_instances=number)
     with phases.open_session(args, hf_model) as mesh:
         chunks = build_hf_model(hf_model, mesh, dtype=torch.float32)
-        (wrapped,) = optim.wrap_model(chunks, mesh, torch.float32, args)
+        wrapped: Any = optim.wrap_model(chunks, mesh, torch.float32, args)[0]  # `buffers` is taken for torch's method
         (buffer,) = wrapped.buffers
         between = 1
         if number > 1:
