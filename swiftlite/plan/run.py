@@ -269,6 +269,13 @@ def _model_lines(args: SftArgs, plan: Plan, checkpoint: Heads) -> list[tuple[str
     if heads.layers and args.mtp_mode == "joint":
         lines.append(("MTP loss weight", f"{args.mtp_loss_scaling_factor:g}"))
     lines += kernel_lines(plan.kernels)
+    dispatch = {
+        f"tokens reach their experts by {args.moe_token_dispatcher_type}": args.moe_token_dispatcher_type != "alltoall",
+        f"kernels of {args.moe_flex_dispatcher_backend}": args.moe_token_dispatcher_type == "flex",
+        "shared experts computed meanwhile": args.moe_shared_expert_overlap,
+    }
+    if any(dispatch.values()):
+        lines.append(("dispatch", ", ".join(name for name, is_used in dispatch.items() if is_used)))
     if args.megatron_config:
         settings = ", ".join(f"{name} {json.dumps(value)}" for name, value in args.megatron_config.items())
         lines.append(("megatron-core", settings))

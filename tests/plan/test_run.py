@@ -78,6 +78,25 @@ def test_render_shows_settings_of_megatron_core():
     assert has_line(text, "moe_z_loss_coeff 0.1 check_for_nan_in_grad true")
 
 
+def test_render_shows_how_tokens_reach_their_experts():
+    args = SftArgs(
+        model="m", dataset=["a.jsonl"], moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend="hybridep"
+    )
+    text = render(args, make_plan(args, 1, Heads()), Heads(), None)
+    assert has_line(text, "dispatch flex hybridep")
+    args = SftArgs(model="m", dataset=["a.jsonl"], moe_shared_expert_overlap=True)
+    text = render(args, make_plan(args, 1, Heads()), Heads(), None)
+    assert has_line(text, "dispatch shared")
+    assert not has_line(text, "dispatch alltoall")
+
+
+def test_render_shows_instances_of_the_optimizer():
+    args = SftArgs(
+        model="m", dataset=["a.jsonl"], num_distributed_optimizer_instances=2, use_distributed_optimizer=True
+    )
+    assert has_line(render(args, make_plan(args, 4, Heads()), Heads(), None), "optimizer 2")
+
+
 def test_render_of_a_quantized_model():
     args = SftArgs(model="m", dataset=["a.jsonl"], output_dir="out", mtp_num_layers=0)
     text = render(args, make_plan(args, 1, Heads()), Heads(), None, "compressed-tensors (pack-quantized)")
