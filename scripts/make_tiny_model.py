@@ -37,7 +37,7 @@ CHATML = """\
 """
 FAMILIES = (
     *("llama", "mistral", "gemma3_text", "granite", "olmo2", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "mimo"),
-    *("qwen3_moe", "glm4_moe", "hy_v3"),  # with experts
+    *("qwen2_moe", "qwen3_moe", "glm4_moe", "hy_v3"),  # with experts
     *("deepseek_v3", "glm4_moe_lite"),  # with latent attention
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),  # with linear attention
 )
@@ -70,6 +70,7 @@ LINEAR = {
 }
 WITH_SHARED = EXPERTS | {"num_experts": 8, "shared_expert_intermediate_size": 128}
 OWN_SIZES: dict[str, dict[str, Any]] = {
+    "qwen2_moe": WITH_SHARED | {"norm_topk_prob": False},
     "qwen3_moe": EXPERTS | {"num_experts": 8},
     "glm4_moe": SHARED_AND_ROUTED | {"attention_bias": True, "use_qk_norm": True, "partial_rotary_factor": 0.5},
     # vLLM also requires scoring_func.

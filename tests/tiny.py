@@ -37,6 +37,8 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3_5ForCausalLM,
     Qwen3_5MoeForCausalLM,
     Qwen3_5MoeTextConfig,
@@ -64,6 +66,7 @@ CLASSES: dict[str, tuple[type, type]] = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen2_5_vl": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "mimo": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
@@ -106,6 +109,7 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         "sliding_window": 8,
         "query_pre_attn_scalar": 48,
     },
+    "qwen2_moe": WITH_SHARED | {"norm_topk_prob": False},
     "qwen3_moe": EXPERTS | {"num_experts": 4},
     "glm4_moe": EXPERTS
     | {
@@ -199,7 +203,7 @@ ONLY_IN_VLLM = ("qwen2_5_vl", "qwen3_vl")
 """Families whose heads SGLang and llama.cpp cannot use for drafting."""
 CANNOT_DRAFT = {
     "sglang": ONLY_IN_VLLM,
-    "llamacpp": (*ONLY_IN_VLLM, "gemma3_text", "granite", "olmo2", "phi3", "smollm3"),
+    "llamacpp": (*ONLY_IN_VLLM, "gemma3_text", "granite", "olmo2", "phi3", "qwen2_moe", "smollm3"),
 }
 """Families whose heads an engine cannot use for drafting."""
 HYBRID = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text")

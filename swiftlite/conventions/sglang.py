@@ -8,8 +8,8 @@ MATCHING = Matching("SGLang", reads_files=False, compares_parts=True)
 _DECODER = "model.decoder."
 # These classes give their layer the names of the trunk's first layer.
 _FIRST_LAYER = "model.layers.0."
-# HF model_type -> convention. The classes of dense families except MiMo are those of swiftlite's plugin
-# (models/dense.py).
+# HF model_type -> convention. The classes of Qwen2 MoE, and of dense families except MiMo, are those of
+# swiftlite's plugin (models/dense.py).
 _LINES = {
     "gemma3_text": Convention("Gemma3ForCausalLMMTP", "one"),
     "granite": Convention("GraniteForCausalLMMTP", "one"),
@@ -18,6 +18,7 @@ _LINES = {
     "olmo2": Convention("Olmo2ForCausalLMMTP", "one"),
     "phi3": Convention("Phi3ForCausalLMMTP", "one"),
     "qwen2": Convention("Qwen2ForCausalLMMTP", "one"),
+    "qwen2_moe": Convention("Qwen2MoeForCausalLMMTP", "one"),
     "qwen3": Convention("Qwen3ForCausalLMMTP", "one"),
     "mimo": Convention("MiMoMTP", "last", Drafting(zeroes_first_embedding=True), block=""),
     "seed_oss": Convention("SeedOssForCausalLMMTP", "one"),

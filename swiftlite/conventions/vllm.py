@@ -22,6 +22,7 @@ _LINES = {
     "phi3": Convention("Phi3MTPModel"),
     "qwen2": Convention("Qwen2MTPModel"),
     "qwen2_5_vl": Convention("Qwen2_5_VLMTPModel"),
+    "qwen2_moe": Convention("Qwen2MoeMTPModel"),
     "qwen3": Convention("Qwen3MTPModel"),
     "mimo": Convention("MiMoMTP", "first", block=_NEXT_LAYER),  # it asserts that the draft step is 0
     "qwen3_moe": Convention("Qwen3MoeMTPModel", quantizes=("mtp.layers.{head}.mlp.gate",)),

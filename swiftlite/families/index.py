@@ -20,6 +20,7 @@ from swiftlite.families.models.olmo2 import OLMO2
 from swiftlite.families.models.phi3 import PHI3
 from swiftlite.families.models.qwen2 import QWEN2
 from swiftlite.families.models.qwen2_5_vl import QWEN2_5_VL
+from swiftlite.families.models.qwen2_moe import QWEN2_MOE
 from swiftlite.families.models.qwen3 import QWEN3
 from swiftlite.families.models.qwen3_5 import QWEN3_5, QWEN3_5_MOE, QWEN3_5_MOE_TEXT, QWEN3_5_TEXT
 from swiftlite.families.models.qwen3_moe import QWEN3_MOE
@@ -45,6 +46,7 @@ FAMILIES: dict[str, Family] = {
     "phi3": PHI3,
     "qwen2": QWEN2,
     "qwen2_5_vl": QWEN2_5_VL,
+    "qwen2_moe": QWEN2_MOE,
     "qwen3": QWEN3,
     "qwen3_5": QWEN3_5,
     "qwen3_5_moe": QWEN3_5_MOE,

@@ -77,6 +77,7 @@ _FLAGS = (
     "route_norm",
     "rope_interleave",
     "use_sliding_window",
+    "qkv_bias",
 )
 _LISTS = {"mlp_only_layers": int, "no_rope_layers": int, "layer_types": str, "mlp_layer_types": str}
 _OBJECTS = ("rope_parameters", "rope_scaling")

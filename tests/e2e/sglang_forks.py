@@ -3,6 +3,9 @@
 import multiprocessing
 import os
 
+import torch
+import torch.nn.functional as F
+
 from swiftlite.engines.sglang.options import cpu_variables
 
 
@@ -13,9 +16,18 @@ def install() -> None:
     import sglang.srt.entrypoints.engine
     import sglang.srt.managers.detokenizer_manager
     import sglang.srt.managers.scheduler  # noqa: F401
+    from sglang.srt.models import qwen2_moe
 
+    qwen2_moe.fused_gate_sigmoid_mul_add = add_gated_expert
     multiprocessing.set_start_method("fork")
     multiprocessing.set_start_method = lambda *_, **__: None  # SGLang's choice is "spawn"
+
+
+def add_gated_expert(
+    states_TH: torch.Tensor, gate_H: torch.Tensor, expert_TH: torch.Tensor, output_TH: torch.Tensor
+) -> None:
+    """Add the output of a shared expert, multiplied by its gate. SGLang's kernel for this requires a GPU."""
+    output_TH += F.sigmoid(states_TH @ gate_H)[:, None] * expert_TH
 
 
 def sample_verified_tokens() -> None:

@@ -70,6 +70,7 @@ OWN_NEUTRAL = {
     "llama": {"attention_bias", "mlp_bias"},
     "qwen2": set(),
     "qwen2_5_vl": set(),
+    "qwen2_moe": {"qkv_bias"},
     "qwen3": {"attention_bias"},
     "mimo": set(),
     "qwen3_moe": {"attention_bias"},
@@ -135,6 +136,7 @@ OF_LINEAR = {
 }
 OWN_READ = {
     "gemma3_text": {"query_pre_attn_scalar", "sliding_window", "sliding_window_pattern"},
+    "qwen2_moe": OF_QWEN_MIXTURE | {"num_experts", "shared_expert_intermediate_size"},
     "qwen3_moe": OF_QWEN_MIXTURE | {"num_local_experts"},
     "qwen3_next": OF_QWEN_MIXTURE | OF_LINEAR | {"num_experts", "shared_expert_intermediate_size"},
     "qwen3_5": OF_LINEAR | {"mtp_num_hidden_layers"},
@@ -285,7 +287,7 @@ def test_mcore_config(family):
         "activation_func": "silu",
         "gated_linear_unit": True,
         "add_bias_linear": False,
-        "add_qkv_bias": family in ("qwen2", "qwen2_5_vl", "mimo", "glm4_moe", "seed_oss"),
+        "add_qkv_bias": family in ("qwen2", "qwen2_5_vl", "qwen2_moe", "mimo", "glm4_moe", "seed_oss"),
         "qk_layernorm": family in ("qwen3", "qwen3_vl", "qwen3_moe", "glm4_moe", "hy_v3", *HYBRID),
         "init_method_std": 0.02,
     } | OWN_CONFIG.get(family, {})
@@ -335,6 +337,7 @@ def test_blockwise_fp8_can_be_read(family, block):
 
 # Of GLM-4.7-Flash: derived, null where there is no latent, and what transformers and engines take for granted alike.
 NEED_NOT_BE = {"qk_head_dim", "q_lora_rank", "rope_interleave", "first_k_dense_replace"}
+WITH_FLAG_OF_WINDOWS = ("qwen2", "qwen2_5_vl", "qwen2_moe", "qwen3", "mimo", "qwen3_moe")
 PARTIAL_ROTARY = ("glm4_moe", "phi3", *HYBRID)
 REFUSED = [
     *[(family, "hidden_act", "gelu") for family in families.FAMILIES],
@@ -347,7 +350,7 @@ REFUSED = [
         for family in families.FAMILIES
         if family not in PARTIAL_ROTARY
     ],
-    *[(family, "use_sliding_window", True) for family in ("qwen2", "qwen2_5_vl", "qwen3", "mimo", "qwen3_moe")],
+    *[(family, "use_sliding_window", True) for family in WITH_FLAG_OF_WINDOWS],
     *[(family, "layer_types", ["full_attention", "sliding_attention"]) for family in ("qwen2", "qwen3", "mimo")],
     *[(family, "num_experts_per_tok", 5) for family in MOE],
     *[(family, "num_experts_per_tok", 0) for family in MOE],
@@ -363,6 +366,14 @@ REFUSED = [
     ("qwen3_next", "attn_output_gate", False),
     ("qwen3_next", "linear_num_value_heads", 3),
     ("qwen3_next", "attention_bias", True),
+    *[
+        ("qwen2_moe", key, None)
+        for key in ("num_experts", "num_key_value_heads", "qkv_bias", "shared_expert_intermediate_size")
+    ],
+    ("qwen2_moe", "shared_expert_intermediate_size", 0),
+    ("qwen2_moe", "qkv_bias", False),
+    ("qwen2_moe", "layer_types", ["full_attention", "sliding_attention"]),
+    ("qwen2_moe", "mlp_only_layers", [0, 1]),
     ("qwen3_moe", "attention_bias", True),
     ("qwen3_moe", "num_experts", 0),
     ("qwen3_moe", "num_experts", "4"),

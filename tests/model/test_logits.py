@@ -39,7 +39,7 @@ ROPES = {
 }
 
 
-MOE = ("qwen3_moe", "glm4_moe", "hy_v3", *LATENT, *HYBRID)
+MOE = ("qwen2_moe", "qwen3_moe", "glm4_moe", "hy_v3", *LATENT, *HYBRID)
 
 
 def assert_equal(ours: torch.Tensor, theirs: torch.Tensor, family: str) -> None:
@@ -199,6 +199,9 @@ def test_mtp_logits_equal_those_of_transformers(tmp_path, mesh, depth, tied):
 
 
 ROUTERS = [
+    ("qwen2_moe", {"num_hidden_layers": 4, "decoder_sparse_step": 2}),
+    ("qwen2_moe", {"num_hidden_layers": 3, "mlp_only_layers": [2], "norm_topk_prob": True}),
+    ("qwen2_moe", {"num_experts_per_tok": 1}),
     ("qwen3_moe", {"norm_topk_prob": False}),
     ("qwen3_moe", {"norm_topk_prob": False, "num_experts_per_tok": 1}),
     ("qwen3_moe", {"num_experts": 8, "num_experts_per_tok": 3}),

@@ -59,6 +59,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "olmo2": DENSE | {"pad_token_id": None},
     "phi3": DENSE | {"pad_token_id": None},
     "smollm3": DENSE | {"pad_token_id": None},  # of the whole vocabulary
+    "qwen2_moe": MOE
+    | {
+        "num_experts": 8,
+        "shared_expert_intermediate_size": 160,
+        "mlp_only_layers": [2],
+        "decoder_sparse_step": 1,
+    },
     "qwen3_moe": MOE | {"num_experts": 8, "mlp_only_layers": [2], "decoder_sparse_step": 1},
     "glm4_moe": SHARED | {"attention_bias": True, "use_qk_norm": True, "partial_rotary_factor": 0.5},
     "deepseek_v3": LATENT,

@@ -30,6 +30,7 @@ DRAFTS = {
     "Olmo2ForCausalLM": "Olmo2ForCausalLMMTP",
     "Phi3ForCausalLM": "Phi3ForCausalLMMTP",
     "Qwen2ForCausalLM": "Qwen2ForCausalLMMTP",
+    "Qwen2MoeForCausalLM": "Qwen2MoeForCausalLMMTP",
     "Qwen3ForCausalLM": "Qwen3ForCausalLMMTP",
     "SeedOssForCausalLM": "SeedOssForCausalLMMTP",
     "SmolLM3ForCausalLM": "SmolLM3ForCausalLMMTP",

@@ -30,6 +30,7 @@ from vllm.model_executor.models import (
     olmo_hybrid,
     phi3,
     qwen2,
+    qwen2_moe,
     qwen3,
     qwen3_moe,
     transformers,
@@ -75,6 +76,10 @@ class Phi3ForCausalLM(Trunk, phi3.Phi3ForCausalLM):
 
 
 class Qwen2ForCausalLM(Trunk, qwen2.Qwen2ForCausalLM):
+    """The trunk of a checkpoint with MTP heads."""
+
+
+class Qwen2MoeForCausalLM(Trunk, qwen2_moe.Qwen2MoeForCausalLM):
     """The trunk of a checkpoint with MTP heads."""
 
 
@@ -394,14 +399,20 @@ class SmolLM3MTPModel(LlamaMTPModel):
         return layer
 
 
-class Qwen3MoeMTPModel(MtpDraft):
-    """MTP draft model for Qwen3 MoE."""
+class Qwen2MoeMTPModel(MtpDraft):
+    """MTP draft model for Qwen2 MoE."""
 
-    def make_layer(self, vllm_config: VllmConfig, prefix: str) -> nn.Module:
-        # vLLM's layer reads the kind of its MLP from model_config.
-        return qwen3_moe.Qwen3MoeDecoderLayer(_with_config(vllm_config, self.config), prefix)
+    layer_class = qwen2_moe.Qwen2MoeDecoderLayer
 
     def expert_mapping(self) -> ExpertMapping:
         return fused_moe_make_expert_params_mapping(
             self, "gate_proj", "down_proj", "up_proj", num_experts=self.config.num_experts
         )
+
+
+class Qwen3MoeMTPModel(Qwen2MoeMTPModel):
+    """MTP draft model for Qwen3 MoE."""
+
+    def make_layer(self, vllm_config: VllmConfig, prefix: str) -> nn.Module:
+        # vLLM's layer reads the kind of its MLP from model_config.
+        return qwen3_moe.Qwen3MoeDecoderLayer(_with_config(vllm_config, self.config), prefix)

@@ -40,6 +40,7 @@ DRAFTS = {
     "Phi3ForCausalLM": "Phi3MTPModel",
     "Qwen2_5_VLForConditionalGeneration": "Qwen2_5_VLMTPModel",
     "Qwen2ForCausalLM": "Qwen2MTPModel",
+    "Qwen2MoeForCausalLM": "Qwen2MoeMTPModel",
     "Qwen3ForCausalLM": "Qwen3MTPModel",
     "Qwen3MoeForCausalLM": "Qwen3MoeMTPModel",
     "Qwen3VLForConditionalGeneration": "Qwen3VLMTPModel",
@@ -66,7 +67,7 @@ def hf_config_override(hf_config: PreTrainedConfig) -> PreTrainedConfig:
         return _vllm_hf_config_override(hf_config)
     # "mtp" is one of vLLM's MTPModelTypes, without special treatment.
     changes = {"model_type": "mtp", "architectures": [DRAFTS[architecture]], "n_predict": heads_of(hf_config).layers}
-    if architecture == "Qwen3MoeForCausalLM":
+    if architecture in ("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"):
         changes |= _layers_like_the_last(hf_config)
     text_config = hf_config.get_text_config()
     text_config.update(_settings_outside(hf_config, text_config) | changes)

@@ -13,7 +13,7 @@ from swiftlite.families import dense
 from swiftlite.families.architecture import Outside
 from swiftlite.families.family import Family, HfConfig
 from swiftlite.families.layer import Layer
-from swiftlite.families.models import qwen3_moe, qwen3_next
+from swiftlite.families.models import qwen2_moe, qwen3_moe, qwen3_next
 from swiftlite.families.vision import Qwen3Vision
 
 # In models with experts, all layers are mixtures, and the selected scores are divided by their sum.
@@ -38,8 +38,8 @@ def _layer(hf_config: HfConfig, number: int) -> Layer:
 
 
 def _layer_of_mixture(hf_config: HfConfig, number: int) -> Layer:
-    mlp = qwen3_next.mlp({**hf_config, **_ALL_MIXTURES}, number)
-    return Layer(qwen3_next.attention(hf_config, number, hf_is_grouped=False), mlp, qwen3_next.SHARED_EXPERT)
+    mlp = qwen2_moe.mlp({**hf_config, **_ALL_MIXTURES}, number)
+    return Layer(qwen3_next.attention(hf_config, number, hf_is_grouped=False), mlp, qwen2_moe.SHARED_EXPERT)
 
 
 def _outside_wrapped(hf_config: HfConfig) -> Outside:

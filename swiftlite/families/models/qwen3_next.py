@@ -1,7 +1,7 @@
 """Qwen3-Next: three layers of linear attention for each layer of gated full attention, and experts.
 
-Norms multiply by 1 + weight. The router is the router of Qwen3 MoE, and there is one gated shared expert. See also
-`linear_attention.py`.
+Norms multiply by 1 + weight. The router is the router of Qwen3 MoE, and the gated shared expert that of Qwen2 MoE. See
+also `linear_attention.py`.
 """
 
 from collections.abc import Sequence
@@ -14,8 +14,7 @@ from swiftlite.families.attention import GroupedQueryAttention
 from swiftlite.families.family import Family, HfConfig
 from swiftlite.families.layer import Layer
 from swiftlite.families.linear_attention import GatedDeltaNet
-from swiftlite.families.mlp import MixtureOfExperts, Mlp
-from swiftlite.families.models import qwen3_moe
+from swiftlite.families.models import qwen2_moe, qwen3_moe
 
 _LINEAR, _FULL = "linear_attention", "full_attention"
 _NORMED = {"norm_topk_prob": True}  # default
@@ -88,19 +87,9 @@ def attention(hf_config: HfConfig, number: int, *, hf_is_grouped: bool) -> Gated
     )
 
 
-def mlp(hf_config: HfConfig, number: int) -> MixtureOfExperts | Mlp:
-    """Return Qwen3 MoE's mixture of experts with a gated shared expert, or a dense MLP if the config specifies it."""
-    kind = qwen3_moe.mlp({**_NORMED, **hf_config}, number)
-    if isinstance(kind, MixtureOfExperts):
-        return replace(kind, shared_ffn=hf_config["shared_expert_intermediate_size"], shared_gate=True)
-    return kind
-
-
 def _layer(hf_config: HfConfig, number: int) -> Layer:
-    return Layer(attention(hf_config, number, hf_is_grouped=True), mlp(hf_config, number), SHARED_EXPERT)
-
-
-SHARED_EXPERT = {"mlp.shared_experts.": "mlp.shared_expert."}
+    mlp = qwen2_moe.mlp({**_NORMED, **hf_config}, number)
+    return Layer(attention(hf_config, number, hf_is_grouped=True), mlp, qwen2_moe.SHARED_EXPERT)
 
 
 def outside(hf_config: HfConfig) -> Outside:

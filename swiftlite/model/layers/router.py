@@ -44,6 +44,20 @@ class TopKRouter(McoreTopKRouter):
             self._buffers[name] = buffer.to(fn(buffer).device)
         return self
 
+    def routing(
+        self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return weights and choice of experts, both [T, E].
+
+        If all scores are normalized before the selection, megatron-core rounds them to the precision of the logits
+        first (moe_utils.py:711 of 0.16.1). In bfloat16, two experts can then have equal scores, and another one is
+        selected than in transformers and vLLM, which select by scores in float32.
+        """
+        if not self.config.moe_router_pre_softmax:
+            return super().routing(logits, padding_mask)
+        probs_TE, chosen_TE = super().routing(logits.float(), padding_mask)
+        return probs_TE.type_as(logits), chosen_TE
+
     # megatron-core's `routing` calls these four methods. They have an effect only in training and with gradients
     # enabled, so recomputation does not count tokens twice.
 

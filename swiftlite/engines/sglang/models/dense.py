@@ -8,6 +8,7 @@ Shapes: T tokens of all requests of a batch, H hidden size.
 import inspect
 from collections.abc import Iterator
 from copy import deepcopy
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -15,14 +16,23 @@ from sglang.srt.layers.layer_boundary import layer_stack
 from sglang.srt.layers.layer_boundary.residual import batch as residual_batch
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.logits_processor import LogitsProcessor, LogitsProcessorOutput
+from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
 from sglang.srt.layers.quantization.base_config import QuantizationConfig
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_loader.weight_utils import default_weight_loader
-from sglang.srt.models import gemma3_causal, granite, llama, mistral, olmo2, qwen2, qwen3
+from sglang.srt.models import gemma3_causal, granite, llama, mistral, olmo2, qwen2, qwen2_moe, qwen3
 from torch import nn
 
-from swiftlite.engines.loading.head_weights import FUSED_MODULES, PACKED_MODULES, Trunk, Weights, fill, heads_of
+from swiftlite.engines.loading.head_weights import (
+    FUSED_MODULES,
+    PACKED_MODULES,
+    ExpertMapping,
+    Trunk,
+    Weights,
+    fill,
+    heads_of,
+)
 from swiftlite.engines.loading.no_rotary import NoRotaryEmbedding
 
 
@@ -79,6 +89,21 @@ class Phi3ForCausalLM(Trunk, llama.Phi3ForCausalLM):
 
 class Qwen2ForCausalLM(Trunk, qwen2.Qwen2ForCausalLM):
     """The trunk of a checkpoint with an MTP head."""
+
+
+class Qwen2MoeForCausalLM(SharingTrunk, qwen2_moe.Qwen2MoeForCausalLM):
+    """The trunk of a checkpoint with an MTP head. SGLang 0.5.23 ignores `tie_word_embeddings`.
+
+    Raises:
+        ValueError: a layer has no experts. SGLang builds experts in all layers.
+    """
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any):
+        if config.mlp_only_layers or config.decoder_sparse_step != 1:
+            raise ValueError("Qwen2 MoE with layers without experts is not supported")
+        super().__init__(config, *args, **kwargs)
+        if config.tie_word_embeddings:
+            self.lm_head = self.model.embed_tokens
 
 
 class Qwen3ForCausalLM(Trunk, qwen3.Qwen3ForCausalLM):
@@ -202,11 +227,15 @@ class MtpDraft(nn.Module):
         state = self.mtp(self.embed_tokens(input_ids), positions, hidden.hidden_states, forward_batch)
         return self.logits_processor(input_ids, state, self.lm_head, forward_batch)
 
+    def expert_mapping(self) -> ExpertMapping:
+        """Return how SGLang's fused parameters of experts are filled; empty without experts."""
+        return []
+
     def load_weights(self, weights: Weights) -> set[str]:
         """Load the head from HF tensors, and return the names of the filled parameters, as `fill` does."""
         parameters = {name: tensor for name, tensor in self.named_parameters() if name.startswith("mtp.")}
         is_fused = self.packed_modules_mapping is FUSED_MODULES
-        return fill(parameters, weights, 1, default_weight_loader, is_fused=is_fused)
+        return fill(parameters, weights, 1, default_weight_loader, self.expert_mapping(), is_fused=is_fused)
 
     def set_embed_and_head(self, embed: nn.Parameter, head: torch.Tensor) -> None:
         """Use the trunk's embedding and output layer, which SGLang's EAGLE worker passes.
@@ -292,6 +321,15 @@ class Qwen2ForCausalLMMTP(MtpDraft):
     layer_class = qwen2.Qwen2DecoderLayer
 
 
+class Qwen2MoeForCausalLMMTP(MtpDraft):
+    """MTP draft model for Qwen2 MoE."""
+
+    layer_class = partial(qwen2_moe.Qwen2MoeDecoderLayer, layer_id=0)
+
+    def expert_mapping(self) -> ExpertMapping:
+        return FusedMoE.make_expert_params_mapping("gate_proj", "down_proj", "up_proj", self.config.num_experts)
+
+
 class Qwen3ForCausalLMMTP(MtpDraft):
     """MTP draft model for Qwen3."""
 
@@ -320,6 +358,7 @@ EntryClass = [
     Olmo2ForCausalLM,
     Phi3ForCausalLM,
     Qwen2ForCausalLM,
+    Qwen2MoeForCausalLM,
     Qwen3ForCausalLM,
     SeedOssForCausalLM,
     SmolLM3ForCausalLM,
@@ -330,6 +369,7 @@ EntryClass = [
     Olmo2ForCausalLMMTP,
     Phi3ForCausalLMMTP,
     Qwen2ForCausalLMMTP,
+    Qwen2MoeForCausalLMMTP,
     Qwen3ForCausalLMMTP,
     SeedOssForCausalLMMTP,
     SmolLM3ForCausalLMMTP,

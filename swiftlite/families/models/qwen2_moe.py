@@ -1,0 +1,46 @@
+"""Qwen1.5-MoE and Qwen2-57B-A14B: Qwen2's attention, a softmax router without bias, and a gated shared expert.
+
+They were published without MTP heads.
+"""
+
+from dataclasses import replace
+
+from swiftlite.families import dense
+from swiftlite.families.family import Family, HfConfig
+from swiftlite.families.layer import Layer
+from swiftlite.families.mlp import MixtureOfExperts, Mlp
+from swiftlite.families.models import qwen3_moe
+
+SHARED_EXPERT = {"mlp.shared_experts.": "mlp.shared_expert."}
+"""Names of the shared expert's tensors, within a layer."""
+# transformers' defaults are the sizes of Qwen1.5-MoE-A2.7B.
+_STATED = ("num_experts", "num_key_value_heads", "shared_expert_intermediate_size")
+
+
+def _check(hf_config: HfConfig) -> None:
+    problems = dense.missing_numbers(hf_config, _STATED)
+    # Engines always have these biases. If qkv_bias is null, transformers has none.
+    problems += dense.problems_of(hf_config, qkv_bias=(True,))
+    problems += qwen3_moe.mixture_problems(hf_config)
+    dense.refuse(hf_config, problems)
+
+
+def mlp(hf_config: HfConfig, number: int) -> Mlp | MixtureOfExperts:
+    """Return the MLP of decoder layer `number` (from 0): a mixture of experts with a gated shared expert, or dense."""
+    kind = qwen3_moe.mlp(hf_config, number)
+    if isinstance(kind, MixtureOfExperts):
+        return replace(kind, shared_ffn=hf_config["shared_expert_intermediate_size"], shared_gate=True)
+    return kind
+
+
+def _layer(hf_config: HfConfig, number: int) -> Layer:
+    return Layer(dense.attention(hf_config, qkv_bias=True), mlp(hf_config, number), SHARED_EXPERT)
+
+
+QWEN2_MOE = Family(
+    name="qwen2_moe",
+    check=_check,
+    layer=_layer,
+    outside=dense.outside,
+    mtp=dense.QWEN3_NEXT_HEADS,
+)
