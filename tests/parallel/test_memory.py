@@ -134,13 +134,16 @@ def test_linear_attention(parameter_bytes, rows, recompute, ranks):
     check(measured, estimated)
 
 
-def test_experts():
+@pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe"])
+def test_experts(family):
     """For each selected expert, a token stores its input, the expert's inner activations and the expert's output.
 
-    The output is needed for the gradient of the router's weight.
+    The output is needed for the gradient of the router's weight. Scores of Qwen2 MoE are normalized before the
+    selection.
     """
-    sizes = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
-    hf_config = config("qwen3_moe", **sizes, decoder_sparse_step=1, mlp_only_layers=[])
+    sizes = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    sizes |= {"norm_topk_prob": family == "qwen3_moe", "shared_expert_intermediate_size": 128}
+    hf_config = config(family, **sizes, decoder_sparse_step=1, mlp_only_layers=[])
     setup = Setup(micro_batch_size=2, max_length=256, heads=Heads(1))
     (estimated,) = estimate(hf_config, setup)
     (measured,) = launch(1, measure, hf_config, setup)
