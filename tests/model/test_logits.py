@@ -233,6 +233,17 @@ def test_every_setting_of_a_mixture(tmp_path, mesh, family, options):
     assert_equal(ours, theirs, family)
 
 
+def test_experts_are_chosen_by_exact_scores(tmp_path, mesh):
+    """Rounded to bfloat16, the scores of the second and the third expert are equal."""
+    model = load_megatron(make_tiny_hf(tmp_path, "qwen2_moe", dtype=torch.bfloat16), mesh, torch.bfloat16)
+    router = model.decoder.layers[0].get_submodule("mlp.router")
+    logits = torch.tensor([[[4.0, 0.0, 0.001, -4.0]], [[4.0, 0.001, 0.0, -4.0]]], dtype=torch.bfloat16)
+    with torch.no_grad():
+        probs, chosen = router.routing(logits)
+    assert chosen.nonzero()[:, 1].tolist() == [0, 2, 0, 1]
+    assert probs.dtype is torch.bfloat16
+
+
 def test_experts_are_chosen_with_the_bias(tmp_path, mesh):
     """With a bias of 10, exactly two experts are selected. The bias does not change their weights."""
     directory = make_tiny_hf(tmp_path, "glm4_moe")
