@@ -236,7 +236,7 @@ def test_every_setting_of_a_mixture(tmp_path, mesh, family, options):
 def test_experts_are_chosen_by_exact_scores(tmp_path, mesh):
     """Rounded to bfloat16, the scores of the second and the third expert are equal."""
     model = load_megatron(make_tiny_hf(tmp_path, "qwen2_moe", dtype=torch.bfloat16), mesh, torch.bfloat16)
-    router = model.decoder.layers[0].get_submodule("mlp.router")
+    router: Any = model.decoder.layers[0].get_submodule("mlp.router")
     logits = torch.tensor([[[4.0, 0.0, 0.001, -4.0]], [[4.0, 0.001, 0.0, -4.0]]], dtype=torch.bfloat16)
     with torch.no_grad():
         probs, chosen = router.routing(logits)
