@@ -3,10 +3,10 @@
     python scripts/bench/streaming.py --model HF_DIR [--rows 4000] [--readers 2] [--seconds 0.5]
 
 Rows have lognormal lengths (mean 400 words). The reference is one process that reads and tokenizes all samples, as in a
-job whose first rank reads for all ranks. The readers are processes over gloo that each read a share, exchange lengths,
-and exchange the samples of each step (--sequence_packing_scheduler dp_balanced). Then the same steps run with --seconds
-of simulated GPU work between them, during which the CPU is idle. The time of reading that remains is the time for which
-a step waits.
+job whose first rank reads for all ranks. The readers are processes over gloo that each read all lines but tokenize a
+share, exchange lengths, and exchange the samples of each step (--sequence_packing_scheduler dp_balanced). Then the same
+steps run with --seconds of simulated GPU work between them, during which the CPU is idle. The time of reading that
+remains is the time for which a step waits. The cost of a line that another reader tokenizes is printed as well.
 """
 
 import argparse
@@ -53,6 +53,20 @@ def read_alone(model: str, file: str, number: int) -> float:
     start = time.perf_counter()
     stream.take(itertools.islice(stream, number))
     return number / (time.perf_counter() - start)
+
+
+def pass_over(file: str, number: int) -> float:
+    """Return the seconds per row for which a reader passes over rows that other readers parse and tokenize."""
+    from swiftlite.data.packing.stream import FilePart
+    from swiftlite.data.rows.sources import DataFile, find_rows
+
+    found = find_rows(file)
+    assert isinstance(found, DataFile)
+    part = FilePart([found])
+    start = time.perf_counter()
+    for _ in range(number):
+        next(part)
+    return (time.perf_counter() - start) / number
 
 
 def read_together(model: str, file: str, number: int, seconds: float) -> None:
@@ -122,6 +136,8 @@ def main() -> None:
         write_rows(file, args.rows)
         alone = read_alone(args.model, str(file), args.rows)
         print(f"one reader for all: {alone:.0f} samples/s")
+        passing = pass_over(str(file), args.rows)
+        print(f"a row of another reader: {1e6 * passing:.1f} us   {passing * alone:.4f}x of a row that is tokenized")
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(args.readers), __file__]
         command += ["--model", args.model, "--rows", str(args.rows), "--seconds", str(args.seconds)]
         command += ["--one_of_several", str(file)]

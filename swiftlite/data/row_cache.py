@@ -159,12 +159,15 @@ def _read_part(directory: Path, number: int, *, verify: bool) -> Part | None:
 
     Returns:
         None if the file is missing or damaged. Damage is logged.
+
+    Raises:
+        UserError: this user must not read the file.
     """
     path = directory / f"{number:05}.safetensors"
     try:
+        content = np.memmap(path, np.uint8, "r")  # first: safetensors calls a file missing if it must not be read
         with safe_open(path, "np") as file:  # checks that names, sizes and places of the arrays are consistent
             sha256 = (file.metadata() or {}).get("sha256")
-        content = np.memmap(path, np.uint8, "r")
         arrays = _arrays_of(content)
         facts = PartFacts(**parse_json(arrays[FACTS].tobytes().decode()))
         part = Part({name: arrays[name] for name in COLUMNS}, facts)
@@ -173,6 +176,8 @@ def _read_part(directory: Path, number: int, *, verify: bool) -> Part | None:
         return part
     except FileNotFoundError:
         return None
+    except PermissionError as error:  # the part of another user may be complete, so it is not replaced
+        raise UserError(f"{path} cannot be read: {error.strerror}", f"use {FLAG} with another directory") from None
     except (OSError, SafetensorError, ValueError, TypeError, KeyError) as error:
         logger.warning("%s is damaged, so its rows are tokenized again: %s", path, error)
         return None

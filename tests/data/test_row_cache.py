@@ -312,6 +312,23 @@ def test_a_full_or_read_only_disk_names_the_option(make_encoder, write_jsonl, tm
     assert not list((tmp_path / "cache").rglob("*.safetensors"))
 
 
+def test_a_file_of_another_user_is_not_replaced(make_encoder, write_jsonl, tmp_path, monkeypatch):
+    path = write_jsonl(ROWS)
+    cache = RowCache(tmp_path / "cache")
+    load_train_val(make_encoder(), [path], max_bad_rows=2, cache=cache)
+
+    def denied(path, *args):  # as if this user must not read the file; root can read every file
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(np, "memmap", denied)
+    before = {name: name.read_bytes() for name in cache.directory.rglob("*.*")}
+    with pytest.raises(UserError) as caught:
+        load_train_val(make_encoder(), [path], max_bad_rows=2, cache=cache)
+    assert mentions(str(caught.value), str(next(cache.directory.rglob("00000.safetensors"))))
+    assert mentions(caught.value.hint, "--dataset_cache")
+    assert {name: name.read_bytes() for name in cache.directory.rglob("*.*")} == before
+
+
 def test_columns_have_the_dtypes_of_files():
     assert set(COLUMNS.values()) <= set(row_cache._DTYPES)
 

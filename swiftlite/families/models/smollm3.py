@@ -31,7 +31,7 @@ def _check(hf_config: HfConfig) -> None:
 
 def _rotary_problems(hf_config: HfConfig) -> list[str]:
     has_rotary, num_layers = _has_rotary(hf_config), hf_config["num_hidden_layers"]
-    if len(has_rotary) < num_layers:
+    if len(has_rotary) != num_layers:
         return [f"no_rope_layers has {len(has_rotary)} entries, num_hidden_layers is {num_layers}"]
     return []
 
