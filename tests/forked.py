@@ -11,6 +11,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
 import warnings
@@ -112,16 +113,18 @@ class Running:
 
 @dataclass(frozen=True)
 class SignalAtCall:
-    """Sends a signal to this process when a Python function is called, in the thread that installs it.
+    """Sends a signal to this process when a Python function is called.
 
     Attributes:
         function: qualified name without the module, such as `Trainer.step`.
         number: which call of this function, from 1.
+        in_threads: whether to watch threads that start later, in addition to the thread that installs it.
     """
 
     function: str
     number: int
     signal: int = signal.SIGKILL
+    in_threads: bool = False
 
     def install(self) -> None:
         """Watch all calls from now on."""
@@ -136,6 +139,8 @@ class SignalAtCall:
                     os.kill(os.getpid(), self.signal)
 
         sys.setprofile(watch)
+        if self.in_threads:
+            threading.setprofile(watch)
 
 
 def start_swiftlite(

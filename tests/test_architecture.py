@@ -26,6 +26,7 @@ LEVELS = (
     {"plan"},
     {"estimate"},
     {"runtime"},
+    {"store"},
     {"model", "rewards"},
     {"acceptance"},
     {"report"},
@@ -57,6 +58,7 @@ WITHOUT_TORCH = (
     "estimate",
     "rewards",
     "rules",
+    "store",
     "cli",
 )
 NAMES = ("plan/facts.py", "families/resolved.py", "cli/fetch.py", "cli/doctor.py")  # they become directories here

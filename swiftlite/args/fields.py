@@ -533,6 +533,9 @@ class RunArgs:
     """Write checkpoints in a subprocess while training continues."""
     save_total_limit: bounds.PositiveInt | None = None
     """Number of newest checkpoints to keep. Default: all."""
+    checkpoint_store: str | None = None
+    """URL of an object store (s3://, gs://, az://) or another directory, to which checkpoints are copied while training
+    continues; --resume also finds the newest checkpoint there. Requires the package obstore."""
     eval_steps: bounds.PositiveInt | None = None
     """Number of steps between evaluations on the held-out rows. Default: --save_steps."""
     eval_iters: bounds.PositiveInt | None = None

@@ -10,6 +10,8 @@ from swiftlite.hub import commits
 from swiftlite.hub.model import local_model
 from swiftlite.hub.name import dataset_names, models_in
 from swiftlite.log import logger
+from swiftlite.store.objects import check_store
+from swiftlite.store.run_store import claim_store, fetch_newest
 
 
 def hold_commits(args: Any) -> None:
@@ -26,14 +28,29 @@ def hold_commits(args: Any) -> None:
         logger.info("--resume: using %s at commit %s", key, commit)
 
 
-def fetch(args: Any) -> None:
-    """Download missing weights and rows after the rules have accepted the options.
+def fetch_checkpoint(args: Any) -> None:
+    """Fetch the newest checkpoint of --checkpoint_store, so that the rules and the run find it in --output_dir.
 
     Raises:
-        UserError: a download failed.
+        UserError: the store or --output_dir cannot be used.
+    """
+    if not isinstance(args, SftArgs) or args.checkpoint_store is None or args.dry_run:
+        return
+    check_store(args.checkpoint_store)
+    if args.resume and args.output_dir:
+        fetch_newest(Path(args.output_dir), args.checkpoint_store)
+
+
+def fetch(args: Any) -> None:
+    """Download missing weights and rows after the rules have accepted the options, and claim --checkpoint_store.
+
+    Raises:
+        UserError: a download failed, or the store cannot be used.
     """
     if isinstance(args, DoctorArgs):  # a plan requires no weights
         return
+    if isinstance(args, SftArgs) and args.checkpoint_store is not None:
+        claim_store(Path(args.output_dir), args.checkpoint_store, resume=args.resume)
     for option, name in models_in(args).items():
         try:
             local_model(name)

@@ -272,7 +272,7 @@ def _model_lines(args: SftArgs, plan: Plan, checkpoint: Heads) -> list[tuple[str
     dispatch = {
         f"tokens reach their experts by {args.moe_token_dispatcher_type}": args.moe_token_dispatcher_type != "alltoall",
         f"kernels of {args.moe_flex_dispatcher_backend}": args.moe_token_dispatcher_type == "flex",
-        "shared experts computed meanwhile": args.moe_shared_expert_overlap,
+        "shared experts computed at the same time": args.moe_shared_expert_overlap,
     }
     if any(dispatch.values()):
         lines.append(("dispatch", ", ".join(name for name, is_used in dispatch.items() if is_used)))

@@ -36,6 +36,7 @@ from swiftlite.runtime.distributed import session
 from swiftlite.runtime.environment import describe_machine, versions_of
 from swiftlite.runtime.lock import only_run_in
 from swiftlite.runtime.mesh import Mesh
+from swiftlite.store.copies import Copies, copies_of
 from swiftlite.train.batches.micro_batches import Batches, SampleRows
 from swiftlite.train.checkpoint.checkpointer import load_checkpoint, read_state
 from swiftlite.train.checkpoint.source import describe_tensors, dtypes_of, source_tensors, write_source
@@ -134,6 +135,17 @@ def claim_output_dir(args: SftArgs) -> AbstractContextManager[None]:
     return only_run_in(Path(args.output_dir))
 
 
+def copy_checkpoints(args: SftArgs) -> AbstractContextManager[Copies | None]:
+    """Copy checkpoints to --checkpoint_store while the context is open, on the first rank.
+
+    Raises:
+        UserError: when the context ends, the newest checkpoint was not copied.
+    """
+    if dist.get_rank() != 0:
+        return nullcontext()
+    return copies_of(Path(args.output_dir), args.checkpoint_store, args.save_total_limit)
+
+
 def checkpoint_to_resume(args: SftArgs) -> Path | None:
     """Return the newest checkpoint if --resume is set. None without --resume, or if the run has no checkpoint yet."""
     if not args.resume:
@@ -154,7 +166,7 @@ def check_ranks_agree(args: SftArgs, hf_model: HfModel, plan: Plan, data: Data, 
     # These may differ between nodes.
     where = ("model", "mtp_graft_from", "cache_trunk_states", "output_dir", "dataset", "val_dataset")
     where += ("media_root", "ref_model", "ref_logprobs_cache", "teacher_model", "dataset_cache")
-    where += ("external_plugins", "rollouts_from")  # only the first rank reads them
+    where += ("checkpoint_store", "external_plugins", "rollouts_from")  # only the first rank reads them
     options = {f"--{name}": str(value) for name, value in asdict(args).items() if name not in where}
     versions = {name: version(name) for name in VERSIONS}
     check_agreement(

@@ -45,6 +45,7 @@ from swiftlite.plan.trainable import Trainable, trainable_of, trained_parts_of
 from swiftlite.redact import redact
 from swiftlite.runtime.malloc import return_large_blocks
 from swiftlite.runtime.mesh import Mesh
+from swiftlite.store.copies import Copies
 from swiftlite.train import phases
 from swiftlite.train.batches.exchange import gather
 from swiftlite.train.batches.micro_batches import Batches, MicroBatches
@@ -76,10 +77,14 @@ def run(args: SftArgs, after_step: phases.AfterStep | None = None) -> int:
     if args.stream_trunk:
         return_large_blocks()
     models = resolve_options(args)
-    with phases.open_session(args, models["model"]) as mesh, phases.claim_output_dir(args):
+    with (
+        phases.open_session(args, models["model"]) as mesh,
+        phases.claim_output_dir(args),
+        phases.copy_checkpoints(args) as copies,
+    ):
         prepared = prepare(args, mesh, models)
         state = phases.restore(prepared)
-        trainer = make_trainer(prepared, state, after_step)
+        trainer = make_trainer(prepared, state, after_step, copies)
         try:
             outcome = phases.fit(prepared, trainer, state["step"], make_held_out(prepared))
         finally:
@@ -341,11 +346,13 @@ def make_trainer(
     run: phases.Run,
     state: Mapping[str, Any],
     after_step: phases.AfterStep | None = None,
+    copies: Copies | None = None,
 ) -> Trainer:
     """Return the trainer of a restored run.
 
     Args:
         state: result of `phases.restore`.
+        copies: copies checkpoints to a store.
     """
     args, train_state = run.args, run.train_state
     batches = open_train_batches(run, state)
@@ -364,6 +371,7 @@ def make_trainer(
         },
         keep=args.save_total_limit,
         is_async=args.async_save,
+        copies=copies,
     )
     checkpointer.clean_up()
     metric_loggers = []

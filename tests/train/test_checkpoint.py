@@ -26,6 +26,7 @@ from swiftlite.heads import Heads
 from swiftlite.log import logger
 from swiftlite.model.gpt import GPTModel
 from swiftlite.model.open import open_model
+from swiftlite.store.manifest import sha256
 from swiftlite.train.checkpoint.checkpointer import (
     Checkpointer,
     load_checkpoint,
@@ -33,7 +34,7 @@ from swiftlite.train.checkpoint.checkpointer import (
     resolve_checkpoint,
     sharded_model,
 )
-from swiftlite.train.checkpoint.files import SaveStrategy, sha256
+from swiftlite.train.checkpoint.files import SaveStrategy
 from tests.evil import Evil
 from tests.messages import has_line, mentions, naming
 from tests.tiny import make_tiny_hf

@@ -34,8 +34,11 @@ from swiftlite.lora import HeadsTuner
 from swiftlite.plan.facts import run_checkpoints
 from swiftlite.runtime.compat import ASYNC_WRITER, write_common
 from swiftlite.runtime.mesh import Mesh
+from swiftlite.store.copies import Copies
+from swiftlite.store.manifest import MANIFEST_FILE, changed_files, read_manifest, write_manifest
+from swiftlite.store.retention import delete_checkpoint, delete_oldest
 from swiftlite.train.checkpoint.adapter_state import with_adapters
-from swiftlite.train.checkpoint.files import MANIFEST_FILE, SaveStrategy, changed_files, read_manifest, write_manifest
+from swiftlite.train.checkpoint.files import SaveStrategy
 from swiftlite.train.checkpoint.metadata import check_metadata
 from swiftlite.train.checkpoint.optimizer_state import set_state, slots_of, state_to_load, state_to_save
 
@@ -167,6 +170,8 @@ class Checkpointer:
         is_async: whether a subprocess writes while training continues; the checkpoint gets its name when it is
             complete.
         hint: advice in the error message if a checkpoint cannot be written.
+        copies: copies complete checkpoints to a store; None on all ranks but the first, and without
+            `--checkpoint_store`.
     """
 
     output_dir: Path
@@ -177,6 +182,7 @@ class Checkpointer:
     keep: int | None = None
     is_async: bool = False
     hint: str = "free disk space or repair the disk; the same command with --resume continues from the last checkpoint"
+    copies: Copies | None = None
     _queue: AsyncCallsQueue = field(default_factory=AsyncCallsQueue)
     _strategy: SaveStrategy = field(default_factory=SaveStrategy)
 
@@ -294,33 +300,20 @@ class Checkpointer:
             write_manifest(temporary, dict(chain.from_iterable(rank.items() for rank in written)))
             fsync_tree(temporary)
             if final.exists():
-                _delete(final)
+                delete_checkpoint(final)
             temporary.rename(final)
             sync(self.output_dir)
+            if self.copies:
+                self.copies.add(final)
             self._delete_oldest()
             logger.info("saved %s", final.name)
         dist.barrier()
 
     def _delete_oldest(self) -> None:
-        if self.keep:
-            for old in run_checkpoints(self.output_dir)[: -self.keep]:
-                _delete(old)
-
-
-def _delete(checkpoint: Path) -> None:
-    """Delete a checkpoint.
-
-    The directory is renamed first, because a partly deleted checkpoint would look like a damaged one.
-    """
-    nameless = checkpoint.with_name(f".{checkpoint.name}.deleting")
-    try:
-        checkpoint.rename(nameless)
-        if nameless.is_symlink():
-            nameless.unlink()
-        else:
-            shutil.rmtree(nameless)
-    except OSError as error:  # a warning, because the new checkpoint is saved
-        logger.warning("%s cannot be deleted: %s", checkpoint, error.strerror or error)
+        in_use: set[Path] = set()
+        if self.copies:
+            in_use = self.copies.in_use
+        delete_oldest(self.output_dir, self.keep, in_use)
 
 
 def load_checkpoint(

@@ -1,4 +1,4 @@
-"""Write the files of a checkpoint with their digests, and verify them when they are read.
+"""Write the files of a checkpoint and compute their digests.
 
 megatron-core writes with two forked processes, and a server process receives their results. If a signal is sent to the
 process group, the server ends and the save fails. If the trainer is killed, all three processes keep running. Here
@@ -6,12 +6,11 @@ threads write: threads of the trainer or, in an asynchronous save, of one forked
 ends.
 """
 
-import hashlib
 import os
 import pickle
 import queue
 import signal
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -25,9 +24,7 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
 from swiftlite.runtime.parent import exit_with_parent
-
-MANIFEST_FILE = "SHA256SUMS"  # in the format of sha256sum: `sha256sum -c SHA256SUMS` verifies a checkpoint
-_HASHING_THREADS = 4
+from swiftlite.store.manifest import sha256
 
 
 class SaveStrategy(TorchDistSaveShardedStrategy):
@@ -152,54 +149,3 @@ def _cause(error: BaseException) -> Exception:
     while found is not None and not isinstance(found, OSError):
         found = found.__context__
     return found or Exception(f"{type(error).__name__}: {error}")
-
-
-def sha256(path: Path) -> str:
-    """Compute the digest of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def write_manifest(checkpoint: Path, written: Mapping[str, str]) -> None:
-    """Write SHA256SUMS with the digest of every file of the checkpoint.
-
-    Args:
-        written: digests that are already known, by file name.
-    """
-    digests = dict(written)
-    for path in checkpoint.iterdir():
-        if path.name not in digests:
-            digests[path.name] = sha256(path)
-    lines = [f"{digest}  {name}\n" for name, digest in sorted(digests.items())]
-    (checkpoint / MANIFEST_FILE).write_text("".join(lines))
-
-
-def read_manifest(checkpoint: Path) -> dict[str, str] | None:
-    """Read the digests by file name; None for a checkpoint without SHA256SUMS.
-
-    Raises:
-        ValueError: the file is damaged.
-    """
-    try:
-        lines = (checkpoint / MANIFEST_FILE).read_text().splitlines()
-    except FileNotFoundError:
-        return None
-    digests = {}
-    for line in lines:
-        digest, _, name = line.partition("  ")
-        if not name or Path(name).name != name:
-            raise ValueError(f"{MANIFEST_FILE}: {line[:80]!r} is not a digest and a file name")
-        digests[name] = digest
-    return digests
-
-
-def changed_files(checkpoint: Path, digests: Mapping[str, str], names: Iterable[str]) -> list[str]:
-    """Return the names of files that are missing or have a different digest."""
-
-    def has_changed(name: str) -> bool:
-        path = checkpoint / name
-        return not path.is_file() or sha256(path) != digests[name]
-
-    names = list(names)
-    with ThreadPoolExecutor(_HASHING_THREADS) as threads:
-        return [name for name, changed in zip(names, threads.map(has_changed, names), strict=True) if changed]

@@ -1,0 +1,138 @@
+"""Copy checkpoints to a store in a thread, while training continues."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from swiftlite.errors import UserError
+from swiftlite.log import logger
+from swiftlite.plan.facts import run_checkpoints
+from swiftlite.store.objects import ObjectStore, StoreError, url_of
+from swiftlite.store.retention import delete_oldest
+from swiftlite.store.run_store import FLAG, RunStore
+
+
+@dataclass
+class Copies:
+    """A thread that copies the newest checkpoint of a run.
+
+    A checkpoint that is added while another is copied waits; if a third is added, the second is not copied. A failed
+    copy is a warning, and the next checkpoint is tried; `finish` raises an error if the newest checkpoint could not be
+    copied.
+
+    Args:
+        store: the copy of the run.
+        run: directory of the run.
+        keep: number of checkpoints to keep in the store; None keeps all.
+    """
+
+    store: RunStore
+    run: Path
+    keep: int | None = None
+    _waiting: Path | None = None
+    _current: Path | None = None
+    _error: str = ""
+    _ends: bool = False
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+
+    def __post_init__(self):
+        self._thread = threading.Thread(target=self._work, name=f"copies to {FLAG}", daemon=True)
+        self._thread.start()
+
+    @property
+    def in_use(self) -> set[Path]:
+        """The checkpoints that are copied or wait, and must not be deleted."""
+        with self._changed:
+            return {path for path in (self._waiting, self._current) if path}
+
+    def add(self, checkpoint: Path) -> None:
+        """Copy a complete checkpoint. Returns at once."""
+        with self._changed:
+            self._waiting = checkpoint
+            self._changed.notify_all()
+
+    def finish(self) -> None:
+        """Wait for the last copy, and copy the files that the run has written since.
+
+        Raises:
+            UserError: the newest checkpoint or the files could not be copied.
+        """
+        with self._changed:
+            self._ends = True
+            self._changed.notify_all()
+        while self._thread.is_alive():
+            self._thread.join(0.1)  # with a time limit, so that Ctrl-C is handled
+        if not self._error:
+            self._error = self._try(lambda: self.store.put_files(self.run))
+        if self._error:
+            raise UserError(
+                f"{FLAG} {self.store.objects.url}: the newest checkpoint was not copied: {self._error}",
+                f"the checkpoint is in {self.run}; the same command with --resume copies it",
+            )
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                while not (self._waiting or self._ends):
+                    self._changed.wait()
+                if self._waiting is None:
+                    return
+                self._current, self._waiting = self._waiting, None
+                checkpoint = self._current
+            self._error = self._try(lambda checkpoint=checkpoint: self._copy(checkpoint))
+            if self._error:
+                logger.warning("%s: %s was not copied: %s", FLAG, checkpoint.name, self._error)
+            with self._changed:
+                self._current = None
+
+    def _copy(self, checkpoint: Path) -> None:
+        start = time.monotonic()
+        num_bytes = self.store.put_checkpoint(checkpoint)
+        self.store.delete_oldest(self.keep, int(checkpoint.name.removeprefix("checkpoint-")))
+        if num_bytes:
+            seconds = time.monotonic() - start
+            url = self.store.objects.url
+            logger.info("copied %s to %s: %.2f GB in %.1f s", checkpoint.name, url, num_bytes / 1e9, seconds)
+
+    def _try(self, call) -> str:
+        """Call a function, and return the reason if it fails."""
+        try:
+            call()
+        except StoreError as error:
+            return str(error)
+        except OSError as error:
+            return f"{error.filename}: {error.strerror}"
+        return ""
+
+
+@contextmanager
+def copies_of(run: Path, option: str | None, keep: int | None) -> Iterator[Copies | None]:
+    """Copy the checkpoints of a run to the store of `--checkpoint_store` until the context ends.
+
+    A checkpoint of an earlier, killed run that was not copied is copied first.
+
+    Yields:
+        None without the option.
+
+    Raises:
+        UserError: the newest checkpoint was not copied.
+    """
+    if option is None:
+        yield None
+        return
+    copies = Copies(RunStore(ObjectStore.open(url_of(option))), run, keep)
+    if own := run_checkpoints(run):
+        copies.add(own[-1])
+    try:
+        yield copies
+    except BaseException:
+        try:
+            copies.finish()
+        except UserError as error:  # the first error is the important one
+            logger.warning("%s", error.problem)
+        raise
+    copies.finish()
+    delete_oldest(run, keep)  # of those that were in use

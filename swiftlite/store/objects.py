@@ -1,0 +1,173 @@
+"""Read and write objects below a URL, through the package obstore: S3, Google Cloud Storage, Azure, or a directory.
+
+Credentials and endpoints come from the environment, in the variables that each service defines, such as
+AWS_ACCESS_KEY_ID and AWS_ENDPOINT_URL. An object is visible only after all of its bytes were written.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import datetime
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from swiftlite.errors import UserError
+
+SCHEMES = ("s3", "gs", "az", "abfs", "file")
+PACKAGE = "obstore"
+_THREADS = 4
+_CHUNK_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class Stored:
+    """An object: its size in bytes, and the time at which it was written, by the clock of the store."""
+
+    size: int
+    written: datetime
+
+
+class StoreError(Exception):
+    """A request to the store failed. The message is one line."""
+
+
+def check_store(option: str) -> None:
+    """Check the value of --checkpoint_store, without a request.
+
+    Raises:
+        UserError: the value is not a URL of a supported store, or the package is missing.
+    """
+    scheme, is_url, _ = option.partition("://")
+    if not option.strip() or (is_url and scheme not in SCHEMES):
+        problem = f"--checkpoint_store {option}: not a URL of a supported store"
+        raise UserError(problem, "use s3://BUCKET/PATH, gs://, az:// or a directory", 2)
+    if find_spec(PACKAGE) is None:
+        raise UserError(f"--checkpoint_store requires the package {PACKAGE}", f"pip install {PACKAGE}")
+
+
+def url_of(text: str) -> str:
+    """Return the URL for the value of an option, which can also be the path of a directory."""
+    if "://" in text:
+        return text.rstrip("/")
+    return Path(text).absolute().as_uri()
+
+
+@dataclass(frozen=True)
+class ObjectStore:
+    """The objects below a URL. Names of objects are relative to the URL.
+
+    All methods raise StoreError if a request fails.
+
+    Attributes:
+        url: the URL, without credentials.
+        client: the store of obstore.
+    """
+
+    url: str
+    client: Any
+
+    @classmethod
+    def open(cls, url: str, max_retries: int | None = None) -> "ObjectStore":
+        """Create a client. No request is sent.
+
+        Args:
+            max_retries: how often a failed request is sent again; default: obstore's.
+        """
+        from obstore.store import from_url
+
+        options: dict[str, Any] = {}
+        if url.startswith("file:"):
+            options = {"mkdir": True, "automatic_cleanup": True}  # of empty directories
+        elif max_retries is not None:
+            options["retry_config"] = {"max_retries": max_retries}
+        return cls(url, _request(lambda: from_url(url, **options)))
+
+    def list(self, directory: str = "") -> dict[str, Stored]:
+        """Return all objects below a directory, by name."""
+
+        def collect() -> dict[str, Stored]:
+            found = {}
+            for page in self.client.list(directory or None):
+                for entry in page:
+                    found[entry["path"]] = Stored(entry["size"], entry["last_modified"])
+            return found
+
+        return _request(collect)
+
+    def put(self, name: str, content: Path | bytes) -> None:
+        """Write an object from a file or from bytes."""
+        if isinstance(content, bytes):
+            _request(lambda: self.client.put(name, content))
+            return
+        with content.open("rb") as file:
+            _request(lambda: self.client.put(name, file, chunk_size=_CHUNK_BYTES))
+
+    def read(self, name: str) -> bytes:
+        """Return the content of a small object."""
+        return _request(lambda: bytes(self.client.get(name).bytes()))
+
+    def get(self, name: str, path: Path) -> str:
+        """Write the content of an object to a file, and return its sha256.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        sha = hashlib.sha256()
+        with path.open("wb") as file:
+            chunks = iter(_request(lambda: self.client.get(name).stream(min_chunk_size=_CHUNK_BYTES)))
+            while (chunk := _request(lambda: next(chunks, None))) is not None:
+                content = bytes(chunk)
+                sha.update(content)
+                file.write(content)
+        return sha.hexdigest()
+
+    def delete(self, names: Iterable[str]) -> None:
+        """Delete objects."""
+        names = list(names)
+        if names:
+            _request(lambda: self.client.delete(names))
+
+
+def in_threads(function: Callable[[Any], Any], values: Iterable[Any]) -> list[Any]:
+    """Call a function for all values with a few threads, and return its results.
+
+    Raises:
+        Exception: the first exception of the function. Calls that have not started are cancelled.
+    """
+    pool = ThreadPoolExecutor(_THREADS)
+    try:
+        futures = [pool.submit(function, value) for value in values]
+        return [future.result() for future in futures]
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _request(call: Callable[[], Any]) -> Any:
+    """Return the result of a call of obstore.
+
+    Raises:
+        StoreError: the call failed.
+    """
+    from obstore.exceptions import BaseError
+
+    try:
+        return call()
+    except (BaseError, OSError) as error:  # obstore raises FileNotFoundError and PermissionError for some requests
+        raise StoreError(_reason(error)) from error
+
+
+def _reason(error: BaseException) -> str:
+    """Return the first line of obstore's message, with the code of the service's answer if there is one.
+
+    Example: "... Server returned non-2xx status code: 404 Not Found: <Error><Code>NoSuchBucket</Code>..." becomes
+    "... 404 Not Found (NoSuchBucket)".
+    """
+    text = str(error).strip()
+    line = text.splitlines()[0] if text else type(error).__name__
+    line = line.partition("<?xml")[0].rstrip(" :")
+    _, is_answer, rest = text.partition("<Code>")
+    if is_answer:
+        line += f" ({rest.partition('</Code>')[0]})"
+    return line

@@ -1,0 +1,313 @@
+"""Test copies of runs in a directory and in a local S3 server, with files in place of real checkpoints."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from swiftlite.errors import UserError
+from swiftlite.store import run_store
+from swiftlite.store.copies import Copies, copies_of
+from swiftlite.store.manifest import MANIFEST_FILE, write_manifest
+from swiftlite.store.objects import ObjectStore, StoreError, check_store, url_of
+from swiftlite.store.run_store import RUN_FILE, RunStore, claim_store, fetch_newest
+from tests.messages import mentions
+from tests.store.s3 import S3, content_of, s3_server
+
+
+@pytest.fixture(scope="module")
+def s3():
+    with s3_server() as server:
+        yield server
+
+
+@pytest.fixture(params=["s3", "directory"])
+def url(request, s3: S3, monkeypatch, tmp_path) -> str:
+    for name, value in s3.environment.items():
+        monkeypatch.setenv(name, value)
+    if request.param == "s3":
+        return s3.new_url()
+    return url_of(str(tmp_path / "a store"))
+
+
+@pytest.fixture
+def run(tmp_path) -> Path:
+    """Return a directory with the files of a run, without checkpoints."""
+    directory = tmp_path / "run"
+    (directory / "source").mkdir(parents=True)
+    (directory / "source" / "config.json").write_text("{}")
+    (directory / "args.json").write_text('{"lr": 1}')
+    (directory / "metrics.jsonl").write_text("")
+    (directory / ".lock").write_text("")
+    return directory
+
+
+def prepare_store(run: Path, url: str, *, resume: bool) -> None:
+    """Do what a command does with a store before the first step."""
+    if resume:
+        fetch_newest(run, url)
+    claim_store(run, url, resume=resume)
+
+
+def add_checkpoint(run: Path, step: int, content: str = "") -> Path:
+    checkpoint = run / f"checkpoint-{step}"
+    checkpoint.mkdir()
+    (checkpoint / "__0_0.distcp").write_text(f"tensors of step {step} {content}" * 1000)
+    (checkpoint / "trainer_state.json").write_text(f'{{"step": {step}}}')
+    write_manifest(checkpoint, {})
+    return checkpoint
+
+
+def files(directory: Path) -> dict[str, bytes]:
+    found = [path for path in directory.rglob("*") if path.is_file() and path.name != ".lock"]
+    return {path.relative_to(directory).as_posix(): path.read_bytes() for path in found}
+
+
+def store_of(url: str) -> RunStore:
+    return RunStore(ObjectStore.open(url))
+
+
+def test_a_run_comes_back(url, run, tmp_path):
+    prepare_store(run, url, resume=False)
+    with copies_of(run, url, keep=None) as copies:
+        assert copies is not None
+        copies.add(add_checkpoint(run, 2))
+        (run / "report.html").write_text("written at the end")
+    assert store_of(url).steps() == [2]
+    assert content_of(url) == files(run)
+    other = tmp_path / "other"
+    prepare_store(other, url, resume=True)
+    assert files(other) == files(run)
+
+
+def test_no_option_no_copies(run):
+    with copies_of(run, None, keep=None) as copies:
+        assert copies is None
+
+
+def test_a_checkpoint_that_was_not_copied_is_copied_at_the_start(url, run):
+    prepare_store(run, url, resume=False)
+    add_checkpoint(run, 2)
+    add_checkpoint(run, 4)
+    with copies_of(run, url, keep=None):
+        pass
+    assert store_of(url).steps() == [4]
+
+
+def test_old_checkpoints_and_remains_are_deleted(url, run):
+    prepare_store(run, url, resume=False)
+    store = store_of(url)
+    store.objects.put("checkpoint-1/__0_0.distcp", b"of a killed run")
+    with copies_of(run, url, keep=2) as copies:
+        assert copies is not None
+        for step in (2, 4, 6):
+            checkpoint = add_checkpoint(run, step)
+            copies.add(checkpoint)
+            while copies.in_use:
+                time.sleep(0.01)
+    assert store.steps() == [4, 6]
+    assert {name.partition("/")[0] for name in store.objects.list() if "checkpoint-" in name} == {
+        "checkpoint-4",
+        "checkpoint-6",
+    }
+
+
+def test_a_directory_keeps_no_empty_directories(run, tmp_path):
+    url = url_of(str(tmp_path / "store"))
+    claim_store(run, url, resume=False)
+    store_of(url).put_checkpoint(add_checkpoint(run, 2))
+    store_of(url).put_checkpoint(add_checkpoint(run, 4))
+    store_of(url).delete_oldest(1, 4)
+    assert sorted(path.name for path in (tmp_path / "store").glob("checkpoint-*")) == ["checkpoint-4"]
+
+
+def test_a_checkpoint_that_changed_is_replaced(url, run):
+    prepare_store(run, url, resume=False)
+    store = store_of(url)
+    checkpoint = add_checkpoint(run, 2)
+    assert store.put_checkpoint(checkpoint) > 0
+    assert store.put_checkpoint(checkpoint) == 0
+    for path in checkpoint.iterdir():
+        path.unlink()
+    checkpoint.rmdir()
+    assert store.put_checkpoint(add_checkpoint(run, 2, "again")) > 0
+    assert content_of(url) == files(run)
+
+
+def test_an_incomplete_checkpoint_is_not_used(url, run, tmp_path):
+    prepare_store(run, url, resume=False)
+    store = store_of(url)
+    store.put_checkpoint(add_checkpoint(run, 2))
+    store.objects.put("checkpoint-4/trainer_state.json", b"{}")
+    assert store.steps() == [2]
+    prepare_store(tmp_path / "other", url, resume=True)
+    assert [path.name for path in (tmp_path / "other").glob("checkpoint-*")] == ["checkpoint-2"]
+
+
+def test_a_newer_checkpoint_of_the_directory_is_kept(url, run):
+    prepare_store(run, url, resume=False)
+    store_of(url).put_checkpoint(add_checkpoint(run, 2))
+    add_checkpoint(run, 4)
+    (run / "args.json").write_text('{"lr": 2}')
+    before = files(run)
+    prepare_store(run, url, resume=True)
+    assert files(run) == before
+
+
+def test_a_damaged_copy_is_refused(url, run, tmp_path):
+    prepare_store(run, url, resume=False)
+    store = store_of(url)
+    store.put_checkpoint(add_checkpoint(run, 2))
+    store.objects.put("checkpoint-2/__0_0.distcp", b"something else")
+    with pytest.raises(UserError) as caught:
+        prepare_store(tmp_path / "other", url, resume=True)
+    assert mentions(str(caught.value), "--checkpoint_store checkpoint-2 __0_0.distcp")
+    assert not list((tmp_path / "other").glob("*checkpoint-*"))
+
+
+@pytest.mark.parametrize("line", [f"{'0' * 64}  ../stolen", f"{'0' * 64}  ..", "no digest"])
+def test_names_in_digests_stay_in_the_checkpoint(url, run, tmp_path, line):
+    prepare_store(run, url, resume=False)
+    store_of(url).objects.put(f"checkpoint-2/{MANIFEST_FILE}", line.encode())
+    with pytest.raises(UserError) as caught:
+        prepare_store(tmp_path / "other", url, resume=True)
+    assert mentions(str(caught.value), "--checkpoint_store")
+    assert not (tmp_path / "stolen").exists()
+
+
+def test_names_of_objects_stay_in_the_run(s3, run, tmp_path, monkeypatch):
+    for name, value in s3.environment.items():
+        monkeypatch.setenv(name, value)
+    url = s3.new_url()
+    prepare_store(run, url, resume=False)
+    store = store_of(url)
+    store.put_checkpoint(add_checkpoint(run, 2))
+    for name in (".lock", "source/.hidden", "elsewhere/file"):
+        store.objects.put(name, b"not of a run")
+    other = tmp_path / "other"
+    prepare_store(other, url, resume=True)
+    assert files(other) == files(run)
+    assert not (other / ".lock").exists()
+
+
+def test_a_new_run_does_not_use_the_store_of_another(url, run, tmp_path):
+    prepare_store(run, url, resume=False)
+    store_of(url).put_checkpoint(add_checkpoint(run, 2))
+    before = content_of(url)
+    with pytest.raises(UserError) as caught:
+        prepare_store(tmp_path / "other", url, resume=False)
+    assert mentions(str(caught.value), "--checkpoint_store checkpoint-2 --resume")
+    other = tmp_path / "with a checkpoint"
+    other.mkdir()
+    add_checkpoint(other, 1)
+    with pytest.raises(UserError) as caught:
+        prepare_store(other, url, resume=True)
+    assert mentions(str(caught.value), "--checkpoint_store --output_dir")
+    (other / RUN_FILE).write_text('{"run": "another"}')
+    with pytest.raises(UserError):
+        prepare_store(other, url, resume=True)
+    assert content_of(url) == before
+
+
+def test_an_interrupted_fetch_leaves_no_checkpoint(url, run, tmp_path, monkeypatch):
+    prepare_store(run, url, resume=False)
+    store_of(url).put_checkpoint(add_checkpoint(run, 2))
+
+    def full(self, name, path):
+        raise OSError(28, os.strerror(28), str(path))
+
+    monkeypatch.setattr(run_store.ObjectStore, "get", full)
+    other = tmp_path / "other"
+    with pytest.raises(UserError) as caught:
+        prepare_store(other, url, resume=True)
+    assert mentions(str(caught.value), "--output_dir")
+    assert not list(other.glob("*checkpoint-*"))
+    monkeypatch.undo()
+    if url.startswith("file:"):  # the address of the other store was undone as well
+        prepare_store(other, url, resume=True)
+        assert files(other) == files(run)
+
+
+def test_a_store_that_fails_is_a_warning_until_the_end(run, tmp_path, caplog):
+    """A file stands where the directory of the store was, so nothing can be written."""
+    url = url_of(str(tmp_path / "store"))
+    prepare_store(run, url, resume=False)
+    copies = Copies(store_of(url), run)
+    (tmp_path / "store" / RUN_FILE).unlink()
+    (tmp_path / "store").rmdir()
+    (tmp_path / "store").write_text("")
+    copies.add(add_checkpoint(run, 2))
+    while copies.in_use:
+        time.sleep(0.01)
+    assert "checkpoint-2" in caplog.text
+    (tmp_path / "store").unlink()
+    copies.add(add_checkpoint(run, 4))
+    copies.finish()
+    assert store_of(url).steps() == [4]
+
+
+def test_the_last_failure_is_an_error(run, tmp_path):
+    url = url_of(str(tmp_path / "store"))
+    prepare_store(run, url, resume=False)
+    copies = Copies(store_of(url), run)
+    (tmp_path / "store" / RUN_FILE).unlink()
+    (tmp_path / "store").rmdir()
+    (tmp_path / "store").write_text("")
+    copies.add(add_checkpoint(run, 2))
+    with pytest.raises(UserError) as caught:
+        copies.finish()
+    assert mentions(str(caught.value), "--checkpoint_store --resume")
+
+
+def test_what_is_copied_is_not_deleted(run, tmp_path):
+    url = url_of(str(tmp_path / "store"))
+    copies = Copies(store_of(url), run)
+    checkpoint = add_checkpoint(run, 2)
+    with copies._changed:  # the thread cannot finish meanwhile
+        copies._waiting = checkpoint
+        assert copies.in_use == {checkpoint}
+        copies._changed.notify_all()
+    copies.finish()
+    assert copies.in_use == set()
+
+
+@pytest.mark.parametrize("option", ["ftp://host/dir", "", "https://bucket"])
+def test_other_urls_are_refused(option):
+    with pytest.raises(UserError) as caught:
+        check_store(option)
+    assert mentions(str(caught.value), "--checkpoint_store")
+    assert caught.value.exit_code == 2
+
+
+def test_a_bucket_that_does_not_exist(s3, run, monkeypatch):
+    for name, value in s3.environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError) as caught:
+        prepare_store(run, "s3://nosuch/run", resume=False)
+    assert mentions(str(caught.value), "--checkpoint_store s3://nosuch/run NoSuchBucket")
+    assert "\n" not in caught.value.problem
+
+
+def test_a_server_that_does_not_answer(run, monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    with pytest.raises(UserError) as caught:
+        prepare_store(run, "s3://bucket/run", resume=False)
+    assert mentions(str(caught.value), "--checkpoint_store s3://bucket/run")
+    assert "secret" not in str(caught.value)
+
+
+def test_large_files_are_written_in_parts(s3, tmp_path, monkeypatch):
+    for name, value in s3.environment.items():
+        monkeypatch.setenv(name, value)
+    content = os.urandom(40 << 20)
+    (tmp_path / "large").write_bytes(content)
+    objects = ObjectStore.open(s3.new_url())
+    objects.put("large", tmp_path / "large")
+    objects.get("large", tmp_path / "back")
+    assert (tmp_path / "back").read_bytes() == content
+    with pytest.raises(StoreError):
+        objects.read("nosuch")
