@@ -29,7 +29,7 @@ from swiftlite.families.models.qwen3_vl import QWEN3_VL
 from swiftlite.families.models.seed_oss import SEED_OSS
 from swiftlite.families.models.smollm3 import SMOLLM3
 from swiftlite.families.rank import Rank
-from swiftlite.families.values import value_problems
+from swiftlite.families.values import rope_problems, value_problems
 from swiftlite.families.vision import channels_of
 
 FAMILIES: dict[str, Family] = {
@@ -79,11 +79,22 @@ def get(hf_config: HfConfig, hf_dir: str | Path | None = None) -> Family:
     try:
         refuse(hf_config, value_problems(hf_config))
         family.check(hf_config)
+        refuse(hf_config, _rope_problems(family, hf_config))
     except UserError as error:
         if hf_dir is None:
             raise
         raise UserError(f"{Path(hf_dir)}/{error.problem}", error.hint) from None  # the message starts with config.json
     return family
+
+
+def _rope_problems(family: Family, hf_config: HfConfig) -> list[str]:
+    """Return a problem (one line) for every rotary setting with which no frequencies can be computed."""
+    problems: dict[str, None] = {}
+    for settings in family.outside(hf_config).ropes or (hf_config,):
+        # As in transformers, rope_scaling has precedence.
+        key = "rope_scaling" if settings.get("rope_scaling") else "rope_parameters"
+        problems |= dict.fromkeys(f"{key}: {problem}" for problem in rope_problems(settings.get(key) or {}))
+    return list(problems)
 
 
 def architecture_of(hf_config: HfConfig) -> Architecture:

@@ -66,7 +66,23 @@ _NUMBERS = {
     "router_scaling_factor": (1e-6, 1e6),
     "factor": (1e-6, 1e6),
     "original_max_position_embeddings": (1, 10**9),
+    "attention_factor": (1e-6, 1e6),
+    "beta_fast": (1e-6, 1e6),
+    "beta_slow": (1e-6, 1e6),
+    "low_freq_factor": (1e-6, 1e6),
+    "high_freq_factor": (1e-6, 1e6),
 }
+ROPE_TYPES: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "mrope": (),
+    "proportional": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "longrope": ("short_factor", "long_factor"),
+}
+"""Types of rotary embeddings, each with the keys that it requires in the rotary settings."""
 _FLAGS = (
     "tie_word_embeddings",
     "attention_bias",
@@ -106,6 +122,24 @@ def value_problems(hf_config: Mapping[str, Any]) -> list[str]:
             problems += [f"{key}: {problem}" for problem in _number_problems(value)]
         elif value is not None:
             problems.append(f"{key} {_shown(value)} is not an object")
+    return problems
+
+
+def rope_problems(settings: Mapping[str, Any]) -> list[str]:
+    """Return a problem (one line) for every rotary setting with which no frequencies can be computed.
+
+    Args:
+        settings: rope_parameters or rope_scaling of one kind of layer.
+    """
+    rope_type = settings.get("rope_type", settings.get("type", "default"))
+    if not isinstance(rope_type, str) or rope_type not in ROPE_TYPES:
+        return [f"rope_type {_shown(rope_type)} is unknown; known: {', '.join(sorted(ROPE_TYPES))}"]
+    problems = _number_problems(settings)
+    for key in ROPE_TYPES[rope_type]:
+        if settings.get(key) is None:
+            problems.append(f"{key} is missing, which rope_type {rope_type!r} requires")
+        elif rope_type == "longrope" and not isinstance(settings[key], list):
+            problems.append(f"{key} {_shown(settings[key])} is not a list")
     return problems
 
 

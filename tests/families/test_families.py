@@ -338,6 +338,16 @@ def test_blockwise_fp8_can_be_read(family, block):
 # Of GLM-4.7-Flash: derived, null where there is no latent, and what transformers and engines take for granted alike.
 NEED_NOT_BE = {"qk_head_dim", "q_lora_rank", "rope_interleave", "first_k_dense_replace"}
 WITH_FLAG_OF_WINDOWS = ("qwen2", "qwen2_5_vl", "qwen2_moe", "qwen3", "mimo", "qwen3_moe")
+_BASE = {"rope_theta": 5e5, "partial_rotary_factor": 1}
+UNCOMPUTABLE = (
+    {"rope_type": "su"} | _BASE,
+    {"rope_type": 5} | _BASE,
+    {"rope_type": "yarn"} | _BASE,
+    {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0} | _BASE,
+    {"rope_type": "longrope", "short_factor": [1.0] * 8} | _BASE,
+    {"rope_type": "linear", "factor": "2"} | _BASE,
+)
+"""Rotary settings that transformers rejects."""
 PARTIAL_ROTARY = ("glm4_moe", "phi3", *HYBRID)
 REFUSED = [
     *[(family, "hidden_act", "gelu") for family in families.FAMILIES],
@@ -470,6 +480,12 @@ REFUSED = [
     ("smollm3", "no_rope_layer_interval", 0),
     ("smollm3", "num_key_value_heads", None),
     ("smollm3", "rope_parameters", {"rope_type": "default"}),
+    *[
+        (family, "rope_parameters", rope if family != "gemma3_text" else {"full_attention": rope})
+        for family in families.FAMILIES
+        for rope in UNCOMPUTABLE
+    ],
+    *[(family, "rope_scaling", {"type": "linear"}) for family in ("llama", "granite", "deepseek_v3")],
     *[(family, "num_nextn_predict_layers", -1) for family in families.FAMILIES],
     *[(family, "num_nextn_predict_layers", "1") for family in families.FAMILIES],
     ("llama", "num_key_value_heads", 3),

@@ -1,8 +1,9 @@
 """Test invalid values of config.json against transformers' class of every family."""
 
 import pytest
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from swiftlite.families.values import value_problems
+from swiftlite.families.values import ROPE_TYPES, value_problems
 from tests.messages import mentions
 from tests.tiny import CLASSES, OWN_SIZES
 
@@ -12,6 +13,10 @@ def test_what_transformers_writes_can_be(family):
     config_class, _ = CLASSES[family]
     assert value_problems(config_class().to_dict()) == []
     assert value_problems(config_class(**OWN_SIZES.get(family, {})).to_dict()) == []
+
+
+def test_types_of_rotary_embeddings_are_those_of_transformers():
+    assert ROPE_TYPES.keys() == ROPE_INIT_FUNCTIONS.keys() | {"default", "mrope"}
 
 
 @pytest.mark.parametrize(
