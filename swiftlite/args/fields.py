@@ -338,6 +338,11 @@ class OptimizerShareArgs:
     num_distributed_optimizer_instances: bounds.PositiveInt = 1
     """With --use_distributed_optimizer: number of groups of data-parallel ranks, each of which shards a whole optimizer
     state. More groups use more memory, and send less between machines."""
+    optimizer_cpu_offload: bool = False
+    """Keep moments of AdamW in the memory of the host, and update these parameters on the CPU: 8 bytes less per
+    parameter on the GPU, 16 bytes on the host, and slower steps."""
+    optimizer_offload_fraction: bounds.PositiveFraction = 1.0
+    """With --optimizer_cpu_offload: share of the parameters whose moments are on the host."""
 
 
 @dataclass(frozen=True)

@@ -389,6 +389,9 @@ def _report_plan(args: DoctorArgs, facts: Facts) -> bool:
     if setup.low_precision:
         copies = max(stage.quantized for stage in stages)
         print(f"  weights: including {copies / GB:.2f} GB of copies in low precision")
+    if setup.offload_fraction:
+        moved, host = max(stage.offloaded for stage in stages), max(stage.host for stage in stages)
+        print(f"  optimizer: without {moved / GB:.2f} GB of moments on the host, where a rank uses {host / GB:.2f} GB")
     if quantization := describe_quantization(hf_config):
         print(f"  weights: the model is quantized ({quantization}) and decoded when it is loaded")
 

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from swiftlite.estimate.setup import (
+    HOST_BYTES,
     Setup,
     gradient_bytes,
     held_by_stages,
@@ -51,6 +52,10 @@ class StageMemory:
     optimizer: int
     main_weights: int
     """Bytes of the float32 main weights, a part of `optimizer`."""
+    offloaded: int
+    """Bytes of moments that are in the memory of the host, and not a part of `optimizer`."""
+    host: int
+    """Bytes of the host's memory that these moments, and copies of their weights and gradients, use per rank."""
     float32_gradients: int
     """Bytes of the float32 copies of bfloat16 gradients, which exist while the optimizer updates the weights. There are
     no activations at that time."""
@@ -100,6 +105,8 @@ def _stage_memory(model: "ModelOnRank", virtual_stages: Sequence["VirtualStage"]
     parameters = sum((stage.parameters() for stage in virtual_stages), ParameterCount())
     trained = sum((stage.trained_parameters() for stage in virtual_stages), ParameterCount())
     on_rank = _sharded(trained, setup)
+    moments, offloaded = int(on_rank * moment_bytes(setup)), int(on_rank * setup.offload_fraction)
+    on_host = int(offloaded * moment_bytes(setup))
     main_weights = on_rank * main_weight_bytes(setup)
     passes = [stage.forward_pass() for stage in virtual_stages]
     waiting = _most_waiting([each.activation_bytes + each.logits for each in passes], rank, pp)
@@ -110,8 +117,10 @@ def _stage_memory(model: "ModelOnRank", virtual_stages: Sequence["VirtualStage"]
         trained=trained,
         weights=parameters.total * setup.parameter_bytes,
         gradients=trained.total * gradient_bytes(setup),
-        optimizer=main_weights + int(on_rank * moment_bytes(setup)),
+        optimizer=main_weights + moments - on_host,
         main_weights=main_weights,
+        offloaded=on_host,
+        host=offloaded * HOST_BYTES,
         float32_gradients=on_rank * FLOAT32 * setup.grad_reduce_in_bf16,
         activations=_bytes_in_flight(waiting, [each.activation_bytes for each in passes]),
         in_flight=sum(waiting),

@@ -43,6 +43,8 @@ class ImageSetup:
     recomputes: bool = True
 
 
+HOST_BYTES = 4 * FLOAT32
+"""Bytes of the host's memory per offloaded parameter: two moments, and copies of the main weight and the gradient."""
 BLOCK_OF_MOMENTS = 256
 """Number of values with a common scale in the moments of `--optimizer adamw_8bit`."""
 
@@ -58,6 +60,8 @@ class Setup:
     use_distributed_optimizer: bool = False
     grad_reduce_in_bf16: bool = False
     num_distributed_optimizer_instances: int = 1
+    offload_fraction: float = 0.0
+    """Share of the parameters whose moments are in the memory of the host."""
     micro_batch_size: int = 1
     max_length: int = 2048
     parameter_bytes: int = 2
@@ -118,6 +122,7 @@ def planned_setup(args: DoctorArgs, hf_config: HfConfig, max_pixels: int | None 
         use_distributed_optimizer=shares,
         grad_reduce_in_bf16=args.grad_reduce_in_bf16,
         num_distributed_optimizer_instances=args.num_distributed_optimizer_instances,
+        offload_fraction=args.optimizer_offload_fraction * args.optimizer_cpu_offload,
         micro_batch_size=args.micro_batch_size * _sequences_per_sample(args),
         max_length=args.max_length,
         parameter_bytes={"bfloat16": 2, "float32": FLOAT32}[args.torch_dtype],

@@ -140,7 +140,6 @@ _REASONS = {
     "fine_grained_activation_offloading": _OFFLOADING,
     "use_megatron_fsdp": _FSDP,
     "use_custom_fsdp": _FSDP,
-    "optimizer_cpu_offload": _OPTIMIZER,
     "use_precision_aware_optimizer": _OPTIMIZER,
     "moe_expert_capacity_factor": _DROPPING,
     "moe_token_dropping": _DROPPING,

@@ -316,6 +316,9 @@ def layout_lines(plan: Plan) -> list[tuple[str, str]]:
     }
     distributed = {
         "8-bit moments of AdamW": plan.distributed.optimizer == "adamw_8bit",
+        f"{plan.distributed.optimizer_offload_fraction:.0%} of the moments of AdamW on the host": (
+            plan.distributed.optimizer_cpu_offload
+        ),
         "gradients in bfloat16": plan.distributed.grad_reduce_in_bf16,
         "sharded optimizer state": plan.distributed.use_distributed_optimizer,
         "overlapped reduction of gradients": plan.distributed.overlap_grad_reduce,

@@ -341,6 +341,17 @@ def optimizer_is_installed(args: SftArgs, facts: Facts) -> Iterator[Problem]:
         yield "--optimizer adamw_8bit requires torchao, which is not installed", "pip install torchao"
 
 
+def optimizer_can_be_offloaded(args: SftArgs | DoctorArgs, facts: Facts) -> Iterator[Problem]:
+    if args.optimizer_cpu_offload and args.optimizer != "adamw":
+        yield (
+            f"--optimizer_cpu_offload true does not support --optimizer {args.optimizer}",
+            "use --optimizer adamw, or remove --optimizer_cpu_offload",
+        )
+    if not args.optimizer_cpu_offload and changed(args, ["optimizer_offload_fraction"]):
+        flag = f"--optimizer_offload_fraction {args.optimizer_offload_fraction}"
+        yield f"{flag} requires --optimizer_cpu_offload true", "add --optimizer_cpu_offload true"
+
+
 def changed(args: Any, names: Iterable[str]) -> list[str]:
     """Return the names of the options among `names` whose values differ from their defaults."""
     known = options(type(args))

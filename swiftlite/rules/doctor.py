@@ -83,6 +83,8 @@ _OF_ALL_SIZES = (
     "max_length",
     "micro_batch_size",
     "optimizer",
+    "optimizer_cpu_offload",
+    "optimizer_offload_fraction",
     "torch_dtype",
     "use_distributed_optimizer",
 )
@@ -147,6 +149,11 @@ def speed_has_a_gpu(args: DoctorArgs, facts: Facts) -> Iterator[Problem]:
         yield (
             f"--gpu_type {args.gpu_type} does not support --torch_dtype float32: speed is estimated only for bfloat16",
             "remove --torch_dtype",
+        )
+    if args.optimizer_cpu_offload:
+        yield (
+            f"--gpu_type {args.gpu_type} does not support --optimizer_cpu_offload true: the host's speed is unknown",
+            "remove one of the two",
         )
 
 
@@ -304,5 +311,6 @@ RULES = (
     kernels_are_planned,
     common.recompute_options_fit,
     common.gradients_have_the_dtype_of_weights,
+    common.optimizer_can_be_offloaded,
 )
 NOTES = ()

@@ -26,6 +26,7 @@ from swiftlite.plan.megatron_config import settings_of
 from swiftlite.plan.run import Plan, Schedule
 from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.clipping import SeparateClipping, separate_head_groups
+from swiftlite.train.offloaded_adamw import OffloadedAdamW
 
 
 def wrap_model(
@@ -126,6 +127,11 @@ def _adamw(args: SftArgs, plan: Plan, model: Sequence[DistributedDataParallel], 
 
             # megatron-core only creates AdamW and SGD, but updates with any optimizer of torch.
             part.optimizer = AdamW8bit(part.optimizer.param_groups)
+        if plan.distributed.optimizer_cpu_offload:
+            # megatron-core's own choice of this class keeps main weights on the host too, where neither our checkpoints
+            # nor our clipping find them.
+            fraction = plan.distributed.optimizer_offload_fraction
+            part.optimizer = OffloadedAdamW(part.optimizer.param_groups, fraction)
         # One kernel per tensor instead of ten; without Apex, megatron-core creates torch's AdamW with default options.
         if isinstance(part.optimizer, torch.optim.Adam):  # or its subclass AdamW
             for group in part.optimizer.param_groups:

@@ -136,6 +136,27 @@ def test_instances_that_cannot_be_planned(model, options, problem):
         rules.check(DoctorArgs(plan=True, model=model, num_distributed_optimizer_instances=3, **options))
 
 
+def test_moments_on_the_host(model, capsys):
+    """8.2e9 parameters, with 8 bytes of moments each; the host also has copies of weights and gradients."""
+    _, lines = plan(capsys, model=model, optimizer_cpu_offload=True)
+    assert any(mentions(line, "65.53 131.05") for line in lines), lines
+    _, lines = plan(capsys, model=model, optimizer_cpu_offload=True, optimizer_offload_fraction=0.5)
+    assert any(mentions(line, "32.76 65.53") for line in lines), lines
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"gpu_type": "H100", "num_gpus": 8, "optimizer_cpu_offload": True}, "--gpu_type H100 --optimizer_cpu_offload"),
+        ({"optimizer": "adamw_8bit", "optimizer_cpu_offload": True}, "--optimizer_cpu_offload --optimizer adamw_8bit"),
+        ({"optimizer_offload_fraction": 0.5}, "--optimizer_offload_fraction 0.5 --optimizer_cpu_offload"),
+    ],
+)
+def test_moments_that_cannot_be_planned_on_the_host(model, options, problem):
+    with pytest.raises(OptionError, match=naming(problem)):
+        rules.check(DoctorArgs(plan=True, model=model, **options))
+
+
 def test_instances_need_a_model_to_plan():
     with pytest.raises(OptionError, match=naming("--num_distributed_optimizer_instances 2 --model")):
         rules.check(DoctorArgs(plan=True, num_distributed_optimizer_instances=2))

@@ -11,6 +11,7 @@ import torch.fx.traceback
 import torch.nn.functional as F
 from torch.optim.optimizer import _foreach_supported_types
 
+from swiftlite.runtime import environment
 from tests import flash_stand_ins
 from tests.cuda_emulated import record, tensor
 from tests.cuda_emulated.record import RECORDER
@@ -197,6 +198,11 @@ def answer_for_compilers() -> None:
     torch.compile = compile  # type: ignore[assignment]
 
 
+def answer_for_the_driver() -> None:
+    """Make rules find a GPU. They must be imported later."""
+    environment.sees_gpu = lambda: True  # type: ignore[assignment]
+
+
 def attend(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
     """Compute attention, counted as one kernel per direction, in float32 with one rounding."""
     repeats = query.size(1) // key.size(1) if enable_gqa else 1
@@ -234,6 +240,7 @@ def install() -> None:
     answer_for_cuda()
     answer_for_nccl()
     answer_for_compilers()
+    answer_for_the_driver()
     tensor.REPLACED[_sdpa] = attend
     tensor.REPLACED[F.rms_norm] = rms_norm
     torch.Generator = tensor.Generator  # type: ignore[misc]

@@ -54,6 +54,7 @@ class Kind:
         options: options of the command, in addition to COMMON.
         rows: the name of a data file, of FILES or "seen".
         goes_on: whether a second command resumes the run with `--resume`, for the same number of steps.
+        on_device: options only on a device, because they require one.
     """
 
     options: str = ""
@@ -61,6 +62,7 @@ class Kind:
     command: str = "sft"
     rows: str = "rows"
     goes_on: bool = False
+    on_device: str = ""
 
     @property
     def has_experts(self) -> bool:
@@ -142,6 +144,12 @@ KINDS: dict[str, Kind] = {
     "recomputed selectively": Kind("--recompute_granularity selective", model=MOE),
     "saved asynchronously": Kind("--async_save true --save_steps 1"),
     "distributed optimizer": Kind("--use_distributed_optimizer true --async_save true --save_steps 2", goes_on=True),
+    "optimizer on the host": Kind(
+        "--use_distributed_optimizer true --save_steps 2",
+        goes_on=True,
+        on_device="--optimizer_cpu_offload true --optimizer_offload_fraction 0.5",
+    ),
+    "optimizer on the host, not distributed": Kind(on_device="--optimizer_cpu_offload true"),
     "resumed": Kind("--mtp_clip_grad 0.5", goes_on=True),
 }
 

@@ -43,14 +43,14 @@ def main(device: str, directory: Path, names: list[str]) -> None:
         if item.name not in ("results", "cpu", "emulated", "cuda") and not (here / item.name).exists():
             (here / item.name).symlink_to(item)
     for name in names:
-        found = run(KINDS[name], here, name)
+        found = run(KINDS[name], here, name, is_device=device != "cpu")
         partial = results / f"{name}.partial"
         partial.write_text(json.dumps(found, indent=1))
         partial.rename(results / f"{name}.json")  # the stage `kinds` of scripts/gpu reads results as they appear
         shutil.rmtree(here / "runs" / name, ignore_errors=True)
 
 
-def run(kind: Any, directory: Path, name: str) -> dict[str, Any]:
+def run(kind: Any, directory: Path, name: str, is_device: bool) -> dict[str, Any]:
     """Run one kind, and return its output, metrics and events."""
     from swiftlite.cli.main import main as swiftlite
     from tests.cuda_emulated.kinds import STEPS
@@ -58,6 +58,8 @@ def run(kind: Any, directory: Path, name: str) -> dict[str, Any]:
 
     RECORDER.clear()
     words = [word.replace("{directory}", str(directory)) for word in kind.words(directory, directory / "runs" / name)]
+    if is_device:
+        words += kind.on_device.split()
     commands = [words]
     if kind.goes_on:
         commands.append([*words, "--resume", "--train_iters", str(2 * STEPS)])

@@ -179,6 +179,7 @@ def test_settings_of_every_family_are_refused(tmp_path):
         ({"moe_z_loss_coeff": -1.0}, "moe_z_loss_coeff -1.0 0", ""),
         ({"moe_z_loss_coeff": True}, "moe_z_loss_coeff true 0", ""),
         ({"moe_z_loss_coeff": math.inf}, "moe_z_loss_coeff Infinity finite 0", ""),
+        ({"optimizer_cpu_offload": True}, "optimizer_cpu_offload", "--optimizer_cpu_offload"),
         ({"nccl_ub": True}, "nccl_ub", "--nccl_ub"),
         ({"moe_enable_deepep": True}, "moe_enable_deepep", "--moe_flex_dispatcher_backend"),
         ({"moe_token_dispatcher_type": "flex"}, "moe_token_dispatcher_type", "--moe_token_dispatcher_type"),

@@ -190,6 +190,17 @@ def test_the_optimizer_state_of_experts_is_shared_by_fewer():
     assert estimate(config, twice)[0].optimizer == 12 * ((stage.parameters - experts) // 2 + experts)
 
 
+def test_moments_on_the_host():
+    config = CONFIGS["llama"]
+    n = total(config)
+    setup = Setup(num_gpus=4, use_distributed_optimizer=True, offload_fraction=0.5)
+    (stage,) = estimate(config, setup)
+    assert (stage.optimizer, stage.main_weights) == (8 * n // 4, 4 * n // 4)
+    assert (stage.offloaded, stage.host) == (4 * n // 4, 8 * n // 4)
+    (whole,) = estimate(config, dataclasses.replace(setup, offload_fraction=0.0))
+    assert whole.total - stage.total == stage.offloaded
+
+
 def test_heads_only_keeps_nothing_of_the_trunk():
     config = CONFIGS["llama"]
     (joint,) = estimate(config, Setup(heads=Heads(1)))

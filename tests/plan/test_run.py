@@ -97,6 +97,11 @@ def test_render_shows_instances_of_the_optimizer():
     assert has_line(render(args, make_plan(args, 4, Heads()), Heads(), None), "optimizer 2")
 
 
+def test_render_shows_moments_on_the_host():
+    args = SftArgs(model="m", dataset=["a.jsonl"], optimizer_cpu_offload=True, optimizer_offload_fraction=0.25)
+    assert has_line(render(args, make_plan(args, 1, Heads()), Heads(), None), "25% host")
+
+
 def test_render_of_a_quantized_model():
     args = SftArgs(model="m", dataset=["a.jsonl"], output_dir="out", mtp_num_layers=0)
     text = render(args, make_plan(args, 1, Heads()), Heads(), None, "compressed-tensors (pack-quantized)")

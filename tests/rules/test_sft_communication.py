@@ -85,6 +85,28 @@ def test_instances_of_equal_size(here, world_size, options):
     assert rules.check(dataclasses.replace(SFT, num_distributed_optimizer_instances=2, **options), world_size) == []
 
 
+def test_an_optimizer_leaves_a_gpu(here, no_gpu):
+    ((problem, hint),) = problems(optimizer_cpu_offload=True)
+    assert mentions(problem, "--optimizer_cpu_offload GPUs")
+    assert mentions(hint, "--optimizer_cpu_offload")
+    ((problem, hint),) = problems(optimizer_offload_fraction=0.5)
+    assert mentions(problem, "--optimizer_offload_fraction 0.5 --optimizer_cpu_offload")
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"megatron_config": {"decoupled_weight_decay": False}}, "decoupled_weight_decay --megatron_config"),
+        ({"optimizer": "adamw_8bit"}, "--optimizer adamw_8bit"),
+        ({"optimizer_offload_fraction": 0.0}, "--optimizer_offload_fraction 0.0 0 1"),
+    ],
+)
+def test_an_optimizer_that_cannot_leave_the_gpu(here, gpu, options, problem):
+    assert rules.check(dataclasses.replace(SFT, optimizer_cpu_offload=True)) == []
+    found = problems(optimizer_cpu_offload=True, **options)
+    assert any(mentions(text, problem) for text, _ in found), found
+
+
 def test_buffers_of_nccl_are_on_gpus(here, no_gpu):
     ((problem, hint),) = problems(2, nccl_ub=True)
     assert mentions(problem, "--nccl_ub GPUs")

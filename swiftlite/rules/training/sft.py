@@ -225,6 +225,8 @@ RULES = (
     sft_communication.shared_experts_can_overlap,
     common.gradients_have_the_dtype_of_weights,
     common.optimizer_is_installed,
+    common.optimizer_can_be_offloaded,
+    sft_communication.optimizer_can_leave_the_gpu,
     sft_megatron.megatron_config_is_known,
     sft_megatron.megatron_config_has_an_effect,
     sft_megatron.decoupled_lr_is_above_its_minimum,

@@ -44,6 +44,17 @@ def optimizer_has_its_instances(args: SftArgs, facts: Facts) -> Iterator[Problem
     yield from instances_problems(layout, facts.world_size, number)
 
 
+def optimizer_can_leave_the_gpu(args: SftArgs, facts: Facts) -> Iterator[Problem]:
+    if not args.optimizer_cpu_offload:
+        return
+    if not sees_gpu():
+        problem = "--optimizer_cpu_offload true requires GPUs; without them, the optimizer is on the host"
+        yield problem, "remove --optimizer_cpu_offload"
+    if (args.megatron_config or {}).get("decoupled_weight_decay") is False:
+        problem = "--optimizer_cpu_offload true does not support decoupled_weight_decay false of --megatron_config"
+        yield problem, "remove one of them"
+
+
 def nccl_can_register_buffers(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     if not args.nccl_ub:
         return

@@ -44,6 +44,9 @@ class HoldsMoments(ABC):
     def set_step(self, main: torch.Tensor, step: int) -> None:
         """Set the number of updates so far."""
 
+    def weights_were_loaded(self) -> None:  # noqa: B027 - most optimizers keep no copies
+        """Update copies of the tensors that the optimizer updates, whose values were loaded from a checkpoint."""
+
 
 @dataclass(frozen=True)
 class Slot:
@@ -191,6 +194,9 @@ def set_state(slots: Sequence[Slot], loaded: dict[str, torch.Tensor], step: int)
             assert whole is not None
             slot.set_part(kind, whole)
         slot.set_step(step)
+    for inner in {id(slot.inner): slot.inner for slot in slots}.values():
+        if isinstance(inner, HoldsMoments):
+            inner.weights_were_loaded()
 
 
 def _shared_slots(part: DistributedOptimizer) -> Iterator[Slot]:
