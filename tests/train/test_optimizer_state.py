@@ -95,7 +95,9 @@ def test_state_that_other_ranks_hold_is_an_empty_part(hf_model, mesh):
     parameters = [slot.parameter for slot in slots_of(optimizer)]
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     for part in parts:
-        part.model_param_group_index_map.pop(parameters[0], None)
+        for here, shards in zip(part.model_float16_groups, part.shard_fp32_from_float16_groups, strict=True):
+            for place in [place for place, parameter in enumerate(here) if parameter is parameters[0]]:
+                del here[place], shards[place]
     empty, *others = slots_of(optimizer)
     assert [slot.parameter is parameter for slot, parameter in zip((empty, *others), parameters, strict=True)]
     assert {empty.part(kind).numel() for kind in empty.kinds} == {0}
@@ -131,6 +133,20 @@ def test_updates_go_on(hf_model, mesh, tmp_path, request, optimizer, dtype, is_d
     unbroken, resumed = (
         learn(hf_model, mesh, dtype, form, seed, optimizer) for seed, form in enumerate(is_distributed)
     )
+    assert_goes_on(unbroken, resumed, tmp_path, mesh)
+
+
+@pytest.mark.parametrize("is_distributed", [(True, False), (False, True)], ids=["to plain", "to distributed"])
+def test_updates_of_a_model_with_two_precisions_go_on(mesh, tmp_path, is_distributed):
+    """Linear attention has float32 parameters in a bfloat16 model, which are first in the distributed optimizer."""
+    hf_model = resolve(make_tiny_hf(tmp_path / "hf", "qwen3_next", depth=1))
+    unbroken, resumed = (learn(hf_model, mesh, "bfloat16", form, seed) for seed, form in enumerate(is_distributed))
+    assert len({parameter.dtype for parameter in unbroken.chunk.parameters()}) == 2
+    assert_goes_on(unbroken, resumed, tmp_path, mesh)
+
+
+def assert_goes_on(unbroken: Learning, resumed: Learning, tmp_path: Path, mesh: Mesh) -> None:
+    """Assert that updates after a checkpoint was loaded equal those of the optimizer that saved it."""
     for number in range(UPDATES):
         if number == SAVED_AFTER:
             Checkpointer(tmp_path, mesh, [unbroken.chunk], unbroken.optimizer, STATE).save(number)

@@ -207,11 +207,15 @@ def _shared_slots(part: DistributedOptimizer) -> Iterator[Slot]:
     holds the state of element 5 of the first parameter (`start` is 5) and of the whole second parameter.
     """
     ranks: dict[str, Any] = {"group": part.data_parallel_group, "instance": part.distributed_optimizer_instance_id}
+    # Not from model_param_group_index_map, whose places are wrong in groups with float32 and bfloat16 parameters: the
+    # optimizer has the float32 parameters first (distrib_optimizer.py:442 of 0.16.1).
+    parameters = itertools.chain(*part.model_fp32_groups, *part.model_float16_groups)
+    shards = itertools.chain(*part.shard_fp32_groups, *part.shard_fp32_from_float16_groups)
+    mains = dict(zip(parameters, shards, strict=True))
     for buffer in part.buffers:
         for parameter in buffer.params:
-            if parameter in part.model_param_group_index_map:
-                group, place = part.model_param_group_index_map[parameter]
-                main = part.optimizer.param_groups[group]["params"][place]
+            if parameter in mains:
+                main = mains[parameter]
                 start = part._get_model_param_range_map(parameter)["param"].start
                 yield Slot(parameter, part.optimizer, main, start, **ranks)
             else:
