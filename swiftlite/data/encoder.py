@@ -18,6 +18,7 @@ from swiftlite.data.image_inputs import PATCHES, ImageEncoder, share_images
 from swiftlite.data.images import ImageRef
 from swiftlite.data.rows.conversation import BadRow, Conversation, RowError, parse_row
 from swiftlite.data.rows.document import parse_document
+from swiftlite.data.rows.prompt import parse_prompt
 from swiftlite.data.rows.sources import RowParser
 from swiftlite.data.sample import Sample, join, make_sample, truncate
 from swiftlite.data.template import ChatTemplate, check_ids, special_tokens_of
@@ -123,6 +124,35 @@ class ConversationEncoder:
             return self.template.encode(row)
         sample = self.template.encode(row, [self.images.num_items(image) for image in images])
         return self.images.with_images(sample, images)
+
+
+@dataclass(frozen=True)
+class PromptEncoder:
+    """An `Encoder` that encodes the prompt of a row, without labels.
+
+    Attributes:
+        max_length: maximum length of prompt and completion in tokens.
+        max_completion_length: length that is reserved for the completion.
+        images: reads the images of rows; None if `parse` refuses rows with images.
+    """
+
+    template: ChatTemplate
+    max_length: int
+    truncation_strategy: TruncationStrategy
+    max_completion_length: int
+    parse: RowParser = parse_prompt
+    images: ImageEncoder | None = None
+
+    def __call__(self, row: Conversation) -> Encoded:
+        try:
+            sample = encode_prompt(self.template, row, self.images).with_extras(**row.extras)
+        except RowError as error:
+            return Encoded(bad=BadRow(row.source, error.problem, error.hint), source=row.source)
+        special_token = self.template.special_token_in(row)
+        length = len(sample) + self.max_completion_length
+        samples = (sample,) if length <= self.max_length else ()
+        reserved = self.max_completion_length
+        return Encoded(length, samples, source=row.source, special_token=special_token, reserved=reserved)
 
 
 def encode_prompt(template: ChatTemplate, row: Conversation, images: ImageEncoder | None = None) -> Sample:

@@ -12,7 +12,7 @@ from swiftlite.acceptance.prompt_items import PromptItems
 from swiftlite.args.fields import ImageArgs
 from swiftlite.data.batch import AXES, ITEM
 from swiftlite.data.encoder import encode_prompt
-from swiftlite.data.image_inputs import GRID, PATCHES, ImageEncoder, ImageProcessing
+from swiftlite.data.image_inputs import GRID, PATCHES, ImageEncoder, ImageProcessing, images_of
 from swiftlite.data.images import ImageRef
 from swiftlite.data.rows.conversation import NO_IMAGES, Conversation, RowError
 from swiftlite.data.rows.image_parts import Message, Part
@@ -208,10 +208,7 @@ class PromptEncoder:
             sample = encode_prompt(self.template, chat, self.images)
         except RowError as error:
             raise UserError(f"{chat.source}: {error.problem}", error.hint) from None
-        ids = sample.input_ids.tolist()
-        if not chat.images:
-            return ids
-        return ImagePrompt(ids, sample.extras)
+        return prompt_of(sample)
 
     def with_absolute_paths(self, chat: Conversation) -> Conversation:
         """Return the conversation with absolute paths of images, so that it can be written to another directory.
@@ -236,9 +233,24 @@ def _image_processing(model: HfModel, tokenizer: PreTrainedTokenizerBase, info: 
         UserError: the model, its files or the engine do not support images. The problem continues a sentence about the
             images of a row.
     """
-    if info is not None and not info.supports_images:
-        raise UserError(f"is not supported by --infer_backend {info.name}; use --infer_backend transformers or vllm")
+    if info is not None and (problem := no_images_in(info)):
+        raise UserError(problem)
     return ImageProcessing.of_model(model.directory, model.family.name, image_sizes(model.config), tokenizer)
+
+
+def no_images_in(info: EngineInfo) -> str:
+    """Return why an engine does not support images, to follow the name of a row's field; "" if it supports them."""
+    if info.supports_images:
+        return ""
+    return f"is not supported by --infer_backend {info.name}; use --infer_backend transformers or vllm"
+
+
+def prompt_of(sample: Sample) -> Sequence[int]:
+    """Return the tokens of a sample as a prompt; with images, an `ImagePrompt`."""
+    ids = sample.input_ids.tolist()
+    if not images_of(sample):
+        return ids
+    return ImagePrompt(ids, sample.extras)
 
 
 def most_images(prompts: Iterable[Sequence[int]]) -> int:

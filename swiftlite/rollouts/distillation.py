@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from swiftlite.args.commands import GkdArgs, SftArgs
 from swiftlite.args.fields import TruncationStrategy
 from swiftlite.data.dataset import Data
-from swiftlite.data.encoder import ConversationEncoder, Encoded, Encoder, encode_prompt
+from swiftlite.data.encoder import ConversationEncoder, Encoded, Encoder, PromptEncoder, encode_prompt
 from swiftlite.data.packing.sampler import Sampler
 from swiftlite.data.rows.conversation import Conversation, RowError, parse_row
 from swiftlite.data.rows.prompt import parse_prompt
@@ -33,7 +33,7 @@ from swiftlite.rollouts.engine import check_servers, drafts, sampling_of, send_w
 from swiftlite.rollouts.generation import Generation
 from swiftlite.rollouts.rollouts import RolloutBatches
 from swiftlite.rollouts.stored import FOLDER, file_of, on_first_rank, read_generation, write_generation
-from swiftlite.rollouts.training import PromptEncoder, load_prompts
+from swiftlite.rollouts.training import load_prompts
 from swiftlite.train.checkpoint.source import describe_tensors, dtypes_of
 from swiftlite.train.live_weights import LiveWeights
 from swiftlite.train.methods.conversations import load_data

@@ -13,11 +13,12 @@ from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.data.rows.prompt import COLUMNS, TURNS
 from swiftlite.data.sample import Sample
 from swiftlite.engines.engine import Completion, Engine, Sampling
+from swiftlite.engines.prompts import prompt_of
 from swiftlite.errors import UserError
 from swiftlite.log import logger
 from swiftlite.rewards.advantages import Advantages, AdvantageSettings, compute_advantages
 from swiftlite.rewards.process import RewardProcess
-from swiftlite.rollouts.generation import Generation
+from swiftlite.rollouts.generation import Generation, image_files
 from swiftlite.rollouts.servers import RolloutServers
 
 
@@ -124,7 +125,7 @@ def draw(
     numbers = tuple(range(first_number, first_number + len(prompts)))
     before = engine.draft_counts()
     start = time.perf_counter()
-    completions = engine.generate([prompt.input_ids.tolist() for prompt in prompts], replace(sampling, numbers=numbers))
+    completions = engine.generate(list(map(prompt_of, prompts)), replace(sampling, numbers=numbers))
     seconds = time.perf_counter() - start
     counts = engine.draft_counts().since(before)
     lengths = np.array([len(each.token_ids) for each in completions], np.int32)
@@ -149,6 +150,7 @@ def draw(
             **server_figures(engine),
         },
         settings=settings,
+        images=image_files(prompts),
     )
 
 

@@ -4,6 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from swiftlite.args.rl_fields import CompletionArgs
+from swiftlite.data.dataset import Data
+from swiftlite.data.image_inputs import images_of
 from swiftlite.data.template import ChatTemplate, stop_token_ids
 from swiftlite.engines.draft_schedule import read_schedule
 from swiftlite.engines.engine import Engine, EngineConfig, Sampling, start_engine
@@ -50,11 +52,19 @@ def start_rollout_engine(run: Run, args: CompletionArgs) -> Engine:
         num_speculative_tokens=num_drafts,
         max_model_len=run.args.max_length,
         max_batch_size=args.max_batch_size,
+        max_images=most_images(run.data),
         draws_drafts=True,
         draft_schedule=schedule,
         engine_kwargs=engine_kwargs(args, run.mesh.device.is_cuda),
     )
     return start_engine(args.infer_backend, config)
+
+
+def most_images(data: Data) -> int:
+    """Return the largest number of images of a prompt, also of held-out ones."""
+    if not data.has_images:
+        return 0
+    return max(len(images_of(prompt)) for prompt in (*data.train, *data.val))
 
 
 def engine_kwargs(args: CompletionArgs, is_cuda: bool) -> dict[str, Any]:

@@ -10,7 +10,7 @@ prompt are adjacent.
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from swiftlite.atomic import atomic_write
+from swiftlite.data.image_inputs import images_of, with_images_of
 from swiftlite.data.sample import IGNORED, Sample
 from swiftlite.errors import UserError
 from swiftlite.train.methods.policy import ADVANTAGE, ENGINE, OLD, REFERENCE, TEACHER
@@ -65,6 +66,8 @@ class Generation:
             token of the trunk, and -1 if the engine did not report which one it is.
         figures: metrics of the generation by name.
         settings: settings that the completions depend on, by name.
+        images: file and sha256 of each image of the prompt of each completion; empty if no prompt has images. Pixels
+            are not stored.
     """
 
     prompt_ids: np.ndarray
@@ -81,6 +84,7 @@ class Generation:
     draft_depths: np.ndarray
     figures: Mapping[str, float] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
+    images: Sequence[Sequence[Sequence[str]]] = ()
 
     def __len__(self) -> int:
         return len(self.completion_lengths)
@@ -93,13 +97,18 @@ class Generation:
         """Return `draft_depths` of each completion."""
         return [self.draft_depths[completion].tolist() for completion in _slices(self.completion_lengths)]
 
-    def samples(self) -> list[Sample]:
-        """Return one sample per completion: its prompt without labels, then its tokens with labels."""
-        prompts = _slices(self.prompt_lengths)
+    def samples(self, prompts: Sequence[Sample] = ()) -> list[Sample]:
+        """Return one sample per completion: its prompt without labels, then its tokens with labels.
+
+        Args:
+            prompts: the prompt of each completion, whose images the samples have; default: without images.
+        """
+        places = _slices(self.prompt_lengths)
         completions = _slices(self.completion_lengths)
         samples = []
-        for number, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-            samples.append(self._sample(number, self.prompt_ids[prompt], completion))
+        for number, (place, completion) in enumerate(zip(places, completions, strict=True)):
+            sample = self._sample(number, self.prompt_ids[place], completion)
+            samples.append(with_images_of(sample, prompts[number]) if prompts else sample)
         return samples
 
     def _sample(self, number: int, prompt_ids: np.ndarray, completion: slice) -> Sample:
@@ -120,7 +129,12 @@ class Generation:
     def save(self, path: Path) -> None:
         """Write a file that is complete or absent."""
         arrays = {name: np.ascontiguousarray(getattr(self, name), dtype) for name, dtype in _ARRAYS.items()}
-        header = {"version": VERSION, "figures": dict(self.figures), "settings": dict(self.settings)}
+        header = {
+            "version": VERSION,
+            "figures": dict(self.figures),
+            "settings": dict(self.settings),
+            "images": self.images,
+        }
         atomic_write(path, save(arrays, {"rollouts": json.dumps(header)}))
 
     @classmethod
@@ -142,7 +156,8 @@ class Generation:
                 arrays = {name: file.get_tensor(name) for name in _ARRAYS if name in names or name not in _ADDED}
             for name in _ADDED.keys() - names:
                 arrays[name] = np.full(len(arrays["completion_ids"]), _ADDED[name], _ARRAYS[name])
-            generation = cls(**arrays, figures=header["figures"], settings=header["settings"])
+            images = _checked_files(header.get("images", ()))  # absent in files of earlier releases
+            generation = cls(**arrays, figures=header["figures"], settings=header["settings"], images=images)
             problem = generation._problem()
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
             problem = f"{type(error).__name__}: {error}"
@@ -164,6 +179,8 @@ class Generation:
         for name, lengths in (("prompt_ids", self.prompt_lengths), ("completion_ids", self.completion_lengths)):
             if number and (lengths.min() < 1 or lengths.sum() != len(getattr(self, name))):
                 return f"{name} does not have the stored lengths"
+        if self.images and len(self.images) != number:
+            return f"images has {len(self.images)} entries, not {number}"
         if not np.isfinite(self.advantages).all():
             return "advantages are not finite"
         return ""
@@ -184,7 +201,35 @@ def selected(parts: Sequence[Generation], numbers: Sequence[int] | np.ndarray) -
         else:
             places = _slices(np.concatenate([getattr(part, lengths) for part in parts]))
             arrays[name] = np.concatenate([values[places[number]] for number in numbers])
-    return replace(parts[0], **arrays)
+    images: Sequence[Any] = ()
+    if any(part.images for part in parts):
+        of_all = list(chain.from_iterable(part.images or [()] * len(part) for part in parts))
+        images = [of_all[number] for number in numbers]
+    return replace(parts[0], **arrays, images=images)
+
+
+def _checked_files(images: Sequence[Sequence[Sequence[str]]]) -> list[list[list[str]]]:
+    """Return the images of a file.
+
+    Raises:
+        TypeError, ValueError: an image is not a name and a digest.
+    """
+    checked = []
+    for of_prompt in images:
+        for name, digest in of_prompt:
+            bytes.fromhex(digest)
+            Path(name)
+        checked.append(list(map(list, of_prompt)))
+    return checked
+
+
+def image_files(prompts: Sequence[Sample]) -> list[list[list[str]]]:
+    """Return the `Generation.images` of prompts. An image that is part of its row has no file, and the name ""."""
+    files = []
+    for prompt in prompts:
+        images = images_of(prompt)
+        files.append([[image.source if isinstance(image.source, str) else "", image.sha256] for image in images])
+    return files if any(files) else []
 
 
 def _lengths_of(name: str) -> str | None:

@@ -19,6 +19,7 @@ from swiftlite.args.commands import GrpoArgs
 from swiftlite.data.packing.sampler import Sampler
 from swiftlite.data.sample import Sample
 from swiftlite.errors import UserError
+from swiftlite.families.index import image_sizes
 from swiftlite.log import logger
 from swiftlite.rollouts.draw import Drawing
 from swiftlite.rollouts.engine import drafts, send_weights
@@ -99,7 +100,7 @@ class Rollouts:
         number, within = divmod(step, args.steps_per_generation * args.num_iterations)
         if number != self._number:
             self._generation = self._open(number, step)
-            self._samples = self._generation.samples()
+            self._samples = self._samples_of(number, self._generation)
             self._number = number
         assert self._generation is not None
         part = within % args.steps_per_generation  # the parts are used again in each iteration
@@ -134,7 +135,7 @@ class Rollouts:
             generation = on_first_rank(draw)
         figures = evaluation_figures(generation)
         if teacher := self.frozen.get("teacher"):
-            differences = generation.engine_log_p - teacher.log_probabilities(generation.samples())
+            differences = generation.engine_log_p - teacher.log_probabilities(generation.samples(held_out.samples))
             figures["teacher_kl"] = float(np.mean(differences[~np.isnan(differences)]))
         return {f"eval_{name}": value for name, value in figures.items()}
 
@@ -149,15 +150,27 @@ class Rollouts:
             generation = on_first_rank(lambda: self._read(path, number, step))
             if self._is_used_again and np.isnan(generation.old_log_p).any():
                 # It was drawn for a single step, so the weights that drew it are still the current ones.
-                return self._with_log_probabilities(generation)
-            return self._with_frozen(generation)
+                return self._with_log_probabilities(number, generation)
+            return self._with_frozen(number, generation)
         with EarlyStop() as stop:
             engine = self.drawing.engine if self.drawing else None
             send_weights(self.weights, engine, stop, draft=drafts(self.run, self.args))
             generation = on_first_rank(lambda: self._draw(number, step, stop))
-        generation = self._with_log_probabilities(generation)
-        on_first_rank(lambda: write_generation(path, generation, self.run.tokenizer))
+        generation = self._with_log_probabilities(number, generation)
+        on_first_rank(lambda: self._write(path, generation))
         return generation
+
+    def _write(self, path: Path, generation: Generation) -> None:
+        sizes = image_sizes(self.run.hf_model.config)
+        write_generation(path, generation, self.run.tokenizer, sizes and sizes.image_token_id)
+
+    def _prompts_of(self, number: int, generation: Generation) -> list[Sample]:
+        """Return the prompt of each completion of a generation."""
+        return self.prompts.of(self.prompts.stored_rows(number, generation.settings.get("rows")))
+
+    def _samples_of(self, number: int, generation: Generation) -> list[Sample]:
+        """Return the completions of a generation as samples, with the images of their prompts."""
+        return generation.samples(self._prompts_of(number, generation))
 
     def _settings(self) -> dict[str, Any]:
         """Return the options that must be those of the run that drew the completions."""
@@ -180,22 +193,24 @@ class Rollouts:
             logger.warning("step %d: rewards do not differ within any group, so all advantages are 0", step + 1)
         return generation
 
-    def _with_log_probabilities(self, generation: Generation) -> Generation:
+    def _with_log_probabilities(self, number: int, generation: Generation) -> Generation:
         """Add the log-probabilities that the loss needs and that are not those of the current weights. Collective."""
         run = self.run
         if self._is_used_again:
             model = run.train_state.wrapped
             with whole_parameters(model):
-                log_p = token_log_probabilities(model, run.mesh, run.batches, generation.samples())
+                samples = self._samples_of(number, generation)
+                log_p = token_log_probabilities(model, run.mesh, run.batches, samples)
             generation = replace(generation, old_log_p=np.concatenate(log_p))
-        return self._with_frozen(generation)
+        return self._with_frozen(number, generation)
 
-    def _with_frozen(self, generation: Generation) -> Generation:
+    def _with_frozen(self, number: int, generation: Generation) -> Generation:
         """Add the log-probabilities under the frozen models, unless the generation has them. Collective."""
         for name, policy in self.frozen.items():
             if generation.settings.get(name) != policy.name:
-                log_p: dict[str, Any] = {f"{name}_log_p": policy.log_probabilities(generation.samples())}
-                generation = replace(generation, **log_p, settings={**generation.settings, name: policy.name})
+                log_p = policy.log_probabilities(self._samples_of(number, generation))
+                changed: dict[str, Any] = {f"{name}_log_p": log_p}
+                generation = replace(generation, **changed, settings={**generation.settings, name: policy.name})
         return generation
 
     @property
@@ -210,7 +225,7 @@ class Rollouts:
             UserError: the file is damaged, or belongs to other prompts or options.
         """
         generation = Generation.load(path, hint_for(self.reads_only))
-        prompts = self.prompts.of(self.prompts.stored_rows(number, generation.settings.get("rows")))
+        prompts = self._prompts_of(number, generation)
         vocab_size = self.run.hf_model.config["vocab_size"]
         check_generation(path, generation, prompts, self._settings(), vocab_size, reads_only=self.reads_only)
         if self.reads_only:
@@ -219,7 +234,7 @@ class Rollouts:
         if self.drawing.needs_scores(generation):
             logger.info("%s is scored again: a reward function failed or was changed", path)
             generation = self.drawing.score(generation, prompts, step + 1)
-            write_generation(path, generation, self.run.tokenizer)
+            self._write(path, generation)
         return generation
 
 

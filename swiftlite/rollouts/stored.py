@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from swiftlite.acceptance.answers import token_texts
 from swiftlite.atomic import atomic_write
+from swiftlite.data.image_inputs import images_of
 from swiftlite.data.sample import Sample
 from swiftlite.errors import UserError
 from swiftlite.log import logger
@@ -68,6 +69,11 @@ def check_generation(
     expected = np.concatenate([prompt.input_ids for prompt in prompts])
     if not np.array_equal(generation.prompt_ids, expected):
         raise UserError(f"{path} has completions of other prompts", "use the --dataset and --seed of its run")
+    stored = generation.images or [()] * len(generation)
+    for found, prompt in zip(stored, prompts, strict=True):
+        images = images_of(prompt)
+        if [digest for _, digest in found] != [image.sha256 for image in images]:
+            raise UserError(f"{path} has completions of a prompt with other images, {prompt.source}", "restore them")
     for name, value in settings.items():
         if generation.settings.get(name) != value:
             problem = f"{path} was drawn with --{name} {generation.settings.get(name)}, not {value}"
@@ -79,14 +85,20 @@ def check_generation(
     logger.info("read %s: %d completions", path, len(generation))
 
 
-def write_generation(path: Path, generation: Generation, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Write the generation: first a file for readers, then the file that marks it as complete."""
+def write_generation(
+    path: Path, generation: Generation, tokenizer: PreTrainedTokenizerBase, image_token_id: int | None = None
+) -> None:
+    """Write the generation: first a file for readers, then the file that marks it as complete.
+
+    Args:
+        image_token_id: the placeholder token of images, if the model supports images.
+    """
     path.parent.mkdir(exist_ok=True)
-    atomic_write(path.with_suffix(".jsonl"), _readable(generation, tokenizer).encode())
+    atomic_write(path.with_suffix(".jsonl"), _readable(generation, tokenizer, image_token_id).encode())
     generation.save(path)
 
 
-def _readable(generation: Generation, tokenizer: PreTrainedTokenizerBase) -> str:
+def _readable(generation: Generation, tokenizer: PreTrainedTokenizerBase, image_token_id: int | None) -> str:
     """Return one JSON line per completion. Those that are shown on the page of a run also have their tokens, and which
     of them are accepted drafts, if the engine reported it."""
     lines = []
@@ -94,14 +106,19 @@ def _readable(generation: Generation, tokenizer: PreTrainedTokenizerBase) -> str
     depths = generation.depths()
     for number, sample in enumerate(generation.samples()):
         is_completion = sample.loss_scale > 0
+        prompt_ids = sample.input_ids[~is_completion]
+        # An image has a placeholder for each output of the tower. One of them is kept.
+        is_repeated = (prompt_ids == image_token_id) & (np.roll(prompt_ids, 1) == image_token_id)
         scores = generation.scores[number].tolist()
         line = {
-            "prompt": tokenizer.decode(sample.input_ids[~is_completion]),
+            "prompt": tokenizer.decode(prompt_ids[~is_repeated]),
             "completion": tokenizer.decode(sample.input_ids[is_completion]),
             "scores": [None if np.isnan(score) else score for score in scores],
             "advantage": float(generation.advantages[number]),
             "is_truncated": bool(generation.is_truncated[number]),
         }
+        if generation.images:
+            line["images"] = [name for name, _ in generation.images[number]]
         if number < NUM_ROLLOUTS and min(depths[number]) >= 0:
             texts = token_texts(tokenizer, completions[number])
             pairs = zip(texts, depths[number], strict=True)

@@ -3,20 +3,21 @@
 from collections.abc import Collection
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from swiftlite.args.commands import GrpoArgs, SftArgs
-from swiftlite.args.fields import TruncationStrategy
+from swiftlite.args.rl_fields import CompletionArgs
 from swiftlite.atomic import check_writable
 from swiftlite.data.dataset import Data
-from swiftlite.data.encoder import Encoded, Encoder, encode_prompt
-from swiftlite.data.rows.conversation import BadRow, Conversation, RowError
+from swiftlite.data.encoder import Encoder, PromptEncoder
 from swiftlite.data.rows.prompt import parse_prompt
-from swiftlite.data.rows.sources import RowParser
 from swiftlite.data.template import ChatTemplate
+from swiftlite.engines.index import ENGINES
+from swiftlite.engines.prompts import no_images_in
 from swiftlite.families.resolved import HfModel
 from swiftlite.plan.policy import policy_of
 from swiftlite.rewards.advantages import AdvantageSettings
@@ -30,45 +31,38 @@ from swiftlite.rollouts.rollouts import Rollouts
 from swiftlite.rollouts.stored import FOLDER, check_stored, on_first_rank
 from swiftlite.train.checkpoint.source import describe_tensors, dtypes_of
 from swiftlite.train.live_weights import LiveWeights
-from swiftlite.train.methods.conversations import load_data
+from swiftlite.train.methods.conversations import load_data, open_image_encoder
 from swiftlite.train.methods.policy import ADVANTAGE, ENGINE, OLD, REFERENCE, TEACHER, PolicyObjective
 from swiftlite.train.methods.teacher import check_tokenizer
 from swiftlite.train.methods.training import TrainBatches, Training
 from swiftlite.train.phases import Run
 
 
-@dataclass(frozen=True)
-class PromptEncoder:
-    """An `Encoder` that encodes the prompt of a row, without labels.
-
-    Attributes:
-        max_length: maximum length of prompt and completion in tokens.
-        max_completion_length: length that is reserved for the completion.
-    """
-
-    template: ChatTemplate
-    max_length: int
-    truncation_strategy: TruncationStrategy
-    max_completion_length: int
-    parse: RowParser = parse_prompt
-
-    def __call__(self, row: Conversation) -> Encoded:
-        try:
-            sample = encode_prompt(self.template, row).with_extras(**row.extras)
-        except RowError as error:
-            return Encoded(bad=BadRow(row.source, error.problem, error.hint), source=row.source)
-        special_token = self.template.special_token_in(row)
-        length = len(sample) + self.max_completion_length
-        samples = (sample,) if length <= self.max_length else ()
-        reserved = self.max_completion_length
-        return Encoded(length, samples, source=row.source, special_token=special_token, reserved=reserved)
-
-
 def make_prompt_encoder(args: SftArgs, tokenizer: PreTrainedTokenizerBase, hf_model: HfModel) -> Encoder:
     """Return the encoder of rows, whose prompts leave room for a completion."""
     assert isinstance(args, GrpoArgs)
-    template = ChatTemplate(tokenizer, vocab_size=hf_model.config["vocab_size"])
-    return PromptEncoder(template, args.max_length, args.truncation_strategy, args.max_completion_length)
+    images, no_images = open_image_encoder(args, tokenizer, hf_model)
+    if images is not None and (reason := no_images_of_engine(args)):
+        images, no_images = None, reason
+    template = ChatTemplate(tokenizer, vocab_size=hf_model.config["vocab_size"], images=images and images.sizes)
+    return PromptEncoder(
+        template,
+        args.max_length,
+        args.truncation_strategy,
+        args.max_completion_length,
+        partial(parse_prompt, no_images=no_images),
+        images,
+    )
+
+
+def no_images_of_engine(args: CompletionArgs) -> str:
+    """Return why the engine of a run does not support images, to follow the name of a row's field; "" if it supports
+    them."""
+    if args.rollouts_from:
+        return ""
+    if args.rollout_server:
+        return "is not supported with --rollout_server; omit it, and use --infer_backend transformers or vllm"
+    return no_images_in(ENGINES[args.infer_backend])
 
 
 def load_prompts(args: SftArgs, encoder: Encoder, vocab_size: int) -> Data:

@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 from swiftlite.args.commands import ExportArgs, GrpoArgs, SftArgs
 from swiftlite.data.packing.sampler import Sampler
 from swiftlite.export.run import to_hf
-from swiftlite.rollouts.generation import Generation
+from swiftlite.families.index import image_sizes
+from swiftlite.rollouts.generation import Generation, image_files
 from swiftlite.runtime.mesh import Mesh
 from swiftlite.train import phases
 from swiftlite.train import run as training
@@ -62,6 +63,7 @@ def store(args: GrpoArgs, mesh: Mesh, directory: Path, number: int = 0) -> Gener
     """Write a generation of random completions, with log-probabilities near those of a random model."""
     run = prepare(args, mesh)
     vocab_size = run.hf_model.config["vocab_size"]
+    sizes = image_sizes(run.hf_model.config)  # transformers takes placeholders in completions for those of images
     random = np.random.RandomState(number)
     per_generation = args.global_batch_size * args.steps_per_generation // args.num_generations
     sampler = Sampler(len(run.data.train), per_generation, args.seed, args.dataset_shuffle)
@@ -79,7 +81,7 @@ def store(args: GrpoArgs, mesh: Mesh, directory: Path, number: int = 0) -> Gener
     generation = Generation(
         prompt_ids=np.concatenate([prompt.input_ids for prompt in prompts]),
         prompt_lengths=np.array([len(prompt) for prompt in prompts], np.int32),
-        completion_ids=random.randint(0, vocab_size, num_tokens).astype(np.int32),
+        completion_ids=random.randint(0, vocab_size if sizes is None else sizes.vision_start_id, num_tokens, np.int32),
         completion_lengths=lengths,
         is_truncated=lengths == args.max_completion_length,
         scores=random.rand(len(prompts), 1).astype(np.float32),
@@ -91,6 +93,7 @@ def store(args: GrpoArgs, mesh: Mesh, directory: Path, number: int = 0) -> Gener
         draft_depths=np.full(num_tokens, -1, np.int8),
         figures={"reward": 0.5},
         settings={name: getattr(args, name) for name in names} | {"reference": args.model},
+        images=image_files(prompts),
     )
     directory.mkdir(exist_ok=True)
     generation.save(directory / f"{number:06d}.safetensors")
@@ -139,6 +142,35 @@ def train(args: SftArgs, mesh: Mesh) -> Path:
     trainer = training.make_trainer(run, state)
     try:
         trainer.fit(state["step"])
+    finally:
+        trainer.release()
+    trainer.close()
+    return run.output_dir
+
+
+def train_and_stop(args: SftArgs, mesh: Mesh, stop: int) -> Path:
+    """Run phases until the generation of the second step after step `stop` is written, but not trained on."""
+    run = prepare(args, mesh)
+    trainer = training.make_trainer(run, phases.restore(run))
+
+    class Killed(Exception):
+        pass
+
+    step_of = trainer.step
+
+    def step(number: int) -> dict[str, float]:
+        if number == stop + 2:
+            trainer.train_batches(number - 1)
+            raise Killed
+        return step_of(number)
+
+    trainer.step = step  # type: ignore[method-assign]
+    try:
+        trainer.fit(0)
+    except Killed:
+        pass
+    else:
+        raise AssertionError("the run has too few steps")
     finally:
         trainer.release()
     trainer.close()

@@ -23,7 +23,17 @@ from swiftlite.train import phases
 from swiftlite.train import run as training
 from tests.messages import naming
 from tests.tiny import make_tiny_hf
-from tests.train.completions import first_step, hf_log_p, make_teacher, metrics, policy_options, store, train, weights
+from tests.train.completions import (
+    first_step,
+    hf_log_p,
+    make_teacher,
+    metrics,
+    policy_options,
+    store,
+    train,
+    train_and_stop,
+    weights,
+)
 from tests.train.prepared import prepare
 
 REWARDS = """
@@ -140,27 +150,8 @@ def test_a_resumed_run_equals_the_unbroken_one(options, teacher_dir, mesh, tmp_p
         changed["val_dataset"] = [str(tmp_path / "held_out.jsonl")]
         (tmp_path / "held_out.jsonl").write_text('{"query": "What is 8 plus 8?", "answer": "16"}\n')
     whole = train(options(**changed), mesh)
-    args = options(output_dir=str(tmp_path / "stopped"), **changed)
-    run = prepare(args, mesh)
-    trainer = training.make_trainer(run, phases.restore(run))
-
-    class Killed(Exception):
-        pass
-
-    step_of = trainer.step
-
-    def step(number: int) -> dict[str, float]:
-        if number == stop + 2:
-            trainer.train_batches(number - 1)  # the generation is written, but not trained on
-            raise Killed
-        return step_of(number)
-
-    trainer.step = step  # type: ignore[method-assign]
-    with pytest.raises(Killed):
-        trainer.fit(0)
-    trainer.release()
-    trainer.close()
-    drawn = {path.name: path.read_bytes() for path in (run.output_dir / "rollouts").glob("*.safetensors")}
+    stopped = train_and_stop(options(output_dir=str(tmp_path / "stopped"), **changed), mesh, stop)
+    drawn = {path.name: path.read_bytes() for path in (stopped / "rollouts").glob("*.safetensors")}
     resumed = train(options(output_dir=str(tmp_path / "stopped"), resume=True, **changed), mesh)
     for name, content in drawn.items():
         assert (resumed / "rollouts" / name).read_bytes() == content

@@ -8,7 +8,7 @@ import json
 from dataclasses import replace
 from typing import Any
 
-from swiftlite.data.rows.conversation import FIELDS, NO_IMAGES, Conversation, RowError, parse_row
+from swiftlite.data.rows.conversation import FIELDS, MEDIA, NO_IMAGES, Conversation, RowError, parse_row
 
 COLUMNS = "columns"
 """Name of the extra with the other fields of a row, as JSON."""
@@ -51,7 +51,7 @@ def parse_prompt(
 
 def _from_prompt(row: dict[str, Any]) -> dict[str, Any]:
     """Return the row of `conversation.py` for a row with TRL's field `prompt`."""
-    shared = {name: row[name] for name in ("system", "tools", "channel") if name in row}
+    shared = {name: row[name] for name in ("system", "tools", "channel", *MEDIA) if name in row}
     prompt = row["prompt"]
     if isinstance(prompt, str):
         return {"query": prompt, **shared}

@@ -12,7 +12,7 @@ from swiftlite.acceptance.held_out import Prompt
 from swiftlite.args.commands import SftArgs
 from swiftlite.data.batch import Extra
 from swiftlite.data.dataset import Data, load_train_val
-from swiftlite.data.encoder import ConversationEncoder, Encoder, encode_prompt
+from swiftlite.data.encoder import ConversationEncoder, Encoder, PromptEncoder, encode_prompt
 from swiftlite.data.image_inputs import ImageEncoder, ImageProcessing, image_extras, images_of
 from swiftlite.data.rows.conversation import Conversation, parse_row
 from swiftlite.data.rows.image_parts import TAG
@@ -49,17 +49,26 @@ def make_conversation_encoder(
     Raises:
         UserError: --max_pixels or --min_pixels do not fit the model.
     """
-    images, no_images = None, None
-    try:
-        processing = image_processing_of(args, tokenizer, hf_model)
-    except UserError as error:  # only rows with images are invalid
-        no_images = error.problem
-    else:
-        processing = processing.with_bounds(args.max_pixels, args.min_pixels)
-        images = ImageEncoder(processing, Path(args.media_root) if args.media_root else None)
+    images, no_images = open_image_encoder(args, tokenizer, hf_model)
     template = ChatTemplate(tokenizer, args.loss_scale, hf_model.config["vocab_size"], images and images.sizes)
     row_parser = partial(parse, no_images=no_images)
     return ConversationEncoder(template, args.max_length, args.truncation_strategy, row_parser, images)
+
+
+def open_image_encoder(
+    args: SftArgs, tokenizer: PreTrainedTokenizerBase, hf_model: HfModel
+) -> tuple[ImageEncoder | None, str | None]:
+    """Return the encoder of images and None, or None and the reason why rows with images are refused.
+
+    Raises:
+        UserError: --max_pixels or --min_pixels do not fit the model.
+    """
+    try:
+        processing = image_processing_of(args, tokenizer, hf_model)
+    except UserError as error:  # only rows with images are invalid
+        return None, error.problem
+    processing = processing.with_bounds(args.max_pixels, args.min_pixels)
+    return ImageEncoder(processing, Path(args.media_root) if args.media_root else None), None
 
 
 def image_processing_of(args: SftArgs, tokenizer: PreTrainedTokenizerBase, hf_model: HfModel) -> ImageProcessing:
@@ -129,7 +138,7 @@ def conversation_prompts(run: Run) -> tuple[Sequence[Prompt], Collection[int | N
     """
     template = ChatTemplate(run.tokenizer)
     images = None
-    if isinstance(run.encoder, ConversationEncoder) and run.encoder.images:
+    if isinstance(run.encoder, ConversationEncoder | PromptEncoder) and run.encoder.images:
         template, images = run.encoder.template, run.encoder.images
     prompts = []
     for conversation in run.data.val_conversations[: run.args.acceptance_samples]:

@@ -5,6 +5,8 @@ from typing import Any
 import torch
 
 from swiftlite.bridge.tensors import describe
+from swiftlite.errors import UserError
+from swiftlite.families.index import image_sizes
 from swiftlite.families.resolved import HfModel
 from swiftlite.heads import Heads
 from swiftlite.model.gpt import GPTModel
@@ -25,9 +27,13 @@ def open_frozen(
         flag: the option that names the model, for errors.
         options: further arguments of `build_model`.
 
+    If the rows of the run have images, the model computes them with its own tower.
+
     Raises:
-        UserError: the model cannot be opened, or is not the same on all ranks.
+        UserError: the model cannot be opened, is not the same on all ranks, or divides images into other inputs.
     """
+    if run.hf_model.computes_images:
+        model = with_same_images(model, run.hf_model, flag)
     tensors = agreement.digest(describe(model.directory))
     agreement.check_agreement({f"tensors of {flag}": tensors, f"commit of {flag}": model.identity})
     mesh = _mesh_of(run, model, layout)
@@ -44,6 +50,22 @@ def open_frozen(
     for chunk in chunks:
         chunk.eval()
     return chunks, mesh
+
+
+def with_same_images(model: HfModel, trained: HfModel, flag: str) -> HfModel:
+    """Return a frozen model with its image tower.
+
+    Args:
+        trained: the trained model.
+        flag: the option that names the frozen model, for errors.
+
+    Raises:
+        UserError: the model does not divide images as the trained model does.
+    """
+    if image_sizes(model.config) != image_sizes(trained.config):
+        problem = f"{flag} {model.name} does not divide images into the same inputs as --model"
+        raise UserError(problem, "use a model with the same vision tower and tokenizer")
+    return model.with_images()
 
 
 def _mesh_of(run: Run, model: HfModel, layout: ParallelLayout) -> Mesh:

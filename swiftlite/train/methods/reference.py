@@ -29,7 +29,6 @@ from swiftlite.data.image_inputs import IMAGE_EXTRAS
 from swiftlite.data.packing.sampler import Sampler
 from swiftlite.data.sample import Sample, digest
 from swiftlite.errors import UserError
-from swiftlite.families.index import image_sizes
 from swiftlite.families.resolved import HfModel
 from swiftlite.heads import Heads
 from swiftlite.log import logger
@@ -45,6 +44,7 @@ from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.batches.micro_batches import Batches, Collated, run_batches
 from swiftlite.train.checkpoint.base_digest import shared_digest_of
 from swiftlite.train.methods.conversations import image_extras_of
+from swiftlite.train.methods.frozen import with_same_images
 from swiftlite.train.methods.preference import log_probabilities_of
 from swiftlite.train.phases import Run
 
@@ -318,10 +318,7 @@ def _reference_model(run: Run) -> HfModel:
         return run.hf_model
     if not run.hf_model.computes_images:
         return run.ref_model
-    if image_sizes(run.ref_model.config) != image_sizes(run.hf_model.config):
-        problem = f"--ref_model {run.ref_model.name} does not divide images into the same inputs as --model"
-        raise UserError(problem, "use a reference model with the same vision tower and tokenizer")
-    return run.ref_model.with_images()
+    return with_same_images(run.ref_model, run.hf_model, "--ref_model")
 
 
 def open_reference(run: Run) -> Reference:
