@@ -42,7 +42,7 @@ def even(prompts, completion_ids, **columns):
 def write_rows(path: Path) -> Path:
     """Write prompts with 0, 1 and 2 images, and the images."""
     for number in range(3):
-        noise(8 + 12 * number, 20, seed=number).save(path.parent / f"{number}.png")
+        noise(8 + 8 * number, 24, seed=number).save(path.parent / f"{number}.png")
     rows = []
     for number in range(NUM_ROWS):
         images = [f"{each % 3}.png" for each in range(number % 3)]

@@ -37,6 +37,8 @@ class LlmClient:
         self._llm.finish_weight_update(weight_version)
 
     def reset_prefix_cache(self) -> bool:
+        # Outputs of an image tower are cached as well. A server clears both caches when it pauses.
+        self._llm.llm_engine.reset_encoder_cache()
         return self._llm.reset_prefix_cache()
 
 
