@@ -31,6 +31,8 @@ from tests.train.test_dpo_images import check_gradients
 FAMILY = "qwen3_5"
 TRAINED: dict[str, Any] = {"freeze_vit": False, "freeze_aligner": False}
 NUM_ROWS = 6
+TOLERANCE = 1e-4
+"""Float32 products in another order, through a tower and the sums of linear attention."""
 REWARDS = """
 def even(prompts, completion_ids, **columns):
     assert "images" not in columns
@@ -137,10 +139,9 @@ def test_log_probabilities_are_those_of_transformers(options, models, mesh):
         num_seen += PATCHES in sample.extras
         with torch.no_grad():
             expected, of_reference = policy.log_p(sample).numpy(), reference.log_p(sample).numpy()
-        # Float32 products in another order.
-        np.testing.assert_allclose(stored.old_log_p[place], expected, rtol=0, atol=2e-5)
-        np.testing.assert_allclose(stored.engine_log_p[place], expected, rtol=0, atol=2e-5)
-        np.testing.assert_allclose(stored.reference_log_p[place], of_reference, rtol=0, atol=2e-5)
+        np.testing.assert_allclose(stored.old_log_p[place], expected, rtol=0, atol=TOLERANCE)
+        np.testing.assert_allclose(stored.engine_log_p[place], expected, rtol=0, atol=TOLERANCE)
+        np.testing.assert_allclose(stored.reference_log_p[place], of_reference, rtol=0, atol=TOLERANCE)
     assert num_seen > 6
     line = json.loads((run / "rollouts" / "000000.jsonl").read_text().splitlines()[0])
     assert line["prompt"].count("<|image_pad|>") == len(line["images"]) == len(stored.images[0])
@@ -192,7 +193,7 @@ def test_a_resumed_run_equals_the_unbroken_one(options, mesh, tmp_path):
 def test_completions_of_other_images_are_refused(options, mesh, tmp_path):
     args = options(rollouts_from=str(tmp_path / "rollouts"), reward_funcs=[])
     store(args, mesh, tmp_path / "rollouts")
-    noise(8, 20, seed=9).save(tmp_path / "0.png")  # as many tokens as before
+    noise(8, 24, seed=9).save(tmp_path / "0.png")  # as many tokens as before
     with pytest.raises(UserError, match=naming("000000.safetensors rows.jsonl images")):
         first_step(args, mesh)
 
