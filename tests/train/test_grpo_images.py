@@ -208,7 +208,7 @@ def test_completions_of_other_images_are_refused(options, mesh, tmp_path):
 def test_engines_without_images_are_named(options, models, changed, named):
     encoder = make_prompt_encoder(options(**changed), load_tokenizer(models[0]), resolve(models[0]))
     with pytest.raises(RowError) as raised:
-        encoder.parse({"query": "What is <image>?", "images": ["0.png"]})
+        encoder.parse({"query": "What is <image>?", "images": ["0.png"]}, system=None, source="rows.jsonl:1")
     assert mentions(str(raised.value), named)
 
 
@@ -219,8 +219,7 @@ def test_a_reference_with_another_tower_is_named(options, mesh, tmp_path):
 
 
 def test_images_are_not_supported_by_gkd(models, mesh, tmp_path):
-    names = ("model", "dataset", "output_dir")
-    values = (str(models[0]), [str(write_rows(tmp_path / "rows.jsonl"))], str(tmp_path / "run"))
-    args = GkdArgs(teacher_model=str(models[1]), lmbda=1.0, **USUAL | dict(zip(names, values, strict=True)))
+    changed: dict[str, Any] = USUAL | {"dataset": [str(write_rows(tmp_path / "rows.jsonl"))]}
+    changed |= {"model": str(models[0]), "teacher_model": str(models[1]), "output_dir": str(tmp_path / "run")}
     with pytest.raises(UserError, match=naming("images")):
-        prepare(args, mesh)
+        prepare(GkdArgs(**changed, lmbda=1.0), mesh)
