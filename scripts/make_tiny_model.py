@@ -36,7 +36,20 @@ CHATML = """\
 {%- endif %}
 """
 FAMILIES = (
-    *("llama", "mistral", "gemma3_text", "granite", "olmo2", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "mimo"),
+    *(
+        "llama",
+        "mistral",
+        "gemma3_text",
+        "granite",
+        "olmo2",
+        "olmo3",
+        "phi3",
+        "qwen2",
+        "qwen3",
+        "seed_oss",
+        "smollm3",
+        "mimo",
+    ),
     *("qwen2_moe", "qwen3_moe", "glm4_moe", "hy_v3"),  # with experts
     *("deepseek_v3", "glm4_moe_lite"),  # with latent attention
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),  # with linear attention
@@ -92,6 +105,7 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 64,
         "hidden_activation": "gelu_pytorch_tanh",
     },
+    "olmo3": {"sliding_window": 16},
     "granite": {
         "attention_multiplier": 1 / 64,
         "embedding_multiplier": 12.0,

@@ -31,6 +31,8 @@ from transformers import (
     MistralForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
+    Olmo3Config,
+    Olmo3ForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     PreTrainedModel,
@@ -83,6 +85,7 @@ CLASSES: dict[str, tuple[type, type]] = {
     "glm4_moe_lite": (Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM),
     "granite": (GraniteConfig, GraniteForCausalLM),
     "olmo2": (Olmo2Config, Olmo2ForCausalLM),
+    "olmo3": (Olmo3Config, Olmo3ForCausalLM),
     "phi3": (Phi3Config, Phi3ForCausalLM),
     "hy_v3": (HYV3Config, HYV3ForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
@@ -187,6 +190,7 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         "logits_scaling": 2.0,
         "residual_multiplier": 0.5,
     },
+    "olmo3": {"sliding_window": 8},
     "smollm3": {"no_rope_layer_interval": 2},
     "qwen3_next": WITH_SHARED | LINEAR,
     "qwen3_5": OF_QWEN3_5,
@@ -199,11 +203,13 @@ WRAPPED = ("qwen3_5", "qwen3_5_moe", "qwen2_5_vl", "qwen3_vl")
 """Families whose files contain a vision tower in addition to the language model."""
 TEXT_PREFIX = dict.fromkeys(WRAPPED, "model.language_model") | {"qwen2_5_vl": "model"}
 """Prefixes of the language model's tensors in these families' files."""
+WINDOWED = ("gemma3_text", "olmo3")
+"""Families whose layers with and without a window have different rotary embeddings."""
 ONLY_IN_VLLM = ("qwen2_5_vl", "qwen3_vl")
 """Families whose heads SGLang and llama.cpp cannot use for drafting."""
 CANNOT_DRAFT = {
     "sglang": ONLY_IN_VLLM,
-    "llamacpp": (*ONLY_IN_VLLM, "gemma3_text", "granite", "olmo2", "phi3", "qwen2_moe", "smollm3"),
+    "llamacpp": (*ONLY_IN_VLLM, "gemma3_text", "granite", "olmo2", "olmo3", "phi3", "qwen2_moe", "smollm3"),
 }
 """Families whose heads an engine cannot use for drafting."""
 HYBRID = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text")
@@ -348,6 +354,11 @@ def per_expert(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return result
 
 
+def alternating(num_layers: int) -> list[str]:
+    """Return the kinds of layers with and without a window in turn."""
+    return ["full_attention" if number % 2 else "sliding_attention" for number in range(num_layers)]
+
+
 def make_tiny_model(
     family: str = "qwen3", tied: bool = False, dtype: torch.dtype = torch.float32, **config
 ) -> PreTrainedModel:
@@ -372,6 +383,7 @@ def make_tiny_model(
     }
     values |= OWN_SIZES.get(family, {})
     values |= config
+    values |= {"layer_types": alternating(values["num_hidden_layers"])} if family == "olmo3" else {}
     if family in LATENT:  # no groups of queries; transformers takes head_dim for that of the rotary part
         values |= {"num_key_value_heads": values["num_attention_heads"], "head_dim": values["qk_rope_head_dim"]}
     model = model_class(config_class(**values)).to(dtype).eval()
@@ -411,6 +423,9 @@ def write_hf(
     save_file(tensors | mtp_tensors, directory / "model.safetensors", metadata={"format": "pt"})
     if family == "mimo":
         config |= {"model_type": "mimo", "architectures": ["MiMoForCausalLM"]}
+    if family == "olmo3":  # as published; SGLang reads nothing else
+        settings = config.pop("rope_parameters")["full_attention"]
+        config |= {"rope_theta": settings.pop("rope_theta"), "rope_scaling": settings}
     if depth or family in ("mimo", *NEXT_LAYER_HEADS):
         config[depth_key(family)] = depth
     config["dtype"] = str(model.dtype).removeprefix("torch.")

@@ -16,6 +16,7 @@ _LINES = {
     "llama": Convention("LlamaForCausalLMMTP", "one"),
     "mistral": Convention("MistralForCausalLMMTP", "one"),
     "olmo2": Convention("Olmo2ForCausalLMMTP", "one"),
+    "olmo3": Convention("Olmo2ForCausalLMMTP", "one"),
     "phi3": Convention("Phi3ForCausalLMMTP", "one"),
     "qwen2": Convention("Qwen2ForCausalLMMTP", "one"),
     "qwen2_moe": Convention("Qwen2MoeForCausalLMMTP", "one"),

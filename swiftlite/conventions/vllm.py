@@ -19,6 +19,7 @@ _LINES = {
     "llama": Convention("LlamaMTPModel"),
     "mistral": Convention("MistralMTPModel"),
     "olmo2": Convention("Olmo2MTPModel"),
+    "olmo3": Convention("Olmo3MTPModel"),
     "phi3": Convention("Phi3MTPModel"),
     "qwen2": Convention("Qwen2MTPModel"),
     "qwen2_5_vl": Convention("Qwen2_5_VLMTPModel"),

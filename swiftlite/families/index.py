@@ -17,6 +17,7 @@ from swiftlite.families.models.llama import LLAMA
 from swiftlite.families.models.mimo import MIMO
 from swiftlite.families.models.mistral import MISTRAL
 from swiftlite.families.models.olmo2 import OLMO2
+from swiftlite.families.models.olmo3 import OLMO3
 from swiftlite.families.models.phi3 import PHI3
 from swiftlite.families.models.qwen2 import QWEN2
 from swiftlite.families.models.qwen2_5_vl import QWEN2_5_VL
@@ -43,6 +44,7 @@ FAMILIES: dict[str, Family] = {
     "mimo": MIMO,
     "mistral": MISTRAL,
     "olmo2": OLMO2,
+    "olmo3": OLMO3,
     "phi3": PHI3,
     "qwen2": QWEN2,
     "qwen2_5_vl": QWEN2_5_VL,

@@ -23,6 +23,7 @@ from swiftlite.families import FAMILIES
 from swiftlite.heads.drafting import Drafting
 from tests.tiny import (
     HEADS_WITH_COPIES,
+    WINDOWED,
     embedded,
     hub_name,
     logits_of,
@@ -143,7 +144,7 @@ class Reference(nn.Module):
         if self.takes_hidden_first:
             parts.reverse()
         positions = torch.arange(ids_BS.shape[1])[None]
-        kinds = ["full_attention"] if self.family == "gemma3_text" else []
+        kinds = ["full_attention"] if self.family in WINDOWED else []
         rotary = self.trunk.model.rotary_emb(hidden_BSH, positions, *kinds)
         fused = head["projection"](torch.cat(parts, dim=-1))
         before = head["block"](fused, position_embeddings=rotary)

@@ -17,6 +17,7 @@ from tests.tiny import (
     HYBRID,
     LATENT,
     OWN_SIZES,
+    alternating,
     hub_name,
     make_tiny_model,
     mtp_names,
@@ -91,6 +92,7 @@ OWN_NEUTRAL = {
     "seed_oss": {"attention_out_bias", "mlp_bias", "residual_dropout"},
     "smollm3": {"attention_bias", "mlp_bias"},
     "olmo2": {"attention_bias"},
+    "olmo3": {"attention_bias"},
     "phi3": {"embd_pdrop", "resid_pdrop"},
     "granite": {"attention_bias", "mlp_bias"},
     "qwen3_next": {"attention_bias"},
@@ -157,6 +159,7 @@ OWN_READ = {
         "router_scaling_factor",
     },
     "mistral": {"sliding_window"},
+    "olmo3": {"sliding_window"},
     "seed_oss": {"attention_bias"},
     "granite": {"attention_multiplier", "embedding_multiplier", "logits_scaling", "residual_multiplier"},
     "phi3": {"original_max_position_embeddings", "sliding_window"},  # the first by the rotary embedding
@@ -208,6 +211,7 @@ OWN_CONFIG["gemma3_text"] = {
     "softmax_scale": 48**-0.5,
 }
 OWN_CONFIG["smollm3"] = {"hetereogenous_dist_checkpoint": True}
+OWN_CONFIG["olmo3"] = {"hetereogenous_dist_checkpoint": True}
 OWN_CONFIG["hy_v3"] = {"init_method_std": 0.006}
 for _dense in ("qwen3_5", "qwen3_5_text"):  # the others' layers differ by name already, for their experts
     OWN_CONFIG[_dense]["hetereogenous_dist_checkpoint"] = True
@@ -218,7 +222,7 @@ def hf_config(family: str, **changes: Any) -> dict[str, Any]:
     config: PreTrainedConfig = CLASSES[family][0](
         vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=4 if family in LATENT else 2, head_dim=8 if family in LATENT else 16,
-        **OWN_SIZES.get(family, {}),
+        **OWN_SIZES.get(family, {}), **({"layer_types": alternating(2)} if family == "olmo3" else {}),
     )  # fmt: skip
     return config.to_dict() | {"model_type": family} | changes
 
@@ -338,6 +342,7 @@ def test_blockwise_fp8_can_be_read(family, block):
 # Of GLM-4.7-Flash: derived, null where there is no latent, and what transformers and engines take for granted alike.
 NEED_NOT_BE = {"qk_head_dim", "q_lora_rank", "rope_interleave", "first_k_dense_replace"}
 WITH_FLAG_OF_WINDOWS = ("qwen2", "qwen2_5_vl", "qwen2_moe", "qwen3", "mimo", "qwen3_moe")
+WIDE = {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}
 _BASE = {"rope_theta": 5e5, "partial_rotary_factor": 1}
 UNCOMPUTABLE = (
     {"rope_type": "su"} | _BASE,
@@ -461,6 +466,16 @@ REFUSED = [
     ("granite", "attention_dropout", 0.5),
     ("olmo2", "attention_bias", True),
     ("olmo2", "rope_parameters", {"rope_type": "default"}),
+    ("olmo3", "attention_bias", True),
+    ("olmo3", "layer_types", ["sliding_attention", "sliding_attention"]),
+    ("olmo3", "layer_types", ["full_attention"]),
+    ("olmo3", "sliding_window", None),
+    ("olmo3", "sliding_window", 0),
+    ("olmo3", "rope_parameters", {"rope_type": "default", "rope_theta": 5e5}),
+    ("olmo3", "rope_parameters", {"full_attention": {"rope_theta": 1e4}}),
+    ("olmo3", "rope_parameters", {"sliding_attention": {"rope_theta": 5e5}}),
+    ("olmo3", "rope_parameters", {"full_attention": WIDE, "sliding_attention": WIDE}),
+    ("olmo3", "rope_scaling", {"type": "linear", "factor": 2.0}),
     ("phi3", "attention_bias", True),
     ("phi3", "mlp_bias", True),
     ("phi3", "lm_head_bias", True),
@@ -481,7 +496,7 @@ REFUSED = [
     ("smollm3", "num_key_value_heads", None),
     ("smollm3", "rope_parameters", {"rope_type": "default"}),
     *[
-        (family, "rope_parameters", rope if family != "gemma3_text" else {"full_attention": rope})
+        (family, "rope_parameters", rope if family not in WINDOWED else {"full_attention": rope})
         for family in families.FAMILIES
         for rope in UNCOMPUTABLE
     ],

@@ -14,7 +14,7 @@ from transformers.modeling_layers import MtpModel
 from swiftlite.families import index
 from tests.model.logits import ids_and_positions, load_megatron, load_transformers
 from tests.tiers import pairwise
-from tests.tiny import CLASSES, HYBRID, LATENT, embedded, logits_of, make_tiny_hf, memory_name, mtp_names
+from tests.tiny import CLASSES, HYBRID, LATENT, WINDOWED, embedded, logits_of, make_tiny_hf, memory_name, mtp_names
 
 ROPES = {
     "none": None,
@@ -69,8 +69,11 @@ def test_trunk_logits_equal_transformers(tmp_path, mesh, family, tied, rope, dty
         parameters["partial_rotary_factor"] = 0.5
     if family in HYBRID:
         parameters["partial_rotary_factor"] = 0.25
-    if family == "gemma3_text":
-        parameters = {"full_attention": parameters, "sliding_attention": {"rope_type": "default", "rope_theta": 1e3}}
+    if family in WINDOWED:
+        if family == "olmo3":
+            parameters["rope_theta"] = 500_000.0
+        base = 1e3 if family == "gemma3_text" else 500_000.0
+        parameters = {"full_attention": parameters, "sliding_attention": {"rope_type": "default", "rope_theta": base}}
     if family in LATENT and rope == "longrope":
         parameters["factor"] = 4.0  # which transformers reads for the scale of the scores, whatever the kind of rope
     rotary_dim = {"glm4_moe": 16, "phi3": 16, **dict.fromkeys((*LATENT, *HYBRID), 8)}.get(family, 32)
@@ -172,7 +175,7 @@ def reference_mtp(hf, tensors, family, k, hidden, input_ids, position_ids, draft
     if family == "mimo":
         halves.reverse()
     projected = torch.cat(halves, dim=-1) @ tensors[names["projection"]].T
-    rotary_of = ("full_attention",) if family == "gemma3_text" else ()
+    rotary_of = ("full_attention",) if family in WINDOWED else ()
     rotary = hf.model.rotary_emb(projected, position_ids, *rotary_of)
     return norm("output_norm", layer(projected, position_embeddings=rotary, position_ids=position_ids))
 

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from swiftlite.errors import UserError
 from swiftlite.estimate.flops import Flops, training_flops
 from tests.plan.test_memory import CONFIGS
+from tests.tiny import WINDOWED
 
 CASES = {
     **{name: config | {"num_hidden_layers": 3} for name, config in CONFIGS.items()},
@@ -43,7 +44,7 @@ def test_operations_are_those_that_torch_counts(name):
         tokens = torch.arange(length)[None]
         forward, result = counted(partial(model, tokens, use_cache=False))
         # Some releases of transformers (5.17) make rotary angles by a matrix product.
-        kinds = ["full_attention"] if name == "gemma3_text" else []
+        kinds = ["full_attention"] if name in WINDOWED else []
         angles, _ = counted(partial(model.model.rotary_emb, torch.zeros(1), tokens, *kinds))
         backward, _ = counted(result.logits.sum().backward)
         assert (forward - angles, backward) == (expected / 3, 2 * expected / 3)

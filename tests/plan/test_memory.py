@@ -57,6 +57,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "mimo": DENSE,
     "qwen3": DENSE,
     "olmo2": DENSE | {"pad_token_id": None},
+    "olmo3": DENSE | {"pad_token_id": None, "sliding_window": 64},
     "phi3": DENSE | {"pad_token_id": None},
     "smollm3": DENSE | {"pad_token_id": None},  # of the whole vocabulary
     "qwen2_moe": MOE

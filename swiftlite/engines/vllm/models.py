@@ -71,6 +71,10 @@ class Olmo2ForCausalLM(Trunk, transformers.TransformersForCausalLM):
     """The trunk of a checkpoint with MTP heads. vLLM has no own class and runs the modules of transformers."""
 
 
+class Olmo3ForCausalLM(Trunk, transformers.TransformersForCausalLM):
+    """The trunk of a checkpoint with MTP heads. vLLM has no own class and runs the modules of transformers."""
+
+
 class Phi3ForCausalLM(Trunk, phi3.Phi3ForCausalLM):
     """The trunk of a checkpoint with MTP heads."""
 
@@ -358,7 +362,13 @@ class Olmo2MTPModel(MtpDraft):
     def make_layer(self, vllm_config: VllmConfig, prefix: str) -> nn.Module:
         config = deepcopy(self.config)
         config.layer_types = ["full_attention"] * heads_of(config).layers
+        # Those of OLMo 3 are by the kind of layer.
+        config.rope_parameters = config.rope_parameters.get("full_attention", config.rope_parameters)
         return olmo_hybrid.OlmoHybridDecoderLayer(vllm_config=_with_config(vllm_config, config), prefix=prefix)
+
+
+class Olmo3MTPModel(Olmo2MTPModel):
+    """MTP draft model for OLMo 3. Its layers are OLMo 2's, like the trunk's layers without a window."""
 
 
 class Phi3MTPModel(LlamaMTPModel):

@@ -37,6 +37,7 @@ DRAFTS = {
     "LlamaForCausalLM": "LlamaMTPModel",
     "MistralForCausalLM": "MistralMTPModel",
     "Olmo2ForCausalLM": "Olmo2MTPModel",
+    "Olmo3ForCausalLM": "Olmo3MTPModel",
     "Phi3ForCausalLM": "Phi3MTPModel",
     "Qwen2_5_VLForConditionalGeneration": "Qwen2_5_VLMTPModel",
     "Qwen2ForCausalLM": "Qwen2MTPModel",

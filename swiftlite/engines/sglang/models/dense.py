@@ -80,7 +80,17 @@ class MistralForCausalLM(Trunk, mistral.MistralForCausalLM):
 
 
 class Olmo2ForCausalLM(SharingTrunk, olmo2.Olmo2ForCausalLM):
-    """The trunk of a checkpoint with an MTP head."""
+    """The trunk of an OLMo 2 or OLMo 3 checkpoint with an MTP head.
+
+    Raises:
+        ValueError: config.json of an OLMo 3 has the rotary settings of each kind of layer, as transformers 5 writes
+            them. SGLang 0.5.23 ignores them, and computes with a base of 10,000.
+    """
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any):
+        if config.model_type == "olmo3" and config.rope_theta == 10_000:
+            raise ValueError("rope_parameters by kind of layer are ignored: use rope_theta and rope_scaling")
+        super().__init__(config, *args, **kwargs)
 
 
 class Phi3ForCausalLM(Trunk, llama.Phi3ForCausalLM):
@@ -303,10 +313,19 @@ class MistralForCausalLMMTP(LlamaForCausalLMMTP):
     """MTP draft model for Mistral, whose layers are Llama's."""
 
 
-class Olmo2ForCausalLMMTP(MtpDraft):
-    """MTP draft model for OLMo 2."""
+class Olmo2Layer(olmo2.Olmo2DecoderLayer):
+    """A layer of OLMo 2, or of OLMo 3 without a window."""
 
-    layer_class = olmo2.Olmo2DecoderLayer
+    def __init__(self, config: Any, quant_config: QuantizationConfig | None = None, prefix: str = ""):
+        config = deepcopy(config)
+        config.layer_types = ["full_attention"]
+        super().__init__(config, 0, quant_config, prefix)
+
+
+class Olmo2ForCausalLMMTP(MtpDraft):
+    """MTP draft model for OLMo 2 and OLMo 3."""
+
+    layer_class = Olmo2Layer
 
 
 class Phi3ForCausalLMMTP(LlamaForCausalLMMTP):

@@ -1,0 +1,90 @@
+"""Describe models in which layers with a sliding window alternate with layers that see all tokens.
+
+Both kinds of layers have their own rotary embedding. transformers 5 writes its settings into `rope_parameters`, by the
+kind of layer. Older files have one setting for each key, with names that depend on the family.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from swiftlite.families import dense
+from swiftlite.families.attention import GroupedQueryAttention
+from swiftlite.families.family import HfConfig
+from swiftlite.families.rope import ROPE_KEYS
+
+WINDOW, FULL = "sliding_attention", "full_attention"
+KINDS = (WINDOW, FULL)
+
+Bases = Mapping[str, tuple[str | None, float | None]]
+"""By the kind of layer: the key of old files with the base of its rotary angles, and the base without this key."""
+
+
+def problems_of(hf_config: HfConfig, bases: Bases, interval: int, **neutral: tuple[Any, ...]) -> list[str]:
+    """Return a problem (one line) for every setting that is invalid, or changes the computation and is not supported.
+
+    Args:
+        bases, interval: as in `rope` and `layer_types`.
+        neutral: as in `dense.problems_of`.
+    """
+    rope_parameters = hf_config.get("rope_parameters")
+    is_nested = rope_parameters is None or any(kind in rope_parameters for kind in KINDS)
+    # The checks of other families are those of one kind of rotary embedding.
+    flat = {key: value for key, value in hf_config.items() if key != "rope_parameters"}
+    problems = dense.missing_numbers(hf_config, ["sliding_window"])
+    problems += dense.problems_of(flat, layer_types=KINDS, **neutral)
+    if not is_nested:
+        problems.append(f"rope_parameters has settings for neither {' nor '.join(map(repr, KINDS))}")
+    elif rope_parameters is not None:
+        problems += [
+            f"rope_parameters: {kind} {rope_parameters[kind]!r} is not an object"
+            for kind in KINDS
+            if not isinstance(rope_parameters.get(kind) or {}, dict)
+        ]
+    for kind in KINDS if not problems else ():
+        factor = rope(hf_config, kind, bases)["rope_parameters"].get("partial_rotary_factor")
+        if factor not in (1, None):
+            problems.append(f"rope_parameters: partial_rotary_factor {factor} is not supported; it can only be 1")
+    if not problems:
+        kinds, number = layer_types(hf_config, interval), hf_config["num_hidden_layers"]
+        if len(kinds) != number:
+            problems.append(f"layer_types has {len(kinds)} entries, num_hidden_layers is {number}")
+        elif FULL not in kinds:
+            problems.append(f"layer_types has no {FULL!r}, the attention of the MTP heads")
+        if hf_config["sliding_window"] < 1:
+            problems.append(f"sliding_window {hf_config['sliding_window']} is not positive")
+    return problems
+
+
+def layer_types(hf_config: HfConfig, interval: int) -> Sequence[str]:
+    """Return the kind of each layer. By default, every `interval`-th layer has full attention."""
+    stated = hf_config.get("layer_types")
+    if stated is not None:
+        return stated
+    numbers = range(1, hf_config["num_hidden_layers"] + 1)
+    return [WINDOW if number % interval else FULL for number in numbers]
+
+
+def rope(hf_config: HfConfig, kind: str, bases: Bases) -> dict[str, Any]:
+    """Return the rotary settings of a kind of layer, with the names of other families."""
+    settings: dict[str, Any] = {"rope_type": "default"}
+    settings |= (hf_config.get("rope_parameters") or {}).get(kind) or {}
+    if kind == FULL:
+        settings |= hf_config.get("rope_scaling") or {}
+    key, default = bases[kind]
+    settings.setdefault("rope_theta", hf_config.get(key, default) if key else default)
+    sizes = {key: hf_config[key] for key in ROPE_KEYS if key in hf_config and not key.startswith("rope_")}
+    return sizes | {"rope_parameters": settings}
+
+
+def attention(hf_config: HfConfig, number: int, interval: int) -> GroupedQueryAttention:
+    """Return the attention of decoder layer `number` (from 0), with norms of queries and keys.
+
+    The rotary embeddings of `Outside.ropes` are in the order of `KINDS`.
+    """
+    kind = layer_types(hf_config, interval)[number]
+    return dense.attention(
+        hf_config,
+        qk_norm=True,
+        window=hf_config["sliding_window"] if kind == WINDOW else None,
+        rope=int(kind == FULL),  # index in KINDS
+    )
