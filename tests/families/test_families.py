@@ -475,6 +475,7 @@ REFUSED = [
     ("olmo3", "rope_parameters", {"full_attention": {"rope_theta": 1e4}}),
     ("olmo3", "rope_parameters", {"sliding_attention": {"rope_theta": 5e5}}),
     ("olmo3", "rope_parameters", {"full_attention": WIDE, "sliding_attention": WIDE}),
+    ("olmo3", "rope_parameters", {"full_attention": WIDE | {"rope_type": "yarn", "attention_factor": 1.0}}),
     ("olmo3", "rope_scaling", {"type": "linear", "factor": 2.0}),
     ("phi3", "attention_bias", True),
     ("phi3", "mlp_bias", True),

@@ -12,10 +12,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from swiftlite.errors import UserError
 from swiftlite.estimate.flops import Flops, training_flops
 from tests.plan.test_memory import CONFIGS
-from tests.tiny import WINDOWED
+from tests.tiny import WINDOWED, alternating
 
 CASES = {
     **{name: config | {"num_hidden_layers": 3} for name, config in CONFIGS.items()},
+    "olmo3": CONFIGS["olmo3"] | {"num_hidden_layers": 3, "layer_types": alternating(3)},
     "deepseek_v3, whole queries": CONFIGS["deepseek_v3"] | {"num_hidden_layers": 3, "q_lora_rank": None},
 }
 
