@@ -44,8 +44,8 @@ def _rope_problems(hf_config: HfConfig) -> list[str]:
         problems.append(f"rope_parameters: rope_type {window['rope_type']!r} of {windows.WINDOW} is not supported")
     if full["rope_type"] == "yarn" and not _has_default_scale(full):
         problems.append(
-            f"rope_parameters: attention_factor {full['attention_factor']!r} is not 0.1 * log(factor) + 1, which SGLang "
-            "uses instead"
+            f"rope_parameters: attention_factor {full['attention_factor']!r} is ignored by SGLang, which uses "
+            "0.1 * log(factor) + 1"
         )
     if "type" in full:
         problems.append("rope_scaling: type is not supported; use rope_type")
@@ -54,7 +54,7 @@ def _rope_problems(hf_config: HfConfig) -> list[str]:
 
 def _has_default_scale(yarn: Mapping[str, Any]) -> bool:
     stated, factor = yarn.get("attention_factor"), yarn.get("factor")
-    if stated is None or not isinstance(factor, int | float):
+    if stated is None or not (isinstance(factor, int | float) and factor > 0):
         return True
     return isinstance(stated, int | float) and math.isclose(stated, 0.1 * math.log(factor) + 1, rel_tol=1e-6)
 
