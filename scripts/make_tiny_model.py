@@ -182,6 +182,8 @@ def tiny_config(family: str, tokenizer: PreTrainedTokenizerFast, args: argparse.
     }
     if family in OWN_SIZES:
         values |= {"moe_intermediate_size": args.hidden_size, **OWN_SIZES[family]}
+    if family == "olmo3":
+        values["layer_types"] = [("sliding_attention", "full_attention")[n % 2] for n in range(args.num_layers)]
     if family == "hy_v3":  # the name in vLLM
         values["expert_hidden_dim"] = args.hidden_size
     return AutoConfig.for_model(MODEL_TYPES.get(family, family), **values)
