@@ -424,7 +424,8 @@ def write_hf(
     if family == "mimo":
         config |= {"model_type": "mimo", "architectures": ["MiMoForCausalLM"]}
     if family == "olmo3":  # as published; SGLang reads nothing else
-        settings = config.pop("rope_parameters")["full_attention"]
+        settings: dict[str, Any] = dict(config)["rope_parameters"]["full_attention"]
+        del config["rope_parameters"]
         config |= {"rope_theta": settings.pop("rope_theta"), "rope_scaling": settings}
     if depth or family in ("mimo", *NEXT_LAYER_HEADS):
         config[depth_key(family)] = depth
