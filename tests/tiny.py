@@ -416,7 +416,7 @@ def write_hf(
     tensors = tensors if packed_experts else per_expert(tensors)
     if model.config.tie_word_embeddings:
         del tensors["lm_head.weight"]
-    config = model.config.to_dict() | {"architectures": [type(model).__name__]}
+    config: dict[str, Any] = model.config.to_dict() | {"architectures": [type(model).__name__]}
     tensors = {hub_name(family, name): tensor for name, tensor in tensors.items()}
     if family in WRAPPED:
         tensors |= carried_tensors(family)
@@ -424,8 +424,7 @@ def write_hf(
     if family == "mimo":
         config |= {"model_type": "mimo", "architectures": ["MiMoForCausalLM"]}
     if family == "olmo3":  # as published; SGLang reads nothing else
-        settings: dict[str, Any] = dict(config)["rope_parameters"]["full_attention"]
-        del config["rope_parameters"]
+        settings = config.pop("rope_parameters")["full_attention"]
         config |= {"rope_theta": settings.pop("rope_theta"), "rope_scaling": settings}
     if depth or family in ("mimo", *NEXT_LAYER_HEADS):
         config[depth_key(family)] = depth
