@@ -17,6 +17,7 @@ from tests.tiny import (
     HYBRID,
     LATENT,
     OWN_SIZES,
+    WINDOWED,
     alternating,
     hub_name,
     make_tiny_model,
