@@ -303,10 +303,11 @@ class MtpCandidateGenerator(CandidateGenerator):
 
     def _rotary_emb(self, head: Any, hidden: torch.Tensor, positions: torch.Tensor) -> Any:
         """Return cosines and sines. In some models, layers have different rotary embeddings, by their type."""
-        kind = getattr(head.transformer_layer.self_attn, "layer_type", None)
-        if hasattr(self._decoder.rotary_emb, "layer_types"):
-            return self._decoder.rotary_emb(hidden, positions, kind)
-        return self._decoder.rotary_emb(hidden, positions)
+        if not hasattr(self._decoder.rotary_emb, "layer_types"):
+            return self._decoder.rotary_emb(hidden, positions)
+        attention = head.transformer_layer.self_attn
+        kind = attention.layer_type if hasattr(attention, "layer_type") else attention.attention_type  # of OLMo 3
+        return self._decoder.rotary_emb(hidden, positions, kind)
 
     def _append_draft(
         self, ids: torch.Tensor, hidden: torch.Tensor, drawn_from: list[torch.Tensor]
