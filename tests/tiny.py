@@ -190,7 +190,17 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         "logits_scaling": 2.0,
         "residual_multiplier": 0.5,
     },
-    "olmo3": {"sliding_window": 8},
+    "olmo3": {
+        "sliding_window": 8,
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "yarn",
+                "factor": 8.0,
+                "original_max_position_embeddings": 64,
+                "rope_theta": 500000.0,
+            }
+        },
+    },
     "smollm3": {"no_rope_layer_interval": 2},
     "qwen3_next": WITH_SHARED | LINEAR,
     "qwen3_5": OF_QWEN3_5,
