@@ -60,6 +60,7 @@ def nccl_can_register_buffers(args: SftArgs, facts: Facts) -> Iterator[Problem]:
         return
     if not sees_gpu():
         yield "--nccl_ub true requires GPUs, whose memory NCCL registers", "remove --nccl_ub"
+        return
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         if "expandable_segments:True" in os.environ.get(name, ""):
             yield f"--nccl_ub true does not support {name}=expandable_segments:True", f"unset {name}"
