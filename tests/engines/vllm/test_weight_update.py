@@ -29,6 +29,7 @@ class FakeLLM:
     def __init__(self, is_busy: bool = False):
         self.calls: list[Any] = []
         self.is_busy = is_busy
+        self.llm_engine = self  # which has the method for the outputs of a vision tower
 
     def start_weight_update(self) -> None:
         self.calls.append("target")
@@ -43,6 +44,9 @@ class FakeLLM:
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         self.calls.append("finish")
+
+    def reset_encoder_cache(self) -> None:
+        self.calls.append("reset images")
 
     def reset_prefix_cache(self) -> bool:
         self.calls.append("reset")
@@ -70,10 +74,10 @@ def test_target_and_draft_have_transfers_of_their_own(tmp_path):
     update, trunk, heads = make(tmp_path, llm)
     update.run(in_two(trunk), in_two(heads))
     sent = [[sorted(bucket) for bucket in in_two(tensors)] for tensors in (trunk, heads)]
-    assert llm.calls == ["target", *sent[0], "finish", "draft", *sent[1], "finish", "reset"]
+    assert llm.calls == ["target", *sent[0], "finish", "draft", *sent[1], "finish", "reset images", "reset"]
     llm.calls.clear()
     update.run(None, [heads])
-    assert llm.calls == ["draft", sorted(heads), "finish", "reset"]
+    assert llm.calls == ["draft", sorted(heads), "finish", "reset images", "reset"]
     update.check_whole()
 
 
