@@ -71,7 +71,8 @@ class Completion:
     token_ids: list[int]
     finish_reason: FinishReason
     log_p: list[float] | None = None
-    draft_depths: list[int] | None = None
+    # Not compared: an answer is the same whoever generated its tokens.
+    draft_depths: list[int] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ tests/e2e/test_rollout_servers.py uses real vLLM servers.
 """
 
 import json
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from swiftlite import rules
-from swiftlite.engines.engine import EngineConfig, Sampling, start_engine
+from swiftlite.engines.engine import Completion, EngineConfig, Sampling, start_engine
 from swiftlite.engines.served_model import resolve_served
 from swiftlite.errors import OptionError, UserError
 from swiftlite.rollouts import servers as module
@@ -66,6 +67,17 @@ def expected(directory: Path) -> list:
     return engine.generate(PROMPTS, SAMPLING)
 
 
+def assert_equal(found: Sequence[Completion], expected: Sequence[Completion]) -> None:
+    """Check that answers are equal, and their log-probabilities up to the rounding of float32.
+
+    A server computes in other threads than this one, and kernels of some processors round differently there. With other
+    weights, tokens differ as well.
+    """
+    for own, other in zip(found, expected, strict=True):
+        assert (own.token_ids, own.finish_reason) == (other.token_ids, other.finish_reason)
+        np.testing.assert_allclose(own.log_p or (), other.log_p or (), rtol=0, atol=1e-5)
+
+
 def test_prompts_are_given_to_the_server_with_the_fewest(hf_dir, pair):
     (fast, slow), urls = pair
     fast.holds = lambda: fast.most_in_flight < 2
@@ -74,7 +86,7 @@ def test_prompts_are_given_to_the_server_with_the_fewest(hf_dir, pair):
     before = engine.draft_counts()
     places = []
     completions = engine.generate(PROMPTS, SAMPLING, on_answer=lambda place, _: places.append(place))
-    assert completions == expected(hf_dir)
+    assert_equal(completions, expected(hf_dir))
     assert sorted(places) == list(range(12))
     assert fast.num_completed > slow.num_completed > 0
     assert fast.most_in_flight == slow.most_in_flight == 2
@@ -104,18 +116,18 @@ def test_prompts_of_a_lost_server_are_given_to_the_others(hf_dir, pair, failure)
         die_at(bad, "/v1/completions", 2)
     else:
         bad.finish_reason = "abort"  # of a server that is stopped
-    assert engine.generate(PROMPTS, SAMPLING) == expected(hf_dir)
+    assert_equal(engine.generate(PROMPTS, SAMPLING), expected(hf_dir))
     figures = engine.figures()
     assert figures["rollout/servers"] == 1
     assert 1 <= figures["rollout/repeated_requests"] <= 2
     bad.before, bad.finish_reason = lambda path: None, None
     bad.start()
     completed = bad.num_completed
-    assert engine.generate(PROMPTS, SAMPLING) == expected(hf_dir)
+    assert_equal(engine.generate(PROMPTS, SAMPLING), expected(hf_dir))
     assert bad.num_completed == completed  # it has no weights of the trainer yet
     engine.update_weights(*trunk_and_heads(hf_dir))
     assert bad.num_updates == 2
-    assert engine.generate(PROMPTS, SAMPLING) == expected(hf_dir)
+    assert_equal(engine.generate(PROMPTS, SAMPLING), expected(hf_dir))
     assert engine.figures() == {"rollout/servers": 2, "rollout/repeated_requests": 0}
     assert bad.num_completed > completed
 
@@ -126,7 +138,7 @@ def test_a_server_that_hangs_or_was_restarted_is_lost(hf_dir, pair, monkeypatch)
     engine = connect(hf_dir, urls)
     bad.delay = 3600
     bad.before = lambda path: path == "/v1/completions" and bad.config.update(instance_id="another")
-    assert engine.generate(PROMPTS, SAMPLING) == expected(hf_dir)
+    assert_equal(engine.generate(PROMPTS, SAMPLING), expected(hf_dir))
     assert engine.figures() == {"rollout/servers": 1, "rollout/repeated_requests": 2}
 
 
@@ -139,13 +151,13 @@ def test_weights_are_sent_to_the_servers_that_are_left(hf_dir, other_dir, pair, 
     engine.update_weights(trunk, heads)
     assert good.num_updates == 2
     assert not good.is_paused
-    assert engine.generate(PROMPTS, SAMPLING) == expected(other_dir)
+    assert_equal(engine.generate(PROMPTS, SAMPLING), expected(other_dir))
     assert engine.figures()["rollout/servers"] == 1
     bad.before = lambda path: None
     bad.start()
     engine.update_weights(*trunk_and_heads(other_dir))
     assert bad.num_updates == 2
-    assert engine.generate(PROMPTS, SAMPLING) == expected(other_dir)
+    assert_equal(engine.generate(PROMPTS, SAMPLING), expected(other_dir))
     assert engine.figures()["rollout/servers"] == 2
 
 
@@ -154,7 +166,7 @@ def test_a_server_that_was_restarted_unseen_gets_weights(hf_dir, other_dir, pair
     engine = connect(hf_dir, urls)
     restarted.start()
     engine.update_weights(*trunk_and_heads(other_dir))
-    assert engine.generate(PROMPTS, SAMPLING) == expected(other_dir)
+    assert_equal(engine.generate(PROMPTS, SAMPLING), expected(other_dir))
     assert restarted.num_completed > 0
 
 

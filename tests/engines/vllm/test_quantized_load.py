@@ -120,6 +120,10 @@ def reports(request, tmp_path_factory) -> dict[Any, tuple[LoadReport, Path]]:
 @pytest.mark.parametrize(("family", "name", "block"), CHOSEN)
 def test_modules_are_built_as_the_files_have_them(reports, family, name, block):
     report, directory = reports[family, name, block]
+    if name == "fp8_blocks_128" and not torch.cpu._is_amx_tile_supported():
+        assert len(report.problems) == 1  # vLLM 0.32 has no other kernel for blocks on a CPU
+        assert "AMX" in report.problems[0]
+        return
     assert report.problems == []
     quantized, _, plain = report.draft_modules.partition("plain: ")
     assert ("o_proj" in quantized) is block
