@@ -248,6 +248,7 @@ def test_a_lost_connection_that_nobody_explains_is_shown(tmp_path):
     assert mentions(stderr.splitlines()[-1], "swiftlite: 0 1")
 
 
+@pytest.mark.slow
 def test_a_rank_that_hears_no_signal_does_not_hold_up_the_end(tmp_path):
     """A rank that waits in a collective is like this: Python's handlers run only after the collective."""
     body = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nsys.exit(7) if rank else time.sleep(600)\n"

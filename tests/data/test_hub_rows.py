@@ -177,6 +177,7 @@ def shown_without_datasets(spec: str) -> str:
     return shown(spec)
 
 
+@pytest.mark.slow
 def test_a_damaged_note_is_written_again(hub, tmp_path):
     home = tmp_path / "home"
     (first,) = answers(hub, home, read("org/rows"))

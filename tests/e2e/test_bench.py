@@ -116,6 +116,7 @@ def test_ctrl_c_leaves_what_was_measured_and_no_process(commands: Commands, benc
     wait_until_nothing_is_left(commands.directory)
 
 
+@pytest.mark.slow
 def test_kill_leaves_no_process(commands: Commands, bench: list[str]):
     """`bench` is killed with kill -9 while the server starts its engine in a subprocess."""
     process = commands.start(*bench)

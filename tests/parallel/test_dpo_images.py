@@ -45,6 +45,7 @@ def make_options(place: Path, loss: str) -> DpoArgs:
     )
 
 
+@pytest.mark.slow  # layouts with images, and layouts of DPO, run in CI in tests of their own
 def test_a_layout_changes_no_number(tmp_path):
     alone = {loss: make_options(tmp_path, loss) for loss in LOSSES}
     by_one = dict(zip(alone, start(1, list(alone.values())), strict=True))

@@ -95,13 +95,26 @@ def metrics_of(args: SftArgs) -> list[dict[str, float]]:
     return [untimed(line) for line in lines]
 
 
-def test_a_layout_changes_no_number(tmp_path):
-    alone = {name: make_options(tmp_path, family, name, **options) for name, (family, options) in TRAINED.items()}
+# CI runs one layout of each kind. LoRA, experts and the other layouts with the same code are in the slow tier.
+CI = [("dapo", "TP2+SP"), ("dapo", "PP2xVPP2"), ("dapo", "DP2, distributed optimizer"), ("sequence", "CP2, packed")]
+CHOSEN = {name: LAYOUTS[name] for name in CI}
+
+
+@pytest.mark.parametrize(
+    "layouts",
+    [pytest.param(CHOSEN, id="chosen"), pytest.param(LAYOUTS, id="all", marks=pytest.mark.slow)],
+)
+def test_a_layout_changes_no_number(tmp_path, layouts):
+    trained = dict.fromkeys(what for what, _ in layouts)
+    alone = {}
+    for name in trained:
+        family, options = TRAINED[name]
+        alone[name] = make_options(tmp_path, family, name, **options)
     jobs = list(alone.values())
     start(1, store_all, jobs)
     start(1, run_all, jobs, 1)
     divided = {}
-    for (what, name), layout in LAYOUTS.items():
+    for (what, name), layout in layouts.items():
         divided[what, name] = replace(alone[what], output_dir=str(tmp_path / f"{what}_{name}"), **layout)
     start(2, run_all, list(divided.values()), 2)
     for (what, name), args in divided.items():
