@@ -34,23 +34,33 @@ def fetch_checkpoint(args: Any) -> None:
     Raises:
         UserError: the store or --output_dir cannot be used.
     """
-    if not isinstance(args, SftArgs) or args.checkpoint_store is None or args.dry_run:
+    if not isinstance(args, SftArgs) or args.checkpoint_store is None:
         return
-    check_store(args.checkpoint_store)
+    check_store(args.checkpoint_store, args.output_dir)
+    if args.dry_run:
+        return
     if args.resume and args.output_dir:
         fetch_newest(Path(args.output_dir), args.checkpoint_store)
 
 
-def fetch(args: Any) -> None:
-    """Download missing weights and rows after the rules have accepted the options, and claim --checkpoint_store.
+def claim_checkpoint_store(args: Any) -> None:
+    """Reserve --checkpoint_store for this run after the rules have accepted the options.
 
     Raises:
-        UserError: a download failed, or the store cannot be used.
+        UserError: the store cannot be written, or contains another run.
+    """
+    if isinstance(args, SftArgs) and args.checkpoint_store is not None:
+        claim_store(Path(args.output_dir), args.checkpoint_store, resume=args.resume)
+
+
+def fetch(args: Any) -> None:
+    """Download missing weights and rows after the rules have accepted the options.
+
+    Raises:
+        UserError: a download failed.
     """
     if isinstance(args, DoctorArgs):  # a plan requires no weights
         return
-    if isinstance(args, SftArgs) and args.checkpoint_store is not None:
-        claim_store(Path(args.output_dir), args.checkpoint_store, resume=args.resume)
     for option, name in models_in(args).items():
         try:
             local_model(name)

@@ -19,7 +19,7 @@ from swiftlite.args.commands import SftArgs
 from swiftlite.args.data_file import split_sample
 from swiftlite.bridge.encoding.quantization import describe_quantization
 from swiftlite.cli import failure, launch
-from swiftlite.cli.fetch import fetch, fetch_checkpoint, hold_commits
+from swiftlite.cli.fetch import claim_checkpoint_store, fetch, fetch_checkpoint, hold_commits
 from swiftlite.cli.help import command_help, overview
 from swiftlite.cli.parse import parse
 from swiftlite.cli.table import Command, commands, find
@@ -136,7 +136,8 @@ def _run(argv: list[str]) -> int:
     rank = processes.rank or 0
     log.setup(rank)
     _settle_environment(args)
-    if rank == 0 and processes.node_rank == 0:
+    is_first_node = rank == 0 and processes.node_rank == 0
+    if is_first_node:
         fetch_checkpoint(args)
     hold_commits(args)
     # Only rank 0 checks, because other ranks could find files that rank 0 has already written.
@@ -147,6 +148,8 @@ def _run(argv: list[str]) -> int:
             return 0
         _log(notes, command, processes)
         return _show(_dry_run(args, world_size))
+    if is_first_node:
+        claim_checkpoint_store(args)
     if rank == 0:
         fetch(args)
     if processes.must_start and command.is_parallel:

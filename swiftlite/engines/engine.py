@@ -71,7 +71,7 @@ class Completion:
     token_ids: list[int]
     finish_reason: FinishReason
     log_p: list[float] | None = None
-    # Not compared: an answer is the same whoever generated its tokens.
+    # Not compared: answers with the same tokens are equal.
     draft_depths: list[int] | None = field(default=None, compare=False)
 
 

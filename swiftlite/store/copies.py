@@ -69,8 +69,8 @@ class Copies:
             self._error = self._try(lambda: self.store.put_files(self.run))
         if self._error:
             raise UserError(
-                f"{FLAG} {self.store.objects.url}: the newest checkpoint was not copied: {self._error}",
-                f"the checkpoint is in {self.run}; the same command with --resume copies it",
+                f"{FLAG} {self.store.objects.place}: the newest checkpoint was not copied: {self._error}",
+                f"{self.store.objects.hint}; the checkpoint is in {self.run}, and --resume copies it",
             )
 
     def _work(self) -> None:
@@ -90,12 +90,14 @@ class Copies:
 
     def _copy(self, checkpoint: Path) -> None:
         start = time.monotonic()
+        step = int(checkpoint.name.removeprefix("checkpoint-"))
+        self.store.delete_oldest(None, step)  # incomplete ones, whose space is needed
         num_bytes = self.store.put_checkpoint(checkpoint)
-        self.store.delete_oldest(self.keep, int(checkpoint.name.removeprefix("checkpoint-")))
+        self.store.delete_oldest(self.keep, step)
         if num_bytes:
             seconds = time.monotonic() - start
-            url = self.store.objects.url
-            logger.info("copied %s to %s: %.2f GB in %.1f s", checkpoint.name, url, num_bytes / 1e9, seconds)
+            place = self.store.objects.place
+            logger.info("copied %s to %s: %.2f GB in %.1f s", checkpoint.name, place, num_bytes / 1e9, seconds)
 
     def _try(self, call) -> str:
         """Call a function, and return the reason if it fails."""

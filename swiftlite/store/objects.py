@@ -5,13 +5,16 @@ AWS_ACCESS_KEY_ID and AWS_ENDPOINT_URL. An object is visible only after all of i
 """
 
 import hashlib
+import re
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 from swiftlite.errors import UserError
 
@@ -19,6 +22,7 @@ SCHEMES = ("s3", "gs", "az", "abfs", "file")
 PACKAGE = "obstore"
 _THREADS = 4
 _CHUNK_BYTES = 16 << 20
+_TEMPORARY = re.compile(r".+#\d+")  # such as __0_0.distcp#1
 
 
 @dataclass(frozen=True)
@@ -33,16 +37,21 @@ class StoreError(Exception):
     """A request to the store failed. The message is one line."""
 
 
-def check_store(option: str) -> None:
+def check_store(option: str, output_dir: str) -> None:
     """Check the value of --checkpoint_store, without a request.
 
     Raises:
-        UserError: the value is not a URL of a supported store, or the package is missing.
+        UserError: the value is not a URL of a supported store or is in `output_dir`, or the package is missing.
     """
-    scheme, is_url, _ = option.partition("://")
-    if not option.strip() or (is_url and scheme not in SCHEMES):
+    scheme, is_url, path = option.partition("://")
+    looks_like_url = re.match(r"\w+:/", option) is not None
+    if not option.strip() or (is_url and (scheme not in SCHEMES or not path)) or (looks_like_url and not is_url):
         problem = f"--checkpoint_store {option}: not a URL of a supported store"
         raise UserError(problem, "use s3://BUCKET/PATH, gs://, az:// or a directory", 2)
+    directory = directory_of(url_of(option))
+    if directory and output_dir and directory.resolve().is_relative_to(Path(output_dir).resolve()):
+        problem = f"--checkpoint_store {option} must not be --output_dir {output_dir} or a directory in it"
+        raise UserError(problem, "use a directory on another disk, or an object store", 2)
     if find_spec(PACKAGE) is None:
         raise UserError(f"--checkpoint_store requires the package {PACKAGE}", f"pip install {PACKAGE}")
 
@@ -51,7 +60,15 @@ def url_of(text: str) -> str:
     """Return the URL for the value of an option, which can also be the path of a directory."""
     if "://" in text:
         return text.rstrip("/")
-    return Path(text).absolute().as_uri()
+    return Path(text).resolve().as_uri()
+
+
+def directory_of(url: str) -> Path | None:
+    """Return the directory of a file URL; None for the URL of an object store."""
+    parts = urlsplit(url)
+    if parts.scheme != "file":
+        return None
+    return Path(unquote(parts.path))
 
 
 @dataclass(frozen=True)
@@ -67,6 +84,18 @@ class ObjectStore:
 
     url: str
     client: Any
+
+    @property
+    def place(self) -> str:
+        """Return the URL or the directory, for messages."""
+        return str(directory_of(self.url) or self.url)
+
+    @property
+    def hint(self) -> str:
+        """Return what to check if a request fails."""
+        if directory_of(self.url):
+            return "check that it is a directory which this user can write, and that its disk has free space"
+        return "check the URL, the credentials and the network"
 
     @classmethod
     def open(cls, url: str, max_retries: int | None = None) -> "ObjectStore":
@@ -104,6 +133,18 @@ class ObjectStore:
         with content.open("rb") as file:
             _request(lambda: self.client.put(name, file, chunk_size=_CHUNK_BYTES))
 
+    def create(self, name: str, content: bytes) -> bool:
+        """Write an object that does not exist. Return whether this call created it."""
+        from obstore.exceptions import AlreadyExistsError
+
+        try:
+            _request(lambda: self.client.put(name, content, mode="create", use_multipart=False))
+        except StoreError as error:
+            if isinstance(error.__cause__, AlreadyExistsError | FileExistsError):
+                return False
+            raise
+        return True
+
     def read(self, name: str) -> bytes:
         """Return the content of a small object."""
         return _request(lambda: bytes(self.client.get(name).bytes()))
@@ -122,6 +163,20 @@ class ObjectStore:
                 sha.update(content)
                 file.write(content)
         return sha.hexdigest()
+
+    def delete_unfinished(self) -> None:
+        """Delete the temporary files of killed processes in a directory, which obstore does not list.
+
+        Object stores delete parts of unfinished objects themselves, by the rules of the bucket.
+        """
+        directory = directory_of(self.url)
+        if directory is None:
+            return
+        for path in directory.glob("*/*#*"):
+            if _TEMPORARY.fullmatch(path.name):
+                path.unlink(missing_ok=True)
+                with suppress(OSError):  # fails unless it is empty
+                    path.parent.rmdir()
 
     def delete(self, names: Iterable[str]) -> None:
         """Delete objects."""

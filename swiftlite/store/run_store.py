@@ -97,6 +97,7 @@ class RunStore:
             keep: number of complete checkpoints to keep; None keeps all.
             newest: step of the checkpoint that was copied last.
         """
+        self.objects.delete_unfinished()
         stored = self.objects.list()
         complete = _complete(stored)
         kept = set(complete)
@@ -147,18 +148,24 @@ class RunStore:
         parts = PurePosixPath(name).parts
         is_known = len(parts) == 1 or parts[0] in _DIRECTORIES
         if not is_known or any(part.startswith(".") for part in parts):
-            logger.warning("%s: %s is not a file of a run and is ignored", self.objects.url, name)
+            logger.warning("%s: %s is not a file of a run and is ignored", self.objects.place, name)
             return
         path = run / Path(*parts)
         path.parent.mkdir(parents=True, exist_ok=True)
         atomic_write(path, self.objects.read(name))
 
     def _get_checkpoint(self, name: str, directory: Path) -> None:
+        stored = {PurePosixPath(each).name for each in self.objects.list(name)} - {MANIFEST_FILE}
         self.objects.get(f"{name}/{MANIFEST_FILE}", directory / MANIFEST_FILE)
         try:
             digests = read_manifest(directory) or {}
         except ValueError as error:
             raise self._damaged(name, str(error)) from None
+
+        if different := sorted(stored ^ digests.keys()):
+            raise self._damaged(name, f"{MANIFEST_FILE} and the files differ: {', '.join(different[:5])}")
+        if not digests:
+            raise self._damaged(name, f"{MANIFEST_FILE} is empty")
 
         def get(file: str) -> str:
             return self.objects.get(f"{name}/{file}", directory / file)
@@ -169,8 +176,8 @@ class RunStore:
             raise self._damaged(name, f"the sha256 differs for {', '.join(changed[:5])}")
 
     def _damaged(self, name: str, reason: str) -> UserError:
-        hint = f"delete {self.objects.url}/{name}, and --resume uses the checkpoint before it"
-        return UserError(f"{FLAG}: {self.objects.url}/{name} is damaged: {reason}", hint)
+        hint = f"delete {self.objects.place}/{name}, and --resume uses the checkpoint before it"
+        return UserError(f"{FLAG}: {self.objects.place}/{name} is damaged: {reason}", hint)
 
 
 def fetch_newest(run: Path, option: str) -> None:
@@ -188,7 +195,7 @@ def fetch_newest(run: Path, option: str) -> None:
             return
         _check_same_run(store, run)
         if not own or int(own[-1].name.removeprefix("checkpoint-")) < steps[-1]:
-            logger.info("--resume: fetching checkpoint-%d from %s", steps[-1], store.objects.url)
+            logger.info("--resume: fetching checkpoint-%d from %s", steps[-1], store.objects.place)
             store.get_newest(run)
 
 
@@ -208,8 +215,16 @@ def claim_store(run: Path, option: str, *, resume: bool) -> None:
             )
         if steps:
             _check_same_run(store, run)
-        content = json.dumps({"run": _own_number(run) or uuid.uuid4().hex}).encode()
-        store.objects.put(RUN_FILE, content)
+        own = _own_number(run)
+        if own is None and resume:
+            own = store.run_number()  # of a run that lost its directory
+        content = json.dumps({"run": own or uuid.uuid4().hex}).encode()
+        if not store.objects.create(RUN_FILE, content) and (own is None or own != store.run_number()):
+            raise UserError(
+                f"{FLAG} {option} is used by another run, which has no checkpoint yet",
+                f"use another URL; or delete {store.objects.place}/{RUN_FILE} if that run has ended",
+            )
+        store.objects.put(RUN_FILE, content)  # shows that the store can be written
         run.mkdir(parents=True, exist_ok=True)
         atomic_write(run / RUN_FILE, content)
 
@@ -218,9 +233,13 @@ def claim_store(run: Path, option: str, *, resume: bool) -> None:
 def _explained(run: Path, option: str) -> Iterator[RunStore]:
     """Open a store, and name the option if a request to it fails or the run's directory cannot be written."""
     try:
-        yield RunStore(ObjectStore.open(url_of(option), max_retries=2))
+        store = RunStore(ObjectStore.open(url_of(option), max_retries=2))
     except StoreError as error:
-        raise UserError(f"{FLAG} {option}: {error}", "check the URL, the credentials and the network") from None
+        raise UserError(f"{FLAG} {option}: {error}", "check the URL") from None
+    try:
+        yield store
+    except StoreError as error:
+        raise UserError(f"{FLAG} {option}: {error}", store.objects.hint) from None
     except OSError as error:
         raise UserError(
             f"--output_dir {run} cannot be written: {error.strerror or error}",
@@ -234,12 +253,15 @@ def _check_same_run(store: RunStore, run: Path) -> None:
     Raises:
         UserError: the store contains another run.
     """
-    own = _own_number(run)
+    own, number = _own_number(run), store.run_number()
+    if number is None:
+        problem = f"{FLAG}: {store.objects.place}/{RUN_FILE} is missing or damaged, so its run is unknown"
+        raise UserError(problem, "use another URL")
     if own is None and not run_checkpoints(run):
         return
-    if own != store.run_number():
+    if own != number:
         raise UserError(
-            f"{FLAG} {store.objects.url} contains another run than --output_dir {run}",
+            f"{FLAG} {store.objects.place} contains another run than --output_dir {run}",
             "use the URL of this run, an empty one, or another --output_dir",
         )
 

@@ -25,14 +25,14 @@ PLACES = [
     ("Trainer.step", 4),
     ("Checkpointer.save", 2),
     ("RunStore.put_checkpoint", 2),
-    ("RunStore.delete_oldest", 2),
+    ("RunStore.delete_oldest", 4),
     ("ObjectStore.delete", 1),
     ("write_report", 1),
     ("Copies.finish", 1),
 ]
 FETCHING = [("RunStore.get_newest", 1), ("ObjectStore.get", 2), ("fsync_tree", 1)]
 
-WITH_STEP_2 = SignalAtCall("RunStore.delete_oldest", 1, in_threads=True)
+WITH_STEP_2 = SignalAtCall("RunStore.delete_oldest", 2, in_threads=True)
 """After this signal, the store contains step 2 and no other. The trainer can be at any later step."""
 
 

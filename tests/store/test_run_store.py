@@ -272,12 +272,71 @@ def test_what_is_copied_is_not_deleted(run, tmp_path):
     assert copies.in_use == set()
 
 
-@pytest.mark.parametrize("option", ["ftp://host/dir", "", "https://bucket"])
+@pytest.mark.parametrize("option", ["ftp://host/dir", "", "https://bucket", "s3:/bucket/run", "S3://bucket", "s3://"])
 def test_other_urls_are_refused(option):
     with pytest.raises(UserError) as caught:
-        check_store(option)
+        check_store(option, "run")
     assert mentions(str(caught.value), "--checkpoint_store")
     assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize("store", ["run", "run/", "./run/copies", "run/source", "file://{}/run"])
+def test_a_store_is_not_in_the_directory_of_the_run(tmp_path, monkeypatch, store):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError) as caught:
+        check_store(store.format(tmp_path), "run")
+    assert mentions(str(caught.value), "--checkpoint_store --output_dir")
+    check_store("run2", "run")
+
+
+def test_two_runs_do_not_use_one_store_at_the_same_time(url, run, tmp_path):
+    """The first run has no checkpoint yet."""
+    claim_store(run, url, resume=False)
+    claim_store(run, url, resume=False)  # by the launcher, then by the first rank
+    before = content_of(url)
+    with pytest.raises(UserError) as caught:
+        claim_store(tmp_path / "other", url, resume=False)
+    assert mentions(str(caught.value), "--checkpoint_store checkpoint_store.json")
+    assert content_of(url) == before
+    claim_store(tmp_path / "its directory was lost", url, resume=True)
+    assert content_of(url) == before
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b""])
+def test_a_store_of_an_unknown_run_is_refused(url, run, tmp_path, content):
+    prepare_store(run, url, resume=False)
+    store_of(url).put_checkpoint(add_checkpoint(run, 2))
+    store_of(url).objects.put(RUN_FILE, content)
+    other = tmp_path / "other"
+    other.mkdir()
+    add_checkpoint(other, 1)
+    for directory in (other, run, tmp_path / "new"):
+        with pytest.raises(UserError) as caught:
+            fetch_newest(directory, url)
+        assert mentions(str(caught.value), "--checkpoint_store")
+
+
+@pytest.mark.parametrize("line", ["", f"{'0' * 64}  trainer_state.json"])
+def test_digests_of_all_files_are_needed(url, run, tmp_path, line):
+    prepare_store(run, url, resume=False)
+    store_of(url).put_checkpoint(add_checkpoint(run, 2))
+    store_of(url).objects.put(f"checkpoint-2/{MANIFEST_FILE}", line.encode())
+    with pytest.raises(UserError) as caught:
+        fetch_newest(tmp_path / "other", url)
+    assert mentions(str(caught.value), "--checkpoint_store SHA256SUMS")
+    assert not list((tmp_path / "other").glob("*checkpoint-*"))
+
+
+def test_files_of_a_killed_copy_are_deleted(run, tmp_path):
+    url = url_of(str(tmp_path / "store"))
+    claim_store(run, url, resume=False)
+    remains = tmp_path / "store" / "checkpoint-1"
+    remains.mkdir()
+    (remains / "__0_0.distcp#1").write_text("half")
+    with copies_of(run, url, keep=None) as copies:
+        assert copies is not None
+        copies.add(add_checkpoint(run, 2))
+    assert not remains.exists()
 
 
 def test_a_bucket_that_does_not_exist(s3, run, monkeypatch):
