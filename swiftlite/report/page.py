@@ -3,6 +3,7 @@
 All text is escaped, because prompts, tokens and options are untrusted.
 """
 
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,9 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 import swiftlite
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
+"""Characters that HTML does not allow; tokens of a model can contain them."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +125,7 @@ def render(page: Page) -> bytes:
     environment.filters["folded"] = _folded
     style = Markup(environment.get_template("style.css").render())  # contains no data
     html = environment.get_template("page.html").render(page=page, style=style, version=swiftlite.__version__)
-    return html.encode(errors="replace") + b"\n"
+    return _CONTROL.sub("\ufffd", html).encode(errors="replace") + b"\n"
 
 
 def _folded(command: str) -> str:

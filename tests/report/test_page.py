@@ -121,3 +121,10 @@ def test_the_same_figure_is_the_same_bytes_and_has_ids_of_its_own():
 
     assert draw("first") == draw("first")
     assert draw("first").replace("first-", "second-") == draw("second")
+
+
+def test_control_characters_are_replaced():
+    answer = MarkedAnswer("p", "", "n", [{"text": "a\x00b\x1b[0m\tc\n", "depth": 0}])
+    html = render(Page("t", "l", [], [Section("s", answers=[answer])])).decode()
+    assert "a\ufffdb\ufffd[0m\tc\n" in html
+    assert not {"\x00", "\x1b"} & set(html)
