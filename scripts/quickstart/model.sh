@@ -44,8 +44,9 @@ files in $faster
 
 next steps
     source $venv/bin/activate
-  start a server
-    swiftlite deploy --model $faster/$best/hf
+  start a server: the command above, after "Serve it"
+  continue from these heads
+    swiftlite speedup --model $MODEL --output_dir $faster --budget 1h --concurrency 1
   chat with transformers
     swiftlite infer --model $faster/$best/hf --speculative mtp
   write a GGUF file for llama.cpp, and count the drafts that it accepts on the held-out prompts

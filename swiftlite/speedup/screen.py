@@ -9,6 +9,9 @@ from typing import Any
 from swiftlite.report.table import text_table
 from swiftlite.speedup.state import Progress
 
+MUCH_DRIFT = 0.1
+"""Relative change of the speed without drafts during `bench` above which ratios are inaccurate."""
+
 
 def final_lines(
     progress: Progress, best: str, bench: Mapping[str, Any], acceptance: Mapping[str, Sequence[float]]
@@ -25,6 +28,12 @@ def final_lines(
     for choice in choices:
         if not choice["num_speculative_tokens"]:
             lines.append(f"with {choice['concurrency']} concurrent requests, serve without drafts: {choice['reason']}")
+        if abs(choice["drift"]) > MUCH_DRIFT:
+            lines.append(
+                f"with {choice['concurrency']} concurrent requests, the server without drafts was "
+                f"{1 + choice['drift']:.2f}x as fast at the end of the measurement as at the start: other programs used "
+                f"the machine, and ratios are inaccurate; delete {best}/bench and repeat the command to measure again"
+            )
     lines += ["", text_table(_speeds(bench)), "", text_table(_acceptance(progress, best, acceptance)), ""]
     if best == "model":
         lines.append("The heads of --model are better than the trained ones and stay.")
@@ -49,7 +58,8 @@ def _speeds(bench: Mapping[str, Any]) -> list[Sequence[str]]:
     without = bench["servers"][0]["measured"]
     for choice, plain in zip(choices, without, strict=True):
         ratios = [f"{choice['ratios'][k]:.2f}x" for k in numbers]
-        speed = f"{plain['tokens_per_second']:.1f}"
+        # As in the ratios, the faster of the two measurements.
+        speed = f"{plain['tokens_per_second'] * max(1, 1 + choice['drift']):.1f}"
         rows.append([str(choice["concurrency"]), speed, *ratios, str(choice["num_speculative_tokens"])])
     return rows
 
