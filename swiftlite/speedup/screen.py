@@ -31,8 +31,8 @@ def final_lines(
         if abs(choice["drift"]) > MUCH_DRIFT:
             lines.append(
                 f"with {choice['concurrency']} concurrent requests, the server without drafts was "
-                f"{1 + choice['drift']:.2f}x as fast at the end of the measurement as at the start: other programs used "
-                f"the machine, and ratios are inaccurate; delete {best}/bench and repeat the command to measure again"
+                f"{1 + choice['drift']:.2f}x as fast at the end of the measurement as at the start: other programs "
+                f"used the machine, and ratios are inaccurate; delete {best}/bench and repeat the command to measure again"
             )
     lines += ["", text_table(_speeds(bench)), "", text_table(_acceptance(progress, best, acceptance)), ""]
     if best == "model":
