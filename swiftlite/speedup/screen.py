@@ -32,7 +32,7 @@ def final_lines(
             lines.append(
                 f"with {choice['concurrency']} concurrent requests, the server without drafts was "
                 f"{1 + choice['drift']:.2f}x as fast at the end of the measurement as at the start: other programs "
-                f"used the machine, and ratios are inaccurate; delete {best}/bench and repeat the command to measure again"
+                f"used the machine, and ratios are inaccurate; delete {best}/bench and repeat the command"
             )
     lines += ["", text_table(_speeds(bench)), "", text_table(_acceptance(progress, best, acceptance)), ""]
     if best == "model":
