@@ -108,7 +108,8 @@ class VllmEngine:
         lengths: list[list[int]] = [[] for _ in prompts]  # of each answer, after each of its steps
         completions: dict[int, Completion] = {}
         while self._llm.llm_engine.has_unfinished_requests():
-            for output in self._llm.llm_engine.step():
+            outputs: Sequence[Any] = self._llm.llm_engine.step()
+            for output in outputs:
                 # vLLM numbers requests: the request "7-f3a92b1c" is returned as "7".
                 place = int(output.request_id) - int(request_ids[0].partition("-")[0])
                 lengths[place].append(len(output.outputs[0].token_ids))
