@@ -8,7 +8,7 @@ import logging
 import os
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -108,8 +108,7 @@ class VllmEngine:
         lengths: list[list[int]] = [[] for _ in prompts]  # of each answer, after each of its steps
         completions: dict[int, Completion] = {}
         while self._llm.llm_engine.has_unfinished_requests():
-            outputs: Sequence[Any] = self._llm.llm_engine.step()
-            for output in outputs:
+            for output in cast(Sequence[Any], self._llm.llm_engine.step()):
                 # vLLM numbers requests: the request "7-f3a92b1c" is returned as "7".
                 place = int(output.request_id) - int(request_ids[0].partition("-")[0])
                 lengths[place].append(len(output.outputs[0].token_ids))
