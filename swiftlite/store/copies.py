@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,7 +44,7 @@ class Copies:
 
     @property
     def in_use(self) -> set[Path]:
-        """The checkpoints that are copied or wait, and must not be deleted."""
+        """Return the checkpoints that are copied or wait, and must not be deleted."""
         with self._changed:
             return {path for path in (self._waiting, self._current) if path}
 
@@ -99,7 +99,7 @@ class Copies:
             place = self.store.objects.place
             logger.info("copied %s to %s: %.2f GB in %.1f s", checkpoint.name, place, num_bytes / 1e9, seconds)
 
-    def _try(self, call) -> str:
+    def _try(self, call: Callable[[], object]) -> str:
         """Call a function, and return the reason if it fails."""
         try:
             call()
@@ -107,6 +107,9 @@ class Copies:
             return str(error)
         except OSError as error:
             return f"{error.filename}: {error.strerror}"
+        except Exception as error:  # otherwise the thread would end, and `finish` would find no error
+            logger.exception("%s", error)
+            return f"{type(error).__name__}: {error}"
         return ""
 
 

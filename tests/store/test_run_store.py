@@ -260,6 +260,18 @@ def test_the_last_failure_is_an_error(run, tmp_path):
     assert mentions(str(caught.value), "--checkpoint_store --resume")
 
 
+def test_an_unexpected_error_in_the_thread_is_reported(run, tmp_path, monkeypatch):
+    def fail(self, checkpoint):
+        raise RuntimeError("out of threads")
+
+    monkeypatch.setattr(RunStore, "put_checkpoint", fail)
+    copies = Copies(store_of(url_of(str(tmp_path / "store"))), run)
+    copies.add(add_checkpoint(run, 2))
+    with pytest.raises(UserError) as caught:
+        copies.finish()
+    assert mentions(str(caught.value), "--checkpoint_store RuntimeError")
+
+
 def test_what_is_copied_is_not_deleted(run, tmp_path):
     url = url_of(str(tmp_path / "store"))
     copies = Copies(store_of(url), run)
