@@ -1,6 +1,6 @@
 """The copy of a run in a store.
 
-    URL/checkpoint_store.json         the number of the run, so that two runs do not share a URL
+    URL/checkpoint_store.json         the id of the run, so that two runs do not share a URL
     URL/args.json, URL/source/...     the files of the run outside of its checkpoints
     URL/checkpoint-N/...              the checkpoints
 
@@ -52,11 +52,11 @@ class RunStore:
         """Return the steps of the complete checkpoints, smallest first."""
         return _complete(self.objects.list())
 
-    def run_number(self) -> str | None:
-        """Return the number of the run whose copy this is; None if there is no copy."""
+    def run_id(self) -> str | None:
+        """Return the id of the run whose copy this is; None if there is no copy."""
         if RUN_FILE not in self.objects.list():
             return None
-        return _number_in(self.objects.read(RUN_FILE))
+        return _id_in(self.objects.read(RUN_FILE))
 
     def put_checkpoint(self, checkpoint: Path) -> int:
         """Copy a checkpoint, and the run's other files. An incomplete or different copy of it is replaced.
@@ -200,7 +200,7 @@ def fetch_newest(run: Path, option: str) -> None:
 
 
 def claim_store(run: Path, option: str, *, resume: bool) -> None:
-    """Write the number of a run to its directory and to a store, which shows that both can be written.
+    """Write the id of a run to its directory and to a store, which shows that both can be written.
 
     Raises:
         UserError: the store cannot be written, or contains another run, or this run and `resume` is missing; or the
@@ -215,11 +215,11 @@ def claim_store(run: Path, option: str, *, resume: bool) -> None:
             )
         if steps:
             _check_same_run(store, run)
-        own = _own_number(run)
+        own = _own_id(run)
         if own is None and resume:
-            own = store.run_number()  # of a run that lost its directory
+            own = store.run_id()  # of a run that lost its directory
         content = json.dumps({"run": own or uuid.uuid4().hex}).encode()
-        if not store.objects.create(RUN_FILE, content) and (own is None or own != store.run_number()):
+        if not store.objects.create(RUN_FILE, content) and (own is None or own != store.run_id()):
             raise UserError(
                 f"{FLAG} {option} is used by another run, which has no checkpoint yet",
                 f"use another URL; or delete {store.objects.place}/{RUN_FILE} if that run has ended",
@@ -253,28 +253,28 @@ def _check_same_run(store: RunStore, run: Path) -> None:
     Raises:
         UserError: the store contains another run.
     """
-    own, number = _own_number(run), store.run_number()
-    if number is None:
+    own, stored = _own_id(run), store.run_id()
+    if stored is None:
         problem = f"{FLAG}: {store.objects.place}/{RUN_FILE} is missing or damaged, so its run is unknown"
         raise UserError(problem, "use another URL")
     if own is None and not run_checkpoints(run):
         return
-    if own != number:
+    if own != stored:
         raise UserError(
             f"{FLAG} {store.objects.place} contains another run than --output_dir {run}",
             "use the URL of this run, an empty one, or another --output_dir",
         )
 
 
-def _own_number(run: Path) -> str | None:
-    """Return the number of the run in a directory; None without one."""
+def _own_id(run: Path) -> str | None:
+    """Return the id of the run in a directory; None without one."""
     try:
-        return _number_in((run / RUN_FILE).read_bytes())
+        return _id_in((run / RUN_FILE).read_bytes())
     except OSError:
         return None
 
 
-def _number_in(content: bytes) -> str | None:
+def _id_in(content: bytes) -> str | None:
     with suppress(ValueError, KeyError, TypeError):
         return str(parse_json(content.decode())["run"])
     return None

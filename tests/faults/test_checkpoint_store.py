@@ -67,8 +67,8 @@ def command_for(url: str) -> Command:
     return replace(COMMANDS["sft_limit_1"], argv=f"{SFT} --save_total_limit 1 --checkpoint_store {url}")
 
 
-def without_number(content: dict[str, Any]) -> dict[str, Any]:
-    """Return the content without the file of the run's number, which a run without a store does not have."""
+def without_id(content: dict[str, Any]) -> dict[str, Any]:
+    """Return the content without the file with the id of the run, which a run without a store does not have."""
     return content | {"names": [name for name in content["names"] if Path(name).name != RUN_FILE]}
 
 
@@ -93,7 +93,7 @@ def test_a_killed_run_resumes_from_the_store(words, unbroken, url, function, num
     code, errors, _ = run(command, words, tmp_path, is_again=True)
     assert code == 0, errors
     shutil.rmtree(tmp_path / "whole", ignore_errors=True)
-    assert without_number(content_of_run(tmp_path)) == unbroken
+    assert without_id(content_of_run(tmp_path)) == unbroken
     assert store.steps() == [4]
     found = content_of_run(stored(url, tmp_path / "back"))
     assert found["checkpoints"] == unbroken["checkpoints"]
@@ -113,7 +113,7 @@ def test_a_killed_fetch_is_repeated(words, unbroken, url, function, number, tmp_
     assert not list((tmp_path / "run").glob("checkpoint-*"))
     code, errors, _ = run(command, words, tmp_path, is_again=True)
     assert code == 0, errors
-    assert without_number(content_of_run(tmp_path)) == unbroken
+    assert without_id(content_of_run(tmp_path)) == unbroken
 
 
 @pytest.mark.gloo
