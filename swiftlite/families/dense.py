@@ -87,6 +87,9 @@ def problems_of(
     known = " and ".join(repr(kind) for kind in layer_types)
     other_layers = set(hf_config.get("layer_types") or []) - set(layer_types)
     problems += [f"layer_types has {kind!r}; only {known} is supported" for kind in sorted(other_layers)]
+    kinds, num_layers = hf_config.get("layer_types"), hf_config.get("num_hidden_layers")
+    if kinds is not None and len(kinds) != num_layers:
+        problems.append(f"layer_types has {len(kinds)} entries, num_hidden_layers is {num_layers}")
     if not problems:
         heads, groups = hf_config["num_attention_heads"], num_query_groups(hf_config)
         if heads % groups:

@@ -135,6 +135,8 @@ def rope_problems(settings: Mapping[str, Any]) -> list[str]:
     if not isinstance(rope_type, str) or rope_type not in ROPE_TYPES:
         return [f"rope_type {_shown(rope_type)} is unknown; known: {', '.join(sorted(ROPE_TYPES))}"]
     problems = _number_problems(settings)
+    if nested := [key for key, value in settings.items() if isinstance(value, dict)]:
+        problems.append(f"{_shown(nested[0])} has settings of its own, which this family does not support")
     for key in ROPE_TYPES[rope_type]:
         if settings.get(key) is None:
             problems.append(f"{key} is missing, which rope_type {rope_type!r} requires")

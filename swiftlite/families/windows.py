@@ -28,7 +28,7 @@ def problems_of(hf_config: HfConfig, bases: Bases, interval: int, **neutral: tup
     """
     rope_parameters = hf_config.get("rope_parameters")
     is_nested = rope_parameters is None or any(kind in rope_parameters for kind in KINDS)
-    # The checks of other families are those of one kind of rotary embedding.
+    # `dense` checks the settings of a model with one kind of rotary embedding. Those of each kind are checked below.
     flat = {key: value for key, value in hf_config.items() if key != "rope_parameters"}
     problems = dense.missing_numbers(hf_config, ["sliding_window"])
     problems += dense.problems_of(flat, layer_types=KINDS, **neutral)
@@ -45,10 +45,7 @@ def problems_of(hf_config: HfConfig, bases: Bases, interval: int, **neutral: tup
         if factor not in (1, None):
             problems.append(f"rope_parameters: partial_rotary_factor {factor} is not supported; it can only be 1")
     if not problems:
-        kinds, number = layer_types(hf_config, interval), hf_config["num_hidden_layers"]
-        if len(kinds) != number:
-            problems.append(f"layer_types has {len(kinds)} entries, num_hidden_layers is {number}")
-        elif FULL not in kinds:
+        if FULL not in layer_types(hf_config, interval):
             problems.append(f"layer_types has no {FULL!r}, the attention of the MTP heads")
         if hf_config["sliding_window"] < 1:
             problems.append(f"sliding_window {hf_config['sliding_window']} is not positive")

@@ -389,6 +389,9 @@ REFUSED = [
     ("qwen2_moe", "shared_expert_intermediate_size", 0),
     ("qwen2_moe", "qkv_bias", False),
     ("qwen2_moe", "layer_types", ["full_attention", "sliding_attention"]),
+    ("qwen2_moe", "layer_types", ["full_attention"] * 3),
+    ("qwen2_moe", "rope_parameters", {"full_attention": {"rope_type": "default", "rope_theta": 1e6}}),
+    ("llama", "rope_parameters", {"rope_type": "default", "rope_theta": 1e4, "full_attention": {"rope_theta": 1e6}}),
     ("qwen2_moe", "mlp_only_layers", [0, 1]),
     ("qwen3_moe", "attention_bias", True),
     ("qwen3_moe", "num_experts", 0),
@@ -588,7 +591,7 @@ def test_seed_oss_says_whether_queries_have_biases(has_biases):
 
 def test_which_layers_of_smollm3_have_rotary_embeddings():
     def numbers(**changes: Any) -> list[int]:
-        config = hf_config("smollm3", num_hidden_layers=5, **changes)
+        config = hf_config("smollm3", num_hidden_layers=5, layer_types=None, **changes)
         layers = families.get(config).architecture(config).layers
         return [number for number, layer in enumerate(layers) if layer.attention.rotary == 16]
 

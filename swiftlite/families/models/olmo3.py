@@ -35,6 +35,8 @@ def _rope_problems(hf_config: HfConfig) -> list[str]:
     problems = []
     if full["rope_theta"] is None:
         problems.append("rope_parameters: rope_theta is missing, and its default differs between readers")
+    elif not isinstance(full["rope_theta"], int | float):
+        problems.append(f"rope_parameters: rope_theta {full['rope_theta']!r} is not a number")
     elif full["rope_theta"] != window["rope_theta"]:
         problems.append(
             f"rope_parameters: rope_theta {full['rope_theta']} is only that of layers without a window; others have "

@@ -51,9 +51,7 @@ def hybrid_problems(hf_config: HfConfig, **neutral: tuple[Any, ...]) -> list[str
     problems += dense.partial_rotary_problems(hf_config)
     if problems:
         return problems
-    layers, kinds = hf_config["num_hidden_layers"], layer_types(hf_config)
-    if len(kinds) != layers:
-        problems.append(f"layer_types has {len(kinds)} entries, num_hidden_layers is {layers}")
+    kinds = layer_types(hf_config)
     if not kinds or kinds[-1] != _FULL:
         problems.append(f"layer_types must end with {_FULL!r}, the attention of the MTP heads")
     values, keys = hf_config["linear_num_value_heads"], hf_config["linear_num_key_heads"]
