@@ -232,7 +232,7 @@ def _parsed(path: str, text: str, other_hint: str = "") -> Any:
 
 
 def _check_keys(text: str, where: str) -> None:
-    """Raise UserError if an object in a JSON text has a key twice, of which Python would ignore the first."""
+    """Raise UserError if an object in a JSON text has a key twice. Python would ignore the first value."""
     if keys := repeated_keys(text):
         raise UserError(f"{where}: {json.dumps(keys[0])} is set twice", "remove one of the two", 2)
 

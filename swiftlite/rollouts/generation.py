@@ -40,7 +40,7 @@ _ARRAYS = {
     "draft_depths": np.int8,
 }
 _ADDED = {"teacher_log_p": np.nan, "draft_depths": -1}
-"""Arrays that files of earlier releases do not have, with the values that they stand for."""
+"""Arrays that files of earlier releases do not have, with the values that replace them."""
 _PER_TOKEN = {"engine_log_p": ENGINE, "old_log_p": OLD, "reference_log_p": REFERENCE, "teacher_log_p": TEACHER}
 """Extras of samples."""
 

@@ -15,10 +15,7 @@ from swiftlite.plan.run import distributed_of
 from swiftlite.runtime.environment import sees_gpu
 
 _BACKEND_MODULES = {"deepep": "deep_ep", "hybridep": "hybrid_ep_cpp"}
-_EQUAL_LENGTHS = "a multiple of --expert_model_parallel_size x --expert_tensor_parallel_size"
-
-
-def distributed_in(args: SftArgs, facts: Facts) -> DistributedArgs:
+_HINT_TOdef distributed_in(args: SftArgs, facts: Facts) -> DistributedArgs:
     """Return the options of the distributed optimizer with their defaults in this run."""
     replicas, _ = ranks_with_same_parameters(layout_of(args), facts.world_size)
     return distributed_of(args, replicas, sees_gpu())
@@ -72,7 +69,7 @@ def tokens_reach_their_experts(args: SftArgs, facts: Facts) -> Iterator[Problem]
         return
     flag = f"--moe_token_dispatcher_type {name}"
     if lacking := _without_distributed_experts(args, facts):
-        yield f"{flag} requires experts that are distributed over ranks, but {lacking}", _DISTRIBUTE
+        yield f"{flag} requires experts that are distributed over ranks, but {lacking}", _HINT_TO_DISTRIBUTE
         return
     if name == "flex":
         flag += f" --moe_flex_dispatcher_backend {args.moe_flex_dispatcher_backend}"
@@ -81,15 +78,13 @@ def tokens_reach_their_experts(args: SftArgs, facts: Facts) -> Iterator[Problem]
     if is_gathering and args.tensor_model_parallel_size % _expert_ranks(args):
         yield (
             f"{flag} requires the ranks of all experts to have equal numbers of tokens: --tensor_model_parallel_size "
-            f"{args.tensor_model_parallel_size} must be {_EQUAL_LENGTHS} = {_expert_ranks(args)}",
+            f"{args.tensor_model_parallel_size} must be a multiple of {_expert_ranks(args)}, which is "
+            "--expert_model_parallel_size x --expert_tensor_parallel_size",
             "use --moe_token_dispatcher_type alltoall",
         )
     if name == "allgather" and args.pipeline_model_parallel_size > 1:
         problem = f"{flag} does not support --pipeline_model_parallel_size {args.pipeline_model_parallel_size}"
         yield problem, "use --moe_token_dispatcher_type alltoall"
-
-
-_DISTRIBUTE = "remove it, or set --expert_model_parallel_size for a model with experts"
 
 
 def shared_experts_can_overlap(args: SftArgs, facts: Facts) -> Iterator[Problem]:
@@ -100,7 +95,7 @@ def shared_experts_can_overlap(args: SftArgs, facts: Facts) -> Iterator[Problem]
         problem = f"{flag} does not support --moe_token_dispatcher_type {args.moe_token_dispatcher_type}"
         yield problem, "use --moe_token_dispatcher_type alltoall"
     if lacking := _without_distributed_experts(args, facts):
-        yield f"{flag} requires experts that are distributed over ranks, but {lacking}", _DISTRIBUTE
+        yield f"{flag} requires experts that are distributed over ranks, but {lacking}", _HINT_TO_DISTRIBUTE
     elif facts.architecture is not None and not any(
         isinstance(layer.mlp, MixtureOfExperts) and layer.mlp.shared_ffn for layer in facts.architecture.layers
     ):
