@@ -99,8 +99,11 @@ def write_generation(
 
 
 def _readable(generation: Generation, tokenizer: PreTrainedTokenizerBase, image_token_id: int | None) -> str:
-    """Return one JSON line per completion. Completions that are shown on the page of a run also have their tokens, and which
-    of them are accepted drafts, if the engine reported it."""
+    """Return one JSON line per completion.
+
+    Completions that are shown on the page of a run also have their tokens, and which of them are accepted drafts, if
+    the engine reported it.
+    """
     lines = []
     completions = generation.completions()
     depths = generation.depths()

@@ -15,7 +15,10 @@ from swiftlite.plan.run import distributed_of
 from swiftlite.runtime.environment import sees_gpu
 
 _BACKEND_MODULES = {"deepep": "deep_ep", "hybridep": "hybrid_ep_cpp"}
-_HINT_TOdef distributed_in(args: SftArgs, facts: Facts) -> DistributedArgs:
+_HINT_TO_DISTRIBUTE = "remove it, or set --expert_model_parallel_size for a model with experts"
+
+
+def distributed_in(args: SftArgs, facts: Facts) -> DistributedArgs:
     """Return the options of the distributed optimizer with their defaults in this run."""
     replicas, _ = ranks_with_same_parameters(layout_of(args), facts.world_size)
     return distributed_of(args, replicas, sees_gpu())
