@@ -338,7 +338,8 @@ def test_checkpoint_and_config_disagree(tmp_path, mesh, change, expected):
 
 def test_model_and_config_disagree(tmp_path, mesh):
     source = make_tiny_hf(tmp_path / "in", "qwen3")
-    message = refusal(build(source, mesh, depth=0, intermediate_size=128, num_hidden_layers=3), source)
+    changes = {"intermediate_size": 128, "num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}
+    message = refusal(build(source, mesh, depth=0, **changes), source)
     assert has_line(message, "decoder.layers.2.mlp.linear_fc1.weight")
     assert has_line(message, "decoder.layers.0.mlp.linear_fc2.weight [64, 128]")
 
