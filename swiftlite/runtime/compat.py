@@ -1,6 +1,6 @@
 """Handle differences between releases of megatron-core. No other module reads the version of megatron-core.
 
-`swiftlite/cli/doctor.py` lists the tested releases. Code that works with all releases without reading the version is
+`swiftlite/cli/installed.py` lists the tested releases. Code that works with all releases without reading the version is
 not in this module.
 """
 

@@ -75,7 +75,7 @@ def make_optimizer(
     args: SftArgs, plan: Plan, schedule: Schedule, model: Sequence[DistributedDataParallel], mesh: Mesh
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
     """Create the optimizer and its learning-rate schedule, and connect both to the model's config."""
-    optimizer = _adamw(args, plan, model, mesh)
+    optimizer = _optimizer(args, plan, model, mesh)
     no_sync = [chunk.no_sync for chunk in model]
     for chunk in model:
         chunk.config.grad_scale_func = optimizer.scale_loss
@@ -87,7 +87,7 @@ def make_optimizer(
     return optimizer, _learning_rate(args, plan, schedule, optimizer)
 
 
-def _adamw(args: SftArgs, plan: Plan, model: Sequence[DistributedDataParallel], mesh: Mesh) -> MegatronOptimizer:
+def _optimizer(args: SftArgs, plan: Plan, model: Sequence[DistributedDataParallel], mesh: Mesh) -> MegatronOptimizer:
     """Create the optimizer. Biases and norms have no weight decay."""
     is_bfloat16 = args.torch_dtype == "bfloat16"
     config = OptimizerConfig(

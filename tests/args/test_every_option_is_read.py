@@ -33,6 +33,8 @@ READERS = {
     "bench": ["bench", "args/commands.py"],
     "doctor": [
         "cli/doctor.py",
+        "cli/installed.py",
+        "cli/memory_plan.py",
         "cli/layout_plan.py",
         "cli/reference_plan.py",
         "cli/teacher_plan.py",

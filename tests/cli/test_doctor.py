@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from swiftlite.args.commands import DoctorArgs
-from swiftlite.cli import doctor
-from swiftlite.cli.doctor import TESTED
+from swiftlite.cli import doctor, installed
+from swiftlite.cli.installed import TESTED
 from swiftlite.runtime.environment import torch_cuda
 from tests.messages import has_line, mention_each, mentions
 from tests.tiny import make_tiny_hf, make_tiny_tokenizer
@@ -47,6 +47,7 @@ def test_every_part_has_a_line(capsys):
         "sglang",
         "llamacpp",
         "--optimizer adamw_8bit",
+        "--checkpoint_store",
         "tensorboard",
         "wandb",
         "swanlab",
@@ -59,10 +60,10 @@ def test_every_part_has_a_line(capsys):
 
 
 def test_images_require_torchvision_in_vllm(monkeypatch, capsys):
-    found = doctor.installed_version
+    found = installed.installed_version
     versions = {"vllm": "0.32.0", "torchvision": None}
     monkeypatch.setattr(
-        doctor,
+        installed,
         "installed_version",
         lambda names: versions[names[0]] if names[0] in versions else found(names),
     )
@@ -81,14 +82,14 @@ def test_images_require_torchvision_in_vllm(monkeypatch, capsys):
 @pytest.mark.parametrize("row", TESTED, ids=lambda row: row.megatron_core)
 def test_the_tested_environment_of_this_machine_is_marked(monkeypatch, row):
     versions = {"torch": f"{row.torch}+cpu", "megatron-core": row.megatron_core, "transformers": row.transformers}
-    monkeypatch.setattr(doctor, "installed_version", lambda names: versions[names[0]])
-    monkeypatch.setattr(doctor.platform, "python_version", lambda: f"{row.python}.7")
-    title, _, *rows = doctor.tested_table().splitlines()
+    monkeypatch.setattr(installed, "installed_version", lambda names: versions[names[0]])
+    monkeypatch.setattr(installed.platform, "python_version", lambda: f"{row.python}.7")
+    title, _, *rows = installed.tested_table().splitlines()
     assert [line.split()[1:5] == list(row[:4]) for line in rows if line.startswith(">")] == [True]
     assert len(rows) == len(TESTED)
 
     versions["transformers"] = "5.0.0"
-    other_title, _, *rows = doctor.tested_table().splitlines()
+    other_title, _, *rows = installed.tested_table().splitlines()
     assert other_title.startswith(title)
     assert len(other_title) > len(title)
     assert not any(line.startswith(">") for line in rows)
@@ -96,7 +97,7 @@ def test_the_tested_environment_of_this_machine_is_marked(monkeypatch, row):
 
 def test_unmet_requirements_name_the_fix():
     assert mention_each(
-        doctor.unmet_requirements(["pytest", "no-such-package>=2", "numpy<1", "absent; extra == 'gpu'"]),
+        installed.unmet_requirements(["pytest", "no-such-package>=2", "numpy<1", "absent; extra == 'gpu'"]),
         [
             "no-such-package pip install 'no-such-package>=2'",
             f"numpy {importlib.metadata.version('numpy')} <1 pip install 'numpy<1'",

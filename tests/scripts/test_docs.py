@@ -11,7 +11,7 @@ import yaml
 
 from swiftlite.args.docs import options
 from swiftlite.bridge.join import SwapHalves
-from swiftlite.cli.doctor import TESTED
+from swiftlite.cli.installed import TESTED
 from swiftlite.cli.table import find
 from swiftlite.engines.index import ENGINES
 from swiftlite.families import FAMILIES, Family

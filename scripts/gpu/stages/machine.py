@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from result import Results, Settings
 
-from swiftlite.cli.doctor import installed_version
+from swiftlite.cli.installed import installed_version
 from swiftlite.plan.kernels import automatic
 from swiftlite.runtime.device import current_device
 from swiftlite.runtime.environment import describe_machine
