@@ -1,7 +1,9 @@
-"""Describe models in which layers with a sliding window alternate with layers that see all tokens.
+"""Describe models with sliding windows.
 
-Both kinds of layers have their own rotary embedding. transformers 5 writes its settings into `rope_parameters`, by the
-kind of layer. Older files have one setting for each key, with names that depend on the family.
+In Mistral and Phi-3, all layers have the same window (`common_window`). The other functions describe models in which
+layers with a sliding window alternate with layers that see all tokens. Both kinds of layers have their own rotary
+embedding. transformers 5 writes its settings into `rope_parameters`, by the kind of layer. Older files have one setting
+for each key, with names that depend on the family.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,6 +19,28 @@ KINDS = (WINDOW, FULL)
 
 Bases = Mapping[str, tuple[str | None, float | None]]
 """By the kind of layer: the key of old files with the base of its rotary angles, and the base without this key."""
+
+
+def common_window(hf_config: HfConfig, default: int | None = None) -> int | None:
+    """Return the window of all layers in tokens; None if a token sees all tokens before it.
+
+    A window that contains all positions of the model is not a window.
+
+    Args:
+        default: value of transformers for a config without `sliding_window`.
+    """
+    window = hf_config.get("sliding_window", default)
+    if window is None or window >= hf_config["max_position_embeddings"]:
+        return None
+    return window
+
+
+def common_window_problems(hf_config: HfConfig) -> list[str]:
+    """Return a problem (one line) if `sliding_window` is not a positive integer or null."""
+    window = hf_config.get("sliding_window")
+    if window is None or (isinstance(window, int) and window > 0):
+        return []
+    return [f"sliding_window {window!r} is not supported; it can only be null or positive"]
 
 
 def problems_of(hf_config: HfConfig, bases: Bases, interval: int, **neutral: tuple[Any, ...]) -> list[str]:

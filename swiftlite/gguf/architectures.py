@@ -237,6 +237,8 @@ def _problems(family: Family, hf_config: HfConfig, heads: int) -> Iterator[str]:
     """Yield a line for each setting that llama.cpp does not support."""
     if heads > 1:
         yield f"{heads} MTP heads; only one is supported. With --mtp_unroll, one head drafts several tokens"
+    if any(attention.window is not None for attention in family.architecture(hf_config).attentions):
+        yield f"sliding_window {hf_config['sliding_window']}"
     if (kind := dense.rope_parameters(hf_config).get("rope_type", "default")) not in _ROPE_TYPES:
         yield f"rope_type {kind!r}; supported: {', '.join(_ROPE_TYPES)}"
     rope = dense.rope_parameters(hf_config)

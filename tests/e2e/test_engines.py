@@ -40,7 +40,7 @@ from tests.e2e.vllm_here import drafted_by_load, load_draft, prefix_hits, serve
 from tests.e2e.vllm_with_images import results_of
 from tests.engines.chi_square import FALSE_ALARM, probability
 from tests.engines.joint import PROMPT, TEMPERATURE, joint_distribution
-from tests.engines.reference import UNDECIDED, Reference, convention, follow, with_vocab
+from tests.engines.reference import UNDECIDED, Reference, convention, follow, with_vocab, write_trained
 from tests.messages import answers_equal, naming
 from tests.tiers import some_of
 from tests.tiny import HYBRID, WRAPPED, make_tiny_hf, mtp_names
@@ -93,6 +93,17 @@ def test_counts_and_draft_logits_are_those_of_the_table(family, num_tokens, vllm
     assert counts.accepted_per_position[-1] > 0
     for prompt, row, found in zip(prompts, expected, served.logits, strict=False):
         compare_draft_logits(reference, prompt, row, found)
+
+
+@pytest.mark.parametrize("family", some_of(["mistral", "phi3"]))
+def test_heads_have_the_window_of_all_layers(family, vllm, tmp_path):
+    prompts = write_trained(tmp_path / "model", family, depth=1, sliding_window=6)
+    reference = Reference.load(tmp_path / "model", family, depth=1)
+    served = vllm(tmp_path / "model", prompts, NEW_TOKENS, 3)
+    expected, counts = reference.simulate(prompts, NEW_TOKENS, 3)
+    assert (served.token_ids, expected_counts(served.counts)) == (expected, expected_counts(counts))
+    reference.trunk.config.layer_types = ["full_attention"]  # the heads of this reference have no window
+    assert reference.simulate(prompts, NEW_TOKENS, 3)[1] != counts
 
 
 # One of each of the conventions that there are.

@@ -147,10 +147,19 @@ class Reference(nn.Module):
         kinds = ["full_attention"] if self.family in WINDOWED else []
         rotary = self.trunk.model.rotary_emb(hidden_BSH, positions, *kinds)
         fused = head["projection"](torch.cat(parts, dim=-1))
-        before = head["block"](fused, position_embeddings=rotary)
+        before = head["block"](fused, position_embeddings=rotary, attention_mask=self._mask(ids_BS.shape[1]))
         after = head["output_norm"](before)
         goes_on_alone = k == self.depth - 1
         return (before if self.recycles_state_before_norm and goes_on_alone else after), after
+
+    def _mask(self, length: int) -> torch.Tensor | None:
+        """Return the mask [1, 1, S, S] of heads with a sliding window; None if heads see all tokens before theirs."""
+        config = self.trunk.config
+        window = getattr(config, "sliding_window", None)
+        if window is None or getattr(config, "layer_types", None) is not None:
+            return None
+        seen = torch.ones(length, length, dtype=torch.bool).tril().triu(1 - window)
+        return torch.where(seen, 0.0, -torch.inf)[None, None]
 
     def draft(self, tokens: list[int], num_tokens: int) -> list[int]:
         """Return the tokens that the heads draft after `tokens`.

@@ -95,6 +95,7 @@ def test_a_tensor_without_a_place_is_named(tmp_path):
     ("family", "change", "named"),
     [
         ("llama", {"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "rope_theta": 1e4}}, "rope_type llama3"),
+        ("mistral", {"sliding_window": 8}, "sliding_window 8"),
         ("qwen3", {"intermediate_size": 40}, "intermediate_size 40 32"),
         ("qwen3", {"rope_parameters": YARN | {"attention_factor": 1.2}}, "attention_factor 1.2"),
         ("qwen3", {"rope_parameters": YARN | {"mscale": 1.0}}, "mscale mscale_all_dim"),

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import DynamicCache, LogitsProcessorList
 from transformers.generation.candidate_generator import CandidateGenerator
-from transformers.masking_utils import create_causal_mask
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from swiftlite.bridge.encoding.expert_stack import stack
 from swiftlite.bridge.encoding.index import format_of
@@ -36,9 +36,10 @@ class MtpHead(nn.Module):
         decoder: the trunk without its output layer (`model.get_decoder()`). The head copies its norm and one of its
             layers. The copied layer has the right kinds of attention and MLP, and a router's bias has the right dtype.
         number: index of the decoder layer that is copied.
+        has_window: whether this layer has a sliding window.
     """
 
-    def __init__(self, decoder: Any, number: int):
+    def __init__(self, decoder: Any, number: int, has_window: bool = False):
         super().__init__()
         size = decoder.config.hidden_size
         self.enorm = deepcopy(decoder.norm)
@@ -47,6 +48,7 @@ class MtpHead(nn.Module):
         self.eh_proj = nn.Linear(2 * size, size, bias=False, device=decoder.device, dtype=decoder.dtype)
         self.transformer_layer = deepcopy(decoder.layers[number])
         self.transformer_layer.self_attn.layer_idx = 0  # each head has a separate cache of one layer
+        self.make_mask = create_sliding_window_causal_mask if has_window else create_causal_mask
 
     def forward(self, embedding_BSH: torch.Tensor, hidden_BSH: torch.Tensor, **layer_kwargs: Any) -> torch.Tensor:
         """Return the state [B, S, H] before the output norm.
@@ -99,6 +101,9 @@ class DraftOutput(nn.Module):
 def load_heads(model: HfModel, decoder: Any) -> nn.ModuleList:
     """Load the checkpoint's MTP heads, on the device and in the dtype of the decoder."""
     heads = nn.ModuleList()
+    architecture = model.family.architecture(model.config)
+    number = architecture.mtp_block_number
+    has_window = architecture.mtp_block.attention.window is not None
     with Checkpoint(model.directory, format_of(model.config)) as checkpoint:
         for index in range(model.heads.layers):
             frame = model.family.mtp.frame_rows(model.config, index)
@@ -109,7 +114,7 @@ def load_heads(model: HfModel, decoder: Any) -> nn.ModuleList:
                 f"transformer_layer.{renamed(name, model.family.memory_names)}": checkpoint.read(block + name)
                 for name in names
             }
-            head = MtpHead(decoder, model.family.mtp_block_number(model.config))
+            head = MtpHead(decoder, number, has_window)
             head.load_state_dict(state | stack(tensors), strict=True)
             heads.append(head)
     return heads.requires_grad_(False).eval()
@@ -283,7 +288,7 @@ class MtpCandidateGenerator(CandidateGenerator):
             rotary_positions = self._images.positions(begin, embedding.shape[1])
         if self._drafting.zeroes_first_embedding:
             embedding = embedding.masked_fill((position_ids == 0)[..., None], 0)
-        mask = create_causal_mask(
+        mask = head.make_mask(
             config=self._decoder.config,
             inputs_embeds=embedding,
             attention_mask=None,

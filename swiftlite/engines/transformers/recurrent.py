@@ -29,6 +29,8 @@ class RecurrentStates:
 def whole_cache(config: Any) -> DynamicCache:
     """Return a cache that keeps all keys, also of layers with a sliding window, so that drafts can be removed."""
     kinds = getattr(config, "layer_types", None)
+    if kinds is None and getattr(config, "sliding_window", None) is not None:
+        kinds = ["sliding_attention"] * config.num_hidden_layers
     if kinds is not None:
         config = copy(config)
         config.layer_types = ["full_attention" if kind == "sliding_attention" else kind for kind in kinds]

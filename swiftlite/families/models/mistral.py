@@ -1,23 +1,26 @@
-"""Mistral: Llama's layers without biases. Mistral 7B v0.1 has sliding-window attention over 4,096 tokens; later models
-do not."""
+"""Mistral: Llama's layers without biases. All layers of Mistral 7B v0.1 have a sliding window of 4,096 tokens; later
+models have none."""
 
-from swiftlite.families import dense
+from swiftlite.families import dense, windows
 from swiftlite.families.family import Family, HfConfig
+from swiftlite.families.layer import Layer
+
+_DEFAULT_WINDOW = 4096  # in transformers
 
 
 def _check(hf_config: HfConfig) -> None:
-    problems = dense.problems_of(hf_config)
-    # The default in transformers is 4096.
-    window = hf_config.get("sliding_window", 4096)
-    if not problems and window is not None and window < hf_config["max_position_embeddings"]:
-        problems.append(f"sliding_window {window} is below max_position_embeddings; it can only be null")
-    dense.refuse(hf_config, problems)
+    dense.refuse(hf_config, dense.problems_of(hf_config) + windows.common_window_problems(hf_config))
+
+
+def _layer(hf_config: HfConfig, number: int) -> Layer:
+    window = windows.common_window(hf_config, _DEFAULT_WINDOW)
+    return Layer(dense.attention(hf_config, window=window), dense.mlp(hf_config))
 
 
 MISTRAL = Family(
     name="mistral",
     check=_check,
-    layer=dense.layer,
+    layer=_layer,
     outside=dense.outside,
     mtp=dense.QWEN3_NEXT_HEADS,
 )

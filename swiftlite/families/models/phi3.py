@@ -1,12 +1,12 @@
-"""Phi-3.5, Phi-4 and Phi-4-mini: a Llama with fused tensors in files: queries, keys and values, and gate and up.
+"""Phi-3, Phi-3.5, Phi-4 and Phi-4-mini: a Llama with fused tensors in files: queries, keys and values, and gate and up.
 
-A sliding window that is shorter than `max_position_embeddings`, as in Phi-3-mini-4k, is not supported. Longer windows
-contain all tokens of valid rows. In rows beyond `max_position_embeddings`, of which runs warn, they are not applied.
+All layers have the same sliding window. Windows of `max_position_embeddings` or more tokens contain all tokens of valid
+rows. In longer rows, of which runs warn, they are not applied.
 """
 
 from dataclasses import replace
 
-from swiftlite.families import dense
+from swiftlite.families import dense, windows
 from swiftlite.families.family import Family, HfConfig
 from swiftlite.families.layer import Layer
 
@@ -31,15 +31,12 @@ def _check(hf_config: HfConfig) -> None:
     rope_type = rope.get("rope_type", rope.get("type"))
     if rope_type not in _ROPE_TYPES:
         problems.append(f"rope_parameters: rope_type {rope_type!r} is not supported; it can only be 'longrope'")
-    window = hf_config.get("sliding_window")
-    if not problems and window is not None and window < hf_config["max_position_embeddings"]:
-        problems.append(f"sliding_window {window} is below max_position_embeddings")
-    dense.refuse(hf_config, problems)
+    dense.refuse(hf_config, problems + windows.common_window_problems(hf_config))
 
 
 def _layer(hf_config: HfConfig, number: int) -> Layer:
     return Layer(
-        replace(dense.attention(hf_config), hf_is_fused=True),
+        replace(dense.attention(hf_config, window=windows.common_window(hf_config)), hf_is_fused=True),
         replace(dense.mlp(hf_config), hf_is_fused=True),
     )
 

@@ -21,6 +21,8 @@ pytestmark = [
 # SGLang keeps states of linear attention on GPUs alone ("extra_buffer requires platform support"), and neither SGLang
 # nor the plugin has a draft for heads of the others.
 LOADABLE = [family for family in CLASSES if family not in (*HYBRID, *ONLY_IN_VLLM)]
+COMMON_WINDOW = ("mistral", "phi3")
+"""Families whose layers all have the same window, which SGLang ignores."""
 WHOLE = [(family, depth) for family in LOADABLE for depth in (0, 1)]
 
 PUBLISHED = ("Llama-3.1-8B", "Qwen3-8B-FP8", "DeepSeek-V3")
@@ -42,6 +44,9 @@ def reports(tmp_path_factory) -> dict[Any, LoadReport]:
     # SGLang's InternLM3 is a Llama by another name, for which neither SGLang nor the plugin has a draft.
     asked["itself"] = make(folder / "itself", "llama", 0)
     damage(asked["itself"], "llama", 1, None, architectures=["InternLM3ForCausalLM"])
+    for family in COMMON_WINDOW:
+        asked[family, "window"] = make(folder / f"{family}-window", family, 0)
+        damage(asked[family, "window"], family, 0, None, sliding_window=8)
     return dry_loads("sglang", asked, timeout=1200)
 
 
@@ -57,6 +62,12 @@ def test_a_whole_checkpoint_passes(reports, family, depth):
     assert report.draft == (convention("sglang", family).draft if depth else None)
     assert (report.num_mtp_heads, report.num_drafting) == (depth, depth)
     assert report.target
+
+
+@pytest.mark.parametrize("family", COMMON_WINDOW)
+def test_a_window_that_sglang_ignores_is_refused(reports, family):
+    (problem,) = reports[family, "window"].problems
+    assert mentions(problem, "sliding_window 8 max_position_embeddings")
 
 
 @pytest.mark.parametrize("model", PUBLISHED)

@@ -13,7 +13,7 @@ from swiftlite.engines.engine import EngineConfig, Sampling, start_engine
 from swiftlite.engines.served_model import resolve_served
 from swiftlite.engines.transformers.mtp_heads import MtpCandidateGenerator, load_heads
 from swiftlite.heads.drafting import Drafting
-from tests.engines.reference import UNDECIDED, Reference, convention, follow, with_vocab
+from tests.engines.reference import UNDECIDED, Reference, convention, follow, with_vocab, write_trained
 from tests.tiers import some_of
 from tests.tiny import ALIKE, CLASSES, make_tiny_hf, mtp_names
 
@@ -48,6 +48,20 @@ def test_counts_equal_a_reference_without_cache(trained, family, depth, num_toke
     # The check has teeth only where some drafts are right and some wrong, at every position that has a head of its own.
     for accepted in counts.accepted_per_position[:depth]:
         assert 0.1 < accepted / counts.drafts < 0.9
+
+
+@pytest.mark.parametrize("family", ["mistral", "phi3"])
+def test_heads_have_the_window_of_all_layers(tmp_path, family):
+    prompts = write_trained(tmp_path / "model", family, depth=1, sliding_window=6)
+    config = EngineConfig(resolve_served(tmp_path / "model"), "float32", num_speculative_tokens=3)
+    engine = start_engine("transformers", config)
+    completions = engine.generate(prompts, Sampling(20))
+    reference = Reference.load(tmp_path / "model", family, depth=1)
+    expected, counts = reference.simulate(prompts, 20, 3)
+    assert [completion.token_ids for completion in completions] == expected
+    assert engine.draft_counts().accepted_per_position == counts.accepted_per_position
+    reference.trunk.config.layer_types = ["full_attention"]  # the heads of this reference have no window
+    assert reference.simulate(prompts, 20, 3)[1] != counts
 
 
 @pytest.mark.parametrize(("depth", "num_tokens"), some_of([(1, 3), (2, 2), (2, 4)], (2, 4)))

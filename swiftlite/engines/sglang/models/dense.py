@@ -75,7 +75,21 @@ class LlamaForCausalLM(Trunk, llama.LlamaForCausalLM):
     """The trunk of a checkpoint with an MTP head."""
 
 
-class MistralForCausalLM(Trunk, mistral.MistralForCausalLM):
+class NoWindowTrunk(Trunk):
+    """A trunk whose class in SGLang 0.5.23 ignores `sliding_window`.
+
+    Raises:
+        ValueError: the window is smaller than `max_position_embeddings`.
+    """
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any):
+        window = config.sliding_window
+        if window is not None and window < config.max_position_embeddings:
+            raise ValueError(f"sliding_window {window} would be ignored; max_position_embeddings must not be larger")
+        super().__init__(config, *args, **kwargs)
+
+
+class MistralForCausalLM(NoWindowTrunk, mistral.MistralForCausalLM):
     """The trunk of a checkpoint with an MTP head."""
 
 
@@ -93,7 +107,7 @@ class Olmo2ForCausalLM(SharingTrunk, olmo2.Olmo2ForCausalLM):
         super().__init__(config, *args, **kwargs)
 
 
-class Phi3ForCausalLM(Trunk, llama.Phi3ForCausalLM):
+class Phi3ForCausalLM(NoWindowTrunk, llama.Phi3ForCausalLM):
     """The trunk of a checkpoint with an MTP head."""
 
 
