@@ -534,6 +534,9 @@ class RunArgs:
     Without a checkpoint, start from the beginning."""
     save_steps: bounds.PositiveInt = 500
     """Number of steps between checkpoints; another one is written at the end."""
+    max_restarts: bounds.NonNegativeInt = 0
+    """How often the run is restarted from its newest complete checkpoint after a process or a node has failed. 0: a
+    failure ends the run. Errors that would repeat are not restarted, such as wrong options."""
     async_save: bool = False
     """Write checkpoints in a subprocess while training continues."""
     save_total_limit: bounds.PositiveInt | None = None

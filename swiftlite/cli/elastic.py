@@ -1,24 +1,23 @@
 """Run torchrun, with the exit code and the error of the rank that failed first. `launch.py` starts this module.
 
 Arguments and agent are torchrun's. This module adds handling of the end of a job: it reports which rank failed first
-(`failure.py`), informs the launchers of other nodes, and leaves no process behind. The store of a single-node job
-listens only on the loopback address. No other module of `cli` imports torch.
+(`failure.py`), informs the launchers of other nodes (`nodes.py`), restarts the job with --max_restarts, and leaves no
+process behind. The store of a single-node job listens only on the loopback address. Of the modules of `cli`, only this
+one and `nodes.py` import torch.
 """
 
 import ctypes
-import json
+import itertools
 import logging
 import os
 import signal
 import socket
 import sys
 import tempfile
-import threading
 import time
 from argparse import Namespace
-from contextlib import suppress
-from dataclasses import dataclass
-from datetime import timedelta
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
@@ -28,6 +27,8 @@ import psutil
 from swiftlite.cli import failure
 from swiftlite.cli.failure import Failure
 from swiftlite.cli.launch import LOOPBACK
+from swiftlite.cli.nodes import JOIN_SECONDS, Ending, Nodes, kill_children
+from swiftlite.runtime.progress import RESTARTS, progress_file, read_progress
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
@@ -36,22 +37,18 @@ if TYPE_CHECKING:
 # Seconds that ranks have to save a checkpoint after SIGTERM or Ctrl-C before torchrun kills them; torchrun's default is
 # 30. If a rank has failed, the others have torchrun's 30 seconds, because they cannot complete a step.
 SHUTDOWN_SECONDS = 600
-# Interval in seconds at which launchers check whether another node has failed.
-POLL_SECONDS = 1
-# Seconds that ranks have to end when another node has failed. With 30 s on that node, this is less than a minute.
-GRACE_SECONDS = 20
 # A rank that ends this many seconds after the first one was stopped by torchrun.
 STOPPED_SECONDS = 20
-# Seconds that a node waits for the report of the failed node, if it only lost connections.
-REASON_SECONDS = 5
-# Seconds that a failed node has to connect to the store of node 0, to report its failure.
-CONNECT_SECONDS = 60
+# Exit codes of a rank that somebody asked to stop: killed by the signal, or ended after saving.
+STOPPED_CODES = {code for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) for code in (-number, 128 + number)}
 
 
 def main(argv: list[str]) -> int:
     """Run torchrun with `argv`, and return the exit code of the job.
 
-    It is the exit code of the rank that failed first, 128 + N for signal N, or 0.
+    It is the exit code of the rank that failed first, 128 + N for signal N, or 0. With --max-restarts, the ranks are
+    started again after a failure. torchrun's own restarts are not used: they also repeat errors of the user, count
+    separately on each node, and do not tell other nodes.
     """
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_DFL:
@@ -59,7 +56,6 @@ def main(argv: list[str]) -> int:
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_SECONDS))
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     # torch logs the signals of all ranks between the failed rank's error and swiftlite's line about it.
     for name in ("multiprocessing.api", "agent.server.api"):
@@ -71,16 +67,12 @@ def main(argv: list[str]) -> int:
         options = run.parse_args(["--log-dir", folder, *argv])
         if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # nohup
             options.signals_to_handle = "SIGTERM,SIGINT,SIGQUIT"
-        nodes = store = None
-        if options.nnodes == "1":
-            store = _open_local_store(options)  # noqa: F841  (it is open as long as it has a name)
-        else:
-            nodes = _Nodes(options)
+        max_restarts, options.max_restarts = options.max_restarts, 0
+        nodes = None
+        if options.nnodes != "1":
+            nodes = Nodes(options, has_restarts=max_restarts > 0)
         try:
-            run.run(options)
-            return 0
-        except ChildFailedError as error:
-            return _report(error, nodes)
+            return _run_job(options, nodes, max_restarts)
         except SignalException as error:  # the agent has forwarded it and waited for the ranks
             _stop(error.sigval)
         finally:
@@ -89,10 +81,121 @@ def main(argv: list[str]) -> int:
                 nodes.close()
 
 
+def _run_job(options: Namespace, nodes: Nodes | None, max_restarts: int) -> int:
+    """Run the ranks, and start them again after failures; return the exit code of the job."""
+    if nodes is None or nodes.is_first:
+        _delete_progress()  # of an earlier command
+    port = options.master_port
+    before: Ending | None = None
+    for restarts in itertools.count():
+        os.environ[RESTARTS] = str(restarts)
+        options.master_port = port if restarts == 0 else 0
+        if nodes and restarts:
+            nodes.begin(restarts)
+        ending = _attempt(options, nodes, _Limits(max_restarts, restarts, before))
+        if ending is None:
+            if nodes is None or nodes.is_first:
+                _delete_progress()
+            if nodes:
+                nodes.publish_end()
+            return 0
+        _end_children()  # of killed ranks, such as writers of checkpoints, before others write there
+        if not ending.is_restarted:
+            return ending.code
+        before = ending
+    raise AssertionError
+
+
+def _delete_progress() -> None:
+    if path := progress_file():
+        path.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True)
+class _Limits:
+    """What decides whether a failed run is restarted.
+
+    Attributes:
+        max_restarts: maximum number of restarts.
+        restarts: number of restarts so far.
+        before: the failure that caused the last restart.
+    """
+
+    max_restarts: int
+    restarts: int
+    before: Ending | None
+
+    def decide(self, first: "_FirstFailure", who: str) -> Ending:
+        """Decide whether the run is restarted after a failure of this node."""
+        ending = Ending(who, first.how, first.code, last_step=self._last_step())
+        if not self.max_restarts or first.is_final:
+            return ending
+        if self.before and self.before.last_step == ending.last_step:
+            return replace(ending, verdict=f"not restarted, because it failed twice {_after(ending.last_step)}")
+        if self.restarts == self.max_restarts:
+            return replace(ending, verdict=f"not restarted again, because --max_restarts is {self.max_restarts}")
+        verdict = f"restart {self.restarts + 1} of {self.max_restarts}, {_after(ending.last_step)}"
+        return replace(ending, verdict=verdict, is_restarted=True)
+
+    def _last_step(self) -> int | None:
+        """Return the last completed step since the last restart; None before the first step."""
+        path = progress_file()
+        progress = read_progress(path) if path else None
+        if progress is None or progress.restarts != self.restarts:
+            return None
+        return progress.last
+
+
+def _after(last_step: int | None) -> str:
+    return "before its first step" if last_step is None else f"after step {last_step}"
+
+
+def _attempt(options: Namespace, nodes: Nodes | None, limits: _Limits) -> Ending | None:
+    """Run the ranks of this node until they end.
+
+    Returns:
+        None if the job is complete, otherwise how it ended.
+    """
+    from torch.distributed import DistStoreError, run  # pyright: ignore[reportPrivateImportUsage]
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    store = None
+    if nodes is None:
+        store = _open_local_store(options)
+    elif limits.max_restarts:
+        chosen = nodes.choose(partial(_decide_on_lost_node, limits))
+        if isinstance(chosen, Ending):
+            _print(chosen.verdict)
+            return chosen
+        if nodes.number not in chosen.numbers:
+            _print("this node waits as a spare")
+            ended = nodes.wait()
+            if ended is not None:
+                _print(f"{ended.who} failed first, {ended.how}; {ended.verdict}")
+            return ended
+        options.nnodes, options.node_rank = str(len(chosen.numbers)), chosen.numbers.index(nodes.number)
+        options.master_port, options.rdzv_conf = chosen.port, f"timeout={JOIN_SECONDS}"
+    try:
+        run.run(options)
+        return None
+    except ChildFailedError as error:
+        return _report(error, nodes, limits)
+    except DistStoreError:  # a node was lost after it was chosen
+        if nodes is None or not limits.max_restarts:
+            raise
+        return nodes.publish(_decide_on_lost_node(limits, "a node", "before its ranks were started"))
+    finally:
+        del store  # it is open as long as it has a name
+
+
 def _stop(number: int, frame: FrameType | None = None) -> NoReturn:
     """Print which signal ended the job, and exit."""
     print(f"swiftlite: stopped by {signal.Signals(number).name}", file=sys.stderr, flush=True)
     sys.exit(128 + number)
+
+
+def _decide_on_lost_node(limits: _Limits, who: str, how: str) -> Ending:
+    return limits.decide(_FirstFailure(-1, 1, how, "", is_final=False), who)
 
 
 def _open_local_store(options: Namespace) -> "TCPStore":
@@ -114,22 +217,28 @@ def _open_local_store(options: Namespace) -> "TCPStore":
     )
 
 
-def _report(error: "ChildFailedError", nodes: "_Nodes | None") -> int:
-    """Print which rank ended the job, and return the rank's exit code."""
+def _report(error: "ChildFailedError", nodes: Nodes | None, limits: _Limits) -> Ending:
+    """Print which rank failed first, and what follows; return how the job ended."""
     first = _first_failure(error.failures)
     elsewhere = None
     if nodes:
         elsewhere = nodes.reason(wait=first.lost_connection != "")
-    if elsewhere is not None:
-        who, how = elsewhere["who"], elsewhere["how"]
-        print(f"swiftlite: {who} failed first, {how}; the ranks on this node were stopped", file=sys.stderr)
-        return elsewhere["code"]
-    print(first.lost_connection, end="", file=sys.stderr)  # no rank has another error
-    print(f"swiftlite: rank {first.rank} failed first, {first.how}; the others were stopped", file=sys.stderr)
-    if nodes:
-        who = f"rank {first.rank} on {socket.gethostname()}"
-        nodes.publish({"who": who, "how": first.how, "code": first.code})
-    return first.code
+    if elsewhere is None:
+        who = f"rank {first.rank}"
+        own = limits.decide(first, who if nodes is None else f"{who} on {socket.gethostname()}")
+        elsewhere = nodes.publish(own) if nodes else None
+        if elsewhere in (None, own):
+            print(first.lost_connection, end="", file=sys.stderr)  # no rank has another error
+            _print(f"{who} failed first, {first.how}; the others were stopped", own.verdict)
+            return own
+    _print(f"{elsewhere.who} failed first, {elsewhere.how}; the ranks on this node were stopped", elsewhere.verdict)
+    return elsewhere
+
+
+def _print(*texts: str) -> None:
+    """Print those of the lines that are not empty."""
+    for text in filter(None, texts):
+        print(f"swiftlite: {text}", file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)
@@ -143,6 +252,8 @@ class _FirstFailure:
     lost_connection: str
     """Traceback of the rank if it only lost its connection to another rank and did not print the traceback; otherwise
     empty."""
+    is_final: bool
+    """Whether the failure would repeat after a restart, or somebody asked the run to stop."""
 
 
 def _first_failure(failures: "dict[int, ProcessFailure]") -> _FirstFailure:
@@ -163,9 +274,11 @@ def _first_failure(failures: "dict[int, ProcessFailure]") -> _FirstFailure:
         code = report.code
     if report and report.is_lost:
         lost_connection = report.message
+    # A run that saved after such a signal ends with 128 + its number.
+    is_final = (report is not None and report.is_final) or code in STOPPED_CODES
     if code < 0:
-        return _FirstFailure(rank, 128 - code, f"with signal {signal.Signals(-code).name}", lost_connection)
-    return _FirstFailure(rank, code, f"with exit code {code}", lost_connection)
+        return _FirstFailure(rank, 128 - code, f"with signal {signal.Signals(-code).name}", lost_connection, is_final)
+    return _FirstFailure(rank, code, f"with exit code {code}", lost_connection, is_final)
 
 
 def _rank_at_fault(failures: "dict[int, ProcessFailure]", reports: dict[int, Failure]) -> int:
@@ -191,79 +304,6 @@ def _was_stopped(failed: "ProcessFailure", earliest: float) -> bool:
     return failed.exitcode == -signal.SIGTERM or failed.timestamp - earliest >= STOPPED_SECONDS
 
 
-class _Nodes:
-    """Informs the launchers of other nodes about failed nodes, because torchrun's agents do not.
-
-    Without this class, a rank that waits in an NCCL collective for a lost node would wait until the timeout, ten
-    minutes by default. The launchers communicate through the store that torchrun opens at MASTER_ADDR:MASTER_PORT. The
-    first published reason ends the job on all nodes.
-    """
-
-    KEY = "swiftlite/ended_first"
-
-    def __init__(self, options: Namespace):
-        self.address = (options.master_addr, options.master_port)
-        self.is_first = options.node_rank == 0
-        self.store = None
-        self.heard: dict | None = None
-        self.connected = threading.Event()
-        self.over = threading.Event()
-        self.thread = threading.Thread(target=self._listen, daemon=True)
-        self.thread.start()
-
-    def close(self) -> None:
-        """Stop listening, because a thread in the store's C++ code would abort the process when Python exits."""
-        self.over.set()
-        self.thread.join(REASON_SECONDS)  # it can wait for a lost node 0
-
-    def reason(self, wait: bool) -> dict | None:
-        """Return the report of another node that failed first: {"who", "how", "code"}; None if no node failed."""
-        deadline = time.monotonic() + REASON_SECONDS
-        while wait and self.heard is None and time.monotonic() < deadline:
-            time.sleep(POLL_SECONDS / 10)
-        return self.heard
-
-    def publish(self, reason: dict) -> None:
-        """Report to the other launchers why this node ends."""
-        self.over.set()
-        self.connected.wait(CONNECT_SECONDS)  # ranks can fail before this thread has connected
-        if self.store is None:
-            return
-        with suppress(RuntimeError):  # node 0 is lost, which other nodes detect
-            self.store.compare_set(self.KEY, "", json.dumps(reason))
-            if self.is_first:
-                time.sleep(2 * POLL_SECONDS)  # the store of node 0 ends with this process
-
-    def _listen(self) -> None:
-        from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
-
-        host, port = self.address
-        try:
-            # multi_tenant: on node 0 this is also torchrun's server, which remains open until this launcher ends.
-            self.store = TCPStore(
-                host,
-                port,
-                is_master=self.is_first,
-                timeout=timedelta(minutes=10),
-                wait_for_workers=False,
-                multi_tenant=True,
-            )
-        except RuntimeError:
-            return  # torchrun also fails and reports it
-        finally:
-            self.connected.set()
-        while self.heard is None:
-            if self.over.wait(POLL_SECONDS):
-                return
-            try:
-                if self.store.check([self.KEY]):
-                    self.heard = json.loads(self.store.get(self.KEY))
-            except RuntimeError:
-                self.heard = {"who": f"node 0 ({host})", "how": "see its output", "code": 1}
-        if not self.over.wait(GRACE_SECONDS):
-            _kill_children()
-
-
 def _become_subreaper() -> None:
     """Make this process the parent of orphans of killed ranks, such as the checkpoint writers of megatron-core."""
     PR_SET_CHILD_SUBREAPER = 36
@@ -275,17 +315,8 @@ def _end_children() -> None:
     process.
     """
     deadline = time.monotonic() + 5  # a process stuck in a driver cannot be killed
-    while (children := _kill_children()) and time.monotonic() < deadline:
+    while (children := kill_children()) and time.monotonic() < deadline:
         psutil.wait_procs(children, timeout=1)
-
-
-def _kill_children() -> list[psutil.Process]:
-    """Kill the child processes of this process, and return them."""
-    children = psutil.Process().children()
-    for child in children:
-        with suppress(psutil.NoSuchProcess):
-            child.kill()
-    return children
 
 
 if __name__ == "__main__":

@@ -38,16 +38,21 @@ class Failure:
         timestamp: seconds since the epoch.
         code: exit code of the rank.
         is_lost: whether the rank only lost its connection to another rank; its stderr then has no traceback.
+        is_final: whether the error would repeat if the run were restarted, such as a wrong option or a full disk.
     """
 
     message: str
     timestamp: float
     code: int
     is_lost: bool
+    is_final: bool = False
 
 
-def report(error: BaseException, code: int) -> bool:
+def report(error: BaseException, code: int, *, is_final: bool = False) -> bool:
     """Report to the launcher, if there is one, why this rank ends with `code`.
+
+    Args:
+        is_final: see `Failure`.
 
     Returns:
         Whether the launcher has received the traceback and prints it if necessary. If not, the rank must print it to
@@ -57,7 +62,7 @@ def report(error: BaseException, code: int) -> bool:
     if not file or FOLDER not in os.environ:
         return False
     is_lost = any(words in str(error) for words in _LOST_CONNECTION)
-    failure = Failure("".join(traceback.format_exception(error)), time.time(), code, is_lost)
+    failure = Failure("".join(traceback.format_exception(error)), time.time(), code, is_lost, is_final)
     incomplete = Path(f"{file}.incomplete")
     try:
         incomplete.write_text(json.dumps(asdict(failure)), encoding="utf-8")

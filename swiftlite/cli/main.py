@@ -23,7 +23,7 @@ from swiftlite.cli.fetch import claim_checkpoint_store, fetch, fetch_checkpoint,
 from swiftlite.cli.help import command_help, overview
 from swiftlite.cli.parse import parse
 from swiftlite.cli.table import Command, commands, find
-from swiftlite.errors import UserError, is_of_memory, is_of_storage, reason_of
+from swiftlite.errors import OptionError, UserError, is_of_memory, is_of_storage, reason_of
 from swiftlite.families.index import FAMILIES
 from swiftlite.plan.facts import read_facts
 from swiftlite.plan.heads import heads_for_engine
@@ -32,6 +32,7 @@ from swiftlite.plan.run import make_plan, make_schedule, render
 from swiftlite.redact import redact_text
 from swiftlite.runtime.environment import gpu_models, sees_gpu
 from swiftlite.runtime.parent import exit_with_parent
+from swiftlite.runtime.progress import num_restarts
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -42,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return _run(argv)
     except UserError as error:
-        failure.report(error, error.exit_code)
+        failure.report(error, error.exit_code, is_final=True)
         _log_once(f"swiftlite: {error}")
         return error.exit_code
     except KeyboardInterrupt:
@@ -73,7 +74,7 @@ def _fail(error: Exception, hint: str) -> int:
     """Print an error of the machine (disk, memory) with its reason and a hint, without a traceback; return the exit
     code.
     """
-    failure.report(error, 1)
+    failure.report(error, 1, is_final=True)
     _log_once(f"swiftlite: {reason_of(error)}\n    {hint}")
     return 1
 
@@ -135,13 +136,20 @@ def _run(argv: list[str]) -> int:
         world_size = processes.world_size
     rank = processes.rank or 0
     log.setup(rank)
+    max_restarts = 0
+    if isinstance(args, SftArgs):
+        max_restarts = args.max_restarts
+        if num_restarts():  # after a failure
+            args = replace(args, resume=True)
+    launch.check_restarts(processes, max_restarts, is_parallel=command.is_parallel)
     _settle_environment(args)
     is_first_node = rank == 0 and processes.node_rank == 0
     if is_first_node:
         fetch_checkpoint(args)
     hold_commits(args)
     # Only rank 0 checks, because other ranks could find files that rank 0 has already written.
-    if rank == 0:
+    # A spare node can start when the run has begun.
+    if rank == 0 and not (max_restarts and processes.node_rank):
         notes += rules.check(args, world_size)
     if isinstance(args, SftArgs) and args.dry_run:
         if rank > 0:
@@ -152,13 +160,40 @@ def _run(argv: list[str]) -> int:
         claim_checkpoint_store(args)
     if rank == 0:
         fetch(args)
-    if processes.must_start and command.is_parallel:
+    if command.is_parallel and processes.must_start(max_restarts):
+        if isinstance(args, SftArgs) and max_restarts:
+            node_counts = [processes.nnodes]
+            if is_first_node:
+                node_counts = _node_counts(args, processes)
+            restarts = launch.Restarts(max_restarts, Path(args.output_dir), node_counts)
+            launch.start(processes, argv, restarts)
         launch.start(processes, argv)
     if rank == 0:
         _log(notes, command, processes)
     if not sys.warnoptions:
         _ignore_upstream_warnings()
     return command.load()(args) or 0
+
+
+def _node_counts(args: SftArgs, processes: launch.Processes) -> list[int]:
+    """Return the numbers of nodes, between the limits of NNODES, that the layout and the batch sizes allow.
+
+    Raises:
+        OptionError: the smallest number is not allowed. The largest one has been checked before.
+    """
+    counts = []
+    for nodes in range(processes.min_nodes, processes.nnodes):
+        try:
+            rules.check(args, nodes * processes.nproc_per_node)
+        except OptionError as error:
+            if nodes > processes.min_nodes:
+                continue
+            problems = [
+                (f"NNODES={processes.nnodes_text} allows {nodes}: {text}", hint) for text, hint in error.problems
+            ]
+            raise OptionError(problems) from None
+        counts.append(nodes)
+    return [*counts, processes.nnodes]
 
 
 def _settle_environment(args: object) -> None:
@@ -196,7 +231,7 @@ def _ignore_upstream_warnings() -> None:
 
 
 def _log(notes: list[str], command: Command, processes: launch.Processes) -> None:
-    if processes.must_start and not command.is_parallel:
+    if processes.must_start() and not command.is_parallel:
         notes = [*notes, f"NPROC_PER_NODE and NNODES have no effect: swiftlite {command.words} runs in one process"]
     num_gpus = len(gpu_models())
     if command.is_parallel and processes.rank is None and processes.world_size == 1 and num_gpus > 1:

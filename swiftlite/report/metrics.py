@@ -1,6 +1,6 @@
 """Read metrics.jsonl, which has one JSON object per line. A killed process or a full disk may leave damaged lines."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +8,12 @@ from swiftlite.json_file import parse_json
 from swiftlite.log import logger
 
 METRICS_FILE = "metrics.jsonl"
+LOST_SECONDS = "restart/lost_seconds"
+"""Metric: time from the last step before a failure to the start of the next new step, in seconds."""
+REPEATED_STEPS = "restart/repeated_steps"
+"""Metric: number of steps that were computed twice because of a failure."""
+NUM_RESTARTS = "restart/number"
+"""Metric: number of restarts of the run so far."""
 
 
 def metrics_of(line: bytes) -> dict[str, Any] | None:
@@ -36,6 +42,11 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
     if len(found) < len(lines):
         logger.warning("%s: ignoring %d damaged lines of %d", path, len(lines) - len(found), len(lines))
     return found
+
+
+def restarts_in(metrics: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return what each failure cost a run with --max_restarts: the last step before the failure, and the metrics."""
+    return [line for line in metrics if LOST_SECONDS in line]
 
 
 def curve(metrics: Sequence[dict[str, Any]], name: str) -> list[tuple[float, float]]:

@@ -14,7 +14,7 @@ from swiftlite.atomic import atomic_write
 from swiftlite.errors import clip
 from swiftlite.methods.index import command_of_run
 from swiftlite.report.figure import Bars, Line, draw_bars, draw_lines, draw_stacks, number, share
-from swiftlite.report.metrics import curve
+from swiftlite.report.metrics import LOST_SECONDS, NUM_RESTARTS, REPEATED_STEPS, curve, restarts_in
 from swiftlite.report.page import Figure, MarkedAnswer, Page, Section, Table, Tile, render
 from swiftlite.report.run_files import RunFiles, read_run
 
@@ -303,6 +303,12 @@ def _training_section(run: RunFiles) -> Section | None:
     if totals := run.report.get("times"):
         rows = [[name, number(seconds)] for name, seconds in totals.items()]
         tables.append(Table("Time of all steps on the first rank", ["part", "seconds"], rows))
+    if restarts := restarts_in(run.metrics):
+        rows = []
+        for line in restarts:
+            rows.append([number(line[name]) for name in ("step", LOST_SECONDS, REPEATED_STEPS, NUM_RESTARTS)])
+        names = ["last step before it", "seconds lost", "steps computed twice", "restarts so far"]
+        tables.append(Table("Failures that the run was restarted after", names, rows))
     return Section("Training", figures=figures, tables=tables)
 
 

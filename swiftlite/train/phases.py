@@ -30,6 +30,7 @@ from swiftlite.methods.index import method_of
 from swiftlite.plan.facts import run_checkpoints
 from swiftlite.plan.layout import layout_of
 from swiftlite.plan.run import Plan, Schedule, layout_lines
+from swiftlite.report.metrics import read_metrics, restarts_in
 from swiftlite.report.profiles import read_profiles
 from swiftlite.runtime.agreement import check_agreement, digest
 from swiftlite.runtime.distributed import session
@@ -346,6 +347,8 @@ def report(run: Run, outcome: Outcome) -> None:
         }
         if profiles := read_profiles(run.output_dir):
             measured["profiles"] = profiles
+        if restarts := restarts_in(read_metrics(run.output_dir)):
+            measured["restarts"] = restarts
         write_report(run.output_dir, measured, run.data, train_state.weights_report, tensors)
         write_page(run)
     check_frozen(tensors, train_state.trainable)

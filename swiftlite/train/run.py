@@ -45,6 +45,7 @@ from swiftlite.plan.trainable import Trainable, trainable_of, trained_parts_of
 from swiftlite.redact import redact
 from swiftlite.runtime.malloc import return_large_blocks
 from swiftlite.runtime.mesh import Mesh
+from swiftlite.runtime.progress import check_launcher, num_restarts
 from swiftlite.store.copies import Copies
 from swiftlite.train import phases
 from swiftlite.train.batches.exchange import gather
@@ -59,6 +60,7 @@ from swiftlite.train.methods.conversations import image_extras_of
 from swiftlite.train.methods.training import TrainBatches, Training, training_of
 from swiftlite.train.metrics.loggers import open_metric_loggers
 from swiftlite.train.profiling import make_profiler
+from swiftlite.train.restarts import make_restart_clock
 from swiftlite.train.train_state import TrainState, make_train_state
 from swiftlite.train.trainer import Trainer
 
@@ -72,6 +74,7 @@ def run(args: SftArgs, after_step: phases.AfterStep | None = None) -> int:
     Returns:
         0, or 128 plus the number of the signal that stopped the run (a checkpoint was saved).
     """
+    check_launcher(args.max_restarts)
     if after_step and args.stream_trunk:
         raise UserError("after_step is not supported with --stream_trunk", "remove one of the two")
     if args.stream_trunk:
@@ -377,7 +380,9 @@ def make_trainer(
     metric_loggers = []
     if run.is_first_rank:
         config = redact(asdict(args))
-        metric_loggers = open_metric_loggers(run.output_dir, state["step"], run.schedule.steps, args.report_to, config)
+        metric_loggers = open_metric_loggers(
+            run.output_dir, state["step"], run.schedule.steps, args.report_to, config, num_restarts()
+        )
     hand_out = phases.hand_out_weights(run, after_step) if after_step else None
     return Trainer(
         mesh=run.mesh,
@@ -404,6 +409,7 @@ def make_trainer(
         profiler=make_profiler(
             group_of(args, ProfilingArgs), run.output_dir, dist.get_rank(), is_cuda=run.mesh.device.is_cuda
         ),
+        restart_clock=make_restart_clock(is_first_rank=run.is_first_rank),
     )
 
 

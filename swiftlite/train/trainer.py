@@ -30,6 +30,7 @@ from swiftlite.train.metrics.step_clock import StepClock
 from swiftlite.train.metrics.stragglers import Stragglers
 from swiftlite.train.objective import Objective, PreparedObjective
 from swiftlite.train.profiling import Profiler
+from swiftlite.train.restarts import RestartClock
 from swiftlite.train.stopping import Stopped, StopSignals
 
 GetBatches = Callable[[int], Sequence[Batch]]
@@ -63,6 +64,7 @@ class Trainer:
         after_step: called on every rank with the number of each step, after it is completed and logged.
         seed: seed of random numbers in training, such as dropout of adapters.
         profiler: records the steps of --profile_steps.
+        restart_clock: measures the time that failures cost.
         clock: the times of this rank.
         stragglers: compares the times of all ranks.
     """
@@ -87,6 +89,7 @@ class Trainer:
     after_step: Callable[[int], None] | None = None
     seed: int = 42
     profiler: Profiler = field(default_factory=Profiler)
+    restart_clock: RestartClock = field(default_factory=RestartClock)
     clock: StepClock = field(init=False)
     stragglers: Stragglers = field(init=False)
 
@@ -103,7 +106,9 @@ class Trainer:
         """
         # The profile of a run that stops is written after the checkpoint, while signals are deferred.
         with self.mesh.active(), StopSignals() as stop, closing(self.profiler):
+            self.restart_clock.start(first)
             for step in range(first + 1, self.schedule.steps + 1):
+                self.log(step - 1, self.restart_clock.before(step))
                 self.profiler.before(step)
                 try:
                     metrics = self.step(step)
@@ -112,6 +117,7 @@ class Trainer:
                 if step % self.logging_steps == 0 or step == self.schedule.steps:
                     ranks = self.stragglers.compare(step, self.clock.own_work)
                     self.log(step, metrics | self.clock.metrics() | ranks)
+                self.restart_clock.after(step)
                 if self.after_step:
                     self.after_step(step)
                 stopping = all_reduce_max(stop.received, self.mesh)  # all ranks stop at the same step
@@ -131,6 +137,8 @@ class Trainer:
                         self.checkpointer.poll()
                 self.profiler.after(step)
             self._finish_checkpoint()
+            last = self.schedule.steps
+            self.log(last, self.restart_clock.before(last + 1))
         return 0
 
     def _stop_before(self, step: int, first: int, stop: StopSignals) -> int:

@@ -15,16 +15,16 @@ from tests.tiny import make_tiny_hf
 def test_nothing_set_is_one_process():
     processes = read_environment({})
     assert processes == Processes()
-    assert (processes.world_size, processes.must_start) == (1, False)
+    assert (processes.world_size, processes.must_start()) == (1, False)
 
 
 def test_one_process_is_not_started_by_torchrun():
-    assert not read_environment({"NPROC_PER_NODE": "1", "NNODES": "1", "MASTER_PORT": "29500"}).must_start
+    assert not read_environment({"NPROC_PER_NODE": "1", "NNODES": "1", "MASTER_PORT": "29500"}).must_start()
 
 
 def test_one_node():
     processes = read_environment({"NPROC_PER_NODE": "4"})
-    assert (processes.world_size, processes.must_start) == (4, True)
+    assert (processes.world_size, processes.must_start()) == (4, True)
     assert torchrun_command(processes, ["megatron", "sft", "--lr", "1e-5"]) == [
         *(sys.executable, "-m", "swiftlite.cli.elastic", "--nproc-per-node=4", "--nnodes=1", "--node-rank=0"),
         *("--master-addr=127.0.0.1", "--master-port=0"),
@@ -53,12 +53,12 @@ def test_two_nodes():
 def test_inside_torchrun_nothing_is_started():
     env = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "NPROC_PER_NODE": "2", "NNODES": "2"}
     processes = read_environment(env)
-    assert (processes.rank, processes.world_size, processes.must_start) == (3, 4, False)
+    assert (processes.rank, processes.world_size, processes.must_start()) == (3, 4, False)
 
 
 def test_a_cluster_s_own_rank_is_not_torchrun_s():
     # Kubernetes' PyTorchJob sets RANK and WORLD_SIZE to the node's, without LOCAL_RANK.
-    assert read_environment({"RANK": "1", "WORLD_SIZE": "2", "NPROC_PER_NODE": "2"}).must_start
+    assert read_environment({"RANK": "1", "WORLD_SIZE": "2", "NPROC_PER_NODE": "2"}).must_start()
 
 
 @pytest.mark.parametrize(

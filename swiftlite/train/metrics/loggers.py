@@ -11,7 +11,7 @@ from tqdm import tqdm
 from swiftlite.atomic import atomic_write
 from swiftlite.errors import UserError, reason_of
 from swiftlite.log import logger
-from swiftlite.report.metrics import METRICS_FILE, metrics_of
+from swiftlite.report.metrics import METRICS_FILE, metrics_of, restarts_in
 from swiftlite.train.metrics.trackers import open_trackers
 
 
@@ -35,6 +35,8 @@ class ProgressBar:
         self.bar: tqdm | None = None
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        if restarts_in([metrics]):  # in the log
+            return
         if _is_evaluation(metrics):
             tqdm.write(f"step {step}: " + self._render(metrics), file=sys.stderr)
             return
@@ -73,22 +75,25 @@ class MetricsFile:
     Args:
         first: step of the checkpoint that the run resumes from; lines of later steps are removed.
         last: step of the final evaluation. A run that resumes at this step only repeats this evaluation.
+        restarts: number of restarts by the launcher. Lines about restarts are kept, whatever their step.
     """
 
-    def __init__(self, path: Path, first: int, last: int):
+    def __init__(self, path: Path, first: int, last: int, restarts: int = 0):
         if path.exists() and not path.is_file():
             raise UserError(f"{path} is not a regular file", "move it elsewhere")
         lines = []
-        if path.exists() and first:
+        if path.exists() and (first or restarts):
             lines = path.read_bytes().splitlines()
         written = [metrics_of(line) for line in lines]
         if damaged := written.count(None):
             logger.warning("%s: skipped %d damaged lines, as a full disk leaves them", path, damaged)
         kept = []
         for line, metrics in zip(lines, written, strict=True):
-            if metrics is None or metrics["step"] > first:
+            if metrics is None:
                 continue
-            if not (metrics["step"] == first == last and _is_evaluation(metrics)):
+            is_before = first > 0 and metrics["step"] <= first
+            is_repeated = metrics["step"] == last and _is_evaluation(metrics)
+            if restarts_in([metrics]) or (is_before and not is_repeated):
                 kept.append(line)
         atomic_write(path, b"".join(line + b"\n" for line in kept))
         self.path = path
@@ -135,18 +140,25 @@ class TensorBoard:
 
 
 def open_metric_loggers(
-    output_dir: Path, first: int, last: int, report_to: list[str], config: Mapping[str, Any] | None = None
+    output_dir: Path,
+    first: int,
+    last: int,
+    report_to: list[str],
+    config: Mapping[str, Any] | None = None,
+    restarts: int = 0,
 ) -> list[MetricLogger]:
     """Open all metric loggers for the steps after `first`.
 
     Args:
         report_to: names of the optional metric loggers.
         config: the run's options, without secrets.
+        restarts: number of restarts by the launcher.
 
     Raises:
         UserError: a metric logger cannot be opened.
     """
-    metric_loggers: list[MetricLogger] = [ProgressBar(last), MetricsFile(output_dir / METRICS_FILE, first, last)]
+    metrics_file = MetricsFile(output_dir / METRICS_FILE, first, last, restarts)
+    metric_loggers: list[MetricLogger] = [ProgressBar(last), metrics_file]
     if "tensorboard" in report_to:
         try:
             metric_loggers.append(TensorBoard(output_dir / "tensorboard", first))

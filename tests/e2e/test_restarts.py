@@ -1,0 +1,163 @@
+"""Test runs with --max_restarts whose processes are killed: their results are those of a run that was not interrupted.
+
+tests/cli/test_restarts.py has the launcher's decisions.
+"""
+
+import json
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.e2e.conftest import Commands, read_metrics
+from tests.faults.hunt import digest_of_checkpoint
+from tests.messages import has_line
+from tests.tiers import some_of
+
+pytestmark = pytest.mark.gloo
+
+LAST = 24
+OPTIONS = {
+    "plain": (),
+    "no checkpoint yet": ("--save_steps", 100),
+    "async": ("--async_save", "true"),
+    "store": ("--checkpoint_store", "STORE", "--save_total_limit", 2),
+    "streaming": ("--streaming", "true"),
+    "optimizer": ("--use_distributed_optimizer", "true"),
+}
+
+
+@pytest.fixture
+def long_sft(sft) -> list[str]:
+    return [*sft, "--train_iters", str(LAST), "--save_steps", "4"]
+
+
+@pytest.fixture
+def started() -> Iterator[list[subprocess.Popen]]:
+    """Hold the launchers of a test, and end them with it."""
+    processes: list[subprocess.Popen] = []
+    yield processes
+    for process in processes:
+        process.kill()
+
+
+def wait_for_step(run: Path, step: int) -> None:
+    deadline = time.monotonic() + 200
+    path = run / "metrics.jsonl"
+    while not path.exists() or f'"step": {step},' not in path.read_text():
+        assert time.monotonic() < deadline, f"step {step} was not reached"
+        time.sleep(0.005)
+
+
+def ranks_of(launcher: subprocess.Popen) -> list[psutil.Process]:
+    """Return the ranks of a launcher in order."""
+    return sorted(psutil.Process(launcher.pid).children(), key=lambda process: process.pid)
+
+
+def results_of(run: Path) -> dict[str, object]:
+    """Return everything that a failure must not change."""
+    metrics = [line for line in read_metrics(run) if "restart/number" not in line]
+    slowest = ("time/fastest_rank", "time/slowest_rank")
+    return {
+        "weights": digest_of_checkpoint(run / f"checkpoint-{LAST}"),
+        "metrics": [{name: line[name] for name in line if name not in slowest} for line in metrics],
+        "acceptance": json.loads((run / "acceptance.json").read_text()),
+    }
+
+
+def restarts_of(run: Path) -> list[dict]:
+    """Return the lines about failures in metrics.jsonl, and check that the report and its page have them too."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    restarts = [line for line in lines if "restart/number" in line]
+    assert json.loads((run / "run_report.json").read_text())["restarts"] == restarts
+    page = (run / "run_report.html").read_text()
+    assert all(f"{line['restart/lost_seconds']:.4g}" in page for line in restarts)
+    return restarts
+
+
+def unbroken(commands: Commands, words: Sequence[object], run: Path, processes: int) -> dict[str, object]:
+    commands.ok(*words, "--output_dir", run, processes=processes)
+    return results_of(run)
+
+
+@pytest.mark.parametrize("kind", some_of(OPTIONS, "plain"))
+def test_a_killed_rank_changes_nothing(commands, long_sft, started, tmp_path, kind):
+    def words(store: str) -> list[object]:
+        return [*long_sft, *(tmp_path / store if word == "STORE" else word for word in OPTIONS[kind])]
+
+    run = tmp_path / "run"
+    process = commands.start_for_real(*words("store"), "--output_dir", run, "--max_restarts", 1, NPROC_PER_NODE="2")
+    started.append(process)
+    wait_for_step(run, 10)
+    ranks_of(process)[1].kill()
+    _, errors = process.communicate(timeout=200)
+    assert process.returncode == 0, errors
+    assert has_line(errors, "swiftlite: rank 1 SIGKILL")
+    assert results_of(run) == unbroken(commands, words("another"), tmp_path / "whole", processes=2)
+    (restart,) = restarts_of(run)
+    assert restart["step"] >= 10
+    assert restart["restart/lost_seconds"] > 0
+    first = 0 if kind == "no checkpoint yet" else restart["step"] - 6  # asynchronous and copied saves can be later
+    assert 0 <= restart["restart/repeated_steps"] <= restart["step"] - first
+    assert not (run / ".progress.json").exists()
+
+
+@pytest.fixture
+def start_node(commands, long_sft, started, tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port = probe.getsockname()[1]
+
+    def start(nnodes: str, node: int, *options: object) -> subprocess.Popen:
+        words = [*long_sft, "--global_batch_size", 8, "--output_dir", tmp_path / "run", "--max_restarts", 2]
+        environment = {"NNODES": nnodes, "NODE_RANK": str(node), "NPROC_PER_NODE": "2"}
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        started.append(commands.start_for_real(*words, *options, **environment, **address))
+        return started[-1]
+
+    return start
+
+
+@pytest.mark.slow
+def test_a_killed_rank_and_a_killed_node_with_a_spare_change_nothing(commands, long_sft, start_node, tmp_path):
+    run = tmp_path / "run"
+    nodes = [start_node("2:2", 0), start_node("2:2", 1)]
+    wait_for_step(run, 6)
+    ranks_of(nodes[1])[0].kill()  # rank 2
+    wait_for_step(run, 14)
+    spare = start_node("2:2", 2)
+    wait_for_step(run, 18)
+    nodes[1].kill()  # its ranks end with it
+    errors = [node.communicate(timeout=300)[1] for node in (nodes[0], spare)]
+    assert [nodes[0].returncode, spare.returncode] == [0, 0], errors
+    whole = unbroken(commands, [*long_sft, "--global_batch_size", 8], tmp_path / "whole", processes=4)
+    assert results_of(run) == whole
+    assert [line["restart/number"] for line in restarts_of(run)] == [1, 2]
+
+
+@pytest.mark.slow
+def test_fewer_nodes_continue_with_the_same_batches(commands, long_sft, start_node, tmp_path):
+    run = tmp_path / "run"
+    nodes = [start_node("1:2", 0), start_node("1:2", 1)]
+    wait_for_step(run, 10)
+    nodes[1].kill()
+    errors = nodes[0].communicate(timeout=300)[1]
+    assert nodes[0].returncode == 0, errors
+    whole = unbroken(commands, [*long_sft, "--global_batch_size", 8], tmp_path / "whole", processes=4)
+    found, expected = results_of(run)["metrics"], whole["metrics"]
+    losses = [[line["loss"] for line in lines if "loss" in line] for lines in (found, expected)]
+    assert losses[0][:8] == losses[1][:8]  # before the checkpoint
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)  # float32 sums in another order, over 16 steps
+    assert len(restarts_of(run)) == 1
+
+
+@pytest.mark.slow
+def test_a_number_of_nodes_that_cannot_have_the_batch_is_refused(start_node):
+    process = start_node("1:2", 0, "--context_parallel_size", 4)
+    _, errors = process.communicate(timeout=100)
+    assert process.returncode == 2
+    assert has_line(errors, "NNODES=1:2 1")
