@@ -113,7 +113,7 @@ def _delete_progress() -> None:
 
 @dataclass(frozen=True)
 class _Limits:
-    """What decides whether a failed run is restarted.
+    """The facts that decide whether a failed run is restarted.
 
     Attributes:
         max_restarts: maximum number of restarts.

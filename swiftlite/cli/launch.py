@@ -67,7 +67,7 @@ class Processes:
 
 @dataclass(frozen=True)
 class Restarts:
-    """How a run is restarted after failures.
+    """The settings of restarts after failures.
 
     Attributes:
         most: maximum number of restarts.
@@ -131,14 +131,14 @@ def read_environment(env: Mapping[str, str]) -> Processes:
     return Processes(nproc, nnodes, node_rank or 0, env.get("MASTER_ADDR") or None, port, smallest=smallest)
 
 
-def _node_range(text: str, problems: list[tuple[str, str]]) -> tuple[int, int]:
-    """Return MIN and MAX of NNODES=MIN:MAX. Add a problem if the value is invalid."""
+def _node_range(text: str, problems: list[tuple[str, str]]) -> tuple[int | None, int]:
+    """Return MIN and MAX of NNODES=MIN:MAX. Add a problem if the value is invalid, and return those of one node."""
     least, _, most = text.partition(":")
     if least.isdigit() and most.isdigit() and 1 <= int(least) <= int(most):
         return int(least), int(most)
     problem = f"invalid value for NNODES: {text} is not MIN:MAX with 1 <= MIN <= MAX"
     problems.append((problem, "export NNODES=NUMBER, or for example NNODES=3:4 with --max_restarts"))
-    return 1, 1
+    return None, 1
 
 
 def check_restarts(processes: Processes, max_restarts: int, *, is_parallel: bool) -> None:

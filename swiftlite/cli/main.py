@@ -148,7 +148,7 @@ def _run(argv: list[str]) -> int:
         fetch_checkpoint(args)
     hold_commits(args)
     # Only rank 0 checks, because other ranks could find files that rank 0 has already written.
-    # A spare node can start when the run has begun.
+    # A spare node can start when the run has already started.
     if rank == 0 and not (max_restarts and processes.node_rank):
         notes += rules.check(args, world_size)
     if isinstance(args, SftArgs) and args.dry_run:

@@ -45,7 +45,7 @@ JOIN_SECONDS = 60
 
 @dataclass(frozen=True)
 class Ending:
-    """How an attempt to run the job ended.
+    """The end of one attempt to run the job.
 
     Attributes:
         who: the rank or node that failed first.
@@ -117,7 +117,7 @@ class Nodes:
         self.thread.join(REASON_SECONDS)  # it can wait for a lost node 0
 
     def choose(self, decide: Callable[[str, str], Ending]) -> Chosen | Ending:
-        """Wait for the other nodes; return which of them run the next attempt. Only with restarts.
+        """Wait for the other nodes, and return which of them run the attempt. Only with restarts.
 
         Args:
             decide: returns what follows if a chosen node is lost, from its name and how it was lost.
@@ -147,7 +147,7 @@ class Nodes:
             return self._lost_first()
 
     def wait(self) -> Ending | None:
-        """As a spare, wait until the attempt ends; return None if the job is complete."""
+        """Wait, as a spare, until the attempt ends; return None if the job is complete."""
         while self.heard is None:
             with suppress(RuntimeError):  # node 0 is lost, which `_listen` detects
                 if self.store and self.store.check([self._key("complete")]):

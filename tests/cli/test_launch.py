@@ -6,8 +6,14 @@ import sys
 
 import pytest
 
-from swiftlite.cli.launch import Processes, read_environment, threads_per_process, torchrun_command
-from swiftlite.errors import OptionError
+from swiftlite.cli.launch import (
+    Processes,
+    check_restarts,
+    read_environment,
+    threads_per_process,
+    torchrun_command,
+)
+from swiftlite.errors import OptionError, UserError
 from tests.messages import mention_each, mentions
 from tests.tiny import make_tiny_hf
 
@@ -50,6 +56,41 @@ def test_two_nodes():
     ]
 
 
+def test_a_range_of_nodes_with_spares():
+    env = {"NPROC_PER_NODE": "8", "NNODES": "2:3", "NODE_RANK": "4", "MASTER_ADDR": "node-0"}
+    processes = read_environment(env)
+    assert (processes.min_nodes, processes.nnodes, processes.world_size, processes.node_rank) == (2, 3, 24, 4)
+    command = torchrun_command(processes, [], max_restarts=5)
+    assert command[4:6] == ["--nnodes=2:3", "--node-rank=4"]
+    assert "--max-restarts=5" in command
+
+
+def test_restarts_start_a_single_process_too():
+    processes = read_environment({})
+    assert processes.must_start(max_restarts=1)
+    assert torchrun_command(processes, [], max_restarts=1)[4:8] == [
+        "--nnodes=1",
+        "--node-rank=0",
+        "--master-addr=127.0.0.1",
+        "--master-port=0",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("env", "max_restarts", "words"),
+    [
+        ({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}, 1, "--max_restarts 1"),
+        ({"NNODES": "1:2", "NODE_RANK": "0", "MASTER_ADDR": "a"}, 0, "NNODES=1:2 --max_restarts"),
+    ],
+)
+def test_restarts_that_the_environment_does_not_allow(env, max_restarts, words):
+    with pytest.raises(UserError) as raised:
+        check_restarts(read_environment(env), max_restarts, is_parallel=True)
+    assert mentions(raised.value.problem, words)
+    assert raised.value.hint
+    assert raised.value.exit_code == 2
+
+
 def test_inside_torchrun_nothing_is_started():
     env = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "NPROC_PER_NODE": "2", "NNODES": "2"}
     processes = read_environment(env)
@@ -67,6 +108,10 @@ def test_a_cluster_s_own_rank_is_not_torchrun_s():
         ({"NPROC_PER_NODE": "gpu"}, ["NPROC_PER_NODE gpu 1"]),
         ({"NPROC_PER_NODE": "0"}, ["NPROC_PER_NODE 0 1"]),
         ({"NNODES": "-1"}, ["NNODES -1 1"]),
+        ({"NNODES": "3:2"}, ["NNODES 3:2"]),
+        ({"NNODES": "0:2"}, ["NNODES 0:2"]),
+        ({"NNODES": "2:"}, ["NNODES 2:"]),
+        ({"NNODES": "1:2"}, ["NNODES=1:2 MASTER_ADDR", "NNODES=1:2 NODE_RANK"]),
         ({"MASTER_PORT": "70000"}, ["MASTER_PORT=70000 65535"]),
         ({"MASTER_PORT": "http"}, ["MASTER_PORT http 1"]),
         ({"NODE_RANK": "1"}, ["NODE_RANK=1 NNODES=1"]),
