@@ -214,8 +214,8 @@ def test_nodes_that_end_well(tmp_path):
     """The launchers of this test read from their store all the time, so that the end of the job interrupts a read."""
     lines = (
         "import sys",
-        "from swiftlite.cli import elastic",
-        "elastic.POLL_SECONDS = 0",
+        "from swiftlite.cli import elastic, nodes",
+        "nodes.POLL_SECONDS = 0",
         "sys.exit(elastic.main(sys.argv[1:]))",
     )
     nodes = start_nodes(tmp_path, "", launcher=("-c", "\n".join(lines)))
@@ -289,8 +289,8 @@ def test_a_node_that_notices_nothing_ends_with_the_other(tmp_path, rank):
     """Ranks in an NCCL collective do not notice that another node is lost."""
     lines = (
         "import sys",
-        "from swiftlite.cli import elastic",
-        "elastic.GRACE_SECONDS = 2",
+        "from swiftlite.cli import elastic, nodes",
+        "nodes.GRACE_SECONDS = 2",
         "sys.exit(elastic.main(sys.argv[1:]))",
     )
     body = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
@@ -309,12 +309,12 @@ def test_a_node_that_notices_nothing_ends_with_the_other(tmp_path, rank):
 def test_a_node_whose_ranks_fail_before_it_listens_still_says_so(tmp_path, rank):
     lines = (
         "import sys, time",
-        "from swiftlite.cli import elastic",
-        "listen = elastic._Nodes._listen",
+        "from swiftlite.cli import elastic, nodes",
+        "listen = nodes.Nodes._listen",
         "def late(self):",
         "    time.sleep(4)",
         "    listen(self)",
-        "elastic._Nodes._listen, elastic.GRACE_SECONDS = late, 1",
+        "nodes.Nodes._listen, nodes.GRACE_SECONDS = late, 1",
         "sys.exit(elastic.main(sys.argv[1:]))",
     )
     body = f"sys.exit(7) if rank == {rank} else time.sleep(600)\n"
