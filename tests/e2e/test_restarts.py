@@ -9,6 +9,7 @@ import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -58,7 +59,7 @@ def ranks_of(launcher: subprocess.Popen) -> list[psutil.Process]:
     return sorted(psutil.Process(launcher.pid).children(), key=lambda process: process.pid)
 
 
-def results_of(run: Path) -> dict[str, object]:
+def results_of(run: Path) -> dict[str, Any]:
     """Return everything that a failure must not change."""
     metrics = [line for line in read_metrics(run) if "restart/number" not in line]
     slowest = ("time/fastest_rank", "time/slowest_rank")
@@ -79,7 +80,7 @@ def restarts_of(run: Path) -> list[dict]:
     return restarts
 
 
-def unbroken(commands: Commands, words: Sequence[object], run: Path, processes: int) -> dict[str, object]:
+def unbroken(commands: Commands, words: Sequence[object], run: Path, processes: int) -> dict[str, Any]:
     commands.ok(*words, "--output_dir", run, processes=processes)
     return results_of(run)
 
