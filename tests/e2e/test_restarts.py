@@ -27,7 +27,7 @@ OPTIONS = {
     "no checkpoint yet": ("--save_steps", 100),
     "async": ("--async_save", "true"),
     "store": ("--checkpoint_store", "STORE", "--save_total_limit", 2),
-    "streaming": ("--streaming", "true"),
+    "streaming": ("--packing", "--max_length", 64, "--packing_length", 96, "--streaming", "--streaming_buffer_size", 8),
     "optimizer": ("--use_distributed_optimizer", "true"),
 }
 
@@ -46,10 +46,11 @@ def started() -> Iterator[list[subprocess.Popen]]:
         process.kill()
 
 
-def wait_for_step(run: Path, step: int) -> None:
+def wait_for_step(run: Path, step: int, process: subprocess.Popen) -> None:
     deadline = time.monotonic() + 200
     path = run / "metrics.jsonl"
     while not path.exists() or f'"step": {step},' not in path.read_text():
+        assert process.poll() is None, process.communicate()[1]
         assert time.monotonic() < deadline, f"step {step} was not reached"
         time.sleep(0.005)
 
@@ -93,7 +94,7 @@ def test_a_killed_rank_changes_nothing(commands, long_sft, started, tmp_path, ki
     run = tmp_path / "run"
     process = commands.start_for_real(*words("store"), "--output_dir", run, "--max_restarts", 1, NPROC_PER_NODE="2")
     started.append(process)
-    wait_for_step(run, 10)
+    wait_for_step(run, 10, process)
     ranks_of(process)[1].kill()
     _, errors = process.communicate(timeout=200)
     assert process.returncode == 0, errors
@@ -127,11 +128,11 @@ def start_node(commands, long_sft, started, tmp_path):
 def test_a_killed_rank_and_a_killed_node_with_a_spare_change_nothing(commands, long_sft, start_node, tmp_path):
     run = tmp_path / "run"
     nodes = [start_node("2:2", 0), start_node("2:2", 1)]
-    wait_for_step(run, 6)
+    wait_for_step(run, 6, nodes[0])
     ranks_of(nodes[1])[0].kill()  # rank 2
-    wait_for_step(run, 14)
+    wait_for_step(run, 14, nodes[0])
     spare = start_node("2:2", 2)
-    wait_for_step(run, 18)
+    wait_for_step(run, 18, nodes[0])
     nodes[1].kill()  # its ranks end with it
     errors = [node.communicate(timeout=300)[1] for node in (nodes[0], spare)]
     assert [nodes[0].returncode, spare.returncode] == [0, 0], errors
@@ -144,7 +145,7 @@ def test_a_killed_rank_and_a_killed_node_with_a_spare_change_nothing(commands, l
 def test_fewer_nodes_continue_with_the_same_batches(commands, long_sft, start_node, tmp_path):
     run = tmp_path / "run"
     nodes = [start_node("1:2", 0), start_node("1:2", 1)]
-    wait_for_step(run, 10)
+    wait_for_step(run, 10, nodes[0])
     nodes[1].kill()
     errors = nodes[0].communicate(timeout=300)[1]
     assert nodes[0].returncode == 0, errors
