@@ -1,7 +1,7 @@
 """Locate a tensor in a safetensors file."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 from operator import mul
@@ -16,12 +16,25 @@ Box = tuple[range, ...]
 
 @dataclass(frozen=True)
 class Entry:
-    """The location of one tensor. `offset` is in bytes from the start of the file."""
+    """The location of one tensor.
+
+    Attributes:
+        offset: in bytes from the start of the file.
+        is_transposed: whether the file has the transpose of the matrix with this shape.
+    """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     file: str
     offset: int
+    is_transposed: bool = False
+
+    @property
+    def in_file(self) -> "Entry":
+        """The location of the tensor that the file has: the matrix or its transpose."""
+        if not self.is_transposed:
+            return self
+        return replace(self, shape=self.shape[::-1], is_transposed=False)
 
     @property
     def numel(self) -> int:

@@ -23,8 +23,8 @@ from typing import IO, Any, Self
 import torch
 
 from swiftlite.atomic import atomic_write, sync
-from swiftlite.bridge.encoding.encoding import Format, Found, Plain, Stored, WritableEncoding, find_tensors
-from swiftlite.bridge.encoding.expert_stack import unfold
+from swiftlite.bridge.encoding.encoding import Format, Found, Stored, WritableEncoding, find_tensors, unquantized
+from swiftlite.bridge.encoding.expert_stack import fold, unfold
 from swiftlite.bridge.encoding.index import format_of
 from swiftlite.bridge.entry import Box, Entry, TensorTypes
 from swiftlite.bridge.hf_config import read_config
@@ -157,7 +157,7 @@ class Checkpoint:
         axis = self._storage(key).encoding.axis
         for place, box in _chunks(_box(index, entry.shape), entry.dtype.itemsize, axis=axis):
             there = target[place]
-            is_as_stored = there.dtype == entry.dtype and key not in self.encoded
+            is_as_stored = there.dtype == entry.dtype and key not in self.encoded and not entry.is_transposed
             if is_as_stored and there.device.type == "cpu" and there.is_contiguous():
                 self._read_box(entry, box, there)
             else:
@@ -184,7 +184,7 @@ class Checkpoint:
         if index is None:
             index = (slice(None),) * len(entry.shape)
         whole = _box(index, entry.shape)
-        for _, box in _chunks(whole, entry.dtype.itemsize):
+        for _, box in _chunks(whole, entry.dtype.itemsize, axis=self._storage(key).encoding.axis):
             yield self._decode(key, box, buffers)
 
     def stored_chunks(self, key: str) -> Iterator[tuple[Index, torch.Tensor]]:
@@ -223,7 +223,7 @@ class Checkpoint:
         if key in self.encoded:
             return self.encoded[key]
         entry = self.entries[key]
-        return Stored(Plain(entry.dtype), (entry,))
+        return Stored(unquantized(entry), (entry.in_file,))
 
     def _read_box(self, entry: Entry, box: Box, contiguous: torch.Tensor) -> None:
         descriptor = self._files.descriptor(self.hf_dir / entry.file)
@@ -240,12 +240,13 @@ def describe(hf_dir: str | Path) -> dict[str, dict[str, Any]]:
     Keys are those of the files, so experts may be stacked. For encoded tensors, the dtype is bfloat16, in which an
     export writes them; their scales are omitted.
     """
-    with Checkpoint(hf_dir) as checkpoint:
-        found = find_tensors(checkpoint.stored, format_of(read_config(hf_dir)))
+    with Checkpoint(hf_dir, format_of(read_config(hf_dir))) as checkpoint:
+        types = {
+            key: (checkpoint.dtype_of(key, torch.bfloat16), entry.shape) for key, entry in checkpoint.entries.items()
+        }
     described = {}
-    for key, entry in found.tensors.items():
-        dtype = torch.bfloat16 if key in found.encoded else entry.dtype
-        described[key] = {"dtype": str(dtype).removeprefix("torch."), "shape": list(entry.shape)}
+    for key, (dtype, shape) in fold(types, checkpoint.stored).items():
+        described[key] = {"dtype": str(dtype).removeprefix("torch."), "shape": list(shape)}
     return described
 
 
@@ -332,12 +333,12 @@ class ShardedFiles:
             source: values of the slice, on any device; they are cast to the dtype in the file, or encoded.
         """
         encoding, shape = self._storage(key)
-        entries = [self._places[name] for name in encoding.entries(key)]
+        entries = [self._places[name].in_file for name in encoding.entries(key)]
         align = partial(encoding.aligned, shape=shape)
         whole = _box(index, shape)
         if align(whole) != whole:
             raise ValueError(f"{key}: {whole} is not made of whole blocks of its encoding")
-        for place, box in _chunks(whole, entries[0].dtype.itemsize, align):
+        for place, box in _chunks(whole, entries[0].dtype.itemsize, align, encoding.axis):
             parts = encoding.write(source[place])
             for entry, part_box, part in zip(entries, encoding.boxes(box), parts, strict=True):
                 self._write_box(entry, part_box, part)
@@ -359,7 +360,7 @@ class ShardedFiles:
         """Return the encoding and the shape of a tensor."""
         if key in self._encodings:
             return self._encodings[key], self._tensors[key][1]
-        return Plain(self._places[key].dtype), self._places[key].shape
+        return unquantized(self._places[key]), self._places[key].shape
 
     def _write_box(self, entry: Entry, box: Box, part: torch.Tensor) -> None:
         descriptor = self._files.descriptor(self._temporary(entry.file))

@@ -31,7 +31,7 @@ from swiftlite.bridge import placement
 from swiftlite.bridge.audit import missing_mtp_keys, mtp_keys
 from swiftlite.bridge.binding import Binding, Shard, bind, whole_numbers
 from swiftlite.bridge.encoding.encoding import WritableEncoding
-from swiftlite.bridge.encoding.expert_stack import fold, stack_name
+from swiftlite.bridge.encoding.expert_stack import fold, part_of_stack, stack_name
 from swiftlite.bridge.encoding.index import format_of
 from swiftlite.bridge.entry import Entry
 from swiftlite.bridge.hf_config import read_config
@@ -427,7 +427,7 @@ def streamed_tensors(
         for key, shape in row.hf.items():
             if family.is_mtp(hf_config, key) == wants_heads:
                 tensors[key] = (dtype_of(key), shape)
-    return tensors
+    return dict(fold(tensors, ()))
 
 
 @torch.no_grad()
@@ -444,7 +444,7 @@ def stream_hf(
     """Gather the weights of a Megatron model as whole Hugging Face tensors on the first rank. Collective.
 
     Every rank must iterate to the end; only the first rank receives tensors. Copies of a tensor (of a tied embedding,
-    or in MTP heads) are not sent. Experts are not stacked.
+    or in MTP heads) are not sent. Experts are not stacked, except those of gpt-oss.
 
     Args:
         family: the model's family, which defines the rows.
@@ -462,7 +462,7 @@ def stream_hf(
     _, bindings = _bind_all(model_chunks, family, hf_config)
     pieces = defaultdict(list)  # by HF key; views of the parameters, so they take no memory
     for piece in _pieces(bindings, ()):
-        pieces[piece[0]].append(piece)
+        pieces[piece[0] if piece[0] in tensors else stack_name(piece[0])].append(piece)
     for keys in split(tensors, bucket_bytes):
         bucket: dict[str, torch.Tensor] = {}
         if placement.is_first_rank():
@@ -471,7 +471,8 @@ def stream_hf(
                 bucket[key] = torch.empty(shape, dtype=dtype, device=device)
         mine = itertools.chain.from_iterable(pieces[key] for key in keys)
         for key, index, tensor in placement.gather_on_first_rank(mine):
-            bucket[key][index] = tensor
+            whole = bucket[key] if key in bucket else part_of_stack(bucket[stack_name(key)], key)
+            whole[index] = tensor
         if placement.is_first_rank():
             yield bucket
 

@@ -9,6 +9,7 @@ engine's modules, which differ from the names of tensors in files for some famil
     fp8                 `modules_to_not_convert`  whole names in vLLM, parts of names between dots in SGLang
     gptq                `dynamic`                 regular expressions after "-:"
     awq                 `modules_to_not_convert`  substrings of names
+    mxfp4               none: the drafts of swiftlite's plugins build the heads plain
 
 `built.py` determines which modules an engine builds quantized. Tests compare both with the modules that vLLM 0.32
 builds, and with those that SGLang 0.5.23 builds for FP8 blocks. For other methods, which SGLang builds only on GPUs,
@@ -103,6 +104,8 @@ def with_heads_kept(
         UserError: lists of this `quant_method` are unknown.
     """
     method = quantization.get("quant_method")
+    if method == "mxfp4":
+        return dict(quantization)
     if method not in METHODS:
         raise UserError(
             f"config.json: lists of modules of quant_method {method!r} are unknown",
@@ -200,7 +203,7 @@ def _matrices(rows: Iterable[Row]) -> list[str]:
 
 def is_router(module: str) -> bool:
     """Return whether a module selects or weights experts. Projections have names such as "up_proj"."""
-    return module.rpartition(".")[2] in ("gate", "shared_expert_gate")
+    return module.rpartition(".")[2] in ("gate", "router", "shared_expert_gate")
 
 
 def _added(listed: list[str] | None, entries: list[str]) -> list[str]:

@@ -34,6 +34,7 @@ from swiftlite.errors import UserError
 from swiftlite.export.calibrated import Calibrated
 from swiftlite.export.fp8_source import Fp8Source
 from swiftlite.export.schemes import QuantHeads, Scheme
+from swiftlite.families.mlp import MixtureOfExperts
 from swiftlite.families.resolved import HfModel
 from swiftlite.log import logger
 from swiftlite.train.checkpoint.source import small_files
@@ -45,10 +46,18 @@ def matrices_of(model: HfModel, quant_heads: QuantHeads | None) -> dict[str, Ent
     """Return the matrices of a model that are quantized, by HF key.
 
     Raises:
-        UserError: the model is already quantized, or a matrix has the dtype of codes.
+        UserError: the model is already quantized, the format of its experts is not supported, or a matrix has the
+            dtype of codes.
     """
     if format_of(model.config):
         raise UserError(f"{model.name} is already quantized", "use the model before its quantization")
+    kinds = [layer.mlp for layer in model.family.architecture(model.config).layers]
+    if any(isinstance(kind, MixtureOfExperts) and kind.hf_is_transposed for kind in kinds):
+        raise UserError(
+            f"--quant_method is not supported for {model.family.name}, whose files have all experts of a layer in one "
+            "transposed tensor",
+            "remove it",
+        )
     chosen = quantized_weights(model, keeps_heads=quant_heads != "block")
     with Checkpoint(model.directory) as checkpoint:
         matrices = {key: entry for key, entry in checkpoint.entries.items() if key in chosen}

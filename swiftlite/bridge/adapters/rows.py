@@ -60,8 +60,11 @@ def leaf_of(module: str) -> str:
 
 
 def is_linear(row: Row) -> bool:
-    """Return whether the row's parameter is the weight of a linear layer in a decoder layer or an MTP head."""
-    return _LINEAR.search(row.mcore) is not None
+    """Return whether the row's parameter is the weight of a linear layer in a decoder layer or an MTP head.
+
+    Experts of gpt-oss do not count: they are parts of tensors that are not modules in Hugging Face's files.
+    """
+    return _LINEAR.search(row.mcore) is not None and all(key.endswith(_WEIGHT) for key in row.hf)
 
 
 def adapted_rows(rows: Iterable[Row], lora: Lora) -> list[Row]:

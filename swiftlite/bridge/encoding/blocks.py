@@ -131,6 +131,7 @@ class Blocks:
         unread: endings of further stored tensors that are not required for decoding, and their shapes.
         dtype: dtype of the computation; None: that of the scales.
         values: values of the codes; None: each code is its own value.
+        exponent_bias: None, or the number that is subtracted from stored scales, which are exponents of two.
     """
 
     shape: tuple[int, int]
@@ -144,6 +145,7 @@ class Blocks:
     unread: tuple[tuple[str, tuple[int, ...]], ...] = ()
     dtype: torch.dtype | None = None
     values: tuple[float, ...] | None = None
+    exponent_bias: int | None = None
 
     @property
     def axis(self) -> int:
@@ -189,6 +191,8 @@ class Blocks:
         scales = self.scales.unpack(left[self.scales.ending], blocks)
         dtype = self.dtype or scales.dtype
         scales = scales.to(dtype)
+        if self.exponent_bias is not None:
+            scales = torch.exp2(scales - self.exponent_bias)
         if self.factor:
             scales = scales / left[self.factor[0]].reshape(()).to(dtype)
         rows = _block_of_each(box[0], self.block[0], blocks[0])

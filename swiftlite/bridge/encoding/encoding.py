@@ -114,6 +114,31 @@ class Plain:
 
 
 @dataclass(frozen=True)
+class Transposed(Plain):
+    """The transpose of a matrix, stored in one dtype."""
+
+    @property
+    def axis(self) -> int:
+        return 1
+
+    def boxes(self, box: Box) -> tuple[Box, ...]:
+        return (box[::-1],)
+
+    def read(self, parts: Sequence[torch.Tensor], box: Box) -> torch.Tensor:
+        return parts[0].T
+
+    def write(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (tensor.T.to(self.dtype),)
+
+
+def unquantized(entry: Entry) -> Plain:
+    """Return the encoding of a tensor that is stored in one dtype."""
+    if entry.is_transposed:
+        return Transposed(entry.dtype)
+    return Plain(entry.dtype)
+
+
+@dataclass(frozen=True)
 class Stored:
     """Describe how a tensor is stored: its encoding, and the location of each part, such as codes and scales."""
 

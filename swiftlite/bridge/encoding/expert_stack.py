@@ -4,11 +4,17 @@ Most files have a tensor `experts.{e}.gate_proj.weight` for each expert e. trans
 `experts.gate_up_proj` [experts, 2 * ffn, hidden] and `experts.down_proj` [experts, hidden, ffn] in memory, and can also
 write them to files. An expert's part of a stack is contiguous in the file, so it can be an `Entry` (location of a
 tensor). All other code uses only tensors of single experts.
+
+Files of gpt-oss always have stacks. Their experts have biases and transposed matrices, and the rows of gate and up
+alternate: `experts.gate_up_proj` [experts, hidden, 2 * ffn] and `experts.gate_up_proj_bias` [experts, 2 * ffn]. Tensors
+of single experts have the names of the stacks: `experts.{e}.gate_up_proj` [2 * ffn, hidden]. In MXFP4 (`mxfp4.py`),
+`experts.gate_up_proj_blocks` and `experts.gate_up_proj_scales` replace the matrices.
 """
 
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from math import prod
 
 import torch
 
@@ -18,6 +24,10 @@ _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weig
 # The matrices of one expert in a stack, in order, by the last component of the stack's name.
 _PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 _STACK_OF = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj"}
+# Of gpt-oss. The names of stacks equal those of the parts.
+_TRANSPOSED = tuple(_PARTS)
+_WITH_ENDING = re.compile(r"(gate_up_proj|down_proj)_(bias|blocks|scales)")
+_TRANSPOSED_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.((?:gate_up_proj|down_proj)(?:_bias)?)")
 
 
 def unfold(entries: Mapping[str, Entry]) -> dict[str, Entry]:
@@ -28,7 +38,7 @@ def unfold(entries: Mapping[str, Entry]) -> dict[str, Entry]:
     """
     unfolded = {}
     for key, entry in entries.items():
-        experts = _experts_of(key, entry)
+        experts = _experts_of(key, entry, has_bias=f"{key}_bias" in entries)
         if experts and entries.keys().isdisjoint(experts):
             unfolded |= experts
         else:
@@ -37,17 +47,21 @@ def unfold(entries: Mapping[str, Entry]) -> dict[str, Entry]:
 
 
 def fold(tensors: TensorTypes, stacks: Collection[str]) -> TensorTypes:
-    """Return the dtypes and shapes of tensors after single experts are replaced by the stacks in `stacks`."""
+    """Return the dtypes and shapes of tensors after single experts are replaced by the stacks in `stacks`.
+
+    Experts of gpt-oss are always replaced.
+    """
     folded: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     for key, (dtype, shape) in tensors.items():
-        match = _EXPERT.fullmatch(key)
         name = stack_name(key)
-        if not match or name not in stacks:
+        # Experts are in order, so the last one sets the number.
+        if match := _TRANSPOSED_EXPERT.fullmatch(key):
+            folded[name] = (dtype, (int(match.group(2)) + 1, *shape[::-1]))
+        elif (match := _EXPERT.fullmatch(key)) and name in stacks:
+            rows, columns = shape
+            folded[name] = (dtype, (int(match.group(2)) + 1, _num_parts(name) * rows, columns))
+        else:
             folded[key] = (dtype, shape)
-            continue
-        num_experts = int(match.group(2)) + 1  # experts are in order, so the last one sets the number
-        rows, columns = shape
-        folded[name] = (dtype, (num_experts, _num_parts(name) * rows, columns))
     return folded
 
 
@@ -63,14 +77,34 @@ def stack(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     for name, parts in members.items():
         if name in tensors:
             stacked[name] = tensors[name]
+        elif f"{name}_bias" in members:
+            stacked[name] = torch.stack([part.T for part in parts])
+        elif name.endswith("_bias"):
+            stacked[name] = torch.stack(parts)
         else:
             by_expert = torch.stack(parts).unflatten(0, (-1, _num_parts(name)))  # [experts, parts, rows, columns]
             stacked[name] = by_expert.flatten(1, 2)
     return stacked
 
 
+def stack_transposed(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Stack only the experts of gpt-oss, as in files. The tensors must be in order."""
+    experts = {key: tensor for key, tensor in tensors.items() if _TRANSPOSED_EXPERT.fullmatch(key)}
+    return {key: tensor for key, tensor in tensors.items() if key not in experts} | stack(experts)
+
+
+def part_of_stack(stacked: torch.Tensor, key: str) -> torch.Tensor:
+    """Return the part of a stack that is the tensor of a single expert of gpt-oss, as a view."""
+    match = _TRANSPOSED_EXPERT.fullmatch(key)
+    assert match is not None, key
+    part = stacked[int(match.group(2))]
+    return part.T if part.dim() == 2 else part
+
+
 def stack_name(key: str) -> str:
     """Return the name of the stack that would contain the tensor of an expert; other names are unchanged."""
+    if match := _TRANSPOSED_EXPERT.fullmatch(key):
+        return f"{match.group(1)}.{match.group(3)}"
     match = _EXPERT.fullmatch(key)
     if not match:
         return key
@@ -82,10 +116,18 @@ def _num_parts(name: str) -> int:
     return len(_PARTS[name.rpartition(".")[2]])
 
 
-def _experts_of(key: str, entry: Entry) -> dict[str, Entry]:
-    """Return the locations of the single experts' tensors in a stack; empty if the tensor is not a stack."""
+def _experts_of(key: str, entry: Entry, has_bias: bool) -> dict[str, Entry]:
+    """Return the locations of the single experts' tensors in a stack; empty if the tensor is not a stack.
+
+    Args:
+        has_bias: whether there is also a stack of biases, as in files of gpt-oss.
+    """
     prefix, _, name = key.rpartition(".")
-    if not prefix.endswith(".experts") or name not in _PARTS or len(entry.shape) != 3:
+    if not prefix.endswith(".experts"):
+        return {}
+    if _WITH_ENDING.fullmatch(name) or (has_bias and name in _TRANSPOSED):
+        return _transposed_experts(prefix, name, entry)
+    if name not in _PARTS or len(entry.shape) != 3:
         return {}
     parts = _PARTS[name]
     num_experts, rows, columns = entry.shape
@@ -99,3 +141,19 @@ def _experts_of(key: str, entry: Entry) -> dict[str, Entry]:
             experts[f"{prefix}.{expert}.{matrix}.weight"] = replace(part, offset=offset)
             offset += part.nbytes
     return experts
+
+
+def _transposed_experts(prefix: str, name: str, entry: Entry) -> dict[str, Entry]:
+    """Return the locations of the single experts' tensors in a stack of gpt-oss, or of its codes and scales."""
+    num_axes = {"bias": 2, "blocks": 4}.get(name.rpartition("_")[2], 3)
+    if len(entry.shape) != num_axes:
+        return {}
+    num_experts, *shape = entry.shape
+    if name in _TRANSPOSED:
+        part = replace(entry, shape=tuple(shape[::-1]), is_transposed=True)
+    else:
+        part = replace(entry, shape=(shape[0], prod(shape[1:])) if len(shape) > 1 else tuple(shape))
+    return {
+        f"{prefix}.{expert}.{name}": replace(part, offset=entry.offset + expert * part.nbytes)
+        for expert in range(num_experts)
+    }

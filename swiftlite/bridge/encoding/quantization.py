@@ -9,6 +9,7 @@ from swiftlite.bridge.rows import HfConfig
 # quantized, which are recognized by their tensors.
 _NOT_OF_WEIGHTS = {"activation_scheme", "scale_fmt", "modules_to_not_convert", "ignored_layers", "ignore"}
 _COMPRESSED = {"float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "nvfp4-pack-quantized"}
+_ONLY_OF = {"mxfp4": "gpt_oss"}  # whose files have stacks of experts in this format
 _STRATEGIES = {"tensor", "channel", "group", "tensor_group", "block"}
 
 
@@ -24,6 +25,8 @@ def quantization_problem(hf_config: HfConfig) -> str:
     if check is None:
         *others, last = sorted(CHECKS)
         return f"quantization_config {quantization!r} is not supported; only {', '.join(others)} and {last} are"
+    if method in _ONLY_OF and hf_config.get("model_type") != _ONLY_OF[method]:
+        return f"quantization_config of {method}: only supported for model_type {_ONLY_OF[method]!r}"
     if problem := check(quantization):
         return f"quantization_config of {method}: {problem}"
     return ""
@@ -114,6 +117,14 @@ def _awq_problem(quantization: Mapping[str, Any]) -> str:
     return ""
 
 
+def _mxfp4_problem(quantization: Mapping[str, Any]) -> str:
+    # Options of transformers that do not change the numbers.
+    known = _NOT_OF_WEIGHTS | {"quant_method", "dequantize"}
+    if unknown := sorted(quantization.keys() - known):
+        return f"{', '.join(f'{key} {quantization[key]!r}' for key in unknown)} is not supported"
+    return ""
+
+
 def _words_problem(quantization: Mapping[str, Any], supported: tuple[int, ...]) -> str:
     bits, size = quantization.get("bits"), quantization.get("group_size")
     if bits not in supported:
@@ -132,5 +143,6 @@ CHECKS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "compressed-tensors": _compressed_problem,
     "fp8": _fp8_problem,
     "gptq": _gptq_problem,
+    "mxfp4": _mxfp4_problem,
 }
 """By `quant_method`, a function that returns why a quantization_config is not supported; empty if it is supported."""

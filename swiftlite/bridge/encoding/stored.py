@@ -48,12 +48,14 @@ def check_shapes(key: str, encoding: Blocks, entries: Mapping[str, Entry]) -> No
         UserError: a stored tensor is missing or has another shape or dtype.
     """
     module = key.removesuffix(encoding.codes.ending)
+    name = f"{module}weight" if module.endswith(".") else module
     for ending, shape in encoding.shapes().items():
         entry = entries.get(module + ending)
         if entry is None:
             raise UserError(f"{key} is {dtype_name(entries[key])} without {module}{ending}")
         is_scale = ending == encoding.scales.ending and encoding.factor is None
-        if entry.shape != shape or (is_scale and entry.dtype not in _SCALES):
+        dtypes = _SCALES if encoding.exponent_bias is None else (torch.uint8,)
+        if entry.shape != shape or (is_scale and entry.dtype not in dtypes):
             found = f"{module}{ending} is {dtype_name(entry)} {list(entry.shape)}"
-            blocks = f"the blocks {list(encoding.block)} of {module}weight {list(encoding.shape)}"
+            blocks = f"the blocks {list(encoding.block)} of {name} {list(encoding.shape)}"
             raise UserError(f"{found}; it does not match {blocks}, for which {list(shape)} is expected")
