@@ -50,29 +50,33 @@ def segments(query, key, value, cu_q, cu_k) -> Iterator[tuple[slice, slice, tupl
         yield of_q, of_k, tuple(t.to(wide).transpose(0, 1) for t in (q, k, v))
 
 
-def scores(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
-    allowed = torch.ones(q.size(1), k.size(1), dtype=torch.bool).tril(k.size(1) - q.size(1))
+def scores(q: torch.Tensor, k: torch.Tensor, scale: float, left: int) -> torch.Tensor:
+    """Return scores; -inf for keys that a query does not see. It sees `left` keys before its own; -1: all."""
+    own = k.size(1) - q.size(1)
+    allowed = torch.ones(q.size(1), k.size(1), dtype=torch.bool).tril(own)
+    if left >= 0:
+        allowed = allowed.triu(own - left)
     return (q @ k.mT * scale).masked_fill(~allowed, float("-inf"))
 
 
-def forward(query, key, value, cu_q, cu_k, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(query, key, value, cu_q, cu_k, scale: float, left: int = -1) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the output [T, heads, size], and the log-sum-exp [heads, T]."""
     assert query.size(-1) == key.size(-1) == value.size(-1) <= 256
     assert cu_q.dtype == cu_k.dtype == torch.int32
     outs, sums = [], []
     for _, _, (q, k, v) in segments(query, key, value, cu_q, cu_k):
-        of_pairs = scores(q, k, scale)
+        of_pairs = scores(q, k, scale, left)
         outs.append((of_pairs.softmax(-1) @ v).transpose(0, 1))
         sums.append(of_pairs.logsumexp(-1))
     return torch.cat(outs).to(query.dtype), torch.cat(sums, 1)
 
 
-def backward(grad, query, key, value, out, sums, cu_q, cu_k, scale: float) -> list[torch.Tensor]:
+def backward(grad, query, key, value, out, sums, cu_q, cu_k, scale: float, left: int = -1) -> list[torch.Tensor]:
     """Compute gradients as the kernels do, from `out` and `sums`."""
     found: list[list[torch.Tensor]] = [[], [], []]
     for of_q, _, (q, k, v) in segments(query, key, value, cu_q, cu_k):
         of_out, done = grad[of_q].to(q.dtype).transpose(0, 1), out[of_q].to(q.dtype).transpose(0, 1)
-        p = (scores(q, k, scale) - sums[:, of_q, None]).exp()
+        p = (scores(q, k, scale, left) - sums[:, of_q, None]).exp()
         of_scores = p * (of_out @ v.mT - (of_out * done).sum(-1, keepdim=True)) * scale
         for place, part in zip(found, (of_scores @ k, of_scores.mT @ q, p.mT @ of_out), strict=True):
             place.append(part.transpose(0, 1))
@@ -86,29 +90,31 @@ def varlen_fwd(query, key, value, out, cu_q, cu_k, *others: Any):
     *_, longest_q, longest_k, dropout, scale, _, causal, left, right, _, _, _ = others
     assert (longest_q, longest_k) == (cu_q.diff().max(), cu_k.diff().max())
     assert causal
-    assert (left, right, dropout) == (-1, -1, 0.0)
-    result, sums = forward(query, key, value, cu_q, cu_k, scale)
+    assert (right, dropout) == (-1 if left == -1 else 0, 0.0)
+    result, sums = forward(query, key, value, cu_q, cu_k, scale, left)
     return result, sums, torch.empty(0), torch.empty(2, dtype=torch.int64)
 
 
 def varlen_bwd(grad, query, key, value, out, sums, dq, dk, dv, cu_q, cu_k, *others: Any):
     """Replace flash-attn's backward function (flash_attn_interface.py:362)."""
-    _, _, _, _, scale, _, causal, *_ = others
+    _, _, _, _, scale, _, causal, left, *_ = others
     assert causal
-    for place, found in zip((dq, dk, dv), backward(grad, query, key, value, out, sums, cu_q, cu_k, scale), strict=True):
+    grads = backward(grad, query, key, value, out, sums, cu_q, cu_k, scale, left)
+    for place, found in zip((dq, dk, dv), grads, strict=True):
         place.copy_(found)
     return dq, dk, dv, torch.empty(0)
 
 
 def aten_forward(query, key, value, cu_q, cu_k, *others: Any, scale: float, **options: Any):
     """Replace torch's operation that varlen_attn calls."""
-    out, sums = forward(query, key, value, cu_q, cu_k, scale)
+    out, sums = forward(query, key, value, cu_q, cu_k, scale, options.get("window_size_left", -1))
     seed = torch.zeros(2, dtype=torch.uint64)
     return out, sums, seed, seed[:0], query.new_zeros(0)
 
 
 def aten_backward(grad, query, key, value, out, sums, cu_q, cu_k, *others: Any, scale: float, **options: Any):
-    return tuple(backward(grad, query, key, value, out, sums, cu_q, cu_k, scale))
+    left = options.get("window_size_left", -1)
+    return tuple(backward(grad, query, key, value, out, sums, cu_q, cu_k, scale, left))
 
 
 def torch_on_cpu() -> torch.library.Library:

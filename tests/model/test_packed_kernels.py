@@ -7,6 +7,7 @@ The Python code of both packages is used, with stand-ins for their compiled kern
 import importlib
 import random
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -98,7 +99,26 @@ def measure(name: PackedKernel) -> dict[tuple[Any, ...], float]:
                         expected, together, in_slices = results
                         found["together", shape, count, rank, ranks, dtype] = difference(together, expected)
                         found["in slices", shape, count, rank, ranks, dtype] = difference(in_slices, expected)
+        found |= measure_sinks(mesh, kernels)
         library._destroy()
+    return found
+
+
+def measure_sinks(mesh: Any, kernels: Kernels) -> dict[tuple[Any, ...], float]:
+    """Return the differences with sinks and windows, like `measure`."""
+    found = {}
+    for dtype, window in product(BOUNDS, (None, 10)):
+        row = lengths(7)
+        results = []
+        for options in ({}, {"varlen": varlen_kernel(kernels), "prefix": prefix_kernel(kernels)}):
+            attention: Any = make_attention(mesh, k_channels=64, has_sinks=True, window=window, **options).to(dtype)
+            sinks = attention.softmax_offset
+            sinks.data = torch.linspace(-2, 2, 4, dtype=dtype)
+            query, key, value = tensors = inputs("64 gqa", sum(row), sum(row), dtype)
+            out = attention._attend_row(query, key, value, causal_segments(row, 0, 1, window))
+            results.append([out, *torch.autograd.grad(out.float().square().sum(), [*tensors, sinks])])
+        expected, ours = results
+        found[f"sinks, window {window}", "64 gqa", 7, 0, 1, dtype] = difference(ours, expected)
     return found
 
 
@@ -116,9 +136,18 @@ def test_packed_rows_are_computed_as_sequence_by_sequence(measured, shape):
     """Rows have 1 to 100 sequences, on one rank and on both of two ranks, with one kernel call and with one per
     segment.
     """
-    of_shape = {key: value for key, value in measured.items() if key[1] == shape}
+    of_shape = {
+        key: value for key, value in measured.items() if key[1] == shape and key[0] in ("together", "in slices")
+    }
     assert len(of_shape) == 2 * len(COUNTS) * len(RANKS) * len(BOUNDS)
     assert {key: value for key, value in of_shape.items() if not value <= BOUNDS[key[-1]]} == {}
+
+
+@pytest.mark.gloo
+def test_sinks_and_windows(measured):
+    of_sinks = {key: value for key, value in measured.items() if key[0].startswith("sinks")}
+    assert len(of_sinks) == 2 * len(BOUNDS)
+    assert {key: value for key, value in of_sinks.items() if not value <= BOUNDS[key[-1]]} == {}
 
 
 def test_a_torch_whose_kernel_has_no_word_for_grouped_heads(monkeypatch):

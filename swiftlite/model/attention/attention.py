@@ -19,12 +19,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from swiftlite.model.attention import merged_attention
 from swiftlite.model.attention.cache import Cache
+from swiftlite.model.attention.sinks import attend_with_sinks
 from swiftlite.model.context_parallel import (
     Segment,
     causal_segments,
@@ -96,6 +99,7 @@ class CoreAttention(MegatronModule):
             selected kernels have no such functions.
         window: number of keys that a query sees: the last ones up to its position; None: all keys up to its position.
             With context parallelism, keys outside of the windows are gathered too, but neither copied nor computed.
+        has_sinks: whether each head has a sink (`sinks.py`).
     """
 
     def __init__(
@@ -111,10 +115,20 @@ class CoreAttention(MegatronModule):
         varlen: Callable[..., Any] | None = None,
         prefix: merged_attention.PrefixKernel | None = None,
         window: int | None = None,
+        has_sinks: bool = False,
         **unused: Any,
     ):
         super().__init__(config=config)
         self.window = window
+        self.softmax_offset: torch.nn.Parameter | None = None  # megatron-core's name
+        self.sink_kernel: merged_attention.PrefixKernel | None = None
+        if has_sinks:
+            own = torch.zeros(
+                config.num_attention_heads // config.tensor_model_parallel_size, dtype=config.params_dtype
+            )
+            self.softmax_offset = torch.nn.Parameter(own)
+            set_tensor_model_parallel_attributes(self.softmax_offset, is_parallel=True, dim=0, stride=1)
+            self.sink_kernel = prefix and prefix.with_window(window)
         if window is not None:
             prefix = None  # it requires that each segment sees a longer prefix than the segment before
             varlen = varlen and partial(varlen, window=window)
@@ -186,6 +200,13 @@ class CoreAttention(MegatronModule):
             out = out.squeeze(1)
         return out
 
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Return the part of the sinks that this rank writes to a checkpoint."""
+        state = self.state_dict(prefix="", keep_vars=True)
+        return make_sharded_tensors_for_checkpoint(state, prefix, {"softmax_offset": 0}, sharded_offsets)
+
     def _attend_row(
         self,
         query_SBND: torch.Tensor,
@@ -212,6 +233,9 @@ class CoreAttention(MegatronModule):
             attention_mask: True at masked entries, or added to the scores.
         """
         num_queries, num_keys = query_SBND.size(0), key_SBGD.size(0)
+        if attention_mask is None and self.sink_kernel is not None:
+            first = first_in_window(0, num_keys - num_queries, self.window)
+            return self._attend_varlen(query_SBND, key_SBGD, value_SBGD, (Segment(num_queries, first, num_keys),))
         is_allowed = None
         if attention_mask is not None:
             is_allowed = ~attention_mask if attention_mask.dtype == torch.bool else attention_mask
@@ -221,6 +245,9 @@ class CoreAttention(MegatronModule):
             # torch's is_causal aligns the first query with the first key.
             is_allowed = query_SBND.new_ones(num_queries, num_keys, dtype=torch.bool).tril(num_keys - num_queries)
         query, key, value = (t.permute(1, 2, 0, 3) for t in (query_SBND, key_SBGD, value_SBGD))
+        if self.softmax_offset is not None:
+            out_BNSD = attend_with_sinks(query, key, value, self.softmax_offset, is_allowed, self.softmax_scale)
+            return out_BNSD.permute(2, 0, 1, 3)
         if query.is_cuda and query.dtype is torch.float32:
             key, value = (for_each_query_head(tensor, query.size(1)) for tensor in (key, value))
         dropout = self.dropout if self.training else 0.0
@@ -285,6 +312,10 @@ class CoreAttention(MegatronModule):
         visible_BS = cache.visible(self.window)
         key, value = (kept[:, : visible_BS.size(1)].transpose(1, 2) for kept in (key_BCGD, value_BCGD))
         query_BND = cache.by_row(query_T1ND.squeeze(1))
+        if self.softmax_offset is not None:
+            sinks, scale = self.softmax_offset, self.softmax_scale
+            out = attend_with_sinks(query_BND[:, :, None], key, value, sinks, visible_BS[:, None, None], scale)
+            return cache.by_token(out.squeeze(2), len(query_T1ND)).unsqueeze(1)
         out = F.scaled_dot_product_attention(
             query_BND.unflatten(1, (key.size(1), -1)),
             key,
@@ -320,8 +351,12 @@ class CoreAttention(MegatronModule):
         segments: tuple[Segment, ...],
     ) -> torch.Tensor:
         """Return attention [S, B, N, D] from one kernel call over all segments of all rows."""
-        assert self.varlen is not None
         query, key, value, places = for_kernel(query_SBND, key_SBGD, value_SBGD, segments)
+        if self.sink_kernel is not None:
+            sinks, scale = self.softmax_offset, self.softmax_scale
+            out = merged_attention.attend(self.sink_kernel, query, key, value, places, (), (), scale, sinks)
+            return tokens_to_rows(out, query_SBND)
+        assert self.varlen is not None
         return tokens_to_rows(self.varlen(query, key, value, *places, scale=self.softmax_scale), query_SBND)
 
     def _attend_slices(
@@ -345,7 +380,8 @@ class CoreAttention(MegatronModule):
         query, key, value = (tensor.squeeze(1) for tensor in (query_S1ND, key_S1GD, value_S1GD))
         kernel = merged_attention.in_slices(self.prefix, slices_of(segments, query_S1ND.device))
         keys, values = ([tensor.squeeze(1) for tensor in own] for own in (own_keys, own_values))
-        out = merged_attention.attend(kernel, query, key, value, (), keys, values, self.softmax_scale)
+        scale, sinks = self.softmax_scale, self.softmax_offset
+        out = merged_attention.attend(kernel, query, key, value, (), keys, values, scale, sinks)
         return out.unsqueeze(1)
 
 

@@ -124,7 +124,8 @@ class DraftAttention(CoreAttention):
             return self._attend_slices(query_SBND, key_SBGD, value_SBGD, segments, *later)
         query, key, value, places = for_kernel(query_SBND, key_SBGD, value_SBGD, segments)
         own_keys, own_values = ([rows_to_tokens(step) for step in steps] for steps in later)
-        out = merged_attention.attend(self.prefix, query, key, value, places, own_keys, own_values, self.softmax_scale)
+        scale, sinks = self.softmax_scale, self.softmax_offset
+        out = merged_attention.attend(self.prefix, query, key, value, places, own_keys, own_values, scale, sinks)
         return tokens_to_rows(out, query_SBND)
 
     def _attend_steps(self, query_SBND: torch.Tensor, draft: Draft, segments: Sequence[Segment]) -> torch.Tensor:

@@ -36,14 +36,16 @@ def fill_values_in_halves(kernel: PrefixKernel, others: Collection[Sizes] = ()) 
     The tensors that are stored for the backward pass are not padded.
     """
 
-    def forward(query_TND, key_KGD, value_KGD, *rest):
-        out_TND, lse_NT = kernel.forward(query_TND, key_KGD, _as_wide(value_KGD, key_KGD, others), *rest)
+    def forward(query_TND, key_KGD, value_KGD, *rest, **options):
+        out_TND, lse_NT = kernel.forward(query_TND, key_KGD, _as_wide(value_KGD, key_KGD, others), *rest, **options)
         return out_TND[..., : value_KGD.size(-1)], lse_NT
 
-    def backward(grad_TND, query_TND, key_KGD, value_KGD, out_TND, *rest):
+    def backward(grad_TND, query_TND, key_KGD, value_KGD, out_TND, *rest, **options):
         value_size = value_KGD.size(-1)
         wide_grad, wide_value, wide_out = (_as_wide(t, key_KGD, others) for t in (grad_TND, value_KGD, out_TND))
-        grad_query, grad_key, grad_value = kernel.backward(wide_grad, query_TND, key_KGD, wide_value, wide_out, *rest)
+        grad_query, grad_key, grad_value = kernel.backward(
+            wide_grad, query_TND, key_KGD, wide_value, wide_out, *rest, **options
+        )
         return grad_query, grad_key, grad_value[..., :value_size]
 
     return PrefixKernel(forward, backward)

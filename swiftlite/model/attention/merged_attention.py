@@ -6,13 +6,15 @@ If the kernel returns a query's log-sum-exp, the additional keys can be merged a
     out = exp(lse of the prefix - lse) * out of the prefix + sum of exp(additional score - lse) * additional value
 
 The kernel's backward pass uses `out` and `lse`. Called with the merged `out` and `lse`, the backward pass computes the
-correct gradients of the prefix. Without additional keys, the result is that of the kernel alone.
+correct gradients of the prefix. Without additional keys, the result is that of the kernel alone. A sink (`sinks.py`) is
+an additional key with the same score for all queries of a head, and the value 0.
 
 Shapes: T queries of all segments, K keys of all segments, N query heads, G key-value heads, D head size.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -30,10 +32,18 @@ class PrefixKernel:
             in float32.
         backward: maps (gradient of out, query, key, value, out, lse, cu_q, cu_k, longest_q, longest_k, scale) to the
             gradients of query, key and value.
+
+    Both accept a keyword argument `window`, the number of keys that a query sees; default: all.
     """
 
     forward: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     backward: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+
+    def with_window(self, window: int | None) -> "PrefixKernel":
+        """Return the kernel for attention with a window."""
+        if window is None:
+            return self
+        return PrefixKernel(partial(self.forward, window=window), partial(self.backward, window=window))
 
 
 class Slice(NamedTuple):
@@ -97,6 +107,7 @@ def attend(
     own_keys: Sequence[torch.Tensor],
     own_values: Sequence[torch.Tensor],
     scale: float,
+    sinks_N: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return attention [T, N, D] to the keys of the kernel and the additional keys.
 
@@ -104,8 +115,9 @@ def attend(
         places: arguments cu_q, cu_k, longest_q and longest_k of the kernel.
         own_keys, own_values: additional keys and values, [T, G, D] each; each query sees only the additional keys with
             its own index.
+        sinks_N: score of each head's sink; None without sinks.
     """
-    out = _Merged.apply(kernel, places, scale, query_TND, key_KGD, value_KGD, *own_keys, *own_values)
+    out = _Merged.apply(kernel, places, scale, sinks_N, query_TND, key_KGD, value_KGD, *own_keys, *own_values)
     assert out is not None
     return out
 
@@ -117,6 +129,7 @@ class _Merged(torch.autograd.Function):
         kernel: PrefixKernel,
         places: Sequence[Any],
         scale: float,
+        sinks_N: torch.Tensor | None,
         query_TND: torch.Tensor,
         key_KGD: torch.Tensor,
         value_KGD: torch.Tensor,
@@ -124,25 +137,28 @@ class _Merged(torch.autograd.Function):
     ) -> torch.Tensor:
         out_TND, lse_NT = kernel.forward(query_TND, key_KGD, value_KGD, *places, scale)
         lse_TN = lse_NT.mT
-        if own:
-            out_TND, lse_TN = _merge(out_TND, lse_TN, query_TND, own, scale)
-        ctx.save_for_backward(query_TND, key_KGD, value_KGD, out_TND, lse_TN, *own)
+        if own or sinks_N is not None:
+            out_TND, lse_TN = _merge(out_TND, lse_TN, query_TND, own, sinks_N, scale)
+        ctx.save_for_backward(query_TND, key_KGD, value_KGD, out_TND, lse_TN, sinks_N, *own)
         ctx.kernel, ctx.places, ctx.scale = kernel, places, scale
         return out_TND
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query_TND, key_KGD, value_KGD, out_TND, lse_TN, *own = ctx.saved_tensors
+        query_TND, key_KGD, value_KGD, out_TND, lse_TN, sinks_N, *own = ctx.saved_tensors
         grad_TND = grad_outputs[0].contiguous()
         grad_query, grad_key, grad_value = ctx.kernel.backward(
             grad_TND, query_TND, key_KGD, value_KGD, out_TND, lse_TN.mT.contiguous(), *ctx.places, ctx.scale
         )
-        if not own:
-            return None, None, None, grad_query, grad_key, grad_value
-        grad_query = grad_query.to(lse_TN.dtype)
+        if not own and sinks_N is None:
+            return None, None, None, None, grad_query, grad_key, grad_value
         wide_query, wide_grad = query_TND.to(lse_TN.dtype), grad_TND.to(lse_TN.dtype)
         shared_TN = (wide_grad * out_TND).sum(-1)
+        grad_sinks = None
+        if sinks_N is not None:
+            grad_sinks = -((sinks_N - lse_TN).exp() * shared_TN).sum(0).to(sinks_N.dtype)
+        grad_query = grad_query.to(lse_TN.dtype)
         keys, values = own[: len(own) // 2], own[len(own) // 2 :]
         grad_keys, grad_values = [], []
         for key_TGD, value_TGD in zip(keys, values, strict=True):
@@ -152,7 +168,8 @@ class _Merged(torch.autograd.Function):
             grad_query += grad_score * _per_head(key_TGD, query_TND)
             grad_keys.append(_per_group(grad_score * wide_query, key_TGD))
             grad_values.append(_per_group(share_TN[..., None] * wide_grad, value_TGD))
-        return None, None, None, grad_query.to(query_TND.dtype), grad_key, grad_value, *grad_keys, *grad_values
+        grad_prefix = grad_query.to(query_TND.dtype), grad_key, grad_value
+        return None, None, None, grad_sinks, *grad_prefix, *grad_keys, *grad_values
 
 
 def _merge(
@@ -160,6 +177,7 @@ def _merge(
     prefix_TN: torch.Tensor,
     query_TND: torch.Tensor,
     own: Sequence[torch.Tensor],
+    sinks_N: torch.Tensor | None,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the merged output and the log-sum-exp [T, N].
@@ -167,10 +185,12 @@ def _merge(
     Args:
         prefix_TND, prefix_TN: output and log-sum-exp of the attention to the prefix.
         own: additional keys, then values.
+        sinks_N: score of each head's sink; None without sinks.
     """
     keys, values = own[: len(own) // 2], own[len(own) // 2 :]
     scores = [_scores(query_TND, key_TGD, scale) for key_TGD in keys]
-    lse_TN = torch.logsumexp(torch.stack([prefix_TN, *scores]), dim=0)
+    sinks = [] if sinks_N is None else [sinks_N.to(prefix_TN.dtype).expand_as(prefix_TN)]
+    lse_TN = torch.logsumexp(torch.stack([prefix_TN, *scores, *sinks]), dim=0)
     merged_TND = prefix_TND * (prefix_TN - lse_TN).exp()[..., None]
     for score_TN, value_TGD in zip(scores, values, strict=True):
         merged_TND += (score_TN - lse_TN).exp()[..., None] * _per_head(value_TGD, query_TND)

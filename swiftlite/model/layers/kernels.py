@@ -157,20 +157,28 @@ def _flash_attn_in_halves(is_deterministic: bool) -> PrefixKernel:
     """Return forward and backward functions of flash-attn 2 (flash_attn_interface.py of 2.8)."""
     from flash_attn import flash_attn_interface as package  # pyright: ignore[reportMissingImports]
 
-    options = {"softcap": 0.0, "alibi_slopes": None, "window_size_left": -1, "window_size_right": -1}
+    options = {"softcap": 0.0, "alibi_slopes": None}
 
-    def forward(query, key, value, cu_q, cu_k, longest_q, longest_k, scale):
+    def forward(query, key, value, cu_q, cu_k, longest_q, longest_k, scale, window=None):
+        left, right = (-1, -1) if window is None else _window_size(window)
         out, lse, *_ = package._flash_attn_varlen_forward(
-            query, key, value, cu_q, cu_k, longest_q, longest_k, 0.0, scale, causal=True, **options
+            *(query, key, value, cu_q, cu_k, longest_q, longest_k, 0.0, scale),
+            causal=True,
+            window_size_left=left,
+            window_size_right=right,
+            **options,
         )
         return out, lse
 
-    def backward(grad, query, key, value, out, lse, cu_q, cu_k, longest_q, longest_k, scale):
+    def backward(grad, query, key, value, out, lse, cu_q, cu_k, longest_q, longest_k, scale, window=None):
+        left, right = (-1, -1) if window is None else _window_size(window)
         grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
         package._flash_attn_varlen_backward(
             *(grad, query, key, value, out, lse, *grads, cu_q, cu_k, longest_q, longest_k, 0.0, scale),
             causal=True,
             deterministic=is_deterministic,
+            window_size_left=left,
+            window_size_right=right,
             **options,
         )
         return grads
@@ -178,16 +186,28 @@ def _flash_attn_in_halves(is_deterministic: bool) -> PrefixKernel:
     return PrefixKernel(forward, backward)
 
 
-def _torch_forward(query, key, value, cu_q, cu_k, longest_q, longest_k, scale):
+def _torch_forward(query, key, value, cu_q, cu_k, longest_q, longest_k, scale, window=None):
     """Call torch's kernel as in torch/nn/attention/varlen.py (2.13); return its output and log-sum-exp."""
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        query, key, value, cu_q, cu_k, longest_q, longest_k, 0.0, True, return_debug_mask=False, scale=scale
+        *(query, key, value, cu_q, cu_k, longest_q, longest_k, 0.0, True),
+        return_debug_mask=False,
+        scale=scale,
+        **_torch_window(window),
     )
     return out, lse
 
 
-def _torch_backward(grad, query, key, value, out, lse, cu_q, cu_k, longest_q, longest_k, scale):
+def _torch_backward(grad, query, key, value, out, lse, cu_q, cu_k, longest_q, longest_k, scale, window=None):
     seed = torch.zeros(2, dtype=torch.uint64, device=query.device)  # unused, because there is no dropout
     return torch.ops.aten._flash_attention_backward(
-        *(grad, query, key, value, out, lse, cu_q, cu_k, longest_q, longest_k, 0.0, True, seed, seed[:0]), scale=scale
+        *(grad, query, key, value, out, lse, cu_q, cu_k, longest_q, longest_k, 0.0, True, seed, seed[:0]),
+        scale=scale,
+        **_torch_window(window),
     )
+
+
+def _torch_window(window: int | None) -> dict[str, int]:
+    if window is None:
+        return {}
+    left, right = _window_size(window)
+    return {"window_size_left": left, "window_size_right": right}
