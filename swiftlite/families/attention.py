@@ -24,6 +24,7 @@ class GroupedQueryAttention:
         head_dim: size of a head.
         rotary: number of rotary channels of a head; 0 without rotary embeddings.
         qkv_bias: whether queries, keys and values have biases.
+        output_bias: whether the output projection has a bias.
         qk_norm: whether each head's query and key are normalized.
         qk_norm_is_joint: whether this norm is over the channels of all heads together, with a weight per channel.
         output_gate: whether each channel of a head's output is multiplied by the sigmoid of a gate. The projection of
@@ -32,6 +33,7 @@ class GroupedQueryAttention:
             it.
         rope: index in `Outside.ropes` of the rotary embedding; None: all layers have the same.
         scale: factor of attention scores; None: 1 / sqrt(head_dim).
+        has_sinks: whether each head has a sink: a trained score that takes part in the softmax, without a value.
         hf_is_fused: whether files have queries, keys and values in one tensor.
     """
 
@@ -47,12 +49,14 @@ class GroupedQueryAttention:
     head_dim: int
     rotary: int
     qkv_bias: bool = False
+    output_bias: bool = False
     qk_norm: bool = False
     qk_norm_is_joint: bool = False
     output_gate: bool = False
     window: int | None = None
     rope: int | None = None
     scale: float | None = None
+    has_sinks: bool = False
     hf_is_fused: bool = False
 
     @property
@@ -91,6 +95,10 @@ class GroupedQueryAttention:
         if self.qkv_bias:
             biases = {f"{name}.bias": (number,) for name, number in channels.items()}
             rows.append(Row("linear_qkv.bias", biases, qkv))
+        if self.output_bias:
+            rows.append(Row("linear_proj.bias", {"o_proj.bias": (self.hidden,)}))
+        if self.has_sinks:
+            rows.append(Row("core_attention.softmax_offset", {"sinks": (self.heads,)}))
         if self.qk_norm:
             query, key = (queries, keys) if self.qk_norm_is_joint else (self.head_dim, self.head_dim)
             rows.append(Row("q_layernorm.weight", {"q_norm.weight": (query,)}))
@@ -99,11 +107,12 @@ class GroupedQueryAttention:
 
     def parameters(self, rank: Rank) -> ParameterCount:
         queries, keys = self._widths(rank)
-        biases = queries + 2 * keys if self.qkv_bias else 0
+        biases = self.qkv_bias * (queries + 2 * keys) + self.output_bias * self.hidden
+        sinks = self.has_sinks * (self.heads // rank.tp)
         norms = 0
         if self.qk_norm:
             norms = queries + keys if self.qk_norm_is_joint else 2 * self.head_dim
-        return ParameterCount(self._matrices(rank) + biases + norms)
+        return ParameterCount(self._matrices(rank) + biases + sinks + norms)
 
     def macs_per_token(self) -> int:
         return self._matrices(Rank())

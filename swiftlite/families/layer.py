@@ -113,6 +113,11 @@ class FeedForward(Sublayer, Protocol):
         ...
 
     @property
+    def splits_experts(self) -> bool:
+        """Whether expert-tensor-parallel ranks can split the experts."""
+        ...
+
+    @property
     def expert_split(self) -> dict[str, int]:
         """The sizes that expert-tensor-parallel ranks split evenly, by their names in config.json."""
         ...

@@ -11,6 +11,9 @@ from swiftlite.bridge.join import GATE_UP, InterleaveBlocks
 from swiftlite.bridge.rows import Row
 from swiftlite.families.rank import FLOAT32, ParameterCount, Rank
 
+CLAMPED_SWIGLU = "clamped_swiglu"
+"""(up + 1) * gate * sigmoid(1.702 * gate), where gate is at most 7 and up is between -7 and 7, as in gpt-oss."""
+
 
 @dataclass(frozen=True)
 class Mlp:
@@ -42,6 +45,10 @@ class Mlp:
     @property
     def tensor_split(self) -> dict[str, int]:
         return {"intermediate_size": self.ffn}
+
+    @property
+    def splits_experts(self) -> bool:
+        return False
 
     @property
     def expert_split(self) -> dict[str, int]:
@@ -89,6 +96,10 @@ class MixtureOfExperts:
         shared_ffn: total width of the shared experts; 0 without shared experts.
         shared_gate: whether the output of shared experts is multiplied, per token, by the sigmoid of a gate.
         expert_bias: whether a bias without gradients balances the router's selection.
+        has_biases: whether the router and the matrices of experts have biases.
+        activation: the activation of experts: a name of transformers, or CLAMPED_SWIGLU.
+        hf_is_transposed: whether files have the stacks of gpt-oss (`bridge/encoding/expert_stack.py`). Rows of gate and
+            up alternate, in files and in memory.
         router: how the router scores and selects experts, as arguments of megatron-core's TransformerConfig.
     """
 
@@ -102,11 +113,18 @@ class MixtureOfExperts:
     shared_ffn: int = 0
     shared_gate: bool = False
     expert_bias: bool = False
+    has_biases: bool = False
+    activation: str = "silu"
+    hf_is_transposed: bool = False
     router: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def tensor_split(self) -> dict[str, int]:
         return {}
+
+    @property
+    def splits_experts(self) -> bool:
+        return not self.has_biases  # megatron-core refuses biases
 
     @property
     def expert_split(self) -> dict[str, int]:
@@ -132,19 +150,35 @@ class MixtureOfExperts:
         if self.expert_bias:
             bias = {"mlp.gate.e_score_correction_bias": (self.experts,)}
             rows.append(Row("mlp.router.expert_bias", bias, is_exact=True))
+        if self.has_biases:
+            rows.append(Row("mlp.router.bias", {"mlp.gate.bias": (self.experts,)}))
         for expert in range(self.experts):
             names = f"mlp.experts.{expert}.", f"mlp.experts.local_experts.{expert}."
-            rows += gated_rows(names[0], self.hidden, self.ffn, mcore_prefix=names[1])
+            if self.hf_is_transposed:
+                rows += self._transposed_rows(*names)
+            else:
+                rows += gated_rows(names[0], self.hidden, self.ffn, mcore_prefix=names[1])
         if self.shared_ffn:
             rows += gated_rows("mlp.shared_experts.", self.hidden, self.shared_ffn)
         if self.shared_gate:
             rows.append(Row("mlp.shared_experts.gate_weight", {"mlp.shared_expert_gate.weight": (1, self.hidden)}))
         return rows
 
+    def _transposed_rows(self, hf_prefix: str, mcore_prefix: str) -> list[Row]:
+        """Return the bridge rows of an expert in stacks of gpt-oss. Ranks split gate and up at the same rows."""
+        shapes = {"gate_up_proj": (2 * self.ffn, self.hidden), "down_proj": (self.hidden, self.ffn)}
+        rows = []
+        for linear, (name, shape) in zip(("linear_fc1", "linear_fc2"), shapes.items(), strict=True):
+            rows.append(Row(f"{mcore_prefix}{linear}.weight", {f"{hf_prefix}{name}": shape}))
+            if self.has_biases:
+                rows.append(Row(f"{mcore_prefix}{linear}.bias", {f"{hf_prefix}{name}_bias": shape[:1]}))
+        return rows
+
     def parameters(self, rank: Rank) -> ParameterCount:
-        router = self.experts * self.hidden
+        router = self.experts * (self.hidden + self.has_biases)
         shared = _matrices(self.hidden, self.shared_ffn // rank.tp) + self.shared_gate * self.hidden
         one_expert = _matrices(self.hidden, self.ffn // rank.etp)
+        one_expert += self.has_biases * (2 * self.ffn // rank.etp + self.hidden)
         return ParameterCount(router + shared, self.experts // rank.ep * one_expert)
 
     def macs_per_token(self) -> int:
@@ -171,7 +205,7 @@ class MixtureOfExperts:
         scores = rank.sequence_tokens * (9 * self.experts + 20 * self.topk + 4)  # float32, indices and masks
         choices, ffn = rank.sequence_tokens * rank.etp * self.topk, self.ffn // rank.etp
         # The activations of an MLP, its input, and its output, which is multiplied by the routing weight.
-        widths = 3 if rank.is_fused else 4
+        widths = 3 if rank.is_fused or self.activation == CLAMPED_SWIGLU else 4
         experts = choices * (rank.itemsize * (2 * self.hidden + widths * ffn) + FLOAT32)
         if rank.quantized and rank.is_fused:  # ungrouped experts use torch
             narrow = choices * (self.hidden + ffn)

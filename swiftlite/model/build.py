@@ -10,6 +10,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from swiftlite.args.fields import MoeArgs, MtpLoss, ParallelLayout, RecomputeArgs
 from swiftlite.errors import OptionError
 from swiftlite.families.architecture import Architecture, Outside
+from swiftlite.families.mlp import CLAMPED_SWIGLU
 from swiftlite.heads import Heads
 from swiftlite.heads.drafting import Drafting
 from swiftlite.model.attention.mla import MLATransformerConfig
@@ -31,8 +32,9 @@ from swiftlite.runtime.device import Device
 from swiftlite.runtime.mesh import Mesh
 
 # Names of transformers. megatron-core's fused function for F.gelu in a gated MLP has the tanh approximation; without
-# fusion the class of the spec is used (`model/layers/swiglu.py`).
-_ACTIVATIONS = {"silu": F.silu, "gelu_pytorch_tanh": F.gelu}
+# fusion the class of the spec is used (`model/layers/swiglu.py`). It has no fused function for CLAMPED_SWIGLU, and does
+# not call the function given here.
+_ACTIVATIONS = {"silu": F.silu, "gelu_pytorch_tanh": F.gelu, CLAMPED_SWIGLU: F.silu}
 
 
 def _leave_unset(weight: torch.Tensor) -> torch.Tensor:
@@ -61,6 +63,7 @@ def build_config(
     config_class = TransformerConfig
     if mcore_config.get("multi_latent_attention"):
         config_class = MLATransformerConfig
+    is_fused = kernels.is_fused and mcore_config["activation_func"] != CLAMPED_SWIGLU
     architecture_fields = mcore_config | {"activation_func": _ACTIVATIONS[mcore_config["activation_func"]]}
     low_precision: dict[str, Any] = {}
     if kernels.low_precision:
@@ -92,8 +95,8 @@ def build_config(
         hidden_dropout=0.0,
         attention_dropout=0.0,
         # Either the activation is the class of the spec (model/layers/swiglu.py), or megatron-core compiles its own.
-        use_te_activation_func=not kernels.is_fused,
-        bias_activation_fusion=kernels.is_fused,
+        use_te_activation_func=not is_fused,
+        bias_activation_fusion=is_fused,
         # These fusions need Transformer Engine or CUDA kernels, or change the order of operations.
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,

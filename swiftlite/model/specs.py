@@ -30,7 +30,7 @@ from torch import nn
 from swiftlite.families.attention import GroupedQueryAttention, LatentAttention
 from swiftlite.families.layer import Attention, Layer
 from swiftlite.families.linear_attention import GatedDeltaNet as GatedDeltaNetSizes
-from swiftlite.families.mlp import MixtureOfExperts, Mlp
+from swiftlite.families.mlp import CLAMPED_SWIGLU, MixtureOfExperts, Mlp
 from swiftlite.families.vision import Qwen2_5Vision, Qwen3Vision
 from swiftlite.heads.drafting import Drafting
 from swiftlite.model.attention.gated_delta_net import GatedDeltaNet
@@ -41,7 +41,7 @@ from swiftlite.model.layers.deepstack import DeepstackLayer
 from swiftlite.model.layers.kernels import Modules, modules_of
 from swiftlite.model.layers.output_norms import OutputNormsLayer
 from swiftlite.model.layers.router import MoELayer, TopKRouter
-from swiftlite.model.layers.swiglu import GeGLU, SwiGLU
+from swiftlite.model.layers.swiglu import ClampedSwiGLU, GeGLU, SwiGLU
 from swiftlite.model.mtp import MultiTokenPredictionLayer, UnrolledLayer
 from swiftlite.model.vision import VisionTransformer
 from swiftlite.plan.kernels import Kernels
@@ -57,8 +57,8 @@ def _grouped_query(attention: GroupedQueryAttention, modules: Modules) -> Module
         q_norm = ModuleSpec(module=JointRMSNorm, params={"heads": attention.heads})
         k_norm = ModuleSpec(module=JointRMSNorm, params={"heads": attention.groups})
     core_attention = modules.core_attention
-    if attention.window is not None:
-        core_attention = replace(core_attention, params=core_attention.params | {"window": attention.window})
+    options = {"window": attention.window, "has_sinks": attention.has_sinks}
+    core_attention = replace(core_attention, params=core_attention.params | options)
     params: dict[str, Any] = {"attn_mask_type": AttnMaskType.causal, "is_rotary": attention.rotary > 0}
     if attention.rope is not None:
         params["rope"] = slice(attention.rope * attention.rotary, (attention.rope + 1) * attention.rotary)
@@ -98,8 +98,8 @@ def _gated_delta_net(sizes: GatedDeltaNetSizes, modules: Modules) -> ModuleSpec:
     return ModuleSpec(module=GatedDeltaNet, params={"sizes": sizes})
 
 
-# Names of transformers.
-_GATED_ACTIVATIONS: dict[str, Any] = {"silu": SwiGLU, "gelu_pytorch_tanh": GeGLU}
+# Names of transformers, except the last.
+_GATED_ACTIVATIONS: dict[str, Any] = {"silu": SwiGLU, "gelu_pytorch_tanh": GeGLU, CLAMPED_SWIGLU: ClampedSwiGLU}
 
 
 def _gated(modules: Modules, activation: str = "silu") -> MLPSubmodules:
@@ -125,7 +125,7 @@ def _mixture(mixture: MixtureOfExperts, modules: Modules) -> ModuleSpec:
         module=MoELayer,
         submodules=MoESubmodules(
             router=TopKRouter,
-            experts=ModuleSpec(module=modules.experts, submodules=_gated(experts)),
+            experts=ModuleSpec(module=modules.experts, submodules=_gated(experts, mixture.activation)),
             # Built only if the config defines a size of shared experts.
             shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=_gated(modules)),
         ),

@@ -425,6 +425,9 @@ def _expert_problems(layout: ParallelLayout, architecture: Architecture | None) 
         if experts % ep:
             problem = f"--expert_model_parallel_size {ep} does not divide the model's {experts} experts"
             problems.append((problem, _divisors_to_use(experts, ep)))
+        if etp > 1 and layer.mlp.experts and not layer.mlp.splits_experts:
+            problem = f"--expert_tensor_parallel_size {etp} is not supported for experts with biases"
+            problems.append((problem, "use --expert_tensor_parallel_size 1"))
         for name, count in layer.mlp.expert_split.items():
             if count % etp:
                 problem = f"--expert_tensor_parallel_size {etp} does not divide {name}, {count}"

@@ -1,5 +1,6 @@
 """Test that experts computed as one grouped product equal experts computed one by one."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,10 +10,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from swiftlite.args.fields import DistributedArgs
 from swiftlite.families.resolved import resolve
 from swiftlite.model.layers.experts import GroupedMLP, together
-from swiftlite.model.layers.swiglu import SwiGLU
 from swiftlite.model.layers.tensor_parallel import AddsGradients
 from swiftlite.model.open import open_model
 from swiftlite.plan.kernels import Kernels
+from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.optim import wrap_model
 from tests.model.test_logits import load_megatron
 from tests.tiny import make_tiny_hf
@@ -22,7 +23,11 @@ COUNTS = {"some": [5, 0, 9, 3], "none at the end": [5, 9, 3, 0], "all with one":
 
 @pytest.fixture
 def experts(tmp_path, mesh) -> torch.nn.Module:
-    model = load_megatron(make_tiny_hf(tmp_path, "qwen3_moe", num_experts=4), mesh, torch.float32)
+    return load_experts(tmp_path, mesh, "qwen3_moe")
+
+
+def load_experts(directory: Path, mesh: Mesh, family: str) -> torch.nn.Module:
+    model = load_megatron(make_tiny_hf(directory, family), mesh, torch.float32)
     return model.decoder.layers[0].get_submodule("mlp.experts")
 
 
@@ -31,7 +36,8 @@ def grouped(experts: torch.nn.Module) -> GroupedMLP:
     experts.__class__ = GroupedMLP
     assert isinstance(experts, GroupedMLP)
     experts.is_aligned = True
-    experts.activation = SwiGLU(experts.config)
+    first: Any = experts.local_experts[0]
+    experts.activation = first.activation_func
     return experts
 
 
@@ -56,6 +62,16 @@ def test_one_product_makes_the_same_bits(experts, counts, dtype):
     expected = run(experts.to(dtype), counts)
     ours = run(grouped(experts), counts)
     assert [torch.equal(a, b) for a, b in zip(expected, ours, strict=True)] == [True] * len(expected)
+
+
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=list(COUNTS))
+def test_experts_with_biases(tmp_path, mesh, counts):
+    """Biases are summed over the tokens of each expert, in another order."""
+    experts = load_experts(tmp_path, mesh, "gpt_oss")
+    expected = run(experts, counts)
+    ours = run(grouped(experts), counts)
+    for found, its in zip(ours, expected, strict=True):
+        torch.testing.assert_close(found, its, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("linear", ["linear_fc1", "linear_fc2"])

@@ -3,8 +3,10 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import GptOssConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
-from swiftlite.model.layers.swiglu import GeGLU, SwiGLU
+from swiftlite.model.layers.swiglu import ClampedSwiGLU, GeGLU, SwiGLU
 
 
 @pytest.mark.parametrize(
@@ -24,3 +26,22 @@ def test_values_and_gradients_are_autograds_to_the_bit(gated, activation):
     assert ours.grad is not None
     assert theirs.grad is not None
     assert torch.equal(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_activation_of_gpt_oss(dtype):
+    """The values are those of transformers to the bit, the gradients those of autograd in float64 to a rounding."""
+    torch.manual_seed(0)
+    ours = (torch.randn(7, 5, 32) * 5).to(dtype)
+    ours[0, 0, :4] = torch.tensor([7.0, -7.0, 7.0, 7.0])  # at the limits
+    assert (ours.abs() > 7).any()
+    ours.requires_grad_()
+    experts = GptOssExperts(GptOssConfig(hidden_size=8, intermediate_size=8, num_local_experts=1))
+    found = ClampedSwiGLU(None)(ours)
+    assert torch.equal(found, experts._apply_gate(ours))
+    gradient = torch.randn_like(found)
+    (grad,) = torch.autograd.grad(found, ours, gradient)
+    exact = ours.detach().double().requires_grad_()
+    (expected,) = torch.autograd.grad(experts._apply_gate(exact), exact, gradient.double())
+    rounding = torch.finfo(dtype).eps * float(expected.abs().max())
+    torch.testing.assert_close(grad.double(), expected, rtol=0, atol=4 * rounding)

@@ -4,17 +4,18 @@ product.
 
 import itertools
 from collections.abc import Sequence
+from copy import copy
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer.moe.experts import SequentialMLP as McoreSequentialMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.autograd.function import once_differentiable
 
 from swiftlite.model.layers.compiled import compiled
-from swiftlite.model.layers.swiglu import SwiGLU
 from swiftlite.model.layers.tensor_parallel import AddsGradients
 from swiftlite.runtime.device import on_device
 
@@ -39,6 +40,26 @@ class SequentialMLP(McoreSequentialMLP):
         if config.expert_tensor_parallel_size != config.tensor_model_parallel_size:
             for parameter in self.parameters():
                 parameter.allreduce = False  # type: ignore[attr-defined]
+        if config.add_bias_linear:
+            self._mark_biases()
+            # Rows of gate and up alternate (`families/mlp.py`), so a rank's rows are consecutive in the whole matrix.
+            # megatron-core would store the first and the second half of a rank's rows apart.
+            ungated = copy(self.config)
+            ungated.gated_linear_unit = False
+            experts: list[Any] = list(self.local_experts)
+            for expert in experts:
+                expert.config = ungated
+
+    def _mark_biases(self) -> None:
+        """Mark the biases of this rank's experts, so that they are treated like the weights.
+
+        megatron-core would add up the gradients of different experts over tensor-parallel ranks, and count only those
+        of the first rank in the gradient norm. Expert tensor parallelism is not supported with biases.
+        """
+        for expert in self.local_experts:
+            bias: Any = expert.get_parameter("linear_fc2.bias")
+            bias.sequence_parallel = False
+            set_tensor_model_parallel_attributes(bias, is_parallel=True, dim=0, stride=1)
 
     def forward(
         self, permuted_local_hidden_states: torch.Tensor, tokens_per_expert: torch.Tensor, permuted_probs: torch.Tensor
@@ -52,10 +73,14 @@ class SequentialMLP(McoreSequentialMLP):
         counts = tokens_per_expert.tolist()
         groups = zip(permuted_local_hidden_states.split(counts), permuted_probs.split(counts), strict=True)
         outputs = [
-            (expert(hidden_TH)[0] * probs_T[:, None]).to(hidden_TH.dtype)
+            (_with_bias(*expert(hidden_TH)) * probs_T[:, None]).to(hidden_TH.dtype)
             for expert, (hidden_TH, probs_T) in zip(self.local_experts, groups, strict=True)
         ]
         return torch.cat(outputs), None
+
+
+def _with_bias(output: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return output if bias is None else output + bias
 
 
 class GroupedMLP(AddsGradients, SequentialMLP):
@@ -77,7 +102,7 @@ class GroupedMLP(AddsGradients, SequentialMLP):
         if config.bias_activation_fusion:
             self.activation = _fused_swiglu
         else:
-            self.activation = SwiGLU(config)
+            self.activation = first.activation_func
 
     def forward(
         self, permuted_local_hidden_states: torch.Tensor, tokens_per_expert: torch.Tensor, permuted_probs: torch.Tensor
@@ -96,6 +121,7 @@ class GroupedMLP(AddsGradients, SequentialMLP):
 
         def product(linear: str, tokens: torch.Tensor) -> torch.Tensor:
             output = grouped_linear(tokens, ends, self.weights(linear), self.gradient_accumulation_fusion)
+            output = self.with_biases(linear, output, tokens_per_expert)
             return self.with_adapters(linear, tokens, output, counts)
 
         return product("linear_fc2", self.activation(product("linear_fc1", hidden_TH)))
@@ -104,6 +130,18 @@ class GroupedMLP(AddsGradients, SequentialMLP):
         """Return whether any matrix has a forward hook, such as an adapter's."""
         first: Any = self.local_experts[0]
         return bool(first.linear_fc1._forward_hooks or first.linear_fc2._forward_hooks)
+
+    def with_biases(self, linear: str, output: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
+        """Return the output of "linear_fc1" or "linear_fc2" of all experts plus their biases, if they have biases.
+
+        Args:
+            tokens_per_expert: number of tokens of each expert.
+        """
+        if not self.config.add_bias_linear:
+            return output
+        bias_EO = torch.stack([getattr(expert, linear).bias for expert in self.local_experts])
+        counts = on_device(tokens_per_expert, output.device)
+        return output + bias_EO.repeat_interleave(counts, dim=0, output_size=len(output))
 
     def with_adapters(self, linear: str, tokens: torch.Tensor, output: torch.Tensor, counts: list[int]) -> torch.Tensor:
         """Return the output of "linear_fc1" or "linear_fc2" of all experts, after their forward hooks (adapters).

@@ -87,3 +87,46 @@ class _GatedProduct(torch.autograd.Function):
         torch.mul(grad_output, activated, out=grad_up)
         ctx.activation.backward(grad_output * up, gate, grad_gate)
         return grad_gate_up, None
+
+
+class ClampedSwiGLU(SwiGLU):
+    """The activation of gpt-oss (`families/mlp.py`), where gate and up alternate in the last dimension."""
+
+    def __call__(self, gate_up: torch.Tensor) -> torch.Tensor:
+        product = _ClampedProduct.apply(gate_up)
+        assert product is not None
+        return product
+
+
+ALPHA = 1.702
+LIMIT = 7.0
+
+
+class _ClampedProduct(torch.autograd.Function):
+    """(up + 1) * gate * sigmoid(ALPHA * gate) of clamped inputs, with the order of operations of transformers.
+
+    Only the input is saved. Autograd would save seven tensors.
+    """
+
+    @staticmethod
+    def forward(ctx, gate_up: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(gate_up)
+        gate, up = _clamped(gate_up)
+        return (up + 1) * (gate * torch.sigmoid(gate * ALPHA))
+
+    @staticmethod
+    def backward(ctx, *grad_outputs: torch.Tensor) -> torch.Tensor:
+        (gate_up,) = ctx.saved_tensors
+        (grad_output,) = grad_outputs
+        gate, up = _clamped(gate_up)
+        share = torch.sigmoid(gate * ALPHA)
+        grad_gate = grad_output * (up + 1) * share * (1 + ALPHA * gate * (1 - share))
+        grad_up = grad_output * gate * share
+        # At the limits, clamped inputs have a gradient, as in torch.
+        grad_gate.masked_fill_(gate_up[..., 0::2] > LIMIT, 0)
+        grad_up.masked_fill_(gate_up[..., 1::2].abs() > LIMIT, 0)
+        return torch.stack([grad_gate, grad_up], dim=-1).flatten(-2)
+
+
+def _clamped(gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return gate_up[..., 0::2].clamp(max=LIMIT), gate_up[..., 1::2].clamp(-LIMIT, LIMIT)

@@ -101,6 +101,7 @@ class GroupedMLP(experts.GroupedMLP):
 
         def product(linear: str, tokens: torch.Tensor) -> torch.Tensor:
             output = self.borrowers[linear](self.weights(linear), tokens, padded)
+            output = self.with_biases(linear, output, torch.tensor(padded))
             return self.with_adapters(linear, tokens, output, padded)  # padding remains zero
 
         output_TH = product("linear_fc2", self.activation(product("linear_fc1", hidden_TH)))
@@ -143,7 +144,8 @@ def check_available(precision: LowPrecision) -> None:
 
 
 class CoreAttention(attention.CoreAttention):
-    """Transformer Engine's attention; with a KV cache, a mask or a window, swiftlite's own is used instead."""
+    """Transformer Engine's attention; with a KV cache, a mask, a window or sinks, swiftlite's own is used
+    instead."""
 
     def __init__(
         self,
@@ -188,7 +190,7 @@ class CoreAttention(attention.CoreAttention):
         packed_seq_params: PackedSeqParams | None = None,
     ) -> torch.Tensor:
         """Compute attention, with the arguments of `attention.CoreAttention.forward`, without context parallelism."""
-        if attention_mask is not None or self.window is not None:
+        if attention_mask is not None or self.window is not None or self.softmax_offset is not None:
             return super().forward(
                 query_SBND, key_SBGD, value_SBGD, attention_mask, packed_seq_params=packed_seq_params
             )
