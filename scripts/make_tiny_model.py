@@ -50,7 +50,7 @@ FAMILIES = (
         "smollm3",
         "mimo",
     ),
-    *("qwen2_moe", "qwen3_moe", "glm4_moe", "hy_v3"),  # with experts
+    *("gpt_oss", "qwen2_moe", "qwen3_moe", "glm4_moe", "hy_v3"),  # with experts
     *("deepseek_v3", "glm4_moe_lite"),  # with latent attention
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),  # with linear attention
 )
@@ -106,6 +106,7 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         "hidden_activation": "gelu_pytorch_tanh",
     },
     "olmo3": {"sliding_window": 16},
+    "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 16},
     "granite": {
         "attention_multiplier": 1 / 64,
         "embedding_multiplier": 12.0,

@@ -21,6 +21,8 @@ from transformers import (
     Glm4MoeForCausalLM,
     Glm4MoeLiteConfig,
     Glm4MoeLiteForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
     HYV3Config,
@@ -83,6 +85,7 @@ CLASSES: dict[str, tuple[type, type]] = {
     "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
     "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
     "glm4_moe_lite": (Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM),
+    "gpt_oss": (GptOssConfig, GptOssForCausalLM),
     "granite": (GraniteConfig, GraniteForCausalLM),
     "olmo2": (Olmo2Config, Olmo2ForCausalLM),
     "olmo3": (Olmo3Config, Olmo3ForCausalLM),
@@ -184,6 +187,20 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
     # Published with 0.1 of both: what tests train with transformers' layers would be noise.
     "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
+    "gpt_oss": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 8,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 8.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 64,
+            "rope_theta": 150000.0,
+        },
+    },
     "granite": {
         "attention_multiplier": 0.25,
         "embedding_multiplier": 3.0,
@@ -219,7 +236,7 @@ ONLY_IN_VLLM = ("qwen2_5_vl", "qwen3_vl")
 """Families whose heads SGLang and llama.cpp cannot use for drafting."""
 CANNOT_DRAFT = {
     "sglang": ONLY_IN_VLLM,
-    "llamacpp": (*ONLY_IN_VLLM, "gemma3_text", "granite", "olmo2", "olmo3", "phi3", "qwen2_moe", "smollm3"),
+    "llamacpp": (*ONLY_IN_VLLM, "gemma3_text", "gpt_oss", "granite", "olmo2", "olmo3", "phi3", "qwen2_moe", "smollm3"),
 }
 """Families whose heads an engine cannot use for drafting."""
 HYBRID = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text")
@@ -332,7 +349,7 @@ def random_mtp_tensors(model: Any, family: str, depth: int, std: float = 0.2) ->
         tensors[names["projection"]] = torch.randn(hidden, 2 * hidden) * std
         for role in ("embedding_norm", "hidden_norm", "output_norm"):
             tensors[names[role]] = 1 + torch.randn(hidden) * std
-        for suffix, tensor in per_expert(model.model.layers[-1].state_dict()).items():
+        for suffix, tensor in as_in_files(family, model.model.layers[-1].state_dict()).items():
             offset = 1.0 if "norm" in suffix else 0.0
             tensors[block + hub_name(family, suffix)] = offset + torch.randn(tensor.shape) * std
         if family in HEADS_WITH_COPIES:  # the hub's files repeat the trunk's tensors in each head
@@ -346,12 +363,22 @@ def dtype_of(name: str, model: PreTrainedModel) -> torch.dtype:
     return torch.float32 if name.endswith(("e_score_correction_bias", "expert_bias")) else model.dtype
 
 
+def as_in_files(family: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return tensors that transformers has in memory with the experts of files on the hub; those of gpt-oss are
+    stacked.
+    """
+    return dict(tensors) if family == "gpt_oss" else per_expert(tensors)
+
+
 def per_expert(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Split stacked experts, as transformers has them in memory, into tensors with the names of files on the hub."""
     result = {}
     for name, tensor in tensors.items():
         prefix, experts, kind = name.partition("experts.")
-        if kind == "gate_up_proj":
+        if kind.endswith("_bias") or f"{name}_bias" in tensors:  # of gpt-oss
+            for number, expert in enumerate(tensor):
+                result[f"{prefix}{experts}{number}.{kind}"] = (expert.T if expert.dim() == 2 else expert).clone()
+        elif kind == "gate_up_proj":
             for number, expert in enumerate(tensor):
                 gate, up = expert.chunk(2)
                 result[f"{prefix}{experts}{number}.gate_proj.weight"] = gate.clone()
@@ -423,7 +450,7 @@ def write_hf(
     """
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
-    tensors = tensors if packed_experts else per_expert(tensors)
+    tensors = tensors if packed_experts else as_in_files(family, tensors)
     if model.config.tie_word_embeddings:
         del tensors["lm_head.weight"]
     config: dict[str, Any] = model.config.to_dict() | {"architectures": [type(model).__name__]}

@@ -12,6 +12,7 @@ _FIRST_LAYER = "model.layers.0."
 # swiftlite's plugin (models/dense.py).
 _LINES = {
     "gemma3_text": Convention("Gemma3ForCausalLMMTP", "one"),
+    "gpt_oss": Convention("GptOssForCausalLMMTP", "one"),
     "granite": Convention("GraniteForCausalLMMTP", "one"),
     "llama": Convention("LlamaForCausalLMMTP", "one"),
     "mistral": Convention("MistralForCausalLMMTP", "one"),

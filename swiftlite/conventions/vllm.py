@@ -15,6 +15,7 @@ _FUSION = ("mtp.fc",)
 # (models.py, image_models.py), which run each head at its step only on a GPU.
 _LINES = {
     "gemma3_text": Convention("Gemma3MTPModel"),
+    "gpt_oss": Convention("GptOssMTPModel"),
     "granite": Convention("GraniteMTPModel"),
     "llama": Convention("LlamaMTPModel"),
     "mistral": Convention("MistralMTPModel"),

@@ -70,6 +70,8 @@ def _declared_weights(quantization: Mapping[str, Any]) -> list[Mapping[str, Any]
         return [group["weights"] for group in quantization["config_groups"].values()]
     if quantization["quant_method"] == "fp8":
         return [{"bits": 8, "block_structure": quantization.get("weight_block_size")}]
+    if quantization["quant_method"] == "mxfp4":
+        return [{"bits": 4, "group_size": 32}]
     return [quantization]
 
 

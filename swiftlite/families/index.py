@@ -11,6 +11,7 @@ from swiftlite.families.models.deepseek_v3 import DEEPSEEK_V3
 from swiftlite.families.models.gemma3 import GEMMA3_TEXT
 from swiftlite.families.models.glm4_moe import GLM4_MOE
 from swiftlite.families.models.glm4_moe_lite import GLM4_MOE_LITE
+from swiftlite.families.models.gpt_oss import GPT_OSS
 from swiftlite.families.models.granite import GRANITE
 from swiftlite.families.models.hy_v3 import HY_V3
 from swiftlite.families.models.llama import LLAMA
@@ -38,6 +39,7 @@ FAMILIES: dict[str, Family] = {
     "gemma3_text": GEMMA3_TEXT,
     "glm4_moe": GLM4_MOE,
     "glm4_moe_lite": GLM4_MOE_LITE,
+    "gpt_oss": GPT_OSS,
     "granite": GRANITE,
     "hy_v3": HY_V3,
     "llama": LLAMA,

@@ -3,6 +3,10 @@
 `model/attention/rope.py` computes the frequencies.
 """
 
+import math
+from collections.abc import Mapping
+from typing import Any
+
 ROPE_KEYS = (
     "hidden_size",
     "num_attention_heads",
@@ -16,3 +20,11 @@ ROPE_KEYS = (
     "partial_rotary_factor",
 )
 """Keys of a config that transformers' functions for rotary frequencies read. All families use these names."""
+
+
+def has_default_scale(yarn: Mapping[str, Any]) -> bool:
+    """Return whether YaRN settings have the default `attention_factor`, 0.1 * log(factor) + 1."""
+    stated, factor = yarn.get("attention_factor"), yarn.get("factor")
+    if stated is None or not (isinstance(factor, int | float) and factor > 0):
+        return True
+    return isinstance(stated, int | float) and math.isclose(stated, 0.1 * math.log(factor) + 1, rel_tol=1e-6)

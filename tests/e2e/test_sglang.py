@@ -40,7 +40,16 @@ HERE = Path(__file__).parent
 NEW_TOKENS = 24
 CASES = [(family, k) for family in ("llama", "qwen2", "qwen3", "mimo") for k in (1, 3)]
 CASES += [("glm4_moe", 3), ("deepseek_v3", 3), ("qwen3_moe", 2), ("seed_oss", 3)]
-CASES += [("gemma3_text", 3), ("granite", 3), ("olmo2", 3), ("olmo3", 3), ("phi3", 3), ("qwen2_moe", 3), ("smollm3", 3)]
+CASES += [
+    ("gemma3_text", 3),
+    ("gpt_oss", 3),
+    ("granite", 3),
+    ("olmo2", 3),
+    ("olmo3", 3),
+    ("phi3", 3),
+    ("qwen2_moe", 3),
+    ("smollm3", 3),
+]
 # Each family with a draft class or a kind of layer of its own. A single draft with one of the families: the first of
 # several is that of the others.
 CHOSEN = [("llama", 1), ("qwen3", 3), ("mimo", 3), ("glm4_moe", 3), ("deepseek_v3", 3), ("qwen3_moe", 2)]

@@ -24,13 +24,13 @@ from swiftlite.heads.drafting import Drafting
 from tests.tiny import (
     HEADS_WITH_COPIES,
     WINDOWED,
+    as_in_files,
     embedded,
     hub_name,
     logits_of,
     make_tiny_model,
     memory_name,
     mtp_names,
-    per_expert,
     random_mtp_tensors,
     write_hf,
 )
@@ -119,7 +119,7 @@ class Reference(nn.Module):
             head: Any = self.heads[k]
             names, block = mtp_names(self.family, k, self.trunk.config.num_hidden_layers)
             tensors |= {name: head[role].weight.detach() for role, name in names.items()}
-            for suffix, tensor in per_expert(head["block"].state_dict()).items():
+            for suffix, tensor in as_in_files(self.family, head["block"].state_dict()).items():
                 tensors[block + hub_name(self.family, suffix)] = tensor
             if self.family in HEADS_WITH_COPIES:
                 tensors[f"{block}embed_tokens.weight"] = self.trunk.model.embed_tokens.weight.detach().clone()
@@ -153,8 +153,13 @@ class Reference(nn.Module):
         return (before if self.recycles_state_before_norm and goes_on_alone else after), after
 
     def _mask(self, length: int) -> torch.Tensor | None:
-        """Return the mask [1, 1, S, S] of heads with a sliding window; None if heads see all tokens before theirs."""
+        """Return the mask [1, 1, S, S] of heads with a sliding window; None if heads see all tokens before theirs.
+
+        The attention of gpt-oss in transformers is causal only with a mask.
+        """
         config = self.trunk.config
+        if self.family == "gpt_oss":
+            return torch.full((1, 1, length, length), -torch.inf).triu(1)
         window = getattr(config, "sliding_window", None)
         if window is None or getattr(config, "layer_types", None) is not None:
             return None
@@ -313,7 +318,9 @@ def with_vocab(model: Path, directory: Path, draft_vocab: list[int]) -> Path:
 
 
 def stack_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Stack the tensors of experts. This is the inverse of `per_expert`."""
+    """Stack the tensors of experts. This is the inverse of `as_in_files`."""
+    if any(name.endswith("experts.gate_up_proj") for name in tensors):
+        return tensors
     stacked = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
     for prefix in {name.partition("experts.")[0] for name in tensors.keys() - stacked.keys()}:
         count = sum(name.startswith(f"{prefix}experts.") for name in tensors) // 3
@@ -371,6 +378,9 @@ def write_trained(
     rows_BS[:, 0] = torch.randperm(vocab_size)[:8]  # what follows a first token is one thing
     learn_by_heart(model, rows_BS, unroll)
     model.eval().requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        if name.endswith(".sinks"):  # SGLang has them in bfloat16
+            parameter.data = parameter.bfloat16().float()
     write_hf(directory, trunk, family, model.mtp_tensors(), depth)
     # What the head sees at position 0 is felt in short rows. The longest prompt and its answer are a learned row.
     lengths = (1, 4, 9, 13, 1, 1, 1, 1)

@@ -95,6 +95,7 @@ OWN_NEUTRAL = {
     "olmo2": {"attention_bias"},
     "olmo3": {"attention_bias"},
     "phi3": {"embd_pdrop", "resid_pdrop"},
+    "gpt_oss": {"attention_bias", "rms_norm_eps", "swiglu_alpha", "swiglu_limit"},
     "granite": {"attention_bias", "mlp_bias"},
     "qwen3_next": {"attention_bias"},
     "qwen3_vl": {"attention_bias"},
@@ -162,6 +163,7 @@ OWN_READ = {
     "mistral": {"sliding_window"},
     "olmo3": {"sliding_window"},
     "seed_oss": {"attention_bias"},
+    "gpt_oss": {"num_experts_per_tok", "num_local_experts", "sliding_window"},
     "granite": {"attention_multiplier", "embedding_multiplier", "logits_scaling", "residual_multiplier"},
     "phi3": {"original_max_position_embeddings", "sliding_window"},  # the first by the rotary embedding
     "smollm3": {"no_rope_layer_interval", "no_rope_layers"},
@@ -203,6 +205,7 @@ LATENT_ATTENTION["glm4_moe_lite"] = LATENT_ATTENTION["deepseek_v3"] | {
 OWN_CONFIG = LATENT_ATTENTION | {
     family: {"attention_output_gate": True, "layernorm_zero_centered_gamma": True} for family in HYBRID
 }
+OWN_CONFIG["gpt_oss"] = {"activation_func": "clamped_swiglu", "add_bias_linear": True, "add_qkv_bias": True}
 OWN_CONFIG["granite"] = {"softmax_scale": 0.25}
 OWN_CONFIG["gemma3_text"] = {
     "activation_func": "gelu_pytorch_tanh",
@@ -251,7 +254,7 @@ def test_rows_are_exactly_the_tensors_of_transformers(family, tied):
     assert {key: shape for row in rows for key, shape in row.hf.items()} == shapes
     assert len([key for row in rows for key in row.hf]) == len(shapes)
 
-    heads = random_mtp_tensors(model, family, 2)
+    heads = per_expert(random_mtp_tensors(model, family, 2))
     all_rows = families.FAMILIES[family].rows(config, 2)
     copies = {copy: row.hf_shapes()[copy] for row in all_rows for copy in row.hf_copies if copy != "lm_head.weight"}
     assert copies | {key: shape for row in all_rows[len(rows) :] for key, shape in row.hf.items()} == {
@@ -283,7 +286,9 @@ def test_mcore_config(family):
     assert config == {
         "num_layers": 2,
         "hidden_size": 64,
-        **({} if family.startswith("qwen") and family in MOE else {"ffn_hidden_size": 96}),  # all layers are mixtures
+        **(
+            {} if family.startswith(("qwen", "gpt")) and family in MOE else {"ffn_hidden_size": 96}
+        ),  # all layers are mixtures
         "num_attention_heads": 4,
         "num_query_groups": 2,
         "kv_channels": 16,
@@ -354,10 +359,39 @@ UNCOMPUTABLE = (
     {"rope_type": "linear", "factor": "2"} | _BASE,
 )
 """Rotary settings that transformers rejects."""
+YARN = OWN_SIZES["gpt_oss"]["rope_parameters"]
+NOT_READ_OF_YARN = [
+    ("rope_theta", None),
+    ("beta_fast", None),
+    ("beta_slow", None),
+    ("factor", None),
+    ("original_max_position_embeddings", None),
+    ("attention_factor", 1.5),
+    ("mscale", 1.0),
+]
+"""Settings of YaRN that engines do not read for gpt-oss, or without which they fail."""
 PARTIAL_ROTARY = ("glm4_moe", "phi3", *HYBRID)
 REFUSED = [
     *[(family, "hidden_act", "gelu") for family in families.FAMILIES],
-    *[(family, "quantization_config", {"quant_method": "mxfp4"}) for family in families.FAMILIES],
+    *[
+        (family, "quantization_config", {"quant_method": "mxfp4"})
+        for family in families.FAMILIES
+        if family != "gpt_oss"
+    ],
+    ("gpt_oss", "quantization_config", {"quant_method": "mxfp4", "bits": 8}),
+    *[("gpt_oss", key, None) for key in ("head_dim", "num_key_value_heads", "num_local_experts", "sliding_window")],
+    ("gpt_oss", "num_experts_per_tok", 1),
+    ("gpt_oss", "experts_per_token", 3),
+    ("gpt_oss", "attention_bias", False),
+    ("gpt_oss", "rms_norm_eps", 1e-6),
+    ("gpt_oss", "swiglu_alpha", 1.0),
+    ("gpt_oss", "swiglu_limit", 6.0),
+    ("gpt_oss", "sliding_window", 0),
+    ("gpt_oss", "num_hidden_layers", 1),
+    ("gpt_oss", "layer_types", ["full_attention", "sliding_attention"]),
+    ("gpt_oss", "layer_types", ["full_attention"] * 3),
+    ("gpt_oss", "rope_parameters", {"rope_type": "default", "rope_theta": 1e4}),
+    *[("gpt_oss", "rope_parameters", YARN | {key: value}) for key, value in NOT_READ_OF_YARN],
     *[("qwen3", "quantization_config", value) for value in NOT_READABLE],
     *[(family, "attention_dropout", 0.1) for family in families.FAMILIES if family not in ("granite", "seed_oss")],
     *[(family, "partial_rotary_factor", 0.5) for family in families.FAMILIES if family not in PARTIAL_ROTARY],
@@ -371,7 +405,7 @@ REFUSED = [
     *[(family, "num_experts_per_tok", 5) for family in MOE],
     *[(family, "num_experts_per_tok", 0) for family in MOE],
     *[(family, "num_experts_per_tok", None) for family in MOE],
-    *[(family, "moe_intermediate_size", None) for family in MOE],
+    *[(family, "moe_intermediate_size", None) for family in MOE if family != "gpt_oss"],
     *[("qwen3_next", key, None) for key in sorted(OF_LINEAR)],
     ("qwen3_next", "shared_expert_intermediate_size", None),
     ("qwen3_next", "head_dim", None),
@@ -553,7 +587,7 @@ def test_the_part_of_a_head_that_turns_must_be_stated():
         families.get(config)
 
 
-@pytest.mark.parametrize("family", [family for family in MOE if not family.startswith(("qwen3_5", "hy_v3"))])
+@pytest.mark.parametrize("family", [family for family in MOE if not family.startswith(("qwen3_5", "hy_v3", "gpt_oss"))])
 def test_one_expert_per_token(family):
     """With one expert, its score divided by itself is 1. megatron-core's sigmoid router does not divide."""
     one = {"num_experts_per_tok": 1, "n_group": 1, "topk_group": 1}

@@ -15,7 +15,7 @@ from swiftlite.estimate.memory import estimate
 from swiftlite.estimate.setup import Setup
 from swiftlite.heads import Heads
 from tests.parallel.launch import launch
-from tests.tiny import LINEAR
+from tests.tiny import LINEAR, OWN_SIZES
 from tests.torchao_here import torchao as torchao
 
 pytestmark = pytest.mark.gloo  # in processes of its own: a test session has one process group
@@ -145,6 +145,20 @@ def test_experts(family):
     sizes |= {"norm_topk_prob": family == "qwen3_moe", "shared_expert_intermediate_size": 128}
     hf_config = config(family, **sizes, decoder_sparse_step=1, mlp_only_layers=[])
     setup = Setup(micro_batch_size=2, max_length=256, heads=Heads(1))
+    (estimated,) = estimate(hf_config, setup)
+    (measured,) = launch(1, measure, hf_config, setup)
+    check(measured, estimated)
+
+
+@pytest.mark.parametrize("parameter_bytes", [2, 4])
+def test_sinks_and_experts_with_biases(parameter_bytes):
+    """The activation saves only its input. Masks of windows are shared by all layers, and not estimated.
+
+    With several rows, the attention of sinks on a CPU saves copies of values, instead of the whole projection.
+    """
+    sizes = {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 16, "intermediate_size": 128}
+    hf_config = config("gpt_oss", **OWN_SIZES["gpt_oss"] | sizes, rms_norm_eps=1e-5, attention_bias=True)
+    setup = Setup(max_length=64, parameter_bytes=parameter_bytes, heads=Heads(1))
     (estimated,) = estimate(hf_config, setup)
     (measured,) = launch(1, measure, hf_config, setup)
     check(measured, estimated)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel, Qwen2Config
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from tests.tiny import (
     CLASSES,
@@ -21,9 +22,9 @@ from tests.tiny import (
     VISION_TOWERS,
     VISUAL_PREFIX,
     WRAPPED,
+    as_in_files,
     hub_name,
     mtp_names,
-    per_expert,
 )
 
 CONFIGS = {path.stem: path for path in sorted(Path(__file__).with_name("configs").glob("*.json"))}
@@ -57,6 +58,10 @@ def is_quantized(model: str) -> bool:
     return "quantization_config" in content(model)
 
 
+def is_in_mxfp4(model: str) -> bool:
+    return content(model).get("quantization_config", {}).get("quant_method") == "mxfp4"
+
+
 def build(directory: Path, model: str) -> Path:
     """Write a model; return its directory."""
     directory.mkdir(parents=True, exist_ok=True)
@@ -66,20 +71,25 @@ def build(directory: Path, model: str) -> Path:
         head = mtp_names(family(model), 0, content(model)["num_hidden_layers"])[1]
         tensors[f"{head}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
         tensors[f"{head}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
-    if is_quantized(model):
+    if is_in_mxfp4(model):
+        tensors = _in_mxfp4(tensors)
+    elif is_quantized(model):
         tensors = _quantized(tensors, torch.float32 if family(model) == "deepseek_v3" else torch.bfloat16)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
 
 
 def numbers(directory: Path) -> Tensors:
-    """Return the tensors of a directory, with FP8 decoded to float32."""
+    """Return the tensors of a directory, with FP8 decoded to float32, and MXFP4 to bfloat16."""
     tensors = load_file(directory / "model.safetensors")
     found = {}
     for name, tensor in tensors.items():
         if f"{name}_scale_inv" in tensors:
             found[name] = tensor.float() * _spread(tensors[f"{name}_scale_inv"].float(), tensor.shape)
-        elif not name.endswith("_scale_inv"):
+        elif name.endswith("_blocks"):
+            name = name.removesuffix("_blocks")
+            found[name] = convert_moe_packed_tensors(tensor, tensors[f"{name}_scales"])
+        elif not name.endswith(("_scale_inv", "proj_scales")):
             found[name] = tensor
     return found
 
@@ -152,7 +162,7 @@ def _config_of(kind: str, raw: Mapping[str, Any]) -> Any:
 
 
 def _named(kind: str, held: Mapping[str, torch.Tensor], stacked: bool) -> dict[str, tuple[int, ...]]:
-    tensors = dict(held) if stacked else per_expert(held)
+    tensors = dict(held) if stacked else as_in_files(kind, held)
     return {hub_name(kind, name): tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
@@ -187,6 +197,22 @@ def _quantized(tensors: Tensors, factors: torch.dtype) -> Tensors:
         scale = scale.to(factors)
         found[name] = (tensor.float() / _spread(scale.float(), tensor.shape)).to(torch.float8_e4m3fn)
         found[f"{name}_scale_inv"] = scale
+    return found
+
+
+def _in_mxfp4(tensors: Tensors) -> Tensors:
+    """Return the tensors with random codes and scales instead of the matrices of experts."""
+    found = {}
+    for name, tensor in tensors.items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            found[name] = tensor
+            continue
+        experts, columns, rows = tensor.shape
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        shape = (experts, rows, columns // 32, 16)
+        found[f"{name}_blocks"] = torch.randint(256, shape, generator=generator, dtype=torch.uint8)
+        # Codes are up to 6, so these exponents keep states at about the same size.
+        found[f"{name}_scales"] = torch.randint(121, 124, shape[:3], generator=generator, dtype=torch.uint8)
     return found
 
 

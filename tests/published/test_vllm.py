@@ -30,15 +30,18 @@ for kernel in vars(cpu).values():
         kernel.is_supported = classmethod(lambda cls, compute_capability=None: (True, None))
 """
 
+# vLLM's kernels for MXFP4 do not support every CPU, and vLLM chooses one while it builds the model.
+LOADED = [model for model in library.MODELS if not library.is_in_mxfp4(model)]
+
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory) -> dict[str, LoadReport]:
     folder = tmp_path_factory.mktemp("published")
-    directories = {model: library.build(folder / model, model) for model in library.MODELS}
+    directories = {model: library.build(folder / model, model) for model in LOADED}
     return dry_loads("vllm", directories, prepare=WITH_FP8)
 
 
-@pytest.mark.parametrize("model", library.MODELS)
+@pytest.mark.parametrize("model", LOADED)
 def test_vllm_loads_it_whole(reports, model):
     report, family = reports[model], library.family(model)
     assert report.problems == []

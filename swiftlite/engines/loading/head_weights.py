@@ -4,7 +4,7 @@ The tensors of heads have the names of Qwen3-Next, with one addition: for heads 
 and norms start with `mtp.heads.{k}`.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,8 +13,9 @@ from transformers import PreTrainedConfig
 from swiftlite.heads import Heads
 
 Weights = Iterable[tuple[str, torch.Tensor]]
-# (part of a fused parameter's name, corresponding part of the tensor's name, expert, shard id)
-ExpertMapping = list[tuple[str, str, int, str]]
+# (part of a fused parameter's name, corresponding part of the tensor's name, expert, shard id); without an expert, the
+# tensor contains all experts
+ExpertMapping = Sequence[tuple[str, str, int | None, str]]
 
 # Fused parameters of the engines, and the tensors with shard ids that fill them
 _JOINED = {
@@ -113,6 +114,29 @@ def fill(
     return filled
 
 
+def own_sinks(weights: Weights, rank: int, size: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Replace the sinks of all attention heads by those of one tensor-parallel rank.
+
+    The parameters of engines have no loader that selects them.
+    """
+    for name, tensor in weights:
+        yield name, tensor.chunk(size)[rank] if name.endswith(".sinks") else tensor
+
+
+def single_experts(weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
+    """Replace the heads' stacks of all experts, as in files of gpt-oss, by tensors of single experts.
+
+    Example: `mtp.layers.0.mlp.experts.down_proj` [E, F, H] becomes E tensors `mtp.layers.0.mlp.experts.{e}.down_proj`.
+    """
+    for name, tensor in weights:
+        prefix, _, part = name.rpartition(".")
+        if name.startswith("mtp.") and prefix.endswith(".experts"):
+            for expert, own in enumerate(tensor):
+                yield f"{prefix}.{expert}.{part}", own
+        else:
+            yield name, tensor
+
+
 def _sources(name: str, experts: ExpertMapping) -> dict[str, tuple]:
     """Return the checkpoint's tensors that fill a parameter, each with the arguments for the parameter's loader.
 
@@ -121,7 +145,10 @@ def _sources(name: str, experts: ExpertMapping) -> dict[str, tuple]:
     """
     expert_entries = [entry for entry in experts if entry[0] in name]
     if expert_entries:
-        return {name.replace(joined, part): (name, shard, expert) for joined, part, expert, shard in expert_entries}
+        return {
+            name.replace(joined, part): (name, shard) if expert is None else (name, shard, expert)
+            for joined, part, expert, shard in expert_entries
+        }
     for joined, parts in _JOINED.items():
         if f".{joined}." in name:
             return {name.replace(joined, part): (shard,) for part, shard in parts.items()}

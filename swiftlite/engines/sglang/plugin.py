@@ -24,6 +24,7 @@ from swiftlite.engines.sglang.weight_transfer import load_at_once, take
 # architecture of the trunk -> architecture of its draft; both are classes of models/
 DRAFTS = {
     "Gemma3ForCausalLM": "Gemma3ForCausalLMMTP",
+    "GptOssForCausalLM": "GptOssForCausalLMMTP",
     "GraniteForCausalLM": "GraniteForCausalLMMTP",
     "LlamaForCausalLM": "LlamaForCausalLMMTP",
     "MistralForCausalLM": "MistralForCausalLMMTP",

@@ -35,6 +35,7 @@ from transformers.models.auto.modeling_auto import (
 from transformers.utils import logging
 
 from swiftlite.acceptance.counts import DraftCounts
+from swiftlite.bridge.encoding.expert_stack import stack_transposed
 from swiftlite.bridge.encoding.index import format_of
 from swiftlite.bridge.tensors import Checkpoint, some
 from swiftlite.engines.engine import Completion, EngineConfig, OnAnswer, Sampling, check_prompts
@@ -339,7 +340,7 @@ def _trunk_tensors(model: HfModel, dtype: torch.dtype) -> dict[str, torch.Tensor
                 continue
             tensors[key] = torch.empty(entry.shape, dtype=checkpoint.dtype_of(key, dtype))
             checkpoint.read_into(tensors[key], key, (slice(None),) * len(entry.shape))
-    return tensors
+    return stack_transposed(tensors)
 
 
 def _log_probabilities(logits_KV: torch.Tensor, tokens: torch.Tensor) -> list[float]:

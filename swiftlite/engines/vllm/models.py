@@ -14,7 +14,11 @@ import torch.nn.functional as F
 from torch import nn
 from vllm.compilation.decorators import support_torch_compile
 from vllm.config import VllmConfig
-from vllm.distributed import tensor_model_parallel_all_reduce
+from vllm.distributed import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+    tensor_model_parallel_all_reduce,
+)
 from vllm.model_executor.layers.fused_moe import fused_moe_make_expert_params_mapping
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.model_executor.layers.linear import ReplicatedLinear
@@ -24,6 +28,7 @@ from vllm.model_executor.model_loader.mtp_validation import is_mtp_completeness_
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models import (
     gemma3,
+    gpt_oss,
     granite,
     llama,
     mistral,
@@ -46,6 +51,8 @@ from swiftlite.engines.loading.head_weights import (
     Weights,
     fill,
     heads_of,
+    own_sinks,
+    single_experts,
 )
 from swiftlite.engines.loading.no_rotary import NoRotaryEmbedding
 from swiftlite.engines.vllm.plugin import check_draft_steps
@@ -56,6 +63,10 @@ class Gemma3ForCausalLM(Trunk, gemma3.Gemma3ForCausalLM):
 
 
 class LlamaForCausalLM(Trunk, llama.LlamaForCausalLM):
+    """The trunk of a checkpoint with MTP heads."""
+
+
+class GptOssForCausalLM(Trunk, gpt_oss.GptOssForCausalLM):
     """The trunk of a checkpoint with MTP heads."""
 
 
@@ -282,9 +293,13 @@ class MtpDraft(nn.Module):
         whole = logits.new_full((len(logits), self.config.vocab_size), -torch.inf)
         return whole.index_copy_(1, self._drafted, logits)
 
+    def name_on_disk(self, name: str) -> str:
+        """Return the name in files of a parameter, or of the tensors that are fused in it."""
+        return _name_on_disk(name)
+
     def load_weights(self, weights: Weights) -> set[str]:
         """Load the heads from HF tensors, and return the names of the filled parameters, as `fill` does."""
-        names = {_name_on_disk(name): name for name, _ in self.named_parameters()}
+        names = {self.name_on_disk(name): name for name, _ in self.named_parameters()}
         parameters = {stored: self.get_parameter(name) for stored, name in names.items()}
         filled = fill(
             parameters,
@@ -342,6 +357,39 @@ class Gemma3MTPModel(MtpDraft):
         config = deepcopy(self.config)
         config.layer_types = ["full_attention"] * heads_of(config).layers
         return gemma3.Gemma3DecoderLayer(config, vllm_config.cache_config, vllm_config.quant_config, prefix)
+
+
+class GptOssMTPModel(MtpDraft):
+    """MTP draft model for gpt-oss. Its layers see all tokens, like the trunk's layers without a window."""
+
+    def make_layer(self, vllm_config: VllmConfig, prefix: str) -> nn.Module:
+        config = deepcopy(self.config)
+        config.sliding_window = None  # vLLM's layers with even numbers have a window
+        quant_config = vllm_config.quant_config
+        if getattr(quant_config, "get_name", str)() in _MXFP4:  # of the trunk; experts of heads are plain
+            quant_config = None
+        changed = _with_config(vllm_config, config)
+        changed.quant_config = quant_config
+        return gpt_oss.TransformerBlock(changed, quant_config, prefix)  # pyright: ignore[reportArgumentType]
+
+    def expert_mapping(self) -> ExpertMapping:
+        parts = {"w13_weight": "gate_up_proj", "w13_bias": "gate_up_proj_bias"}
+        parts |= {"w2_weight": "down_proj", "w2_bias": "down_proj_bias"}
+        return [
+            (f"experts.routed_experts.{joined}", f"experts.{expert}.{part}", expert, f"gpt_oss_{joined.split('_')[0]}")
+            for joined, part in parts.items()
+            for expert in range(self.config.num_local_experts)
+        ]
+
+    def name_on_disk(self, name: str) -> str:
+        return super().name_on_disk(name).replace(".attn.", ".self_attn.", 1)
+
+    def load_weights(self, weights: Weights) -> set[str]:
+        rank, size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+        return super().load_weights(own_sinks(single_experts(weights), rank, size))
+
+
+_MXFP4 = ("mxfp4", "gpt_oss_mxfp4")
 
 
 class GraniteMTPModel(MtpDraft):

@@ -33,6 +33,7 @@ _MODELS, _IMAGE_MODELS = "swiftlite.engines.vllm.models", "swiftlite.engines.vll
 # architecture of the trunk -> architecture of its draft; both are classes of `_module_of` the trunk
 DRAFTS = {
     "Gemma3ForCausalLM": "Gemma3MTPModel",
+    "GptOssForCausalLM": "GptOssMTPModel",
     "GraniteForCausalLM": "GraniteMTPModel",
     "LlamaForCausalLM": "LlamaMTPModel",
     "MistralForCausalLM": "MistralMTPModel",

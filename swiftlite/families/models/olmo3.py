@@ -3,16 +3,14 @@
 MTP heads have no window.
 """
 
-import math
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from swiftlite.families import dense, windows
 from swiftlite.families.architecture import Outside
 from swiftlite.families.family import Family, HfConfig
 from swiftlite.families.layer import Layer
 from swiftlite.families.models.olmo2 import OLMO2
+from swiftlite.families.rope import has_default_scale
 
 _INTERVAL = 4
 # In transformers, the base of old files belongs to layers without a window.
@@ -44,7 +42,7 @@ def _rope_problems(hf_config: HfConfig) -> list[str]:
         )
     if window["rope_type"] != "default":
         problems.append(f"rope_parameters: rope_type {window['rope_type']!r} of {windows.WINDOW} is not supported")
-    if full["rope_type"] == "yarn" and not _has_default_scale(full):
+    if full["rope_type"] == "yarn" and not has_default_scale(full):
         problems.append(
             f"rope_parameters: attention_factor {full['attention_factor']!r} is ignored by SGLang, which uses "
             "0.1 * log(factor) + 1"
@@ -52,13 +50,6 @@ def _rope_problems(hf_config: HfConfig) -> list[str]:
     if "type" in full:
         problems.append("rope_scaling: type is not supported; use rope_type")
     return problems
-
-
-def _has_default_scale(yarn: Mapping[str, Any]) -> bool:
-    stated, factor = yarn.get("attention_factor"), yarn.get("factor")
-    if stated is None or not (isinstance(factor, int | float) and factor > 0):
-        return True
-    return isinstance(stated, int | float) and math.isclose(stated, 0.1 * math.log(factor) + 1, rel_tol=1e-6)
 
 
 def _layer(hf_config: HfConfig, number: int) -> Layer:

@@ -173,6 +173,8 @@ def decode_attention_cpu(
     logit_cap,
     is_cross_attention,
     window,
+    encoder_lens=None,
+    sinks=None,
     *_,
 ):
     """Compute attention for one new token per request. If its key and value are given, they are stored."""
@@ -182,7 +184,7 @@ def decode_attention_cpu(
     for number, (row, length) in enumerate(zip(rows.tolist(), seq_lens.tolist(), strict=True)):
         kept = req_to_token[row, :length].long()
         query = queries_BNH[number : number + 1]
-        output_BNH[number] = _attend(query, key_buffer[kept], value_buffer[kept], scaling, window)
+        output_BNH[number] = _attend(query, key_buffer[kept], value_buffer[kept], scaling, window, sinks)
 
 
 def extend_attention_cpu(
@@ -204,6 +206,8 @@ def extend_attention_cpu(
     logit_cap,
     is_cross_attention,
     window,
+    encoder_lens=None,
+    sinks=None,
     *_,
 ):
     """Compute attention for several new tokens per request, concatenated in T.
@@ -217,13 +221,13 @@ def extend_attention_cpu(
         values = values_TNH[new].reshape(num_new, -1, output_TNH.shape[-1])
         if len(kept) > 0:  # a prompt of DeepSeek's has other keys than those that are kept
             keys, values = torch.cat((key_buffer[kept], keys)), torch.cat((value_buffer[kept], values))
-        output_TNH[new] = _attend(queries_TNH[new], keys, values, scaling, window)
+        output_TNH[new] = _attend(queries_TNH[new], keys, values, scaling, window, sinks)
 
 
-def _attend(queries_TNH, keys_SGH, values_SGH, scaling, window):
+def _attend(queries_TNH, keys_SGH, values_SGH, scaling, window, sinks_N):
     """Compute attention of the last T of S positions to themselves and the `window - 1` positions before them.
 
-    N query heads share G key-value heads. Window 0 stands for all positions.
+    N query heads share G key-value heads. Window 0 stands for all positions. A sink is a score without a value.
     """
     queries, keys, values = (t.transpose(0, 1).float() for t in (queries_TNH, keys_SGH, values_SGH))
     share = len(queries) // len(keys)
@@ -232,7 +236,10 @@ def _attend(queries_TNH, keys_SGH, values_SGH, scaling, window):
     hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1 + place)
     if window:
         hidden |= torch.ones_like(hidden).tril(place - window)
-    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if sinks_N is not None:
+        scores = torch.cat([scores, sinks_N.float()[:, None, None].expand(-1, scores.shape[1], 1)], dim=-1)
+    weights = scores.softmax(-1)[..., : keys.shape[1]]
     return (weights @ values.repeat_interleave(share, 0)).transpose(0, 1)
 
 

@@ -21,7 +21,7 @@ from sglang.srt.layers.quantization.base_config import QuantizationConfig
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_loader.weight_utils import default_weight_loader
-from sglang.srt.models import gemma3_causal, granite, llama, mistral, olmo2, qwen2, qwen2_moe, qwen3
+from sglang.srt.models import gemma3_causal, gpt_oss, granite, llama, mistral, olmo2, qwen2, qwen2_moe, qwen3
 from torch import nn
 
 from swiftlite.engines.loading.head_weights import (
@@ -32,6 +32,7 @@ from swiftlite.engines.loading.head_weights import (
     Weights,
     fill,
     heads_of,
+    own_sinks,
 )
 from swiftlite.engines.loading.no_rotary import NoRotaryEmbedding
 
@@ -65,6 +66,10 @@ class SharingTrunk(Trunk):
         """Return the matrices of embedding and output layer."""
         trunk: Any = self
         return trunk.model.embed_tokens.weight, trunk.lm_head.weight
+
+
+class GptOssForCausalLM(Trunk, gpt_oss.GptOssForCausalLM):
+    """The trunk of a checkpoint with an MTP head."""
 
 
 class GraniteForCausalLM(SharingTrunk, granite.GraniteForCausalLM):
@@ -311,6 +316,45 @@ class Gemma3ForCausalLMMTP(MtpDraft):
         return torch.tensor(self.config.hidden_size**0.5, device="cpu").item()
 
 
+class GptOssLayer(gpt_oss.GptOssDecoderLayer):
+    """A layer of gpt-oss without a window."""
+
+    def __init__(self, config: Any, quant_config: QuantizationConfig | None = None, prefix: str = ""):
+        config = deepcopy(config)
+        config.layer_types = ["full_attention"]
+        if quant_config is not None and quant_config.get_name() == "mxfp4":
+            quant_config = None  # of the trunk; experts of heads are plain
+        super().__init__(config, 0, quant_config, prefix)
+
+
+class GptOssForCausalLMMTP(MtpDraft):
+    """MTP draft model for gpt-oss."""
+
+    layer_class = GptOssLayer
+
+    def expert_mapping(self) -> ExpertMapping:
+        mapping = FusedMoE.make_expert_params_mapping_fused(
+            "gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"
+        )
+        return [(joined, part, None, shard) for joined, part, shard in mapping]
+
+    def load_weights(self, weights: Weights) -> set[str]:
+        layer: Any = self.mtp.layers[0]
+        rank, size = gpt_oss.get_group_rank_size(layer.self_attn.qkv_proj.tp_group)
+        return super().load_weights(own_sinks(self._as_loaded(weights), rank, size))
+
+    def _as_loaded(self, weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
+        """Transpose the matrices of experts, and keep the biases that are added to sums of ranks on the first rank."""
+        layer: Any = self.mtp.layers[0]
+        rank = layer.mlp.experts.moe_tp_rank
+        for name, tensor in weights:
+            if name.startswith("mtp.") and name.endswith((".gate_up_proj", ".down_proj")):
+                tensor = tensor.mT
+            elif name.startswith("mtp.") and name.endswith(".down_proj_bias") and rank != 0:
+                tensor = torch.zeros_like(tensor)
+            yield name, tensor
+
+
 class GraniteForCausalLMMTP(MtpDraft):
     """MTP draft model for Granite."""
 
@@ -385,6 +429,7 @@ class SmolLM3ForCausalLMMTP(LlamaForCausalLMMTP):
 
 EntryClass = [
     Gemma3ForCausalLM,
+    GptOssForCausalLM,
     GraniteForCausalLM,
     LlamaForCausalLM,
     MistralForCausalLM,
@@ -396,6 +441,7 @@ EntryClass = [
     SeedOssForCausalLM,
     SmolLM3ForCausalLM,
     Gemma3ForCausalLMMTP,
+    GptOssForCausalLMMTP,
     GraniteForCausalLMMTP,
     LlamaForCausalLMMTP,
     MistralForCausalLMMTP,
