@@ -21,7 +21,8 @@ from tests.tiers import some_of
 
 pytestmark = pytest.mark.gloo
 
-LAST = 24
+LAST = 40
+"""Last step: late enough that a process is killed before it, also on a busy machine."""
 OPTIONS = {
     "plain": (),
     "no checkpoint yet": ("--save_steps", 100),
@@ -103,7 +104,7 @@ def test_a_killed_rank_changes_nothing(commands, long_sft, started, tmp_path, ki
     (restart,) = restarts_of(run)
     assert restart["step"] >= 10
     assert restart["restart/lost_seconds"] > 0
-    first = 0 if kind == "no checkpoint yet" else restart["step"] - 6  # asynchronous and copied saves can be later
+    first = 0 if kind == "no checkpoint yet" else restart["step"] - 8  # asynchronous and copied saves can be later
     assert 0 <= restart["restart/repeated_steps"] <= restart["step"] - first
     assert not (run / ".progress.json").exists()
 
@@ -153,7 +154,8 @@ def test_fewer_nodes_continue_with_the_same_batches(commands, long_sft, start_no
     found, expected = results_of(run)["metrics"], whole["metrics"]
     losses = [[line["loss"] for line in lines if "loss" in line] for lines in (found, expected)]
     assert losses[0][:8] == losses[1][:8]  # before the checkpoint
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)  # float32 sums in another order, over 16 steps
+    assert losses[0][:24] == pytest.approx(losses[1][:24], rel=1e-4)  # float32 sums in another order, over 16 steps
+    assert len(losses[0]) == len(losses[1]) == LAST
     assert len(restarts_of(run)) == 1
 
 
