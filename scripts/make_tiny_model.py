@@ -50,7 +50,7 @@ FAMILIES = (
         "smollm3",
         "mimo",
     ),
-    *("gpt_oss", "qwen2_moe", "qwen3_moe", "glm4_moe", "hy_v3"),  # with experts
+    *("ernie4_5_moe", "gpt_oss", "qwen2_moe", "qwen3_moe", "glm4_moe", "hy_v3"),  # with experts
     *("deepseek_v3", "glm4_moe_lite"),  # with latent attention
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),  # with linear attention
 )
@@ -98,6 +98,13 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         "qk_norm": True,
         "route_norm": True,
     },
+    "ernie4_5_moe": {
+        "moe_num_experts": 8,
+        "moe_k": 2,
+        "moe_num_shared_experts": 1,
+        "moe_layer_start_index": 1,
+        "rope_theta": 10000.0,
+    },
     "mistral": {"sliding_window": None},
     "gemma3_text": {
         "sliding_window_pattern": 2,
@@ -117,13 +124,15 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     "qwen3_5_text": LINEAR,
     "qwen3_5_moe_text": WITH_SHARED | LINEAR,
 }
-# Names of the two norms before the projection, of the projection, and of the norm after the decoder layer.
+# Names of the two norms before the projection, of the projection, and of the norm after the decoder layer, if it is not
+# the trunk's final norm.
 MTP_NAMES = {
     "mimo": ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
     "glm4_moe": ("enorm", "hnorm", "eh_proj", "shared_head.norm"),
     "deepseek_v3": ("enorm", "hnorm", "eh_proj", "shared_head.norm"),
     "glm4_moe_lite": ("enorm", "hnorm", "eh_proj", "shared_head.norm"),
     "hy_v3": ("enorm", "hnorm", "eh_proj", "final_layernorm"),
+    "ernie4_5_moe": ("emb_norm", "hidden_norm", "linear_proj"),
 }
 MIMO_CODE = """\
 from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -193,12 +202,14 @@ def tiny_config(family: str, tokenizer: PreTrainedTokenizerFast, args: argparse.
 def mtp_tensors(family: str, trunk: dict[str, torch.Tensor], num_layers: int, depth: int) -> dict[str, torch.Tensor]:
     """Return the tensors of `depth` random MTP layers, whose blocks have the shapes of the last decoder layer.
 
+    In ERNIE 4.5, they have those of the first one.
+
     Args:
         trunk: tensors of the trunk.
         num_layers: number of the trunk's decoder layers.
     """
-    last = f"model.layers.{num_layers - 1}."
-    block = {name.removeprefix(last): tensor for name, tensor in trunk.items() if name.startswith(last)}
+    like = f"model.layers.{0 if family == 'ernie4_5_moe' else num_layers - 1}."
+    block = {name.removeprefix(like): tensor for name, tensor in trunk.items() if name.startswith(like)}
     embedding = trunk["model.embed_tokens.weight"]
     std, hidden_size = embedding.std(), embedding.shape[1]
     tensors = {}
@@ -206,13 +217,17 @@ def mtp_tensors(family: str, trunk: dict[str, torch.Tensor], num_layers: int, de
         prefix = f"model.layers.{num_layers + k}."
         if family == "mimo":
             prefix = f"model.mtp_layers.{k}."
-        *norms, projection, output_norm = MTP_NAMES[family]
-        for name in (*norms, output_norm):
-            tensors[f"{prefix}{name}.weight"] = torch.ones(hidden_size, dtype=embedding.dtype)
-        tensors[f"{prefix}{projection}.weight"] = torch.randn(hidden_size, 2 * hidden_size, dtype=embedding.dtype) * std
+        names = [f"{prefix}{name}.weight" for name in MTP_NAMES[family]]
+        if family == "ernie4_5_moe":
+            prefix = f"model.mtp_block.{k}."
+            names = [f"model.mtp_{name}.{k}.weight" for name in MTP_NAMES[family]]
+        embedding_norm, hidden_norm, projection, *output_norm = names
+        for name in (embedding_norm, hidden_norm, *output_norm):
+            tensors[name] = torch.ones(hidden_size, dtype=embedding.dtype)
+        tensors[projection] = torch.randn(hidden_size, 2 * hidden_size, dtype=embedding.dtype) * std
         for name, tensor in block.items():
             tensors[prefix + name] = torch.randn_like(tensor) * std if tensor.dim() == 2 else tensor.clone()
-        if family not in ("mimo", "hy_v3"):  # files on the hub repeat the trunk's tensors in each head
+        if family not in ("ernie4_5_moe", "mimo", "hy_v3"):  # files on the hub repeat the trunk's tensors in each head
             tensors[f"{prefix}embed_tokens.weight"] = embedding.clone()
             tensors[f"{prefix}shared_head.head.weight"] = trunk.get("lm_head.weight", embedding).clone()
     return tensors

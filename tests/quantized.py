@@ -267,7 +267,7 @@ sizes that are multiples of 8.
 
 _LINEAR = re.compile(r"((?:model|mtp)\..*\.\d+\.(?:self_attn|linear_attn|mlp)\..*proj\w*)\.weight")
 _EXPERT = re.compile(r"\.experts\.\d+\.")
-_HEAD = re.compile(r"(?:^mtp\.|\.mtp_layers\.)")
+_HEAD = re.compile(r"(?:^mtp\.|\.mtp_(?:layers|block)\.)")
 
 
 def linear_modules(directory: Path, tensors: Collection[str]) -> tuple[list[str], list[str]]:

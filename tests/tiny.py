@@ -15,6 +15,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Ernie4_5_MoeConfig,
+    Ernie4_5_MoeForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     Glm4MoeConfig,
@@ -81,6 +83,7 @@ CLASSES: dict[str, tuple[type, type]] = {
     "qwen3_5_text": (Qwen3_5TextConfig, Qwen3_5ForCausalLM),
     "qwen3_5_moe": (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM),
     "qwen3_5_moe_text": (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM),
+    "ernie4_5_moe": (Ernie4_5_MoeConfig, Ernie4_5_MoeForCausalLM),
     "gemma3_text": (Gemma3TextConfig, Gemma3ForCausalLM),
     "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
     "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
@@ -110,6 +113,16 @@ LINEAR: dict[str, Any] = {
 OF_QWEN3_5 = LINEAR | {"mtp_num_hidden_layers": 0}
 WITH_SHARED = EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 32}
 OWN_SIZES: dict[str, dict[str, Any]] = {
+    # The first layer is dense, the second is not.
+    "ernie4_5_moe": {
+        "moe_num_experts": 4,
+        "moe_k": 2,
+        "moe_intermediate_size": 32,
+        "moe_num_shared_experts": 2,
+        "moe_layer_start_index": 1,
+        "rope_theta": 10000.0,
+        "num_nextn_predict_layers": 0,
+    },
     "gemma3_text": {
         "sliding_window_pattern": 2,
         "sliding_window": 8,
@@ -236,7 +249,18 @@ ONLY_IN_VLLM = ("qwen2_5_vl", "qwen3_vl")
 """Families whose heads SGLang and llama.cpp cannot use for drafting."""
 CANNOT_DRAFT = {
     "sglang": ONLY_IN_VLLM,
-    "llamacpp": (*ONLY_IN_VLLM, "gemma3_text", "gpt_oss", "granite", "olmo2", "olmo3", "phi3", "qwen2_moe", "smollm3"),
+    "llamacpp": (
+        *ONLY_IN_VLLM,
+        "ernie4_5_moe",
+        "gemma3_text",
+        "gpt_oss",
+        "granite",
+        "olmo2",
+        "olmo3",
+        "phi3",
+        "qwen2_moe",
+        "smollm3",
+    ),
 }
 """Families whose heads an engine cannot use for drafting."""
 HYBRID = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text")
@@ -257,11 +281,16 @@ VLLM_LINEAR_SIZES: dict[str, Any] = {"linear_key_head_dim": 128, "linear_value_h
 HEADS_WITH_COPIES = ("glm4_moe", "deepseek_v3", "glm4_moe_lite")
 # Families whose heads are numbered after the trunk's layers.
 NEXT_LAYER_HEADS = (*HEADS_WITH_COPIES, "hy_v3")
+WITH_SHARED_NORM = ("ernie4_5_moe",)
+"""Families whose heads have no output norm of their own, but the trunk's final norm."""
 # What transformers has in memory under other names than the files have.
-HY_V3_NAMES = {
-    "mlp.e_score_correction_bias": "mlp.expert_bias",
-    "mlp.gate.": "mlp.router.gate.",
-    "mlp.shared_experts.": "mlp.shared_mlp.",
+HUB_NAMES: dict[str, dict[str, str]] = {
+    "hy_v3": {
+        "mlp.e_score_correction_bias": "mlp.expert_bias",
+        "mlp.gate.": "mlp.router.gate.",
+        "mlp.shared_experts.": "mlp.shared_mlp.",
+    },
+    "ernie4_5_moe": {"mlp.gate.moe_statics.": "mlp.moe_statics."},
 }
 CHATML = """\
 {%- for message in messages %}
@@ -320,6 +349,9 @@ def mtp_names(family: str, depth_index: int, num_layers: int = 2) -> tuple[dict[
     if family == "mimo":
         head = f"model.mtp_layers.{k}."
         parts, block = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"), head
+    elif family == "ernie4_5_moe":
+        names = {"embedding_norm": "emb_norm", "hidden_norm": "hidden_norm", "projection": "linear_proj"}
+        return {role: f"model.mtp_{part}.{k}.weight" for role, part in names.items()}, f"model.mtp_block.{k}."
     elif family in NEXT_LAYER_HEADS:
         head = block = f"model.layers.{num_layers + k}."
         parts = ("enorm", "hnorm", "eh_proj", "final_layernorm" if family == "hy_v3" else "shared_head.norm")
@@ -347,15 +379,21 @@ def random_mtp_tensors(model: Any, family: str, depth: int, std: float = 0.2) ->
     for k in range(depth):
         names, block = mtp_names(family, k, model.config.num_hidden_layers)
         tensors[names["projection"]] = torch.randn(hidden, 2 * hidden) * std
-        for role in ("embedding_norm", "hidden_norm", "output_norm"):
-            tensors[names[role]] = 1 + torch.randn(hidden) * std
-        for suffix, tensor in as_in_files(family, model.model.layers[-1].state_dict()).items():
+        for role, name in names.items():
+            if role != "projection":
+                tensors[name] = 1 + torch.randn(hidden) * std
+        for suffix, tensor in as_in_files(family, model.model.layers[head_layer(family)].state_dict()).items():
             offset = 1.0 if "norm" in suffix else 0.0
             tensors[block + hub_name(family, suffix)] = offset + torch.randn(tensor.shape) * std
         if family in HEADS_WITH_COPIES:  # the hub's files repeat the trunk's tensors in each head
             tensors[f"{block}embed_tokens.weight"] = model.get_input_embeddings().weight.detach().clone()
             tensors[f"{block}shared_head.head.weight"] = model.lm_head.weight.detach().clone()
     return {name: tensor.to(dtype_of(name, model)) for name, tensor in tensors.items()}
+
+
+def head_layer(family: str) -> int:
+    """Return the index of the trunk's layer with the same kinds of attention and MLP as the heads."""
+    return 0 if family == "ernie4_5_moe" else -1
 
 
 def dtype_of(name: str, model: PreTrainedModel) -> torch.dtype:
@@ -463,7 +501,7 @@ def write_hf(
     if family == "olmo3":  # as published; SGLang reads nothing else
         settings = config.pop("rope_parameters")["full_attention"]
         config |= {"rope_theta": settings.pop("rope_theta"), "rope_scaling": settings}
-    if depth or family in ("mimo", *NEXT_LAYER_HEADS):
+    if depth or family in ("ernie4_5_moe", "mimo", *NEXT_LAYER_HEADS):
         config[depth_key(family)] = depth
     config["dtype"] = str(model.dtype).removeprefix("torch.")
     if family in WRAPPED:
@@ -479,17 +517,15 @@ def depth_key(family: str) -> str:
 
 def hub_name(family: str, name: str) -> str:
     """Return a tensor's name in files, given its name in transformers' language model."""
-    if family == "hy_v3":
-        for memory, hub in HY_V3_NAMES.items():
-            name = name.replace(memory, hub)
+    for memory, hub in HUB_NAMES.get(family, {}).items():
+        name = name.replace(memory, hub)
     return name.replace("model.", f"{TEXT_PREFIX[family]}.", 1) if family in WRAPPED else name
 
 
 def memory_name(family: str, name: str) -> str:
     """Invert `hub_name`."""
-    if family == "hy_v3":
-        for memory, hub in HY_V3_NAMES.items():
-            name = name.replace(hub, memory)
+    for memory, hub in HUB_NAMES.get(family, {}).items():
+        name = name.replace(hub, memory)
     return name.replace(f"{TEXT_PREFIX[family]}.", "model.", 1) if family in WRAPPED else name
 
 

@@ -25,6 +25,7 @@ def copied_rows(family: RowTable, hf_config: HfConfig, depth: int) -> list[Row]:
     trunk, last_layer = family.rows(hf_config, 0), f"decoder.layers.{family.mtp_block_number(hf_config)}."
     rows = []
     for head in range(depth):
+        names = {row.mcore for row in family.head_rows(hf_config, head)}
         for row in trunk:
             if row.mcore.startswith(last_layer):
                 name = f"transformer_layer.{row.mcore.removeprefix(last_layer)}"
@@ -32,7 +33,8 @@ def copied_rows(family: RowTable, hf_config: HfConfig, depth: int) -> list[Row]:
                 name = "final_layernorm.weight"
             else:
                 continue
-            rows.append(replace(row, mcore=f"mtp.layers.{head}.{name}"))
+            if (whole_name := f"mtp.layers.{head}.{name}") in names:
+                rows.append(replace(row, mcore=whole_name))
     return rows
 
 

@@ -143,7 +143,7 @@ def unlisted_engines(method: str, family: Family, hf_config: HfConfig, *, keeps_
     """
     if not keeps_block:
         # vLLM takes the quantized modules from the files, whose names differ from those of these drafts.
-        has_other_names = family.name == "mimo" or family.name.startswith("qwen3_5")
+        has_other_names = family.name in ("ernie4_5_moe", "mimo") or family.name.startswith("qwen3_5")
         if method != "gptq" or not has_other_names:
             return []
         return [engine for engine, matching in MATCHINGS.items() if matching.reads_files]

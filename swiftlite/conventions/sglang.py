@@ -11,6 +11,12 @@ _FIRST_LAYER = "model.layers.0."
 # HF model_type -> convention. The classes of Qwen2 MoE, and of dense families except MiMo, are those of
 # swiftlite's plugin (models/dense.py).
 _LINES = {
+    "ernie4_5_moe": Convention(
+        "Ernie4_5_MoeForCausalLMMTP",
+        "first",
+        Drafting(recycles_before_norm=True, zeroes_first_embedding=True),
+        block="model.mtp_block.",
+    ),
     "gemma3_text": Convention("Gemma3ForCausalLMMTP", "one"),
     "gpt_oss": Convention("GptOssForCausalLMMTP", "one"),
     "granite": Convention("GraniteForCausalLMMTP", "one"),

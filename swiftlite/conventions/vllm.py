@@ -14,6 +14,7 @@ _FUSION = ("mtp.fc",)
 # HF model_type -> convention without inputs. Classes with names that end in MTPModel are those of swiftlite's plugin
 # (models.py, image_models.py), which run each head at its step only on a GPU.
 _LINES = {
+    "ernie4_5_moe": Convention("Ernie4_5_MoeMTP", "one", block=_NEXT_LAYER),
     "gemma3_text": Convention("Gemma3MTPModel"),
     "gpt_oss": Convention("GptOssMTPModel"),
     "granite": Convention("GraniteMTPModel"),

@@ -73,8 +73,9 @@ class ModelOnRank:
         return ParameterCount(self.vocab * self.hidden)
 
     def mtp_layer(self) -> ParameterCount:
-        """Count the parameters of an MTP layer: three norms, a projection and a decoder layer."""
-        frame = 3 * self.hidden + 2 * self.hidden * self.hidden // self.rank.tp
+        """Count the parameters of an MTP layer: norms, a projection and a decoder layer."""
+        num_norms = 2 if self.architecture.outside.heads_share_final_norm else 3
+        frame = num_norms * self.hidden + 2 * self.hidden * self.hidden // self.rank.tp
         return ParameterCount(frame) + self.architecture.mtp_block.parameters(self.rank)
 
     def head_rows(self) -> list[Row]:

@@ -30,10 +30,13 @@ class Outside:
         logits_divisor: number by which logits are divided.
         rounds_last: whether norms and rotary embeddings round only their results to the precision of the model. By
             default, normalized states, cosines and sines are rounded before they are multiplied.
+        rotary_rounds_last: the same for rotary embeddings only.
         mcore_config: arguments of megatron-core's TransformerConfig that all layers share, for norms and activation.
         ropes: settings of the rotary embeddings, each with the names of config.json (`families/rope.py`), if layers
             have different ones, which must have the same number of channels; empty: all layers have that of
             config.json.
+        has_dense_heads: whether the decoder layers of MTP heads have no experts.
+        heads_share_final_norm: whether the output norm of MTP heads is the trunk's final norm.
         hf_layers: prefix of the Hugging Face names of decoder layers, followed by a number and a dot.
     """
 
@@ -51,6 +54,9 @@ class Outside:
     multiplies_in_embedding: bool = False
     logits_divisor: float = 1.0
     rounds_last: bool = False
+    rotary_rounds_last: bool = False
+    has_dense_heads: bool = False
+    heads_share_final_norm: bool = False
 
     def local_vocab(self, rank: Rank) -> int:
         """Return the number of rows of the embedding on a rank, including padding."""
@@ -87,9 +93,12 @@ class Architecture:
     def mtp_block_number(self) -> int:
         """Number (from 0) of the decoder layer with the same kinds of attention and MLP as the heads.
 
-        It is the last layer that sees all previous tokens; without such a layer, the last layer with a KV cache.
+        It is the last layer that sees all previous tokens; without such a layer, the last layer with a KV cache. With
+        `has_dense_heads`, only layers without experts are considered.
         """
         numbers = [number for number, layer in enumerate(self.layers) if not layer.attention.is_recurrent]
+        if self.outside.has_dense_heads:
+            numbers = [number for number in numbers if not self.layers[number].mlp.experts]
         full = [number for number in numbers if self.layers[number].attention.window is None]
         return (full or numbers)[-1]
 

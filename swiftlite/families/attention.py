@@ -35,6 +35,7 @@ class GroupedQueryAttention:
         scale: factor of attention scores; None: 1 / sqrt(head_dim).
         has_sinks: whether each head has a sink: a trained score that takes part in the softmax, without a value.
         hf_is_fused: whether files have queries, keys and values in one tensor.
+        rope_interleave: whether channels 2i and 2i + 1 are rotated together; otherwise i and i + rotary / 2.
     """
 
     recompute_modules: ClassVar[tuple[str, ...]] = ("core_attn",)
@@ -58,6 +59,7 @@ class GroupedQueryAttention:
     scale: float | None = None
     has_sinks: bool = False
     hf_is_fused: bool = False
+    rope_interleave: bool = False
 
     @property
     def tensor_split(self) -> dict[str, int]:

@@ -239,24 +239,27 @@ def _frame_rows(hf_config: HfConfig, head: int) -> list[Row]:
 
 
 def frame_rows(
-    hf_config: HfConfig, head: int, prefix: str, names: tuple[str, str, str, str], join: Join = COPY
+    hf_config: HfConfig, head: int, prefix: str, names: tuple[str, str, str, str | None], join: Join = COPY
 ) -> list[Row]:
     """Return the bridge rows of a head's modules around its decoder layer.
 
     Args:
         prefix: prefix of the head in HF files.
-        names: HF names, without the prefix, of the projection, the norms of embedding and state, and the output norm.
+        names: HF names, without the prefix, of the projection, the norms of embedding and state, and the output norm;
+            None instead of the last one if the output norm is the trunk's final norm.
         join: how the projection's HF tensor becomes the Megatron parameter (`bridge/join.py`), for example with swapped
             halves.
     """
     hidden, mcore = hf_config["hidden_size"], f"mtp.layers.{head}."
     projection, embedding_norm, state_norm, output_norm = names
-    return [
+    rows = [
         Row(f"{mcore}eh_proj.weight", {f"{prefix}{projection}.weight": (hidden, 2 * hidden)}, join),
         Row(f"{mcore}enorm.weight", {f"{prefix}{embedding_norm}.weight": (hidden,)}),
         Row(f"{mcore}hnorm.weight", {f"{prefix}{state_norm}.weight": (hidden,)}),
-        Row(f"{mcore}final_layernorm.weight", {f"{prefix}{output_norm}.weight": (hidden,)}),
     ]
+    if output_norm is not None:
+        rows.append(Row(f"{mcore}final_layernorm.weight", {f"{prefix}{output_norm}.weight": (hidden,)}))
+    return rows
 
 
 _HEAD_KEY = re.compile(r"mtp\.(?:(?:heads|layers)\.(\d+)\.)?")

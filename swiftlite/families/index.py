@@ -8,6 +8,7 @@ from swiftlite.families.architecture import Architecture
 from swiftlite.families.dense import refuse
 from swiftlite.families.family import Family, HfConfig
 from swiftlite.families.models.deepseek_v3 import DEEPSEEK_V3
+from swiftlite.families.models.ernie4_5_moe import ERNIE4_5_MOE
 from swiftlite.families.models.gemma3 import GEMMA3_TEXT
 from swiftlite.families.models.glm4_moe import GLM4_MOE
 from swiftlite.families.models.glm4_moe_lite import GLM4_MOE_LITE
@@ -36,6 +37,7 @@ from swiftlite.families.vision import channels_of
 
 FAMILIES: dict[str, Family] = {
     "deepseek_v3": DEEPSEEK_V3,
+    "ernie4_5_moe": ERNIE4_5_MOE,
     "gemma3_text": GEMMA3_TEXT,
     "glm4_moe": GLM4_MOE,
     "glm4_moe_lite": GLM4_MOE_LITE,

@@ -178,7 +178,8 @@ class Layer:
         for row in self.rows():
             shapes = list(row.hf.values())
             is_other_expert = ".local_experts." in row.mcore and ".local_experts.0." not in row.mcore
-            if len(shapes[0]) == 2 and not is_other_expert:
+            is_bias = row.mcore.endswith("bias")  # [1, E] in some routers
+            if len(shapes[0]) == 2 and not (is_bias or is_other_expert):
                 found.append((row.mcore, sum(shape[0] for shape in shapes), shapes[0][1]))
         return found
 

@@ -101,6 +101,8 @@ class MixtureOfExperts:
         hf_is_transposed: whether files have the stacks of gpt-oss (`bridge/encoding/expert_stack.py`). Rows of gate and
             up alternate, in files and in memory.
         router: how the router scores and selects experts, as arguments of megatron-core's TransformerConfig.
+        biases_softmax: whether scores are softmaxes, to which a bias [1, E] is added for the selection only
+            (`BiasedSoftmaxRouter`). The matrix of such a router is float32 even in a 16-bit model.
     """
 
     recompute_modules: ClassVar[tuple[str, ...]] = ("moe",)
@@ -117,6 +119,7 @@ class MixtureOfExperts:
     activation: str = "silu"
     hf_is_transposed: bool = False
     router: Mapping[str, Any] = field(default_factory=dict)
+    biases_softmax: bool = False
 
     @property
     def tensor_split(self) -> dict[str, int]:
@@ -146,9 +149,11 @@ class MixtureOfExperts:
         return config | dict(self.router)
 
     def rows(self) -> list[Row]:
-        rows = [Row("mlp.router.weight", {"mlp.gate.weight": (self.experts, self.hidden)})]
+        matrix = {"mlp.gate.weight": (self.experts, self.hidden)}
+        rows = [Row("mlp.router.weight", matrix, is_exact=self.biases_softmax)]
         if self.expert_bias:
-            bias = {"mlp.gate.e_score_correction_bias": (self.experts,)}
+            shape = (1, self.experts) if self.biases_softmax else (self.experts,)
+            bias = {"mlp.gate.e_score_correction_bias": shape}
             rows.append(Row("mlp.router.expert_bias", bias, is_exact=True))
         if self.has_biases:
             rows.append(Row("mlp.router.bias", {"mlp.gate.bias": (self.experts,)}))

@@ -29,6 +29,12 @@ _SIZES = {
     "n_shared_experts": (0, 1_000),
     "num_shared_experts": (0, 1_000),
     "expert_hidden_dim": (1, 1_000_000),
+    "moe_num_experts": (1, 5_000),
+    "moe_k": (1, 5_000),
+    "moe_num_shared_experts": (0, 1_000),
+    "moe_layer_start_index": (0, 1_000),
+    "moe_layer_end_index": (-1, 1_000),
+    "moe_layer_interval": (1, 1_000),
     "n_group": (1, 5_000),
     "topk_group": (1, 5_000),
     "first_k_dense_replace": (0, 1_000),
@@ -94,6 +100,7 @@ _FLAGS = (
     "rope_interleave",
     "use_sliding_window",
     "qkv_bias",
+    "use_bias",
 )
 _LISTS = {"mlp_only_layers": int, "no_rope_layers": int, "layer_types": str, "mlp_layer_types": str}
 _OBJECTS = ("rope_parameters", "rope_scaling")

@@ -10,6 +10,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from swiftlite.args.fields import MoeArgs, MtpLoss, ParallelLayout, RecomputeArgs
 from swiftlite.errors import OptionError
 from swiftlite.families.architecture import Architecture, Outside
+from swiftlite.families.attention import GroupedQueryAttention
 from swiftlite.families.mlp import CLAMPED_SWIGLU
 from swiftlite.heads import Heads
 from swiftlite.heads.drafting import Drafting
@@ -200,13 +201,18 @@ def build_model(
     modules = modules_of(kernels, norms_round_last=architecture.outside.rounds_last)
     chunks = []
     for vp_stage in range(num_virtual_stages(mesh.layout) or 1):
-        rotary_dtype = torch.float32 if architecture.outside.rounds_last else dtype
+        outside = architecture.outside
+        rotary_dtype = torch.float32 if outside.rounds_last or outside.rotary_rounds_last else dtype
         if architecture.outside.ropes:
             rotary_pos_emb = RotaryEmbeddings(architecture.outside.ropes, mesh.device.torch_device, rotary_dtype)
         else:
             # Latent attention rotates only a part of each head, and its config holds the rotary settings separately.
             hf_rope = mcore_config.get("hf_rope", hf_config)
-            rotary_pos_emb = RotaryEmbedding(hf_rope, mesh.device.torch_device, rotary_dtype)
+            in_pairs = any(
+                isinstance(attention, GroupedQueryAttention) and attention.rope_interleave
+                for attention in architecture.attentions
+            )
+            rotary_pos_emb = RotaryEmbedding(hf_rope, mesh.device.torch_device, rotary_dtype, in_pairs)
         # A separate config for each stage, because megatron-core's schedules write to it.
         config = build_config(
             mcore_config,
@@ -266,7 +272,7 @@ def _stage(
 
     mtp_block_spec = None
     if is_last_virtual and pp_rank == mtp_pipeline_rank(layout):
-        mtp_block_spec = mtp_spec(config, architecture.mtp_block, heads.unroll > 1, modules)
+        mtp_block_spec = mtp_spec(config, architecture, heads.unroll > 1, modules)
     tower, num_deepstack, sent_outputs = None, 0, SentOutputs()
     if architecture.tower is not None:
         num_deepstack = architecture.tower.num_deepstack

@@ -46,6 +46,7 @@ from swiftlite.model.context_parallel import (
     zigzag_positions,
 )
 from swiftlite.model.layers.deepstack import Deepstack
+from swiftlite.model.layers.norm import SharedNorm
 from swiftlite.model.layers.recompute import TransformerBlock
 from swiftlite.model.layers.streamed import StreamedBlock
 from swiftlite.model.layers.tensor_parallel import ColumnParallelLinear, VocabParallelEmbedding
@@ -157,6 +158,12 @@ class GPTModel(McoreGPTModel):
             pg_collection=pg_collection,
             vp_stage=vp_stage,
         )
+        if self.mtp_process:
+            for head in self.mtp.layers:
+                final_norm: Any = self.decoder.final_layernorm
+                if isinstance(head.final_layernorm, SharedNorm):
+                    head.final_layernorm.of = (final_norm,)
+                    head.final_layernorm.is_detached = detached_heads
         self.rotary_pos_emb = rotary_pos_emb
         self.heads = heads
         self.tower = tower

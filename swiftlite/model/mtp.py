@@ -28,6 +28,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from swiftlite.model.attention.cache import Cache
 from swiftlite.model.attention.draft_attention import Draft
+from swiftlite.model.layers.norm import SharedNorm
 from swiftlite.model.layers.recompute import checkpoint
 from swiftlite.model.loss.balance import RoutedTokens
 from swiftlite.runtime.compat import MTP_INNER_LAYER
@@ -102,6 +103,10 @@ class MultiTokenPredictionLayer(McoreMultiTokenPredictionLayer):
         context: AbstractContextManager = nullcontext()
         if self.config.fp8 and self.config.fp8_recipe == Fp8Recipe.delayed:
             context = get_fp8_context(self.config)
+        norm = self.final_layernorm
+        if isinstance(norm, SharedNorm):
+            forward = partial(norm.with_weight, forward)
+            tensors = (norm.weight_H, *tensors)
         with context:
             return checkpoint(self.config, self.eh_proj.tp_group, forward, *tensors)
 

@@ -27,6 +27,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import nn
 
+from swiftlite.families.architecture import Architecture
 from swiftlite.families.attention import GroupedQueryAttention, LatentAttention
 from swiftlite.families.layer import Attention, Layer
 from swiftlite.families.linear_attention import GatedDeltaNet as GatedDeltaNetSizes
@@ -39,8 +40,9 @@ from swiftlite.model.attention.mla import MLASelfAttention, latent_norm
 from swiftlite.model.attention.self_attention import SelfAttention
 from swiftlite.model.layers.deepstack import DeepstackLayer
 from swiftlite.model.layers.kernels import Modules, modules_of
+from swiftlite.model.layers.norm import SharedNorm
 from swiftlite.model.layers.output_norms import OutputNormsLayer
-from swiftlite.model.layers.router import MoELayer, TopKRouter
+from swiftlite.model.layers.router import BiasedSoftmaxRouter, MoELayer, TopKRouter
 from swiftlite.model.layers.swiglu import ClampedSwiGLU, GeGLU, SwiGLU
 from swiftlite.model.mtp import MultiTokenPredictionLayer, UnrolledLayer
 from swiftlite.model.vision import VisionTransformer
@@ -59,7 +61,11 @@ def _grouped_query(attention: GroupedQueryAttention, modules: Modules) -> Module
     core_attention = modules.core_attention
     options = {"window": attention.window, "has_sinks": attention.has_sinks}
     core_attention = replace(core_attention, params=core_attention.params | options)
-    params: dict[str, Any] = {"attn_mask_type": AttnMaskType.causal, "is_rotary": attention.rotary > 0}
+    params: dict[str, Any] = {
+        "attn_mask_type": AttnMaskType.causal,
+        "is_rotary": attention.rotary > 0,
+        "rope_interleave": attention.rope_interleave,
+    }
     if attention.rope is not None:
         params["rope"] = slice(attention.rope * attention.rotary, (attention.rope + 1) * attention.rotary)
     return ModuleSpec(
@@ -124,7 +130,7 @@ def _mixture(mixture: MixtureOfExperts, modules: Modules) -> ModuleSpec:
     return ModuleSpec(
         module=MoELayer,
         submodules=MoESubmodules(
-            router=TopKRouter,
+            router=BiasedSoftmaxRouter if mixture.biases_softmax else TopKRouter,
             experts=ModuleSpec(module=modules.experts, submodules=_gated(experts, mixture.activation)),
             # Built only if the config defines a size of shared experts.
             shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=_gated(modules)),
@@ -226,27 +232,26 @@ def decoder_spec(
 
 
 def mtp_spec(
-    config: TransformerConfig, block: Layer, is_unrolled: bool = False, modules: Modules = LOCAL
+    config: TransformerConfig, architecture: Architecture, is_unrolled: bool = False, modules: Modules = LOCAL
 ) -> MultiTokenPredictionBlockSubmodules | None:
-    """Return the spec of `mtp_num_layers` heads; None without heads.
-
-    Args:
-        block: the decoder layer inside each head, `Architecture.mtp_block`.
-    """
+    """Return the spec of `mtp_num_layers` heads; None without heads."""
     if not config.mtp_num_layers:
         return None
     layer_class = MultiTokenPredictionLayer
     if is_unrolled:
         layer_class = UnrolledLayer
         modules = replace(modules, core_attention=modules.draft_attention)
+    output_norm = ModuleSpec(module=modules.norm)
+    if architecture.outside.heads_share_final_norm:
+        output_norm = ModuleSpec(module=SharedNorm, params={"norm": modules.norm})
     layer = ModuleSpec(
         module=layer_class,
         submodules=MultiTokenPredictionLayerSubmodules(
             enorm=modules.norm,
             hnorm=modules.norm,
             eh_proj=modules.column,
-            layer_norm=modules.norm,
-            **{MTP_INNER_LAYER: decoder_layer_spec(block, modules)},
+            layer_norm=output_norm,
+            **{MTP_INNER_LAYER: decoder_layer_spec(architecture.mtp_block, modules)},
         ),
     )
     return MultiTokenPredictionBlockSubmodules(layer_specs=[layer] * config.mtp_num_layers)

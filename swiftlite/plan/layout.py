@@ -277,7 +277,18 @@ def layout_problems(layout: ParallelLayout, architecture: Architecture | None, m
         *_pipeline_problems(layout, architecture, mtp_num_layers),
         *_expert_problems(layout, architecture),
         *_context_problems(layout, architecture),
+        *_shared_norm_problems(layout, architecture, mtp_num_layers),
     ]
+
+
+def _shared_norm_problems(
+    layout: ParallelLayout, architecture: Architecture | None, mtp_num_layers: int
+) -> Iterator[Problem]:
+    if architecture is None or not mtp_num_layers or not architecture.outside.heads_share_final_norm:
+        return
+    if not mtp_is_with_last_layer(layout):
+        problem = f"--pipeline_model_parallel_layout {layout.pipeline_model_parallel_layout}: the heads of this model"
+        yield f"{problem} share the trunk's final norm", "put m on the stage of the last t, for example Et*2|t*2mL"
 
 
 def _context_problems(layout: ParallelLayout, architecture: Architecture | None) -> Iterator[Problem]:

@@ -22,7 +22,16 @@ from swiftlite.model.build import build_model
 from swiftlite.model.gpt import GPTModel
 from tests.messages import has_line, mentions, naming
 from tests.tiers import pairwise
-from tests.tiny import NEXT_LAYER_HEADS, WRAPPED, carried_tensors, make_tiny_hf, mtp_names, per_expert, promise
+from tests.tiny import (
+    NEXT_LAYER_HEADS,
+    WITH_SHARED_NORM,
+    WRAPPED,
+    carried_tensors,
+    make_tiny_hf,
+    mtp_names,
+    per_expert,
+    promise,
+)
 
 SIZES: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 
@@ -401,7 +410,7 @@ def test_heads_can_be_dropped_and_are_named(tmp_path, mesh, family):
     original = read_all(source)
     report = load(model := build(source, mesh, depth=0), source)
     behind_the_trunk = family in NEXT_LAYER_HEADS
-    prefixes = ("model.layers.2.", "model.layers.3.") if behind_the_trunk else ("mtp.", "model.mtp_layers.")
+    prefixes = ("model.layers.2.", "model.layers.3.") if behind_the_trunk else ("mtp.", "model.mtp_")
     assert set(report.dropped) == {key for key in per_expert(original) if key.startswith(prefixes)}
     save(model, source, tmp_path / "out")
     left = (*prefixes, "model.visual.", "visual.")
@@ -429,11 +438,15 @@ def test_copy_last_layer(tmp_path, mesh, family):
     assert set(report.initialized) == {name for name in parameters if name.startswith("mtp.")}
     assert set(report.initialized) | set(report.loaded) == set(parameters)
     assert set(report.initialized.values()) == {"copy_last_layer"}
-    last = {name.removeprefix("decoder.layers.1."): p for name, p in parameters.items() if "decoder.layers.1." in name}
+    number = families.FAMILIES[family].mtp_block_number(json.loads((source / "config.json").read_text()))
+    prefix = f"decoder.layers.{number}."
+    last = {name.removeprefix(prefix): p for name, p in parameters.items() if prefix in name}
     for head in ("mtp.layers.0.", "mtp.layers.1."):
         for name, parameter in last.items():
             assert torch.equal(parameters[f"{head}transformer_layer.{name}"], parameter)
-        assert torch.equal(parameters[f"{head}final_layernorm.weight"], parameters["decoder.final_layernorm.weight"])
+        if family not in WITH_SHARED_NORM:
+            final_norm = parameters["decoder.final_layernorm.weight"]
+            assert torch.equal(parameters[f"{head}final_layernorm.weight"], final_norm)
         assert torch.equal(parameters[f"{head}eh_proj.weight"], torch.cat([torch.eye(64), 0.2 * torch.eye(64)], dim=1))
 
     # The export has heads that load like any others.

@@ -28,7 +28,7 @@ def test_heads_are_the_base_s_and_the_trunk_is_the_model_s(family, own, tmp_path
     assert result.keys() == heads.keys()
     from_trunk, from_base = [], []
     for key, tensor in result.items():
-        is_head = key.startswith(("mtp.", "model.mtp_layers.", "model.layers.2.", "model.layers.3."))
+        is_head = key.startswith(("mtp.", "model.mtp_", "model.layers.2.", "model.layers.3."))
         if is_head and key.endswith(("embed_tokens.weight", "shared_head.head.weight")):  # copies of the trunk's
             assert torch.equal(tensor, trunk["lm_head.weight" if "head.head" in key else "model.embed_tokens.weight"])
         elif is_head:

@@ -23,7 +23,7 @@ def projection(family: str) -> str:
 
 
 def is_of_a_head(family: str, name: str) -> bool:
-    return name.startswith(("mtp.", "model.mtp_layers.", "model.layers.2."))
+    return name.startswith(("mtp.", "model.mtp_", "model.layers.2."))
 
 
 def without_heads(family: str, tensors: Tensors) -> Tensors:

@@ -26,6 +26,7 @@ from tests.tiny import (
     WINDOWED,
     as_in_files,
     embedded,
+    head_layer,
     hub_name,
     logits_of,
     make_tiny_model,
@@ -79,7 +80,8 @@ class Reference(nn.Module):
         self.takes_hidden_first = family == "mimo"
         self.draft_vocab: list[int] = []
         trunk.set_experts_implementation("eager")
-        layer_class: Any = type(trunk.model.layers[-1])
+        number = head_layer(family) % trunk.config.num_hidden_layers
+        layer_class: Any = type(trunk.model.layers[number])
         norm_class: Any = type(trunk.model.norm)
         config = trunk.config
         self.trunk: Any
@@ -89,13 +91,14 @@ class Reference(nn.Module):
             norms = {role: norm_class(config.hidden_size, config.rms_norm_eps) for role in names if "norm" in role}
             head: Any = nn.ModuleDict(norms)
             head["projection"] = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
-            # The last layer's number: it has experts where the first is dense.
-            head["block"] = layer_class(config, layer_idx=config.num_hidden_layers - 1)
+            head["block"] = layer_class(config, layer_idx=number)
             for role, name in names.items():
                 head[role].weight.data.copy_(mtp_tensors[name])
             inner = {name.removeprefix(block): t for name, t in mtp_tensors.items() if name.startswith(block)}
             state = stack_experts({memory_name(family, name): tensor for name, tensor in inner.items()})
             head["block"].load_state_dict({name: state[name] for name in head["block"].state_dict()})
+            if "output_norm" not in names:
+                head["output_norm"] = trunk.model.norm
             self.heads.append(head)
         assert trunk.dtype is torch.float32
 

@@ -76,6 +76,7 @@ OWN_NEUTRAL = {
     "qwen3": {"attention_bias"},
     "mimo": set(),
     "qwen3_moe": {"attention_bias"},
+    "ernie4_5_moe": {"moe_layer_interval", "moe_norm_min", "use_bias"},
     "gemma3_text": {
         "attention_bias",
         "attn_logit_softcapping",
@@ -139,6 +140,14 @@ OF_LINEAR = {
     "linear_value_head_dim",
 }
 OWN_READ = {
+    "ernie4_5_moe": {
+        "moe_intermediate_size",
+        "moe_k",
+        "moe_layer_end_index",
+        "moe_layer_start_index",
+        "moe_num_experts",
+        "moe_num_shared_experts",
+    },
     "gemma3_text": {"query_pre_attn_scalar", "sliding_window", "sliding_window_pattern"},
     "qwen2_moe": OF_QWEN_MIXTURE | {"num_experts", "shared_expert_intermediate_size"},
     "qwen3_moe": OF_QWEN_MIXTURE | {"num_local_experts"},
@@ -169,7 +178,9 @@ OWN_READ = {
     "smollm3": {"no_rope_layer_interval", "no_rope_layers"},
 }
 OWN_READ["qwen3_5_text"], OWN_READ["qwen3_5_moe_text"] = OWN_READ["qwen3_5"], OWN_READ["qwen3_5_moe"]
-MOE = sorted(family for family, keys in OWN_READ.items() if "num_experts_per_tok" in keys)
+MOE = sorted(family for family, keys in OWN_READ.items() if keys & {"moe_k", "num_experts_per_tok"})
+TOPK = {"ernie4_5_moe": "moe_k"}
+"""Keys for the number of experts per token, if it is not num_experts_per_tok."""
 # What latent attention changes in the keyword arguments of megatron-core's config.
 LATENT_ATTENTION: dict[str, dict[str, Any]] = {
     "deepseek_v3": {
@@ -402,9 +413,9 @@ REFUSED = [
     ],
     *[(family, "use_sliding_window", True) for family in WITH_FLAG_OF_WINDOWS],
     *[(family, "layer_types", ["full_attention", "sliding_attention"]) for family in ("qwen2", "qwen3", "mimo")],
-    *[(family, "num_experts_per_tok", 5) for family in MOE],
-    *[(family, "num_experts_per_tok", 0) for family in MOE],
-    *[(family, "num_experts_per_tok", None) for family in MOE],
+    *[(family, TOPK.get(family, "num_experts_per_tok"), 5) for family in MOE],
+    *[(family, TOPK.get(family, "num_experts_per_tok"), 0) for family in MOE],
+    *[(family, TOPK.get(family, "num_experts_per_tok"), None) for family in MOE],
     *[(family, "moe_intermediate_size", None) for family in MOE if family != "gpt_oss"],
     *[("qwen3_next", key, None) for key in sorted(OF_LINEAR)],
     ("qwen3_next", "shared_expert_intermediate_size", None),
@@ -432,6 +443,21 @@ REFUSED = [
     ("qwen3_moe", "num_experts", "4"),
     ("qwen3_moe", "mlp_only_layers", [0, 1]),
     ("qwen3_moe", "decoder_sparse_step", 3),
+    *[
+        ("ernie4_5_moe", key, None)
+        for key in ("moe_num_experts", "moe_num_shared_experts", "moe_layer_start_index", "num_key_value_heads")
+    ],
+    ("ernie4_5_moe", "rope_parameters", {"rope_type": "default"}),
+    ("ernie4_5_moe", "rope_is_neox_style", True),
+    ("ernie4_5_moe", "use_moe", False),
+    ("ernie4_5_moe", "use_bias", True),
+    ("ernie4_5_moe", "moe_layer_interval", 2),
+    ("ernie4_5_moe", "moe_layer_start_index", 0),
+    ("ernie4_5_moe", "moe_layer_start_index", 2),
+    ("ernie4_5_moe", "moe_layer_end_index", 0),
+    ("ernie4_5_moe", "moe_layer_end_index", 2),
+    ("ernie4_5_moe", "moe_norm_min", 1e-6),
+    ("ernie4_5_moe", "moe_num_experts", [4, 4]),
     ("glm4_moe", "norm_topk_prob", False),
     ("glm4_moe", "n_routed_experts", None),
     ("glm4_moe", "n_shared_experts", 0),
@@ -587,7 +613,9 @@ def test_the_part_of_a_head_that_turns_must_be_stated():
         families.get(config)
 
 
-@pytest.mark.parametrize("family", [family for family in MOE if not family.startswith(("qwen3_5", "hy_v3", "gpt_oss"))])
+@pytest.mark.parametrize(
+    "family", [family for family in MOE if not family.startswith(("ernie", "gpt_oss", "hy_v3", "qwen3_5"))]
+)
 def test_one_expert_per_token(family):
     """With one expert, its score divided by itself is 1. megatron-core's sigmoid router does not divide."""
     one = {"num_experts_per_tok": 1, "n_group": 1, "topk_group": 1}

@@ -14,7 +14,18 @@ from transformers.modeling_layers import MtpModel
 from swiftlite.families import index
 from tests.model.logits import ids_and_positions, load_megatron, load_transformers
 from tests.tiers import pairwise
-from tests.tiny import CLASSES, HYBRID, LATENT, WINDOWED, embedded, logits_of, make_tiny_hf, memory_name, mtp_names
+from tests.tiny import (
+    CLASSES,
+    HYBRID,
+    LATENT,
+    WINDOWED,
+    embedded,
+    head_layer,
+    logits_of,
+    make_tiny_hf,
+    memory_name,
+    mtp_names,
+)
 
 ROPES = {
     "none": None,
@@ -39,7 +50,7 @@ ROPES = {
 }
 
 
-MOE = ("gpt_oss", "qwen2_moe", "qwen3_moe", "glm4_moe", "hy_v3", *LATENT, *HYBRID)
+MOE = ("ernie4_5_moe", "gpt_oss", "qwen2_moe", "qwen3_moe", "glm4_moe", "hy_v3", *LATENT, *HYBRID)
 
 
 def assert_equal(ours: torch.Tensor, theirs: torch.Tensor, family: str) -> None:
@@ -166,11 +177,14 @@ def reference_mtp(hf, tensors, family, k, hidden, input_ids, position_ids, draft
     names, block = mtp_names(family, k, hf.config.num_hidden_layers)
 
     def norm(role: str, states: torch.Tensor) -> torch.Tensor:
+        if role not in names:
+            return hf.model.norm(states)
         module = type(hf.model.norm)(states.size(-1), hf.config.rms_norm_eps)
         module.weight.data = tensors[names[role]]
         return module(states)
 
-    layer = type(hf.model.layers[-1])(hf.config, layer_idx=hf.config.num_hidden_layers - 1).to(hf.dtype)
+    number = head_layer(family) % hf.config.num_hidden_layers
+    layer = type(hf.model.layers[number])(hf.config, layer_idx=number).to(hf.dtype)
     for buffer in layer.buffers():
         buffer.data = buffer.data.float()  # as from_pretrained leaves a router's bias
     prefix = len(block)
@@ -238,6 +252,10 @@ ROUTERS = [
     ("qwen3_moe", {"num_hidden_layers": 4, "decoder_sparse_step": 2}),
     ("qwen3_moe", {"num_hidden_layers": 3, "mlp_only_layers": [1]}),
     ("qwen3_moe", {"num_hidden_layers": 2, "mlp_only_layers": [1]}),
+    ("ernie4_5_moe", {"moe_num_experts": 8, "moe_k": 3}),
+    ("ernie4_5_moe", {"moe_k": 1}),
+    ("ernie4_5_moe", {"moe_num_shared_experts": 0}),
+    ("ernie4_5_moe", {"num_hidden_layers": 5, "moe_layer_start_index": 2, "moe_layer_end_index": 3}),
     ("glm4_moe", {"n_routed_experts": 8, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2}),
     ("glm4_moe", {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}),
     ("glm4_moe", {"n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 4}),

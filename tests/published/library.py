@@ -23,13 +23,24 @@ from tests.tiny import (
     VISUAL_PREFIX,
     WRAPPED,
     as_in_files,
+    head_layer,
     hub_name,
     mtp_names,
 )
 
 CONFIGS = {path.stem: path for path in sorted(Path(__file__).with_name("configs").glob("*.json"))}
 MODELS = tuple(CONFIGS)
-HEADS = {"mimo", "glm4_moe", "glm4_moe_lite", "deepseek_v3", "hy_v3", "qwen3_next", "qwen3_5", "qwen3_5_moe"}
+HEADS = {
+    "ernie4_5_moe",
+    "mimo",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "deepseek_v3",
+    "hy_v3",
+    "qwen3_next",
+    "qwen3_5",
+    "qwen3_5_moe",
+}
 """Families that are published with one MTP head."""
 VISION_LANGUAGE = {"qwen2_5_vl", "qwen3_vl"}
 """Families whose language model transformers has only together with the vision tower."""
@@ -40,7 +51,10 @@ STACKED = {"Qwen3.5-35B-A3B": "all", "Qwen3.6-35B-A3B": "trunk"}
 BLOCK = 128
 _QUANTIZED = re.compile(r"(?<!eh)(_proj|_proj_with_mqa|in_proj_qkvz|in_proj_qkv|in_proj_z)\.weight$")
 _FLOAT32 = re.compile(r"(e_score_correction_bias|expert_bias)$")
-_FLOAT32_OF_QWEN3_5 = ("linear_attn.A_log", "linear_attn.norm.weight")
+
+FLOAT32_NAMES: dict[str, tuple[str, ...]] = dict.fromkeys(WRAPPED, ("linear_attn.A_log", "linear_attn.norm.weight"))
+FLOAT32_NAMES |= {"ernie4_5_moe": ("mlp.gate.weight",)}
+"""Ends of the names of further tensors that are float32 in the files of a family."""
 
 Tensors = dict[str, torch.Tensor]
 
@@ -122,7 +136,7 @@ def transformers_model(directory: Path) -> PreTrainedModel:
 
 def _is_other(name: str, config: Any) -> bool:
     """Return whether a tensor belongs to a head or to the vision tower."""
-    if name.startswith(("mtp.", "model.mtp_layers.", "model.visual.")):
+    if name.startswith(("mtp.", "model.mtp_", "model.visual.")):
         return True
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     return layer is not None and int(layer.group(1)) >= config.num_hidden_layers
@@ -143,7 +157,7 @@ def _shapes(model: str) -> dict[str, tuple[int, ...]]:
         names, block = mtp_names(kind, 0, config.num_hidden_layers)
         hidden = config.hidden_size
         shapes |= {name: (hidden, 2 * hidden) if role == "projection" else (hidden,) for role, name in names.items()}
-        inner = _named(kind, trunk.model.layers[-1].state_dict(), stacked=STACKED.get(model) == "all")
+        inner = _named(kind, trunk.model.layers[head_layer(kind)].state_dict(), stacked=STACKED.get(model) == "all")
         shapes |= {block + name: shape for name, shape in inner.items()}
     if kind in WRAPPED:
         config_class, tower_class = VISION_TOWERS[kind]
@@ -177,7 +191,7 @@ def _drawn(model: str, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         drawn = 0.2 * drawn
     elif "embed_tokens" not in name:
         drawn = drawn / shape[-1] ** 0.5
-    is_float32 = _FLOAT32.search(name) or (family(model) in WRAPPED and name.endswith(_FLOAT32_OF_QWEN3_5))
+    is_float32 = _FLOAT32.search(name) or name.endswith(FLOAT32_NAMES.get(family(model), ()))
     return drawn if is_float32 else drawn.bfloat16()
 
 

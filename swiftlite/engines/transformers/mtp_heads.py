@@ -108,6 +108,8 @@ def load_heads(model: HfModel, decoder: Any) -> nn.ModuleList:
         for index in range(model.heads.layers):
             frame = model.family.mtp.frame_rows(model.config, index)
             state = {row.mcore.removeprefix(f"mtp.layers.{index}."): _read(row, checkpoint) for row in frame}
+            if model.family.outside(model.config).heads_share_final_norm:
+                state["final_layernorm.weight"] = decoder.norm.weight
             block = model.family.mtp.block(model.config, index)
             names = shapes_of(model.family.block_rows(model.config))
             tensors = {

@@ -7,6 +7,7 @@ Shapes: T tokens of all requests of a batch, H hidden size.
 
 import inspect
 from copy import copy, deepcopy
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -20,13 +21,17 @@ from vllm.distributed import (
     tensor_model_parallel_all_reduce,
 )
 from vllm.model_executor.layers.fused_moe import fused_moe_make_expert_params_mapping
+from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.mtp_validation import is_mtp_completeness_check_enabled
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models import (
+    ernie45_moe,
+    ernie_mtp,
     gemma3,
     gpt_oss,
     granite,
@@ -60,6 +65,34 @@ from swiftlite.engines.vllm.plugin import check_draft_steps
 
 class Gemma3ForCausalLM(Trunk, gemma3.Gemma3ForCausalLM):
     """The trunk of a checkpoint with MTP heads."""
+
+
+class Ernie4_5_MoeForCausalLM(ernie45_moe.Ernie4_5_MoeForCausalLM):
+    """The trunk of ERNIE 4.5 with experts. On a CPU, vLLM's class ignores the biases of routers.
+
+    vLLM's router for a CPU (fused_moe/router/cpu_router.py of 0.32) supports such a bias only for groups of experts.
+    """
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        for module in self.modules():
+            if isinstance(module, ernie45_moe.Ernie4_5_MoeMoE):
+                gate: Any = module.gate
+                router: Any = module.experts.router
+                if isinstance(router, CPURouter):
+                    router.custom_routing_function = partial(_route, gate.e_score_correction_bias)
+
+
+def _route(
+    bias_E: torch.Tensor, hidden_states: torch.Tensor, gating_output: torch.Tensor, topk: int, renormalize: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return weights and experts [T, topk] of a router with logits [T, E] and a bias for the selection."""
+    scores_TE = gating_output.float().softmax(dim=-1)
+    expert_TK = (scores_TE + bias_E).topk(topk, dim=-1).indices
+    weight_TK = scores_TE.gather(1, expert_TK)
+    if renormalize:
+        weight_TK = weight_TK / weight_TK.sum(dim=-1, keepdim=True)
+    return weight_TK, expert_TK
 
 
 class LlamaForCausalLM(Trunk, llama.LlamaForCausalLM):
@@ -335,6 +368,51 @@ def _name_on_disk(name: str) -> str:
     if name.startswith(("model.embed_tokens.", "lm_head.")):
         return name
     return name.replace("model.", "mtp.", 1).replace("mtp.heads.0.", "mtp.", 1)
+
+
+class Ernie4_5_MoeMTP(ernie_mtp.ErnieMTP):
+    """MTP draft model for ERNIE 4.5 with experts: vLLM's, with the rotary embeddings and the output norm of the model.
+
+    vLLM's class (ernie_mtp.py of 0.32) rotates other channels together than the trunk, and computes logits without a
+    norm. In Baidu's training code, heads have the trunk's rotary embeddings and final norm.
+
+    Raises:
+        ValueError: the checkpoint has several heads, of which vLLM's class loads only the first.
+    """
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        if heads_of(self.config).layers != 1:
+            raise ValueError(f"one MTP head is supported, but config.json declares {heads_of(self.config).layers}")
+        self.model.norm = RMSNorm(self.config.hidden_size, eps=self.config.rms_norm_eps)
+        heads: Any = self.model.layers.values()
+        for head in heads:
+            attention = head.mtp_block.self_attn
+            attention.rotary_emb = get_rope(
+                attention.head_dim,
+                max_position=attention.max_position_embeddings,
+                rope_parameters=self.config.rope_parameters,
+                is_neox_style=False,
+            )
+
+    def compute_logits(self, hidden_states: torch.Tensor, spec_step_idx: int = 0) -> torch.Tensor | None:
+        """Return logits [T, V] for states [T, H] before the norm, which the next draft step reads."""
+        model: Any = self.model
+        return super().compute_logits(model.norm(hidden_states), spec_step_idx)
+
+    def load_weights(self, weights: Weights) -> set[str]:
+        """Load the head, and the trunk's final norm, which vLLM's class ignores."""
+        loaded = set()
+
+        def without_norm() -> Weights:
+            for name, tensor in weights:
+                if name == "model.norm.weight":
+                    default_weight_loader(self.get_parameter(name), tensor)
+                    loaded.add(name)
+                else:
+                    yield name, tensor
+
+        return super().load_weights(without_norm()) | loaded
 
 
 class LlamaMTPModel(MtpDraft):

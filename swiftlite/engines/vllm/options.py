@@ -46,7 +46,13 @@ def speculative_config(config: EngineConfig) -> dict[str, Any] | None:
     require_heads(model)
     check_quantized_heads(model, VLLM)
     log_fed_otherwise(model, VLLM)
-    draft = VLLM.convention_for(model.family).draft
+    known = VLLM.convention_for(model.family)
+    draft = known.draft
+    if known.heads == "one" and model.heads.layers > 1:
+        raise UserError(
+            f"vLLM's {draft} supports one MTP head, but the checkpoint has {model.heads.layers}",
+            "use --infer_backend transformers, which runs every head",
+        )
     if model.heads.draft_vocab and draft not in DRAFTS.values():
         raise UserError(
             f"vLLM's {draft} does not support the draft vocabulary of the checkpoint's heads",

@@ -8,8 +8,8 @@ installed, a checkpoint with heads can therefore be served with
 
     vllm serve DIR --speculative-config '{"method": "mtp", "num_speculative_tokens": 1}'
 
-Models whose config.json declares no MTP heads are not affected. The model classes are in `models.py` and
-`image_models.py`, and are imported when a checkpoint needs them.
+The classes in `CORRECTED` replace those of vLLM. Other models whose config.json declares no MTP heads are not affected.
+The model classes are in `models.py` and `image_models.py`, and are imported when a checkpoint needs them.
 """
 
 from contextlib import suppress
@@ -49,6 +49,8 @@ DRAFTS = {
     "SeedOssForCausalLM": "SeedOssMTPModel",
     "SmolLM3ForCausalLM": "SmolLM3MTPModel",
 }
+# architecture in vLLM -> class of _MODELS that corrects vLLM's
+CORRECTED = {"Ernie4_5_MoeForCausalLM": "Ernie4_5_MoeForCausalLM", "ErnieMTPModel": "Ernie4_5_MoeMTP"}
 _TRANSFER = "swiftlite.engines.vllm.live.weight_transfer"
 # transport of live weights -> class of _TRANSFER that receives them in the workers
 _RECEIVERS: dict[WeightTransport, str] = {"file": "FileTransfer", "nccl": "NcclTransfer", "ipc": "IpcTransfer"}
@@ -142,6 +144,8 @@ def register() -> None:
         # vLLM's own classes reject mtp.* tensors: "There is no module or parameter named 'mtp'".
         ModelRegistry.register_model(trunk, f"{_module_of(trunk)}:{trunk}")
         ModelRegistry.register_model(draft, f"{_module_of(trunk)}:{draft}")
+    for architecture, corrected in CORRECTED.items():
+        ModelRegistry.register_model(architecture, f"{_MODELS}:{corrected}")
     SpeculativeConfig.hf_config_override = staticmethod(hf_config_override)
     for transport, receiver in _RECEIVERS.items():
         with suppress(ValueError):  # already registered

@@ -72,13 +72,15 @@ class RotaryEmbedding:
         hf_config: the model's config.json, or only its keys about rotary frequencies.
         device: device of the result.
         dtype: dtype of the result; computed in float32.
+        in_pairs: whether the result is for `rotate_pairs`; otherwise for `rotate`.
 
     Raises:
         UserError: transformers does not support the `rope_type`.
     """
 
-    def __init__(self, hf_config: dict[str, Any], device: torch.device, dtype: torch.dtype):
+    def __init__(self, hf_config: dict[str, Any], device: torch.device, dtype: torch.dtype, in_pairs: bool = False):
         self.hf = rope_config(hf_config)
+        self.in_pairs = in_pairs
         self.device = device
         self.dtype = dtype
         assert self.hf.rope_parameters
@@ -131,6 +133,8 @@ class RotaryEmbedding:
         cosine = angles.cos() * scaling
         sine = angles.sin() * scaling
         turns = torch.stack([torch.cat([cosine, cosine], dim=-1), torch.cat([-sine, sine], dim=-1)])
+        if self.in_pairs:
+            turns = turns.unflatten(-1, (2, -1)).transpose(-2, -1).flatten(-2)
         return turns.to(self.dtype)
 
     def _frequencies(self, length: int | None) -> tuple[torch.Tensor, float]:
@@ -217,12 +221,35 @@ def rotate(channels: torch.Tensor, rotary_emb: torch.Tensor) -> torch.Tensor:
     return torch.cat([rotated, rest], dim=-1)
 
 
+def rotate_pairs(channels: torch.Tensor, rotary_emb: torch.Tensor) -> torch.Tensor:
+    """Rotate the channels of heads, channel 2i together with channel 2i + 1. All channels are rotary.
+
+    Channels keep their places, so that scores are summed in the same order as in transformers.
+
+    Args:
+        channels: [S, B, N, R].
+        rotary_emb: [2, S, 1, 1, R] or [2, S, B, 1, R]: for each pair, (c, c) and (-s, s).
+    """
+    cosine, sine = rotary_emb
+    swapped = channels.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    return (channels * cosine + swapped * sine).to(channels.dtype)
+
+
 fused_rotate = compiled(rotate)
 """`rotate`, compiled to one kernel on a GPU, which moves a quarter of the bytes that separate operations move."""
+fused_rotate_pairs = compiled(rotate_pairs)
 
 
-def rotation(config: TransformerConfig) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Return `fused_rotate` or `rotate`, depending on the model's kernels."""
+def rotation(
+    config: TransformerConfig, is_interleaved: bool = False
+) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Return the function that rotates channels of heads, compiled or not, depending on the model's kernels.
+
+    Args:
+        is_interleaved: whether channels 2i and 2i + 1 are rotated together; otherwise i and i + R / 2.
+    """
+    if is_interleaved:
+        return fused_rotate_pairs if config.bias_activation_fusion else rotate_pairs
     if config.bias_activation_fusion:
         return fused_rotate
     return rotate

@@ -16,12 +16,20 @@ class SelfAttention(McoreSelfAttention):
     Args:
         is_rotary: whether queries and keys have rotary embeddings.
         rope: the channels of this layer in `rotary_pos_emb`, if layers have different rotary embeddings.
+        rope_interleave: whether channels 2i and 2i + 1 are rotated together; otherwise i and i + R / 2.
         args, kwargs: arguments of megatron-core's class.
     """
 
-    def __init__(self, *args: Any, is_rotary: bool = True, rope: slice = slice(None), **kwargs: Any):
+    def __init__(
+        self,
+        *args: Any,
+        is_rotary: bool = True,
+        rope: slice = slice(None),
+        rope_interleave: bool = False,
+        **kwargs: Any,
+    ):
         super().__init__(*args, **kwargs)
-        self.is_rotary, self.rope = is_rotary, rope
+        self.is_rotary, self.rope, self.rope_interleave = is_rotary, rope, rope_interleave
 
     def forward(
         self,
@@ -55,7 +63,7 @@ class SelfAttention(McoreSelfAttention):
         if not self.is_rotary:
             return query, key, *others
         rotary_pos_emb = rotary_pos_emb[..., self.rope]
-        rotate = rotation(self.config)
+        rotate = rotation(self.config, self.rope_interleave)
         return rotate(query, rotary_pos_emb), rotate(key, rotary_pos_emb), *others
 
     def _apply_output_gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,8 @@
 """RMSNorm in the order of operations that transformers uses, so that results are bitwise identical."""
 
+from collections.abc import Callable
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -63,6 +65,54 @@ class FusedRMSNorm(RMSNorm):
         if self.is_zero_centered:
             return fused_zero_centered_norm(hidden, self.weight, self.eps)
         return F.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
+
+
+class SharedNorm(nn.Module):
+    """The output norm of MTP heads that use the trunk's final norm. It has no weight.
+
+    Args:
+        norm: class of the norm, one of those above.
+
+    Attributes:
+        of: the norm of the trunk, in a tuple, so that it is not a submodule of the head.
+        is_detached: whether the norm's weight gets no gradient from the heads.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, *, norm: type[RMSNorm]):
+        super().__init__()
+        self.norm = norm
+        self.of: tuple[RMSNorm, ...] = ()
+        self.is_detached = False
+        self._given: tuple[torch.Tensor, ...] = ()  # in a tuple for the same reason
+
+    @property
+    def weight_H(self) -> torch.Tensor:
+        """The weight of the trunk's norm."""
+        if self._given:
+            return self._given[0]
+        (shared,) = self.of
+        return shared.weight.detach() if self.is_detached else shared.weight
+
+    def with_weight(
+        self, function: Callable[..., torch.Tensor], weight_H: torch.Tensor, *tensors: torch.Tensor
+    ) -> torch.Tensor:
+        """Call the function while `forward` multiplies by the given weight.
+
+        A recomputed function gets the weight as an argument, so that gradients of all uses of the weight are summed in
+        the same order as without recomputation.
+        """
+        self._given = (weight_H,)
+        try:
+            return function(*tensors)
+        finally:
+            self._given = ()
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Normalize [..., hidden_size]; the result has the input's dtype."""
+        (shared,) = self.of
+        # The class of the trunk's norm can have another output, see `returning_input`.
+        values: Any = SimpleNamespace(weight=self.weight_H, eps=shared.eps, is_zero_centered=shared.is_zero_centered)
+        return self.norm.forward(values, hidden)
 
 
 def zero_centered_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -15,6 +15,9 @@ from swiftlite.model.layers.recompute import checkpoint
 from swiftlite.model.loss.balance import RoutedTokens, tokens_times_loss
 from swiftlite.runtime.mesh import Mesh
 
+_SMALLEST_SUM = 1e-12
+"""`moe_norm_min` of ERNIE 4.5."""
+
 
 class TopKRouter(McoreTopKRouter):
     """megatron-core's router with a correctly weighted load-balancing loss and buffers that remain in float32.
@@ -116,6 +119,50 @@ class TopKRouter(McoreTopKRouter):
         else:
             self.mean_loss = mean.detach() + self.mean_loss
         return MoEAuxLossAutoScaler.apply(probs, self.config.moe_aux_loss_coeff * tokens.divisor * mean)
+
+
+class BiasedSoftmaxRouter(TopKRouter):
+    """The router of ERNIE 4.5: it selects experts by the softmax of the logits plus a bias.
+
+    The weights of the selected experts are their softmaxes without the bias, divided by their sum. megatron-core
+    supports a bias only with sigmoids (transformer_config.py:1593 of 0.16.1), so `moe_router_score_function` is
+    sigmoid, and this class replaces the function. The matrix is float32, and the bias [1, E], as in files.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.score_function = "softmax"
+        self.weight.data = self.weight.data.float()
+        for name in ("expert_bias", "local_tokens_per_expert"):
+            self._buffers[name] = self.get_buffer(name)[None]
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "BiasedSoftmaxRouter":
+        exact = self.weight.data
+        super()._apply(fn, recurse)
+        self.weight.data = exact.to(self.weight.device)
+        return self
+
+    def routing(
+        self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return weights, in the precision of the model as in transformers, and choice of experts, both [T, E], for
+        logits [S, B, E].
+        """
+        logits_TE = self.apply_z_loss(logits.flatten(0, -2).float())
+        scores_TE = logits_TE.softmax(dim=-1)
+        expert_TK = (scores_TE + self.get_buffer("expert_bias")).topk(self.topk, dim=-1).indices
+        weight_TK = scores_TE.gather(1, expert_TK)
+        weight_TK = weight_TK / weight_TK.sum(dim=-1, keepdim=True).clamp(min=_SMALLEST_SUM)
+        probs_TE = torch.zeros_like(scores_TE).scatter(1, expert_TK, weight_TK).to(self.config.params_dtype)
+        chosen_TE = torch.zeros_like(scores_TE, dtype=torch.bool).scatter(1, expert_TK, True)
+        if self.training and torch.is_grad_enabled() and self.is_aux_loss_enabled():
+            # As megatron-core does: by the experts that would be selected without the bias.
+            likely_TK = scores_TE.topk(self.topk, dim=-1).indices
+            likely_TE = torch.zeros_like(chosen_TE).scatter(1, likely_TK, True)
+            probs_TE = self._apply_aux_loss(probs_TE, scores_TE, likely_TE)
+            probs_TE = self._apply_seq_aux_loss(probs_TE, scores_TE, likely_TE)
+        self._apply_expert_bias(chosen_TE)
+        return probs_TE, chosen_TE
 
 
 class MoELayer(McoreMoELayer):

@@ -21,7 +21,18 @@ from sglang.srt.layers.quantization.base_config import QuantizationConfig
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_loader.weight_utils import default_weight_loader
-from sglang.srt.models import gemma3_causal, gpt_oss, granite, llama, mistral, olmo2, qwen2, qwen2_moe, qwen3
+from sglang.srt.models import (
+    ernie4_eagle,
+    gemma3_causal,
+    gpt_oss,
+    granite,
+    llama,
+    mistral,
+    olmo2,
+    qwen2,
+    qwen2_moe,
+    qwen3,
+)
 from torch import nn
 
 from swiftlite.engines.loading.head_weights import (
@@ -282,6 +293,40 @@ class MtpDraft(nn.Module):
         self.embed_tokens.weight, self.lm_head.weight = embed, head
 
 
+class Ernie4_5_MoeForCausalLMMTP(ernie4_eagle.Ernie4_5_MoeForCausalLMMTP):
+    """MTP draft model for ERNIE 4.5 with experts: SGLang's, with the trunk's final norm as output norm.
+
+    SGLang's class (ernie4_eagle.py of 0.5.23) computes logits without a norm, unlike Baidu's training code.
+    """
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any):
+        super().__init__(config, *args, **kwargs)
+        self.model.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    @torch.no_grad()
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: ForwardBatch
+    ) -> LogitsProcessorOutput:
+        """Return the logits of the drafts, and the state before the norm for the next step."""
+        model: Any = self.model
+        state = model(input_ids, positions, forward_batch)
+        return self.logits_processor(
+            input_ids, model.norm(state), self.lm_head, forward_batch, hidden_states_before_norm=state
+        )
+
+    def load_weights(self, weights: Weights) -> None:
+        """Load the head, and the trunk's final norm, which SGLang's class ignores."""
+
+        def without_norm() -> Weights:
+            for name, tensor in weights:
+                if name == "model.norm.weight":
+                    default_weight_loader(self.get_parameter(name), tensor)
+                else:
+                    yield name, tensor
+
+        super().load_weights(without_norm())
+
+
 class Gemma3Layer(gemma3_causal.Gemma3DecoderLayer):
     """A layer of Gemma 3 that sees all tokens, with its own rotary embeddings."""
 
@@ -428,6 +473,7 @@ class SmolLM3ForCausalLMMTP(LlamaForCausalLMMTP):
 
 
 EntryClass = [
+    Ernie4_5_MoeForCausalLMMTP,
     Gemma3ForCausalLM,
     GptOssForCausalLM,
     GraniteForCausalLM,

@@ -1,0 +1,124 @@
+"""ERNIE 4.5 with experts: softmax router with a bias, shared experts, dense first layers, and dense MTP heads.
+
+Heads have no output norm of their own: like the trunk, they end with the trunk's final norm, as in Baidu's training
+code. The draft classes of vLLM 0.32 and SGLang 0.5.23 omit this norm, and vLLM's rotates other channels together.
+swiftlite's plugins correct both classes.
+"""
+
+import re
+from dataclasses import replace
+
+from swiftlite.bridge.rows import Row
+from swiftlite.families import dense
+from swiftlite.families.architecture import Outside
+from swiftlite.families.family import Family, HfConfig, MtpLayout
+from swiftlite.families.layer import Layer
+from swiftlite.families.mlp import MixtureOfExperts
+from swiftlite.heads.drafting import Drafting
+
+# transformers' defaults are the sizes of the 21B model.
+_STATED = (
+    "moe_num_experts",
+    "moe_k",
+    "moe_intermediate_size",
+    "moe_num_shared_experts",
+    "moe_layer_start_index",
+    "num_key_value_heads",
+)
+_HF_NAMES = {"mlp.gate.e_score_correction_bias": "mlp.moe_statics.e_score_correction_bias"}
+
+
+def _check(hf_config: HfConfig) -> None:
+    problems = dense.missing_numbers(hf_config, _STATED)
+    problems += dense.problems_of(
+        hf_config,
+        use_bias=(False, None),
+        use_moe=(True, None),  # read by vLLM
+        rope_is_neox_style=(False, None),  # read by SGLang
+        moe_layer_interval=(1, None),  # engines count from other layers
+        moe_norm_min=(1e-12, None),
+    )
+    if not isinstance(dense.rope_theta(hf_config), int | float):
+        problems.append("rope_parameters: rope_theta is missing, and its default differs between readers")
+    if not problems:
+        problems += _mixture_problems(hf_config)
+    dense.refuse(hf_config, problems)
+
+
+def _mixture_problems(hf_config: HfConfig) -> list[str]:
+    problems = []
+    experts, topk = hf_config["moe_num_experts"], hf_config["moe_k"]
+    if not 0 < topk <= experts:
+        problems.append(f"moe_k {topk} is not between 1 and moe_num_experts {experts}")
+    start, end = hf_config["moe_layer_start_index"], _last_mixture(hf_config)
+    if start < 1:
+        problems.append(f"moe_layer_start_index {start} is not supported: MTP heads are like the dense first layers")
+    if not start <= end < hf_config["num_hidden_layers"]:
+        problems.append(f"moe_layer_start_index {start} and moe_layer_end_index {end} leave no layer with experts")
+    return problems
+
+
+def _last_mixture(hf_config: HfConfig) -> int:
+    """Return the number of the last layer with experts; in config.json, -1 is the last layer, and the default."""
+    end = hf_config.get("moe_layer_end_index")
+    if end in (None, -1):
+        return hf_config["num_hidden_layers"] - 1
+    return end
+
+
+def _layer(hf_config: HfConfig, number: int) -> Layer:
+    attention = replace(dense.attention(hf_config), rope_interleave=True)
+    if not hf_config["moe_layer_start_index"] <= number <= _last_mixture(hf_config):
+        return Layer(attention, dense.mlp(hf_config))
+    mixture = MixtureOfExperts(
+        hidden=hf_config["hidden_size"],
+        experts=hf_config["moe_num_experts"],
+        topk=hf_config["moe_k"],
+        ffn=hf_config["moe_intermediate_size"],
+        shared_ffn=hf_config["moe_intermediate_size"] * hf_config["moe_num_shared_experts"],
+        expert_bias=True,
+        biases_softmax=True,
+        router={
+            "moe_router_score_function": "sigmoid",  # replaced, see `BiasedSoftmaxRouter`
+            "moe_router_dtype": "fp32",
+            "moe_router_load_balancing_type": "aux_loss",
+        },
+    )
+    return Layer(attention, mixture, _HF_NAMES)
+
+
+def _outside(hf_config: HfConfig) -> Outside:
+    return replace(
+        dense.outside(hf_config),
+        is_tied=hf_config.get("tie_word_embeddings", True),
+        rotary_rounds_last=True,
+        has_dense_heads=True,
+        heads_share_final_norm=True,
+    )
+
+
+def _head_of(hf_config: HfConfig, hf_key: str) -> int | None:
+    match = re.match(r"model\.mtp_\w*\.?(\d*)", hf_key)
+    if match is None:
+        return None
+    return int(match.group(1) or 0)
+
+
+def _frame_rows(hf_config: HfConfig, head: int) -> list[Row]:
+    names = (f"linear_proj.{head}", f"emb_norm.{head}", f"hidden_norm.{head}", None)
+    return dense.frame_rows(hf_config, head, "model.mtp_", names)
+
+
+ERNIE4_5_MOE = Family(
+    name="ernie4_5_moe",
+    check=_check,
+    layer=_layer,
+    outside=_outside,
+    mtp=MtpLayout(
+        _head_of,
+        lambda hf_config, head: f"model.mtp_block.{head}.",
+        _frame_rows,
+        drafting=Drafting(recycles_before_norm=True, zeroes_first_embedding=True),
+    ),
+    memory_names={"mlp.moe_statics.": "mlp.gate.moe_statics."},
+)
