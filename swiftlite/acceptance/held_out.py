@@ -100,13 +100,14 @@ class HeldOut:
         named = {name: self._measured(name, by_channel[name]) for name in by_channel if name}
         add_run_answers(self.path, when, self._describe(answers))
         add_run_acceptance(self.path, when, per_depth, MeasuredPrompts(len(self.prompts), counts), named)
+        shares = [count / max(counts.drafts, 1) for count in counts.accepted_per_position]
         logger.info(
-            "acceptance %s training: %d of %d draft tokens on %d held-out prompts (%.1f %%)",
+            "acceptance %s training, by position of the draft: %s; %d of %d draft tokens on %d held-out prompts",
             when,
+            ", ".join(f"{share:.1%}" for share in shares),
             counts.accepted,
             counts.drafted,
             len(self.prompts),
-            100 * counts.accepted / max(counts.drafted, 1),
         )
 
     def summary(self) -> dict[str, float]:

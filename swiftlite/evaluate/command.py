@@ -21,7 +21,7 @@ from swiftlite.evaluate.evaluation_rows import load_rows
 from swiftlite.evaluate.over_time import measure_over_time
 from swiftlite.evaluate.page import evaluation_chart, evaluation_page
 from swiftlite.evaluate.position_tables import position_tables
-from swiftlite.evaluate.rates import REPLAYED, ModelFigures, compare_with_engine, table
+from swiftlite.evaluate.rates import REPLAYED, ModelFigures, compare_with_engine, legend, table
 from swiftlite.evaluate.trunks import Trunk, have_same_tokens, trunk_of, trunk_section, trunk_table
 from swiftlite.families.resolved import HfModel
 from swiftlite.hub.name import models_in
@@ -74,7 +74,7 @@ def _measure_models(args: EvaluateArgs) -> None:
             if name in served:
                 results[name] |= _compare_with_engine(args, model, served[name], mesh)
     trunks = _trunks(models, rows, measured)
-    print(f"{table(results)}\n\n{trunk_table(trunks)}")
+    print(f"{table(results)}\n\n{legend(results['model'])}\n\n{trunk_table(trunks)}")
     if by_place := position_tables(results):
         print(f"\n{by_place}")
     report: dict[str, dict[str, Any]] = {

@@ -1,5 +1,6 @@
 """Define the measurements of `evaluate` and their table."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from swiftlite.acceptance import report
@@ -43,6 +44,24 @@ def compare_with_engine(engine: str, counted: dict[str, Any], walk: dict[str, An
     else:
         advice = f"{torch_dtype} is rounded differently: compare with --torch_dtype float32"
     return f"{engine} accepted {its} drafted tokens, the replay of its answers {own}; {advice}"
+
+
+def legend(methods: Iterable[str]) -> str:
+    """Return one line for each of the methods, which says what it measures."""
+    meanings = {
+        "teacher_forced": "predictions that equal the model's most likely token, at all positions of the rows' answers",
+        "replayed": "accepted drafts if an engine is simulated on the rows' answers",
+    }
+    lines = []
+    for method in methods:
+        if method in meanings:
+            meaning = meanings[method]
+        elif method.endswith(REPLAYED):
+            meaning = "accepted drafts if an engine is simulated on the engine's answers"
+        else:
+            meaning = "accepted drafts, counted by the engine while it generated its answers"
+        lines.append(f"{method}: {meaning}")
+    return "\n".join(lines)
 
 
 def table(results: dict[str, ModelFigures]) -> str:
