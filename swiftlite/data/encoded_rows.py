@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from swiftlite.data.changed_samples import LazySamples
 from swiftlite.data.encoder import Encoded, EncoderPool
 from swiftlite.data.packing.packing import join_ranges
 from swiftlite.data.rows.conversation import BadRow, Conversation
@@ -325,7 +326,7 @@ class EncodedRows:
         return sample
 
 
-class Samples(Sequence[Sample]):
+class Samples(LazySamples):
     """Samples of encoded rows. Each is created when it is read; a slice is again `Samples`.
 
     Args:
@@ -352,21 +353,8 @@ class Samples(Sequence[Sample]):
         return join_ranges(self._firsts, self.rows.num_sequences_S[self._firsts].astype(np.int64))
 
     def lengths(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the result of `lengths_of` for these samples."""
         counts = self.rows.num_sequences_S[self._firsts].astype(np.int64)
         return self.rows.length_S[self.sequences()].astype(np.int64), np.cumsum(counts) - counts
-
-
-def lengths_of(samples: Sequence[Sample]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the lengths of all sequences of the samples, and the index of each sample's first sequence, as int64."""
-    if isinstance(samples, Samples):
-        return samples.lengths()
-    lengths: list[int] = []
-    starts: list[int] = []
-    for sample in samples:
-        starts.append(len(lengths))
-        lengths += map(len, sample.sequences)
-    return np.array(lengths, np.int64), np.array(starts, np.int64)
 
 
 CHUNK_TOKENS = 1 << 17

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 from swiftlite.data.batch import Batch
-from swiftlite.data.encoded_rows import lengths_of
+from swiftlite.data.changed_samples import lengths_of
 from swiftlite.data.sample import Sample
 from swiftlite.log import logger
 from swiftlite.model.context_parallel import gather_sequence, sequence_lengths

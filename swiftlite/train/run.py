@@ -23,8 +23,8 @@ from swiftlite.args.fields import ProfilingArgs
 from swiftlite.bridge.adapters.files import AdapterBase
 from swiftlite.bridge.adapters.rows import saved_names
 from swiftlite.data import draft_vocab
+from swiftlite.data.changed_samples import lengths_of
 from swiftlite.data.dataset import Data
-from swiftlite.data.encoded_rows import lengths_of
 from swiftlite.data.encoder import Encoder
 from swiftlite.data.packing.sampler import Sampler
 from swiftlite.data.packing.stream import Readers, Stream

@@ -23,8 +23,8 @@ ASKED, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content
 )
 def test_every_format_is_the_same_answer(row):
     assert parse_rated(row).messages == [ASKED, ANSWER]
-    assert parse_rated(row).extras["desirable"] is True
-    assert parse_rated({**row, "label": False}).extras["desirable"] is False
+    assert parse_rated(row).trains_heads is True
+    assert parse_rated({**row, "label": False}).trains_heads is False
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_tables_of_text_hold_labels_as_words(tmp_path, writer):
         pytest.importorskip("datasets").Dataset.from_dict(labels).to_csv(path)
     rows = read_rows(find_rows(str(path)), parse=parse_rated)
     assert not rows.bad_rows
-    assert [row.extras["desirable"] for row in rows.conversations] == [True, False, True]
+    assert [row.trains_heads for row in rows.conversations] == [True, False, True]
 
 
 def sample(question: list[int], answer: list[int]):

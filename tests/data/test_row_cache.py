@@ -5,16 +5,18 @@ import os
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from swiftlite.data import encoded_rows, row_cache
+from swiftlite.data.changed_samples import lengths_of
 from swiftlite.data.dataset import load_train_val
-from swiftlite.data.encoded_rows import COLUMNS, Samples, lengths_of
+from swiftlite.data.encoded_rows import COLUMNS, Samples
 from swiftlite.data.encoder import ConversationEncoder, DocumentEncoder, EncoderPool
 from swiftlite.data.row_cache import COMPLETE, RowCache
-from swiftlite.data.rows.conversation import parse_row
+from swiftlite.data.rows.conversation import Conversation, parse_row
 from swiftlite.data.rows.pair import parse_pair
 from swiftlite.data.rows.rated import parse_rated
 from swiftlite.data.rows.sources import find_rows
@@ -121,14 +123,18 @@ def test_samples_equal_those_of_rows_encoded_one_by_one(make_encoder, make_token
     lengths, starts = lengths_of(found[0].train)
     for one, other in zip((lengths, starts), lengths_of(expected), strict=True):
         assert np.array_equal(one, other)
-    assert (tmp_path / "cache").exists()
-    assert list((tmp_path / "cache").rglob("*.safetensors") if kind == "rated" else []) == []  # it has labels
+    assert list((tmp_path / "cache").rglob("*.safetensors"))
+
+
+def parse_with_extras(row: object, **options: Any) -> Conversation:
+    return replace(parse_row(row, **options), extras={"weight": 1.0})
 
 
 def test_rows_that_cannot_be_stored_are_recognized_by_the_first_one(make_encoder, write_jsonl, tmp_path, counted):
     """Otherwise all ranks would wait while one of them encodes rows that it discards."""
-    path = write_jsonl([{**row(i), "label": i % 2 == 0} for i in range(8)])
-    data = load_train_val(make_encoder(parse=parse_rated), [path], cache=RowCache(tmp_path / "cache"))
+    path = write_jsonl([row(i) for i in range(8)])
+    data = load_train_val(make_encoder(parse=parse_with_extras), [path], cache=RowCache(tmp_path / "cache"))
+    assert list((tmp_path / "cache").rglob("*.safetensors")) == []
     assert len(data.train) == 8
     assert len(counted) == 1 + 8
 

@@ -6,12 +6,14 @@ fields `prompt`, `completion` and `label`; the first two are texts or lists of m
 
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
+from hashlib import sha256
 from itertools import chain
 from typing import Any
 
 import numpy as np
 
 from swiftlite.args.fields import TruncationStrategy
+from swiftlite.data.changed_samples import ChangedSamples
 from swiftlite.data.image_inputs import image_identity, with_images_of
 from swiftlite.data.rows.conversation import NO_IMAGES, Conversation, RowError, parse_row, shown
 from swiftlite.data.rows.pair import SHARED, check_answer_is_text
@@ -24,9 +26,9 @@ FORMATS = '{"query": "...", "response": "...", "label": true}, or prompt, comple
 def parse_rated(
     row: object, *, system: str | None = None, source: str = "", no_images: str | None = NO_IMAGES
 ) -> Conversation:
-    """Return the conversation that ends with the answer. The label is stored as the extra `desirable`.
+    """Return the conversation that ends with the answer.
 
-    Heads are trained only on good answers.
+    The label is stored in `trains_heads`, because heads are trained only on good answers.
 
     Args:
         row: a JSON object or table row in one of the formats in the module docstring.
@@ -48,7 +50,7 @@ def parse_rated(
         rest = _from_completion(rest)
     conversation = parse_row(rest, system=system, source=source, no_images=no_images)
     check_answer_is_text(conversation, "completion" if "completion" in row else "response")
-    return replace(conversation.with_last_turn_alone(), trains_heads=label, extras={"desirable": label})
+    return replace(conversation.with_last_turn_alone(), trains_heads=label)
 
 
 def _label_of(value: object) -> bool:
@@ -84,9 +86,9 @@ def _from_completion(row: dict[str, Any]) -> dict[str, Any]:
     return {"messages": [*prompt, *completion], **shared}
 
 
-def mismatch(samples: Sequence[Sample], max_length: int, strategy: TruncationStrategy, seed: int) -> list[Sample]:
-    """Return the samples, each with a companion. It consists of the prompt of the sample and the answer of another
-    sample.
+def mismatch(samples: Sequence[Sample], max_length: int, strategy: TruncationStrategy, seed: int) -> ChangedSamples:
+    """Return the samples, each with its label as the extra `desirable`, and with a companion: the prompt of the sample
+    and the answer of another sample.
 
     The pairing is drawn at random with the seed. Using the next row instead would pair every good answer with a bad one
     in files that alternate between good and bad answers.
@@ -105,13 +107,16 @@ def mismatch(samples: Sequence[Sample], max_length: int, strategy: TruncationStr
             "--loss_type kto requires rows with different questions; all rows have the same one",
             "add rows with --dataset or --val_dataset",
         )
-    found = []
-    for sample, other in zip(samples, others(questions, seed).tolist(), strict=True):
+    partners = others(questions, seed)
+
+    def with_companion(number: int, sample: Sample) -> Sample:
         end = "left" if strategy == "left" and not image_identity(sample) else "right"
-        mismatched = truncate(_join(sample, samples[other]), max_length, end)
+        mismatched = truncate(_join(sample, samples[partners[number]]), max_length, end)
         mismatched = with_images_of(mismatched, sample)
-        found.append(replace(sample, companion=replace(mismatched, trains_heads=False)))
-    return found
+        companion = replace(mismatched, trains_heads=False)
+        return replace(sample.with_extras(desirable=sample.trains_heads), companion=companion)
+
+    return ChangedSamples(samples, with_companion)
 
 
 def others(questions: Sequence[Hashable], seed: int) -> np.ndarray:
@@ -150,9 +155,10 @@ def _start_of_answer(sample: Sample) -> int:
     return int(np.argmax(sample.labels != IGNORED))
 
 
-def _question_of(sample: Sample) -> tuple[bytes, bytes]:
-    """Return values that are equal for samples with the same question: its tokens and its images."""
-    return sample.input_ids[: _start_of_answer(sample)].tobytes(), image_identity(sample)
+def _question_of(sample: Sample) -> bytes:
+    """Return a hash that is equal for samples with the same question: its tokens and its images."""
+    tokens = sample.input_ids[: _start_of_answer(sample)].tobytes()
+    return sha256(len(tokens).to_bytes(8, "little") + tokens + image_identity(sample)).digest()
 
 
 def _join(asked: Sample, answered: Sample) -> Sample:

@@ -10,7 +10,7 @@ import numpy as np
 from torch import nn
 
 from swiftlite.data.batch import Batch, Extra, collate, collate_packed, count_items
-from swiftlite.data.encoded_rows import lengths_of
+from swiftlite.data.changed_samples import lengths_of
 from swiftlite.data.packing.packing import PackedRows, pack, padded
 from swiftlite.data.packing.sampler import NO_INDEX, Sampler, evaluation_batches, micro_batches
 from swiftlite.data.packing.schedule import MicroBatchSchedule, schedule

@@ -16,10 +16,11 @@ import torch
 
 from swiftlite.args.commands import DpoArgs
 from swiftlite.data.batch import Batch, Extra
+from swiftlite.data.changed_samples import JoinedSamples
 from swiftlite.data.dataset import Data
 from swiftlite.data.encoder import Encoder
 from swiftlite.data.rows.rated import mismatch, parse_rated
-from swiftlite.data.sample import Sample
+from swiftlite.data.sample import Sample, digest
 from swiftlite.heads import Heads
 from swiftlite.model.forward import forward_step_of
 from swiftlite.model.forward_step import ForwardStep
@@ -171,8 +172,10 @@ def load_rated(args: DpoArgs, encoder: Encoder, vocab_size: int) -> Data:
     """
     data = load_data(args, encoder, vocab_size)
     # All rows together, so that a single held-out row can be paired with a training row.
-    samples = mismatch([*data.train, *data.val], args.max_length, args.truncation_strategy, args.seed)
-    return replace(data, train=samples[: len(data.train)], val=samples[len(data.train) :])
+    together = JoinedSamples(data.train, data.val)
+    samples = mismatch(together, args.max_length, args.truncation_strategy, args.seed)
+    train, val = samples[: len(data.train)], samples[len(data.train) :]
+    return replace(data, train=train, val=val, digest=digest(samples))  # labels of rows change the digest
 
 
 def kto_objective(run: Run) -> KtoObjective:

@@ -25,6 +25,7 @@ from safetensors.torch import save
 from swiftlite.atomic import atomic_write, check_writable
 from swiftlite.bridge.tensors import describe
 from swiftlite.data.batch import Batch
+from swiftlite.data.changed_samples import ChangedSamples
 from swiftlite.data.image_inputs import IMAGE_EXTRAS
 from swiftlite.data.packing.sampler import Sampler
 from swiftlite.data.sample import Sample, digest
@@ -76,8 +77,14 @@ class Reference:
     batches: Batches
     directory: Path
 
-    def score(self, pairs: Sequence[Sample]) -> list[tuple[float, float]]:
-        """Return the log-probabilities of both sequences of each pair. Collective; each rank passes all pairs.
+    def score(self, num_pairs: int, pair_at: Callable[[int], Sample]) -> np.ndarray:
+        """Return the log-probabilities of both sequences of each pair, float64 [num_pairs, 2].
+
+        Collective; each rank passes all pairs.
+
+        Args:
+            pair_at: returns a pair by its number. It is called again when the pair is needed again, so that not all
+                pairs are in memory.
 
         Raises:
             UserError: the stored log-probabilities belong to another model, are damaged or cannot be written, or the
@@ -92,26 +99,31 @@ class Reference:
             kept = [self._read(manifest)]
         dist.broadcast_object_list(kept)
         answers = kept[0]
-        keys = [digest([pair]) for pair in pairs]
-        missing = {key: pair for key, pair in zip(keys, pairs, strict=True) if key not in answers}
+        keys = [digest([pair_at(number)]) for number in range(num_pairs)]
+        missing = {key: number for number, key in enumerate(keys) if key not in answers}
         if missing:
-            answers |= self._score(missing, manifest)
+            answers |= self._score(pair_at, missing, manifest)
             if dist.get_rank() == 0:
                 self._write_all(answers, manifest)
-        return [answers[key] for key in keys]
+        return np.array([answers[key] for key in keys], np.float64).reshape(num_pairs, 2)
 
-    def _score(self, missing: Mapping[str, Sample], manifest: Mapping[str, str]) -> Answers:
-        """Return the log-probabilities of the pairs `missing`, by digest. Collective over all ranks.
+    def _score(
+        self, pair_at: Callable[[int], Sample], missing: Mapping[str, int], manifest: Mapping[str, str]
+    ) -> Answers:
+        """Return the log-probabilities of some pairs, by digest. Collective over all ranks.
 
         The pairs are scored in slices.
+
+        Args:
+            missing: the numbers of these pairs, by digest.
         """
         logger.info("the reference model %s scores %d samples", self.model.name, len(missing))
         chunks = self.open()
         answers: Answers = {}
-        for keys in slices(missing):
+        for keys, pairs in slices(pair_at, missing):
             numbers = torch.zeros(len(keys), 2, device=self.mesh.device.torch_device)
             if self.mesh.is_here:
-                numbers = log_probabilities(chunks, self.mesh, self.batches, [missing[key] for key in keys])
+                numbers = log_probabilities(chunks, self.mesh, self.batches, pairs)
             found = broadcast_from_mesh(numbers, self.mesh).tolist()
             scored = {key: (chosen, rejected) for key, (chosen, rejected) in zip(keys, found, strict=True)}
             answers |= scored
@@ -214,23 +226,28 @@ class Reference:
 _ANOTHER = "use another directory; or delete this one, if nothing else needs it"
 
 
-def slices(pairs: Mapping[str, Sample]) -> Iterator[list[str]]:
-    """Divide pairs into slices of at most `SLICE_PAIRS` pairs and about `SLICE_TOKENS` tokens; yield the digests of
-    each slice.
+def slices(
+    pair_at: Callable[[int], Sample], numbers: Mapping[str, int]
+) -> Iterator[tuple[Sequence[str], Sequence[Sample]]]:
+    """Divide pairs into slices of at most `SLICE_PAIRS` pairs and about `SLICE_TOKENS` tokens; yield the digests and
+    the pairs of each slice.
 
     Args:
-        pairs: pairs by digest.
+        pair_at: returns a pair by its number.
+        numbers: the numbers of the pairs, by digest.
     """
     keys: list[str] = []
+    pairs: list[Sample] = []
     num_tokens = 0
-    for key, pair in pairs.items():
+    for key, number in numbers.items():
         keys.append(key)
-        num_tokens += sum(map(len, pair.sequences))
+        pairs.append(pair_at(number))
+        num_tokens += sum(map(len, pairs[-1].sequences))
         if len(keys) == SLICE_PAIRS or num_tokens >= SLICE_TOKENS:
-            yield keys
-            keys, num_tokens = [], 0
+            yield keys, pairs
+            keys, pairs, num_tokens = [], [], 0
     if keys:
-        yield keys
+        yield keys, pairs
 
 
 @torch.no_grad()
@@ -280,32 +297,43 @@ def score_with_reference(
     Raises:
         UserError: the reference model or its cache cannot be used.
     """
+    train, val = run.data.train, run.data.val
     used = samples_of_steps(run)
-    asked = [*(run.data.train[index] for index in used), *run.data.val]
-    # Without values of the method: the key of a pair is the digest of its tokens and images.
-    pairs = []
-    for sample in asked:
+
+    def pair_at(number: int) -> Sample:
+        sample = train[used[number]] if number < len(used) else val[number - len(used)]
         pair = pair_of(sample)
+        # Without values of the method: the key of a pair is the digest of its tokens and images.
         kept = {name: value for name, value in pair.extras.items() if name in IMAGE_EXTRAS}
-        pairs.append(replace(pair, extras=kept))
-    numbers = open_reference(run).score(pairs)
-    found = [scored(sample, *both) for sample, both in zip(asked, numbers, strict=True)]
-    train = list(run.data.train)
-    for index, sample in zip(used, found, strict=False):  # held-out samples follow
-        train[index] = sample
-    data = replace(run.data, train=train, val=found[len(used) :])
-    return replace(run, data=data, rows=run.batches.rows(train))
+        return replace(pair, extras=kept)
+
+    scores = open_reference(run).score(len(used) + len(val), pair_at)
+    of_train = np.full((len(train), 2), np.nan)  # samples that are not used are not read
+    of_train[used] = scores[: len(used)]
+    data = replace(
+        run.data,
+        train=_with_scores(train, of_train, scored),
+        val=_with_scores(val, scores[len(used) :], scored),
+    )
+    return replace(run, data=data, rows=run.batches.rows(data.train))
 
 
-def samples_of_steps(run: Run) -> list[int]:
-    """Return the indices of the training samples that the steps of the run use."""
+def _with_scores(
+    samples: Sequence[Sample], scores: np.ndarray, scored: Callable[[Sample, float, float], Sample]
+) -> ChangedSamples:
+    """Return the samples with their log-probabilities [len(samples), 2], which `scored` adds when a sample is read."""
+    return ChangedSamples(samples, lambda number, sample: scored(sample, *scores[number].tolist()))
+
+
+def samples_of_steps(run: Run) -> np.ndarray:
+    """Return the indices of the training samples that the steps of the run use, int64."""
     num_rows, batch_size = len(run.rows), run.plan.global_batch_size
     if run.schedule.steps * batch_size >= num_rows:
-        return list(range(len(run.data.train)))
+        return np.arange(len(run.data.train))
     sampler = Sampler(num_rows, batch_size, run.args.seed, run.args.dataset_shuffle)
     rows = np.concatenate([sampler.global_batch(step) for step in range(run.schedule.steps)])
     indices = np.concatenate([run.rows.rows[row] for row in rows])
-    return sorted(indices.tolist())
+    return np.sort(indices)
 
 
 def _reference_model(run: Run) -> HfModel:
