@@ -438,7 +438,7 @@ def test_copy_last_layer(tmp_path, mesh, family):
     assert set(report.initialized) == {name for name in parameters if name.startswith("mtp.")}
     assert set(report.initialized) | set(report.loaded) == set(parameters)
     assert set(report.initialized.values()) == {"copy_last_layer"}
-    number = families.FAMILIES[family].mtp_block_number(json.loads((source / "config.json").read_text()))
+    number = families.FAMILIES[family].mtp_block_number(read_config(source))
     prefix = f"decoder.layers.{number}."
     last = {name.removeprefix(prefix): p for name, p in parameters.items() if prefix in name}
     for head in ("mtp.layers.0.", "mtp.layers.1."):

@@ -238,10 +238,13 @@ def test_a_run_that_is_killed_keeps_what_was_scored(options, mesh, tmp_path, ref
 
 
 def test_a_slice_is_small_in_pairs_and_tokens(monkeypatch):
-    pairs = {str(n): make_sample([1] * length, [1.0] * length) for n, length in enumerate([5, 5, 1, 1, 1, 1, 20, 3])}
+    pairs = [make_sample([1] * length, [1.0] * length) for length in (5, 5, 1, 1, 1, 1, 20, 3)]
+    numbers = {str(number): number for number in range(len(pairs))}
     monkeypatch.setattr(reference, "SLICE_PAIRS", 3)
     monkeypatch.setattr(reference, "SLICE_TOKENS", 10)
-    assert list(reference.slices(pairs)) == [["0", "1"], ["2", "3", "4"], ["5", "6"], ["7"]]
+    found = list(reference.slices(pairs.__getitem__, numbers))
+    assert [keys for keys, _ in found] == [["0", "1"], ["2", "3", "4"], ["5", "6"], ["7"]]
+    assert [list(map(len, own)) for _, own in found] == [[5, 5], [1, 1, 1], [1, 20], [3]]
 
 
 def test_the_cache_holds_millions_of_pairs(options, mesh, tmp_path):
