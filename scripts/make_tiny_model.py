@@ -50,7 +50,7 @@ FAMILIES = (
         "smollm3",
         "mimo",
     ),
-    *("ernie4_5_moe", "gpt_oss", "qwen2_moe", "qwen3_moe", "glm4_moe", "hy_v3"),  # with experts
+    *("ernie4_5_moe", "gpt_oss", "minimax_m2", "qwen2_moe", "qwen3_moe", "glm4_moe", "hy_v3"),  # with experts
     *("deepseek_v3", "glm4_moe_lite"),  # with latent attention
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),  # with linear attention
 )
@@ -104,6 +104,14 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         "moe_num_shared_experts": 1,
         "moe_layer_start_index": 1,
         "rope_theta": 10000.0,
+    },
+    "minimax_m2": {
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "rotary_dim": 32,
+        "scoring_func": "sigmoid",  # this and the following keys are for vLLM and SGLang
+        "use_qk_norm": True,
+        "use_routing_bias": True,
     },
     "mistral": {"sliding_window": None},
     "gemma3_text": {

@@ -31,6 +31,8 @@ from transformers import (
     HYV3ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MiniMaxM2Config,
+    MiniMaxM2ForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     Olmo2Config,
@@ -94,6 +96,7 @@ CLASSES: dict[str, tuple[type, type]] = {
     "olmo3": (Olmo3Config, Olmo3ForCausalLM),
     "phi3": (Phi3Config, Phi3ForCausalLM),
     "hy_v3": (HYV3Config, HYV3ForCausalLM),
+    "minimax_m2": (MiniMaxM2Config, MiniMaxM2ForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
     "seed_oss": (SeedOssConfig, SeedOssForCausalLM),
     "smollm3": (SmolLM3Config, SmolLM3ForCausalLM),
@@ -197,6 +200,17 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         "route_norm": True,
         "num_nextn_predict_layers": 0,
     },
+    # Half of each head is rotary. The MTP modules of config.json were not published.
+    "minimax_m2": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "rotary_dim": 16,
+        "rope_theta": 10000.0,
+        "num_mtp_modules": 3,
+        "scoring_func": "sigmoid",  # from here on for engines
+        "use_qk_norm": True,
+        "use_routing_bias": True,
+    },
     "mistral": {"sliding_window": None},
     # Published with 0.1 of both: what tests train with transformers' layers would be noise.
     "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
@@ -255,6 +269,7 @@ CANNOT_DRAFT = {
         "gemma3_text",
         "gpt_oss",
         "granite",
+        "minimax_m2",
         "olmo2",
         "olmo3",
         "phi3",
@@ -291,6 +306,7 @@ HUB_NAMES: dict[str, dict[str, str]] = {
         "mlp.shared_experts.": "mlp.shared_mlp.",
     },
     "ernie4_5_moe": {"mlp.gate.moe_statics.": "mlp.moe_statics."},
+    "minimax_m2": {"mlp.": "block_sparse_moe.", ".gate_proj.": ".w1.", ".up_proj.": ".w3.", ".down_proj.": ".w2."},
 }
 CHATML = """\
 {%- for message in messages %}

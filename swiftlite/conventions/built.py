@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from swiftlite.bridge.rows import HfConfig
+from swiftlite.bridge.rows import HfConfig, renamed
 from swiftlite.conventions.convention import Convention, Matching
 from swiftlite.conventions.index import CONVENTIONS, MATCHINGS
 from swiftlite.conventions.quantized import METHODS, HeadModules, engine_name, head_modules
@@ -22,6 +22,7 @@ from swiftlite.heads import Heads
 _FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
+    "w13": ("w1", "w3"),
     "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
 }
 """Modules of engines that compute several projections of the files at once."""
@@ -86,7 +87,8 @@ def modules_of(convention: Convention, in_files: HeadModules, hf_config: HfConfi
     for name, parts in members.items():
         shards = [part for part in parts if ".experts." not in part or ".experts.0." in part]
         files = tuple(in_files.prefix + part for part in parts)
-        modules.append(Module(block + name, tuple(block + shard for shard in shards), files))
+        whole, *own_shards = (block + renamed(part, convention.renames) for part in (name, *shards))
+        modules.append(Module(whole, tuple(own_shards), files))
     for template in convention.quantizes:
         name = engine_name(template, hf_config, head)
         modules.append(Module(name, (name,), (name,)))

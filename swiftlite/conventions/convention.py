@@ -9,7 +9,8 @@ An engine builds the modules of heads quantized or plain according to a list in 
 with its own names of the modules (`quantized.py`). A convention therefore also contains these names.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from swiftlite.families import Family
@@ -30,6 +31,8 @@ class Convention:
             {layer} follows after the trunk's layers.
         quantizes: names of further modules that the engine quantizes unless they are listed: projections that join
             embedding and hidden state, and routers.
+        renames: maps prefixes of the modules in the decoder layer, as in files, to the engine's. Only prefixes that
+            differ are listed.
     """
 
     draft: str
@@ -37,6 +40,7 @@ class Convention:
     drafting: Drafting = Drafting()
     block: str = "mtp.layers.{head}."
     quantizes: tuple[str, ...] = ()
+    renames: Mapping[str, str] = field(default_factory=dict)
 
     def num_drafting(self, num_mtp_heads: int) -> int:
         """Return how many of a checkpoint's MTP heads draft."""

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from swiftlite.bridge.rows import HfConfig, Row, shapes_of
+from swiftlite.bridge.rows import HfConfig, Row, renamed, shapes_of
 from swiftlite.conventions.convention import Convention
 from swiftlite.conventions.index import CONVENTIONS, MATCHINGS
 from swiftlite.errors import UserError
@@ -87,6 +87,13 @@ def _with_latent(names: Iterable[str]) -> list[str]:
     return list(dict.fromkeys([*names, *latent]))
 
 
+def _in_engines(names: list[str], family: Family) -> list[str]:
+    """Add the names of modules in engines that have other names than the files."""
+    conventions = [CONVENTIONS[engine](family) for engine in MATCHINGS]
+    own = [renamed(name, known.renames) for known in conventions if known for name in names]
+    return list(dict.fromkeys([*names, *own]))
+
+
 def with_heads_kept(
     quantization: Mapping[str, Any], family: Family, hf_config: HfConfig, *, keeps_block: bool
 ) -> dict[str, Any]:
@@ -123,7 +130,7 @@ def with_heads_kept(
         if quantization.get("ignored_layers"):
             key = "ignored_layers"  # engines read it first
         in_block = _with_latent(experts_as_one(head_modules(family, hf_config, 0).projections))
-        whole = [block + name for block in blocks for name in in_block]
+        whole = [block + name for block in blocks for name in _in_engines(in_block, family)]
         result[key] = _added(quantization.get(key), whole + names)
     else:
         # Without a list, vLLM takes it from the files, whose names can differ, and SGLang quantizes all modules.
@@ -143,7 +150,7 @@ def unlisted_engines(method: str, family: Family, hf_config: HfConfig, *, keeps_
     """
     if not keeps_block:
         # vLLM takes the quantized modules from the files, whose names differ from those of these drafts.
-        has_other_names = family.name in ("ernie4_5_moe", "mimo") or family.name.startswith("qwen3_5")
+        has_other_names = family.name in ("ernie4_5_moe", "mimo", "minimax_m2") or family.name.startswith("qwen3_5")
         if method != "gptq" or not has_other_names:
             return []
         return [engine for engine, matching in MATCHINGS.items() if matching.reads_files]

@@ -8,7 +8,7 @@ MATCHING = Matching("SGLang", reads_files=False, compares_parts=True)
 _DECODER = "model.decoder."
 # These classes give their layer the names of the trunk's first layer.
 _FIRST_LAYER = "model.layers.0."
-# HF model_type -> convention. The classes of Qwen2 MoE, and of dense families except MiMo, are those of
+# HF model_type -> convention. The classes of MiniMax-M2 and Qwen2 MoE, and of dense families except MiMo, are those of
 # swiftlite's plugin (models/dense.py).
 _LINES = {
     "ernie4_5_moe": Convention(
@@ -21,6 +21,7 @@ _LINES = {
     "gpt_oss": Convention("GptOssForCausalLMMTP", "one"),
     "granite": Convention("GraniteForCausalLMMTP", "one"),
     "llama": Convention("LlamaForCausalLMMTP", "one"),
+    "minimax_m2": Convention("MiniMaxM2ForCausalLMMTP", "one"),
     "mistral": Convention("MistralForCausalLMMTP", "one"),
     "olmo2": Convention("Olmo2ForCausalLMMTP", "one"),
     "olmo3": Convention("Olmo2ForCausalLMMTP", "one"),

@@ -19,6 +19,7 @@ _LINES = {
     "gpt_oss": Convention("GptOssMTPModel"),
     "granite": Convention("GraniteMTPModel"),
     "llama": Convention("LlamaMTPModel"),
+    "minimax_m2": Convention("MiniMaxM2MTPModel", renames={"block_sparse_moe.": "mlp."}),
     "mistral": Convention("MistralMTPModel"),
     "olmo2": Convention("Olmo2MTPModel"),
     "olmo3": Convention("Olmo3MTPModel"),

@@ -17,6 +17,7 @@ from swiftlite.families.models.granite import GRANITE
 from swiftlite.families.models.hy_v3 import HY_V3
 from swiftlite.families.models.llama import LLAMA
 from swiftlite.families.models.mimo import MIMO
+from swiftlite.families.models.minimax_m2 import MINIMAX_M2
 from swiftlite.families.models.mistral import MISTRAL
 from swiftlite.families.models.olmo2 import OLMO2
 from swiftlite.families.models.olmo3 import OLMO3
@@ -46,6 +47,7 @@ FAMILIES: dict[str, Family] = {
     "hy_v3": HY_V3,
     "llama": LLAMA,
     "mimo": MIMO,
+    "minimax_m2": MINIMAX_M2,
     "mistral": MISTRAL,
     "olmo2": OLMO2,
     "olmo3": OLMO3,

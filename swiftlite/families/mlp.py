@@ -100,9 +100,12 @@ class MixtureOfExperts:
         activation: the activation of experts: a name of transformers, or CLAMPED_SWIGLU.
         hf_is_transposed: whether files have the stacks of gpt-oss (`bridge/encoding/expert_stack.py`). Rows of gate and
             up alternate, in files and in memory.
+        hf_matrices: names in files of an expert's matrices gate, up and down.
+        hf_ffn: key of config.json for `ffn`.
         router: how the router scores and selects experts, as arguments of megatron-core's TransformerConfig.
+        router_is_float32: whether the router's matrix is float32 even in a 16-bit model (`Float32Router`).
         biases_softmax: whether scores are softmaxes, to which a bias [1, E] is added for the selection only
-            (`BiasedSoftmaxRouter`). The matrix of such a router is float32 even in a 16-bit model.
+            (`BiasedSoftmaxRouter`). Requires `router_is_float32`.
     """
 
     recompute_modules: ClassVar[tuple[str, ...]] = ("moe",)
@@ -118,7 +121,10 @@ class MixtureOfExperts:
     has_biases: bool = False
     activation: str = "silu"
     hf_is_transposed: bool = False
+    hf_matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    hf_ffn: str = "moe_intermediate_size"
     router: Mapping[str, Any] = field(default_factory=dict)
+    router_is_float32: bool = False
     biases_softmax: bool = False
 
     @property
@@ -131,7 +137,7 @@ class MixtureOfExperts:
 
     @property
     def expert_split(self) -> dict[str, int]:
-        return {"moe_intermediate_size": self.ffn}
+        return {self.hf_ffn: self.ffn}
 
     def mcore_config(self) -> dict[str, Any]:
         config = {
@@ -150,7 +156,7 @@ class MixtureOfExperts:
 
     def rows(self) -> list[Row]:
         matrix = {"mlp.gate.weight": (self.experts, self.hidden)}
-        rows = [Row("mlp.router.weight", matrix, is_exact=self.biases_softmax)]
+        rows = [Row("mlp.router.weight", matrix, is_exact=self.router_is_float32)]
         if self.expert_bias:
             shape = (1, self.experts) if self.biases_softmax else (self.experts,)
             bias = {"mlp.gate.e_score_correction_bias": shape}
@@ -162,7 +168,7 @@ class MixtureOfExperts:
             if self.hf_is_transposed:
                 rows += self._transposed_rows(*names)
             else:
-                rows += gated_rows(names[0], self.hidden, self.ffn, mcore_prefix=names[1])
+                rows += gated_rows(names[0], self.hidden, self.ffn, mcore_prefix=names[1], hf_names=self.hf_matrices)
         if self.shared_ffn:
             rows += gated_rows("mlp.shared_experts.", self.hidden, self.shared_ffn)
         if self.shared_gate:
@@ -221,17 +227,24 @@ class MixtureOfExperts:
         return scores + experts + _gated_activation_bytes(rank, self.shared_ffn // rank.tp) + gate
 
 
-def gated_rows(hf_prefix: str, hidden: int, ffn: int, mcore_prefix: str | None = None) -> list[Row]:
+def gated_rows(
+    hf_prefix: str,
+    hidden: int,
+    ffn: int,
+    mcore_prefix: str | None = None,
+    hf_names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+) -> list[Row]:
     """Return the bridge rows of a gated MLP, which can be the MLP of a layer, an expert, or the shared experts.
 
     Args:
         mcore_prefix: prefix of the Megatron names; None if it equals `hf_prefix`.
+        hf_names: names of the matrices gate, up and down in files.
     """
     prefix = hf_prefix if mcore_prefix is None else mcore_prefix
-    gate_up = {f"{hf_prefix}gate_proj.weight": (ffn, hidden), f"{hf_prefix}up_proj.weight": (ffn, hidden)}
+    gate, up, down = (f"{hf_prefix}{name}.weight" for name in hf_names)
     return [
-        Row(f"{prefix}linear_fc1.weight", gate_up, GATE_UP),
-        Row(f"{prefix}linear_fc2.weight", {f"{hf_prefix}down_proj.weight": (hidden, ffn)}),
+        Row(f"{prefix}linear_fc1.weight", {gate: (ffn, hidden), up: (ffn, hidden)}, GATE_UP),
+        Row(f"{prefix}linear_fc2.weight", {down: (hidden, ffn)}),
     ]
 
 

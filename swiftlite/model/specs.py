@@ -42,7 +42,7 @@ from swiftlite.model.layers.deepstack import DeepstackLayer
 from swiftlite.model.layers.kernels import Modules, modules_of
 from swiftlite.model.layers.norm import SharedNorm
 from swiftlite.model.layers.output_norms import OutputNormsLayer
-from swiftlite.model.layers.router import BiasedSoftmaxRouter, MoELayer, TopKRouter
+from swiftlite.model.layers.router import BiasedSoftmaxRouter, Float32Router, MoELayer, TopKRouter
 from swiftlite.model.layers.swiglu import ClampedSwiGLU, GeGLU, SwiGLU
 from swiftlite.model.mtp import MultiTokenPredictionLayer, UnrolledLayer
 from swiftlite.model.vision import VisionTransformer
@@ -127,10 +127,15 @@ def _mixture(mixture: MixtureOfExperts, modules: Modules) -> ModuleSpec:
     saves.
     """
     experts = replace(modules, column=LOCAL.column, row=LOCAL.row)
+    router: type[TopKRouter] = TopKRouter
+    if mixture.biases_softmax:
+        router = BiasedSoftmaxRouter
+    elif mixture.router_is_float32:
+        router = Float32Router
     return ModuleSpec(
         module=MoELayer,
         submodules=MoESubmodules(
-            router=BiasedSoftmaxRouter if mixture.biases_softmax else TopKRouter,
+            router=router,
             experts=ModuleSpec(module=modules.experts, submodules=_gated(experts, mixture.activation)),
             # Built only if the config defines a size of shared experts.
             shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=_gated(modules)),

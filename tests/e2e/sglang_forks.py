@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,8 +17,10 @@ def install() -> None:
     import sglang.srt.entrypoints.engine
     import sglang.srt.managers.detokenizer_manager
     import sglang.srt.managers.scheduler  # noqa: F401
-    from sglang.srt.models import qwen2_moe
+    from sglang.srt.models import minimax_m2, qwen2_moe
 
+    norms: Any = minimax_m2.MiniMaxM2QKRMSNorm
+    norms.forward = norm_queries_and_keys
     qwen2_moe.fused_gate_sigmoid_mul_add = add_gated_expert
     multiprocessing.set_start_method("fork")
     multiprocessing.set_start_method = lambda *_, **__: None  # SGLang's choice is "spawn"
@@ -28,6 +31,18 @@ def add_gated_expert(
 ) -> None:
     """Add the output of a shared expert, multiplied by its gate. SGLang's kernel for this requires a GPU."""
     output_TH += F.sigmoid(states_TH @ gate_H)[:, None] * expert_TH
+
+
+def norm_queries_and_keys(
+    norms: Any, queries_TC: torch.Tensor, keys_TC: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Normalize the channels of all heads together. SGLang's kernel for this requires a GPU."""
+
+    def norm(weight_C: torch.Tensor, channels_TC: torch.Tensor) -> torch.Tensor:
+        normed_TC = F.rms_norm(channels_TC.float(), weight_C.shape, eps=norms._eps)
+        return (normed_TC * weight_C).to(channels_TC.dtype)
+
+    return norm(norms._q_norm.weight, queries_TC), norm(norms._k_norm.weight, keys_TC)
 
 
 def sample_verified_tokens() -> None:

@@ -45,6 +45,7 @@ CASES += [
     ("gemma3_text", 3),
     ("gpt_oss", 3),
     ("granite", 3),
+    ("minimax_m2", 3),
     ("olmo2", 3),
     ("olmo3", 3),
     ("phi3", 3),

@@ -90,6 +90,14 @@ OWN_NEUTRAL = {
     "glm4_moe_lite": {"attention_bias", "topk_method"},
     # In float32 or not, the sum of routed and shared experts is rounded once.
     "hy_v3": {"attention_bias", "enable_moe_fp32_combine", "mlp_bias", "qk_norm", "route_norm"},
+    # The MTP modules were not published.
+    "minimax_m2": {
+        "num_mtp_modules",
+        "router_jitter_noise",
+        "scoring_func",
+        "use_qk_norm",
+        "use_routing_bias",
+    },
     "mistral": set(),
     "seed_oss": {"attention_out_bias", "mlp_bias", "residual_dropout"},
     "smollm3": {"attention_bias", "mlp_bias"},
@@ -169,6 +177,7 @@ OWN_READ = {
         "num_shared_experts",
         "router_scaling_factor",
     },
+    "minimax_m2": {"num_experts_per_tok", "num_local_experts", "rotary_dim"},
     "mistral": {"sliding_window"},
     "olmo3": {"sliding_window"},
     "seed_oss": {"attention_bias"},
@@ -298,7 +307,7 @@ def test_mcore_config(family):
         "num_layers": 2,
         "hidden_size": 64,
         **(
-            {} if family.startswith(("qwen", "gpt")) and family in MOE else {"ffn_hidden_size": 96}
+            {} if family.startswith(("gpt", "minimax", "qwen")) and family in MOE else {"ffn_hidden_size": 96}
         ),  # all layers are mixtures
         "num_attention_heads": 4,
         "num_query_groups": 2,
@@ -416,7 +425,7 @@ REFUSED = [
     *[(family, TOPK.get(family, "num_experts_per_tok"), 5) for family in MOE],
     *[(family, TOPK.get(family, "num_experts_per_tok"), 0) for family in MOE],
     *[(family, TOPK.get(family, "num_experts_per_tok"), None) for family in MOE],
-    *[(family, "moe_intermediate_size", None) for family in MOE if family != "gpt_oss"],
+    *[(family, "moe_intermediate_size", None) for family in MOE if family not in ("gpt_oss", "minimax_m2")],
     *[("qwen3_next", key, None) for key in sorted(OF_LINEAR)],
     ("qwen3_next", "shared_expert_intermediate_size", None),
     ("qwen3_next", "head_dim", None),
@@ -497,6 +506,33 @@ REFUSED = [
     ("hy_v3", "route_norm", False),
     ("hy_v3", "attention_bias", True),
     ("hy_v3", "mlp_bias", True),
+    *[
+        ("minimax_m2", key, None)
+        for key in (
+            "num_local_experts",
+            "num_key_value_heads",
+            "head_dim",
+            "rotary_dim",
+            "scoring_func",
+            "use_qk_norm",
+            "use_routing_bias",
+        )
+    ],
+    ("minimax_m2", "num_experts_per_tok", 1),
+    ("minimax_m2", "rotary_dim", 8),
+    ("minimax_m2", "rotary_dim", 15),
+    ("minimax_m2", "rotary_dim", 32),
+    ("minimax_m2", "scoring_func", "softmax"),
+    ("minimax_m2", "use_qk_norm", False),
+    ("minimax_m2", "qk_norm_type", "per_head"),
+    ("minimax_m2", "use_routing_bias", False),
+    ("minimax_m2", "attention_bias", True),
+    ("minimax_m2", "sliding_window", 16),
+    ("minimax_m2", "attn_type_list", [1, 0]),
+    ("minimax_m2", "attn_type_list", [1]),
+    ("minimax_m2", "shared_intermediate_size", 64),
+    ("minimax_m2", "router_jitter_noise", 0.1),
+    ("minimax_m2", "rope_parameters", {"rope_type": "default", "partial_rotary_factor": 1.0}),
     ("mistral", "sliding_window", "x"),
     ("mistral", "sliding_window", 0),
     ("gemma3_text", "layer_types", ["sliding_attention", "sliding_attention"]),
@@ -614,7 +650,7 @@ def test_the_part_of_a_head_that_turns_must_be_stated():
 
 
 @pytest.mark.parametrize(
-    "family", [family for family in MOE if not family.startswith(("ernie", "gpt_oss", "hy_v3", "qwen3_5"))]
+    "family", [family for family in MOE if not family.startswith(("ernie", "gpt_oss", "hy_v3", "minimax", "qwen3_5"))]
 )
 def test_one_expert_per_token(family):
     """With one expert, its score divided by itself is 1. megatron-core's sigmoid router does not divide."""
@@ -681,6 +717,19 @@ def test_which_layers_have_experts():
     assert config["moe_layer_freq"] == [0, 0, 1, 1, 1]
     config = mcore_config(hf_config("qwen3_moe", num_hidden_layers=6, decoder_sparse_step=2, mlp_only_layers=[3]))
     assert config["moe_layer_freq"] == [0, 1, 0, 0, 0, 1]
+
+
+def test_which_part_of_a_head_is_rotary_in_minimax_m2():
+    """Files on the hub have only `rotary_dim`, files of transformers 5 also the share of each head."""
+    published = hf_config("minimax_m2", rope_parameters=None, rope_theta=5_000_000, rotary_dim=8)
+    del published["partial_rotary_factor"]
+    saved = hf_config("minimax_m2", rotary_dim=8, partial_rotary_factor=0.5)
+    saved["rope_parameters"] |= {"partial_rotary_factor": 0.5}
+    for config in (published, saved):
+        architecture = families.get(config).architecture(config)
+        assert {layer.attention.rotary for layer in architecture.layers} == {8}
+        (rope,) = architecture.outside.ropes
+        assert rope["partial_rotary_factor"] == 0.5
 
 
 def test_both_names_of_the_number_of_experts():

@@ -50,7 +50,7 @@ ROPES = {
 }
 
 
-MOE = ("ernie4_5_moe", "gpt_oss", "qwen2_moe", "qwen3_moe", "glm4_moe", "hy_v3", *LATENT, *HYBRID)
+MOE = ("ernie4_5_moe", "gpt_oss", "minimax_m2", "qwen2_moe", "qwen3_moe", "glm4_moe", "hy_v3", *LATENT, *HYBRID)
 
 
 def assert_equal(ours: torch.Tensor, theirs: torch.Tensor, family: str) -> None:
@@ -79,8 +79,10 @@ def test_trunk_logits_equal_transformers(tmp_path, mesh, family, tied, rope, dty
         rope = "longrope"
     if family == "gpt_oss":
         rope, dtype = "yarn", torch.float32  # engines have no other rope; bfloat16 below
+    if family == "minimax_m2":
+        dtype = torch.float32  # bfloat16 below
     parameters: dict[str, Any] = dict(ROPES[rope] or {"rope_type": "default", "rope_theta": 10000.0})
-    if family == "glm4_moe":
+    if family in ("glm4_moe", "minimax_m2"):
         parameters["partial_rotary_factor"] = 0.5
     if family == "gpt_oss":
         parameters |= {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": tied}
@@ -93,7 +95,7 @@ def test_trunk_logits_equal_transformers(tmp_path, mesh, family, tied, rope, dty
         parameters = {"full_attention": parameters, "sliding_attention": {"rope_type": "default", "rope_theta": base}}
     if family in LATENT and rope == "longrope":
         parameters["factor"] = 4.0  # which transformers reads for the scale of the scores, whatever the kind of rope
-    rotary_dim = {"glm4_moe": 16, "phi3": 16, **dict.fromkeys((*LATENT, *HYBRID), 8)}.get(family, 32)
+    rotary_dim = {"glm4_moe": 16, "minimax_m2": 16, "phi3": 16, **dict.fromkeys((*LATENT, *HYBRID), 8)}.get(family, 32)
     for factors in parameters.keys() & {"short_factor", "long_factor"}:
         parameters[factors] = parameters[factors][: rotary_dim // 2]
     directory = make_tiny_hf(
@@ -118,8 +120,8 @@ def test_trunk_logits_equal_transformers(tmp_path, mesh, family, tied, rope, dty
 @pytest.mark.parametrize(("family", "depth", "dtype"), pairwise([*CLASSES], [1, 2], [torch.float32, torch.bfloat16]))
 def test_mtp_logits_equal_a_short_reference(tmp_path, mesh, family, depth, dtype):
     """Heads receive the inputs that the family's engine passes to them."""
-    if family == "gpt_oss":
-        dtype = torch.float32  # transformers rounds scores to bfloat16
+    if family in ("gpt_oss", "minimax_m2"):
+        dtype = torch.float32  # see test_bfloat16_logits
     directory = make_tiny_hf(tmp_path, family, depth=depth, dtype=dtype)
     drafting = index.FAMILIES[family].mtp.drafting
     hf, tensors = load_transformers(directory, family, dtype), load_file(directory / "model.safetensors")
@@ -208,14 +210,19 @@ def reference_mtp(hf, tensors, family, k, hidden, input_ids, position_ids, draft
     )
 
 
-def test_bfloat16_logits_of_gpt_oss(tmp_path, mesh):
-    """transformers rounds the scores of attention to bfloat16, so its logits differ. Ours are closer to exact ones."""
-    directory = make_tiny_hf(tmp_path, "gpt_oss", dtype=torch.bfloat16)
+@pytest.mark.parametrize("family", ["gpt_oss", "minimax_m2"])
+def test_bfloat16_logits(tmp_path, mesh, family):
+    """transformers rounds more to bfloat16, so its logits differ. Ours are closer to exact ones.
+
+    It rounds the scores of attention in gpt-oss. In MiniMax-M2, it rounds the logits of routers, and queries and keys
+    before they are multiplied by the weights of their norms; vLLM and SGLang do not.
+    """
+    directory = make_tiny_hf(tmp_path, family, dtype=torch.bfloat16)
     input_ids, position_ids = ids_and_positions(48)
     with torch.no_grad():
-        exact = load_transformers(directory, "gpt_oss", torch.float32)(input_ids).logits
+        exact = load_transformers(directory, family, torch.float32)(input_ids).logits
         ours = load_megatron(directory, mesh, torch.bfloat16)(input_ids, position_ids).main
-        theirs = load_transformers(directory, "gpt_oss", torch.bfloat16)(input_ids).logits
+        theirs = load_transformers(directory, family, torch.bfloat16)(input_ids).logits
     # The median, because a token can have another expert.
     error, their_error = ((logits.float() - exact).abs().median() for logits in (ours, theirs))
     assert error <= their_error
@@ -256,6 +263,9 @@ ROUTERS = [
     ("ernie4_5_moe", {"moe_k": 1}),
     ("ernie4_5_moe", {"moe_num_shared_experts": 0}),
     ("ernie4_5_moe", {"num_hidden_layers": 5, "moe_layer_start_index": 2, "moe_layer_end_index": 3}),
+    ("minimax_m2", {"num_local_experts": 8, "num_experts_per_tok": 3}),
+    ("minimax_m2", {"rotary_dim": 8}),
+    ("minimax_m2", {"rotary_dim": 32}),
     ("glm4_moe", {"n_routed_experts": 8, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2}),
     ("glm4_moe", {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}),
     ("glm4_moe", {"n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 4}),

@@ -36,6 +36,7 @@ LAYOUTS: dict[tuple[str, str], list[str]] = {
     ("gemma3_text", "lora"): ["TP2+SP"],  # norms of outputs
     ("qwen2_moe", "lora"): ["EP2xTP2", "CP2+distopt"],  # biases, a gated shared expert
     ("ernie4_5_moe", "lora"): ["EP2xTP2"],  # heads that share the final norm, dense heads of a mixture
+    ("minimax_m2", "lora"): ["EP2xTP2", "CP2+distopt"],  # experts with other names, norms of all queries and keys
     ("gpt_oss", "lora"): ["EP2xTP2", "CP2+distopt"],  # sinks; experts without adapters
     ("olmo3", "lora"): ["CP2+distopt"],  # windows and two rotary embeddings
     ("olmo2", "lora"): ["TP2+SP"],  # norms of all queries and of all keys

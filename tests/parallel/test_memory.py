@@ -134,7 +134,7 @@ def test_linear_attention(parameter_bytes, rows, recompute, ranks):
     check(measured, estimated)
 
 
-@pytest.mark.parametrize("family", ["ernie4_5_moe", "qwen2_moe", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["ernie4_5_moe", "minimax_m2", "qwen2_moe", "qwen3_moe"])
 def test_experts(family):
     """For each selected expert, a token stores its input, the expert's inner activations and the expert's output.
 
@@ -144,9 +144,11 @@ def test_experts(family):
     sizes = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
     sizes |= {"norm_topk_prob": family == "qwen3_moe", "shared_expert_intermediate_size": 128}
     sizes |= {"moe_num_experts": 8, "moe_k": 2, "moe_num_shared_experts": 2, "moe_layer_start_index": 1}
+    if family == "minimax_m2":
+        sizes = OWN_SIZES["minimax_m2"] | {"num_local_experts": 8}
     hf_config = config(family, **sizes, decoder_sparse_step=1, mlp_only_layers=[])
-    # The matrices of ERNIE's routers are float32 in a 16-bit model, too, which is not estimated.
-    parameter_bytes = 4 if family == "ernie4_5_moe" else 2
+    # The matrices of these families' routers are float32 in a 16-bit model, too, which is not estimated.
+    parameter_bytes = 4 if family in ("ernie4_5_moe", "minimax_m2") else 2
     setup = Setup(micro_batch_size=2, max_length=256, heads=Heads(1), parameter_bytes=parameter_bytes)
     (estimated,) = estimate(hf_config, setup)
     (measured,) = launch(1, measure, hf_config, setup)

@@ -77,6 +77,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3_moe": MOE | {"num_experts": 8, "mlp_only_layers": [2], "decoder_sparse_step": 1},
     "glm4_moe": SHARED | {"attention_bias": True, "use_qk_norm": True, "partial_rotary_factor": 0.5},
     "deepseek_v3": LATENT,
+    "minimax_m2": DENSE
+    | {
+        "intermediate_size": 96,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "rotary_dim": 16,
+        "rope_theta": 10000.0,
+        "pad_token_id": None,
+    },
     "ernie4_5_moe": DENSE
     | {
         "moe_num_experts": 8,
@@ -165,6 +174,18 @@ def test_stages_hold_the_model_and_copies_of_the_embedding(tied, depth, copies):
     config = CONFIGS["qwen3"] | {"tie_word_embeddings": tied}
     split = total(config, layout=PP4, num_gpus=4, heads=Heads(depth))
     assert split == total(config, heads=Heads(depth)) + copies * 1000 * 128
+
+
+def test_minimax_m2_itself():
+    """Its files have 228,703,644,928 numbers, including 62 expert biases of 256 and the scales of FP8 blocks of
+    128 x 128. They therefore contain no MTP modules.
+    """
+    sizes = {"hidden_size": 3072, "intermediate_size": 1536, "num_hidden_layers": 62, "vocab_size": 200064}
+    attention = {"num_attention_heads": 48, "num_key_value_heads": 8, "head_dim": 128, "rotary_dim": 64}
+    config = CONFIGS["minimax_m2"] | sizes | attention | {"num_local_experts": 256, "num_experts_per_tok": 8}
+    blocks_of_expert, blocks_of_attention = 3 * 12 * 24, 2 * 48 * 24 + 2 * 8 * 24
+    other = 62 * (256 + 256 * blocks_of_expert + blocks_of_attention)
+    assert total(config) + other == 228_703_644_928
 
 
 @pytest.mark.parametrize(

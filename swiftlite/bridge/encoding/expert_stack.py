@@ -1,6 +1,7 @@
 """Convert between stacked tensors of all experts and tensors of single experts.
 
-Most files have a tensor `experts.{e}.gate_proj.weight` for each expert e. transformers 5 has the stacked tensors
+Most files have a tensor `experts.{e}.gate_proj.weight` for each expert e; files of MiniMax-M2 have the names of
+Mixtral, `experts.{e}.w1.weight` (gate), `w3` (up) and `w2` (down). transformers 5 has the stacked tensors
 `experts.gate_up_proj` [experts, 2 * ffn, hidden] and `experts.down_proj` [experts, hidden, ffn] in memory, and can also
 write them to files. An expert's part of a stack is contiguous in the file, so it can be an `Entry` (location of a
 tensor). All other code uses only tensors of single experts.
@@ -20,10 +21,11 @@ import torch
 
 from swiftlite.bridge.entry import Entry, TensorTypes
 
-_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
+_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w3|w2)\.weight")
 # The matrices of one expert in a stack, in order, by the last component of the stack's name.
 _PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 _STACK_OF = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj"}
+_STACK_OF |= {"w1": "gate_up_proj", "w3": "gate_up_proj", "w2": "down_proj"}  # of Mixtral
 # Of gpt-oss. The names of stacks equal those of the parts.
 _TRANSPOSED = tuple(_PARTS)
 _WITH_ENDING = re.compile(r"(gate_up_proj|down_proj)_(bias|blocks|scales)")

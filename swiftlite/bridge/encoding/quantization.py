@@ -10,6 +10,7 @@ from swiftlite.bridge.rows import HfConfig
 _NOT_OF_WEIGHTS = {"activation_scheme", "scale_fmt", "modules_to_not_convert", "ignored_layers", "ignore"}
 _COMPRESSED = {"float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "nvfp4-pack-quantized"}
 _ONLY_OF = {"mxfp4": "gpt_oss"}  # whose files have stacks of experts in this format
+_E4M3 = ("e4m3", "float8_e4m3fn")
 _STRATEGIES = {"tensor", "channel", "group", "tensor_group", "block"}
 
 
@@ -45,8 +46,8 @@ def describe_quantization(hf_config: HfConfig) -> str:
 
 def _fp8_problem(quantization: Mapping[str, Any]) -> str:
     known = _NOT_OF_WEIGHTS | {"quant_method", "fmt", "weight_block_size"}
-    if quantization.get("fmt", "e4m3") != "e4m3":
-        return f"fmt {quantization['fmt']!r} is not supported; it can only be 'e4m3'"
+    if quantization.get("fmt", "e4m3") not in _E4M3:
+        return f"fmt {quantization['fmt']!r} is not supported; it can only be {' or '.join(map(repr, _E4M3))}"
     if unknown := sorted(quantization.keys() - known):
         return f"{', '.join(f'{key} {quantization[key]!r}' for key in unknown)} is not supported"
     block = quantization.get("weight_block_size")

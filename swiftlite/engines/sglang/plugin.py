@@ -27,6 +27,7 @@ DRAFTS = {
     "GptOssForCausalLM": "GptOssForCausalLMMTP",
     "GraniteForCausalLM": "GraniteForCausalLMMTP",
     "LlamaForCausalLM": "LlamaForCausalLMMTP",
+    "MiniMaxM2ForCausalLM": "MiniMaxM2ForCausalLMMTP",
     "MistralForCausalLM": "MistralForCausalLMMTP",
     "Olmo2ForCausalLM": "Olmo2ForCausalLMMTP",
     "Phi3ForCausalLM": "Phi3ForCausalLMMTP",

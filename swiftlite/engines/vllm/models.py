@@ -6,6 +6,7 @@ Shapes: T tokens of all requests of a batch, H hidden size.
 """
 
 import inspect
+from collections.abc import Callable
 from copy import copy, deepcopy
 from functools import partial
 from typing import Any, ClassVar
@@ -36,6 +37,7 @@ from vllm.model_executor.models import (
     gpt_oss,
     granite,
     llama,
+    minimax_m2,
     mistral,
     olmo_hybrid,
     phi3,
@@ -78,16 +80,25 @@ class Ernie4_5_MoeForCausalLM(ernie45_moe.Ernie4_5_MoeForCausalLM):
         for module in self.modules():
             if isinstance(module, ernie45_moe.Ernie4_5_MoeMoE):
                 gate: Any = module.gate
-                router: Any = module.experts.router
-                if isinstance(router, CPURouter):
-                    router.custom_routing_function = partial(_route, gate.e_score_correction_bias)
+                _set_route(module.experts, gate.e_score_correction_bias, partial(torch.softmax, dim=-1))
+
+
+def _set_route(experts: Any, bias_E: torch.Tensor, score: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Let vLLM's router for a CPU select experts by their scores plus a bias, which it supports only for groups."""
+    if isinstance(experts.router, CPURouter):
+        experts.router.custom_routing_function = partial(_route, bias_E, score)
 
 
 def _route(
-    bias_E: torch.Tensor, hidden_states: torch.Tensor, gating_output: torch.Tensor, topk: int, renormalize: bool
+    bias_E: torch.Tensor,
+    score: Callable[[torch.Tensor], torch.Tensor],
+    hidden_states: torch.Tensor,
+    gating_output: torch.Tensor,
+    topk: int,
+    renormalize: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return weights and experts [T, topk] of a router with logits [T, E] and a bias for the selection."""
-    scores_TE = gating_output.float().softmax(dim=-1)
+    scores_TE = score(gating_output.float())
     expert_TK = (scores_TE + bias_E).topk(topk, dim=-1).indices
     weight_TK = scores_TE.gather(1, expert_TK)
     if renormalize:
@@ -105,6 +116,25 @@ class GptOssForCausalLM(Trunk, gpt_oss.GptOssForCausalLM):
 
 class GraniteForCausalLM(Trunk, granite.GraniteForCausalLM):
     """The trunk of a checkpoint with MTP heads."""
+
+
+class MiniMaxM2ForCausalLM(Trunk, minimax_m2.MiniMaxM2ForCausalLM):
+    """The trunk of a checkpoint with MTP heads. vLLM 0.32 ignores `tie_word_embeddings`."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        _select_by_sigmoids(self)
+        if self.config.tie_word_embeddings:
+            output_layer: Any = self.lm_head
+            self.lm_head = output_layer.tie_weights(self.model.embed_tokens)
+
+
+def _select_by_sigmoids(model: nn.Module) -> None:
+    """Let MiniMax-M2's routers run on a CPU: vLLM's router for a CPU supports sigmoids only for groups of experts."""
+    for module in model.modules():
+        if isinstance(module, minimax_m2.MiniMaxM2MoE):
+            bias_E: Any = module.e_score_correction_bias
+            _set_route(module.experts, bias_E, torch.sigmoid)
 
 
 class MistralForCausalLM(Trunk, mistral.MistralForCausalLM):
@@ -474,6 +504,20 @@ class GraniteMTPModel(MtpDraft):
     """MTP draft model for Granite."""
 
     layer_class = granite.GraniteDecoderLayer
+
+
+class MiniMaxM2MTPModel(MtpDraft):
+    """MTP draft model for MiniMax-M2."""
+
+    def make_layer(self, vllm_config: VllmConfig, prefix: str) -> nn.Module:
+        layer = minimax_m2.MiniMaxM2DecoderLayer(
+            self.config, prefix, vllm_config.model_config, vllm_config.cache_config, vllm_config.quant_config
+        )
+        _select_by_sigmoids(layer)
+        return layer
+
+    def expert_mapping(self) -> ExpertMapping:
+        return fused_moe_make_expert_params_mapping(self, "w1", "w2", "w3", num_experts=self.config.num_local_experts)
 
 
 class MistralMTPModel(MtpDraft):

@@ -36,6 +36,7 @@ DRAFTS = {
     "GptOssForCausalLM": "GptOssMTPModel",
     "GraniteForCausalLM": "GraniteMTPModel",
     "LlamaForCausalLM": "LlamaMTPModel",
+    "MiniMaxM2ForCausalLM": "MiniMaxM2MTPModel",
     "MistralForCausalLM": "MistralMTPModel",
     "Olmo2ForCausalLM": "Olmo2MTPModel",
     "Olmo3ForCausalLM": "Olmo3MTPModel",

@@ -77,6 +77,7 @@ def _layer(hf_config: HfConfig, number: int) -> Layer:
         ffn=hf_config["moe_intermediate_size"],
         shared_ffn=hf_config["moe_intermediate_size"] * hf_config["moe_num_shared_experts"],
         expert_bias=True,
+        router_is_float32=True,
         biases_softmax=True,
         router={
             "moe_router_score_function": "sigmoid",  # replaced, see `BiasedSoftmaxRouter`

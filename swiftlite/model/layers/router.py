@@ -121,7 +121,21 @@ class TopKRouter(McoreTopKRouter):
         return MoEAuxLossAutoScaler.apply(probs, self.config.moe_aux_loss_coeff * tokens.divisor * mean)
 
 
-class BiasedSoftmaxRouter(TopKRouter):
+class Float32Router(TopKRouter):
+    """A router whose matrix is float32 even in a 16-bit model."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.weight.data = self.weight.data.float()
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "Float32Router":
+        exact = self.weight.data
+        super()._apply(fn, recurse)
+        self.weight.data = exact.to(self.weight.device)
+        return self
+
+
+class BiasedSoftmaxRouter(Float32Router):
     """The router of ERNIE 4.5: it selects experts by the softmax of the logits plus a bias.
 
     The weights of the selected experts are their softmaxes without the bias, divided by their sum. megatron-core
@@ -132,15 +146,8 @@ class BiasedSoftmaxRouter(TopKRouter):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.score_function = "softmax"
-        self.weight.data = self.weight.data.float()
         for name in ("expert_bias", "local_tokens_per_expert"):
             self._buffers[name] = self.get_buffer(name)[None]
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "BiasedSoftmaxRouter":
-        exact = self.weight.data
-        super()._apply(fn, recurse)
-        self.weight.data = exact.to(self.weight.device)
-        return self
 
     def routing(
         self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None

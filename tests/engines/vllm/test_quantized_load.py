@@ -37,6 +37,7 @@ WHOLE_EXPERTS: dict[str, Any] = WHOLE_BLOCKS | {"moe_intermediate_size": 128, "s
 OF_BLOCKS: dict[str, dict[str, Any]] = {
     "qwen3": WHOLE_BLOCKS,
     "glm4_moe": WHOLE_EXPERTS,
+    "minimax_m2": WHOLE_BLOCKS,
     "deepseek_v3": SMALL | WHOLE_EXPERTS | {"q_lora_rank": 128},
     "qwen3_next": WHOLE_EXPERTS | {"linear_num_key_heads": 64, "linear_num_value_heads": 128},
 }

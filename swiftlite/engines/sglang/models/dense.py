@@ -27,6 +27,7 @@ from sglang.srt.models import (
     gpt_oss,
     granite,
     llama,
+    minimax_m2,
     mistral,
     olmo2,
     qwen2,
@@ -89,6 +90,15 @@ class GraniteForCausalLM(SharingTrunk, granite.GraniteForCausalLM):
 
 class LlamaForCausalLM(Trunk, llama.LlamaForCausalLM):
     """The trunk of a checkpoint with an MTP head."""
+
+
+class MiniMaxM2ForCausalLM(Trunk, minimax_m2.MiniMaxM2ForCausalLM):
+    """The trunk of a checkpoint with an MTP head. SGLang 0.5.23 ignores `tie_word_embeddings`."""
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any):
+        super().__init__(config, *args, **kwargs)
+        if config.tie_word_embeddings:
+            self.lm_head = self.model.embed_tokens
 
 
 class NoWindowTrunk(Trunk):
@@ -412,6 +422,15 @@ class LlamaForCausalLMMTP(MtpDraft):
     layer_class = llama.LlamaDecoderLayer
 
 
+class MiniMaxM2ForCausalLMMTP(MtpDraft):
+    """MTP draft model for MiniMax-M2."""
+
+    layer_class = partial(minimax_m2.MiniMaxM2DecoderLayer, layer_id=0)
+
+    def expert_mapping(self) -> ExpertMapping:
+        return FusedMoE.make_expert_params_mapping("w1", "w2", "w3", self.config.num_local_experts)
+
+
 class MistralForCausalLMMTP(LlamaForCausalLMMTP):
     """MTP draft model for Mistral, whose layers are Llama's."""
 
@@ -478,6 +497,7 @@ EntryClass = [
     GptOssForCausalLM,
     GraniteForCausalLM,
     LlamaForCausalLM,
+    MiniMaxM2ForCausalLM,
     MistralForCausalLM,
     Olmo2ForCausalLM,
     Phi3ForCausalLM,
@@ -490,6 +510,7 @@ EntryClass = [
     GptOssForCausalLMMTP,
     GraniteForCausalLMMTP,
     LlamaForCausalLMMTP,
+    MiniMaxM2ForCausalLMMTP,
     MistralForCausalLMMTP,
     Olmo2ForCausalLMMTP,
     Phi3ForCausalLMMTP,
