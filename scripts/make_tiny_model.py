@@ -51,7 +51,7 @@ FAMILIES = (
         "mimo",
     ),
     *("ernie4_5_moe", "gpt_oss", "minimax_m2", "qwen2_moe", "qwen3_moe", "glm4_moe", "hy_v3"),  # with experts
-    *("deepseek_v3", "glm4_moe_lite"),  # with latent attention
+    *("deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa"),  # with latent attention
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),  # with linear attention
 )
 # transformers has no MiMo classes. MiMo's block is that of Qwen2, and a checkpoint contains its classes (MIMO_CODE).
@@ -72,6 +72,7 @@ LATENT = {
     "v_head_dim": 128,
     "topk_method": "noaux_tc",  # required by vLLM
 }
+INDEXED = LATENT | {"index_topk": 2048, "index_n_heads": 4, "index_head_dim": 128, "scoring_func": "sigmoid"}
 # Every other layer has linear attention.
 LINEAR = {
     "full_attention_interval": 2,
@@ -88,7 +89,9 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     "glm4_moe": SHARED_AND_ROUTED | {"attention_bias": True, "use_qk_norm": True, "partial_rotary_factor": 0.5},
     # vLLM also requires scoring_func.
     "deepseek_v3": SHARED_AND_ROUTED | LATENT | {"n_group": 2, "topk_group": 1, "scoring_func": "sigmoid"},
+    "deepseek_v32": SHARED_AND_ROUTED | INDEXED | {"n_group": 2, "topk_group": 1},
     "glm4_moe_lite": SHARED_AND_ROUTED | LATENT,
+    "glm_moe_dsa": SHARED_AND_ROUTED | INDEXED | {"n_group": 1, "topk_group": 1},
     "hy_v3": {
         "num_experts": 8,
         "num_experts_per_tok": 2,
@@ -138,7 +141,9 @@ MTP_NAMES = {
     "mimo": ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
     "glm4_moe": ("enorm", "hnorm", "eh_proj", "shared_head.norm"),
     "deepseek_v3": ("enorm", "hnorm", "eh_proj", "shared_head.norm"),
+    "deepseek_v32": ("enorm", "hnorm", "eh_proj", "shared_head.norm"),
     "glm4_moe_lite": ("enorm", "hnorm", "eh_proj", "shared_head.norm"),
+    "glm_moe_dsa": ("enorm", "hnorm", "eh_proj", "shared_head.norm"),
     "hy_v3": ("enorm", "hnorm", "eh_proj", "final_layernorm"),
     "ernie4_5_moe": ("emb_norm", "hidden_norm", "linear_proj"),
 }

@@ -266,7 +266,8 @@ sizes that are multiples of 8.
 """
 
 _LINEAR = re.compile(
-    r"((?:model|mtp)\..*\.\d+\.(?:(?:self_attn|linear_attn|mlp)\..*proj\w*|block_sparse_moe\..*w[123]))\.weight"
+    r"((?:model|mtp)\..*\.\d+\.(?:(?:self_attn|linear_attn|mlp)\.(?!indexer\.).*proj\w*|block_sparse_moe\..*w[123]))"
+    r"\.weight"
 )
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _HEAD = re.compile(r"(?:^mtp\.|\.mtp_(?:layers|block)\.)")

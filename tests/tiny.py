@@ -15,6 +15,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    DeepseekV32Config,
+    DeepseekV32ForCausalLM,
     Ernie4_5_MoeConfig,
     Ernie4_5_MoeForCausalLM,
     Gemma3ForCausalLM,
@@ -23,6 +25,8 @@ from transformers import (
     Glm4MoeForCausalLM,
     Glm4MoeLiteConfig,
     Glm4MoeLiteForCausalLM,
+    GlmMoeDsaConfig,
+    GlmMoeDsaForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     GraniteConfig,
@@ -89,7 +93,9 @@ CLASSES: dict[str, tuple[type, type]] = {
     "gemma3_text": (Gemma3TextConfig, Gemma3ForCausalLM),
     "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
     "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
+    "deepseek_v32": (DeepseekV32Config, DeepseekV32ForCausalLM),
     "glm4_moe_lite": (Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM),
+    "glm_moe_dsa": (GlmMoeDsaConfig, GlmMoeDsaForCausalLM),
     "gpt_oss": (GptOssConfig, GptOssForCausalLM),
     "granite": (GraniteConfig, GraniteForCausalLM),
     "olmo2": (Olmo2Config, Olmo2ForCausalLM),
@@ -252,7 +258,17 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     "qwen3_5_moe": WITH_SHARED | OF_QWEN3_5,
     "qwen3_5_moe_text": WITH_SHARED | OF_QWEN3_5,
 }
-LATENT = ("deepseek_v3", "glm4_moe_lite")
+INDEXER: dict[str, Any] = {"index_topk": 2048, "index_n_heads": 3, "index_head_dim": 16}
+OWN_SIZES["deepseek_v32"] = OWN_SIZES["deepseek_v3"] | INDEXER
+OWN_SIZES["glm_moe_dsa"] = OWN_SIZES["deepseek_v32"] | {
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
+DSA = ("deepseek_v32", "glm_moe_dsa")
+"""Families with indexers. vLLM and SGLang compute them on GPUs only."""
+LATENT = ("deepseek_v3", "glm4_moe_lite", *DSA)
 WRAPPED = ("qwen3_5", "qwen3_5_moe", "qwen2_5_vl", "qwen3_vl")
 """Families whose files contain a vision tower in addition to the language model."""
 TEXT_PREFIX = dict.fromkeys(WRAPPED, "model.language_model") | {"qwen2_5_vl": "model"}
@@ -265,6 +281,7 @@ CANNOT_DRAFT = {
     "sglang": ONLY_IN_VLLM,
     "llamacpp": (
         *ONLY_IN_VLLM,
+        *DSA,
         "ernie4_5_moe",
         "gemma3_text",
         "gpt_oss",
@@ -290,10 +307,12 @@ VLLM_LATENT_SIZES: dict[str, Any] = {
     "v_head_dim": 128,
     "rms_norm_eps": 1e-6,
 }
+VLLM_INDEXER_SIZES = {"index_n_heads": 64, "index_head_dim": 128}
+"""The sizes of indexers that vLLM loads."""
 # The smallest linear attention that vLLM takes on a CPU.
 VLLM_LINEAR_SIZES: dict[str, Any] = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
 # Families whose heads repeat the trunk's embedding and output layer.
-HEADS_WITH_COPIES = ("glm4_moe", "deepseek_v3", "glm4_moe_lite")
+HEADS_WITH_COPIES = ("glm4_moe", *LATENT)
 # Families whose heads are numbered after the trunk's layers.
 NEXT_LAYER_HEADS = (*HEADS_WITH_COPIES, "hy_v3")
 WITH_SHARED_NORM = ("ernie4_5_moe",)

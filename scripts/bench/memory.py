@@ -27,6 +27,7 @@ from swiftlite.estimate import memory
 from swiftlite.estimate.setup import Setup
 from swiftlite.families import index
 from swiftlite.heads import Heads
+from swiftlite.model.attention.mla import HeldIndexer
 from swiftlite.model.build import build_model
 from swiftlite.model.gpt import Losses
 from swiftlite.model.loss.losses import IGNORE_INDEX
@@ -99,6 +100,8 @@ def measure(hf_config: dict[str, Any], setup: Setup) -> Measured:
         )
         wrapped = wrap_model(chunks, mesh, dtype, distributed)
         parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+        modules = [module for chunk in chunks for module in chunk.modules()]
+        parameters += [held for module in modules if isinstance(module, HeldIndexer) for held in module.buffers()]
         gradients: Any = wrapped  # otherwise `buffers` has the type of torch's method
         buffers = [buffer for chunk in gradients for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
         return Measured(

@@ -19,6 +19,7 @@ from swiftlite.data.batch import Batch, Extra, collate_packed, shift_left
 from swiftlite.data.image_inputs import PATCHES, image_extras
 from swiftlite.data.packing.packing import pack
 from swiftlite.data.sample import Sample
+from swiftlite.errors import UserError
 from swiftlite.families.index import image_sizes
 from swiftlite.families.resolved import HfModel
 from swiftlite.model.forward import forward
@@ -133,8 +134,12 @@ def measure_rows(
         row_length: maximum number of tokens in a forward pass; a longer sample is processed alone.
         num_drafts: draft tokens per step of the simulated decoding; default: the number that the heads were trained
             for.
+
+    Raises:
+        UserError: a sample is longer than swiftlite supports for this family.
     """
     heads = hf_model.heads
+    _check_lengths(hf_model, samples)
     extras: Sequence[Extra] = ()
     sizes = image_sizes(hf_model.config)
     if sizes and any(PATCHES in sample.extras for sample in samples):
@@ -155,6 +160,17 @@ def measure_rows(
         found[channel] = reduce(add, parts)
     named = {channel: measured for channel, measured in found.items() if channel}
     return {ALL: reduce(add, found.values()), **named}
+
+
+def _check_lengths(hf_model: HfModel, samples: Sequence[Sample]) -> None:
+    limit = hf_model.family.architecture(hf_model.config).longest_sequence
+    longest = max(map(len, samples), default=0)
+    if limit is not None and longest > limit:
+        raise UserError(
+            f"{hf_model.name}: a row has {longest} tokens; model_type {hf_model.family.name!r} is supported up to "
+            f"{limit} tokens (index_topk)",
+            "shorten or remove rows",
+        )
 
 
 def _measure(model: torch.nn.Module, batch: Batch, depth: int, num_drafts: int | None, mesh: Mesh) -> Measured:

@@ -33,6 +33,8 @@ class Row:
             pipeline stage). They are filled on load and never written.
         is_exact: whether the parameter is float32 even in a 16-bit model. An export writes it as float32, unless the
             source model had another dtype.
+        is_frozen: whether the parameter is only held, without being computed or trained. New MTP heads always copy it
+            from the trunk.
     """
 
     mcore: str
@@ -41,6 +43,7 @@ class Row:
     hf_copies: tuple[str, ...] = ()
     mcore_copies: tuple[str, ...] = ()
     is_exact: bool = False
+    is_frozen: bool = False
 
     def hf_shapes(self) -> dict[str, Shape]:
         """Return the shapes of the row's HF tensors by name, including copies."""

@@ -108,7 +108,8 @@ def load_hf(
         hf_config: content of the directory's config.json.
         mtp_init: source of the heads' weights. "checkpoint": the checkpoint, which must have exactly as many heads.
             "copy_last_layer": the last decoder layer. "fit_last_layer": as copy_last_layer; the caller fits the
-            projections (`train/head_fit.py`). "random": random values (`mtp_init.py`). "graft": another checkpoint.
+            projections (`train/head_fit.py`). "random": random values (`mtp_init.py`), except for frozen tensors
+            (`Row.is_frozen`). "graft": another checkpoint.
         graft_from: directory of the other checkpoint, see `graft_heads`.
         seed: seed of random values.
 
@@ -153,10 +154,12 @@ def _report(
     mtp_init: MtpInit,
     carried: tuple[str, ...],
 ) -> WeightsReport:
-    borrowed_names = {row.mcore for row in sources.borrowed}
+    borrowed = {row.mcore: row for row in sources.borrowed}
     bound = [binding.shard.name for binding in bindings]
-    loaded = tuple(name for name in bound if name not in borrowed_names)
-    initialized = {name: mtp_init for name in bound if name in borrowed_names}
+    loaded = tuple(name for name in bound if name not in borrowed)
+    initialized: dict[str, str] = {
+        name: "copy_last_layer" if borrowed[name].is_frozen else mtp_init for name in bound if name in borrowed
+    }
     initialized |= {shard.name: mtp_init for shard in shards if shard.name in sources.not_read}
     assert len(loaded) + len(initialized) == len(shards)
     return WeightsReport(loaded, initialized, tuple(sources.dropped), carried)
@@ -261,7 +264,8 @@ def _sources(checkpoint: Checkpoint, family: RowTable, hf_config: HfConfig, dept
     heads = _head_rows(family, hf_config, depth)
     if mtp_init == "graft":
         return _Sources(trunk, grafted=[row.mcore for row in heads], dropped=dropped)
-    return _Sources(trunk, drawn=heads, dropped=dropped)
+    held = [row for row in fresh_heads.copied_rows(family, hf_config, depth) if row.is_frozen]
+    return _Sources(trunk, borrowed=held, drawn=[row for row in heads if not row.is_frozen], dropped=dropped)
 
 
 def _head_rows(family: RowTable, hf_config: HfConfig, depth: int) -> list[Row]:

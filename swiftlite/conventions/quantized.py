@@ -39,14 +39,15 @@ class HeadModules:
     Attributes:
         prefix: prefix of the head's decoder layer in files.
         projections: projections of attention and MLP, relative to `prefix`. In a quantized head, they are quantized.
-        routers: routers of experts, relative to `prefix`. They are always plain.
+        selectors: modules that select experts or tokens, relative to `prefix`: routers and indexers. They are always
+            plain.
         others: names in files of the modules outside of the decoder layer: the projection that joins embedding and
             hidden state, and copies of the trunk's embedding and output layer. They are always plain.
     """
 
     prefix: str
     projections: tuple[str, ...]
-    routers: tuple[str, ...]
+    selectors: tuple[str, ...]
     others: tuple[str, ...]
 
     @property
@@ -62,8 +63,8 @@ def head_modules(family: Family, hf_config: HfConfig, head: int) -> HeadModules:
     copies = [name.removesuffix(".weight") for name in family.mtp.copies(hf_config, head)]
     return HeadModules(
         prefix=family.mtp.block(hf_config, head),
-        projections=tuple(name for name in inside if not is_router(name)),
-        routers=tuple(name for name in inside if is_router(name)),
+        projections=tuple(name for name in inside if not is_selector(name)),
+        selectors=tuple(name for name in inside if is_selector(name)),
         others=(*others, *copies),
     )
 
@@ -185,7 +186,7 @@ def _plain(family: Family, hf_config: HfConfig, keeps_block: bool, method: str) 
                 prefixes.append(engine_name(convention.block, hf_config, head))
                 names |= dict.fromkeys(engine_name(name, hf_config, head) for name in convention.quantizes)
         for prefix in prefixes:
-            names |= dict.fromkeys(prefix + name for name in modules.routers)
+            names |= dict.fromkeys(prefix + name for name in modules.selectors)
             if keeps_block:
                 blocks |= dict.fromkeys([prefix] if prefix else modules.parts)
         names |= dict.fromkeys(modules.others)
@@ -195,11 +196,11 @@ def _plain(family: Family, hf_config: HfConfig, keeps_block: bool, method: str) 
 
 
 def _plain_in_trunk(family: Family, hf_config: HfConfig) -> list[str]:
-    """Return the modules of the trunk that a list must contain: routers, and a vision tower."""
-    routers = [name for name in _matrices(family.trunk_rows(hf_config)) if is_router(name)]
+    """Return the modules of the trunk that a list must contain: routers, indexers, and a vision tower."""
+    selectors = [name for name in _matrices(family.trunk_rows(hf_config)) if is_selector(name)]
     if family.vision is None:
-        return routers
-    return [*routers, "visual"]
+        return selectors
+    return [*selectors, "visual"]
 
 
 def _matrices(rows: Iterable[Row]) -> list[str]:
@@ -208,9 +209,13 @@ def _matrices(rows: Iterable[Row]) -> list[str]:
     return [key.removesuffix(".weight") for key, shape in shapes.items() if key.endswith(".weight") and len(shape) == 2]
 
 
-def is_router(module: str) -> bool:
-    """Return whether a module selects or weights experts. Projections have names such as "up_proj"."""
-    return module.rpartition(".")[2] in ("gate", "router", "shared_expert_gate")
+def is_selector(module: str) -> bool:
+    """Return whether a module selects or weights experts, or belongs to an indexer, which selects tokens.
+
+    Projections have names such as "up_proj".
+    """
+    parts = module.split(".")
+    return parts[-1] in ("gate", "router", "shared_expert_gate") or "indexer" in parts
 
 
 def _added(listed: list[str] | None, entries: list[str]) -> list[str]:

@@ -36,6 +36,8 @@ _LINES = {
     "glm4_moe": Convention("Glm4MoeForCausalLMNextN", "one", block=_DECODER),
     "glm4_moe_lite": Convention("Glm4MoeLiteForCausalLMNextN", "one", block=_DECODER),
     "deepseek_v3": Convention("DeepseekV3ForCausalLMNextN", "one", block=_DECODER),
+    "deepseek_v32": Convention("DeepseekV3ForCausalLMNextN", "one", block=_DECODER),
+    "glm_moe_dsa": Convention("GlmMoeDsaForCausalLMNextN", "one", block=_DECODER),
     "hy_v3": Convention("HYV3ForCausalLMNextN", "first", block=_DECODER),
     "qwen3_next": Convention("Qwen3NextForCausalLMMTP", "one", block=_FIRST_LAYER),
     "qwen3_5": Convention("Qwen3_5ForCausalLMMTP", "one"),

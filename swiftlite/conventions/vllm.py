@@ -37,6 +37,9 @@ _LINES = {
     "glm4_moe": Convention("Glm4MoeMTP", "first", block=_NEXT_LAYER),
     "glm4_moe_lite": Convention("Glm4MoeLiteMTP", "first", block=_NEXT_LAYER),
     "deepseek_v3": Convention("DeepSeekMTP", "first", block=_NEXT_LAYER),
+    # On GPUs; vLLM does not support sparse attention on CPUs, so this was read from its code.
+    "deepseek_v32": Convention("DeepseekV32MTP", "first", block=_NEXT_LAYER),
+    "glm_moe_dsa": Convention("DeepseekV32MTP", "first", block=_NEXT_LAYER),
     "hy_v3": Convention("HYV3MTP", "first", block=_NEXT_LAYER),
     # All heads share one projection and one set of norms.
     "qwen3_next": Convention("Qwen3NextMTP", "first", quantizes=_FUSION),

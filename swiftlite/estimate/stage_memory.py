@@ -207,6 +207,10 @@ class VirtualStage:
 
     def trained_parameters(self) -> ParameterCount:
         """Count the trained parameters of this stage."""
+        return self._trained_parts().without_frozen
+
+    def _trained_parts(self) -> ParameterCount:
+        """Count all parameters of the parts of this stage that are trained."""
         setup = self.model.setup
         lora = setup.lora
         if lora is None:

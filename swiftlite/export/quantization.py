@@ -1,8 +1,8 @@
 """Quantize the matrices of a Hugging Face model, one tensor at a time, and keep its heads (`export --quant_method`).
 
 The projections of attention and MLP in decoder layers are quantized, including experts. Embeddings, output layer,
-norms, routers, a vision tower and the projections of MTP heads stay plain, and with --quant_heads keep also the decoder
-layers of the heads.
+norms, routers, indexers, a vision tower and the projections of MTP heads stay plain, and with --quant_heads keep also
+the decoder layers of the heads.
 """
 
 import shutil
@@ -29,7 +29,7 @@ from swiftlite.bridge.placement import (
 from swiftlite.bridge.rows import Row
 from swiftlite.bridge.tensors import Checkpoint, ShardedFiles
 from swiftlite.conventions.built import merged, needs_whole_blocks
-from swiftlite.conventions.quantized import head_modules, is_router, with_heads_kept
+from swiftlite.conventions.quantized import head_modules, is_selector, with_heads_kept
 from swiftlite.errors import UserError
 from swiftlite.export.calibrated import Calibrated
 from swiftlite.export.fp8_source import Fp8Source
@@ -239,13 +239,13 @@ def quantized_weights(model: HfModel, *, keeps_heads: bool) -> set[str]:
 
 
 def _projections(rows: Iterable[Row]) -> Iterator[str]:
-    """Yield the names of the projections in decoder layers. Routers are not among them."""
+    """Yield the names of the projections in decoder layers. Routers and indexers are not among them."""
     for row in rows:
         if decoder_layer_of(row.mcore) is None:
             continue
         for key, shape in row.hf.items():
             module = key.removesuffix(".weight")
-            if module != key and len(shape) == 2 and not is_router(module):
+            if module != key and len(shape) == 2 and not is_selector(module):
                 yield module
 
 

@@ -94,13 +94,14 @@ class Architecture:
         """Number (from 0) of the decoder layer with the same kinds of attention and MLP as the heads.
 
         It is the last layer that sees all previous tokens; without such a layer, the last layer with a KV cache. With
-        `has_dense_heads`, only layers without experts are considered.
+        `has_dense_heads`, only layers without experts are considered. Heads have an indexer if any layer has one.
         """
         numbers = [number for number, layer in enumerate(self.layers) if not layer.attention.is_recurrent]
         if self.outside.has_dense_heads:
             numbers = [number for number in numbers if not self.layers[number].mlp.experts]
         full = [number for number in numbers if self.layers[number].attention.window is None]
-        return (full or numbers)[-1]
+        indexed = [number for number in full if self.layers[number].attention.longest_sequence is not None]
+        return (indexed or full or numbers)[-1]
 
     @property
     def mtp_block(self) -> Layer:
@@ -123,6 +124,12 @@ class Architecture:
             if layer.attention not in found:
                 found.append(layer.attention)
         return found
+
+    @property
+    def longest_sequence(self) -> int | None:
+        """Maximum number of tokens of a sequence for which all kinds of attention are implemented; None: any number."""
+        limits = [kind.longest_sequence for kind in self.attentions if kind.longest_sequence is not None]
+        return min(limits, default=None)
 
     @property
     def recompute_modules(self) -> set[str]:

@@ -6,10 +6,11 @@ layer; `layer.py` defines the interface of a kind.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any, ClassVar
 
 from swiftlite.bridge.join import GatedQkv, Interleave, InterleaveBlocks, Join
-from swiftlite.bridge.rows import Row, lift
+from swiftlite.bridge.rows import Row, lift, shapes_of
 from swiftlite.families.rank import FLOAT32, ParameterCount, Rank
 
 
@@ -43,6 +44,7 @@ class GroupedQueryAttention:
     takes_packed_rows: ClassVar[bool] = True
     takes_parts_of_rows: ClassVar[bool] = True
     is_recurrent: ClassVar[bool] = False
+    longest_sequence: ClassVar[int | None] = None
 
     hidden: int
     heads: int
@@ -177,6 +179,46 @@ class GroupedQueryAttention:
 
 
 @dataclass(frozen=True)
+class Indexer:
+    """The indexer of DeepSeek sparse attention (DSA), which selects the tokens that each token sees.
+
+    It selects up to `topk` tokens, so in sequences of up to `topk` tokens it selects all of them. Only such sequences
+    are supported, in which the indexer changes no number: it is not computed and not trained. A model holds its tensors
+    to export them unchanged.
+
+    Attributes:
+        heads: number of heads of the indexer.
+        head_dim: size of a head of the indexer.
+        topk: maximum number of tokens that a token sees.
+    """
+
+    heads: int
+    head_dim: int
+    topk: int
+
+    def rows(self, hidden: int, q_lora_rank: int) -> list[Row]:
+        """Return the bridge rows. Norm and weights of heads are float32 in DeepSeek's own code.
+
+        Args:
+            hidden: size of the model's states, from which keys and weights of heads are projected.
+            q_lora_rank: size of the latent of queries.
+        """
+        queries, size = self.heads * self.head_dim, self.head_dim
+        return [
+            Row("indexer.wq_b", {"indexer.wq_b.weight": (queries, q_lora_rank)}, is_frozen=True),
+            Row("indexer.wk", {"indexer.wk.weight": (size, hidden)}, is_frozen=True),
+            Row("indexer.k_norm", {"indexer.k_norm.weight": (size,)}, is_exact=True, is_frozen=True),
+            Row("indexer.k_norm_bias", {"indexer.k_norm.bias": (size,)}, is_exact=True, is_frozen=True),
+            Row(
+                "indexer.weights_proj",
+                {"indexer.weights_proj.weight": (self.heads, hidden)},
+                is_exact=True,
+                is_frozen=True,
+            ),
+        ]
+
+
+@dataclass(frozen=True)
 class LatentAttention:
     """DeepSeek's multi-head latent attention: queries, keys and values are up-projected from two small latents.
 
@@ -192,6 +234,7 @@ class LatentAttention:
         hf_rope: the keys of config.json that determine the rotary frequencies (`families/rope.py`), for heads of
             `qk_rope_head_dim`.
         rope_interleave: whether channels 2i and 2i + 1 are rotated together; otherwise i and i + qk_rope_head_dim / 2.
+        indexer: selects the tokens that a token sees; None: all tokens before it. Requires a latent of queries.
     """
 
     recompute_modules: ClassVar[tuple[str, ...]] = ("core_attn", "mla_up_proj")
@@ -209,10 +252,15 @@ class LatentAttention:
     v_head_dim: int
     hf_rope: Mapping[str, Any]
     rope_interleave: bool = True
+    indexer: Indexer | None = None
 
     @property
     def window(self) -> None:
         return None
+
+    @property
+    def longest_sequence(self) -> int | None:
+        return self.indexer and self.indexer.topk
 
     @property
     def rotary(self) -> int:
@@ -260,11 +308,19 @@ class LatentAttention:
             Row("linear_kv_up_proj.weight", {"kv_b_proj.weight": (keys_and_values, kv_rank)}),
             Row("linear_proj.weight", {"o_proj.weight": (hidden, heads * self.v_head_dim)}),
         ]
+        rows += self._indexer_rows()
         return lift(rows, "self_attention.", "self_attn.")
 
     def parameters(self, rank: Rank) -> ParameterCount:
         norms = (self.q_lora_rank or 0) + self.kv_lora_rank
-        return ParameterCount(self._matrices(rank) + norms)
+        # Every tensor-parallel rank holds the whole indexer.
+        shapes = shapes_of(self._indexer_rows()).values()
+        return ParameterCount(self._matrices(rank) + norms, frozen=sum(map(prod, shapes)))
+
+    def _indexer_rows(self) -> list[Row]:
+        if self.indexer is None:
+            return []
+        return self.indexer.rows(self.hidden, self.q_lora_rank or 0)
 
     def macs_per_token(self) -> int:
         return self._matrices(Rank())

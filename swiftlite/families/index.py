@@ -8,10 +8,12 @@ from swiftlite.families.architecture import Architecture
 from swiftlite.families.dense import refuse
 from swiftlite.families.family import Family, HfConfig
 from swiftlite.families.models.deepseek_v3 import DEEPSEEK_V3
+from swiftlite.families.models.deepseek_v32 import DEEPSEEK_V32
 from swiftlite.families.models.ernie4_5_moe import ERNIE4_5_MOE
 from swiftlite.families.models.gemma3 import GEMMA3_TEXT
 from swiftlite.families.models.glm4_moe import GLM4_MOE
 from swiftlite.families.models.glm4_moe_lite import GLM4_MOE_LITE
+from swiftlite.families.models.glm_moe_dsa import GLM_MOE_DSA
 from swiftlite.families.models.gpt_oss import GPT_OSS
 from swiftlite.families.models.granite import GRANITE
 from swiftlite.families.models.hy_v3 import HY_V3
@@ -38,10 +40,12 @@ from swiftlite.families.vision import channels_of
 
 FAMILIES: dict[str, Family] = {
     "deepseek_v3": DEEPSEEK_V3,
+    "deepseek_v32": DEEPSEEK_V32,
     "ernie4_5_moe": ERNIE4_5_MOE,
     "gemma3_text": GEMMA3_TEXT,
     "glm4_moe": GLM4_MOE,
     "glm4_moe_lite": GLM4_MOE_LITE,
+    "glm_moe_dsa": GLM_MOE_DSA,
     "gpt_oss": GPT_OSS,
     "granite": GRANITE,
     "hy_v3": HY_V3,

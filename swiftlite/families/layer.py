@@ -76,6 +76,11 @@ class Attention(Sublayer, Protocol):
         ...
 
     @property
+    def longest_sequence(self) -> int | None:
+        """Maximum number of tokens of a sequence for which this attention is implemented; None: any number."""
+        ...
+
+    @property
     def window(self) -> int | None:
         """Number of tokens that a token sees, including itself; None: itself and all tokens before it."""
         ...
@@ -170,7 +175,7 @@ class Layer:
 
     @cached_property
     def matrices(self) -> list[tuple[str, int, int]]:
-        """The (Megatron name, output size, input size) of every matrix.
+        """The (Megatron name, output size, input size) of every matrix that is computed.
 
         Of identical experts, only the first is included.
         """
@@ -179,7 +184,7 @@ class Layer:
             shapes = list(row.hf.values())
             is_other_expert = ".local_experts." in row.mcore and ".local_experts.0." not in row.mcore
             is_bias = row.mcore.endswith("bias")  # [1, E] in some routers
-            if len(shapes[0]) == 2 and not (is_bias or is_other_expert):
+            if len(shapes[0]) == 2 and not (is_bias or is_other_expert or row.is_frozen):
                 found.append((row.mcore, sum(shape[0] for shape in shapes), shapes[0][1]))
         return found
 

@@ -42,6 +42,7 @@ class GatedDeltaNet:
     takes_packed_rows: ClassVar[bool] = True
     takes_parts_of_rows: ClassVar[bool] = True
     is_recurrent: ClassVar[bool] = True
+    longest_sequence: ClassVar[int | None] = None
 
     hidden: int
     key_heads: int

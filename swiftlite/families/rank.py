@@ -1,6 +1,6 @@
 """Define one rank of a training run as a value, to count its parameters and the bytes that autograd saves."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 FLOAT32 = 4
 
@@ -93,19 +93,29 @@ class Rank:
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """The number of parameters that all expert-parallel ranks hold, and the number of parameters of a rank's own
-    experts.
+    """The number of parameters of a rank.
+
+    Attributes:
+        dense: parameters that all expert-parallel ranks hold.
+        expert: parameters of the rank's own experts.
+        frozen: parameters that are never trained (`Row.is_frozen`).
     """
 
     dense: int = 0
     expert: int = 0
+    frozen: int = 0
 
     def __add__(self, other: "ParameterCount") -> "ParameterCount":
-        return ParameterCount(self.dense + other.dense, self.expert + other.expert)
+        return ParameterCount(self.dense + other.dense, self.expert + other.expert, self.frozen + other.frozen)
 
     def __mul__(self, times: int) -> "ParameterCount":
-        return ParameterCount(self.dense * times, self.expert * times)
+        return ParameterCount(self.dense * times, self.expert * times, self.frozen * times)
 
     @property
     def total(self) -> int:
-        return self.dense + self.expert
+        return self.dense + self.expert + self.frozen
+
+    @property
+    def without_frozen(self) -> "ParameterCount":
+        """The parameters that can be trained."""
+        return replace(self, frozen=0)

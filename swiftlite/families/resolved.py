@@ -42,6 +42,13 @@ class HfModel:
         return self.family.outside(self.config).is_tied
 
     @property
+    def max_length(self) -> int:
+        """Maximum number of tokens of a sequence in training and in swiftlite's own decoding."""
+        limit = self.family.architecture(self.config).longest_sequence
+        positions = self.config["max_position_embeddings"]
+        return positions if limit is None else min(positions, limit)
+
+    @property
     def is_quantized(self) -> bool:
         """Whether config.json declares a quantization."""
         return self.config.get("quantization_config") is not None

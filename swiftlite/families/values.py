@@ -45,6 +45,11 @@ _SIZES = {
     "qk_rope_head_dim": (1, 10_000),
     "v_head_dim": (1, 10_000),
     "rotary_dim": (1, 10_000),
+    "index_topk": (1, 10**9),
+    "index_topk_freq": (1, 1_000),
+    "index_skip_topk_offset": (1, 1_000),
+    "index_n_heads": (1, 2_000),
+    "index_head_dim": (1, 10_000),
     "shared_expert_intermediate_size": (1, 1_000_000),
     "full_attention_interval": (1, 1_000),
     "no_rope_layer_interval": (1, 1_000),
@@ -104,7 +109,13 @@ _FLAGS = (
     "qkv_bias",
     "use_bias",
 )
-_LISTS = {"mlp_only_layers": int, "no_rope_layers": int, "layer_types": str, "mlp_layer_types": str}
+_LISTS = {
+    "mlp_only_layers": int,
+    "no_rope_layers": int,
+    "layer_types": str,
+    "mlp_layer_types": str,
+    "indexer_types": str,
+}
 _OBJECTS = ("rope_parameters", "rope_scaling")
 
 

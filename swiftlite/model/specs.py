@@ -85,7 +85,7 @@ def _latent(attention: LatentAttention, modules: Modules) -> ModuleSpec:
     norm = latent_norm(modules.norm)
     return ModuleSpec(
         module=MLASelfAttention,
-        params={"attn_mask_type": AttnMaskType.causal},
+        params={"attn_mask_type": AttnMaskType.causal, "indexer": attention.indexer},
         submodules=MLASelfAttentionSubmodules(
             linear_q_proj=modules.column,
             linear_q_down_proj=modules.down_projection,

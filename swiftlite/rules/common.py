@@ -20,7 +20,7 @@ from swiftlite.data.image_sizes import ImageSizes
 from swiftlite.data.rows.hub_rows import commit_of_dataset
 from swiftlite.errors import UserError
 from swiftlite.families.index import get as get_family
-from swiftlite.families.index import image_sizes
+from swiftlite.families.index import image_sizes, known_architecture
 from swiftlite.heads import Heads, depth_key
 from swiftlite.hub.name import dataset_name, model_name
 from swiftlite.plan.facts import Facts, is_run, near_path, run_checkpoints
@@ -273,6 +273,23 @@ def layout_fits(args: Any, facts: Facts) -> Iterator[Problem]:
     heads = heads_of(args, facts.heads) if isinstance(args, SftArgs) else facts.heads
     yield from layout_problems(layout, facts.architecture, heads.layers)
     yield from process_problems(layout, facts.world_size)
+
+
+def rows_have_a_supported_length(args: SftArgs | DoctorArgs, facts: Facts) -> Iterator[Problem]:
+    """Reject rows that are longer than a family supports: in longer ones, an indexer would not select all tokens."""
+    models = {"model": facts.hf_config}
+    for option in ("ref_model", "teacher_model"):
+        if getattr(args, option, None):
+            models[option] = facts.described(option)[1]
+    for option, hf_config in models.items():
+        architecture = known_architecture(hf_config)
+        limit = architecture and architecture.longest_sequence
+        if limit and args.max_length > limit:
+            yield (
+                f"--max_length {args.max_length}: --{option} of model_type {hf_config['model_type']!r} is supported "
+                f"up to {limit} tokens (index_topk in config.json), because its indexer is not computed",
+                f"use --max_length {limit}, and --truncation_strategy to treat longer rows",
+            )
 
 
 def val_dataset_files_exist(args: SftArgs | InferArgs | ExportArgs | BenchArgs, facts: Facts) -> Iterator[Problem]:

@@ -287,6 +287,11 @@ def teacher_is_planned(args: DoctorArgs, facts: Facts) -> Iterator[Problem]:
 _OF_IMAGES = ("max_pixels", "freeze_vit", "freeze_aligner", "freeze_llm", "vit_gradient_checkpointing")
 
 
+def lengths_are_supported(args: DoctorArgs, facts: Facts) -> Iterator[Problem]:
+    if args.plan:
+        yield from common.rows_have_a_supported_length(args, facts)
+
+
 def adapters_are_planned(args: DoctorArgs, facts: Facts) -> Iterator[Problem]:
     if args.plan:
         yield from sft_lora.lora_options_have_adapters(args, facts)
@@ -299,6 +304,7 @@ RULES = (
     engine_options_have_engine,
     engine_options.options_of_engines_agree,
     plan_fits_the_model,
+    lengths_are_supported,
     speed_has_a_gpu,
     draft_vocab_has_heads,
     heads_are_planned,

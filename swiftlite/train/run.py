@@ -451,7 +451,7 @@ def make_held_out(run: phases.Run) -> HeldOut:
         prompts=prompts,
         eos_token_ids=eos_token_ids,
         max_new_tokens=args.acceptance_max_new_tokens,
-        max_length=run.hf_model.config["max_position_embeddings"],
+        max_length=run.hf_model.max_length,
         tokenizer=run.tokenizer,
         extras=run.batches.extras,
     )

@@ -43,7 +43,7 @@ from tests.engines.joint import PROMPT, TEMPERATURE, joint_distribution
 from tests.engines.reference import UNDECIDED, Reference, convention, follow, with_vocab, write_trained
 from tests.messages import answers_equal, naming
 from tests.tiers import some_of
-from tests.tiny import HYBRID, WRAPPED, make_tiny_hf, mtp_names
+from tests.tiny import DSA, HYBRID, WRAPPED, make_tiny_hf, mtp_names
 
 pytestmark = [
     pytest.mark.engine,
@@ -66,7 +66,8 @@ def others(drafting: Drafting) -> dict[str, Drafting]:
 
 # vLLM's classes of Qwen3.5 and of models with a vision tower require torchvision (tests/torchvision_here.py).
 HYBRID_IN_VLLM = ["qwen3_next"]
-FLOAT32 = [name for name in FAMILIES if name not in (*HYBRID, *WRAPPED)]
+# Indexers run on GPUs only.
+FLOAT32 = [name for name in FAMILIES if name not in (*DSA, *HYBRID, *WRAPPED)]
 WITH_FIRST_HEAD = [name for name in FLOAT32 if convention("vllm", name).heads == "first"]
 
 

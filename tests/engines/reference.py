@@ -22,6 +22,7 @@ from swiftlite.engines.index import ENGINES
 from swiftlite.families import FAMILIES
 from swiftlite.heads.drafting import Drafting
 from tests.tiny import (
+    DSA,
     HEADS_WITH_COPIES,
     WINDOWED,
     as_in_files,
@@ -151,6 +152,8 @@ class Reference(nn.Module):
         rotary = self.trunk.model.rotary_emb(hidden_BSH, positions, *kinds)
         fused = head["projection"](torch.cat(parts, dim=-1))
         before = head["block"](fused, position_embeddings=rotary, attention_mask=self._mask(ids_BS.shape[1]))
+        if self.family == "glm_moe_dsa":
+            before, _ = before  # and the selected tokens
         after = head["output_norm"](before)
         goes_on_alone = k == self.depth - 1
         return (before if self.recycles_state_before_norm and goes_on_alone else after), after
@@ -158,10 +161,10 @@ class Reference(nn.Module):
     def _mask(self, length: int) -> torch.Tensor | None:
         """Return the mask [1, 1, S, S] of heads with a sliding window; None if heads see all tokens before theirs.
 
-        The attention of gpt-oss in transformers is causal only with a mask.
+        The attention of gpt-oss and DSA in transformers is causal only with a mask.
         """
         config = self.trunk.config
-        if self.family == "gpt_oss":
+        if self.family in ("gpt_oss", *DSA):
             return torch.full((1, 1, length, length), -torch.inf).triu(1)
         window = getattr(config, "sliding_window", None)
         if window is None or getattr(config, "layer_types", None) is not None:

@@ -14,6 +14,7 @@ from swiftlite.families import dense, index
 from tests.messages import mentions, naming
 from tests.tiny import (
     CLASSES,
+    DSA,
     HYBRID,
     LATENT,
     OWN_SIZES,
@@ -87,7 +88,9 @@ OWN_NEUTRAL = {
     },
     "glm4_moe": set(),
     "deepseek_v3": {"attention_bias", "moe_layer_freq", "scoring_func", "topk_method"},
+    "deepseek_v32": {"attention_bias", "mlp_bias", "moe_layer_freq", "scoring_func", "topk_method"},
     "glm4_moe_lite": {"attention_bias", "topk_method"},
+    "glm_moe_dsa": {"attention_bias", "mlp_bias", "moe_layer_freq", "scoring_func", "topk_method"},
     # In float32 or not, the sum of routed and shared experts is rounded once.
     "hy_v3": {"attention_bias", "enable_moe_fp32_combine", "mlp_bias", "qk_norm", "route_norm"},
     # The MTP modules were not published.
@@ -133,6 +136,8 @@ OF_LATENT = OF_MIXTURE | {
     "rope_interleave",
     "v_head_dim",
 }
+OF_INDEXER = {"index_head_dim", "index_n_heads", "index_topk"}
+OF_DSA = OF_LATENT - {"rope_interleave"} | OF_INDEXER | {"mlp_layer_types"}
 OF_QWEN_MIXTURE = {
     "decoder_sparse_step",
     "mlp_only_layers",
@@ -166,7 +171,9 @@ OWN_READ = {
     | {"mtp_num_hidden_layers", "num_experts", "shared_expert_intermediate_size"},
     "glm4_moe": OF_MIXTURE | {"attention_bias", "use_qk_norm"},
     "deepseek_v3": OF_LATENT,
+    "deepseek_v32": OF_DSA,
     "glm4_moe_lite": OF_LATENT | {"mlp_layer_types"},
+    "glm_moe_dsa": OF_DSA | {"indexer_types"},
     "hy_v3": {
         "first_k_dense_replace",
         "expert_hidden_dim",
@@ -219,6 +226,16 @@ LATENT_ATTENTION["glm4_moe_lite"] = LATENT_ATTENTION["deepseek_v3"] | {
         **LATENT_ATTENTION["deepseek_v3"]["hf_rope"],
         "max_position_embeddings": 202752,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+}
+LATENT_ATTENTION["deepseek_v32"] = LATENT_ATTENTION["deepseek_v3"] | {
+    "hf_rope": {**LATENT_ATTENTION["deepseek_v3"]["hf_rope"], "max_position_embeddings": 163840},
+}
+LATENT_ATTENTION["glm_moe_dsa"] = LATENT_ATTENTION["deepseek_v3"] | {
+    "hf_rope": {
+        **LATENT_ATTENTION["deepseek_v3"]["hf_rope"],
+        "max_position_embeddings": 202752,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
     },
 }
 
@@ -490,6 +507,20 @@ REFUSED = [
     ("deepseek_v3", "scoring_func", "softmax"),
     ("deepseek_v3", "topk_method", "greedy"),
     ("deepseek_v3", "topk_group", 3),
+    *[
+        (family, key, None)
+        for family in DSA
+        for key in (*OF_INDEXER, "first_k_dense_replace", "kv_lora_rank", "q_lora_rank")
+    ],
+    *[(family, "index_topk", 0) for family in DSA],
+    *[(family, "index_topk_freq", 0) for family in DSA],
+    *[(family, "index_topk_pattern", "FS") for family in DSA],
+    *[(family, "indexer_types", ["full", "shared"]) for family in DSA],
+    *[(family, "indexer_types", ["full"]) for family in DSA],
+    *[(family, "layer_types", ["indexed_attention", "full_attention"]) for family in DSA],
+    *[(family, "mlp_layer_types", ["sparse", "sparse"]) for family in DSA],
+    *[(family, "rope_interleave", False) for family in DSA],
+    *[(family, "mlp_bias", True) for family in DSA],
     *[("glm4_moe_lite", key, None) for key in sorted(OF_LATENT - NEED_NOT_BE)],
     ("glm4_moe_lite", "mlp_layer_types", ["sparse", "dense"]),
     ("glm4_moe_lite", "mlp_layer_types", ["dense"]),
@@ -658,6 +689,22 @@ def test_one_expert_per_token(family):
     families.get(hf_config(family, **one, norm_topk_prob=False))
     with pytest.raises(UserError, match=naming("norm_topk_prob True num_experts_per_tok 1")):
         families.get(hf_config(family, **one, norm_topk_prob=True))
+
+
+def test_layers_without_indexers():
+    """They are those of transformers, and heads have an indexer even if the last layer has none."""
+    for offset in (1, 2, 3):
+        shared = {"num_hidden_layers": 9, "index_topk_freq": 4, "index_skip_topk_offset": offset}
+        written = CLASSES["glm_moe_dsa"][0](**OWN_SIZES["glm_moe_dsa"], **shared).to_dict()
+        architecture = families.get(written).architecture(written)
+        kinds = ["full" if layer.attention.longest_sequence else "shared" for layer in architecture.layers]
+        assert kinds == written["indexer_types"]
+        assert architecture.mtp_block_number == max(n for n, kind in enumerate(kinds) if kind == "full")
+        assert architecture.longest_sequence == 2048
+        with pytest.raises(UserError, match=naming("indexer_types")):
+            families.get(written | {"indexer_types": [*kinds[1:], kinds[0]]})
+    with pytest.raises(UserError, match=naming("index_topk_freq")):
+        families.get(hf_config("deepseek_v32", index_topk_freq=2, index_skip_topk_offset=1))
 
 
 def test_a_query_latent_must_be_stated_or_denied():

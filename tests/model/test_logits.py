@@ -16,6 +16,7 @@ from tests.model.logits import ids_and_positions, load_megatron, load_transforme
 from tests.tiers import pairwise
 from tests.tiny import (
     CLASSES,
+    DSA,
     HYBRID,
     LATENT,
     WINDOWED,
@@ -202,12 +203,13 @@ def reference_mtp(hf, tensors, family, k, hidden, input_ids, position_ids, draft
     rotary_of = ("full_attention",) if family in WINDOWED else ()
     rotary = hf.model.rotary_emb(projected, position_ids, *rotary_of)
     mask = None
-    if family == "gpt_oss":  # whose attention is not causal by itself
+    if family in ("gpt_oss", *DSA):  # whose attention is not causal by itself
         length = projected.size(1)
         mask = torch.full((1, 1, length, length), -torch.inf, dtype=projected.dtype).triu(1)
-    return norm(
-        "output_norm", layer(projected, attention_mask=mask, position_embeddings=rotary, position_ids=position_ids)
-    )
+    output = layer(projected, attention_mask=mask, position_embeddings=rotary, position_ids=position_ids)
+    if family == "glm_moe_dsa":
+        output, _ = output  # and the selected tokens
+    return norm("output_norm", output)
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "minimax_m2"])

@@ -31,6 +31,7 @@ LAYOUTS: dict[tuple[str, str], list[str]] = {
     # Experts that are shared out or not, shared experts, latent attention.
     ("deepseek_v3", "lora"): ["EP2xTP2"],
     ("deepseek_v3", "dora"): ["TP2+SP", "ETP2xTP2"],
+    ("deepseek_v32", "lora"): ["EP2xTP2"],  # indexers, which have no adapters
     ("phi3", "lora"): ["TP2+SP"],  # one adapter for gate and up
     ("phi3", "dora"): ["TP2+SP"],
     ("gemma3_text", "lora"): ["TP2+SP"],  # norms of outputs

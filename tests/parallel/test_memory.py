@@ -44,13 +44,15 @@ def measure(hf_config: dict, setup: Setup):
     return bench().measure(hf_config, setup)
 
 
+EXACT = ("parameters", "weights", "gradients", "optimizer")
+
+
 def check(measured, estimated) -> None:
     """Check that parameters, gradients and optimizer state are exact, and activations within 1 %.
 
     Small tensors that do not grow with the hidden size (indices, masks, loss weights) are not estimated.
     """
-    exact = ("parameters", "weights", "gradients", "optimizer")
-    assert {name: getattr(measured, name) for name in exact} == {name: getattr(estimated, name) for name in exact}
+    assert {name: getattr(measured, name) for name in EXACT} == {name: getattr(estimated, name) for name in EXACT}
     if measured.activations is not None:
         assert estimated.activations == pytest.approx(measured.activations, rel=0.01)
         assert estimated.logits == measured.logits
@@ -132,6 +134,28 @@ def test_linear_attention(parameter_bytes, rows, recompute, ranks):
         assert estimated.weights < measured.weights < estimated.weights * 1.001
         measured = replace(measured, weights=estimated.weights)
     check(measured, estimated)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_indexers(ranks):
+    """Indexers count as weights, without gradients and optimizer state. Every tensor-parallel rank has all of them.
+
+    Two of their tensors are float32 in a 16-bit model, too, which is not estimated.
+    """
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 4, "v_head_dim": 24, "vocab_size": 1024}
+    hf_config = config("deepseek_v32", **OWN_SIZES["deepseek_v32"] | sizes)
+    layout = ParallelLayout(tensor_model_parallel_size=ranks, sequence_parallel=ranks == 2)
+    setup = Setup(layout=layout, num_gpus=ranks, micro_batch_size=2, max_length=256, heads=Heads(1), parameter_bytes=4)
+    (estimated,) = estimate(hf_config, setup)
+    (measured, *_) = launch(ranks, measure, hf_config, setup)
+    (without,) = estimate(hf_config | {"model_type": "deepseek_v3"}, setup)
+    for name in EXACT:
+        assert getattr(measured, name) == getattr(estimated, name)
+    assert estimated.trained == without.trained
+    assert estimated.activations == without.activations
+    # Of four layers and a head, per layer: queries, keys, weights of heads, and a norm with a bias.
+    per_layer = 3 * 16 * 24 + 16 * 128 + 3 * 128 + 2 * 16
+    assert estimated.parameters - without.parameters == 5 * per_layer
 
 
 @pytest.mark.parametrize("family", ["ernie4_5_moe", "minimax_m2", "qwen2_moe", "qwen3_moe"])

@@ -86,6 +86,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "rope_theta": 10000.0,
         "pad_token_id": None,
     },
+    "deepseek_v32": LATENT | {"index_topk": 2048, "index_n_heads": 3, "index_head_dim": 32},
     "ernie4_5_moe": DENSE
     | {
         "moe_num_experts": 8,

@@ -18,6 +18,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from tests.tiny import (
     CLASSES,
+    DSA,
     HEADS_WITH_COPIES,
     VISION_TOWERS,
     VISUAL_PREFIX,
@@ -36,6 +37,8 @@ HEADS = {
     "glm4_moe",
     "glm4_moe_lite",
     "deepseek_v3",
+    "deepseek_v32",
+    "glm_moe_dsa",
     "hy_v3",
     "qwen3_next",
     "qwen3_5",
@@ -49,11 +52,15 @@ ZERO_CENTERED = {"gemma3_text", "qwen3_next", "qwen3_5", "qwen3_5_moe"}
 STACKED = {"Qwen3.5-35B-A3B": "all", "Qwen3.6-35B-A3B": "trunk"}
 """Models with stacked experts, and the part in which experts are stacked."""
 BLOCK = 128
-_QUANTIZED = re.compile(r"(?<!eh)(_proj|_proj_with_mqa|in_proj_qkvz|in_proj_qkv|in_proj_z|\.w[123])\.weight$")
+_QUANTIZED = re.compile(
+    r"((?<!eh)(?<!weights)_proj|_proj_with_mqa|in_proj_qkvz|in_proj_qkv|in_proj_z|indexer\.wq_b|indexer\.wk|\.w[123])"
+    r"\.weight$"
+)
 _FLOAT32 = re.compile(r"(e_score_correction_bias|expert_bias)$")
 
 FLOAT32_NAMES: dict[str, tuple[str, ...]] = dict.fromkeys(WRAPPED, ("linear_attn.A_log", "linear_attn.norm.weight"))
 FLOAT32_NAMES |= {"ernie4_5_moe": ("mlp.gate.weight",), "minimax_m2": ("block_sparse_moe.gate.weight",)}
+FLOAT32_NAMES |= dict.fromkeys(DSA, ("indexer.k_norm.weight", "indexer.k_norm.bias"))
 """Ends of the names of further tensors that are float32 in the files of a family."""
 
 Tensors = dict[str, torch.Tensor]
@@ -88,8 +95,8 @@ def build(directory: Path, model: str) -> Path:
     if is_in_mxfp4(model):
         tensors = _in_mxfp4(tensors)
     elif is_quantized(model):
-        factors = torch.float32 if family(model) in ("deepseek_v3", "minimax_m2") else torch.bfloat16
-        tensors = _quantized(tensors, factors)
+        is_float32 = family(model) in ("deepseek_v3", "deepseek_v32", "minimax_m2")
+        tensors = _quantized(tensors, torch.float32 if is_float32 else torch.bfloat16)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
 

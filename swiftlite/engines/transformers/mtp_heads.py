@@ -10,12 +10,14 @@ Shapes: B batch (always 1), S positions, H hidden size.
 
 from collections.abc import Sequence
 from copy import deepcopy
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import DynamicCache, LogitsProcessorList
+from transformers.cache_utils import DynamicIndexedLayer
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
@@ -25,6 +27,7 @@ from swiftlite.bridge.rows import Row, renamed, shapes_of
 from swiftlite.bridge.tensors import Checkpoint
 from swiftlite.engines.transformers.image_inputs import ImageInputs
 from swiftlite.engines.transformers.verification import draw
+from swiftlite.families.attention import LatentAttention
 from swiftlite.families.resolved import HfModel
 from swiftlite.heads.drafting import Drafting
 
@@ -37,9 +40,10 @@ class MtpHead(nn.Module):
             layers. The copied layer has the right kinds of attention and MLP, and a router's bias has the right dtype.
         number: index of the decoder layer that is copied.
         has_window: whether this layer has a sliding window.
+        has_indexer: whether this layer has an indexer (DSA), which requires a mask and a cache for its keys.
     """
 
-    def __init__(self, decoder: Any, number: int, has_window: bool = False):
+    def __init__(self, decoder: Any, number: int, has_window: bool = False, has_indexer: bool = False):
         super().__init__()
         size = decoder.config.hidden_size
         self.enorm = deepcopy(decoder.norm)
@@ -49,6 +53,10 @@ class MtpHead(nn.Module):
         self.transformer_layer = deepcopy(decoder.layers[number])
         self.transformer_layer.self_attn.layer_idx = 0  # each head has a separate cache of one layer
         self.make_mask = create_sliding_window_causal_mask if has_window else create_causal_mask
+        self._has_indexer = has_indexer
+        if has_indexer:
+            self.transformer_layer.self_attn.indexer.layer_idx = 0
+            self.make_mask = partial(create_causal_mask, allow_is_causal_skip=False)
 
     def forward(self, embedding_BSH: torch.Tensor, hidden_BSH: torch.Tensor, **layer_kwargs: Any) -> torch.Tensor:
         """Return the state [B, S, H] before the output norm.
@@ -59,7 +67,17 @@ class MtpHead(nn.Module):
             layer_kwargs: arguments of the decoder layer.
         """
         fused_BSH = self.eh_proj(torch.cat((self.enorm(embedding_BSH), self.hnorm(hidden_BSH)), dim=-1))
-        return self.transformer_layer(fused_BSH, **layer_kwargs)
+        output = self.transformer_layer(fused_BSH, **layer_kwargs)
+        if isinstance(output, tuple):  # GLM-5 also returns the selected tokens
+            return output[0]
+        return output
+
+    def new_cache(self) -> DynamicCache:
+        """Return an empty cache of the head's layer."""
+        cache = DynamicCache()
+        if self._has_indexer:
+            cache.layers.append(DynamicIndexedLayer())
+        return cache
 
 
 class DividedOutput(nn.Module):
@@ -103,7 +121,9 @@ def load_heads(model: HfModel, decoder: Any) -> nn.ModuleList:
     heads = nn.ModuleList()
     architecture = model.family.architecture(model.config)
     number = architecture.mtp_block_number
-    has_window = architecture.mtp_block.attention.window is not None
+    attention = architecture.mtp_block.attention
+    has_window = attention.window is not None
+    has_indexer = isinstance(attention, LatentAttention) and attention.indexer is not None
     with Checkpoint(model.directory, format_of(model.config)) as checkpoint:
         for index in range(model.heads.layers):
             frame = model.family.mtp.frame_rows(model.config, index)
@@ -116,7 +136,7 @@ def load_heads(model: HfModel, decoder: Any) -> nn.ModuleList:
                 f"transformer_layer.{renamed(name, model.family.memory_names)}": checkpoint.read(block + name)
                 for name in names
             }
-            head = MtpHead(decoder, number, has_window)
+            head = MtpHead(decoder, number, has_window, has_indexer)
             head.load_state_dict(state | stack(tensors), strict=True)
             heads.append(head)
     return heads.requires_grad_(False).eval()
@@ -199,7 +219,7 @@ class MtpCandidateGenerator(CandidateGenerator):
         self._decoder = decoder
         self._drafting = drafting
         self._output_layer = output_layer
-        self._heads = list(heads)[:num_tokens]
+        self._heads: list[Any] = list(heads)[:num_tokens]
         self._num_tokens = num_tokens
         self._logits_processor = logits_processor
         self._generator = generator
@@ -207,7 +227,7 @@ class MtpCandidateGenerator(CandidateGenerator):
         self._reset()
 
     def _reset(self) -> None:
-        self._caches = [DynamicCache() for _ in self._heads]
+        self._caches = [head.new_cache() for head in self._heads]
         self._waiting: list[list[torch.Tensor]] = [[] for _ in self._heads]
 
     @torch.no_grad()

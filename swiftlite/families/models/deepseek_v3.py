@@ -4,8 +4,10 @@ The defaults of transformers are the sizes of the 671B model. config.json must t
 sizes.
 """
 
+from typing import Any
+
 from swiftlite.families import dense, moe
-from swiftlite.families.attention import LatentAttention
+from swiftlite.families.attention import Indexer, LatentAttention
 from swiftlite.families.family import Family, HfConfig
 from swiftlite.families.layer import Layer
 from swiftlite.families.rope import ROPE_KEYS
@@ -27,8 +29,12 @@ def _check(hf_config: HfConfig) -> None:
     dense.refuse(hf_config, dense.missing_numbers(hf_config, ["first_k_dense_replace"]) + problems_of(hf_config))
 
 
-def problems_of(hf_config: HfConfig) -> list[str]:
-    """Return a problem (one line) for every setting of attention and experts that is invalid or would be ignored."""
+def problems_of(hf_config: HfConfig, **options: Any) -> list[str]:
+    """Return a problem (one line) for every setting of attention and experts that is invalid or would be ignored.
+
+    Args:
+        options: further arguments of `dense.problems_of`.
+    """
     problems = dense.missing_numbers(hf_config, _REQUIRED)
     if "q_lora_rank" not in hf_config:
         problems.append("q_lora_rank is missing; set it to null for a model without a query latent")
@@ -42,6 +48,7 @@ def problems_of(hf_config: HfConfig) -> list[str]:
             moe_layer_freq=(1, None),
             scoring_func=("sigmoid",),
             topk_method=("noaux_tc",),
+            **options,
         )
         problems += moe.mixture_problems(hf_config)
     return problems
@@ -51,8 +58,8 @@ def _layer(hf_config: HfConfig, number: int) -> Layer:
     return Layer(attention(hf_config), moe.mlp(hf_config, number))
 
 
-def attention(hf_config: HfConfig) -> LatentAttention:
-    """Return latent attention with the sizes of a config.json."""
+def attention(hf_config: HfConfig, indexer: Indexer | None = None) -> LatentAttention:
+    """Return latent attention with the sizes of a config.json, and with this indexer."""
     hf_rope = {key: hf_config[key] for key in ROPE_KEYS if key in hf_config}
     hf_rope["head_dim"] = hf_config["qk_rope_head_dim"]
     return LatentAttention(
@@ -65,6 +72,7 @@ def attention(hf_config: HfConfig) -> LatentAttention:
         v_head_dim=hf_config["v_head_dim"],
         hf_rope=hf_rope,
         rope_interleave=hf_config.get("rope_interleave", True),
+        indexer=indexer,
     )
 
 

@@ -8,6 +8,7 @@ Shapes: T tokens ([S, B], or [S] in a packed row), H hidden size, N heads on thi
 channels of a head, of which R are rotary, V value channels.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -24,7 +25,9 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention as McoreMLASelfAttention
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig as McoreMLATransformerConfig
+from torch import nn
 
+from swiftlite.families.attention import Indexer
 from swiftlite.model.attention.cache import Cache
 from swiftlite.model.attention.draft_attention import Draft
 from swiftlite.model.attention.rope import rope_config, rotation
@@ -81,15 +84,51 @@ def _reads_rows(attention_mask: Any) -> bool:
     return not isinstance(attention_mask, Cache)
 
 
+class HeldIndexer(nn.Module):
+    """The tensors of an indexer (`families/attention.py`), which is not computed.
+
+    They are buffers, because they are not trained. All tensor-parallel ranks hold the whole tensors. Those of exact
+    bridge rows stay float32 in a 16-bit model.
+    """
+
+    def __init__(self, indexer: Indexer, config: MLATransformerConfig):
+        super().__init__()
+        assert config.q_lora_rank is not None
+        self._exact: list[str] = []
+        for row in indexer.rows(config.hidden_size, config.q_lora_rank):
+            name = row.mcore.removeprefix("indexer.")
+            (shape,) = row.hf.values()
+            self.register_buffer(name, torch.zeros(shape, dtype=torch.float32 if row.is_exact else config.params_dtype))
+            if row.is_exact:
+                self._exact.append(name)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "HeldIndexer":
+        exact = {name: self.get_buffer(name) for name in self._exact}
+        super()._apply(fn, recurse)
+        for name, tensor in exact.items():
+            self._buffers[name] = tensor.to(self.get_buffer(name).device)
+        return self
+
+
 class MLASelfAttention(McoreMLASelfAttention):
     """megatron-core's latent attention with down-projections that tensor-parallel ranks split by columns.
 
     It supports padded rows [S, B, H], and packed rows [S, 1, H] with `packed_seq_params`. With sequence parallelism, S
     is this rank's part; with context parallelism, the row has megatron-core's zigzag layout. megatron-core's inference
     cache is not supported. Cosines and sines are arguments, as in all other kinds of attention.
+
+    Args:
+        args, kwargs: arguments of megatron-core's class.
+        indexer: the indexer whose tensors the module holds; None without one. The caller ensures that no sequence is
+            longer than its `topk`.
     """
 
     config: MLATransformerConfig
+
+    def __init__(self, *args: Any, indexer: Indexer | None = None, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        if indexer is not None:
+            self.indexer = HeldIndexer(indexer, self.config)
 
     def forward(
         self,

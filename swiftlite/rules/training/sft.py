@@ -216,6 +216,7 @@ RULES = (
     sft_resume.resume_packs_the_same_rows,
     min_lr_is_below_lr,
     common.layout_fits,
+    common.rows_have_a_supported_length,
     global_batch_divides,
     virtual_stages_have_micro_batches,
     sft_communication.overlap_has_its_optimizer,

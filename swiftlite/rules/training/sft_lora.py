@@ -57,7 +57,7 @@ def modules_to_save_are_whole(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     rows = _rows(args, facts)
     if args.tuner_type != "lora" or not rows:
         return
-    trunk = [row for row in rows if not row.mcore.startswith("mtp.")]
+    trunk = [row for row in rows if not (row.mcore.startswith("mtp.") or row.is_frozen)]
     modules = chain.from_iterable(modules_of(row) for row in trunk if not is_linear(row))
     known = sorted(set(map(leaf_of, modules)))
     for name in args.lora_modules_to_save:

@@ -12,15 +12,15 @@ from tests.engines.dry_loads import dry_loads
 from tests.engines.reference import convention
 from tests.messages import mention_each, mentions
 from tests.published import library
-from tests.tiny import CLASSES, HYBRID, ONLY_IN_VLLM
+from tests.tiny import CLASSES, DSA, HYBRID, ONLY_IN_VLLM
 
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed"),
 ]
-# SGLang keeps states of linear attention on GPUs alone ("extra_buffer requires platform support"), and neither SGLang
-# nor the plugin has a draft for heads of the others.
-LOADABLE = [family for family in CLASSES if family not in (*HYBRID, *ONLY_IN_VLLM)]
+# SGLang keeps states of linear attention and indexers on GPUs alone ("extra_buffer requires platform support"), and
+# neither SGLang nor the plugin has a draft for heads of the others.
+LOADABLE = [family for family in CLASSES if family not in (*DSA, *HYBRID, *ONLY_IN_VLLM)]
 COMMON_WINDOW = ("mistral", "phi3")
 """Families whose layers all have the same window, which SGLang ignores."""
 WHOLE = [(family, depth) for family in LOADABLE for depth in (0, 1)]
@@ -44,6 +44,8 @@ def reports(tmp_path_factory) -> dict[Any, LoadReport]:
     # SGLang's InternLM3 is a Llama by another name, for which neither SGLang nor the plugin has a draft.
     asked["itself"] = make(folder / "itself", "llama", 0)
     damage(asked["itself"], "llama", 1, None, architectures=["InternLM3ForCausalLM"])
+    for family in DSA:
+        asked[family] = make(folder / family, family, 1)
     for family in COMMON_WINDOW:
         asked[family, "window"] = make(folder / f"{family}-window", family, 0)
         damage(asked[family, "window"], family, 0, None, sliding_window=8)
@@ -62,6 +64,12 @@ def test_a_whole_checkpoint_passes(reports, family, depth):
     assert report.draft == (convention("sglang", family).draft if depth else None)
     assert (report.num_mtp_heads, report.num_drafting) == (depth, depth)
     assert report.target
+
+
+@pytest.mark.parametrize("family", DSA)
+def test_sparse_attention_requires_a_gpu(reports, family):
+    (problem,) = reports[family].problems
+    assert mentions(problem, "SGLang CUDA")
 
 
 @pytest.mark.parametrize("family", COMMON_WINDOW)

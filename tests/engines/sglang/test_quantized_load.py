@@ -27,7 +27,7 @@ from tests.engines.quantized_lists import list_plain, list_trunk
 from tests.quantized import quantize_hf
 from tests.stand_ins import sglang_environment
 from tests.tiers import some_of
-from tests.tiny import CLASSES, HYBRID, LATENT, ONLY_IN_VLLM, VLLM_LATENT_SIZES, make_tiny_hf
+from tests.tiny import CLASSES, DSA, HYBRID, LATENT, ONLY_IN_VLLM, VLLM_LATENT_SIZES, make_tiny_hf
 
 pytestmark = [
     pytest.mark.engine,
@@ -64,8 +64,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "awq": {},
 }
 """A quantization_config of each method that lists nothing."""
-# Stacks of gpt-oss are only stored in MXFP4.
-FAMILIES = [family for family in CLASSES if family not in (*HYBRID, *ONLY_IN_VLLM, *WITHOUT_SCALES, "gpt_oss")]
+# Stacks of gpt-oss are only stored in MXFP4. SGLang builds indexers on GPUs only.
+FAMILIES = [family for family in CLASSES if family not in (*DSA, *HYBRID, *ONLY_IN_VLLM, *WITHOUT_SCALES, "gpt_oss")]
 # No list can describe plain heads of these for SGLang (`unlisted_engines`).
 UNLISTED = [("qwen3_moe", False), ("mimo", False)]
 CASES = [case for case in product(FAMILIES, (False, True)) if case not in UNLISTED]

@@ -25,14 +25,14 @@ from tests.engines.broken import BROKEN, BROKEN_FAMILIES, damage, make, projecti
 from tests.engines.dry_loads import dry_loads
 from tests.engines.reference import convention
 from tests.messages import has_line, mention_each, mentions, naming
-from tests.tiny import CLASSES, make_tiny_vision_hf
+from tests.tiny import CLASSES, DSA, make_tiny_vision_hf
 
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
-# Models with a vision tower are loaded below.
-LOADABLE = [family for family in CLASSES if not family.startswith(("qwen3_5", "qwen2_5_vl", "qwen3_vl"))]
+# Models with a vision tower are loaded below. vLLM has indexers on GPUs only.
+LOADABLE = [family for family in CLASSES if not family.startswith(("qwen3_5", "qwen2_5_vl", "qwen3_vl", *DSA))]
 WHOLE = [(family, depth) for family in LOADABLE for depth in (0, 1)] + [("mimo", 2), ("qwen2", 2)]
 
 
@@ -59,6 +59,8 @@ def reports(tmp_path_factory) -> dict[Any, LoadReport]:
     for family in ("qwen2_moe", "qwen3_moe"):
         asked[family, "dense head"] = make(folder / f"{family}-dense-head", family, 1, mlp_only_layers=[1])
     asked["tied"] = make(folder / "tied", "llama", 1, tied=True)
+    for family in DSA:
+        asked[family] = make(folder / family, family, 1)
     for family in BROKEN_FAMILIES:
         for number, (name, (depth, promised, change)) in enumerate(BROKEN.items()):
             directory = make(folder / f"{family}-broken-{number}", family, depth)
@@ -86,6 +88,12 @@ def test_a_whole_checkpoint_passes(reports, family, depth):
 
 def test_a_tied_model_passes(reports):
     assert reports["tied"].problems == []
+
+
+@pytest.mark.parametrize("family", DSA)
+def test_sparse_attention_requires_a_gpu(reports, family):
+    (problem,) = reports[family].problems
+    assert mentions(problem, "Sparse CPU")
 
 
 @pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe"])

@@ -19,7 +19,7 @@ from tests.engines.dry_loads import dry_loads
 from tests.engines.quantized_lists import change_quantization, list_plain, list_trunk
 from tests.quantized import quantize_hf
 from tests.tiers import some_of
-from tests.tiny import CLASSES, HYBRID, LATENT, VLLM_LATENT_SIZES, WRAPPED, make_tiny_hf, make_tiny_vision_hf
+from tests.tiny import CLASSES, DSA, HYBRID, LATENT, VLLM_LATENT_SIZES, WRAPPED, make_tiny_hf, make_tiny_vision_hf
 
 pytestmark = [
     pytest.mark.engine,
@@ -44,8 +44,8 @@ OF_BLOCKS: dict[str, dict[str, Any]] = {
 """Families with blocks of 128 x 128, and their sizes: one of each kind of names."""
 WITHOUT_EXPERTS = ("qwen3", "llama", "qwen2", "mimo", "qwen3_5_text")
 CASES = [
-    # Stacks of gpt-oss are only stored in MXFP4.
-    *product([family for family in CLASSES if family != "gpt_oss"], ("int8", "int4"), (False, True)),
+    # Stacks of gpt-oss are only stored in MXFP4. vLLM has indexers on GPUs only.
+    *product([family for family in CLASSES if family not in ("gpt_oss", *DSA)], ("int8", "int4"), (False, True)),
     *product(OF_BLOCKS, ("fp8_blocks_128",), (False, True)),
     *product(WITHOUT_EXPERTS, ("awq", "nvfp4"), (False, True)),
     *product(WITHOUT_EXPERTS, ("gptq",), (False,)),

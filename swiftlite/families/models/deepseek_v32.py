@@ -1,0 +1,86 @@
+"""DeepSeek-V3.2: DeepSeek-V3 with sparse attention (DSA), whose indexer selects the tokens that each token sees.
+
+Sequences of up to `index_topk` tokens are supported, in which the indexer selects all tokens (`attention.Indexer`).
+"""
+
+from swiftlite.families import dense, moe
+from swiftlite.families.attention import Indexer
+from swiftlite.families.family import Family, HfConfig
+from swiftlite.families.layer import Layer
+from swiftlite.families.models import deepseek_v3
+
+_REQUIRED = ("first_k_dense_replace", "q_lora_rank", "index_topk", "index_n_heads", "index_head_dim")
+
+
+def _check(hf_config: HfConfig) -> None:
+    problems = problems_of(hf_config)
+    if not problems and set(indexer_types(hf_config)) != {"full"}:
+        # transformers has an indexer in every layer, whatever these keys say.
+        problems.append("index_topk_freq above 1 is not supported; it can only be 1")
+    dense.refuse(hf_config, problems)
+
+
+def problems_of(hf_config: HfConfig) -> list[str]:
+    """Return a problem (one line) for every setting that is invalid or would be ignored."""
+    problems = dense.missing_numbers(hf_config, _REQUIRED)
+    if not problems:
+        # head_dim is not read: it is qk_rope_head_dim in GLM-5, and qk_nope_head_dim in GLM-5.2.
+        read = {key: value for key, value in hf_config.items() if key != "head_dim"}
+        problems = deepseek_v3.problems_of(
+            read,
+            layer_types=("indexed_attention",),
+            mlp_bias=(False, None),
+            rope_interleave=(True, None),  # transformers does not read it
+            index_topk_pattern=(None,),
+        )
+    if not problems:
+        problems = _layer_problems(hf_config)
+    return problems
+
+
+def _layer_problems(hf_config: HfConfig) -> list[str]:
+    """Return a problem (one line) for each list whose layers differ from those that other keys describe."""
+    layers, num_dense = hf_config["num_hidden_layers"], hf_config["first_k_dense_replace"]
+    problems = []
+    if hf_config.get("mlp_layer_types") not in (None, ["dense"] * num_dense + ["sparse"] * (layers - num_dense)):
+        problems.append(
+            f"mlp_layer_types must list 'dense' {num_dense} times (first_k_dense_replace), then 'sparse', for "
+            f"{layers} layers"
+        )
+    if hf_config.get("indexer_types") not in (None, indexer_types(hf_config)):
+        problems.append(
+            f"indexer_types must list {layers} layers as index_topk_freq and index_skip_topk_offset do, which engines "
+            f"read: {' '.join(indexer_types(hf_config))}"
+        )
+    return problems
+
+
+def indexer_types(hf_config: HfConfig) -> list[str]:
+    """Return for each layer whether it has an indexer ("full"), or uses the selection of an earlier layer
+    ("shared").
+    """
+    frequency, offset = hf_config.get("index_topk_freq") or 1, hf_config.get("index_skip_topk_offset") or 2
+    kinds = []
+    for number in range(hf_config["num_hidden_layers"]):
+        is_shared = max(number - offset + 1, 0) % frequency != 0
+        kinds.append("shared" if is_shared else "full")
+    return kinds
+
+
+def layer(hf_config: HfConfig, number: int) -> Layer:
+    """Return decoder layer `number`, from 0."""
+    indexer = None
+    if indexer_types(hf_config)[number] == "full":
+        indexer = Indexer(
+            heads=hf_config["index_n_heads"], head_dim=hf_config["index_head_dim"], topk=hf_config["index_topk"]
+        )
+    return Layer(deepseek_v3.attention(hf_config, indexer), moe.mlp(hf_config, number))
+
+
+DEEPSEEK_V32 = Family(
+    name="deepseek_v32",
+    check=_check,
+    layer=layer,
+    outside=dense.outside,
+    mtp=moe.NEXT_LAYER_HEADS,
+)
