@@ -44,7 +44,6 @@ class GroupedQueryAttention:
     takes_packed_rows: ClassVar[bool] = True
     takes_parts_of_rows: ClassVar[bool] = True
     is_recurrent: ClassVar[bool] = False
-    longest_sequence: ClassVar[int | None] = None
 
     hidden: int
     heads: int
@@ -62,6 +61,10 @@ class GroupedQueryAttention:
     has_sinks: bool = False
     hf_is_fused: bool = False
     rope_interleave: bool = False
+
+    @property
+    def longest_sequence(self) -> None:
+        return None
 
     @property
     def tensor_split(self) -> dict[str, int]:
