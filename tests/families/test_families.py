@@ -510,7 +510,7 @@ REFUSED = [
     *[
         (family, key, None)
         for family in DSA
-        for key in (*OF_INDEXER, "first_k_dense_replace", "kv_lora_rank", "q_lora_rank")
+        for key in (*sorted(OF_INDEXER), "first_k_dense_replace", "kv_lora_rank", "q_lora_rank")
     ],
     *[(family, "index_topk", 0) for family in DSA],
     *[(family, "index_topk_freq", 0) for family in DSA],
