@@ -171,7 +171,7 @@ def _attempt(options: Namespace, nodes: Nodes | None, limits: _Limits) -> Ending
             _print("this node waits as a spare")
             ended = nodes.wait()
             if ended is not None:
-                _print(f"{ended.who} failed first, {ended.how}; {ended.verdict}")
+                _print(f"{ended.who} failed first, {ended.how}", ended.verdict)
             return ended
         options.nnodes, options.node_rank = str(len(chosen.numbers)), chosen.numbers.index(nodes.number)
         options.master_port, options.rdzv_conf = chosen.port, f"timeout={JOIN_SECONDS}"

@@ -122,6 +122,8 @@ def read_environment(env: Mapping[str, str]) -> Processes:
         problems.append((f"NNODES={given} requires MASTER_ADDR", hint))
     if several and not env.get("NODE_RANK"):
         hint = f"export NODE_RANK=0 to {nnodes - 1}, a different one on every node"
+        if smallest is not None:
+            hint = "export NODE_RANK=0 on the node of MASTER_ADDR, and a different larger number on every other node"
         problems.append((f"NNODES={given} requires NODE_RANK", hint))
     if node_rank is not None and node_rank >= nnodes and smallest is None:  # with MIN:MAX, it is a spare
         problem = f"NODE_RANK={node_rank} must be below NNODES={nnodes}"

@@ -78,10 +78,12 @@ class JoinedSamples(LazySamples):
         return self._ends[-1]
 
     def __getitem__(self, index: Any) -> Any:
+        if index < 0:
+            index += len(self)
         if not 0 <= index < len(self):
             raise IndexError(index)
         group = bisect_right(self._ends, index)
-        return self._groups[group][index - self._ends[group]]  # counted from the end of the group
+        return self._groups[group][index - self._ends[group]]  # negative: counted from the end of the group
 
     def lengths(self) -> tuple[np.ndarray, np.ndarray]:
         found = [lengths_of(group) for group in self._groups]

@@ -100,7 +100,15 @@ def tiles(run: RunFiles) -> Iterator[Tile]:
     if speeds:
         yield Tile("training speed", f"{number(speeds[len(speeds) // 2])} tokens/s", "median of the logged steps")
     if "seconds" in run.report:
-        yield Tile("time", _duration(run.report["seconds"]), f"{run.report['steps']} steps")
+        yield Tile("time", _duration(run.report["seconds"]), _measured_steps(run))
+
+
+def _measured_steps(run: RunFiles) -> str:
+    """Return which steps the times of run_report.json belong to: those since the run was last resumed."""
+    steps, first = run.report["steps"], run.report.get("resumed_from", 0)
+    if first:
+        return f"steps {first + 1} to {steps}, since the run resumed"
+    return f"{steps} steps"
 
 
 def _change(before: dict[str, Any], after: dict[str, Any], name: str, show: Any) -> str:
@@ -302,7 +310,7 @@ def _training_section(run: RunFiles) -> Section | None:
     tables = []
     if totals := run.report.get("times"):
         rows = [[name, number(seconds)] for name, seconds in totals.items()]
-        tables.append(Table("Time of all steps on the first rank", ["part", "seconds"], rows))
+        tables.append(Table(f"Time on the first rank, {_measured_steps(run)}", ["part", "seconds"], rows))
     if restarts := restarts_in(run.metrics):
         rows = []
         for line in restarts:

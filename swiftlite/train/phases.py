@@ -102,7 +102,8 @@ class Outcome:
 
     Attributes:
         stopped_by: number of the signal that stopped training before the last step; 0 if training was not stopped.
-        seconds: time of all steps.
+        seconds: time of the steps of this process. A run that resumes does not count the steps before its checkpoint.
+        first: step of the checkpoint that the run resumed from; 0 without a checkpoint.
         evaluation: the last metrics over held-out rows, by name; empty without held-out rows.
         times: seconds of the first rank by part of the work, see `StepClock.totals`.
     """
@@ -111,6 +112,7 @@ class Outcome:
     seconds: float
     evaluation: Mapping[str, float]
     times: Mapping[str, float] = field(default_factory=dict)
+    first: int = 0
 
 
 def open_session(args: SftArgs, hf_model: HfModel) -> AbstractContextManager[Mesh]:
@@ -309,7 +311,7 @@ def fit(run: Run, trainer: Trainer, first: int, held_out: HeldOut) -> Outcome:
     if run.is_first_rank:
         trainer.summarize(held_out.summary())
     trainer.close()
-    return Outcome(stopped_by, seconds, evaluation, trainer.clock.totals)
+    return Outcome(stopped_by, seconds, evaluation, trainer.clock.totals, first)
 
 
 def finish(run: Run, outcome: Outcome) -> int:
@@ -337,6 +339,7 @@ def report(run: Run, outcome: Outcome) -> None:
     if run.is_first_rank:
         measured = {
             "steps": run.schedule.steps,
+            "resumed_from": outcome.first,
             "seconds": round(outcome.seconds, 1),
             "times": {name: round(seconds, 3) for name, seconds in outcome.times.items()},
             "evaluation": outcome.evaluation,

@@ -49,5 +49,5 @@ def test_changes_are_applied_one_after_the_other():
 def test_joined_samples_follow_each_other():
     joined = JoinedSamples([], numbered(SAMPLES)[2:], [], SAMPLES[:2], [])
     assert sources(joined) == ["2", "3", "", ""]
-    assert len(joined) == 4
+    assert (len(joined), joined[-3].source) == (4, "3")
     check_lengths(joined)

@@ -88,6 +88,14 @@ def test_the_time_of_a_step_is_divided_into_its_parts(run):
     assert ["checkpoint", "8"] in rows(page)
 
 
+def test_times_of_a_resumed_run_name_their_steps(run):
+    path = run / "run_report.json"
+    report = json.loads(path.read_text())
+    path.write_text(json.dumps(report | {"resumed_from": 2}))
+    notes = [tile.note for tile in run_page(read_run(run)).tiles if tile.name == "time"]
+    assert mention_each(notes, [f"3 {report['steps']}"])
+
+
 def test_ranks_are_compared_if_there_are_several(run):
     assert "ranks" not in figures(run_page(read_run(run)))
     with (run / "metrics.jsonl").open("a") as file:

@@ -1,4 +1,4 @@
-"""Attention with sinks, for kernels that do not support packed rows.
+"""Attention with sinks for rows that are not packed; `merged_attention.py` computes packed rows.
 
 A sink is a trained score per head that takes part in the softmax, but has no value:
 
