@@ -44,7 +44,7 @@ MATCH = {
     "gptq": lambda listed, name, fused: get_dynamic_override(SimpleNamespace(**listed), name) is False,
     "awq": lambda listed, name, fused: is_layer_skipped_awq(name, listed["modules_to_not_convert"]),
 }
-cases, fused = json.loads(sys.argv[1])
+cases, fused = json.load(sys.stdin)
 print(json.dumps([MATCH[listed["quant_method"]](listed, name, fused) for listed, name in cases]))
 """
 # Sizes with which no block of 128 x 128 belongs to two projections.
@@ -130,7 +130,8 @@ def test_lists_mean_to_sglang_what_the_rules_say(tmp_path):
                 cases.append((listed, module.name))
                 expected.append(not builds_quantized(listed, MATCHINGS["sglang"], module, {}))
     done = subprocess.run(
-        [sys.executable, "-c", MATCH_ALL, json.dumps([cases, FUSED])],
+        [sys.executable, "-c", MATCH_ALL],
+        input=json.dumps([cases, FUSED]),  # an argument has at most 128 KB
         env=sglang_environment(),
         capture_output=True,
         text=True,
