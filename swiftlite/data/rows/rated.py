@@ -87,8 +87,8 @@ def _from_completion(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def mismatch(samples: Sequence[Sample], max_length: int, strategy: TruncationStrategy, seed: int) -> ChangedSamples:
-    """Return the samples, each with its label as the extra `desirable`, and with a companion: the prompt of the sample
-    and the answer of another sample.
+    """Return the samples, each with a companion. It consists of the prompt of the sample and the answer of another
+    sample.
 
     The pairing is drawn at random with the seed. Using the next row instead would pair every good answer with a bad one
     in files that alternate between good and bad answers.
@@ -114,7 +114,7 @@ def mismatch(samples: Sequence[Sample], max_length: int, strategy: TruncationStr
         mismatched = truncate(_join(sample, samples[partners[number]]), max_length, end)
         mismatched = with_images_of(mismatched, sample)
         companion = replace(mismatched, trains_heads=False)
-        return replace(sample.with_extras(desirable=sample.trains_heads), companion=companion)
+        return replace(sample, companion=companion)
 
     return ChangedSamples(samples, with_companion)
 

@@ -16,7 +16,7 @@ import torch
 
 from swiftlite.args.commands import DpoArgs
 from swiftlite.data.batch import Batch, Extra
-from swiftlite.data.changed_samples import JoinedSamples
+from swiftlite.data.changed_samples import ChangedSamples, JoinedSamples
 from swiftlite.data.dataset import Data
 from swiftlite.data.encoder import Encoder
 from swiftlite.data.rows.rated import mismatch, parse_rated
@@ -172,10 +172,16 @@ def load_rated(args: DpoArgs, encoder: Encoder, vocab_size: int) -> Data:
     """
     data = load_data(args, encoder, vocab_size)
     # All rows together, so that a single held-out row can be paired with a training row.
-    together = JoinedSamples(data.train, data.val)
-    samples = mismatch(together, args.max_length, args.truncation_strategy, args.seed)
+    labeled = ChangedSamples(JoinedSamples(data.train, data.val), _with_label)
+    samples = mismatch(labeled, args.max_length, args.truncation_strategy, args.seed)
     train, val = samples[: len(data.train)], samples[len(data.train) :]
-    return replace(data, train=train, val=val, digest=digest(samples))  # labels of rows change the digest
+    # The digest depends on the labels. Companions follow from the samples, and are not created for it.
+    return replace(data, train=train, val=val, digest=digest(labeled))
+
+
+def _with_label(number: int, sample: Sample) -> Sample:
+    """Return the sample with its label, which `parse_rated` stores in `trains_heads`, as the extra `desirable`."""
+    return sample.with_extras(desirable=sample.trains_heads)
 
 
 def kto_objective(run: Run) -> KtoObjective:
