@@ -1,4 +1,4 @@
-"""Print what is installed and what it allows: packages, tasks, tested releases (`swiftlite doctor`).
+"""Print the installed packages, the tasks for which they suffice, and the tested releases (`swiftlite doctor`).
 
 Packages are found by their metadata, without importing them.
 """

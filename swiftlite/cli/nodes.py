@@ -25,9 +25,10 @@ if TYPE_CHECKING:
 
 # Interval in seconds at which launchers check whether another node has failed.
 POLL_SECONDS = 1
-# Seconds that ranks have to end when another node has failed. With 30 s on that node, this is less than a minute.
+# Seconds that ranks have to end when another node has failed. The ranks of the failed node have 30 s (torchrun's
+# default), so the job ends in less than a minute.
 GRACE_SECONDS = 20
-# The same if the ranks are restarted afterwards: nothing that they could still do is of use.
+# The same if the ranks are restarted. They only have to release their devices and files.
 RESTART_GRACE_SECONDS = 5
 # Seconds that a node waits for the report of the failed node, if it only lost connections.
 REASON_SECONDS = 5
@@ -51,7 +52,8 @@ class Ending:
         who: the rank or node that failed first.
         how: how it ended.
         code: exit code of the job, if it is not restarted.
-        verdict: what follows, for the log; empty if nothing is to be said.
+        verdict: whether and why the job is restarted, for the log; empty without --max_restarts, and for failures that
+            are never restarted.
         is_restarted: whether the ranks are started again.
         last_step: last completed step of the attempt; None before its first step.
     """
@@ -82,6 +84,9 @@ class Nodes:
 
     Without this class, a rank that waits in an NCCL collective for a lost node would wait until the timeout, ten
     minutes by default. The first published ending counts for all nodes.
+
+    A node has up to three numbers: NODE_RANK of the user, which only tells whether this is node 0; its number in order
+    of arrival, which is new in each attempt; and its place in `Chosen.numbers`, which is its node rank for torchrun.
 
     Attributes:
         is_first: whether this is node 0.
@@ -127,7 +132,7 @@ class Nodes:
         """
         self.connected.wait()
         if self.store is None:
-            return self._lost_first()
+            return self._lost_node_0()
         try:
             self.number = self.store.add(self._key("joined"), 1) - 1
             self.store.set(self._key(f"host/{self.number}"), socket.gethostname())
@@ -144,7 +149,7 @@ class Nodes:
             self.chosen = Chosen(**json.loads(self.store.get(self._key("chosen"))))
             return self.chosen
         except RuntimeError:
-            return self._lost_first()
+            return self._lost_node_0()
 
     def wait(self) -> Ending | None:
         """Wait, as a spare, until the attempt ends; return None if the job is complete."""
@@ -190,7 +195,7 @@ class Nodes:
     def _key(self, name: str) -> str:
         return f"swiftlite/{self.restarts}/{name}"
 
-    def _lost_first(self) -> Ending:
+    def _lost_node_0(self) -> Ending:
         return Ending(f"node 0 ({self.address[0]})", "see its output", 1)
 
     def _choose(self) -> Chosen | Ending:
@@ -256,7 +261,7 @@ class Nodes:
                     self.store.add(self._key(f"alive/{self.number}"), 1)
                     self.heard = self._lost_node(alive)
             except RuntimeError:
-                self.heard = self._lost_first()
+                self.heard = self._lost_node_0()
         seconds = GRACE_SECONDS
         if self.heard.is_restarted:
             seconds = RESTART_GRACE_SECONDS
@@ -275,7 +280,7 @@ class Nodes:
 
 
 class _SignsOfLife:
-    """Notices counters in a store that are no longer incremented."""
+    """Detects counters in a store that have stopped increasing."""
 
     def __init__(self, store: "TCPStore"):
         self.store = store
