@@ -83,9 +83,12 @@ def _grouped_query(attention: GroupedQueryAttention, modules: Modules) -> Module
 
 def _latent(attention: LatentAttention, modules: Modules) -> ModuleSpec:
     norm = latent_norm(modules.norm)
+    params: dict[str, Any] = {"attn_mask_type": AttnMaskType.causal}
+    if attention.indexer is not None:
+        params["indexer"] = attention.indexer
     return ModuleSpec(
         module=MLASelfAttention,
-        params={"attn_mask_type": AttnMaskType.causal, "indexer": attention.indexer},
+        params=params,
         submodules=MLASelfAttentionSubmodules(
             linear_q_proj=modules.column,
             linear_q_down_proj=modules.down_projection,
