@@ -59,7 +59,7 @@ def draw(
     [
         pytest.param(True, (0.7,), id="drawn"),
         pytest.param(True, (1.0,), id="drawn, 1.0", marks=pytest.mark.slow),
-        pytest.param(False, (0.7,), id="likeliest"),
+        pytest.param(False, (0.7,), id="likeliest", marks=pytest.mark.slow),
     ],
 )
 def test_answers_with_drafts_have_the_trunks_distribution(draws_drafts, temperatures, vllm_host, tmp_path):

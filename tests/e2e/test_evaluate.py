@@ -55,6 +55,7 @@ def test_an_export_with_damaged_heads_is_refused(commands, sft, dataset, tmp_pat
     assert (tmp_path / "bad" / "config.json").exists()
 
 
+@pytest.mark.slow
 def test_a_quantized_model_is_compared_with_the_unquantized_one(commands, dataset, tmp_path):
     """Trunk and heads of both models, and the counts of an engine for both, are in one acceptance.json."""
     make_tiny_hf(tmp_path / "plain", "qwen3", depth=1, with_tokenizer=True)

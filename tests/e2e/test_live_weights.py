@@ -38,7 +38,7 @@ def write_rows(directory: Path) -> Path:
         pytest.param("vllm", "file", marks=[needs_vllm, pytest.mark.slow]),
         pytest.param("vllm", "nccl", marks=needs_vllm),
         pytest.param("vllm", "ipc", marks=[needs_vllm, pytest.mark.slow]),
-        pytest.param("sglang", "file", marks=needs_sglang),
+        pytest.param("sglang", "file", marks=[needs_sglang, pytest.mark.slow]),
     ],
 )
 def test_acceptance_rises_in_the_engine_that_runs(commands: Commands, tmp_path, engine, transport):

@@ -62,6 +62,7 @@ def test_killed_at_random_moments(commands: Commands, regenerate: list[str], tmp
     assert files(out) == unbroken
 
 
+@pytest.mark.slow  # the same code stops `infer`
 @pytest.mark.engine
 def test_vllm_stopped_and_gone_on_with(vllm_host, regenerate: list[str], tmp_path):
     """Heads draft, and vLLM processes several prompts at a time. Its answers equal those of transformers."""

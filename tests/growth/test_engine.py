@@ -283,6 +283,7 @@ def test_evaluate(model, rows, tmp_path):
     assert measured["all"]["drafts"] > 0
 
 
+@pytest.mark.slow
 def test_bench(added, model, rows, tmp_path, capsys):
     sizes = ["--num_speculative_tokens", "0,1", "--concurrency", 1, "--rounds", 1, "--max_new_tokens", 8]
     where = ["--model", model, "--val_dataset", rows, "--output_dir", tmp_path / "out"]

@@ -137,7 +137,7 @@ def test_log_probabilities_are_those_of_transformers(options, mesh, hf_dir, temp
         pytest.param({"steps_per_generation": 2, "num_iterations": 2}, 2, marks=pytest.mark.slow),
         (DYNAMIC, 1),
         pytest.param({"teacher_kl_coef": 0.5}, 2, marks=pytest.mark.slow),
-        ({"eval_steps": 1}, 2),
+        pytest.param({"eval_steps": 1}, 2, marks=pytest.mark.slow),
         ({"teacher_kl_coef": 2.0, "num_iterations": 2, "reward_funcs": [], "reward_weights": []}, 1),
     ],
 )
