@@ -75,7 +75,7 @@ def test_sparse_attention_requires_a_gpu(reports, family):
 @pytest.mark.parametrize("family", COMMON_WINDOW)
 def test_a_window_that_sglang_ignores_is_refused(reports, family):
     (problem,) = reports[family, "window"].problems
-    assert mentions(problem, "sliding_window 8 max_position_embeddings")
+    assert mentions(problem, "sliding_window 8 --max_model_len 8")
 
 
 @pytest.mark.parametrize("model", PUBLISHED)

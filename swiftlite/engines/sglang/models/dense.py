@@ -34,6 +34,7 @@ from sglang.srt.models import (
     qwen2_moe,
     qwen3,
 )
+from sglang.srt.runtime_context import get_server_args
 from torch import nn
 
 from swiftlite.engines.loading.head_weights import (
@@ -105,13 +106,17 @@ class NoWindowTrunk(Trunk):
     """A trunk whose class in SGLang 0.5.23 ignores `sliding_window`.
 
     Raises:
-        ValueError: the window is smaller than `max_position_embeddings`.
+        ValueError: sequences can be longer than the window.
     """
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any):
         window = config.sliding_window
-        if window is not None and window < config.max_position_embeddings:
-            raise ValueError(f"sliding_window {window} would be ignored; max_position_embeddings must not be larger")
+        longest = get_server_args().context_length or config.max_position_embeddings
+        if window is not None and window < longest:
+            raise ValueError(
+                f"sliding_window {window} would be ignored, and sequences can have {longest} tokens: "
+                f"limit them with --context-length {window} (swiftlite: --max_model_len {window})"
+            )
         super().__init__(config, *args, **kwargs)
 
 
