@@ -2,8 +2,8 @@
 
 An MTP layer computes `final_layernorm(block(eh_proj([enorm(embedding), hnorm(hidden)])))`, where `hidden` is the
 trunk's state after its final norm. With copy_last_layer, the block is initialized with the weights of the trunk's last
-decoder layer, and final_layernorm with the weights of the trunk's final norm. Parameters without a counterpart in the
-trunk are initialized by `_pass_through`.
+decoder layer with the same attention and MLP (or of two layers, one for each), and final_layernorm with the weights of
+the trunk's final norm. Parameters without a counterpart in the trunk are initialized by `_pass_through`.
 
 Initial values do not depend on the tensor-parallel size.
 """
@@ -22,13 +22,16 @@ Fill = Callable[[Shard], None]
 
 def copied_rows(family: RowTable, hf_config: HfConfig, depth: int) -> list[Row]:
     """Return the bridge rows that fill blocks and output norms of `depth` heads from HF tensors of the trunk."""
-    trunk, last_layer = family.rows(hf_config, 0), f"decoder.layers.{family.mtp_block_number(hf_config)}."
+    trunk = family.rows(hf_config, 0)
+    attention, mlp = (f"decoder.layers.{number}." for number in family.mtp_sources(hf_config))
     rows = []
     for head in range(depth):
         names = {row.mcore for row in family.head_rows(hf_config, head)}
         for row in trunk:
-            if row.mcore.startswith(last_layer):
-                name = f"transformer_layer.{row.mcore.removeprefix(last_layer)}"
+            if row.mcore.startswith(mlp) and _is_of_mlp(row.mcore.removeprefix(mlp)):
+                name = f"transformer_layer.{row.mcore.removeprefix(mlp)}"
+            elif row.mcore.startswith(attention) and not _is_of_mlp(row.mcore.removeprefix(attention)):
+                name = f"transformer_layer.{row.mcore.removeprefix(attention)}"
             elif row.mcore == "decoder.final_layernorm.weight":
                 name = "final_layernorm.weight"
             else:
@@ -36,6 +39,11 @@ def copied_rows(family: RowTable, hf_config: HfConfig, depth: int) -> list[Row]:
             if (whole_name := f"mtp.layers.{head}.{name}") in names:
                 rows.append(replace(row, mcore=whole_name))
     return rows
+
+
+def _is_of_mlp(name: str) -> bool:
+    """Return whether a parameter of a decoder layer belongs to its MLP or to a norm of the MLP's input or output."""
+    return name.startswith(("mlp.", "pre_mlp_layernorm.", "post_mlp_layernorm."))
 
 
 def pass_through(depth: int, norm_start: float) -> dict[str, Fill]:

@@ -101,8 +101,8 @@ class RowTable(Protocol):
         """Initial weight of norms."""
         ...
 
-    def mtp_block_number(self, hf_config: HfConfig, /) -> int:
-        """Return the number (from 0) of the trunk's decoder layer with the same kinds of attention and MLP as an MTP
+    def mtp_sources(self, hf_config: HfConfig, /) -> tuple[int, int]:
+        """Return the numbers (from 0) of the trunk's decoder layers with the attention and with the MLP of an MTP
         head.
         """
         ...

@@ -3,7 +3,7 @@
 MTP heads are not part of the architecture, because their number can change.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -35,7 +35,8 @@ class Outside:
         ropes: settings of the rotary embeddings, each with the names of config.json (`families/rope.py`), if layers
             have different ones, which must have the same number of channels; empty: all layers have that of
             config.json.
-        has_dense_heads: whether the decoder layers of MTP heads have no experts.
+        head_layer: the decoder layer of MTP heads; None: like the last trunk layer that sees all previous tokens. Its
+            attention and its MLP must each be those of a trunk layer, but not necessarily of the same one.
         heads_share_final_norm: whether the output norm of MTP heads is the trunk's final norm.
         hf_layers: prefix of the Hugging Face names of decoder layers, followed by a number and a dot.
     """
@@ -55,7 +56,7 @@ class Outside:
     logits_divisor: float = 1.0
     rounds_last: bool = False
     rotary_rounds_last: bool = False
-    has_dense_heads: bool = False
+    head_layer: Layer | None = None
     heads_share_final_norm: bool = False
 
     def local_vocab(self, rank: Rank) -> int:
@@ -90,23 +91,35 @@ class Architecture:
     tower: Tower | None = None
 
     @property
-    def mtp_block_number(self) -> int:
-        """Number (from 0) of the decoder layer with the same kinds of attention and MLP as the heads.
+    def mtp_block(self) -> Layer:
+        """The decoder layer inside an MTP head.
 
-        It is the last layer that sees all previous tokens; without such a layer, the last layer with a KV cache. With
-        `has_dense_heads`, only layers without experts are considered. Heads have an indexer if any layer has one.
+        Without `Outside.head_layer`, it is that of the last trunk layer that sees all previous tokens; without such a
+        layer, that of the last one with a KV cache. Heads have an indexer if any layer has one.
         """
-        numbers = [number for number, layer in enumerate(self.layers) if not layer.attention.is_recurrent]
-        if self.outside.has_dense_heads:
-            numbers = [number for number in numbers if not self.layers[number].mlp.experts]
-        full = [number for number in numbers if self.layers[number].attention.window is None]
-        indexed = [number for number in full if self.layers[number].attention.longest_sequence is not None]
-        return (indexed or full or numbers)[-1]
+        if self.outside.head_layer is not None:
+            return self.outside.head_layer
+        cached = [layer for layer in self.layers if not layer.attention.is_recurrent]
+        full = [layer for layer in cached if layer.attention.window is None]
+        indexed = [layer for layer in full if layer.attention.longest_sequence is not None]
+        return (indexed or full or cached)[-1]
 
     @property
-    def mtp_block(self) -> Layer:
-        """The decoder layer inside an MTP head."""
-        return self.layers[self.mtp_block_number]
+    def mtp_sources(self) -> tuple[int, int]:
+        """Numbers (from 0) of the trunk layers with the attention and with the MLP of the heads.
+
+        Both are the last trunk layer that equals the layer of the heads. Without such a layer, they are the last ones with
+        this attention and with this MLP.
+
+        Raises:
+            ValueError: no trunk layer has this attention or this MLP.
+        """
+        block = self.mtp_block
+        if block in self.layers:
+            number = _last_index(self.layers, block)
+            return number, number
+        attentions, mlps = [layer.attention for layer in self.layers], [layer.mlp for layer in self.layers]
+        return _last_index(attentions, block.attention), _last_index(mlps, block.mlp)
 
     @cached_property
     def sublayers(self) -> list[Sublayer]:
@@ -156,7 +169,9 @@ class Architecture:
         return lift(rows, f"decoder.layers.{number}.", f"{self.outside.hf_layers}{number}.")
 
     def mcore_config(self) -> dict[str, Any]:
-        """Return the arguments of megatron-core's TransformerConfig, which all layers share.
+        """Return the arguments of megatron-core's TransformerConfig.
+
+        All layers share them, except for `layer_arguments`, which are those of the first layer that has them.
 
         Raises:
             ValueError: two layers require different values of an argument, which megatron-core does not support.
@@ -165,7 +180,7 @@ class Architecture:
         config |= self.outside.mcore_config
         for part in self.sublayers:
             for name, value in part.mcore_config().items():
-                if config.setdefault(name, value) != value:
+                if config.setdefault(name, value) != value and name not in part.layer_arguments:
                     raise ValueError(
                         f"layers differ in {name}: {config[name]!r} and {value!r}; megatron-core has one for all"
                     )
@@ -175,3 +190,7 @@ class Architecture:
         elif any(layer != self.layers[0] for layer in self.layers):
             config["hetereogenous_dist_checkpoint"] = True
         return config
+
+
+def _last_index(items: Sequence[Any], item: Any) -> int:
+    return len(items) - 1 - items[::-1].index(item)

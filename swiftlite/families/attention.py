@@ -37,10 +37,12 @@ class GroupedQueryAttention:
         has_sinks: whether each head has a sink: a trained score that takes part in the softmax, without a value.
         hf_is_fused: whether files have queries, keys and values in one tensor.
         rope_interleave: whether channels 2i and 2i + 1 are rotated together; otherwise i and i + rotary / 2.
+        hf_heads, hf_groups: keys of config.json for `heads` and `groups`.
     """
 
     recompute_modules: ClassVar[tuple[str, ...]] = ("core_attn",)
     needs_sequence_parallel: ClassVar[str] = ""
+    layer_arguments: ClassVar[tuple[str, ...]] = ("num_attention_heads", "num_query_groups", "kv_channels")
     takes_packed_rows: ClassVar[bool] = True
     takes_parts_of_rows: ClassVar[bool] = True
     is_recurrent: ClassVar[bool] = False
@@ -61,6 +63,8 @@ class GroupedQueryAttention:
     has_sinks: bool = False
     hf_is_fused: bool = False
     rope_interleave: bool = False
+    hf_heads: str = "num_attention_heads"
+    hf_groups: str = "num_key_value_heads"
 
     @property
     def longest_sequence(self) -> None:
@@ -68,7 +72,7 @@ class GroupedQueryAttention:
 
     @property
     def tensor_split(self) -> dict[str, int]:
-        return {"num_attention_heads": self.heads, "num_key_value_heads": self.groups}
+        return {self.hf_heads: self.heads, self.hf_groups: self.groups}
 
     def mcore_config(self) -> dict[str, Any]:
         config = {
@@ -242,6 +246,7 @@ class LatentAttention:
 
     recompute_modules: ClassVar[tuple[str, ...]] = ("core_attn", "mla_up_proj")
     needs_sequence_parallel: ClassVar[str] = "latent attention"
+    layer_arguments: ClassVar[tuple[str, ...]] = ()
     takes_packed_rows: ClassVar[bool] = True
     takes_parts_of_rows: ClassVar[bool] = True
     is_recurrent: ClassVar[bool] = False

@@ -103,11 +103,11 @@ class Family:
         """Return the bridge rows of everything except MTP heads."""
         return self.architecture(hf_config).rows()
 
-    def mtp_block_number(self, hf_config: HfConfig) -> int:
-        """Return the number (from 0) of the trunk's decoder layer with the same kinds of attention and MLP as an MTP
+    def mtp_sources(self, hf_config: HfConfig) -> tuple[int, int]:
+        """Return the numbers (from 0) of the trunk's decoder layers with the attention and with the MLP of an MTP
         head.
         """
-        return self.architecture(hf_config).mtp_block_number
+        return self.architecture(hf_config).mtp_sources
 
     def block_rows(self, hf_config: HfConfig) -> list[Row]:
         """Return the bridge rows of the decoder layer in an MTP head, with names relative to the layer."""

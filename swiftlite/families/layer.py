@@ -23,6 +23,9 @@ class Sublayer(Protocol):
     """Description of the part that tensor-parallel ranks can split only if sequence parallelism is on; empty without
     such a part."""
 
+    layer_arguments: ClassVar[tuple[str, ...]]
+    """Arguments of `mcore_config` in which layers can differ, because the spec of each layer states them."""
+
     @property
     def tensor_split(self) -> dict[str, int]:
         """The sizes that tensor-parallel ranks split evenly, by their names in config.json."""

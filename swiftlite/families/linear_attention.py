@@ -39,6 +39,7 @@ class GatedDeltaNet:
 
     recompute_modules: ClassVar[tuple[str, ...]] = ("core_attn",)
     needs_sequence_parallel: ClassVar[str] = ""
+    layer_arguments: ClassVar[tuple[str, ...]] = ()
     takes_packed_rows: ClassVar[bool] = True
     takes_parts_of_rows: ClassVar[bool] = True
     is_recurrent: ClassVar[bool] = True

@@ -28,6 +28,7 @@ class Mlp:
 
     recompute_modules: ClassVar[tuple[str, ...]] = ("mlp",)
     needs_sequence_parallel: ClassVar[str] = ""
+    layer_arguments: ClassVar[tuple[str, ...]] = ()
 
     hidden: int
     ffn: int
@@ -110,6 +111,7 @@ class MixtureOfExperts:
 
     recompute_modules: ClassVar[tuple[str, ...]] = ("moe",)
     needs_sequence_parallel: ClassVar[str] = "experts"
+    layer_arguments: ClassVar[tuple[str, ...]] = ()
 
     hidden: int
     experts: int

@@ -63,6 +63,7 @@ def _grouped_query(attention: GroupedQueryAttention, modules: Modules) -> Module
     core_attention = replace(core_attention, params=core_attention.params | options)
     params: dict[str, Any] = {
         "attn_mask_type": AttnMaskType.causal,
+        "sizes": {name: attention.mcore_config()[name] for name in attention.layer_arguments},
         "is_rotary": attention.rotary > 0,
         "rope_interleave": attention.rope_interleave,
     }

@@ -138,7 +138,7 @@ def largest_head(architecture: Architecture | None) -> int:
     config = architecture.mcore_config()
     if config.get("multi_latent_attention"):
         return config["qk_head_dim"] + config["qk_pos_emb_head_dim"]
-    return config.get("kv_channels") or 0
+    return max(attention.mcore_config().get("kv_channels") or 0 for attention in architecture.attentions)
 
 
 def choose(args: KernelArgs, machine: Machine, *, is_float32: bool, head: int = 0) -> Kernels:

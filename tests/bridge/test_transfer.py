@@ -438,9 +438,11 @@ def test_copy_last_layer(tmp_path, mesh, family):
     assert set(report.initialized) == {name for name in parameters if name.startswith("mtp.")}
     assert set(report.initialized) | set(report.loaded) == set(parameters)
     assert set(report.initialized.values()) == {"copy_last_layer"}
-    number = families.FAMILIES[family].mtp_block_number(read_config(source))
-    prefix = f"decoder.layers.{number}."
-    last = {name.removeprefix(prefix): p for name, p in parameters.items() if prefix in name}
+    last = {}
+    for number, is_mlp in zip(families.FAMILIES[family].mtp_sources(read_config(source)), (False, True), strict=True):
+        prefix = f"decoder.layers.{number}."
+        names = {name: name.removeprefix(prefix) for name in parameters if name.startswith(prefix)}
+        last |= {inner: parameters[name] for name, inner in names.items() if ("mlp" in inner) == is_mlp}
     for head in ("mtp.layers.0.", "mtp.layers.1."):
         for name, parameter in last.items():
             assert torch.equal(parameters[f"{head}transformer_layer.{name}"], parameter)

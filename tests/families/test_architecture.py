@@ -1,5 +1,7 @@
 """Test that an architecture is the sum of its layers. tests/growth and tests/plan compare it with the built model."""
 
+from dataclasses import replace
+
 import pytest
 
 from swiftlite.families.architecture import Architecture, Outside
@@ -35,3 +37,23 @@ def test_names_that_differ_stand_for_the_same_parameters():
     names = [name for row in renamed.rows() for name in row.hf]
     assert names[:3] == ["attention.q_proj.weight", "attention.k_proj.weight", "attention.v_proj.weight"]
     assert names[-3:] == ["mlp.w1.weight", "mlp.up_proj.weight", "mlp.down_proj.weight"]
+
+
+def test_layers_may_differ_in_their_heads():
+    more = GroupedQueryAttention(hidden=64, heads=8, groups=4, head_dim=8, rotary=8)
+    config = architecture(Layer(ATTENTION, WIDE), Layer(more, WIDE)).mcore_config()
+    assert (config["num_attention_heads"], config["num_query_groups"], config["kv_channels"]) == (4, 2, 16)
+
+
+def test_the_layer_of_heads_can_combine_two_trunk_layers():
+    windowed = replace(ATTENTION, window=8)
+    layers = Layer(ATTENTION, WIDE), Layer(windowed, WIDE), Layer(windowed, EXPERTS), Layer(ATTENTION, EXPERTS)
+    combined = Layer(windowed, WIDE, has_output_norms=True)
+    whole = architecture(*layers)
+    for head_layer, block, sources in [
+        (None, layers[3], (3, 3)),
+        (layers[1], layers[1], (1, 1)),
+        (combined, combined, (2, 1)),
+    ]:
+        found = replace(whole, outside=replace(whole.outside, head_layer=head_layer))
+        assert (found.mtp_block, found.mtp_sources) == (block, sources)

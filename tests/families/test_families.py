@@ -699,7 +699,8 @@ def test_layers_without_indexers():
         architecture = families.get(written).architecture(written)
         kinds = ["full" if layer.attention.longest_sequence else "shared" for layer in architecture.layers]
         assert kinds == written["indexer_types"]
-        assert architecture.mtp_block_number == max(n for n, kind in enumerate(kinds) if kind == "full")
+        last_full = max(n for n, kind in enumerate(kinds) if kind == "full")
+        assert architecture.mtp_sources == (last_full, last_full)
         assert architecture.longest_sequence == 2048
         with pytest.raises(UserError, match=naming("indexer_types")):
             families.get(written | {"indexer_types": [*kinds[1:], kinds[0]]})

@@ -57,6 +57,7 @@ class RunningMean:
 
     recompute_modules: ClassVar[tuple[str, ...]] = ()
     needs_sequence_parallel: ClassVar[str] = ""
+    layer_arguments: ClassVar[tuple[str, ...]] = ()
     takes_packed_rows: ClassVar[bool] = False
     takes_parts_of_rows: ClassVar[bool] = False
     is_recurrent: ClassVar[bool] = False

@@ -99,7 +99,7 @@ def test_long_rows_are_computed_in_blocks_of_queries(mixed, mesh, monkeypatch):
 
 def test_heads_have_the_attention_of_the_last_layer_without_a_window(mixed, one_layer):
     architecture = WINDOWED.architecture(hf_config(mixed))
-    assert architecture.mtp_block_number == 1
+    assert architecture.mtp_sources == (1, 1)
     assert architecture.mtp_block.attention.window is None
     assert WINDOWED.architecture(hf_config(one_layer)).mtp_block.attention.window == WINDOW
 

@@ -37,20 +37,24 @@ class MtpHead(nn.Module):
 
     Args:
         decoder: the trunk without its output layer (`model.get_decoder()`). The head copies its norm and one of its
-            layers. The copied layer has the right kinds of attention and MLP, and a router's bias has the right dtype.
-        number: index of the decoder layer that is copied.
-        has_window: whether this layer has a sliding window.
+            layers, with the MLP of another one if no layer has both. The copy has the right kinds of attention and MLP,
+            and a router's bias has the right dtype.
+        sources: indices of the decoder layers whose attention and whose MLP are copied.
+        has_window: whether the attention has a sliding window.
         has_indexer: whether this layer has an indexer (DSA), which requires a mask and a cache for its keys.
     """
 
-    def __init__(self, decoder: Any, number: int, has_window: bool = False, has_indexer: bool = False):
+    def __init__(self, decoder: Any, sources: tuple[int, int], has_window: bool = False, has_indexer: bool = False):
         super().__init__()
         size = decoder.config.hidden_size
         self.enorm = deepcopy(decoder.norm)
         self.hnorm = deepcopy(decoder.norm)
         self.final_layernorm = deepcopy(decoder.norm)
         self.eh_proj = nn.Linear(2 * size, size, bias=False, device=decoder.device, dtype=decoder.dtype)
-        self.transformer_layer = deepcopy(decoder.layers[number])
+        attention, mlp = sources
+        self.transformer_layer = deepcopy(decoder.layers[attention])
+        if mlp != attention:
+            self.transformer_layer.mlp = deepcopy(decoder.layers[mlp].mlp)
         self.transformer_layer.self_attn.layer_idx = 0  # each head has a separate cache of one layer
         self.make_mask = create_sliding_window_causal_mask if has_window else create_causal_mask
         self._has_indexer = has_indexer
@@ -120,7 +124,6 @@ def load_heads(model: HfModel, decoder: Any) -> nn.ModuleList:
     """Load the checkpoint's MTP heads, on the device and in the dtype of the decoder."""
     heads = nn.ModuleList()
     architecture = model.family.architecture(model.config)
-    number = architecture.mtp_block_number
     attention = architecture.mtp_block.attention
     has_window = attention.window is not None
     has_indexer = isinstance(attention, LatentAttention) and attention.indexer is not None
@@ -136,7 +139,7 @@ def load_heads(model: HfModel, decoder: Any) -> nn.ModuleList:
                 f"transformer_layer.{renamed(name, model.family.memory_names)}": checkpoint.read(block + name)
                 for name in names
             }
-            head = MtpHead(decoder, number, has_window, has_indexer)
+            head = MtpHead(decoder, architecture.mtp_sources, has_window, has_indexer)
             head.load_state_dict(state | stack(tensors), strict=True)
             heads.append(head)
     return heads.requires_grad_(False).eval()

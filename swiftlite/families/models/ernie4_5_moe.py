@@ -93,7 +93,7 @@ def _outside(hf_config: HfConfig) -> Outside:
         dense.outside(hf_config),
         is_tied=hf_config.get("tie_word_embeddings", True),
         rotary_rounds_last=True,
-        has_dense_heads=True,
+        head_layer=_layer(hf_config, 0),
         heads_share_final_norm=True,
     )
 

@@ -1,9 +1,11 @@
 """Self-attention with rotary embeddings that are computed once for all layers."""
 
+from copy import copy
 from typing import Any
 
 import torch
 from megatron.core.transformer.attention import SelfAttention as McoreSelfAttention
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from swiftlite.model.attention.rope import rotation
 
@@ -11,9 +13,12 @@ from swiftlite.model.attention.rope import rotation
 class SelfAttention(McoreSelfAttention):
     """megatron-core's attention with precomputed cosines and sines.
 
-    megatron-core's class computes cosines and sines twice in every layer.
+    megatron-core's class computes cosines and sines twice in every layer, and all layers have the heads of one config.
 
     Args:
+        config: config of the model.
+        sizes: arguments of TransformerConfig with the number and size of this layer's heads, which replace those of
+            `config`.
         is_rotary: whether queries and keys have rotary embeddings.
         rope: the channels of this layer in `rotary_pos_emb`, if layers have different rotary embeddings.
         rope_interleave: whether channels 2i and 2i + 1 are rotated together; otherwise i and i + R / 2.
@@ -22,13 +27,15 @@ class SelfAttention(McoreSelfAttention):
 
     def __init__(
         self,
+        config: TransformerConfig,
         *args: Any,
+        sizes: dict[str, int],
         is_rotary: bool = True,
         rope: slice = slice(None),
         rope_interleave: bool = False,
         **kwargs: Any,
     ):
-        super().__init__(*args, **kwargs)
+        super().__init__(_with_sizes(config, sizes), *args, **kwargs)
         self.is_rotary, self.rope, self.rope_interleave = is_rotary, rope, rope_interleave
 
     def forward(
@@ -70,3 +77,13 @@ class SelfAttention(McoreSelfAttention):
         """Multiply the attention output x by the sigmoid of the gate, in the model's precision, as in transformers and
         vLLM."""
         return x * gate.reshape(x.shape).sigmoid()
+
+
+def _with_sizes(config: TransformerConfig, sizes: dict[str, int]) -> TransformerConfig:
+    """Return the config with other sizes; the config itself if it already has them."""
+    if all(getattr(config, name) == size for name, size in sizes.items()):
+        return config
+    own = copy(config)  # unlike `replace`, it does not derive other fields again
+    for name, size in sizes.items():
+        setattr(own, name, size)
+    return own
