@@ -108,8 +108,8 @@ class Architecture:
     def mtp_sources(self) -> tuple[int, int]:
         """Numbers (from 0) of the trunk layers with the attention and with the MLP of the heads.
 
-        Both are the last trunk layer that equals the layer of the heads. Without such a layer, they are the last ones with
-        this attention and with this MLP.
+        Both are the last trunk layer that equals the layer of the heads. Without such a layer, they are the last ones
+        with this attention and with this MLP.
 
         Raises:
             ValueError: no trunk layer has this attention or this MLP.
