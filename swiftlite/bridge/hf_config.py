@@ -23,6 +23,7 @@ from swiftlite.json_file import parse_json, read_json
 REMOVE: Any = object()  # a change that removes the key
 _TEXT = "text_config"
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_OF_MODELOPT = "hf_quant_config.json"
 _MOST_HEADER_BYTES = 100_000_000
 _MTP_LAYER = re.compile(r"mtp\.layers\.(\d+)\.")
 
@@ -31,7 +32,8 @@ def read_config(hf_dir: str | Path) -> dict[str, Any]:
     """Read a model directory's config.json. Keys under `text_config` are moved to the top level.
 
     If config.json does not declare the number of MTP layers, as for Qwen3-Next-80B, the `mtp.layers.*` tensors are
-    counted.
+    counted. NVIDIA's ModelOpt can describe the quantization in a file of its own, as for DeepSeek-V3.2-NVFP4; then
+    `quantization_config` contains only the method.
 
     Raises:
         UserError: the file is missing or not a JSON object.
@@ -50,6 +52,8 @@ def with_architecture_names(content: HfConfig, hf_dir: Path) -> dict[str, Any]:
         numbers = [int(match.group(1)) for match in matches if match]
         if numbers:
             hf_config[key] = max(numbers) + 1
+    if "quantization_config" not in hf_config and (hf_dir / _OF_MODELOPT).is_file():
+        hf_config["quantization_config"] = {"quant_method": "modelopt"}
     return hf_config
 
 

@@ -50,7 +50,7 @@ _SIZES = {
     "index_skip_topk_offset": (1, 1_000),
     "index_n_heads": (1, 2_000),
     "index_head_dim": (1, 10_000),
-    "shared_expert_intermediate_size": (1, 1_000_000),
+    "shared_expert_intermediate_size": (0, 1_000_000),
     "full_attention_interval": (1, 1_000),
     "no_rope_layer_interval": (1, 1_000),
     "sliding_window_pattern": (1, 1_000),

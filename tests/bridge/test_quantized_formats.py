@@ -16,6 +16,7 @@ from swiftlite.bridge.encoding.compressed_tensors import WeightArgs, WritableBlo
 from swiftlite.bridge.encoding.encoding import WritableEncoding
 from swiftlite.bridge.encoding.fp8 import WritableFp8
 from swiftlite.bridge.encoding.index import format_of
+from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.tensors import Checkpoint, ShardedFiles, describe
 from swiftlite.errors import UserError
 from tests.messages import naming
@@ -368,3 +369,11 @@ def test_stored_tensors_that_do_not_match_are_named(tmp_path, scheme, changes, r
 def test_formats_that_are_not_supported_are_named(quantization, tokens):
     with pytest.raises(UserError, match=naming(f"config.json quantization_config {tokens}")):
         format_of({"model_type": "qwen3", "quantization_config": quantization})
+
+
+def test_the_file_of_modelopt_is_noticed(tmp_path):
+    """The config.json of some of NVIDIA's models does not have the key."""
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    (tmp_path / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "NVFP4"}}')
+    with pytest.raises(UserError, match=naming("config.json quantization_config modelopt")):
+        format_of(read_config(tmp_path))

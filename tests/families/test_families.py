@@ -467,6 +467,7 @@ REFUSED = [
     ("qwen3_moe", "attention_bias", True),
     ("qwen3_moe", "num_experts", 0),
     ("qwen3_moe", "num_experts", "4"),
+    ("qwen3_moe", "shared_expert_intermediate_size", 32),
     ("qwen3_moe", "mlp_only_layers", [0, 1]),
     ("qwen3_moe", "decoder_sparse_step", 3),
     *[

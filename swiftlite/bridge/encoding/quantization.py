@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from swiftlite.bridge.rows import HfConfig
+from swiftlite.errors import clip
 
 # Keys of FP8 that do not affect reading weights: the treatment of activations while serving, and modules that are not
 # quantized, which are recognized by their tensors.
@@ -25,7 +26,8 @@ def quantization_problem(hf_config: HfConfig) -> str:
     check = CHECKS.get(str(method))
     if check is None:
         *others, last = sorted(CHECKS)
-        return f"quantization_config {quantization!r} is not supported; only {', '.join(others)} and {last} are"
+        shown = f"of {method}" if method else clip(repr(quantization), 80)
+        return f"quantization_config {shown} is not supported; only {', '.join(others)} and {last} are"
     if method in _ONLY_OF and hf_config.get("model_type") != _ONLY_OF[method]:
         return f"quantization_config of {method}: only supported for model_type {_ONLY_OF[method]!r}"
     if problem := check(quantization):

@@ -14,15 +14,24 @@ from swiftlite.families.models import qwen3_moe
 SHARED_EXPERT = {"mlp.shared_experts.": "mlp.shared_expert."}
 """Names of the shared expert's tensors, within a layer."""
 # transformers' defaults are the sizes of Qwen1.5-MoE-A2.7B.
-_STATED = ("num_experts", "num_key_value_heads", "shared_expert_intermediate_size")
+_STATED = ("num_experts", "num_key_value_heads")
 
 
 def _check(hf_config: HfConfig) -> None:
     problems = dense.missing_numbers(hf_config, _STATED)
     # Engines always have these biases. If qkv_bias is null, transformers has none.
     problems += dense.problems_of(hf_config, qkv_bias=(True,))
+    problems += shared_expert_problems(hf_config)
     problems += qwen3_moe.mixture_problems(hf_config)
     dense.refuse(hf_config, problems)
+
+
+def shared_expert_problems(hf_config: HfConfig) -> list[str]:
+    """Return a problem (one line) if the size of the shared expert is missing or 0."""
+    key = "shared_expert_intermediate_size"
+    if hf_config.get(key) == 0:
+        return [f"{key} 0 is not supported: the model has a shared expert"]
+    return dense.missing_numbers(hf_config, [key])
 
 
 def mlp(hf_config: HfConfig, number: int) -> Mlp | MixtureOfExperts:

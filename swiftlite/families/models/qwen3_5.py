@@ -29,7 +29,7 @@ def _check_mixture(hf_config: HfConfig) -> None:
         {"intermediate_size": 0, **hf_config},  # there are no dense MLPs
         **{key: (value, None) for key, value in _ALL_MIXTURES.items()},
     )
-    problems += dense.missing_numbers(hf_config, ["shared_expert_intermediate_size"])
+    problems += qwen2_moe.shared_expert_problems(hf_config)
     dense.refuse(hf_config, problems + qwen3_moe.mixture_problems({**hf_config, **_ALL_MIXTURES}))
 
 

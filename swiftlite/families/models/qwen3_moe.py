@@ -23,7 +23,9 @@ def _is_moe_layer(hf_config: HfConfig, layer: int) -> bool:
 
 
 def _check(hf_config: HfConfig) -> None:
-    dense.refuse(hf_config, dense.problems_of(hf_config, attention_bias=(False, None)) + mixture_problems(hf_config))
+    # Qwen3-Coder states that there is no shared expert.
+    problems = dense.problems_of(hf_config, attention_bias=(False, None), shared_expert_intermediate_size=(0, None))
+    dense.refuse(hf_config, problems + mixture_problems(hf_config))
 
 
 def mixture_problems(hf_config: HfConfig) -> list[str]:

@@ -29,7 +29,7 @@ _SIZES = (
 
 def _check(hf_config: HfConfig) -> None:
     problems = hybrid_problems(hf_config)
-    problems += dense.missing_numbers(hf_config, ["shared_expert_intermediate_size"])
+    problems += qwen2_moe.shared_expert_problems(hf_config)
     dense.refuse(hf_config, problems + qwen3_moe.mixture_problems({**_NORMED, **hf_config}))
 
 
