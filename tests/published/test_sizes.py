@@ -1,4 +1,4 @@
-"""Test the parameter counts of vision-language models in the sizes in which they are published."""
+"""Test parameter counts in the sizes in which models are published."""
 
 import copy
 import json
@@ -16,7 +16,7 @@ from tests.published import library
 
 
 class Published(NamedTuple):
-    """A published model.
+    """A published vision-language model.
 
     Attributes:
         text, vision: sizes of the language model and of its tower in config.json; those in `configs/` are smaller.
@@ -57,6 +57,52 @@ PUBLISHED = {
     ),
 }
 
+WINDOWS = ["sliding_attention", "full_attention"]
+TEXT: dict[str, tuple[dict[str, Any], int]] = {
+    "Llama-3.1-8B": (
+        {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_hidden_layers": 32}
+        | {"num_key_value_heads": 8, "vocab_size": 128256},
+        8_030_261_248,
+    ),
+    "MiMo-7B-RL": (
+        {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32, "num_hidden_layers": 36}
+        | {"num_key_value_heads": 8, "vocab_size": 151680},
+        7_833_409_536,
+    ),
+    "Phi-4": (
+        {"hidden_size": 5120, "intermediate_size": 17920, "num_attention_heads": 40, "num_hidden_layers": 40}
+        | {"num_key_value_heads": 10, "vocab_size": 100352},
+        14_659_507_200,
+    ),
+    "Qwen3-30B-A3B": (
+        {"hidden_size": 2048, "moe_intermediate_size": 768, "num_attention_heads": 32, "num_hidden_layers": 48}
+        | {"num_key_value_heads": 4, "num_experts": 128, "vocab_size": 151936},
+        30_532_122_624,
+    ),
+    "Qwen3-Coder-480B-A35B-Instruct": (
+        {"hidden_size": 6144, "moe_intermediate_size": 2560, "num_attention_heads": 96, "num_hidden_layers": 62}
+        | {"head_dim": 128, "num_key_value_heads": 8, "num_experts": 160, "vocab_size": 151936},
+        480_154_875_392,
+    ),
+    "gpt-oss-20b": (
+        {"hidden_size": 2880, "intermediate_size": 2880, "num_attention_heads": 64, "num_hidden_layers": 24}
+        | {"layer_types": WINDOWS * 12, "num_key_value_heads": 8, "num_local_experts": 32, "vocab_size": 201088},
+        20_914_757_184,
+    ),
+    "gpt-oss-120b": (
+        {"hidden_size": 2880, "intermediate_size": 2880, "num_attention_heads": 64, "num_hidden_layers": 36}
+        | {"layer_types": WINDOWS * 18, "num_key_value_heads": 8, "num_local_experts": 128, "vocab_size": 201088},
+        116_829_156_672,
+    ),
+    "GLM-5": (
+        {"hidden_size": 6144, "intermediate_size": 12288, "num_attention_heads": 64, "num_hidden_layers": 78}
+        | {"num_key_value_heads": 64, "n_routed_experts": 256, "moe_intermediate_size": 2048, "q_lora_rank": 2048}
+        | {"vocab_size": 154880},
+        753_864_139_008 - 76 * 256,  # the hub also counts the biases of routers, which are not trained by gradients
+    ),
+}
+"""Sizes of text models, and their numbers of parameters, as the hub shows them; GLM-5 and MiMo with their heads."""
+
 
 @pytest.fixture(params=PUBLISHED)
 def model(request, tmp_path):
@@ -87,6 +133,16 @@ def test_parameters_are_the_published_ones(model):
         hf = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(directory))
     assert hf.num_parameters() == facts.total
     assert sum(parameter.numel() for parameter in hf.model.visual.parameters()) == facts.tower
+
+
+@pytest.mark.parametrize("name", TEXT)
+def test_parameters_of_text_models_are_the_published_ones(name, tmp_path):
+    sizes, total = TEXT[name]
+    config = library.content(name)
+    assert sizes.keys() <= config.keys()
+    (tmp_path / "config.json").write_text(json.dumps(config | sizes))
+    depth = 1 if config["model_type"] in library.HEADS else 0
+    assert count(tmp_path, heads=Heads(depth)) == total
 
 
 def test_a_new_head_is_a_decoder_layer_with_a_projection(model):
