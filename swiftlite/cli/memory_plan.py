@@ -12,7 +12,7 @@ from swiftlite.estimate.flops import training_flops
 from swiftlite.estimate.gpus import GPUS
 from swiftlite.estimate.setup import Setup, planned_setup
 from swiftlite.estimate.streamed_memory import estimate_streamed
-from swiftlite.estimate.suggestion import suggest
+from swiftlite.estimate.suggestion import LARGEST_DOUBLING, suggest
 from swiftlite.estimate.timing import PRODUCT_EFFICIENCY
 from swiftlite.families.index import FAMILIES, architecture_of
 from swiftlite.plan.facts import Facts
@@ -166,7 +166,9 @@ def _suggestion(hf_config: dict[str, Any], setup: Setup, gpu_memory_gb: float) -
     """Return a description of options with which the run fits."""
     better = suggest(hf_config, setup, gpu_memory_gb)
     if better is None:
-        return "    no layout fits; use a smaller --max_length or --micro_batch_size"
+        most = setup.num_gpus << LARGEST_DOUBLING
+        smaller = "a smaller --max_length or --micro_batch_size, --mtp_mode heads_only or --tuner_type lora"
+        return f"    no layout fits on up to {most} GPUs; use {smaller}"
     flags = []
     for part in (better.layout, better.recompute):
         default = type(part)()

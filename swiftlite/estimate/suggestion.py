@@ -12,6 +12,9 @@ from swiftlite.families.architecture import Architecture
 from swiftlite.families.family import HfConfig
 from swiftlite.plan.layout import instances_problems, process_problems
 
+LARGEST_DOUBLING = 10
+"""Maximum number of times that the number of GPUs is doubled."""
+
 
 def suggest(hf_config: HfConfig, setup: Setup, gpu_memory_gb: float) -> Setup | None:
     """Return the most similar setup that fits, with 2, 4, ... times the GPUs if necessary; None without one.
@@ -20,7 +23,7 @@ def suggest(hf_config: HfConfig, setup: Setup, gpu_memory_gb: float) -> Setup | 
     without and then with recomputation.
     """
     architecture = planned_architecture(hf_config, setup)
-    for doublings in range(8):
+    for doublings in range(LARGEST_DOUBLING + 1):
         num_gpus = setup.num_gpus << doublings
         for candidate in _candidates(architecture, dataclasses.replace(setup, num_gpus=num_gpus)):
             if largest(estimate_of(architecture, candidate)).total <= usable_bytes(gpu_memory_gb):
