@@ -155,7 +155,7 @@ def _run(argv: list[str]) -> int:
         if rank > 0:
             return 0
         _log(notes, command, processes)
-        return _show(_dry_run(args, world_size))
+        return _show(_dry_run(args, world_size, processes))
     if is_first_node:
         claim_checkpoint_store(args)
     if rank == 0:
@@ -240,7 +240,7 @@ def _log(notes: list[str], command: Command, processes: launch.Processes) -> Non
         log.logger.warning(note)
 
 
-def _dry_run(args: SftArgs, world_size: int) -> str:
+def _dry_run(args: SftArgs, world_size: int, processes: launch.Processes) -> str:
     facts = read_facts(args, world_size)
     checkpoint, head = facts.heads, largest_head(facts.architecture)
     family = FAMILIES.get(str(facts.hf_config.get("model_type")))
@@ -256,7 +256,12 @@ def _dry_run(args: SftArgs, world_size: int) -> str:
     schedule = None
     if not args.packing and (num_rows := _count_rows(args.dataset)):
         schedule = make_schedule(args, num_rows)
-    return render(args, plan, checkpoint, schedule, describe_quantization(facts.hf_config))
+    restarts = ""
+    if args.max_restarts:
+        restarts = f"at most {args.max_restarts}, each after a failure"
+        if processes.min_nodes < processes.nnodes:
+            restarts += f"; on {', '.join(map(str, _node_counts(args, processes)))} nodes"
+    return render(args, plan, checkpoint, schedule, describe_quantization(facts.hf_config), restarts)
 
 
 def _count_rows(dataset: list[str]) -> int | None:

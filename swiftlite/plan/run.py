@@ -206,19 +206,30 @@ def make_schedule(args: SftArgs, num_samples: int) -> Schedule:
     )
 
 
-def render(args: SftArgs, plan: Plan, checkpoint: Heads, schedule: Schedule | None, quantization: str = "") -> str:
+def render(
+    args: SftArgs,
+    plan: Plan,
+    checkpoint: Heads,
+    schedule: Schedule | None,
+    quantization: str = "",
+    restarts: str = "",
+) -> str:
     """Return the text that --dry_run prints.
 
     Args:
         schedule: None if the number of rows is not known yet.
         quantization: format of a quantized --model.
+        restarts: description of the restarts after failures.
     """
     model_lines = _model_lines(args, plan, checkpoint)
     if quantization:
         model_lines.insert(1, ("quantization", f"{quantization}, decoded when the model is loaded"))
+    layout = layout_lines(plan)
+    if restarts:
+        layout.append(("restarts", restarts))
     sections = [
         ("model", model_lines),
-        ("layout", layout_lines(plan)),
+        ("layout", layout),
         ("steps", _step_lines(args, plan, schedule)),
         ("writes", _written_lines(args, plan)),
     ]

@@ -195,6 +195,15 @@ def test_dry_run_says_what_has_no_effect(swiftlite, model):
     assert "packing" not in result.stdout
 
 
+def test_dry_run_says_on_how_many_nodes_the_run_can_continue(swiftlite, model):
+    """Three nodes of two ranks do not divide the global batch size."""
+    argv = "megatron sft --model model --dataset train.jsonl --output_dir out --dry_run --global_batch_size 8".split()
+    nodes = {"NNODES": "1:4", "MASTER_ADDR": "localhost", "NODE_RANK": "0", "NPROC_PER_NODE": "2"}
+    result = swiftlite(*argv, "--max_restarts", "3", **nodes)
+    assert result.returncode == 0, result.stderr
+    assert has_line(result.stdout, "restarts 3 1, 2, 4")
+
+
 def test_dry_run_of_a_sample(swiftlite, model):
     """If a sample has more rows than the file, it is the whole file."""
     argv = "megatron sft --model model --output_dir out --dry_run --dataset train.jsonl#99999 train.jsonl#12".split()
