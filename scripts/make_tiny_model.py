@@ -39,6 +39,7 @@ FAMILIES = (
     *(
         "llama",
         "mistral",
+        "exaone4",
         "gemma3_text",
         "granite",
         "olmo2",
@@ -117,6 +118,7 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         "use_routing_bias": True,
     },
     "mistral": {"sliding_window": None},
+    "exaone4": {"sliding_window": 16, "sliding_window_pattern": 2},
     "gemma3_text": {
         "sliding_window_pattern": 2,
         "sliding_window": 16,

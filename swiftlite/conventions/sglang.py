@@ -17,6 +17,7 @@ _LINES = {
         Drafting(recycles_before_norm=True, zeroes_first_embedding=True),
         block="model.mtp_block.",
     ),
+    "exaone4": Convention("Exaone4ForCausalLMMTP", "one"),
     "gemma3_text": Convention("Gemma3ForCausalLMMTP", "one"),
     "gpt_oss": Convention("GptOssForCausalLMMTP", "one"),
     "granite": Convention("GraniteForCausalLMMTP", "one"),

@@ -15,6 +15,7 @@ _FUSION = ("mtp.fc",)
 # (models.py, image_models.py), which run each head at its step only on a GPU.
 _LINES = {
     "ernie4_5_moe": Convention("Ernie4_5_MoeMTP", "one", block=_NEXT_LAYER),
+    "exaone4": Convention("Exaone4MTPModel"),
     "gemma3_text": Convention("Gemma3MTPModel"),
     "gpt_oss": Convention("GptOssMTPModel"),
     "granite": Convention("GraniteMTPModel"),

@@ -10,6 +10,7 @@ from swiftlite.families.family import Family, HfConfig
 from swiftlite.families.models.deepseek_v3 import DEEPSEEK_V3
 from swiftlite.families.models.deepseek_v32 import DEEPSEEK_V32
 from swiftlite.families.models.ernie4_5_moe import ERNIE4_5_MOE
+from swiftlite.families.models.exaone4 import EXAONE4
 from swiftlite.families.models.gemma3 import GEMMA3_TEXT
 from swiftlite.families.models.glm4_moe import GLM4_MOE
 from swiftlite.families.models.glm4_moe_lite import GLM4_MOE_LITE
@@ -42,6 +43,7 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v3": DEEPSEEK_V3,
     "deepseek_v32": DEEPSEEK_V32,
     "ernie4_5_moe": ERNIE4_5_MOE,
+    "exaone4": EXAONE4,
     "gemma3_text": GEMMA3_TEXT,
     "glm4_moe": GLM4_MOE,
     "glm4_moe_lite": GLM4_MOE_LITE,

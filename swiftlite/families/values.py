@@ -53,7 +53,6 @@ _SIZES = {
     "shared_expert_intermediate_size": (0, 1_000_000),
     "full_attention_interval": (1, 1_000),
     "no_rope_layer_interval": (1, 1_000),
-    "sliding_window_pattern": (1, 1_000),
     "linear_num_key_heads": (1, 2_000),
     "linear_num_value_heads": (1, 2_000),
     "linear_key_head_dim": (1, 10_000),

@@ -42,6 +42,7 @@ CASES = [(family, k) for family in ("llama", "qwen2", "qwen3", "mimo") for k in 
 CASES += [("glm4_moe", 3), ("deepseek_v3", 3), ("qwen3_moe", 2), ("seed_oss", 3)]
 CASES += [
     ("ernie4_5_moe", 3),
+    ("exaone4", 3),
     ("gemma3_text", 3),
     ("gpt_oss", 3),
     ("granite", 3),

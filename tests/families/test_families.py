@@ -78,6 +78,7 @@ OWN_NEUTRAL = {
     "mimo": set(),
     "qwen3_moe": {"attention_bias"},
     "ernie4_5_moe": {"moe_layer_interval", "moe_norm_min", "use_bias"},
+    "exaone4": {"attention_bias", "bias", "logit_scale", "mlp_bias"},
     "gemma3_text": {
         "attention_bias",
         "attn_logit_softcapping",
@@ -161,6 +162,7 @@ OWN_READ = {
         "moe_num_experts",
         "moe_num_shared_experts",
     },
+    "exaone4": {"sliding_window", "sliding_window_pattern"},
     "gemma3_text": {"query_pre_attn_scalar", "sliding_window", "sliding_window_pattern"},
     "qwen2_moe": OF_QWEN_MIXTURE | {"num_experts", "shared_expert_intermediate_size"},
     "qwen3_moe": OF_QWEN_MIXTURE | {"num_local_experts"},
@@ -244,6 +246,7 @@ OWN_CONFIG = LATENT_ATTENTION | {
 }
 OWN_CONFIG["gpt_oss"] = {"activation_func": "clamped_swiglu", "add_bias_linear": True, "add_qkv_bias": True}
 OWN_CONFIG["granite"] = {"softmax_scale": 0.25}
+OWN_CONFIG["exaone4"] = {"hetereogenous_dist_checkpoint": True, "qk_layernorm": True}
 OWN_CONFIG["gemma3_text"] = {
     "activation_func": "gelu_pytorch_tanh",
     "hetereogenous_dist_checkpoint": True,
@@ -572,6 +575,19 @@ REFUSED = [
     ("gemma3_text", "layer_types", ["full_attention", "linear_attention"]),
     ("gemma3_text", "layer_types", ["unknown", "full_attention"]),
     ("gemma3_text", "rope_parameters", {"full_attention": "x", "sliding_attention": 5}),
+    ("exaone4", "attention_bias", True),
+    ("exaone4", "bias", True),
+    ("exaone4", "mlp_bias", True),
+    ("exaone4", "logit_scale", 0.5),
+    ("exaone4", "num_key_value_heads", None),
+    ("exaone4", "rope_parameters", {"rope_type": "default"}),
+    ("exaone4", "layer_types", ["full_attention"] * 2),
+    ("exaone4", "layer_types", ["sliding_attention"] * 2),
+    ("exaone4", "layer_types", ["full_attention", "sliding_attention"]),
+    ("exaone4", "sliding_window", None),
+    ("exaone4", "sliding_window", 0),
+    *[("exaone4", "sliding_window_pattern", value) for value in (None, 1, 3, 2.0, "", "LLG", "GL", "LG\n")],
+    *[("gemma3_text", "sliding_window_pattern", value) for value in ("LG", -1, 1.5)],
     ("gemma3_text", "sliding_window", None),
     ("gemma3_text", "sliding_window", 0),
     ("gemma3_text", "query_pre_attn_scalar", None),

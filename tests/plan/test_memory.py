@@ -63,6 +63,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2": DENSE,
     "mimo": DENSE,
     "qwen3": DENSE,
+    "exaone4": DENSE | {"sliding_window": 64, "sliding_window_pattern": 3},
     "olmo2": DENSE | {"pad_token_id": None},
     "olmo3": DENSE | {"pad_token_id": None, "sliding_window": 64},
     "phi3": DENSE | {"pad_token_id": None},

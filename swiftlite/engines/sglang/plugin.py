@@ -23,6 +23,7 @@ from swiftlite.engines.sglang.weight_transfer import load_at_once, take
 
 # architecture of the trunk -> architecture of its draft; both are classes of models/
 DRAFTS = {
+    "Exaone4ForCausalLM": "Exaone4ForCausalLMMTP",
     "Gemma3ForCausalLM": "Gemma3ForCausalLMMTP",
     "GptOssForCausalLM": "GptOssForCausalLMMTP",
     "GraniteForCausalLM": "GraniteForCausalLMMTP",

@@ -33,6 +33,7 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models import (
     ernie45_moe,
     ernie_mtp,
+    exaone4,
     gemma3,
     gpt_oss,
     granite,
@@ -104,6 +105,10 @@ def _route(
     if renormalize:
         weight_TK = weight_TK / weight_TK.sum(dim=-1, keepdim=True)
     return weight_TK, expert_TK
+
+
+class Exaone4ForCausalLM(Trunk, exaone4.Exaone4ForCausalLM):
+    """The trunk of a checkpoint with MTP heads."""
 
 
 class LlamaForCausalLM(Trunk, llama.LlamaForCausalLM):
@@ -449,6 +454,26 @@ class LlamaMTPModel(MtpDraft):
     """MTP draft model for Llama."""
 
     layer_class = llama.LlamaDecoderLayer
+
+
+class Exaone4Layer(exaone4.Exaone4DecoderLayer):
+    """A layer of EXAONE 4 that returns only its output, to which vLLM's layer has already added the residual."""
+
+    def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return the output [T, H]."""
+        return super().forward(positions, hidden_states, residual=None)[0]
+
+
+class Exaone4MTPModel(MtpDraft):
+    """MTP draft model for EXAONE 4. Its layers see all tokens, like the trunk's layers without a window."""
+
+    def make_layer(self, vllm_config: VllmConfig, prefix: str) -> nn.Module:
+        config = deepcopy(self.config)
+        kinds = ["full_attention"] * heads_of(config).layers
+        if config.sliding_window is not None:
+            kinds.append("sliding_attention")  # of no head; with it, layers without a window have no rotary embeddings
+        config.layer_types = kinds
+        return Exaone4Layer(config, vllm_config.cache_config, vllm_config.quant_config, prefix)
 
 
 class Gemma3MTPModel(MtpDraft):

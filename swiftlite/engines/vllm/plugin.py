@@ -32,6 +32,7 @@ from swiftlite.heads import KEYS
 _MODELS, _IMAGE_MODELS = "swiftlite.engines.vllm.models", "swiftlite.engines.vllm.image_models"
 # architecture of the trunk -> architecture of its draft; both are classes of `_module_of` the trunk
 DRAFTS = {
+    "Exaone4ForCausalLM": "Exaone4MTPModel",
     "Gemma3ForCausalLM": "Gemma3MTPModel",
     "GptOssForCausalLM": "GptOssMTPModel",
     "GraniteForCausalLM": "GraniteMTPModel",

@@ -21,11 +21,14 @@ def _interval(hf_config: HfConfig) -> int:
 
 
 def _check(hf_config: HfConfig) -> None:
+    interval = _interval(hf_config)
+    if not isinstance(interval, int) or interval < 1:
+        dense.refuse(hf_config, [f"sliding_window_pattern {interval!r} is not a positive integer"])
     problems = dense.missing_numbers(hf_config, _STATED)
     problems += windows.problems_of(
         hf_config,
         _BASES,
-        _interval(hf_config),
+        interval,
         hidden_activation=("gelu_pytorch_tanh",),
         hidden_act=("gelu_pytorch_tanh", None),
         attention_bias=(False, None),

@@ -23,6 +23,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_loader.weight_utils import default_weight_loader
 from sglang.srt.models import (
     ernie4_eagle,
+    exaone4,
     gemma3_causal,
     gpt_oss,
     granite,
@@ -48,6 +49,24 @@ from swiftlite.engines.loading.head_weights import (
     own_sinks,
 )
 from swiftlite.engines.loading.no_rotary import NoRotaryEmbedding
+
+
+def _exaone4_config(config: Any) -> Any:
+    """Return a copy with the settings that SGLang's layer reads; transformers 5 has only others of the same meaning."""
+    config = deepcopy(config)
+    config.rope_theta = config.rope_parameters["rope_theta"]
+    if isinstance(config.sliding_window_pattern, int):
+        config.sliding_window_pattern = "G".rjust(config.sliding_window_pattern, "L")
+    if config.sliding_window is None:
+        config.sliding_window_pattern = None
+    return config
+
+
+class Exaone4ForCausalLM(Trunk, exaone4.Exaone4ForCausalLM):
+    """The trunk of a checkpoint with an MTP head."""
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any):
+        super().__init__(_exaone4_config(config), *args, **kwargs)
 
 
 class Gemma3ForCausalLM(Trunk, gemma3_causal.Gemma3ForCausalLM):
@@ -342,6 +361,22 @@ class Ernie4_5_MoeForCausalLMMTP(ernie4_eagle.Ernie4_5_MoeForCausalLMMTP):
         super().load_weights(without_norm())
 
 
+class Exaone4Layer(exaone4.Exaone4DecoderLayer):
+    """A layer of EXAONE 4 without a window. It has rotary embeddings only if no layer of the trunk has a window."""
+
+    def __init__(self, config: Any, quant_config: QuantizationConfig | None = None, prefix: str = ""):
+        config = _exaone4_config(config)
+        if config.sliding_window is not None:
+            config.sliding_window_pattern = "G"
+        super().__init__(config, 0, quant_config, prefix)
+
+
+class Exaone4ForCausalLMMTP(MtpDraft):
+    """MTP draft model for EXAONE 4."""
+
+    layer_class = Exaone4Layer
+
+
 class Gemma3Layer(gemma3_causal.Gemma3DecoderLayer):
     """A layer of Gemma 3 that sees all tokens, with its own rotary embeddings."""
 
@@ -498,6 +533,7 @@ class SmolLM3ForCausalLMMTP(LlamaForCausalLMMTP):
 
 EntryClass = [
     Ernie4_5_MoeForCausalLMMTP,
+    Exaone4ForCausalLM,
     Gemma3ForCausalLM,
     GptOssForCausalLM,
     GraniteForCausalLM,
@@ -511,6 +547,7 @@ EntryClass = [
     Qwen3ForCausalLM,
     SeedOssForCausalLM,
     SmolLM3ForCausalLM,
+    Exaone4ForCausalLMMTP,
     Gemma3ForCausalLMMTP,
     GptOssForCausalLMMTP,
     GraniteForCausalLMMTP,
