@@ -145,19 +145,30 @@ def cpu_variables() -> dict[str, str]:
     return {"SGLANG_USE_CPU_ENGINE": "1"}
 
 
-def cpu_options(drafts: bool) -> dict[str, Any]:
-    """Return the options that SGLang requires on a CPU."""
+def cpu_options(family: str, drafts: bool) -> dict[str, Any]:
+    """Return the options that SGLang requires on a CPU.
+
+    Args:
+        family: model_type of the model.
+        drafts: whether SGLang drafts.
+    """
     if not is_on_cpu():
         return {}
     # Compiling graphs takes minutes. Without AMX SGLang selects torch's attention, which cannot verify drafts; this
     # backend also runs without AMX.
     backend = None
-    if drafts:
+    if drafts or family == "exaone4":
         backend = "intel_amx"
+    refused = {}
+    if family == "exaone4":
+        # SGLang refuses backends of a CPU for this family by the value of an option that has no effect, because the
+        # options of prefill and decode have precedence. Windows are correct with the backend that these select.
+        refused["attention_backend"] = "triton"
     return {
         "device": "cpu",
         "disable_cuda_graph": True,
         "max_total_tokens": 32768,  # size of the KV cache, by default most of the memory
         "prefill_attention_backend": backend,
         "decode_attention_backend": backend,
+        **refused,
     }
