@@ -107,6 +107,19 @@ def test_heads_have_the_window_of_all_layers(family, vllm, tmp_path):
     assert reference.simulate(prompts, NEW_TOKENS, 3)[1] != counts
 
 
+@pytest.mark.slow
+def test_heads_of_exaone4_are_rotary_if_no_layer_has_a_window(vllm, tmp_path):
+    without = {"sliding_window": None, "layer_types": ["full_attention"] * 2}
+    prompts = write_trained(tmp_path / "model", "exaone4", depth=1, **without)
+    reference = Reference.load(tmp_path / "model", "exaone4", depth=1)
+    served = vllm(tmp_path / "model", prompts, NEW_TOKENS, 3)
+    expected, counts = reference.simulate(prompts, NEW_TOKENS, 3)
+    assert (served.token_ids, expected_counts(served.counts)) == (expected, expected_counts(counts))
+    head: Any = reference.heads[0]
+    head["block"].self_attn.sliding_window = 8  # of other layers: the head has no rotary embeddings
+    assert reference.simulate(prompts, NEW_TOKENS, 3)[1] != counts
+
+
 # A family with a draft class of vLLM, and one with a draft class of swiftlite.
 @pytest.mark.parametrize("family", some_of(FLOAT32, "mimo", "qwen2"))
 def test_they_are_of_no_other_table(family, trained):

@@ -80,10 +80,15 @@ def test_windows_and_norms_of_outputs(parameter_bytes):
     check(measured, estimated)
 
 
-@pytest.mark.parametrize("parameter_bytes", [2, 4])
-def test_norms_of_outputs_and_joint_norms(parameter_bytes):
-    """The layers of OLMo 2 have no norms of inputs, and one norm each for all queries and all keys."""
-    hf_config = config("olmo2")
+EXAONE = {"sliding_window": 16, "sliding_window_pattern": 2}
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "parameter_bytes"), [("olmo2", {}, 2), ("olmo2", {}, 4), ("exaone4", EXAONE, 2)]
+)
+def test_norms_of_outputs_without_norms_of_inputs(family, sizes, parameter_bytes):
+    """OLMo 2 has one norm each for all queries and all keys, and EXAONE 4 has layers without rotary embeddings."""
+    hf_config = config(family, **sizes)
     setup = Setup(micro_batch_size=2, max_length=64, parameter_bytes=parameter_bytes, heads=Heads(1))
     (estimated,) = estimate(hf_config, setup)
     (measured,) = launch(1, measure, hf_config, setup)

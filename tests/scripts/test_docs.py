@@ -110,8 +110,11 @@ def projection(family: Family) -> str:
 @pytest.mark.parametrize("language", ["en", "zh"])
 def test_what_engines_do_with_the_heads(language):
     lines = (ROOT / "docs" / language / "serving.md").read_text(encoding="utf-8").splitlines()
-    engines = tuple(f"| {engine} |" for engine in ENGINES)
-    assert sorted(line for line in lines if line.startswith(engines)) == sorted(convention_rows(language))
+    shown = [line for line in lines if line.startswith(tuple(f"| {engine} |" for engine in ENGINES))]
+    expected = convention_rows(language)
+    missing, wrong = set(expected) - set(shown), set(shown) - set(expected)
+    assert not missing | wrong, "\n".join(["add:", *sorted(missing), "remove:", *sorted(wrong)])
+    assert len(shown) == len(expected)
 
 
 def test_both_languages_have_the_same_pages():

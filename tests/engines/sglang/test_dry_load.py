@@ -25,8 +25,8 @@ COMMON_WINDOW = ("mistral", "phi3")
 """Families whose layers all have the same window, which SGLang ignores."""
 WHOLE = [(family, depth) for family in LOADABLE for depth in (0, 1)]
 
-PUBLISHED = ("Llama-3.1-8B", "Qwen3-8B-FP8", "DeepSeek-V3")
-"""Shapes of published models: one has a padded vocabulary, and two have FP8 with both types of scales."""
+PUBLISHED = ("Llama-3.1-8B", "Qwen3-8B-FP8", "DeepSeek-V3", "EXAONE-4.0-1.2B", "EXAONE-4.0-32B")
+"""Shapes of published models: one has a padded vocabulary, two have FP8 with both types of scales, and one has windows."""
 
 
 @pytest.fixture(scope="module")
