@@ -26,7 +26,7 @@ COMMON_WINDOW = ("mistral", "phi3")
 WHOLE = [(family, depth) for family in LOADABLE for depth in (0, 1)]
 
 PUBLISHED = ("Llama-3.1-8B", "Qwen3-8B-FP8", "DeepSeek-V3", "EXAONE-4.0-1.2B", "EXAONE-4.0-32B")
-"""Shapes of published models: one has a padded vocabulary, two have FP8 with both types of scales, and one has windows."""
+"""Shapes of published models: a padded vocabulary, FP8 with both types of scales, and windows in no or some layers."""
 
 
 @pytest.fixture(scope="module")

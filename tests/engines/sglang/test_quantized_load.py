@@ -52,7 +52,8 @@ DENSE: dict[str, Any] = {"hidden_size": 128, "head_dim": 128, "intermediate_size
 EXPERTS: dict[str, Any] = DENSE | {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 128}
 SIZES: dict[str, dict[str, Any]] = dict.fromkeys(LATENT, EXPERTS | VLLM_LATENT_SIZES | {"q_lora_rank": 128})
 ONE_HEAD = {"num_attention_heads": 1}  # SGLang ignores head_dim of these families
-SIZES |= {"exaone4": DENSE | ONE_HEAD, "olmo2": DENSE | ONE_HEAD, "olmo3": DENSE | ONE_HEAD, "qwen2_moe": EXPERTS | ONE_HEAD, "qwen3_moe": EXPERTS}
+SIZES |= dict.fromkeys(("exaone4", "olmo2", "olmo3"), DENSE | ONE_HEAD)
+SIZES |= {"qwen2_moe": EXPERTS | ONE_HEAD, "qwen3_moe": EXPERTS}
 SIZES |= {"minimax_m2": DENSE, "glm4_moe": EXPERTS, "hy_v3": EXPERTS | {"expert_hidden_dim": 128}}
 # SGLang builds linear attention on GPUs only.
 WITHOUT_SCALES = ("llama", "mistral")
