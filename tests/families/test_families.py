@@ -762,6 +762,29 @@ def test_which_layers_of_smollm3_have_rotary_embeddings():
     assert numbers(no_rope_layers=None, no_rope_layer_interval=3) == [0, 1, 3, 4]
 
 
+def test_which_layers_of_exaone4_have_windows_and_rotary_embeddings():
+    def kinds(**changes: Any) -> list[tuple[int | None, int]]:
+        config = hf_config("exaone4", num_hidden_layers=5, **changes)
+        layers = families.get(config).architecture(config).layers
+        return [(layer.attention.window, layer.attention.rotary) for layer in layers]
+
+    window, full, rotary = (8, 16), (None, 0), (None, 16)
+    stated = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention", "sliding_attention"]
+    mixed = [window, window, full, window, window]
+    assert kinds(sliding_window_pattern=3, layer_types=None) == mixed
+    assert kinds(sliding_window_pattern="LLG", layer_types=stated) == mixed
+    assert kinds(sliding_window=None, layer_types=["full_attention"] * 5) == [rotary] * 5
+    with pytest.raises(UserError, match=naming("layer_types sliding_window_pattern LLG")):
+        kinds(sliding_window_pattern="LLG", layer_types=None)  # transformers cannot read it
+
+
+def test_exaone4_states_whether_it_has_windows():
+    config = hf_config("exaone4")
+    del config["sliding_window"]
+    with pytest.raises(UserError, match=naming("sliding_window")):
+        families.get(config)
+
+
 def test_groups_of_experts():
     grouped = {"n_routed_experts": 8, "num_experts_per_tok": 4, "n_group": 4}
     config = mcore_config(hf_config("glm4_moe", **grouped, topk_group=2))
