@@ -154,21 +154,19 @@ def cpu_options(family: str, drafts: bool) -> dict[str, Any]:
     """
     if not is_on_cpu():
         return {}
+    is_refused = family == "exaone4"
     # Compiling graphs takes minutes. Without AMX SGLang selects torch's attention, which cannot verify drafts; this
     # backend also runs without AMX.
     backend = None
-    if drafts or family == "exaone4":
+    if drafts or is_refused:
         backend = "intel_amx"
-    refused = {}
-    if family == "exaone4":
-        # SGLang refuses backends of a CPU for this family by the value of an option that has no effect, because the
-        # options of prefill and decode have precedence. Windows are correct with the backend that these select.
-        refused["attention_backend"] = "triton"
     return {
         "device": "cpu",
         "disable_cuda_graph": True,
         "max_total_tokens": 32768,  # size of the KV cache, by default most of the memory
         "prefill_attention_backend": backend,
         "decode_attention_backend": backend,
-        **refused,
+        # SGLang refuses this family unless this option has the name of a GPU's backend. The two options above have
+        # precedence over it.
+        "attention_backend": "triton" if is_refused else None,
     }
