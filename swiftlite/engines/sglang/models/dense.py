@@ -52,13 +52,18 @@ from swiftlite.engines.loading.no_rotary import NoRotaryEmbedding
 
 
 def _exaone4_config(config: Any) -> Any:
-    """Return a copy with the settings that SGLang's layer reads; transformers 5 has only others of the same meaning."""
+    """Return a copy of transformers' config with the settings that SGLang's layer reads.
+
+    SGLang 0.5.23 reads `rope_theta`, which transformers 5 has only in `rope_parameters`, and a string as
+    `sliding_window_pattern`, which can also be an integer.
+    """
     config = deepcopy(config)
     config.rope_theta = config.rope_parameters["rope_theta"]
-    if isinstance(config.sliding_window_pattern, int):
-        config.sliding_window_pattern = "G".rjust(config.sliding_window_pattern, "L")
+    pattern = config.sliding_window_pattern
     if config.sliding_window is None:
         config.sliding_window_pattern = None
+    elif isinstance(pattern, int):
+        config.sliding_window_pattern = "G".rjust(pattern, "L")
     return config
 
 
