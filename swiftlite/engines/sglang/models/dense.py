@@ -135,7 +135,8 @@ class NoWindowTrunk(Trunk):
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any):
         window = config.sliding_window
-        longest = get_server_args().context_length or config.max_position_embeddings
+        server_args: Any = get_server_args()
+        longest = server_args.context_length or config.max_position_embeddings
         if window is not None and window < longest:
             raise ValueError(
                 f"sliding_window {window} would be ignored, and sequences can have {longest} tokens: "
