@@ -51,7 +51,8 @@ FAMILIES = (
         "smollm3",
         "mimo",
     ),
-    *("ernie4_5_moe", "gpt_oss", "minimax_m2", "qwen2_moe", "qwen3_moe", "glm4_moe", "hy_v3"),  # with experts
+    *("ernie4_5_moe", "gpt_oss", "mimo_v2_flash", "minimax_m2"),  # with experts
+    *("qwen2_moe", "qwen3_moe", "glm4_moe", "hy_v3"),
     *("deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa"),  # with latent attention
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),  # with linear attention
 )
@@ -117,6 +118,26 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         "use_qk_norm": True,
         "use_routing_bias": True,
     },
+    # `mimo_v2_flash` adds what depends on other sizes. vLLM requires values of the size of keys on a CPU.
+    "mimo_v2_flash": EXPERTS
+    | {
+        "n_routed_experts": 8,
+        "v_head_dim": 64,
+        "attention_value_scale": 0.7,
+        "sliding_window": 16,
+        "sliding_window_size": 16,  # this and the following keys are for vLLM and SGLang
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 50_000, "partial_rotary_factor": 0.5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000, "partial_rotary_factor": 0.5},
+        },
+        "rope_theta": 50_000,
+        "swa_rope_theta": 10_000,
+        "partial_rotary_factor": 0.5,
+        "layernorm_epsilon": 1e-5,
+        "add_swa_attention_sink_bias": True,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+    },
     "mistral": {"sliding_window": None},
     "exaone4": {"sliding_window": 16, "sliding_window_pattern": 2},
     "gemma3_text": {
@@ -148,7 +169,10 @@ MTP_NAMES = {
     "glm_moe_dsa": ("enorm", "hnorm", "eh_proj", "shared_head.norm"),
     "hy_v3": ("enorm", "hnorm", "eh_proj", "final_layernorm"),
     "ernie4_5_moe": ("emb_norm", "hidden_norm", "linear_proj"),
+    "mimo_v2_flash": ("enorm", "hnorm", "eh_proj", "final_layernorm"),
 }
+WITH_FIRST_LAYER = ("ernie4_5_moe", "mimo_v2_flash")
+"""Families whose MTP layers have blocks like the first decoder layer."""
 MIMO_CODE = """\
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -209,22 +233,40 @@ def tiny_config(family: str, tokenizer: PreTrainedTokenizerFast, args: argparse.
         values |= {"moe_intermediate_size": args.hidden_size, **OWN_SIZES[family]}
     if family == "olmo3":
         values["layer_types"] = [("sliding_attention", "full_attention")[n % 2] for n in range(args.num_layers)]
+    if family == "mimo_v2_flash":
+        values |= layers_of_mimo_v2_flash(values)
     if family == "hy_v3":  # the name in vLLM
         values["expert_hidden_dim"] = args.hidden_size
     return AutoConfig.for_model(MODEL_TYPES.get(family, family), **values)
 
 
+def layers_of_mimo_v2_flash(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the kinds of layers, with a window in the first of each two, and their sizes with a window."""
+    numbers = range(values["num_hidden_layers"])
+    return {
+        "layer_types": [("sliding_attention", "full_attention")[number % 2] for number in numbers],
+        "hybrid_layer_pattern": [1 - number % 2 for number in numbers],
+        "moe_layer_freq": [int(number > 0) for number in numbers],
+        "swa_num_attention_heads": values["num_attention_heads"],
+        "swa_num_key_value_heads": 2 * values["num_key_value_heads"],
+        "swa_head_dim": values["head_dim"],
+        "swa_v_head_dim": values["v_head_dim"],
+    }
+
+
 def mtp_tensors(family: str, trunk: dict[str, torch.Tensor], num_layers: int, depth: int) -> dict[str, torch.Tensor]:
     """Return the tensors of `depth` random MTP layers, whose blocks have the shapes of the last decoder layer.
 
-    In ERNIE 4.5, they have those of the first one.
+    In ERNIE 4.5 and MiMo-V2-Flash, they have those of the first one.
 
     Args:
         trunk: tensors of the trunk.
         num_layers: number of the trunk's decoder layers.
     """
-    like = f"model.layers.{0 if family == 'ernie4_5_moe' else num_layers - 1}."
+    like = f"model.layers.{0 if family in WITH_FIRST_LAYER else num_layers - 1}."
     block = {name.removeprefix(like): tensor for name, tensor in trunk.items() if name.startswith(like)}
+    if family == "mimo_v2_flash":
+        block = {name.replace("post_attention_", "pre_mlp_"): tensor for name, tensor in block.items()}
     embedding = trunk["model.embed_tokens.weight"]
     std, hidden_size = embedding.std(), embedding.shape[1]
     tensors = {}
@@ -232,6 +274,8 @@ def mtp_tensors(family: str, trunk: dict[str, torch.Tensor], num_layers: int, de
         prefix = f"model.layers.{num_layers + k}."
         if family == "mimo":
             prefix = f"model.mtp_layers.{k}."
+        if family == "mimo_v2_flash":
+            prefix = f"model.mtp.layers.{k}."
         names = [f"{prefix}{name}.weight" for name in MTP_NAMES[family]]
         if family == "ernie4_5_moe":
             prefix = f"model.mtp_block.{k}."
@@ -242,7 +286,12 @@ def mtp_tensors(family: str, trunk: dict[str, torch.Tensor], num_layers: int, de
         tensors[projection] = torch.randn(hidden_size, 2 * hidden_size, dtype=embedding.dtype) * std
         for name, tensor in block.items():
             tensors[prefix + name] = torch.randn_like(tensor) * std if tensor.dim() == 2 else tensor.clone()
-        if family not in ("ernie4_5_moe", "mimo", "hy_v3"):  # files on the hub repeat the trunk's tensors in each head
+        if family not in (
+            "ernie4_5_moe",
+            "mimo",
+            "mimo_v2_flash",
+            "hy_v3",
+        ):  # files on the hub repeat the trunk's tensors in each head
             tensors[f"{prefix}embed_tokens.weight"] = embedding.clone()
             tensors[f"{prefix}shared_head.head.weight"] = trunk.get("lm_head.weight", embedding).clone()
     return tensors

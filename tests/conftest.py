@@ -78,13 +78,15 @@ def trained(shared) -> Trained:
     not always. The checkpoint must not be changed.
     """
     from tests.engines.reference import convention, follow, write_trained
-    from tests.tiny import HYBRID, LATENT, VLLM_LATENT_SIZES, VLLM_LINEAR_SIZES
+    from tests.tiny import HYBRID, LATENT, VLLM_LATENT_SIZES, VLLM_LINEAR_SIZES, VLLM_VALUE_SIZES
 
     def get(family: str, depth: int, engine: str = "transformers") -> tuple[Path, list[list[int]]]:
         drafting = convention(engine, family).drafting
         is_tied = (engine, family) == ("vllm", "llama")
         unroll = 3 if depth == 1 else 1
         own = VLLM_LATENT_SIZES if family in LATENT else VLLM_LINEAR_SIZES if family in HYBRID else {}
+        if (engine, family) == ("vllm", "mimo_v2_flash"):
+            own = VLLM_VALUE_SIZES
         sizes = own
         if engine == "transformers":
             sizes = {}

@@ -270,7 +270,7 @@ _LINEAR = re.compile(
     r"\.weight"
 )
 _EXPERT = re.compile(r"\.experts\.\d+\.")
-_HEAD = re.compile(r"(?:^mtp\.|\.mtp_(?:layers|block)\.)")
+_HEAD = re.compile(r"(?:^mtp\.|\.mtp\.layers\.|\.mtp_(?:layers|block)\.)")
 
 
 def linear_modules(directory: Path, tensors: Collection[str]) -> tuple[list[str], list[str]]:

@@ -37,6 +37,8 @@ from transformers import (
     HYV3ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MiMoV2FlashConfig,
+    MiMoV2FlashForCausalLM,
     MiniMaxM2Config,
     MiniMaxM2ForCausalLM,
     MistralConfig,
@@ -105,6 +107,7 @@ CLASSES: dict[str, tuple[type, type]] = {
     "olmo3": (Olmo3Config, Olmo3ForCausalLM),
     "phi3": (Phi3Config, Phi3ForCausalLM),
     "hy_v3": (HYV3Config, HYV3ForCausalLM),
+    "mimo_v2_flash": (MiMoV2FlashConfig, MiMoV2FlashForCausalLM),
     "minimax_m2": (MiniMaxM2Config, MiniMaxM2ForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
     "seed_oss": (SeedOssConfig, SeedOssForCausalLM),
@@ -210,6 +213,28 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         "route_norm": True,
         "num_nextn_predict_layers": 0,
     },
+    # `mimo_v2_flash` adds what depends on other sizes.
+    "mimo_v2_flash": EXPERTS
+    | {
+        "n_routed_experts": 4,
+        "attention_value_scale": 0.7,
+        "sliding_window": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 50000.0, "partial_rotary_factor": 0.5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.5},
+        },
+        "partial_rotary_factor": 0.5,  # from here on for engines
+        "rope_theta": 50000.0,
+        "swa_rope_theta": 1000.0,
+        "layernorm_epsilon": 1e-5,
+        "sliding_window_size": 8,
+        "add_swa_attention_sink_bias": True,
+        "n_shared_experts": None,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "num_nextn_predict_layers": 0,
+    },
     # Half of each head is rotary. The MTP modules of config.json were not published.
     "minimax_m2": {
         "num_local_experts": 4,
@@ -279,6 +304,8 @@ TEXT_PREFIX = dict.fromkeys(WRAPPED, "model.language_model") | {"qwen2_5_vl": "m
 """Prefixes of the language model's tensors in these families' files."""
 WINDOWED = ("gemma3_text", "olmo3")
 """Families whose layers with and without a window have different rotary embeddings."""
+KIND_OF_HEADS = dict.fromkeys(WINDOWED, "full_attention") | {"mimo_v2_flash": "sliding_attention"}
+"""Of families with several rotary embeddings, the kind of layer with that of the heads, by transformers' name."""
 ONLY_IN_VLLM = ("qwen2_5_vl", "qwen3_vl")
 """Families whose heads SGLang and llama.cpp cannot use for drafting."""
 CANNOT_DRAFT = {
@@ -291,6 +318,7 @@ CANNOT_DRAFT = {
         "gemma3_text",
         "gpt_oss",
         "granite",
+        "mimo_v2_flash",
         "minimax_m2",
         "olmo2",
         "olmo3",
@@ -314,12 +342,16 @@ VLLM_LATENT_SIZES: dict[str, Any] = {
 }
 VLLM_INDEXER_SIZES = {"index_n_heads": 64, "index_head_dim": 128}
 """The sizes of indexers that vLLM loads."""
+# On a CPU, vLLM takes values of another size than keys only in latent attention.
+VLLM_VALUE_SIZES: dict[str, Any] = {"v_head_dim": 32}
 # The smallest linear attention that vLLM takes on a CPU.
 VLLM_LINEAR_SIZES: dict[str, Any] = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
 # Families whose heads repeat the trunk's embedding and output layer.
 HEADS_WITH_COPIES = ("glm4_moe", *LATENT)
 # Families whose heads are numbered after the trunk's layers.
 NEXT_LAYER_HEADS = (*HEADS_WITH_COPIES, "hy_v3")
+NEVER_TIED = ("mimo_v2_flash",)
+"""Families whose output layer is never tied: engines do not support it. Tests of tied ones have untied ones instead."""
 WITH_SHARED_NORM = ("ernie4_5_moe",)
 """Families whose heads have no output norm of their own, but the trunk's final norm."""
 # What transformers has in memory under other names than the files have.
@@ -330,6 +362,7 @@ HUB_NAMES: dict[str, dict[str, str]] = {
         "mlp.shared_experts.": "mlp.shared_mlp.",
     },
     "ernie4_5_moe": {"mlp.gate.moe_statics.": "mlp.moe_statics."},
+    "mimo_v2_flash": {"self_attn.sinks": "self_attn.attention_sink_bias"},
     "minimax_m2": {"mlp.": "block_sparse_moe.", ".gate_proj.": ".w1.", ".up_proj.": ".w3.", ".down_proj.": ".w2."},
 }
 CHATML = """\
@@ -392,6 +425,9 @@ def mtp_names(family: str, depth_index: int, num_layers: int = 2) -> tuple[dict[
     elif family == "ernie4_5_moe":
         names = {"embedding_norm": "emb_norm", "hidden_norm": "hidden_norm", "projection": "linear_proj"}
         return {role: f"model.mtp_{part}.{k}.weight" for role, part in names.items()}, f"model.mtp_block.{k}."
+    elif family == "mimo_v2_flash":
+        head = block = f"model.mtp.layers.{k}."
+        parts = ("enorm", "hnorm", "eh_proj", "final_layernorm")
     elif family in NEXT_LAYER_HEADS:
         head = block = f"model.layers.{num_layers + k}."
         parts = ("enorm", "hnorm", "eh_proj", "final_layernorm" if family == "hy_v3" else "shared_head.norm")
@@ -424,7 +460,7 @@ def random_mtp_tensors(model: Any, family: str, depth: int, std: float = 0.2) ->
                 tensors[name] = 1 + torch.randn(hidden) * std
         for suffix, tensor in as_in_files(family, model.model.layers[head_layer(family)].state_dict()).items():
             offset = 1.0 if "norm" in suffix else 0.0
-            tensors[block + hub_name(family, suffix)] = offset + torch.randn(tensor.shape) * std
+            tensors[block + head_name(family, suffix)] = offset + torch.randn(tensor.shape) * std
         if family in HEADS_WITH_COPIES:  # the hub's files repeat the trunk's tensors in each head
             tensors[f"{block}embed_tokens.weight"] = model.get_input_embeddings().weight.detach().clone()
             tensors[f"{block}shared_head.head.weight"] = model.lm_head.weight.detach().clone()
@@ -433,7 +469,7 @@ def random_mtp_tensors(model: Any, family: str, depth: int, std: float = 0.2) ->
 
 def head_layer(family: str) -> int:
     """Return the index of the trunk's layer with the same kinds of attention and MLP as the heads."""
-    return 0 if family == "ernie4_5_moe" else -1
+    return 0 if family in ("ernie4_5_moe", "mimo_v2_flash") else -1
 
 
 def dtype_of(name: str, model: PreTrainedModel) -> torch.dtype:
@@ -474,6 +510,25 @@ def alternating(num_layers: int) -> list[str]:
     return ["full_attention" if number % 2 else "sliding_attention" for number in range(num_layers)]
 
 
+def mimo_v2_flash(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of MiMo-V2-Flash that depend on other sizes: layers with a window in turn, the first without
+    experts, value heads of another size, and twice as many key-value heads in layers with a window.
+    """
+    kinds, heads, size = alternating(values["num_hidden_layers"]), values["num_attention_heads"], values["head_dim"]
+    value_size = values.get("v_head_dim", size * 3 // 4)
+    return {
+        "layer_types": kinds,
+        "mlp_layer_types": ["sparse" if number else "dense" for number in range(len(kinds))],
+        "v_head_dim": value_size,
+        "hybrid_layer_pattern": [int(kind == "sliding_attention") for kind in kinds],  # from here on for engines
+        "moe_layer_freq": [int(number > 0) for number in range(len(kinds))],
+        "swa_num_attention_heads": heads,
+        "swa_num_key_value_heads": 2 * values["num_key_value_heads"],
+        "swa_head_dim": size,
+        "swa_v_head_dim": value_size,
+    }
+
+
 def make_tiny_model(
     family: str = "qwen3", tied: bool = False, dtype: torch.dtype = torch.float32, **config
 ) -> PreTrainedModel:
@@ -491,7 +546,7 @@ def make_tiny_model(
         "num_key_value_heads": 1,
         "head_dim": 32,  # the smallest that vLLM's CPU attention takes
         "max_position_embeddings": 512,
-        "tie_word_embeddings": tied,
+        "tie_word_embeddings": tied and family not in NEVER_TIED,
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": None,
@@ -499,6 +554,8 @@ def make_tiny_model(
     values |= OWN_SIZES.get(family, {})
     values |= config
     values |= {"layer_types": alternating(values["num_hidden_layers"])} if family == "olmo3" else {}
+    if family == "mimo_v2_flash":
+        values |= mimo_v2_flash(values)
     if family in LATENT:  # no groups of queries; transformers takes head_dim for that of the rotary part
         values |= {"num_key_value_heads": values["num_attention_heads"], "head_dim": values["qk_rope_head_dim"]}
     model = model_class(config_class(**values)).to(dtype).eval()
@@ -562,10 +619,18 @@ def hub_name(family: str, name: str) -> str:
     return name.replace("model.", f"{TEXT_PREFIX[family]}.", 1) if family in WRAPPED else name
 
 
+def head_name(family: str, name: str) -> str:
+    """Return the name in files of a tensor in a head's decoder layer, given its name in transformers' layer."""
+    if family == "mimo_v2_flash":
+        name = name.replace("post_attention_layernorm", "pre_mlp_layernorm")
+    return hub_name(family, name)
+
+
 def memory_name(family: str, name: str) -> str:
     """Invert `hub_name`."""
     for memory, hub in HUB_NAMES.get(family, {}).items():
         name = name.replace(hub, memory)
+    name = name.replace("pre_mlp_layernorm", "post_attention_layernorm")  # in heads of MiMo-V2-Flash
     return name.replace(f"{TEXT_PREFIX[family]}.", "model.", 1) if family in WRAPPED else name
 
 

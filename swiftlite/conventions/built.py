@@ -38,11 +38,13 @@ class Module:
         name: the engine's name.
         shards: the engine's names of the modules in files that it consists of; for experts, those of the first expert.
         files: names in files of all modules that it consists of.
+        is_plain: whether the engine never quantizes it.
     """
 
     name: str
     shards: tuple[str, ...]
     files: tuple[str, ...]
+    is_plain: bool = False
 
 
 def head_problems(
@@ -70,9 +72,10 @@ def head_problems(
                 continue
             for module in modules_of(convention, in_files, hf_config, head):
                 stored = [is_quantized[name] for name in module.files if name in is_quantized]
+                built = not module.is_plain and builds_quantized(quantization, matching, module, is_quantized)
                 if len(set(stored)) > 1:
                     problems[_mixed_problem(module, is_quantized)] = None
-                elif stored and stored[0] != builds_quantized(quantization, matching, module, is_quantized):
+                elif stored and stored[0] != built:
                     problems[_mismatch_problem(matching.label, module, stored[0], str(method))] = None
     return list(problems)
 
@@ -88,7 +91,7 @@ def modules_of(convention: Convention, in_files: HeadModules, hf_config: HfConfi
         shards = [part for part in parts if ".experts." not in part or ".experts.0." in part]
         files = tuple(in_files.prefix + part for part in parts)
         whole, *own_shards = (block + renamed(part, convention.renames) for part in (name, *shards))
-        modules.append(Module(whole, tuple(own_shards), files))
+        modules.append(Module(whole, tuple(own_shards), files, is_plain=name in convention.plain))
     for template in convention.quantizes:
         name = engine_name(template, hf_config, head)
         modules.append(Module(name, (name,), (name,)))

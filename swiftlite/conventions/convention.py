@@ -27,10 +27,12 @@ class Convention:
             every step. "last": all heads are loaded into the same parameters, so the last head drafts in every step.
             "one": checkpoints with several heads are not supported.
         drafting: inputs of the heads.
+        drafts_once: whether the heads draft only one token per step.
         block: prefix of the names that the engine gives to the modules in the decoder layer of head {head}. The number
             {layer} follows after the trunk's layers.
         quantizes: names of further modules that the engine quantizes unless they are listed: projections that join
             embedding and hidden state, and routers.
+        plain: names, in the decoder layer, of modules that the engine never quantizes.
         renames: maps prefixes of the modules in the decoder layer, as in files, to the engine's. Only prefixes that
             differ are listed.
     """
@@ -38,8 +40,10 @@ class Convention:
     draft: str
     heads: Literal["each", "first", "last", "one"] = "each"
     drafting: Drafting = Drafting()
+    drafts_once: bool = False
     block: str = "mtp.layers.{head}."
     quantizes: tuple[str, ...] = ()
+    plain: tuple[str, ...] = ()
     renames: Mapping[str, str] = field(default_factory=dict)
 
     def num_drafting(self, num_mtp_heads: int) -> int:

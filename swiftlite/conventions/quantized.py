@@ -149,13 +149,14 @@ def unlisted_engines(method: str, family: Family, hf_config: HfConfig, *, keeps_
         method: `quant_method` of quantization_config.
         keeps_block: whether the decoder layers of the heads are plain.
     """
+    conventions = {engine: CONVENTIONS[engine](family) for engine in MATCHINGS}
     if not keeps_block:
+        always_plain = [engine for engine, known in conventions.items() if known and known.plain]
         # vLLM takes the quantized modules from the files, whose names differ from those of these drafts.
         has_other_names = family.name in ("ernie4_5_moe", "mimo", "minimax_m2") or family.name.startswith("qwen3_5")
         if method != "gptq" or not has_other_names:
-            return []
+            return always_plain
         return [engine for engine, matching in MATCHINGS.items() if matching.reads_files]
-    conventions = {engine: CONVENTIONS[engine](family) for engine in MATCHINGS}
     return [engine for engine, known in conventions.items() if known and _is_ambiguous(known, hf_config, method)]
 
 

@@ -20,6 +20,7 @@ _LINES = {
     "gpt_oss": Convention("GptOssMTPModel"),
     "granite": Convention("GraniteMTPModel"),
     "llama": Convention("LlamaMTPModel"),
+    "mimo_v2_flash": Convention("MiMoV2MTP", "first", block="model.mtp.layers.{head}.", plain=("self_attn.o_proj",)),
     "minimax_m2": Convention("MiniMaxM2MTPModel", renames={"block_sparse_moe.": "mlp."}),
     "mistral": Convention("MistralMTPModel"),
     "olmo2": Convention("Olmo2MTPModel"),

@@ -22,8 +22,11 @@ class GroupedQueryAttention:
         hidden: size of the model's states.
         heads: number of attention heads.
         groups: number of key-value heads.
-        head_dim: size of a head.
+        head_dim: size of a query head and a key head.
         rotary: number of rotary channels of a head; 0 without rotary embeddings.
+        v_head_dim: size of a value head, at most `head_dim`; None: `head_dim`. Another size is not supported with norms
+            of queries and keys, or an output gate.
+        value_scale: factor of values.
         qkv_bias: whether queries, keys and values have biases.
         output_bias: whether the output projection has a bias.
         qk_norm: whether each head's query and key are normalized.
@@ -52,6 +55,8 @@ class GroupedQueryAttention:
     groups: int
     head_dim: int
     rotary: int
+    v_head_dim: int | None = None
+    value_scale: float = 1.0
     qkv_bias: bool = False
     output_bias: bool = False
     qk_norm: bool = False
@@ -78,7 +83,7 @@ class GroupedQueryAttention:
         config = {
             "num_attention_heads": self.heads,
             "num_query_groups": self.groups,
-            "kv_channels": self.head_dim,
+            "kv_channels": self._value_size,  # size of the result of a head
             "add_qkv_bias": self.qkv_bias,
             # megatron-core sums gradients of these norms over tensor-parallel ranks, which split joint norms instead.
             "qk_layernorm": self.qk_norm and not self.qk_norm_is_joint,
@@ -87,21 +92,24 @@ class GroupedQueryAttention:
             config["attention_output_gate"] = True
         if self.scale is not None:
             config["softmax_scale"] = self.scale
+        elif self._value_size != self.head_dim:
+            config["softmax_scale"] = self.head_dim**-0.5
         return config
 
     def rows(self) -> list[Row]:
         queries, keys = self.heads * self.head_dim, self.groups * self.head_dim
+        results, values = self.heads * self._value_size, self.groups * self._value_size
         qkv: Join = Interleave(self.groups)
         if self.output_gate:
             qkv = GatedQkv(self.groups, self.head_dim)
-        channels = {"q_proj": queries * (1 + self.output_gate), "k_proj": keys, "v_proj": keys}
+        channels = {"q_proj": queries * (1 + self.output_gate), "k_proj": keys, "v_proj": values}
         weights = {f"{name}.weight": (number, self.hidden) for name, number in channels.items()}
         if self.hf_is_fused:
-            weights = {"qkv_proj.weight": (queries + 2 * keys, self.hidden)}
-            qkv = InterleaveBlocks(self.groups, ((queries, keys, keys),))
+            weights = {"qkv_proj.weight": (queries + keys + values, self.hidden)}
+            qkv = InterleaveBlocks(self.groups, ((queries, keys, values),))
         rows = [
             Row("linear_qkv.weight", weights, qkv),
-            Row("linear_proj.weight", {"o_proj.weight": (self.hidden, queries)}),
+            Row("linear_proj.weight", {"o_proj.weight": (self.hidden, results)}),
         ]
         if self.qkv_bias:
             biases = {f"{name}.bias": (number,) for name, number in channels.items()}
@@ -118,7 +126,8 @@ class GroupedQueryAttention:
 
     def parameters(self, rank: Rank) -> ParameterCount:
         queries, keys = self._widths(rank)
-        biases = self.qkv_bias * (queries + 2 * keys) + self.output_bias * self.hidden
+        _, values = self._value_widths(rank)
+        biases = self.qkv_bias * (queries + keys + values) + self.output_bias * self.hidden
         sinks = self.has_sinks * (self.heads // rank.tp)
         norms = 0
         if self.qk_norm:
@@ -129,23 +138,24 @@ class GroupedQueryAttention:
         return self._matrices(Rank())
 
     def macs_per_pair(self) -> int:
-        return 2 * self.heads * self.head_dim
+        return self.heads * (self.head_dim + self._value_size)
 
     def gathered(self, rank: Rank) -> int:
-        _, keys = self._widths(rank)
-        return rank.itemsize * rank.tokens * 2 * keys
+        keys_and_values = self.groups // rank.tp * (self.head_dim + self._value_size)
+        return rank.itemsize * rank.tokens * keys_and_values
 
     def input_activation_bytes(self, rank: Rank) -> int:
         return rank.input_activation_bytes(rank.sequence_tokens, self.hidden)
 
     def activation_bytes(self, rank: Rank) -> int:
         queries, keys = self._widths(rank)
-        if rank.cp > 1:
+        results, values = self._value_widths(rank)
+        if rank.cp > 1 or self.value_scale != 1:
             # Queries and the result; keys and values, of all context-parallel ranks, are separate tensors.
-            core = 2 * queries + 2 * keys * rank.cp
+            core = queries + results + (keys + values) * rank.cp
         else:
             # Queries, keys and the result; values are a view of the projection's output, so the whole output is stored.
-            core = 2 * queries + keys + (queries * (1 + self.output_gate) + 2 * keys)
+            core = queries + results + keys + (queries * (1 + self.output_gate) + keys + values)
             if not (self.rotary or self.qk_norm):
                 core -= self._viewed(rank)
         num_bytes = rank.itemsize * rank.tokens * core
@@ -157,8 +167,18 @@ class GroupedQueryAttention:
         return num_bytes
 
     def _widths(self, rank: Rank) -> tuple[int, int]:
-        """Return the number of channels of queries and of keys on a rank. Values have as many channels as keys."""
+        """Return the number of channels of queries and of keys on a rank."""
         return self.heads // rank.tp * self.head_dim, self.groups // rank.tp * self.head_dim
+
+    def _value_widths(self, rank: Rank) -> tuple[int, int]:
+        """Return the number of channels of results (inputs of the output projection) and of values on a rank."""
+        return self.heads // rank.tp * self._value_size, self.groups // rank.tp * self._value_size
+
+    @property
+    def _value_size(self) -> int:
+        if self.v_head_dim is None:
+            return self.head_dim
+        return self.v_head_dim
 
     def _viewed(self, rank: Rank) -> int:
         """Return how many channels of queries and keys are views of the projection's output, unless they are rotated
@@ -168,8 +188,8 @@ class GroupedQueryAttention:
         return keys if is_copied else queries + keys
 
     def _matrices(self, rank: Rank) -> int:
-        queries, keys = self._widths(rank)
-        return (2 * (queries + keys) + self.output_gate * queries) * self.hidden
+        channels = sum(self._widths(rank)) + sum(self._value_widths(rank))
+        return (channels + self.output_gate * self._widths(rank)[0]) * self.hidden
 
     def _qk_norm_bytes(self, rank: Rank) -> int:
         queries, keys = self._widths(rank)

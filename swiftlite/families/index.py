@@ -20,6 +20,7 @@ from swiftlite.families.models.granite import GRANITE
 from swiftlite.families.models.hy_v3 import HY_V3
 from swiftlite.families.models.llama import LLAMA
 from swiftlite.families.models.mimo import MIMO
+from swiftlite.families.models.mimo_v2_flash import MIMO_V2_FLASH
 from swiftlite.families.models.minimax_m2 import MINIMAX_M2
 from swiftlite.families.models.mistral import MISTRAL
 from swiftlite.families.models.olmo2 import OLMO2
@@ -53,6 +54,7 @@ FAMILIES: dict[str, Family] = {
     "hy_v3": HY_V3,
     "llama": LLAMA,
     "mimo": MIMO,
+    "mimo_v2_flash": MIMO_V2_FLASH,
     "minimax_m2": MINIMAX_M2,
     "mistral": MISTRAL,
     "olmo2": OLMO2,

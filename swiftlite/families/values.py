@@ -45,6 +45,11 @@ _SIZES = {
     "qk_rope_head_dim": (1, 10_000),
     "v_head_dim": (1, 10_000),
     "rotary_dim": (1, 10_000),
+    "swa_num_attention_heads": (1, 2_000),
+    "swa_num_key_value_heads": (1, 2_000),
+    "swa_head_dim": (1, 10_000),
+    "swa_v_head_dim": (1, 10_000),
+    "sliding_window_size": (1, 10**9),
     "index_topk": (1, 10**9),
     "index_topk_freq": (1, 1_000),
     "index_skip_topk_offset": (1, 1_000),
@@ -66,6 +71,9 @@ _NUMBERS = {
     "rms_norm_eps": (0.0, 1.0),
     "initializer_range": (0.0, 1e6),
     "rope_theta": (1e-6, 1e30),
+    "swa_rope_theta": (1e-6, 1e30),
+    "attention_value_scale": (1e-6, 1e6),
+    "layernorm_epsilon": (0.0, 1.0),
     "partial_rotary_factor": (1e-6, 1.0),
     "routed_scaling_factor": (1e-6, 1e6),
     "attention_multiplier": (1e-6, 1e6),
@@ -95,6 +103,8 @@ ROPE_TYPES: dict[str, tuple[str, ...]] = {
 }
 """Types of rotary embeddings, each with the keys that it requires in the rotary settings."""
 _FLAGS = (
+    "add_swa_attention_sink_bias",
+    "add_full_attention_sink_bias",
     "tie_word_embeddings",
     "attention_bias",
     "mlp_bias",
@@ -112,6 +122,7 @@ _LISTS = {
     "mlp_only_layers": int,
     "no_rope_layers": int,
     "layer_types": str,
+    "hybrid_layer_pattern": int,
     "mlp_layer_types": str,
     "indexer_types": str,
 }

@@ -60,10 +60,15 @@ def _grouped_query(attention: GroupedQueryAttention, modules: Modules) -> Module
         k_norm = ModuleSpec(module=JointRMSNorm, params={"heads": attention.groups})
     core_attention = modules.core_attention
     options = {"window": attention.window, "has_sinks": attention.has_sinks}
+    v_head_dim = attention.v_head_dim or attention.head_dim
+    if v_head_dim != attention.head_dim:
+        options |= {"k_channels": attention.head_dim, "v_channels": v_head_dim}
     core_attention = replace(core_attention, params=core_attention.params | options)
     params: dict[str, Any] = {
         "attn_mask_type": AttnMaskType.causal,
         "sizes": {name: attention.mcore_config()[name] for name in attention.layer_arguments},
+        "query_size": attention.head_dim,
+        "value_scale": attention.value_scale,
         "is_rotary": attention.rotary > 0,
         "rope_interleave": attention.rope_interleave,
     }

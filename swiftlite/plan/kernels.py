@@ -14,6 +14,7 @@ from swiftlite.args.config import Problem
 from swiftlite.args.fields import KernelArgs, TransformerImpl
 from swiftlite.errors import OptionError
 from swiftlite.families.architecture import Architecture
+from swiftlite.families.attention import GroupedQueryAttention
 from swiftlite.plan.low_precision import LowPrecision, low_precision_of, precision_problems
 
 PackedKernel = Literal["flash_attn", "torch_varlen"]
@@ -138,7 +139,8 @@ def largest_head(architecture: Architecture | None) -> int:
     config = architecture.mcore_config()
     if config.get("multi_latent_attention"):
         return config["qk_head_dim"] + config["qk_pos_emb_head_dim"]
-    return max(attention.mcore_config().get("kv_channels") or 0 for attention in architecture.attentions)
+    sizes = [kind.head_dim for kind in architecture.attentions if isinstance(kind, GroupedQueryAttention)]
+    return max(sizes, default=config.get("kv_channels") or 0)
 
 
 def choose(args: KernelArgs, machine: Machine, *, is_float32: bool, head: int = 0) -> Kernels:

@@ -410,7 +410,7 @@ def test_heads_can_be_dropped_and_are_named(tmp_path, mesh, family):
     original = read_all(source)
     report = load(model := build(source, mesh, depth=0), source)
     behind_the_trunk = family in NEXT_LAYER_HEADS
-    prefixes = ("model.layers.2.", "model.layers.3.") if behind_the_trunk else ("mtp.", "model.mtp_")
+    prefixes = ("model.layers.2.", "model.layers.3.") if behind_the_trunk else ("mtp.", "model.mtp_", "model.mtp.")
     assert set(report.dropped) == {key for key in per_expert(original) if key.startswith(prefixes)}
     save(model, source, tmp_path / "out")
     left = (*prefixes, "model.visual.", "visual.")

@@ -46,6 +46,7 @@ CASES += [
     ("gemma3_text", 3),
     ("gpt_oss", 3),
     ("granite", 3),
+    ("mimo_v2_flash", 1),
     ("minimax_m2", 3),
     ("olmo2", 3),
     ("olmo3", 3),

@@ -24,11 +24,11 @@ from swiftlite.heads.drafting import Drafting
 from tests.tiny import (
     DSA,
     HEADS_WITH_COPIES,
-    WINDOWED,
+    KIND_OF_HEADS,
     as_in_files,
     embedded,
     head_layer,
-    hub_name,
+    head_name,
     logits_of,
     make_tiny_model,
     memory_name,
@@ -124,7 +124,7 @@ class Reference(nn.Module):
             names, block = mtp_names(self.family, k, self.trunk.config.num_hidden_layers)
             tensors |= {name: head[role].weight.detach() for role, name in names.items()}
             for suffix, tensor in as_in_files(self.family, head["block"].state_dict()).items():
-                tensors[block + hub_name(self.family, suffix)] = tensor
+                tensors[block + head_name(self.family, suffix)] = tensor
             if self.family in HEADS_WITH_COPIES:
                 tensors[f"{block}embed_tokens.weight"] = self.trunk.model.embed_tokens.weight.detach().clone()
                 tensors[f"{block}shared_head.head.weight"] = self.trunk.lm_head.weight.detach().clone()
@@ -148,7 +148,7 @@ class Reference(nn.Module):
         if self.takes_hidden_first:
             parts.reverse()
         positions = torch.arange(ids_BS.shape[1])[None]
-        kinds = ["full_attention"] if self.family in WINDOWED else []
+        kinds = [KIND_OF_HEADS[self.family]] if self.family in KIND_OF_HEADS else []
         rotary = self.trunk.model.rotary_emb(hidden_BSH, positions, *kinds)
         fused = head["projection"](torch.cat(parts, dim=-1))
         before = head["block"](fused, position_embeddings=rotary, attention_mask=self._mask(ids_BS.shape[1]))
@@ -167,7 +167,8 @@ class Reference(nn.Module):
         if self.family in ("gpt_oss", *DSA):
             return torch.full((1, 1, length, length), -torch.inf).triu(1)
         window = getattr(config, "sliding_window", None)
-        if window is None or getattr(config, "layer_types", None) is not None:
+        is_mixed = getattr(config, "layer_types", None) is not None
+        if window is None or (is_mixed and KIND_OF_HEADS.get(self.family) != "sliding_attention"):
             return None
         seen = torch.ones(length, length, dtype=torch.bool).tril().triu(1 - window)
         return torch.where(seen, 0.0, -torch.inf)[None, None]

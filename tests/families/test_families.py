@@ -22,6 +22,7 @@ from tests.tiny import (
     alternating,
     hub_name,
     make_tiny_model,
+    mimo_v2_flash,
     mtp_names,
     per_expert,
     random_mtp_tensors,
@@ -90,6 +91,17 @@ OWN_NEUTRAL = {
     "glm_moe_dsa": {"attention_bias", "mlp_bias", "moe_layer_freq", "scoring_func", "topk_method"},
     # In float32 or not, the sum of routed and shared experts is rounded once.
     "hy_v3": {"attention_bias", "enable_moe_fp32_combine", "mlp_bias", "qk_norm", "route_norm"},
+    "mimo_v2_flash": {
+        "add_swa_attention_sink_bias",
+        "attention_bias",
+        "n_shared_experts",
+        "scoring_func",
+        "sliding_window_size",
+        "topk_method",
+        "swa_head_dim",
+        "swa_num_attention_heads",
+        "swa_v_head_dim",
+    },
     # The MTP modules were not published.
     "minimax_m2": {
         "num_mtp_modules",
@@ -181,6 +193,25 @@ OWN_READ = {
         "num_shared_experts",
         "router_scaling_factor",
     },
+    "mimo_v2_flash": {
+        "attention_value_scale",
+        "hybrid_layer_pattern",
+        "layernorm_epsilon",
+        "mlp_layer_types",
+        "moe_intermediate_size",
+        "moe_layer_freq",
+        "n_group",
+        "n_routed_experts",
+        "norm_topk_prob",
+        "num_experts_per_tok",
+        "rope_theta",
+        "routed_scaling_factor",
+        "sliding_window",
+        "swa_num_key_value_heads",
+        "swa_rope_theta",
+        "topk_group",
+        "v_head_dim",
+    },
     "minimax_m2": {"num_experts_per_tok", "num_local_experts", "rotary_dim"},
     "mistral": {"sliding_window"},
     "olmo3": {"sliding_window"},
@@ -251,6 +282,7 @@ OWN_CONFIG["gemma3_text"] = {
 }
 OWN_CONFIG["smollm3"] = {"hetereogenous_dist_checkpoint": True}
 OWN_CONFIG["olmo3"] = {"hetereogenous_dist_checkpoint": True}
+OWN_CONFIG["mimo_v2_flash"] = {"kv_channels": 12, "num_query_groups": 4, "softmax_scale": 16**-0.5}
 OWN_CONFIG["hy_v3"] = {"init_method_std": 0.006}
 for _dense in ("qwen3_5", "qwen3_5_text"):  # the others' layers differ by name already, for their experts
     OWN_CONFIG[_dense]["hetereogenous_dist_checkpoint"] = True
@@ -258,11 +290,14 @@ for _dense in ("qwen3_5", "qwen3_5_text"):  # the others' layers differ by name 
 
 def hf_config(family: str, **changes: Any) -> dict[str, Any]:
     """Return a config.json as transformers writes it, with changes."""
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4 if family in LATENT else 2}
+    sizes["head_dim"] = 8 if family in LATENT else 16
+    own: dict[str, Any] = {"layer_types": alternating(2)} if family == "olmo3" else {}
+    if family == "mimo_v2_flash":
+        own = mimo_v2_flash(sizes)
     config: PreTrainedConfig = CLASSES[family][0](
-        vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=4 if family in LATENT else 2, head_dim=8 if family in LATENT else 16,
-        **OWN_SIZES.get(family, {}), **({"layer_types": alternating(2)} if family == "olmo3" else {}),
-    )  # fmt: skip
+        vocab_size=128, hidden_size=64, intermediate_size=96, **sizes, **own, **OWN_SIZES.get(family, {})
+    )
     return config.to_dict() | {"model_type": family} | changes
 
 
@@ -283,8 +318,10 @@ def test_families_are_declarations():
 def test_rows_are_exactly_the_tensors_of_transformers(family, tied):
     model = make_tiny_model(family, tied)
     state = {hub_name(family, name): tensor for name, tensor in per_expert(model.state_dict()).items()}
-    shapes = {name: tuple(tensor.shape) for name, tensor in state.items() if not (tied and name == "lm_head.weight")}
     config = model.config.to_dict()
+    if config["tie_word_embeddings"]:
+        del state["lm_head.weight"]
+    shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
     rows = families.FAMILIES[family].rows(config)
     assert {key: shape for row in rows for key, shape in row.hf.items()} == shapes
     assert len([key for row in rows for key in row.hf]) == len(shapes)
@@ -406,7 +443,7 @@ NOT_READ_OF_YARN = [
     ("mscale", 1.0),
 ]
 """Settings of YaRN that engines do not read for gpt-oss, or without which they fail."""
-PARTIAL_ROTARY = ("glm4_moe", "phi3", *HYBRID)
+PARTIAL_ROTARY = ("glm4_moe", "mimo_v2_flash", "phi3", *HYBRID)
 REFUSED = [
     *[(family, "hidden_act", "gelu") for family in families.FAMILIES],
     *[
@@ -416,6 +453,52 @@ REFUSED = [
     ],
     ("gpt_oss", "quantization_config", {"quant_method": "mxfp4", "bits": 8}),
     *[("gpt_oss", key, None) for key in ("head_dim", "num_key_value_heads", "num_local_experts", "sliding_window")],
+    *[
+        ("mimo_v2_flash", key, None)
+        for key in (
+            *(
+                "head_dim",
+                "v_head_dim",
+                "num_key_value_heads",
+                "n_routed_experts",
+                "sliding_window",
+                "layernorm_epsilon",
+            ),
+            *("swa_num_attention_heads", "swa_num_key_value_heads", "swa_head_dim", "swa_v_head_dim"),
+            *("sliding_window_size", "rope_theta", "swa_rope_theta", "partial_rotary_factor", "attention_value_scale"),
+            *("hybrid_layer_pattern", "moe_layer_freq", "topk_method", "scoring_func"),
+            "add_swa_attention_sink_bias",
+        )
+    ],
+    ("mimo_v2_flash", "swa_num_attention_heads", 2),
+    ("mimo_v2_flash", "swa_num_key_value_heads", 2),
+    ("mimo_v2_flash", "num_key_value_heads", 4),
+    ("mimo_v2_flash", "swa_head_dim", 8),
+    ("mimo_v2_flash", "swa_v_head_dim", 16),
+    ("mimo_v2_flash", "v_head_dim", 32),
+    ("mimo_v2_flash", "sliding_window_size", 4),
+    ("mimo_v2_flash", "layernorm_epsilon", 1e-6),
+    ("mimo_v2_flash", "hybrid_layer_pattern", [0, 1]),
+    ("mimo_v2_flash", "hybrid_layer_pattern", [1, 0, 1]),
+    ("mimo_v2_flash", "hybrid_layer_pattern", [1, [0]]),
+    ("mimo_v2_flash", "layer_types", None),
+    ("mimo_v2_flash", "moe_layer_freq", 1),
+    ("mimo_v2_flash", "moe_layer_freq", [1, 1]),
+    ("mimo_v2_flash", "mlp_layer_types", ["sparse", "sparse"]),
+    ("mimo_v2_flash", "rope_theta", 1e6),
+    ("mimo_v2_flash", "swa_rope_theta", 1e6),
+    ("mimo_v2_flash", "rope_parameters", None),
+    ("mimo_v2_flash", "rope_parameters", {"rope_type": "default", "rope_theta": 50000.0}),
+    ("mimo_v2_flash", "rope_scaling", {"rope_type": "yarn", "factor": 4.0}),
+    ("mimo_v2_flash", "add_full_attention_sink_bias", True),
+    ("mimo_v2_flash", "tie_word_embeddings", True),
+    ("mimo_v2_flash", "attention_bias", True),
+    ("mimo_v2_flash", "scoring_func", "softmax"),
+    ("mimo_v2_flash", "n_shared_experts", 1),
+    ("mimo_v2_flash", "n_group", 2),
+    ("mimo_v2_flash", "norm_topk_prob", False),
+    ("mimo_v2_flash", "routed_scaling_factor", 2.5),
+    ("mimo_v2_flash", "num_experts_per_tok", 1),
     ("gpt_oss", "num_experts_per_tok", 1),
     ("gpt_oss", "experts_per_token", 3),
     ("gpt_oss", "attention_bias", False),
@@ -694,7 +777,8 @@ def test_the_part_of_a_head_that_turns_must_be_stated():
 
 
 @pytest.mark.parametrize(
-    "family", [family for family in MOE if not family.startswith(("ernie", "gpt_oss", "hy_v3", "minimax", "qwen3_5"))]
+    "family",
+    [family for family in MOE if not family.startswith(("ernie", "gpt_oss", "hy_v3", "mimo", "minimax", "qwen3_5"))],
 )
 def test_one_expert_per_token(family):
     """With one expert, its score divided by itself is 1. megatron-core's sigmoid router does not divide."""

@@ -3,6 +3,7 @@
 MTP logits are compared with a short reference, and with transformers where it has MTP layers.
 """
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -18,7 +19,9 @@ from tests.tiny import (
     CLASSES,
     DSA,
     HYBRID,
+    KIND_OF_HEADS,
     LATENT,
+    OWN_SIZES,
     WINDOWED,
     embedded,
     head_layer,
@@ -51,7 +54,18 @@ ROPES = {
 }
 
 
-MOE = ("ernie4_5_moe", "gpt_oss", "minimax_m2", "qwen2_moe", "qwen3_moe", "glm4_moe", "hy_v3", *LATENT, *HYBRID)
+MOE = (
+    "ernie4_5_moe",
+    "gpt_oss",
+    "mimo_v2_flash",
+    "minimax_m2",
+    "qwen2_moe",
+    "qwen3_moe",
+    "glm4_moe",
+    "hy_v3",
+    *LATENT,
+    *HYBRID,
+)
 
 
 def assert_equal(ours: torch.Tensor, theirs: torch.Tensor, family: str) -> None:
@@ -63,30 +77,38 @@ def assert_equal(ours: torch.Tensor, theirs: torch.Tensor, family: str) -> None:
     a SiLU depends on the position in memory. Up to 41 roundings were measured for a second head; in transformers, its
     logits change by 41 to 510 roundings if each weight changes by one rounding. transformers computes the attention of
     gpt-oss with all scores in memory, and its experts with transposed matrices; up to 24 roundings were measured.
+    The attention of MiMo-V2-Flash is computed like that of gpt-oss; up to 17 roundings were measured.
     """
     if family in MOE and ours.dtype is torch.float32:
         rounding = torch.finfo(ours.dtype).eps * theirs.abs().max().item()
-        limit = 64 if family in HYBRID else {"gpt_oss": 32}.get(family, 8)
+        limit = 64 if family in HYBRID else {"gpt_oss": 32, "mimo_v2_flash": 32}.get(family, 8)
         torch.testing.assert_close(ours, theirs, rtol=0, atol=limit * rounding)
     else:
         assert torch.equal(ours, theirs), (ours - theirs).abs().max()
 
 
 @pytest.mark.parametrize(
-    ("family", "tied", "rope", "dtype"), pairwise([*CLASSES], [False, True], [*ROPES], [torch.float32, torch.bfloat16])
+    ("family", "tied", "rope", "dtype"),
+    [
+        case
+        for case in pairwise([*CLASSES], [False, True], [*ROPES], [torch.float32, torch.bfloat16])
+        if case.values[0] != "mimo_v2_flash" or case.values[1:3] == (False, "none")  # engines have no others
+    ],
 )
 def test_trunk_logits_equal_transformers(tmp_path, mesh, family, tied, rope, dtype):
     if family == "phi3" and rope != "none":  # transformers' class has no other
         rope = "longrope"
     if family == "gpt_oss":
         rope, dtype = "yarn", torch.float32  # engines have no other rope; bfloat16 below
-    if family == "minimax_m2":
+    if family in ("mimo_v2_flash", "minimax_m2"):
         dtype = torch.float32  # bfloat16 below
     parameters: dict[str, Any] = dict(ROPES[rope] or {"rope_type": "default", "rope_theta": 10000.0})
     if family in ("glm4_moe", "minimax_m2"):
         parameters["partial_rotary_factor"] = 0.5
     if family == "gpt_oss":
         parameters |= {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": tied}
+    if family == "mimo_v2_flash":
+        parameters = OWN_SIZES["mimo_v2_flash"]["rope_parameters"]
     if family in HYBRID:
         parameters["partial_rotary_factor"] = 0.25
     if family in WINDOWED:
@@ -121,7 +143,7 @@ def test_trunk_logits_equal_transformers(tmp_path, mesh, family, tied, rope, dty
 @pytest.mark.parametrize(("family", "depth", "dtype"), pairwise([*CLASSES], [1, 2], [torch.float32, torch.bfloat16]))
 def test_mtp_logits_equal_a_short_reference(tmp_path, mesh, family, depth, dtype):
     """Heads receive the inputs that the family's engine passes to them."""
-    if family in ("gpt_oss", "minimax_m2"):
+    if family in ("gpt_oss", "mimo_v2_flash", "minimax_m2"):
         dtype = torch.float32  # see test_bfloat16_logits
     directory = make_tiny_hf(tmp_path, family, depth=depth, dtype=dtype)
     drafting = index.FAMILIES[family].mtp.drafting
@@ -186,8 +208,11 @@ def reference_mtp(hf, tensors, family, k, hidden, input_ids, position_ids, draft
         module.weight.data = tensors[names[role]]
         return module(states)
 
-    number = head_layer(family) % hf.config.num_hidden_layers
-    layer = type(hf.model.layers[number])(hf.config, layer_idx=number).to(hf.dtype)
+    number, config = head_layer(family) % hf.config.num_hidden_layers, hf.config
+    if family == "mimo_v2_flash":  # the trunk may have no such layer
+        config = deepcopy(config)
+        config.layer_types[number], config.mlp_layer_types[number] = KIND_OF_HEADS[family], "dense"
+    layer = type(hf.model.layers[number])(config, layer_idx=number).to(hf.dtype)
     for buffer in layer.buffers():
         buffer.data = buffer.data.float()  # as from_pretrained leaves a router's bias
     prefix = len(block)
@@ -200,19 +225,21 @@ def reference_mtp(hf, tensors, family, k, hidden, input_ids, position_ids, draft
     if family == "mimo":
         halves.reverse()
     projected = torch.cat(halves, dim=-1) @ tensors[names["projection"]].T
-    rotary_of = ("full_attention",) if family in WINDOWED else ()
+    rotary_of = (KIND_OF_HEADS[family],) if family in KIND_OF_HEADS else ()
     rotary = hf.model.rotary_emb(projected, position_ids, *rotary_of)
     mask = None
-    if family in ("gpt_oss", *DSA):  # whose attention is not causal by itself
+    if family in ("gpt_oss", "mimo_v2_flash", *DSA):  # whose attention is not causal by itself
         length = projected.size(1)
         mask = torch.full((1, 1, length, length), -torch.inf, dtype=projected.dtype).triu(1)
+    if family == "mimo_v2_flash":
+        mask = mask + torch.full_like(mask, -torch.inf).tril(-hf.config.sliding_window)
     output = layer(projected, attention_mask=mask, position_embeddings=rotary, position_ids=position_ids)
     if family == "glm_moe_dsa":
         output, _ = output  # and the selected tokens
     return norm("output_norm", output)
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", "minimax_m2"])
+@pytest.mark.parametrize("family", ["gpt_oss", "mimo_v2_flash", "minimax_m2"])
 def test_bfloat16_logits(tmp_path, mesh, family):
     """transformers rounds more to bfloat16, so its logits differ. Ours are closer to exact ones.
 

@@ -39,6 +39,7 @@ LAYOUTS: dict[tuple[str, str], list[str]] = {
     ("ernie4_5_moe", "lora"): ["EP2xTP2"],  # heads that share the final norm, dense heads of a mixture
     ("minimax_m2", "lora"): ["EP2xTP2", "CP2+distopt"],  # experts with other names, norms of all queries and keys
     ("gpt_oss", "lora"): ["EP2xTP2", "CP2+distopt"],  # sinks; experts without adapters
+    ("mimo_v2_flash", "lora"): ["EP2xTP2", "CP2+distopt"],  # values of another size, other heads with windows
     ("olmo3", "lora"): ["CP2+distopt"],  # windows and two rotary embeddings
     ("olmo2", "lora"): ["TP2+SP"],  # norms of all queries and of all keys
 }

@@ -15,7 +15,7 @@ from swiftlite.estimate.memory import estimate
 from swiftlite.estimate.setup import Setup
 from swiftlite.heads import Heads
 from tests.parallel.launch import launch
-from tests.tiny import LINEAR, OWN_SIZES
+from tests.tiny import LINEAR, OWN_SIZES, mimo_v2_flash
 from tests.torchao_here import torchao as torchao
 
 pytestmark = pytest.mark.gloo  # in processes of its own: a test session has one process group
@@ -179,6 +179,22 @@ def test_experts(family):
     # The matrices of these families' routers are float32 in a 16-bit model, too, which is not estimated.
     parameter_bytes = 4 if family in ("ernie4_5_moe", "minimax_m2") else 2
     setup = Setup(micro_batch_size=2, max_length=256, heads=Heads(1), parameter_bytes=parameter_bytes)
+    (estimated,) = estimate(hf_config, setup)
+    (measured,) = launch(1, measure, hf_config, setup)
+    check(measured, estimated)
+
+
+def test_values_of_another_size():
+    """Values are multiplied by a factor, so the whole projection is not saved.
+
+    All layers have sinks, because torch on a CPU saves the scores of other attention with such values. Windows contain
+    the whole sequence: their masks are not estimated.
+    """
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 32}
+    own = sizes | OWN_SIZES["mimo_v2_flash"] | mimo_v2_flash(sizes)
+    own |= {"hybrid_layer_pattern": [1, 1], "layer_types": ["sliding_attention"] * 2}
+    hf_config = config("mimo_v2_flash", **own | {"sliding_window": 256, "sliding_window_size": 256})
+    setup = Setup(max_length=256, parameter_bytes=4, heads=Heads(1))
     (estimated,) = estimate(hf_config, setup)
     (measured,) = launch(1, measure, hf_config, setup)
     check(measured, estimated)

@@ -12,11 +12,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from swiftlite.errors import UserError
 from swiftlite.estimate.flops import Flops, training_flops
 from tests.plan.test_memory import CONFIGS
-from tests.tiny import WINDOWED, alternating
+from tests.tiny import KIND_OF_HEADS, alternating, mimo_v2_flash
 
 CASES = {
     # Indexers are not computed here, but in transformers.
     **{name: config | {"num_hidden_layers": 3} for name, config in CONFIGS.items() if name != "deepseek_v32"},
+    "mimo_v2_flash": CONFIGS["mimo_v2_flash"]
+    | {"num_hidden_layers": 3}
+    | mimo_v2_flash(CONFIGS["mimo_v2_flash"] | {"num_hidden_layers": 3}),
     "olmo3": CONFIGS["olmo3"] | {"num_hidden_layers": 3, "layer_types": alternating(3)},
     "deepseek_v3, whole queries": CONFIGS["deepseek_v3"] | {"num_hidden_layers": 3, "q_lora_rank": None},
 }
@@ -46,7 +49,7 @@ def test_operations_are_those_that_torch_counts(name):
         tokens = torch.arange(length)[None]
         forward, result = counted(partial(model, tokens, use_cache=False))
         # Some releases of transformers (5.17) make rotary angles by a matrix product.
-        kinds = ["full_attention"] if name in WINDOWED else []
+        kinds = [KIND_OF_HEADS[name]] if name in KIND_OF_HEADS else []
         angles, _ = counted(partial(model.model.rotary_emb, torch.zeros(1), tokens, *kinds))
         backward, _ = counted(result.logits.sum().backward)
         assert (forward - angles, backward) == (expected / 3, 2 * expected / 3)

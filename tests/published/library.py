@@ -25,6 +25,7 @@ from tests.tiny import (
     WRAPPED,
     as_in_files,
     head_layer,
+    head_name,
     hub_name,
     mtp_names,
 )
@@ -34,6 +35,7 @@ MODELS = tuple(CONFIGS)
 HEADS = {
     "ernie4_5_moe",
     "mimo",
+    "mimo_v2_flash",
     "glm4_moe",
     "glm4_moe_lite",
     "deepseek_v3",
@@ -44,7 +46,8 @@ HEADS = {
     "qwen3_5",
     "qwen3_5_moe",
 }
-"""Families that are published with one MTP head."""
+"""Families that are published with MTP heads, here with one. The config.json of MiMo-V2-Flash declares none of its
+three."""
 VISION_LANGUAGE = {"qwen2_5_vl", "qwen3_vl"}
 """Families whose language model transformers has only together with the vision tower."""
 ZERO_CENTERED = {"gemma3_text", "qwen3_next", "qwen3_5", "qwen3_5_moe"}
@@ -95,8 +98,9 @@ def build(directory: Path, model: str) -> Path:
     if is_in_mxfp4(model):
         tensors = _in_mxfp4(tensors)
     elif is_quantized(model):
-        is_float32 = family(model) in ("deepseek_v3", "deepseek_v32", "minimax_m2")
-        tensors = _quantized(tensors, torch.float32 if is_float32 else torch.bfloat16)
+        is_float32 = family(model) in ("deepseek_v3", "deepseek_v32", "mimo_v2_flash", "minimax_m2")
+        plain = ("self_attn.o_proj.weight",) if family(model) == "mimo_v2_flash" else ()
+        tensors = _quantized(tensors, torch.float32 if is_float32 else torch.bfloat16, plain)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
 
@@ -144,7 +148,7 @@ def transformers_model(directory: Path) -> PreTrainedModel:
 
 def _is_other(name: str, config: Any) -> bool:
     """Return whether a tensor belongs to a head or to the vision tower."""
-    if name.startswith(("mtp.", "model.mtp_", "model.visual.")):
+    if name.startswith(("mtp.", "model.mtp.", "model.mtp_", "model.visual.")):
         return True
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     return layer is not None and int(layer.group(1)) >= config.num_hidden_layers
@@ -165,7 +169,12 @@ def _shapes(model: str) -> dict[str, tuple[int, ...]]:
         names, block = mtp_names(kind, 0, config.num_hidden_layers)
         hidden = config.hidden_size
         shapes |= {name: (hidden, 2 * hidden) if role == "projection" else (hidden,) for role, name in names.items()}
-        inner = _named(kind, trunk.model.layers[head_layer(kind)].state_dict(), stacked=STACKED.get(model) == "all")
+        block_state = trunk.model.layers[head_layer(kind)].state_dict()
+        if kind == "mimo_v2_flash":  # the attention of another layer
+            attention = trunk.model.layers[1].self_attn.state_dict(prefix="self_attn.")
+            others = {name: tensor for name, tensor in block_state.items() if not name.startswith("self_attn.")}
+            block_state = {head_name(kind, name): tensor for name, tensor in (attention | others).items()}
+        inner = _named(kind, block_state, stacked=STACKED.get(model) == "all")
         shapes |= {block + name: shape for name, shape in inner.items()}
     if kind in WRAPPED:
         config_class, tower_class = VISION_TOWERS[kind]
@@ -203,11 +212,15 @@ def _drawn(model: str, name: str, shape: tuple[int, ...]) -> torch.Tensor:
     return drawn if is_float32 else drawn.bfloat16()
 
 
-def _quantized(tensors: Tensors, factors: torch.dtype) -> Tensors:
-    """Return the tensors with each matrix of a linear layer in FP8, and its scales."""
+def _quantized(tensors: Tensors, factors: torch.dtype, plain: tuple[str, ...] = ()) -> Tensors:
+    """Return the tensors with each matrix of a linear layer in FP8, and its scales.
+
+    Args:
+        plain: ends of the names of matrices that are not in FP8.
+    """
     found = {}
     for name, tensor in tensors.items():
-        if not _QUANTIZED.search(name) or "visual" in name:
+        if not _QUANTIZED.search(name) or "visual" in name or name.endswith(plain):
             found[name] = tensor
             continue
         rows, columns = (-(-length // BLOCK) for length in tensor.shape)

@@ -42,7 +42,7 @@ def test_it_is_whole_and_of_the_family_it_says(tiny):
     family = index.get(hf_config, tiny)
     assert audit_hf(tiny, family) == []
     assert Heads.from_config(hf_config).layers == (
-        2 if family.name in ("ernie4_5_moe", "mimo", *NEXT_LAYER_HEADS) else 0
+        2 if family.name in ("ernie4_5_moe", "mimo", "mimo_v2_flash", *NEXT_LAYER_HEADS) else 0
     )
 
 

@@ -8,7 +8,8 @@ from swiftlite.errors import clip
 
 # Keys of FP8 that do not affect reading weights: the treatment of activations while serving, and modules that are not
 # quantized, which are recognized by their tensors.
-_NOT_OF_WEIGHTS = {"activation_scheme", "scale_fmt", "modules_to_not_convert", "ignored_layers", "ignore"}
+_NOT_OF_WEIGHTS = {"activation_scheme", "scale_fmt", "packed_modules_mapping"}
+_NOT_OF_WEIGHTS |= {"modules_to_not_convert", "ignored_layers", "ignore"}
 _COMPRESSED = {"float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "nvfp4-pack-quantized"}
 _ONLY_OF = {"mxfp4": "gpt_oss"}  # whose files have stacks of experts in this format
 _E4M3 = ("e4m3", "float8_e4m3fn")

@@ -30,6 +30,8 @@ def depth_problem(model: HfModel, num_steps: int | None = None) -> str | None:
     """
     known = SGLANG.convention_for(model.family)
     depth = model.heads.layers
+    if known.drafts_once and (num_steps or 1) > 1:
+        return f"SGLang's {known.draft} drafts one token per step, not {num_steps}; use 1 draft token"
     if depth > 1 and known.heads == "one":
         return f"SGLang's {known.draft} supports one MTP head, but the checkpoint has {depth}"
     if depth > 1 and known.heads == "last":
@@ -65,7 +67,7 @@ def speculative_options(
         raise UserError(problem, "use --infer_backend vllm")
     if num_steps is None:
         num_steps = SGLANG.convention_for(model.family).num_drafting(model.heads.layers)
-        if num_steps == model.heads.layers:
+        if num_steps == model.heads.layers and not SGLANG.convention_for(model.family).drafts_once:
             num_steps = model.heads.drafts
     return {
         "speculative_algorithm": "NEXTN",

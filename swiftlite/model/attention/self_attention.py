@@ -1,10 +1,17 @@
-"""Self-attention with rotary embeddings that are computed once for all layers."""
+"""Self-attention with rotary embeddings that are computed once for all layers.
 
+Shapes: S positions of a row, B batch, H hidden size, N query heads and G key-value heads of a tensor-parallel rank, D
+size of a query or key head, V size of a value head.
+"""
+
+from collections.abc import Callable
 from copy import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
 from megatron.core.transformer.attention import SelfAttention as McoreSelfAttention
+from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from swiftlite.model.attention.rope import rotation
@@ -17,8 +24,12 @@ class SelfAttention(McoreSelfAttention):
 
     Args:
         config: config of the model.
+        submodules: as for megatron-core's class.
         sizes: arguments of TransformerConfig with the number and size of this layer's heads, which replace those of
-            `config`.
+            `config`. `kv_channels` is V.
+        query_size: D. If it differs from V, megatron-core's class computes neither the size of the projection nor
+            queries, keys and values.
+        value_scale: factor of values.
         is_rotary: whether queries and keys have rotary embeddings.
         rope: the channels of this layer in `rotary_pos_emb`, if layers have different rotary embeddings.
         rope_interleave: whether channels 2i and 2i + 1 are rotated together; otherwise i and i + R / 2.
@@ -28,14 +39,23 @@ class SelfAttention(McoreSelfAttention):
     def __init__(
         self,
         config: TransformerConfig,
+        submodules: SelfAttentionSubmodules,
         *args: Any,
         sizes: dict[str, int],
+        query_size: int,
+        value_scale: float = 1.0,
         is_rotary: bool = True,
         rope: slice = slice(None),
         rope_interleave: bool = False,
         **kwargs: Any,
     ):
-        super().__init__(_with_sizes(config, sizes), *args, **kwargs)
+        config = _with_sizes(config, sizes)
+        heads, groups, value_size = (sizes[name] for name in ("num_attention_heads", "num_query_groups", "kv_channels"))
+        if query_size != value_size:
+            num_channels = heads * query_size + groups * (query_size + value_size)
+            submodules = replace(submodules, linear_qkv=_with_outputs(submodules.linear_qkv, num_channels))
+        super().__init__(config, submodules, *args, **kwargs)
+        self.query_size, self.value_size, self.value_scale = query_size, value_size, value_scale
         self.is_rotary, self.rope, self.rope_interleave = is_rotary, rope, rope_interleave
 
     def forward(
@@ -64,14 +84,30 @@ class SelfAttention(McoreSelfAttention):
         rotary_pos_emb: torch.Tensor,  # key_value_states in megatron-core, see `forward`
         **kwargs: Any,
     ) -> tuple[torch.Tensor, ...]:
-        """Return query [S, B, N, D], and key and value [S, B, G, D] of the whole sequence."""
-        made: Any = super().get_query_key_value_tensors(hidden_states, None, **kwargs)  # always split by default
-        query, key, *others = made  # the value, and the output gate if there is one
+        """Return query [S, B, N, D], key [S, B, G, D] and value [S, B, G, V] of the whole sequence, and the output gate
+        if there is one."""
+        made: Any
+        if self.query_size == self.value_size:
+            made = super().get_query_key_value_tensors(hidden_states, None, **kwargs)  # always split by default
+        else:
+            made = self._query_key_value(hidden_states)
+        query, key, *others = made
+        if self.value_scale != 1:
+            others[0] = others[0] * self.value_scale
         if not self.is_rotary:
             return query, key, *others
         rotary_pos_emb = rotary_pos_emb[..., self.rope]
         rotate = rotation(self.config, self.rope_interleave)
         return rotate(query, rotary_pos_emb), rotate(key, rotary_pos_emb), *others
+
+    def _query_key_value(self, hidden_SBH: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return query [S, B, N, D], key [S, B, G, D] and value [S, B, G, V] if D and V differ."""
+        mixed, _ = self.linear_qkv(hidden_SBH)
+        num_groups = self.num_query_groups_per_partition
+        queries = self.num_attention_heads_per_partition // num_groups * self.query_size
+        by_group = mixed.unflatten(-1, (num_groups, -1))
+        query, key, value = by_group.split([queries, self.query_size, self.value_size], dim=-1)
+        return query.flatten(2).unflatten(-1, (-1, self.query_size)), key, value
 
     def _apply_output_gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """Multiply the attention output x by the sigmoid of the gate, in the model's precision, as in transformers and
@@ -87,3 +123,12 @@ def _with_sizes(config: TransformerConfig, sizes: dict[str, int]) -> Transformer
     for name, size in sizes.items():
         setattr(own, name, size)
     return own
+
+
+def _with_outputs(linear: Callable[..., torch.nn.Module], num_channels: int) -> Callable[..., torch.nn.Module]:
+    """Return a function that builds a linear layer with another number of output channels than it is called with."""
+
+    def build(num_inputs: int, num_outputs: int, **options: Any) -> torch.nn.Module:
+        return linear(num_inputs, num_channels, **options)
+
+    return build

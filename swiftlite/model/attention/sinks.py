@@ -13,6 +13,7 @@ Shapes: B rows, N query heads, G key-value heads, S queries, K keys, D head size
 
 import torch
 
+from swiftlite.model.attention.head_size import fill_values_in_halves
 from swiftlite.model.attention.merged_attention import PrefixKernel, attend
 
 
@@ -34,7 +35,7 @@ def attend_with_sinks(
         mask = torch.zeros_like(mask, dtype=query_BNSD.dtype).masked_fill(~mask, -torch.inf)
     if query_BNSD.device.type != "cpu":
         return _plain(query_BNSD, key_BGKD, value_BGKD, sinks_N, mask, scale)
-    kernel = _cpu_kernel(len(query_BNSD), mask)
+    kernel = fill_values_in_halves(_cpu_kernel(len(query_BNSD), mask))
     query, key, value = (_tokens(rows) for rows in (query_BNSD, key_BGKD, value_BGKD))
     return _rows(attend(kernel, query, key, value, (), (), (), scale, sinks_N), len(query_BNSD))
 

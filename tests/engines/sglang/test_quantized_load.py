@@ -54,6 +54,7 @@ SIZES: dict[str, dict[str, Any]] = dict.fromkeys(LATENT, EXPERTS | VLLM_LATENT_S
 ONE_HEAD = {"num_attention_heads": 1}  # SGLang ignores head_dim of these families
 SIZES |= dict.fromkeys(("exaone4", "olmo2", "olmo3"), DENSE | ONE_HEAD)
 SIZES |= {"qwen2_moe": EXPERTS | ONE_HEAD, "qwen3_moe": EXPERTS}
+SIZES |= {"mimo_v2_flash": EXPERTS | {"v_head_dim": 128}}
 SIZES |= {"minimax_m2": DENSE, "glm4_moe": EXPERTS, "hy_v3": EXPERTS | {"expert_hidden_dim": 128}}
 # SGLang builds linear attention on GPUs only.
 WITHOUT_SCALES = ("llama", "mistral")

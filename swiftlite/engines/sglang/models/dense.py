@@ -28,6 +28,8 @@ from sglang.srt.models import (
     gpt_oss,
     granite,
     llama,
+    mimo_v2,
+    mimo_v2_nextn,
     minimax_m2,
     mistral,
     olmo2,
@@ -115,6 +117,30 @@ class GraniteForCausalLM(SharingTrunk, granite.GraniteForCausalLM):
 
 class LlamaForCausalLM(Trunk, llama.LlamaForCausalLM):
     """The trunk of a checkpoint with an MTP head."""
+
+
+class WindowOfOthers(nn.Module):
+    """Base class placed before SGLang's classes of MiMo-V2-Flash (mimo_v2.py and mimo_v2_nextn.py of 0.5.23).
+
+    They read rotary settings from `rope_theta` and `swa_rope_theta`, and fail if they also find those of transformers 5
+    for each kind of layer. In SGLang, the size of a window does not count the token itself, unlike in config.json, but
+    these classes pass the number of config.json on. A token would see one token more than in transformers and vLLM.
+    """
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any):
+        config = deepcopy(config)
+        config.rope_parameters = None
+        config.sliding_window_size -= 1
+        super().__init__(config, *args, **kwargs)
+
+    def get_attention_sliding_window_size(self) -> int:
+        """Return the size of windows, without the token itself."""
+        config: Any = self.config
+        return config.sliding_window_size
+
+
+class MiMoV2FlashForCausalLM(WindowOfOthers, mimo_v2.MiMoV2FlashForCausalLM):
+    """The trunk of MiMo-V2-Flash."""
 
 
 class MiniMaxM2ForCausalLM(Trunk, minimax_m2.MiniMaxM2ForCausalLM):
@@ -468,6 +494,20 @@ class LlamaForCausalLMMTP(MtpDraft):
     layer_class = llama.LlamaDecoderLayer
 
 
+class MiMoV2MTP(WindowOfOthers, mimo_v2_nextn.MiMoV2MTP):
+    """MTP draft model for MiMo-V2-Flash. SGLang's class loads all heads into the same parameters."""
+
+    def load_weights(self, weights: Weights, *args: Any, **kwargs: Any) -> None:
+        """Load the first head."""
+        super().load_weights(_without_later_heads(weights), *args, **kwargs)
+
+
+def _without_later_heads(weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor in weights:
+        if not name.startswith("model.mtp.layers.") or name.startswith("model.mtp.layers.0."):
+            yield name, tensor
+
+
 class MiniMaxM2ForCausalLMMTP(MtpDraft):
     """MTP draft model for MiniMax-M2."""
 
@@ -544,6 +584,7 @@ EntryClass = [
     GptOssForCausalLM,
     GraniteForCausalLM,
     LlamaForCausalLM,
+    MiMoV2FlashForCausalLM,
     MiniMaxM2ForCausalLM,
     MistralForCausalLM,
     Olmo2ForCausalLM,
@@ -558,6 +599,7 @@ EntryClass = [
     GptOssForCausalLMMTP,
     GraniteForCausalLMMTP,
     LlamaForCausalLMMTP,
+    MiMoV2MTP,
     MiniMaxM2ForCausalLMMTP,
     MistralForCausalLMMTP,
     Olmo2ForCausalLMMTP,
