@@ -197,6 +197,19 @@ def test_stages_hold_the_model_and_copies_of_the_embedding(tied, depth, copies):
     assert split == total(config, heads=Heads(depth)) + copies * 1000 * 128
 
 
+def test_mimo_v2_flash_itself():
+    """Its authors state 309 B parameters, and 0.33 B per head."""
+    sizes = DENSE | {"vocab_size": 152576, "hidden_size": 4096, "intermediate_size": 16384, "num_hidden_layers": 48}
+    sizes |= {"num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 192, "v_head_dim": 128}
+    sizes |= {"moe_intermediate_size": 2048, "n_routed_experts": 256, "num_experts_per_tok": 8}
+    config = CONFIGS["mimo_v2_flash"] | sizes | mimo_v2_flash(sizes)
+    config["hybrid_layer_pattern"] = [0 if number == 0 or number % 6 == 5 else 1 for number in range(48)]
+    config["layer_types"] = None
+    trunk = total(config)
+    assert round(trunk / 1e9) == 309
+    assert round((total(config, heads=Heads(3)) - trunk) / 3e9, 2) == 0.33
+
+
 def test_minimax_m2_itself():
     """Its files have 228,703,644,928 numbers, including 62 expert biases of 256 and the scales of FP8 blocks of
     128 x 128. They therefore contain no MTP modules.

@@ -48,6 +48,14 @@ def test_another_draft_than_the_heads_is_refused(tmp_path, family, depth, words)
         speculative(directory, num_speculative_tokens=None)
 
 
+@pytest.mark.parametrize("depth", [1, 3])
+def test_heads_that_draft_once(tmp_path, depth):
+    directory = make_tiny_hf(tmp_path, "mimo_v2_flash", depth)
+    assert speculative(directory, num_speculative_tokens=None)["num_steps"] == 1
+    with pytest.raises(UserError, match=naming("SGLang MiMoV2MTP 3 1")):
+        speculative(directory, num_speculative_tokens=3)
+
+
 def test_engine_kwargs_come_last_and_null_removes(tmp_path):
     directory = make_tiny_hf(tmp_path, "mimo", depth=1)
     config = EngineConfig(

@@ -125,12 +125,14 @@ class WindowOfOthers(nn.Module):
     They read rotary settings from `rope_theta` and `swa_rope_theta`, and fail if they also find those of transformers 5
     for each kind of layer. In SGLang, the size of a window does not count the token itself, unlike in config.json, but
     these classes pass the number of config.json on. A token would see one token more than in transformers and vLLM.
+    Other models with these classes (MiMo-V2.5) are not affected.
     """
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any):
-        config = deepcopy(config)
-        config.rope_parameters = None
-        config.sliding_window_size -= 1
+        if config.model_type == "mimo_v2_flash":
+            config = deepcopy(config)
+            config.rope_parameters = None
+            config.sliding_window_size -= 1
         super().__init__(config, *args, **kwargs)
 
     def get_attention_sliding_window_size(self) -> int:
@@ -495,11 +497,27 @@ class LlamaForCausalLMMTP(MtpDraft):
 
 
 class MiMoV2MTP(WindowOfOthers, mimo_v2_nextn.MiMoV2MTP):
-    """MTP draft model for MiMo-V2-Flash. SGLang's class loads all heads into the same parameters."""
+    """MTP draft model for MiMo-V2-Flash. SGLang's class loads all heads into the same parameters.
+
+    Args:
+        draft_model_idx: number of the head in SGLang's multi-layer mode, which selects its tensors; otherwise None.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        quant_config: QuantizationConfig | None = None,
+        draft_model_idx: int | None = None,
+        prefix: str = "",
+    ):
+        super().__init__(config, quant_config, draft_model_idx, prefix)
+        self._is_first = draft_model_idx is None
 
     def load_weights(self, weights: Weights, *args: Any, **kwargs: Any) -> None:
-        """Load the first head."""
-        super().load_weights(_without_later_heads(weights), *args, **kwargs)
+        """Load the head with number `draft_model_idx`, or the first one."""
+        if self._is_first:
+            weights = _without_later_heads(weights)
+        super().load_weights(weights, *args, **kwargs)
 
 
 def _without_later_heads(weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
