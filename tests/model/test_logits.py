@@ -231,8 +231,8 @@ def reference_mtp(hf, tensors, family, k, hidden, input_ids, position_ids, draft
     if family in ("gpt_oss", "mimo_v2_flash", *DSA):  # whose attention is not causal by itself
         length = projected.size(1)
         mask = torch.full((1, 1, length, length), -torch.inf, dtype=projected.dtype).triu(1)
-    if family == "mimo_v2_flash":
-        mask = mask + torch.full_like(mask, -torch.inf).tril(-hf.config.sliding_window)
+        if family == "mimo_v2_flash":
+            mask += torch.full_like(mask, -torch.inf).tril(-hf.config.sliding_window)
     output = layer(projected, attention_mask=mask, position_embeddings=rotary, position_ids=position_ids)
     if family == "glm_moe_dsa":
         output, _ = output  # and the selected tokens

@@ -102,7 +102,8 @@ class SelfAttention(McoreSelfAttention):
 
     def _query_key_value(self, hidden_SBH: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return query [S, B, N, D], key [S, B, G, D] and value [S, B, G, V] if D and V differ."""
-        mixed, _ = self.linear_qkv(hidden_SBH)
+        linear_qkv: Any = self.linear_qkv
+        mixed, _ = linear_qkv(hidden_SBH)
         num_groups = self.num_query_groups_per_partition
         queries = self.num_attention_heads_per_partition // num_groups * self.query_size
         by_group = mixed.unflatten(-1, (num_groups, -1))
@@ -125,10 +126,10 @@ def _with_sizes(config: TransformerConfig, sizes: dict[str, int]) -> Transformer
     return own
 
 
-def _with_outputs(linear: Callable[..., torch.nn.Module], num_channels: int) -> Callable[..., torch.nn.Module]:
+def _with_outputs(linear: Callable[..., Any], num_channels: int) -> Callable[..., Any]:
     """Return a function that builds a linear layer with another number of output channels than it is called with."""
 
-    def build(num_inputs: int, num_outputs: int, **options: Any) -> torch.nn.Module:
+    def build(num_inputs: int, num_outputs: int, **options: Any) -> Any:
         return linear(num_inputs, num_channels, **options)
 
     return build
