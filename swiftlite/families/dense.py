@@ -86,7 +86,8 @@ def problems_of(
         problems.append(f"{depth_key(hf_config)} {depth!r} is not a valid number of layers")
     known = " and ".join(repr(kind) for kind in layer_types)
     other_layers = set(hf_config.get("layer_types") or []) - set(layer_types)
-    problems += [f"layer_types has {kind!r}; only {known} is supported" for kind in sorted(other_layers)]
+    verb = "is" if len(layer_types) == 1 else "are"
+    problems += [f"layer_types has {kind!r}; only {known} {verb} supported" for kind in sorted(other_layers)]
     kinds, num_layers = hf_config.get("layer_types"), hf_config.get("num_hidden_layers")
     if kinds is not None and len(kinds) != num_layers:
         problems.append(f"layer_types has {len(kinds)} entries, num_hidden_layers is {num_layers}")

@@ -129,7 +129,7 @@ def process_problems(layout: ParallelLayout, world_size: int) -> list[Problem]:
                 product += f" = {size}"
             problem = f"{product} does not divide the number of processes, {world_size}"
             problems.append((problem, f"start {size} processes, or a multiple: NPROC_PER_NODE={size} swiftlite ..."))
-    return problems
+    return list(dict.fromkeys(problems))  # without tensor and expert parallelism, both products are the same
 
 
 _MODEL_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")

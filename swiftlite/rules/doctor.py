@@ -9,8 +9,10 @@ from swiftlite.args.commands import DoctorArgs
 from swiftlite.args.config import Problem
 from swiftlite.args.docs import options
 from swiftlite.args.fields import RecomputeArgs
+from swiftlite.bridge.hf_config import read_config
 from swiftlite.engines.index import ENGINES, names_with
 from swiftlite.engines.info import EngineInfo
+from swiftlite.errors import UserError
 from swiftlite.estimate.gpus import GPUS
 from swiftlite.estimate.setup import planned_kernels, planned_setup
 from swiftlite.families.index import image_sizes
@@ -91,6 +93,15 @@ _OF_ALL_SIZES = (
 """Options of a plan without --model, which compares full training, adapters and heads."""
 
 
+def _why_no_config(args: DoctorArgs, facts: Facts) -> Problem:
+    hint = "give the directory of a Hugging Face model"
+    try:
+        read_config(facts.directory)
+    except UserError as error:
+        return f"--model {error.problem}", error.hint or hint
+    return f"--model {args.model}: config.json has no settings", hint
+
+
 def plan_fits_the_model(args: DoctorArgs, facts: Facts) -> Iterator[Problem]:
     if not args.plan:
         return
@@ -99,10 +110,7 @@ def plan_fits_the_model(args: DoctorArgs, facts: Facts) -> Iterator[Problem]:
             problem = f"--{name} {shell_line(getattr(args, name))} with --plan requires --model"
             yield problem, "add --model DIRECTORY, or remove it to plan all sizes of Qwen3"
     elif facts.directory.is_dir() and not facts.hf_config:
-        yield (
-            f"--model {args.model} has no config.json, or it is not a JSON object with a model's settings",
-            "give the directory of a Hugging Face model",
-        )
+        yield _why_no_config(args, facts)
     if any(True for _ in common.numbers_are_in_range(args, facts)) or not facts.hf_config:
         return  # no plan can be computed; a rule reports the reason
     layout = layout_of(args)
