@@ -90,6 +90,8 @@ _NUMBERS = {
     "beta_slow": (1e-6, 1e6),
     "low_freq_factor": (1e-6, 1e6),
     "high_freq_factor": (1e-6, 1e6),
+    "mscale": (0.0, 1e6),
+    "mscale_all_dim": (0.0, 1e6),
 }
 ROPE_TYPES: dict[str, tuple[str, ...]] = {
     "default": (),
