@@ -21,7 +21,12 @@ FED = {"takes_before_norm": True, "recycles_before_norm": False, "zeroes_first_e
             Heads(1, draft_vocab=(0, 1, 4)),
         ),
         ({"num_nextn_predict_layers": 1, "mtp_draft_vocab": "", "vocab_size": 9}, Heads(1)),
+        # As written by versions that had no heads with chains_before_norm, then as written now.
         ({"num_nextn_predict_layers": 1, "mtp_drafting": FED}, Heads(1, drafting=Drafting(True, False, True))),
+        (
+            {"num_nextn_predict_layers": 1, "mtp_drafting": FED | {"chains_before_norm": True}},
+            Heads(1, drafting=Drafting(True, False, True, True)),
+        ),
     ],
 )
 def test_a_config_promises_heads(hf_config, heads):
@@ -37,7 +42,9 @@ def test_a_config_is_changed_to_promise_other_heads():
     assert Heads(1, unroll=3).config_change(one) == one | {"mtp_unroll": 3}
     assert Heads(1).config_change(one | {"mtp_unroll": 3}) == one | {"mtp_unroll": 1}
     assert Heads(1, draft_vocab=(0, 1, 4)).config_change(one) == one | {"mtp_draft_vocab": "0-1 4"}
-    assert Heads(1, drafting=Drafting(True, False, True)).config_change(one) == one | {"mtp_drafting": FED}
+    assert Heads(1, drafting=Drafting(True, False, True)).config_change(one) == one | {
+        "mtp_drafting": FED | {"chains_before_norm": False}
+    }
     whole = one | {"mtp_draft_vocab": "0-1 4", "vocab_size": 9}
     assert Heads(1).config_change(whole) == one | {"mtp_draft_vocab": ""}
 

@@ -3,7 +3,8 @@
 An MTP layer computes `final_layernorm(block(eh_proj([enorm(embedding), hnorm(hidden)])))`, where `hidden` is the
 trunk's state after its final norm. With copy_last_layer, the block is initialized with the weights of the trunk's last
 decoder layer with the same attention and MLP (or of two layers, one for each), and final_layernorm with the weights of
-the trunk's final norm. Parameters without a counterpart in the trunk are initialized by `_pass_through`.
+the trunk's final norm. A head's own output layer is that of the trunk. Parameters without a counterpart in the trunk
+are initialized by `_pass_through`.
 
 Initial values do not depend on the tensor-parallel size.
 """
@@ -34,6 +35,8 @@ def copied_rows(family: RowTable, hf_config: HfConfig, depth: int) -> list[Row]:
                 name = f"transformer_layer.{row.mcore.removeprefix(attention)}"
             elif row.mcore == "decoder.final_layernorm.weight":
                 name = "final_layernorm.weight"
+            elif row.mcore == "output_layer.weight":  # of heads with output layers of their own
+                name = row.mcore
             else:
                 continue
             if (whole_name := f"mtp.layers.{head}.{name}") in names:

@@ -144,6 +144,9 @@ def training_flops(
     square = sum(pairs.values())
     vocabulary = _PER_MAC * architecture.outside.vocab * hidden
     drafted = _PER_MAC * len(heads.draft_vocab) * hidden or vocabulary
+    head_output_passes = output_passes
+    if architecture.outside.heads_have_output_layers:
+        head_output_passes = head_passes
     trunk_target = output_passes * vocabulary
     if heads_only:
         trunk_target = trunk_passes * vocabulary
@@ -153,7 +156,7 @@ def training_flops(
     return Flops(
         linear=matrix_passes * trunk + adapters + (head_passes * mtp_layer + head_adapters) * num_drafts + square,
         square=square,
-        targets=(trunk_target, *[output_passes * drafted] * num_drafts),
+        targets=(trunk_target, *[head_output_passes * drafted] * num_drafts),
         item=_PER_MAC * item,
         item_square=_PER_MAC * item_square,
         windows=tuple((window, _PER_MAC * per_pair) for window, per_pair in pairs.items() if window is not None),

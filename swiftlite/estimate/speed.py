@@ -145,10 +145,13 @@ class Step:
         elif self.setup.is_fused:
             per_logit = self.software.split_logit_bytes
         seconds = 0.0
-        for number in vocabularies:
+        learns = [not self._output_layer_stays] * len(vocabularies)
+        if outside.heads_have_output_layers and (self.setup.lora is None or self.setup.lora.heads == "full"):
+            learns[len(learns) - heads.drafts :] = [True] * heads.drafts
+        for number, output_learns in zip(vocabularies, learns, strict=True):
             product = Product(rank.tokens, number, outside.hidden)
-            seconds += product.forward(self.gpu) + product.backward(self.gpu, learns=not self._output_layer_stays)
-            if self.setup.is_fused and not self._output_layer_stays:
+            seconds += product.forward(self.gpu) + product.backward(self.gpu, learns=output_learns)
+            if self.setup.is_fused and output_learns:
                 seconds += (self.software.vocabulary_products - 3) * product.forward(self.gpu)
             seconds += memory_seconds(self.gpu, per_logit * rank.tokens * number)
         return Seconds(vocabulary=seconds)

@@ -73,9 +73,13 @@ class ModelOnRank:
         return ParameterCount(self.vocab * self.hidden)
 
     def mtp_layer(self) -> ParameterCount:
-        """Count the parameters of an MTP layer: norms, a projection and a decoder layer."""
+        """Count the parameters of an MTP layer: norms, a projection, a decoder layer and, in some families, an output
+        layer.
+        """
         num_norms = 2 if self.architecture.outside.heads_share_final_norm else 3
         frame = num_norms * self.hidden + 2 * self.hidden * self.hidden // self.rank.tp
+        if self.outside.heads_have_output_layers:
+            frame += self.embedding().total
         return ParameterCount(frame) + self.architecture.mtp_block.parameters(self.rank)
 
     def head_rows(self) -> list[Row]:
@@ -129,7 +133,7 @@ class ModelOnRank:
         """List the activations of one loss, without logits."""
         states = self.rank.tokens * self.hidden * self.rank.itemsize
         output_states = gradient = 0
-        if not self.is_trunk_frozen:
+        if not self.is_trunk_frozen or self.outside.heads_have_output_layers:
             output_states = states
         if self.setup.is_fused:
             gradient = states
@@ -145,8 +149,7 @@ class ModelOnRank:
 
         Each step of an unrolled layer has its own cosines and sines, for positions that are later by one.
         """
-        rotary = max(layer.attention.rotary for layer in self.layers) * max(1, len(self.outside.ropes))
-        return 2 * self.rank.length * rotary * self.rank.itemsize * self.setup.heads.unroll
+        return 2 * self.rank.length * self.architecture.rotary_channels * self.rank.itemsize * self.setup.heads.unroll
 
 
 class VirtualStage:

@@ -278,7 +278,7 @@ def quantization_with_heads(trunk: HfModel, heads: Heads) -> dict[str, Any]:
     """Return the change of config.json that excludes new heads from the quantization of their trunk."""
     if not heads.layers:
         return {}
-    config = {**trunk.config, **heads.config_change(trunk.config)}
+    config = {**trunk.config, **trunk.family.config_with(trunk.config, heads)}
     quantization = with_heads_kept(config["quantization_config"], trunk.family, config, keeps_block=True)
     return {"quantization_config": quantization}
 
@@ -548,7 +548,7 @@ def _copy_small_files(
             shutil.copy2(path, writing / path.name)
     if heads.draft_vocab:
         torch.save(list(heads.draft_vocab), writing / TOKEN_MAP_FILE)
-    changes = heads.config_change(hf_model.config)
+    changes = hf_model.family.config_with(hf_model.config, heads)
     if args.torch_dtype:
         changes |= dtype_change(hf_model.config, args.torch_dtype)
     config_from = hf_model.directory

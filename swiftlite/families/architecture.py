@@ -33,11 +33,11 @@ class Outside:
         rotary_rounds_last: the same for rotary embeddings only.
         mcore_config: arguments of megatron-core's TransformerConfig that all layers share, for norms and activation.
         ropes: settings of the rotary embeddings, each with the names of config.json (`families/rope.py`), if layers
-            have different ones, which must have the same number of channels; empty: all layers have that of
-            config.json.
+            have different ones; empty: all layers have that of config.json.
         head_layer: the decoder layer of MTP heads; None: like the last trunk layer that sees all previous tokens. Its
             attention and its MLP must each be those of a trunk layer, but not necessarily of the same one.
         heads_share_final_norm: whether the output norm of MTP heads is the trunk's final norm.
+        heads_have_output_layers: whether each MTP head has an output layer of its own; otherwise all use the trunk's.
         hf_layers: prefix of the Hugging Face names of decoder layers, followed by a number and a dot.
     """
 
@@ -58,6 +58,7 @@ class Outside:
     rotary_rounds_last: bool = False
     head_layer: Layer | None = None
     heads_share_final_norm: bool = False
+    heads_have_output_layers: bool = False
 
     def local_vocab(self, rank: Rank) -> int:
         """Return the number of rows of the embedding on a rank, including padding."""
@@ -137,6 +138,12 @@ class Architecture:
             if layer.attention not in found:
                 found.append(layer.attention)
         return found
+
+    @property
+    def rotary_channels(self) -> int:
+        """Number of channels of all different rotary embeddings."""
+        channels = {getattr(kind, "rope", None): kind.rotary for kind in self.attentions if kind.rotary}
+        return sum(channels.values())
 
     @property
     def longest_sequence(self) -> int | None:

@@ -33,9 +33,13 @@ class GroupedQueryAttention:
         qk_norm_is_joint: whether this norm is over the channels of all heads together, with a weight per channel.
         output_gate: whether each channel of a head's output is multiplied by the sigmoid of a gate. The projection of
             queries also computes the gates.
+        head_gate: whether the output of each head is multiplied by the sigmoid of a gate, one number per head and
+            token.
         window: number of tokens that a token sees: itself and the tokens directly before it; None: all tokens before
             it.
         rope: index in `Outside.ropes` of the rotary embedding; None: all layers have the same.
+        rope_start: number of rotary channels of the rotary embeddings before this one in `Outside.ropes`; None: each
+            has the number of channels of this one.
         scale: factor of attention scores; None: 1 / sqrt(head_dim).
         has_sinks: whether each head has a sink: a trained score that takes part in the softmax, without a value.
         hf_is_fused: whether files have queries, keys and values in one tensor.
@@ -62,8 +66,10 @@ class GroupedQueryAttention:
     qk_norm: bool = False
     qk_norm_is_joint: bool = False
     output_gate: bool = False
+    head_gate: bool = False
     window: int | None = None
     rope: int | None = None
+    rope_start: int | None = None
     scale: float | None = None
     has_sinks: bool = False
     hf_is_fused: bool = False
@@ -116,6 +122,8 @@ class GroupedQueryAttention:
             rows.append(Row("linear_qkv.bias", biases, qkv))
         if self.output_bias:
             rows.append(Row("linear_proj.bias", {"o_proj.bias": (self.hidden,)}))
+        if self.head_gate:
+            rows.append(Row("linear_gate.weight", {"g_proj.weight": (self.heads, self.hidden)}))
         if self.has_sinks:
             rows.append(Row("core_attention.softmax_offset", {"sinks": (self.heads,)}))
         if self.qk_norm:
@@ -145,7 +153,11 @@ class GroupedQueryAttention:
         return rank.itemsize * rank.tokens * keys_and_values
 
     def input_activation_bytes(self, rank: Rank) -> int:
-        return rank.input_activation_bytes(rank.sequence_tokens, self.hidden)
+        # The projection of gates per head is never in low precision, and saves the input itself.
+        is_kept_twice = self.head_gate and rank.quantized is not None
+        return rank.input_activation_bytes(rank.sequence_tokens, self.hidden) + is_kept_twice * rank.hidden_state_bytes(
+            self.hidden
+        )
 
     def activation_bytes(self, rank: Rank) -> int:
         queries, keys = self._widths(rank)
@@ -161,6 +173,8 @@ class GroupedQueryAttention:
         num_bytes = rank.itemsize * rank.tokens * core
         if self.output_gate:
             num_bytes += rank.tokens * 2 * queries * rank.itemsize  # sigmoid of the gate, and the product
+        if self.head_gate:
+            num_bytes += rank.tokens * (self.heads // rank.tp + results) * rank.itemsize  # the same
         num_bytes += _softmax_statistics(rank, self.heads)
         if self.qk_norm:
             num_bytes += self._qk_norm_bytes(rank)
@@ -189,7 +203,8 @@ class GroupedQueryAttention:
 
     def _matrices(self, rank: Rank) -> int:
         channels = sum(self._widths(rank)) + sum(self._value_widths(rank))
-        return (channels + self.output_gate * self._widths(rank)[0]) * self.hidden
+        gates = self.output_gate * self._widths(rank)[0] + self.head_gate * (self.heads // rank.tp)
+        return (channels + gates) * self.hidden
 
     def _qk_norm_bytes(self, rank: Rank) -> int:
         queries, keys = self._widths(rank)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from typing import Any
 
 from swiftlite.bridge.rows import HfConfig, Row, lift
 from swiftlite.errors import UserError
@@ -16,6 +17,11 @@ from swiftlite.heads.drafting import Drafting
 
 def no_copies(hf_config: HfConfig, head: int) -> dict[str, str]:
     """Return an empty mapping, for families whose heads contain no copies of the trunk's tensors."""
+    return {}
+
+
+def no_config(hf_config: HfConfig, number: int) -> dict[str, Any]:
+    """Return an empty mapping, for families whose config.json describes heads only by their number."""
     return {}
 
 
@@ -35,6 +41,7 @@ class MtpLayout:
         frame_rows: returns the bridge rows of head k without its decoder layer: projection and norms.
         copies: returns the HF keys of head k that copy a tensor of the trunk, each with the trunk's key.
         drafting: default inputs of the heads, which are the inputs that vLLM passes to them.
+        config: returns further keys of config.json for a number of heads.
     """
 
     head_of: Callable[[HfConfig, str], int | None]
@@ -42,6 +49,7 @@ class MtpLayout:
     frame_rows: Callable[[HfConfig, int], list[Row]]
     copies: Callable[[HfConfig, int], dict[str, str]] = no_copies
     drafting: Drafting = Drafting()
+    config: Callable[[HfConfig, int], dict[str, Any]] = no_config
 
     def drafting_of(self, heads: Heads) -> Drafting:
         """Return the inputs of these heads."""
@@ -136,6 +144,10 @@ class Family:
         for head in heads:
             rows += self.head_rows(hf_config, head)
         return rows
+
+    def config_with(self, hf_config: HfConfig, heads: Heads) -> dict[str, Any]:
+        """Return the change of a config.json that makes it declare these heads."""
+        return heads.config_change(hf_config) | self.mtp.config(hf_config, heads.layers)
 
     def head_of(self, hf_config: HfConfig, hf_key: str) -> int | None:
         """Return the number (from 0) of the MTP head that an HF key belongs to; None for keys of the trunk."""

@@ -24,6 +24,8 @@ class Mlp:
         ffn: number of channels between the matrices (outputs of gate and up, inputs of down).
         hf_is_fused: whether files have gate and up in one tensor.
         activation: the activation, by transformers' name.
+        limit: the activated gate is at most this number, and up is between its negative and itself; None: no limit.
+            Requires silu.
     """
 
     recompute_modules: ClassVar[tuple[str, ...]] = ("mlp",)
@@ -34,6 +36,7 @@ class Mlp:
     ffn: int
     hf_is_fused: bool = False
     activation: str = "silu"
+    limit: float | None = None
 
     @property
     def experts(self) -> int:
@@ -79,7 +82,7 @@ class Mlp:
     def activation_bytes(self, rank: Rank) -> int:
         if "mlp" in rank.recomputed:
             return 0
-        return _gated_activation_bytes(rank, self.ffn // rank.tp)
+        return _gated_activation_bytes(rank, self.ffn // rank.tp, self.limit)
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,8 @@ class MixtureOfExperts:
         expert_bias: whether a bias without gradients balances the router's selection.
         has_biases: whether the router and the matrices of experts have biases.
         activation: the activation of experts: a name of transformers, or CLAMPED_SWIGLU.
+        limit: limit of the routed experts, as `Mlp.limit`.
+        shared_limit: limit of the shared experts.
         hf_is_transposed: whether files have the stacks of gpt-oss (`bridge/encoding/expert_stack.py`). Rows of gate and
             up alternate, in files and in memory.
         hf_matrices: names in files of an expert's matrices gate, up and down.
@@ -122,6 +127,8 @@ class MixtureOfExperts:
     expert_bias: bool = False
     has_biases: bool = False
     activation: str = "silu"
+    limit: float | None = None
+    shared_limit: float | None = None
     hf_is_transposed: bool = False
     hf_matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     hf_ffn: str = "moe_intermediate_size"
@@ -218,7 +225,8 @@ class MixtureOfExperts:
         scores = rank.sequence_tokens * (9 * self.experts + 20 * self.topk + 4)  # float32, indices and masks
         choices, ffn = rank.sequence_tokens * rank.etp * self.topk, self.ffn // rank.etp
         # The activations of an MLP, its input, and its output, which is multiplied by the routing weight.
-        widths = 3 if rank.is_fused or self.activation == CLAMPED_SWIGLU else 4
+        saves_gate = self.activation != CLAMPED_SWIGLU and self.limit is None and not rank.is_fused
+        widths = 3 + saves_gate
         experts = choices * (rank.itemsize * (2 * self.hidden + widths * ffn) + FLOAT32)
         if rank.quantized and rank.is_fused:  # ungrouped experts use torch
             narrow = choices * (self.hidden + ffn)
@@ -226,7 +234,7 @@ class MixtureOfExperts:
             # Each pass quantizes their weights again and stores them (`model/layers/te.py`).
             experts += int(self.experts // rank.ep * _matrices(self.hidden, ffn) * rank.quantized.weights)
         gate = self.shared_gate * rank.tokens * (self.hidden + 2) * rank.itemsize  # output and score before the product
-        return scores + experts + _gated_activation_bytes(rank, self.shared_ffn // rank.tp) + gate
+        return scores + experts + _gated_activation_bytes(rank, self.shared_ffn // rank.tp, self.shared_limit) + gate
 
 
 def gated_rows(
@@ -255,9 +263,9 @@ def _matrices(hidden: int, ffn: int) -> int:
     return 3 * hidden * ffn
 
 
-def _gated_activation_bytes(rank: Rank, ffn: int) -> int:
-    """Return the bytes of three results: gate and up in one tensor, the activated gate (unless kernels are fused), and
-    the product.
+def _gated_activation_bytes(rank: Rank, ffn: int, limit: float | None = None) -> int:
+    """Return the bytes of three results: gate and up in one tensor, the activated gate (unless kernels are fused, or
+    there is a limit), and the product.
     """
-    num_tensors = 2 if rank.is_fused else 3
+    num_tensors = 3 if limit is None and not rank.is_fused else 2
     return rank.tokens * num_tensors * ffn * rank.itemsize + rank.input_activation_bytes(rank.tokens, ffn)

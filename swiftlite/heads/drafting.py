@@ -16,11 +16,14 @@ class Drafting:
         recycles_before_norm: whether an unrolled head continues from its state before its output norm; otherwise from
             the state after the norm.
         zeroes_first_embedding: whether the embedding at a sequence's position 0 is zero.
+        chains_before_norm: whether a head reads the state of the previous head before its output norm; otherwise the
+            state after the norm.
     """
 
     takes_before_norm: bool = False
     recycles_before_norm: bool = False
     zeroes_first_embedding: bool = False
+    chains_before_norm: bool = False
 
     def to_json(self) -> dict[str, bool]:
         """Return the attributes by name, as in config.json."""
@@ -28,7 +31,7 @@ class Drafting:
 
     @classmethod
     def from_json(cls, content: object) -> "Drafting":
-        """Build the `Drafting` from the content that `to_json` returned.
+        """Build the `Drafting` from the content that `to_json` returned, also in versions with fewer attributes.
 
         Raises:
             UserError: the content does not have this format.
@@ -37,7 +40,7 @@ class Drafting:
         given: dict[str, Any] = {}
         if isinstance(content, dict):
             given = content
-        if sorted(given) != sorted(names) or not all(isinstance(value, bool) for value in given.values()):
+        if not given or not given.keys() <= set(names) or not all(isinstance(value, bool) for value in given.values()):
             raise UserError(
                 f"config.json: invalid mtp_drafting: {str(content)[:80]}; expected true or false for {', '.join(names)}"
             )
@@ -49,6 +52,7 @@ class Drafting:
             "takes_before_norm": "the trunk's state",
             "recycles_before_norm": "their own state",
             "zeroes_first_embedding": "the embedding at position 0",
+            "chains_before_norm": "the state of the previous head",
         }
         mine, theirs = asdict(self), asdict(other)
         return ", ".join(text for name, text in words.items() if mine[name] != theirs[name])

@@ -272,7 +272,7 @@ def _stage(
 
     mtp_block_spec = None
     if is_last_virtual and pp_rank == mtp_pipeline_rank(layout):
-        mtp_block_spec = mtp_spec(config, architecture, heads.unroll > 1, modules)
+        mtp_block_spec = mtp_spec(config, architecture, drafting, heads.unroll > 1, modules)
     tower, num_deepstack, sent_outputs = None, 0, SentOutputs()
     if architecture.tower is not None:
         num_deepstack = architecture.tower.num_deepstack
@@ -285,6 +285,7 @@ def _stage(
         "share_embeddings_and_output_weights": architecture.outside.is_tied,
         "embedding_multiplier": _embedding_multiplier(architecture.outside, config.params_dtype),
         "logits_divisor": architecture.outside.logits_divisor,
+        "heads_have_output_layers": architecture.outside.heads_have_output_layers,
         "position_embedding_type": "none",
         "transformer_layer_spec": decoder_spec(config, layers, drafting, modules, num_deepstack > 0),
         "mtp_block_spec": mtp_block_spec,

@@ -100,10 +100,11 @@ def forward_cached(model: GPTModel, new: CachedPass) -> torch.Tensor:
     if not model.post_process:
         return torch.cat(states)
     if new.mtp_input_ids is None:
-        output = model.trunk_output_matrix()
+        outputs = [model.trunk_output_matrix()]
     else:
-        output = model.head_output_matrix()
-    return torch.stack([_most_likely(model, hidden_T1H, new.predicted, output) for hidden_T1H in states])
+        outputs = [model.head_output_matrix(depth) for depth in range(model.heads.drafts)]
+    pairs = zip(states, outputs, strict=True)
+    return torch.stack([_most_likely(model, hidden_T1H, new.predicted, output) for hidden_T1H, output in pairs])
 
 
 def _forward_trunk(model: GPTModel, new: CachedPass) -> torch.Tensor:

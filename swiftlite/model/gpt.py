@@ -115,6 +115,7 @@ class GPTModel(McoreGPTModel):
             embedding and the output layer.
         embedding_multiplier: factor of embeddings, for the trunk and for the heads.
         logits_divisor: number by which logits are divided.
+        heads_have_output_layers: whether each MTP head has an output layer; otherwise all use the trunk's.
         temperature: losses are those of logits divided by this number as well.
         is_teacher: whether the last stage returns the states at positions with a label, instead of losses.
         kwargs: further arguments of megatron-core's GPTModel.
@@ -138,6 +139,7 @@ class GPTModel(McoreGPTModel):
         detached_heads: bool = False,
         embedding_multiplier: float = 1.0,
         logits_divisor: float = 1.0,
+        heads_have_output_layers: bool = False,
         temperature: float = 1.0,
         is_teacher: bool = False,
         vp_stage: int | None = None,
@@ -164,6 +166,8 @@ class GPTModel(McoreGPTModel):
                 if isinstance(head.final_layernorm, SharedNorm):
                     head.final_layernorm.of = (final_norm,)
                     head.final_layernorm.is_detached = detached_heads
+                if heads_have_output_layers:
+                    head.output_layer = self._make_output_layer(is_of_trunk=False)
         self.rotary_pos_emb = rotary_pos_emb
         self.heads = heads
         self.tower = tower
@@ -179,6 +183,7 @@ class GPTModel(McoreGPTModel):
         self.detached_heads = detached_heads
         self.embedding_multiplier = embedding_multiplier
         self.logits_divisor = logits_divisor
+        self.heads_have_output_layers = heads_have_output_layers
         self.temperature = temperature
         self.is_teacher = is_teacher
         self.register_buffer("_drafted_rows", self._find_drafted_rows(), persistent=False)
@@ -533,7 +538,10 @@ class GPTModel(McoreGPTModel):
                 packed_seq_params=packed_seq_params,
                 padding_mask=tokens_of_depth,
             )
-            states_SBH.append(hidden_SBH)
+            after_norm_SBH = hidden_SBH
+            if self.drafting.chains_before_norm:
+                hidden_SBH, after_norm_SBH = hidden_SBH.chunk(2)  # of `norm_returning_input`
+            states_SBH.append(after_norm_SBH)
         return states_SBH
 
     def _unrolled(
@@ -607,29 +615,39 @@ class GPTModel(McoreGPTModel):
             main: the trunk's loss, if it was already computed; None: compute it here.
         """
         if labels is None:
-            main_logits, *mtp_logits = map(self._whole_logits, (states.trunk_SBH, *states.heads_SBH))
-            return Logits(main_logits, mtp_logits)
+            heads = enumerate(states.heads_SBH)
+            mtp_logits = [self._whole_logits(hidden_SBH, self._own_output_layer(depth)) for depth, hidden_SBH in heads]
+            return Logits(self._whole_logits(states.trunk_SBH), mtp_logits)
         if main is None:
             with self._frozen():
                 main = self._cross_entropy(states.trunk_SBH, labels[0])
         if self.mtp_loss != "ce":
             return Losses(main, self._distillation_losses(states, labels[1:], cu_seqlens))
-        output = self.trunk_output_matrix()
-        if self.detached_heads:
-            output = output.detached(self.pg_collection.tp)
-        heads = zip(states.heads_SBH, labels[1:], strict=True)
-        return Losses(main, [self._cross_entropy(hidden_SBH, labels_BS, output) for hidden_SBH, labels_BS in heads])
+        heads = enumerate(zip(states.heads_SBH, labels[1:], strict=True))
+        return Losses(
+            main,
+            [
+                self._cross_entropy(hidden_SBH, labels_BS, self.head_output_matrix(depth))
+                for depth, (hidden_SBH, labels_BS) in heads
+            ],
+        )
 
-    def logits(self, hidden_SBH: torch.Tensor) -> torch.Tensor:
-        """Return logits [S, B, V] for this rank's part of the vocabulary, not divided by `logits_divisor`."""
+    def logits(self, hidden_SBH: torch.Tensor, own: "ColumnParallelLinear | None" = None) -> torch.Tensor:
+        """Return logits [S, B, V] for this rank's part of the vocabulary, not divided by `logits_divisor`.
+
+        Args:
+            own: output layer of a head; None for that of the trunk.
+        """
+        if own is not None:
+            return own(hidden_SBH)[0]
         weight = None
         if self.share_embeddings_and_output_weights:
             weight = self.shared_embedding_or_output_weight()
         return self.output_layer(hidden_SBH, weight=weight)[0]
 
-    def _whole_logits(self, hidden_SBH: torch.Tensor) -> torch.Tensor:
-        """Return logits [B, S, V] for all positions of the row."""
-        logits_BSV = self.logits(self.whole_sequence(hidden_SBH)).transpose(0, 1)
+    def _whole_logits(self, hidden_SBH: torch.Tensor, own: ColumnParallelLinear | None = None) -> torch.Tensor:
+        """Return logits [B, S, V] for all positions of the row; `own` as for `logits`."""
+        logits_BSV = self.logits(self.whole_sequence(hidden_SBH), own).transpose(0, 1)
         if self.logits_divisor == 1:
             return logits_BSV
         return logits_BSV / self.logits_divisor
@@ -675,29 +693,40 @@ class GPTModel(McoreGPTModel):
         sequence.
         """
         trunk_TBH, position_S = self._whole_rows(states.trunk_SBH.detach(), cu_seqlens)
-        output = self.head_output_matrix()
         losses = []
         for depth, (hidden_SBH, labels_BS) in enumerate(zip(states.heads_SBH, labels, strict=True), start=1):
             selected = select(labels_BS, hidden_SBH.device)
             trunk_NH = trunk_TBH[(position_S + depth)[selected.pos_N], selected.row_N]
             states_NH = self._selected_states(hidden_SBH, selected)
-            losses.append(
-                self._distillation(self._at_temperature(states_NH), self._at_temperature(trunk_NH), selected, output)
-            )
+            output = self.head_output_matrix(depth - 1)
+            trunk_output = output
+            if self.heads_have_output_layers:
+                trunk_output = self.trunk_output_matrix().detached(self.pg_collection.tp)
+            states_NH, trunk_NH = self._at_temperature(states_NH), self._at_temperature(trunk_NH)
+            losses.append(self._distillation(states_NH, trunk_NH, selected, output, trunk_output))
         return losses
 
     def _distillation(
-        self, states_NH: torch.Tensor, trunk_NH: torch.Tensor, selected: Selected, output: "OutputMatrix"
+        self,
+        states_NH: torch.Tensor,
+        trunk_NH: torch.Tensor,
+        selected: Selected,
+        output: "OutputMatrix",
+        trunk_output: "OutputMatrix",
     ) -> TokenLoss:
-        """Return the distance between the predictions of a head and the trunk at each selected position."""
+        """Return the distance between the predictions of a head and the trunk at each selected position.
+
+        Args:
+            output, trunk_output: output layers of the head and of the trunk, with the same tokens.
+        """
         assert self.mtp_loss != "ce"
         tp = self.pg_collection.tp
         if self.loss_in_chunks:
-            target = TrunkTarget(trunk_NH, self.mtp_loss)
+            target = TrunkTarget(trunk_NH, self.mtp_loss, trunk_output.weight_VH.detach())
             return chunked_loss(states_NH, output.weight_VH, target, selected, tp, output.tokens_V)
 
         def trunk_logits(rows: slice) -> torch.Tensor:
-            return output.logits(trunk_NH[rows])
+            return trunk_output.logits(trunk_NH[rows])
 
         logits_NV = output.logits(states_NH)
         return distillation_loss(logits_NV, trunk_logits, self.mtp_loss, selected, tp, output.tokens_V)
@@ -746,11 +775,22 @@ class GPTModel(McoreGPTModel):
             weight = self.shared_embedding_or_output_weight()
         return OutputMatrix(lambda hidden_NH: self.logits(hidden_NH[:, None]).squeeze(1), weight, None)
 
-    def head_output_matrix(self) -> "OutputMatrix":
-        """Return the output layer of the heads.
+    def _own_output_layer(self, depth: int) -> ColumnParallelLinear | None:
+        """Return the own output layer of the head that drafts token number `depth` (from 0); None without one."""
+        if not self.heads_have_output_layers:
+            return None
+        head: Any = self.mtp.layers[depth // self.heads.unroll]
+        return head.output_layer
+
+    def head_output_matrix(self, depth: int) -> "OutputMatrix":
+        """Return the output layer of the head that drafts token number `depth` (from 0).
 
         If there is a draft vocabulary, it has only the rows of the draft vocabulary.
         """
+        own = self._own_output_layer(depth)
+        if own is not None:
+            weight: Any = own.weight
+            return OutputMatrix(lambda hidden_NH: self.logits(hidden_NH[:, None], own).squeeze(1), weight, None)
         whole = self.trunk_output_matrix()
         if self.detached_heads:
             whole = whole.detached(self.pg_collection.tp)
@@ -784,7 +824,7 @@ class GPTModel(McoreGPTModel):
             self.output_layer = self._make_output_layer()
         super().setup_embeddings_and_output_layer()
 
-    def _make_output_layer(self) -> ColumnParallelLinear:
+    def _make_output_layer(self, is_of_trunk: bool = True) -> ColumnParallelLinear:
         # Its input is not split: sequences are gathered before positions are selected (`whole_sequence`).
         config = copy.copy(self.config)
         config.sequence_parallel = False
@@ -800,7 +840,7 @@ class GPTModel(McoreGPTModel):
             init_method=config.init_method,
             bias=False,
             gather_output=False,
-            skip_weight_param_allocation=self.share_embeddings_and_output_weights and has_embedding,
+            skip_weight_param_allocation=is_of_trunk and self.share_embeddings_and_output_weights and has_embedding,
             tp_group=self.pg_collection.tp,
         )
 

@@ -40,10 +40,11 @@ from swiftlite.model.attention.mla import MLASelfAttention, latent_norm
 from swiftlite.model.attention.self_attention import SelfAttention
 from swiftlite.model.layers.deepstack import DeepstackLayer
 from swiftlite.model.layers.kernels import Modules, modules_of
+from swiftlite.model.layers.limited_mlp import LimitedMLP, LimitedSharedExpertMLP
 from swiftlite.model.layers.norm import SharedNorm
 from swiftlite.model.layers.output_norms import OutputNormsLayer
 from swiftlite.model.layers.router import BiasedSoftmaxRouter, Float32Router, MoELayer, TopKRouter
-from swiftlite.model.layers.swiglu import ClampedSwiGLU, GeGLU, SwiGLU
+from swiftlite.model.layers.swiglu import ClampedSwiGLU, GeGLU, SwiGLU, limited_swiglu
 from swiftlite.model.mtp import MultiTokenPredictionLayer, UnrolledLayer
 from swiftlite.model.vision import VisionTransformer
 from swiftlite.plan.kernels import Kernels
@@ -73,7 +74,13 @@ def _grouped_query(attention: GroupedQueryAttention, modules: Modules) -> Module
         "rope_interleave": attention.rope_interleave,
     }
     if attention.rope is not None:
-        params["rope"] = slice(attention.rope * attention.rotary, (attention.rope + 1) * attention.rotary)
+        start = attention.rope_start
+        if start is None:
+            start = attention.rope * attention.rotary
+        params["rope"] = slice(start, start + attention.rotary)
+    if attention.head_gate:
+        # Never in low precision: its kernels require sizes that are multiples of 16.
+        params["head_gate"] = LOCAL.column
     return ModuleSpec(
         module=SelfAttention,
         params=params,
@@ -117,16 +124,18 @@ def _gated_delta_net(sizes: GatedDeltaNetSizes, modules: Modules) -> ModuleSpec:
 _GATED_ACTIVATIONS: dict[str, Any] = {"silu": SwiGLU, "gelu_pytorch_tanh": GeGLU, CLAMPED_SWIGLU: ClampedSwiGLU}
 
 
-def _gated(modules: Modules, activation: str = "silu") -> MLPSubmodules:
+def _gated(modules: Modules, activation: str = "silu", limit: float | None = None) -> MLPSubmodules:
     # megatron-core builds the activation from this class and calls the object. With fused activations it is not used
     # (`build_config`).
-    return MLPSubmodules(
-        linear_fc1=modules.column, activation_func=_GATED_ACTIVATIONS[activation], linear_fc2=modules.row
-    )
+    activation_func = _GATED_ACTIVATIONS[activation]
+    if limit is not None:
+        activation_func = limited_swiglu(limit)
+    return MLPSubmodules(linear_fc1=modules.column, activation_func=activation_func, linear_fc2=modules.row)
 
 
 def _mlp(mlp: Mlp, modules: Modules) -> ModuleSpec:
-    return ModuleSpec(module=MLP, submodules=_gated(modules, mlp.activation))
+    module = MLP if mlp.limit is None else LimitedMLP
+    return ModuleSpec(module=module, submodules=_gated(modules, mlp.activation, mlp.limit))
 
 
 def _mixture(mixture: MixtureOfExperts, modules: Modules) -> ModuleSpec:
@@ -141,13 +150,14 @@ def _mixture(mixture: MixtureOfExperts, modules: Modules) -> ModuleSpec:
         router = BiasedSoftmaxRouter
     elif mixture.router_is_float32:
         router = Float32Router
+    shared_experts = SharedExpertMLP if mixture.shared_limit is None else LimitedSharedExpertMLP
     return ModuleSpec(
         module=MoELayer,
         submodules=MoESubmodules(
             router=router,
-            experts=ModuleSpec(module=modules.experts, submodules=_gated(experts, mixture.activation)),
+            experts=ModuleSpec(module=modules.experts, submodules=_gated(experts, mixture.activation, mixture.limit)),
             # Built only if the config defines a size of shared experts.
-            shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=_gated(modules)),
+            shared_experts=ModuleSpec(module=shared_experts, submodules=_gated(modules, limit=mixture.shared_limit)),
         ),
     )
 
@@ -246,7 +256,11 @@ def decoder_spec(
 
 
 def mtp_spec(
-    config: TransformerConfig, architecture: Architecture, is_unrolled: bool = False, modules: Modules = LOCAL
+    config: TransformerConfig,
+    architecture: Architecture,
+    drafting: Drafting,
+    is_unrolled: bool = False,
+    modules: Modules = LOCAL,
 ) -> MultiTokenPredictionBlockSubmodules | None:
     """Return the spec of `mtp_num_layers` heads; None without heads."""
     if not config.mtp_num_layers:
@@ -256,6 +270,8 @@ def mtp_spec(
         layer_class = UnrolledLayer
         modules = replace(modules, core_attention=modules.draft_attention)
     output_norm = ModuleSpec(module=modules.norm)
+    if drafting.chains_before_norm and not is_unrolled:
+        output_norm = ModuleSpec(module=modules.norm_returning_input)
     if architecture.outside.heads_share_final_norm:
         output_norm = ModuleSpec(module=SharedNorm, params={"norm": modules.norm})
     layer = ModuleSpec(

@@ -77,6 +77,18 @@ def mtp_is_with_last_layer(layout: ParallelLayout) -> bool:
     return all("t" in stage for stage in stages if "m" in stage)
 
 
+def _mtp_is_with_loss(layout: ParallelLayout) -> bool:
+    """Return whether the stage of the MTP layers also computes the losses. Only a layout string can separate them.
+
+    True for an invalid string, which `layout_problems` reports.
+    """
+    try:
+        stages = parse_stages(layout.pipeline_model_parallel_layout or "")
+    except ValueError:
+        return True
+    return all("L" in stage for stage in stages if "m" in stage)
+
+
 def data_parallel_size(layout: ParallelLayout, world_size: int) -> int:
     """Return the number of replicas of the model. `process_problems` must have returned no problem."""
     return world_size // _product(_MODEL_SIZES, layout)
@@ -278,6 +290,7 @@ def layout_problems(layout: ParallelLayout, architecture: Architecture | None, m
         *_expert_problems(layout, architecture),
         *_context_problems(layout, architecture),
         *_shared_norm_problems(layout, architecture, mtp_num_layers),
+        *_own_output_problems(layout, architecture, mtp_num_layers),
     ]
 
 
@@ -289,6 +302,16 @@ def _shared_norm_problems(
     if not mtp_is_with_last_layer(layout):
         problem = f"--pipeline_model_parallel_layout {layout.pipeline_model_parallel_layout}: the heads of this model"
         yield f"{problem} share the trunk's final norm", "put m on the stage of the last t, for example Et*2|t*2mL"
+
+
+def _own_output_problems(
+    layout: ParallelLayout, architecture: Architecture | None, mtp_num_layers: int
+) -> Iterator[Problem]:
+    if architecture is None or not mtp_num_layers or not architecture.outside.heads_have_output_layers:
+        return
+    if not _mtp_is_with_loss(layout):
+        problem = f"--pipeline_model_parallel_layout {layout.pipeline_model_parallel_layout}: each head of this model"
+        yield f"{problem} has an output layer, whose loss is on the last stage", "put m on the stage of L"
 
 
 def _context_problems(layout: ParallelLayout, architecture: Architecture | None) -> Iterator[Problem]:

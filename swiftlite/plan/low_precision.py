@@ -150,8 +150,9 @@ def takes_low_precision(name: str) -> bool:
 
     Matrices of experts support it if grouped.
     """
-    # The outputs of down-projections are gathered, so these stay in bfloat16.
-    return re.search(r"(^|\.)(linear_\w+|eh_proj)\.weight$", name) is not None and "_down_proj" not in name
+    # The outputs of down-projections are gathered, and gates of heads have few rows, so these stay in bfloat16.
+    is_excluded = "_down_proj" in name or "linear_gate" in name
+    return re.search(r"(^|\.)(linear_\w+|eh_proj)\.weight$", name) is not None and not is_excluded
 
 
 def low_precision_misfit(row: Row, ranks: int, multiple: int) -> int:

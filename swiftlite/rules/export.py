@@ -169,6 +169,8 @@ def draft_vocab_can_be_chosen(args: ExportArgs, facts: Facts) -> Iterator[Proble
         yield f"{flag} cannot be combined with {other}", "remove one of the two"
     elif not facts.heads.layers:
         yield f"{flag}: the run has no heads", common.TRAIN_HEADS
+    elif facts.architecture is not None and facts.architecture.outside.heads_have_output_layers:
+        yield f"{flag} is not supported: each head of this model has an output layer of its own", "remove it"
     elif facts.heads.draft_vocab:
         draft_vocab_size = len(facts.heads.draft_vocab)
         yield f"{flag}: the run's heads already have a draft vocabulary of {draft_vocab_size} tokens", "remove it"

@@ -61,8 +61,9 @@ def expected_counts(counts):
 
 
 def others(drafting: Drafting) -> dict[str, Drafting]:
-    """Return the `Drafting` values that differ from `drafting` in one field."""
-    return {name: replace(drafting, **{name: not value}) for name, value in vars(drafting).items()}
+    """Return the `Drafting` values that differ from `drafting` in one field, for a single head."""
+    of_one = {name: value for name, value in vars(drafting).items() if name != "chains_before_norm"}
+    return {name: replace(drafting, **{name: not value}) for name, value in of_one.items()}
 
 
 # vLLM's classes of Qwen3.5 and of models with a vision tower require torchvision (tests/torchvision_here.py).

@@ -91,7 +91,7 @@ def test_memory_is_that_of_one_chunk(kind, mesh):
         found.loss_BS.sum().backward()
 
     def in_chunks() -> None:
-        target = LabelTarget(selected.label_N) if kind == "ce" else TrunkTarget(trunk, kind)
+        target = LabelTarget(selected.label_N) if kind == "ce" else TrunkTarget(trunk, kind, weight.detach())
         chunked_loss.chunked_loss(states, weight, target, selected, mesh.tp).loss_BS.sum().backward()
 
     in_chunks()  # what the first call allocates once
@@ -136,7 +136,7 @@ def test_the_compiled_loss_is_that_of_float64(kind, dtype, mesh, monkeypatch):
     weight = torch.randn(1003, 24, generator=generator).to(dtype)
     words, share = torch.randint(0, 1003, (33,), generator=generator), torch.rand(33, generator=generator)
     selected = loss.select(words[None], weight.device)
-    target = LabelTarget(words) if kind == "ce" else TrunkTarget(trunk, kind)
+    target = LabelTarget(words) if kind == "ce" else TrunkTarget(trunk, kind, weight.detach())
     ours = states.clone().requires_grad_(), weight.clone().requires_grad_()
     exact = states.double().requires_grad_(), weight.double().requires_grad_()
     with torch.compiler.set_stance("default"):
@@ -180,7 +180,7 @@ def test_bytes_that_the_compiled_loss_moves(kind, mesh, monkeypatch):
     states = torch.randn(num_positions, hidden).bfloat16().requires_grad_()
     selected = loss.select(torch.randint(0, vocab_size, (1, num_positions)), weight.device)
     trunk = torch.randn(num_positions, hidden).bfloat16()
-    target = LabelTarget(selected.label_N) if kind == "ce" else TrunkTarget(trunk, kind)
+    target = LabelTarget(selected.label_N) if kind == "ce" else TrunkTarget(trunk, kind, weight.detach())
 
     def as_one_kernel(function: Any, passes: int) -> Any:
         def run(*args: Any) -> torch.Tensor:

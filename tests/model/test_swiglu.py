@@ -5,8 +5,10 @@ import torch
 import torch.nn.functional as F
 from transformers import GptOssConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.step3p7.configuration_step3p7 import Step3p7TextConfig
+from transformers.models.step3p7.modeling_step3p7 import Step3p7Experts
 
-from swiftlite.model.layers.swiglu import ClampedSwiGLU, GeGLU, SwiGLU
+from swiftlite.model.layers.swiglu import ClampedSwiGLU, GeGLU, SwiGLU, limited_swiglu
 
 
 @pytest.mark.parametrize(
@@ -39,6 +41,26 @@ def test_the_activation_of_gpt_oss(dtype):
     experts = GptOssExperts(GptOssConfig(hidden_size=8, intermediate_size=8, num_local_experts=1))
     found = ClampedSwiGLU(None)(ours)
     assert torch.equal(found, experts._apply_gate(ours))
+    gradient = torch.randn_like(found)
+    (grad,) = torch.autograd.grad(found, ours, gradient)
+    exact = ours.detach().double().requires_grad_()
+    (expected,) = torch.autograd.grad(experts._apply_gate(exact), exact, gradient.double())
+    rounding = torch.finfo(dtype).eps * float(expected.abs().max())
+    torch.testing.assert_close(grad.double(), expected, rtol=0, atol=4 * rounding)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_limited_swiglu(dtype):
+    """The values are those of transformers to the bit, the gradients those of autograd in float64 to a rounding."""
+    torch.manual_seed(0)
+    ours = (torch.randn(7, 5, 32) * 5).to(dtype)
+    ours[0, 0, 16:20] = torch.tensor([3.0, -3.0, 3.0, 3.0])  # at the limits of up
+    ours.requires_grad_()
+    config = Step3p7TextConfig(hidden_size=8, moe_intermediate_size=8, n_routed_experts=1)
+    experts = Step3p7Experts(config, swiglu_limit=3.0)
+    found = limited_swiglu(3.0)(None)(ours)
+    assert torch.equal(found, experts._apply_gate(ours))
+    assert not torch.equal(found, SwiGLU(None)(ours))
     gradient = torch.randn_like(found)
     (grad,) = torch.autograd.grad(found, ours, gradient)
     exact = ours.detach().double().requires_grad_()

@@ -55,7 +55,7 @@ def stock_model(hf_dir: Path, mesh: Mesh, per_token: bool = True) -> Any:
     architecture = family.architecture(hf_config)
     config = build_config(architecture.mcore_config(), device=mesh.device, dtype=torch.float32, mtp_num_layers=1)
     config.calculate_per_token_loss = per_token
-    heads = mtp_spec(config, architecture)
+    heads = mtp_spec(config, architecture, Drafting())
     assert heads is not None
     decoder: Any = decoder_spec(config, architecture.layers, Drafting())
     for layer in decoder.layer_specs:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -13,6 +13,7 @@ from swiftlite.bridge.hf_config import write_patched
 from swiftlite.bridge.rows import HfConfig, RowTable
 from swiftlite.bridge.tensors import Checkpoint, ShardedFiles
 from swiftlite.errors import UserError
+from swiftlite.heads import Heads
 
 _SHARD_BYTES = 5_000_000_000
 
@@ -28,6 +29,10 @@ class _Mtp(Protocol):
 class _Family(RowTable, Protocol):
     @property
     def mtp(self) -> _Mtp: ...
+
+    def config_with(self, hf_config: HfConfig, heads: Heads, /) -> dict[str, Any]:
+        """Return the change of a config.json that makes it declare these heads."""
+        ...
 
 
 def write_merged(base: Path, hf_config: HfConfig, family: _Family, adapter: SavedAdapter, out_dir: Path) -> None:
@@ -70,4 +75,4 @@ def write_merged(base: Path, hf_config: HfConfig, family: _Family, adapter: Save
             files.discard()
             raise
     (out_dir / "config.json").unlink(missing_ok=True)
-    write_patched(base, out_dir, heads.config_change(hf_config))
+    write_patched(base, out_dir, family.config_with(hf_config, heads))

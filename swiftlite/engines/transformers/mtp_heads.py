@@ -42,15 +42,26 @@ class MtpHead(nn.Module):
         sources: indices of the decoder layers whose attention and whose MLP are copied.
         has_window: whether the attention has a sliding window.
         has_indexer: whether this layer has an indexer (DSA), which requires a mask and a cache for its keys.
+        output_size: number of tokens of the head's own output layer; 0 without one.
     """
 
-    def __init__(self, decoder: Any, sources: tuple[int, int], has_window: bool = False, has_indexer: bool = False):
+    def __init__(
+        self,
+        decoder: Any,
+        sources: tuple[int, int],
+        has_window: bool = False,
+        has_indexer: bool = False,
+        output_size: int = 0,
+    ):
         super().__init__()
         size = decoder.config.hidden_size
         self.enorm = deepcopy(decoder.norm)
         self.hnorm = deepcopy(decoder.norm)
         self.final_layernorm = deepcopy(decoder.norm)
         self.eh_proj = nn.Linear(2 * size, size, bias=False, device=decoder.device, dtype=decoder.dtype)
+        self.output_layer = None
+        if output_size:
+            self.output_layer = nn.Linear(size, output_size, bias=False, device=decoder.device, dtype=decoder.dtype)
         attention, mlp = sources
         self.transformer_layer = deepcopy(decoder.layers[attention])
         if mlp != attention:
@@ -127,11 +138,13 @@ def load_heads(model: HfModel, decoder: Any) -> nn.ModuleList:
     attention = architecture.mtp_block.attention
     has_window = attention.window is not None
     has_indexer = isinstance(attention, LatentAttention) and attention.indexer is not None
+    outside = model.family.outside(model.config)
+    output_size = outside.vocab if outside.heads_have_output_layers else 0
     with Checkpoint(model.directory, format_of(model.config)) as checkpoint:
         for index in range(model.heads.layers):
             frame = model.family.mtp.frame_rows(model.config, index)
             state = {row.mcore.removeprefix(f"mtp.layers.{index}."): _read(row, checkpoint) for row in frame}
-            if model.family.outside(model.config).heads_share_final_norm:
+            if outside.heads_share_final_norm:
                 state["final_layernorm.weight"] = decoder.norm.weight
             block = model.family.mtp.block(model.config, index)
             names = shapes_of(model.family.block_rows(model.config))
@@ -139,7 +152,7 @@ def load_heads(model: HfModel, decoder: Any) -> nn.ModuleList:
                 f"transformer_layer.{renamed(name, model.family.memory_names)}": checkpoint.read(block + name)
                 for name in names
             }
-            head = MtpHead(decoder, architecture.mtp_sources, has_window, has_indexer)
+            head = MtpHead(decoder, architecture.mtp_sources, has_window, has_indexer, output_size)
             head.load_state_dict(state | stack(tensors), strict=True)
             heads.append(head)
     return heads.requires_grad_(False).eval()
@@ -189,7 +202,8 @@ class MtpCandidateGenerator(CandidateGenerator):
 
     Args:
         decoder: the trunk without its output layer, whose states are passed to `get_candidates`.
-        output_layer: output layer of the trunk, shared by all heads, or a `DraftOutput` made from it.
+        output_layer: output layer of the trunk, used by all heads without one of their own, or a `DraftOutput` made
+            from it.
         heads: the MTP heads, loaded by `load_heads`.
         num_tokens: tokens to draft per round.
         drafting: inputs of the heads, `MtpLayout.drafting` of the family.
@@ -276,15 +290,18 @@ class MtpCandidateGenerator(CandidateGenerator):
             if not is_sure:
                 break
             before, hidden = self._run(head, self._caches[depth], fed, ids, begins[depth] + depth + 1)
-            ids, is_sure = self._append_draft(ids, hidden, drawn_from)
+            ids, is_sure = self._append_draft(head, ids, hidden, drawn_from)
+            if self._drafting.chains_before_norm:
+                hidden = before
         for _ in range(len(self._heads), self._num_tokens):
             if not is_sure:
                 break
             own = hidden
             if self._drafting.recycles_before_norm:
                 own = before
-            before, hidden = self._run(self._heads[-1], self._caches[-1], own[:, -1:], ids, ids.shape[1] - 1)
-            ids, is_sure = self._append_draft(ids, hidden, drawn_from)
+            last = self._heads[-1]
+            before, hidden = self._run(last, self._caches[-1], own[:, -1:], ids, ids.shape[1] - 1)
+            ids, is_sure = self._append_draft(last, ids, hidden, drawn_from)
         for depth, cache in enumerate(self._caches):
             surplus = cache.get_seq_length() - max(end - depth, 0)
             if surplus > 0:
@@ -298,7 +315,7 @@ class MtpCandidateGenerator(CandidateGenerator):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run a head, and return its states before and after the output norm.
 
-        The output layer and the next depth use the states after the norm.
+        The output layer uses the states after the norm. `Drafting` states which ones the next depth uses.
 
         Args:
             ids: the row with the drafts so far, [1, S].
@@ -340,14 +357,15 @@ class MtpCandidateGenerator(CandidateGenerator):
         return self._decoder.rotary_emb(hidden, positions, kind)
 
     def _append_draft(
-        self, ids: torch.Tensor, hidden: torch.Tensor, drawn_from: list[torch.Tensor]
+        self, head: Any, ids: torch.Tensor, hidden: torch.Tensor, drawn_from: list[torch.Tensor]
     ) -> tuple[torch.Tensor, bool]:
-        """Return the ids with another draft token appended, and whether drafting may continue.
+        """Return the ids with another draft token of `head` appended, and whether drafting may continue.
 
         Args:
             drawn_from: the logits [1, V] of the draft are appended to this list if the draft is sampled.
         """
-        logits = self._output_layer(hidden[:, -1])
+        output_layer = head.output_layer or self._output_layer
+        logits = output_layer(hidden[:, -1])
         if self._logits_processor is None:
             draft = logits.argmax(dim=-1)
         else:

@@ -33,6 +33,8 @@ class SelfAttention(McoreSelfAttention):
         is_rotary: whether queries and keys have rotary embeddings.
         rope: the channels of this layer in `rotary_pos_emb`, if layers have different rotary embeddings.
         rope_interleave: whether channels 2i and 2i + 1 are rotated together; otherwise i and i + R / 2.
+        head_gate: class of the projection to one gate per head, whose sigmoid multiplies the head's output; None
+            without such gates.
         args, kwargs: arguments of megatron-core's class.
     """
 
@@ -47,6 +49,7 @@ class SelfAttention(McoreSelfAttention):
         is_rotary: bool = True,
         rope: slice = slice(None),
         rope_interleave: bool = False,
+        head_gate: type | None = None,
         **kwargs: Any,
     ):
         config = _with_sizes(config, sizes)
@@ -56,7 +59,27 @@ class SelfAttention(McoreSelfAttention):
             submodules = replace(submodules, linear_qkv=_with_outputs(submodules.linear_qkv, num_channels))
         super().__init__(config, submodules, *args, **kwargs)
         self.query_size, self.value_size, self.value_scale = query_size, value_size, value_scale
+        self.linear_gate = None
+        if head_gate is not None:
+            self.linear_gate = self._gate_projection(head_gate)
+            # megatron-core's gates are one per channel, and part of `linear_qkv`, which is already built here. With
+            # this argument, `forward` applies the gates that `get_query_key_value_tensors` returns.
+            self.config = copy(self.config)
+            self.config.attention_output_gate = True
         self.is_rotary, self.rope, self.rope_interleave = is_rotary, rope, rope_interleave
+
+    def _gate_projection(self, column: type) -> torch.nn.Module:
+        return column(
+            self.config.hidden_size,
+            self.config.num_attention_heads,
+            config=self.config,
+            init_method=self.config.init_method,
+            gather_output=False,
+            bias=False,
+            skip_bias_add=False,
+            is_expert=False,
+            tp_group=self.pg_collection.tp,
+        )
 
     def forward(
         self,
@@ -84,8 +107,10 @@ class SelfAttention(McoreSelfAttention):
         rotary_pos_emb: torch.Tensor,  # key_value_states in megatron-core, see `forward`
         **kwargs: Any,
     ) -> tuple[torch.Tensor, ...]:
-        """Return query [S, B, N, D], key [S, B, G, D] and value [S, B, G, V] of the whole sequence, and the output gate
-        if there is one."""
+        """Return query [S, B, N, D], key [S, B, G, D] and value [S, B, G, V] of the whole sequence, and gates if there
+        are any: one per channel, or one per head, [S, B, N]."""
+        if self.linear_gate is not None:
+            kwargs["output_gate"] = False
         made: Any
         if self.query_size == self.value_size:
             made = super().get_query_key_value_tensors(hidden_states, None, **kwargs)  # always split by default
@@ -94,6 +119,8 @@ class SelfAttention(McoreSelfAttention):
         query, key, *others = made
         if self.value_scale != 1:
             others[0] = others[0] * self.value_scale
+        if self.linear_gate is not None:
+            others.append(self.linear_gate(hidden_states)[0])
         if not self.is_rotary:
             return query, key, *others
         rotary_pos_emb = rotary_pos_emb[..., self.rope]
@@ -111,8 +138,11 @@ class SelfAttention(McoreSelfAttention):
         return query.flatten(2).unflatten(-1, (-1, self.query_size)), key, value
 
     def _apply_output_gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        """Multiply the attention output x by the sigmoid of the gate, in the model's precision, as in transformers and
-        vLLM."""
+        """Multiply the attention output x [S, B, N * D] by the sigmoid of the gate, in the model's precision, as in
+        transformers and vLLM."""
+        if self.linear_gate is not None:
+            heads = x.unflatten(-1, (gate.size(-1), -1))
+            return (heads * gate.sigmoid().view(*heads.shape[:-1], 1)).flatten(-2)
         return x * gate.reshape(x.shape).sigmoid()
 
 

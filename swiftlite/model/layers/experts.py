@@ -11,11 +11,13 @@ import torch
 import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP as McoreSequentialMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.autograd.function import once_differentiable
 
 from swiftlite.model.layers.compiled import compiled
+from swiftlite.model.layers.swiglu import LimitedSwiGLU, unfused
 from swiftlite.model.layers.tensor_parallel import AddsGradients
 from swiftlite.runtime.device import on_device
 
@@ -35,8 +37,13 @@ class SequentialMLP(McoreSequentialMLP):
     gradient is silently lost (tensor_parallel/layers.py:886 of 0.16.1).
     """
 
-    def __init__(self, num_local_experts: int, config: TransformerConfig, *args: Any, **kwargs: Any):
-        super().__init__(num_local_experts, config, *args, **kwargs)
+    def __init__(
+        self, num_local_experts: int, config: TransformerConfig, submodules: MLPSubmodules, *args: Any, **kwargs: Any
+    ):
+        activation: Any = submodules.activation_func
+        if issubclass(activation, LimitedSwiGLU):
+            config = unfused(config)
+        super().__init__(num_local_experts, config, submodules, *args, **kwargs)
         if config.expert_tensor_parallel_size != config.tensor_model_parallel_size:
             for parameter in self.parameters():
                 parameter.allreduce = False  # type: ignore[attr-defined]
@@ -99,7 +106,7 @@ class GroupedMLP(AddsGradients, SequentialMLP):
         first: Any = self.local_experts[0]
         down = first.linear_fc2.weight
         self.is_aligned = all(size * down.element_size() % ALIGNMENT == 0 for size in down.shape)
-        if config.bias_activation_fusion:
+        if self.config.bias_activation_fusion:
             self.activation = _fused_swiglu
         else:
             self.activation = first.activation_func

@@ -1,8 +1,10 @@
 """The activations of gated MLPs."""
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -130,3 +132,59 @@ class _ClampedProduct(torch.autograd.Function):
 
 def _clamped(gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return gate_up[..., 0::2].clamp(max=LIMIT), gate_up[..., 1::2].clamp(-LIMIT, LIMIT)
+
+
+class LimitedSwiGLU(SwiGLU):
+    """silu(gate) * up, where silu(gate) is at most `limit`, and up is between -limit and limit. Use `limited_swiglu`.
+
+    It is not part of megatron-core's fused activation, so it requires a module of `limited_mlp.py`.
+    """
+
+    limit: ClassVar[float]
+
+    def __call__(self, gate_up: torch.Tensor) -> torch.Tensor:
+        product = _LimitedProduct.apply(gate_up, self.limit)
+        assert product is not None
+        return product
+
+
+@cache
+def limited_swiglu(limit: float) -> type[LimitedSwiGLU]:
+    """Return the class of the activation with this limit; megatron-core's specs contain classes."""
+    return type("LimitedSwiGLU", (LimitedSwiGLU,), {"limit": limit})
+
+
+class _LimitedProduct(torch.autograd.Function):
+    """The product of `LimitedSwiGLU`. Only the input is saved. Autograd would save five tensors."""
+
+    @staticmethod
+    def forward(ctx, gate_up: torch.Tensor, limit: float) -> torch.Tensor:
+        ctx.save_for_backward(gate_up)
+        ctx.limit = limit
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate).clamp(max=limit) * up.clamp(-limit, limit)
+
+    @staticmethod
+    def backward(ctx, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (gate_up,) = ctx.saved_tensors
+        (grad_output,) = grad_outputs
+        limit = ctx.limit
+        gate, up = gate_up.chunk(2, dim=-1)
+        activated = F.silu(gate)
+        # At the limits, clamped inputs have a gradient, as in torch.
+        grad_activated = (grad_output * up.clamp(-limit, limit)).masked_fill_(activated > limit, 0)
+        grad_gate_up = torch.empty_like(gate_up)
+        grad_gate, grad_up = grad_gate_up.chunk(2, dim=-1)
+        _silu_backward(grad_activated, gate, grad_gate)
+        torch.mul(grad_output, activated.clamp_(max=limit), out=grad_up)
+        grad_up.masked_fill_(up.abs() > limit, 0)
+        return grad_gate_up, None
+
+
+def unfused(config: Any) -> Any:
+    """Return a copy of megatron-core's config with which a module computes the activation of its spec, instead of
+    megatron-core's fused one.
+    """
+    config = copy.copy(config)
+    config.use_te_activation_func, config.bias_activation_fusion = True, False
+    return config

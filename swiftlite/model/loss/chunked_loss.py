@@ -64,10 +64,16 @@ class LabelTarget:
 
 @dataclass(frozen=True)
 class TrunkTarget:
-    """A distance from the trunk's distribution. The distribution is computed from the trunk's states [N, H]."""
+    """A distance from the trunk's distribution.
+
+    Attributes:
+        trunk_NH: states of the trunk, from which the distribution is computed.
+        output_VH: the trunk's output matrix, or its rows of the draft vocabulary.
+    """
 
     trunk_NH: torch.Tensor
     distance: Distance
+    output_VH: torch.Tensor
 
     def loss_(
         self,
@@ -81,7 +87,7 @@ class TrunkTarget:
 
         The arguments are those of `LabelTarget.loss_`.
         """
-        trunk_CV = self.trunk_NH[rows] @ weight_VH.t()
+        trunk_CV = self.trunk_NH[rows] @ self.output_VH.t()
         return _distance_of_chunk_(logits_CV, trunk_CV, self.distance, share_C1, group)
 
 

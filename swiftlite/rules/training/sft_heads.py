@@ -89,7 +89,9 @@ def draft_vocab_can_be_learned(args: SftArgs, facts: Facts) -> Iterator[Problem]
     if args.draft_vocab:
         vocab = f"--draft_vocab {args.draft_vocab}"
     size = facts.hf_config.get("vocab_size", 0)
-    if not method_of(args).imitates_rows:
+    if facts.architecture is not None and facts.architecture.outside.heads_have_output_layers:
+        yield f"{vocab} is not supported: each head of this model has an output layer of its own", whole
+    elif not method_of(args).imitates_rows:
         yield f"{vocab} requires a frozen trunk", f"{whole}; or train heads: swiftlite megatron sft"
     elif args.mtp_mode != "heads_only":
         yield f"{vocab} requires a frozen trunk", f"add --mtp_mode heads_only; {whole}"

@@ -51,7 +51,7 @@ def write_source(hf_model: HfModel, run_dir: Path, heads: Heads, graft_from: HfM
     for path in small_files(hf_model.directory):
         if path.name != "config.json":
             shutil.copy2(path, source / path.name)
-    changes = heads.config_change(hf_model.config) | quantization_change(hf_model.config)
+    changes = hf_model.family.config_with(hf_model.config, heads) | quantization_change(hf_model.config)
     write_patched(hf_model.directory, source, changes)
     tensors = describe_tensors(hf_model, graft_from)
     atomic_write(source / TENSORS_FILE, json.dumps(tensors).encode())
