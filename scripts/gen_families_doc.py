@@ -29,7 +29,8 @@ is refused, and so are settings of transformers that swiftlite does not support 
 [Add a family](add-a-family.md) describes how to add one.
 
 Every family supports full and LoRA training, DPO, KTO and GRPO, all [parallel layouts](parallel.md) that its layers
-allow, [packing](packing.md), new heads, and [quantized](quantized.md) models.
+allow, [packing](packing.md), new heads, and [quantized](quantized.md) models. `export --quant_method` does not support
+`gpt_oss`.
 
 - **tested with**: the tests build small models with the settings of these published models, or of variants of them.
   The published weights are not tested.
@@ -47,7 +48,7 @@ allow, [packing](packing.md), new heads, and [quantized](quantized.md) models.
 swiftlite 对该家族不支持的 transformers 设置也会被拒绝。[新增模型家族](add-a-family.md)介绍如何新增。
 
 每个家族都支持全参数和 LoRA 训练、DPO、KTO 和 GRPO、其层允许的所有[并行布局](parallel.md)、[打包](packing.md)、新的头，
-以及[量化](quantized.md)模型。
+以及[量化](quantized.md)模型。`export --quant_method` 不支持 `gpt_oss`。
 
 - **测试所用**：测试用这些已发布模型（或其变体）的设置构建小模型；没有测试已发布的权重。
 - **已发布的头**：该家族有带 MTP 头发布的模型，vLLM 有运行这些头的类。

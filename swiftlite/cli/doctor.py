@@ -4,6 +4,7 @@ With --engine, the model is also validated with an engine; --plan plans the memo
 are found by their metadata; torch is imported only to validate a model.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
@@ -90,7 +91,7 @@ def _report_audit(model: HfModel) -> bool:
         depths += f", {len(depth.missing)} tensors missing"
     verdict = "valid: keys, shapes, MTP depth, finite numbers"
     if problems:
-        verdict = f"{len(problems)} problems"
+        verdict = _number_of(problems)
     lines = [("family", model.family.name), ("MTP depth", depths), ("audit", verdict)]
     if drafted:
         lines.insert(2, ("draft vocabulary", f"{len(drafted)} of {model.config['vocab_size']} tokens"))
@@ -110,6 +111,12 @@ def _report_audit(model: HfModel) -> bool:
 def _has_tokenizer(directory: Path) -> bool:
     """Return whether a directory has a file of a tokenizer, by the names that transformers uses."""
     return any(any(directory.glob(name)) for name in ("tokenizer*", "vocab.*", "*.model", "*.tiktoken"))
+
+
+def _number_of(problems: Sequence[str]) -> str:
+    if len(problems) == 1:
+        return "1 problem"
+    return f"{len(problems)} problems"
 
 
 def _tokenizer_problems(directory: Path, hf_config: dict[str, Any]) -> list[str]:
@@ -172,7 +179,7 @@ def _print_load(report: "LoadReport") -> bool:
         draft = f"{report.draft}, {report.num_drafting} of {report.num_mtp_heads} MTP heads"
     verdict = report.verdict
     if report.problems:
-        verdict = f"{len(report.problems)} problems"
+        verdict = _number_of(report.problems)
     lines = [
         ("engine", report.engine),
         ("target model", report.target or "not loaded"),

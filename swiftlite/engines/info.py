@@ -89,6 +89,8 @@ class EngineInfo:
         plugin: plugin that the engine needs to serve swiftlite's checkpoints; None if the engine needs no plugin.
         drawing_problem: name of the function that returns why this engine verifies drafts incorrectly at a temperature
             above 0 on this machine; it returns None if verification is correct. If "", verification is always correct.
+        families: name of the collection with the names of the families that the engine runs. If "", these are all
+            families.
     """
 
     name: str
@@ -126,12 +128,17 @@ class EngineInfo:
     command_needs_no_install: bool = False
     plugin: Plugin | None = None
     drawing_problem: str = ""
+    families: str = ""
 
     @property
     def is_installed(self) -> bool:
         if self.locate:
             return resolve_name(self.locate)() is not None
         return importlib.util.find_spec(self.package) is not None
+
+    def runs(self, family: str) -> bool:
+        """Return whether the engine runs the trunk of a family."""
+        return not self.families or family in resolve_name(self.families)
 
     @property
     def kwargs_option(self) -> str:

@@ -59,6 +59,8 @@ def problems_of(hf_config: HfConfig, bases: Bases, interval: int, **neutral: tup
     if not is_nested:
         problems.append(f"rope_parameters has settings for neither {' nor '.join(map(repr, KINDS))}")
     elif rope_parameters is not None:
+        if other := sorted(rope_parameters.keys() - set(KINDS)):
+            problems.append(f"rope_parameters has {other[0]!r}, in addition to the settings of each kind of layer")
         problems += [
             f"rope_parameters: {kind} {rope_parameters[kind]!r} is not an object"
             for kind in KINDS

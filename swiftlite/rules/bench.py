@@ -63,6 +63,7 @@ def deploy_would_start_them(args: BenchArgs, facts: Facts) -> Iterator[Problem]:
         for problem, hint in deploy.engine_is_installed(options, facts):
             yield problem, hint.removesuffix(deploy.OR_PRINT_IT)
         yield from engine_options.options_have_their_engine(options, facts)
+        yield from engine_options.engine_runs_the_family(options, facts)
         yield from engine_options.engine_kwargs_leave_what_has_an_option(options, facts)
 
 

@@ -148,6 +148,7 @@ RULES = (
     common.numbers_are_in_range,
     engine_is_installed,
     engine_options.options_have_their_engine,
+    engine_options.engine_runs_the_family,
     speculation_has_heads,
     speculative_options_have_speculation,
     tokens_to_draft_are_given_once,

@@ -8,6 +8,7 @@ from swiftlite.args.commands import DeployArgs, EvaluateArgs, ExportArgs, Genera
 from swiftlite.args.config import Problem
 from swiftlite.engines.index import ENGINES
 from swiftlite.engines.info import EngineInfo
+from swiftlite.families.index import FAMILIES
 from swiftlite.plan.facts import Facts, near_path
 
 EngineCommand = DeployArgs | GenerationCommand
@@ -39,6 +40,16 @@ def engine_is_installed(
 ) -> Iterator[Problem]:
     if args.infer_backend in ENGINES:  # evaluate and export also have --infer_backend none
         yield from missing_engine(ENGINES[args.infer_backend])
+
+
+def engine_runs_the_family(
+    args: GenerationCommand | EvaluateArgs | SpeedupArgs | DeployArgs, facts: Facts
+) -> Iterator[Problem]:
+    info, family = ENGINES.get(args.infer_backend), FAMILIES.get(str(facts.hf_config.get("model_type")))
+    if info is not None and family is not None and not info.runs(family.name):
+        others = [name for name, other in ENGINES.items() if other.runs(family.name)]
+        problem = f"--infer_backend {info.name}: {info.label} does not support {family.name}"
+        yield problem, f"use --infer_backend {' or '.join(others)}"
 
 
 def options_have_their_engine(args: EngineCommand, facts: Facts) -> Iterator[Problem]:

@@ -99,6 +99,7 @@ _MODEL_RULES = (
     confidences_are_probabilities,
     acceptance_json_gets_counts,
     engine_options.engine_is_installed,
+    engine_options.engine_runs_the_family,
     engine_options.draft_confidence_has_its_engine,
     common.images_have_a_place_and_a_size,
 )

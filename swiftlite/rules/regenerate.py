@@ -58,6 +58,7 @@ RULES = (
     infer.speculative_options_have_speculation,
     engine_options.options_of_engines_agree,
     engine_options.engine_is_installed,
+    engine_options.engine_runs_the_family,
     engine_options.draft_confidence_has_its_engine,
     engine_options.options_have_their_engine,
     engine_options.engine_kwargs_leave_what_has_an_option,

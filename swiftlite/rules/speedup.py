@@ -51,5 +51,6 @@ RULES = (
     concurrency_can_be,
     regenerate.dataset_is_not_the_result,
     engine_options.engine_is_installed,
+    engine_options.engine_runs_the_family,
 )
 NOTES = ()

@@ -50,3 +50,12 @@ def test_bad_options_are_named(here, change, problem, hint):
     assert len(problems) == 1
     assert mentions(problems[0][0], problem)
     assert mentions(problems[0][1], hint)
+
+
+def test_the_engine_runs_the_family(here):
+    path = here / "plain" / "config.json"
+    path.write_text(path.read_text().replace("qwen3", "exaone4"))
+    ((problem, hint),) = problems_of(dataclasses.replace(GOOD, infer_backend="llamacpp"))
+    assert mentions(problem, "--infer_backend llamacpp exaone4")
+    assert mentions(hint, "--infer_backend transformers vllm")
+    assert problems_of(dataclasses.replace(GOOD, infer_backend="vllm")) == []

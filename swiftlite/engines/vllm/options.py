@@ -138,8 +138,8 @@ def attention_options(model: HfModel, torch_dtype: str) -> dict[str, Any]:
     """Return options that vLLM requires to compute the model's kind of attention correctly.
 
     Raises:
-        UserError: vLLM does not support linear attention in `torch_dtype`, or a package that vLLM's classes import is
-            missing.
+        UserError: vLLM does not support linear attention in `torch_dtype`, or sparse attention on this machine, or a
+            package that vLLM's classes import is missing.
     """
     needs_torchvision = model.family.vision is not None or model.family.name.startswith("qwen3_5")
     if needs_torchvision and find_spec("torchvision") is None:
@@ -149,6 +149,11 @@ def attention_options(model: HfModel, torch_dtype: str) -> dict[str, Any]:
         )
     attentions = model.family.architecture(model.config).attentions
     options: dict[str, Any] = {}
+    if is_on_cpu() and any(attention.longest_sequence is not None for attention in attentions):
+        raise UserError(
+            f"vLLM on a CPU does not support the sparse attention of {model.family.name}",
+            "use --infer_backend transformers, or a machine with a GPU",
+        )
     if is_on_cpu() and any(isinstance(attention, LatentAttention) for attention in attentions):
         # The CPU's rotary kernel of 0.32 treats the rotary part of a query as a contiguous tensor, so all logits except
         # those of the first token are wrong. Yarn does not use this kernel.
