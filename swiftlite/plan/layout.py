@@ -353,8 +353,11 @@ def _tensor_split(architecture: Architecture) -> list[tuple[str, int]]:
 
 
 def _divisors_to_use(count: int, size: int) -> str:
-    """Return a hint with the numbers below `size` that divide `count`."""
-    return f"use {choices([str(number) for number in range(1, size) if count % number == 0])}"
+    """Return a hint with the numbers that divide `count`: those below `size`, and the next larger one."""
+    divisors = [number for number in range(1, count + 1) if count % number == 0]
+    smaller = [number for number in divisors if number < size]
+    larger = divisors[len(smaller) : len(smaller) + 1]
+    return f"use {choices([str(number) for number in smaller + larger])}"
 
 
 def _pipeline_problems(layout: ParallelLayout, architecture: Architecture | None, mtp_num_layers: int) -> list[Problem]:

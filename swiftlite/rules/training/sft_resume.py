@@ -114,9 +114,10 @@ def resume_keeps_the_options(args: SftArgs, facts: Facts) -> Iterator[Problem]:
 
     With other data, another objective or other heads, the resumed run would be a different run with the same name.
     """
-    for name, before, now in _changed_options(args, facts):
-        if name in _FREE:
-            continue
+    changes = [change for change in _changed_options(args, facts) if change[0] not in _FREE]
+    # Defaults of other options depend on the model, so their values before are known only with the same one.
+    changes = [change for change in changes if change[0] == "model"] or changes
+    for name, before, now in changes:
         given = f"use --{name} {shell_line(before)}"
         if before is None:
             given = f"remove --{name}"
