@@ -73,7 +73,7 @@ def losses(args: argparse.Namespace, learns: bool, group: Any) -> tuple[Compute,
         return [found.loss_BS, *torch.autograd.grad(found.loss_BS.sum(), learned)]
 
     def chunked() -> list[torch.Tensor]:
-        target = TrunkTarget(trunk, weight.detach(), args.loss)
+        target = TrunkTarget(trunk, args.loss, weight.detach())
         if args.loss == "ce":
             target = LabelTarget(words)
         found = chunked_loss(states, weight, target, selected, group)
