@@ -29,6 +29,8 @@ def install() -> None:
     import torch
 
     sys.path.append(str(SITE))
+    if torch.version.cuda is not None:
+        return  # PyPI's torchvision is built for this torch
     library = torch.library.Library("torchvision", "DEF")
     for name in ("nms", "qnms"):
         library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")

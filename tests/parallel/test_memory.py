@@ -171,8 +171,10 @@ def test_experts(family):
     selection. The head of ERNIE 4.5 has no experts and no output norm.
     """
     sizes = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-    sizes |= {"norm_topk_prob": family == "qwen3_moe", "shared_expert_intermediate_size": 128}
+    sizes |= {"norm_topk_prob": family == "qwen3_moe"}
     sizes |= {"moe_num_experts": 8, "moe_k": 2, "moe_num_shared_experts": 2, "moe_layer_start_index": 1}
+    if family == "qwen2_moe":
+        sizes["shared_expert_intermediate_size"] = 128
     if family == "minimax_m2":
         sizes = OWN_SIZES["minimax_m2"] | {"num_local_experts": 8}
     hf_config = config(family, **sizes, decoder_sparse_step=1, mlp_only_layers=[])
