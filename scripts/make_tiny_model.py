@@ -52,7 +52,7 @@ FAMILIES = (
         "mimo",
     ),
     *("ernie4_5_moe", "gpt_oss", "mimo_v2_flash", "minimax_m2"),  # with experts
-    *("qwen2_moe", "qwen3_moe", "glm4_moe", "hy_v3"),
+    *("qwen2_moe", "qwen3_moe", "glm4_moe", "hy_v3", "step3p5"),
     *("deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa"),  # with latent attention
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),  # with linear attention
 )
@@ -138,6 +138,21 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
     },
+    # `layers_of_step3p5` adds the settings of layers. vLLM does not support a single key-value head.
+    "step3p5": {
+        "num_key_value_heads": 2,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "share_expert_dim": 64,
+        "moe_router_scaling_factor": 2.0,
+        "sliding_window": 16,
+        "moe_router_activation": "sigmoid",  # from here on for engines
+        "need_fp32_gate": True,
+        "norm_expert_weight": True,
+        "use_head_wise_attn_gate": True,
+        "use_moe_router_bias": True,
+        "zero_centered": True,
+    },
     "mistral": {"sliding_window": None},
     "exaone4": {"sliding_window": 16, "sliding_window_pattern": 2},
     "gemma3_text": {
@@ -170,8 +185,9 @@ MTP_NAMES = {
     "hy_v3": ("enorm", "hnorm", "eh_proj", "final_layernorm"),
     "ernie4_5_moe": ("emb_norm", "hidden_norm", "linear_proj"),
     "mimo_v2_flash": ("enorm", "hnorm", "eh_proj", "final_layernorm"),
+    "step3p5": ("enorm", "hnorm", "eh_proj", "transformer.shared_head.norm"),
 }
-WITH_FIRST_LAYER = ("ernie4_5_moe", "mimo_v2_flash")
+WITH_FIRST_LAYER = ("ernie4_5_moe", "mimo_v2_flash", "step3p5")
 """Families whose MTP layers have blocks like the first decoder layer."""
 MIMO_CODE = """\
 from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -235,6 +251,8 @@ def tiny_config(family: str, tokenizer: PreTrainedTokenizerFast, args: argparse.
         values["layer_types"] = [("sliding_attention", "full_attention")[n % 2] for n in range(args.num_layers)]
     if family == "mimo_v2_flash":
         values |= layers_of_mimo_v2_flash(values)
+    if family == "step3p5":
+        values |= layers_of_step3p5(values, heads=args.mtp_num_layers)
     if family == "hy_v3":  # the name in vLLM
         values["expert_hidden_dim"] = args.hidden_size
     return AutoConfig.for_model(MODEL_TYPES.get(family, family), **values)
@@ -254,10 +272,33 @@ def layers_of_mimo_v2_flash(values: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def layers_of_step3p5(values: dict[str, Any], heads: int) -> dict[str, Any]:
+    """Return the settings of layers, with a window in the first of each two and in the heads, and those for engines."""
+    layers = values["num_hidden_layers"]
+    kinds = [("sliding_attention", "full_attention")[number % 2] for number in range(layers)]
+    kinds += ["sliding_attention"] * heads
+    return {
+        "layer_types": kinds,
+        "rope_theta": [50_000.0 if kind == "full_attention" else 10_000.0 for kind in kinds],
+        "partial_rotary_factors": [0.5 if kind == "full_attention" else 1.0 for kind in kinds],
+        "moe_layers_enum": ",".join(map(str, range(1, layers))),
+        "attention_other_setting": {
+            "attention_type": "sliding_attention",
+            "num_attention_heads": 2 * values["num_attention_heads"],
+            "num_attention_groups": values["num_key_value_heads"],
+            "head_dim": values["head_dim"],
+        },
+        # vLLM does not support a limit of experts on a CPU.
+        "swiglu_limits": [0.0] * len(kinds),
+        "swiglu_limits_shared": [0.0] + [2.0] * (layers - 1) + [0.0] * heads,
+        "num_nextn_predict_layers": heads,
+    }
+
+
 def mtp_tensors(family: str, trunk: dict[str, torch.Tensor], num_layers: int, depth: int) -> dict[str, torch.Tensor]:
     """Return the tensors of `depth` random MTP layers, whose blocks have the shapes of the last decoder layer.
 
-    In ERNIE 4.5 and MiMo-V2-Flash, they have those of the first one.
+    In ERNIE 4.5, MiMo-V2-Flash and Step-3.5, they have those of the first one.
 
     Args:
         trunk: tensors of the trunk.
@@ -282,16 +323,16 @@ def mtp_tensors(family: str, trunk: dict[str, torch.Tensor], num_layers: int, de
             names = [f"model.mtp_{name}.{k}.weight" for name in MTP_NAMES[family]]
         embedding_norm, hidden_norm, projection, *output_norm = names
         for name in (embedding_norm, hidden_norm, *output_norm):
-            tensors[name] = torch.ones(hidden_size, dtype=embedding.dtype)
+            start = torch.zeros if family == "step3p5" else torch.ones  # its norms multiply by 1 + weight
+            tensors[name] = start(hidden_size, dtype=embedding.dtype)
         tensors[projection] = torch.randn(hidden_size, 2 * hidden_size, dtype=embedding.dtype) * std
         for name, tensor in block.items():
             tensors[prefix + name] = torch.randn_like(tensor) * std if tensor.dim() == 2 else tensor.clone()
-        if family not in (
-            "ernie4_5_moe",
-            "mimo",
-            "mimo_v2_flash",
-            "hy_v3",
-        ):  # files on the hub repeat the trunk's tensors in each head
+        if family == "step3p5":
+            output = torch.randn_like(embedding) * std
+            tensors[f"{prefix}transformer.shared_head.output.weight"] = output
+        # Files on the hub repeat the trunk's tensors in each head.
+        elif family not in ("ernie4_5_moe", "mimo", "mimo_v2_flash", "hy_v3"):
             tensors[f"{prefix}embed_tokens.weight"] = embedding.clone()
             tensors[f"{prefix}shared_head.head.weight"] = trunk.get("lm_head.weight", embedding).clone()
     return tensors
@@ -300,6 +341,8 @@ def mtp_tensors(family: str, trunk: dict[str, torch.Tensor], num_layers: int, de
 def make_tiny_model(args: argparse.Namespace) -> None:
     torch.manual_seed(args.seed)
     tokenizer = train_tokenizer(args.vocab_size)
+    if args.family == "step3p5":
+        import swiftlite.engines.transformers.step3p5  # noqa: F401  # adds the model's class to transformers
     config = tiny_config(args.family, tokenizer, args)
     model = AutoModelForCausalLM.from_config(config).to(getattr(torch, args.torch_dtype))
     model.generation_config.do_sample = False
@@ -321,6 +364,8 @@ def add_mtp(directory: Path, family: str, num_layers: int, depth: int) -> None:
     save_file(trunk | mtp_tensors(family, trunk, num_layers, depth), weights, metadata={"format": "pt"})
     config_path = directory / "config.json"
     config = json.loads(config_path.read_text()) | {"num_nextn_predict_layers": depth}
+    if family == "step3p5":
+        config = step3p5_as_published(config, num_layers, depth)
     if family == "mimo":
         config |= {
             "model_type": "mimo",
@@ -332,6 +377,17 @@ def add_mtp(directory: Path, family: str, num_layers: int, depth: int) -> None:
         }
         (directory / "modeling_mimo.py").write_text(MIMO_CODE)
     config_path.write_text(json.dumps(config, indent=2) + "\n")
+
+
+def step3p5_as_published(config: dict[str, Any], num_layers: int, depth: int) -> dict[str, Any]:
+    """Return a config.json with the keys of published files, which engines read, instead of those of transformers."""
+    names = {"num_key_value_heads": "num_attention_groups", "n_routed_experts": "moe_num_experts"}
+    names["num_experts_per_tok"] = "moe_top_k"
+    of_transformers = ("mlp_layer_types", "num_sliding_attention_heads", "per_layer_config", "rope_parameters")
+    kept = {key: value for key, value in config.items() if key not in of_transformers and "mtp_" not in key}
+    sizes = {"num_attention_heads": config["num_attention_heads"], "num_hidden_layers": num_layers}
+    sizes |= {name: config[name] for name in ("num_key_value_heads", "head_dim")}
+    return {names.get(key, key): value for key, value in kept.items()} | layers_of_step3p5(sizes, depth)
 
 
 def main() -> None:

@@ -266,8 +266,8 @@ sizes that are multiples of 8.
 """
 
 _LINEAR = re.compile(
-    r"((?:model|mtp)\..*\.\d+\.(?:(?:self_attn|linear_attn|mlp)\.(?!indexer\.).*proj\w*|block_sparse_moe\..*w[123]))"
-    r"\.weight"
+    r"((?:model|mtp)\..*\.\d+\.(?:(?:self_attn|linear_attn|mlp)\.(?!indexer\.|g_proj\b).*proj\w*|"
+    r"block_sparse_moe\..*w[123]))\.weight"
 )
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _HEAD = re.compile(r"(?:^mtp\.|\.mtp\.layers\.|\.mtp_(?:layers|block)\.)")
@@ -276,7 +276,7 @@ _HEAD = re.compile(r"(?:^mtp\.|\.mtp\.layers\.|\.mtp_(?:layers|block)\.)")
 def linear_modules(directory: Path, tensors: Collection[str]) -> tuple[list[str], list[str]]:
     """Return the names, in files, of the linear modules in decoder layers: those of the trunk, and those of the heads.
 
-    Routers, projections of heads, embeddings and output layers are not among them.
+    Routers, gates of attention heads, projections of MTP heads, embeddings and output layers are not among them.
     """
     config = json.loads((directory / "config.json").read_text())
     num_layers = config.get("text_config", config)["num_hidden_layers"]

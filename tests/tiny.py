@@ -76,6 +76,9 @@ from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5VisionConfi
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5VisionModel
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
+from transformers.models.step3p7.configuration_step3p7 import Step3p7TextConfig
+
+from swiftlite.engines.transformers.step3p5 import Step3p5ForCausalLM
 
 # transformers has no MiMo: its trunk is Qwen2's.
 CLASSES: dict[str, tuple[type, type]] = {
@@ -112,6 +115,7 @@ CLASSES: dict[str, tuple[type, type]] = {
     "mistral": (MistralConfig, MistralForCausalLM),
     "seed_oss": (SeedOssConfig, SeedOssForCausalLM),
     "smollm3": (SmolLM3Config, SmolLM3ForCausalLM),
+    "step3p5": (Step3p7TextConfig, Step3p5ForCausalLM),
 }
 # What a mixture has beside the sizes of all families. GLM-4.5's first layer is dense, its second is not.
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
@@ -281,6 +285,29 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         },
     },
     "smollm3": {"no_rope_layer_interval": 2},
+    # vLLM does not support a single key-value head.
+    "step3p5": {
+        "num_key_value_heads": 2,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "share_expert_dim": 32,
+        "moe_router_scaling_factor": 1.5,
+        "sliding_window": 8,
+        "pad_token_id": 0,
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "llama3",
+                "factor": 2.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 32.0,
+                "original_max_position_embeddings": 64,
+                "rope_theta": 5000000.0,
+                "partial_rotary_factor": 0.5,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
+        },
+    },
     "qwen3_next": WITH_SHARED | LINEAR,
     "qwen3_5": OF_QWEN3_5,
     "qwen3_5_text": OF_QWEN3_5,
@@ -302,9 +329,12 @@ WRAPPED = ("qwen3_5", "qwen3_5_moe", "qwen2_5_vl", "qwen3_vl")
 """Families whose files contain a vision tower in addition to the language model."""
 TEXT_PREFIX = dict.fromkeys(WRAPPED, "model.language_model") | {"qwen2_5_vl": "model"}
 """Prefixes of the language model's tensors in these families' files."""
-WINDOWED = ("gemma3_text", "olmo3")
+WINDOWED = ("gemma3_text", "olmo3", "step3p5")
 """Families whose layers with and without a window have different rotary embeddings."""
-KIND_OF_HEADS = dict.fromkeys(WINDOWED, "full_attention") | {"mimo_v2_flash": "sliding_attention"}
+KIND_OF_HEADS: dict[str, str] = {
+    **dict.fromkeys(WINDOWED, "full_attention"),
+    **dict.fromkeys(("mimo_v2_flash", "step3p5"), "sliding_attention"),
+}
 """Of families with several rotary embeddings, the kind of layer with that of the heads, by transformers' name."""
 ONLY_IN_VLLM = ("qwen2_5_vl", "qwen3_vl")
 """Families whose heads SGLang and llama.cpp cannot use for drafting."""
@@ -325,6 +355,7 @@ CANNOT_DRAFT = {
         "phi3",
         "qwen2_moe",
         "smollm3",
+        "step3p5",
     ),
 }
 """Families whose heads an engine cannot use for drafting."""
@@ -349,8 +380,10 @@ VLLM_LINEAR_SIZES: dict[str, Any] = {"linear_key_head_dim": 128, "linear_value_h
 # Families whose heads repeat the trunk's embedding and output layer.
 HEADS_WITH_COPIES = ("glm4_moe", *LATENT)
 # Families whose heads are numbered after the trunk's layers.
-NEXT_LAYER_HEADS = (*HEADS_WITH_COPIES, "hy_v3")
-NEVER_TIED = ("mimo_v2_flash",)
+NEXT_LAYER_HEADS = (*HEADS_WITH_COPIES, "hy_v3", "step3p5")
+WITH_OWN_OUTPUT = ("step3p5",)
+"""Families whose heads have output layers of their own."""
+NEVER_TIED = ("mimo_v2_flash", "step3p5")
 """Families whose output layer is never tied: engines do not support it. Tests of tied ones have untied ones instead."""
 WITH_SHARED_NORM = ("ernie4_5_moe",)
 """Families whose heads have no output norm of their own, but the trunk's final norm."""
@@ -363,6 +396,12 @@ HUB_NAMES: dict[str, dict[str, str]] = {
     },
     "ernie4_5_moe": {"mlp.gate.moe_statics.": "mlp.moe_statics."},
     "mimo_v2_flash": {"self_attn.sinks": "self_attn.attention_sink_bias"},
+    "step3p5": {
+        "mlp.gate.weight": "moe.gate.weight",
+        "mlp.gate.e_score_correction_bias": "moe.router_bias",
+        "mlp.shared_experts.": "share_expert.",
+        "mlp.experts.": "moe.experts.",
+    },
     "minimax_m2": {"mlp.": "block_sparse_moe.", ".gate_proj.": ".w1.", ".up_proj.": ".w3.", ".down_proj.": ".w2."},
 }
 CHATML = """\
@@ -430,7 +469,8 @@ def mtp_names(family: str, depth_index: int, num_layers: int = 2) -> tuple[dict[
         parts = ("enorm", "hnorm", "eh_proj", "final_layernorm")
     elif family in NEXT_LAYER_HEADS:
         head = block = f"model.layers.{num_layers + k}."
-        parts = ("enorm", "hnorm", "eh_proj", "final_layernorm" if family == "hy_v3" else "shared_head.norm")
+        output_norm = {"hy_v3": "final_layernorm", "step3p5": "transformer.shared_head.norm"}
+        parts = ("enorm", "hnorm", "eh_proj", output_norm.get(family, "shared_head.norm"))
     else:
         head = "mtp." if k == 0 else f"mtp.heads.{k}."
         parts, block = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"), f"mtp.layers.{k}."
@@ -464,24 +504,56 @@ def random_mtp_tensors(model: Any, family: str, depth: int, std: float = 0.2) ->
         if family in HEADS_WITH_COPIES:  # the hub's files repeat the trunk's tensors in each head
             tensors[f"{block}embed_tokens.weight"] = model.get_input_embeddings().weight.detach().clone()
             tensors[f"{block}shared_head.head.weight"] = model.lm_head.weight.detach().clone()
+        if family in WITH_OWN_OUTPUT:
+            tensors[output_name(block)] = torch.randn(model.config.vocab_size, hidden) * std
     return {name: tensor.to(dtype_of(name, model)) for name, tensor in tensors.items()}
 
 
-def head_layer(family: str) -> int:
-    """Return the index of the trunk's layer with the same kinds of attention and MLP as the heads."""
-    return 0 if family in ("ernie4_5_moe", "mimo_v2_flash") else -1
+def output_name(block: str) -> str:
+    """Return the name of a head's own output layer, given the prefix of its block."""
+    return f"{block}transformer.shared_head.output.weight"
+
+
+def head_layer(family: str, config: Any = None) -> int:
+    """Return the index of the trunk's layer with the same kinds of attention and MLP as the heads.
+
+    Args:
+        config: transformers' config of a published Step-3.5, which starts with another layer than a tiny one.
+    """
+    if family == "step3p5" and config is not None:
+        kinds = zip(config.layer_types, config.mlp_layer_types, strict=True)
+        return list(kinds).index(("sliding_attention", "dense"))
+    return 0 if family in ("ernie4_5_moe", "mimo_v2_flash", "step3p5") else -1
 
 
 def dtype_of(name: str, model: PreTrainedModel) -> torch.dtype:
     """Return the dtype of a tensor in transformers: the bias of GLM-4.5's router is always float32."""
-    return torch.float32 if name.endswith(("e_score_correction_bias", "expert_bias")) else model.dtype
+    biases = ("e_score_correction_bias", "expert_bias", "router_bias")
+    return torch.float32 if name.endswith(biases) else model.dtype
 
 
 def as_in_files(family: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return tensors that transformers has in memory with the experts of files on the hub; those of gpt-oss are
-    stacked.
+    """Return tensors that transformers has in memory with the experts of files on the hub; those of gpt-oss and
+    Step-3.5 are stacked.
     """
+    if family == "step3p5":
+        return per_matrix(tensors)
     return dict(tensors) if family == "gpt_oss" else per_expert(tensors)
+
+
+def per_matrix(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Split the stacks of gate and up, and give all stacks the names of matrices, as in files of Step-3.5."""
+    result = {}
+    for name, tensor in tensors.items():
+        prefix, experts, stack = name.partition("mlp.experts.")
+        if experts and stack == "gate_up_proj":
+            gate, up = tensor.chunk(2, dim=1)
+            result[f"{prefix}moe.gate_proj.weight"], result[f"{prefix}moe.up_proj.weight"] = gate.clone(), up.clone()
+        elif experts:
+            result[f"{prefix}moe.{stack}.weight"] = tensor
+        else:
+            result[name] = tensor
+    return result
 
 
 def per_expert(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -556,6 +628,8 @@ def make_tiny_model(
     values |= {"layer_types": alternating(values["num_hidden_layers"])} if family == "olmo3" else {}
     if family == "mimo_v2_flash":
         values |= mimo_v2_flash(values)
+    if family == "step3p5":
+        values |= lists_of_step(values) | config
     if family in LATENT:  # no groups of queries; transformers takes head_dim for that of the rotary part
         values |= {"num_key_value_heads": values["num_attention_heads"], "head_dim": values["qk_rope_head_dim"]}
     model = model_class(config_class(**values)).to(dtype).eval()
@@ -569,6 +643,24 @@ def make_tiny_model(
                 std *= 8 / parameter.shape[-1] ** 0.5
             parameter.copy_((1.0 if "norm" in name else 0.0) + torch.randn(parameter.shape) * std)
     return model
+
+
+def lists_of_step(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the lists of Step-3.5. The first layer is dense, and has a window like the heads."""
+    experts = values["num_hidden_layers"] - 1
+    return {
+        "layer_types": alternating(experts + 1),
+        "mlp_layer_types": ["dense"] + ["sparse"] * experts,
+        "num_sliding_attention_heads": 2 * values["num_attention_heads"],
+        "swiglu_limits": [0.0] * (experts + 1),  # vLLM does not support a limit of experts on a CPU
+        "swiglu_limits_shared": [0.0] + [1.5] * experts,
+    }
+
+
+def step3p5(sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config.json of a Step-3.5 with these sizes."""
+    config = Step3p7TextConfig(**{**sizes, **OWN_SIZES["step3p5"], **lists_of_step(sizes)})
+    return step_as_published(config.to_dict(), 0)
 
 
 def write_hf(
@@ -598,6 +690,8 @@ def write_hf(
     if family == "olmo3":  # as published; SGLang reads nothing else
         settings = config.pop("rope_parameters")["full_attention"]
         config |= {"rope_theta": settings.pop("rope_theta"), "rope_scaling": settings}
+    if family == "step3p5":
+        config = step_as_published(config, depth)
     if depth or family in ("ernie4_5_moe", "mimo", *NEXT_LAYER_HEADS):
         config[depth_key(family)] = depth
     config["dtype"] = str(model.dtype).removeprefix("torch.")
@@ -605,6 +699,47 @@ def write_hf(
         config = wrapped(config, family)
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     return directory
+
+
+def step_as_published(config: dict[str, Any], depth: int) -> dict[str, Any]:
+    """Return the config.json of Step-3.5 with the keys of published files, given the config of transformers."""
+    kinds = config["layer_types"] + ["sliding_attention"] * depth
+    ropes = config["rope_parameters"]
+    full = dict(ropes["full_attention"])
+    theta = {kind: ropes[kind]["rope_theta"] for kind in set(kinds)}
+    factor = {kind: ropes[kind].get("partial_rotary_factor", 1.0) for kind in set(kinds)}
+    for key in ("rope_theta", "partial_rotary_factor"):
+        full.pop(key, None)
+    sparse = [number for number, kind in enumerate(config["mlp_layer_types"]) if kind == "sparse"]
+    groups, size = config["num_key_value_heads"], config["head_dim"]
+    renamed = {"num_key_value_heads": "num_attention_groups", "n_routed_experts": "moe_num_experts"}
+    renamed |= {"num_experts_per_tok": "moe_top_k"}
+    only_in_transformers = ("rope_parameters", "per_layer_config", "mlp_layer_types", "num_sliding_attention_heads")
+    kept = {key: value for key, value in config.items() if key not in only_in_transformers and "mtp_" not in key}
+    if config["eos_token_id"] is None:  # vLLM would stop at tokens 2 and 3
+        kept["eos_token_id"] = [config["vocab_size"]]
+    return {renamed.get(key, key): value for key, value in kept.items()} | {
+        "layer_types": kinds,
+        "rope_theta": [theta[kind] for kind in kinds],
+        "partial_rotary_factors": [factor[kind] for kind in kinds],
+        "rope_scaling": full if full["rope_type"] != "default" else None,
+        "yarn_only_types": ["full_attention"],
+        "moe_layers_enum": ",".join(map(str, sparse)),
+        "attention_other_setting": {
+            "attention_type": "sliding_attention",
+            "num_attention_heads": config["num_sliding_attention_heads"],
+            "num_attention_groups": groups,
+            "head_dim": size,
+        },
+        "swiglu_limits": config["swiglu_limits"] + [0.0] * depth,
+        "swiglu_limits_shared": config["swiglu_limits_shared"] + [0.0] * depth,
+        "use_head_wise_attn_gate": True,
+        "use_moe_router_bias": True,
+        "need_fp32_gate": True,
+        "norm_expert_weight": True,
+        "moe_router_activation": "sigmoid",
+        "zero_centered": True,
+    }
 
 
 def depth_key(family: str) -> str:

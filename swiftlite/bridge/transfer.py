@@ -448,7 +448,7 @@ def stream_hf(
     """Gather the weights of a Megatron model as whole Hugging Face tensors on the first rank. Collective.
 
     Every rank must iterate to the end; only the first rank receives tensors. Copies of a tensor (of a tied embedding,
-    or in MTP heads) are not sent. Experts are not stacked, except those of gpt-oss.
+    or in MTP heads) are not sent. Experts are not stacked, except those of gpt-oss and Step-3.5.
 
     Args:
         family: the model's family, which defines the rows.

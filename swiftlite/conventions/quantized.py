@@ -39,8 +39,8 @@ class HeadModules:
     Attributes:
         prefix: prefix of the head's decoder layer in files.
         projections: projections of attention and MLP, relative to `prefix`. In a quantized head, they are quantized.
-        selectors: modules that select experts or tokens, relative to `prefix`: routers and indexers. They are always
-            plain.
+        selectors: modules that select or weight experts, attention heads or tokens, relative to `prefix`: routers,
+            gates and indexers. They are always plain.
         others: names in files of the modules outside of the decoder layer: the projection that joins embedding and
             hidden state, and copies of the trunk's embedding and output layer. They are always plain.
     """
@@ -153,10 +153,10 @@ def unlisted_engines(method: str, family: Family, hf_config: HfConfig, *, keeps_
     if not keeps_block:
         always_plain = [engine for engine, known in conventions.items() if known and known.plain]
         # vLLM takes the quantized modules from the files, whose names differ from those of these drafts.
-        has_other_names = family.name in ("ernie4_5_moe", "mimo", "minimax_m2") or family.name.startswith("qwen3_5")
-        if method != "gptq" or not has_other_names:
+        other_names = ("ernie4_5_moe", "mimo", "minimax_m2", "qwen3_5", "step3p5")
+        if method != "gptq" or not family.name.startswith(other_names):
             return always_plain
-        return [engine for engine, matching in MATCHINGS.items() if matching.reads_files]
+        return [engine for engine, matching in MATCHINGS.items() if matching.reads_files or engine in always_plain]
     return [engine for engine, known in conventions.items() if known and _is_ambiguous(known, hf_config, method)]
 
 
@@ -197,7 +197,7 @@ def _plain(family: Family, hf_config: HfConfig, keeps_block: bool, method: str) 
 
 
 def _plain_in_trunk(family: Family, hf_config: HfConfig) -> list[str]:
-    """Return the modules of the trunk that a list must contain: routers, indexers, and a vision tower."""
+    """Return the modules of the trunk that a list must contain: routers, gates, indexers, and a vision tower."""
     selectors = [name for name in _matrices(family.trunk_rows(hf_config)) if is_selector(name)]
     if family.vision is None:
         return selectors
@@ -211,12 +211,13 @@ def _matrices(rows: Iterable[Row]) -> list[str]:
 
 
 def is_selector(module: str) -> bool:
-    """Return whether a module selects or weights experts, or belongs to an indexer, which selects tokens.
+    """Return whether a module selects or weights experts or attention heads, or belongs to an indexer, which selects
+    tokens.
 
-    Projections have names such as "up_proj".
+    Except for "g_proj", a gate per attention head, names with "proj" are those of projections.
     """
     parts = module.split(".")
-    return parts[-1] in ("gate", "router", "shared_expert_gate") or "indexer" in parts
+    return parts[-1] in ("gate", "router", "shared_expert_gate", "g_proj") or "indexer" in parts
 
 
 def _added(listed: list[str] | None, entries: list[str]) -> list[str]:

@@ -35,6 +35,12 @@ _LINES = {
     "mimo": Convention("MiMoMTP", "last", Drafting(zeroes_first_embedding=True), block=""),
     "seed_oss": Convention("SeedOssForCausalLMMTP", "one"),
     "smollm3": Convention("SmolLM3ForCausalLMMTP", "one"),
+    "step3p5": Convention(
+        "Step3p5MTP",
+        drafting=Drafting(takes_before_norm=True, recycles_before_norm=True, chains_before_norm=True),
+        block="model.mtp_block.",
+        plain=("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"),
+    ),
     "qwen3_moe": Convention("Qwen3MoeForCausalLMMTP", "first", block=_FIRST_LAYER),
     "glm4_moe": Convention("Glm4MoeForCausalLMNextN", "one", block=_DECODER),
     "glm4_moe_lite": Convention("Glm4MoeLiteForCausalLMNextN", "one", block=_DECODER),

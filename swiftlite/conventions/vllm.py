@@ -35,6 +35,7 @@ _LINES = {
     "qwen3_vl": Convention("Qwen3VLMTPModel"),
     "seed_oss": Convention("SeedOssMTPModel"),
     "smollm3": Convention("SmolLM3MTPModel"),
+    "step3p5": Convention("Step3p5MTP", block="model.layers.{layer}.mtp_block."),
     # These classes support several heads, but this was not measured; published models have one.
     "glm4_moe": Convention("Glm4MoeMTP", "first", block=_NEXT_LAYER),
     "glm4_moe_lite": Convention("Glm4MoeLiteMTP", "first", block=_NEXT_LAYER),

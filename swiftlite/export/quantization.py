@@ -52,10 +52,10 @@ def matrices_of(model: HfModel, quant_heads: QuantHeads | None) -> dict[str, Ent
     if format_of(model.config):
         raise UserError(f"{model.name} is already quantized", "use the model before its quantization")
     kinds = [layer.mlp for layer in model.family.architecture(model.config).layers]
-    if any(isinstance(kind, MixtureOfExperts) and kind.hf_is_transposed for kind in kinds):
+    if any(isinstance(kind, MixtureOfExperts) and (kind.hf_is_transposed or kind.hf_is_stacked) for kind in kinds):
         raise UserError(
-            f"--quant_method is not supported for {model.family.name}, whose files have all experts of a layer in one "
-            "transposed tensor",
+            f"--quant_method is not supported for {model.family.name}, whose files have the matrices of all experts of "
+            "a layer in one tensor",
             "remove it",
         )
     chosen = quantized_weights(model, keeps_heads=quant_heads != "block")

@@ -36,6 +36,7 @@ from swiftlite.families.models.qwen3_next import QWEN3_NEXT
 from swiftlite.families.models.qwen3_vl import QWEN3_VL
 from swiftlite.families.models.seed_oss import SEED_OSS
 from swiftlite.families.models.smollm3 import SMOLLM3
+from swiftlite.families.models.step3p5 import STEP3P5
 from swiftlite.families.rank import Rank
 from swiftlite.families.values import rope_problems, value_problems
 from swiftlite.families.vision import channels_of
@@ -73,6 +74,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3_vl": QWEN3_VL,
     "seed_oss": SEED_OSS,
     "smollm3": SMOLLM3,
+    "step3p5": STEP3P5,
 }
 
 

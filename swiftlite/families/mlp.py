@@ -106,6 +106,7 @@ class MixtureOfExperts:
         shared_limit: limit of the shared experts.
         hf_is_transposed: whether files have the stacks of gpt-oss (`bridge/encoding/expert_stack.py`). Rows of gate and
             up alternate, in files and in memory.
+        hf_is_stacked: whether files have one stack per matrix, as those of Step-3.5 do.
         hf_matrices: names in files of an expert's matrices gate, up and down.
         hf_ffn: key of config.json for `ffn`.
         router: how the router scores and selects experts, as arguments of megatron-core's TransformerConfig.
@@ -130,6 +131,7 @@ class MixtureOfExperts:
     limit: float | None = None
     shared_limit: float | None = None
     hf_is_transposed: bool = False
+    hf_is_stacked: bool = False
     hf_matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     hf_ffn: str = "moe_intermediate_size"
     router: Mapping[str, Any] = field(default_factory=dict)

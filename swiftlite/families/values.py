@@ -30,6 +30,9 @@ _SIZES = {
     "num_shared_experts": (0, 1_000),
     "expert_hidden_dim": (1, 1_000_000),
     "moe_num_experts": (1, 5_000),
+    "moe_top_k": (1, 5_000),
+    "share_expert_dim": (1, 1_000_000),
+    "num_attention_groups": (1, 2_000),
     "moe_k": (1, 5_000),
     "moe_num_shared_experts": (0, 1_000),
     "moe_layer_start_index": (0, 1_000),
@@ -83,6 +86,7 @@ _NUMBERS = {
     "logits_scaling": (1e-6, 1e6),
     "residual_multiplier": (1e-6, 1e6),
     "router_scaling_factor": (1e-6, 1e6),
+    "moe_router_scaling_factor": (1e-6, 1e6),
     "factor": (1e-6, 1e6),
     "original_max_position_embeddings": (1, 10**9),
     "attention_factor": (1e-6, 1e6),
@@ -93,6 +97,15 @@ _NUMBERS = {
     "mscale": (0.0, 1e6),
     "mscale_all_dim": (0.0, 1e6),
 }
+_BY_LAYER = {
+    "step3p5": {
+        "partial_rotary_factors": (1e-6, 1.0),
+        "rope_theta": (1e-6, 1e30),
+        "swiglu_limits": (0.0, 1e6),
+        "swiglu_limits_shared": (0.0, 1e6),
+    }
+}
+"""Lowest and highest number in lists with a number for each layer, by model_type and key."""
 ROPE_TYPES: dict[str, tuple[str, ...]] = {
     "default": (),
     "mrope": (),
@@ -138,7 +151,8 @@ def value_problems(hf_config: Mapping[str, Any]) -> list[str]:
         value = hf_config.get(key)
         if value is not None and not (_is_whole(value) and lowest <= value <= highest):
             problems.append(f"{key} {_shown(value)} is not an integer from {lowest} to {highest}")
-    problems += _number_problems(hf_config)
+    by_layer = _BY_LAYER.get(str(hf_config.get("model_type")), {})
+    problems += _number_problems(hf_config, by_layer)
     for key in _FLAGS:
         if not isinstance(hf_config.get(key), bool | None):
             problems.append(f"{key} {_shown(hf_config[key])} is not true or false")
@@ -151,7 +165,7 @@ def value_problems(hf_config: Mapping[str, Any]) -> list[str]:
     for key in _OBJECTS:
         value = hf_config.get(key)
         if isinstance(value, dict):
-            problems += [f"{key}: {problem}" for problem in _number_problems(value)]
+            problems += [f"{key}: {problem}" for problem in _number_problems(value, {})]
         elif value is not None:
             problems.append(f"{key} {_shown(value)} is not an object")
     return problems
@@ -166,7 +180,7 @@ def rope_problems(settings: Mapping[str, Any]) -> list[str]:
     rope_type = settings.get("rope_type", settings.get("type", "default"))
     if not isinstance(rope_type, str) or rope_type not in ROPE_TYPES:
         return [f"rope_type {_shown(rope_type)} is unknown; known: {', '.join(sorted(ROPE_TYPES))}"]
-    problems = _number_problems(settings)
+    problems = _number_problems(settings, {})
     if nested := [key for key, value in settings.items() if isinstance(value, dict)]:
         problems.append(f"{_shown(nested[0])} has settings of its own, which this family does not support")
     for key in ROPE_TYPES[rope_type]:
@@ -177,13 +191,20 @@ def rope_problems(settings: Mapping[str, Any]) -> list[str]:
     return problems
 
 
-def _number_problems(values: Mapping[str, Any]) -> list[str]:
+def _number_problems(values: Mapping[str, Any], by_layer: Mapping[str, tuple[float, float]]) -> list[str]:
+    """Return a problem (one line) for every key with a value that is not a number, or too small or too large.
+
+    Args:
+        by_layer: lowest and highest number of keys that can have lists of numbers.
+    """
     problems = []
-    for key, (lowest, highest) in _NUMBERS.items():
+    for key, (lowest, highest) in {**_NUMBERS, **by_layer}.items():
         value = values.get(key)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if value is not None and not (is_number and lowest <= value <= highest):
-            problems.append(f"{key} {_shown(value)} is not a number from {lowest:g} to {highest:g}")
+        for number in value if key in by_layer and isinstance(value, list) else [value]:
+            is_number = isinstance(number, int | float) and not isinstance(number, bool)
+            if number is not None and not (is_number and lowest <= number <= highest):
+                problems.append(f"{key} {_shown(number)} is not a number from {lowest:g} to {highest:g}")
+                break
     return problems
 
 

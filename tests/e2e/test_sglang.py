@@ -53,6 +53,7 @@ CASES += [
     ("phi3", 3),
     ("qwen2_moe", 3),
     ("smollm3", 3),
+    ("step3p5", 1),  # a head for each draft token
 ]
 # Each family with a draft class or a kind of layer of its own. A single draft with one of the families: the first of
 # several is that of the others.

@@ -25,6 +25,7 @@ from tests.tiny import (
     DSA,
     HEADS_WITH_COPIES,
     KIND_OF_HEADS,
+    WITH_OWN_OUTPUT,
     as_in_files,
     embedded,
     head_layer,
@@ -33,6 +34,7 @@ from tests.tiny import (
     make_tiny_model,
     memory_name,
     mtp_names,
+    output_name,
     random_mtp_tensors,
     write_hf,
 )
@@ -70,6 +72,8 @@ class Reference(nn.Module):
         takes_state_before_norm: whether heads read the trunk's state before its final norm, as vLLM's MiMo heads do.
         recycles_state_before_norm: whether a head that drafts several tokens reads its state before its output norm, as
             vLLM's GLM-4.5 head does.
+        chains_state_before_norm: whether a head reads the state of the previous head before its output norm, as vLLM's
+            Step-3.5 heads do.
         takes_hidden_first: whether the projection reads the state before the embedding, as in MiMo.
         draft_vocab: ids of the tokens that the heads can draft; empty for all.
     """
@@ -77,7 +81,8 @@ class Reference(nn.Module):
     def __init__(self, trunk: Any, family: str, mtp_tensors: dict[str, torch.Tensor], depth: int):
         super().__init__()
         self.trunk, self.family, self.depth = trunk, family, depth
-        self.zeroes_first_embedding = self.takes_state_before_norm = self.recycles_state_before_norm = False
+        self.zeroes_first_embedding = self.takes_state_before_norm = False
+        self.recycles_state_before_norm = self.chains_state_before_norm = False
         self.takes_hidden_first = family == "mimo"
         self.draft_vocab: list[int] = []
         trunk.set_experts_implementation("eager")
@@ -93,6 +98,9 @@ class Reference(nn.Module):
             head: Any = nn.ModuleDict(norms)
             head["projection"] = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
             head["block"] = layer_class(config, layer_idx=number)
+            if family in WITH_OWN_OUTPUT:
+                head["output"] = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+                head["output"].weight.data.copy_(mtp_tensors[output_name(block)])
             for role, name in names.items():
                 head[role].weight.data.copy_(mtp_tensors[name])
             inner = {name.removeprefix(block): t for name, t in mtp_tensors.items() if name.startswith(block)}
@@ -125,6 +133,8 @@ class Reference(nn.Module):
             tensors |= {name: head[role].weight.detach() for role, name in names.items()}
             for suffix, tensor in as_in_files(self.family, head["block"].state_dict()).items():
                 tensors[block + head_name(self.family, suffix)] = tensor
+            if self.family in WITH_OWN_OUTPUT:
+                tensors[output_name(block)] = head["output"].weight.detach()
             if self.family in HEADS_WITH_COPIES:
                 tensors[f"{block}embed_tokens.weight"] = self.trunk.model.embed_tokens.weight.detach().clone()
                 tensors[f"{block}shared_head.head.weight"] = self.trunk.lm_head.weight.detach().clone()
@@ -156,7 +166,15 @@ class Reference(nn.Module):
             before, _ = before  # and the selected tokens
         after = head["output_norm"](before)
         goes_on_alone = k == self.depth - 1
-        return (before if self.recycles_state_before_norm and goes_on_alone else after), after
+        takes_before = self.recycles_state_before_norm if goes_on_alone else self.chains_state_before_norm
+        return (before if takes_before else after), after
+
+    def head_logits(self, k: int, after: torch.Tensor) -> torch.Tensor:
+        """Return the logits [..., V] of head k for states after its output norm."""
+        head: Any = self.heads[k]
+        if "output" in head:
+            return head["output"](after)
+        return logits_of(self.trunk, after)
 
     def _mask(self, length: int) -> torch.Tensor | None:
         """Return the mask [1, 1, S, S] of heads with a sliding window; None if heads see all tokens before theirs.
@@ -201,7 +219,7 @@ class Reference(nn.Module):
                 fed = torch.cat((fed, hidden[:, -1:]), dim=1)
             k = min(j, self.depth - 1)
             hidden, after = self.head_states(k, fed, torch.tensor([ids[shift:]]))
-            logits.append(logits_of(self.trunk, after[0, -1]))
+            logits.append(self.head_logits(k, after[0, -1]))
             if self.draft_vocab:
                 drafted = torch.tensor(self.draft_vocab)
                 logits[-1] = torch.full_like(logits[-1], -torch.inf).index_copy(0, drafted, logits[-1][drafted])
@@ -310,6 +328,7 @@ def follow(reference: Reference, drafting: Drafting) -> Reference:
     """Let the reference use these inputs of heads."""
     reference.takes_state_before_norm = drafting.takes_before_norm
     reference.recycles_state_before_norm = drafting.recycles_before_norm
+    reference.chains_state_before_norm = drafting.chains_before_norm
     reference.zeroes_first_embedding = drafting.zeroes_first_embedding
     return reference
 
@@ -328,6 +347,8 @@ def stack_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Stack the tensors of experts. This is the inverse of `as_in_files`."""
     if any(name.endswith("experts.gate_up_proj") for name in tensors):
         return tensors
+    if any(name.endswith("moe.gate_proj.weight") for name in tensors):
+        return _stacks_of_gate_and_up(tensors)
     stacked = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
     for prefix in {name.partition("experts.")[0] for name in tensors.keys() - stacked.keys()}:
         count = sum(name.startswith(f"{prefix}experts.") for name in tensors) // 3
@@ -338,6 +359,19 @@ def stack_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         gate_up = [torch.cat((part(e, "gate_proj"), part(e, "up_proj"))) for e in range(count)]
         stacked[f"{prefix}experts.gate_up_proj"] = torch.stack(gate_up)
         stacked[f"{prefix}experts.down_proj"] = torch.stack([part(e, "down_proj") for e in range(count)])
+    return stacked
+
+
+def _stacks_of_gate_and_up(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Invert `per_matrix`."""
+    stacked = {name: tensor for name, tensor in tensors.items() if ".moe." not in name}
+    for name in tensors.keys() - stacked.keys():
+        prefix, _, matrix = name.partition("moe.")
+        if matrix == "gate_proj.weight":
+            gate_up = (tensors[f"{prefix}moe.{kind}_proj.weight"] for kind in ("gate", "up"))
+            stacked[f"{prefix}mlp.experts.gate_up_proj"] = torch.cat(tuple(gate_up), dim=1)
+        elif matrix == "down_proj.weight":
+            stacked[f"{prefix}mlp.experts.down_proj"] = tensors[name]
     return stacked
 
 
@@ -423,8 +457,9 @@ def learn_by_heart(model: Reference, rows_BS: torch.Tensor, unroll: int) -> None
         for k in range(max(model.depth, unroll)):
             length = rows_BS.shape[1] - k - 2
             ids_BS = rows_BS[:, k + 1 : k + 1 + length]
-            hidden, after = model.head_states(min(k, model.depth - 1), hidden[:, :length], ids_BS)
-            said.append((logits_of(model.trunk, after), rows_BS[:, k + 2 :]))
+            head = min(k, model.depth - 1)
+            hidden, after = model.head_states(head, hidden[:, :length], ids_BS)
+            said.append((model.head_logits(head, after), rows_BS[:, k + 2 :]))
         if all(smallest_lead(logits.detach(), targets) > LEARNED for logits, targets in said):
             return
         loss = torch.stack([cross_entropy(logits.flatten(0, 1), targets.flatten()) for logits, targets in said]).sum()

@@ -104,7 +104,9 @@ def test_nvfp4_has_one_global_scale_per_merged_matrix(mesh, tmp_path, family):
             assert torch.equal(checkpoint.read(f"{module}.weight").to(numbers.dtype), numbers)
 
 
-QUANTIZED = [family for family in FAMILIES if family != "gpt_oss"]
+STACKED = ("gpt_oss", "step3p5")
+"""Families whose files have the matrices of all experts in one tensor."""
+QUANTIZED = [family for family in FAMILIES if family not in STACKED]
 
 
 @pytest.mark.parametrize(
@@ -157,9 +159,10 @@ def test_heads_can_be_quantized_in_files_of_several_shards(mesh, tmp_path):
     assert audit_hf(out, resolve(out).family) == []
 
 
-def test_stacks_of_gpt_oss_are_refused(mesh, tmp_path):
-    model = make_tiny_hf(tmp_path / "plain", "gpt_oss", dtype=torch.bfloat16, with_tokenizer=True)
-    with pytest.raises(UserError, match=naming("--quant_method gpt_oss")):
+@pytest.mark.parametrize("family", STACKED)
+def test_stacks_are_refused(mesh, tmp_path, family):
+    model = make_tiny_hf(tmp_path / "plain", family, dtype=torch.bfloat16, with_tokenizer=True)
+    with pytest.raises(UserError, match=naming(f"--quant_method {family}")):
         run(model, mesh, tmp_path / "out", **METHODS["int8"])
     assert not (tmp_path / "out").exists()
 

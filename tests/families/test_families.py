@@ -21,11 +21,13 @@ from tests.tiny import (
     WINDOWED,
     alternating,
     hub_name,
+    lists_of_step,
     make_tiny_model,
     mimo_v2_flash,
     mtp_names,
     per_expert,
     random_mtp_tensors,
+    step_as_published,
 )
 
 # What does not change what a model computes from tokens to logits: training, generation, bookkeeping.
@@ -112,6 +114,18 @@ OWN_NEUTRAL = {
     },
     "seed_oss": {"attention_out_bias", "mlp_bias", "residual_dropout"},
     "smollm3": {"attention_bias", "mlp_bias"},
+    "step3p5": {
+        "attention_bias",
+        "mlp_bias",
+        "moe_router_activation",
+        "need_fp32_gate",
+        "norm_expert_weight",
+        "query_pre_attn_scalar",
+        "use_head_wise_attn_gate",
+        "use_moe_router_bias",
+        "yarn_only_types",
+        "zero_centered",
+    },
     "olmo2": {"attention_bias"},
     "olmo3": {"attention_bias"},
     "phi3": {"embd_pdrop", "resid_pdrop"},
@@ -220,10 +234,25 @@ OWN_READ = {
     "granite": {"attention_multiplier", "embedding_multiplier", "logits_scaling", "residual_multiplier"},
     "phi3": {"original_max_position_embeddings", "sliding_window"},  # the first by the rotary embedding
     "smollm3": {"no_rope_layer_interval", "no_rope_layers"},
+    "step3p5": {
+        "attention_other_setting",
+        "moe_intermediate_size",
+        "moe_layers_enum",
+        "moe_num_experts",
+        "moe_router_scaling_factor",
+        "moe_top_k",
+        "num_attention_groups",
+        "partial_rotary_factors",
+        "rope_scaling",
+        "rope_theta",
+        "share_expert_dim",
+        "swiglu_limits",
+        "swiglu_limits_shared",
+    },
 }
 OWN_READ["qwen3_5_text"], OWN_READ["qwen3_5_moe_text"] = OWN_READ["qwen3_5"], OWN_READ["qwen3_5_moe"]
-MOE = sorted(family for family, keys in OWN_READ.items() if keys & {"moe_k", "num_experts_per_tok"})
-TOPK = {"ernie4_5_moe": "moe_k"}
+MOE = sorted(family for family, keys in OWN_READ.items() if keys & {"moe_k", "moe_top_k", "num_experts_per_tok"})
+TOPK = {"ernie4_5_moe": "moe_k", "step3p5": "moe_top_k"}
 """Keys for the number of experts per token, if it is not num_experts_per_tok."""
 # What latent attention changes in the keyword arguments of megatron-core's config.
 LATENT_ATTENTION: dict[str, dict[str, Any]] = {
@@ -281,6 +310,7 @@ OWN_CONFIG["gemma3_text"] = {
     "softmax_scale": 48**-0.5,
 }
 OWN_CONFIG["smollm3"] = {"hetereogenous_dist_checkpoint": True}
+OWN_CONFIG["step3p5"] = {"layernorm_zero_centered_gamma": True, "num_attention_heads": 8, "qk_layernorm": True}
 OWN_CONFIG["olmo3"] = {"hetereogenous_dist_checkpoint": True}
 OWN_CONFIG["mimo_v2_flash"] = {"kv_channels": 12, "num_query_groups": 4, "softmax_scale": 16**-0.5}
 OWN_CONFIG["hy_v3"] = {"init_method_std": 0.006}
@@ -295,10 +325,14 @@ def hf_config(family: str, **changes: Any) -> dict[str, Any]:
     own: dict[str, Any] = {"layer_types": alternating(2)} if family == "olmo3" else {}
     if family == "mimo_v2_flash":
         own = mimo_v2_flash(sizes)
-    config: PreTrainedConfig = CLASSES[family][0](
-        vocab_size=128, hidden_size=64, intermediate_size=96, **sizes, **own, **OWN_SIZES.get(family, {})
-    )
-    return config.to_dict() | {"model_type": family} | changes
+    if family == "step3p5":
+        own = lists_of_step(sizes)
+    values = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, **sizes, **own}
+    config: PreTrainedConfig = CLASSES[family][0](**values | OWN_SIZES.get(family, {}))
+    written = config.to_dict() | {"model_type": family}
+    if family == "step3p5":
+        written = step_as_published(written, 0)
+    return written | changes
 
 
 def mcore_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -322,7 +356,9 @@ def test_rows_are_exactly_the_tensors_of_transformers(family, tied):
     if config["tie_word_embeddings"]:
         del state["lm_head.weight"]
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
-    rows = families.FAMILIES[family].rows(config)
+    if family == "step3p5":
+        config = step_as_published(config, 2)
+    rows = families.FAMILIES[family].rows(config, 0)
     assert {key: shape for row in rows for key, shape in row.hf.items()} == shapes
     assert len([key for row in rows for key in row.hf]) == len(shapes)
 
@@ -444,6 +480,12 @@ NOT_READ_OF_YARN = [
 ]
 """Settings of YaRN that engines do not read for gpt-oss, or without which they fail."""
 PARTIAL_ROTARY = ("glm4_moe", "mimo_v2_flash", "phi3", *HYBRID)
+OTHER_OF_STEP = {
+    "attention_type": "sliding_attention",
+    "num_attention_heads": 8,
+    "num_attention_groups": 2,
+    "head_dim": 16,
+}
 REFUSED = [
     *[(family, "hidden_act", "gelu") for family in families.FAMILIES],
     *[
@@ -724,6 +766,66 @@ REFUSED = [
     ("smollm3", "num_key_value_heads", None),
     ("smollm3", "rope_parameters", {"rope_type": "default"}),
     *[
+        ("step3p5", key, None)
+        for key in (
+            "attention_other_setting",
+            "layer_types",
+            "moe_layers_enum",
+            "moe_num_experts",
+            "moe_router_scaling_factor",
+            "num_attention_groups",
+            "partial_rotary_factors",
+            "rope_theta",
+            "share_expert_dim",
+            "sliding_window",
+            "swiglu_limits",
+            "swiglu_limits_shared",
+            "yarn_only_types",
+        )
+    ],
+    *[
+        ("step3p5", key, False)
+        for key in ("need_fp32_gate", "norm_expert_weight", "use_head_wise_attn_gate", "use_moe_router_bias", "use_moe")
+    ],
+    *[
+        ("step3p5", "attention_other_setting", OTHER_OF_STEP | change)
+        for change in (
+            {"attention_type": "full_attention"},
+            {"head_dim": 8},
+            {"num_attention_groups": 4},
+            {"num_attention_heads": None},
+            {"num_attention_heads": 7},
+            {"num_attention_heads": 10**6},
+        )
+    ],
+    ("step3p5", "attention_bias", True),
+    ("step3p5", "mlp_bias", True),
+    ("step3p5", "gating", "per-channel"),
+    ("step3p5", "moe_layers_enum", "0,1"),
+    ("step3p5", "moe_layers_enum", "1,2"),
+    ("step3p5", "moe_layers_enum", [1]),
+    ("step3p5", "moe_layers_enum", "one"),
+    ("step3p5", "moe_router_activation", "softmax"),
+    ("step3p5", "moe_top_k", 1),
+    ("step3p5", "num_attention_groups", 3),
+    ("step3p5", "query_pre_attn_scalar", 8),
+    ("step3p5", "rope_theta", 1e4),
+    ("step3p5", "rope_theta", [1e4]),
+    ("step3p5", "rope_theta", [1e4, "5e6"]),
+    ("step3p5", "rope_theta", [1e4, None]),
+    ("step3p5", "partial_rotary_factors", [1.0, 0.25]),
+    ("step3p5", "rope_scaling", {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0] * 4}),
+    ("step3p5", "rope_scaling", {"rope_type": "llama3", "factor": 8.0}),
+    ("step3p5", "sink", True),
+    ("step3p5", "sliding_window", 0),
+    ("step3p5", "layer_types", ["full_attention", "full_attention"]),
+    ("step3p5", "layer_types", ["sliding_attention", "linear_attention"]),
+    ("step3p5", "swiglu_limits", [0.0, -1.0]),
+    ("step3p5", "swiglu_limits_shared", [7.0, 0.0]),
+    ("step3p5", "tie_word_embeddings", True),
+    ("step3p5", "use_rope_layers", [True, False]),
+    ("step3p5", "zero_centered", False),
+    *[
         (family, "rope_parameters", rope if family not in WINDOWED else {"full_attention": rope})
         for family in families.FAMILIES
         for rope in UNCOMPUTABLE
@@ -778,7 +880,11 @@ def test_the_part_of_a_head_that_turns_must_be_stated():
 
 @pytest.mark.parametrize(
     "family",
-    [family for family in MOE if not family.startswith(("ernie", "gpt_oss", "hy_v3", "mimo", "minimax", "qwen3_5"))],
+    [
+        family
+        for family in MOE
+        if not family.startswith(("ernie", "gpt_oss", "hy_v3", "mimo", "minimax", "qwen3_5", "step3p5"))
+    ],
 )
 def test_one_expert_per_token(family):
     """With one expert, its score divided by itself is 1. megatron-core's sigmoid router does not divide."""

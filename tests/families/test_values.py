@@ -35,6 +35,7 @@ def test_types_of_rotary_embeddings_are_those_of_transformers():
         ("rms_norm_eps", float("inf"), "rms_norm_eps inf 0 1"),
         ("rms_norm_eps", float("nan"), "rms_norm_eps nan 0 1"),
         ("rope_theta", 10**400, "rope_theta 1e-06"),
+        ("rope_theta", [1e4], "rope_theta [10000.0]"),
         ("rope_parameters", "a", "rope_parameters 'a'"),
         ("rope_parameters", {"factor": "a"}, "rope_parameters: factor 'a' 1e-06 1e+06"),
         ("tie_word_embeddings", "no", "tie_word_embeddings 'no' true false"),
@@ -47,3 +48,12 @@ def test_what_no_model_has_is_one_line(key, value, problem):
     (found,) = value_problems({"model_type": "qwen3", key: value})
     assert mentions(found, problem)
     assert len(found) < 200
+
+
+def test_lists_with_a_number_for_each_layer():
+    config = {"model_type": "step3p5", "rope_theta": [1e4, 1e6], "partial_rotary_factors": [1.0, 0.5]}
+    assert value_problems(config) == []
+    (problem,) = value_problems(config | {"partial_rotary_factors": [1.0, 1.5]})
+    assert mentions(problem, "partial_rotary_factors 1.5 1e-06 1")
+    (problem,) = value_problems(config | {"rope_theta": [1e4, "1e6"]})
+    assert mentions(problem, "rope_theta '1e6' 1e-06")

@@ -23,12 +23,14 @@ from tests.tiny import (
     LATENT,
     OWN_SIZES,
     WINDOWED,
+    WITH_OWN_OUTPUT,
     embedded,
     head_layer,
     logits_of,
     make_tiny_hf,
     memory_name,
     mtp_names,
+    output_name,
 )
 
 ROPES = {
@@ -63,6 +65,7 @@ MOE = (
     "qwen3_moe",
     "glm4_moe",
     "hy_v3",
+    "step3p5",
     *LATENT,
     *HYBRID,
 )
@@ -77,11 +80,13 @@ def assert_equal(ours: torch.Tensor, theirs: torch.Tensor, family: str) -> None:
     a SiLU depends on the position in memory. Up to 41 roundings were measured for a second head; in transformers, its
     logits change by 41 to 510 roundings if each weight changes by one rounding. transformers computes the attention of
     gpt-oss with all scores in memory, and its experts with transposed matrices; up to 24 roundings were measured.
-    The attention of MiMo-V2-Flash is computed like that of gpt-oss; up to 17 roundings were measured.
+    The attention of MiMo-V2-Flash is computed like that of gpt-oss; up to 17 roundings were measured. In
+    the second head of Step-3.5, up to 21 were measured. They come from the trunk: in transformers, the head's logits
+    change by up to 17 roundings if each number of the trunk's states changes by one rounding.
     """
     if family in MOE and ours.dtype is torch.float32:
         rounding = torch.finfo(ours.dtype).eps * theirs.abs().max().item()
-        limit = 64 if family in HYBRID else {"gpt_oss": 32, "mimo_v2_flash": 32}.get(family, 8)
+        limit = 64 if family in HYBRID else {"gpt_oss": 32, "mimo_v2_flash": 32, "step3p5": 32}.get(family, 8)
         torch.testing.assert_close(ours, theirs, rtol=0, atol=limit * rounding)
     else:
         assert torch.equal(ours, theirs), (ours - theirs).abs().max()
@@ -98,9 +103,11 @@ def assert_equal(ours: torch.Tensor, theirs: torch.Tensor, family: str) -> None:
 def test_trunk_logits_equal_transformers(tmp_path, mesh, family, tied, rope, dtype):
     if family == "phi3" and rope != "none":  # transformers' class has no other
         rope = "longrope"
+    if family == "step3p5" and rope == "longrope":  # which transformers supports only if layers have the same heads
+        rope = "llama3"
     if family == "gpt_oss":
         rope, dtype = "yarn", torch.float32  # engines have no other rope; bfloat16 below
-    if family in ("mimo_v2_flash", "minimax_m2"):
+    if family in ("mimo_v2_flash", "minimax_m2", "step3p5"):
         dtype = torch.float32  # bfloat16 below
     parameters: dict[str, Any] = dict(ROPES[rope] or {"rope_type": "default", "rope_theta": 10000.0})
     if family in ("glm4_moe", "minimax_m2"):
@@ -114,11 +121,19 @@ def test_trunk_logits_equal_transformers(tmp_path, mesh, family, tied, rope, dty
     if family in WINDOWED:
         if family == "olmo3":
             parameters["rope_theta"] = 500_000.0
+        if family == "step3p5":
+            parameters["partial_rotary_factor"] = 0.5
         base = 1e3 if family == "gemma3_text" else 500_000.0
         parameters = {"full_attention": parameters, "sliding_attention": {"rope_type": "default", "rope_theta": base}}
     if family in LATENT and rope == "longrope":
         parameters["factor"] = 4.0  # which transformers reads for the scale of the scores, whatever the kind of rope
-    rotary_dim = {"glm4_moe": 16, "minimax_m2": 16, "phi3": 16, **dict.fromkeys((*LATENT, *HYBRID), 8)}.get(family, 32)
+    rotary_dim = {
+        "glm4_moe": 16,
+        "minimax_m2": 16,
+        "phi3": 16,
+        "step3p5": 16,
+        **dict.fromkeys((*LATENT, *HYBRID), 8),
+    }.get(family, 32)
     for factors in parameters.keys() & {"short_factor", "long_factor"}:
         parameters[factors] = parameters[factors][: rotary_dim // 2]
     directory = make_tiny_hf(
@@ -143,7 +158,7 @@ def test_trunk_logits_equal_transformers(tmp_path, mesh, family, tied, rope, dty
 @pytest.mark.parametrize(("family", "depth", "dtype"), pairwise([*CLASSES], [1, 2], [torch.float32, torch.bfloat16]))
 def test_mtp_logits_equal_a_short_reference(tmp_path, mesh, family, depth, dtype):
     """Heads receive the inputs that the family's engine passes to them."""
-    if family in ("gpt_oss", "mimo_v2_flash", "minimax_m2"):
+    if family in ("gpt_oss", "mimo_v2_flash", "minimax_m2", "step3p5"):
         dtype = torch.float32  # see test_bfloat16_logits
     directory = make_tiny_hf(tmp_path, family, depth=depth, dtype=dtype)
     drafting = index.FAMILIES[family].mtp.drafting
@@ -156,8 +171,13 @@ def test_mtp_logits_equal_a_short_reference(tmp_path, mesh, family, depth, dtype
         after = hf.model(input_ids).last_hidden_state
         hidden = before[0] if drafting.takes_before_norm else after
         for k in range(depth):
-            hidden = reference_mtp(hf, tensors, family, k, hidden, input_ids, position_ids, drafting)
-            theirs = logits_of(hf, hidden)
+            hidden, after = reference_mtp(hf, tensors, family, k, hidden, input_ids, position_ids, drafting)
+            theirs = logits_of(hf, after)
+            if family in WITH_OWN_OUTPUT:
+                _, block = mtp_names(family, k, hf.config.num_hidden_layers)
+                theirs = after @ tensors[output_name(block)].T
+            if not drafting.chains_before_norm:
+                hidden = after
             # What a depth has no input token for (the end of the row) is never a target.
             ends = 20 - k - 1
             if family == "mimo":
@@ -198,7 +218,11 @@ def stacked(tensors: dict[str, torch.Tensor], layer: torch.nn.Module) -> dict[st
 
 
 def reference_mtp(hf, tensors, family, k, hidden, input_ids, position_ids, drafting):
-    """Compute one MTP depth with transformers' decoder layer: norms of both inputs, projection, decoder layer, norm."""
+    """Compute one MTP depth with transformers' decoder layer: norms of both inputs, projection, decoder layer, norm.
+
+    Returns:
+        The states before and after the norm.
+    """
     names, block = mtp_names(family, k, hf.config.num_hidden_layers)
 
     def norm(role: str, states: torch.Tensor) -> torch.Tensor:
@@ -208,7 +232,7 @@ def reference_mtp(hf, tensors, family, k, hidden, input_ids, position_ids, draft
         module.weight.data = tensors[names[role]]
         return module(states)
 
-    number, config = head_layer(family) % hf.config.num_hidden_layers, hf.config
+    number, config = head_layer(family, hf.config) % hf.config.num_hidden_layers, hf.config
     if family == "mimo_v2_flash":  # the trunk may have no such layer
         config = deepcopy(config)
         config.layer_types[number], config.mlp_layer_types[number] = KIND_OF_HEADS[family], "dense"
@@ -228,18 +252,18 @@ def reference_mtp(hf, tensors, family, k, hidden, input_ids, position_ids, draft
     rotary_of = (KIND_OF_HEADS[family],) if family in KIND_OF_HEADS else ()
     rotary = hf.model.rotary_emb(projected, position_ids, *rotary_of)
     mask = None
-    if family in ("gpt_oss", "mimo_v2_flash", *DSA):  # whose attention is not causal by itself
+    if family in ("gpt_oss", "mimo_v2_flash", "step3p5", *DSA):  # whose attention is not causal by itself
         length = projected.size(1)
         mask = torch.full((1, 1, length, length), -torch.inf, dtype=projected.dtype).triu(1)
-        if family == "mimo_v2_flash":
+        if KIND_OF_HEADS.get(family) == "sliding_attention":
             mask += torch.full_like(mask, -torch.inf).tril(-hf.config.sliding_window)
     output = layer(projected, attention_mask=mask, position_embeddings=rotary, position_ids=position_ids)
     if family == "glm_moe_dsa":
         output, _ = output  # and the selected tokens
-    return norm("output_norm", output)
+    return output, norm("output_norm", output)
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", "mimo_v2_flash", "minimax_m2"])
+@pytest.mark.parametrize("family", ["gpt_oss", "mimo_v2_flash", "minimax_m2", "step3p5"])
 def test_bfloat16_logits(tmp_path, mesh, family):
     """transformers rounds more to bfloat16, so its logits differ. Ours are closer to exact ones.
 
@@ -295,6 +319,9 @@ ROUTERS = [
     ("minimax_m2", {"num_local_experts": 8, "num_experts_per_tok": 3}),
     ("minimax_m2", {"rotary_dim": 8}),
     ("minimax_m2", {"rotary_dim": 32}),
+    ("step3p5", {"n_routed_experts": 8, "num_experts_per_tok": 3}),
+    ("step3p5", {"swiglu_limits": [0.0, 0.5], "swiglu_limits_shared": [0.0, 0.5]}),
+    ("step3p5", {"num_hidden_layers": 5}),
     ("glm4_moe", {"n_routed_experts": 8, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2}),
     ("glm4_moe", {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}),
     ("glm4_moe", {"n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 4}),

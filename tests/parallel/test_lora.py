@@ -40,6 +40,7 @@ LAYOUTS: dict[tuple[str, str], list[str]] = {
     ("minimax_m2", "lora"): ["EP2xTP2", "CP2+distopt"],  # experts with other names, norms of all queries and keys
     ("gpt_oss", "lora"): ["EP2xTP2", "CP2+distopt"],  # sinks; experts without adapters
     ("mimo_v2_flash", "lora"): ["EP2xTP2", "CP2+distopt"],  # values of another size, other heads with windows
+    ("step3p5", "lora"): ["EP2xTP2", "CP2+distopt"],  # gates per head, other heads with output layers of their own
     ("olmo3", "lora"): ["CP2+distopt"],  # windows and two rotary embeddings
     ("olmo2", "lora"): ["TP2+SP"],  # norms of all queries and of all keys
 }

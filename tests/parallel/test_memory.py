@@ -15,7 +15,7 @@ from swiftlite.estimate.memory import estimate
 from swiftlite.estimate.setup import Setup
 from swiftlite.heads import Heads
 from tests.parallel.launch import launch
-from tests.tiny import LINEAR, OWN_SIZES, mimo_v2_flash
+from tests.tiny import LINEAR, OWN_SIZES, mimo_v2_flash, step3p5
 from tests.torchao_here import torchao as torchao
 
 pytestmark = pytest.mark.gloo  # in processes of its own: a test session has one process group
@@ -197,6 +197,16 @@ def test_values_of_another_size():
     own |= {"hybrid_layer_pattern": [1, 1], "layer_types": ["sliding_attention"] * 2}
     hf_config = config("mimo_v2_flash", **own | {"sliding_window": 256, "sliding_window_size": 256})
     setup = Setup(max_length=256, parameter_bytes=4, heads=Heads(1))
+    (estimated,) = estimate(hf_config, setup)
+    (measured,) = launch(1, measure, hf_config, setup)
+    check(measured, estimated)
+
+
+def test_gates_limits_and_output_layers_of_heads():
+    """Windows contain the whole sequence: their masks are not estimated."""
+    sizes = SHAPE | {"num_attention_heads": 4}
+    hf_config = config("step3p5", **step3p5(sizes) | {"sliding_window": 128})
+    setup = Setup(max_length=128, parameter_bytes=4, heads=Heads(1))
     (estimated,) = estimate(hf_config, setup)
     (measured,) = launch(1, measure, hf_config, setup)
     check(measured, estimated)

@@ -31,12 +31,12 @@ MODELS = [
     for family in ("llama", "mimo", "glm4_moe", "deepseek_v3", "qwen3_5", "gpt_oss")  # gpt_oss: windows and sinks
     for depth in (1, 2)
 ]
-MODELS += [("ernie4_5_moe", depth) for depth in (1, 2)]
+MODELS += [(family, depth) for family in ("ernie4_5_moe", "step3p5") for depth in (1, 2)]
 FAMILIES = sorted({family for family, _ in MODELS})
 # Families without a kind of layer that the other ones do not have.
-SLOW_FAMILIES = ("ernie4_5_moe", "llama", "glm4_moe", "gpt_oss")
+SLOW_FAMILIES = ("ernie4_5_moe", "llama", "glm4_moe", "gpt_oss", "step3p5")
 SLOW_MODELS = [(family, depth) for family, depth in MODELS if family in SLOW_FAMILIES]
-MIXTURES = ("ernie4_5_moe", "glm4_moe", "deepseek_v3", "gpt_oss")
+MIXTURES = ("ernie4_5_moe", "glm4_moe", "deepseek_v3", "gpt_oss", "step3p5")
 DENSE = [(family, depth) for family, depth in MODELS if family in ("llama", "mimo")]
 LAYOUTS: dict[str, dict] = {
     "CP2": {"context_parallel_size": 2},

@@ -11,8 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from swiftlite.errors import UserError
 from swiftlite.estimate.flops import Flops, training_flops
-from tests.plan.test_memory import CONFIGS
-from tests.tiny import KIND_OF_HEADS, alternating, mimo_v2_flash
+from tests.plan.test_memory import CONFIGS, DENSE
+from tests.tiny import KIND_OF_HEADS, alternating, mimo_v2_flash, step3p5
 
 CASES = {
     # Indexers are not computed here, but in transformers.
@@ -20,6 +20,7 @@ CASES = {
     "mimo_v2_flash": CONFIGS["mimo_v2_flash"]
     | {"num_hidden_layers": 3}
     | mimo_v2_flash(CONFIGS["mimo_v2_flash"] | {"num_hidden_layers": 3}),
+    "step3p5": step3p5(DENSE | {"num_hidden_layers": 3}) | {"model_type": "step3p5"},
     "olmo3": CONFIGS["olmo3"] | {"num_hidden_layers": 3, "layer_types": alternating(3)},
     "deepseek_v3, whole queries": CONFIGS["deepseek_v3"] | {"num_hidden_layers": 3, "q_lora_rank": None},
 }

@@ -2,10 +2,11 @@
 
 import pytest
 
+from swiftlite.args.config import Problem
 from swiftlite.args.fields import ParallelLayout
 from swiftlite.families.index import known_architecture
 from swiftlite.plan.layout import decoder_layers_per_stage, layout_problems, states_sent, tower_outputs_sent
-from tests.messages import mention_each
+from tests.messages import mention_each, mentions
 from tests.plan.test_memory import CONFIGS
 
 
@@ -78,3 +79,17 @@ def test_states_that_cross(stages, num_ranks, num_drafts, before_norm, sent):
 def test_outputs_of_a_tower_that_cross(stages, num_ranks, num_drafts, num_deepstack, sent):
     layout = ParallelLayout(pipeline_model_parallel_size=num_ranks, pipeline_model_parallel_layout=stages)
     assert tower_outputs_sent(layout, 4, num_drafts, num_deepstack) == sent
+
+
+def test_heads_with_output_layers_are_on_the_stage_of_the_losses():
+    architecture = known_architecture(CONFIGS["step3p5"])
+
+    def problems(stages: str) -> list[Problem]:
+        size = stages.count("|") + 1
+        layout = ParallelLayout(pipeline_model_parallel_size=size, pipeline_model_parallel_layout=stages)
+        return layout_problems(layout, architecture, 1)
+
+    assert problems("Et*4|t*4mL") == problems("Et*4|t*4|mL") == []
+    ((problem, hint),) = problems("Et*4|t*4m|L")
+    assert mentions(problem, "--pipeline_model_parallel_layout Et*4|t*4m|L")
+    assert "m" in hint

@@ -19,7 +19,7 @@ from swiftlite.estimate.stage_memory import ModelOnRank
 from swiftlite.estimate.suggestion import suggest
 from swiftlite.families.index import architecture_of
 from swiftlite.heads import Heads
-from tests.tiny import NEVER_TIED, mimo_v2_flash
+from tests.tiny import NEVER_TIED, mimo_v2_flash, step3p5
 
 DENSE: dict[str, Any] = {
     "vocab_size": 1000,
@@ -97,6 +97,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "topk_method": "noaux_tc",
         "pad_token_id": None,
     },
+    "step3p5": step3p5(DENSE),
     "minimax_m2": DENSE
     | {
         "intermediate_size": 96,

@@ -22,12 +22,14 @@ from tests.tiny import (
     HEADS_WITH_COPIES,
     VISION_TOWERS,
     VISUAL_PREFIX,
+    WITH_OWN_OUTPUT,
     WRAPPED,
     as_in_files,
     head_layer,
     head_name,
     hub_name,
     mtp_names,
+    output_name,
 )
 
 CONFIGS = {path.stem: path for path in sorted(Path(__file__).with_name("configs").glob("*.json"))}
@@ -45,12 +47,13 @@ HEADS = {
     "qwen3_next",
     "qwen3_5",
     "qwen3_5_moe",
+    "step3p5",
 }
 """Families that are published with MTP heads, here with one. The config.json of MiMo-V2-Flash declares none of its
 three."""
 VISION_LANGUAGE = {"qwen2_5_vl", "qwen3_vl"}
 """Families whose language model transformers has only together with the vision tower."""
-ZERO_CENTERED = {"gemma3_text", "qwen3_next", "qwen3_5", "qwen3_5_moe"}
+ZERO_CENTERED = {"gemma3_text", "qwen3_next", "qwen3_5", "qwen3_5_moe", "step3p5"}
 """Families whose norms multiply by 1 + weight, except for the norm after linear attention."""
 STACKED = {"Qwen3.5-35B-A3B": "all", "Qwen3.6-35B-A3B": "trunk"}
 """Models with stacked experts, and the part in which experts are stacked."""
@@ -59,10 +62,11 @@ _QUANTIZED = re.compile(
     r"((?<!eh)(?<!weights)_proj|_proj_with_mqa|in_proj_qkvz|in_proj_qkv|in_proj_z|indexer\.wq_b|indexer\.wk|\.w[123])"
     r"\.weight$"
 )
-_FLOAT32 = re.compile(r"(e_score_correction_bias|expert_bias)$")
+_FLOAT32 = re.compile(r"(e_score_correction_bias|expert_bias|router_bias)$")
 
 FLOAT32_NAMES: dict[str, tuple[str, ...]] = dict.fromkeys(WRAPPED, ("linear_attn.A_log", "linear_attn.norm.weight"))
 FLOAT32_NAMES |= {"ernie4_5_moe": ("mlp.gate.weight",), "minimax_m2": ("block_sparse_moe.gate.weight",)}
+FLOAT32_NAMES |= {"step3p5": ("moe.gate.weight",)}
 FLOAT32_NAMES |= dict.fromkeys(DSA, ("indexer.k_norm.weight", "indexer.k_norm.bias"))
 """Ends of the names of further tensors that are float32 in the files of a family."""
 
@@ -99,7 +103,11 @@ def build(directory: Path, model: str) -> Path:
         tensors = _in_mxfp4(tensors)
     elif is_quantized(model):
         is_float32 = family(model) in ("deepseek_v3", "deepseek_v32", "mimo_v2_flash", "minimax_m2")
-        plain = ("self_attn.o_proj.weight",) if family(model) == "mimo_v2_flash" else ()
+        plain: tuple[str, ...] = ("self_attn.o_proj.weight",) if family(model) == "mimo_v2_flash" else ()
+        if family(model) == "step3p5":  # gates and heads
+            plain = tuple(
+                name for name in tensors if "g_proj" in name or _is_other(name, transformers_config(directory))
+            )
         tensors = _quantized(tensors, torch.float32 if is_float32 else torch.bfloat16, plain)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
@@ -169,13 +177,15 @@ def _shapes(model: str) -> dict[str, tuple[int, ...]]:
         names, block = mtp_names(kind, 0, config.num_hidden_layers)
         hidden = config.hidden_size
         shapes |= {name: (hidden, 2 * hidden) if role == "projection" else (hidden,) for role, name in names.items()}
-        block_state = trunk.model.layers[head_layer(kind)].state_dict()
+        block_state = trunk.model.layers[head_layer(kind, trunk.config)].state_dict()
         if kind == "mimo_v2_flash":  # the attention of another layer
             attention = trunk.model.layers[1].self_attn.state_dict(prefix="self_attn.")
             others = {name: tensor for name, tensor in block_state.items() if not name.startswith("self_attn.")}
             block_state = {head_name(kind, name): tensor for name, tensor in (attention | others).items()}
         inner = _named(kind, block_state, stacked=STACKED.get(model) == "all")
         shapes |= {block + name: shape for name, shape in inner.items()}
+        if kind in WITH_OWN_OUTPUT:
+            shapes[output_name(block)] = (config.vocab_size, hidden)
     if kind in WRAPPED:
         config_class, tower_class = VISION_TOWERS[kind]
         settings = {key: value for key, value in raw["vision_config"].items() if key != "model_type"}
@@ -223,12 +233,13 @@ def _quantized(tensors: Tensors, factors: torch.dtype, plain: tuple[str, ...] = 
         if not _QUANTIZED.search(name) or "visual" in name or name.endswith(plain):
             found[name] = tensor
             continue
-        rows, columns = (-(-length // BLOCK) for length in tensor.shape)
-        scale = torch.empty(rows, columns)
+        *experts, _, _ = tensor.shape  # of a stack
+        rows, columns = (-(-length // BLOCK) for length in tensor.shape[-2:])
+        scale = torch.empty(*experts, rows, columns)
         for row in range(rows):
             for column in range(columns):
-                block = tensor[row * BLOCK : (row + 1) * BLOCK, column * BLOCK : (column + 1) * BLOCK]
-                scale[row, column] = block.float().abs().max() / 448
+                block = tensor[..., row * BLOCK : (row + 1) * BLOCK, column * BLOCK : (column + 1) * BLOCK]
+                scale[..., row, column] = block.float().abs().amax((-2, -1)) / 448
         scale = scale.to(factors)
         found[name] = (tensor.float() / _spread(scale.float(), tensor.shape)).to(torch.float8_e4m3fn)
         found[f"{name}_scale_inv"] = scale
@@ -253,4 +264,4 @@ def _in_mxfp4(tensors: Tensors) -> Tensors:
 
 def _spread(scale: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     """Repeat each scale over its whole block. Blocks at the end of the matrix are truncated."""
-    return scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)[: shape[0], : shape[1]]
+    return scale.repeat_interleave(BLOCK, -2).repeat_interleave(BLOCK, -1)[..., : shape[-2], : shape[-1]]

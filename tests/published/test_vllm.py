@@ -31,9 +31,10 @@ for kernel in vars(cpu).values():
         kernel.is_supported = classmethod(lambda cls, compute_capability=None: (True, None))
 """
 
-# vLLM's kernels for MXFP4 do not support every CPU, and vLLM chooses one while it builds the model. It has indexers on
-# GPUs only.
-LOADED = [model for model in library.MODELS if not library.is_in_mxfp4(model) and library.family(model) not in DSA]
+# vLLM's kernels for MXFP4 do not support every CPU, and vLLM chooses one while it builds the model. It has indexers and
+# limits of experts on GPUs only.
+ON_GPUS = (*DSA, "step3p5")
+LOADED = [model for model in library.MODELS if not library.is_in_mxfp4(model) and library.family(model) not in ON_GPUS]
 
 
 @pytest.fixture(scope="module")

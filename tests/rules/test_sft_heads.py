@@ -9,6 +9,7 @@ import pytest
 from swiftlite import rules
 from swiftlite.conventions.index import CONVENTIONS
 from tests.messages import mention_each, mentions
+from tests.plan.test_memory import CONFIGS
 from tests.rules.good import SFT, problems_of
 
 
@@ -225,3 +226,9 @@ def test_a_frozen_trunk_in_another_precision(here):
     (note,) = rules.check(dataclasses.replace(args, torch_dtype="bfloat16"))
     assert mentions(note, "--torch_dtype bfloat16")
     assert rules.check(dataclasses.replace(args, torch_dtype="float32")) == []
+
+
+def test_heads_with_output_layers_draft_all_tokens(here):
+    Path("plain/config.json").write_text(json.dumps(CONFIGS["step3p5"] | {"num_nextn_predict_layers": 1}))
+    ((problem, _),) = problems_of(dataclasses.replace(SFT, model="plain", mtp_mode="heads_only", draft_vocab=50))
+    assert mentions(problem, "--draft_vocab 50 output layer")

@@ -10,6 +10,10 @@ Files of gpt-oss always have stacks. Their experts have biases and transposed ma
 alternate: `experts.gate_up_proj` [experts, hidden, 2 * ffn] and `experts.gate_up_proj_bias` [experts, 2 * ffn]. Tensors
 of single experts have the names of the stacks: `experts.{e}.gate_up_proj` [2 * ffn, hidden]. In MXFP4 (`mxfp4.py`),
 `experts.gate_up_proj_blocks` and `experts.gate_up_proj_scales` replace the matrices.
+
+Files of Step-3.5 always have one stack per matrix: `moe.gate_proj.weight` [experts, ffn, hidden], `moe.up_proj.weight`
+and `moe.down_proj.weight`, and in FP8 also stacks of their scales. Tensors of single experts have the names
+`moe.experts.{e}.gate_proj.weight`.
 """
 
 import re
@@ -30,6 +34,10 @@ _STACK_OF |= {"w1": "gate_up_proj", "w3": "gate_up_proj", "w2": "down_proj"}  # 
 _TRANSPOSED = tuple(_PARTS)
 _WITH_ENDING = re.compile(r"(gate_up_proj|down_proj)_(bias|blocks|scales)")
 _TRANSPOSED_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.((?:gate_up_proj|down_proj)(?:_bias)?)")
+# Of Step-3.5.
+_MATRIX = r"((?:gate_proj|up_proj|down_proj)\.weight(?:_scale_inv)?)"
+_MATRIX_STACK = re.compile(rf"(.+\.moe)\.{_MATRIX}")
+_MATRIX_EXPERT = re.compile(rf"(.+\.moe)\.experts\.(\d+)\.{_MATRIX}")
 
 
 def unfold(entries: Mapping[str, Entry]) -> dict[str, Entry]:
@@ -51,7 +59,7 @@ def unfold(entries: Mapping[str, Entry]) -> dict[str, Entry]:
 def fold(tensors: TensorTypes, stacks: Collection[str]) -> TensorTypes:
     """Return the dtypes and shapes of tensors after single experts are replaced by the stacks in `stacks`.
 
-    Experts of gpt-oss are always replaced.
+    Experts of gpt-oss and Step-3.5 are always replaced.
     """
     folded: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     for key, (dtype, shape) in tensors.items():
@@ -59,6 +67,8 @@ def fold(tensors: TensorTypes, stacks: Collection[str]) -> TensorTypes:
         # Experts are in order, so the last one sets the number.
         if match := _TRANSPOSED_EXPERT.fullmatch(key):
             folded[name] = (dtype, (int(match.group(2)) + 1, *shape[::-1]))
+        elif match := _MATRIX_EXPERT.fullmatch(key):
+            folded[name] = (dtype, (int(match.group(2)) + 1, *shape))
         elif (match := _EXPERT.fullmatch(key)) and name in stacks:
             rows, columns = shape
             folded[name] = (dtype, (int(match.group(2)) + 1, _num_parts(name) * rows, columns))
@@ -81,7 +91,7 @@ def stack(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             stacked[name] = tensors[name]
         elif f"{name}_bias" in members:
             stacked[name] = torch.stack([part.T for part in parts])
-        elif name.endswith("_bias"):
+        elif name.endswith("_bias") or _MATRIX_STACK.fullmatch(name):
             stacked[name] = torch.stack(parts)
         else:
             by_expert = torch.stack(parts).unflatten(0, (-1, _num_parts(name)))  # [experts, parts, rows, columns]
@@ -89,23 +99,30 @@ def stack(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return stacked
 
 
-def stack_transposed(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Stack only the experts of gpt-oss, as in files. The tensors must be in order."""
-    experts = {key: tensor for key, tensor in tensors.items() if _TRANSPOSED_EXPERT.fullmatch(key)}
+def stack_as_in_files(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Stack only the experts of gpt-oss and Step-3.5, as in files. The tensors must be in order."""
+    experts = {key: tensor for key, tensor in tensors.items() if _always_stacked(key)}
     return {key: tensor for key, tensor in tensors.items() if key not in experts} | stack(experts)
 
 
 def part_of_stack(stacked: torch.Tensor, key: str) -> torch.Tensor:
-    """Return the part of a stack that is the tensor of a single expert of gpt-oss, as a view."""
-    match = _TRANSPOSED_EXPERT.fullmatch(key)
+    """Return the part of a stack that is the tensor of a single expert of gpt-oss or Step-3.5, as a view."""
+    match = _always_stacked(key)
     assert match is not None, key
     part = stacked[int(match.group(2))]
-    return part.T if part.dim() == 2 else part
+    return part.T if match.re is _TRANSPOSED_EXPERT and part.dim() == 2 else part
+
+
+def _always_stacked(key: str) -> re.Match[str] | None:
+    """Return the parts of the name of an expert's tensor that is a part of a stack in all files of its family: the
+    prefix, the number of the expert and the name of the matrix; None for other tensors.
+    """
+    return _TRANSPOSED_EXPERT.fullmatch(key) or _MATRIX_EXPERT.fullmatch(key)
 
 
 def stack_name(key: str) -> str:
     """Return the name of the stack that would contain the tensor of an expert; other names are unchanged."""
-    if match := _TRANSPOSED_EXPERT.fullmatch(key):
+    if match := _always_stacked(key):
         return f"{match.group(1)}.{match.group(3)}"
     match = _EXPERT.fullmatch(key)
     if not match:
@@ -124,6 +141,8 @@ def _experts_of(key: str, entry: Entry, has_bias: bool) -> dict[str, Entry]:
     Args:
         has_bias: whether there is also a stack of biases, as in files of gpt-oss.
     """
+    if match := _MATRIX_STACK.fullmatch(key):
+        return _matrix_experts(match.group(1), match.group(2), entry)
     prefix, _, name = key.rpartition(".")
     if not prefix.endswith(".experts"):
         return {}
@@ -143,6 +162,18 @@ def _experts_of(key: str, entry: Entry, has_bias: bool) -> dict[str, Entry]:
             experts[f"{prefix}.{expert}.{matrix}.weight"] = replace(part, offset=offset)
             offset += part.nbytes
     return experts
+
+
+def _matrix_experts(prefix: str, name: str, entry: Entry) -> dict[str, Entry]:
+    """Return the locations of the single experts' tensors in a stack of Step-3.5."""
+    if len(entry.shape) != 3:
+        return {}
+    num_experts, *shape = entry.shape
+    part = replace(entry, shape=tuple(shape))
+    return {
+        f"{prefix}.experts.{expert}.{name}": replace(part, offset=entry.offset + expert * part.nbytes)
+        for expert in range(num_experts)
+    }
 
 
 def _transposed_experts(prefix: str, name: str, entry: Entry) -> dict[str, Entry]:

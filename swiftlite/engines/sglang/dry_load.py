@@ -30,6 +30,7 @@ from swiftlite.engines.loading.load_report import Loading, LoadReport, one_rank,
 from swiftlite.engines.sglang.engine import checked_options
 from swiftlite.engines.sglang.info import SGLANG
 from swiftlite.engines.sglang.weight_transfer import SHARED
+from swiftlite.families.resolved import HfModel
 
 # Scales of an FP8 KV cache, which a checkpoint may omit; their default is -1 (layers/quantization/kv_cache.py of
 # 0.5.23).
@@ -56,7 +57,8 @@ def dry_load(config: EngineConfig) -> LoadReport:
             initialize_moe_config()
             loading.target = _load(loading, server_args)
             if drafts:
-                loading.draft = _load(loading, server_args, is_draft_model=True)
+                for number in _draft_models(model):
+                    loading.draft = _load(loading, server_args, is_draft_model=True, number=number)
                 loading.problems += _replaced(loading)
                 if type(loading.draft) is type(loading.target):
                     loading.note_that_target_drafts_for_itself()
@@ -64,6 +66,14 @@ def dry_load(config: EngineConfig) -> LoadReport:
     if loading.draft is not None:
         num_drafting = SGLANG.convention_for(model.family).num_drafting(model.heads.layers)
     return loading.report(sglang.__version__, num_drafting)
+
+
+def _draft_models(model: HfModel) -> list[int | None]:
+    """Return the numbers of the draft models, of which SGLang has one for each head that drafts in its step; a single
+    None if one draft model has all heads.
+    """
+    known = SGLANG.convention_for(model.family)
+    return list(range(model.heads.layers)) if known.heads == "each" else [None]
 
 
 def _replaced(loading: Loading) -> list[str]:
@@ -94,10 +104,10 @@ def _options(config: EngineConfig, drafts: bool) -> dict[str, Any]:
     }
 
 
-def _load(loading: Loading, server_args: Any, is_draft_model: bool = False) -> nn.Module:
+def _load(loading: Loading, server_args: Any, is_draft_model: bool = False, number: int | None = None) -> nn.Module:
     with stage("SGLang rejected config.json"):
         config = ModelConfig.from_server_args(server_args, is_draft_model=is_draft_model)
-        load_config = LoadConfig()
+        load_config = LoadConfig(draft_model_idx=number)
         quantization = _get_quantization_config(config, load_config)
     build = partial(_initialize_model, config, load_config, quantization)
     with set_default_torch_dtype(config.dtype):

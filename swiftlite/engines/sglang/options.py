@@ -39,7 +39,10 @@ def depth_problem(model: HfModel, num_steps: int | None = None) -> str | None:
             f"SGLang's {known.draft} overwrites all {depth} MTP heads with the last one, which was trained for token "
             f"{depth}, and drafts every token with it"
         )
-    if depth > 1 and (num_steps or 1) > 1:
+    if known.heads == "each" and (num_steps or model.heads.drafts) > depth:
+        steps = num_steps or model.heads.drafts
+        return f"SGLang's {known.draft} runs one of {depth} MTP heads at each of {steps} steps; use {depth} or less"
+    if depth > 1 and known.heads == "first" and (num_steps or 1) > 1:
         return f"SGLang's {known.draft} runs the first of {depth} MTP heads at all {num_steps} steps; use 1 draft token"
     return None
 

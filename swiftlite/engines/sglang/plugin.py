@@ -14,6 +14,7 @@ with SGLang's registry of models.
 import os
 from typing import Any
 
+from sglang.srt.configs.step3p5 import Step3p5Config
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from transformers import AutoConfig
 
@@ -57,6 +58,9 @@ def choose_draft(result: None, model_config: Any) -> None:
 def register() -> None:
     """Register the classes with transformers and SGLang. May be called repeatedly."""
     AutoConfig.register("mimo", MiMoConfig, exist_ok=True)
+    # SGLang first reads config.json with the class of transformers 5.19, whose attributes it cannot list:
+    # AmbiguousGlobalPerLayerAttributeError.
+    AutoConfig.register("step3p5", Step3p5Config, exist_ok=True)
     # Read when a process of SGLang first looks up a model's class; classes of this package take precedence.
     os.environ.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", "swiftlite.engines.sglang.models")
     HookRegistry.register(

@@ -35,7 +35,7 @@ from transformers.models.auto.modeling_auto import (
 from transformers.utils import logging
 
 from swiftlite.acceptance.counts import DraftCounts
-from swiftlite.bridge.encoding.expert_stack import stack_transposed
+from swiftlite.bridge.encoding.expert_stack import stack_as_in_files
 from swiftlite.bridge.encoding.index import format_of
 from swiftlite.bridge.tensors import Checkpoint, some
 from swiftlite.engines.engine import Completion, EngineConfig, OnAnswer, Sampling, check_prompts
@@ -277,6 +277,10 @@ def load_trunk(config: EngineConfig) -> PreTrainedModel:
         # transformers has no MiMo class; the trunk is a Qwen2 whose config has another name.
         model_class = Qwen2ForCausalLM
         options["config"] = Qwen2Config(**{k: v for k, v in model.config.items() if k != "model_type"})
+    elif model.family.name == "step3p5":
+        from swiftlite.engines.transformers.step3p5 import Step3p5ForCausalLM, config_of
+
+        model_class, options["config"] = Step3p5ForCausalLM, config_of(model)
     else:
         options["trust_remote_code"] = config.trust_remote_code
     if format_of(model.config):
@@ -340,7 +344,7 @@ def _trunk_tensors(model: HfModel, dtype: torch.dtype) -> dict[str, torch.Tensor
                 continue
             tensors[key] = torch.empty(entry.shape, dtype=checkpoint.dtype_of(key, dtype))
             checkpoint.read_into(tensors[key], key, (slice(None),) * len(entry.shape))
-    return stack_transposed(tensors)
+    return stack_as_in_files(tensors)
 
 
 def _log_probabilities(logits_KV: torch.Tensor, tokens: torch.Tensor) -> list[float]:

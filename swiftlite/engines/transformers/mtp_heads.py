@@ -352,8 +352,9 @@ class MtpCandidateGenerator(CandidateGenerator):
         """Return cosines and sines. In some models, layers have different rotary embeddings, by their type."""
         if not hasattr(self._decoder.rotary_emb, "layer_types"):
             return self._decoder.rotary_emb(hidden, positions)
-        attention = head.transformer_layer.self_attn
-        kind = attention.layer_type if hasattr(attention, "layer_type") else attention.attention_type  # of OLMo 3
+        layer, attention = head.transformer_layer, head.transformer_layer.self_attn
+        kinds = (getattr(attention, "layer_type", None), getattr(attention, "attention_type", None))  # OLMo 3: second
+        kind = kinds[0] or kinds[1] or layer.attention_type  # of Step-3.5
         return self._decoder.rotary_emb(hidden, positions, kind)
 
     def _append_draft(

@@ -114,7 +114,10 @@ def _load_draft(loading: Loading, vllm_config: VllmConfig) -> nn.Module | None:
     if drafting is None or drafting.method not in ("mtp", "draft_model"):
         return None
     if drafting.method == "mtp":
-        return _load(loading, vllm_config, drafting.draft_model_config, shared=SHARED)
+        shared = SHARED
+        if loading.model.family.outside(loading.model.config).heads_have_output_layers:
+            shared = ("embed_tokens.weight",)
+        return _load(loading, vllm_config, drafting.draft_model_config, shared=shared)
     # KV caches are keyed by layer names; the MTP classes have distinct names.
     return _load(loading, vllm_config, drafting.draft_model_config, prefix="draft_model")
 

@@ -46,6 +46,7 @@ from vllm.model_executor.models import (
     qwen2_moe,
     qwen3,
     qwen3_moe,
+    step3p5,
     transformers,
 )
 from vllm.model_executor.models.utils import maybe_prefix
@@ -87,24 +88,40 @@ class Ernie4_5_MoeForCausalLM(ernie45_moe.Ernie4_5_MoeForCausalLM):
 def _set_route(experts: Any, bias_E: torch.Tensor, score: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Let vLLM's router for a CPU select experts by their scores plus a bias, which it supports only for groups."""
     if isinstance(experts.router, CPURouter):
-        experts.router.custom_routing_function = partial(_route, bias_E, score)
+        scale = experts.router.routed_scaling_factor
+        experts.router.custom_routing_function = partial(_route, bias_E, score, scale)
 
 
 def _route(
     bias_E: torch.Tensor,
     score: Callable[[torch.Tensor], torch.Tensor],
+    scale: float,
     hidden_states: torch.Tensor,
     gating_output: torch.Tensor,
     topk: int,
     renormalize: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return weights and experts [T, topk] of a router with logits [T, E] and a bias for the selection."""
+    """Return weights and experts [T, topk] of a router with logits [T, E] and a bias for the selection.
+
+    Args:
+        scale: factor of the weights.
+    """
     scores_TE = score(gating_output.float())
     expert_TK = (scores_TE + bias_E).topk(topk, dim=-1).indices
     weight_TK = scores_TE.gather(1, expert_TK)
     if renormalize:
         weight_TK = weight_TK / weight_TK.sum(dim=-1, keepdim=True)
-    return weight_TK, expert_TK
+    return weight_TK * scale, expert_TK
+
+
+class Step3p5ForCausalLM(step3p5.Step3p5ForCausalLM):
+    """The trunk of Step-3.5. vLLM's router for a CPU supports sigmoids only for groups of experts."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        for module in self.modules():
+            if isinstance(module, step3p5.FusedMoEBlock):
+                _set_route(module.experts, module.router_bias, torch.sigmoid)
 
 
 class Exaone4ForCausalLM(Trunk, exaone4.Exaone4ForCausalLM):

@@ -52,7 +52,11 @@ DRAFTS = {
     "SmolLM3ForCausalLM": "SmolLM3MTPModel",
 }
 # architecture in vLLM -> class of _MODELS that corrects vLLM's
-CORRECTED = {"Ernie4_5_MoeForCausalLM": "Ernie4_5_MoeForCausalLM", "ErnieMTPModel": "Ernie4_5_MoeMTP"}
+CORRECTED = {
+    "Ernie4_5_MoeForCausalLM": "Ernie4_5_MoeForCausalLM",
+    "ErnieMTPModel": "Ernie4_5_MoeMTP",
+    "Step3p5ForCausalLM": "Step3p5ForCausalLM",
+}
 _TRANSFER = "swiftlite.engines.vllm.live.weight_transfer"
 # transport of live weights -> class of _TRANSFER that receives them in the workers
 _RECEIVERS: dict[WeightTransport, str] = {"file": "FileTransfer", "nccl": "NcclTransfer", "ipc": "IpcTransfer"}
@@ -69,6 +73,8 @@ def hf_config_override(hf_config: PreTrainedConfig) -> PreTrainedConfig:
     at the top level of this module.
     """
     architecture = (hf_config.architectures or [""])[0]
+    if architecture == "Step3p5ForCausalLM":
+        return _with_windows_of_heads(_vllm_hf_config_override(hf_config))
     if architecture not in DRAFTS or not heads_of(hf_config).layers:
         return _vllm_hf_config_override(hf_config)
     # "mtp" is one of vLLM's MTPModelTypes, without special treatment.
@@ -78,6 +84,17 @@ def hf_config_override(hf_config: PreTrainedConfig) -> PreTrainedConfig:
     text_config = hf_config.get_text_config()
     text_config.update(_settings_outside(hf_config, text_config) | changes)
     return text_config
+
+
+def _with_windows_of_heads(hf_config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return the draft model's config of Step-3.5 with an entry in `layer_types` for each MTP head.
+
+    vLLM's config class removes these entries, and its draft class then fails: "IndexError: list index out of range".
+    """
+    layers = hf_config.num_hidden_layers
+    heads = ["sliding_attention"] * heads_of(hf_config).layers
+    hf_config.update({"layer_types": [*hf_config.layer_types[:layers], *heads]})
+    return hf_config
 
 
 def _settings_outside(hf_config: PreTrainedConfig, text_config: PreTrainedConfig) -> dict[str, Any]:

@@ -66,8 +66,10 @@ METHODS: dict[str, dict[str, Any]] = {
     "awq": {},
 }
 """A quantization_config of each method that lists nothing."""
-# Stacks of gpt-oss are only stored in MXFP4. SGLang builds indexers on GPUs only.
-FAMILIES = [family for family in CLASSES if family not in (*DSA, *HYBRID, *ONLY_IN_VLLM, *WITHOUT_SCALES, "gpt_oss")]
+# Stacks of gpt-oss are only stored in MXFP4, and `quantize_hf` does not quantize those of Step-3.5. SGLang builds
+# indexers on GPUs only.
+STACKED = ("gpt_oss", "step3p5")
+FAMILIES = [family for family in CLASSES if family not in (*DSA, *HYBRID, *ONLY_IN_VLLM, *WITHOUT_SCALES, *STACKED)]
 # No list can describe plain heads of these for SGLang (`unlisted_engines`).
 UNLISTED = [("qwen3_moe", False), ("mimo", False)]
 CASES = [case for case in product(FAMILIES, (False, True)) if case not in UNLISTED]

@@ -63,6 +63,8 @@ CASES = [
 ]
 # vLLM builds `o_proj` in heads of MiMo-V2-Flash always plain.
 CASES = [case for case in CASES if (case[0], case[2]) != ("mimo_v2_flash", True)]
+# vLLM's draft class for Step-3.5 requires scales of a KV cache in every quantized checkpoint.
+CASES = [case for case in CASES if case[0] != "step3p5"]
 """Family, format, and whether the decoder layer of the head is quantized. vLLM has no kernel for experts in 4 bits or
 int8 on a CPU.
 """

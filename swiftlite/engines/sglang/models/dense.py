@@ -18,6 +18,7 @@ from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.logits_processor import LogitsProcessor, LogitsProcessorOutput
 from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
 from sglang.srt.layers.quantization.base_config import QuantizationConfig
+from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_loader.weight_utils import default_weight_loader
@@ -36,8 +37,11 @@ from sglang.srt.models import (
     qwen2,
     qwen2_moe,
     qwen3,
+    step3p5,
+    step3p5_mtp,
 )
 from sglang.srt.runtime_context import get_server_args
+from sglang.srt.utils import add_prefix
 from torch import nn
 
 from swiftlite.engines.loading.head_weights import (
@@ -411,6 +415,66 @@ class Exaone4ForCausalLMMTP(MtpDraft):
     layer_class = Exaone4Layer
 
 
+def _count_own_token(model: nn.Module) -> None:
+    """Let windows of Step-3.5 contain `sliding_window` tokens, as in transformers and vLLM.
+
+    SGLang's attention sees `sliding_window_size` tokens before each token, and the token itself. The classes of
+    Step-3.5 in SGLang 0.5.23 pass `sliding_window` without subtracting 1.
+    """
+    for module in model.modules():
+        if isinstance(module, RadixAttention) and module.sliding_window_size > 0:
+            module.sliding_window_size -= 1
+
+
+class Step3p5ForCausalLM(step3p5.Step3p5ForCausalLM):
+    """The trunk of Step-3.5: SGLang's, with windows of `sliding_window` tokens."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        _count_own_token(self)
+
+
+SGLANGS_HEAD = 45
+"""The layer whose settings SGLang's class of an MTP head of Step-3.5 reads."""
+
+
+class Step3p5Head(step3p5_mtp.Step3p5AMultiTokenPredictor):
+    """An MTP head of Step-3.5: SGLang's, with the settings of config.json for its own layer.
+
+    In SGLang 0.5.23, every head has the settings of layer 45, which is the first head of the published model.
+    """
+
+    def __init__(self, config: Any, number: int, quant_config: QuantizationConfig | None = None, prefix: str = ""):
+        own = deepcopy(config)
+        layer = config.num_hidden_layers + number
+        for name in ("layer_types", "rope_theta", "partial_rotary_factors", "swiglu_limits", "swiglu_limits_shared"):
+            values = getattr(config, name)
+            # SGLang's class reads entry 45, and subtracts the number of layers from 45 for the layer of the KV cache.
+            setattr(own, name, [values[layer]] * (SGLANGS_HEAD + 1))
+        own.num_hidden_layers = SGLANGS_HEAD
+        own.moe_layers_enum = str(SGLANGS_HEAD + 2)  # no head has experts, and no layer follows
+        super().__init__(own, quant_config, prefix)
+        _count_own_token(self)
+
+
+class Step3p5MTP(step3p5_mtp.Step3p5MTP):
+    """MTP draft model for Step-3.5: SGLang's, with the settings of config.json for each head."""
+
+    def __init__(
+        self,
+        config: Any,
+        quant_config: QuantizationConfig | None = None,
+        draft_model_idx: int | None = None,
+        prefix: str = "",
+    ):
+        nn.Module.__init__(self)
+        self.config, self.quant_config = config, quant_config
+        self.draft_model_idx = draft_model_idx or 0
+        self.model = Step3p5Head(config, self.draft_model_idx, quant_config, add_prefix("model", prefix))
+        self.logits_processor = LogitsProcessor(config)
+        self.lm_head = self.model.lm_head
+
+
 class Gemma3Layer(gemma3_causal.Gemma3DecoderLayer):
     """A layer of Gemma 3 that sees all tokens, with its own rotary embeddings."""
 
@@ -627,4 +691,6 @@ EntryClass = [
     Qwen3ForCausalLMMTP,
     SeedOssForCausalLMMTP,
     SmolLM3ForCausalLMMTP,
+    Step3p5ForCausalLM,
+    Step3p5MTP,
 ]
