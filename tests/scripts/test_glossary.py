@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+OF_ENGINES = {"Step3p5AMultiTokenPredictor"}
+"""Names of classes of engines from which ours are derived."""
 ROW = re.compile(r"\| ([^|]+) \| [^|]+ \| (`[^|]+`) \| (`[^|]+`) \|")
 
 
@@ -49,7 +51,7 @@ GLOSSARY = read_glossary("en")
 @pytest.mark.parametrize(("term", "used", "excluded"), GLOSSARY, ids=[term for term, _, _ in GLOSSARY])
 def test_code_uses_the_terms(term, used, excluded):
     assert set(used) <= identifiers()
-    assert not [name for name in identifiers() for part in excluded if contains(name, part)]
+    assert not [name for name in identifiers() - OF_ENGINES for part in excluded if contains(name, part)]
 
 
 def test_both_languages_list_the_same_identifiers():
