@@ -66,27 +66,20 @@ def mtp_pipeline_rank(layout: ParallelLayout) -> int:
 
 
 def mtp_is_with_last_layer(layout: ParallelLayout) -> bool:
-    """Return whether the stage of the MTP layers also has decoder layers. Only a layout string can separate them.
+    """Return whether the stage of the MTP layers also has decoder layers."""
+    return _mtp_is_with("t", layout)
 
-    True for an invalid string, which `layout_problems` reports.
+
+def _mtp_is_with(part: str, layout: ParallelLayout) -> bool:
+    """Return whether the stage of the MTP layers also has this part of a layout string, such as "L" for the losses.
+
+    Only a layout string can separate them. True for an invalid string, which `layout_problems` reports.
     """
     try:
         stages = parse_stages(layout.pipeline_model_parallel_layout or "")
     except ValueError:
         return True
-    return all("t" in stage for stage in stages if "m" in stage)
-
-
-def _mtp_is_with_loss(layout: ParallelLayout) -> bool:
-    """Return whether the stage of the MTP layers also computes the losses. Only a layout string can separate them.
-
-    True for an invalid string, which `layout_problems` reports.
-    """
-    try:
-        stages = parse_stages(layout.pipeline_model_parallel_layout or "")
-    except ValueError:
-        return True
-    return all("L" in stage for stage in stages if "m" in stage)
+    return all(part in stage for stage in stages if "m" in stage)
 
 
 def data_parallel_size(layout: ParallelLayout, world_size: int) -> int:
@@ -309,7 +302,7 @@ def _own_output_problems(
 ) -> Iterator[Problem]:
     if architecture is None or not mtp_num_layers or not architecture.outside.heads_have_output_layers:
         return
-    if not _mtp_is_with_loss(layout):
+    if not _mtp_is_with("L", layout):
         problem = f"--pipeline_model_parallel_layout {layout.pipeline_model_parallel_layout}: each head of this model"
         yield f"{problem} has an output layer, whose loss is on the last stage", "put m on the stage of L"
 
