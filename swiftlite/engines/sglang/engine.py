@@ -177,7 +177,7 @@ def checked_options(options: Mapping[str, Any]) -> Any:  # returns a ServerArgs
         server_args = ServerArgs(**{**options, "custom_sigquit_handler": report_lost_process})
         server_args.resolve_once()
         server_args.check_server_args()
-    except (AssertionError, TypeError, ValueError, NotImplementedError) as error:
+    except (AssertionError, TypeError, ValueError, RuntimeError) as error:  # RuntimeError: no NVIDIA driver
         raise UserError(f"SGLang rejected its options: {error}", "see --sglang_engine_kwargs") from error
     return server_args
 
