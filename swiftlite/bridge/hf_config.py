@@ -32,7 +32,7 @@ def read_config(hf_dir: str | Path) -> dict[str, Any]:
     """Read a model directory's config.json. Keys under `text_config` are moved to the top level.
 
     If config.json does not declare the number of MTP layers, as for Qwen3-Next-80B, the `mtp.layers.*` tensors are
-    counted. NVIDIA's ModelOpt can describe the quantization in a file of its own, as for DeepSeek-V3.2-NVFP4; then
+    counted. NVIDIA's ModelOpt can describe the quantization in a separate file, as for DeepSeek-V3.2-NVFP4; then
     `quantization_config` contains only the method.
 
     Raises:

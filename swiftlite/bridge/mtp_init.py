@@ -35,7 +35,7 @@ def copied_rows(family: RowTable, hf_config: HfConfig, depth: int) -> list[Row]:
                 name = f"transformer_layer.{row.mcore.removeprefix(attention)}"
             elif row.mcore == "decoder.final_layernorm.weight":
                 name = "final_layernorm.weight"
-            elif row.mcore == "output_layer.weight":  # of heads with output layers of their own
+            elif row.mcore == "output_layer.weight":  # of heads that have their own output layers
                 name = row.mcore
             else:
                 continue
