@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -9,6 +10,16 @@ from transformers.models.step3p7.configuration_step3p7 import Step3p7TextConfig
 from transformers.models.step3p7.modeling_step3p7 import Step3p7Experts
 
 from swiftlite.model.layers.swiglu import ClampedSwiGLU, GeGLU, SwiGLU, limited_swiglu
+
+
+def check_gradient(found: torch.Tensor, ours: torch.Tensor, function: Callable) -> None:
+    """Check that the gradient of `found` with respect to `ours` is that of a function in float64, to a rounding."""
+    gradient = torch.randn_like(found)
+    (grad,) = torch.autograd.grad(found, ours, gradient)
+    exact = ours.detach().double().requires_grad_()
+    (expected,) = torch.autograd.grad(function(exact), exact, gradient.double())
+    rounding = torch.finfo(ours.dtype).eps * float(expected.abs().max())
+    torch.testing.assert_close(grad.double(), expected, rtol=0, atol=4 * rounding)
 
 
 @pytest.mark.parametrize(
@@ -41,12 +52,7 @@ def test_the_activation_of_gpt_oss(dtype):
     experts = GptOssExperts(GptOssConfig(hidden_size=8, intermediate_size=8, num_local_experts=1))
     found = ClampedSwiGLU(None)(ours)
     assert torch.equal(found, experts._apply_gate(ours))
-    gradient = torch.randn_like(found)
-    (grad,) = torch.autograd.grad(found, ours, gradient)
-    exact = ours.detach().double().requires_grad_()
-    (expected,) = torch.autograd.grad(experts._apply_gate(exact), exact, gradient.double())
-    rounding = torch.finfo(dtype).eps * float(expected.abs().max())
-    torch.testing.assert_close(grad.double(), expected, rtol=0, atol=4 * rounding)
+    check_gradient(found, ours, experts._apply_gate)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -61,9 +67,4 @@ def test_a_limited_swiglu(dtype):
     found = limited_swiglu(3.0)(None)(ours)
     assert torch.equal(found, experts._apply_gate(ours))
     assert not torch.equal(found, SwiGLU(None)(ours))
-    gradient = torch.randn_like(found)
-    (grad,) = torch.autograd.grad(found, ours, gradient)
-    exact = ours.detach().double().requires_grad_()
-    (expected,) = torch.autograd.grad(experts._apply_gate(exact), exact, gradient.double())
-    rounding = torch.finfo(dtype).eps * float(expected.abs().max())
-    torch.testing.assert_close(grad.double(), expected, rtol=0, atol=4 * rounding)
+    check_gradient(found, ours, experts._apply_gate)
