@@ -32,6 +32,9 @@ class PolicyArgs:
     Default: no bound."""
     beta: bounds.NonNegativeFloat = 0.0
     """Weight of the KL divergence from --ref_model."""
+    use_bias_correction_kl: bool = True
+    """With --beta: multiply the estimate of the KL divergence by the probability ratio, so that its gradient is that of
+    the reverse KL divergence. Default of TRL."""
     ref_model: str | None = None
     """With --beta: reference model, a Hugging Face model as for --model. Default: --model before the first step."""
     teacher_model: str | None = None
@@ -110,6 +113,8 @@ class CompletionArgs:
     rollouts_from: str | None = None
     """Directory with stored rollouts of another run (its OUTPUT_DIR/rollouts), which are trained on without an engine
     and without rewards."""
+    rollouts_total_limit: bounds.PositiveInt | None = None
+    """Number of newest generations to keep in OUTPUT_DIR/rollouts, besides those that --resume needs. Default: all."""
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ def forward(
     balance: Balance | None = None,
     trunk: TrunkOutput | None = None,
     teacher: TeacherTarget | None = None,
+    with_entropy: bool = False,
 ):
     """Run a micro-batch through the model, and return its `Losses`. Before the last pipeline stage, return the states
     to send.
@@ -27,6 +28,7 @@ def forward(
         balance: load balance of the global batch; without it routers have no load-balancing loss.
         trunk: output of the trunk for the micro-batch, if it was already computed (for example in a previous epoch).
         teacher: predictions of a teacher, from which the trunk learns instead of the labels; for the last stage.
+        with_entropy: whether the trunk's losses have the entropy of its distributions.
     """
     return model(
         batch.tokens_KBS[0],
@@ -41,11 +43,15 @@ def forward(
         tower_inputs=TowerInputs.of(batch),
         axes_3BS=batch.axes_3BS,
         teacher=teacher,
+        with_entropy=with_entropy,
     )
 
 
 def forward_step_of(
-    compute: Callable[[Losses, Batch], tuple[torch.Tensor, torch.Tensor, torch.Tensor]], balance: Balance | None = None
+    compute: Callable[[Losses, Batch], tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
+    balance: Balance | None = None,
+    *,
+    with_entropy: bool = False,
 ) -> ForwardStep:
     """Return the forward step that runs each micro-batch through the model.
 
@@ -53,10 +59,12 @@ def forward_step_of(
         compute: returns for a micro-batch the loss summed over targets, the number of these targets, and the
             statistics.
         balance: load balance of the global batch; without it routers have no load-balancing loss.
+        with_entropy: whether the trunk's losses have the entropy of its distributions.
     """
 
     def forward_step(batches: Iterator[Batch], model: torch.nn.Module) -> tuple[object, Callable]:
         batch = next(batches)
-        return forward(model, batch, balance), lambda losses: compute(losses, batch)
+        output = forward(model, batch, balance, with_entropy=with_entropy)
+        return output, lambda losses: compute(losses, batch)
 
     return forward_step

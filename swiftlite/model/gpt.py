@@ -203,6 +203,7 @@ class GPTModel(McoreGPTModel):
         tower_inputs: TowerInputs | None = None,
         axes_3BS: torch.Tensor | None = None,
         teacher: TeacherTarget | None = None,
+        with_entropy: bool = False,
     ) -> Logits | Losses | torch.Tensor:
         """Run the stages of this rank. Without pipeline parallelism, these are all four stages.
 
@@ -226,6 +227,7 @@ class GPTModel(McoreGPTModel):
                 the positions in the sequence.
             teacher: predictions of a teacher at the positions with a label, from which the trunk learns instead of the
                 labels.
+            with_entropy: whether the trunk's losses have the entropy of its distributions.
 
         Returns:
             Losses if there are labels, otherwise Logits; with `is_teacher`, the states at positions with a label.
@@ -279,7 +281,7 @@ class GPTModel(McoreGPTModel):
         main = trunk and trunk.loss
         if teacher is not None and labels is not None:
             main = self._divergence(states.trunk_SBH, labels, teacher)
-        return self.forward_postprocess(states, all_labels, cu_seqlens, main)
+        return self.forward_postprocess(states, all_labels, cu_seqlens, main, with_entropy=with_entropy)
 
     @torch.no_grad()
     def trunk_output(
@@ -606,6 +608,8 @@ class GPTModel(McoreGPTModel):
         labels: Sequence[torch.Tensor] | None = None,
         cu_seqlens: torch.Tensor | None = None,
         main: TokenLoss | None = None,
+        *,
+        with_entropy: bool = False,
     ) -> Logits | Losses:
         """Apply the output layer to the states of trunk and heads; return losses if there are labels, otherwise logits.
 
@@ -613,6 +617,7 @@ class GPTModel(McoreGPTModel):
             labels: [B, S] for the trunk, then for each depth.
             cu_seqlens: for a packed row, the starts of its padded sequences in the whole row.
             main: the trunk's loss, if it was already computed; None: compute it here.
+            with_entropy: whether the trunk's loss that is computed here has the entropy of its distributions.
         """
         if labels is None:
             heads = enumerate(states.heads_SBH)
@@ -620,7 +625,7 @@ class GPTModel(McoreGPTModel):
             return Logits(self._whole_logits(states.trunk_SBH), mtp_logits)
         if main is None:
             with self._frozen():
-                main = self._cross_entropy(states.trunk_SBH, labels[0])
+                main = self._cross_entropy(states.trunk_SBH, labels[0], with_entropy=with_entropy)
         if self.mtp_loss != "ce":
             return Losses(main, self._distillation_losses(states, labels[1:], cu_seqlens))
         heads = enumerate(zip(states.heads_SBH, labels[1:], strict=True))
@@ -653,19 +658,27 @@ class GPTModel(McoreGPTModel):
         return logits_BSV / self.logits_divisor
 
     def _cross_entropy(
-        self, hidden_SBH: torch.Tensor, labels_BS: torch.Tensor, output: "OutputMatrix | None" = None
+        self,
+        hidden_SBH: torch.Tensor,
+        labels_BS: torch.Tensor,
+        output: "OutputMatrix | None" = None,
+        *,
+        with_entropy: bool = False,
     ) -> TokenLoss:
         """Return the cross-entropy with the labels.
 
         Args:
             output: output layer; default: that of the trunk.
+            with_entropy: whether to compute the entropy of each distribution as well.
         """
         selected = select(labels_BS, hidden_SBH.device)
         states_NH = self._at_temperature(self._selected_states(hidden_SBH, selected))
         output, tp = output or self.trunk_output_matrix(), self.pg_collection.tp
         if self.loss_in_chunks:
-            return chunked_loss(states_NH, output.weight_VH, LabelTarget(selected.label_N), selected, tp)
-        return token_loss(output.logits(states_NH), selected, tp)
+            entropy_N = torch.empty_like(selected.label_N, dtype=torch.float32) if with_entropy else None
+            target = LabelTarget(selected.label_N, entropy_N)
+            return chunked_loss(states_NH, output.weight_VH, target, selected, tp)
+        return token_loss(output.logits(states_NH), selected, tp, with_entropy=with_entropy)
 
     def label_states(self, hidden_SBH: torch.Tensor, labels_BS: torch.Tensor) -> torch.Tensor:
         """Return the states [N, H] at positions with a label, scaled for divisor and temperature of logits."""

@@ -14,6 +14,7 @@ class Policy:
         clip_low, clip_high: the probability ratio of policy and old policy is clipped to [clip_low, clip_high]; with
             cispo, only `clip_high` applies.
         teacher_kl_coef: weight of the teacher in the advantages; 0 without a teacher.
+        corrects_kl: whether the KL divergence is multiplied by the probability ratio.
         delta: additional upper bound for the ratio where the advantage is negative; None: no bound.
         mismatch_mode: correction for the difference between the probabilities of trainer and engine.
         mismatch_threshold: bound C of this correction.
@@ -25,6 +26,7 @@ class Policy:
     clip_high: float = 1.2
     delta: float | None = None
     beta: float = 0.0
+    corrects_kl: bool = True
     teacher_kl_coef: float = 0.0
     mismatch_mode: MismatchMode = "token_truncate"
     mismatch_threshold: float = 2.0
@@ -48,6 +50,7 @@ def policy_of(args: SftArgs) -> Policy:
         clip_high=epsilon_high if args.loss_type == "cispo" else 1 + epsilon_high,
         delta=args.delta,
         beta=args.beta,
+        corrects_kl=args.use_bias_correction_kl,
         teacher_kl_coef=args.teacher_kl_coef if args.teacher_model else 0.0,
         mismatch_mode=args.rollout_importance_sampling_mode,
         mismatch_threshold=args.rollout_importance_sampling_threshold,

@@ -31,8 +31,19 @@ from swiftlite.plan.distillation import is_on_policy, on_policy_steps, teacher_l
 from swiftlite.rollouts.draw import draw
 from swiftlite.rollouts.engine import check_servers, drafts, sampling_of, send_weights, start_rollout_engine
 from swiftlite.rollouts.generation import Generation
+from swiftlite.rollouts.policy_identity import NAME, PolicyIdentity, is_drawn_by
 from swiftlite.rollouts.rollouts import RolloutBatches
-from swiftlite.rollouts.stored import FOLDER, file_of, on_first_rank, read_generation, write_generation
+from swiftlite.rollouts.stored import (
+    FOLDER,
+    check_generation,
+    file_of,
+    first_needed,
+    hint_for,
+    load_if_whole,
+    on_first_rank,
+    remove_old,
+    write_generation,
+)
 from swiftlite.rollouts.training import load_prompts
 from swiftlite.train.checkpoint.source import describe_tensors, dtypes_of
 from swiftlite.train.live_weights import LiveWeights
@@ -162,25 +173,50 @@ class Distillation:
         batches = self.run.batches.global_batch(rows, indices)
         return RolloutBatches(batches.batches, batches.companions, figures)
 
+    @cached_property
+    def _identity(self) -> PolicyIdentity:
+        return PolicyIdentity(self.run)
+
+    def _policy(self, step: int) -> dict[str, str]:
+        """Return the identity of the policy that generates the completions of a step."""
+        before = next((each for each in reversed(range(step)) if is_on_policy(self.args, each)), -1)
+        return self._identity.before(load_if_whole(file_of(self.directory, before)))
+
+    def _read(self, step: int, prompts: Sequence[Sample], settings: Mapping[str, Any]) -> Generation | None:
+        """Return the stored completions of a step; None if they must be generated.
+
+        Raises:
+            UserError: the file is damaged, or belongs to other prompts or options.
+        """
+        path = file_of(self.directory, step)
+        if not self.reads_only and not path.exists():
+            return None
+        generation = Generation.load(path, hint_for(self.reads_only))
+        if not self.reads_only and not is_drawn_by(generation, self._policy(step), path):
+            return None
+        vocab_size = self.run.hf_model.config["vocab_size"]
+        check_generation(path, generation, prompts, settings, vocab_size, reads_only=self.reads_only)
+        return generation
+
     def _open(self, step: int, prompts: Sequence[Sample]) -> Generation:
         """Return the completions of a step; the weights are those before it. Collective."""
         path = file_of(self.directory, step)
         names = ("temperature", "max_completion_length")
         settings = {name: getattr(self.args, name) for name in names}
-        if self.reads_only or on_first_rank(path.exists):
-            vocab_size = self.run.hf_model.config["vocab_size"]
-            return on_first_rank(
-                lambda: read_generation(path, prompts, settings, vocab_size, reads_only=self.reads_only)
-            )
+        if stored := on_first_rank(lambda: self._read(step, prompts, settings)):
+            return stored
 
         with EarlyStop() as stop:
             send_weights(self.weights, self.engine, stop, draft=drafts(self.run, self.args))
 
             def draw_and_write() -> Generation:
                 assert self.engine is not None
+                described = {**settings, NAME: self._policy(step)}
                 with stop.raising():
-                    generation = draw(self.engine, self.sampling, prompts, step * len(prompts), settings)
+                    generation = draw(self.engine, self.sampling, prompts, step * len(prompts), described)
                 write_generation(path, generation, self.run.tokenizer)
+                if limit := self.args.rollouts_total_limit:
+                    remove_old(self.directory, limit, first_needed(self.run.output_dir, steps=1))
                 return generation
 
             return on_first_rank(draw_and_write)

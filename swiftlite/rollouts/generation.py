@@ -39,8 +39,14 @@ _ARRAYS = {
     "teacher_log_p": np.float32,
     "draft_depths": np.int8,
 }
-_ADDED = {"teacher_log_p": np.nan, "draft_depths": -1}
-"""Arrays that files of earlier releases do not have, with the values that replace them."""
+_UNKNOWN = {
+    "engine_log_p": np.nan,
+    "old_log_p": np.nan,
+    "reference_log_p": np.nan,
+    "teacher_log_p": np.nan,
+    "draft_depths": -1,
+}
+"""Values of arrays of which nothing is known. A file does not contain such an array."""
 _PER_TOKEN = {"engine_log_p": ENGINE, "old_log_p": OLD, "reference_log_p": REFERENCE, "teacher_log_p": TEACHER}
 """Extras of samples."""
 
@@ -128,7 +134,11 @@ class Generation:
 
     def save(self, path: Path) -> None:
         """Write a file that is complete or absent."""
-        arrays = {name: np.ascontiguousarray(getattr(self, name), dtype) for name, dtype in _ARRAYS.items()}
+        arrays = {}
+        for name, dtype in _ARRAYS.items():
+            array = np.ascontiguousarray(getattr(self, name), dtype)
+            if name not in _UNKNOWN or not np.array_equal(array, np.full_like(array, _UNKNOWN[name]), equal_nan=True):
+                arrays[name] = array
         header = {
             "version": VERSION,
             "figures": dict(self.figures),
@@ -153,9 +163,9 @@ class Generation:
                 if header["version"] != VERSION:
                     raise ValueError(f"version {header['version']} is not supported")
                 names = set(file.keys())
-                arrays = {name: file.get_tensor(name) for name in _ARRAYS if name in names or name not in _ADDED}
-            for name in _ADDED.keys() - names:
-                arrays[name] = np.full(len(arrays["completion_ids"]), _ADDED[name], _ARRAYS[name])
+                arrays = {name: file.get_tensor(name) for name in _ARRAYS if name in names or name not in _UNKNOWN}
+            for name in _UNKNOWN.keys() - names:
+                arrays[name] = np.full(len(arrays["completion_ids"]), _UNKNOWN[name], _ARRAYS[name])
             images = _checked_files(header.get("images", ()))  # absent in files of earlier releases
             generation = cls(**arrays, figures=header["figures"], settings=header["settings"], images=images)
             problem = generation._problem()

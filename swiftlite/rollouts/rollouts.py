@@ -27,13 +27,17 @@ from swiftlite.rollouts.frozen import FrozenPolicy
 from swiftlite.rollouts.generation import Generation
 from swiftlite.rollouts.held_out import HeldOutPrompts, evaluation_figures
 from swiftlite.rollouts.log_probabilities import token_log_probabilities
+from swiftlite.rollouts.policy_identity import NAME, PolicyIdentity, is_drawn_by
 from swiftlite.rollouts.prompts import Prompts
 from swiftlite.rollouts.resample import Resampling
 from swiftlite.rollouts.stored import (
     check_generation,
     file_of,
+    first_needed,
     hint_for,
+    load_if_whole,
     on_first_rank,
+    remove_old,
     write_generation,
 )
 from swiftlite.train.batches.micro_batches import MicroBatches
@@ -146,8 +150,8 @@ class Rollouts:
     def _open(self, number: int, step: int) -> Generation:
         """Return a generation; the weights are those before `step`. Collective."""
         path = file_of(self.directory, number)
-        if self.reads_only or on_first_rank(path.exists):
-            generation = on_first_rank(lambda: self._read(path, number, step))
+        generation = on_first_rank(lambda: self._read(path, number, step))
+        if generation is not None:
             if self._is_used_again and np.isnan(generation.old_log_p).any():
                 # It was drawn for a single step, so the weights that drew it are still the current ones.
                 return self._with_log_probabilities(number, generation)
@@ -157,8 +161,15 @@ class Rollouts:
             send_weights(self.weights, engine, stop, draft=drafts(self.run, self.args))
             generation = on_first_rank(lambda: self._draw(number, step, stop))
         generation = self._with_log_probabilities(number, generation)
-        on_first_rank(lambda: self._write(path, generation))
+        on_first_rank(lambda: self._write_drawn(path, number, generation))
         return generation
+
+    def _write_drawn(self, path: Path, number: int, generation: Generation) -> None:
+        """Write a generation and, with `--rollouts_total_limit`, delete old ones."""
+        self._write(path, generation)
+        if limit := self.args.rollouts_total_limit:
+            steps = self.args.steps_per_generation * self.args.num_iterations
+            remove_old(self.directory, limit, first_needed(self.run.output_dir, steps))
 
     def _write(self, path: Path, generation: Generation) -> None:
         sizes = image_sizes(self.run.hf_model.config)
@@ -177,17 +188,28 @@ class Rollouts:
         args = self.args
         return {name: getattr(args, name) for name in ("temperature", "max_completion_length", "num_generations")}
 
+    @cached_property
+    def _identity(self) -> PolicyIdentity:
+        return PolicyIdentity(self.run)
+
+    def _policy(self, number: int) -> dict[str, str]:
+        """Return the identity of the policy that draws a generation. This is the work of the first rank."""
+        previous = self._generation
+        if self._number != number - 1:  # the first generation that a resumed run needs
+            previous = load_if_whole(file_of(self.directory, number - 1))
+        return self._identity.before(previous)
+
     def _draw(self, number: int, step: int, stop: EarlyStop) -> Generation:
         """Return a generation with scores. This is the work of the first rank."""
         assert self.drawing is not None
-        args = self.args
+        args, settings = self.args, {**self._settings(), NAME: self._policy(number)}
         with stop.raising():
             if args.dynamic_sample:
                 resampling = Resampling(self.drawing, self.prompts, args.max_resample_times)
-                generation = resampling.draw(number, step + 1, self._settings())
+                generation = resampling.draw(number, step + 1, settings)
             else:
                 prompts = self.prompts.of(self.prompts.rows(number))
-                generation = self.drawing.draw(prompts, number * len(prompts), self._settings())
+                generation = self.drawing.draw(prompts, number * len(prompts), settings)
                 generation = self.drawing.score(generation, prompts, step + 1)
         if generation.figures.get("frac_reward_zero_std") == 1:
             logger.warning("step %d: rewards do not differ within any group, so all advantages are 0", step + 1)
@@ -218,13 +240,20 @@ class Rollouts:
         """Whether a generation is used for several steps, so that the policy changes in between."""
         return self.args.steps_per_generation * self.args.num_iterations > 1
 
-    def _read(self, path: Path, number: int, step: int) -> Generation:
-        """Return a stored generation, with scores by the reward functions of this run.
+    def _read(self, path: Path, number: int, step: int) -> Generation | None:
+        """Return a stored generation, with scores by the reward functions of this run; None if it must be drawn.
 
         Raises:
             UserError: the file is damaged, or belongs to other prompts or options.
         """
+        if not self.reads_only and not path.exists():
+            return None
         generation = Generation.load(path, hint_for(self.reads_only))
+        # Within a generation, the weights are no longer those that drew it. It was drawn by this run before the
+        # checkpoint, and has the log-probabilities of its policy.
+        is_first_step = step % (self.args.steps_per_generation * self.args.num_iterations) == 0
+        if is_first_step and not self.reads_only and not is_drawn_by(generation, self._policy(number), path):
+            return None
         prompts = self._prompts_of(number, generation)
         vocab_size = self.run.hf_model.config["vocab_size"]
         check_generation(path, generation, prompts, self._settings(), vocab_size, reads_only=self.reads_only)

@@ -15,6 +15,7 @@ from swiftlite.data.image_inputs import images_of
 from swiftlite.data.sample import Sample
 from swiftlite.errors import UserError
 from swiftlite.log import logger
+from swiftlite.plan.facts import run_checkpoints
 from swiftlite.report.run_files import NUM_ROLLOUTS
 from swiftlite.rollouts.generation import Generation
 from swiftlite.train.stopping import Stopped
@@ -22,17 +23,42 @@ from swiftlite.train.stopping import Stopped
 FOLDER = "rollouts"
 
 
-def read_generation(
-    path: Path, prompts: Sequence[Sample], settings: Mapping[str, Any], vocab_size: int, *, reads_only: bool
-) -> Generation:
-    """Return a stored generation, after the checks of `check_generation`.
+def load_if_whole(path: Path) -> Generation | None:
+    """Return a stored generation; None if it is missing or damaged."""
+    try:
+        return Generation.load(path) if path.exists() else None
+    except UserError:
+        return None
 
-    Raises:
-        UserError: the file is damaged, or belongs to other prompts or options.
+
+def first_needed(output_dir: Path, steps: int) -> int:
+    """Return the number of the first generation that a run trains on if it resumes from its newest checkpoint.
+
+    Example: with checkpoint-10 and 4 steps per generation, step 11 trains on generation 2, counted from 0.
+
+    Args:
+        steps: number of steps for which each generation is used.
     """
-    generation = Generation.load(path, hint_for(reads_only))
-    check_generation(path, generation, prompts, settings, vocab_size, reads_only=reads_only)
-    return generation
+    done = 0
+    if checkpoints := run_checkpoints(output_dir):
+        done = int(checkpoints[-1].name.removeprefix("checkpoint-"))
+    return done // steps
+
+
+def remove_old(directory: Path, limit: int, needed: int) -> None:
+    """Delete the oldest stored generations.
+
+    Args:
+        limit: how many of the newest generations to keep.
+        needed: number of a generation that is kept with all later ones, and with the one before it, from which the
+            identity of its policy follows.
+    """
+    numbers = sorted(int(path.stem) for path in directory.glob("*.safetensors") if path.stem.isdigit())
+    num_unneeded = sum(number < needed for number in numbers) - 1
+    for number in numbers[: max(min(num_unneeded, len(numbers) - limit), 0)]:
+        path = file_of(directory, number)
+        path.with_suffix(".jsonl").unlink(missing_ok=True)
+        path.unlink()
 
 
 def hint_for(reads_only: bool) -> str:

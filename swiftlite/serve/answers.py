@@ -23,6 +23,7 @@ from swiftlite.engines.engine import Sampling
 from swiftlite.engines.prompts import ImagePrompt
 from swiftlite.errors import UserError
 from swiftlite.families.resolved import HfModel
+from swiftlite.hub.digest import digest_of_model
 from swiftlite.json_file import parse_json, read_json
 from swiftlite.log import logger
 from swiftlite.redact import redact
@@ -48,9 +49,6 @@ NOT_OF_ANSWERS = {
     "drop_truncated",
     "max_bad_rows",
 }
-# Number and size of the blocks of each weight file that are compared. Fine-tuning changes almost all blocks, and a file
-# of 5 GB takes only milliseconds.
-BLOCK_BYTES, NUM_BLOCKS = 4096, 256
 
 
 class AnswersFile:
@@ -271,16 +269,3 @@ def _shown(value: Any) -> str:
     if value is None:
         return "unset"
     return json.dumps(value)
-
-
-def digest_of_model(directory: Path) -> str:
-    """Return a digest of config.json and of samples of the weight files."""
-    digest = hashlib.sha256((directory / "config.json").read_bytes())
-    for path in sorted(directory.glob("*.safetensors")):
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}".encode())
-        with path.open("rb") as file:
-            for place in sorted({size * number // NUM_BLOCKS for number in range(NUM_BLOCKS)}):
-                file.seek(place)
-                digest.update(file.read(BLOCK_BYTES))
-    return digest.hexdigest()

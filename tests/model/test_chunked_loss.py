@@ -51,6 +51,7 @@ def test_losses_and_gradients_are_those_from_all_logits(kind, heads, tied, tmp_p
             mtp_input_ids=tokens[1:],
             mtp_labels=labels[1:],
             packed_seq_params=describe_packed(batch.cu_seqlens),
+            with_entropy=True,
         )
         losses = [found.main, *found.mtp]
         learned = losses[1:] if is_frozen else losses
@@ -63,6 +64,7 @@ def test_losses_and_gradients_are_those_from_all_logits(kind, heads, tied, tmp_p
         assert torch.equal(one.prediction_BS, other.prediction_BS)
         # The same sums over 128 words, of which megatron-core subtracts the target's logit elsewhere.
         torch.testing.assert_close(other.loss_BS, one.loss_BS, rtol=1e-6, atol=2e-6)
+    torch.testing.assert_close(chunked[0].entropy_BS, whole[0].entropy_BS, rtol=1e-6, atol=2e-6)
     assert ours.keys() == expected.keys()
     for name, gradient in expected.items():
         # Float32 sums in another order.
@@ -123,6 +125,22 @@ def exact_loss(kind: str, states: torch.Tensor, weight: torch.Tensor, words: tor
 
 
 COMPILED = [("ce", torch.bfloat16), ("ce", torch.float32), ("lk_hybrid", torch.float32)]
+
+
+def test_entropy_is_that_of_the_distribution(mesh, monkeypatch):
+    monkeypatch.setattr(chunked_loss, "CHUNK", 4)
+    # Large logits, so that some probabilities underflow.
+    states, weight = torch.randn(10, 8) * 20, torch.randn(100, 8)
+    log_p = (states.double() @ weight.T.double()).log_softmax(-1)
+    expected = -(log_p.exp() * log_p).sum(-1)
+    selected = loss.select(torch.zeros(1, 10, dtype=torch.int64), weight.device)
+    target = LabelTarget(selected.label_N, torch.empty(10))
+    found = chunked_loss.chunked_loss(states, weight, target, selected, mesh.tp).entropy_BS
+    assert found is not None
+    # Rounding of float32 logits up to 300 is 1.5e-5.
+    torch.testing.assert_close(found[0].double(), expected, rtol=0, atol=1e-4)
+
+
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles with g++")
 
 

@@ -79,6 +79,17 @@ def test_resume_keeps_what_makes_the_run(here):
     assert mentions(note, "--train_iters 30 40")
 
 
+def test_resume_without_a_checkpoint_keeps_the_options_as_well(here):
+    """Stored rollouts of the run belong to its options."""
+    began = dataclasses.replace(SFT, output_dir="out")
+    Path("out").mkdir()
+    Path("out/args.json").write_text(json.dumps(dataclasses.asdict(began)))
+    assert rules.check(dataclasses.replace(began, resume=True, save_steps=7)) == []
+    ((problem, hint),) = problems_of(dataclasses.replace(began, resume=True, lr=0.5))
+    assert mentions(problem, "--resume --lr 0.5")
+    assert mentions(hint, "--lr --output_dir delete")
+
+
 @pytest.mark.parametrize("saved", [{"command": "megatron dpo"}, {"loss_type": "kto"}])  # earlier runs name none
 def test_a_run_of_another_command_is_not_resumed(here, saved):
     began = dataclasses.asdict(dataclasses.replace(SFT, output_dir="run", train_iters=30))

@@ -22,6 +22,7 @@ LOSSES: dict[str, dict[str, Any]] = {
     "dapo": {},
     "dapo, GSPO": {"importance_sampling_level": "sequence", "epsilon": 0.01, "epsilon_high": 0.02},
     "dapo, KL": {"beta": 0.1},
+    "dapo, KL without correction": {"beta": 0.1, "use_bias_correction_kl": False},
     "dapo, delta": {"epsilon": 0.1, "epsilon_high": 0.3, "delta": 1.4},
     "dapo, token_truncate": {"rollout_importance_sampling_mode": "token_truncate"},
     "dapo, token_mask": {"rollout_importance_sampling_mode": "token_mask"},
@@ -95,7 +96,7 @@ def their_step(
         delta=args.delta,
         beta=args.beta,
         temperature=args.temperature,
-        use_bias_correction_kl=False,
+        use_bias_correction_kl=args.use_bias_correction_kl,
         max_completion_length=args.max_completion_length,
         num_generations=NUM_GENERATIONS,
         per_device_train_batch_size=len(generation),
@@ -141,7 +142,7 @@ def their_step(
 
 CASES = [(name, False) for name in LOSSES] + [("dapo, GSPO", True), ("grpo", True)]
 KEPT = (("dapo, GSPO", True), ("dapo, delta", False), ("grpo, sequence_mask, KL", False), ("cispo", False))
-KEPT += (("dapo, teacher", False),)
+KEPT += (("dapo, teacher", False), ("dapo, KL", False))
 
 
 @pytest.mark.parametrize(("name", "padding_free"), some_of(CASES, *KEPT))
@@ -157,7 +158,7 @@ def test_a_step_is_trls(model, teacher, mesh, tmp_path, name, padding_free):
     # Sums of float32 in another order.
     assert ours["loss"] == pytest.approx(loss, rel=2e-5, abs=2e-6)
     clipped = ("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "cispo_clip_ratio")
-    for each in ("kl", "teacher_kl", *clipped):
+    for each in ("entropy", "kl", "teacher_kl", *clipped):
         if each in metrics:
             assert ours[each] == pytest.approx(metrics[each], rel=2e-5, abs=1e-6), each
     assert any(ours.get(each) for each in ("clip_ratio/region_mean", "cispo_clip_ratio"))

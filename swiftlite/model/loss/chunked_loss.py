@@ -27,6 +27,7 @@ from swiftlite.model.loss.losses import (
     compare_,
     cross_entropy_,
     distance_of,
+    entropy,
     laid_out,
     sharing,
     vocab_parallel_argmax,
@@ -36,9 +37,14 @@ from swiftlite.plan.kernels import CHUNK
 
 @dataclass(frozen=True)
 class LabelTarget:
-    """Cross-entropy with labels [N]."""
+    """Cross-entropy with labels [N].
+
+    Attributes:
+        entropy_N: filled with the entropy of each position's distribution; None if it is not requested.
+    """
 
     label_N: torch.Tensor
+    entropy_N: torch.Tensor | None = None
 
     def loss_(
         self,
@@ -56,6 +62,9 @@ class LabelTarget:
             share_C1: factor of each position's gradient; None for 1.
         """
         label_C = self.label_N[rows]
+        if self.entropy_N is not None and share_C1 is None:  # not again for the gradient of the output matrix
+            function = _fused_entropy if group is None else entropy
+            self.entropy_N[rows] = function(logits_CV, group)
         if group is not None:
             return _cross_entropy_(logits_CV, label_C, share_C1, group)
         logit_C1 = logits_CV.gather(1, label_C[:, None])
@@ -205,6 +214,7 @@ def _put_(gradient_CV: torch.Tensor, share_C1: torch.Tensor | None, logits_CV: t
 # them.
 _fused_cross_entropy_ = compiled(_whole_cross_entropy_)
 _fused_distance_ = compiled(_distance_)
+_fused_entropy = compiled(entropy)
 
 Target = LabelTarget | TrunkTarget | TeacherTarget
 
@@ -226,7 +236,8 @@ def chunked_loss(
     """
     results: Any = _ChunkedLoss.apply(states_NH, weight_VH, target, sharing(tp_group), tokens_V)
     loss_N, prediction_N = results
-    return laid_out(loss_N, prediction_N, selected)
+    entropy_N = target.entropy_N if isinstance(target, LabelTarget) else None
+    return laid_out(loss_N, prediction_N, selected, entropy_N)
 
 
 class _ChunkedLoss(torch.autograd.Function):

@@ -57,10 +57,13 @@ class TokenLoss:
     Attributes:
         loss_BS: float32, in nats (tv: a probability); 0 without gradient where the target is ignored.
         prediction_BS: the head's most likely token, int64; -1 where the target is ignored.
+        entropy_BS: entropy of the head's distribution, float32, in nats; 0 where the target is ignored. None if it was
+            not requested.
     """
 
     loss_BS: torch.Tensor
     prediction_BS: torch.Tensor
+    entropy_BS: torch.Tensor | None = None
 
 
 def sharing(tp_group: dist.ProcessGroup) -> Group:
@@ -97,18 +100,31 @@ def vocab_parallel_argmax(logits_NV: torch.Tensor, group: Group, tokens_V: torch
     return torch.stack(tokens).gather(0, best_rank_N[None])[0]
 
 
-def token_loss(logits_NV: torch.Tensor, selected: Selected, tp_group: dist.ProcessGroup) -> TokenLoss:
+def token_loss(
+    logits_NV: torch.Tensor, selected: Selected, tp_group: dist.ProcessGroup, *, with_entropy: bool = False
+) -> TokenLoss:
     """Compute loss and prediction for the selected positions; return them as [B, S].
 
     Args:
         logits_NV: this rank's part of the logits at the selected positions.
         selected: the positions and their labels.
+        with_entropy: whether to compute the entropy as well.
     """
+    entropy_N = None
     with torch.no_grad():
         prediction_N = vocab_parallel_argmax(logits_NV, sharing(tp_group))
+        if with_entropy:
+            parts = logits_NV.split(MAX_POSITIONS)
+            entropy_N = torch.cat([entropy(part_NV, sharing(tp_group)) for part_NV in parts])
     # Shape [1, N] for megatron-core's [S, B]; the loss does not depend on the arrangement.
     loss_N = tensor_parallel.vocab_parallel_cross_entropy(logits_NV.float()[None], selected.label_N[None])[0]
-    return laid_out(loss_N, prediction_N, selected)
+    return laid_out(loss_N, prediction_N, selected, entropy_N)
+
+
+def entropy(logits_NV: torch.Tensor, group: Group) -> torch.Tensor:
+    """Return the entropy [N] of each position's distribution in nats, without overwriting the logits."""
+    log_p_NV = _log_softmax_(logits_NV.to(torch.float32, copy=True), group)
+    return -_sum_of_products(log_p_NV.exp(), log_p_NV, group)
 
 
 def distillation_loss(
@@ -365,10 +381,15 @@ def _sum_over_ranks(part_N: torch.Tensor, group: Group) -> torch.Tensor:
     return part_N
 
 
-def laid_out(loss_N: torch.Tensor, prediction_N: torch.Tensor, selected: Selected) -> TokenLoss:
+def laid_out(
+    loss_N: torch.Tensor, prediction_N: torch.Tensor, selected: Selected, entropy_N: torch.Tensor | None = None
+) -> TokenLoss:
     """Scatter values at the selected positions back to [B, S]."""
     # Indices instead of a mask: with a mask, the host would wait for the size of the gradient.
     where = (selected.row_N, selected.pos_N)
     loss_BS = loss_N.new_zeros(selected.shape).index_put(where, loss_N)
     prediction_BS = prediction_N.new_full(selected.shape, -1).index_put(where, prediction_N)
-    return TokenLoss(loss_BS, prediction_BS)
+    entropy_BS = None
+    if entropy_N is not None:
+        entropy_BS = entropy_N.new_zeros(selected.shape).index_put(where, entropy_N)
+    return TokenLoss(loss_BS, prediction_BS, entropy_BS)

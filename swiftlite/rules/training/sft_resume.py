@@ -3,7 +3,6 @@
 A directory belongs to one run, whose options must not change.
 """
 
-import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,42 +10,12 @@ from typing import Any
 from swiftlite.args.command_line import shell_line
 from swiftlite.args.commands import SftArgs
 from swiftlite.args.config import Problem
-from swiftlite.args.fields import DistributedArgs, ParallelLayout, ProfilingArgs, RecomputeArgs, RunArgs
+from swiftlite.args.resume import CHANGEABLE
 from swiftlite.json_file import read_json
 from swiftlite.methods.index import command_of_run, method_of
 from swiftlite.plan.facts import Facts, run_checkpoints
 from swiftlite.plan.heads import heads_defaults
 from swiftlite.runtime.lock import holder_of, in_use
-
-# Options that a resumed run may change: length, reports, profiles, evaluations, checkpoints, and the distribution of
-# work.
-_FREE = {
-    *(field.name for field in dataclasses.fields(RunArgs)),
-    *(field.name for field in dataclasses.fields(ProfilingArgs)),
-    *(field.name for field in dataclasses.fields(ParallelLayout)),
-    *(field.name for field in dataclasses.fields(DistributedArgs)),
-    *(field.name for field in dataclasses.fields(RecomputeArgs)),
-    "cache_trunk_states",
-    "dataset_cache",
-    "dataset_num_proc",
-    "media_root",
-    "ref_logprobs_cache",
-    "ref_pipeline_model_parallel_size",
-    "ref_tensor_model_parallel_size",
-    "stream_trunk_gb",
-    "micro_batch_size",
-    "moe_flex_dispatcher_backend",
-    "moe_shared_expert_overlap",
-    "moe_token_dispatcher_type",
-    "num_train_epochs",
-    "train_iters",
-    "trust_remote_code",
-    # of megatron grpo: completions that were scored with other reward functions are scored again
-    "external_plugins",
-    "infer_backend",
-    "max_batch_size",
-    "reward_timeout",
-}
 
 
 def output_dir_fits_resume(args: SftArgs, facts: Facts) -> Iterator[Problem]:
@@ -110,20 +79,23 @@ def resume_has_steps_left(args: SftArgs, facts: Facts) -> Iterator[Problem]:
 
 
 def resume_keeps_the_options(args: SftArgs, facts: Facts) -> Iterator[Problem]:
-    """Reject changes of options that are not in `_FREE`.
+    """Reject changes of options that are not in `CHANGEABLE`.
 
     With other data, another objective or other heads, the resumed run would be a different run with the same name.
     """
-    changes = [change for change in _changed_options(args, facts) if change[0] not in _FREE]
+    changes = [change for change in _changed_options(args, facts) if change[0] not in CHANGEABLE]
     # Defaults of other options depend on the model, so their values before are known only with the same one.
     changes = [change for change in changes if change[0] == "model"] or changes
+    otherwise = "use another --output_dir"
+    if not run_checkpoints(Path(args.output_dir)):
+        otherwise += ", or delete it, because it has no checkpoint yet"
     for name, before, now in changes:
         given = f"use --{name} {shell_line(before)}"
         if before is None:
             given = f"remove --{name}"
         yield (
             f"--resume does not support a change of --{name} from {shell_line(before)} to {shell_line(now)}",
-            f"{given} (see {Path(args.output_dir, 'args.json')}), or use another --output_dir",
+            f"{given} (see {Path(args.output_dir, 'args.json')}), or {otherwise}",
         )
 
 
@@ -175,10 +147,10 @@ def _command_before(args: SftArgs) -> str | None:
 
 def _saved_options(args: SftArgs) -> dict[str, Any] | None:
     """Return the content of args.json of the resumed run; None if it is missing or damaged."""
-    if not args.resume or not run_checkpoints(Path(args.output_dir or ".")):
+    if not args.resume or not args.output_dir:
         return None
     try:
-        saved = read_json(Path(args.output_dir or ".") / "args.json")
+        saved = read_json(Path(args.output_dir) / "args.json")
     except (OSError, ValueError):
         return None
     if not isinstance(saved, dict):

@@ -18,7 +18,7 @@ from swiftlite.model.forward import forward_step_of
 from swiftlite.model.forward_step import ForwardStep
 from swiftlite.model.gpt import Losses
 from swiftlite.model.loss.balance import Balance
-from swiftlite.model.loss.losses import IGNORE_INDEX
+from swiftlite.model.loss.losses import IGNORE_INDEX, TokenLoss
 from swiftlite.plan.policy import Policy
 from swiftlite.runtime.device import on_device
 from swiftlite.runtime.mesh import Mesh
@@ -126,10 +126,18 @@ def token_losses(
     return -torch.min(ratio_BS * advantage_BS, clipped_BS * advantage_BS)
 
 
-def kl_of(log_p_BS: torch.Tensor, reference_BS: torch.Tensor) -> torch.Tensor:
-    """Estimate the KL divergence of policy and reference from each token (the estimator k3), [B, S]."""
+def kl_of(log_p_BS: torch.Tensor, reference_BS: torch.Tensor, ratio_BS: torch.Tensor, policy: Policy) -> torch.Tensor:
+    """Estimate the KL divergence of policy and reference from each token (the estimator k3), [B, S].
+
+    The tokens were drawn by the old policy, so the estimate is multiplied by the ratio of policy and old policy. Even
+    where this ratio is 1, its gradient is not 0: without the factor, the gradient of k3 is not that of the reverse KL
+    divergence, which it estimates (DeepSeek-V3.2, arXiv 2512.02556).
+    """
     difference_BS = reference_BS - log_p_BS
-    return difference_BS.exp() - difference_BS - 1
+    kl_BS = difference_BS.exp() - difference_BS - 1
+    if policy.corrects_kl:
+        return kl_BS * ratio_BS
+    return kl_BS
 
 
 def teacher_kl_of(old_BS: torch.Tensor, teacher_BS: torch.Tensor) -> torch.Tensor:
@@ -198,7 +206,7 @@ class PolicyObjective:
 
         def loss_of(losses: Losses, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
             labeled = LabeledTokens.of(batch, mesh)
-            loss, statistics = self._policy_loss(-losses.main.loss_BS, batch, labeled, is_first)
+            loss, statistics = self._policy_loss(losses.main, batch, labeled, is_first)
             total = add_heads(loss, losses, batch.loss_scale_KBS, coefficients)
             number = batch.num_sequences * is_first
             if self.policy.divides_by_tokens:
@@ -207,13 +215,13 @@ class PolicyObjective:
             parts = [num_targets.double()[None], statistics, head_sums(losses, batch, mesh)]
             return total, num_targets, torch.cat(parts)
 
-        return forward_step_of(loss_of, balance)
+        return forward_step_of(loss_of, balance, with_entropy=True)
 
     def _policy_loss(
-        self, log_p_BS: torch.Tensor, batch: Batch, tokens: LabeledTokens, is_first: bool
+        self, main: TokenLoss, batch: Batch, tokens: LabeledTokens, is_first: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the sum to minimize for this rank's tokens, and the statistics."""
-        policy, extras = self.policy, batch.extras
+        policy, extras, log_p_BS = self.policy, batch.extras, -main.loss_BS
         old_BS = extras[OLD.name]
         old_BS = torch.where(old_BS.isnan(), log_p_BS.detach(), old_BS)
         ratio_BS = ratio_of(log_p_BS, old_BS, tokens, policy)
@@ -226,7 +234,7 @@ class PolicyObjective:
         loss_BS = token_losses(log_p_BS, ratio_BS, advantage_BS, policy) * weight_BS
         kl_BS = torch.zeros_like(loss_BS)
         if policy.beta:
-            kl_BS = kl_of(log_p_BS, extras[REFERENCE.name])
+            kl_BS = kl_of(log_p_BS, extras[REFERENCE.name], ratio_BS, policy)
             loss_BS = loss_BS + policy.beta * kl_BS
         if policy.loss_type == "grpo":
             loss_BS = loss_BS / tokens.per_token(tokens.lengths_N).clamp(min=1)
@@ -234,7 +242,7 @@ class PolicyObjective:
             loss_BS = loss_BS / policy.max_completion_length
         loss = (loss_BS * tokens.is_target_BS).sum()
         values = {"loss": loss_BS, "kl": kl_BS, "teacher_kl": teacher_kl_BS}
-        values |= {"entropy": -log_p_BS, "weight": weight_BS}
+        values |= {"entropy": main.entropy_BS, "weight": weight_BS}
         clipped = self._clipped(ratio_BS, advantage_BS)
         return loss, _statistics(values, clipped, tokens, policy, is_first)
 

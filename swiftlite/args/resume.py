@@ -1,0 +1,36 @@
+"""Name the options that a resumed run may change."""
+
+import dataclasses
+
+from swiftlite.args.fields import DistributedArgs, ParallelLayout, ProfilingArgs, RecomputeArgs, RunArgs
+
+CHANGEABLE = {
+    *(field.name for field in dataclasses.fields(RunArgs)),
+    *(field.name for field in dataclasses.fields(ProfilingArgs)),
+    *(field.name for field in dataclasses.fields(ParallelLayout)),
+    *(field.name for field in dataclasses.fields(DistributedArgs)),
+    *(field.name for field in dataclasses.fields(RecomputeArgs)),
+    "cache_trunk_states",
+    "dataset_cache",
+    "dataset_num_proc",
+    "media_root",
+    "ref_logprobs_cache",
+    "ref_pipeline_model_parallel_size",
+    "ref_tensor_model_parallel_size",
+    "stream_trunk_gb",
+    "micro_batch_size",
+    "moe_flex_dispatcher_backend",
+    "moe_shared_expert_overlap",
+    "moe_token_dispatcher_type",
+    "num_train_epochs",
+    "train_iters",
+    "trust_remote_code",
+    # of megatron grpo: completions that were scored with other reward functions are scored again, and those that were
+    # drawn by another policy are drawn again (`rollouts/policy_identity.py`)
+    "external_plugins",
+    "infer_backend",
+    "max_batch_size",
+    "reward_timeout",
+    "rollouts_total_limit",
+}
+"""Length, reports, profiles, evaluations, checkpoints, and the distribution of work."""
