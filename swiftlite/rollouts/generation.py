@@ -46,7 +46,7 @@ _UNKNOWN = {
     "teacher_log_p": np.nan,
     "draft_depths": -1,
 }
-"""Values of arrays of which nothing is known. A file does not contain such an array."""
+"""Values that stand for unknown numbers. A file does not contain an array without a known number."""
 _PER_TOKEN = {"engine_log_p": ENGINE, "old_log_p": OLD, "reference_log_p": REFERENCE, "teacher_log_p": TEACHER}
 """Extras of samples."""
 

@@ -241,6 +241,7 @@ class PolicyObjective:
         elif policy.loss_type == "dr_grpo":
             loss_BS = loss_BS / policy.max_completion_length
         loss = (loss_BS * tokens.is_target_BS).sum()
+        assert main.entropy_BS is not None
         values = {"loss": loss_BS, "kl": kl_BS, "teacher_kl": teacher_kl_BS}
         values |= {"entropy": main.entropy_BS, "weight": weight_BS}
         clipped = self._clipped(ratio_BS, advantage_BS)
