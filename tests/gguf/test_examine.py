@@ -87,6 +87,7 @@ def test_a_part_of_a_file_is_named(files, tmp_path):
     assert mentions(problems_of(file), "llama-gguf-split")
 
 
+@needs_llamacpp
 def test_doctor_examines_files_that_cannot_be_converted(files, tmp_path, capsys):
     values = {"general.architecture": "step35", "step35.block_count": 3, "step35.nextn_predict_layers": 1}
     file = rewrite(files["qwen3"], tmp_path / "step.gguf", values | {"step35.embedding_length": 64}, (f"{HEAD}nextn",))
