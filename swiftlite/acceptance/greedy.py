@@ -130,6 +130,7 @@ class GreedyRows:
         self.model = model
         self.mesh = mesh
         self.rows = rows
+        self._rotary_pos_emb = cast(GPTModel, unwrap_model(model[0])).rotary_pos_emb
         self.eos_token_ids = eos_token_ids
         capacity = max((row.max_length for row in rows), default=1)
         size = mesh.pp.size()
@@ -164,6 +165,8 @@ class GreedyRows:
         for rows, (tokens,) in zip(complete, self._run(passes, 1), strict=True):
             for row, token in zip(rows, tokens.tolist(), strict=True):
                 row.append(token, self.eos_token_ids)
+                if not row.is_finished and self._rotary_pos_emb.restarts_at(len(row.tokens)):
+                    row.num_seen = 0
 
     def drafts(self, num_drafts: int) -> Iterator[tuple[GreedyRow, torch.Tensor]]:
         """Run a pass of the heads.
@@ -212,6 +215,7 @@ class GreedyRows:
             flat(lambda _, position: position),
             head_tokens,
             batch.cache,
+            [len(batch.rows[span.row].tokens) if num_drafts is None else span.end for span in spans],
             predicted.to(self.mesh.device.torch_device),
             axes_3BT,
             item_KBT,

@@ -43,6 +43,7 @@ class CachedPass:
         mtp_input_ids: None for a pass of the trunk; for a pass of the heads, for each depth k the tokens k positions
             later, [1, T].
         cache: cache of the rows; its spans are these tokens.
+        lengths: for each span of the cache the length of its row, on which some rotary embeddings depend.
         predicted: int64 [N], indices of the tokens of the pass whose next token is predicted.
         axes_3BT: int64 [3, 1, T], positions along three axes (`data.batch.AXES`); None: `position_ids`.
         item_KBT: int64; indices of the tower's outputs that replace the embeddings of `input_ids`, [1, 1, T], or of
@@ -54,6 +55,7 @@ class CachedPass:
     position_ids: torch.Tensor
     mtp_input_ids: Sequence[torch.Tensor] | None
     cache: Cache
+    lengths: Sequence[int]
     predicted: torch.Tensor
     axes_3BT: torch.Tensor | None = None
     item_KBT: torch.Tensor | None = None
@@ -153,7 +155,12 @@ def _rotary_emb(model: GPTModel, new: CachedPass, offset: int = 0) -> torch.Tens
     """Return cosines and sines [2, T, 1, 1, R] at the positions of a pass; each row starts at `offset`."""
     if new.axes_3BT is not None:
         return model.rotary_pos_emb.at(new.axes_3BT + offset)
-    return model.rotary_pos_emb([new.cache.capacity], offset)[:, new.position_ids[0]]
+    if not model.rotary_pos_emb.depends_on_length:
+        return model.rotary_pos_emb([new.cache.capacity], offset)[:, new.position_ids[0]]
+    spans = zip(new.cache.spans, new.lengths, strict=True)
+    parts = [model.rotary_pos_emb([len(span)], offset + span.start, [length]) for span, length in spans]
+    padding = model.rotary_pos_emb([new.input_ids.size(1) - new.cache.num_tokens])
+    return torch.cat([*parts, padding], dim=1)
 
 
 def _placed(model: GPTModel, new: CachedPass) -> list[Placed] | None:

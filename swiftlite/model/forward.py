@@ -42,6 +42,7 @@ def forward(
         trunk=trunk,
         tower_inputs=TowerInputs.of(batch),
         axes_3BS=batch.axes_3BS,
+        lengths=batch.lengths,
         teacher=teacher,
         with_entropy=with_entropy,
     )

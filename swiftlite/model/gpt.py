@@ -17,6 +17,7 @@ import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -202,6 +203,7 @@ class GPTModel(McoreGPTModel):
         trunk: TrunkOutput | None = None,
         tower_inputs: TowerInputs | None = None,
         axes_3BS: torch.Tensor | None = None,
+        lengths: Sequence[int] = (),
         teacher: TeacherTarget | None = None,
         with_entropy: bool = False,
     ) -> Logits | Losses | torch.Tensor:
@@ -225,6 +227,8 @@ class GPTModel(McoreGPTModel):
             tower_inputs: inputs of the micro-batch for a model with a tower.
             axes_3BS: int64, positions of the tokens along three axes, for rotary embeddings with sections. Default:
                 the positions in the sequence.
+            lengths: number of tokens of each sequence without padding, on which some rotary embeddings depend
+                (`Batch.lengths`). Default: sequences have no padding.
             teacher: predictions of a teacher at the positions with a label, from which the trunk learns instead of the
                 labels.
             with_entropy: whether the trunk's losses have the entropy of its distributions.
@@ -250,13 +254,17 @@ class GPTModel(McoreGPTModel):
             trunk_tokens, *mtp_tokens = self._routed_tokens(sequences, balance, cu_seqlens)
             outputs = trunk.tower_outputs if trunk else self._tower_outputs(tower_inputs)
             trunk_placed, *mtp_placed = self._placed(tower_inputs, outputs)
-            rotary_emb = self.rotary_emb(position_ids, packed_seq_params, axes_3BS=axes_3BS)
+            rotary_emb_at = partial(
+                self.rotary_emb, position_ids, packed_seq_params, axes_3BS=axes_3BS, lengths=lengths
+            )
+            rotary_emb = rotary_emb_at(0)
             if trunk is None:
                 states = self._trunk(input_ids, position_ids, rotary_emb, packed_seq_params, trunk_tokens, trunk_placed)
             else:
                 states = trunk.states
             if self.mtp_process:
-                rotary_embs = self._head_rotary_embs(rotary_emb, position_ids, packed_seq_params, axes_3BS)
+                # Normal heads use the trunk's positions. Step j of an unrolled head uses positions larger by j - 1.
+                rotary_embs = [rotary_emb, *map(rotary_emb_at, range(1, self.heads.unroll))] * self.heads.layers
                 head_input_SBH = states.head_input_SBH
                 if self.detached_heads:
                     head_input_SBH = head_input_SBH.detach()
@@ -292,13 +300,14 @@ class GPTModel(McoreGPTModel):
         packed_seq_params: PackedSeqParams | None = None,
         tower_inputs: TowerInputs | None = None,
         axes_3BS: torch.Tensor | None = None,
+        lengths: Sequence[int] = (),
     ) -> TrunkOutput:
         """Compute the argument `trunk` of `forward`, for a frozen trunk without pipeline parallelism.
 
         Args:
-            input_ids, position_ids, labels, packed_seq_params, tower_inputs, axes_3BS: as for `forward`.
+            input_ids, position_ids, labels, packed_seq_params, tower_inputs, axes_3BS, lengths: as for `forward`.
         """
-        rotary_emb = self.rotary_emb(position_ids, packed_seq_params, axes_3BS=axes_3BS)
+        rotary_emb = self.rotary_emb(position_ids, packed_seq_params, axes_3BS=axes_3BS, lengths=lengths)
         outputs = self._tower_outputs(tower_inputs)
         placed = self._placed(tower_inputs, outputs)[0]
         states = self._trunk(input_ids, position_ids, rotary_emb, packed_seq_params, placed=placed)
@@ -370,37 +379,29 @@ class GPTModel(McoreGPTModel):
         packed_seq_params: PackedSeqParams | None = None,
         offset: int = 0,
         axes_3BS: torch.Tensor | None = None,
+        lengths: Sequence[int] = (),
     ) -> torch.Tensor:
         """Compute cosines and sines [2, S, 1, 1, R] for the tokens of this rank (`RotaryEmbedding`).
+
+        Padded rows with frequencies that depend on the length of the row have different ones: [2, S, B, 1, R].
 
         Args:
             offset: position of each sequence's first token.
             axes_3BS: int64, positions of the tokens along three axes; None: the positions in the sequence. With three
                 axes the result is [2, S, B, 1, R], and `offset` is added to all axes.
+            lengths: as for `forward`.
         """
         if axes_3BS is not None:
             return self.rotary_pos_emb.at(axes_3BS + offset)
         group: Any = self.pg_collection.cp
-        lengths = sequence_lengths(position_ids.size(1) * group.size(), padded_cu_seqlens(packed_seq_params))
-        row = self.rotary_pos_emb(lengths, offset)
+        padded = sequence_lengths(position_ids.size(1) * group.size(), padded_cu_seqlens(packed_seq_params))
+        if self.rotary_pos_emb.depends_on_length and packed_seq_params is None and lengths:
+            row = torch.cat([self.rotary_pos_emb(padded, offset, [length]) for length in lengths], dim=2)
+        else:
+            row = self.rotary_pos_emb(padded, offset, lengths)
         if group.size() == 1:
             return row
-        return row[:, zigzag_positions(lengths, group.rank(), group.size(), row.device)]
-
-    def _head_rotary_embs(
-        self,
-        rotary_emb: torch.Tensor,
-        position_ids: torch.Tensor,
-        packed_seq_params: PackedSeqParams | None,
-        axes_3BS: torch.Tensor | None,
-    ) -> list[torch.Tensor]:
-        """Return one result of `rotary_emb` per MTP depth.
-
-        Normal heads use the trunk's positions. Step j of an unrolled head uses positions that are larger by j - 1.
-        """
-        offsets = range(1, self.heads.unroll)
-        later = [self.rotary_emb(position_ids, packed_seq_params, offset, axes_3BS) for offset in offsets]
-        return [rotary_emb, *later] * self.heads.layers
+        return row[:, zigzag_positions(padded, group.rank(), group.size(), row.device)]
 
     def _tower_outputs(self, tower_inputs: TowerInputs | None) -> torch.Tensor | None:
         """Return the outputs of the tower [I, O * H], computed on the first stage or received from the previous stage.

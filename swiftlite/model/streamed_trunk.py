@@ -165,7 +165,9 @@ class StreamedTrunk:
     def _run(self, layer: nn.Module, hidden_SBH: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Return a layer's output for a micro-batch, on the host."""
         packed_seq_params = describe_packed(batch.cu_seqlens)
-        rotary_emb = self._model.rotary_emb(batch.position_ids_BS, packed_seq_params, axes_3BS=batch.axes_3BS)
+        rotary_emb = self._model.rotary_emb(
+            batch.position_ids_BS, packed_seq_params, axes_3BS=batch.axes_3BS, lengths=batch.lengths
+        )
         return self._block.run_layer(layer, self._on_device(hidden_SBH), rotary_emb, packed_seq_params).cpu()
 
     def _on_device(self, tensor: torch.Tensor) -> torch.Tensor:

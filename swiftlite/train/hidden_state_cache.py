@@ -98,6 +98,7 @@ class HiddenStateCache:
             describe_packed(batch.cu_seqlens),
             TowerInputs.of(batch),
             batch.axes_3BS,
+            batch.lengths,
         )
         self._add(path, output)
         return output

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -46,8 +46,7 @@ class Job:
     """A forward and backward pass over all samples.
 
     Attributes:
-        is_packed: whether samples are packed into the rows of ROWS; otherwise samples run one after another without
-            padding.
+        rows: what a micro-batch is: a packed row of ROWS, the same samples as padded rows, or one sample.
         changed: number of the sample whose tokens and labels are replaced; None changes nothing.
         one_reader: whether only the first rank has the samples, and sends the other ranks what they use.
         layout, recompute: options by name.
@@ -55,7 +54,7 @@ class Job:
 
     hf_dir: Path
     out_dir: Path
-    is_packed: bool = True
+    rows: Literal["packed", "padded", "one by one"] = "packed"
     changed: int | None = None
     one_reader: bool = False
     layout: dict[str, Any] = field(default_factory=dict)
@@ -149,25 +148,26 @@ def compute(job: Job, mesh: Mesh) -> tuple[list[torch.Tensor], dict[str, float]]
     for chunk in wrapped:
         chunk.zero_grad_buffer()
         chunk.config.finalize_model_grads_func = finalize_model_grads
-    if job.is_packed:
-        batches = [pack(row, mesh.layout, depth) for row in rows]
-    else:
-        batches = [collate([sample], 0, num_drafts=depth) for row in rows for sample in row]
+    if job.rows == "one by one":
+        rows = [[sample] for row in rows for sample in row]
+    lay_out = pack if job.rows == "packed" else pad
+    batches = [lay_out(row, mesh.layout, depth) for row in rows]
     objective = NextTokenObjective(Heads(depth), 0.5)
     losses, sums = forward_backward(wrapped, mesh, objective, batches)
     save_gradients(wrapped, model, job.out_dir, family, hf_config)
-    if job.is_packed and losses:
+    if losses:
         losses = [
             part for row, batch, loss in zip(rows, batches, losses, strict=True) for part in split(loss, batch, row)
         ]
     return losses, objective.means(sums)
 
 
-def split(loss_KS: torch.Tensor, batch: Batch, row: Sequence[Sample]) -> list[torch.Tensor]:
-    """Return the part of each sample in a packed row's losses, without padding."""
-    assert batch.cu_seqlens is not None
-    starts = batch.cu_seqlens.tolist()
-    return [loss_KS[:, start : start + len(sample)] for start, sample in zip(starts, row, strict=False)]
+def split(loss: torch.Tensor, batch: Batch, row: Sequence[Sample]) -> list[torch.Tensor]:
+    """Return the part of each sample in a micro-batch's losses, without padding."""
+    num_rows, length = batch.position_ids_BS.shape
+    starts = range(0, num_rows * length, length) if batch.cu_seqlens is None else batch.cu_seqlens.tolist()
+    loss_KT = loss.reshape(-1, num_rows * length)
+    return [loss_KT[:, start : start + len(sample)] for start, sample in zip(starts, row, strict=False)]
 
 
 def pack(row: Sequence[Sample], layout: ParallelLayout, depth: int) -> Batch:
@@ -178,6 +178,10 @@ def pack(row: Sequence[Sample], layout: ParallelLayout, depth: int) -> Batch:
         pad_each_to_multiple_of=sequence_multiple(layout),
         pad_to_multiple_of=length_multiple(layout),
     )
+
+
+def pad(row: Sequence[Sample], layout: ParallelLayout, depth: int) -> Batch:
+    return collate(row, 0, num_drafts=depth, pad_to_multiple_of=length_multiple(layout))
 
 
 def forward_backward(
@@ -193,8 +197,8 @@ def forward_backward(
         options: options of `run_pipeline`.
 
     Returns:
-        On the last stage, the per-token losses [K, S] of whole rows for each micro-batch. Also the statistics, summed
-            over all micro-batches.
+        On the last stage, the per-token losses [K * B, S] of whole rows for each micro-batch. Also the statistics,
+            summed over all micro-batches.
     """
     losses = []
     train_step = objective.make_forward_step(broadcast_from_last_stage(objective.count_targets(batches), mesh), mesh)

@@ -140,7 +140,7 @@ def test_training_from_one_reader(tmp_path):
         num_key_value_heads=2,
         max_position_embeddings=LONGEST,
     )
-    [alone] = run(1, [Job(model, tmp_path / "alone", is_packed=False)])
+    [alone] = run(1, [Job(model, tmp_path / "alone", rows="one by one")])
     jobs = [Job(model, tmp_path / name, layout=layout, one_reader=True) for name, layout in LAYOUTS.items()]
     for result in run(4, jobs):
         assert_same_losses(result, alone)

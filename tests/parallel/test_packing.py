@@ -65,7 +65,7 @@ def results(request, tmp_path_factory) -> dict[tuple, Result]:
         def add(num_processes: int, name: str, model=model, key=(family, depth), **options) -> None:
             jobs[num_processes][*key, name] = Job(model, model / name, **options)
 
-        add(1, "one by one", is_packed=False)
+        add(1, "one by one", rows="one by one")
         add(1, "packed")
         for name, layout in LAYOUTS.items():
             add(2, name, layout=layout)
@@ -77,8 +77,11 @@ def results(request, tmp_path_factory) -> dict[tuple, Result]:
             add(2, "PP2xVPP2", layout=VPP2)
             add(2, "CP2, changed", layout=LAYOUTS["CP2"], changed=CHANGED)
     longrope = make_tiny_hf(root / "longrope", "llama", 1, rope_parameters=ROPES["longrope"], **SIZES)
-    jobs[1]["longrope", 1, "one by one"] = Job(longrope, longrope / "one by one", is_packed=False)
-    jobs[2]["longrope", 1, "CP2"] = Job(longrope, longrope / "CP2", layout=LAYOUTS["CP2"])
+    jobs[1]["longrope", 1, "one by one"] = Job(longrope, longrope / "one by one", rows="one by one")
+    jobs[2]["longrope", 1, "packed CP2"] = Job(longrope, longrope / "CP2", layout=LAYOUTS["CP2"])
+    for name in LAYOUTS:
+        out_dir = longrope / f"padded {name}"
+        jobs[2]["longrope", 1, out_dir.name] = Job(longrope, out_dir, rows="padded", layout=LAYOUTS[name])
     return {
         key: result
         for num_processes, chosen in jobs.items()
@@ -121,14 +124,15 @@ def test_losses_of_a_dense_model_are_the_same_bits(results, family, depth):
     assert compared == [True] * 3
 
 
-def test_frequencies_that_depend_on_the_length(results):
-    """The frequencies depend on the length of the sequence and not on the longest in its row.
+@pytest.mark.parametrize("layout", ["packed CP2", *(f"padded {name}" for name in LAYOUTS)])
+def test_frequencies_that_depend_on_the_length(results, layout):
+    """The frequencies depend on the length of the sequence and not on the longest in its row or micro-batch.
 
     One is longer than the 32 original positions.
     """
-    alone, packed = results["longrope", 1, "one by one"], results["longrope", 1, "CP2"]
-    assert_same_losses(packed, alone)
-    assert_same_gradients(packed, alone)
+    alone, together = results["longrope", 1, "one by one"], results["longrope", 1, layout]
+    assert_same_losses(together, alone)
+    assert_same_gradients(together, alone)
 
 
 @pytest.mark.parametrize("family", all_but(FAMILIES, *SLOW_FAMILIES))

@@ -9,6 +9,7 @@ on the position along one axis. If all three positions are equal, this is the us
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -94,20 +95,39 @@ class RotaryEmbedding:
             raise UserError("config.json: its rotary frequencies are not finite", _HINT)
         self._stated = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
 
-    def __call__(self, lengths: Sequence[int], offset: int = 0) -> torch.Tensor:
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether frequencies depend on the length of the sequence."""
+        return self.rope_type in LENGTH_DEPENDENT
+
+    def restarts_at(self, length: int) -> bool:
+        """Return whether decoding computes a row again when it reaches this length, because all frequencies change.
+
+        This is the length at which `longrope` changes to the long factors: transformers discards the cache of Phi-3
+        there (`prepare_inputs_for_generation` of modeling_phi3.py in 5.19). With `dynamic`, whose frequencies change
+        with every token, cached keys keep theirs, as in transformers.
+        """
+        if self.rope_type != "longrope":
+            return False
+        assert self.hf.rope_parameters
+        return length - 1 == self.hf.rope_parameters["original_max_position_embeddings"]
+
+    def __call__(self, lengths: Sequence[int], offset: int = 0, unpadded: Sequence[int] = ()) -> torch.Tensor:
         """Return cosines and sines [2, S, 1, 1, R] for `rotate`, for a row of sequences with the given lengths.
 
         Args:
             offset: position of each sequence's first token.
+            unpadded: lengths that determine the frequencies of the first sequences; default: `lengths`.
         """
-        if self.rope_type in LENGTH_DEPENDENT:
-            return torch.cat([self._rotary_emb(length, offset) for length in lengths], dim=1)
+        if self.depends_on_length:
+            pairs = zip_longest(lengths, unpadded)
+            return torch.cat([self._rotary_emb(length, offset, of or length) for length, of in pairs], dim=1)
         longest = self._rotary_emb(max(lengths), offset)
         return torch.cat([longest[:, :length] for length in lengths], dim=1)
 
-    def _rotary_emb(self, length: int, offset: int) -> torch.Tensor:
+    def _rotary_emb(self, length: int, offset: int, unpadded: int | None = None) -> torch.Tensor:
         """Compute cosines and sines [2, length, 1, 1, R] for one sequence."""
-        frequencies, scaling = self._frequencies(length)
+        frequencies, scaling = self._frequencies(unpadded)
         positions = torch.arange(offset, offset + length, dtype=torch.float32, device=self.device)
         angles = torch.outer(positions, on_device(frequencies, self.device))
         return self._axis_angles(angles, scaling)[:, :, None, None]
@@ -164,9 +184,18 @@ class RotaryEmbeddings:
     def __init__(self, hf_configs: Sequence[Mapping[str, Any]], device: torch.device, dtype: torch.dtype):
         self._parts = [RotaryEmbedding(dict(hf_config), device, dtype) for hf_config in hf_configs]
 
-    def __call__(self, lengths: Sequence[int], offset: int = 0) -> torch.Tensor:
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether frequencies of a part depend on the length of the sequence."""
+        return any(part.depends_on_length for part in self._parts)
+
+    def restarts_at(self, length: int) -> bool:
+        """Return whether a part restarts (`RotaryEmbedding.restarts_at`)."""
+        return any(part.restarts_at(length) for part in self._parts)
+
+    def __call__(self, lengths: Sequence[int], offset: int = 0, unpadded: Sequence[int] = ()) -> torch.Tensor:
         """Return [2, S, 1, 1, K * R], as `RotaryEmbedding` does, for K rotary embeddings."""
-        return torch.cat([part(lengths, offset) for part in self._parts], dim=-1)
+        return torch.cat([part(lengths, offset, unpadded) for part in self._parts], dim=-1)
 
     def at(self, axes_3BS: torch.Tensor) -> torch.Tensor:
         """Return [2, S, B, 1, K * R], as `RotaryEmbedding.at` does, for K rotary embeddings."""
