@@ -12,6 +12,7 @@ FILES = {
     "config.json": CONFIG,
     "tokenizer.json": "tokenizer.huggingface.json",
     "tokenizer_config.json": "swiftlite.tokenizer_config",
+    "special_tokens_map.json": "swiftlite.special_tokens_map",
     "generation_config.json": "swiftlite.generation_config",
     "chat_template.jinja": "tokenizer.chat_template",
 }

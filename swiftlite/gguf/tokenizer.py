@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from swiftlite.errors import UserError
+from swiftlite.gguf.special_tokens import optional_json, special_tokens
 from swiftlite.json_file import read_json
 
 Metadata = dict[str, Any]
@@ -79,7 +80,7 @@ def tokenizer_metadata(directory: Path, vocab_size: int) -> Metadata:
             merge if isinstance(merge, str) else " ".join(merge) for merge in content["model"]["merges"]
         ],
     }
-    return metadata | _special_tokens(directory, texts)
+    return metadata | special_tokens(directory, content.get("post_processor"), texts) | _chat_template(directory)
 
 
 def other_tokens(directory: Path) -> list[str]:
@@ -158,36 +159,9 @@ def _set(texts: list[str], types: list[int], number: int, text: str, kind: int, 
     texts[number], types[number] = text, kind
 
 
-def _special_tokens(directory: Path, texts: list[str]) -> Metadata:
-    """Return the numbers of special tokens, and whether a prompt starts with one."""
-    config, generation = _optional(directory / "tokenizer_config.json"), _optional(directory / "generation_config.json")
-    numbers = {text: number for number, text in enumerate(texts)}
-    metadata: Metadata = {}
-    for name in ("bos", "eos", "pad", "unk"):
-        token = config.get(f"{name}_token")
-        text = token.get("content") if isinstance(token, dict) else token
-        key = {"unk": "unknown", "pad": "padding"}.get(name, name)
-        if text in numbers:
-            metadata[f"tokenizer.ggml.{key}_token_id"] = numbers[text]
-    stops = generation.get("eos_token_id")
-    if isinstance(stops, int):
-        stops = [stops]
-    if stops and "tokenizer.ggml.eos_token_id" in metadata:
-        others = [number for number in stops if number != metadata["tokenizer.ggml.eos_token_id"]]
-        if others:
-            metadata["tokenizer.ggml.eot_token_id"] = others[0]
-    # The rows are tokenized by the chat template, which contains the first token if there is one.
-    metadata["tokenizer.ggml.add_bos_token"] = bool(config.get("add_bos_token", False))
+def _chat_template(directory: Path) -> Metadata:
     template = directory / "chat_template.jinja"
     if template.is_file():
-        metadata["tokenizer.chat_template"] = template.read_text(encoding="utf-8")
-    elif isinstance(config.get("chat_template"), str):
-        metadata["tokenizer.chat_template"] = config["chat_template"]
-    return metadata
-
-
-def _optional(file: Path) -> Mapping[str, Any]:
-    if not file.is_file():
-        return {}
-    content = read_json(file)
-    return content if isinstance(content, dict) else {}
+        return {"tokenizer.chat_template": template.read_text(encoding="utf-8")}
+    stated = optional_json(directory / "tokenizer_config.json").get("chat_template")
+    return {"tokenizer.chat_template": stated} if isinstance(stated, str) else {}

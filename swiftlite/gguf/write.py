@@ -15,6 +15,7 @@ from swiftlite.bridge.tensors import Checkpoint
 from swiftlite.errors import UserError
 from swiftlite.families.resolved import HfModel
 from swiftlite.gguf.architectures import conversions_of, metadata_of
+from swiftlite.gguf.general import add_description
 from swiftlite.gguf.metadata import CONFIG, COPIES, DTYPES, EXACT, FILES
 from swiftlite.gguf.tensors import Conversion, is_always_float32
 from swiftlite.gguf.tokenizer import tokenizer_metadata
@@ -40,7 +41,6 @@ def write_gguf(model: HfModel, file: Path, gguf_type: GgufType) -> None:
     metadata = metadata_of(model.family, model.config, heads) | tokenizer_metadata(
         model.directory, model.config["vocab_size"]
     )
-    metadata["general.name"] = Path(model.name).name
     plan = conversions_of(model.family, model.config, heads)
     with Checkpoint(model.directory, format_of(model.config)) as checkpoint:
         _check_all_used(model, checkpoint, plan)
@@ -50,6 +50,7 @@ def write_gguf(model: HfModel, file: Path, gguf_type: GgufType) -> None:
         parts = [_Part(conversion, checkpoint) for conversion in plan]
         for part in parts:
             part.add_infos(writer, gguf_type, model.config["num_hidden_layers"])
+        add_description(writer, model.directory, Path(model.name).name, gguf_type)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()

@@ -17,6 +17,7 @@ def write(directory, pre_tokenizer=LEVEL, normalizer=None):
     model = {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": [["a", "b"]]}
     content = {"normalizer": normalizer, "pre_tokenizer": pre_tokenizer, "model": model}
     (directory / "tokenizer.json").write_text(json.dumps(content))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "b"}))
 
 
 @pytest.mark.parametrize(

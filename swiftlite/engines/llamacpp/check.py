@@ -59,7 +59,7 @@ def check_file(
     problems: list[str] = []
     with _serve(words, file) as url:
         for text in texts:
-            problems += _compare(url, template, text)
+            problems += _compare(url, template, text, with_special_tokens(template, text))
         for prompt in prompts:
             turns = prompt.prompt()
             text = template.render(turns.messages, turns.tools, add_generation_prompt=True)
@@ -68,15 +68,40 @@ def check_file(
             if turns.tools:
                 request["tools"] = turns.tools
             theirs = json.loads(post(url, "/apply-template", request))["prompt"]
-            if theirs != text:
+            # llama.cpp removes a token in front of a prompt that it adds to every text.
+            if theirs not in (text, text.removeprefix(str(template.tokenizer.bos_token or ""))):
                 problems.append(f"the chat template gives {clip(repr(theirs), 200)}, not {clip(repr(text), 200)}")
     return Checked(problems, len(texts) + len(prompts), len(prompts))
 
 
-def _compare(url: str, template: ChatTemplate, text: str) -> Iterator[str]:
-    """Yield a problem if llama.cpp divides a text into other tokens."""
-    mine = template.tokenizer.encode(text, add_special_tokens=False)
-    theirs = json.loads(post(url, "/tokenize", {"content": text, "parse_special": True}))["tokens"]
+def with_special_tokens(template: ChatTemplate, text: str) -> list[int] | None:
+    """Return the tokens of a text with special tokens that are not in the text, such as bos.
+
+    Returns:
+        None if there are special tokens that llama.cpp cannot add.
+    """
+    tokenizer = template.tokenizer
+    plain, whole = tokenizer.encode(text, add_special_tokens=False), tokenizer.encode(text)
+    flag = tokenizer.init_kwargs.get("add_bos_token")
+    if flag is False:  # llama.cpp's converter follows the flag, which transformers 5 ignores
+        return plain
+    if tokenizer.bos_token_id is None:
+        return None
+    with_bos = [tokenizer.bos_token_id, *plain]
+    if flag is True:
+        return with_bos
+    return whole if whole in (plain, with_bos) else None
+
+
+def _compare(url: str, template: ChatTemplate, text: str, whole: list[int] | None = None) -> Iterator[str]:
+    """Yield a problem if llama.cpp divides a text into other tokens.
+
+    Args:
+        whole: the expected tokens with special tokens in front; None: compare without these.
+    """
+    mine = whole or template.tokenizer.encode(text, add_special_tokens=False)
+    request = {"content": text, "parse_special": True, "add_special": whole is not None}
+    theirs = json.loads(post(url, "/tokenize", request))["tokens"]
     if mine != theirs:
         place = next((n for n, pair in enumerate(zip(mine, theirs, strict=False)) if pair[0] != pair[1]), len(mine))
         around = template.tokenizer.decode(mine[max(0, place - 2) : place + 3])

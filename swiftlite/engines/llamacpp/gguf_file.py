@@ -14,7 +14,7 @@ from swiftlite.gguf.write import write_gguf
 from swiftlite.hub.model import is_gguf
 from swiftlite.log import logger
 
-FORMAT = 1
+FORMAT = 2
 """Number of the layout of written files, part of the name of a cached file."""
 TYPES: dict[str, GgufType] = {"float32": "f32", "bfloat16": "bf16"}
 
