@@ -21,6 +21,8 @@ from swiftlite.heads import KEYS, depth_key
 from swiftlite.json_file import parse_json, read_json
 
 REMOVE: Any = object()  # a change that removes the key
+TENSORS_FILE = "tensors.json"
+"""File in `source/` of a run with dtype and shape of each tensor of the model that the run started from, by HF name."""
 _TEXT = "text_config"
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _OF_MODELOPT = "hf_quant_config.json"
@@ -64,6 +66,14 @@ def _unwrapped(content: HfConfig) -> dict[str, Any]:
         return dict(content)
     own = {key: content[key] for key in ("model_type", "architectures") if key in content}
     return {**content, **text, **own}
+
+
+def has_tensors(hf_dir: Path, prefix: str) -> bool:
+    """Return whether names of a model's tensors start with `prefix`; in `source/` of a run, those of its model."""
+    names = _tensor_names(hf_dir)
+    if not names and (hf_dir / TENSORS_FILE).is_file():
+        names = list(read_json(hf_dir / TENSORS_FILE))
+    return any(name.startswith(prefix) for name in names)
 
 
 def _tensor_names(hf_dir: Path) -> list[str]:

@@ -14,7 +14,7 @@ Shapes: S tokens of a sample, I items of a sample (outputs of the tower).
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Literal
@@ -28,8 +28,10 @@ from swiftlite.data.batch import AXES, ITEM, Extra
 from swiftlite.data.image_sizes import ImageSizes
 from swiftlite.data.images import ImageRef, read_image
 from swiftlite.data.rows.conversation import Conversation
+from swiftlite.data.rows.image_parts import RowImage
 from swiftlite.data.sample import LazyItems, Sample, truncate
-from swiftlite.errors import UserError
+from swiftlite.errors import UserError, clip
+from swiftlite.log import logger
 
 PATCHES = "patches"
 """Name of the `Extra` with the pixels of each group of patches."""
@@ -245,6 +247,17 @@ class Places(LazyItems):
         return np.array(self.grids, np.int32).tobytes()
 
 
+def _warn_of_clipping(source: str, image: RowImage) -> None:
+    name = clip(image.source, 200) if isinstance(image.source, str) else "an image file"
+    logger.warning(
+        "%s: %s: %s has gray levels of 16 bits; all above 255 become white, as in engines. Scale such images to 8 "
+        "bits. Further images are not reported",
+        source,
+        image.field,
+        name,
+    )
+
+
 @dataclass(frozen=True)
 class ImageEncoder:
     """Reads the images of rows, and adds them to samples.
@@ -255,6 +268,7 @@ class ImageEncoder:
 
     processing: ImageProcessing
     media_root: Path | None = None
+    _warned: list[str] = field(default_factory=list, compare=False, repr=False)
 
     @property
     def sizes(self) -> ImageSizes:
@@ -269,7 +283,12 @@ class ImageEncoder:
         media_root = self.media_root
         if media_root is None:
             media_root = Path(row.source.rpartition(":")[0]).parent  # the source is `file:line`
-        return tuple(read_image(image, media_root) for image in row.images)
+        images = tuple(read_image(image, media_root) for image in row.images)
+        for image, ref in zip(row.images, images, strict=True):
+            if ref.is_clipped and not self._warned:
+                self._warned.append(row.source)
+                _warn_of_clipping(row.source, image)
+        return images
 
     def num_items(self, image: ImageRef) -> int:
         """Return the number of placeholder tokens of an image."""

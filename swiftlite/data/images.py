@@ -10,6 +10,7 @@ import hashlib
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
@@ -37,12 +38,14 @@ class ImageRef:
         source: absolute path of the file, or the content of an image file.
         width, height: size in pixels, after the rotation that the EXIF data specifies.
         sha256: of the file's content.
+        is_clipped: whether the image has gray levels of 16 bits, of which those above 255 become white.
     """
 
     source: str | bytes
     width: int
     height: int
     sha256: str
+    is_clipped: bool = False
 
     def load(self) -> Image.Image:
         """Decode the image, in RGB. Errors are those of `content`."""
@@ -88,10 +91,10 @@ def read_image(image: RowImage, media_root: Path) -> ImageRef:
             source, content = str(path), _content_of(path)
         else:
             source = content = read_bytes(source)
-        width, height = decode(content).size
+        decoded, is_clipped = _decode(content)
     except UserError as error:
         raise RowError(field, error.problem, error.hint) from None
-    return ImageRef(source, width, height, hashlib.sha256(content).hexdigest())
+    return ImageRef(source, decoded.width, decoded.height, hashlib.sha256(content).hexdigest(), is_clipped)
 
 
 def decode(content: bytes) -> Image.Image:
@@ -100,13 +103,19 @@ def decode(content: bytes) -> Image.Image:
     Raises:
         UserError: the format is not supported, the image is too large or too narrow, or the content is damaged.
     """
+    return _decode(content)[0]
+
+
+def _decode(content: bytes) -> tuple[Image.Image, bool]:
+    """Return the result of `decode`, and whether gray levels are clipped (`ImageRef.is_clipped`)."""
     try:
         image = Image.open(BytesIO(content), formats=FORMATS)
         _check_size(*image.size)
         image.load()  # outside of the following block, which suppresses all errors
         with contextlib.suppress(Exception):  # invalid EXIF data is ignored
             ImageOps.exif_transpose(image, in_place=True)
-        return _in_rgb(image)
+        extrema: Any = image.getextrema() if image.mode.startswith("I") else (0, 0)
+        return _in_rgb(image), extrema[1] > 255
     except UserError:
         raise
     except Image.DecompressionBombError:

@@ -30,6 +30,9 @@ _REQUIRED = (
     "max_position_embeddings",
 )
 
+IN_WRAPPER = "model.language_model."
+"""Prefix of the names of a language model in files of a vision-language model."""
+
 # Keys of config.json that change the computation, with the supported values, which do not.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
@@ -146,6 +149,13 @@ def rope_theta(hf_config: HfConfig) -> Any:
     return rope_parameters(hf_config).get("rope_theta", hf_config.get("rope_theta"))
 
 
+def base_problems(hf_config: HfConfig) -> list[str]:
+    """Return a problem if `rope_theta` is missing or not a number, for families whose default is not 10,000."""
+    if isinstance(rope_theta(hf_config), int | float):
+        return []
+    return ["rope_parameters: rope_theta is missing, and its default differs between readers"]
+
+
 def partial_rotary_problems(hf_config: HfConfig) -> list[str]:
     """Return a problem if `partial_rotary_factor` is invalid, or missing.
 
@@ -216,9 +226,9 @@ def in_wrapper(outside: Outside) -> Outside:
     """Return the modules with the names that they have in files of a vision-language model."""
     return replace(
         outside,
-        hf_layers="model.language_model.layers.",
-        hf_embedding="model.language_model.embed_tokens.weight",
-        hf_final_norm="model.language_model.norm.weight",
+        hf_layers=f"{IN_WRAPPER}layers.",
+        hf_embedding=f"{IN_WRAPPER}embed_tokens.weight",
+        hf_final_norm=f"{IN_WRAPPER}norm.weight",
     )
 
 

@@ -75,6 +75,8 @@ class Family:
             parts, such as a vision tower that is not computed here; empty otherwise.
         memory_names: maps prefixes of HF names (within a layer) to the prefixes that transformers uses in memory. Only
             prefixes that differ are listed.
+        renamed: the same family with the names of other files, in which those of the language model start with
+            `model.language_model.`; None if all files have the same names.
         norm_start: initial weight of norms: 1, or 0 if norms multiply by 1 + weight.
     """
 
@@ -88,6 +90,7 @@ class Family:
     language_model: tuple[str, ...] = ()
     norm_start: float = 1.0
     memory_names: Mapping[str, str] = field(default_factory=dict)
+    renamed: "Family | None" = None
 
     def with_images(self, hf_config: HfConfig) -> "Family":
         """Return the family of a run whose rows have images: it computes the vision tower, instead of copying it.

@@ -2,8 +2,10 @@
 
 from pathlib import Path
 
+from swiftlite.bridge.hf_config import has_tensors
 from swiftlite.data.image_sizes import ImageSizes
 from swiftlite.errors import UserError
+from swiftlite.families import dense
 from swiftlite.families.architecture import Architecture
 from swiftlite.families.dense import refuse
 from swiftlite.families.family import Family, HfConfig
@@ -82,7 +84,8 @@ def get(hf_config: HfConfig, hf_dir: str | Path | None = None) -> Family:
     """Return the family of a config.json, after checking that its settings are supported.
 
     Args:
-        hf_dir: directory of the config, named in errors.
+        hf_dir: directory of the config, named in errors. Of a family whose files have different names of tensors, the
+            result has those of the directory.
 
     Raises:
         UserError: the model_type is unknown, or a setting that changes the computation is not supported.
@@ -102,6 +105,8 @@ def get(hf_config: HfConfig, hf_dir: str | Path | None = None) -> Family:
         if hf_dir is None:
             raise
         raise UserError(f"{Path(hf_dir)}/{error.problem}", error.hint) from None  # the message starts with config.json
+    if family.renamed is not None and hf_dir is not None and has_tensors(Path(hf_dir), dense.IN_WRAPPER):
+        return family.renamed
     return family
 
 

@@ -1,7 +1,7 @@
-"""Define code that GLM-4.5 and DeepSeek-V3 share.
+"""Define code that families with experts share: above all GLM-4.5 and DeepSeek-V3.
 
-Both have a sigmoid router with a bias for the selection of experts (not for their weights), shared experts, dense first
-layers, and MTP heads stored as additional decoder layers. See also `models/glm4_moe.py`.
+These two have a sigmoid router with a bias for the selection of experts (not for their weights), shared experts, dense
+first layers, and MTP heads stored as additional decoder layers. See also `models/glm4_moe.py`.
 """
 
 import re
@@ -13,6 +13,18 @@ from swiftlite.families.mlp import MixtureOfExperts, Mlp
 from swiftlite.heads.drafting import Drafting
 
 _REQUIRED = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size")
+
+
+def topk_problems(hf_config: HfConfig, experts_key: str, topk_key: str = "num_experts_per_tok") -> list[str]:
+    """Return a problem if the number of experts per token is invalid, for routers whose weights are divided by their
+    sum: with one expert, every weight is 1.
+    """
+    experts, topk = hf_config[experts_key], hf_config[topk_key]
+    if not 0 < topk <= experts:
+        return [f"{topk_key} {topk} is not between 1 and {experts_key} {experts}"]
+    if topk == 1:
+        return [f"{topk_key} 1 is not supported: every weight would be 1, and the router would not learn"]
+    return []
 
 
 def mlp(hf_config: HfConfig, number: int) -> Mlp | MixtureOfExperts:

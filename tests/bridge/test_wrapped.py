@@ -9,16 +9,19 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForImageTextToText
 
 from swiftlite import families
 from swiftlite.args.commands import ExportArgs
 from swiftlite.bridge.audit import audit_hf
 from swiftlite.bridge.hf_config import read_config, write_patched
 from swiftlite.export.run import to_hf, to_mcore
+from swiftlite.families.resolved import resolve
 from swiftlite.heads import Heads
+from swiftlite.model.open import open_model
 from swiftlite.plan.facts import read_hf_config
 from swiftlite.train.checkpoint.source import CARRIED_FILE
-from tests.tiny import WRAPPED, carried_tensors, make_tiny_hf
+from tests.tiny import WRAPPED, carried_tensors, make_tiny_hf, make_tiny_vision_hf
 
 
 @pytest.fixture
@@ -112,6 +115,39 @@ def test_there_and_back_changes_no_byte(tmp_path, mesh, family, packed_experts):
         assert torch.equal(found[key], tensor), key
     assert (out / "config.json").read_bytes() == (hf_dir / "config.json").read_bytes()
     assert {path.name for path in out.iterdir()} == {path.name for path in hf_dir.iterdir()}
+
+
+@pytest.fixture
+def renamed(tmp_path):
+    """Qwen2.5-VL with the names that transformers saves since 4.52."""
+    hf_dir = make_tiny_vision_hf(tmp_path / "renamed", "qwen2_5_vl", depth=1, with_tokenizer=True, vocab_size=336)
+    names = {"visual.": "model.visual.", "model.": "model.language_model."}
+    tensors = {}
+    for key, tensor in load_file(hf_dir / "model.safetensors").items():
+        (new,) = [key.replace(old, new, 1) for old, new in names.items() if key.startswith(old)] or [key]
+        tensors[new] = tensor
+    save_file(tensors, hf_dir / "model.safetensors", metadata={"format": "pt"})
+    return hf_dir
+
+
+def test_both_names_of_qwen2_5_vl(tmp_path, mesh, renamed):
+    """Logits equal those of transformers, and an export has the names of its source."""
+    tokens = torch.arange(20, 60)[None]
+    reference = AutoModelForImageTextToText.from_pretrained(renamed, dtype=torch.float32).eval()
+    for model in (resolve(renamed), resolve(renamed).with_images()):
+        assert audit_hf(renamed, model.family) == []
+        (built,), report = open_model(model, mesh, dtype=torch.float32)
+        assert bool(report.carried) is not model.computes_images
+    (built,), _ = open_model(resolve(renamed), mesh, dtype=torch.float32)
+    with torch.no_grad():
+        ours = built.eval()(tokens, torch.arange(40)[None]).main
+        assert torch.equal(ours, reference(tokens).logits)
+    run, out = tmp_path / "run", tmp_path / "out"
+    to_mcore(ExportArgs(model=str(renamed), output_dir=str(run), to_mcore=True), mesh)
+    to_hf(ExportArgs(model=str(run), output_dir=str(out), to_hf=True), mesh)
+    found, expected = load_file(out / "model.safetensors"), load_file(renamed / "model.safetensors")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
 
 
 def test_a_part_that_is_nobodys_is_named(hf_dir):

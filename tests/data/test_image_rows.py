@@ -13,6 +13,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
+from PIL import Image
 from transformers import AutoConfig, ProcessorMixin
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5Model
@@ -688,3 +689,17 @@ def test_bad_settings(make_encoder, tmp_path, change, message):
     with pytest.raises(UserError) as raised:
         ImageProcessing.read(tmp_path, sizes)
     assert mentions(str(raised.value), message)
+
+
+def test_gray_levels_that_are_clipped_are_named_once(tmp_path, tokenizer, caplog):
+    """Engines clip them too, so training sees the same pixels."""
+    levels = np.arange(0, 400 * 16, 16, dtype=np.uint16).reshape(20, 20)
+    for number in range(2):
+        Image.fromarray(levels).save(tmp_path / f"deep{number}.png")
+    Image.fromarray(levels // 64).save(tmp_path / "dark.png")
+    encoder = make_image_encoder(tokenizer, tmp_path, tmp_path)
+    for number, name in enumerate(("dark.png", "deep0.png", "deep1.png")):
+        row = {"query": "What is <image>?", "response": "A fox.", "images": [name]}
+        encoder.read(PARSE(row, source=f"rows.jsonl:{number}"))
+    (message,) = caplog.messages
+    assert mentions(message, "rows.jsonl:1 images[0] deep0.png 255")

@@ -541,7 +541,9 @@ REFUSED = [
     ("mimo_v2_flash", "norm_topk_prob", False),
     ("mimo_v2_flash", "routed_scaling_factor", 2.5),
     ("mimo_v2_flash", "num_experts_per_tok", 1),
-    ("gpt_oss", "num_experts_per_tok", 1),
+    *[(family, TOPK.get(family, "num_experts_per_tok"), 1) for family in ("ernie4_5_moe", "gpt_oss", "step3p5")],
+    ("qwen2_5_vl", "rope_parameters", {"rope_type": "default"}),
+    ("qwen3_vl", "rope_parameters", {"rope_type": "default"}),
     ("gpt_oss", "experts_per_token", 3),
     ("gpt_oss", "attention_bias", False),
     ("gpt_oss", "rms_norm_eps", 1e-6),
@@ -806,7 +808,6 @@ REFUSED = [
     ("step3p5", "moe_layers_enum", [1]),
     ("step3p5", "moe_layers_enum", "one"),
     ("step3p5", "moe_router_activation", "softmax"),
-    ("step3p5", "moe_top_k", 1),
     ("step3p5", "num_attention_groups", 3),
     ("step3p5", "query_pre_attn_scalar", 8),
     ("step3p5", "rope_theta", 1e4),
@@ -892,6 +893,13 @@ def test_one_expert_per_token(family):
     families.get(hf_config(family, **one, norm_topk_prob=False))
     with pytest.raises(UserError, match=naming("norm_topk_prob True num_experts_per_tok 1")):
         families.get(hf_config(family, **one, norm_topk_prob=True))
+
+
+@pytest.mark.parametrize("family", DSA)
+def test_both_names_of_layers_with_indexers(family):
+    """transformers 5.11 wrote the second."""
+    for kind in ("indexed_attention", "deepseek_sparse_attention"):
+        assert families.get(hf_config(family, layer_types=[kind] * 2)).name == family
 
 
 def test_layers_without_indexers():

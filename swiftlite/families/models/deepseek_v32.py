@@ -28,7 +28,7 @@ def problems_of(hf_config: HfConfig) -> list[str]:
         read = {key: value for key, value in hf_config.items() if key != "head_dim"}
         problems = deepseek_v3.problems_of(
             read,
-            layer_types=("indexed_attention",),
+            layer_types=("indexed_attention", "deepseek_sparse_attention"),  # transformers 5.11 wrote the second
             mlp_bias=(False, None),
             rope_interleave=(True, None),  # transformers does not read it
             index_topk_pattern=(None,),

@@ -9,7 +9,7 @@ import re
 from dataclasses import replace
 
 from swiftlite.bridge.rows import Row
-from swiftlite.families import dense
+from swiftlite.families import dense, moe
 from swiftlite.families.architecture import Outside
 from swiftlite.families.family import Family, HfConfig, MtpLayout
 from swiftlite.families.layer import Layer
@@ -38,18 +38,14 @@ def _check(hf_config: HfConfig) -> None:
         moe_layer_interval=(1, None),  # engines count from other layers
         moe_norm_min=(1e-12, None),
     )
-    if not isinstance(dense.rope_theta(hf_config), int | float):
-        problems.append("rope_parameters: rope_theta is missing, and its default differs between readers")
+    problems += dense.base_problems(hf_config)
     if not problems:
         problems += _mixture_problems(hf_config)
     dense.refuse(hf_config, problems)
 
 
 def _mixture_problems(hf_config: HfConfig) -> list[str]:
-    problems = []
-    experts, topk = hf_config["moe_num_experts"], hf_config["moe_k"]
-    if not 0 < topk <= experts:
-        problems.append(f"moe_k {topk} is not between 1 and moe_num_experts {experts}")
+    problems = moe.topk_problems(hf_config, "moe_num_experts", "moe_k")
     start, end = hf_config["moe_layer_start_index"], _last_mixture(hf_config)
     if start < 1:
         problems.append(f"moe_layer_start_index {start} is not supported: MTP heads are like the dense first layers")

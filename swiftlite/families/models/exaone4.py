@@ -28,8 +28,7 @@ def _check(hf_config: HfConfig) -> None:
     problems += windows.common_window_problems(hf_config)
     if "sliding_window" not in hf_config:
         problems.append("sliding_window is missing; it can be null")
-    if not isinstance(dense.rope_theta(hf_config), int | float):
-        problems.append("rope_parameters: rope_theta is missing, and its default differs between readers")
+    problems += dense.base_problems(hf_config)
     if not problems:
         problems = _layer_problems(hf_config)
     dense.refuse(hf_config, problems)

@@ -5,7 +5,7 @@ It was published with experts in MXFP4, and without MTP heads. MTP heads have no
 
 from dataclasses import replace
 
-from swiftlite.families import dense
+from swiftlite.families import dense, moe
 from swiftlite.families.architecture import Outside
 from swiftlite.families.family import Family, HfConfig
 from swiftlite.families.layer import Layer
@@ -50,11 +50,9 @@ def _layer_problems(hf_config: HfConfig) -> list[str]:
 
 
 def _mixture_problems(hf_config: HfConfig) -> list[str]:
-    experts, topk = hf_config["num_local_experts"], hf_config["num_experts_per_tok"]
-    if not 0 < topk <= experts:
-        return [f"num_experts_per_tok {topk} is not between 1 and num_local_experts {experts}"]
-    if topk == 1:
-        return ["num_experts_per_tok 1 is not supported: every weight would be 1, and the router would not learn"]
+    if problems := moe.topk_problems(hf_config, "num_local_experts"):
+        return problems
+    topk = hf_config["num_experts_per_tok"]
     # The name in files of OpenAI's own program, which the published config.json also has.
     if hf_config.get("experts_per_token", topk) != topk:
         return [f"experts_per_token {hf_config['experts_per_token']}, but num_experts_per_tok is {topk}"]

@@ -42,8 +42,7 @@ def _check(hf_config: HfConfig) -> None:
         hf_config, attention_bias=(False, None), mlp_bias=(False, None), qk_norm=(True,), route_norm=(True,)
     )
     problems += dense.missing_numbers(hf_config, (*_GLM_KEYS, "moe_intermediate_size"))
-    if not isinstance(dense.rope_theta(hf_config), int | float):
-        problems.append("rope_parameters: rope_theta is missing, and its default differs between readers")
+    problems += dense.base_problems(hf_config)
     if not problems:
         problems += [_in_own_words(line) for line in moe.mixture_problems(_in_glm_words(hf_config))]
         problems += _contradictions(hf_config)

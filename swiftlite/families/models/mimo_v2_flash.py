@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from swiftlite.bridge.rows import Row
-from swiftlite.families import dense, windows
+from swiftlite.families import dense, moe, windows
 from swiftlite.families.architecture import Outside
 from swiftlite.families.family import Family, HfConfig, MtpLayout
 from swiftlite.families.layer import Layer
@@ -72,7 +72,7 @@ def _check(hf_config: HfConfig) -> None:
             problems.append(f"{key} {hf_config.get(key)!r} is not supported; it must be {value!r}")
     if not problems:
         problems += _size_problems(hf_config) + _layer_problems(hf_config) + _rotary_problems(hf_config)
-        problems += _mixture_problems(hf_config)
+        problems += moe.topk_problems(hf_config, "n_routed_experts")
     dense.refuse(hf_config, problems)
 
 
@@ -156,15 +156,6 @@ def _rotary_problems(hf_config: HfConfig) -> list[str]:
     if not 0 < factor <= 1 or int(size * factor) % 2 or int(size * factor) == 0:
         problems.append(f"partial_rotary_factor {factor} of head_dim {size} is not an even number of channels")
     return problems
-
-
-def _mixture_problems(hf_config: HfConfig) -> list[str]:
-    experts, topk = hf_config["n_routed_experts"], hf_config["num_experts_per_tok"]
-    if topk == 1:
-        return ["num_experts_per_tok 1 is not supported: the router would not learn"]
-    if not 0 < topk <= experts:
-        return [f"num_experts_per_tok {topk} is not between 1 and n_routed_experts {experts}"]
-    return []
 
 
 def _layer(hf_config: HfConfig, number: int) -> Layer:

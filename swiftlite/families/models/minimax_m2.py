@@ -7,7 +7,7 @@ trunk's last one; swiftlite refuses them as unknown.
 
 from dataclasses import replace
 
-from swiftlite.families import dense
+from swiftlite.families import dense, moe
 from swiftlite.families.architecture import Outside
 from swiftlite.families.family import Family, HfConfig
 from swiftlite.families.layer import Layer
@@ -38,10 +38,10 @@ def _check(hf_config: HfConfig) -> None:
     for key, value in _ASSUMED.items():
         if hf_config.get(key) != value:
             problems.append(f"{key} {hf_config.get(key)!r} is not supported; it must be {value!r}")
-    if not isinstance(dense.rope_theta(hf_config), int | float):
-        problems.append("rope_parameters: rope_theta is missing, and its default differs between readers")
+    problems += dense.base_problems(hf_config)
     if not problems:
-        problems += _layer_problems(hf_config) + _mixture_problems(hf_config) + _rotary_problems(hf_config)
+        problems += _layer_problems(hf_config) + _rotary_problems(hf_config)
+        problems += moe.topk_problems(hf_config, "num_local_experts")
     dense.refuse(hf_config, problems)
 
 
@@ -49,15 +49,6 @@ def _layer_problems(hf_config: HfConfig) -> list[str]:
     layers, kinds = hf_config["num_hidden_layers"], hf_config.get("attn_type_list")
     if kinds not in (None, [1] * layers):
         return [f"attn_type_list must be 1 (full attention) for each of {layers} layers (num_hidden_layers)"]
-    return []
-
-
-def _mixture_problems(hf_config: HfConfig) -> list[str]:
-    experts, topk = hf_config["num_local_experts"], hf_config["num_experts_per_tok"]
-    if topk == 1:
-        return ["num_experts_per_tok 1 is not supported: the router would not learn"]
-    if not 0 < topk <= experts:
-        return [f"num_experts_per_tok {topk} is not between 1 and num_local_experts {experts}"]
     return []
 
 

@@ -10,8 +10,7 @@ from swiftlite.families.layer import Layer
 
 def _check(hf_config: HfConfig) -> None:
     problems = dense.problems_of(hf_config, attention_bias=(False, None))
-    if not isinstance(dense.rope_theta(hf_config), int | float):
-        problems.append("rope_parameters: rope_theta is missing, and its default differs between readers")
+    problems += dense.base_problems(hf_config)
     dense.refuse(hf_config, problems)
 
 

@@ -12,6 +12,11 @@ from swiftlite.families.models.qwen3 import QWEN3
 from swiftlite.families.vision import Qwen3Vision
 
 
+def _check(hf_config: HfConfig) -> None:
+    problems = dense.problems_of(hf_config, attention_bias=(False, None))
+    dense.refuse(hf_config, problems + dense.base_problems(hf_config))
+
+
 def _outside(hf_config: HfConfig) -> Outside:
     return dense.in_wrapper(dense.outside(hf_config))
 
@@ -19,7 +24,8 @@ def _outside(hf_config: HfConfig) -> Outside:
 QWEN3_VL = replace(
     QWEN3,
     name="qwen3_vl",
+    check=_check,
     outside=_outside,
     vision=Qwen3Vision.of,
-    language_model=("model.language_model.", "lm_head.", "mtp."),
+    language_model=(dense.IN_WRAPPER, "lm_head.", "mtp."),
 )

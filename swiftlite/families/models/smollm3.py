@@ -22,8 +22,7 @@ def _check(hf_config: HfConfig) -> None:
         hf_config, reads=("pretraining_tp",), attention_bias=(False, None), mlp_bias=(False, None)
     )
     problems += dense.missing_numbers(hf_config, _STATED)
-    if not isinstance(dense.rope_theta(hf_config), int | float):
-        problems.append("rope_parameters: rope_theta is missing, and its default differs between readers")
+    problems += dense.base_problems(hf_config)
     if not problems:
         problems += _rotary_problems(hf_config)
     dense.refuse(hf_config, problems)

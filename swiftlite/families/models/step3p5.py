@@ -153,10 +153,7 @@ def _rope_problems(hf_config: HfConfig) -> list[str]:
 
 
 def _mixture_problems(hf_config: HfConfig) -> list[str]:
-    problems = []
-    experts, topk = hf_config["moe_num_experts"], hf_config["moe_top_k"]
-    if not 1 < topk <= experts:
-        problems.append(f"moe_top_k {topk} is not between 2 and moe_num_experts {experts}")
+    problems = moe.topk_problems(hf_config, "moe_num_experts", "moe_top_k")
     numbers, layers = _mixtures(hf_config), hf_config["num_hidden_layers"]
     if not numbers or not numbers <= set(range(layers)):
         problems.append(
