@@ -1,7 +1,7 @@
 """Plugin of vLLM to serve swiftlite's checkpoints.
 
 The plugin adds a config class for MiMo, draft models for the architectures in `DRAFTS`, backends for live weights,
-fixes of drafts behind images and of the verification of drafts on a CPU, and a kernel for FP8 on a CPU.
+fixes of drafts behind images and of sampling on a CPU, and a kernel for FP8 on a CPU.
 
 vLLM calls `register` in each of its processes, through the entry point group `vllm.general_plugins`. If swiftlite is
 installed, a checkpoint with heads can therefore be served with
