@@ -1,21 +1,50 @@
 """Replace keys, tokens and passwords with *** in log lines and in files that describe a run.
 
 Secrets are identified by names such as api_key, hf_token or ssl_keyfile_password; for example, max_tokens is not a
-secret.
+secret. After `remember`, the values of the given options are hidden wherever they occur. In other texts, such as errors
+in options that could not be parsed, the end of a value must be inferred.
 """
 
+import json
 import re
+from collections.abc import Iterator
 from typing import Any
 
 HIDDEN = "***"
-_NAME = r"[\w-]*(?:api[_-]?key|token|secret|password|passwd|credentials?)"
+_NAME = r"[\w-]*(?:api[_-]?keys?|token|secret|password|passwd|credentials?)"
 _STRING = r""""(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'"""
 # "api_key": VALUE, in JSON or Python.
-_IN_DICT = rf"""["']{_NAME}["']\s*:\s*)({_STRING}|\[[^\]]*\]|[^\s,}}"']+"""
+_IN_DICT = rf"""["']{_NAME}["']\s*:\s*)({_STRING}|\[(?:{_STRING}|[^\]"'])*\]|\[[^\]]*\]?|[^\s,}}"']+"""
 # --api-key VALUE, --hf_token=VALUE, API_KEY=VALUE; parts of a shell word can be quoted: 'it'"'"'s'.
-_IN_SHELL = rf"""(?:--{_NAME}(?:=|\s+)|\b{_NAME}=))((?:{_STRING}|[^\s,}}"'])+"""
+_IN_SHELL = rf"""(?:--{_NAME}(?:=|\s+)|\b{_NAME}=))((?:{_STRING}|[^\s"'])+"""
 _IN_TEXT = tuple(re.compile(f"({pattern})", re.IGNORECASE) for pattern in (_IN_DICT, _IN_SHELL))
 _UNTOLD = ("null", "none", "true", "false")
+_SHORTEST = 4
+"""Shorter values are not searched for in texts, where they would mostly be something else."""
+_known: set[str] = set()
+
+
+def remember(options: Any) -> None:
+    """Let `redact_text` hide the secrets of nested options wherever they occur in a text."""
+    for secret in map(str, _secrets(options)):
+        if len(secret) >= _SHORTEST:
+            in_json = [json.dumps(secret, ensure_ascii=is_ascii) for is_ascii in (True, False)]
+            written = [secret, *(text[1:-1] for text in (*in_json, repr(secret)))]
+            _known.update(written)
+            _known.update(text.replace("'", "'\"'\"'") for text in written)  # within a word that is quoted for a shell
+
+
+def _secrets(value: Any) -> Iterator[Any]:
+    """Yield the secrets of nested options, each element of a list separately."""
+    if isinstance(value, dict):
+        for name, part in value.items():
+            if is_secret(name, part):
+                yield from part if isinstance(part, list | tuple) else [part]
+            else:
+                yield from _secrets(part)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _secrets(part)
 
 
 def redact(value: Any) -> Any:
@@ -28,19 +57,22 @@ def redact(value: Any) -> Any:
 
 
 def _redact_named(name: object, value: Any) -> Any:
-    if _is_secret(name, value):
+    if is_secret(name, value):
         return HIDDEN
     return redact(value)
 
 
 def redact_text(text: str) -> str:
-    """Return a line of text, with *** for each value whose name identifies a secret."""
+    """Return a text with *** for each remembered secret, and for each value whose name identifies a secret."""
+    for secret in sorted(_known, key=len, reverse=True):  # one can be a part of another
+        text = text.replace(secret, HIDDEN)
     for pattern in _IN_TEXT:
         text = pattern.sub(_hide, text)
     return text
 
 
-def _is_secret(name: object, value: Any) -> bool:
+def is_secret(name: object, value: Any) -> bool:
+    """Return whether an option of this name has a secret as its value."""
     is_told = value is None or isinstance(value, bool | dict)
     return not is_told and re.fullmatch(_NAME, str(name), re.IGNORECASE) is not None
 

@@ -5,7 +5,8 @@ import shlex
 
 import pytest
 
-from swiftlite.redact import redact, redact_text
+from swiftlite import redact as module
+from swiftlite.redact import redact, redact_text, remember
 
 KWARGS = {"api_key": ["SECRET1", "SECRET2"], "hf_token": "SECRET3", "max_tokens": 5, "inner": {"password": "SECRET4"}}
 
@@ -29,6 +30,10 @@ def test_options():
         json.dumps({"api_key": 'SECRET " SECRET'}),
         "--api-key SECRET --max-tokens 5",
         "--api-key=SECRET --max-tokens 5",
+        "VLLM_API_KEY=x,SECRET python",
+        "VLLM_API_KEY=x}SECRET python",
+        json.dumps({"api_key": ["x]", "SECRET"]}),
+        "{'api_key': ['x', 'SECRET..., input_type=dict]",  # shortened
         shlex.join(["--api-key", "SECRET SECRET"]),
         shlex.join(["--api-key", "SECRET'SECRET"]),
         "HF_TOKEN=SECRET VLLM_API_KEY='SECRET x' python",
@@ -52,3 +57,22 @@ def test_lines(line):
 )
 def test_lines_without_a_secret_are_left(line):
     assert redact_text(line) == line
+
+
+@pytest.mark.parametrize("key", ["FIRST,SECOND", "FIRST SECOND", "FIRST}SECOND", "FIRST'SECOND\"", "FIRST\\ü\nSECOND"])
+def test_remembered_values_are_hidden_in_any_text(monkeypatch, key):
+    monkeypatch.setattr(module, "_known", set())
+    remember({"vllm_engine_kwargs": {"api_key": ["other", key]}, "hf_token": 12345, "max_tokens": 77777})
+    options = {"key": key}
+    lines = [key, json.dumps(options), json.dumps(options, ensure_ascii=False), str(options)]
+    for line in [*lines, *map(shlex.quote, lines)]:
+        shown = redact_text(f"the server printed: {line} other 12345 77777")
+        assert "FIRST" not in shown
+        assert "SECOND" not in shown
+        assert shown.endswith(" *** *** 77777")
+
+
+def test_short_values_are_hidden_only_behind_their_names(monkeypatch):
+    monkeypatch.setattr(module, "_known", set())
+    remember({"api_key": 5})
+    assert redact_text("5 rows, --api-key 5") == "5 rows, --api-key ***"

@@ -29,7 +29,11 @@ from tests.tiny import make_tiny_hf
 ROOT = Path(__file__).parents[1]
 # The first words of each guarantee -> its tests.
 GUARANTEES = {
-    "Python files that come": ["tests/test_security.py::test_python_files_of_a_model_do_not_run"],
+    "Python files that come": [
+        "tests/test_security.py::test_python_files_of_a_model_do_not_run",
+        "tests/e2e/test_current_directory.py::test_nothing_in_the_current_directory_is_executed",
+        "tests/e2e/test_current_directory.py::test_ranks_execute_nothing_in_the_current_directory",
+    ],
     "Weights are read only from": ["tests/test_security.py::test_pickled_weights_are_not_opened"],
     "A checkpoint cannot execute code:": [
         "tests/train/test_checkpoint.py::test_code_in_the_metadata_does_not_run",
@@ -78,12 +82,15 @@ GUARANTEES = {
     "Keys and tokens in options,": [
         "tests/test_redact.py::test_options",
         "tests/test_redact.py::test_lines",
+        "tests/test_redact.py::test_remembered_values_are_hidden_in_any_text",
+        "tests/engines/test_server_command.py::test_a_redacted_command_has_no_keys",
         "tests/cli/test_main.py::test_how_a_command_ends_is_how_the_process_ends",
         "tests/serve/test_deploy.py::test_a_key_is_not_logged_and_not_in_the_process_list",
         "tests/serve/test_answers.py::test_what_answers_are_made_with",
     ],
-    "A single API key for": [
+    "API keys for the servers": [
         "tests/serve/test_deploy.py::test_a_key_is_not_logged_and_not_in_the_process_list",
+        "tests/serve/test_deploy.py::test_a_key_of_llamacpp_is_not_on_the_command_line",
     ],
     "Environment variables such as": [
         "tests/test_security.py::test_a_token_in_the_environment_stays_there",

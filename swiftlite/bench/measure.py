@@ -68,7 +68,9 @@ def measure(
             measured = asyncio.run(_ask(args, url, num_speculative_tokens, prompts, sampling))
         except aiohttp.ClientError as error:
             raise server.failure(f"the server stopped responding: {error}") from None
-    return ServerResult(num_speculative_tokens, redact_text(command.shell_line()), seconds_to_start, measured)
+    return ServerResult(
+        num_speculative_tokens, redact_text(command.redacted().shell_line()), seconds_to_start, measured
+    )
 
 
 async def _ask(

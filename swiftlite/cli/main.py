@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import warnings
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import FrameType
 
@@ -29,8 +29,8 @@ from swiftlite.plan.facts import read_facts
 from swiftlite.plan.heads import heads_for_engine
 from swiftlite.plan.kernels import largest_head, this_machine
 from swiftlite.plan.run import make_plan, make_schedule, render
-from swiftlite.redact import redact_text
-from swiftlite.runtime.environment import gpu_models, sees_gpu
+from swiftlite.redact import redact_text, remember
+from swiftlite.runtime.environment import SAFE_PATH, gpu_models, sees_gpu
 from swiftlite.runtime.parent import exit_with_parent
 from swiftlite.runtime.progress import num_restarts
 
@@ -130,6 +130,7 @@ def _run(argv: list[str]) -> int:
     if command.first_option and rest and not rest[0].startswith("-"):
         rest = [f"--{command.first_option}", *rest]
     args, notes = parse(command.args_class, rest, command.words, command.choices())
+    remember(asdict(args))
     processes = launch.read_environment(os.environ)
     world_size = 1
     if command.is_parallel:
@@ -197,7 +198,9 @@ def _node_counts(args: SftArgs, processes: launch.Processes) -> list[int]:
 
 
 def _settle_environment(args: object) -> None:
-    """Set environment variables for torch and its subprocesses. Variables that the user has set are not changed."""
+    """Set environment variables for torch and all subprocesses. Variables that the user has set are not changed."""
+    for name, value in SAFE_PATH.items():
+        os.environ.setdefault(name, value)
     # Waiting threads spin for less than 1 ms, then sleep. Without spinning, training a small model takes 10 % longer.
     # With long spinning, it takes 8 times as long if another program runs.
     if "OMP_WAIT_POLICY" not in os.environ:

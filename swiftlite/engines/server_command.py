@@ -3,11 +3,13 @@
 import json
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from swiftlite.atomic import atomic_write, check_writable
+from swiftlite.redact import HIDDEN, is_secret, redact
+from swiftlite.runtime.environment import SAFE_PATH
 
 
 @dataclass(frozen=True)
@@ -27,8 +29,22 @@ class ServerCommand:
     def shell_line(self) -> str:
         """Return one line for a shell that writes the files and then runs the program."""
         steps = [f"echo {shlex.quote(text)} > {shlex.quote(str(path))}" for path, text in self.files.items()]
-        variables = [f"{name}={value}" for name, value in self.variables.items()]
-        return " && ".join([*steps, shlex.join([*variables, *self.words])])
+        # Without SAFE_PATH, a shell in the directory of a model would let Python import the model's files.
+        variables = SAFE_PATH | self.variables
+        # Only the value is quoted: for a shell, a quoted assignment is the name of a program.
+        assignments = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
+        return " && ".join([*steps, " ".join([*assignments, shlex.join(self.words)])])
+
+    def redacted(self) -> Self:
+        """Return the command with *** for each variable and each value of a flag whose name identifies a secret."""
+        words: list[str] = []
+        is_hidden = False
+        for word in self.words:
+            is_flag = word.startswith("--")
+            if is_flag:
+                is_hidden = is_secret(word.removeprefix("--"), "")
+            words.append(HIDDEN if is_hidden and not is_flag else word)
+        return replace(self, words=words, variables=redact(self.variables))
 
     def write_files(self, flag: str) -> None:
         """Write the files.
@@ -60,3 +76,10 @@ def flags(options: Mapping[str, Any]) -> list[str]:
         elif value is not None:
             words += [flag, str(value)]
     return words
+
+
+def api_keys(given: Any) -> list[str]:
+    """Return the keys of an engine's option `api_key`: a key, a list of keys, or None. Keys can be numbers in JSON."""
+    if not isinstance(given, list):
+        given = [given]
+    return [str(key) for key in given if key is not None]

@@ -1,4 +1,6 @@
-"""Describe the environment of a measurement: versions of software, and the machine."""
+"""Describe the environment of a measurement: versions of software, and the machine. Define the environment of child
+processes.
+"""
 
 import importlib.util
 import os
@@ -12,6 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import swiftlite
+
+SAFE_PATH = {"PYTHONSAFEPATH": "1"}
+"""Variable with which `python -m` and `python -c` do not import modules from the current directory. It can be the
+directory of an untrusted model, and engines start Python processes of their own.
+"""
 
 
 def versions_of(packages: Iterable[str]) -> dict[str, str]:

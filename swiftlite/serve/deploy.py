@@ -39,7 +39,7 @@ def run(args: DeployArgs) -> None:
         LogFile(Path(args.log_requests), 0).check("--log_requests")
         logger.info("conversations are logged to %s", args.log_requests)
     command.write_files("--draft_schedule")
-    logger.info("starting %s", command.shell_line())
+    logger.info("starting %s", command.redacted().shell_line())
     logger.info("the server will listen on port %d; stop it with Ctrl-C", args.port)
     sys.stdout.flush()
     sys.stderr.flush()

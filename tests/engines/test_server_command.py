@@ -1,6 +1,8 @@
 """Test a server's command, as words and as a line for a shell."""
 
+import json
 import subprocess
+import sys
 
 import pytest
 
@@ -30,6 +32,25 @@ def test_files_are_written_by_the_line_too(tmp_path):
     assert path.read_text() == done.stdout
 
 
-def test_a_line_for_a_shell():
-    command = ServerCommand(["python", "-m", "a server"], {"NAME": "1"})
-    assert command.shell_line() == "NAME=1 python -m 'a server'"
+@pytest.mark.parametrize("value", ["1", "logs/a b.jsonl", "a$HOME", 'it\'s "quoted"', "`date`", "a;b", ""])
+def test_a_line_for_a_shell(value):
+    """Bash really runs the line. The program receives the words and variables unchanged."""
+    program = (
+        "import json, os, sys; print(json.dumps([os.environ['NAME'], os.environ['PYTHONSAFEPATH'], sys.argv[1:]]))"
+    )
+    command = ServerCommand([sys.executable, "-c", program, "--flag", value], {"NAME": value})
+    done = subprocess.run(["bash", "-c", command.shell_line()], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == [value, "1", ["--flag", value]]
+
+
+@pytest.mark.parametrize(
+    "key", ["FIRST", 11223344, ["FIRST", "SECOND"], ["FIRST,SECOND"], "FIRST}SECOND", "FIRST 'SECOND\""]
+)
+def test_a_redacted_command_has_no_keys(key):
+    words = flags({"max_model_len": 256, "api_key": key, "ssl_keyfile_password": "FIRST", "dtype": "float32"})
+    shown = ServerCommand(["python", *words], {"VLLM_API_KEY": "FIRST,SECOND", "PORT": "1"}).redacted().shell_line()
+    for secret in ("FIRST", "SECOND", "11223344"):
+        assert secret not in shown
+    assert "--max-model-len 256 --api-key" in shown
+    assert "--dtype float32" in shown
+    assert " PORT=1 " in shown

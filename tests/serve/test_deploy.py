@@ -200,7 +200,7 @@ def test_the_printed_command_is_one_line_for_a_shell(tmp_path, capsys):
     model = make_tiny_hf(tmp_path / "a model", "mimo", 1)
     deploy.run(DeployArgs(model=str(model), infer_backend="sglang", dry_run=True, torch_dtype="float32"))
     (line,) = capsys.readouterr().out.splitlines()
-    assert shlex.split(line) == command(model)
+    assert shlex.split(line) == ["PYTHONSAFEPATH=1", *command(model)]
 
 
 @needs_vllm
@@ -274,7 +274,16 @@ def test_an_address_of_another_machine_is_named(host):
 
 
 @needs_vllm
-def test_a_key_is_not_logged_and_not_in_the_process_list(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("key", "expected"),
+    [
+        ("SECRET 123", {"VLLM_API_KEY": "SECRET 123"}),
+        (11223344, {"VLLM_API_KEY": "11223344"}),
+        (["SECRET,11223344"], {"VLLM_API_KEY": "SECRET,11223344"}),
+        (["SECRET}1", 11223344], {"SWIFTLITE_API_KEYS": '["SECRET}1", "11223344"]', "VLLM_API_KEY": ""}),
+    ],
+)
+def test_a_key_is_not_logged_and_not_in_the_process_list(tmp_path, monkeypatch, capsys, key, expected):
     started = []
     environment = {}
 
@@ -284,7 +293,7 @@ def test_a_key_is_not_logged_and_not_in_the_process_list(tmp_path, monkeypatch, 
 
     monkeypatch.setattr("os.execve", become)
     model = make_tiny_hf(tmp_path / "model", "mimo", 1)
-    kwargs = {"api_key": "SECRET 123", "max_num_seqs": 4}
+    kwargs = {"api_key": key, "max_num_seqs": 4}
     before = logging.getLogger("swiftlite").handlers[:]
     log.setup()
     try:
@@ -292,7 +301,29 @@ def test_a_key_is_not_logged_and_not_in_the_process_list(tmp_path, monkeypatch, 
     finally:
         logging.getLogger("swiftlite").handlers[:] = before
     told = capsys.readouterr().err
-    assert "SECRET" not in told
     assert "--max-num-seqs 4" in told
-    assert "SECRET" not in str(started)
-    assert environment["VLLM_API_KEY"] == "SECRET 123"
+    for secret in ("SECRET", "11223344"):
+        assert secret not in told
+        assert secret not in str(started)
+    assert expected.items() <= environment.items()
+
+
+@needs_vllm
+def test_one_of_several_keys_is_required(monkeypatch):
+    from starlette.applications import Starlette
+    from starlette.middleware import Middleware
+    from starlette.testclient import TestClient
+
+    from swiftlite.engines.vllm.api_keys import ApiKeys
+
+    monkeypatch.setenv("SWIFTLITE_API_KEYS", '["one", "two,2"]')
+    client = TestClient(Starlette(middleware=[Middleware(ApiKeys)]))
+    assert client.get("/health").status_code == 404  # not refused, but this application has no routes
+    for key, status in {"one": 404, "two,2": 404, "two": 401, "": 401}.items():
+        assert client.get("/v1/models", headers={"Authorization": f"Bearer {key}"}).status_code == status
+
+
+def test_a_key_of_llamacpp_is_not_on_the_command_line(tmp_path):
+    model = make_tiny_hf(tmp_path / "model", "llama", 0, with_tokenizer=True)
+    words = command(model, infer_backend="llamacpp", llamacpp_engine_kwargs={"api_key": ["SECRET", 12345]})
+    assert [word for word in words if "SECRET" in word or "12345" in word] == ["LLAMA_API_KEY=SECRET,12345"]

@@ -6,12 +6,15 @@ Only the options in `OPTIONS` are supported.
 """
 
 import importlib
+import os
 import signal
 import sys
 import threading
 from collections.abc import Callable
 from typing import Any
 
+API_KEY = "LLAMA_API_KEY"
+"""Environment variable from which llama-server reads keys, separated by commas."""
 Setter = Callable[[Any, str], None]
 
 
@@ -70,7 +73,7 @@ OPTIONS: dict[str, Setter] = {
     "spec-type": _attribute("speculative.types", _speculation),
     "spec-draft-n-max": _attribute("speculative.draft.n_max", int),
     "spec-draft-sampling": _attribute("speculative.draft.probabilistic", lambda value: value == "probabilistic"),
-    "api-key": _attribute("api_keys", lambda value: [value]),
+    "api-key": _attribute("api_keys", lambda value: value.split(",")),
 }
 SWITCHES: dict[str, Callable[[Any], None]] = {
     "metrics": lambda params: setattr(params, "endpoint_metrics", True),
@@ -89,6 +92,8 @@ def main(words: list[str]) -> None:
     xllamacpp = _package()
     params = xllamacpp.CommonParams()
     params.fit_params = False  # would change the context length to fit free memory
+    if API_KEY in os.environ:
+        OPTIONS["api-key"](params, os.environ[API_KEY])
     remaining = list(words)
     while remaining:
         name = remaining.pop(0).removeprefix("--")

@@ -8,9 +8,10 @@ import torch
 
 from swiftlite.args.commands import DeployArgs
 from swiftlite.engines.draft_schedule import DraftSchedule
+from swiftlite.engines.llamacpp.embedded import API_KEY
 from swiftlite.engines.llamacpp.info import LLAMACPP
 from swiftlite.engines.served_model import require_heads
-from swiftlite.engines.server_command import ServerCommand, flags
+from swiftlite.engines.server_command import ServerCommand, api_keys, flags
 from swiftlite.errors import UserError
 from swiftlite.families.resolved import HfModel
 from swiftlite.gguf.architectures import metadata_of
@@ -38,7 +39,11 @@ def server_command(args: DeployArgs, model: HfModel, drafts: bool, schedule: Dra
     given |= server_options(
         model, args.torch_dtype, num_tokens, args.max_model_len, SLOTS, LLAMACPP.engine_kwargs(args), draws_drafts=True
     )
-    return ServerCommand(command(model, args.torch_dtype, given))
+    variables = {}
+    keys = api_keys(given.pop("api_key", None))
+    if keys:  # not on the command line, which is visible to all users of the machine
+        variables[API_KEY] = ",".join(keys)
+    return ServerCommand(command(model, args.torch_dtype, given), variables)
 
 
 def command(model: HfModel, torch_dtype: str, options: Mapping[str, Any]) -> list[str]:

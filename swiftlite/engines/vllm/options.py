@@ -19,6 +19,9 @@ from swiftlite.families.attention import LatentAttention
 from swiftlite.families.resolved import HfModel
 from swiftlite.log import logger
 
+API_KEYS = "SWIFTLITE_API_KEYS"
+"""Environment variable with several keys of a server as a JSON list, see `api_keys.py`."""
+
 
 def speculative_config(config: EngineConfig) -> dict[str, Any] | None:
     """Return vLLM's speculative options, after checking that vLLM drafts with the trained heads.

