@@ -649,6 +649,9 @@ class ServerArgs:
     """Address to listen on; 0.0.0.0 means all addresses of this machine."""
     port: bounds.Port = 8000
     """Port to listen on."""
+    served_model_name: str | None = None
+    """Name of the model in requests and in /v1/models. Default: ORG/NAME for a model on the hub, otherwise the last
+    part of the path."""
     draft_schedule: str | None = None
     """A bench.json of `swiftlite bench`: adapt the number of draft tokens to the number of in-flight requests as it
     recommends."""

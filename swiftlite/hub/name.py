@@ -73,12 +73,21 @@ def dataset_name(text: str) -> HubName | None:
     )
 
 
-def served_name(text: str) -> str | None:
-    """Return the name under which an engine's server serves a hub model; None for a path, which engines use as the
-    name.
+def served_name(model: str, given: str | None = None) -> str:
+    """Return the name by which clients of an engine's server select a model.
+
+    Args:
+        model: name on the hub or path, of which the last part is used: engines would show the whole path to clients.
+        given: name given by the user.
     """
-    name = model_name(text)
-    return name and name.repository
+    if given:
+        return given
+    if name := model_name(model):
+        return name.repository
+    path = Path(model)
+    if path.name in ("", ".."):  # such as `.`
+        path = path.resolve()
+    return path.name
 
 
 def models_in(args: Any) -> dict[str, str]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from swiftlite.args.commands import DeployArgs
 from swiftlite.args.config import Problem
 from swiftlite.engines.index import ENGINES
+from swiftlite.hub.name import served_name
 from swiftlite.plan.facts import Facts
 from swiftlite.plan.layout import choices
 from swiftlite.rules import common, engine_options
@@ -64,6 +65,15 @@ def adapters_have_an_engine(args: DeployArgs, facts: Facts) -> Iterator[Problem]
         yield (
             f"--adapters is not supported with {info.label}: its answers were not verified against the merged model",
             f"use {able}, or merge them: swiftlite export --to_hf",
+        )
+
+
+def adapters_have_their_own_name(args: DeployArgs, facts: Facts) -> Iterator[Problem]:
+    name = served_name(args.model or "", args.served_model_name)
+    if args.adapters is not None and Path(args.adapters).resolve().name == name:
+        yield (
+            f"--adapters {args.adapters}: requests could not select it, because the model has the name {name} too",
+            f"add --served_model_name {name}-base",
         )
 
 
@@ -154,6 +164,7 @@ RULES = (
     tokens_to_draft_are_given_once,
     engine_options.adapters_are_a_directory,
     adapters_have_an_engine,
+    adapters_have_their_own_name,
     live_weights_have_an_engine,
     weight_transport_has_live_weights,
     one_gpu_has_one_worker,

@@ -107,7 +107,7 @@ def test_adapters_answer_as_the_merged_model_and_heads_draft(tmp_path, monkeypat
     args = DeployArgs(model=str(base), infer_backend="vllm", adapters=str(adapters), port=port, **options)
     answers = []
     with serve(deploy.server_command(args, resolve_served(base)), url, tmp_path / "log"):
-        for name, directory in (("tuned", merged), (str(base), base)):
+        for name, directory in (("tuned", merged), (base.name, base)):
             expected, counts = Reference.load(directory, "qwen3", depth=1).simulate(prompts, NEW_TOKENS, 1)
             before = accepted(url)
             assert [ask(url, name, prompt) for prompt in prompts] == expected

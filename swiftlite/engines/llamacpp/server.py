@@ -35,7 +35,7 @@ def server_command(args: DeployArgs, model: HfModel, drafts: bool, schedule: Dra
     num_tokens = 0
     if drafts:
         num_tokens = args.num_speculative_tokens or model.heads.drafts
-    given = {"alias": served_name(args.model), "host": args.host, "port": args.port}
+    given = {"alias": served_name(args.model, args.served_model_name), "host": args.host, "port": args.port}
     given |= server_options(
         model, args.torch_dtype, num_tokens, args.max_model_len, SLOTS, LLAMACPP.engine_kwargs(args), draws_drafts=True
     )

@@ -53,7 +53,7 @@ def server_command(args: DeployArgs, model: HfModel, drafts: bool, schedule: Dra
         speculative |= options.schedule_options(schedule)
     given: dict[str, Any] = {
         "model": str(model.directory.absolute()),
-        "served_model_name": served_name(args.model),
+        "served_model_name": served_name(args.model, args.served_model_name),
         "host": args.host,
         "port": args.port,
         "dtype": args.torch_dtype,
