@@ -77,8 +77,8 @@ def served_name(model: str, given: str | None = None) -> str:
     """Return the name by which clients of an engine's server select a model.
 
     Args:
-        model: name on the hub or path, of which the last part is used: engines would show the whole path to clients.
-        given: name given by the user.
+        model: name on the hub or path. Without a name, engines would show the whole path to clients.
+        given: name given by the user; None: `org/name` on the hub, or the last part of the path.
     """
     if given:
         return given

@@ -17,7 +17,7 @@ import swiftlite
 
 SAFE_PATH = {"PYTHONSAFEPATH": "1"}
 """Variable with which `python -m` and `python -c` do not import modules from the current directory. It can be the
-directory of an untrusted model, and engines start Python processes of their own.
+directory of an untrusted model. A variable also reaches the Python processes that engines start.
 """
 
 

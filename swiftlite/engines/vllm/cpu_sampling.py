@@ -1,4 +1,4 @@
-"""Fix the sampling of vLLM's older model runner on a CPU, where there is no Triton (vllm-project/vllm#55005).
+"""Fix the sampling of vLLM's older model runner on a CPU without Triton (vllm-project/vllm#55005).
 
 - Verification of drafts: vLLM 0.32 repeats each request's temperature, top-k and top-p for the request's draft tokens
   with a Triton kernel (v1/sample/rejection_sampler.py:612). The fallback without Triton writes into a copy and leaves
