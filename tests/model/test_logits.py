@@ -358,7 +358,6 @@ ROUTERS = [
     ("qwen3_moe", {"num_hidden_layers": 3, "mlp_only_layers": [1]}),
     ("qwen3_moe", {"num_hidden_layers": 2, "mlp_only_layers": [1]}),
     ("ernie4_5_moe", {"moe_num_experts": 8, "moe_k": 3}),
-    ("ernie4_5_moe", {"moe_k": 1}),
     ("ernie4_5_moe", {"moe_num_shared_experts": 0}),
     ("ernie4_5_moe", {"num_hidden_layers": 5, "moe_layer_start_index": 2, "moe_layer_end_index": 3}),
     ("minimax_m2", {"num_local_experts": 8, "num_experts_per_tok": 3}),
